@@ -1,1 +1,4 @@
-"""Advantages, corrections, objectives, old-policy approximations and audit: pure functions."""
+"""The mathematics of training as pure functions: advantages, corrections, objectives, audit.
+
+They take tensors or records, need no other part of this package, and can be used in any trainer.
+"""

@@ -1,14 +1,15 @@
-"""Advantage estimators: compare the reward of a trajectory, or of its turns, with that of others.
+"""Advantage estimators, which compare the reward of an episode or turn with other rewards.
 
-A function with `@estimator`, here or in a file of the user that has been imported, is a value of
-the option `advantage.estimator`. It maps the groups of one batch to scored trajectories in their
-order; its keyword-only parameters are options of that section. Each is based on a function of
-tensors without records: `rewards [n]` and `group [n]` (any integers).
+A function with the decorator `@estimator` is a value of the option `advantage.estimator`. It may
+also be in an imported file of the user. It receives the groups of one batch and returns their
+trajectories with advantages, in the same order. Its keyword-only parameters are further options of
+that section. Each estimator calls a function of tensors alone: `rewards [n]` and `group [n]`, where
+`group` has any integers.
 
-With an estimator that compares siblings, a trajectory without siblings has advantage 0, and so has
-each trajectory of a group with equal rewards. Failed episodes have no reward and are left out. An
-episode's reward is the sum of its named rewards, in float64. An episode counts once, however many
-branches (further conversations) it has, and each branch gets the advantage of its episode.
+The reward of an episode is the sum of its named rewards, in float64. Failed episodes have no reward
+and are left out. Most estimators compare the episodes of one task. For these, an episode that is
+alone, or whose group has equal rewards, has advantage 0. An episode counts once, even if it has
+branches (further conversations). Each branch gets the advantage of its episode.
 """
 
 import math
@@ -23,7 +24,9 @@ from unstale.config.declared import add_choice
 from unstale.records import Group, ScoredTrajectory, Trajectory
 
 EPSILON = 1e-6
-"""Added to a standard deviation before dividing by it, as public GRPO implementations do."""
+"""Added to a standard deviation before dividing by it, so that the divisor is never 0. Public GRPO
+implementations add the same number.
+"""
 
 Estimator = Callable[..., list[ScoredTrajectory]]
 Function = TypeVar("Function", bound=Estimator)
@@ -32,9 +35,9 @@ ESTIMATORS: dict[str, Estimator] = {}
 
 
 def estimator(function: Function) -> Function:
-    """Register a function as a value of `advantage.estimator`.
+    """Register a function as a value of the option `advantage.estimator`. Used as a decorator.
 
-    ValueError if an estimator from another file has its name.
+    Raises ValueError if an estimator in another file has the same name.
     """
     name = function.__name__
     if ESTIMATORS.setdefault(name, function).__module__ != function.__module__:
@@ -55,28 +58,38 @@ def grpo(groups: Sequence[Group]) -> list[ScoredTrajectory]:
 
 @estimator
 def grpo_no_std(groups: Sequence[Group]) -> list[ScoredTrajectory]:
-    """GRPO without the division, which would amplify groups with little spread."""
+    """GRPO without the division by the standard deviation.
+
+    The division gives groups whose rewards differ little a larger weight.
+    """
     return _score(groups, grpo_advantage(*_outcomes(groups), std=False))
 
 
 @estimator
 def dr_grpo(groups: Sequence[Group]) -> list[ScoredTrajectory]:
-    """Dr. GRPO (arXiv 2503.20783): `grpo_no_std`.
+    """Dr. GRPO (arXiv 2503.20783): the reward minus the group's mean, without a division.
 
-    Use it with `objective.loss_aggregation = constant`.
+    The advantage equals that of `grpo_no_std`. Use it with `objective.loss_aggregation = constant`,
+    which completes the method.
     """
     return grpo_no_std(groups)
 
 
 @estimator
 def rloo(groups: Sequence[Group]) -> list[ScoredTrajectory]:
-    """RLOO: reward minus the mean of the other siblings, which is unbiased (arXiv 2402.14740)."""
+    """RLOO (arXiv 2402.14740): the reward minus the mean reward of the group's other episodes.
+
+    This estimate of the policy gradient has no bias.
+    """
     return _score(groups, rloo_advantage(*_outcomes(groups)))
 
 
 @estimator
 def opo(groups: Sequence[Group]) -> list[ScoredTrajectory]:
-    """OPO: reward minus the group's mean, weighted by action tokens (arXiv 2505.23585)."""
+    """OPO (arXiv 2505.23585): the reward minus the mean of the group, weighted by length.
+
+    The length of an episode is the number of tokens that the policy sampled.
+    """
     return _score(groups, opo_advantage(*_outcomes(groups), lengths=_lengths(groups)))
 
 
@@ -84,11 +97,11 @@ def opo(groups: Sequence[Group]) -> list[ScoredTrajectory]:
 def reinforce_batch(
     groups: Sequence[Group], *, group_baseline: bool = True, by_tokens: bool = True
 ) -> list[ScoredTrajectory]:
-    """REINFORCE++: rewards normalized over the whole batch (arXiv 2501.03262).
+    """REINFORCE++ (arXiv 2501.03262): rewards normalized over all episodes of the batch.
 
-    `group_baseline` first subtracts each group's mean. With `by_tokens` a trajectory counts once
-    per action token in the batch's mean and deviation, otherwise once. `groups` must be all groups
-    of one batch.
+    With `group_baseline` the mean of each group is subtracted first. With `by_tokens` each episode
+    is weighted by its number of sampled tokens in the batch's mean and deviation, otherwise all
+    weigh the same. `groups` must be all groups of the batch.
     """
     rewards, group = _outcomes(groups)
     lengths = _lengths(groups) if by_tokens else None
@@ -100,12 +113,13 @@ def reinforce_batch(
 def turn_level(
     groups: Sequence[Group], *, discount: float = 1.0, std: bool = True
 ) -> list[ScoredTrajectory]:
-    """One advantage per turn: the discounted reward to go, normalized over all turns of the group.
+    """One advantage per turn: the discounted sum of later rewards, normalized within the group.
 
-    The reward of a turn is its entry of `Trajectory.turn_rewards` (0 without); the last turn has
-    the episode's reward in addition. With discount 1, `std=False`, outcome rewards and equal
-    numbers of turns, every turn has the advantage of `grpo_no_std`. Raises ValueError if
-    `turn_rewards` has another length than the trajectory has turns.
+    A turn is one reply. Its reward is its entry of `Trajectory.turn_rewards`, or 0 without one. The
+    last turn also gets the reward of the whole episode. `std` divides by the standard deviation
+    over all turns of the group. With discount 1, `std=False`, no turn rewards and equal numbers of
+    turns, every turn has the advantage of `grpo_no_std`. Raises ValueError if `turn_rewards` has
+    another length than the trajectory has turns.
     """
     trajectories = _trajectories(groups)
     if not trajectories:
@@ -121,7 +135,7 @@ def turn_level(
     for item, part in zip(trajectories, advantage.split(turns.tolist()), strict=True):
         of_turns = tuple(part.tolist()) or (0.0,)
         scored.append(ScoredTrajectory(item, of_turns))
-        # A branch follows the last turn of its episode.
+        # The branch's replies come after the last turn of its episode.
         scored += [ScoredTrajectory(branch, of_turns[-1:]) for branch in item.branches]
     return scored
 
@@ -133,9 +147,10 @@ def grpo_advantage(
     std: bool = True,
     epsilon: float = EPSILON,
 ) -> Float[Tensor, "n"]:
-    """Return `(r - mean) / (deviation + epsilon)` per group, or `r - mean` without `std`.
+    """Return `(reward - mean) / (deviation + epsilon)` with the mean and deviation of each group.
 
-    The deviation is that of a sample (n - 1).
+    Without `std` the result is `reward - mean`. The deviation is that of a sample, with divisor n -
+    1.
     """
     index, count = _members(group)
     centred = _centre(rewards, index, count.to(rewards.dtype).reciprocal()[index])
@@ -146,7 +161,10 @@ def grpo_advantage(
 
 
 def rloo_advantage(rewards: Float[Tensor, "n"], group: Int[Tensor, "n"]) -> Float[Tensor, "n"]:
-    """Return `r - mean of the others` per group, which is `(r - mean) * n / (n - 1)`."""
+    """Return the reward minus the mean of the other rewards in its group.
+
+    This equals `(reward - mean) * n / (n - 1)` in a group of n.
+    """
     index, count = _members(group)
     size = count.to(rewards.dtype)
     return grpo_advantage(rewards, group, std=False) * (size / (size - 1).clamp(min=1))[index]
@@ -155,9 +173,12 @@ def rloo_advantage(rewards: Float[Tensor, "n"], group: Int[Tensor, "n"]) -> Floa
 def opo_advantage(
     rewards: Float[Tensor, "n"], group: Int[Tensor, "n"], *, lengths: Float[Tensor, "n"]
 ) -> Float[Tensor, "n"]:
-    """Return `r - sum(length * r) / sum(length)` per group; 0 for a group without a token."""
+    """Return the reward minus the group's mean, in which each reward is weighted by its `lengths`.
+
+    The result is 0 in a group whose lengths are all 0.
+    """
     index, _ = _members(group)
-    # A group without a token has the share 0 / 0 = NaN, which is not > 0.
+    # In a group whose lengths are all 0 the share is 0 / 0 = NaN, which is not > 0.
     share = lengths / _sum(lengths, index)[index]
     return torch.where(_differs(rewards, index) & (share > 0), _centre(rewards, index, share), 0.0)
 
@@ -169,11 +190,12 @@ def batch_advantage(
     lengths: Float[Tensor, "n"] | None = None,
     epsilon: float = 1e-8,
 ) -> Float[Tensor, "n"]:
-    """Return `(x - mean) / sqrt(variance + epsilon)` over the batch.
+    """Return rewards normalized over the batch: `(x - mean) / sqrt(variance + epsilon)`.
 
-    x is r, or r minus its group's mean if `group` is given. `lengths` are the weights in mean and
-    variance (that of a sample, n - 1). Equal rewards in a group (without `group`: in the batch)
-    give 0: they teach nothing, and the weighted mean of x would otherwise shift them.
+    x is the reward, or the reward minus its group's mean if `group` is given. `lengths` are weights
+    in the mean and the variance, which has the divisor n - 1. Where all rewards of a group are
+    equal (without `group`: of the batch) the result is 0. Such rewards carry no information, and
+    otherwise the weighted mean of x would move them away from 0.
     """
     whole = torch.zeros_like(rewards, dtype=torch.long)
     index = whole if group is None else _members(group)[0]
@@ -188,7 +210,9 @@ def batch_advantage(
 def reward_to_go(
     rewards: Float[Tensor, "turns"], *, discount: float = 1.0
 ) -> Float[Tensor, "turns"]:
-    """Return the discounted reward from each turn on: `G_k = r_k + discount * G_{k+1}`.
+    """Return for each turn the discounted sum of its own and all later rewards.
+
+    It is `G_k = rewards_k + discount * G_{k+1}`.
 
     >>> reward_to_go(torch.tensor([1.0, 0.0, 2.0]), discount=0.5)
     tensor([1.5000, 1.0000, 2.0000])
@@ -207,7 +231,7 @@ def _trajectories(groups: Sequence[Group]) -> list[Trajectory]:
 
 
 def _outcomes(groups: Sequence[Group]) -> tuple[Tensor, Tensor]:
-    """Return rewards `[n]` in float64 and the index `[n]` of each trajectory's group."""
+    """Return the reward of each episode, `[n]` in float64, and the index of its group, `[n]`."""
     for item in _trajectories(groups):
         if not math.isfinite(item.reward):
             raise ValueError(
@@ -220,7 +244,7 @@ def _outcomes(groups: Sequence[Group]) -> tuple[Tensor, Tensor]:
 
 
 def _lengths(groups: Sequence[Group]) -> Tensor:
-    """Return the action tokens `[n]` of each episode, branches included."""
+    """Return the number of sampled tokens of each episode, `[n]`, with those of its branches."""
     lengths = []
     for item in _trajectories(groups):
         lengths.append(item.num_sampled + sum(branch.num_sampled for branch in item.branches))
@@ -242,7 +266,7 @@ def _turn_rewards(item: Trajectory) -> Tensor:
 
 
 def _score(groups: Sequence[Group], advantage: Tensor) -> list[ScoredTrajectory]:
-    """Return each trajectory and its branches with the episode's advantage."""
+    """Return every trajectory and its branches with the advantage of the episode, in order."""
     scored = []
     for item, value in zip(_trajectories(groups), advantage.tolist(), strict=True):
         scored += [ScoredTrajectory(one, (value,)) for one in (item, *item.branches)]
@@ -250,7 +274,7 @@ def _score(groups: Sequence[Group], advantage: Tensor) -> list[ScoredTrajectory]
 
 
 def _members(group: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the groups renumbered 0, 1, ..., and the number of members of each group."""
+    """Return the group of each episode as a number 0, 1, ..., and the size of each group."""
     _, index, count = group.unique(return_inverse=True, return_counts=True)
     return index, count
 
@@ -260,12 +284,18 @@ def _sum(values: Tensor, index: Tensor) -> Tensor:
 
 
 def _centre(values: Tensor, index: Tensor, share: Tensor) -> Tensor:
-    """Subtract the group's mean under the weights `share`, which sum to 1 over a group."""
+    """Subtract from each value the weighted mean of its group.
+
+    The weights `share` sum to 1 over a group.
+    """
     return values - _sum(share * values, index)[index]
 
 
 def _differs(values: Tensor, index: Tensor) -> Tensor:
-    """Return True where a group's values differ. Else rounding would become an advantage."""
+    """Return True for values whose group has at least two different values.
+
+    Without this check, rounding errors in groups of equal rewards would become advantages.
+    """
     size = int(index.max()) + 1 if len(index) else 0
     top = values.new_full((size,), -math.inf).scatter_reduce(0, index, values, "amax")
     bottom = values.new_full((size,), math.inf).scatter_reduce(0, index, values, "amin")

@@ -1,11 +1,11 @@
-"""Errors of approximate old log-probabilities against the true ones (docs/old-logps.md).
+"""Measure the errors of approximate old log-probabilities against the true ones.
 
     true values:            log D     = old_logp - behavior_logp,    log S     = logp - old_logp
     with `prox` instead:    log D_hat = prox - behavior_logp,        log S_hat = logp - prox
 
-All tensors have one shape: packed `[T]`, or padded `[B, T]` with a mask. A value that the data do
-not determine is None. Standard errors treat sequences as clusters, because the errors of tokens of
-one sequence are correlated.
+Here `prox` is the approximation. docs/old-logps.md has results. All tensors have one shape: packed
+`[T]`, or padded `[B, T]` with a mask. A figure is None if the data do not determine it. Tokens of
+one sequence have correlated errors, so standard errors treat each sequence as one cluster.
 """
 
 from collections.abc import Sequence
@@ -18,31 +18,35 @@ from torch import Tensor
 from unstale.algorithms.corrections import renumber
 
 MIN_TOKENS = 100
-"""Fewest tokens for a fit of the leaks."""
+"""Smallest number of tokens for which the two leaks are fitted."""
 SIGNAL = 10.0
-"""A log-ratio counts as constant if its standard deviation is below this multiple of the noise."""
+"""A log-ratio is treated as constant if its standard deviation is less than this many times the
+numerical noise.
+"""
 ALIKE = 0.9999
-"""Highest correlation of two regressors for a fit, which could not separate them above it."""
+"""Two log-ratios with a larger correlation are not fitted together, because the fit could not
+separate them.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """The log-probabilities of a batch, taken before the step's first update."""
+    """Log-probabilities of a batch for the audit, taken before the step's first update."""
 
     prox: Float[Tensor, "*shape"]
-    """The route's approximation of `old_logp`."""
+    """The approximation of `old_logp` that the route under audit returned."""
     old_logp: Float[Tensor, "*shape"]
-    """The true value: the trainer's forward pass with the weights that sampled the token."""
+    """The true value: the trainer's log-probability with the weights that sampled the token."""
     logp: Float[Tensor, "*shape"]
     behavior_logp: Float[Tensor, "*shape"]
     lag: Int[Tensor, "*shape"]
-    """Batches between sampling and training."""
+    """Number of batches that were trained on between sampling the token and training on it."""
     sequence: Int[Tensor, "*shape"]
     sampled: Bool[Tensor, "*shape"]
-    """Action tokens with a true value. All others are ignored."""
+    """True for sampled tokens that have a true value. All other tokens are ignored."""
 
     def flat(self) -> "Tokens":
-        """Return the action tokens alone, `[N]`, with log-probabilities in float64."""
+        """Return only the tokens to compare: tensors `[N]`, log-probabilities in float64."""
         where = self.sampled
         columns = (getattr(self, field.name)[where] for field in fields(self))
         return Tokens(
@@ -55,12 +59,12 @@ class Tokens:
 
     @property
     def log_d(self) -> Tensor:
-        """log D with the true old log-probability: `old_logp - behavior_logp`, `[T]`."""
+        """The true log D of each token: `old_logp - behavior_logp`."""
         return self.old_logp - self.behavior_logp
 
     @property
     def log_s(self) -> Tensor:
-        """log S with the true old log-probability: `logp - old_logp`, `[T]`."""
+        """The true log S of each token: `logp - old_logp`."""
         return self.logp - self.old_logp
 
     @property
@@ -77,7 +81,7 @@ class Tokens:
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """An estimate, its standard error, and the number of action tokens it is from.
+    """An estimated figure, its standard error, and the number of tokens that it is based on.
 
     The standard error is None if there are too few sequences.
     """
@@ -89,9 +93,10 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True)
 class Leaks:
-    """The share of log S that log D_hat contains, and the share of log D that log S_hat contains.
+    """How much of each true log-ratio the route assigns to the wrong one.
 
-    A share is None if the data do not determine it.
+    `staleness` is the share of log S that log D_hat contains. `discrepancy` is the share of log D
+    that log S_hat contains. A share is None if the data do not determine it.
     """
 
     staleness: Estimate | None
@@ -99,29 +104,33 @@ class Leaks:
 
 
 def decomposition_error(tokens: Tokens) -> Estimate | None:
-    """Return the mean of |prox - old_logp|, which is the error of both log D_hat and log S_hat."""
+    """Return the mean of |prox - old_logp| over tokens, the error of log D_hat and log S_hat.
+
+    None without tokens.
+    """
     flat = tokens.flat()
     return _ratio(flat.error.abs(), torch.ones_like(flat.error), flat.sequence)
 
 
 def error_by_lag(tokens: Tokens) -> dict[int, Estimate]:
-    """Return the `decomposition_error` of the tokens of each lag."""
+    """Return the mean of |prox - old_logp| over the tokens of each lag: lag -> estimate."""
     flat = tokens.flat()
     estimates: dict[int, Estimate] = {}
     for lag in flat.lag.unique().tolist():
         where = flat.lag == lag
         error = flat.error[where].abs()
         estimate = _ratio(error, torch.ones_like(error), flat.sequence[where])
-        assert estimate is not None  # at least one token has this lag
+        assert estimate is not None  # not None, because at least one token has this lag
         estimates[lag] = estimate
     return estimates
 
 
 def error_ratio(one: Tokens, other: Tokens) -> Estimate | None:
-    """Return the decomposition error of `one` divided by that of `other`, on the same tokens.
+    """Return the mean error of one approximation divided by that of another, on the same tokens.
 
-    None if `other` has no error. The standard error is that of a paired ratio (delta method), so
-    tokens that are hard for both do not widen it. ValueError if the numbers of tokens differ.
+    None if `other` has no error. The standard error is that of a ratio of paired values (delta
+    method): tokens that are difficult for both approximations do not increase it. Raises ValueError
+    if the numbers of tokens differ.
     """
     above = one.flat()
     below = other.flat()
@@ -135,22 +144,24 @@ def error_ratio(one: Tokens, other: Tokens) -> Estimate | None:
 def leaks(tokens: Tokens, *, noise: float = 0.0) -> Leaks:
     """Fit the staleness leak s and the discrepancy leak d on the tokens of lag 1 or more.
 
-    The fit is by least squares with an intercept:
+    The leaks say which share of each true log-ratio the route assigns to the wrong one. The fit is
+    by least squares with an intercept:
 
         prox - old_logp = s * log S - d * log D
 
-    `(s, d)` is (0, 0) for exact values, (0, 1) for `rollout`, (1, 0) for `current_recompute`, and
-    (alpha, 1 - alpha) for log-linear at a constant alpha. `noise` is the standard deviation of
-    `old_logp` between two packings. A factor that varies by less than `SIGNAL * noise` is left out,
-    and its leak is None. With fewer than `MIN_TOKENS` tokens both are None.
+    `(s, d)` is (0, 0) for exact values, (0, 1) for the route `rollout`, (1, 0) for
+    `current_recompute`, and (alpha, 1 - alpha) for log-linear interpolation with a constant alpha.
+    `noise` is the standard deviation of `old_logp` between two ways of packing the same tokens. A
+    log-ratio that varies by less than `SIGNAL * noise` is left out of the fit, and its leak is
+    None. With fewer than `MIN_TOKENS` tokens both leaks are None.
     """
     old = replace(tokens, sampled=tokens.sampled & (tokens.lag > 0)).flat()
     columns = {"staleness": old.log_s, "discrepancy": -old.log_d}
     columns = {name: column for name, column in columns.items() if not _constant(column, noise)}
     if len(old) < MIN_TOKENS or not columns or abs(_correlation(*columns.values())) > ALIKE:
         return Leaks(None, None)
-    # Centred columns need no intercept. Sums, unlike products of large matrices, have the same bits
-    # in every process, however many threads the library finds free.
+    # Columns without their means need no intercept. Sums are used, because products of large
+    # matrices have different last bits with another number of threads.
     centred = torch.stack([column - column.mean() for column in columns.values()], 1)
     scale = centred.square().mean(0).sqrt()
     regressors = centred / scale
@@ -163,7 +174,8 @@ def leaks(tokens: Tokens, *, noise: float = 0.0) -> Leaks:
     middle = (scores[:, :, None] * scores[:, None, :]).sum(0)
     spread = (bread @ middle @ bread).diagonal().clamp(min=0).sqrt() / scale
     slopes = fit / scale
-    has_error = len(scores) > len(fit) + 1  # more sequences than slopes and the intercept
+    # there must be more sequences than the slopes and the intercept
+    has_error = len(scores) > len(fit) + 1
     estimates = {
         name: Estimate(slopes[i].item(), spread[i].item() if has_error else None, len(old))
         for i, name in enumerate(columns)
@@ -172,10 +184,10 @@ def leaks(tokens: Tokens, *, noise: float = 0.0) -> Leaks:
 
 
 def factor_correlation(tokens: Tokens, *, noise: float = 0.0) -> float | None:
-    """Return the correlation of log D_hat with log S_hat.
+    """Return the correlation of log D_hat with log S_hat, the route's two log-ratios.
 
-    It is +1 for log-linear at a constant 0 < alpha < 1. It is None if a factor is constant, as for
-    `rollout`, `current_recompute` and alpha 0 or 1.
+    It is +1 for log-linear interpolation with a constant 0 < alpha < 1. It is None if one of them
+    is constant, as for the routes `rollout` and `current_recompute`, and for alpha 0 or 1.
     """
     flat = tokens.flat()
     if _constant(flat.log_d_hat, noise) or _constant(flat.log_s_hat, noise):
@@ -189,11 +201,11 @@ def agreement(
     *,
     sampled: Bool[Tensor, "*shape"],
 ) -> float | None:
-    """Return the F1 score of a threshold's decisions by `prox` against those by the true values.
+    """Return the F1 score of the decisions of a threshold on approximate ratios.
 
-    The arguments are the tokens that the threshold drops or clips, not those it leaves alone. The
-    latter are most tokens, and counting their agreement would hide every difference. None if the
-    threshold acts on no token.
+    `with_prox` marks the tokens that the threshold drops or clips by the approximate ratios, and
+    `with_truth` those by the true ratios. Most tokens are in neither set and are not counted,
+    because their agreement would hide every difference. None if both sets are empty.
 
     >>> a, b = torch.tensor([True, True, False, False]), torch.tensor([True, False, True, False])
     >>> agreement(a, b, sampled=torch.ones(4, dtype=torch.bool))
@@ -208,12 +220,18 @@ def agreement(
 def exact_fraction(
     exact: Bool[Tensor, "*shape"], *, sampled: Bool[Tensor, "*shape"]
 ) -> float | None:
-    """Return the share of action tokens whose `old_logp` the route marks as exact, or None."""
+    """Return the share of sampled tokens whose `old_logp` the route marks as exact.
+
+    None without sampled tokens.
+    """
     return exact[sampled].double().mean().item() if sampled.any() else None
 
 
 def join(parts: Sequence[Tokens]) -> Tokens:
-    """Return the action tokens `[N]` of several batches, with distinct sequence numbers."""
+    """Return the sampled tokens of several batches as one, `[N]`.
+
+    Sequences of different batches get different numbers.
+    """
     flats, first = [], 0
     for part in parts:
         flat = part.flat()
@@ -226,7 +244,7 @@ def join(parts: Sequence[Tokens]) -> Tokens:
 
 
 def _ratio(above: Tensor, below: Tensor, sequence: Tensor) -> Estimate | None:
-    """Return sum(above) / sum(below), with a standard error that takes sequences as clusters."""
+    """Return sum(above) / sum(below) with its standard error. Each sequence is one cluster."""
     total = below.sum()
     if not total > 0:
         return None
@@ -249,5 +267,5 @@ def _constant(values: Tensor, noise: float) -> bool:
 
 
 def _correlation(one: Tensor, *other: Tensor) -> float:
-    """Return the correlation of two columns, or 0 for a single one."""
+    """Return the correlation of two columns, or 0 if only one is given."""
     return torch.corrcoef(torch.stack([one, *other]))[0, 1].item() if other else 0.0

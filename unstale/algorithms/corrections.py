@@ -1,17 +1,17 @@
-"""The discrepancy D between engine and trainer: log-ratios, their aggregation, and corrections.
+"""Corrections of the discrepancy D between engine and trainer: masks and weights on tokens.
 
     pi / mu  =  D * S,    log D = old_logp - behavior_logp,    log S = logp - old_logp
 
-Functions take tensors of any one shape: packed `[T]` with ids per token, or padded `[B, T]` with a
-mask. `sampled` is True on action tokens; other tokens are ignored, whatever their values. Ids
-(`unit`, `sequence`) are any integers, such as hashes. D is always detached: it repairs a numerical
-defect, and no policy should learn from it. D contains numerical differences alone only if
-`old_logp` is exact; behind an approximation it contains staleness, too.
+Functions take tensors of any one shape: packed `[T]`, or padded `[B, T]` with a mask. `sampled` is
+True for action tokens, which the policy sampled. Other tokens are ignored, whatever their values.
+Ids (`unit`, `sequence`) are any integers, such as hashes. D never carries a gradient: it corrects a
+numerical difference, and the policy must not learn from that. D contains only numerical differences
+if `old_logp` is exact. If `old_logp` is an approximation, D also contains some staleness.
 
-Order of use: `log_discrepancy`, `aggregate`, `keep_all`, then any of `veto`, `mask`, `truncate`,
-`clamp`, `mask_weight`; each receives the `Control` of the one before. A function with `@control` is
-a value of the option `correction.control`, and its keyword-only parameters are options of that
-section.
+Call `log_discrepancy`, `aggregate` and `keep_all` in this order. Then call any of `veto`, `mask`,
+`truncate`, `clamp`, `mask_weight`. Each of them receives the `Control` that the previous one
+returned. A function with the decorator `@control` is a value of the option `correction.control`.
+Its keyword-only parameters are further options of that section.
 """
 
 import math
@@ -27,11 +27,13 @@ from unstale.config.algorithm import Aggregate, Unit
 from unstale.records import HAS_BEHAVIOR
 
 LOG_LIMIT = 20.0
-"""Bound on |log-ratio| before `exp`: e^20 = 4.9e8 is finite and far outside any useful band."""
+"""Largest absolute log-ratio before `exp` is taken. e^20 = 4.9e8 is finite, and far above any
+useful limit.
+"""
 
 
 class NonFinite(ValueError):
-    """A log-probability of an action token is NaN or infinite."""
+    """Error: a log-probability of a token that the policy sampled is NaN or infinite."""
 
     def __init__(self, name: str, value: float, *, sequence: int, token: int, version: int) -> None:
         super().__init__(
@@ -42,7 +44,10 @@ class NonFinite(ValueError):
 
 
 def has_behavior(provenance: Int[Tensor, "*shape"]) -> Bool[Tensor, "*shape"]:
-    """Return True for tokens that an engine sampled in the context they have now.
+    """Return True for tokens that an engine sampled in the context that the record shows.
+
+    `provenance` has the values of `unstale.records.Provenance`. Only such tokens have a
+    `behavior_logp`.
 
     >>> has_behavior(torch.tensor([0, 1, 2, 3, 4, 5])).int().tolist()
     [0, 1, 0, 0, 0, 1]
@@ -57,10 +62,11 @@ def check_finite(
     sequence: Int[Tensor, "*shape"],
     version: Int[Tensor, "*shape"],
 ) -> None:
-    """Raise `NonFinite` at the first action token whose log-probability is NaN or infinite.
+    """Raise `NonFinite` at the first sampled token whose log-probability is NaN or infinite.
 
-    `logps` are named tensors of the shape of `sampled`. The error gives the value of `sequence` (an
-    index or an episode number) and the token's position in it. Synchronizes with the device.
+    `logps` are tensors by name, with the shape of `sampled`. The message has the tensor's name, the
+    token's entry of `sequence` (such as an episode number), its position there and its version.
+    Waits for the device.
     """
     for name, values in logps.items():
         bad = (sampled & ~values.isfinite()).flatten().nonzero()
@@ -84,10 +90,11 @@ def unit_ids(
     version: Int[Tensor, "*shape"],
     sampled: Bool[Tensor, "*shape"],
 ) -> Int[Tensor, "*shape"]:
-    """Return the unit of each action token, numbered 0, 1, ... in token order; -1 for other tokens.
+    """Return the unit of each sampled token as a number 0, 1, ... in token order.
 
-    `turn`: one reply. `segment`: a maximal run of one version in a reply. Sequences must be
-    contiguous. Padded batches pass `arange(B)[:, None].expand(B, T)` as `sequence`.
+    A unit is a set of tokens over which ratios are aggregated. `turn` is one reply. `segment` is a
+    maximal run of one version in a reply. The tokens of a sequence must be adjacent. For a padded
+    batch, `sequence` is `arange(B)[:, None].expand(B, T)`. The result is -1 for other tokens.
 
     >>> row, turn = torch.zeros(5, dtype=torch.int64), torch.tensor([-1, 0, 0, -1, 1])
     >>> version = torch.tensor([-1, 3, 4, -1, 4])
@@ -114,7 +121,7 @@ def unit_ids(
 
 
 def renumber(ids: Int[Tensor, "*shape"]) -> tuple[Int[Tensor, "n"], int]:
-    """Return the ids, flattened and renumbered 0, 1, ... in their order, and how many there are.
+    """Return the ids as numbers 0, 1, ... in sorted order, flattened, and their count.
 
     >>> renumber(torch.tensor([-7, 2**60, -7]))
     (tensor([0, 1, 0]), 2)
@@ -130,12 +137,11 @@ def aggregate(
     sampled: Bool[Tensor, "*shape"],
     how: Aggregate = "mean",
 ) -> Float[Tensor, "*shape"]:
-    """Aggregate log-ratios over units of tokens (`unit_ids`). Return that of each token's unit.
+    """Aggregate log-ratios over units. Return for each token the aggregate of its unit.
 
-    It is 0 for tokens that are not action tokens.
-
-    `mean` is the log of the geometric-mean ratio, `sum` the log of the product, `max` the log-ratio
-    farthest from 0. Synchronizes with the device once.
+    Units are numbered as by `unit_ids`. `mean` is the log of the geometric mean of the ratios,
+    `sum` the log of their product, `max` the log-ratio farthest from 0. The result is 0 for tokens
+    that were not sampled. Waits for the device once.
     """
     index, size = renumber(torch.where(sampled, unit, 0))
     values = torch.where(sampled, widen(log_ratio), 0.0).flatten()
@@ -161,7 +167,11 @@ def log_discrepancy(
     *,
     sampled: Bool[Tensor, "*shape"],
 ) -> Float[Tensor, "*shape"]:
-    """Return log D per token, detached, not clamped, in float32 or float64; 0 for others."""
+    """Return log D = old_logp - behavior_logp of each token, without gradient.
+
+    It is 0 for tokens that were not sampled. The dtype is float32, or float64 if an input is
+    float64.
+    """
     return torch.where(sampled, widen(old_logp.detach()) - widen(behavior_logp.detach()), 0.0)
 
 
@@ -173,11 +183,12 @@ def log_staleness(
     sampled: Bool[Tensor, "*shape"],
     how: Aggregate = "mean",
 ) -> Float[Tensor, "*shape"]:
-    """Return log S of each token's unit. Its gradient is 1 for the token's own `logp`.
+    """Return log S of each token's unit, with gradient 1 for the token's own `logp`.
 
-    Its `exp` is `sg(S_u) * exp(logp_t - sg(logp_t))`, so a product over a unit of n tokens does not
-    multiply the gradient by n (GSPO-token, arXiv 2507.18071, eq. 14). 0 for other tokens; not
-    clamped.
+    S is the staleness ratio pi / pi_old, aggregated over the unit. The result is 0 for tokens that
+    were not sampled. Its `exp` is `sg(S_u) * exp(logp_t - sg(logp_t))`, where sg stops the
+    gradient. So the product over a unit of n tokens does not multiply the gradient by n
+    (GSPO-token, arXiv 2507.18071, eq. 14).
     """
     now = widen(logp)
     held = aggregate(now.detach() - widen(old_logp.detach()), unit, sampled=sampled, how=how)
@@ -185,24 +196,27 @@ def log_staleness(
 
 
 def bounded_exp(log_ratio: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-    """Return the ratio, with its logarithm clamped to `LOG_LIMIT`."""
+    """Return the ratio `exp(log_ratio)`, with `log_ratio` limited to +-`LOG_LIMIT`."""
     return log_ratio.clamp(-LOG_LIMIT, LOG_LIMIT).exp()
 
 
 @dataclass(frozen=True, slots=True)
 class Control:
-    """The correction of each token: a weight, and whether it is kept. Carries no gradient."""
+    """The result of a correction for each token: a weight, and whether the token is kept.
+
+    No gradient.
+    """
 
     weight: Float[Tensor, "*shape"]
-    """Factor of a kept token's loss."""
+    """Factor on the loss of each kept token."""
     keep: Bool[Tensor, "*shape"]
-    """False for dropped tokens and for tokens that are not action tokens."""
+    """False for tokens that the correction dropped, and for tokens that were not sampled."""
     weighted: bool = False
-    """True if `weight` contains D. A second weight would count D twice, and is a ValueError."""
+    """True if `weight` contains D. A second weighting would count D twice and raises ValueError."""
 
     @property
     def factor(self) -> Tensor:
-        """`weight` where kept, 0 elsewhere."""
+        """The weight of each kept token, and 0 for all others."""
         return torch.where(self.keep, self.weight, 0.0)
 
 
@@ -212,19 +226,19 @@ CONTROLS: dict[str, Callable[..., Control]] = {}
 
 
 def control(function: Function) -> Function:
-    """Register a function as a value of `correction.control`."""
+    """Register a function as a value of the option `correction.control`. Used as a decorator."""
     CONTROLS[function.__name__] = function
     return function
 
 
 def keep_all(sampled: Bool[Tensor, "*shape"]) -> Control:
-    """Return the control to begin with: it keeps every action token with weight 1."""
+    """Return the control to pass to the first correction. All sampled tokens have weight 1."""
     return Control(weight=torch.ones(sampled.shape, device=sampled.device), keep=sampled)
 
 
 @control
 def none(log_discrepancy: Float[Tensor, "*shape"], before: Control) -> Control:
-    """Change nothing: right if D is known to be 1, as with `old_logp = behavior_logp`."""
+    """Change nothing. This is right if D is known to be 1, as with `old_logp = behavior_logp`."""
     return before
 
 
@@ -232,9 +246,9 @@ def none(log_discrepancy: Float[Tensor, "*shape"], before: Control) -> Control:
 def mask(
     log_discrepancy: Float[Tensor, "*shape"], before: Control, *, low: float, high: float
 ) -> Control:
-    """Keep a token if `low <= D <= high`.
+    """Keep a token only if `low <= D <= high`.
 
-    With `mean` aggregation use a narrow band, such as 1/1.005 to 1.005.
+    If D is aggregated by `mean`, a narrow range such as 1/1.005 to 1.005 is needed.
     """
     return replace(before, keep=before.keep & _inside(log_discrepancy, low=low, high=high))
 
@@ -247,11 +261,11 @@ def truncate(
     high: float,
     normalize: bool = False,
 ) -> Control:
-    """Weight a token by `min(D, high)`: truncated importance sampling.
+    """Weight each token by `min(D, high)`: truncated importance sampling.
 
-    IMPALA's rho-bar (arXiv 1802.01561); called TIS in LLM training. `high = inf` is the plain
-    weight D. `normalize` divides the weights by their mean over kept tokens, which must then be
-    those of the whole batch: self-normalized importance sampling.
+    This is IMPALA's rho-bar (arXiv 1802.01561), called TIS in LLM training. With `high = inf` the
+    weight is D. `normalize` divides the weights by their mean over kept tokens (self-normalized
+    importance sampling). The tensors must then be those of the whole batch.
     """
     if not high > 0:
         raise ValueError(f"high must be > 0, got {high}")
@@ -267,7 +281,7 @@ def clamp(
     high: float,
     normalize: bool = False,
 ) -> Control:
-    """Weight a token by `min(max(D, low), high)`: `truncate` with a lower bound."""
+    """Weight each token by D limited to [`low`, `high`]: `truncate` with a lower limit."""
     if not (0 <= low <= high and high > 0):
         raise ValueError(f"clamp needs 0 <= low <= high and high > 0, got {low} .. {high}")
     weight = bounded_exp(log_discrepancy.detach()).clamp(min=low, max=high)
@@ -283,9 +297,10 @@ def mask_weight(
     high: float,
     normalize: bool = False,
 ) -> Control:
-    """Weight a token by D inside the band; drop it outside (IcePop or MIS, arXiv 2510.18855).
+    """Weight a token by D if `low <= D <= high`, and drop it otherwise.
 
-    `normalize` is that of `truncate`. Dropped tokens do not count in the mean.
+    The method is known as IcePop and as MIS (arXiv 2510.18855). `normalize` divides the weights by
+    their mean over kept tokens.
     """
     inside = _inside(log_discrepancy, low=low, high=high)
     weight = torch.where(inside, bounded_exp(log_discrepancy.detach()), 0.0)
@@ -300,15 +315,16 @@ def veto(
     sequence: Int[Tensor, "*shape"],
     below: float,
 ) -> Control:
-    """Drop each sequence that has an action token with D below `below`; 0 drops none.
+    """Drop each sequence in which D of some sampled token is below `below`; 0 drops none.
 
-    `log_discrepancy` is per token, not aggregated. Tokens that an earlier control dropped count,
-    too: one impossible token shows that engine and trainer saw different contexts, which affects
-    the whole sequence.
+    `log_discrepancy` is per token, not aggregated. Tokens that an earlier control dropped count
+    too. One token that the trainer finds impossible shows that engine and trainer had different
+    contexts, which affects the whole sequence.
     """
     if not 0 <= below <= 1:
         raise ValueError(f"below must be between 0 and 1, got {below}")
-    impossible = (log_discrepancy < _log(below)).flatten()  # never off the mask, where log D is 0
+    # tokens that were not sampled have log D = 0 and never get here
+    impossible = (log_discrepancy < _log(below)).flatten()
     index, size = renumber(sequence)
     count = index.new_zeros(size).index_add(0, index, impossible.long())
     return replace(before, keep=before.keep & (count[index] == 0).reshape(before.keep.shape))
@@ -321,11 +337,12 @@ def cap_ratio(
     sampled: Bool[Tensor, "*shape"],
     high: float,
 ) -> Float[Tensor, "*shape"]:
-    """Return the factor on a token's loss that limits pi / mu to `high`: min(1, high mu / pi).
+    """Return the factor on each token's loss that limits pi / mu to `high`: min(1, high mu / pi).
 
-    With a weight D and a surrogate that is S A, the token then counts `min(D S, high)` times:
-    V-trace's rho-bar on the whole ratio (arXiv 1802.01561), however it divides into D and S.
-    Detached; 1 for other tokens.
+    Together with a weight D and a loss in S A, the token's advantage A is then multiplied by `min(D
+    S, high)`. This is V-trace's rho-bar (arXiv 1802.01561) on the whole ratio, so it does not
+    matter how that divides into D and S. The factor has no gradient, and is 1 for tokens that were
+    not sampled.
     """
     if not high > 0:
         raise ValueError(f"high must be > 0, got {high}")
@@ -340,10 +357,10 @@ def summary(
     log_discrepancy: Float[Tensor, "*shape"],
     log_staleness: Float[Tensor, "*shape"],
 ) -> dict[str, float]:
-    """Return metrics of the control and of both log-ratios over action tokens; empty without any.
+    """Return metrics of a correction: weights, kept shares, and percentiles of log D and log S.
 
-    Percentiles (nearest rank) are of the signed log-ratio. Shares and means count action tokens
-    before masking.
+    Percentiles (nearest rank) keep the sign. Shares and means are over all sampled tokens, also the
+    dropped ones. Empty if there are none.
     """
     if not sampled.any():
         return {}
@@ -369,12 +386,13 @@ def divergence(
     sequence: Int[Tensor, "*shape"],
     sampled: Bool[Tensor, "*shape"],
 ) -> dict[str, float]:
-    """Return estimates of the divergence between `old_logp` and `behavior_logp`.
+    """Return estimates of the divergence between the trainer (`old_logp`) and the engine.
 
-    `kl_k1` and `kl_k3` estimate KL(mu || pi_old) (joschu.net/blog/kl-approx.html). `chi2` is E[D^2]
-    - 1, per token and for the product over a sequence; it can be negative on a finite sample. A
-    log-perplexity is the mean of -logp over a sequence, and `diff` is that of pi_old minus that of
-    mu. Sequences have equal weights. Empty without an action token.
+    `kl_k1` and `kl_k3` estimate KL(mu || pi_old), where mu is the engine
+    (joschu.net/blog/kl-approx.html). `chi2` is E[D^2] - 1, per token and for the product over a
+    sequence. It can be negative on a finite sample. A log-perplexity is the mean of -logp over a
+    sequence; `diff` is the trainer's minus the engine's. Sequences have equal weights. Empty
+    without sampled tokens.
     """
     if not sampled.any():
         return {}
@@ -401,7 +419,7 @@ def divergence(
 
 
 def widen(values: Tensor) -> Tensor:
-    """Return `values` in float64 if they are, else in float32."""
+    """Return `values` in float64 if that is their dtype, otherwise in float32."""
     return values if values.dtype == torch.float64 else values.float()
 
 

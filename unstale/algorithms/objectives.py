@@ -1,16 +1,16 @@
-"""Objectives: losses on the staleness ratio S = pi / pi_old, denominators, regularizers.
+"""Objectives: losses that depend on the staleness ratio S = pi / pi_old, and the loss's divisor.
 
     loss = sum_t  norm[t] * weight[t] * keep[t] * surrogate.loss[t]
 
 Functions take tensors of any one shape: packed `[T]` or padded `[B, T]`. An objective receives log
-S as `corrections.log_staleness` returns it (log S of a unit, gradient 1 for the token's own
-log-probability) and the advantage of each token. With `sampled`, the mask of action tokens, the
-advantage of other tokens may be anything, also NaN; without it, it must be finite. Weights, masks
-and `norm` carry no gradient. Compute `norm` once on the whole batch: the losses of its
-micro-batches then sum to the loss of the batch.
+S from `corrections.log_staleness`: the value of the token's unit, with gradient 1 for the token's
+own log-probability. It also receives the advantage of each token. `sampled` is the mask of tokens
+that the policy sampled. With it, the advantages of other tokens may be anything, even NaN. Without
+it, all advantages must be finite. Weights, masks and `norm` carry no gradient. Compute `norm` once
+on the whole batch. The losses of its micro-batches then sum to the loss of the batch.
 
-A function with `@objective` is a value of the option `objective.kind`, and its keyword-only
-parameters but `sampled` are options of that section.
+A function with the decorator `@objective` is a value of the option `objective.kind`. Its
+keyword-only parameters, without `sampled`, are further options of that section.
 """
 
 from collections.abc import Callable
@@ -26,13 +26,13 @@ from unstale.config.algorithm import LossAggregation
 
 
 class Surrogate(NamedTuple):
-    """The loss of each token, without weights, and where the trust region limits it."""
+    """The loss of each token before weights are applied, and where the trust region limits it."""
 
     loss: Tensor
     clipped_low: Tensor
-    """True where S is below the trust region and the loss no longer follows it."""
+    """True where S is below the trust region, so that the loss does not change with S."""
     clipped_high: Tensor
-    """True where S is above the trust region and the loss no longer follows it."""
+    """True where S is above the trust region, so that the loss does not change with S."""
 
     @property
     def clipped(self) -> Tensor:
@@ -41,13 +41,13 @@ class Surrogate(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ObjectiveSpec:
-    """An objective and its requirements."""
+    """An objective function, with facts about it that other parts of the package need."""
 
     surrogate: Callable[..., Surrogate]
     per_sequence: bool = False
-    """S must be the geometric mean over the sequence."""
+    """True if the objective needs S as the geometric mean over the sequence."""
     trains_zero_advantage: bool = False
-    """A token with advantage 0 can have a gradient."""
+    """True if a token with advantage 0 can have a gradient."""
 
 
 OBJECTIVES: dict[str, ObjectiveSpec] = {}
@@ -58,7 +58,7 @@ Function = TypeVar("Function", bound=Callable[..., Surrogate])
 def objective(
     *, per_sequence: bool = False, trains_zero_advantage: bool = False
 ) -> Callable[[Function], Function]:
-    """Register a function as a value of `objective.kind`."""
+    """Register a function as a value of the option `objective.kind`. Used as a decorator."""
 
     def register(function: Function) -> Function:
         OBJECTIVES[function.__name__] = ObjectiveSpec(function, per_sequence, trains_zero_advantage)
@@ -78,8 +78,8 @@ def ppo_clip(
 ) -> Surrogate:
     """PPO's clipped loss: -min(S A, clip(S, 1 - clip_low, 1 + clip_high) A).
 
-    arXiv 1707.06347, eq. 7; unequal bounds are from arXiv 2503.14476. Clipped tokens have no
-    gradient.
+    A is the advantage. See arXiv 1707.06347, eq. 7; different limits on the two sides are from
+    arXiv 2503.14476. Clipped tokens have no gradient.
     """
     advantage = _of_actions(advantage, sampled)
     ratio = bounded_exp(log_staleness)
@@ -101,10 +101,10 @@ def dual_clip(  # noqa: PLR0913 - two clips
     clip_high: float = 0.28,
     dual_clip: float = 3.0,
 ) -> Surrogate:
-    """`ppo_clip`, with a loss of at most `dual_clip * |A|` where A < 0 (arXiv 1912.09729).
+    """PPO's clipped loss, limited to `dual_clip * |A|` where the advantage A is negative.
 
-    PPO does not bound the loss of a token with A < 0 that became likelier. `dual_clip` is a value
-    of S above 1; raises ValueError otherwise.
+    Without this limit (arXiv 1912.09729) the loss is unbounded for a token with A < 0 whose
+    probability grew. `dual_clip` is a value of S above 1. Raises ValueError otherwise.
     """
     if not dual_clip > 1:
         raise ValueError(f"dual_clip must be > 1 (1 stops fresh tokens too), got {dual_clip}")
@@ -126,10 +126,10 @@ def gspo(
     clip_low: float = 3e-4,
     clip_high: float = 4e-4,
 ) -> Surrogate:
-    """GSPO: `ppo_clip` on the sequence-mean ratio, with a narrow clip (arXiv 2507.18071, eq. 13).
+    """GSPO: PPO's clipped loss on the mean ratio of a sequence (arXiv 2507.18071, eq. 13).
 
-    `log_staleness` must be aggregated over `sequence` by `mean`. The paper's denominator is
-    `sequence_mean`.
+    The clip is narrow, because a mean ratio varies little. `log_staleness` must be aggregated over
+    `sequence` by `mean`. The paper divides the loss by `sequence_mean`.
     """
     return ppo_clip(
         log_staleness, advantage, sampled=sampled, clip_low=clip_low, clip_high=clip_high
@@ -145,11 +145,11 @@ def cispo(
     clip_low: float = 0.2,
     clip_high: float = 0.28,
 ) -> Surrogate:
-    """CISPO: -sg(clip(S, 1 - clip_low, 1 + clip_high)) A log pi; clipped tokens keep a gradient.
+    """CISPO: -sg(clip(S, 1 - clip_low, 1 + clip_high)) A log pi, so clipped tokens keep a gradient.
 
-    arXiv 2506.13585, eq. 4, with log S instead of log pi. They differ by the constant `old_logp`:
-    the gradient is the same, and the loss is 0 on fresh tokens. The paper has `clip_low = 1`, which
-    is no lower bound.
+    sg stops the gradient, A is the advantage (arXiv 2506.13585, eq. 4). Here log S takes the place
+    of log pi. They differ by the constant `old_logp`: the gradient is the same, and the loss of
+    fresh tokens is 0. The paper uses `clip_low = 1`, which sets no lower limit.
     """
     advantage = _of_actions(advantage, sampled)
     ratio = bounded_exp(log_staleness.detach())
@@ -166,12 +166,12 @@ def sapo(
     tau_pos: float = 1.0,
     tau_neg: float = 1.05,
 ) -> Surrogate:
-    """SAPO: a soft gate in place of a clip, -4 / tau * sigmoid(tau (S - 1)) A.
+    """SAPO: -4 / tau * sigmoid(tau (S - 1)) A, a soft limit instead of a clip.
 
-    arXiv 2511.20347 (soft adaptive policy optimization); tau is `tau_pos` where A > 0, else
-    `tau_neg`. At S = 1 the gradient is that of -S A; it fades on both sides of 1, faster for a
-    greater tau. Raises ValueError for a tau that is not > 0. The paper's denominator is
-    `sequence_mean`.
+    From soft adaptive policy optimization (arXiv 2511.20347). A is the advantage, and tau is
+    `tau_pos` where A > 0, else `tau_neg`. At S = 1 the gradient is that of -S A. It becomes smaller
+    on both sides of 1, faster for a greater tau. The paper divides the loss by `sequence_mean`.
+    Raises ValueError if a tau is not > 0.
     """
     if not (tau_pos > 0 and tau_neg > 0):
         raise ValueError(f"tau_pos and tau_neg must be > 0, got {tau_pos} and {tau_neg}")
@@ -189,12 +189,12 @@ def dro(
     sampled: Bool[Tensor, "*shape"] | None = None,
     dro_beta: float = 0.05,
 ) -> Surrogate:
-    """DRO: a regression of `dro_beta` log S on the advantage, -(A log S - dro_beta / 2 (log S)^2).
+    """DRO: -(A log S - dro_beta / 2 (log S)^2), which fits `dro_beta` log S to the advantage A.
 
-    arXiv 2405.19107 (direct reward optimization) and arXiv 2501.12599. Plus A^2 / (2
-    dro_beta) it is (A - dro_beta log S)^2 / (2 dro_beta). It needs no importance weight: the
-    gradient of a token is its score times `dro_beta log S - A`. The papers' S is that of a sequence
-    (unit `sequence`, aggregated by `sum`).
+    From direct reward optimization (arXiv 2405.19107) and arXiv 2501.12599. The loss plus A^2 / (2
+    dro_beta) is (A - dro_beta log S)^2 / (2 dro_beta). No importance weight is needed: the gradient
+    of a token is its score times `dro_beta log S - A`. In the papers S is the ratio of a whole
+    sequence (unit `sequence`, aggregated by `sum`).
     """
     advantage = _of_actions(advantage, sampled)
     return _unclipped(dro_beta / 2 * log_staleness.square() - log_staleness * advantage)
@@ -208,9 +208,10 @@ def kl_penalty(
     sampled: Bool[Tensor, "*shape"] | None = None,
     kl_penalty: float = 1.0,
 ) -> Surrogate:
-    """A soft trust region: -(S A - kl_penalty / 2 (log S)^2).
+    """PPO with a KL penalty instead of a clip: -(S A - kl_penalty / 2 (log S)^2).
 
-    arXiv 1707.06347, section 4, with the k2 estimator of the KL.
+    A is the advantage. See arXiv 1707.06347, section 4; (log S)^2 / 2 is the k2 estimator of the
+    KL.
     """
     gain = bounded_exp(log_staleness) * _of_actions(advantage, sampled)
     return _unclipped(kl_penalty / 2 * log_staleness.square() - gain)
@@ -223,12 +224,12 @@ def none(
     *,
     sampled: Bool[Tensor, "*shape"] | None = None,
 ) -> Surrogate:
-    """Importance-weighted REINFORCE without a trust region: -S A."""
+    """REINFORCE with an importance weight and no trust region: -S A, where A is the advantage."""
     return _unclipped(-bounded_exp(log_staleness) * _of_actions(advantage, sampled))
 
 
 def _of_actions(advantage: Tensor, sampled: Tensor | None) -> Tensor:
-    """Return the advantage with 0 for tokens that are not action tokens."""
+    """Return the advantages, with 0 for tokens that were not sampled."""
     return advantage if sampled is None else torch.where(sampled, advantage, 0.0)
 
 
@@ -245,16 +246,16 @@ def token_norm(
     how: LossAggregation = "action_tokens",
     constant: float = 1.0,
 ) -> Float[Tensor, "*shape"]:
-    """Return the factor of each token's loss, such that the sum over the batch is the loss.
+    """Return the factor of each token's loss. The sum of the products is the loss of the batch.
 
-    - `action_tokens`: 1 / action tokens before masking, so a dropped token leaves the other
-      gradients as they are.
-    - `kept`: 1 / tokens that the correction kept.
-    - `sequence_mean`: the mean over a sequence's action tokens before masking, then over sequences.
-      A sequence's reward then counts 1 / length.
-    - `constant`: 1 / (sequences * constant), independent of length (Dr. GRPO, arXiv 2503.20783).
+    - `action_tokens`: 1 / number of sampled tokens before the correction. So a dropped token does
+      not change the gradients of the others.
+    - `kept`: 1 / number of tokens that the correction kept.
+    - `sequence_mean`: the mean over the sampled tokens of a sequence, then the mean over sequences.
+      The weight of a token is then smaller in longer sequences.
+    - `constant`: 1 / (sequences * constant), which ignores lengths (Dr. GRPO, arXiv 2503.20783).
 
-    Only sequences with an action token count. Compute it on the whole batch, across all ranks. The
+    Only sequences with a sampled token count. Compute it on the whole batch, across all ranks. The
     result is float64. Raises ValueError for `constant <= 0`.
     """
     counted = keep if how == "kept" else sampled
@@ -285,13 +286,14 @@ def reference_kl(
     sampled: Bool[Tensor, "*shape"],
     estimator: Literal["k1", "k2", "k3"] = "k3",
 ) -> Float[Tensor, "*shape"]:
-    """Return KL(pi || reference) per action token, to be added to the loss with a coefficient.
+    """Return an estimate of KL(pi || reference) for each sampled token, to be added to the loss.
 
     With x = logp - reference_logp the value is k1 = x, k2 = x^2 / 2 or k3 = e^-x - 1 + x
-    (joschu.net/blog/kl-approx.html). The gradient is that of k2, x * grad logp, for all three: on
-    tokens drawn from pi only its mean is the gradient of KL(pi || reference). The gradient of k1 is
-    0 in the mean, and that of k3 belongs to KL(reference || pi) (arXiv 2506.09477). On stale tokens
-    multiply by sg(D * S). The effect of a token on later contexts is not included.
+    (joschu.net/blog/kl-approx.html). The gradient of all three is that of k2, which is x * grad
+    logp. On tokens drawn from pi, only the mean of k2's gradient is the gradient of KL(pi ||
+    reference). The mean gradient of k1 is 0, and that of k3 belongs to KL(reference || pi) (arXiv
+    2506.09477). Multiply by sg(D * S) on stale tokens, where sg stops the gradient. The effect of a
+    token on later contexts is not included.
     """
     gap = torch.where(sampled, widen(logp) - widen(reference_logp.detach()), 0.0)
     k2 = gap.square() / 2
@@ -309,10 +311,10 @@ def reference_kl(
 
 
 def entropy(logits: Float[Tensor, "*shape vocabulary"]) -> Float[Tensor, "*shape"]:
-    """Return the exact entropy, in nats, of next-token distributions; subtract it from the loss.
+    """Return the exact entropy, in nats, of next-token distributions. Subtract it from the loss.
 
-    `logits` are already divided by the sampling temperature. A logit of -inf is a token that cannot
-    be drawn: it adds nothing, and its gradient is 0.
+    `logits` are already divided by the sampling temperature. A token with logit -inf cannot be
+    drawn, adds nothing, and has gradient 0.
     """
     logps = torch.log_softmax(widen(logits), dim=-1)
     return -(logps.exp() * logps.masked_fill(logps.isneginf(), 0.0)).sum(-1)
@@ -321,11 +323,11 @@ def entropy(logits: Float[Tensor, "*shape vocabulary"]) -> Float[Tensor, "*shape
 def sampled_entropy(
     logp: Float[Tensor, "*shape"], *, sampled: Bool[Tensor, "*shape"]
 ) -> Float[Tensor, "*shape"]:
-    """Return an estimate of the entropy from the sampled tokens, without full logits.
+    """Return an estimate of the entropy at each token from the sampled tokens, without full logits.
 
-    The value is -logp. Its derivative is 0 in the mean, so the gradient is that of -logp^2 / 2: its
-    mean over tokens drawn from pi is the gradient of the entropy. On stale tokens multiply by sg(D
-    * S).
+    The value is -logp. The mean of its derivative is 0, so the gradient of -logp^2 / 2 is used
+    instead: its mean over tokens drawn from pi is the gradient of the entropy. Multiply by sg(D *
+    S) on stale tokens, where sg stops the gradient.
     """
     values = torch.where(sampled, widen(logp), 0.0)
     half_square = values.square() / 2

@@ -1,9 +1,9 @@
-"""Approximations of old log-probabilities, for when the old weights were not kept.
+"""Approximations of old log-probabilities, for use when the old weights were not kept.
 
-Below, mu is the engine's policy when it sampled the token, pi the current policy, and prox the
-approximation of the old one. docs/old-logps.md describes the error that each approximation makes in
-D = prox / mu and S = pi / prox. All tensors have one shape, packed `[T]` or padded `[B, T]`. They
-are computed in float32, or in float64 if they have it.
+Below, mu is the engine's policy that sampled the token, pi the current policy, and prox the
+approximation of the old policy. docs/old-logps.md describes the errors of each approximation in D =
+prox / mu and S = pi / prox. All tensors have one shape, packed `[T]` or padded `[B, T]`. The
+computation is in float32, or in float64 if an input is float64.
 """
 
 import torch
@@ -14,10 +14,11 @@ from unstale.algorithms.corrections import widen
 
 
 def weight_of_now(lag: Int[Tensor, "*shape"], *, fresh: float = 1.0) -> Float[Tensor, "*shape"]:
-    """Return alpha, the weight of the current policy: (d - 1) / d at lag d >= 1, else `fresh`.
+    """Return alpha, the weight of the current policy in a mixture with the engine's policy.
 
-    The proximal policy is then one version older than the current one. This is the schedule of
-    arXiv 2512.06547; AReaL's has `fresh` = 0.
+    It is (d - 1) / d for a token of lag d >= 1, and `fresh` at lag 0. The mixture is then about one
+    version older than the current policy. The schedule is from arXiv 2512.06547; AReaL uses it with
+    `fresh` = 0.
 
     >>> weight_of_now(torch.tensor([0, 1, 2, 4])).tolist()
     [1.0, 0.0, 0.5, 0.75]
@@ -33,11 +34,11 @@ def loglinear(
     *,
     sampled: Bool[Tensor, "*shape"],
 ) -> Float[Tensor, "*shape"]:
-    """Return log mu + alpha (log pi - log mu), detached, and 0 where not `sampled`.
+    """Return log mu + alpha (log pi - log mu), without gradient. It is 0 where not `sampled`.
 
-    Then log D = alpha r and log S = (1 - alpha) r, with r = log pi - log mu (arXiv 2512.06547).
-    Both are powers of one ratio: a limit on either is a limit on r, so the two effects are not
-    separated (arXiv 2605.12070, Proposition 1).
+    With r = log pi - log mu this gives log D = alpha r and log S = (1 - alpha) r (arXiv
+    2512.06547). Both are powers of one ratio, so a limit on either is a limit on r. Staleness and
+    discrepancy are not separated (arXiv 2605.12070, Proposition 1).
     """
     mu = widen(behavior_logp.detach())
     pi = widen(logp.detach())
@@ -53,7 +54,7 @@ def linear(
 ) -> Float[Tensor, "*shape"]:
     """Return the log-probability of the mixture (1 - alpha) mu + alpha pi.
 
-    It is detached, and 0 where not `sampled`.
+    It has no gradient, and is 0 where not `sampled`.
 
     >>> mu, pi, one = torch.tensor([0.2]), torch.tensor([0.6]), torch.ones(1, dtype=torch.bool)
     >>> linear(mu.log(), pi.log(), 0.5, sampled=one).exp()
@@ -67,12 +68,12 @@ def linear(
 
 
 def averaged(weight: float, age: float, *, beta: float) -> tuple[float, float]:
-    """Return weight and age of a moving average after one more update (arXiv 2110.00641).
+    """Return the weight and the age of a moving average after one more update (arXiv 2110.00641).
 
         w_k = beta w_{k-1} + 1 ;   a_k = beta w_{k-1} (a_{k-1} + 1) / w_k
 
-    The average itself moves by `(theta_k - ewma) / w_k`. It begins with weight 1 and age 0. `age`
-    is the mean age, in updates, of what it holds, and tends to beta / (1 - beta).
+    The average itself changes by `(theta_k - ewma) / w_k`. The first update gives weight 1 and age
+    0. The age is the mean age, in updates, of the averaged weights. It tends to beta / (1 - beta).
 
     >>> averaged(1.0, 0.0, beta=0.5)
     (1.5, 0.3333333333333333)
@@ -82,12 +83,11 @@ def averaged(weight: float, age: float, *, beta: float) -> tuple[float, float]:
 
 
 def beta_for_age(weight: float, age: float, *, target: float, beta_max: float) -> float:
-    """Return the decay for the next update that brings an average's age closest to `target`.
+    """Return the decay of the next update that brings the age of an average closest to `target`.
 
-    The decay is at most `beta_max`, which is below 1 (else ValueError).
-
-    An age gains less than 1 an update, so a target of `age + 1` or more takes `beta_max`. In the
-    long run beta = d / (1 + d) holds the age at d.
+    Ages are in updates. The decay is at most `beta_max`. An update adds less than 1 to the age, so
+    a target of `age + 1` or more gives `beta_max`. Repeated updates with beta = d / (1 + d) keep
+    the age at d. Raises ValueError if `beta_max` is not below 1.
 
     >>> averaged(2.0, 1.0, beta=beta_for_age(2.0, 1.0, target=1.0, beta_max=0.9))
     (2.0, 1.0)
@@ -100,7 +100,7 @@ def beta_for_age(weight: float, age: float, *, target: float, beta_max: float) -
 
 
 def nearest_age(lag: Int[Tensor, "*shape"], ages: list[float]) -> Int[Tensor, "*shape"]:
-    """Return the index of the age nearest to each token's lag. Of two equally near, the first.
+    """Return for each token the index of the age nearest to its lag; the first one of two equal.
 
     >>> nearest_age(torch.tensor([0, 1, 2, 5]), [0.5, 3.0]).tolist()
     [0, 0, 1, 1]

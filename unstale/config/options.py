@@ -234,7 +234,7 @@ def field_docs(section: Any) -> dict[str, str]:
 
     >>> from unstale.config import EvalConfig
     >>> field_docs(EvalConfig)["tasks"]
-    'Held-out tasks; 0 never evaluates.'
+    'Number of held-out tasks; 0 turns the evaluation off.'
     """
     tree = ast.parse(Path(inspect.getfile(section)).read_text(encoding="utf-8"))
     body = next(

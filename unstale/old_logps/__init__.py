@@ -1,8 +1,9 @@
-"""Routes: ways to compute a token's old log-probability.
+"""Routes: methods to compute the old log-probability of a token (`old_logp`).
 
-That is its log-probability in the trainer's forward pass, under the weights that sampled the token.
-Exact routes compute it. The others return an approximation. Every module here holds a route and
-imports no torch before the route is made. Code that routes share is in `scoring`.
+`old_logp` is the token's log-probability in the trainer's forward pass, under the weights that
+sampled it. Exact routes compute this value; the other routes return an approximation. Each module
+of this package is one route, and can be imported without torch. Code that several routes share is
+in `scoring`.
 """
 
 from __future__ import annotations
@@ -20,9 +21,10 @@ if TYPE_CHECKING:
 
 
 def has_clean_behavior(batch: Batch) -> Tensor:
-    """Return the tokens (`[T]` bool) that can have an exact old log-probability.
+    """Return the tokens (`[T]` bool) for which an exact old log-probability exists.
 
-    These were sampled in the context they have now, and not from a KV cache of older weights.
+    An engine must have sampled them in the context that the record shows, with a KV cache of the
+    same weights.
     """
     from unstale.algorithms.corrections import has_behavior
 
@@ -30,82 +32,99 @@ def has_clean_behavior(batch: Batch) -> Tensor:
 
 
 class OldLogps:
-    """A route that keeps nothing and costs nothing. Routes override `logps` and what they need.
+    """The base class of routes.
 
-    `arrived` is called on the event loop, at any time. All other methods are called one at a time:
-    `costs`, `events` and `close` on the event loop while the trainer's thread is idle, the rest in
-    that thread.
+    It keeps nothing and costs nothing; a route overrides what it needs.
+
+    A route computes old log-probabilities. `arrived` may be called at any time, on the event loop.
+    All other methods are called one at a time: `costs`, `events` and `close` on the event loop
+    while the trainer's thread is idle, the others in that thread.
     """
 
     needs = Needs()
 
     def publishing(self) -> None:
-        """Prepare for a publication: no engine has the current version yet.
+        """Prepare for a publication. No engine has the current version of the weights yet.
 
-        May wait for work on earlier versions.
+        The method may wait until work on earlier versions is complete.
         """
 
     def published(self, live: Collection[int]) -> None:
-        """Handle that every engine holds the current version.
+        """Receive the notice that every engine has loaded the current version of the weights.
 
-        All pieces that earlier versions sampled have arrived. `live` are the versions that sampled
-        a token which is still to be trained on.
+        All pieces (runs of tokens) that earlier versions sampled have arrived. `live` are the
+        versions that sampled tokens which are still to be trained on.
         """
 
     def arrived(self, piece: PendingPiece) -> None:
-        """Receive a piece that an engine returned. Called on the event loop: must not block."""
+        """Receive a piece (a run of tokens of one version) that an engine sampled.
+
+        Called on the event loop, so it must not block.
+        """
 
     def idle(self) -> bool:
-        """Do at most about one forward pass of work. Return False if there was no work."""
+        """Do at most about one forward pass of work, while the trainer waits for episodes.
+
+        Return False if there was no work to do.
+        """
         return False
 
     def closing(self, unscored: Sequence[PendingPiece]) -> None:
-        """Score pieces of the current version, before the optimizer step that changes the weights.
+        """Score pieces of the current version, before an optimizer step changes its weights.
 
-        `unscored` are all pieces that this version sampled and no batch has contained.
+        `unscored` has all pieces that this version sampled and that no batch has contained yet.
         """
 
     def logps(self, batch: Batch, now: Tensor) -> tuple[Tensor, Tensor]:
-        """Return old log-probabilities `[T]` float32, and where they are exact, `[T]` bool.
+        """Return the old log-probabilities `[T]` in float32, and where they are exact, `[T]` bool.
 
-        Both are on the CPU, and 0 and False for tokens that were not sampled. `now` `[T]` are the
-        current policy's log-probabilities, without gradient; empty unless `needs.now` or
-        `needs.inline`. Called before the first optimizer step on a batch. A route with
-        `needs.inline` is called in every training pass instead, on the sequences of that pass.
-        LookupError if the weights that sampled a token were not kept.
+        Both are on the CPU, and 0 and False for tokens that were not sampled. `now` `[T]` has the
+        log-probabilities under the current policy, without gradient. It is empty unless the route
+        declares `needs.now` or `needs.inline`. The method is called before the first optimizer step
+        on a batch. If the route declares `needs.inline`, it is called in every training pass
+        instead, on the sequences of that pass. Raises LookupError if the weights that sampled a
+        token were not kept.
         """
         raise NotImplementedError
 
     def trained(self, kept: float) -> None:
-        """Handle an optimizer step. `kept` is the share of tokens that the correction kept."""
+        """Receive the notice of an optimizer step.
+
+        `kept` is the share of tokens that the correction kept.
+        """
 
     def costs(self) -> Mapping[str, float]:
-        """Return the metrics `old_logps/<name>` by name.
+        """Return the costs of the route as metrics, by the name after `old_logps/`.
 
-        Tokens and seconds count from the last call; bytes are those held now.
+        Tokens and seconds are those since the last call. Bytes are those held now.
         """
         return {}
 
     def events(self) -> list[dict[str, Any]]:
-        """Return the events since the last call as columns of the event log, with a `kind`."""
+        """Return the events since the last call, for the run's event log.
+
+        Each event is a dict of columns and values, with the column `kind`.
+        """
         return []
 
     def state(self) -> Mapping[str, Any]:
-        """Return a state for a checkpoint: dicts, lists, tensors and plain values.
+        """Return the state of the route for a checkpoint: dicts, lists, tensors and plain values.
 
-        Its tensors stay unchanged until the next optimizer step. May wait for unfinished work.
+        Its tensors must not change until the next optimizer step. The method may wait until work in
+        progress is complete.
         """
         return {}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue from a `state()`."""
+        """Load the state that `state()` returned, when a run resumes from a checkpoint."""
 
     def recover(self, past: Mapping[int, Sequence[PendingPiece]], weights: Weights) -> None:
-        """Complete a restored state with pieces that were sampled after the checkpoint.
+        """Add to a restored state the pieces that were sampled after the checkpoint.
 
-        `past` holds, by version, all pieces of earlier versions that no batch has contained.
-        `weights` reads a version from disk. Pieces of the current version go to `arrived` again.
+        `past` has, by version, all pieces of earlier versions that no batch has contained yet.
+        `weights` reads the weights of a version from disk. Pieces of the current version are passed
+        to `arrived` afterwards.
         """
 
     def close(self) -> None:
-        """Release processes and files."""
+        """Stop the processes of the route and close its files."""

@@ -1,4 +1,4 @@
-"""`current_recompute`: take the log-probability at the start of the step as the old one."""
+"""`current_recompute`: use the trainer's log-probability at the start of the step as old_logp."""
 
 from __future__ import annotations
 
@@ -24,10 +24,11 @@ if TYPE_CHECKING:
 
 
 class CurrentRecompute(OldLogps):
-    """The current policy in place of the old one (algorithm.md, section 3).
+    """A route that uses the current policy in place of the one that sampled.
 
-    D = old_logp / behavior_logp then contains all staleness, and S = logp / old_logp only the
-    changes within the step. Tokens that the current version sampled are exact.
+    D = old_logp / behavior_logp (as probabilities) then contains all staleness. S = logp / old_logp
+    contains only the changes within the step. Values are exact for tokens that the current version
+    sampled.
     """
 
     needs = Needs(now=True, forwards="one")
@@ -50,13 +51,14 @@ class CurrentRecompute(OldLogps):
 @register_route
 @dataclass(frozen=True, kw_only=True)
 class CurrentRecomputeSpec(OldLogpsConfig):
-    """The trainer's weights at the start of the batch."""
+    """The route that scores with the trainer's weights at the start of the step."""
 
     route: str = "current_recompute"
     makes: ClassVar[type[OldLogps]] = CurrentRecompute
 
     exactness: ClassVar = "for tokens of lag 0"
-    requires: ClassVar = {"old_logps.baseline": True}  # at one step per batch S is always 1
+    # with one optimizer step per batch, S is always 1
+    requires: ClassVar = {"old_logps.baseline": True}
     to_free_s: ClassVar = {"trainer.minibatches_per_batch": 2}
     docs: ClassVar = RouteDocs(
         policy="the trainer at the start of the step",

@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 
 
 class Eager(OldLogps):
-    """Exact for the tokens that it scores before the trainer changes the weights that sampled them.
+    """A route that scores each reply when it arrives, while the trainer waits for episodes.
 
-    Replies are scored as they arrive, while the trainer waits for episodes. The route `fallback`
-    scores the other tokens: all that are sampled after the first optimizer step of a batch, and
-    nearly all of earlier versions if the trainer never waits. The metric
-    `old_logps/scored_in_time_share` is the exact share.
+    Values are exact for tokens that are scored before the trainer changes the weights that sampled
+    them. The route `fallback` scores all others: tokens sampled after the first optimizer step of a
+    batch, and nearly all tokens of earlier versions if the trainer never waits. The metric
+    `old_logps/scored_in_time_share` is the share of tokens scored in time.
     """
 
     def __init__(self, scorer: Scorer, *, fallback: OldLogps) -> None:
@@ -40,7 +40,7 @@ class Eager(OldLogps):
         self._cache = LogpCache(scorer)
         self._arrived: deque[PendingPiece] = deque()
         self._waiting: dict[int, ScoreQueue] = {}
-        """Pieces to score, by version."""
+        """Pieces (runs of tokens) to be scored, by the version that sampled them."""
         self._num_tokens = 0
         self._num_covered = 0
 
@@ -112,7 +112,7 @@ class Eager(OldLogps):
         self.fallback.restore(state["fallback"])
 
     def recover(self, past: Mapping[int, Sequence[PendingPiece]], weights: Weights) -> None:
-        """Give the fallback the pieces that were not scored before the checkpoint."""
+        """Give the fallback route the pieces that had no score when the checkpoint was written."""
         missing = {version: self._cache.missing(pieces) for version, pieces in past.items()}
         self.fallback.recover(
             {version: pieces for version, pieces in missing.items() if pieces}, weights
@@ -122,7 +122,7 @@ class Eager(OldLogps):
         self.fallback.close()
 
     def _sort(self) -> None:
-        """Move arrived pieces to the queue of their version."""
+        """Put each piece that arrived into the queue of its version."""
         while self._arrived:
             piece = self._arrived.popleft()
             self._waiting.setdefault(piece.piece.version, ScoreQueue()).put(
@@ -133,12 +133,14 @@ class Eager(OldLogps):
 @register_route
 @dataclass(frozen=True, kw_only=True)
 class EagerSpec(SnapshotOldSpec, EwmaProxSpec):
-    """The trainer's own weights while it waits for data, and a fallback route for other tokens."""
+    """The route that scores while the trainer waits. A second route scores the other tokens."""
 
     route: str = "eager"
     makes: ClassVar[type[OldLogps]] = Eager
     fallback: Literal["snapshot_old", "interrupt_sync", "ewma_prox"] = "snapshot_old"
-    """`eager`: the route of tokens that were not scored while their version was current."""
+    """Only for `eager`: the route that scores tokens for which the trainer had no time while their
+    version was current.
+    """
 
     exactness: ClassVar = "where scored in time (old_logps/exact_share)"
     fixed: ClassVar = {

@@ -1,4 +1,4 @@
-"""`ewma_prox`: take a moving average of the weights, with fixed decay, as the old policy."""
+"""`ewma_prox`: use a moving average of the weights, with fixed decay, as the old policy."""
 
 from __future__ import annotations
 
@@ -26,13 +26,14 @@ if TYPE_CHECKING:
     from unstale.records import Batch
 
 DEFAULT_DECAY = 0.5
-"""Decay for a mean age of one version."""
+"""Default decay of the moving average: its mean age is then one version."""
 
 
 class EwmaProx(OldLogps):
-    """Log-probabilities under an average of all published versions. Never exact.
+    """A route that scores with a moving average of the weights of all published versions.
 
-    With `every_step`, the average is of the weights after every optimizer step.
+    Its values are never exact. With `every_step`, the weights after each optimizer step are
+    averaged instead.
     """
 
     needs = Needs(resident_models=1, averages=1, forwards="one")
@@ -78,16 +79,21 @@ class EwmaProx(OldLogps):
 @register_route
 @dataclass(frozen=True, kw_only=True)
 class EwmaProxSpec(OldLogpsConfig):
-    """A moving average of the weights with fixed decay."""
+    """The route that scores with a moving average of the weights, with fixed decay."""
 
     route: str = "ewma_prox"
     makes: ClassVar[type[OldLogps]] = EwmaProx
     beta: Annotated[float | None, Range(0, 0.9999)] = None
-    """Decay of the average. None: 0.5 (`ewma_prox`), or set by the staleness (`ppo_ewma_async`)."""
+    """Decay of the moving average. None means 0.5 for `ewma_prox`. For `ppo_ewma_async` it means a
+    decay that follows the staleness.
+    """
     update_every: Literal["version", "step"] = "version"
-    """`ewma_prox`: average every published version, or the weights after every optimizer step."""
+    """Only for `ewma_prox`: what is averaged, the weights of every published version or those after
+    every optimizer step.
+    """
 
-    recipe: ClassVar = {"beta": 0.75}  # 3 versions old, as the recipe's tokens are
+    # gives a mean age of 3 versions, the age of this recipe's tokens
+    recipe: ClassVar = {"beta": 0.75}
     docs: ClassVar = RouteDocs(
         policy="an average of the weights with fixed decay",
         exact="no",

@@ -1,4 +1,7 @@
-"""`interp_prox_loglinear`, `interp_prox_linear`: a mean of log mu and log pi, or of mu and pi."""
+"""`interp_prox_loglinear`, `interp_prox_linear`: old_logp as a mean of engine and current policy.
+
+The first takes a mean of the two log-probabilities, the second of the two probabilities.
+"""
 
 from __future__ import annotations
 
@@ -28,10 +31,11 @@ if TYPE_CHECKING:
 
 
 class InterpProx(OldLogps):
-    """A mean of the engine's log-probability and the current one (arXiv 2512.06547). Never exact.
+    """A route that mixes the engine's log-probability of a token with that of the current policy.
 
-    It is computed again in every training pass. `alpha` is the weight of the current policy. If
-    `alpha` is None the weight is (d - 1) / d for a token of lag d, and `fresh` at lag 0.
+    Its values are never exact (arXiv 2512.06547). They are computed again in every training pass.
+    `alpha` is the weight of the current policy. If it is None, the weight is (d - 1) / d for a
+    token of lag d, and `fresh` for a token of lag 0.
     """
 
     needs = Needs(inline=True)
@@ -44,7 +48,7 @@ class InterpProx(OldLogps):
         alpha: float | None = None,
         fresh: float = 1.0,
     ) -> None:
-        """`mix` is `loglinear` or `linear` of `unstale.algorithms.proximal`."""
+        """Make the route. `mix` is `loglinear` or `linear` of `unstale.algorithms.proximal`."""
         self._scorer = scorer
         self._mix = mix
         self._alpha = alpha
@@ -66,18 +70,22 @@ class InterpProx(OldLogps):
 
 @dataclass(frozen=True, kw_only=True)
 class InterpProxSpec(OldLogpsConfig):
-    """An interpolation between the engine's policy and the current one."""
+    """Options of the two routes that mix the engine's policy with the current policy."""
 
     alpha: Annotated[float | None, Range(0, 1)] = None
-    """`interp_prox_*`: weight of the current policy. None: (d - 1) / d for a token of lag d."""
+    """Only for `interp_prox_*`: weight of the current policy in the mixture. None means (d - 1) / d
+    for a token of lag d.
+    """
     fresh: Literal["trainer", "behavior"] = "trainer"
-    """`interp_prox_*` at lag 0: the log-probability of the trainer, or that of the engine."""
+    """Only for `interp_prox_*`: the old log-probability of tokens of lag 0, from the trainer or
+    from the engine (behavior).
+    """
 
     makes: ClassVar[type[OldLogps]] = InterpProx
     to_free_s: ClassVar = {"old_logps.alpha": 0.5}
     recipe: ClassVar = {"baseline": True}  # the clip acts later than its limits say
     scale: ClassVar[str]
-    """The function of `unstale.algorithms.proximal` that forms the mean."""
+    """Name of the function in `unstale.algorithms.proximal` that computes the mixture."""
 
     def weight_of_now(self, run: RunConfig) -> float | None:
         bound = run.schedule.staleness_bound
@@ -87,7 +95,7 @@ class InterpProxSpec(OldLogpsConfig):
         return self.alpha
 
     def oldest_weight(self, run: RunConfig) -> float:
-        """Return the weight of pi for a token of the largest lag."""
+        """Return the weight of the current policy in the mixture for a token of the largest lag."""
         if self.alpha is not None:
             return self.alpha
         bound = run.schedule.staleness_bound
@@ -117,7 +125,10 @@ class InterpProxSpec(OldLogpsConfig):
         return InterpProx(scorer, mix, alpha=self.alpha, fresh=self._fresh)
 
     def _factors(self, a: str, rest: str) -> tuple[str, str, str]:
-        """Return the symbol, and the meanings of D and S, for the weights of pi and mu."""
+        """Return a formula for the old policy and the meanings of D and S, for the linter.
+
+        `a` and `rest` are the weights of the current policy and of the engine's policy.
+        """
         raise NotImplementedError
 
     def variants(self, alphas: Sequence[float]) -> list[OldLogpsConfig]:
@@ -130,7 +141,10 @@ _docs = partial(RouteDocs, exact="no", holds="nothing", costs="nothing")
 @register_route
 @dataclass(frozen=True, kw_only=True)
 class InterpProxLoglinearSpec(InterpProxSpec):
-    """`prox = log mu + alpha (log pi - log mu)`."""
+    """The route with `old_logp = log mu + alpha (log pi - log mu)`.
+
+    mu is the engine's policy that sampled, pi the current policy.
+    """
 
     route: str = "interp_prox_loglinear"
     scale: ClassVar = "loglinear"
@@ -154,7 +168,10 @@ class InterpProxLoglinearSpec(InterpProxSpec):
 @register_route
 @dataclass(frozen=True, kw_only=True)
 class InterpProxLinearSpec(InterpProxSpec):
-    """`prox = log((1 - alpha) mu + alpha pi)`."""
+    """The route with `old_logp = log((1 - alpha) mu + alpha pi)`.
+
+    mu is the engine's policy that sampled, pi the current policy.
+    """
 
     route: str = "interp_prox_linear"
     scale: ClassVar = "linear"

@@ -1,6 +1,6 @@
-"""`interrupt_sync`: pause generation and score all tokens of a version before the weights change.
+"""`interrupt_sync`: pause generation and score all tokens of a version before its weights change.
 
-This route is exact.
+The values are exact.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 
 
 class InterruptSync(OldLogps):
-    """Exact scores by the trained weights, before an optimizer step changes them.
+    """A route that scores with the trainer's weights before an optimizer step changes them.
 
-    It needs no memory but pauses generation. `stall_s` is the length of a pause: from `closing`
-    through all optimizer steps of the batch until the next version is published. It is therefore
-    reported with the batch after.
+    The values are exact. It needs no memory for old weights, but generation is paused from the call
+    of `closing` until the next version is published. The metric `stall_s` is the length of this
+    pause. It is complete only after the step, so it is reported with the next batch.
     """
 
     needs = Needs(closing=True, forwards="versions")
@@ -53,7 +53,10 @@ class InterruptSync(OldLogps):
         self._closing_s += time.perf_counter() - began
 
     def logps(self, batch: Batch, now: Tensor) -> tuple[Tensor, Tensor]:
-        """Return cached scores. LookupError if `closing` did not receive a token of the batch."""
+        """Return the scores that `closing` computed.
+
+        Raises LookupError if `closing` did not receive a token of the batch.
+        """
         why = "their pieces were missing when their version was closed"
         return self.cache.require(batch, why=why), has_clean_behavior(batch)
 
@@ -80,7 +83,7 @@ class InterruptSync(OldLogps):
 @register_route
 @dataclass(frozen=True, kw_only=True)
 class InterruptSyncSpec(ExactSpec):
-    """The trainer's own weights, with generation paused."""
+    """The route that scores with the trainer's weights while generation is paused."""
 
     route: str = "interrupt_sync"
     makes: ClassVar[type[OldLogps]] = InterruptSync

@@ -1,4 +1,7 @@
-"""`old_logit_model`: score tokens by a second model, which follows the engine's version. Exact."""
+"""`old_logit_model`: score tokens by a second model that has the same version as the engine.
+
+The values are exact.
+"""
 
 from __future__ import annotations
 
@@ -27,23 +30,27 @@ _READ_BYTES = 1 << 20
 
 
 class OldLogitModelDied(RuntimeError):
-    """The process of the second model has ended or hangs. The message has its last output."""
+    """Error: the process of the second model has ended or does not answer.
+
+    The message contains the last output of the process.
+    """
 
 
 class OldLogitModel(OldLogps):
-    """A second model in its own process, which scores all tokens of a version, then loads the next.
+    """A route with a second model in another process: it scores a version, then loads the next.
 
-    It needs the memory of one model. The trainer's thread sends it the weights of each version. If
-    a batch contains tokens of the current version that the process has not scored yet, the trainer
-    scores these itself. `publish_wait_s` is the time that publications waited until the process had
-    loaded the previous version, and `score_wait_s` the time that batches waited for scores.
+    The process needs the memory of one model. The trainer's thread sends it the weights of each
+    version. If a batch contains tokens of the current version that the process has not scored, the
+    trainer scores them. The metric `publish_wait_s` is the time that publications waited until the
+    process had loaded the previous version. `score_wait_s` is the time that batches waited for
+    scores.
 
-    One writer thread sends all messages in order, so that sending never blocks. The trainer's
-    thread reads the replies. The process starts at the first publication.
+    A writer thread sends all messages in order, so the trainer's thread never waits for the socket.
+    The trainer's thread reads the replies. The process starts at the first publication.
 
-    With `lockstep` no result depends on the speed of the process: pieces are sent together, in a
-    fixed order, when the next version is published or a batch needs them, and all scores are
-    awaited.
+    With `lockstep` no result depends on the speed of the process: pieces (runs of sampled tokens)
+    are sent in a fixed order when the next version is published or a batch needs them. The trainer
+    then waits for all scores.
     """
 
     needs = Needs(resident_models=1, own_process=True, forwards="versions")
@@ -53,15 +60,15 @@ class OldLogitModel(OldLogps):
 
         self.cache = LogpCache(scorer)
         self.loaded = -1
-        """The version that the process holds."""
+        """The version of the weights that the process has loaded. -1 before the first."""
         self._scorer = scorer
         self._lockstep = lockstep
         self._held: dict[PieceKey, Sequence[int]] = {}
-        """Pieces that are not sent yet, with `lockstep`."""
+        """Pieces that have arrived but are sent later, because of `lockstep`."""
         self._unscored: dict[PieceKey, None] = {}
-        """Pieces that were sent and have no score yet, in order."""
+        """Pieces that were sent to the process and have no score yet, in the order of sending."""
         self._sent = -1
-        """The version that was sent last."""
+        """The version of the weights that was sent last. -1 before the first."""
         self._child: Child | None = None
         self._started = threading.Event()
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="old-logit-writer")
@@ -72,20 +79,24 @@ class OldLogitModel(OldLogps):
 
     @property
     def pid(self) -> int:
-        """The process id of the second model. RuntimeError before the first publication."""
+        """The process id of the second model. Raises RuntimeError before the first publication."""
         if self._child is None:
             raise RuntimeError("the old-logit process starts at the first publication")
         return self._child.pid
 
     def publishing(self) -> None:
-        """Wait until the process has loaded the version published last.
+        """Wait until the process has loaded the version that was published last.
 
-        Then it has scored all pieces of earlier versions, because it does so before it loads.
+        It has then scored all pieces of earlier versions, because it scores them before it loads
+        new weights.
         """
         self._wait_s += self._read_until(lambda: self.loaded == self._sent)
 
     def published(self, live: Collection[int]) -> None:
-        """Send the current version. Waits only with `lockstep`."""
+        """Send the weights of the current version to the process.
+
+        With `lockstep`, wait until it has them.
+        """
         from unstale.weights.codec import file_of
 
         version = self._scorer.version
@@ -106,7 +117,10 @@ class OldLogitModel(OldLogps):
             self._send_pieces({key_of(piece): piece.tokens})
 
     def logps(self, batch: Batch, now: Tensor) -> tuple[Tensor, Tensor]:
-        """Wait for the scores of the batch. LookupError if a token's piece never arrived."""
+        """Wait for the scores of the batch and return them.
+
+        Raises LookupError if a sampled token of the batch was never passed to `arrived`.
+        """
         current = self._scorer.version if self._scorer.at_version else -1
         episodes = set(batch.episodes)
 
@@ -132,7 +146,7 @@ class OldLogitModel(OldLogps):
         return spent
 
     def state(self) -> Mapping[str, Any]:
-        """Wait until every piece of the versions published so far is scored."""
+        """Wait until all pieces of the published versions have scores, then return the scores."""
         self._score_all()
         return {"answers": self.cache.state()}
 
@@ -140,7 +154,10 @@ class OldLogitModel(OldLogps):
         self.cache.restore(state["answers"])
 
     def recover(self, past: Mapping[int, Sequence[PendingPiece]], weights: Weights) -> None:
-        """Score missing pieces in this process: the other one starts at the first publication."""
+        """Score pieces that have no score, in this process.
+
+        The process of the second model starts only at the first publication.
+        """
         self.cache.recover(past, weights)
 
     def close(self) -> None:
@@ -164,40 +181,47 @@ class OldLogitModel(OldLogps):
         self._send({"op": "pieces", "pieces": list(pieces.items())})
 
     def _score_all(self) -> float:
-        """Send the held pieces and wait until all pieces are scored. Return the seconds."""
+        """Send the pieces held back by `lockstep` and wait for all scores.
+
+        Return the seconds it took.
+        """
         due = {key: self._held.pop(key) for key in sorted(self._held) if key.version <= self._sent}
         if due:
             self._send_pieces(due)
         return self._read_until(lambda: not self._is_due(lambda key: True))
 
     def _send(self, header: Header, body: Sequence[Bytes] = ()) -> None:
-        """Queue a message for the writer thread. `body` is copied before this returns."""
+        """Pass a message to the writer thread. `body` is copied before this method returns."""
         self._writer.submit(self._write, b"".join(frame(header, body)))
 
     def _write(self, message: bytes) -> None:
-        """Write a message in the writer thread. `_read` reports a broken connection."""
+        """Write a message to the process. Runs in the writer thread.
+
+        If the connection is broken, `_read` raises the error later.
+        """
         self._started.wait()
         if self._child is not None:
             self._child.socket.sendall(message)
 
     def _is_due(self, wanted: Callable[[PieceKey], bool]) -> bool:
-        """Return True if a piece that `wanted` selects was sent, and its score has not arrived.
+        """Return True if a sent piece for which `wanted` is true has no score yet.
 
-        Pieces of versions that the process does not have yet are left out.
+        Pieces of versions that the process has not loaded are not counted.
         """
         return any(key.version <= self._sent and wanted(key) for key in self._unscored.copy())
 
     def _read_until(self, done: Callable[[], bool]) -> float:
-        """Read all replies, and wait for more until `done`. Return the seconds it took."""
+        """Read replies of the process until `done()` is true. Return the seconds it took."""
         began = time.perf_counter()
         while self._child is not None and self._read(self._child, wait=not done()):
             pass
         return time.perf_counter() - began
 
     def _read(self, child: Child, *, wait: bool) -> bool:
-        """Receive bytes once and handle complete replies. Return False if no byte had arrived.
+        """Receive bytes once and handle the replies that are complete.
 
-        Raises `OldLogitModelDied`.
+        Return False if no byte had arrived. With `wait`, wait for bytes. Raises `OldLogitModelDied`
+        if the process has ended.
         """
         try:
             data = child.recv(_READ_BYTES) if wait else child.socket.recv(_READ_BYTES, MSG_DONTWAIT)
@@ -223,7 +247,7 @@ class OldLogitModel(OldLogps):
 @register_route
 @dataclass(frozen=True, kw_only=True)
 class OldLogitModelSpec(ExactSpec):
-    """A second model in its own process."""
+    """The route that scores with a second model in another process."""
 
     route: str = "old_logit_model"
     makes: ClassVar[type[OldLogps]] = OldLogitModel

@@ -1,4 +1,4 @@
-"""`ppo_ewma_async`: averages of the weights that are about as old as the data."""
+"""`ppo_ewma_async`: score with moving averages of the weights that are about as old as the data."""
 
 from __future__ import annotations
 
@@ -26,19 +26,20 @@ if TYPE_CHECKING:
     from unstale.records import Batch
 
 BETA_MAX = 0.95
-"""The largest decay: no average gets older than 19 versions."""
+"""The largest decay. It limits the mean age of an average to 19 versions."""
 
 
 class PpoEwmaAsync(OldLogps):
-    """Moving averages of the weights, about as old as the tokens of the batch (arXiv 2605.12070).
+    """A route that scores with moving averages of the weights, about as old as the batch's tokens.
 
-    Never exact. The weights of a version are added when its first batch is scored, with the decay
-    that brings the average's age closest to the mean lag of the batch's tokens. With several
-    averages the tokens are sorted by lag and cut into equal shares: each average follows the mean
-    lag of one share, and a token uses the average nearest to its own lag. The option `beta` fixes
-    the decay instead.
+    Its values are never exact (arXiv 2605.12070). When the first batch of a version is scored, the
+    weights of this version are added to the average. The decay is chosen so that the age of the
+    average comes closest to the mean lag of the batch's tokens. The option `beta` sets a fixed
+    decay instead. With several averages, the tokens are sorted by lag and divided into equal parts.
+    The age of each average follows the mean lag of one part. A token is scored by the average whose
+    age is nearest to its lag.
 
-    The averages start anew from the current weights if the correction keeps too few tokens of
+    The averages are set to the current weights again if the correction keeps too few tokens in
     several batches in a row (`reset_below`, `reset_patience`, `reset_cooldown`).
     """
 
@@ -50,12 +51,12 @@ class PpoEwmaAsync(OldLogps):
         self._options = options
         self._version: int | None = None
         self._judged: int | None = None
-        """The version whose batch was counted last."""
+        """The version whose batch was last checked for a reset."""
         self._low: list[float] = []
-        """Kept shares under the limit, in a row."""
+        """The kept shares of the latest batches in a row that were below the limit."""
         self._since_reset = options.reset_cooldown
         self._due = ""
-        """The reason of a reset that is due."""
+        """The reason why the averages are to be reset. Empty if they are not."""
         self._events: list[dict[str, Any]] = []
 
     def logps(self, batch: Batch, now: Tensor) -> tuple[Tensor, Tensor]:
@@ -73,7 +74,7 @@ class PpoEwmaAsync(OldLogps):
         return values, batch.sampled & False
 
     def _update(self, batch: Batch) -> None:
-        """Add the current version's weights to the averages, before a step changes them."""
+        """Add the weights of the current version to the averages, before a step changes them."""
         from unstale.algorithms.proximal import beta_for_age
 
         if not self._scorer.at_version:
@@ -101,7 +102,10 @@ class PpoEwmaAsync(OldLogps):
             self._since_reset = 0
 
     def trained(self, kept: float) -> None:
-        """Count the kept share of a batch once, whatever its optimizer steps."""
+        """Record the share of a batch's tokens that the correction kept, to decide on a reset.
+
+        A batch is recorded once, even if it has several optimizer steps.
+        """
         if self._judged == self._version:
             return
         self._judged = self._version
@@ -151,7 +155,9 @@ class PpoEwmaAsync(OldLogps):
 
 
 def staleness_targets(lag: Tensor, number: int) -> list[float]:
-    """Return the mean lags of `number` equal shares of the tokens, from fresh to stale.
+    """Divide the tokens by lag into `number` equal parts.
+
+    Return the mean lag of each, freshest first.
 
     >>> import torch
     >>> staleness_targets(torch.tensor([3, 0, 1, 2]), 2)
@@ -166,20 +172,26 @@ def staleness_targets(lag: Tensor, number: int) -> list[float]:
 @register_route
 @dataclass(frozen=True, kw_only=True)
 class PpoEwmaAsyncSpec(OldLogpsConfig):
-    """Moving averages of the weights whose age follows the staleness of the data."""
+    """The route that scores with moving averages whose age follows the staleness of the data."""
 
     route: str = "ppo_ewma_async"
     makes: ClassVar[type[OldLogps]] = PpoEwmaAsync
     beta: Annotated[float | None, Range(0, 0.9999)] = None
-    """Decay of the average. None: 0.5 (`ewma_prox`), or set by the staleness (`ppo_ewma_async`)."""
+    """Decay of the moving average. None means 0.5 for `ewma_prox`. For `ppo_ewma_async` it means a
+    decay that follows the staleness.
+    """
     averages: PositiveInt = 1
-    """`ppo_ewma_async`: averages of different ages; a token takes the one nearest to its lag."""
+    """Only for `ppo_ewma_async`: number of averages of different age. The one nearest to a token's
+    lag scores it.
+    """
     reset_below: Share = 0.0
-    """`ppo_ewma_async`: reset the average while the correction keeps a smaller share; 0 never."""
+    """Only for `ppo_ewma_async`: reset the averages if the correction keeps a smaller share of
+    tokens than this; 0 never resets.
+    """
     reset_patience: PositiveInt = 3
-    """`ppo_ewma_async`: batches below `reset_below` in a row before a reset."""
+    """Only for `ppo_ewma_async`: number of batches in a row below `reset_below` before a reset."""
     reset_cooldown: PositiveInt = 10
-    """`ppo_ewma_async`: smallest number of batches between two resets."""
+    """Only for `ppo_ewma_async`: smallest number of batches between two resets."""
 
     fixed: ClassVar = {"averages": "the checkpoint holds so many averages"}
     docs: ClassVar = RouteDocs(

@@ -1,4 +1,4 @@
-"""`rollout`: take the engine's log-probability as the old one, so D is 1 and S is pi / mu."""
+"""`rollout`: use the engine's log-probability as old_logp. So D is 1 and S is the whole ratio."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
 
 class RolloutRoute(OldLogps):
-    """The engine's log-probability in place of the old one (algorithm.md, section 3). Never exact.
+    """A route that uses the engine's log-probability in place of the trainer's. Never exact.
 
-    S then contains the numerical differences between engine and trainer, and a clip on S acts on
-    them too.
+    S then also contains the numerical differences between engine and trainer, and a clip on S acts
+    on them too.
     """
 
     def logps(self, batch: Batch, now: Tensor) -> tuple[Tensor, Tensor]:
@@ -36,12 +36,12 @@ class RolloutRoute(OldLogps):
 @register_route
 @dataclass(frozen=True, kw_only=True)
 class RolloutSpec(OldLogpsConfig):
-    """The engine's own log-probability."""
+    """The route that uses the engine's log-probability."""
 
     route: str = "rollout"
     makes: ClassVar = RolloutRoute
 
-    requires: ClassVar = {"correction.control": "none"}  # D is 1 by construction
+    requires: ClassVar = {"correction.control": "none"}  # old_logp is behavior_logp, so D is 1
     docs: ClassVar = RouteDocs(
         policy="the engine (mu)",
         exact="no",

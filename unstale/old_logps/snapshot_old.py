@@ -1,4 +1,7 @@
-"""`snapshot_old`: score each token by kept weights of the version that sampled it. Exact."""
+"""`snapshot_old`: keep the weights of each version, and score tokens by the one that sampled them.
+
+The values are exact.
+"""
 
 from __future__ import annotations
 
@@ -22,12 +25,12 @@ if TYPE_CHECKING:
 
 
 class SnapshotOld(OldLogps):
-    """Scores by the weights of the version that sampled each token (algorithm.md, section 2).
+    """A route that scores each token with kept weights of the version that sampled it.
 
-    It keeps one copy of the model, and the differences between consecutive versions to load the
-    copy with each version in turn. For each version it runs the sequences with tokens of that
-    version, each up to the last such token. The trainer's model scores the current version until
-    an optimizer step changes it.
+    It keeps one further copy of the model and the differences between consecutive versions. With
+    these the copy is loaded with each version in turn. For each version it runs the sequences that
+    contain tokens of the version, up to the last such token. Tokens of the current version are
+    scored by the trainer's model until an optimizer step changes it.
     """
 
     needs = Needs(snapshots=True, resident_models=1, forwards="versions")
@@ -37,12 +40,16 @@ class SnapshotOld(OldLogps):
         self.scorer = scorer
 
     def published(self, live: Collection[int]) -> None:
-        self.scorer.keep(live)  # before `put` too: dropped versions must not count as memory
+        # before `put` as well, because dropped versions must not count against the memory limit
+        self.scorer.keep(live)
         self.scorer.put()
         self.scorer.keep(live)
 
     def logps(self, batch: Batch, now: Tensor) -> tuple[Tensor, Tensor]:
-        """Score with kept weights. LookupError if those of a version in the batch were dropped."""
+        """Score the batch with kept weights.
+
+        Raises LookupError if the weights of a version in the batch were dropped.
+        """
         scored = self.scorer.score_versions(batch, batch.sampled, use_trained=True)
         return scored.logp, has_clean_behavior(batch)
 
@@ -66,16 +73,16 @@ class SnapshotOld(OldLogps):
 @register_route
 @dataclass(frozen=True, kw_only=True)
 class SnapshotOldSpec(ExactSpec):
-    """The weights of every live version."""
+    """The route that keeps the weights of every version that unused tokens come from."""
 
     route: str = "snapshot_old"
     makes: ClassVar[type[OldLogps]] = SnapshotOld
     storage: Literal["delta", "full"] = "delta"
-    """Version store: lossless differences between versions, or a full copy of each."""
+    """How past weights are kept: as lossless differences between versions, or as full copies."""
     memory_gb: NonNegative = 0.0
-    """Version store: largest size; 0 has no limit."""
+    """Largest size of the kept weights in GB; 0 sets no limit."""
     spill: bool = False
-    """Version store: keep versions in files of a temporary folder instead of memory."""
+    """Keep past weights in files of a temporary folder instead of memory."""
 
     fixed: ClassVar = {"storage": "the checkpoint holds that kind of store"}
     docs: ClassVar = RouteDocs(

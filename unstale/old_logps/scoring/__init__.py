@@ -1,1 +1,1 @@
-"""Scorers, and caches of what they return."""
+"""Code that routes share: scorers, which compute log-probabilities, and caches of their results."""

@@ -1,4 +1,4 @@
-"""A moving average of weights."""
+"""The moving average of the weights that some routes score with."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,12 +10,13 @@ from unstale.algorithms import proximal
 
 
 class Average:
-    """A moving average of weights that is not biased to its start (arXiv 2110.00641).
+    """A moving average of weights, without a bias towards the first weights (arXiv 2110.00641).
 
         w_k = beta * w_{k-1} + 1 ;   ewma_k = ewma_{k-1} + (theta_k - ewma_{k-1}) / w_k
 
-    It is in float32 or float64, because bfloat16 would round most updates away. `weight` is w_k,
-    and `age` the mean age of the averaged weights, in updates: it tends to beta / (1 - beta).
+    It is kept in float32 or float64, because bfloat16 would round most updates to nothing. `weight`
+    is w_k. `age` is the mean age, in updates, of the averaged weights. It tends to beta / (1 -
+    beta).
     """
 
     def __init__(self) -> None:
@@ -25,19 +26,20 @@ class Average:
 
     @torch.no_grad()
     def add(self, theta: Mapping[str, Tensor], *, beta: float) -> None:
-        """Add weights with decay `beta`. The first weights become the average."""
+        """Add weights to the average with decay `beta`. The first weights become the average."""
         if not self.tensors:
             self.reset(theta)
             return
         self.weight, self.age = proximal.averaged(self.weight, self.age, beta=beta)
         for name, tensor in self.tensors.items():
-            mean = tensor.to(theta[name].device)  # after a restore it is on the CPU
+            # the average is on the CPU after a checkpoint was loaded
+            mean = tensor.to(theta[name].device)
             self.tensors[name] = mean
             mean += (_wide(theta[name]) - mean) / self.weight
 
     @torch.no_grad()
     def reset(self, theta: Mapping[str, Tensor]) -> None:
-        """Start again with `theta`, at weight 1 and age 0."""
+        """Set the average to `theta`, with weight 1 and age 0."""
         self.weight = 1.0
         self.age = 0.0
         self.tensors = {name: _wide(tensor).clone() for name, tensor in theta.items()}

@@ -1,4 +1,4 @@
-"""A cache for routes that score sampled pieces before their batch is formed."""
+"""A cache of log-probabilities, for routes that score tokens before their batch is formed."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import accumulate
@@ -16,10 +16,11 @@ from unstale.records import Batch, PendingPiece
 def score_pieces(
     scorer: Scorer, pieces: Pieces, version: int | None = None
 ) -> dict[PieceKey, Tensor]:
-    """Score pieces by the weights of `version`, or by the trained weights if it is None.
+    """Score pieces (runs of sampled tokens) with the weights of `version`. Return logps by piece.
 
-    All pieces of an episode are scored in one sequence, the longest of their texts, because it
-    begins with the others. The order of `pieces` does not affect the values.
+    `version` None means the trainer's current weights. All pieces of an episode are scored in one
+    sequence: the longest text among them, since it contains the shorter ones. The order of `pieces`
+    does not affect the values.
     """
     if not pieces:
         return {}
@@ -41,28 +42,34 @@ def score_pieces(
 
 
 class LogpCache:
-    """Old log-probabilities of pieces, until their batch reads them. Not thread-safe."""
+    """The scores of pieces (runs of sampled tokens), kept until their batch needs them.
+
+    Not thread-safe.
+    """
 
     def __init__(self, scorer: Scorer) -> None:
         self._scorer = scorer
         self._logps: dict[PieceKey, Tensor] = {}
 
     def add_rows(self, rows: Iterable[Any]) -> None:
-        """Add log-probabilities that another process sent, as rows of a key and a list."""
+        """Add log-probabilities from another process.
+
+        A row is (key of the piece, list of values).
+        """
         dtype = self._scorer.dtype
         for key, values in rows:
             self._logps[PieceKey(*key)] = torch.tensor(values, dtype=dtype)
 
     def score(self, pieces: Pieces, version: int | None = None) -> None:
-        """Score pieces by the weights of `version`, or by the trained weights if it is None."""
+        """Score pieces with the weights of `version`, or with the current weights if it is None."""
         self._logps |= score_pieces(self._scorer, pieces, version)
 
     def missing(self, pieces: Iterable[PendingPiece]) -> list[PendingPiece]:
-        """Return the pieces that are not scored."""
+        """Return those of `pieces` that have no score yet."""
         return [piece for piece in pieces if key_of(piece) not in self._logps]
 
     def recover(self, past: Mapping[int, Sequence[PendingPiece]], weights: Weights) -> None:
-        """Score pieces of past versions that are missing here, by weights from disk."""
+        """Score those pieces of past versions that have no score, with weights read from disk."""
         missing = {version: self.missing(pieces) for version, pieces in past.items()}
         if not any(missing.values()):
             return
@@ -71,10 +78,10 @@ class LogpCache:
                 self.score(by_key(pieces), version)
 
     def lookup(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return log-probabilities `[T]`, 0 where unknown, and where they are known (`[T]` bool).
+        """Return the scores of a batch, `[T]`, and where they are known (`[T]` bool); 0 elsewhere.
 
-        Tokens of the current version that were not scored yet are scored now, if no optimizer step
-        has changed its weights.
+        Tokens of the current version without a score are scored now, if no optimizer step has
+        changed the weights since.
         """
         values = torch.zeros(len(batch.tokens), dtype=self._scorer.dtype)
         known = torch.zeros_like(batch.sampled)
@@ -95,7 +102,10 @@ class LogpCache:
         return torch.where(known, values, 0.0), known
 
     def require(self, batch: Batch, *, why: str) -> Tensor:
-        """Return log-probabilities `[T]`. LookupError if a token of the batch was not scored."""
+        """Return the scores of a batch, `[T]`.
+
+        Raises LookupError, with the reason `why`, if a sampled token has no score.
+        """
         values, known = self.lookup(batch)
         lost = batch.sampled & ~known
         if lost.any():
@@ -106,11 +116,11 @@ class LogpCache:
         return values
 
     def keep(self, versions: Collection[int]) -> None:
-        """Drop the pieces of all versions but these."""
+        """Drop the scores of all versions that are not in `versions`."""
         self._logps = {key: logp for key, logp in self._logps.items() if key.version in versions}
 
     def state(self) -> Mapping[str, Tensor]:
-        """Return all log-probabilities end to end, and rows `(version, episode, start, length)`."""
+        """Return all scores in one tensor, and rows `(version, episode, start, length)`."""
         places = [(*key, len(logp)) for key, logp in self._logps.items()]
         return {
             "places": torch.tensor(places, dtype=torch.long).view(-1, 4),

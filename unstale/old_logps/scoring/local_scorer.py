@@ -1,4 +1,4 @@
-"""The scorer over a policy of this process."""
+"""The scorer for a model in this process. A scorer computes log-probabilities at given weights."""
 
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -25,14 +25,14 @@ from unstale.weights.store import VersionStore
 
 
 class LocalScorer:
-    """A `Scorer` over a policy of this process.
+    """A scorer for a model in this process.
 
-    Past versions are scored by one further model, and averages by another. They exist only if the
-    consumer asks for them.
+    A second model loads past versions of the weights, and a third loads moving averages. They exist
+    only if a route or the audit asks for them.
     """
 
     def __init__(self, policy: Policy, temperature: float, max_tokens: int) -> None:
-        """`temperature` is the sampling temperature.
+        """Make a scorer of `policy`. Logits are divided by `temperature`, the sampling temperature.
 
         A forward pass has at most `max_tokens` tokens, unless one sequence is longer.
         """
@@ -41,20 +41,22 @@ class LocalScorer:
         self.max_tokens = max_tokens
         self.store: WeightStore | None = None
         self._stored: Policy | None = None
-        """The model that the store loads with one version at a time."""
+        """The model into which the store of past versions loads one version at a time."""
         self._averaged: Policy | None = None
-        """The model that scores for averages."""
+        """The model into which averages are loaded for scoring."""
         self._loaded: LocalAverage | None = None
-        """The average that `_averaged` holds."""
+        """The average whose weights `_averaged` has at present."""
         self._read: Callable[[int], Policy] | None = None
-        """Inside `reading`: returns a model with the weights of a version."""
+        """Returns a model with the weights of a version read from disk. Set only within the context
+        `reading`.
+        """
         self._restore_s = 0.0
         self.forward_tokens = 0
-        """Tokens run forward since the last `take_forward_tokens`."""
+        """Number of tokens in forward passes since the last call of `take_forward_tokens`."""
 
     @classmethod
     def load(cls, exported: Mapping[str, Any]) -> Self:
-        """Make the scorer that `export` described."""
+        """Make a scorer from the arguments that `export` returned, in another process."""
         lora = exported["lora"] and Lora(**exported["lora"])
         policy = Policy.load(
             exported["folder"], dtype=exported["dtype"], device=exported["device"], lora=lora
@@ -113,7 +115,8 @@ class LocalScorer:
 
     def recover(self, live: Collection[int], weights: Weights) -> None:
         store = self._require_store()
-        store.keep(live)  # first: a dropped version must not count against the memory limit
+        # first, because a version to be dropped must not count against the memory limit
+        store.keep(live)
         for version in sorted(set(live) - set(store.versions)):
             store.put(version, weights(version))
 
@@ -183,7 +186,7 @@ class LocalScorer:
     def score_average(
         self, average: "LocalAverage", batch: Batch | Packed, where: Tensor
     ) -> Scored:
-        """Score with an average that this scorer made."""
+        """Score tokens with a moving average that this scorer made."""
         assert self._averaged is not None
         if self._loaded is not average:
             self._averaged.load_weights(average.tensors)
@@ -191,7 +194,7 @@ class LocalScorer:
         return self._score(self._averaged, batch, where)
 
     def unload(self, average: "LocalAverage") -> None:
-        """Load `average` again before its next use, because it has changed."""
+        """Note that `average` has changed, so that it is loaded again before it scores."""
         if self._loaded is average:
             self._loaded = None
 
@@ -203,7 +206,7 @@ class LocalScorer:
         return scored
 
     def _model(self, version: int | None) -> Policy:
-        """Return a model with the weights of `version`."""
+        """Return a model that has the weights of `version`; None means the current weights."""
         if version is None:
             return self.policy
         if self._read is not None:
@@ -216,9 +219,10 @@ class LocalScorer:
         return self._stored
 
     def _shortest_path(self, versions: Collection[int]) -> list[int]:
-        """Sort versions up or down, from the end nearer to the version that the store has loaded.
+        """Sort versions up or down, whichever begins nearer to the version that is loaded now.
 
-        Loading a version costs one step for each version in between.
+        The store loads a version by one delta for each version in between, so this order needs the
+        fewest.
         """
         path = sorted(versions)
         if path and self.store is not None:
@@ -234,7 +238,7 @@ class LocalScorer:
 
 
 class LocalAverage(Average):
-    """An average of the weights of a `LocalScorer`."""
+    """A moving average of the weights of a `LocalScorer`'s policy."""
 
     def __init__(self, scorer: LocalScorer) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""A queue of pieces to score. Importing this module does not import torch."""
+"""A queue of tokens to be scored. Importing this module does not import torch."""
 
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
@@ -8,7 +8,7 @@ if TYPE_CHECKING:
 
 
 class PieceKey(NamedTuple):
-    """The key of a scored piece: version, episode and start offset in the episode."""
+    """The key of a piece (a run of sampled tokens): version, episode and start offset in it."""
 
     version: int
     episode: int
@@ -20,7 +20,7 @@ def key_of(piece: "PendingPiece") -> PieceKey:
 
 
 Pieces = dict[PieceKey, Sequence[int]]
-"""Pieces to score: by key, the tokens of the episode from its start to the end of the piece."""
+"""Pieces to be scored. The value of a key is the episode's tokens up to the end of the piece."""
 
 
 def by_key(pieces: "Iterable[PendingPiece]") -> Pieces:
@@ -28,7 +28,7 @@ def by_key(pieces: "Iterable[PendingPiece]") -> Pieces:
 
 
 class ScoreQueue:
-    """A queue of the pieces of one version that are to be scored."""
+    """A queue of the pieces (runs of sampled tokens) of one version that are to be scored."""
 
     def __init__(self) -> None:
         self._episodes: dict[int, Pieces] = {}
@@ -40,9 +40,10 @@ class ScoreQueue:
         self._episodes.setdefault(key.episode, {})[key] = tokens
 
     def take(self, max_tokens: int) -> Pieces:
-        """Remove and return pieces for one forward pass, from the episodes that waited longest.
+        """Remove and return the pieces of one forward pass, longest waiting episodes first.
 
-        All pieces of an episode are taken together. One episode may exceed `max_tokens`.
+        The pieces of an episode are taken together, so a single episode may have more than
+        `max_tokens`.
         """
         taken: Pieces = {}
         for episode, pieces in list(self._episodes.items()):

@@ -1,7 +1,8 @@
-"""Scorers: log-probabilities at the weights of one version, wherever those weights are.
+"""The contract of scorers: they compute log-probabilities at the weights of a given version.
 
-Routes and the audit hold a `Scorer` and no model. `local_scorer.LocalScorer` is the one over a
-policy of this process; a sharded trainer brings its own.
+Routes and the audit use a `Scorer` and never a model. So it does not matter where the weights are.
+`local_scorer.LocalScorer` is for a model of this process. A trainer on several devices would bring
+its own scorer.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -18,11 +19,13 @@ from unstale.model.versions import VersionGaps
 from unstale.records import Batch
 
 Weights = Callable[[int], Mapping[str, Tensor]]
-"""Reads the forward weights of a past version from disk. LookupError if they were not kept."""
+"""A function that reads the weights of a past version from disk. It raises LookupError if they were
+not kept.
+"""
 
 
 class WeightStore(Protocol):
-    """Weights of several versions, and one set of tensors that is loaded with one of them."""
+    """Weights of several versions. A single set of tensors can be loaded with any of them."""
 
     encode_s: float
 
@@ -31,7 +34,7 @@ class WeightStore(Protocol):
 
     @property
     def at(self) -> int:
-        """The version that the tensors hold now, or -1."""
+        """The version that the tensors have now, or -1 if they have none."""
         ...
 
     @property
@@ -46,11 +49,14 @@ class WeightStore(Protocol):
     def put(self, version: int, tensors: Mapping[str, Tensor]) -> None: ...
 
     def keep(self, live: Collection[int]) -> None:
-        """Drop the versions that are not in `live`."""
+        """Drop the weights of all versions that are not in `live`."""
         ...
 
     def move_to(self, version: int) -> None:
-        """Copy the weights of `version` into the tensors. LookupError if it was dropped."""
+        """Load the weights of `version` into the tensors.
+
+        Raises LookupError if they were dropped.
+        """
         ...
 
     def state(self) -> Mapping[str, Any]: ...
@@ -61,31 +67,36 @@ class WeightStore(Protocol):
 
 
 MakeStore = Callable[[Mapping[str, Tensor]], WeightStore]
-"""Makes a store that loads versions into the given tensors. A sharded scorer makes one a shard."""
+"""A function that makes a store, which loads versions into the given tensors. A scorer on several
+devices calls it once per shard.
+"""
 
 
 class WeightAverage(Protocol):
-    """A moving average of the trained weights, and scoring with it (arXiv 2110.00641)."""
+    """A moving average of the trainer's weights, which can score tokens (arXiv 2110.00641)."""
 
     @property
     def weight(self) -> float:
-        """The sum of the decayed weights; 0 before the first update."""
+        """The sum of the decayed weights of all updates. It is 0 before the first update."""
         ...
 
     @property
     def age(self) -> float:
-        """The mean age, in updates, of the averaged weights."""
+        """The mean age of the averaged weights, in updates."""
         ...
 
     @property
     def bytes(self) -> int: ...
 
     def update(self, beta: float | None) -> None:
-        """Add the trained weights with decay `beta`, or start anew from them if it is None."""
+        """Add the trainer's weights with decay `beta`.
+
+        If `beta` is None, set the average to the trainer's weights.
+        """
         ...
 
     def score(self, batch: Batch | Packed, where: Tensor) -> Scored:
-        """Return log-probabilities `[T]` by the average at `where`, and 0 elsewhere."""
+        """Return log-probabilities `[T]` under the averaged weights at `where`, else 0."""
         ...
 
     def state(self) -> Mapping[str, Any]: ...
@@ -94,24 +105,25 @@ class WeightAverage(Protocol):
 
 
 class Scorer(Protocol):
-    """Log-probabilities at the weights of the policy, of its past versions or of averages.
+    """Computes log-probabilities with the current weights, past versions of them, or averages.
 
-    The weights may be in this process, on several ranks or in another process. A scorer is for one
-    consumer: what one route keeps, no other consumer sees. Not thread-safe.
+    The weights may be in this process, on several devices or in another process. A scorer has one
+    user: versions that one route keeps are not available to another. Not thread-safe.
     """
 
     forward_tokens: int
-    """Tokens run forward since the last `take_forward_tokens`. A route that scores in a process of
-    its own adds those."""
+    """Number of tokens in forward passes since the last call of `take_forward_tokens`. A route that
+    scores in another process adds the tokens of that process.
+    """
 
     @property
     def version(self) -> int:
-        """The current version: the number of the weights published last."""
+        """The number of the version that was published last."""
         ...
 
     @property
     def at_version(self) -> bool:
-        """True until the first optimizer step after the publication of `version`."""
+        """True while the trainer has the weights of `version`: until the next optimizer step."""
         ...
 
     @property
@@ -119,92 +131,95 @@ class Scorer(Protocol):
 
     @property
     def dtype(self) -> torch.dtype:
-        """The precision of log-probabilities: float32, or float64 for a float64 model."""
+        """The dtype of the log-probabilities: float64 for a float64 model, otherwise float32."""
         ...
 
     @property
     def max_tokens(self) -> int:
-        """Tokens of one forward pass, unless one sequence is longer."""
+        """The largest number of tokens in a forward pass. A single sequence may exceed it."""
         ...
 
     @property
     def model_bytes(self) -> int:
-        """Bytes of one copy of the model."""
+        """The size of one copy of the model in bytes."""
         ...
 
     @property
     def store(self) -> WeightStore | None:
-        """The store of kept versions. None if there is none, or none in this process."""
+        """The store of past versions.
+
+        None if no versions are kept, or if they are in another process.
+        """
         ...
 
     def lag(self, version: Tensor) -> Tensor:
-        """Return the staleness of `version`, in batches, for the current version."""
+        """Return the lag of each token: batches between its `version` and the current version."""
         ...
 
     def score(self, batch: Batch | Packed, where: Tensor, version: int | None = None) -> Scored:
-        """Return log-probabilities `[T]` at `where` (`[T]` bool), and 0 elsewhere.
+        """Return log-probabilities `[T]` of the tokens at `where` (`[T]` bool), and 0 elsewhere.
 
-        They are by the kept weights of `version`, or by the current weights if `version` is None.
-        LookupError if the weights of `version` are not kept.
+        They are computed with the kept weights of `version`, or the current weights if it is None.
+        Raises LookupError if the weights of `version` were not kept.
         """
         ...
 
     def score_versions(self, batch: Batch, where: Tensor, *, use_trained: bool = False) -> Scored:
-        """Return the log-probability `[T]` of each token at `where` by its own version's weights.
+        """Return log-probabilities `[T]` of tokens at `where`, each by the version that sampled it.
 
-        These are kept weights. With `use_trained`, tokens of the current version are scored by the
-        trained weights until the next optimizer step.
+        Kept weights are used. With `use_trained`, tokens of the current version are scored by the
+        trainer's model until the next optimizer step.
         """
         ...
 
     def keep_versions(self, make_store: MakeStore | None = None) -> None:
-        """Keep weights of past versions from now on. Called at most once.
+        """Keep the weights of past versions from now on. Must not be called twice.
 
-        They are kept in a `VersionStore`, or in a store from `make_store`.
+        They are kept in a `VersionStore`, or in the store that `make_store` returns.
         """
         ...
 
     def put(self) -> None:
-        """Keep the trained weights as the current version."""
+        """Keep the trainer's weights as those of the current version."""
         ...
 
     def keep(self, live: Collection[int]) -> None:
-        """Drop kept versions that are not in `live`. The newest may stay."""
+        """Drop the kept versions that are not in `live`. The newest one may stay."""
         ...
 
     def recover(self, live: Collection[int], weights: Weights) -> None:
-        """Keep the versions `live`: read from disk those that are missing, and drop all others."""
+        """Keep exactly the versions `live`: read missing ones from disk and drop all others."""
         ...
 
     def reading(self, weights: Weights) -> AbstractContextManager[None]:
-        """Score versions that are not kept by weights from disk, until the end of the block."""
+        """Return a context in which versions that were not kept are read from disk for scoring."""
         ...
 
     def make_average(self) -> WeightAverage:
-        """Return an empty average of the trained weights."""
+        """Return a moving average of the trainer's weights, with nothing in it yet."""
         ...
 
     def weights(self) -> Mapping[str, Tensor]:
-        """Return the trained weights by name, to be copied before the next optimizer step."""
+        """Return the trainer's weights by name. Copy them before the next optimizer step."""
         ...
 
     def export(self, folder: Path | str) -> dict[str, Any]:
-        """Save the model without adapters.
+        """Save the model, without LoRA adapters, in a folder for another process.
 
-        Return arguments of `LocalScorer.load`, as JSON types.
+        Return the arguments of `LocalScorer.load` for that process, as JSON types.
         """
         ...
 
     def take_forward_tokens(self) -> int:
-        """Return the tokens run forward since the last call."""
+        """Return the number of tokens in forward passes since the last call."""
         ...
 
     def costs(self) -> Mapping[str, float]:
-        """Return the costs of kept versions: seconds since the last call, and bytes held."""
+        """Return the costs of kept versions: seconds since the last call, and bytes held now."""
         ...
 
     def state(self) -> Mapping[str, Any]:
-        """Return the kept versions, for a checkpoint."""
+        """Return the kept versions for a checkpoint."""
         ...
 
     def restore(self, state: Mapping[str, Any]) -> None: ...

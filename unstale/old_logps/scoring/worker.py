@@ -1,7 +1,7 @@
-"""The process of `old_logit_model`: a loop that reads messages, scores pieces and loads versions.
+"""The child process of the route `old_logit_model`. It scores tokens and loads new versions.
 
-It scores all pieces of a version before it loads the next. Replies are buffered until the other
-side reads them, so sending never blocks. The process ends when the other side closes the
+It scores all tokens of a version before it loads the next one. It keeps its replies in memory until
+the trainer reads them, so it never waits for the socket. It ends when the trainer closes the
 connection.
 """
 
@@ -23,13 +23,13 @@ _READ_BYTES = 1 << 20
 
 
 def main(descriptor: int, options: str) -> None:
-    """Serve the route at the other end of the socket.
+    """Read messages from the route at the other end of a socket, and answer them.
 
-    `options` is the JSON of `LocalScorer.export`.
+    `descriptor` is the file descriptor of the socket. `options` is JSON from `LocalScorer.export`.
     """
     torch.set_num_threads(1)
     torch.set_num_interop_threads(1)
-    # Never closed: the socket then ends with the process, when its exit code exists.
+    # Not closed here. It closes with the process, when the exit code is available to the other end.
     os.dup(descriptor)
     with socket.socket(fileno=descriptor) as connection:
         _ScoringWorker(connection, LocalScorer.load(json.loads(options))).serve()
@@ -43,13 +43,16 @@ class _ScoringWorker:
         self._frames = Frames()
         self._loaded = -1
         self._pieces: dict[int, ScoreQueue] = {}
-        """Pieces to score, by version."""
+        """Pieces (runs of sampled tokens) to be scored, by version."""
         self._versions: deque[tuple[int, bytes]] = deque()
-        """Versions to load, in order, with their weights."""
+        """Versions to be loaded, oldest first, with the bytes of their weights."""
         self._replies = bytearray()
 
     def serve(self) -> None:
-        """Until the connection ends: read messages, then run one pass or load one version."""
+        """Read messages, score one forward pass or load one version, and repeat.
+
+        Returns when the other end closes the connection.
+        """
         while True:
             busy = bool(self._pieces.get(self._loaded)) or bool(self._versions)
             writing = [self._connection] if self._replies else []
@@ -70,7 +73,7 @@ class _ScoringWorker:
                 self._load(*self._versions.popleft())
 
     def _receive(self) -> bool:
-        """Read what has arrived. Return False at the end of the connection."""
+        """Read all messages that have arrived. Return False if the connection is closed."""
         try:
             data = self._connection.recv(_READ_BYTES)
         except ConnectionResetError:
@@ -85,7 +88,7 @@ class _ScoringWorker:
         return bool(data)
 
     def _score(self, queue: ScoreQueue) -> None:
-        """Score pieces of the loaded version in about one forward pass."""
+        """Score about one forward pass of pieces with the weights that are loaded now."""
         logps = score_pieces(self._scorer, queue.take(self._scorer.max_tokens))
         rows = [[key, logp.tolist()] for key, logp in logps.items()]
         forward_tokens = self._scorer.take_forward_tokens()
