@@ -1,8 +1,8 @@
 """Time and memory of a configuration, computed from a model's sizes and a device's data sheet.
 
 Two assumptions: work on several devices divides evenly (a sharded trainer, engines with tensor
-parallelism, deltas that each rank encodes for its shard), and the trainer's communication overlaps
-with its computation.
+parallelism, deltas that each rank encodes for its shard), and a sharded trainer computes a layer
+while it gathers the next one, so that a pass takes the longer of the two times.
 """
 
 import math
@@ -15,8 +15,12 @@ from unstale.planner.models import WORD, Model
 from unstale.planner.route_costs import RouteCost
 from unstale.planner.workload import EpisodeStats
 
-TRAINED_BYTES = 18
-"""Bytes per trained parameter: bfloat16 weight 2, float32 copy 4, gradient 4, moments 8."""
+STATE_BYTES = 16
+"""Bytes per trained parameter: float32 weight 4, gradient 4, two moments 8."""
+_GATHERED_LAYERS = 2
+"""Layers whose whole weights a device of a sharded trainer holds: the present and the next one."""
+_REDUCED_BYTES = 4
+"""Bytes per parameter that a backward pass of a sharded trainer sums: float32 gradients."""
 _STEPPED_BYTES = 30
 """Bytes that AdamW moves per parameter and step.
 
@@ -77,11 +81,41 @@ class TrainingSetup:
     def trainer_bytes(self, devices: int, route: RouteCost) -> float:
         """Return the bytes on each of the trainer's devices.
 
-        The weights, the optimizer's state and the route's models are sharded. The activations of a
-        microbatch are not.
+        The optimizer's state, the float32 weights and the route's models are sharded. The
+        activations of a microbatch are not.
         """
-        sharded = TRAINED_BYTES * self.model.parameters + route.device_bytes(self.model)
-        return sharded / devices + self.activation_bytes
+        sharded = STATE_BYTES * self.model.parameters + route.device_bytes(self.model)
+        return sharded / devices + self.computed_bytes(devices) + self.activation_bytes
+
+    def computed_bytes(self, devices: int) -> float:
+        """Return the bytes of bfloat16 weights on each of the trainer's devices.
+
+        One device holds a copy of the model. Of a sharded model, each device holds the embedding,
+        the head and two layers at a time (FSDP2, resharded after each layer).
+        """
+        if not self.is_sharded(devices):
+            return self.model.copy_bytes
+        return self.model.gathered_bytes(_GATHERED_LAYERS)
+
+    def is_sharded(self, devices: int) -> bool:
+        """Return whether the trainer is sharded. Cores of a processor share one memory."""
+        return devices > 1 and not self.device.is_core
+
+    def ring_bandwidth(self, devices: int) -> float:
+        """Return the bytes a second that reach each of `devices` devices in a collective.
+
+        Within a node that is the bandwidth of a link. Rings through several nodes use the network
+        ports of all devices of a node, and each node receives the bytes once.
+        """
+        link = self.device.link
+        if devices > self.device.node:
+            link = min(link, self.device.node * self.device.network)
+        return link * self.shares.link
+
+    @property
+    def pass_tokens(self) -> int:
+        """Tokens of a microbatch on one device. An episode is not divided."""
+        return max(PASS_TOKENS, math.ceil(self.episodes.longest))
 
     def fits(self, devices: int, route: RouteCost) -> bool:
         return self.trainer_bytes(devices, route) <= self.memory
@@ -102,7 +136,7 @@ class TrainingSetup:
         token = model.layers * layer
         if self.gradient_checkpointing:
             token = model.layers * WORD * model.hidden + layer
-        return token * max(PASS_TOKENS, self.episodes.longest)
+        return token * self.pass_tokens
 
     def context_tokens(self, tp: int) -> float:
         """Return the tokens of context that fit the memory of an engine of `tp` devices.
@@ -235,8 +269,21 @@ class AnalyticCosts:
 
         A backward pass takes as long as two forward passes, or three with gradient checkpointing.
         """
+        return max(self.train_compute_s(tokens), self.train_transfer_s(tokens)) + self.optimizer_s
+
+    def train_compute_s(self, tokens: int) -> float:
+        """Return the seconds of computation of a forward and a backward pass."""
         passes = 4 if self.setup.gradient_checkpointing else 3
-        return passes * self.forward_s(tokens) + self.optimizer_s
+        return passes * self.forward_s(tokens)
+
+    def train_transfer_s(self, tokens: int) -> float:
+        """Return the seconds of the transfers between the trainer's devices in `train_s`.
+
+        The weights are gathered for the forward and for the backward pass, and the gradients are
+        summed in float32 after each backward pass.
+        """
+        copies = 2 + _REDUCED_BYTES / WORD
+        return copies * self._gather_s(tokens, self.placement.trainers)
 
     def old_logps_s(self, tokens: int, versions: float) -> float:
         """Return the seconds that the route adds to the trainer's step.
@@ -250,9 +297,11 @@ class AnalyticCosts:
         forwards = route.forward_passes(
             versions, prompt_fraction=self.setup.episodes.prompt_fraction
         )
-        scoring = self.forward_s(tokens) * forwards
+        scoring = forwards * max(self.forward_s(tokens), self._gather_s(tokens, trainers))
         if route.needs.own_process:
-            apart = scoring * trainers / self.placement.scorers
+            scorers = self.placement.scorers
+            alone_s = self.forward_s(tokens) * trainers / scorers
+            apart = forwards * max(alone_s, self._gather_s(tokens, scorers))
             cores = trainers * self.setup.shares.cores
             transfer = TRANSFER_S * self.setup.model.copy_bytes / cores
             return max(0.0, apart - self.train_s(tokens)) + transfer
@@ -301,6 +350,19 @@ class AnalyticCosts:
         """Return the trainer's seconds for a forward pass over `tokens` tokens."""
         flops = tokens * self.setup.model.forward_flops(self.setup.episodes.attended)
         return flops / (self.placement.trainers * self.setup.flops)
+
+    def _gather_s(self, tokens: float, devices: int) -> float:
+        """Return the seconds in which `devices` devices gather the weights for a forward pass.
+
+        Every device takes the same number of microbatches, and gathers the weights in bfloat16 for
+        each. It is 0 for one device.
+        """
+        setup = self.setup
+        if not setup.is_sharded(devices):
+            return 0.0
+        microbatches = math.ceil(tokens / (devices * setup.pass_tokens))
+        received = setup.model.copy_bytes * (devices - 1) / devices
+        return microbatches * received / setup.ring_bandwidth(devices)
 
     @property
     def optimizer_s(self) -> float:

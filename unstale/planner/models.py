@@ -99,6 +99,20 @@ class Model:
         """Bytes of the weights in bfloat16."""
         return WORD * self.parameters
 
+    def gathered_bytes(self, layers: int) -> int:
+        """Return the bytes in bfloat16 of the embedding, the head and the `layers` largest layers.
+
+        >>> round(PRESETS["30B-A3B"].gathered_bytes(2) / 1e9, 1)
+        3.7
+        """
+        counts = self.matrices
+        sparse = self.layers - self.dense if self.experts else 0
+        experts = (counts["experts"] + counts["router"]) // max(1, sparse)
+        mlp = counts["mlp"] // max(1, self.layers - sparse)
+        rest = (counts["attention"] + counts["norms"] + counts["biases"]) // self.layers
+        largest = rest + max(experts, mlp)
+        return WORD * (counts["embedding"] + counts["head"] + layers * largest)
+
     @property
     def kv_bytes(self) -> int:
         """Bytes of the keys and values of one token of context."""

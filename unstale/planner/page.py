@@ -10,6 +10,7 @@ from rich.text import Text
 
 from unstale.config import SHIPPED_POLICY
 from unstale.observe.report.words import KEEPS_PACE
+from unstale.planner.analytic import STATE_BYTES
 from unstale.planner.suggest import (
     AVERAGE,
     NEAR,
@@ -85,6 +86,7 @@ def reasons(suggestion: Suggestion) -> Iterator[str]:
     )
     yield f"{busy}. Other splits: {others}" if others else busy
     yield _engine_memory(best.candidate)
+    yield from _trainer_memory(best.candidate)
     synchronous = suggestion.synchronous
     yield (
         f"Tokens are {result.staleness_mean:.2f} versions old on average. Synchronous training, "
@@ -118,6 +120,31 @@ def _engine_memory(candidate: Candidate) -> str:
         f"({model.kv_bytes / 1e6:.3g} MB per token of context); a decoding step of all of them "
         f"takes {1e3 * costs.step_s(running, context):.3g} ms"
     )
+
+
+def _trainer_memory(candidate: Candidate) -> Iterator[str]:
+    """Describe the memory and the transfers of a trainer on several GPUs."""
+    costs = candidate.costs
+    setup = costs.setup
+    devices = candidate.placement.trainers
+    if not setup.is_sharded(devices):
+        return
+    state = STATE_BYTES * setup.model.parameters / devices
+    route = costs.route.device_bytes(setup.model) / devices
+    yield (
+        f"A training GPU holds {state / _GB:.3g} GB of float32 weights, gradients and moments, "
+        f"{setup.computed_bytes(devices) / _GB:.3g} GB of gathered layers, "
+        f"{setup.activation_bytes / _GB:.3g} GB of activations and {route / _GB:.3g} GB for the "
+        "route"
+    )
+    batch = round(costs.batch)
+    waits_s = costs.train_transfer_s(batch) - costs.train_compute_s(batch)
+    if waits_s > 0:
+        yield (
+            f"Gathering weights and summing gradients takes {waits_s:.3g} s longer than the "
+            "computation of a step. Longer microbatches (trainer.max_tokens_per_microbatch), or "
+            "more groups a step, would hide it"
+        )
 
 
 def _cost_of_exactness(suggestion: Suggestion) -> Iterator[str]:

@@ -17,7 +17,7 @@ from unstale.observe.report.words import KEEPS_PACE
 from unstale.planner.analytic import (
     ENGINE_SIZES,
     MIN_EPISODES,
-    TRAINED_BYTES,
+    STATE_BYTES,
     AnalyticCosts,
     Placement,
     TrainingSetup,
@@ -397,11 +397,13 @@ def _best_or_none(request: PlanRequest, name: str, schedule: ScheduleConfig) -> 
 def _too_few(request: PlanRequest, name: str, schedule: ScheduleConfig) -> str:
     setup = replace(request.setup, gradient_checkpointing=True)
     gb = 1e9
-    activations = setup.activation_bytes
     route = route_cost(name)
-    sharded = setup.trainer_bytes(1, route) - activations
-    trainers = math.ceil(sharded / max(1.0, setup.memory - activations))
-    if activations >= setup.memory:
+    unsharded = setup.activation_bytes + setup.computed_bytes(2)
+    sharded = STATE_BYTES * setup.model.parameters + route.device_bytes(setup.model)
+    trainers = 1
+    if not setup.fits(1, route):
+        trainers = max(2, math.ceil(sharded / max(1.0, setup.memory - unsharded)))
+    if unsharded >= setup.memory:
         advice = "Use shorter episodes (--longest) or larger devices"
     elif sizes := setup.engine_sizes:
         scorers = scoring_devices(setup, route, trainers, max_staleness=schedule.max_staleness)
@@ -411,8 +413,8 @@ def _too_few(request: PlanRequest, name: str, schedule: ScheduleConfig) -> str:
     return (
         f"{setup.model.name} with episodes of {setup.episodes.longest:,.0f} tokens does not fit "
         f"{request.devices} {setup.device.name} with {setup.memory / gb:.0f} GB each. Training "
-        f"takes {sharded / gb:.0f} GB ({TRAINED_BYTES} bytes a parameter, and the route's) and "
-        f"{activations / gb:.0f} GB of activations on each, an engine "
+        f"takes {sharded / gb:.0f} GB ({STATE_BYTES} bytes a parameter, and the route's) and on "
+        f"each GPU {unsharded / gb:.0f} GB for activations and gathered layers, an engine "
         f"{setup.model.copy_bytes / gb:.0f} GB for weights, and memory for {MIN_EPISODES} "
         f"episodes. {advice}"
     )
