@@ -1,1 +1,1 @@
-"""The model: loading, packed forward passes, the log-probability head, LoRA."""
+"""The trained model: loading, packed forward passes, log-probabilities of tokens, LoRA."""

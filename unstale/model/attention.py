@@ -1,6 +1,6 @@
-"""Attention for prefix trees: each token attends to the tokens before it in its own sequences.
+"""Attention for packed sequences that share prefixes: a token attends only within its sequences.
 
-transformers calls it for models with the attention implementation `ATTENTION`.
+transformers calls it for models whose attention implementation is `ATTENTION`.
 """
 
 from collections.abc import Sequence
@@ -20,10 +20,12 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from unstale.model.prefix_tree import PrefixTree, Segment
 
 ATTENTION = "unstale_packed"
-"""Name of the attention function that a packed model uses."""
+"""The name under which transformers knows this attention function."""
 
 BLOCK = 128
-"""Queries of one causal block on a CPU. Half of a block's products are masked and wasted."""
+"""Number of queries in one causal block on a CPU. Half of the products of a block are masked and
+wasted, so a block is small.
+"""
 
 running: ContextVar[PrefixTree | None] = ContextVar("the tree of the current pass", default=None)
 
@@ -37,7 +39,11 @@ def packed_attention(
     attention_mask: Tensor | None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Attend within the sequences of the current prefix tree. Without a tree call SDPA."""
+    """Return attention within the sequences of the prefix tree that the model runs now.
+
+    A prefix tree is a set of packed sequences in which shared prefixes are stored once. Without
+    one, torch's scaled dot-product attention is called.
+    """
     run = running.get()
     if run is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
@@ -71,14 +77,17 @@ AttentionMaskInterface.register(ATTENTION, packed_mask)
 def attend_by_block(
     query: Tensor, key: Tensor, value: Tensor, segments: tuple[Segment, ...], scale: float | None
 ) -> Tensor:
-    """Return attention `[1, heads, N, width]` on a CPU, by flash attention over blocks."""
+    """Return attention `[1, heads, N, width]` on a CPU.
+
+    Flash attention is called on blocks of tokens.
+    """
     out: Tensor = _BlockAttention.apply(query, key, value, (segments, scale))
     return out
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionCall:
-    """One call of flash attention: `num` blocks of queries, each on its block of keys."""
+    """One call of flash attention: `num` blocks of queries, each with its block of keys."""
 
     queries: slice | Tensor
     keys: slice | Tensor
@@ -88,18 +97,19 @@ class AttentionCall:
 
 @lru_cache(maxsize=4)
 def attention_calls(segments: tuple[Segment, ...], batched: bool) -> list[AttentionCall]:
-    """Return calls of flash attention that together are causal attention in every sequence.
+    """Return the calls of flash attention that together are causal attention in every sequence.
 
-    Each token attends to (1) its own block causally, (2) its segment before the block, and (3) all
-    earlier segments of its sequence. (1) comes first: it covers every token, and the results of (2)
-    and (3) are added to it.
+    Each token attends (1) within its own block, causally, (2) to the part of its segment before the
+    block, and (3) to all earlier segments of its sequence. A segment is a stretch of tokens that
+    the same sequences contain. The calls for (1) come first, because they cover every token. The
+    results of (2) and (3) are added to theirs.
 
-    With `batched`, all blocks of one length are one call. This must not change how a result rounds,
-    because a token's value may not depend on what it is packed with. So calls (2) and (3) are never
-    batched, and with a single attention head `batched` is False.
+    With `batched`, the blocks of (1) with equal length are one call. A token's value must not
+    depend on what it is packed with. So calls that could round differently are not combined: (2)
+    and (3) never are, and with a single attention head `batched` must be False.
     """
     own_blocks: dict[int, list[int]] = {}
-    """Starts of the blocks by length."""
+    """Starts of the blocks, by the length of the block."""
     before_block = []
     for segment in segments:
         for start in range(segment.start, segment.end, BLOCK):
@@ -115,7 +125,7 @@ def attention_calls(segments: tuple[Segment, ...], batched: bool) -> list[Attent
             own.append(AttentionCall(index, index, len(together), causal=True))
     on_path = []
     for segment in segments:
-        if segment.last > segment.end:  # all that continues a segment is one span
+        if segment.last > segment.end:  # all tokens that continue a segment are adjacent
             queries = slice(segment.end, segment.last)
             keys = slice(segment.start, segment.end)
             on_path.append(AttentionCall(queries, keys, 1, causal=False))
@@ -123,7 +133,7 @@ def attention_calls(segments: tuple[Segment, ...], batched: bool) -> list[Attent
 
 
 def _blocks_index(starts: Sequence[int], length: int) -> slice | Tensor:
-    """Return an index that selects all blocks of one length: a slice if they are adjacent."""
+    """Return an index of all blocks of one length: a slice if the blocks are adjacent."""
     if all(after - before == length for before, after in pairwise(starts)):
         return slice(starts[0], starts[-1] + length)
     return (torch.tensor(starts)[:, None] + torch.arange(length)).flatten()
@@ -131,9 +141,10 @@ def _blocks_index(starts: Sequence[int], length: int) -> slice | Tensor:
 
 @cache
 def _flash() -> tuple[Any, ...]:
-    """Return flash attention for CPUs, which also returns log denominators, and its gradient.
+    """Return torch's flash attention for CPUs and its gradient.
 
-    Empty for a version of torch that has none.
+    Both also handle the logarithm of the softmax's denominator. Empty if this version of torch has
+    none.
     """
     name = "_scaled_dot_product_flash_attention_for_cpu"
     functions = [getattr(torch.ops.aten, each, None) for each in (name, f"{name}_backward")]
@@ -141,10 +152,10 @@ def _flash() -> tuple[Any, ...]:
 
 
 class _BlockAttention(torch.autograd.Function):
-    """Flash attention summed over `attention_calls`.
+    """The sum of several calls of flash attention, with a gradient.
 
-    Each call returns its softmax and the log of its denominator (lse), by which results are
-    combined. The gradient of each call is formed from the combined values, as in ring attention
+    Each call returns its softmax and the logarithm of its denominator, with which results are
+    combined. The gradient of each call is computed from the combined values, as in ring attention
     (arXiv 2310.01889).
     """
 
@@ -172,7 +183,7 @@ class _BlockAttention(torch.autograd.Function):
                 scale=scale,
             )
             part, part_lse = (_from_blocks(result).to(wide) for result in results)
-            if call.causal:  # the first result of these queries
+            if call.causal:  # these queries have no result yet
                 out[:, :, call.queries] = part
                 lse[:, :, call.queries] = part_lse
                 continue
@@ -214,12 +225,12 @@ class _BlockAttention(torch.autograd.Function):
 
 
 def _to_blocks(tensor: Tensor, index: slice | Tensor, num: int) -> Tensor:
-    """Select tokens of `[1, heads, N, ...]` and return them as `[num, heads, length, ...]`."""
+    """Select blocks of tokens of `[1, heads, N, ...]`. Return `[num, heads, length, ...]`."""
     return tensor[0, :, index].unflatten(1, (num, -1)).transpose(0, 1)
 
 
 def _from_blocks(blocks: Tensor) -> Tensor:
-    """Return `[num, heads, length, ...]` as `[1, heads, num * length, ...]`."""
+    """Join blocks `[num, heads, length, ...]` to `[1, heads, num * length, ...]`."""
     return blocks.transpose(0, 1).flatten(1, 2)[None]
 
 
@@ -231,7 +242,11 @@ def attend_by_segment(  # noqa: PLR0913 - attention and its tree
     scale: float | None,
     window: int | None,
 ) -> Tensor:
-    """Return attention `[1, heads, N, width]` on any device, one call for each segment."""
+    """Return attention `[1, heads, N, width]` on any device, with one call per segment.
+
+    A segment is a stretch of tokens that the same sequences contain. `window` limits attention to
+    that many tokens before each query, if the model has sliding windows.
+    """
     outputs = []
     for segment in run.segments:
         spans = [slice(*span) for span in (*segment.path, (segment.start, segment.end))]
@@ -242,7 +257,7 @@ def attend_by_segment(  # noqa: PLR0913 - attention and its tree
         groups = queries.shape[1] // keys.shape[1]
         if segment.depth or (window is not None and keys.shape[2] > window):
             mask = run.mask(queries.shape[2], segment.depth, window, queries.device)
-            if groups > 1:  # no fused kernel has both a mask and groups of heads
+            if groups > 1:  # no fused kernel supports a mask together with grouped heads
                 keys = keys.repeat_interleave(groups, 1)
                 values = values.repeat_interleave(groups, 1)
                 groups = 1

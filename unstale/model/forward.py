@@ -1,4 +1,4 @@
-"""A forward pass over a prefix tree, and its options."""
+"""A forward pass over packed sequences that share prefixes, and its options."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,14 +17,16 @@ from unstale.model.prefix_tree import PrefixTree
 
 @dataclass(frozen=True, slots=True)
 class ForwardOptions:
-    """Options of a forward pass. They change its result only by the rounding of sums."""
+    """Options of a forward pass. They change the results only by the rounding of sums."""
 
     share_prompts: bool = True
-    """Run a prefix that several sequences share only once."""
+    """Compute a prefix that several sequences share only once."""
     gradient_checkpointing: bool = False
-    """Keep only the layers' inputs in memory, and run the layers again in the backward pass."""
+    """Keep only the inputs of the layers in memory, and compute the layers again in the backward
+    pass.
+    """
     compile: bool = False
-    """Use torch.compile."""
+    """Compile the model with torch.compile."""
 
     @classmethod
     def of(cls, config: TrainerConfig) -> "ForwardOptions":
@@ -33,17 +35,19 @@ class ForwardOptions:
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """Log-probabilities `[T]` on the CPU, 0 for tokens not asked for; and the tokens run."""
+    """Log-probabilities `[T]` on the CPU, and the number of tokens in the forward passes.
+
+    Tokens that were not asked for have 0.
+    """
 
     logp: Tensor
     forward_tokens: int
 
 
 def run_model(body: Callable[..., Any], run: PrefixTree, rows: Tensor, plain_head: bool) -> Tensor:
-    """Return the final hidden states `[rows, H]` of some tokens of the tree.
+    """Run the model on packed sequences. Return the final hidden states `[rows, H]` of some tokens.
 
-    If `plain_head` is False, the model's head is more than one linear map, and the result is logits
-    `[rows, V]`.
+    If the model's head is more than one linear map (`plain_head` False), return logits `[rows, V]`.
     """
     token = running.set(run)
     try:
@@ -58,7 +62,10 @@ def run_model(body: Callable[..., Any], run: PrefixTree, rows: Tensor, plain_hea
 
 
 def checkpoint_layers(model: nn.Module) -> None:
-    """Turn on gradient checkpointing. ConfigError if transformers does not support it here."""
+    """Turn on gradient checkpointing.
+
+    Raises ConfigError if transformers does not support it here.
+    """
     layers: list[Any] = [
         module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)
     ]
@@ -78,8 +85,8 @@ def _checkpointed(forward: Callable[..., Any], *args: Any, **options: Any) -> An
         return forward(*args, **options)
 
     def forward_in_run(*args: Any) -> Any:
-        # The backward pass runs the layer again when `run_model` is over, on a GPU in another
-        # thread.
+        # The backward pass computes the layer again after `run_model` has returned, on a GPU in
+        # another thread.
         token = running.set(run)
         try:
             return forward(*args, **options)

@@ -1,6 +1,7 @@
-"""Log-probabilities of chosen tokens from hidden states, one tile of logits at a time.
+"""Log-probabilities of given tokens from hidden states, computed for parts of the vocabulary.
 
-The full `[tokens, vocabulary]` logits are never in memory at once.
+The full logits `[tokens, vocabulary]` are never in memory at once. A tile is the logits of some
+tokens for a part of the vocabulary.
 """
 
 from collections.abc import Iterator
@@ -14,25 +15,30 @@ from torch.utils.checkpoint import checkpoint
 from unstale.model.linear import WHOLE, Linear, outer, product
 
 TILE = {"cpu": 2**11, "cuda": 2**15}
-"""Vocabulary tokens of one tile, by device."""
+"""Number of vocabulary entries in one tile, by device."""
 
 MAX_LOGITS = {"cpu": 2**20, "cuda": 2**26}
-"""Most float32 logits in memory at once (4 and 256 MiB), by device."""
+"""Largest number of float32 logits in memory at once (4 and 256 MiB), by device."""
 
 MAX_ROWS = 512
-"""Rows of one tile on a CPU. Larger tiles leave its caches and are no faster."""
+"""Largest number of tokens in one tile on a CPU. Larger tiles do not fit into its caches and are no
+faster.
+"""
 
 LEAST = -1e30
-"""Replaces a log-probability of minus infinity, which times its probability 0 would be NaN."""
+"""Replaces a log-probability of minus infinity. Its product with the probability 0 would otherwise
+be NaN.
+"""
 
 
 def token_logps(
     head: nn.Module, rows: Tensor, targets: Tensor, *, temperature: float, with_entropy: bool
 ) -> tuple[Tensor, Tensor]:
-    """Return the log-probability `[R]` of `targets` `[R]` after hidden states `rows` `[R, H]`.
+    """Return the log-probability `[R]` of each token in `targets` `[R]`, and the entropy `[R]`.
 
-    The second result is the entropy `[R]`, or zeros. Both are float32, or float64 for float64 rows.
-    A head that is not one linear layer is run in checkpointed blocks of rows, with autograd.
+    `rows` `[R, H]` are the hidden states before these tokens. The entropy is 0 without
+    `with_entropy`. Both are float32, or float64 for float64 rows. A head that is not one linear
+    layer is run by autograd on parts of the rows, which the backward pass computes again.
     """
     if type(head) in (nn.Linear, Linear):
         return _Head.apply(rows, head.weight, head.bias, (targets, temperature, with_entropy))
@@ -51,7 +57,7 @@ def token_logps(
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of log-probabilities for a model in `dtype`."""
+    """Return the dtype of log-probabilities for a model in `dtype`: float32 or wider."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -64,17 +70,17 @@ def _rows_at_once(rows: Tensor, vocabulary: int) -> int:
 def _all_logits(
     head: nn.Module, rows: Tensor, targets: Tensor, temperature: float, with_entropy: bool
 ) -> tuple[Tensor, Tensor]:
-    """Return `token_logps` of a few rows from their full logits."""
+    """Return log-probability and entropy of a few tokens, from their full logits."""
     logps = F.log_softmax(head(rows).to(wide(rows.dtype)) / temperature, dim=-1)
     entropy = -(logps.exp() * logps).sum(-1) if with_entropy else logps.new_zeros(len(rows))
     return logps.gather(1, targets[:, None]).squeeze(1), entropy
 
 
 class _Head(torch.autograd.Function):
-    """Log-probability and entropy with an online softmax (arXiv 1805.02867).
+    """Log-probability and entropy by an online softmax (arXiv 1805.02867), with a gradient.
 
-    A row's sums are rescaled from tile to tile. The backward pass computes the logits again, so
-    only the hidden states and two numbers for each row are saved for it.
+    The sums of a row are rescaled after each part of the vocabulary. The backward pass computes the
+    logits again. So only the hidden states and two numbers per row are saved for it.
     """
 
     @staticmethod
@@ -96,14 +102,14 @@ class _Head(torch.autograd.Function):
             sums = total[at]
             highest[at] = peak
             logits.sub_(peak[:, None])
-            if with_entropy:  # also sum each probability times its logarithm
+            if with_entropy:  # also sum each probability times its logarithm, for the entropy
                 likely = logits.clamp_(min=LEAST).exp()
                 entropy[at] = (entropy[at] + fall * sums) * fall.exp() + logits.mul_(likely).sum(-1)
                 logits = likely
-            else:  # in place: a second tile would nearly double the memory of the pass
+            else:  # in place, because a second tile would nearly double the memory of the pass
                 logits.exp_()
             sums.mul_(fall.exp_()).add_(logits.sum(-1))
-            del logits, tile  # free the memory before the next tile is made
+            del logits, tile  # frees the memory before the next tile is made
         entropy = total.log() - entropy.div_(total) if with_entropy else entropy
         total.log_().add_(highest)
         ctx.save_for_backward(rows, weight, bias, targets, total, entropy)
@@ -114,7 +120,7 @@ class _Head(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor, grad_entropy: Tensor) -> tuple[Tensor | None, ...]:
         rows, weight, bias, targets, total, entropy = ctx.saved_tensors
         temperature, with_entropy = ctx.options
-        for_rows, for_weight, for_bias = (  # sums over tiles in float32, to round once
+        for_rows, for_weight, for_bias = (  # sum over tiles in float32 and round once
             torch.zeros_like(tensor, dtype=total.dtype) if needed else None
             for tensor, needed in zip((rows, weight, bias), ctx.needs_input_grad, strict=False)
         )
@@ -142,15 +148,15 @@ class _Head(torch.autograd.Function):
 
 
 class _Tile(NamedTuple):
-    """Logits of some rows for a part of the vocabulary."""
+    """The logits of some tokens for a part of the vocabulary."""
 
     tokens: slice
     rows: slice
     logits: Tensor
     place: Tensor
-    """`[R, 1]`: each target's column in `logits`, clamped to the tile."""
+    """`[R, 1]`: the column of each target token in `logits`. Limited to the columns that exist."""
     inside: Tensor
-    """`[R]` bool: the row's target is in this tile."""
+    """`[R]` bool: True if the target token is in this part of the vocabulary."""
 
 
 def _tiles(

@@ -1,7 +1,7 @@
-"""Float32 matrix products on a CPU by oneDNN.
+"""Faster float32 matrix products on CPUs, by the library oneDNN.
 
-On AMD CPUs with AVX-512, torch's default library (MKL) is less than half as fast, forward and
-backward.
+On AMD CPUs with AVX-512, torch's default library (MKL) has less than half of this speed, forward
+and backward.
 """
 
 from functools import cache
@@ -12,14 +12,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 WHOLE = 32
-"""oneDNN gets only sizes that are multiples of this, so that shapes repeat.
-
-It compiles each new shape, which takes milliseconds."""
+"""oneDNN receives only sizes that are multiples of this number, so that few different shapes occur.
+It compiles code for each new shape, which takes milliseconds.
+"""
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def supported(dtype: torch.dtype) -> bool:
-    """Return True if oneDNN is enabled in torch and multiplies this dtype on this CPU."""
+    """Return True if oneDNN is enabled in torch and can multiply this dtype on this CPU."""
     return bool(torch.backends.mkldnn.enabled) and _works(dtype)
 
 
@@ -36,7 +36,7 @@ def _works(dtype: torch.dtype) -> bool:
 
 
 def product(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return `rows [R, K] @ weight [N, K]^T + bias [N]`, without a gradient."""
+    """Return `rows [R, K] @ weight [N, K]^T + bias [N]`, without gradient."""
     if torch.compiler.is_compiling():
         return _opaque(rows, weight, bias)
     regular = rows.numel() and not any(size % WHOLE for size in rows.shape)
@@ -52,7 +52,10 @@ def product(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 @torch.library.custom_op("unstale::product", mutates_args=())
 def _opaque(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return `product`. torch.compile does not look inside: it cannot compile the oneDNN call."""
+    """Return the same as `product`, as an operation that torch.compile does not compile.
+
+    torch.compile cannot compile the call of oneDNN.
+    """
     return product(rows, weight, bias)
 
 
@@ -62,9 +65,10 @@ def _(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def outer(grad: Tensor, rows: Tensor) -> Tensor:
-    """Return `grad [R, N]^T @ rows [R, K]`, the gradient of a weight.
+    """Return `grad [R, N]^T @ rows [R, K]`, which is the gradient of a weight matrix.
 
-    oneDNN is fastest for a result with at least as many columns as rows.
+    oneDNN is fastest if the result has at least as many columns as rows, so the product may be
+    transposed.
     """
     if grad.shape[1] <= rows.shape[1]:
         return product(grad.t(), rows.t())
@@ -72,7 +76,7 @@ def outer(grad: Tensor, rows: Tensor) -> Tensor:
 
 
 class Linear(nn.Linear):
-    """`nn.Linear` that uses `product`."""
+    """An `nn.Linear` layer that multiplies by oneDNN."""
 
     def forward(self, input: Tensor) -> Tensor:
         if input.device.type != "cpu" or input.dtype != torch.float32:
@@ -84,7 +88,7 @@ class Linear(nn.Linear):
 
 
 def use(model: nn.Module) -> None:
-    """Turn all `nn.Linear` layers of a model into `Linear`, in place."""
+    """Replace all `nn.Linear` layers of a model by layers that multiply by oneDNN, in place."""
     for module in model.modules():
         if type(module) is nn.Linear:
             module.__class__ = Linear

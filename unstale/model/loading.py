@@ -1,4 +1,4 @@
-"""Loading of models and tokenizers from disk."""
+"""Load models and tokenizers from local folders."""
 
 import re
 from collections.abc import Iterator
@@ -15,16 +15,18 @@ from transformers.utils import logging as transformers_logging
 from unstale.config import ConfigError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
-"""Precisions of a forward pass; float64 is for tests."""
+"""The precisions of a forward pass by name. float64 is for tests."""
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
-"""One of these files must exist. Without any, transformers silently makes an empty tokenizer."""
+"""Files of a tokenizer, of which one must exist. Without any, transformers makes an empty tokenizer
+and reports no error.
+"""
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
-    """Load a tokenizer, from disk only.
+    """Load a tokenizer from a local folder.
 
-    ConfigError if there is none, or it has no chat template.
+    Raises ConfigError if the folder has none, or if the tokenizer has no chat template.
     """
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):
         raise ConfigError(
@@ -46,7 +48,10 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
 
 
 def load_model(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
-    """Load a causal language model, from disk only. ConfigError if it is damaged or incomplete."""
+    """Load a causal language model from a local folder.
+
+    Raises ConfigError if the folder is damaged or incomplete.
+    """
     try:
         with no_progress_bars():
             read: Any = AutoModelForCausalLM.from_pretrained(
@@ -72,7 +77,7 @@ def load_model(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def vocab_size(embedding: nn.Module) -> int:
-    """Return the number of rows of an embedding or a head."""
+    """Return the number of rows of an embedding or an output head."""
     return int(cast(Tensor, embedding.weight).shape[0])
 
 

@@ -1,7 +1,8 @@
 """LoRA training (arXiv 2106.09685): W = W0 + alpha / rank * B @ A, where only A and B are trained.
 
-The trainer runs base and adapters side by side. An engine merges the adapters into its base in
-float32 and casts to its own precision. Names are those of PEFT's files, such as
+A and B are the adapters of a layer, and W0 is its base weight. The trainer computes base and
+adapters separately. An engine adds the adapters to its base weights in float32 and rounds to its
+own precision. Adapters have the names of PEFT's files, such as
 `model.layers.0.mlp.up_proj.lora_A.weight`.
 """
 
@@ -26,32 +27,38 @@ _A, _B, _ADAPTER = ".lora_A.weight", ".lora_B.weight", "default"
 
 @dataclass(frozen=True, slots=True)
 class Lora:
-    """The size and the target layers of the adapters. B starts at 0, so the model is unchanged."""
+    """The rank, scale and layers of the adapters.
+
+    B starts at 0, so they do not change the model at first.
+    """
 
     rank: int
     alpha: float = 32.0
     targets: str = ALL
-    """`all-linear` (all but the head), or endings of module names, separated by spaces."""
+    """`all-linear` (all linear layers but the head), or ends of module names, separated by
+    spaces.
+    """
     seed: int = 0
-    """Seed of the initial A."""
+    """Seed of the random initial values of A."""
 
 
 @dataclass(frozen=True, slots=True)
 class Merging:
-    """The facts an engine needs to merge adapters into its base."""
+    """What an engine must know to add adapters to its base weights."""
 
     base: int
-    """Checksum of the base weights (`base_checksum`)."""
+    """Checksum of the base weights on which the adapters are trained (`base_checksum`)."""
     dtype: str
-    """Precision of the trainer's base."""
+    """Precision of the base weights in the trainer."""
     scale: float
-    """alpha / rank."""
+    """Factor on B @ A: alpha / rank."""
 
 
 class Base:
-    """The weights of a model folder, into which adapters are merged.
+    """The base weights in a model folder, to which trained adapters are added.
 
-    They are memory-mapped from its files. ValueError if the adapters were trained on other weights.
+    The weights are memory-mapped. Raises ValueError if the adapters were trained on other base
+    weights.
     """
 
     def __init__(self, folder: Path, merging: Merging) -> None:
@@ -67,15 +74,16 @@ class Base:
     def merged(
         self, adapters: Mapping[str, Tensor], *, dtype: torch.dtype | None = None
     ) -> dict[str, Tensor]:
-        """Return all weights with the adapters merged in, on the CPU, in `dtype`.
+        """Return all weights with the adapters added, on the CPU, in `dtype`.
 
-        With None, weights with an adapter are float32 and others have the trainer's precision.
-        ValueError for adapters of another model.
+        If `dtype` is None, weights with an adapter are float32 and the others have the trainer's
+        precision. Raises ValueError if the adapters belong to another model.
         """
         layers = self._layers_of(adapters)
         trainer_dtype = getattr(torch, self._merging.dtype)
         weights = {}
-        # One by one: a float32 copy of all is twice the model.
+        # One tensor at a time, because a float32 copy of all weights needs twice the model's
+        # memory.
         for name, base in self._tensors.items():
             weight = base.to(trainer_dtype) if base.is_floating_point() else base
             layer = name.removesuffix(".weight")
@@ -89,7 +97,10 @@ class Base:
         return weights
 
     def _layers_of(self, adapters: Mapping[str, Tensor]) -> set[str]:
-        """Return the layers with an adapter. ValueError if one does not fit the base."""
+        """Return the names of the layers that have an adapter.
+
+        Raises ValueError if an adapter does not fit the base weights.
+        """
         layers = {name.removesuffix(_A) for name in adapters if name.endswith(_A)}
         if adapters.keys() != {layer + end for layer in layers for end in (_A, _B)}:
             raise ValueError(
@@ -108,12 +119,15 @@ class Base:
 
 
 def base_checksum(folder: Path) -> int:
-    """Return the CRC-32 of names and bits of all tensors in a model folder's safetensors files."""
+    """Return the CRC-32 of the names and bits of all tensors in a folder's safetensors files."""
     return _checksum(_read(folder))
 
 
 def inject(model: nn.Module, lora: Lora) -> None:
-    """Freeze the model and add adapters. ConfigError for a layer that cannot have one."""
+    """Freeze all weights of a model and add adapters to the layers that `lora` names.
+
+    Raises ConfigError for a layer that cannot have an adapter.
+    """
     try:
         from peft import LoraConfig, inject_adapter_in_model
     except ModuleNotFoundError as error:
@@ -143,7 +157,7 @@ def inject(model: nn.Module, lora: Lora) -> None:
 
 
 def adapters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the trained weights by their names in PEFT's files."""
+    """Return the adapters of a model by their names in PEFT's files."""
     return {
         name.replace(f".{_ADAPTER}.", "."): weight
         for name, weight in model.named_parameters()
@@ -152,7 +166,7 @@ def adapters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def twin(model: nn.Module) -> nn.Module:
-    """Return a copy of the model that has its own adapters and shares the base."""
+    """Return a copy of the model with separate adapters. Both share the base weights."""
     trained = {id(weight) for weight in adapters(model).values()}
     shared = {id(weight): weight for weight in model.parameters() if id(weight) not in trained}
     return copy.deepcopy(model, shared)
@@ -160,9 +174,9 @@ def twin(model: nn.Module) -> nn.Module:
 
 @torch.no_grad()
 def plain(model: nn.Module, *, scale: float) -> Any:
-    """Return the model with its adapters merged at `scale`, or its base if `scale` is 0.
+    """Return the model with its adapters added to the weights at `scale`. Scale 0 gives the base.
 
-    All other weights are shared with `model`.
+    All weights without an adapter are shared with `model`.
     """
     bare: Any = copy.deepcopy(model, {id(weight): weight for weight in model.parameters()})
     for name, layer in _layers(bare):
@@ -178,11 +192,11 @@ def plain(model: nn.Module, *, scale: float) -> Any:
 
 
 def save_adapter(model: Any, folder: Path) -> None:
-    """Save the adapters alone, in the format of `peft.PeftModel.from_pretrained`."""
+    """Save only the adapters, in the format that `peft.PeftModel.from_pretrained` reads."""
     options = copy.copy(model.peft_config[_ADAPTER])
     options.base_model_name_or_path = model.name_or_path
     options.inference_mode = True
-    # A set, which each process would save in another order.
+    # This is a set, which each process would save in another order.
     options.target_modules = sorted(options.target_modules)
     options.save_pretrained(folder)
     weights = {
@@ -204,7 +218,7 @@ def _layers(model: nn.Module) -> list[tuple[str, Any]]:
 
 
 def _read(folder: Path) -> dict[str, Tensor]:
-    """Memory-map the safetensors files that transformers reads from this folder."""
+    """Memory-map the safetensors files that transformers would read from this folder."""
     files = [folder / "model.safetensors"]
     if not files[0].is_file():
         index = json.loads((folder / "model.safetensors.index.json").read_text())

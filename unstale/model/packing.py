@@ -1,4 +1,4 @@
-"""Packing: choose the sequences of each forward pass."""
+"""Packing: distribute sequences over forward passes of limited size."""
 
 from collections.abc import Sequence
 from itertools import accumulate
@@ -9,16 +9,16 @@ from torch import Tensor
 from unstale.model.prefix_tree import Packed, build_prefix_tree
 
 HEAD_ROWS = 4
-"""Most log-probabilities that a pass computes, as a multiple of its token budget.
-
-Siblings may each need the log-probability of one shared token."""
+"""Largest number of log-probabilities that a pass computes, as a multiple of its limit of tokens. A
+token that siblings share may need one log-probability per sibling.
+"""
 
 
 def pack(lengths: Sequence[int], budget: int) -> list[list[int]]:
-    """Group positions so that the lengths of a group sum to at most `budget`.
+    """Divide sequences into groups whose lengths sum to at most `budget`. Return their indices.
 
-    The longest go first, each into the first group it fits. An item longer than the budget is
-    alone.
+    The longest sequence is placed first, each in the first group with room. A sequence longer than
+    the budget has a group to itself.
 
     >>> pack([3, 8, 5, 2], budget=8)
     [[1], [2, 0], [3]]
@@ -37,12 +37,12 @@ def pack(lengths: Sequence[int], budget: int) -> list[list[int]]:
 
 
 def pack_shared(packed: Packed, budget: int, wanted: Sequence[int]) -> list[list[int]]:
-    """Group positions like `pack`, for sequences that share prefixes with their siblings.
+    """Divide sequences that share prefixes into groups of at most `budget` tokens, like `pack`.
 
-    A shared token counts once, so siblings stay together. `wanted` is the number of
-    log-probabilities that each sequence needs. Siblings that exceed the budget, or need more than
-    `HEAD_ROWS * budget` log-probabilities, are split; then each part runs the shared prefix. No
-    sequence may be empty.
+    A shared token counts once, so siblings (sequences with the same prompt) stay together. `wanted`
+    is the number of log-probabilities that each sequence needs. Siblings are split if they exceed
+    the budget, or need more than `HEAD_ROWS * budget` log-probabilities. Each part then runs the
+    shared prefix again. No sequence may be empty.
     """
     if not len(packed.tokens):
         return []
@@ -51,7 +51,8 @@ def pack_shared(packed: Packed, budget: int, wanted: Sequence[int]) -> list[list
     costs: list[int] = []
     tokens = rows = 0
     previous = torch.empty(0, dtype=torch.long)
-    for i in sorted(range(len(places)), key=lambda i: int(places[i][-1])):  # order of the tree
+    # in the order in which the prefix tree stores them
+    for i in sorted(range(len(places)), key=lambda i: int(places[i][-1])):
         length = min(len(places[i]), len(previous))
         new_tokens = len(places[i]) - int((places[i][:length] == previous[:length]).sum())
         previous = places[i]
@@ -74,12 +75,15 @@ def pack_shared(packed: Packed, budget: int, wanted: Sequence[int]) -> list[list
 
 
 def _cost(tokens: int, rows: int) -> int:
-    """Return the part of the budget that sequences use, in tokens."""
+    """Return how much of a pass's limit of tokens some sequences use. Needed logits count, too."""
     return max(tokens, -(-rows // HEAD_ROWS))
 
 
 def wanted_spans(spans: Sequence[tuple[int, int]], where: Tensor) -> list[tuple[int, int]]:
-    """Return the spans that contain a token of `where` (`[T]` bool), each up to its last one."""
+    """Return the spans `(start, end)` that contain a token of `where`, cut after their last one.
+
+    `where` is `[T]` bool.
+    """
     cut_spans = []
     for start, end in spans:
         wanted = where[start:end].nonzero()
@@ -89,7 +93,7 @@ def wanted_spans(spans: Sequence[tuple[int, int]], where: Tensor) -> list[tuple[
 
 
 def cut(tokens: Tensor, spans: Sequence[tuple[int, int]]) -> tuple[Packed, Tensor]:
-    """Return these spans of `tokens` as packed sequences, and the positions of their tokens."""
+    """Return some spans of `tokens` as packed sequences, and the positions of their tokens."""
     index = torch.cat([torch.empty(0, dtype=torch.long), *(torch.arange(*span) for span in spans)])
     offsets = accumulate((end - start for start, end in spans), initial=0)
     return Packed(tokens[index], tuple(offsets)), index

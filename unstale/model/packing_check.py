@@ -1,7 +1,6 @@
-"""A check that packed sequences do not affect each other in a model.
+"""A check that sequences packed into one forward pass do not affect each other.
 
-An architecture that ignores the attention function it is given, or `position_ids`, would let one
-sequence attend to another.
+They would if a model's architecture ignored `position_ids` or the attention function it is given.
 """
 
 from collections.abc import Sequence
@@ -20,7 +19,7 @@ from unstale.model.prefix_tree import MIN_SHARED, Packed, build_prefix_tree
 
 @dataclass(frozen=True, slots=True)
 class _Pass:
-    """The output `[N, :]` of one packed pass, and the rows of it that belong to each sequence."""
+    """The output `[N, :]` of one packed forward pass, and the rows that belong to each sequence."""
 
     output: Tensor
     by_sequence: list[Tensor]
@@ -28,9 +27,10 @@ class _Pass:
 
 @torch.no_grad()
 def check_packing(model: PreTrainedModel) -> bool:
-    """Return True if logits are the head applied to the last hidden state.
+    """Check that sequences packed together do not affect each other. Raise ConfigError if they do.
 
-    ConfigError for a model that cannot be packed or lets packed sequences see each other.
+    Return True if the model's logits are its head applied to the last hidden state. Also raises
+    ConfigError for a model that cannot be packed.
     """
     sequences, changed = _probes(vocab_size(model.get_input_embeddings()))
     try:
@@ -38,7 +38,7 @@ def check_packing(model: PreTrainedModel) -> bool:
         with_other_neighbours = _run(model, changed)
     except NotImplementedError as error:
         raise ConfigError(f"policy: {type(model).__name__} cannot be packed: {error}") from error
-    # The middle two sequences are the same in both passes, the outer two are not.
+    # The two middle sequences are the same in both passes, the outer two differ.
     unaffected = all(
         torch.equal(packed.by_sequence[i], with_other_neighbours.by_sequence[i]) for i in (1, 2)
     )
@@ -51,14 +51,14 @@ def check_packing(model: PreTrainedModel) -> bool:
     head = model.get_output_embeddings()
     if hidden.shape[-1] != head.weight.shape[1]:
         return False
-    # Applied to as many rows as in the model: products of another shape round differently.
+    # On as many rows as in the model, because products of another shape round differently.
     return torch.equal(head(hidden[None])[0], packed.output)
 
 
 def _probes(vocabulary: int) -> tuple[list[Tensor], list[Tensor]]:
     """Return four short sequences, and the same four with the first and the last one changed.
 
-    The last two share a prefix.
+    The last two sequences share a prefix.
     """
     trunk = torch.arange(MIN_SHARED) % vocabulary
     first = trunk[:3]
@@ -71,7 +71,7 @@ def _probes(vocabulary: int) -> tuple[list[Tensor], list[Tensor]]:
 
 
 def _run(model: PreTrainedModel, sequences: Sequence[Tensor], *, hidden: bool = False) -> _Pass:
-    """Run sequences packed, for logits, or for hidden states with `hidden`."""
+    """Run packed sequences. Return logits, or with `hidden` the last hidden states."""
     lengths = [len(sequence) for sequence in sequences]
     packed = Packed(torch.cat(list(sequences)), tuple(accumulate(lengths, initial=0)))
     tree = build_prefix_tree(packed, share=True)
@@ -82,7 +82,7 @@ def _run(model: PreTrainedModel, sequences: Sequence[Tensor], *, hidden: bool = 
 
 
 def _near_unpacked(model: PreTrainedModel, sequences: Sequence[Tensor], packed: _Pass) -> bool:
-    """Return True if packed logits are those of each sequence alone, up to rounding."""
+    """Return True if packed sequences have the same logits as alone, up to rounding."""
     device = next(model.parameters()).device
     relative = 0.03 if model.dtype == torch.bfloat16 else 1e-4
     for logits, sequence in zip(packed.by_sequence, sequences, strict=True):

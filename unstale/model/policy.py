@@ -1,6 +1,7 @@
-"""The policy: a model, its tokenizer and its version. It returns log-probabilities of tokens.
+"""The policy: a language model with its tokenizer, which computes log-probabilities of tokens.
 
-Sequences are packed end to end without padding; shared beginnings are run once (`prefix_tree`).
+Sequences are packed end to end without padding. A beginning that several sequences share is
+computed once (`prefix_tree`).
 """
 
 import copy
@@ -31,13 +32,12 @@ from unstale.records import Batch
 
 
 class Policy:
-    """A causal language model with its tokenizer and version number.
+    """A causal language model with its tokenizer and the version number of its weights.
 
-    `version` counts published weights. `at_version` is True while the weights are still those of
-    `version`, that is, until the next optimizer step. While it is True, a forward pass returns the
-    log-probabilities of that version.
-    The model is in eval mode, so a log-probability depends only on weights and tokens. With `lora`
-    the weights are those of the adapters, and `base` is the checksum of the frozen model.
+    `version` counts published weights. `at_version` is True until the next optimizer step, while
+    the weights are still those of `version`. The model is in eval mode, so a log-probability
+    depends only on weights and tokens. With LoRA, the weights of the policy are those of the
+    adapters, and `base` is the checksum of the frozen model.
     """
 
     def __init__(
@@ -79,9 +79,10 @@ class Policy:
         device: str | None = None,
         lora: Lora | None = None,
     ) -> Self:
-        """Load a Hugging Face causal-LM folder, from disk only.
+        """Load a Hugging Face causal-LM folder from the local disk.
 
-        With `device` None it is loaded to a GPU, or to the CPU if there is none.
+        If `device` is None, the model is loaded to the GPU, or to the CPU if there is none. `lora`
+        adds adapters.
         """
         folder = Path(folder)
         if not folder.is_dir():
@@ -103,13 +104,16 @@ class Policy:
 
     @property
     def _whole(self) -> Any:
-        """The model without its head, or with it if the head is not one linear map."""
+        """The model without its output head.
+
+        If the head is not one linear map, the model with it.
+        """
         return self.model.base_model if self._plain_head else self.model
 
     def set_forward_options(self, passes: ForwardOptions) -> None:
-        """Set the options of this policy and of copies that `twin` makes later.
+        """Set options of the forward pass. Copies that `twin` makes later get them, too.
 
-        ConfigError if the model does not support gradient checkpointing.
+        Raises ConfigError if the model does not support gradient checkpointing.
         """
         if passes == self.passes:
             return
@@ -124,7 +128,10 @@ class Policy:
 
     @property
     def merging(self) -> Merging | None:
-        """The facts that an engine needs to merge adapters into its base. None without adapters."""
+        """What an engine must know to add the LoRA adapters to its base weights.
+
+        None without adapters.
+        """
         if self.lora is None:
             return None
         return Merging(
@@ -132,7 +139,7 @@ class Policy:
         )
 
     def require_base(self, base: int) -> None:
-        """Raise ConfigError if the adapters belong to a base with another checksum than `base`."""
+        """Raise ConfigError if the adapters were trained on base weights with another checksum."""
         if base != self.base:
             raise ConfigError(
                 f"policy: the adapters were trained on other weights than those in "
@@ -145,14 +152,14 @@ class Policy:
 
     @version.setter
     def version(self, version: int) -> None:
-        """Set the number of the current weights, and `at_version`."""
+        """Set the version number of the current weights. `at_version` becomes True."""
         self._version = version
         self.at_version = True
 
     def assign_new_version(self, version: int) -> None:
         """Give the current weights a new version number.
 
-        Numbers in between were published before a crash and must not be reused.
+        The numbers in between were published before a crash and must not be used again.
         """
         highest = max([self._version, *(first for first, _ in self.version_gaps)])
         if version <= highest:
@@ -164,7 +171,7 @@ class Policy:
         self._version = version
 
     def lag(self, version: Tensor | int) -> Tensor:
-        """Return how many batches the policy is ahead of each version (`lag_of`)."""
+        """Return the number of batches between each of `version` and the policy's own version."""
         return lag_of(torch.as_tensor(version), at=self._version, version_gaps=self.version_gaps)
 
     @property
@@ -176,17 +183,17 @@ class Policy:
         return next(self.model.parameters()).dtype
 
     def travel_dtype(self, engine: torch.dtype) -> torch.dtype:
-        """Return the dtype of published weights: the engine's, or that of the adapters."""
+        """Return the dtype of weights sent to an engine: the engine's, or that of the adapters."""
         return self.dtype if self.lora else engine
 
     @property
     def ends(self) -> tuple[int, ...]:
-        """The tokens that end a reply, from the generation config."""
+        """The tokens that end a reply, from the model's generation config."""
         named = getattr(self.model.generation_config, "eos_token_id", None)
         return tuple(named) if isinstance(named, list) else () if named is None else (int(named),)
 
     def twin(self) -> "Policy":
-        """Return a frozen copy with weights of its own, into which other versions are loaded."""
+        """Return a frozen copy with separate weights, into which other versions are loaded."""
         twin = copy.copy(self)
         model = adapters.twin(self.model) if self.lora else copy.deepcopy(self.model)
         twin.model = cast(PreTrainedModel, model.requires_grad_(False))
@@ -194,7 +201,10 @@ class Policy:
         return twin
 
     def weights(self) -> dict[str, Tensor]:
-        """Return the weights of the forward pass by name, tied ones once, without copying them."""
+        """Return the weights that a forward pass uses, by name.
+
+        They are not copied; tied ones appear once.
+        """
         if self.lora:
             return {name: weight.detach() for name, weight in adapters.adapters(self.model).items()}
         weights = {name: parameter.detach() for name, parameter in self.model.named_parameters()}
@@ -203,9 +213,9 @@ class Policy:
         return weights | buffers
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
-        """Copy these values into the weights. ValueError unless names and shapes match.
+        """Copy `weights` into the model. `at_version` becomes False.
 
-        `at_version` is False afterwards.
+        Raises ValueError unless names and shapes match.
         """
         current = self.weights()
         if current.keys() != weights.keys():
@@ -225,8 +235,8 @@ class Policy:
     def save(self, folder: Path | str, *, base: bool = False) -> None:
         """Save a Hugging Face model folder with tokenizer and chat template.
 
-        Adapters are merged, and also saved in the subfolder `adapter` in PEFT's format. With `base`
-        the model is saved without adapters.
+        With LoRA, the saved weights include the adapters, which are also saved alone in the
+        subfolder `adapter` in PEFT's format. With `base` the model is saved without adapters.
         """
         whole = self.model
         if self.merging:
@@ -242,9 +252,9 @@ class Policy:
     ) -> Tensor:
         """Return the log-probability `[T]` of each token, given the tokens before it.
 
-        They are on the model's device, float32 (float64 for a float64 model), with a gradient if
-        gradients are enabled. The value is 0 at each sequence's first token and off `where` (`[T]`
-        bool).
+        The result is on the model's device, in float32 (float64 for a float64 model), with a
+        gradient if gradients are enabled. It is 0 for the first token of each sequence, and for
+        tokens not in `where` (`[T]` bool).
         """
         logp, _ = self.logps_and_entropy(
             batch, temperature=temperature, where=where, with_entropy=False
@@ -260,10 +270,11 @@ class Policy:
         with_entropy: bool = True,
         entropy_sample: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Return `logps`, and the entropy `[T]` in nats of each token's distribution.
+        """Return the log-probability and the entropy of each token's distribution, both `[T]`.
 
-        With `entropy_sample` (`[T]` bool, within `where`) the entropy is of these tokens only and
-        has no gradient, which costs little: it is for a metric. Where it is not computed it is 0.
+        The entropy is in nats and 0 where it is not computed. `entropy_sample` (`[T]` bool, within
+        `where`) limits it to some tokens and gives it no gradient. This costs little and is enough
+        for a metric.
         """
         run = self.prefix_tree(batch)
         wanted = run.follows if where is None else run.follows & where.cpu()
@@ -300,10 +311,10 @@ class Policy:
         temperature: float,
         max_tokens_per_microbatch: int,
     ) -> Scored:
-        """Return log-probabilities of the tokens `where` (`[T]` bool), without gradient.
+        """Return log-probabilities of the tokens in `where` (`[T]` bool), without gradient.
 
-        A pass has at most `max_tokens_per_microbatch` tokens, unless one sequence alone is longer.
-        Each sequence is run only up to its last token of `where`.
+        A forward pass has at most `max_tokens_per_microbatch` tokens, unless one sequence is
+        longer. Each sequence is run only up to its last token in `where`.
         """
         logp = torch.zeros(len(batch.tokens), dtype=wide(self.dtype))
         spans = wanted_spans(batch.spans(), where)
@@ -323,9 +334,11 @@ class Policy:
         *,
         where: Tensor,
     ) -> list[list[int]]:
-        """Return, for each pass, the positions in `spans` of the spans that it runs.
+        """Distribute spans of tokens over forward passes.
 
-        A pass has at most `max_tokens_per_microbatch` tokens, unless one span alone is longer.
+        Return the indices of the spans of each pass.
+
+        A forward pass has at most `max_tokens_per_microbatch` tokens, unless one span is longer.
         `where` (`[T]` bool) are the tokens whose log-probability is needed.
         """
         if self.passes.share_prompts:
@@ -334,7 +347,10 @@ class Policy:
         return pack([end - start for start, end in spans], max_tokens_per_microbatch)
 
     def prefix_tree(self, batch: Batch | Packed | PrefixTree) -> PrefixTree:
-        """Return the prefix tree of packed sequences. A prefix tree is returned as it is."""
+        """Return packed sequences as a prefix tree, in which shared prefixes appear once.
+
+        A prefix tree is returned unchanged.
+        """
         if isinstance(batch, PrefixTree):
             return batch
         return build_prefix_tree(

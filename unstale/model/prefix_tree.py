@@ -1,8 +1,8 @@
-"""Prefix trees: packed sequences in which a prefix that siblings share is run once.
+"""Prefix trees: packed sequences in which a prefix that several sequences share appears once.
 
-A tree's nodes are segments of tokens, and a sequence is a path from a root to a node. Segments are
-stored depth first, so all continuations of a segment follow it in one contiguous span, which
-attends to the segment in one call.
+The nodes of the tree are segments of tokens. A sequence is a path from a root to a node. Segments
+are stored depth first. So everything that continues a segment is one contiguous span, which can
+attend to the segment in one call.
 """
 
 from collections.abc import Iterable, Sequence
@@ -12,15 +12,15 @@ import torch
 from torch import Tensor
 
 MIN_SHARED = 16
-"""Fewest tokens that are shared. Sharing fewer costs more time than running them twice."""
+"""Shortest prefix that is shared. Sharing fewer tokens takes longer than computing them twice."""
 
 ROUND = 32
-"""The length of a pass is a multiple of this, so that shapes repeat."""
+"""The length of every pass is a multiple of this number, so that few different shapes occur."""
 
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """Sequences end to end: sequence `i` is `tokens[offsets[i]:offsets[i + 1]]`."""
+    """Sequences packed end to end: sequence `i` is `tokens[offsets[i]:offsets[i + 1]]`."""
 
     tokens: Tensor
     offsets: tuple[int, ...]
@@ -35,41 +35,45 @@ class Packed:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Tokens `[start, end)` of a pass. Its continuations, of all sequences, are `[end, last)`."""
+    """The tokens `[start, end)` of a pass, which a set of sequences has in common.
+
+    The tokens that continue it, in any of these sequences, are `[end, last)`.
+    """
 
     start: int
     end: int
     last: int
     path: tuple[tuple[int, int], ...] = ()
-    """The spans `(start, end)` before it in its sequences."""
+    """Spans `(start, end)` of the segments before this one, in the same sequences."""
 
     @property
     def depth(self) -> int:
-        """The number of tokens before it in its sequences."""
+        """The number of tokens before this segment in its sequences."""
         return sum(end - start for start, end in self.path)
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixTree:
-    """The `[N]` tokens of one forward pass, for `[T]` packed tokens.
+    """The `[N]` tokens of one forward pass, which stand for `[T]` packed tokens.
 
-    `N` is a multiple of `ROUND`. The last segment may be padding that belongs to no sequence.
+    `N` is a multiple of `ROUND`, so the last segment may be padding. `N` is smaller than `T` if
+    prefixes are shared.
     """
 
     tokens: Tensor
     positions: Tensor
     place: Tensor
-    """`[T]`: packed token `t` is `tokens[place[t]]`."""
+    """`[T]`: the index in `tokens` of each packed token."""
     follows: Tensor
-    """`[T]` bool: False on the first token of each sequence."""
+    """`[T]` bool: False for the first token of each sequence, which no token predicts."""
     segments: tuple[Segment, ...]
     num_tokens: int
-    """Tokens without padding."""
+    """The number of tokens without padding."""
     masks: dict[tuple[int, int, int | None], Tensor] = field(default_factory=dict, compare=False)
-    """Attention masks by `(queries, depth, window)`, shared by all layers."""
+    """Attention masks that the layers share, by `(queries, depth, window)`."""
 
     def mask(self, queries: int, depth: int, window: int | None, device: torch.device) -> Tensor:
-        """Return `[queries, depth + queries]` bool: the keys that each query attends to."""
+        """Return the keys to which each query attends: `[queries, depth + queries]` bool."""
         key = queries, depth, window
         if key not in self.masks:
             causal = torch.ones(queries, depth + queries, dtype=torch.bool, device=device)
@@ -79,7 +83,7 @@ class PrefixTree:
 
 
 def build_prefix_tree(packed: Packed, *, share: bool) -> PrefixTree:
-    """Return the prefix tree of packed sequences. Without `share` it shares no prefix."""
+    """Return the prefix tree of packed sequences. Without `share`, no prefix is shared."""
     tokens = packed.tokens.cpu()
     place = torch.arange(len(tokens))
     follows = torch.ones(len(place), dtype=torch.bool)
@@ -108,7 +112,7 @@ def build_prefix_tree(packed: Packed, *, share: bool) -> PrefixTree:
 
 @dataclass(frozen=True, slots=True)
 class _Branch:
-    """Sequences that are equal up to `depth` and share at least the start of a next segment."""
+    """Sequences that are equal up to `depth`, and also in at least the next tokens."""
 
     members: list[int]
     path: tuple[tuple[int, int], ...]
@@ -116,19 +120,19 @@ class _Branch:
 
 
 class _Builder:
-    """A depth-first walk that makes the segments, and sets the place of each packed token."""
+    """Builds a prefix tree: a depth-first walk that stores segments and the index of each token."""
 
     def __init__(self, sequences: Sequence[Tensor], places: Sequence[Tensor]) -> None:
         self._sequences = sequences
         self._places = places
         self.tokens: list[Tensor] = []
-        """The tokens of each segment."""
+        """The tokens of each segment that is stored so far."""
         self.segments: list[Segment] = []
         self._size = 0
 
     def build(self) -> None:
-        # A stack, because branches may nest deeper than Python's recursion limit. A number on it is
-        # a segment. When the walk returns to it, all its continuations are stored.
+        # A stack, because the tree may be deeper than Python's recursion limit. A number on the
+        # stack is a segment: when the walk reaches it again, all its continuations are stored.
         stack: list[_Branch | int] = []
         stack += self._branches(range(len(self._sequences)), (), 0)
         while stack:
@@ -144,7 +148,7 @@ class _Builder:
                 stack += self._branches(item.members, path, depth)
 
     def _add_segment(self, branch: _Branch) -> Segment:
-        """Store the longest prefix that all members of the branch share as a segment."""
+        """Store the longest prefix that all sequences of the branch share, as a new segment."""
         begin = branch.depth
         end = begin + self._shared_length(branch)
         segment = Segment(
@@ -162,8 +166,8 @@ class _Builder:
     ) -> list[_Branch]:
         """Group sequences that have more than `depth` tokens by their next `MIN_SHARED` tokens.
 
-        A sequence with fewer than `MIN_SHARED` tokens left forms a group of its own. The groups are
-        in reverse order, because the caller puts them on a stack.
+        A sequence with fewer than `MIN_SHARED` tokens left is a group alone. The groups are in
+        reverse order, because the caller puts them on a stack.
         """
         groups: dict[object, list[int]] = {}
         for member in members:
@@ -175,7 +179,7 @@ class _Builder:
         return [_Branch(group, path, depth) for group in reversed(groups.values())]
 
     def _shared_length(self, branch: _Branch) -> int:
-        """Return how many tokens from `depth` on all members have in common."""
+        """Return the number of tokens after `depth` that all sequences of the branch share."""
         first, *others = (self._sequences[member][branch.depth :] for member in branch.members)
         length = len(first)
         for other in others:

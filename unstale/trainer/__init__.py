@@ -1,7 +1,8 @@
-"""The trainer: a batch becomes optimizer steps.
+"""The contract of trainers. A trainer turns batches into optimizer steps.
 
-The loop, the planner and the command line use the Protocols here. `local.LocalTrainer` trains in
-this process; a trainer of several ranks implements the same Protocol.
+The training loop, the planner and the command line use the Protocols of this file.
+`local.LocalTrainer` trains in this process. A trainer on several devices would implement the same
+Protocol.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Trainer(Protocol):
-    """A trainer of one policy, which also counts the policy's published versions.
+    """A trainer of one policy. It also counts the versions of the policy's weights.
 
     `prepare`, `backward`, `step` and `state` run in the trainer's thread, one at a time. The other
     methods are called while that thread is idle, or read only values that no step changes.
@@ -25,7 +26,10 @@ class Trainer(Protocol):
 
     @property
     def version(self) -> int:
-        """The newest version number. Its weights are published, or will be published next."""
+        """The newest version number.
+
+        Its weights are published already, or will be published next.
+        """
         ...
 
     def start_version(self) -> None:
@@ -33,23 +37,32 @@ class Trainer(Protocol):
         ...
 
     def lag(self, version: Tensor) -> Tensor:
-        """Return how many batches the newest version is ahead of each version in `version`."""
+        """Return the lag of each token: batches between its `version` and the newest version."""
         ...
 
     def weights(self) -> Mapping[str, Tensor]:
-        """Return the weights of the forward pass by name. The next step changes these tensors."""
+        """Return the weights of the forward pass by name.
+
+        The next optimizer step changes these tensors.
+        """
         ...
 
     def prepare(self, batch: Batch) -> Sequence[Minibatch]:
-        """Divide a batch into optimizer steps, with old log-probabilities and corrections."""
+        """Compute old log-probabilities and corrections of a batch. Divide it into steps."""
         ...
 
     def backward(self, minibatch: Minibatch) -> None:
-        """Add the gradient of a minibatch's loss. FloatingPointError if the loss is not finite."""
+        """Compute the gradient of a minibatch's loss and add it to the weights' gradients.
+
+        Raises FloatingPointError if the loss is not finite.
+        """
         ...
 
     def step(self) -> None:
-        """Take an optimizer step. FloatingPointError, before it, if the gradient is not finite."""
+        """Take an optimizer step.
+
+        Raises FloatingPointError instead if the gradient is not finite.
+        """
         ...
 
     def metrics(self) -> Mapping[str, float]:
@@ -57,28 +70,34 @@ class Trainer(Protocol):
         ...
 
     def points(self) -> list[dict[str, float]]:
-        """Return `log_d`, `log_s` and `lag` of some action tokens of the last batch, for plots."""
+        """Return `log_d`, `log_s` and `lag` of some sampled tokens of the last batch, for plots.
+
+        log_d is the discrepancy between trainer and engine, log_s the change by newer weights.
+        """
         ...
 
     def state(self) -> Mapping[str, Any]:
-        """Return a state for a checkpoint. The next step changes its tensors."""
+        """Return the state of the trainer for a checkpoint. The next step changes its tensors."""
         ...
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue from a `state()`."""
+        """Load the state that `state()` returned, when a run resumes from a checkpoint."""
         ...
 
 
 class AuditObserver(Protocol):
-    """The part of the audit that the loop calls."""
+    """The methods of the audit that the training loop calls.
+
+    The audit measures the error of old log-probabilities.
+    """
 
     def published(self, live: Collection[int]) -> None:
-        """Handle that every engine holds the newest version.
+        """Receive the notice that every engine has loaded the newest version of the weights.
 
-        `live` are the versions that sampled a token which is still to be trained on.
+        `live` are the versions that sampled tokens which are still to be trained on.
         """
         ...
 
     def points(self) -> list[dict[str, float]]:
-        """Return the audited values of some tokens, for plots."""
+        """Return true and estimated log-ratios of some tokens, for plots."""
         ...

@@ -1,7 +1,7 @@
 """The audit: measure the error of a route's old log-probabilities during training.
 
 The auditor scores a share of every batch again, with full copies of the weights that sampled it. It
-keeps these copies itself, so that an error in the route's copies is found.
+keeps its own copies, so that errors in the route's copies are found.
 """
 
 import time
@@ -24,33 +24,39 @@ from unstale.trainer.local import Rules
 from unstale.weights.recording import Recording, TrainedOn
 
 WINDOW = 4096
-"""Audited tokens, of several steps, for those figures that need more tokens than one step has."""
+"""Number of audited tokens, from several steps, for figures that need more tokens than one step
+has.
+"""
 MAX_POINTS = 64
-"""Most (log D, log S) points kept of one step for plots, evenly spaced over its audited tokens.
-
-D = pi_old / mu is the discrepancy, S = pi / pi_old the staleness ratio (docs/glossary.md)."""
+"""Largest number of points (log D, log S) kept of one step for plots. They are evenly spaced over
+its audited tokens. D is the discrepancy, S the staleness ratio (docs/glossary.md).
+"""
 NOISE_SEQUENCES = 4
-"""Sequences that are scored in another packing to measure the noise."""
+"""Number of sequences that are scored in another packing, to measure numerical noise."""
 TURN = 0.6180339887
-"""The golden ratio less 1. Its multiples, modulo 1, are evenly spread for any number of steps."""
+"""The golden ratio minus 1. Its multiples, modulo 1, are evenly spread for any number of steps."""
 
 
 @dataclass(frozen=True, slots=True)
 class Audited:
-    """`N` audited action tokens, and two decisions on each."""
+    """`N` audited tokens with two decisions on each: by the route's values and by the true ones."""
 
     tokens: Tokens
     dropped: Tensor
-    """`[2, N]` bool: tokens that the correction drops, by the route's values and by true ones."""
+    """`[2, N]` bool: tokens that the correction drops, by the route's values and by the true
+    ones.
+    """
     clipped: Tensor
-    """`[2, N]` bool: tokens that the objective clips, by the route's values and by true ones."""
+    """`[2, N]` bool: tokens that the objective clips, by the route's values and by the true
+    ones.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class Truth:
     """A batch with its true old log-probabilities.
 
-    `version` and `logp` are the policy's before the first optimizer step on the batch.
+    `version` and `logp` are those of the policy before the first optimizer step on the batch.
     """
 
     batch: Batch
@@ -62,8 +68,8 @@ class Truth:
     def compare(self, prox: Tensor, rules: Rules) -> Audited:
         """Compare a route's old log-probabilities `prox` `[T]` with the true ones.
 
-        Tokens without a true value (`has_clean_behavior`) are left out. Where a ratio is aggregated
-        over them and others, both decisions use the route's values for them.
+        Tokens without a true value (`has_clean_behavior`) are left out. If a ratio is aggregated
+        over several tokens, both decisions use the route's values for tokens without a true value.
         """
         batch, where = self.batch, has_clean_behavior(self.batch)
         both = (prox, torch.where(where, self.old_logp, prox))
@@ -79,7 +85,7 @@ class Truth:
 
 
 def join(parts: Sequence[Audited]) -> Audited:
-    """Join several audited batches into one."""
+    """Join the audited tokens of several batches."""
     return Audited(
         audit.join([part.tokens for part in parts]),
         torch.cat([part.dropped for part in parts], 1),
@@ -88,9 +94,10 @@ def join(parts: Sequence[Audited]) -> Audited:
 
 
 def figures(audited: Audited, noise: float) -> dict[str, float | None]:
-    """Return the error measures of algorithm.md, section 5, with standard errors, by name.
+    """Return the audit's figures by name: mean error, leaks, agreement, each with a standard error.
 
-    A value is None if there are too few tokens, or the tokens vary too little, to determine it.
+    docs/old-logps.md explains them. A value is None if there are too few tokens, or if the ratios
+    vary too little, to determine it.
     """
     tokens = audited.tokens
     leaks = audit.leaks(tokens, noise=noise)
@@ -105,7 +112,7 @@ def figures(audited: Audited, noise: float) -> dict[str, float | None]:
 
 
 def with_error(name: str, estimate: Estimate | None) -> dict[str, float | None]:
-    """Return an estimate and its standard error by name."""
+    """Return an estimate and its standard error as two named figures."""
     return {
         name: estimate.value if estimate else None,
         f"{name}_se": estimate.se if estimate else None,
@@ -113,15 +120,19 @@ def with_error(name: str, estimate: Estimate | None) -> dict[str, float | None]:
 
 
 def score_truth(scorer: Scorer, batch: Batch) -> Scored:
-    """Return the true log-probability of each clean action token: by its own version's weights."""
+    """Return the true log-probability of each sampled token, by the version that sampled it.
+
+    Tokens sampled while the engine kept an older cache have none.
+    """
     return scorer.score_versions(batch, has_clean_behavior(batch))
 
 
 def packing_noise(scorer: Scorer, batch: Batch, logp: Tensor, version: int | None = None) -> float:
-    """Return the root mean square change of log-probabilities in another packing.
+    """Return the numerical noise of log-probabilities: their change in another packing.
 
-    `logp` `[T]` are the scorer's for this batch and version. Some sequences are scored again, each
-    alone and only up to its middle. The result is at least the rounding error of the dtype.
+    It is a root mean square. `logp` `[T]` are the scorer's values for this batch and version. Some
+    sequences are scored again, each alone and only up to its middle. The result is at least the
+    rounding error of the dtype.
     """
     errors = []
     for number in spread(batch.num_sequences, NOISE_SEQUENCES, turn=0.0):
@@ -137,7 +148,7 @@ def packing_noise(scorer: Scorer, batch: Batch, logp: Tensor, version: int | Non
 
 
 def spread(count: int, wanted: int, *, turn: float) -> list[int]:
-    """Return `wanted` of `count` positions at even distances, shifted by `turn` (0 to 1).
+    """Return `wanted` of the indices 0 to `count - 1`, evenly spaced, shifted by `turn` (0 to 1).
 
     >>> spread(10, 3, turn=0.0), spread(10, 3, turn=0.9), spread(2, 5, turn=0.5)
     ([0, 3, 6], [3, 6, 9], [0, 1])
@@ -147,13 +158,16 @@ def spread(count: int, wanted: int, *, turn: float) -> list[int]:
 
 
 class Auditor:
-    """Measures the route's error on a share of every batch's sequences.
+    """Measures the error of the route's old log-probabilities on a share of each batch's sequences.
 
     If `recording` is set, it also writes every version and batch to disk for `unstale audit`.
     """
 
     def __init__(self, scorer: Scorer, old: OldLogps, rules: Rules, *, share: float) -> None:
-        """`scorer` must not be the route's."""
+        """Make the auditor of the route `old`.
+
+        Its `scorer` must not be the one that the route uses.
+        """
         if share:
             scorer.keep_versions(Copies)
         self.recording: Recording | None = None
@@ -166,7 +180,7 @@ class Auditor:
         self._seconds = 0.0
 
     def published(self, live: Collection[int]) -> None:
-        """Keep a copy of the current version, and drop the versions that are not `live`."""
+        """Keep a copy of the current weights, and drop the versions that are not in `live`."""
         if self.recording:
             self.recording.version(self._scorer.version, self._scorer.weights())
         if self._share:
@@ -178,8 +192,9 @@ class Auditor:
     def look(self, batch: Batch, old_logp: Tensor) -> dict[str, float]:
         """Return metrics of the error of the route's `old_logp` `[T]`.
 
-        Called before the first optimizer step on a batch. For an inline route `old_logp` is empty,
-        and the route is asked here. Figures that the data do not determine are left out.
+        It is called before the first optimizer step on a batch. `old_logp` is empty for a route
+        that computes its values in every training pass. The auditor then asks the route itself.
+        Figures that the data do not determine are left out.
         """
         self._steps += 1
         scorer = self._scorer
@@ -208,7 +223,11 @@ class Auditor:
         }
 
     def points(self) -> list[dict[str, float]]:
-        """Return `lag`, and `log_d` and `log_s` by the route and by true values, for plots."""
+        """Return lag, log D and log S of some tokens, for plots.
+
+        D is the discrepancy, S the staleness ratio. They are given by the route's values and by the
+        true ones.
+        """
         if not self._window:
             return []
         tokens = self._window[-1].tokens
@@ -239,12 +258,12 @@ class Auditor:
         )
 
     def recover(self, past: Mapping[int, Sequence[PendingPiece]], weights: Weights) -> None:
-        """Read versions from disk that sampled pieces need and the restored state lacks."""
+        """Read versions from disk that sampled tokens need and the checkpoint lacks."""
         if self._share:
             self._scorer.recover(past, weights)
 
     def _figures(self, audited: Audited, noise: float) -> dict[str, float]:
-        """Return the mean error of this step's tokens, and all other figures over the window."""
+        """Return the mean error of this step, and the other figures over recent steps."""
         self._window.append(audited)
         while (
             sum(len(part.tokens) for part in self._window) - len(self._window[0].tokens) >= WINDOW
@@ -265,7 +284,10 @@ class Auditor:
 
 
 class Copies:
-    """Full copies of versions. The audit must find errors of the version store, so it has this."""
+    """Full copies of past versions.
+
+    They do not use the version store, so that its errors are found.
+    """
 
     encode_s = 0.0
 

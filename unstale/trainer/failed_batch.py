@@ -1,4 +1,4 @@
-"""Save the batch at which a trainer stopped, so that `unstale replay` can repeat the failure."""
+"""Save the batch at which the trainer stopped, so that `unstale replay` can repeat the failure."""
 
 from dataclasses import fields
 from pathlib import Path
@@ -10,7 +10,10 @@ from unstale.weights.recording import WENT_WRONG, WentWrong
 
 
 def save_failed_batch(trainer: LocalTrainer, folder: Path) -> str:
-    """Save the trainer's last batch and its weights. Return a message for the terminal."""
+    """Save the last batch and the trainer's weights in `folder`.
+
+    Return a message for the terminal.
+    """
     failed = trainer.failed_batch
     if failed is None:
         return "no batch was saved: the trainer had none yet"

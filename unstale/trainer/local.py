@@ -1,11 +1,11 @@
-"""The trainer of one process.
+"""The trainer that runs in this process.
 
-    prepare(batch)       compute old log-probabilities, corrections and denominators
+    prepare(batch)       compute old log-probabilities, corrections and divisors of the loss
     backward(minibatch)  compute the gradient of one optimizer step, in microbatches
     step()               clip the gradient, set the learning rate, change the weights
 
-The methods are synchronous and run in the trainer's thread. The loss is computed on the CPU from
-log-probabilities `[T]`, which the model computes on its device.
+The methods run in the trainer's thread. The model computes log-probabilities `[T]` on its device,
+and the loss is computed from them on the CPU.
 """
 
 import copy
@@ -33,16 +33,21 @@ from unstale.trainer.records import FailedBatch, Minibatch
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """The configured correction of D and objective on S, as functions of log-probabilities `[T]`.
+    """The configured correction and objective, as functions of log-probabilities `[T]`.
 
-    D = old_logp / behavior_logp and S = logp / old_logp, as ratios of probabilities.
+    The correction acts on D = old_logp / behavior_logp, the objective on S = logp / old_logp, as
+    ratios of probabilities.
     """
 
     correction: CorrectionConfig
     objective: ObjectiveConfig
 
     def correct(self, old_logp: Tensor, batch: Batch) -> Control:
-        """Return weights and masks: first the token veto, then the control on each unit's D."""
+        """Return the correction of each token: first the token veto, then the control.
+
+        The veto drops sequences with an impossible token. The control uses D of the token's unit,
+        which is the tokens over which D is aggregated.
+        """
         config = self.correction
         log_d = corrections.log_discrepancy(old_logp, batch.behavior_logp, sampled=batch.sampled)
         control = corrections.keep_all(batch.sampled)
@@ -57,7 +62,7 @@ class Rules:
         return apply_control(unit_log_d, control, **config.selected_options())
 
     def surrogate(self, logp: Tensor, old_logp: Tensor, batch: Batch) -> Surrogate:
-        """Return the loss of each token from S of its unit, without weights."""
+        """Return the loss of each token from S of its unit, before weights are applied."""
         config = self.objective
         spec = objectives.OBJECTIVES[config.kind]
         log_s = corrections.log_staleness(
@@ -70,7 +75,9 @@ class Rules:
         return spec.surrogate(log_s, batch.advantage, **config.selected_options())
 
     def cap(self, factor: Tensor, logp: Tensor, batch: Batch) -> Tensor:
-        """Return the factors of the tokens' losses with the limit on pi / mu."""
+        """Return the weights of the tokens' losses, limited so that pi / mu is at most
+        `ratio_cap`.
+        """
         high = self.objective.ratio_cap
         if not high:
             return factor
@@ -79,7 +86,7 @@ class Rules:
         )
 
     def norm(self, batch: Batch, keep: Tensor) -> Tensor:
-        """Return 1 / denominator of each token's loss, for the sequences of one optimizer step."""
+        """Return the inverse of the loss's divisor for each token, within one optimizer step."""
         return objectives.token_norm(
             batch.sampled,
             keep,
@@ -90,7 +97,7 @@ class Rules:
 
     @property
     def trains_zero_advantage(self) -> bool:
-        """True if a token with advantage 0 can have a gradient."""
+        """True if the objective can give a token with advantage 0 a gradient."""
         config = self.objective
         return (
             objectives.OBJECTIVES[config.kind].trains_zero_advantage
@@ -107,14 +114,16 @@ def _unit_ids(unit: Unit, batch: Batch) -> Tensor:
 
 
 Audit = Callable[[Batch, Tensor], Mapping[str, float]]
-"""Returns metrics of the error of the route's `old_logp` `[T]`, which is empty if it is inline."""
+"""A function that returns metrics of the error of the route's `old_logp` `[T]`. The tensor is empty
+if the route computes its values in every training pass.
+"""
 
 
 class LocalTrainer:
-    """A `Trainer` whose model, optimizer and float32 weights are in this process.
+    """The trainer whose model, optimizer and float32 weights are in this process.
 
-    A float32 policy is optimized directly. For a bfloat16 policy the optimizer has float32 weights,
-    and every step casts them into the policy. Gradients are summed in float32.
+    A float32 policy is optimized directly. For a bfloat16 policy, the optimizer changes float32
+    weights, which are rounded into the policy after every step. Gradients are summed in float32.
     """
 
     def __init__(
@@ -124,7 +133,7 @@ class LocalTrainer:
         old: OldLogps,
         audit: Audit = lambda batch, old_logp: {},
     ) -> None:
-        """Set up the optimizer. `audit` is called before the first optimizer step on a batch."""
+        """Create the optimizer. `audit` is called before the first optimizer step on a batch."""
         self.policy = policy
         self.config = config.trainer
         self.rules = Rules(config.correction, config.objective)
@@ -132,7 +141,7 @@ class LocalTrainer:
         self.audit = audit
         self.num_steps = config.steps * config.trainer.minibatches_per_batch
         self.skips_zero_advantage = not self.rules.trains_zero_advantage
-        """True if passes over sequences in which every advantage is 0 are skipped."""
+        """True if sequences in which every advantage is 0 need no forward and backward pass."""
         self._temperature = config.engine.temperature
         policy.set_forward_options(ForwardOptions.of(config.trainer))
         self.steps = 0
@@ -143,7 +152,7 @@ class LocalTrainer:
         self._metrics = StepMetrics()
         self._cpu_s = time.process_time()
         self.failed_batch: FailedBatch | None = None
-        """The data of the current step, to save if a number is not finite."""
+        """The data of the current step, to be saved if a number is not finite."""
 
     @property
     def version(self) -> int:
@@ -159,9 +168,10 @@ class LocalTrainer:
         return self.policy.weights()
 
     def prepare(self, batch: Batch) -> Sequence[Minibatch]:
-        """Score a batch and divide it into optimizer steps. ValueError if it has no action token.
+        """Compute old log-probabilities and corrections of a batch. Divide it into steps.
 
-        Sequences that cannot have a gradient count in the denominators but need no forward pass.
+        Sequences that cannot have a gradient count in the loss's divisor but are not run. Raises
+        ValueError if the batch has no sampled token.
         """
         began = time.perf_counter()
         steps = _divide(batch, self.config.minibatches_per_batch)
@@ -170,7 +180,8 @@ class LocalTrainer:
             action_tokens=int(batch.sampled.sum()),
             tokens_with_gradient=int(batch.select(with_gradient)[0].sampled.sum()),
         )
-        # If no sequence has a gradient, score all: the metrics of the route need some tokens.
+        # If no sequence has a gradient, run all of them, because the route's metrics need some
+        # tokens.
         members = with_gradient or list(range(batch.num_sequences))
         scored, index = batch.select(members)
         lag = torch.where(scored.sampled, self.policy.lag(scored.version), -1)
@@ -198,7 +209,7 @@ class LocalTrainer:
         return minibatches
 
     def backward(self, minibatch: Minibatch) -> None:
-        """Add the gradient of a minibatch's loss, which the microbatches' size does not affect."""
+        """Add the gradient of a minibatch's loss. The size of microbatches does not change it."""
         began = time.perf_counter()
         metrics = self._metrics
         self.failed_batch = FailedBatch("step", minibatch)
@@ -227,11 +238,14 @@ class LocalTrainer:
         metrics.update_s += time.perf_counter() - began
 
     def step(self) -> None:
-        """Take one optimizer step. FloatingPointError, before it, if the gradient is not finite."""
+        """Take one optimizer step.
+
+        Raises FloatingPointError instead if the gradient is not finite.
+        """
         began = time.perf_counter()
         for master in self._master.values():
             if master.grad is None:
-                # No sequence had a gradient. Zero is not None: momentum must still act.
+                # No sequence had a gradient. A zero gradient, unlike None, lets the momentum act.
                 master.grad = torch.zeros_like(master)
         norm = float(nn.utils.clip_grad_norm_(self._master.values(), self.config.grad_clip))
         if not math.isfinite(norm):
@@ -253,7 +267,7 @@ class LocalTrainer:
         self._metrics.update_s += time.perf_counter() - began
 
     def metrics(self) -> Mapping[str, float]:
-        """Return the metrics of the batch prepared last, and CPU seconds since the last call."""
+        """Return the metrics of the last batch, and the CPU seconds since the last call."""
         costs = dict(self.old.costs())
         costs["forward_tokens"] = costs.get("forward_tokens", 0.0) + self._metrics.score_tokens
         cpu_s = time.process_time()
@@ -281,7 +295,10 @@ class LocalTrainer:
 
     @torch.no_grad()
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue from a `state()`. ConfigError if its adapters belong to another base model."""
+        """Load the state of a checkpoint.
+
+        Raises ConfigError if its adapters were trained on another base model.
+        """
         self.policy.require_base(state.get("base", 0))
         for name, tensor in self._master.items():
             tensor.copy_(state["weights"][name])
@@ -293,9 +310,10 @@ class LocalTrainer:
         self.policy.version_gaps = tuple((first, skipped) for first, skipped in state["jumps"])
 
     def _score_old(self, batch: Batch, lag: Tensor) -> tuple[Tensor, Control]:
-        """Return old log-probabilities and the correction.
+        """Return the old log-probabilities and the corrections of a batch.
 
-        For an inline route, which is asked in every training pass, they are empty and neutral.
+        A route with `needs.inline` computes them in every training pass instead. They are then
+        empty here, and the correction changes nothing.
         """
         if self.old.needs.inline:
             return torch.empty(0), corrections.keep_all(batch.sampled)
@@ -307,10 +325,10 @@ class LocalTrainer:
         return self._correct(batch, logp, lag)
 
     def _correct(self, batch: Batch, logp: Tensor, lag: Tensor) -> tuple[Tensor, Control]:
-        """Return the route's old log-probabilities and the correction.
+        """Ask the route for old log-probabilities. Return them and the correction.
 
-        `logp` are the current log-probabilities, empty if the route does not need them. NonFinite
-        if a log-probability is NaN or infinite.
+        `logp` are the current log-probabilities, empty if the route does not need them. Raises
+        NonFinite if a log-probability is NaN or infinite.
         """
         old_logp, exact = self.old.logps(batch, logp)
         if not self.old.needs.inline:
@@ -336,10 +354,10 @@ class LocalTrainer:
         )
 
     def _norm(self, batch: Batch, steps: list[list[int]], keep: Tensor) -> Tensor:
-        """Return the weight of each token's loss, `[T]`.
+        """Return the factor of each token's loss, `[T]`: 1 / divisor of its optimizer step.
 
-        That is one over the loss's denominator in the token's optimizer step. A batch is divided
-        into several steps if `minibatches_per_batch` is above 1."""
+        With `minibatches_per_batch` above 1, the batch has several optimizer steps.
+        """
         indices = []
         norms = []
         for sequences in steps:
@@ -360,7 +378,10 @@ class LocalTrainer:
         return [i for i, (start, end) in enumerate(batch.spans()) if tokens[start:end].any()]
 
     def _loss(self, minibatch: Minibatch, microbatch: Batch, index: Tensor) -> Tensor:
-        """Return the loss of some sequences, whose tokens are at `index` of the minibatch."""
+        """Return the loss of some sequences.
+
+        `index` has the positions of their tokens in the minibatch.
+        """
         objective = self.rules.objective
         norm = minibatch.norm[index]
         lag = minibatch.lag[index]
@@ -378,8 +399,8 @@ class LocalTrainer:
         if objective.kl_coef:
             reference_logp = minibatch.reference_logp[index]
             self._metrics.add_reference((reference_logp - current_logp)[microbatch.sampled])
-            # The tokens are drawn from the engine's policy and the KL is of the current one: weight
-            # each token by the ratio of the two, also a token that the correction drops.
+            # The engine's policy drew the tokens, but the KL is that of the current policy. So each
+            # token, also a dropped one, is weighted by the ratio of the two.
             ratio = bounded_exp(current_logp - microbatch.behavior_logp)
             divergence = objectives.reference_kl(logp, reference_logp, sampled=microbatch.sampled)
             loss = loss + objective.kl_coef * (norm * ratio * divergence).sum()
@@ -390,10 +411,10 @@ class LocalTrainer:
         return loss
 
     def _forward_pass(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return `(logp [T], entropy [T])` on the CPU.
+        """Return the log-probability and the entropy of each token, `[T]` on the CPU.
 
-        With an entropy bonus, entropy is of all action tokens and has a gradient. Otherwise it is
-        of a sample of tokens, for the metric alone.
+        With an entropy bonus, the entropy is of all sampled tokens and has a gradient. Otherwise it
+        is of some tokens, for the metric alone.
         """
         run = self.policy.prefix_tree(batch)
         self._metrics.forward_tokens += run.num_tokens
@@ -411,7 +432,7 @@ class LocalTrainer:
         return logp.cpu(), entropy
 
     def _collect_gradients(self) -> None:
-        """Add gradients of bfloat16 weights to the float32 ones, one tensor at a time."""
+        """Add the gradients of bfloat16 weights to the float32 gradients, one tensor at a time."""
         for name, parameter in self._forward.items():
             master = self._master[name]
             if master is parameter or parameter.grad is None:
@@ -422,32 +443,35 @@ class LocalTrainer:
 
     @torch.no_grad()
     def _cast_master(self) -> None:
-        """Copy the float32 weights into bfloat16 weights of the forward pass."""
+        """Round the float32 weights into the bfloat16 weights of the forward pass."""
         for name, parameter in self._forward.items():
             if parameter is not self._master[name]:
                 parameter.copy_(self._master[name])
 
 
 def _select(values: Tensor, index: Tensor) -> Tensor:
-    """Return `values[index]`, or `values` if it is the empty tensor for unknown values."""
+    """Return `values[index]`.
+
+    If `values` is empty, because the values are unknown, return it as it is.
+    """
     return values[index] if len(values) else values
 
 
 def _master(parameter: nn.Parameter) -> Tensor:
-    """Return the tensor to optimize: the parameter itself, or a float32 copy if it is narrower."""
+    """Return the tensor to optimize: the parameter, or a float32 copy if its dtype is narrower."""
     if parameter.dtype in (torch.float32, torch.float64):
         return parameter
     return nn.Parameter(parameter.detach().float())
 
 
 def _require_finite(batch: Batch, **logps: Tensor) -> None:
-    """Raise NonFinite, with the episode and token, if an action token's value is not finite."""
+    """Raise NonFinite, with the episode and the token, if a sampled token's value is not finite."""
     episode = torch.tensor(batch.episodes)[batch.sequence]
     corrections.check_finite(logps, batch.sampled, sequence=episode, version=batch.version)
 
 
 def _divide(batch: Batch, num_steps: int) -> list[list[int]]:
-    """Return the sequences of each optimizer step. Siblings go to different steps if possible."""
+    """Return the sequences of each optimizer step. Siblings get different steps if possible."""
     sequences = [
         i for i, (start, end) in enumerate(batch.spans()) if batch.sampled[start:end].any()
     ]

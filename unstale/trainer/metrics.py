@@ -1,7 +1,7 @@
-"""Metrics of one batch, over its action tokens.
+"""Metrics of one batch, over the tokens that the policy sampled.
 
-`log_d` is `old_logp - behavior_logp`, and `log_s` is `logp - old_logp`. A metric without a token is
-NaN, so that every row has every name. docs/metrics.md defines them.
+`log_d` is `old_logp - behavior_logp`, and `log_s` is `logp - old_logp`. A metric without tokens is
+NaN, so that every step has the same names. docs/metrics.md defines all metrics.
 """
 
 import math
@@ -15,26 +15,33 @@ from unstale.algorithms.objectives import Surrogate
 from unstale.records import Batch
 
 MAX_POINTS = 256
-"""Points `(log_d, log_s, lag)` kept of one batch for plots, evenly spaced over its tokens."""
+"""Largest number of points `(log_d, log_s, lag)` kept of one batch for plots. They are evenly
+spaced over its tokens.
+"""
 
 ENTROPY_SAMPLE = 1024
-"""Most tokens of a batch for which entropy is computed: it is costly, as it needs all logits."""
+"""Largest number of tokens of a batch for which the entropy is computed. It is costly, because it
+needs the logits of the whole vocabulary.
+"""
 
 
 class StepMetrics:
     """Collects the metrics of one batch while its optimizer steps run."""
 
     def __init__(self, *, action_tokens: int = 0, tokens_with_gradient: int = 0) -> None:
-        """Count tokens of the whole batch, and of its sequences that have a gradient."""
+        """Start a batch.
+
+        The arguments count the sampled tokens of all sequences and of those with a gradient.
+        """
         self.extra: dict[str, float] = {}
-        """Further metrics by name."""
+        """Further metrics, added to the result under their names."""
         self.action_tokens = action_tokens
         self.tokens_with_gradient = tokens_with_gradient
         self.score_tokens = 0
-        """Tokens of forward passes for a route that needs current log-probabilities."""
+        """Tokens in forward passes of the current weights that a route needed."""
         self.sequence_tokens = 0
         self.forward_tokens = 0
-        """Tokens run forward. A prompt that siblings in a pass share counts once."""
+        """Tokens in all forward passes. A prompt that sequences of a pass share counts once."""
         self.microbatches = 0
         self.num_steps = 0
         self.prepare_s = 0.0
@@ -43,13 +50,13 @@ class StepMetrics:
         self.loss = 0.0
         self.grad_norms: list[float] = []
         self._values: defaultdict[str, list[Tensor]] = defaultdict(list)
-        """Values of action tokens by name, one tensor for each call that recorded some."""
+        """Values of sampled tokens by name. Each call that records values adds one tensor."""
         self._tokens_run = 0
 
     def add_correction(
         self, batch: Batch, old_logp: Tensor, control: Control, *, exact: Tensor, lag: Tensor
     ) -> None:
-        """Record old log-probabilities and the correction of every scored action token."""
+        """Record the old log-probabilities and the correction of sampled tokens."""
         self._add(
             batch.sampled,
             scored_log_d=old_logp - batch.behavior_logp,
@@ -62,7 +69,7 @@ class StepMetrics:
     def add_forward(
         self, batch: Batch, logp: Tensor, old_logp: Tensor, *, lag: Tensor, surrogate: Surrogate
     ) -> None:
-        """Record the action tokens of one forward pass of the loss."""
+        """Record the sampled tokens of one forward pass of the loss."""
         self._add(
             batch.sampled,
             log_d=old_logp - batch.behavior_logp,
@@ -73,17 +80,17 @@ class StepMetrics:
         )
 
     def add_reference(self, log_ratio: Tensor) -> None:
-        """Record `reference_logp - logp` of action tokens, for the KL to the reference policy."""
+        """Record `reference_logp - logp` of sampled tokens, for the KL to the reference policy."""
         self._values["reference_log_ratio"].append(log_ratio)
 
     def add_entropy(self, entropy: Tensor) -> None:
-        """Record the entropies of some action tokens, in nats."""
+        """Record the entropies of some sampled tokens, in nats."""
         self._values["entropy"].append(entropy)
 
     def entropy_sample(self, sampled: Tensor) -> Tensor:
-        """Choose the action tokens of a forward pass whose entropy is computed (`[T]` bool).
+        """Choose the tokens of a forward pass for which the entropy is computed, as `[T]` bool.
 
-        Over a batch, every n-th token with a gradient is chosen, at most `ENTROPY_SAMPLE`.
+        Over a batch, every n-th sampled token with a gradient is chosen, at most `ENTROPY_SAMPLE`.
         """
         every = max(1, math.ceil(self.tokens_with_gradient / ENTROPY_SAMPLE))
         positions = sampled.nonzero().squeeze(1)
@@ -94,12 +101,12 @@ class StepMetrics:
 
     @property
     def kept_share(self) -> float:
-        """The share of scored action tokens that the correction kept, 1 before the first."""
+        """The share of scored tokens that the correction kept. It is 1 before any was scored."""
         keep = self._column("keep")
         return _mean(keep) if len(keep) else 1.0
 
     def metrics(self) -> dict[str, float]:
-        """Return all metrics by name."""
+        """Return all metrics of the batch by name."""
         num_steps = max(1, self.num_steps)
         column = self._column
         scored_log_d = column("scored_log_d")
@@ -140,7 +147,7 @@ class StepMetrics:
         }
 
     def points(self) -> list[dict[str, float]]:
-        """Return `log_d`, `log_s` and `lag` of at most `MAX_POINTS` tokens."""
+        """Return `log_d`, `log_s` and `lag` of at most `MAX_POINTS` tokens, for plots."""
         columns = {name: self._column(name) for name in ("log_d", "log_s", "lag")}
         num_tokens = len(columns["lag"])
         chosen = torch.linspace(0, num_tokens - 1, min(MAX_POINTS, num_tokens)).long()
@@ -151,25 +158,26 @@ class StepMetrics:
             self._values[name].append(tensor[sampled])
 
     def _column(self, name: str) -> Tensor:
-        """Return all values recorded under a name, end to end."""
+        """Return all values that were recorded under a name, as one tensor."""
         recorded = self._values.get(name)
         return torch.cat(recorded) if recorded else torch.empty(0)
 
 
 def kl_estimates(log_ratio: Tensor) -> tuple[float, float]:
-    """Return the k1 and k3 estimates of KL(q || p), in nats.
+    """Return the k1 and k3 estimates of the divergence KL(q || p), in nats.
 
-    `log_ratio` is r = log p - log q of tokens drawn from q. k1 is the mean of -r and k3 the mean of
-    exp(r) - 1 - r (joschu.net/blog/kl-approx.html).
+    `log_ratio` is r = log p - log q of tokens drawn from q. k1 is the mean of -r, and k3 the mean
+    of exp(r) - 1 - r (joschu.net/blog/kl-approx.html).
     """
     r = log_ratio.double()
     return _mean(-r), _mean(bounded_exp(r) - 1 - r)
 
 
 def effective_sample_size(log_ratio: Tensor) -> float:
-    """Return (sum w)^2 / (n sum w^2) for the weights `w = exp(log_ratio)`, clamped as in the loss.
+    """Return the effective sample size of importance weights, as a share of the number of tokens.
 
-    It is 1 if all weights are equal and 1/n if one token dominates. NaN without tokens.
+    It is (sum w)^2 / (n sum w^2) for weights `w = exp(log_ratio)`, limited as in the loss. It is 1
+    if all weights are equal, and 1/n if one token dominates. NaN without tokens.
     """
     if not len(log_ratio):
         return math.nan
@@ -188,7 +196,10 @@ def _kl(name: str, log_ratio: Tensor) -> dict[str, float]:
 
 
 def _log_ratio(name: str, log_ratio: Tensor, lag: Tensor) -> dict[str, float]:
-    """Return mean, mean size, 99th percentile of the size (nearest rank), and mean size by lag."""
+    """Return metrics of a log-ratio: mean, mean size and 99th percentile of the size.
+
+    The mean size is also given for each lag.
+    """
     size = log_ratio.double().abs()
     p99 = math.nan
     if len(size):

@@ -11,7 +11,7 @@ from unstale.config import ConfigError, TrainerConfig, nearest
 
 
 def make_optimizer(config: TrainerConfig, parameters: list[Tensor]) -> torch.optim.Optimizer:
-    """Make the optimizer named by `trainer.optimizer`, any class of torch.optim except LBFGS.
+    """Create the optimizer that `trainer.optimizer` names: any class of torch.optim except LBFGS.
 
     Raises ConfigError for an unknown name, and for options that the class does not take.
     """
@@ -58,9 +58,9 @@ def _optimizer_class(name: str) -> Any:
 
 
 def _supports_fused(kind: Any, parameter: Tensor) -> bool:
-    """Return True if this class has a fused kernel for the parameter's device.
+    """Return True if the optimizer class has a fused kernel for the parameter's device.
 
-    torch does not list these kernels, so one step on one number is tried.
+    torch has no list of these kernels, so one step on a single number is tried.
     """
     probe = nn.Parameter(torch.zeros_like(parameter.detach().flatten()[:1]))
     probe.grad = torch.zeros_like(probe)
@@ -72,9 +72,10 @@ def _supports_fused(kind: Any, parameter: Tensor) -> bool:
 
 
 def lr_factor(step: int, config: TrainerConfig, *, num_steps: int) -> float:
-    """Return the factor of the learning rate at optimizer step `step`, counted from 0.
+    """Return the factor on the learning rate at an optimizer step, counted from 0.
 
-    Warm-up rises linearly to 1 at its last step. The schedule then falls towards 0 at `num_steps`.
+    The factor rises linearly to 1 at the last step of the warm-up. Then it falls towards 0 at
+    `num_steps`, as the schedule says.
 
     >>> config = TrainerConfig(lr_schedule="linear", warmup_steps=2)
     >>> [lr_factor(step, config, num_steps=6) for step in range(6)]

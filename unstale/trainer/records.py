@@ -1,4 +1,4 @@
-"""Records of the trainer: the data of one optimizer step."""
+"""Records of the trainer: the data of one optimizer step, and of a step that failed."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -9,30 +9,38 @@ from unstale.algorithms.corrections import NonFinite
 from unstale.records import Batch
 
 NOT_FINITE = (FloatingPointError, NonFinite)
-"""Errors for a loss, gradient or log-probability that is not finite, before the step is taken."""
+"""Errors raised before an optimizer step if a loss, gradient or log-probability is not finite."""
 
 
 @dataclass(frozen=True, slots=True)
 class Minibatch:
-    """The sequences of one optimizer step. Every tensor is `[T]` on the CPU, without gradient."""
+    """The sequences of one optimizer step. Tensors are `[T]` on the CPU, without gradient."""
 
     batch: Batch
     old_logp: Tensor
-    """Empty for an inline route, which computes it anew in every training pass."""
+    """Old log-probability of each token. Empty for a route that computes it in every training
+    pass.
+    """
     factor: Tensor
-    """Correction weight, 0 for a dropped token. Ones for an inline route."""
+    """Weight from the correction, 0 for a dropped token. All 1 for a route that computes its values
+    in every training pass.
+    """
     norm: Tensor
-    """One over the denominator of the loss, for each token."""
+    """One over the divisor of the loss, for each token."""
     reference_logp: Tensor
-    """Log-probability under the reference policy. Empty without a KL term."""
+    """Log-probability of each token under the reference policy. Empty if the loss has no KL
+    term.
+    """
     lag: Tensor
-    """Staleness in batches, -1 on tokens that were not sampled."""
+    """Lag of each token in batches, -1 for tokens that were not sampled."""
 
 
 @dataclass(frozen=True, slots=True)
 class FailedBatch:
-    """The data for which a number was not finite, saved for `unstale replay`."""
+    """The data with which a number was not finite, saved for `unstale replay`."""
 
     stage: Literal["old_logps", "step"]
-    """The computation that failed: the route's values for a batch, or the gradient of a step."""
+    """The computation that failed: `old_logps` (the route's values of a batch) or `step` (the
+    gradient).
+    """
     minibatch: Minibatch

@@ -1,4 +1,4 @@
-"""Worker threads for synchronous code, so that the event loop keeps running."""
+"""Threads for long computations, so that the asyncio event loop is not blocked."""
 
 import asyncio
 from collections.abc import Callable
@@ -10,22 +10,22 @@ _Args = TypeVarTuple("_Args")
 
 
 class WorkerThread(Protocol):
-    """One thread that runs functions in the order of the calls."""
+    """A thread that runs functions one after the other, in the order of the calls."""
 
     async def run(self, function: Callable[[Unpack[_Args]], _T], *arguments: *_Args) -> _T:
-        """Run `function` in the thread. Return its result or raise its error."""
+        """Run `function` in the thread. Return its result, or raise its error."""
         ...
 
     def close(self) -> None:
-        """Stop the thread after its current work."""
+        """Stop the thread after the function that it runs now."""
         ...
 
 
 class LocalThread:
-    """A thread of this process."""
+    """A worker thread in this process."""
 
     def __init__(self, name: str, initializer: Callable[[], object] | None = None) -> None:
-        """`initializer` runs first in the new thread."""
+        """Start the thread. It runs `initializer` first."""
         self._executor = ThreadPoolExecutor(1, name, initializer)
 
     async def run(self, function: Callable[[Unpack[_Args]], _T], *arguments: *_Args) -> _T:

@@ -1,1 +1,1 @@
-"""Published weights: version store, codec, publication to engines."""
+"""Weights of several versions: storage, compression, and publication to the engines."""

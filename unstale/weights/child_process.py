@@ -1,7 +1,7 @@
-"""A child process and the messages exchanged with it over a socket.
+"""A child process, and the messages exchanged with it over a socket.
 
-A message is a frame: `header length | body length | header | body`. The header is JSON, and the
-body is safetensors or empty. Nothing is ever unpickled.
+A message is one frame: `header length | body length | header | body`. The header is JSON. The body
+is empty or in safetensors format. No data is unpickled, because that could run code.
 """
 
 import json
@@ -22,15 +22,14 @@ _LAST_WORDS = 2000
 _READ_BYTES = 1 << 16
 
 BEAT_S = 0.5
-"""Seconds between two heartbeats of a child, and between two checks by its parent."""
+"""Seconds between two heartbeats of a child process, and between two checks by its parent."""
 FROZEN_S = 4.0
-"""Seconds without a heartbeat after which a child counts as frozen."""
+"""Seconds without a heartbeat after which a child process is treated as frozen."""
 _START_S = 60.0
-"""Seconds without a first heartbeat. Python may take long to start from a slow disk."""
+"""Seconds allowed until the first heartbeat. Python may take long to start from a slow disk."""
 _EXIT_S = 1.0
-"""Seconds from the end of its socket until a process that did not end is killed.
-
-The caller may be the event loop, which stands still meanwhile. Ending takes less than 1 ms.
+"""Seconds between the end of a child's socket and killing the child, if it has not ended. The
+caller may be the event loop, which waits meanwhile. A child normally ends in less than 1 ms.
 """
 
 _PROGRAM = """
@@ -44,9 +43,8 @@ signal.setitimer(signal.ITIMER_REAL, 0.001, {beat_s})
 from {module} import main
 main(int(sys.argv[1]), sys.argv[3])
 """
-"""The child's program.
-
-A timer signal makes Python's C handler write the heartbeat, also without the GIL.
+"""The program of the child process. A timer signal lets Python's C handler write the heartbeat,
+even while other code holds the GIL.
 """
 
 Bytes = bytes | memoryview
@@ -54,14 +52,14 @@ Header = dict[str, Any]
 
 
 class ChildFrozen(RuntimeError):
-    """A child process that sent no heartbeat: it was stopped, or had no CPU time.
+    """Error: a child process sent no heartbeat, because it was stopped or had no CPU time.
 
-    It has been killed.
+    The process has been killed.
     """
 
 
 def frame(header: Header, body: Sequence[Bytes] = ()) -> list[Bytes]:
-    """Return one frame as a list of parts. The parts of the body are not copied.
+    """Return one message as a list of byte strings. The parts of the body are not copied.
 
     >>> list(Frames().feed(b"".join(frame({"op": "resume"}, [b"xy"]))))
     [({'op': 'resume'}, b'xy')]
@@ -71,13 +69,13 @@ def frame(header: Header, body: Sequence[Bytes] = ()) -> list[Bytes]:
 
 
 class Frames:
-    """A parser that cuts a stream of bytes into frames."""
+    """A parser that divides a stream of bytes into messages."""
 
     def __init__(self) -> None:
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> Iterator[tuple[Header, bytes]]:
-        """Yield every frame that `data` completes."""
+        """Add `data` to the stream. Yield every message that is now complete."""
         self._buffer += data
         while len(self._buffer) >= _LENGTHS.size:
             header_size, body_size = _LENGTHS.unpack_from(self._buffer)
@@ -92,11 +90,11 @@ class Frames:
 
 
 class Child:
-    """A process that runs `main(descriptor, options)` of a module, with a `socket` to it.
+    """A child process that runs `main(descriptor, options)` of a module, with a `socket` to it.
 
-    It ignores Ctrl-C and SIGTERM, which a cluster sends to every process. It ends by `kill`, or
-    when this process ends and so closes the socket. It sends a heartbeat every `BEAT_S` seconds,
-    also while it computes; `check` reads them.
+    The child ignores Ctrl-C and SIGTERM, which a cluster may send to every process. It ends by
+    `kill`, or when this process ends and the socket closes. It sends a heartbeat every `BEAT_S`
+    seconds, even while it computes. `check` reads the heartbeats.
     """
 
     def __init__(self, name: str, module: str, options: Header, *, threads: int) -> None:
@@ -130,8 +128,8 @@ class Child:
     def check(self) -> None:
         """Kill the process and raise `ChildFrozen` if it sent no heartbeat for `FROZEN_S` seconds.
 
-        Call it every `BEAT_S` seconds. A longer pause counts as `BEAT_S`: then this process, or the
-        machine, was paused too.
+        Call this every `BEAT_S` seconds. A longer time since the last call counts only as `BEAT_S`,
+        because then this process, or the machine, was paused too.
         """
         now = time.monotonic()
         if self._beats.read(_READ_BYTES):
@@ -148,7 +146,10 @@ class Child:
             )
 
     def recv(self, size: int) -> bytes:
-        """Wait for bytes and return them, or b"" after the process ended. Raises `ChildFrozen`."""
+        """Wait for bytes and return them. Return b"" after the process has ended.
+
+        Raises `ChildFrozen` if the heartbeat stops.
+        """
         while not self._ready(select.POLLIN):
             self.check()
         try:
@@ -157,9 +158,10 @@ class Child:
             return b""
 
     def sendall(self, data: bytes | memoryview) -> None:
-        """Send all bytes.
+        """Send all bytes to the process.
 
-        Raises `ChildFrozen`, or BrokenPipeError or ConnectionResetError if the process ended.
+        Raises `ChildFrozen` if the heartbeat stops, BrokenPipeError or ConnectionResetError if the
+        process has ended.
         """
         unsent = memoryview(data)
         while unsent:
@@ -169,7 +171,7 @@ class Child:
                 self.check()
 
     def _ready(self, event: int) -> bool:
-        """Wait for the event for up to `BEAT_S` seconds."""
+        """Wait up to `BEAT_S` seconds until the socket can be read or written, as `event` says."""
         poll = select.poll()
         poll.register(self.socket, event)
         return bool(poll.poll(1000 * BEAT_S))
@@ -185,7 +187,7 @@ class Child:
         )
 
     def kill(self) -> None:
-        """Kill the process, which has nothing to save."""
+        """Kill the process at once. It has no data to save."""
         self._process.kill()
         self.socket.close()
         self._beats.close()
@@ -210,7 +212,8 @@ def _environment(threads: int) -> dict[str, str]:
         "MKL_NUM_THREADS": str(threads),
         "OMP_WAIT_POLICY": "PASSIVE",
         "HF_HUB_OFFLINE": "1",
-        # Cached bfloat16 kernels take several hundred kB a shape. The default is 1024 of them.
+        # Each shape of a cached bfloat16 kernel takes several hundred kB, and 1024 are cached by
+        # default.
         "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "256",
         "LRU_CACHE_CAPACITY": "256",
     }

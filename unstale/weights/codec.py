@@ -1,18 +1,18 @@
-"""Lossless compression of the difference between two versions of the weights.
+"""Lossless compression of the difference between two versions of the weights (a delta).
 
-The difference is the XOR of the tensors' words. Each tensor is stored in the smallest of three
-ways:
+The difference is the XOR of the tensors' words, which are integers as wide as one element. Each
+tensor is stored in the smallest of three ways:
 
     sparse   the positions of changed words (gaps) and their XOR (byte planes), compressed
     packed   the byte planes of all words, compressed: for small differences in most words
     raw      the XOR of all words: never larger than the tensor
 
-XOR is its own inverse, so a delta also leads back. Words are integers of the element's size, which
-keeps NaN payloads, -0.0 and denormals. Tensors are coded on the CPU, one at a time. From another
-device only the changed words are copied, if they are few.
+XOR is its own inverse, so a delta can be applied in both directions. Working on bits keeps NaN
+payloads, -0.0 and denormals. Tensors are compressed on the CPU, one at a time. If few words changed
+on another device, only these are copied.
 
-Input may be damaged or hostile. Reading it returns the delta that was written or raises ValueError,
-and takes no more memory than the input and the tensors it is applied to.
+Input may be damaged or hostile. Reading it returns the delta that was written or raises ValueError.
+It needs no more memory than the input and the tensors to which it is applied.
 """
 
 import json
@@ -31,14 +31,17 @@ from torch import Tensor
 from unstale.weights.child_process import Bytes
 
 SPARSE_BELOW = 2 / 3
-"""Share of changed words above which `sparse` is not tried: it would be slow and larger."""
+"""Largest share of changed words at which `sparse` is tried. Above it `sparse` would be slow and
+larger.
+"""
 PACKED_ABOVE = 1 / 3
-"""Share of changed words below which `packed` is not tried: it would be slow and larger."""
+"""Smallest share of changed words at which `packed` is tried. Below it `packed` would be slow and
+larger.
+"""
 
 _ENTROPY = zstandard.ZstdCompressionParameters.from_level(1, min_match=7, hash_log=6)
-"""Fast settings.
-
-The data has skewed bytes but few repeats: a search for repeats is slower and no smaller.
+"""Fast settings of the compressor. The data has frequent byte values but few repeated strings, so a
+search for repeats would take time and save nothing.
 """
 _ESCAPE = 255
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -47,25 +50,25 @@ _NAMES = {
     torch.complex64: "C64", torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8",
     torch.int16: "I16", torch.int32: "I32", torch.int64: "I64",
 }  # fmt: skip
-"""The names of dtypes in safetensors files."""
+"""The names that safetensors uses for dtypes."""
 _HEADER = struct.Struct("<Q")
 
 Array = npt.NDArray[Any]
 Kind = Literal["sparse", "packed", "raw"]
 Part = tuple[str, str, tuple[int, ...], Bytes]
-"""One tensor of a file: name, dtype, shape and bytes."""
+"""One tensor of a safetensors file: name, dtype, shape and bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """The difference of one tensor."""
+    """The compressed difference of one tensor between two versions."""
 
     kind: Kind
     words: int
     width: int
-    """Bytes of a word."""
+    """Size of a word in bytes."""
     changed: int
-    """Words that differ."""
+    """Number of words that differ."""
     streams: tuple[bytes, ...]
 
     def __post_init__(self) -> None:
@@ -92,12 +95,15 @@ class Encoded:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """The difference between the weights of `base` and those of `version`, in either direction."""
+    """The difference between the weights of version `base` and those of `version`.
+
+    It can be applied in both directions.
+    """
 
     base: int
     version: int
     checksum: int
-    """The `checksum` of the weights of `version`."""
+    """The checksum of the weights of `version`, to check them after the delta is applied."""
     tensors: Mapping[str, Encoded]
 
     @property
@@ -105,7 +111,7 @@ class Delta:
         return sum(encoded.nbytes for encoded in self.tensors.values())
 
     def check_way(self, held: int, wanted: int) -> None:
-        """Raise ValueError unless the delta leads from version `held` to version `wanted`."""
+        """Raise ValueError unless the delta turns version `held` into version `wanted`."""
         if (self.base, self.version) != (held, wanted):
             raise ValueError(
                 f"the delta leads from version {self.base} to {self.version}, "
@@ -114,7 +120,7 @@ class Delta:
 
 
 def words(tensor: Tensor) -> Tensor:
-    """Return the bits of a tensor as integers: a view of the same memory."""
+    """Return the bits of a tensor as integers. The result shares the tensor's memory."""
     tensor = tensor.detach()
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
@@ -130,7 +136,7 @@ def checksum(tensors: Mapping[str, Tensor]) -> int:
 
 
 def encode(difference: Tensor) -> Encoded:
-    """Compress an XOR of `words` in the smallest of the three ways.
+    """Compress the difference of one tensor, the XOR of its `words`, in the smallest of three ways.
 
     >>> encode(torch.tensor([0, 0, 3], dtype=torch.int16)).kind
     'raw'
@@ -154,7 +160,7 @@ def encode(difference: Tensor) -> Encoded:
 
 
 def whole(tensor: Tensor) -> Encoded:
-    """Return a whole tensor, uncompressed, as its difference from zeros."""
+    """Return a whole tensor in the format of a difference, uncompressed."""
     bits = words(tensor)
     count = bits.numel()
     streams = (bytes(_bytes(tensor)),) if count else ()
@@ -162,7 +168,7 @@ def whole(tensor: Tensor) -> Encoded:
 
 
 def apply(encoded: Encoded, target: Tensor) -> None:
-    """XOR the difference into `target`, a tensor's `words`, in place."""
+    """Apply a difference to the `words` of a tensor, in place."""
     _check_fit(encoded, target)
     if not encoded.streams:
         return
@@ -171,7 +177,7 @@ def apply(encoded: Encoded, target: Tensor) -> None:
         case "sparse":
             where = _indices(encoded)
             changed = _unplane(encoded.streams[1:], encoded.changed)
-            if flat.is_cpu:  # NumPy takes half of torch's time here
+            if flat.is_cpu:  # NumPy needs half of torch's time here
                 flat.numpy()[where] ^= changed
             else:
                 index = torch.from_numpy(where).to(flat.device)
@@ -188,8 +194,8 @@ def apply(encoded: Encoded, target: Tensor) -> None:
 def advance(tensors: Mapping[str, Tensor], delta: Delta) -> None:
     """Turn the weights of `delta.base` into those of `delta.version`, in place.
 
-    ValueError if the delta does not fit or the result has another checksum. The tensors are then
-    unchanged.
+    Raises ValueError, and leaves the tensors unchanged, if the delta does not fit or the result has
+    another checksum.
     """
     require_fit(delta, tensors)
     targets = {name: words(tensor) for name, tensor in tensors.items()}
@@ -210,7 +216,10 @@ def advance(tensors: Mapping[str, Tensor], delta: Delta) -> None:
 
 
 def dumps(delta: Delta) -> bytes:
-    """Return a safetensors file: each stream is a tensor of bytes, the rest is metadata."""
+    """Return a delta as the bytes of a safetensors file.
+
+    Each compressed stream is a tensor of bytes. Everything else is metadata.
+    """
     streams: list[Part] = []
     tensors = {}
     for name, encoded in delta.tensors.items():
@@ -236,10 +245,9 @@ def dumps(delta: Delta) -> bytes:
 
 
 def file_of(weights: Mapping[str, Tensor]) -> list[Bytes]:
-    """Return a safetensors file of tensors as a list of parts, to write one after the other.
+    """Return tensors as the bytes of a safetensors file, in parts to write in order.
 
-    A part is a view of a tensor's memory where possible. Tied tensors are written once for each
-    name.
+    A part shares a tensor's memory where possible. Tied tensors are written once for each name.
 
     >>> from safetensors.torch import load
     >>> file = b"".join(file_of({"a": torch.tensor([1.5, 2.0]).bfloat16(), "b": torch.tensor(3)}))
@@ -247,7 +255,7 @@ def file_of(weights: Mapping[str, Tensor]) -> list[Bytes]:
     [1.5, 2.0]
     """
     parts = []
-    # Wide elements first: then each tensor is aligned to its element size.
+    # Wide elements first, so that each tensor is aligned to its element size.
     for name, tensor in sorted(weights.items(), key=lambda item: -item[1].element_size()):
         if tensor.dtype not in _NAMES:
             allowed = ", ".join(map(str, _NAMES))
@@ -269,7 +277,7 @@ def _file(parts: Sequence[Part], metadata: Mapping[str, str]) -> list[Bytes]:
 
 
 def loads(data: bytes) -> Delta:
-    """Return the delta that `dumps` wrote. ValueError for any other bytes."""
+    """Return the delta from the bytes that `dumps` returned. Raises ValueError for other bytes."""
     try:
         return _loads(data)
     except (struct.error, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -305,7 +313,7 @@ def _loads(data: bytes) -> Delta:
 
 
 def _seal(about: str, tensors: Mapping[str, Encoded]) -> int:
-    """Return the CRC-32 of the metadata and all streams."""
+    """Return the CRC-32 of the metadata and all compressed streams, by which damage is found."""
     crc = zlib.crc32(about.encode())
     for encoded in tensors.values():
         for stream in encoded.streams:
@@ -314,7 +322,7 @@ def _seal(about: str, tensors: Mapping[str, Encoded]) -> int:
 
 
 def require_fit(delta: Delta, tensors: Mapping[str, Tensor]) -> None:
-    """Raise ValueError unless a delta has the names, sizes and element sizes of the tensors."""
+    """Raise ValueError unless a delta and the tensors have equal names, sizes and element sizes."""
     if unmatched := sorted(tensors.keys() ^ delta.tensors.keys()):
         raise ValueError(f"the delta is of other weights: {unmatched[:4]} on one side only")
     for name, encoded in delta.tensors.items():
@@ -330,15 +338,16 @@ def _check_fit(encoded: Encoded, target: Tensor) -> None:
 
 
 def _bytes(tensor: Tensor) -> memoryview:
-    """Return the bytes of a tensor on the CPU: a view of its memory where possible."""
+    """Return the bytes of a tensor on the CPU, sharing its memory where possible."""
     return words(tensor).cpu().contiguous().numpy().reshape(-1).view(np.uint8).data
 
 
 def _changed(flat: Tensor) -> tuple[Array, Array]:
-    """Return the positions of nonzero words, and these words."""
+    """Return the positions of the words that are not zero, and these words."""
     if flat.is_cpu:
         array = flat.numpy()
-        where = (array != 0).nonzero()[0]  # on booleans, several times faster than on numbers
+        # on booleans this is several times faster than on numbers
+        where = (array != 0).nonzero()[0]
         return where, array[where]
     index = flat.nonzero().squeeze(1)
     return index.cpu().numpy(), flat[index].cpu().numpy()
@@ -351,9 +360,9 @@ def _pack(array: Array) -> bytes:
 
 
 def _unpack(stream: bytes, low: int, high: int) -> npt.NDArray[np.uint8]:
-    """Decompress a stream of `low` to `high` bytes.
+    """Decompress a stream whose size must be between `low` and `high` bytes.
 
-    Its header's size is checked before allocation.
+    The size in its header is checked before memory is allocated. Raises ValueError for other sizes.
     """
     try:
         size = zstandard.frame_content_size(stream)
@@ -367,9 +376,9 @@ def _unpack(stream: bytes, low: int, high: int) -> npt.NDArray[np.uint8]:
 
 
 def _planes(array: Array) -> tuple[bytes, ...]:
-    """Compress the first bytes of all words, then the second bytes, and so on.
+    """Compress the first bytes of all words, then their second bytes, and so on (byte planes).
 
-    Bytes of one plane have similar values, which compresses better.
+    Bytes of one plane have similar values and so compress better.
     """
     bits = array.view(f"u{array.itemsize}")
     return tuple(_pack((bits >> 8 * i).astype(np.uint8)) for i in range(array.itemsize))
@@ -377,16 +386,16 @@ def _planes(array: Array) -> tuple[bytes, ...]:
 
 def _unplane(streams: tuple[bytes, ...], count: int) -> Array:
     bits = np.zeros(count, f"u{len(streams)}")
-    for stream in reversed(streams):  # the last holds the highest bits
+    for stream in reversed(streams):  # the last plane has the highest bits
         bits <<= 8 * (len(streams) > 1)
         bits |= _unpack(stream, count, count)
     return bits.view(f"i{len(streams)}")
 
 
 def _gaps(where: Array) -> npt.NDArray[np.uint8]:
-    """Return the number of unchanged words before each changed one, as bytes.
+    """Return the number of unchanged words before each changed word, as bytes.
 
-    A byte of 255 adds 255 to the gap that the next byte completes.
+    A byte of 255 means that 255 is added to the number in the next byte.
     """
     gaps = np.diff(where, prepend=-1) - 1
     if gaps.max() < _ESCAPE:

@@ -1,6 +1,7 @@
-"""Locks on temporary folders.
+"""Temporary folders that are removed later if their process was killed.
 
-A killed process leaves its folder behind, without a lock. A later process removes it.
+A running process locks its folder. A killed process leaves the folder without a lock, and a later
+process removes it.
 """
 
 import fcntl
@@ -14,7 +15,7 @@ _LOCK = "lock"
 
 
 def hold_lock(folder: Path) -> TextIO:
-    """Lock a folder until the returned file is closed."""
+    """Lock a folder. The lock lasts until the returned file is closed."""
     lock = (folder / f"{_LOCK}.new").open("w")
     fcntl.flock(lock, fcntl.LOCK_EX)
     (folder / f"{_LOCK}.new").rename(folder / _LOCK)
@@ -22,7 +23,7 @@ def hold_lock(folder: Path) -> TextIO:
 
 
 def remove_leftovers(parent: Path, prefix: str) -> None:
-    """Remove this user's folders with such a name that no running process has locked."""
+    """Remove this user's folders whose name begins with `prefix` and that no process has locked."""
     for folder in parent.glob(f"{prefix}*"):
         with suppress(OSError):
             if folder.lstat().st_uid != os.getuid():

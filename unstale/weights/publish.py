@@ -1,4 +1,4 @@
-"""Publication of a version to the engines. An engine never has weights of two versions."""
+"""Publication of a version: engines load the new weights. An engine never mixes two versions."""
 
 from collections.abc import Callable, Collection, Mapping
 from typing import Protocol
@@ -10,7 +10,7 @@ from unstale.weights.store import Delta, Update, VersionStore
 
 
 class WeightReceiver(Protocol):
-    """The part of an engine that takes weights (see `unstale.engines.Engine`)."""
+    """The methods of an engine that receive weights (see `unstale.engines.Engine`)."""
 
     @property
     def takes_deltas(self) -> bool: ...
@@ -23,43 +23,50 @@ class WeightReceiver(Protocol):
 
 
 class VersionedWeights(Protocol):
-    """The weights of a version: those of a `Policy`, or of a `Trainer`."""
+    """An object with weights of one version: a `Policy` or a `Trainer`."""
 
     @property
     def version(self) -> int: ...
 
     def weights(self) -> Mapping[str, Tensor]:
-        """Return the forward weights by name. They are the live tensors."""
+        """Return the weights of the forward pass by name. They are not copied."""
         ...
 
 
 class Publisher(Protocol):
-    """A component that sends the newest version to every engine, in two steps."""
+    """Sends the newest version of the weights to every engine, in two steps."""
 
     bytes: int
-    """Size of the last prepared update."""
+    """Size in bytes of the last update that was prepared."""
 
     def prepare(self, source: VersionedWeights, live: Collection[int] = ()) -> None:
-        """Prepare the update in the trainer's thread, while generation continues.
+        """Prepare the update in the trainer's thread, while engines still generate.
 
-        `live` are the older versions that are still needed.
+        `live` are older versions that must be kept, because tokens from them are still to be
+        trained on.
         """
         ...
 
     async def publish(self) -> None:
-        """Load the prepared update into the engines. Afterwards they generate with that version."""
+        """Load the prepared update into the engines.
+
+        They generate with the new version afterwards.
+        """
         ...
 
 
 Put = Callable[[int, Mapping[str, Tensor], Delta | None], None]
-"""A function that saves a version's forward weights, and its delta if there is one."""
+"""A function that saves the weights of a version, and its difference from the previous version if
+there is one.
+"""
 
 
 class DirectPublisher:
     """A publisher that passes weights to one engine, in the precision `dtype`.
 
-    With the version `store` of the old-logit route, it passes a delta where possible: the engine
-    takes deltas and has the previous version, and the delta is smaller than the weights. `put`
+    `store` is the version store of the old-logit route, if it has one. It also returns the delta,
+    which is the compressed difference from the previous version. The engine gets the delta instead
+    of the weights if it accepts deltas, has the previous version, and the delta is smaller. `put`
     saves every version to disk before the engine gets it.
     """
 
@@ -77,7 +84,7 @@ class DirectPublisher:
         self._store = store
         self._put = put
         self._loaded = -1
-        """The engine's version."""
+        """The version of the weights that the engine has."""
         self._prepared: tuple[Update, int] | None = None
 
     def prepare(self, source: VersionedWeights, live: Collection[int] = ()) -> None:
@@ -90,9 +97,9 @@ class DirectPublisher:
         self._prepared = update, source.version
 
     async def publish(self) -> None:
-        """Interrupt the engine, load the update, and resume.
+        """Interrupt the engine, load the update, and let the engine generate again.
 
-        If loading fails, the engine stays interrupted and the error ends the run.
+        If loading fails, the engine stays interrupted, and the error ends the run.
         """
         if self._prepared is None:
             raise RuntimeError("nothing to publish: call prepare first")
@@ -108,7 +115,8 @@ class DirectPublisher:
     ) -> Delta | None:
         if self._store is None:
             return None
-        self._store.keep(live)  # unneeded versions must not count towards the memory limit
+        # versions that are no longer needed must not count against the memory limit
+        self._store.keep(live)
         self._store.put(version, weights)
         older = self._store.versions[: self._store.versions.index(version)]
         if not self._engine.takes_deltas or self._loaded not in older:
@@ -122,5 +130,5 @@ def _size(weights: Mapping[str, Tensor]) -> int:
 
 
 def _cast(weights: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return copies in main memory, where all engines read them."""
+    """Return copies of the weights in main memory, in `dtype`, where all engines can read them."""
     return {name: tensor.detach().to("cpu", dtype, copy=True) for name, tensor in weights.items()}

@@ -1,11 +1,11 @@
-"""A recording of a run's versions and batches. `unstale audit` evaluates old-logit routes on it.
+"""A recording of a run's versions and batches, on which `unstale audit` tests old-logit routes.
 
-    recorded/versions/000012.safetensors    the forward weights of version 12
+    recorded/versions/000012.safetensors    the weights of version 12
     recorded/batches/000013.safetensors     the sequences that step 13 trained on
 
     went_wrong.safetensors                  the batch and weights that gave a non-finite number
 
-Files are written under another name and renamed, so no file is ever partial.
+Each file is written under another name and then renamed, so no file is ever incomplete.
 """
 
 import json
@@ -23,31 +23,34 @@ from unstale.config import ConfigError
 from unstale.records import Batch
 
 RECORDED = "recorded"
-"""The folder of the recording in a run folder."""
+"""Name of the folder with the recording, in a run folder."""
 
 WENT_WRONG = "went_wrong.safetensors"
-"""The file in a run folder with the batch that gave a number that is not finite."""
+"""Name of the file with the batch that gave a number that is not finite, in a run folder."""
 
 _LISTS = ("offsets", "episodes")
-"""Columns of a batch that are tuples, not tensors."""
+"""Columns of a batch that are tuples instead of tensors."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrainedOn:
-    """A batch, the step that trained on it, and the policy's version before that step."""
+    """A batch, the step that trained on it, and the version of the policy before that step."""
 
     step: int
     version: int
     batch: Batch
     version_gaps: tuple[tuple[int, int], ...] = ()
-    """The policy's gaps in version numbers (`unstale.model.versions`)."""
+    """Version numbers that a resumed run skipped (`unstale.model.versions`)."""
 
 
 class Recording:
-    """A writer of recordings, with one file for each version and each batch."""
+    """Writes a recording, with one file for each version and each batch."""
 
     def __init__(self, folder: Path, *, base: int = 0) -> None:
-        """Create the folders. `base` is the checksum of the weights under adapters, else 0."""
+        """Create the folders of a recording.
+
+        `base` is the checksum of the frozen weights if the run trains LoRA adapters, else 0.
+        """
         self._versions = folder / "versions"
         self._batches = folder / "batches"
         self._base = base
@@ -55,7 +58,7 @@ class Recording:
         self._batches.mkdir(parents=True, exist_ok=True)
 
     def version(self, number: int, weights: Mapping[str, Tensor]) -> None:
-        """Write all forward weights of a version."""
+        """Write the weights of a version to its file."""
         _write(self._versions / _name(number), weights, {"base": str(self._base)})
 
     def batch(self, trained: TrainedOn) -> None:
@@ -69,13 +72,16 @@ class Recording:
 
 
 class Recorded:
-    """A reader of the files that a `Recording` wrote."""
+    """Reads the files that a `Recording` wrote."""
 
     def __init__(self, folder: Path) -> None:
-        """Open a recording. FileNotFoundError if it has no batch, or lacks a version."""
+        """Open a recording.
+
+        Raises FileNotFoundError if it has no batch or lacks a version.
+        """
         self._folder = folder
         self.versions = _numbers(folder / "versions")
-        """The published versions, in order."""
+        """The numbers of the recorded versions, in ascending order."""
         self.steps = _numbers(folder / "batches")
         if not self.steps:
             raise FileNotFoundError(
@@ -109,8 +115,8 @@ class Recorded:
 class WentWrong:
     """The batch and weights that gave a number that is not finite, to compute the step again.
 
-    `columns` are further `[T]` tensors, one entry per token of the batch. `about` describes the
-    failure.
+    `columns` are further tensors `[T]`, with one entry per token of the batch. `about` describes
+    the failure.
     """
 
     batch: Batch
@@ -120,7 +126,7 @@ class WentWrong:
 
     def save(self, path: Path) -> None:
         groups = {"batch": _columns(self.batch), "column": self.columns, "weight": self.weights}
-        # Copies, because columns may share memory, which the format refuses.
+        # Copies, because columns may share memory, which the format does not allow.
         tensors = {
             f"{group}/{name}": tensor.clone()
             for group, held in groups.items()
@@ -130,7 +136,7 @@ class WentWrong:
 
     @classmethod
     def load(cls, path: Path) -> "WentWrong":
-        """Read a saved file. ConfigError if `save` did not write it."""
+        """Read the file that `save` wrote. Raises ConfigError for any other file."""
         try:
             return cls._read(path)
         except (SafetensorError, KeyError, TypeError) as error:

@@ -1,4 +1,4 @@
-"""Storage of deltas, in memory or in files."""
+"""Storage of weight differences (deltas), in memory or in files."""
 
 import os
 import tempfile
@@ -8,9 +8,10 @@ from unstale.weights.codec import Delta, dumps, loads
 
 
 class Shelf:
-    """Deltas by version, in memory, or in files of a temporary folder inside `folder`.
+    """Stores the delta of each version, in memory or in files of a temporary folder.
 
-    The files are in safetensors format and written atomically.
+    A delta is the difference of the weights from the previous version. The temporary folder is
+    inside `folder`. Files are in safetensors format and are never incomplete.
     """
 
     def __init__(self, folder: Path | None = None) -> None:
@@ -20,7 +21,7 @@ class Shelf:
         self._sizes: dict[int, int] = {}
 
     def put(self, version: int, delta: Delta) -> None:
-        """Store a delta, in place of an earlier one of that version."""
+        """Store the delta of a version. It replaces an earlier one."""
         self._held[version] = self._write(version, delta) if self._folder else delta
         self._sizes[version] = delta.nbytes
 
@@ -41,7 +42,7 @@ class Shelf:
 
     @property
     def bytes(self) -> int:
-        """Bytes of all deltas, in memory or in files."""
+        """The size of all deltas in bytes, in memory or in files."""
         return sum(self._sizes.values())
 
     @property
@@ -49,7 +50,7 @@ class Shelf:
         return self._folder is not None
 
     def close(self) -> None:
-        """Drop all deltas, and remove the files."""
+        """Delete all deltas and their files."""
         self._held = {}
         self._sizes = {}
         if self._place is not None:

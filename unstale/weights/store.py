@@ -1,7 +1,7 @@
-"""The version store: the exact published weights of every version that is still needed.
+"""The version store: the exact weights of every published version that is still needed.
 
-It holds one full copy of the weights, and the differences between adjacent versions. Each tensor is
-handled on its own, so a rank can store its shard.
+It has one full copy of the weights, and the differences between adjacent versions. Each tensor is
+handled separately, so each device of a sharded trainer can store its part.
 """
 
 import time
@@ -29,22 +29,22 @@ from unstale.weights.shelf import Shelf
 __all__ = ["Delta", "StoreFull", "Update", "VersionStore"]
 
 Update = Mapping[str, Tensor] | Delta
-"""All weights of a version, or the difference from the version that the receiver holds."""
+"""The weights of a version, or their difference from the version that the receiver has."""
 
 _GB = 1e9
 
 
 class StoreFull(MemoryError):
-    """A version exceeds the store's memory limit. The store is unchanged."""
+    """Error: a version would exceed the store's memory limit. The store is unchanged."""
 
 
 class VersionStore:
-    """The weights of several versions, as one full copy and the deltas between adjacent versions.
+    """The weights of several versions: one full copy, and the deltas between adjacent versions.
 
-    The full copy is movable: `move_to` applies deltas to turn it into any stored version. `movable`
-    are tensors to use as the copy, changed in place, on any device. By default the store makes a
-    copy of the first version. With `storage="full"` every version is kept whole. Versions are kept
-    in memory, at most `memory_gb` of it (0 is no limit), or in files under `folder`.
+    `move_to` applies deltas to turn the full copy into any stored version. `movable` are tensors to
+    be used as the full copy. They are changed in place and may be on any device. Without `movable`,
+    the first version is copied. With `storage="full"` every version is stored whole instead.
+    Versions are stored in memory, up to `memory_gb` (0 is no limit), or in files under `folder`.
 
     >>> store = VersionStore()
     >>> for version in range(4):
@@ -65,22 +65,25 @@ class VersionStore:
     ) -> None:
         self._movable: dict[str, Tensor] = {}
         self._aliases: dict[str, str] = {}
-        """Further names of a movable tensor: tied weights are held once."""
+        """Further names of a tensor of the full copy. Tied weights are stored once."""
         self._adopt(movable or {})
         self._full = storage == "full"
         self._memory_gb = memory_gb
         self._versions: list[int] = []
         self._at = -1
         self._shelf = Shelf(folder)
-        """By version: its delta from the previous one (none for the first), or all weights."""
+        """The stored versions. Each is the delta from the previous one (none for the first) or all
+        weights.
+        """
         self.encode_s = 0.0
-        """Seconds spent on compression."""
+        """Seconds spent on compression so far."""
 
     def put(self, version: int, tensors: Mapping[str, Tensor]) -> None:
         """Add the weights of a new version.
 
-        Raises `StoreFull`, and ValueError if the weights do not fit, if the version is older than
-        the newest, or if it is stored with other weights.
+        Raises `StoreFull` if the memory limit would be exceeded. Raises ValueError if the weights
+        do not fit, the version is older than the newest, or the version is already stored with
+        other weights.
         """
         if not self._movable:
             self._adopt(tensors)
@@ -102,7 +105,7 @@ class VersionStore:
         self.encode_s += time.perf_counter() - began
 
     def move_to(self, version: int) -> None:
-        """Turn the movable copy into `version`. LookupError if it is not stored."""
+        """Turn the full copy into `version`. Raises LookupError if the version is not stored."""
         if version not in self._versions:
             raise LookupError(f"version {version} is not stored, only {self._versions}")
         if version == self._at:
@@ -121,15 +124,18 @@ class VersionStore:
             self._at = self._versions[i + step]
 
     def tensors(self, version: int) -> Mapping[str, Tensor]:
-        """Return the weights of `version`, read-only and valid until the copy moves.
+        """Return the weights of `version`, read-only. They change at the next `move_to` or `put`.
 
-        LookupError if the version is not stored.
+        Raises LookupError if the version is not stored.
         """
         self.move_to(version)
         return self._named()
 
     def keep(self, live: Collection[int]) -> None:
-        """Drop versions not in `live`, except the newest, and join the deltas around them."""
+        """Drop all versions that are not in `live`, except the newest.
+
+        Join the deltas around them.
+        """
         kept = [
             version
             for version in self._versions
@@ -150,7 +156,10 @@ class VersionStore:
         self._versions = kept
 
     def delta(self, version: int) -> Delta:
-        """Return the delta to `version` from the stored version before it. LookupError if none."""
+        """Return the delta to `version` from the version stored before it.
+
+        Raises LookupError if there is none.
+        """
         if self._full or version not in self._versions[1:]:
             raise LookupError(f"no delta leads to version {version}: kept {self._versions}")
         return self._shelf.get(version)
@@ -161,17 +170,17 @@ class VersionStore:
 
     @property
     def at(self) -> int:
-        """The version whose weights the movable copy holds now, -1 before the first."""
+        """The version whose weights the full copy has now, or -1 before the first."""
         return self._at
 
     @property
     def bytes(self) -> int:
-        """Bytes of memory for the stored versions, without the movable copy."""
+        """The memory for stored versions in bytes, without the full copy."""
         return 0 if self._shelf.in_files else self._shelf.bytes
 
     @property
     def encoded_bytes(self) -> int:
-        """Bytes of the stored versions, in memory or in files, without the movable copy."""
+        """The size of the stored versions in memory or files, in bytes, without the full copy."""
         return self._shelf.bytes
 
     @property
@@ -179,7 +188,10 @@ class VersionStore:
         return sum(tensor.nbytes for tensor in self._movable.values())
 
     def state(self) -> Mapping[str, Any]:
-        """Return tensors and numbers. Deltas are the bytes of safetensors files."""
+        """Return the contents of the store for a checkpoint.
+
+        Deltas are the bytes of safetensors files.
+        """
         return {
             "full": self._full,
             "at": self._at,
@@ -196,7 +208,10 @@ class VersionStore:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Load a `state()`. ValueError if it is damaged, or does not fit this store."""
+        """Load the contents from a checkpoint.
+
+        Raises ValueError if they are damaged or do not fit.
+        """
         if state["full"] != self._full:
             raise ValueError(
                 "the saved version store has another old_logps.storage: keep it as it was"
@@ -222,7 +237,7 @@ class VersionStore:
         self._check_copy(state["checksum"])
 
     def close(self) -> None:
-        """Drop every version, and remove the files."""
+        """Drop every version and remove the files."""
         self._shelf.close()
         self._versions = []
         self._at = -1
@@ -259,7 +274,9 @@ class VersionStore:
             apply(encoded, words(self._movable[name]))
 
     def _merge(self, before: int, links: list[int]) -> Delta:
-        """Return one delta from `before` to the last of `links`, by way of all of them."""
+        """Return one delta from version `before` to the last of `links`, by joining their
+        deltas.
+        """
         deltas = [self._shelf.get(version) for version in links]
         merged = {}
         for name, tensor in self._movable.items():
@@ -272,7 +289,9 @@ class VersionStore:
         return Delta(before, links[-1], deltas[-1].checksum, merged)
 
     def _check_chain(self, deltas: Mapping[int, Delta], state: Mapping[str, Any]) -> None:
-        """Raise ValueError unless a delta that fits leads to each version but the first."""
+        """Raise ValueError unless each version but the first has a delta that leads to it and
+        fits.
+        """
         versions = state["versions"]
         at = state["at"]
         pairs = [(-1, version) for version in versions] if self._full else list(pairwise(versions))
@@ -289,9 +308,9 @@ class VersionStore:
             require_fit(delta, tensors)
 
     def _check_copy(self, written: int) -> None:
-        """Raise ValueError unless the movable copy has the bits of its version.
+        """Raise ValueError unless the full copy has exactly the weights of its version.
 
-        No delta leads to the first version, so that one is checked by the step to the second.
+        No delta leads to the first version, so that version is checked by the delta to the second.
         """
         at = self._at
         with_delta = self._shelf.versions
@@ -308,7 +327,7 @@ class VersionStore:
         return current ^ words(tensor).to(current.device)
 
     def _adopt(self, tensors: Mapping[str, Tensor]) -> None:
-        """Use these tensors as the movable copy, tied ones once."""
+        """Use these tensors as the full copy. Tied tensors are used once."""
         first: dict[Any, str] = {}
         for name, tensor in tensors.items():
             memory = (
@@ -327,7 +346,7 @@ class VersionStore:
     def _misfits(self, tensors: Mapping[str, Tensor]) -> list[str]:
         """Return the names of tensors that the store cannot take.
 
-        They are missing, unknown, of another shape or dtype, or tied in the store but not here.
+        These are missing, unknown, of another shape or dtype, or tied in the store but not here.
         """
         current = self._named()
         wrong = current.keys() ^ tensors.keys()
@@ -344,7 +363,7 @@ class VersionStore:
         ]
 
     def _changed(self, tensors: Mapping[str, Tensor]) -> list[str]:
-        """Return the names of tensors with other bits than the movable copy."""
+        """Return the names of tensors whose bits differ from the full copy."""
         return [
             name
             for name, current in self._movable.items()
