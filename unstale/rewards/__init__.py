@@ -1,7 +1,7 @@
-"""Reward functions with values from 0 to 1, for the named rewards of environments.
+"""Reward functions, with values from 0 to 1. Environments name and combine them.
 
-See docs/rewards.md. `programs.py` runs unit tests in a sandbox, `judge.py` grades by a language
-model.
+docs/rewards.md describes them. `programs.py` runs unit tests in a sandbox, and `judge.py` grades
+with a language model.
 """
 
 import json
@@ -20,9 +20,9 @@ _PUNCTUATION = " ,;:!?\"'`*\N{LEFT DOUBLE QUOTATION MARK}\N{RIGHT DOUBLE QUOTATI
 
 
 def weighted(**weights: float) -> Callable[[Mapping[str, float]], float]:
-    """Return a function from named rewards to their weighted sum.
+    """Return a function that computes the weighted sum of named rewards.
 
-    It raises ValueError unless the rewards have exactly these names.
+    The function raises ValueError unless the rewards have exactly these names.
 
     >>> weighted(answer=1.0, form=0.25)({"answer": 1.0, "form": 1.0})
     1.25
@@ -39,7 +39,9 @@ def weighted(**weights: float) -> Callable[[Mapping[str, float]], float]:
 
 
 def normalised(text: str) -> str:
-    """Return the text in NFKC and lower case, without outer punctuation and extra spaces.
+    """Return the text in lower case and Unicode form NFKC, without outer punctuation.
+
+    Runs of spaces become a single space.
 
     >>> normalised(' "PARIS,   France". ')
     'paris, france'
@@ -49,7 +51,7 @@ def normalised(text: str) -> str:
 
 
 def exact_match(text: str, *expected: str) -> float:
-    """Return 1 if the text equals an expected one after `normalised`, else 0.
+    """Return 1 if the text equals one of the expected texts, else 0. Both are normalised first.
 
     >>> exact_match("Paris.", "paris", "city of paris"), exact_match("not Paris", "paris")
     (1.0, 0.0)
@@ -61,9 +63,10 @@ def exact_match(text: str, *expected: str) -> float:
 
 
 def numeric(text: str, expected: float, *, relative: float = 1e-6, absolute: float = 0.0) -> float:
-    """Return 1 if the text's last number is within either tolerance of the expected one, else 0.
+    """Return 1 if the last number in the text is close enough to the expected number, else 0.
 
-    Commas between thousands, units, `%` and `$` are ignored.
+    It must be within the relative or the absolute tolerance. Commas between thousands, units, `%`
+    and `$` are ignored.
 
     >>> numeric("9 boxes of $150 are $1,350.00.", 1350), numeric("41 or 42", 41)
     (1.0, 0.0)
@@ -78,9 +81,9 @@ def numeric(text: str, expected: float, *, relative: float = 1e-6, absolute: flo
 
 
 def exact_answer(reply: str, row: Mapping[str, Any]) -> float:
-    """Return 1 if the reply equals the row's `answer` after `normalised`, else 0.
+    """Return 1 if the reply equals the `answer` of the task's row, else 0. Both are normalised.
 
-    A reward function of the environment `dataset`.
+    This is a reward function for the environment `dataset`.
 
     >>> exact_answer("Oslo.", {"answer": "Oslo"})
     1.0
@@ -91,7 +94,8 @@ def exact_answer(reply: str, row: Mapping[str, Any]) -> float:
 def numeric_answer(reply: str, row: Mapping[str, Any]) -> float:
     """Return 1 if the reply's last number equals the last number of the row's `answer`, else 0.
 
-    A reward function of the environment `dataset`. Raises ValueError if `answer` has no number.
+    This is a reward function for the environment `dataset`. Raises ValueError if `answer` has no
+    number.
 
     >>> numeric_answer("It costs $1,350.", {"answer": "9 * 150 = 1350 #### 1350"})
     1.0
@@ -105,8 +109,9 @@ def numeric_answer(reply: str, row: Mapping[str, Any]) -> float:
 def json_schema(text: str, schema: Mapping[str, Any]) -> float:
     """Return 1 if the text is JSON that satisfies the schema, else 0.
 
-    The default is draft 2020-12. Needs jsonschema, of the extra `rewards`. Nothing is fetched.
-    Raises ValueError for an invalid schema, and for a reference to another schema.
+    The default version is draft 2020-12. Needs the package jsonschema, in the extra `rewards`. No
+    schema is downloaded. Raises ValueError for an invalid schema, and for a reference to another
+    schema.
     """
     from jsonschema import SchemaError, validators
     from referencing import Registry

@@ -1,8 +1,9 @@
-"""Grading by a language model behind the OpenAI API, with a cache, a budget and timeouts.
+"""A judge: a language model behind the OpenAI API that grades texts. With cache and budget.
 
-The graded texts are sent as JSON in a separate message, so no text can end its field and pose
-as an instruction. A weak judge may still be persuaded by them. The judge must answer with one JSON
-object. An invalid answer, no answer or a spent budget raises `EnvError`; none is a score of 0.
+The texts to be graded are sent as JSON in a separate message. So no text can pass for an
+instruction by closing its field. A weak judge may still be persuaded by a text. The judge must
+answer with one JSON object. An invalid answer, a missing answer or a spent budget raises `EnvError`
+and never gives the score 0.
 """
 
 import asyncio
@@ -25,7 +26,7 @@ from unstale.envs import EnvError
 from unstale.envs.strict_json import unique_names
 
 MAX_SCORE = 10
-"""The best score that the judge can give; the worst is 0."""
+"""The best score that the judge can give. The worst is 0."""
 
 MAX_RESPONSE_BYTES = 1 << 20
 
@@ -44,11 +45,11 @@ _CODE_FENCE = re.compile(r"```(?:json)?\s*(\{.*\})\s*```", re.DOTALL)
 
 
 class JudgeError(EnvError):
-    """An error of a judge that returned no verdict."""
+    """Error: the judge returned no valid grade."""
 
 
 class BudgetSpent(JudgeError):
-    """An error of a call that could exceed the judge's budget. It was not made."""
+    """Error: a call might have exceeded the judge's budget, and was not made."""
 
 
 class _Retryable(Exception):
@@ -57,24 +58,26 @@ class _Retryable(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JudgeEndpoint:
-    """The endpoint of a judge, and the options of its requests."""
+    """The address of a judge, and the options of the requests to it."""
 
     url: str
-    """The address without `/chat/completions`, such as `http://127.0.0.1:8000/v1`."""
+    """The URL without `/chat/completions`, such as `http://127.0.0.1:8000/v1`."""
     model: str
     key: str = field(default="", repr=False)
-    """Sent as a bearer token. Read it from the environment."""
+    """The API key, sent as a bearer token. Read it from an environment variable."""
     timeout_s: float = 15.0
-    """Seconds for one call. All `retries` + 1 calls should fit into `rollout.timeout_s`."""
+    """Seconds in which one call must be answered. All `retries` + 1 calls should fit into
+    `rollout.timeout_s`.
+    """
     retries: int = 2
     wait_s: float = 1.0
-    """Seconds before the second call; doubled before each further one."""
+    """Seconds before a call is repeated. The wait doubles with each repetition."""
     at_once: int = 8
-    """Concurrent calls."""
+    """Largest number of concurrent calls."""
     max_tokens: int = 512
-    """Tokens of one answer."""
+    """Largest number of tokens in one answer of the judge."""
     options: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({"temperature": 0}))
-    """Further fields of the request."""
+    """Further fields of each request, such as the temperature."""
 
     def __post_init__(self) -> None:
         address = urlsplit(self.url)
@@ -84,7 +87,10 @@ class JudgeEndpoint:
 
 @dataclass(frozen=True, slots=True)
 class JudgeBudget:
-    """A number of calls and of tokens, prompts included. Cached verdicts cost nothing."""
+    """A limit on the number of calls and of tokens, prompts included.
+
+    Cached grades cost nothing.
+    """
 
     calls: int
     tokens: int
@@ -92,17 +98,17 @@ class JudgeBudget:
 
 @dataclass(frozen=True, slots=True)
 class JudgeVerdict:
-    """A grade from 0 to 1, and the judge's reason for it."""
+    """A grade from 0 to 1, with the judge's reason."""
 
     score: float
     reason: str
 
 
 class LLMJudge:
-    """A judge that grades by a rubric. Episodes can share it; equal questions are sent once.
+    """A language model that grades texts by a rubric. Several episodes can share it.
 
-    `cache` is an SQLite file that processes can share. With it, a resumed episode gets the same
-    verdict as before.
+    Equal questions are sent only once. `cache` is an SQLite file, which several processes can
+    share. With a cache, a resumed episode gets the same grade as before.
     """
 
     def __init__(
@@ -116,13 +122,17 @@ class LLMJudge:
         self.endpoint = endpoint
         self.budget = budget
         self.spent = JudgeBudget(0, 0)
-        """Calls and tokens used. A call without a reported cost counts with the most it can cost."""
+        """Calls and tokens used so far. A call without a reported cost is counted with the most it
+        can cost.
+        """
         self._instructions = INSTRUCTIONS.format(rubric=rubric.strip(), top=MAX_SCORE)
         self._http = Http(endpoint.url, key=endpoint.key, max_body_bytes=MAX_RESPONSE_BYTES)
         self._threads = ThreadPoolExecutor(endpoint.at_once, thread_name_prefix="judge")
         self._budget_lock = threading.Lock()
         self._question_locks = [threading.Lock() for _ in range(256)]
-        """One lock for each first byte of a question's key, so that equal questions are sent once."""
+        """Locks by which equal questions are sent once. The first byte of the question's key
+        selects the lock.
+        """
         self._cache = sqlite3.connect(
             cache or ":memory:", timeout=30, check_same_thread=False, isolation_level=None
         )
@@ -138,9 +148,10 @@ class LLMJudge:
         self._cache.close()
 
     async def verdict(self, **texts: str) -> JudgeVerdict:
-        """Return the verdict on named texts, such as `question`, `answer` and `reference`.
+        """Return the grade of named texts, such as `question`, `answer` and `reference`.
 
-        Raises `JudgeError` without a verdict, and its subclass `BudgetSpent` without budget.
+        Raises `JudgeError` if the judge returns no valid grade, and its subclass `BudgetSpent` if
+        the budget does not allow the call.
         """
         content = json.dumps(texts, indent=1).encode(errors="replace").decode()
         body = {
@@ -156,7 +167,7 @@ class LLMJudge:
         return await loop.run_in_executor(self._threads, self._cached_verdict, body)
 
     async def score(self, **texts: str) -> float:
-        """Return the verdict's score, from 0 to 1. Raises like `verdict`."""
+        """Return the grade as a number from 0 to 1. Raises the errors of `verdict`."""
         return (await self.verdict(**texts)).score
 
     def _cached_verdict(self, body: Mapping[str, Any]) -> JudgeVerdict:
@@ -172,8 +183,11 @@ class LLMJudge:
         return JudgeVerdict(score / MAX_SCORE, reason)
 
     def _call_with_retries(self, body: Mapping[str, Any]) -> tuple[int, str]:
-        """Return the score, from 0 to `MAX_SCORE`, and the reason."""
-        # No token is shorter than one character of this ASCII text.
+        """Call the judge, with repetitions.
+
+        Return the score, from 0 to `MAX_SCORE`, and the reason.
+        """
+        # The request is ASCII text, and no token is shorter than one character.
         max_cost = len(json.dumps(body)) + self.endpoint.max_tokens
         for attempt in range(self.endpoint.retries + 1):
             if attempt:
@@ -188,7 +202,7 @@ class LLMJudge:
         raise JudgeError(f"no verdict after {self.endpoint.retries + 1} calls: {cause}") from cause
 
     def _spend(self, calls: int, tokens: int) -> None:
-        """Add calls and tokens to the amount spent. Negative tokens are a refund."""
+        """Add calls and tokens to the amount used. Negative numbers return unused tokens."""
         with self._budget_lock:
             spent = JudgeBudget(self.spent.calls + calls, self.spent.tokens + tokens)
             over = spent.calls > self.budget.calls or spent.tokens > self.budget.tokens
@@ -201,7 +215,7 @@ class LLMJudge:
             self.spent = spent
 
     def _call(self, body: Mapping[str, Any]) -> Any:
-        """Return the chat completion of one call."""
+        """Call the judge once. Return the parsed JSON of its chat completion."""
         call = self._http.call("POST", "/chat/completions", body)
         try:
             return asyncio.run(asyncio.wait_for(call, self.endpoint.timeout_s))
@@ -223,7 +237,7 @@ def _message_text(completion: Any) -> str:
 
 
 def _used_tokens(completion: Any, max_cost: int) -> int:
-    """Return the tokens that the endpoint reports, or `max_cost` if it reports none."""
+    """Return the number of tokens that the endpoint reports, or `max_cost` if it reports none."""
     match completion:
         case {"usage": {"total_tokens": int(tokens)}} if tokens > 0:
             return tokens
@@ -231,7 +245,9 @@ def _used_tokens(completion: Any, max_cost: int) -> int:
 
 
 def read_verdict(text: str) -> tuple[int, str]:
-    """Return score and reason of an answer. A code fence and text up to `</think>` are ignored.
+    """Return the score and the reason in an answer of the judge.
+
+    A code fence, and text before `</think>`, are ignored.
 
     >>> read_verdict('{"reason": "right, but curt", "score": 7}')
     (7, 'right, but curt')

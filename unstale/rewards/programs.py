@@ -1,8 +1,8 @@
-"""A reward for programs: the share of unit tests that they pass, in a sandbox.
+"""A reward for programs: the share of unit tests that they pass, run in a sandbox.
 
-The expected values never enter the sandbox. The program's answer is returned as data and compared
-here, so a program that prints, patches or exits cannot change its grade. Every test runs in a new
-process.
+The expected values are never passed to the sandbox. It returns the program's answer as data, which
+is compared outside. So a program cannot change its grade by printing, patching or exiting. Every
+test runs in a new process.
 """
 
 import ast
@@ -22,7 +22,9 @@ sys.stdout.write("\\n" + repr(eval(sys.argv[1], names)))
 sys.stdout.flush()
 os._exit(0)
 """
-"""The answer is the text after the last line end, whatever was printed before."""
+"""Source of the code that evaluates a test in the sandbox. Its answer is the text after the last
+line end, so that earlier output of the program is ignored.
+"""
 
 
 async def unit_tests(
@@ -31,10 +33,10 @@ async def unit_tests(
     """Return the share of tests that a program passes.
 
     A test is an assertion such as `"assert gcd(12, 18) == 6"`, or a pair of standard input and
-    output such as `("3 4", "7")`. The right side of an assertion is a literal; other assertions
-    raise ValueError. Outputs are compared without trailing space. The limits apply to each test,
-    and a timeout ends the testing. Keep the number of tests times `limits.seconds` below
-    `rollout.timeout_s`.
+    expected output such as `("3 4", "7")`. The right side of an assertion must be a literal.
+    Outputs are compared without trailing space. The limits apply to each test, and a time-out ends
+    the testing. The number of tests times `limits.seconds` should be below `rollout.timeout_s`.
+    Raises ValueError for another form of assertion.
     """
     if not tests:
         raise ValueError("tests must not be empty")

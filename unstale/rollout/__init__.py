@@ -1,4 +1,4 @@
-"""Rollout: episodes of an engine and an environment, and a bound on the age of their tokens."""
+"""Rollout: run episodes of an engine and an environment, and bound the age of their tokens."""
 
 from __future__ import annotations
 
@@ -13,24 +13,30 @@ if TYPE_CHECKING:
 
 
 class GroupRollout(Protocol):
-    """The part of `episode.Rollout` that the loop uses. The planner simulates it."""
+    """The methods of `episode.Rollout` that the training loop calls. The planner simulates them."""
 
     @property
     def wait_times(self) -> Stopwatch:
-        """Seconds that episodes waited for replies and for tools."""
+        """The seconds that episodes waited for replies and for tools, for metrics."""
         ...
 
     @property
     def resources(self) -> AbstractAsyncContextManager[Any]:
-        """A context that must be open while episodes run."""
+        """Return a context that must be open while episodes run, such as an HTTP endpoint."""
         ...
 
     async def group(self, request: GroupRequest, *, size: int, open_writer: OpenWriter) -> Group:
-        """Run `size` episodes of one task, or finish those that an earlier process started."""
+        """Run `size` episodes of one task.
+
+        Episodes that were started before a resume are completed.
+
+        `open_writer` opens the journal's record of an episode.
+        """
         ...
 
 
 Evaluation = Callable[..., Awaitable[list[bool | None]]]
-"""Runs an episode on each held-out task and returns its success, or None for a failed episode.
-
-The argument `progress` is called with a text and the numbers `done` and `total`."""
+"""A function that runs an episode on each held-out task. It returns the success of each, or None
+for a failed episode. Its argument `progress` is called with a text and the numbers `done` and
+`total`.
+"""

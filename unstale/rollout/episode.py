@@ -1,8 +1,8 @@
-"""Episodes: an engine and an environment take turns until the environment or a limit ends them.
+"""Episodes: engine and environment alternate until the environment or a limit ends the episode.
 
-A weight update interrupts generation; the same reply then continues from the same tokens under the
-next version. An episode whose environment fails is retried with the same seed, then counted as
-failed. Any other error ends the run.
+A weight update interrupts generation. The reply then continues from the same tokens under the next
+version. An episode whose environment fails is repeated with the same seed. If it fails again, it is
+counted as failed. Any other error ends the run.
 """
 
 import asyncio
@@ -52,40 +52,44 @@ from unstale.rollout.timeouts import Attempt, PersistentTimeout
 from unstale.rollout.transcript import NotReplayed, NullWriter, OpenWriter, Transcript
 
 FAILURE_WINDOW = 100
-"""Number of last episodes over which the share of failures is measured."""
+"""Number of latest episodes over which the share of failures is measured."""
 FAILURE_MINIMUM = 20
-"""Number of episodes before the share of failures may end the run."""
+"""Number of episodes from which on the share of failures may end the run."""
 
 OnFailure = Callable[[int, Failure, bool], None]
-"""`(episode, failure, is_last)`: called after a failed attempt at an episode."""
+"""A function `(episode, failure, is_last)` that is called after a failed attempt at an episode."""
 OnRestart = Callable[[int, Failure], None]
-"""`(episode, failure)`: called when a recorded attempt could not be replayed after a resume.
-
-The episode then starts again from its beginning."""
+"""A function `(episode, failure)`. It is called if a recorded attempt could not be replayed after a
+resume, so that the episode starts again from its beginning.
+"""
 
 
 OnBlocked = Callable[[str, float], None]
-"""`(name, seconds)`: called when the user code `name` blocked the event loop.
-
-Called again for the same code when it blocks for twice as long."""
+"""A function `(name, seconds)`. It is called when the user code `name` blocked the event loop, and
+again each time it blocks for twice as long.
+"""
 
 CLOSE_S = 5.0
-"""Seconds for `close` of an environment."""
+"""Seconds in which `close` of an environment must return."""
 
 
 class EpisodeFailed(Exception):
-    """An error of an environment: its text names the stage, and `__cause__` is the error."""
+    """Error in the code of an environment.
+
+    The text names the stage, and `__cause__` is the error.
+    """
 
 
 class TooManyFailures(RuntimeError):
-    """A share of failed episodes above `rollout.max_failed_share`."""
+    """Error: a larger share of episodes failed than `rollout.max_failed_share` allows."""
 
 
 @contextmanager
 def stage(name: str, timeout_s: float) -> Iterator[None]:
-    """Turn any error or time-out of environment code into `EpisodeFailed(name)`.
+    """Turn errors and time-outs of environment code within a context into `EpisodeFailed(name)`.
 
-    Also SystemExit and the like: only a cancellation of the episode passes.
+    This includes SystemExit and similar exceptions. Only the cancellation of the episode is not
+    turned into an error.
     """
     timeout = PersistentTimeout(timeout_s)
     task = timeout.task
@@ -95,12 +99,14 @@ def stage(name: str, timeout_s: float) -> Iterator[None]:
         with timeout:
             yield
     except EpisodeFailed:
-        raise  # an inner stage has named the place
+        raise  # an inner context has already named the stage
     except BaseException as error:
         if isinstance(error, asyncio.CancelledError) and task.cancelling():
             raise
         if isinstance(error, GeneratorExit) and not _is_current(task):
-            raise  # the event loop ends and closes the coroutine
+            # The event loop ends and closes the coroutine. A CancelledError here comes from inside
+            # the environment, not from this episode.
+            raise
         # A CancelledError here is of something inside the environment, not of this episode.
         raise EpisodeFailed(name) from error
     else:
@@ -111,13 +117,16 @@ def stage(name: str, timeout_s: float) -> Iterator[None]:
 
 
 def _is_current(task: asyncio.Task[Any]) -> bool:
-    with suppress(RuntimeError):  # no event loop runs
+    with suppress(RuntimeError):  # no event loop is running
         return asyncio.current_task() is task
     return False
 
 
 class Rollout:
-    """A runner of episodes. `on_piece` is called with each piece as soon as it is sampled."""
+    """Runs episodes.
+
+    `on_piece` is called with each piece (run of tokens) as soon as it is sampled.
+    """
 
     def __init__(  # noqa: PLR0913 - four of them are callbacks
         self,
@@ -140,32 +149,36 @@ class Rollout:
         self._longest_blocked: dict[str, float] = {}
         self.wait_times = Stopwatch("generation_wait", "tool_wait")
         self.resources: AbstractAsyncContextManager[Any] = nullcontext()
-        """A context that has to be open while episodes run."""
+        """A context that must be open while episodes run."""
         self.quarantined: set[str] = set()
-        """Keys of tasks whose last attempt failed. They are not requested again."""
+        """Keys of tasks whose last attempt failed. No further episodes are started on them."""
         self._num_episodes = 0
         self._outcomes: deque[bool] = deque(maxlen=FAILURE_WINDOW)
 
     def restore(
         self, episodes: int, quarantined: Iterable[str], outcomes: Iterable[bool] = ()
     ) -> None:
-        """Restore the episode count, the quarantined tasks and the latest outcomes of a run."""
+        """Restore episode count, failed tasks and latest outcomes of a resumed run.
+
+        `quarantined` are the keys of tasks whose last attempt failed.
+        """
         self._num_episodes = episodes
         self.quarantined = set(quarantined)
         self._outcomes.extend(outcomes)
 
     def next_episode(self) -> int:
-        """Return the number of a new episode."""
+        """Return the number of a new episode, and count it."""
         self._num_episodes += 1
         return self._num_episodes - 1
 
     async def group(
         self, request: GroupRequest, *, size: int, open_writer: OpenWriter = NullWriter
     ) -> Group:
-        """Run `size` episodes of one task at once, each from its record if it has one.
+        """Run `size` episodes of one task concurrently. An episode with a record continues from it.
 
-        They share the environment's seed; their sampling noise differs. `open_writer` is called
-        with the group's number and the episode's index in the group.
+        All episodes use the same environment seed and different sampling noise. `open_writer` is
+        called with the number of the group and the index of the episode in the group, and opens the
+        journal's record.
         """
         if request.finished:
             return _group(request, [record.outcome for record in request.past])
@@ -195,10 +208,11 @@ class Rollout:
         open_writer: OpenWriter = NullWriter,
         record: EpisodeRecord | None = None,
     ) -> Trajectory | Failure:
-        """Run one episode, with `retries` further attempts after a failure of its environment.
+        """Run one episode. If its environment fails, repeat it up to `retries` times.
 
-        An episode with a record continues from it. If the environment does not repeat the recorded
-        text, the episode restarts from the beginning; that does not count as a failure.
+        An episode with a record continues from there. If the environment does not produce the
+        recorded text again, the episode starts from the beginning. This does not count as a
+        failure.
         """
         failures = record.failures if record else 0
         if record and record.outcome:
@@ -237,7 +251,11 @@ class Rollout:
                 return failure
 
     async def attempt(self, transcript: Transcript, task: Task, env_seed: int) -> Trajectory:
-        """Run one attempt and return its trajectory. Raises `EpisodeFailed` or `NotReplayed`."""
+        """Run one attempt and return its trajectory.
+
+        Raises `EpisodeFailed` if the environment fails, and `NotReplayed` if it does not repeat a
+        recorded text.
+        """
         async with AsyncExitStack() as cleanup:
             with stage("begin", self.config.timeout_s):
                 env = self.taskset.env(task, env_seed)
@@ -264,7 +282,10 @@ class Rollout:
         )
 
     def caller(self, env: Any, task: Task) -> "EnvCaller":
-        """Return the way to call an environment. Its user must close the thread."""
+        """Return the object through which an environment is called.
+
+        The caller must close its thread.
+        """
         code = getattr(env, "code_name", "the environment")
 
         def on_blocked(seconds: float) -> None:
@@ -294,7 +315,7 @@ class Rollout:
         """Alternate replies and environment steps. Return the last turn and the reason to stop."""
         chat = self.generator.chat
         env = caller.env
-        # Once per attempt: these checks take half as long as a turn of a fast environment.
+        # Once per attempt, since these checks take half as long as a turn of a fast environment.
         resumable = env if isinstance(env, Resumable) else None
         simulated = env if isinstance(env, HasSimulatedDelays) else None
         while not turn.done:
@@ -321,9 +342,10 @@ class Rollout:
         return turn, "done"
 
     def _check_size(self, turn: Turn, num_tokens: int = 0) -> None:
-        """Raise `EnvError` for messages that alone exceed the context.
+        """Raise `EnvError` for messages that are longer than the whole context.
 
-        Before encoding, which would block the event loop, only a safe bound is known.
+        They are checked before they are encoded, because encoding would block the event loop. Only
+        a lower limit of their length is known then.
         """
         limit = self.generator.config.max_context
         characters = sum(len(message.content) for message in turn.messages)
@@ -342,7 +364,10 @@ class Rollout:
     async def _close(
         self, caller: "EnvCaller", kind: object, error: BaseException | None, _: object
     ) -> None:
-        """Close an environment. Its error is the episode's failure, unless that failed already."""
+        """Close an environment.
+
+        An error of `close` fails the episode, unless it has failed already.
+        """
         try:
             if isinstance(caller.env, Closable):
                 with stage("close", CLOSE_S):
@@ -354,7 +379,10 @@ class Rollout:
             caller.thread.close()
 
     def _count_failure(self, failure: Failure) -> None:
-        """Raise `TooManyFailures` if the share of failed episodes is too high."""
+        """Count a failed episode.
+
+        Raise `TooManyFailures` if the share of failed episodes is too large.
+        """
         self._outcomes.append(False)
         failed = self._outcomes.count(False)
         total = len(self._outcomes)
@@ -368,9 +396,9 @@ class Rollout:
 
 @dataclass(frozen=True, slots=True)
 class EnvCaller:
-    """The way to call one environment: its coroutines are watched, plain methods run in a thread.
+    """Calls the methods of one environment: coroutines with a watch on time, others in a thread.
 
-    All its plain methods run in one thread, because a library may require that.
+    All methods that are not coroutines run in the same thread, because a library may require it.
     """
 
     env: Any
@@ -383,7 +411,10 @@ class EnvCaller:
         return Watched(work, self.name, self.on_blocked)
 
     async def turn(self, method: Callable[..., Any], *arguments: Any) -> Turn:
-        """Call `begin` or `step`. Raises `EnvError` if it does not return a `Turn`."""
+        """Call `begin` or `step` of the environment.
+
+        Raises `EnvError` if the result is no `Turn`.
+        """
         turn = await self(method, *arguments)
         if not isinstance(turn, Turn):
             raise EnvError(f"{method.__name__}() must return a Turn, got {short_repr(turn)}")
@@ -391,7 +422,7 @@ class EnvCaller:
 
 
 async def _outcome(attempt: Attempt) -> Trajectory:
-    """Return the trajectory of an attempt."""
+    """Wait for an attempt and return its trajectory."""
     try:
         trajectory: Trajectory = await attempt.outcome()
     except EnvError as error:
@@ -400,7 +431,7 @@ async def _outcome(attempt: Attempt) -> Trajectory:
 
 
 def require_finished(groups: Sequence[Group]) -> Sequence[Group]:
-    """Return the groups. Raises `TooManyFailures` if none of their episodes finished."""
+    """Return the groups unchanged. Raises `TooManyFailures` if all of their episodes failed."""
     failures = [failure for group in groups for failure in group.failures]
     if failures and not any(group.trajectories for group in groups):
         raise TooManyFailures(
@@ -420,7 +451,7 @@ def _group(request: GroupRequest, results: Sequence[Trajectory | Failure | None]
 
 
 def failure_of(error: EpisodeFailed | NotReplayed, task: Task, pieces: Sequence[Piece]) -> Failure:
-    """Return the record of a failed attempt with these pieces."""
+    """Return the record of a failed attempt. `pieces` are the tokens it had before it failed."""
     replayed = isinstance(error, EpisodeFailed)
     cause = error.__cause__ if replayed else error
     sampled = [piece for piece in pieces if isinstance(piece, Sampled)]

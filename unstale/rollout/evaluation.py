@@ -1,4 +1,4 @@
-"""Evaluation: success on held-out tasks."""
+"""Evaluation: measure success on held-out tasks."""
 
 import asyncio
 from collections import Counter
@@ -12,11 +12,11 @@ from unstale.rollout.seeds import derive_seed
 async def evaluate(
     rollout: Rollout, tasks: Sequence[Task], *, seed: int, progress: Callable[..., None]
 ) -> list[bool | None]:
-    """Run one episode on each task. Return each episode's success, or None if it failed.
+    """Run one episode on each task. Return the success of each episode, or None if it failed.
 
-    `seed` changes only the replies: the seed of an environment depends on the task alone. A task
-    that is listed twice is attempted twice, with different replies. After each episode `progress`
-    is called with a text and the numbers `done` and `total`.
+    `seed` affects only the replies, because the seed of an environment depends on the task alone. A
+    task that is listed twice is attempted twice, with different replies. After each episode,
+    `progress` is called with a text and the numbers `done` and `total`.
     """
     num_done = 0
     attempts = Counter[str]()

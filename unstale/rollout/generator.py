@@ -1,4 +1,4 @@
-"""Sampling of one reply: tokens from an engine, appended to a transcript."""
+"""Sample one reply: the engine's tokens are added to the record of the episode."""
 
 from dataclasses import dataclass
 
@@ -10,14 +10,14 @@ from unstale.rollout.transcript import Transcript
 
 @dataclass(frozen=True, slots=True)
 class Generator:
-    """An engine with its sampling options and the chat format of its tokens."""
+    """An engine with its sampling options and the chat format that turns messages into tokens."""
 
     engine: Engine
     chat: Chat
     config: EngineConfig
 
     def reply_budget(self, num_tokens: int) -> int:
-        """Return how many tokens a reply may have after a context of `num_tokens`."""
+        """Return how many tokens a reply may have after `num_tokens` of context."""
         return min(self.config.max_completion_tokens, self.config.max_context - num_tokens)
 
     async def generate(
@@ -27,11 +27,12 @@ class Generator:
         *,
         since: int | None = None,
     ) -> tuple[list[int], bool]:
-        """Sample one reply and append it to the transcript. Raises `NotReplayed`.
+        """Sample one reply and add it to the transcript, which is the record of the episode.
 
-        Return its tokens, and True if it ended with a stop token. A weight update interrupts the
-        engine; the reply then continues from its own tokens under the new version. `since` is the
-        index of the reply's first piece if an interrupted call already sampled its beginning.
+        Return the reply's tokens, and True if it ended with a stop token. If a weight update
+        interrupts the engine, the reply continues from its own tokens under the new version.
+        `since` is the index of the reply's first piece, if an interrupted call already sampled its
+        beginning. Raises `NotReplayed` if a resumed episode differs from its record.
         """
         before = transcript.pieces[since:] if since is not None else ()
         tokens = [token for piece in before for token in piece.tokens]

@@ -1,4 +1,4 @@
-"""Metrics of the groups and advantages of one batch. docs/metrics.md defines each figure."""
+"""Metrics of the groups and advantages of one batch. docs/metrics.md defines each of them."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -10,9 +10,9 @@ PERCENTILES = (50, 90, 99)
 
 
 def describe(groups: Sequence[Group]) -> dict[str, float]:
-    """Return the metrics of a batch's groups. Failed episodes are only counted.
+    """Return the metrics of a batch's groups. Of failed episodes, only the number is used.
 
-    A figure that no episode defines is NaN.
+    A metric that no episode defines is NaN.
     """
     finished = [trajectory for group in groups for trajectory in group.trajectories]
     uniform = [len({each.reward for each in group.trajectories}) <= 1 for group in groups]
@@ -45,7 +45,7 @@ def describe(groups: Sequence[Group]) -> dict[str, float]:
 def describe_advantages(
     groups: Sequence[Group], scored: Sequence[ScoredTrajectory]
 ) -> dict[str, float]:
-    """Return the share of groups whose episodes all have the same advantage."""
+    """Return the share of groups in which all episodes have the same advantage."""
     by_episode = {each.trajectory.episode: each.advantage for each in scored}
     uniform = []
     for group in groups:
@@ -58,7 +58,7 @@ def describe_advantages(
 
 
 def _named_rewards(finished: Sequence[Trajectory]) -> dict[str, float]:
-    """Return the mean of each named reward. A truncated episode counts as 0."""
+    """Return the mean of each named reward. An episode that a limit ended counts as 0."""
     names = {name for trajectory in finished for name in trajectory.rewards} - {"reward"}
     return {
         f"reward/{name}_mean": _mean(trajectory.rewards.get(name, 0.0) for trajectory in finished)
@@ -67,9 +67,10 @@ def _named_rewards(finished: Sequence[Trajectory]) -> dict[str, float]:
 
 
 def _facts(finished: Sequence[Trajectory]) -> dict[str, float]:
-    """Return the mean of each fact, which is a number that the environment counts.
+    """Return the mean of each fact, which is a figure that the environment reports.
 
-    A task set that combines named rewards into one reports each of them as a fact `reward/<name>`.
+    A task set that combines several rewards into one reports each of them as a fact
+    `reward/<name>`.
     """
     names = {name for trajectory in finished for name in trajectory.facts} - {"success"}
     means = {}
@@ -90,5 +91,5 @@ def _mean(values: Iterable[float]) -> float:
 
 
 def _percentile(ordered: Sequence[float], percent: int) -> float:
-    """Return the nearest-rank percentile."""
+    """Return the percentile of sorted values by the nearest-rank method."""
     return ordered[round(percent / 100 * (len(ordered) - 1))] if ordered else math.nan

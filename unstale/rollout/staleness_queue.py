@@ -1,7 +1,8 @@
-"""A queue that bounds staleness, and the sampled pieces that no batch has consumed.
+"""The queue that bounds staleness, and the list of sampled tokens that no batch has contained.
 
-The queue holds budget, order and look-ahead window in one object, because the staleness bound
-needs all three (derivation: docs/staleness.md).
+Staleness is the number of versions between sampling a token and training on it. The bound depends
+on the number of tickets, the order and the look-ahead window, so one object has all three
+(derivation: docs/staleness.md).
 """
 
 import asyncio
@@ -19,19 +20,19 @@ StartGroup = Callable[[], Awaitable[Group]]
 
 
 class QueueExhausted(RuntimeError):
-    """A batch that can never be completed."""
+    """Error: a batch can never be completed, because no more groups will be admitted."""
 
 
 class StalenessQueue:
-    """A queue of groups, numbered by position in the order in which they are admitted.
+    """A queue of groups, each with a position in the order of admission.
 
-    A group takes a ticket before its work begins, and there are `(max_staleness + 1) *
-    groups_per_step` tickets. `release` returns the tickets of a batch once every engine holds the
-    version that was trained on it. Until then `admit` waits.
+    A group needs a ticket before its work begins. There are `(max_staleness + 1) * groups_per_step`
+    tickets, and `admit` waits until one is free. `release` frees the tickets of a batch when every
+    engine has the version that was trained on it.
 
-    `take` waits for finished groups and returns the oldest. It may skip unfinished ones, but takes
-    only positions less than `lookahead_window` after the oldest unfinished group: a window of 1 is
-    strict admission order.
+    `take` waits for finished groups and returns the oldest. It may pass over unfinished ones. Then
+    it takes only positions less than `lookahead_window` after the oldest unfinished group. A window
+    of 1 is strict admission order.
     """
 
     def __init__(
@@ -45,21 +46,21 @@ class StalenessQueue:
         self._num_unreleased = 0
         self._num_admitted = 0
         self._unfinished: OrderedDict[int, None] = OrderedDict()
-        """Positions of groups at work, the oldest first."""
+        """Positions of the groups that are not finished, oldest first."""
         self._finished: list[tuple[int, Group]] = []
-        """Finished groups that are not taken yet, by position."""
+        """Finished groups that were not taken yet, with their positions."""
         self._ticket_free = asyncio.Event()
         self._batch_ready = asyncio.Event()
         self._closed = ""
 
     @property
     def num_open(self) -> int:
-        """Number of groups admitted and not yet taken."""
+        """Number of groups that were admitted and not taken yet."""
         return len(self._unfinished) + self.num_finished
 
     @property
     def num_finished(self) -> int:
-        """Number of groups that wait to be taken."""
+        """Number of finished groups that were not taken yet."""
         return len(self._finished)
 
     def metrics(self) -> dict[str, float]:
@@ -69,22 +70,25 @@ class StalenessQueue:
         }
 
     def restore(self, admitted: int, open_positions: Sequence[int]) -> None:
-        """Restore a queue that had admitted `admitted` groups. Call `readmit` for each open one."""
+        """Restore a queue that had admitted `admitted` groups before a resume.
+
+        Call `readmit` for each of `open_positions` afterwards.
+        """
         self._num_admitted = admitted
         self._unfinished = OrderedDict.fromkeys(sorted(open_positions))
 
     async def readmit(self, position: int, start: StartGroup, tasks: asyncio.TaskGroup) -> None:
-        """Wait for a ticket, then start the group of a restored position.
+        """Wait for a ticket, then start a group that was admitted before a resume.
 
-        A resume may restore more groups than there are tickets, because training steps were lost
-        and their groups are open again. A group without a ticket waits: tokens sampled now would be
-        too old when it is taken.
+        There may be more such groups than tickets, because the groups of lost training steps are
+        open again. A group without a ticket must wait, because tokens sampled now would be too old
+        when the group is taken.
         """
         await self._take_ticket()
         tasks.create_task(self._run(position, start))
 
     async def admit(self, start: StartGroup, tasks: asyncio.TaskGroup) -> None:
-        """Wait for a ticket, then start a group as a child of `tasks`."""
+        """Wait for a ticket, then start a group in the task group `tasks`."""
         await self._take_ticket()
         self._unfinished[self._num_admitted] = None
         tasks.create_task(self._run(self._num_admitted, start))
@@ -99,7 +103,7 @@ class StalenessQueue:
     def close(self, reason: str) -> None:
         """Declare that no more groups will be admitted.
 
-        A `take` that can then not be completed raises `QueueExhausted` with the reason.
+        Afterwards `take` raises `QueueExhausted` with the reason if a batch cannot be completed.
         """
         self._closed = reason
         self._batch_ready.set()
@@ -112,14 +116,14 @@ class StalenessQueue:
             self._batch_ready.set()
 
     def _is_batch_ready(self) -> bool:
-        """Return True if the window holds enough finished groups for a batch."""
+        """Return True if enough finished groups may be taken to form a batch."""
         reach = next(iter(self._unfinished), self._num_admitted) + self.lookahead_window
         return bisect_left(self._finished, reach, key=itemgetter(0)) >= self.groups_per_step
 
     async def take(self) -> list[Group]:
-        """Return the next `groups_per_step` groups.
+        """Wait for the next `groups_per_step` groups and return them.
 
-        Raises `QueueExhausted` if too few are open and no more can be admitted.
+        Raises `QueueExhausted` if they can never be complete.
         """
         while not self._is_batch_ready():
             self._require_prospects()
@@ -131,7 +135,7 @@ class StalenessQueue:
         return [group for _, group in batch]
 
     def _require_prospects(self) -> None:
-        """Raise `QueueExhausted` if waiting cannot complete a batch."""
+        """Raise `QueueExhausted` if a batch can never be completed."""
         if self.num_open >= self.groups_per_step:
             return
         reason = self._closed
@@ -147,9 +151,9 @@ class StalenessQueue:
             )
 
     def release(self) -> None:
-        """Return the tickets of the oldest batch taken.
+        """Free the tickets of the oldest batch that was taken.
 
-        Call it once every engine holds the weights that were trained on this batch.
+        Call it when every engine has the weights that were trained on this batch.
         """
         count = min(self._num_unreleased, self.groups_per_step)
         self._num_live -= count
@@ -158,9 +162,10 @@ class StalenessQueue:
 
 
 class PendingPieces:
-    """The sampled pieces that no batch has consumed, by version and episode.
+    """The sampled pieces (runs of tokens) that no batch has contained, by version and episode.
 
-    Their versions must be kept: the old log-probabilities of these pieces may still be needed.
+    The weights of their versions must be kept, because their old log-probabilities may still be
+    needed.
     """
 
     def __init__(self) -> None:
@@ -170,7 +175,7 @@ class PendingPieces:
         self._pieces.setdefault(piece.piece.version, {}).setdefault(piece.episode, []).append(piece)
 
     def discard(self, episodes: Collection[int]) -> None:
-        """Remove the pieces of episodes that were trained on or that failed."""
+        """Remove the pieces of episodes that were trained on or have failed."""
         for version in self.versions:
             by_episode = self._pieces[version]
             for episode in episodes:
@@ -180,11 +185,11 @@ class PendingPieces:
 
     @property
     def versions(self) -> frozenset[int]:
-        """The versions that sampled at least one pending piece."""
+        """The versions that sampled at least one of these pieces."""
         return frozenset(self._pieces)
 
     def of_version(self, version: int, *, excluding: Collection[int] = ()) -> list[PendingPiece]:
-        """Return the pieces of one version, except those of the excluded episodes."""
+        """Return the pieces that one version sampled, without those of the excluded episodes."""
         excluded = frozenset(excluding)
         by_episode = self._pieces.get(version, {})
         return [
@@ -196,15 +201,15 @@ class PendingPieces:
 
 
 class StalenessError(AssertionError):
-    """A token in a batch that is older than the staleness bound."""
+    """Error: a token in a batch is older than the staleness bound."""
 
 
 def measure_staleness(
     batch: Batch, groups: Sequence[Group], *, lag: Tensor, bound: int
 ) -> dict[str, object]:
-    """Return the staleness metrics of a batch. Raises `StalenessError` beyond `bound`.
+    """Return the staleness metrics of a batch. Raises `StalenessError` for a token beyond `bound`.
 
-    `lag` is the staleness of each token, `[T]`: how many versions older than the policy it is.
+    `lag` is the staleness of each token, `[T]`, in versions.
     """
     ages = Counter(lag[batch.sampled].tolist())
     oldest = max(ages, default=0)

@@ -1,4 +1,4 @@
-"""Time-outs and cancellation of asyncio tasks."""
+"""Time-outs and cancellation of asyncio tasks that run the code of environments."""
 
 import asyncio
 from collections.abc import Coroutine
@@ -10,25 +10,28 @@ from unstale.envs.guard import CANCEL_INTERVAL_S, MAX_CANCELS, OCCUPANCY, abando
 _T = TypeVar("_T")
 
 END_S = 4.0
-"""Seconds that an environment has to release its resources after the first cancellation."""
+"""Seconds in which an environment must release its resources after the first cancellation."""
 
 
 class Attempt(asyncio.Task[None]):
-    """A task that runs code of an environment. Nothing waits for it once it is abandoned."""
+    """A task that runs the code of an environment.
+
+    If the code ignores cancellation, it is abandoned.
+    """
 
     def __init__(self, work: Coroutine[Any, Any, Any]) -> None:
         loop = asyncio.get_running_loop()
         self.stage = ""
-        """The call of the environment that runs, or ran last."""
+        """The method of the environment that runs now, or ran last."""
         self.ending = False
         """True if the owner has cancelled the task."""
         self._outcome: asyncio.Future[Any] = loop.create_future()
         super().__init__(_settle(work, self._outcome), loop=loop)
 
     async def outcome(self) -> Any:
-        """Wait for the work and return its result, or raise its error.
+        """Wait for the environment's code. Return its result, or raise its error.
 
-        Raises `EnvError` if its code cancelled this task or ignores cancellation.
+        Raises `EnvError` if the code cancelled its own task, or ignores cancellation.
         """
         try:
             return await self._outcome
@@ -36,7 +39,8 @@ class Attempt(asyncio.Task[None]):
             await self._end()
             raise
         finally:
-            del self._outcome  # its error's traceback may refer to this task: a reference cycle
+            # the error's traceback may refer to this task, which would be a reference cycle
+            del self._outcome
 
     def cancel(self, msg: Any = None) -> bool:
         running = OCCUPANCY.current
@@ -45,14 +49,17 @@ class Attempt(asyncio.Task[None]):
         return super().cancel(msg)
 
     def abandon(self) -> None:
-        """Stop waiting for the task, whose code ignores cancellation."""
+        """Stop waiting for the task, because its code ignores cancellation."""
         self.ending = True
         abandon(self)
         if not self._outcome.done():
             self._outcome.set_exception(EnvError("it ignores cancellation"))
 
     async def _end(self) -> None:
-        """Cancel the task and wait for its end, for `END_S` and a few further cancellations."""
+        """Cancel the task and wait up to `END_S` for its end.
+
+        Repeat the cancellation a few times.
+        """
         self.ending = True
         for seconds in (END_S, *[CANCEL_INTERVAL_S] * (MAX_CANCELS - 1)):
             self.cancel()
@@ -63,7 +70,7 @@ class Attempt(asyncio.Task[None]):
 
 
 async def _settle(work: Coroutine[Any, Any, Any], outcome: asyncio.Future[Any]) -> None:
-    """Set the outcome of the work, unless nothing waits for it any more."""
+    """Run the work and set its outcome, unless nothing waits for it any more."""
     try:
         result = await work
     except asyncio.CancelledError:
@@ -77,14 +84,14 @@ async def _settle(work: Coroutine[Any, Any, Any], outcome: asyncio.Future[Any]) 
         if not outcome.done():
             outcome.set_result(result)
     finally:
-        del outcome  # its error's traceback refers to this frame: a reference cycle
+        del outcome  # the error's traceback refers to this frame, which would be a reference cycle
 
 
 class PersistentTimeout:
     """A context that raises TimeoutError after `timeout_s`, like `asyncio.timeout`.
 
-    It repeats the cancellation of its task, because an environment's code may swallow the first.
-    It leaves no reference cycle for the garbage collector.
+    Unlike that, it repeats the cancellation, because the code of an environment may catch and
+    ignore the first. It also leaves no reference cycle to the garbage collector.
     """
 
     __slots__ = ("_loop", "_num_cancelled", "_timeout_s", "_timer", "task")
@@ -109,20 +116,20 @@ class PersistentTimeout:
     def __enter__(self) -> None: ...
 
     def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
-        """Raise TimeoutError if this timer alone cancelled the task."""
+        """Raise TimeoutError if the body was cancelled by this timer and by nothing else."""
         self._timer.cancel()
         for _ in range(self._num_cancelled):
             self.task.uncancel()
         cancelled = isinstance(error, asyncio.CancelledError) and not self.task.cancelling()
-        del self.task  # it holds the error, whose traceback refers to this frame
+        del self.task  # the timer holds the error, whose traceback refers to this frame
         if self._num_cancelled and cancelled:
             raise TimeoutError(f"no answer within {self._timeout_s:g} s") from error
 
 
 async def run_to_completion(work: Coroutine[Any, Any, _T]) -> _T:
-    """Return the result of `work`. If the caller is cancelled, first wait for the end of `work`.
+    """Return the result of `work`. If the caller is cancelled, wait for the end of `work` first.
 
-    Only a second cancellation of the caller does not wait.
+    Only a second cancellation of the caller ends the wait.
     """
     task = asyncio.create_task(work)
     try:
@@ -133,7 +140,7 @@ async def run_to_completion(work: Coroutine[Any, Any, _T]) -> _T:
 
 
 def first_error(group: BaseException) -> BaseException:
-    """Return the error of the task that failed first, out of nested exception groups."""
+    """Return the error that was raised first in a group of errors, which may be nested."""
     error: BaseException = group
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]

@@ -1,8 +1,8 @@
 """Record and replay of one attempt at an episode.
 
-Each piece of text is written to the journal before other code reads it. A run that resumes after a
-crash runs the attempt again with the recorded replies. The environment or agent must produce the
-recorded text again; if it does not, the episode restarts.
+Each piece of text is written to the journal before other code uses it. After a crash, a resumed run
+repeats the attempt with the recorded replies. The environment or agent must produce the recorded
+text again. If it does not, the episode starts from its beginning.
 """
 
 import json
@@ -24,11 +24,11 @@ from unstale.rollout.seeds import derive_seed
 
 
 class NotReplayed(Exception):
-    """A resumed attempt whose environment or agent did not produce the recorded text again."""
+    """Error: a resumed attempt's environment or agent did not repeat the recorded text."""
 
 
 class EpisodeWriter(Protocol):
-    """A destination for the record of one attempt, such as the journal."""
+    """Receives the record of one attempt at an episode. The journal implements it."""
 
     def write_piece(self, position: int, piece: Piece) -> None: ...
 
@@ -40,13 +40,13 @@ class EpisodeWriter(Protocol):
 
 
 OpenWriter = Callable[..., EpisodeWriter]
-"""Opens the writer of an attempt from the keywords `episode`, `seed` and `again`.
-
-`again` is True if the attempt is in the journal and continues."""
+"""A function that opens the record of an attempt, with the arguments `episode`, `seed` and `again`.
+`again` is True if the journal already has the attempt.
+"""
 
 
 class NullWriter:
-    """A writer that keeps nothing."""
+    """An `EpisodeWriter` that discards the record."""
 
     def __init__(self, *_: int, episode: int, seed: int, again: bool = False) -> None: ...
 
@@ -60,11 +60,11 @@ class NullWriter:
 
 
 class Transcript:
-    """The pieces of one attempt at an episode, and its branches.
+    """The tokens of one attempt at an episode, and of its branches.
 
-    A branch is a conversation of the same attempt with another context, which begins when an
-    external agent edits its history. The pieces of `record` are replayed first. `on_piece` is
-    called with each newly sampled piece.
+    A branch is a further conversation of the attempt, which begins when an external agent edits its
+    history. If `record` is given, its pieces (runs of tokens) are replayed first. `on_piece` is
+    called with each piece that is newly sampled.
     """
 
     def __init__(  # noqa: PLR0913 - two of them are callbacks
@@ -79,20 +79,22 @@ class Transcript:
     ) -> None:
         self.episode = episode
         self.seed = seed
-        """Seed of the sampling noise."""
+        """Seed of the random numbers for sampling."""
         self.pieces: list[Piece] = []
         self.tokens: list[int] = []
-        """Tokens of all pieces. The list only ever grows."""
+        """The tokens of all pieces so far. Tokens are only ever added."""
         self.branches: list[Transcript] = []
         self.writer: EpisodeWriter = NullWriter(episode=episode, seed=seed)
         self._open_writer = open_writer
         self._on_piece = on_piece
         self._recorded = deque(record.pieces if record else ())
-        """Pieces left to replay."""
+        """Recorded pieces that are still to be replayed."""
         self._snapshot = record.snapshot if record else None
         self._has_outcome = record is not None and record.outcome is not None
         self._opens_at_reply = is_branch and record is None
-        """True for a new branch until its first reply: one without replies is not recorded."""
+        """True for a new branch before its first reply. A branch without replies is not
+        recorded.
+        """
         if not self._opens_at_reply:
             self._open(again=record is not None)
         for branch in record.branches if record else ():
@@ -105,7 +107,10 @@ class Transcript:
         self._opens_at_reply = False
 
     def add_branch(self, episode: int, record: EpisodeRecord | None = None) -> "Transcript":
-        """Begin a branch with its own sampling noise. It is written as episode number `episode`."""
+        """Begin a branch, with a separate seed for sampling.
+
+        It is recorded as episode number `episode`.
+        """
         branch = Transcript(
             episode,
             derive_seed(self.seed, "branch", len(self.branches) + 1),
@@ -119,7 +124,7 @@ class Transcript:
 
     @property
     def replaying(self) -> bool:
-        """True if recorded pieces are left to replay, here or in a branch."""
+        """True if recorded pieces are still to be replayed, here or in a branch."""
         return bool(self._recorded) or any(branch.replaying for branch in self.branches)
 
     @property
@@ -128,13 +133,13 @@ class Transcript:
 
     @property
     def all_pieces(self) -> list[Piece]:
-        """The pieces so far and those left to replay."""
+        """The pieces so far, and those still to be replayed."""
         return [*self.pieces, *self._recorded]
 
     async def restore_snapshot(self, env: Resumable) -> list[float] | None:
         """Restore `env` from its recorded snapshot, and replay the pieces before the snapshot.
 
-        Return the rewards of the turns before it, or None if there is no snapshot.
+        Return the rewards of the turns before the snapshot. Return None if there is no snapshot.
         """
         if self._snapshot is None:
             return None
@@ -146,13 +151,16 @@ class Transcript:
         return [*turn_rewards]
 
     def save_snapshot(self, env: Resumable, turn_rewards: Sequence[float]) -> None:
-        """Write the environment's state, unless pieces are still being replayed."""
+        """Record the environment's state as a snapshot, unless pieces are still to be replayed."""
         if not self._recorded:
             state = json.dumps([list(turn_rewards), env.snapshot()])
             self.writer.write_snapshot(len(self.pieces), state)
 
     def add_context(self, piece: ContextPiece) -> None:
-        """Append a piece, or replay it if it is recorded. Raises `NotReplayed` if they differ."""
+        """Add a piece of context. While replaying, compare it with the recorded piece instead.
+
+        Raises `NotReplayed` if they differ.
+        """
         if not self._recorded:
             self.append(piece)
             return
@@ -165,18 +173,18 @@ class Transcript:
         self._replay()
 
     def replay_reply(self) -> Iterator[Sampled]:
-        """Replay the recorded part of the next reply."""
+        """Yield the recorded pieces of the next reply, and add them."""
         while self._recorded and isinstance(piece := self._recorded[0], Sampled):
             self._replay()
             yield piece
 
     def require_replayed(self) -> None:
-        """Raise `NotReplayed` if recorded pieces are left."""
+        """Raise `NotReplayed` if recorded pieces are still to be replayed."""
         if self._recorded:
             raise NotReplayed(f"{len(self._recorded)} recorded pieces were not requested")
 
     def append(self, piece: Piece) -> None:
-        """Write a new piece to the journal, then add it."""
+        """Write a new piece to the journal, then add it to the tokens."""
         if self._opens_at_reply and isinstance(piece, Sampled):
             self._open(again=False)
         self.writer.write_piece(len(self.pieces), piece)
@@ -186,7 +194,7 @@ class Transcript:
             self._on_piece(PendingPiece(self.episode, self.tokens, start, piece))
 
     def write_outcome(self, outcome: Trajectory | Failure) -> None:
-        """Write the outcome of the attempt, unless an outcome is on record."""
+        """Write the outcome of the attempt to the journal, unless it already has one."""
         if not self._has_outcome:
             self.writer.write_outcome(outcome)
             self._has_outcome = True

@@ -1,6 +1,7 @@
-"""The recording endpoint: an OpenAI-compatible server that records the tokens of agents.
+"""The recording endpoint: an OpenAI-compatible server that records the tokens of external agents.
 
-`conversation` finds the tokens of a call; `schemas` and `wire` check and read requests; `session`
-holds the calls of one episode; `agents` makes trajectories of them. `answers`, `responses` (the
-Responses API), `connections` and `server` are HTTP, the only files that need starlette and uvicorn.
+`conversation` finds the tokens of a call. `schemas` and `wire` check and read requests. `session`
+holds the calls of one episode, and `agents` turns them into trajectories. The other files handle
+HTTP and are the only ones that need starlette and uvicorn: `answers`, `responses` (OpenAI's
+Responses API), `connections` and `server`.
 """

@@ -1,4 +1,7 @@
-"""Episodes of agents that call the endpoint: their calls become trajectories."""
+"""Episodes of external agents, which call the recording endpoint.
+
+Their calls become trajectories.
+"""
 
 import asyncio
 from collections.abc import Callable
@@ -15,9 +18,10 @@ from unstale.rollout.transcript import NotReplayed, Transcript
 
 
 class AgentRollout(Rollout):
-    """A `Rollout` in which agents run the episodes, and call the policy through `endpoint`.
+    """Runs episodes of external agents, which call the policy through an HTTP `endpoint`.
 
-    `on_event` is called when an agent's edited history begins a branch.
+    An agent may edit the history that it sends. This begins a branch, which is a further
+    conversation of the episode, and `on_event` is called.
     """
 
     def __init__(
@@ -33,7 +37,7 @@ class AgentRollout(Rollout):
         self.on_event = on_event
 
     async def attempt(self, transcript: Transcript, task: Task, env_seed: int) -> Trajectory:
-        """Run the agent to its end. Return its calls as a trajectory with branches."""
+        """Run the agent to its end. Return its calls as one trajectory with branches."""
         with stage("begin", self.config.timeout_s):
             env = cast(ExternalEnv, self.taskset.env(task, env_seed))
         caller = self.caller(env, task)
@@ -53,7 +57,7 @@ class AgentRollout(Rollout):
                 raise NotReplayed(session.broken)
             if failed and session.stop == "done":
                 raise failed
-            # An agent may fail because a limit refused its call: that ends the episode, no more.
+            # A limit that refuses a call may make the agent fail. This only ends the episode.
             return _trajectory(session, task, turn, stop=session.stop if failed else "done")
         except (EpisodeFailed, NotReplayed) as error:
             reason = "the attempt that it is a branch of failed"
@@ -62,11 +66,12 @@ class AgentRollout(Rollout):
                 self.on_failure(branch.episode, failure, False)
             raise
         finally:
-            failed = None  # its traceback refers to this frame: a reference cycle
+            # the error's traceback refers to this frame, which would be a reference cycle
+            failed = None
 
 
 def _trajectory(session: AgentSession, task: Task, turn: Turn, *, stop: Stop) -> Trajectory:
-    """Return the attempt as a trajectory with its branches, and write their outcomes."""
+    """Return the attempt as a trajectory with its branches. Write their outcomes to the journal."""
     for transcript in session.transcripts:
         transcript.require_replayed()
     num_with_reply = sum(transcript.has_reply for transcript in session.transcripts)

@@ -1,4 +1,4 @@
-"""The endpoint's answers to chat and text requests, sent whole or streamed."""
+"""The endpoint's answers to chat and text requests, sent whole or as a stream."""
 
 import asyncio
 import json
@@ -22,27 +22,32 @@ from unstale.rollout.endpoint.wire import Choice, CompletionRequest
 Fields = dict[str, Any]
 Answer = asyncio.Task[list[Choice] | Refused]
 Texts = asyncio.Queue[tuple[int, str] | None]
-"""`(index of a choice, its text so far)` each time a text grows, then None."""
+"""A queue of `(index of a choice, its text so far)`, with an entry each time a text grows. None
+ends it. A choice is one of the `n` answers that a request asks for.
+"""
 
 
 def json_response(
     record: Mapping[str, Any], status: int = 200, headers: Mapping[str, str] | None = None
 ) -> Response:
-    """Return a JSON response in ASCII: UTF-8 cannot encode half a surrogate pair."""
+    """Return a JSON response in ASCII, since UTF-8 cannot encode one half of a surrogate pair."""
     return Response(json.dumps(record), status, headers, "application/json")
 
 
 class AnswerFormat:
-    """The JSON format of the answers to `/completions`. `ChatFormat` changes it for chats."""
+    """The JSON format of answers to `/completions`.
+
+    Subclasses have the formats of other requests.
+    """
 
     id_prefix = "cmpl"
     kinds = ("text_completion", "text_completion")
-    """The field `object` of a whole answer, and of each message of a stream."""
+    """Values of the field `object`: in a whole answer, and in each message of a stream."""
     opening: ClassVar[Fields] = {}
-    """The first part of a streamed choice; empty for none."""
+    """The first part of each choice in a stream. Empty if there is none."""
     logprobs_of = staticmethod(wire.text_logprobs)
     last = "[DONE]"
-    """The data of the last event of a stream; empty for none."""
+    """The data of the last event of a stream. Empty if there is none."""
 
     def __init__(self, model: str, chat: Chat) -> None:
         self._chat = chat
@@ -50,10 +55,10 @@ class AnswerFormat:
         self.created = int(time.time())
         self.model = model
         self._sent: defaultdict[int, dict[str, str]] = defaultdict(dict)
-        """The streamed text of each field of each choice."""
+        """The text sent so far of each field of each choice, by the choice's index."""
 
     def whole(self, choices: list[Choice], request: CompletionRequest) -> Fields:
-        """Return an answer that is not streamed."""
+        """Return the whole answer to a request that is not streamed."""
         return self._message(
             [
                 self.choice(
@@ -69,12 +74,15 @@ class AnswerFormat:
         )
 
     def begin(self, request: CompletionRequest) -> Iterator[Fields]:
-        """Yield the first events of a stream."""
+        """Yield the events that begin a stream."""
         for index in range(request.choices if self.opening else 0):
             yield self._part(index, self.opening)
 
     def grow(self, index: int, text: str, request: CompletionRequest) -> Iterator[Fields]:
-        """Yield an event for each content field of a choice of which more is known."""
+        """Yield an event for each content field of a choice that can now be sent further.
+
+        `text` is the choice's text so far.
+        """
         sent = self._sent[index]
         for name, known in self.final_text(text, request).items():
             num_sent = len(sent.get(name, ""))
@@ -83,7 +91,7 @@ class AnswerFormat:
                 sent[name] = known
 
     def end(self, choices: list[Choice], request: CompletionRequest) -> Iterator[Fields]:
-        """Yield the last events of a stream."""
+        """Yield the events that end a stream: unsent content, the reason of the end, counts."""
         for index, choice in enumerate(choices):
             for part in _unsent(self.content_of(choice), self._sent[index]):
                 yield self._part(index, part)
@@ -92,7 +100,7 @@ class AnswerFormat:
             yield self._message([], streamed=True, usage=wire.usage(choices))
 
     def fail(self, refused: Refused) -> Fields:
-        """Return the event of a stream that cannot be completed."""
+        """Return the event that ends a stream with an error."""
         return refused.body()
 
     def _part(self, index: int, content: Fields, end: Fields | None = None) -> Fields:
@@ -105,9 +113,9 @@ class AnswerFormat:
     def choice(
         self, index: int, content: Fields, end: Fields | None = None, *, streamed: bool
     ) -> Fields:
-        """Return a choice, or the part of a streamed one that adds `content`.
+        """Return one choice of an answer, or the part of a streamed choice that adds `content`.
 
-        `end` holds the fields of `end_of`, which the last part of a choice has.
+        `end` has the fields of `end_of`. Only the last part of a choice has them.
         """
         return {"index": index, "text": "", **content, **(end or _NO_END)}
 
@@ -115,14 +123,14 @@ class AnswerFormat:
         return {"text": choice.message.message.content}
 
     def end_of(self, choice: Choice, *, logprobs: bool) -> Fields:
-        """Return the fields that follow the content of a choice."""
+        """Return the fields that follow the content of a choice, such as the reason of its end."""
         return {
             "finish_reason": choice.finish,
             "logprobs": self.logprobs_of(choice.tokens) if logprobs else None,
         }
 
     def final_text(self, text: str, request: CompletionRequest) -> dict[str, str]:
-        """Return the start of each content field that no continuation of `text` can change."""
+        """Return the beginning of each content field that cannot change when `text` continues."""
         return {"text": _without_open_end(text, request)}
 
 
@@ -130,7 +138,7 @@ _NO_END: Fields = {"finish_reason": None, "logprobs": None}
 
 
 class ChatFormat(AnswerFormat):
-    """The JSON format of the answers to `/chat/completions`."""
+    """The JSON format of answers to `/chat/completions`."""
 
     id_prefix = "chatcmpl"
     kinds = ("chat.completion", "chat.completion.chunk")
@@ -157,7 +165,10 @@ class ChatFormat(AnswerFormat):
 
 
 class AnswerResponse(Response):
-    """The answer to a call. The reply is cancelled when the client disconnects."""
+    """The HTTP response to a call.
+
+    If the client disconnects, the sampling of the reply is cancelled.
+    """
 
     def __init__(
         self, session: AgentSession, request: CompletionRequest, answer_format: AnswerFormat
@@ -179,14 +190,15 @@ class AnswerResponse(Response):
         disconnected = asyncio.ensure_future(_disconnected(receive))
         disconnected.add_done_callback(lambda _: answer.cancel())
         try:
-            # A stream sends its status with its first text, so an earlier refusal can set another.
+            # A stream sends its status with its first text. An earlier refusal can still set
+            # another status.
             first = await texts.get()
             if self._request.stream and (first or isinstance(_result(answer), list)):
                 await self._stream(texts, first, answer, send)
             else:
                 await self._whole(_result(answer))(scope, receive, send)
         except OSError:
-            pass  # the client is gone
+            pass  # the client has disconnected
         finally:
             disconnected.cancel()
             answer.cancel()
@@ -201,7 +213,11 @@ class AnswerResponse(Response):
     async def _stream(
         self, texts: Texts, first: tuple[int, str] | None, answer: Answer, send: Send
     ) -> None:
-        """Send server-sent events: text as soon as it is final, everything else at the end."""
+        """Send an answer as server-sent events.
+
+        Text is sent once it cannot become part of a tool call or stop text. Everything else is sent
+        at the end.
+        """
         form = self._format
         await send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
 
@@ -245,7 +261,7 @@ async def _disconnected(receive: Receive) -> None:
 
 
 def _unsent(content: Fields, sent: Mapping[str, str]) -> list[Fields]:
-    """Return the parts of a choice's content that a stream has not sent."""
+    """Return the parts of a choice's content that have not been sent in the stream."""
     parts: list[Fields] = []
     for name in ("reasoning_content", "content", "text"):
         if unsent := (content.get(name) or "")[len(sent.get(name, "")) :]:
@@ -256,12 +272,15 @@ def _unsent(content: Fields, sent: Mapping[str, str]) -> list[Fields]:
 
 
 def call_id(choice: Choice, index: int) -> str:
-    """Return an id that is the same in a replay: some agents repeat it in their next prompt."""
+    """Return the id of a tool call.
+
+    It must be the same in a replay, because some agents repeat it.
+    """
     return f"call_{choice.branch}_{choice.num_prompt_tokens}_{index}"
 
 
 def _without_open_end(text: str, request: CompletionRequest) -> str:
-    """Return a text without an end that may turn out to be part of a character or stop text."""
+    """Return a text without an end that may become part of a character or of a stop text."""
     if any(stop in text for stop in request.stops):
         return ""
     text = text.rstrip("\ufffd")

@@ -1,4 +1,4 @@
-"""A check that an agent can be trained, killed and resumed."""
+"""A check that an external agent can be trained, killed and resumed."""
 
 import asyncio
 import threading
@@ -28,10 +28,13 @@ def check_agent(
     seed: int = 0,
     timeout_s: float = 30.0,
 ) -> None:
-    """Run the agent twice on `task`, and once with only one allowed call. Raises AssertionError.
+    """Check an agent on one task, with scripted replies.
 
-    The n-th reply of a conversation is `replies[n]`; the last one is repeated. A tool call is
-    `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`.
+    Raises AssertionError if it cannot be trained.
+
+    The agent runs twice, and once with only one call allowed. The n-th reply of each conversation
+    is `replies[n]`, and the last reply is repeated. A tool call is written `<tool_call>{"name":
+    ..., "arguments": {...}}</tool_call>`.
     """
     asyncio.run(_check(ExternalAgent(agent, [task], timeout_s=timeout_s), replies, seed))
 
@@ -76,7 +79,10 @@ async def _check(tasks: ExternalAgent, replies: Sequence[str], seed: int) -> Non
 
 
 async def _scripted_generator(replies: Sequence[str]) -> Generator:
-    """Return a generator whose n-th answer in a conversation is `replies[n]`, or the last one."""
+    """Return a stand-in for the engine. Its n-th answer in a conversation is `replies[n]`.
+
+    The last reply is repeated.
+    """
     chat = Chat(load_tokenizer(SHIPPED_POLICY), ())
     reply_start = chat.encode(_REPLY_START)
 
@@ -98,7 +104,7 @@ async def _scripted_generator(replies: Sequence[str]) -> Generator:
 
 
 async def _count_held(endpoint: RecordingEndpoint) -> dict[str, int]:
-    """Count threads, tasks and connections shortly after an episode, to detect leaks."""
+    """Count threads, tasks and connections shortly after an episode, to find leaks."""
     await asyncio.sleep(0.2)
     threads = [thread for thread in threading.enumerate() if not thread.name.startswith("asyncio_")]
     return {

@@ -1,7 +1,8 @@
-"""The endpoint's connections: their number, and the time that a request may take to arrive.
+"""Limits on the endpoint's connections: their number, and the time until a request is complete.
 
-A connection without a valid token is a stranger's. Strangers are few and short, so that they cannot
-use up the process's file descriptors: a run needs them for its journal, engines and checkpoints.
+The token is a password in the `Authorization` header. Connections that have not sent it are few and
+short-lived. So they cannot use up the file descriptors that the run needs for its journal, engines
+and checkpoints.
 """
 
 import asyncio
@@ -17,24 +18,28 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from unstale.rollout.endpoint.schemas import Refused
 
 HEAD_TIMEOUT_S = 10.0
-"""Seconds until the head of a request is complete, and until a connection has sent the token."""
+"""Seconds until the head of a request must be complete, and until a new connection must have sent
+the token.
+"""
 MAX_CONNECTIONS = 4096
 MAX_STRANGERS = 256
 RESERVED_DESCRIPTORS = 256
-"""File descriptors that are left to the run. Of a low limit, a quarter is."""
+"""Number of file descriptors that connections leave to the run. If the process may open only few, a
+quarter of them.
+"""
 
 
 def bears(authorization: str, token: str) -> bool:
-    """Return True if the value of an `Authorization` header has the token."""
+    """Return True if the value of an `Authorization` header contains the token."""
     kind, _, given = authorization.partition(" ")
     is_ours = hmac.compare_digest(given.strip().encode(), token.encode())
     return is_ours and kind.lower() == "bearer"
 
 
 class Protocol(H11Protocol):
-    """uvicorn's HTTP protocol with bounds on connections and heads, and with errors as JSON.
+    """uvicorn's HTTP protocol, with limits on connections and request heads, and errors as JSON.
 
-    `strangers` holds the connections that have not sent the token, the oldest first.
+    `strangers` are the connections that have not sent the token, oldest first.
     """
 
     _timer: asyncio.TimerHandle | None = None
@@ -49,7 +54,7 @@ class Protocol(H11Protocol):
         self._strangers[self] = None
         limit = _descriptor_limit()
         descriptor = transport.get_extra_info("socket").fileno()
-        # The lowest free number is taken, so a high one means that few are left.
+        # The lowest free descriptor is used. So a high number means that few are left.
         is_full = descriptor >= limit - min(RESERVED_DESCRIPTORS, limit // 4)
         is_full = is_full or len(self.connections) > MAX_CONNECTIONS
         if is_full or len(self._strangers) > min(MAX_STRANGERS, limit // 4):
@@ -79,7 +84,7 @@ class Protocol(H11Protocol):
         self._watch()
 
     def _watch(self) -> None:
-        """Run a timer for a stranger, and while the head of a request is incomplete."""
+        """Start a timer for a connection without the token, or with an incomplete request head."""
         waiting = self in self._strangers or self.conn.their_state is h11.IDLE
         waiting = waiting and not self.transport.is_closing()
         if waiting and self._timer is None:
@@ -94,7 +99,7 @@ class Protocol(H11Protocol):
         self.refuse(400, "invalid_http", msg)
 
     def refuse(self, status: int, code: str, message: str) -> None:
-        """Answer with an error, unless an answer has begun, and close the connection."""
+        """Answer with an error and close the connection. If an answer has begun, only close it."""
         self._strangers.pop(self, None)
         body = json.dumps(Refused(message, status=status, code=code).body()).encode()
         headers = [
@@ -102,7 +107,7 @@ class Protocol(H11Protocol):
             ("content-length", str(len(body))),
             ("connection", "close"),
         ]
-        with suppress(h11.LocalProtocolError):  # an answer has begun already
+        with suppress(h11.LocalProtocolError):  # an answer has already begun
             for event in (
                 h11.Response(status_code=status, headers=headers),
                 h11.Data(data=body),

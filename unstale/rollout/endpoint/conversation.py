@@ -1,9 +1,10 @@
-"""The mapping from calls to recorded tokens. Recorded text is never tokenized again.
+"""Map the calls of an agent to recorded tokens, so that recorded text is never tokenized again.
 
 An agent sends its whole history with every call. If the history repeats an earlier call and its
-answer, their recorded tokens are the context and only the new messages are tokenized. An edited
-history starts a branch: a second sequence of tokens, which begins with the recorded tokens up to
-the last answer that is unchanged. The rest is tokenized. This module neither samples nor waits.
+answer, the recorded tokens are used as the context. Only the new messages are tokenized. An edited
+history starts a branch, which is a second sequence of tokens. It begins with the recorded tokens up
+to the last unchanged answer. The messages after that are tokenized. This module neither samples nor
+waits.
 """
 
 import json
@@ -17,54 +18,68 @@ from unstale.envs.chat import Chat
 from unstale.records import ContextPiece, Piece, Provenance, Sampled
 
 MAX_DEPTH = 100
-"""Maximum depth of tool call arguments. Python cannot write much deeper JSON."""
+"""Largest nesting depth of a tool call's arguments. Python cannot write JSON that is much
+deeper.
+"""
 
 
 class Unanswerable(ValueError):
-    """A history to which no reply can be added."""
+    """Error: no reply can follow this history."""
 
 
 @dataclass(frozen=True)
 class HistoryMessage:
-    """A message of a history. `thoughts` is None if the agent left them out."""
+    """One message of an agent's history.
+
+    `thoughts` is None if the agent left out the reasoning text.
+    """
 
     message: Message
     thoughts: str | None = None
 
     @cached_property
     def key(self) -> str:
-        """A text that is equal for messages with the same role, content and tool calls."""
+        """A text that is equal for two messages with the same role, content and tool calls."""
         calls = [[call.name, call.arguments] for call in self.message.tool_calls]
         content = [self.message.role, self.message.content, calls]
         return json.dumps(content, sort_keys=True, default=dict)
 
 
 History = tuple[HistoryMessage, ...] | str | tuple[int, ...]
-"""Messages, or a prompt as text or tokens."""
+"""The prompt of a request: messages, a text, or tokens."""
 
 
 @dataclass(frozen=True)
 class Call:
-    """The history and tools of one request. Only a history of messages has tools."""
+    """The history and the tools of one request. Only a history of messages can have tools."""
 
     history: History
     tools: tuple[Mapping[str, Any], ...] = ()
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    """Variables of the chat template, in addition to the run's `chat_template_kwargs`."""
+    """Variables of the chat template for this request, in addition to the run's
+    `chat_template_kwargs`.
+    """
 
     @cached_property
     def form(self) -> str:
-        """A text that names the tools or the type of prompt. A branch has calls of one form."""
+        """A text for the tools or the type of the prompt.
+
+        All calls of a branch have the same text.
+        """
         first = self.history[0] if self.history else ""
         variables = json.dumps(self.template_kwargs) if self.template_kwargs else ""
         return json.dumps(self.tools) + variables if self.is_chat else type(first).__name__
 
     def chat(self, base: Chat) -> Chat:
-        """Return the chat format with the tools and variables of this call."""
+        """Return the chat format `base` with the tools and template variables of this call."""
         return base.with_tools(self.tools, self.template_kwargs) if self.is_chat else base
 
     def num_characters(self, *, tools: bool) -> int:
-        """Return a lower bound of the rendered length. Templates may omit blanks and thoughts."""
+        """Return a lower limit of the prompt's length in characters.
+
+        The exact length is not known, because chat templates may leave out blanks and reasoning
+        texts.
+        """
         if isinstance(self.history, str):
             return len(self.history.strip())
         messages = [each.message for each in self.history if isinstance(each, HistoryMessage)]
@@ -78,73 +93,81 @@ class Call:
 
 @dataclass(slots=True)
 class Exchange:
-    """A prompt and its answer, which is `pieces[start:end]` of the branch."""
+    """A prompt and its answer in a branch. The answer is `pieces[start:end]` of the branch."""
 
     prompt: History
     start: int
     end: int = 0
     answer: History | None = None
-    """The form in which the agent may send the answer back; None while it is pending."""
+    """The answer as the agent may send it back in a later history. None until it is complete."""
     ended: bool = False
-    """True if the answer's tokens include its end token."""
+    """True if the answer's tokens include the token that ends a reply."""
 
 
 @dataclass(slots=True)
 class Branch:
-    """One conversation of an episode: a sequence of tokens, and its exchanges."""
+    """One conversation of an episode: a sequence of tokens, with the prompts and answers in it."""
 
     number: int
     form: str
     exchanges: list[Exchange]
     pieces: list[Piece] = field(default_factory=list)
     pending: bool = False
-    """True while a client waits for the last answer."""
+    """True while a client waits for the branch's last answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """The beginning that a call and a branch have in common."""
+    """The part of a call's history that agrees with a branch."""
 
     branch: Branch
     exchanges: int
-    """The number of shared exchanges."""
+    """Number of exchanges (prompts with their answers) that agree."""
     end: int
-    """The end of the shared exchanges in the call's history."""
+    """Index in the call's history after the last exchange that agrees."""
     difference: str = ""
-    """The reason why the call cannot continue the branch; empty if it can."""
+    """Why the call cannot continue the branch. Empty if it can."""
     differs_at: int = 0
-    """Index of the first message, character or token of the history that differs."""
+    """Index of the first message, character or token of the history that differs from the
+    branch.
+    """
     resumes: bool = False
-    """True if the call repeats the branch's last one, whose client disconnected."""
+    """True if the call repeats the last call of the branch, whose client had disconnected."""
 
 
 @dataclass(frozen=True, slots=True)
 class Continuation:
-    """Where the answer to a request goes: the branch of the conversation that it extends, and the
-    context tokens to append to that branch before the answer."""
+    """The branch that gets the answer to a request, and context tokens to add to it first.
+
+    A branch is one conversation of the episode.
+    """
 
     branch: Branch
     context: tuple[ContextPiece, ...]
     fork: Match | None = None
-    """What a new branch shares with the branch that it leaves. None if it leaves none."""
+    """The agreement of a new branch with the branch that it starts from. None if it starts from
+    none.
+    """
     resumed: bool = False
-    """True if this continues an answer whose client disconnected."""
+    """True if the request continues an answer whose client had disconnected."""
 
 
 class Conversation:
-    """The calls of one episode, in branches: an edited history starts a new branch."""
+    """The calls of one episode, in branches. A call with an edited history starts a new branch."""
 
     def __init__(self, chat: Chat) -> None:
         self._chat = chat
         self.branches: list[Branch] = []
         self._answers: dict[str, tuple[HistoryMessage, tuple[int, ...], bool]] = {}
-        """Each answer by its key: its message, its tokens, and whether they have an end token."""
+        """Each answer by its key: its message, its tokens, and True if the tokens include the end
+        token.
+        """
 
     def ask(self, call: Call) -> Continuation:
-        """Find the branch that the call continues, or begin one.
+        """Find the branch that a call continues, or begin a new branch.
 
-        The branch continues with no other call while it is `pending`. Raises `Unanswerable`, and
-        changes nothing then.
+        The branch is then `pending` and cannot be continued by another call. Raises `Unanswerable`,
+        and changes nothing, if no reply can follow the history.
         """
         match = self._nearest(call)
         if match and match.resumes:
@@ -169,7 +192,7 @@ class Conversation:
         return Continuation(branch, (*prefix, *context), fork=match)
 
     def add_answer(self, branch: Branch, answer: History, *, ended: bool) -> None:
-        """Record that the pieces which were added to the branch after `ask` are this answer."""
+        """Record that the pieces added to the branch since `ask` are this answer."""
         exchange = branch.exchanges[-1]
         exchange.answer = answer
         exchange.ended = ended
@@ -181,7 +204,7 @@ class Conversation:
                 self._answers[message.key] = message, tokens, ended
 
     def retract(self, continuation: Continuation) -> None:
-        """Undo `ask`. Its context must not have been appended."""
+        """Undo `ask`. Must be called before the context was added to the branch."""
         continuation.branch.pending = False
         if continuation.branch.pieces and not continuation.resumed:
             continuation.branch.exchanges.pop()
@@ -189,7 +212,10 @@ class Conversation:
             self.branches.pop()
 
     def _nearest(self, call: Call) -> Match | None:
-        """Return the branch that shares most answers, preferably one that the call continues."""
+        """Return the branch that shares most answers with a call.
+
+        One it can continue is preferred.
+        """
 
         def rank(match: Match) -> tuple[int, bool, int]:
             continues = match.resumes or not match.difference
@@ -200,10 +226,10 @@ class Conversation:
     def _render(
         self, call: Call, prompt: History, *, ended: bool | None
     ) -> tuple[ContextPiece, ...]:
-        """Tokenize a prompt. Answers in it that this episode sampled keep their tokens.
+        """Tokenize a prompt. Answers in it that this episode sampled keep their recorded tokens.
 
-        `ended` is None at the beginning of a conversation. Otherwise the prompt follows an answer,
-        and `ended` is True if that answer's tokens include an end token.
+        `ended` is None at the start of a conversation. Otherwise the prompt follows an answer, and
+        `ended` says if the tokens of that answer include the end token.
         """
         if isinstance(prompt, str):
             return (ContextPiece(self._chat.encode(prompt)),) if prompt else ()
@@ -231,13 +257,16 @@ class Conversation:
             if ended is None
             else chat.encode_continuation(messages, ended=ended)
         )
-        # An assistant's message that no engine sampled was placed there by the agent.
+        # The agent itself wrote this assistant message. No engine sampled it.
         placed = any(message.role == "assistant" for message in messages)
         return ContextPiece(tokens, Provenance.FORCED if placed else Provenance.ENVIRONMENT)
 
 
 def _as_context(pieces: Sequence[Piece]) -> tuple[ContextPiece, ...]:
-    """Return pieces of a parent branch as context. Their tokens are trained in the parent."""
+    """Return sampled pieces as context pieces.
+
+    The new branch then does not train on them again.
+    """
     return tuple(
         ContextPiece(piece.tokens, Provenance.FORCED) if isinstance(piece, Sampled) else piece
         for piece in pieces
@@ -275,7 +304,10 @@ def _match(branch: Branch, call: Call) -> Match:
 
 
 def first_difference(one: History, other: History) -> tuple[int, str] | None:
-    """Return the index at which two histories differ, and the kind of difference, or None."""
+    """Return where two histories differ first, and the kind of difference.
+
+    None if they are equal.
+    """
     shared = min(len(one), len(other))
     if shared and isinstance(one[0], HistoryMessage):
         for index, (first, second) in enumerate(zip(one, other, strict=False)):
@@ -288,7 +320,7 @@ def first_difference(one: History, other: History) -> tuple[int, str] | None:
     else:
         low = 0
         high = shared
-        while low < high:  # bisection: comparing slices is faster than a loop
+        while low < high:  # bisection on slices is faster than a loop over characters
             middle = (low + high + 1) // 2
             if one[low:middle] == other[low:middle]:
                 low = middle
@@ -300,10 +332,10 @@ def first_difference(one: History, other: History) -> tuple[int, str] | None:
 
 
 def parse_reply(chat: Chat, text: str, *, tools: bool, plain: bool = False) -> HistoryMessage:
-    """Return a reply as a message.
+    """Return the text of a reply as a message.
 
-    Tool calls are content without `tools`, or if one of them is malformed. With `plain`, everything
-    is content.
+    If `tools` is False, or a tool call is malformed, tool calls are returned as content. With
+    `plain`, the whole text is content.
     """
     if plain:
         return HistoryMessage(Message("assistant", text))

@@ -1,4 +1,4 @@
-"""The OpenAPI description that the endpoint serves, from the schemas that check its requests."""
+"""The OpenAPI description that the endpoint serves. It is made from the schemas of its requests."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -14,7 +14,7 @@ _EPISODES: Mapping[str, Schema] = {
     },
     "/v1": {"name": "X-Episode", "in": "header", "schema": {"type": "string"}},
 }
-"""The parameter that names the episode, for each prefix of a path."""
+"""The OpenAPI parameter that names the episode, for each prefix of a path."""
 
 _ERROR = {
     "type": "object",
@@ -35,7 +35,7 @@ _ERROR = {
 
 
 def describe(paths: Mapping[str, Schema | None]) -> dict[str, Any]:
-    """Return an OpenAPI 3.1 document. `paths` maps each path to the schema of its body."""
+    """Return an OpenAPI 3.1 document. `paths` maps each path to the schema of its request body."""
     return {
         "openapi": "3.1.0",
         "info": {
@@ -85,7 +85,7 @@ def _name(path: str) -> str:
 
 
 def _nullable(schema: Any) -> Any:
-    """Return a schema that also allows null for optional fields, as `require` does."""
+    """Return the schema with null allowed for optional fields, because the endpoint allows it."""
     if isinstance(schema, list):
         return [_nullable(each) for each in schema]
     if not isinstance(schema, dict):

@@ -1,7 +1,7 @@
-"""The Responses API of OpenAI, as requests and answers of chats.
+"""Requests and answers of OpenAI's Responses API.
 
-A request is translated into a chat request, so that it is checked, answered and recorded as one.
-The endpoint keeps no responses: a client sends the whole input with each call.
+A request is translated into a chat request. So it is checked, answered and recorded like one. The
+endpoint does not store responses: a client must send the whole input with each call.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,7 +17,7 @@ from unstale.rollout.endpoint.schemas import ITEMS, RESPONSE, Refused, is_json_f
 from unstale.rollout.endpoint.wire import STRICT, Choice, CompletionRequest
 
 _LOGPROBS = "message.output_text.logprobs"
-"""The entry of `include` that asks for log-probabilities."""
+"""The entry in the field `include` with which a client asks for log-probabilities."""
 _SAME_IN_CHAT = (
     "model",
     "stream",
@@ -31,7 +31,10 @@ _SAME_IN_CHAT = (
 def read_response(
     body: Mapping[str, Any], *, temperature: float, config: EndpointConfig = STRICT
 ) -> CompletionRequest:
-    """Check and read a request. Raises `Refused` like `read_chat`."""
+    """Check and read a request of the Responses API.
+
+    Raises `Refused` for an invalid request, and for sampling options that the run cannot apply.
+    """
     text = body.get("text")
     requested = text.get("format") if config.lenient and isinstance(text, dict) else None
     if is_json_format(requested):
@@ -53,7 +56,7 @@ def read_response(
 
 
 def _as_chat(body: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a request of the Responses API as a chat request."""
+    """Translate the body of a Responses request into the body of a chat request."""
     items = body["input"]
     if isinstance(items, str):
         items = [{"role": "user", "content": items}]
@@ -83,7 +86,7 @@ def _as_chat(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _add_item(messages: list[dict[str, Any]], item: Any, path: str) -> None:
-    """Append an item to chat messages. Thoughts, text and calls of one reply are one message."""
+    """Add an input item to the chat messages. The items of one reply become a single message."""
     kind = item.get("type") or "message" if isinstance(item, dict) else None
     if not isinstance(kind, str) or kind not in ITEMS:
         raise Refused(f"{path} is not an item of type {', '.join(ITEMS)}", param=path)
@@ -116,7 +119,7 @@ def _text(content: str | Sequence[Mapping[str, str]]) -> str:
 
 
 class ResponseFormat(ChatFormat):
-    """The JSON format of the answers to `/responses`."""
+    """The JSON format of answers to `/responses`."""
 
     id_prefix = "resp"
     last = ""
@@ -125,7 +128,7 @@ class ResponseFormat(ChatFormat):
         super().__init__(model, chat)
         self._num_events = 0
         self._items: list[Fields] = []
-        """The items that were streamed, the last one perhaps unfinished."""
+        """The output items that were streamed so far. The last one may be incomplete."""
 
     def whole(self, choices: list[Choice], request: CompletionRequest) -> Fields:
         (choice,) = choices
@@ -143,7 +146,10 @@ class ResponseFormat(ChatFormat):
         return {"id": f"{_ID_PREFIXES[item['type']]}_{self.id}_{index}", **item}
 
     def _response(self, output: list[Fields], choice: Choice | None = None) -> Fields:
-        """Return a response: one in progress without a `choice`."""
+        """Return a response object with its output.
+
+        Without `choice` it has the status `in_progress`.
+        """
         is_cut = choice is not None and choice.finish == "length"
         status = "incomplete" if is_cut else "completed"
         return {
@@ -206,14 +212,14 @@ class ResponseFormat(ChatFormat):
         yield self._event("output_item.added", output_index=len(self._items) - 1, item=empty)
 
     def _at(self) -> Fields:
-        """Return the place of the item that is streamed, as fields of an event."""
+        """Return the fields of an event that say which output item it belongs to."""
         return {"output_index": len(self._items) - 1, "item_id": self._items[-1]["id"]}
 
     def _close(self, item: Fields) -> Fields:
         return self._event("output_item.done", output_index=len(self._items) - 1, item=item)
 
     def _add_thoughts(self, thoughts: str) -> Iterator[Fields]:
-        """Stream thoughts once. They are final as soon as they are known."""
+        """Stream the reasoning text in one event, as soon as it is complete."""
         if self._items:
             return
         yield from self._open(_thoughts(thoughts))
@@ -223,7 +229,7 @@ class ResponseFormat(ChatFormat):
         yield self._close(self._items[-1])
 
     def _add_text(self, text: str) -> Iterator[Fields]:
-        """Stream the part of a text that has not been sent."""
+        """Stream the part of the text that has not been sent yet."""
         if not self._items or self._items[-1]["type"] != "message":
             yield from self._open(_text_item("", []))
             part = self._items[-1]["content"][0]

@@ -1,7 +1,7 @@
-"""JSON Schemas of the requests that the endpoint accepts, and their check.
+"""JSON Schemas of the requests that the endpoint accepts, and the check against them.
 
-A field that would change the distribution of the samples is refused with the reason. The schemas
-are also served as the endpoint's OpenAPI description.
+A field that would change the distribution of the samples is refused with the reason. The endpoint
+also serves the schemas as its OpenAPI description.
 """
 
 import reprlib
@@ -12,7 +12,7 @@ MAX_CHOICES = 64
 MAX_STOPS = 16
 
 Schema = Mapping[str, Any]
-"""A JSON Schema of keywords that `require` checks. A refusal quotes its `description`."""
+"""A JSON Schema with the keywords that `require` supports. A refusal quotes its `description`."""
 
 _ANY: Schema = {}
 _LENIENT = "omit it, or set endpoint.lenient to override it"
@@ -24,7 +24,7 @@ _RECORDED = "only the sampled token's log-probability is recorded"
 
 
 class Refused(Exception):
-    """A request that is answered with an error."""
+    """Error: a request is refused. It has the status and the message of the HTTP answer."""
 
     def __init__(
         self,
@@ -111,7 +111,9 @@ _COMMON: Mapping[str, Schema] = {
     "safety_identifier": _ANY,
     "prompt_cache_key": _ANY,
 }
-"""The fields of both kinds of requests. Those without a type have no influence on sampling."""
+"""The fields that chat and text requests have in common. A field without a type does not affect
+sampling and is ignored.
+"""
 
 _PART = _object(
     ("type", "text"), others=False, type=_only("only text is supported", "text"), text=_STRING
@@ -144,7 +146,7 @@ MESSAGES: Mapping[str, Schema] = {
     )
     for role in ("system", "developer", "user", "assistant", "tool")
 }
-"""The schema of a message by its role."""
+"""The schema of a chat message, by its role."""
 
 CHAT = _object(
     ("messages",),
@@ -164,7 +166,7 @@ CHAT = _object(
     reasoning_effort=_only(_EFFORT, None),
     **_COMMON,
 )
-"""The schema of a body of `/v1/chat/completions`."""
+"""The schema of the body of a request to `/v1/chat/completions`."""
 
 COMPLETION = _object(
     ("prompt",),
@@ -181,7 +183,7 @@ COMPLETION = _object(
     suffix=_only("text can only be continued", ""),
     **_COMMON,
 )
-"""The schema of a body of `/v1/completions`."""
+"""The schema of the body of a request to `/v1/completions`."""
 
 _EMPTY = _only("the endpoint has no use for this field", None, [], "")
 _SENT_PART = _object(
@@ -222,7 +224,7 @@ ITEMS: Mapping[str, Schema] = {
         "function_call_output", "output", output=_SENT_TEXT, call_id=_ANY
     ),
 }
-"""The schema of an item of the input of `/v1/responses` by its type."""
+"""The schema of an input item of `/v1/responses`, by its type."""
 
 _SHARED = ("model", "stream", "stream_options", "temperature", "top_p", "user", "metadata", "store")
 _STATELESS = "the endpoint keeps no responses: send the whole input"
@@ -268,7 +270,7 @@ RESPONSE = _object(
     prompt_cache_retention=_ANY,
     **{name: _COMMON[name] for name in _SHARED},
 )
-"""The schema of a body of `/v1/responses`."""
+"""The schema of the body of a request to `/v1/responses`."""
 
 OVERRIDABLE = (
     "top_p",
@@ -284,13 +286,15 @@ OVERRIDABLE = (
     "reasoning",
     "text",
 )
-"""Options of the sampling that `endpoint.lenient` replaces by the run's. So is `temperature`."""
+"""Sampling options of a request that are ignored with `endpoint.lenient`. The run's options are
+used instead. `temperature` is treated the same way.
+"""
 
 JSON_FORMATS: Mapping[str, Schema] = {
     "json_object": _object((), type=_STRING),
     "json_schema": _object(("json_schema",), json_schema=_object(("schema",), schema=_object(()))),
 }
-"""The schema of a `response_format` by its type."""
+"""The schema of a `response_format`, by its type."""
 
 
 _TYPES: Mapping[str, tuple[type, ...]] = {
@@ -304,7 +308,10 @@ _TYPES: Mapping[str, tuple[type, ...]] = {
 
 
 def require(value: Any, schema: Schema, path: str) -> None:
-    """Raise `Refused` at the first place where a value does not match. Null counts as missing."""
+    """Raise `Refused` at the first place where `value` does not match the schema.
+
+    Null is treated as a missing value. `path` begins the place in the message.
+    """
     if not _matches(value, schema):
         description = schema["description"]
         got = reprlib.repr(value)
@@ -320,13 +327,13 @@ def require(value: Any, schema: Schema, path: str) -> None:
 
 
 def is_json_format(requested: Any) -> bool:
-    """Return True if a `response_format` asks for JSON, of a schema or any."""
+    """Return True if a `response_format` asks for JSON, with or without a schema."""
     kind = requested.get("type") if isinstance(requested, dict) else None
     return isinstance(kind, str) and kind in JSON_FORMATS
 
 
 def mismatched(body: Mapping[str, Any], schema: Schema) -> tuple[str, ...]:
-    """Return the names of the `OVERRIDABLE` options of a request that do not match."""
+    """Return the names of the `OVERRIDABLE` options in a request that do not match the schema."""
     properties = schema["properties"]
     return tuple(
         name
@@ -353,7 +360,10 @@ def _require_fields(value: Mapping[str, Any], schema: Schema, path: str) -> None
 
 
 def _matches(value: Any, schema: Schema) -> bool:
-    """Check a value without its items or fields, except against the schemas of `anyOf`."""
+    """Return True if a value matches a schema, without a check of its items and fields.
+
+    The schemas of `anyOf` are checked completely.
+    """
     if "anyOf" in schema:
         return any(_matches_deeply(value, each) for each in schema["anyOf"])
     if "enum" in schema:

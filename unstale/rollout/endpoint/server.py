@@ -1,9 +1,9 @@
-"""The endpoint over HTTP: starlette on uvicorn, on loopback, for clients with the token.
+"""The endpoint's HTTP server (starlette on uvicorn). It accepts local clients that have the token.
 
-Routes: `/e/<episode>/v1/` with `chat/completions`, `responses`, `completions`, `models`, and
-`record` for all tokens so far, with version, log-probability and provenance; `/v1/` with the same
-for the episode that the header X-Episode names; `/openapi.json`, which describes them; `/healthz`,
-which needs no token.
+`/e/<episode>/v1/` has `chat/completions`, `responses`, `completions`, `models`, and `record`, which
+returns all tokens so far with version, log-probability and origin. `/v1/` has the same paths for
+the episode that the header X-Episode names. `/openapi.json` describes all paths. `/healthz` needs
+no token.
 """
 
 import asyncio
@@ -39,7 +39,7 @@ from unstale.rollout.endpoint.session import AgentSession
 HOST = "127.0.0.1"
 MAX_BODY_BYTES = 2 << 20
 REQUEST_TIMEOUT_S = 30.0
-"""Seconds for the body of a request."""
+"""Seconds in which the body of a request must arrive."""
 PATHS = {
     "/chat/completions": CHAT,
     "/responses": RESPONSE,
@@ -47,22 +47,25 @@ PATHS = {
     "/models": None,
     "/record": None,
 }
-"""The paths of an episode, with the schema of the body of a POST request."""
+"""The paths of an episode. A path for POST requests has the schema of the request body."""
 MODEL = "policy"
-"""The model's name in answers to requests without one."""
+"""Name of the model in answers to requests that name none."""
 
 BACKLOG = 512
 ACCEPTED_AT_ONCE = 8
-"""Connections accepted before any is counted. asyncio would accept its whole backlog."""
+"""Number of connections accepted before they are counted. asyncio would accept all that wait."""
 
 FindSession = Callable[[str], AgentSession]
-"""Returns the session of an episode by its name. Raises `Refused`."""
+"""A function that returns the session of an episode by its name. It raises `Refused` if there is
+none.
+"""
 
 
 class RecordingEndpoint:
-    """An OpenAI-compatible server that records every token. It serves inside `async with`.
+    """An OpenAI-compatible server that records every token. It runs inside `async with`.
 
-    `opened` adds the session of an episode. `find` returns the sessions of all other episodes.
+    `opened` adds the session of an episode. `find` is called for the name of an episode that was
+    not added.
     """
 
     def __init__(
@@ -98,9 +101,9 @@ class RecordingEndpoint:
         return len(self._sessions)
 
     async def __aenter__(self) -> Self:
-        """Start to serve. Raises OSError if the port is in use."""
+        """Start the server. Raises OSError if the port is in use."""
         listening = socket.create_server((HOST, self._port), backlog=BACKLOG)
-        # Connections inherit it; without it, an answer waits 40 ms.
+        # Connections inherit this option. Without it an answer may wait 40 ms.
         listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._port = listening.getsockname()[1]
         self._server = _Server(self._app(), self.token)
@@ -115,7 +118,7 @@ class RecordingEndpoint:
 
     @contextmanager
     def opened(self, session: AgentSession) -> Iterator[str]:
-        """Serve an episode until the context ends. Yields its base URL."""
+        """Serve an episode until the context ends. Yield its base URL."""
         key = secrets.token_hex(8)
         self._sessions[key] = session
         try:
@@ -199,7 +202,7 @@ class RecordingEndpoint:
 
 
 class _Server(uvicorn.Server):
-    """A server that leaves signals to the program."""
+    """A uvicorn server that does not handle signals. The program handles them."""
 
     def __init__(self, app: Starlette, token: str) -> None:
         config = uvicorn.Config(

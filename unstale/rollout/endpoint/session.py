@@ -1,4 +1,4 @@
-"""The calls of one agent in one episode. Each is recorded before it is answered."""
+"""The calls of one agent in one episode. Each call is recorded before it is answered."""
 
 import asyncio
 from bisect import bisect_left
@@ -28,19 +28,21 @@ from unstale.rollout.episode import Rollout
 from unstale.rollout.transcript import NotReplayed, Transcript
 
 CHUNK_TOKENS = 16
-"""Tokens per engine request while a reply is streamed or has stop texts."""
+"""Tokens per request to the engine, for replies that are streamed or may end at a stop text. The
+reply is examined after each such part.
+"""
 
 OnText = Callable[[int, str], None]
-"""Called with the index of a choice and its text so far."""
+"""A function called with the index of a choice and its text so far, each time the text grows."""
 
 
 @dataclass(slots=True)
 class AgentSession:
     """The calls of one agent in one episode.
 
-    Each answer is a task of the group `calls`, so that an error of the engine ends the run, not
-    the episode. `on_event` is called with `"forked"` and the details when an edited history begins
-    a branch.
+    Each call is answered in a task of the task group `calls`. So an error of the engine ends the
+    run and not only the episode. When an edited history begins a branch, `on_event` is called with
+    `"forked"` and the details.
     """
 
     rollout: Rollout
@@ -48,13 +50,15 @@ class AgentSession:
     calls: asyncio.TaskGroup
     on_event: Callable[..., None] = lambda kind, **_: None
     stop: Stop = "done"
-    """The limit that refused the last refused call; "done" if there is none."""
+    """The limit because of which the last call was refused. "done" if none was."""
     broken: str = ""
-    """The reason why a resumed episode cannot continue; empty if it can."""
+    """Why an episode cannot continue after a resume. Empty if it can."""
     closed: bool = False
     num_replies: int = 0
     facts: Counter[str] = field(default_factory=Counter)
-    """Counts of overridden options, and of replies repeated for their format."""
+    """Counts of options that were ignored (`endpoint.lenient`) and of replies sampled again for
+    their format.
+    """
     _unclaimed: list[Transcript] = field(init=False)
     _transcripts: dict[int, Transcript] = field(default_factory=dict)
     _conversation: Conversation = field(init=False)
@@ -77,13 +81,16 @@ class AgentSession:
 
     @property
     def transcripts(self) -> list[Transcript]:
-        """The transcripts of all branches, in the order in which they began."""
+        """The records of all branches (conversations) of the episode, in order of their start."""
         return [self.transcript, *self.transcript.branches]
 
     def start(
         self, request: CompletionRequest, on_text: OnText
     ) -> "asyncio.Task[list[Choice] | Refused]":
-        """Start to answer a call. The caller cancels the task when its client disconnects."""
+        """Start to answer a call, in a task.
+
+        The caller must cancel it if its client disconnects.
+        """
         if self.closed:
             raise Refused("this episode is over", status=410, code="episode_over")
         if self.broken:
@@ -96,7 +103,10 @@ class AgentSession:
 
     @asynccontextmanager
     async def watched(self) -> AsyncIterator[None]:
-        """Limit the time between two calls to `rollout.timeout_s`. Close the session on exit."""
+        """Limit the time between two calls of the agent to `rollout.timeout_s`, within a context.
+
+        The session is closed at the end of the context.
+        """
         self._changed_at = asyncio.get_running_loop().time()
         try:
             async with asyncio.timeout(self.rollout.config.timeout_s) as self._limit:
@@ -128,7 +138,10 @@ class AgentSession:
             self._add_pending(-1)
 
     def _add_pending(self, change: int) -> None:
-        """Count pending calls. The agent's time limit only runs while there are none."""
+        """Change the number of pending calls.
+
+        The agent's time limit runs only while there are none.
+        """
         self._count_time()
         self._num_pending += change
         if self._limit is not None and not self.closed and not self._limit.expired():
@@ -146,9 +159,9 @@ class AgentSession:
             self.rollout.wait_times.add(waited_for, self._changed_at - began)
 
     def _place_all(self, request: CompletionRequest) -> list[Continuation]:
-        """Find or begin a branch for each choice, and append its context.
+        """Find or begin a branch for each answer of a request, and add the request's context to it.
 
-        If one choice cannot be answered, raise `Refused` and change nothing.
+        If one answer is not possible, raise `Refused` and change nothing.
         """
         call = request.call
         places: list[Continuation] = []
@@ -180,7 +193,10 @@ class AgentSession:
         return places
 
     def _check_size(self, call: Call) -> None:
-        """Refuse a prompt that is certainly too long. Tokenizing it would block the event loop."""
+        """Raise `Refused` for a prompt that is certainly too long.
+
+        It is checked before tokenizing, which would block the event loop.
+        """
         history = () if isinstance(call.history, str) else call.history
         tokens = [token for token in history if isinstance(token, int)]
         if tokens and not self.chat.are_token_ids(tokens):
@@ -209,9 +225,10 @@ class AgentSession:
         self.num_replies += replies
 
     def _claim(self, place: Continuation) -> Transcript:
-        """Return the transcript of a new branch.
+        """Return the record (transcript) to which a new branch is written.
 
-        In a resumed episode this is a recorded one that begins with the same context, if there is.
+        In a resumed episode, this is the recorded branch that begins with the same context, if
+        there is one.
         """
         matching = [t for t in self._unclaimed if _begins_with(t.all_pieces, place.context)]
         if matching:
@@ -235,7 +252,7 @@ class AgentSession:
     async def _reply(
         self, place: Continuation, request: CompletionRequest, on_text: Callable[[str], None]
     ) -> Choice | Refused:
-        """Sample a reply, and again in a new branch while it does not have the requested format."""
+        """Sample a reply. Repeat in a new branch while it lacks the requested `response_format`."""
         wanted = request.format
         if wanted is None:
             return await self._generate(place, request, on_text)
@@ -312,13 +329,16 @@ class AgentSession:
 def generation_options(
     chat: Chat, request: CompletionRequest, on_text: Callable[[str], None]
 ) -> GenerationOptions:
-    """Return the options of a request: its length limit, stop texts and streaming callback."""
+    """Return the options for sampling: the length limit, stop texts and the streaming callback."""
 
     def has_stop(text: str) -> bool:
         return any(stop in text for stop in request.stops)
 
     def find_end(tokens: Sequence[int]) -> int | None:
-        """Return the number of tokens that contain the first stop text, or None without one."""
+        """Return the number of tokens up to the end of the first stop text.
+
+        None if there is none.
+        """
         text = chat.text(tokens)
         if request.stream:
             on_text(text)
@@ -334,6 +354,6 @@ def generation_options(
 
 
 def _begins_with(pieces: Sequence[Piece], context: Sequence[ContextPiece]) -> bool:
-    """Return True if recorded pieces and a context agree up to the end of the shorter."""
+    """Return True if recorded pieces and a context have the same tokens, up to the shorter end."""
     known = pieces[: len(context)]
     return list(known) == list(context[: len(known)])

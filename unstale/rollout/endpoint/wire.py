@@ -27,7 +27,9 @@ from unstale.rollout.endpoint.schemas import (
 )
 
 LOGP_FLOOR = -9999.0
-"""The value for -infinity, which JSON lacks, as in OpenAI's answers."""
+"""Log-probability in place of -infinity, which JSON cannot express. OpenAI's answers use the same
+value.
+"""
 
 
 STRICT = EndpointConfig()
@@ -35,21 +37,27 @@ STRICT = EndpointConfig()
 
 @dataclass(frozen=True, slots=True)
 class ReplyFormat:
-    """The JSON Schema that a reply without tool calls satisfies, by validation and retries."""
+    """The JSON Schema that a reply must satisfy. A reply that does not is sampled again.
+
+    Replies with tool calls are not checked.
+    """
 
     schema: Mapping[str, Any]
     retries: int
-    """Number of further replies."""
+    """How often a reply is sampled again."""
 
     def accepts(self, message: Message) -> bool:
-        """Raises `Refused` for a schema that refers to another one."""
+        """Return True if a message satisfies the schema, or has tool calls.
+
+        Raises `Refused` for a schema that refers to another schema.
+        """
         try:
             return bool(message.tool_calls) or json_schema(message.content, self.schema) > 0
         except ValueError as error:
             raise Refused(f"response_format: {error}", param="response_format") from None
 
     def instruct(self, history: Sequence[HistoryMessage]) -> tuple[HistoryMessage, ...]:
-        """Return a history whose system message describes the format."""
+        """Return the history with a description of the format in its system message."""
         schema = json.dumps(self.schema)
         text = f"Write the final reply as JSON only. It must satisfy this JSON Schema:\n{schema}"
         if not history or history[0].message.role != "system":
@@ -61,7 +69,7 @@ class ReplyFormat:
 
 @dataclass(frozen=True, slots=True)
 class CompletionRequest:
-    """A call, and the options of its answer."""
+    """A call of an agent, with the options of its answer."""
 
     call: Call
     choices: int
@@ -70,17 +78,17 @@ class CompletionRequest:
     logprobs: bool
     stream: bool
     usage: bool
-    """True if a stream ends with the token counts."""
+    """True if a streamed answer must end with the numbers of tokens."""
     calls: bool
-    """True if text in the form of a tool call is returned as one."""
+    """True if text in the form of a tool call is returned as a tool call."""
     format: ReplyFormat | None = None
     overridden: tuple[str, ...] = ()
-    """The options of the request that the run's replace."""
+    """Names of the options of the request that are ignored (`endpoint.lenient`)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One answer: a message, and its tokens as text with their log-probabilities."""
+    """One of the `n` answers to a request: a message, its tokens and their log-probabilities."""
 
     message: HistoryMessage
     finish: str
@@ -90,7 +98,7 @@ class Choice:
 
 
 def load(data: bytes) -> dict[str, Any]:
-    """Parse a request body. Raises `Refused`."""
+    """Parse the body of a request as JSON. Raises `Refused` if it is no JSON object."""
     try:
         body = json.loads(data, parse_constant=refuse_constant)
     except (ValueError, RecursionError) as error:
@@ -105,7 +113,8 @@ def read_chat(
 ) -> CompletionRequest:
     """Check and read a chat request.
 
-    Raises `Refused`, also for another sampling than the run's unless `endpoint.lenient`.
+    Raises `Refused` for an invalid request. Without `endpoint.lenient`, sampling options that
+    differ from the run's are refused, too.
     """
     overridden = overridden_options(body, CHAT, temperature, config)
     body = without(body, *overridden)
@@ -140,7 +149,10 @@ def read_chat(
 def read_completion(
     body: Mapping[str, Any], *, temperature: float, config: EndpointConfig = STRICT
 ) -> CompletionRequest:
-    """Check and read a request to continue a text. Raises `Refused` like `read_chat`."""
+    """Check and read a request to continue a text.
+
+    Raises `Refused` for the same reasons as `read_chat`.
+    """
     overridden = overridden_options(body, COMPLETION, temperature, config)
     body = without(body, *overridden)
     require(body, COMPLETION, "")
@@ -154,14 +166,17 @@ def read_completion(
 
 
 def _as_user(each: HistoryMessage) -> HistoryMessage:
-    """Return a system message as the user's: chat templates write a system message first only."""
+    """Return a system message as a user message.
+
+    Most chat templates allow a system message only at the start.
+    """
     if each.message.role != "system":
         return each
     return replace(each, message=replace(each.message, role="user"))
 
 
 def without(body: Mapping[str, Any], *names: str) -> Mapping[str, Any]:
-    """Return a request without some fields."""
+    """Return the body of a request without some fields."""
     return {name: value for name, value in body.items() if name not in names}
 
 
@@ -170,14 +185,17 @@ def _read_format(requested: Mapping[str, Any], config: EndpointConfig) -> ReplyF
     require(requested, JSON_FORMATS[kind], "response_format")
     schema = requested["json_schema"]["schema"] if kind == "json_schema" else {"type": "object"}
     reply_format = ReplyFormat(schema, config.format_retries)
-    reply_format.accepts(Message("assistant", "null"))  # refuses what is no schema
+    reply_format.accepts(Message("assistant", "null"))  # raises Refused for an invalid schema
     return reply_format
 
 
 def overridden_options(
     body: Mapping[str, Any], schema: Schema, temperature: float, config: EndpointConfig
 ) -> tuple[str, ...]:
-    """Return the names of the options that the run's replace: none unless `endpoint.lenient`."""
+    """Return the names of the request's options that are ignored.
+
+    Empty unless `endpoint.lenient`.
+    """
     if not config.lenient:
         return ()
     requested = body.get("temperature")
@@ -242,7 +260,7 @@ def _read_call(call: Any, path: str) -> ToolCall:
 
 
 def message(answer: HistoryMessage, call_id: Callable[[int], str]) -> dict[str, Any]:
-    """Return an answer as a JSON record. `call_id` names its tool calls by their index."""
+    """Return an answer as a JSON record. `call_id` returns the id of a tool call by its index."""
     content = answer.message.content
     calls = answer.message.tool_calls
     record: dict[str, Any] = {"role": "assistant", "content": content or (None if calls else "")}
@@ -261,7 +279,7 @@ def message(answer: HistoryMessage, call_id: Callable[[int], str]) -> dict[str, 
 
 
 def pieces(recorded: Sequence[Piece]) -> list[dict[str, Any]]:
-    """Return pieces as JSON records, with versions and log-probabilities."""
+    """Return pieces (runs of tokens) as JSON records, with versions and log-probabilities."""
     return [
         {
             "kind": "sampled" if isinstance(piece, Sampled) else "context",
@@ -273,7 +291,7 @@ def pieces(recorded: Sequence[Piece]) -> list[dict[str, Any]]:
 
 
 def chat_logprobs(tokens: Sequence[tuple[str, float]]) -> dict[str, Any]:
-    """Return the log-probabilities of a chat answer."""
+    """Return an answer's tokens and log-probabilities, in the format of a chat answer."""
     return {
         "content": [
             {
@@ -289,7 +307,7 @@ def chat_logprobs(tokens: Sequence[tuple[str, float]]) -> dict[str, Any]:
 
 
 def text_logprobs(tokens: Sequence[tuple[str, float]]) -> dict[str, Any]:
-    """Return the log-probabilities of a completed text."""
+    """Return an answer's tokens and log-probabilities, in the format of `/completions`."""
     texts = [text for text, _ in tokens]
     return {
         "tokens": texts,
@@ -300,7 +318,7 @@ def text_logprobs(tokens: Sequence[tuple[str, float]]) -> dict[str, Any]:
 
 
 def usage(choices: Sequence[Choice]) -> dict[str, int]:
-    """Return the token counts of an answer."""
+    """Return the numbers of prompt and answer tokens, as the field `usage` of an answer."""
     prompt = choices[0].num_prompt_tokens
     completion = sum(len(choice.tokens) for choice in choices)
     return {
