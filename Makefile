@@ -4,7 +4,7 @@ BIN := .venv/bin
 export OMP_WAIT_POLICY := PASSIVE
 export GOMP_SPINCOUNT := 10000
 
-.PHONY: setup demo test test-engines test-adapters conversations check base-policy bench bench-agent bench-demo bench-retail bench-compare \
+.PHONY: setup demo test test-engines test-adapters test-cluster conversations check base-policy bench bench-agent bench-demo bench-retail bench-compare \
 	bench-audit bench-resume bench-endpoint bench-peers bench-generate bench-train bench-memory bench-schedule bench-async \
 	bench-async-learning bench-routes bench-publish bench-simulate bench-gpu chaos report fuzz sizes wheel
 
@@ -49,6 +49,16 @@ test-adapters: $(ADAPTERS:%=.venv-adapters/%/.ready)
 	["project"]["dependencies"], sep="\n")' > .venv-adapters/requirements.txt
 	test $* != tau2 || .venv-adapters/tau2/bin/pip install --quiet --disable-pip-version-check -r .venv-adapters/requirements.txt
 	test $* != tau2 || .venv-adapters/tau2/bin/pip install --quiet --no-deps --ignore-requires-python $(TAU2)
+	touch $@
+
+# Test trainer ranks and engine hosts with Ray, in an environment on top of .venv (minutes, 300 MB of disk).
+test-cluster: .venv-cluster/.ready
+	PYTHONPATH=$(CURDIR) .venv-cluster/bin/python -m pytest tests/cluster
+
+.venv-cluster/.ready: .venv/.ready constraints.txt
+	$(PYTHON) -m venv .venv-cluster
+	$(BIN)/python $(PURELIB) > $$(.venv-cluster/bin/python $(PURELIB))/shared.pth
+	.venv-cluster/bin/pip install --quiet --disable-pip-version-check -c constraints.txt ray
 	touch $@
 
 # Check each chat template with 10,000 generated conversations instead of 150 (minutes).

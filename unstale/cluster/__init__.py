@@ -1,0 +1,1 @@
+"""Processes of a run on other machines. Only this package imports ray."""
