@@ -6,7 +6,7 @@ export GOMP_SPINCOUNT := 10000
 
 .PHONY: setup demo test test-engines test-adapters test-cluster conversations check base-policy bench bench-agent bench-demo bench-retail bench-compare \
 	bench-audit bench-resume bench-endpoint bench-peers bench-generate bench-train bench-memory bench-schedule bench-async \
-	bench-async-learning bench-routes bench-publish bench-simulate bench-gpu chaos report fuzz sizes wheel
+	bench-async-learning bench-routes bench-publish bench-simulate bench-gpu chaos report fuzz sizes wheel docs
 
 setup: .venv/.ready
 
@@ -186,6 +186,18 @@ fuzz: setup
 # Build wheel and sdist into dist/. tests/test_wheel.py runs the demo from a wheel.
 wheel: setup
 	$(BIN)/python -c 'from setuptools import build_meta; build_meta.build_sdist("dist"); build_meta.build_wheel("dist")'
+
+# Build the docs site in site/ and check its links (15 s, and as much for its own environment once).
+# View it: python3 -m http.server -d site
+docs: setup .venv-docs/.ready
+	$(BIN)/python -m tools.options_page
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --quiet --strict
+	.venv-docs/bin/python tools/check_site.py site
+
+.venv-docs/.ready: constraints-docs.txt
+	$(PYTHON) -m venv .venv-docs
+	.venv-docs/bin/pip install --quiet --disable-pip-version-check --no-deps -r constraints-docs.txt
+	touch $@
 
 report: setup
 	$(BIN)/unstale report $(RUN)

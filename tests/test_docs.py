@@ -87,7 +87,7 @@ def test_install_hints_install_from_the_checkout() -> None:
     assert all(command == install(extra) for command, extra in hints)
     extras = {extra for _, extra in hints} | set(re.findall(r"\binstall\('([\w-]+)'\)", together))
     known = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    assert extras == set(known) - {"bench", "dev", "fuzz"}
+    assert extras == set(known) - {"bench", "dev", "docs", "fuzz"}
 
 
 def test_the_examples_for_other_trainers_run() -> None:
