@@ -1,4 +1,4 @@
-"""The engine interface: tokens in, sampled tokens out with their log-probability and version."""
+"""The engine interface. An engine samples tokens, and returns log-probabilities and a version."""
 
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -17,16 +17,18 @@ _T = TypeVar("_T")
 class SamplingParams:
     """The sampling parameters of one reply.
 
-    The random number of a token depends only on `seed` and the token's position in its sequence. So
-    a reply that an interruption splits into two calls of `sample` gets the same tokens as a whole
-    one.
+    The random number of a token depends only on `seed` and on the position of the token in its
+    sequence. So a reply that an interruption divides into two calls of `sample` gets the same
+    tokens as an uninterrupted one.
     """
 
     max_tokens: int
     stop_tokens: tuple[int, ...]
-    """A reply ends with the first of these tokens. It belongs to the reply, as it was sampled."""
+    """Tokens that end a reply. The first of them that is sampled is part of the reply."""
     temperature: float = 1.0
-    """0 is greedy: the most probable token is certain, so every log-probability is 0."""
+    """Temperature of the softmax. At 0 the most probable token is always taken, so every
+    log-probability is 0.
+    """
     seed: int = 0
     top_p: float = 1.0
     top_k: int = 0
@@ -45,7 +47,9 @@ def check_request(
     max_context: int = 1 << 62,
     vocab_size: int = 0,
 ) -> None:
-    """Raise ValueError for a request that no engine can serve. A `vocab_size` of 0 is unknown.
+    """Raise ValueError for a request that no engine can serve.
+
+    `vocab_size` 0 means that the size is not known.
 
     >>> params = SamplingParams(max_tokens=8, stop_tokens=(9,))
     >>> check_request([5, 6], params, max_context=16, vocab_size=8)
@@ -75,8 +79,9 @@ def check_request(
 def check_load(update: Update, version: int, current: int, *, sampling: bool, deltas: bool) -> None:
     """Raise the errors of `Engine.load` that do not depend on names and shapes.
 
-    `current` is the version that the engine holds, -1 before the first. `sampling` and `deltas` are
-    true if it samples, and if it accepts a `Delta`.
+    `current` is the engine's version of the weights, -1 before the first. `sampling` is true if the
+    engine is not interrupted. `deltas` is true if it accepts a `Delta`, which is the difference
+    between two versions.
     """
     if version < 0:
         raise ValueError(f"version must be >= 0, got {version}")
@@ -89,26 +94,31 @@ def check_load(update: Update, version: int, current: int, *, sampling: bool, de
 
 
 def check_resume(current: int) -> None:
-    """Raise RuntimeError for an engine without weights, whose version `current` is -1."""
+    """Raise RuntimeError if the engine has no weights, so that its version `current` is -1."""
     if current < 0:
         raise RuntimeError("resume before the first load: there are no weights to sample from")
 
 
 @dataclass(frozen=True, slots=True)
 class GenerationOptions:
-    """The settings of one reply that differ from the run's defaults."""
+    """The settings of one reply that differ from the run's sampling options."""
 
     max_tokens: int = 1 << 30
     chunk: int = 1 << 30
-    """Tokens sampled between two checks for the end of the reply."""
+    """Number of tokens that are sampled before the end of the reply is checked again."""
     find_end: Callable[[Sequence[int]], int | None] = lambda tokens: None
-    """Returns the length of a reply that ends within these tokens, None if it does not end."""
+    """A function of the tokens so far. It returns the length of a reply that ends within them, or
+    None if it does not end.
+    """
 
     def is_over(self, tokens: Sequence[int]) -> bool:
         return self.find_end(tokens) is not None
 
     def cut(self, before: Sequence[int], piece: Sampled) -> Sampled:
-        """Cut sampled tokens where the reply ends. `before` are the reply's earlier tokens."""
+        """Cut newly sampled tokens where the reply ends.
+
+        `before` are the reply's earlier tokens.
+        """
         length = self.find_end((*before, *piece.tokens))
         if length is None:
             return piece
@@ -123,9 +133,9 @@ ReplyStop = Literal["stop", "length", "interrupted"]
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """The tokens that one call of `sample` returns, all of one version, and why they ended.
+    """The result of one call of `sample`: tokens of one version, and the reason why they end.
 
-    An interrupted reply may have no tokens.
+    A reply that was interrupted may have no tokens.
     """
 
     piece: Sampled
@@ -133,13 +143,13 @@ class Reply:
 
 
 REQUIRED_COUNTERS = ("sampled_tokens", "reprefill_tokens", "reprefill_s", "busy_s", "idle_s")
-"""The counters of every engine: tokens sampled, work repeated after weight updates, and time in
-seconds.
+"""The counters that every engine has: number of sampled tokens, tokens and seconds of repeated work
+after weight updates, seconds busy, seconds idle.
 """
 
 
 def rates(counters: Mapping[str, float]) -> dict[str, float]:
-    """Return an engine's counters as metrics, with its throughput and busy share.
+    """Return an engine's counters as metrics, with its tokens per second and its busy share.
 
     >>> rates({"sampled_tokens": 30, "busy_s": 1.0, "idle_s": 2.0})["engine/sampled_tokens_per_s"]
     10.0
@@ -153,13 +163,16 @@ def rates(counters: Mapping[str, float]) -> dict[str, float]:
 
 
 class Stopwatch:
-    """A sum of seconds for each named activity. Concurrent activities all count."""
+    """A sum of seconds for each named activity.
+
+    The times of concurrent activities are all added.
+    """
 
     def __init__(self, *names: str) -> None:
         self._spent = dict.fromkeys(names, 0.0)
 
     async def on(self, name: str, work: Awaitable[_T]) -> _T:
-        """Await the work and add its time to `name`."""
+        """Wait for `work` and add the time that it took to the activity `name`."""
         start = time.monotonic()
         try:
             return await work
@@ -170,63 +183,64 @@ class Stopwatch:
         self._spent[name] += seconds
 
     def read(self, component: str) -> dict[str, float]:
-        """Return the seconds of each activity as metrics `component/name_s`, and reset them."""
+        """Return the seconds of each activity as metrics `component/name_s`, and set them to 0."""
         spent = self._spent
         self._spent = dict.fromkeys(spent, 0.0)
         return {f"{component}/{name}_s": seconds for name, seconds in spent.items()}
 
 
 class EngineDied(RuntimeError):
-    """A failure that ended the engine. Its `start` makes it usable again, without weights."""
+    """Error: the engine has ended by a failure. `start` makes it usable again, without weights."""
 
 
 class GenerationControl(Protocol):
-    """The part of an `Engine` that the training loop calls."""
+    """The methods of an `Engine` that the training loop calls."""
 
     async def start(self) -> None:
-        """Start the engine, or start it again. `sample` then waits for `load` and `resume`.
+        """Start the engine, or start it again. Until `load` and `resume`, calls of `sample` wait.
 
-        A second start drops weights, caches and counters, and pending samples raise `EngineDied`.
+        A second start discards weights, caches and counters. Pending calls of `sample` raise
+        `EngineDied`.
         """
 
     async def interrupt(self) -> None:
-        """Make every pending `sample` return its tokens so far, and wait until all have returned.
+        """Make every pending `sample` return the tokens it has, and wait until all have returned.
 
         Later calls of `sample` wait for `resume`.
         """
 
     async def close(self) -> None:
-        """Release all resources. Pending samples raise `EngineDied`."""
+        """Stop the engine and free its resources. Pending calls of `sample` raise `EngineDied`."""
 
     def metrics(self) -> Mapping[str, float]:
-        """Return the counters since the last call, at least `REQUIRED_COUNTERS`."""
+        """Return the counters since the last call, at least those in `REQUIRED_COUNTERS`."""
         ...
 
 
 class Engine(GenerationControl, Protocol):
-    """A sampler: tokens in, tokens out, never re-tokenised.
+    """Samples replies: tokens in, tokens out. Tokens are never converted to text and back.
 
-    Every returned token has one log-probability in nats, of the distribution that was sampled,
-    temperature included. The engine stamps each token with the version of the weights that sampled
-    it, under the lock that guards weight changes.
+    Every returned token has a log-probability in nats, under the distribution from which it was
+    sampled, temperature included. Each token also has the version of the weights that sampled it.
+    The engine sets it under the lock that guards weight changes.
     """
 
     takes_deltas: bool
-    """`load` accepts a `Delta` from the current version."""
+    """True if `load` accepts a `Delta`, the difference from the engine's current version."""
 
     async def sample(self, tokens: Sequence[int], params: SamplingParams) -> Reply:
-        """Sample tokens after `tokens`. Waits while the engine is interrupted.
+        """Sample tokens that follow `tokens`. Wait while the engine is interrupted.
 
         Raises `EngineDied` if the engine ends before the reply does.
         """
         ...
 
     async def load(self, update: Update, version: int) -> None:
-        """Load the weights of `version`. Call it only between `interrupt` and `resume`.
+        """Load the weights of `version`. Must be called between `interrupt` and `resume`.
 
-        Raises ValueError, changing nothing, for weights that do not fit or a delta of another
-        version.
+        Raises ValueError, and changes nothing, if the weights do not fit, or if a delta is for
+        another version.
         """
 
     async def resume(self) -> None:
-        """Sample again, with the weights loaded last."""
+        """Let the engine sample again, with the weights that were loaded last."""

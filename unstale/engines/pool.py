@@ -1,6 +1,7 @@
-"""A pool of engines that hold the same weights.
+"""A pool of engines with the same weights.
 
-It routes requests by cached prefix and restarts engines that die.
+It sends each request to a free engine, or to one that has the context in its cache. It restarts
+engines that die.
 """
 
 import asyncio
@@ -15,16 +16,17 @@ from unstale.engines.prefixes import CachedPrefixes
 from unstale.records import Sampled
 
 MAX_EXTRA_REPLIES = 8
-"""Replies: how many more than the least busy engine one may sample to reuse its cache."""
+"""How many more replies than the least busy engine another may sample, so that its cache can be
+used.
+"""
 CACHED_TOKENS_PER_REPLY = 128
-"""Cached tokens that justify one extra reply.
-
-In a small model, computing them takes as long as the wait.
+"""Number of cached tokens that are worth one additional reply on an engine. For a small model,
+computing them takes as long as the wait.
 """
 
 
 class _Member:
-    """One engine of a pool."""
+    """One engine of a pool, with its state."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
@@ -32,9 +34,11 @@ class _Member:
         self.num_running = 0
         self.up = False
         self.lives = 0
-        """Number of restarts that succeeded. It tells calls of a dead engine from later ones."""
+        """Number of successful restarts. A call compares it to know if the engine died since the
+        call began.
+        """
         self.restart: asyncio.Task[None] | None = None
-        """The restart in progress."""
+        """The task that restarts the engine, if there is one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,26 +46,30 @@ class Recovery:
     """The rules by which a pool restarts engines that died."""
 
     weights: Callable[[int], Mapping[str, Tensor]] = lambda version: {}
-    """Returns the full weights of a version, also if the pool has not loaded that version yet."""
+    """A function that returns the full weights of a version, even if the pool has not loaded it
+    yet.
+    """
     restarts: int = 0
-    """Restarts allowed in a run, all engines counted together."""
+    """Number of restarts allowed in a run, for all engines together."""
     on_event: Callable[..., None] = lambda kind, **_: None
-    """Called with `engine_lost`, `engine_restarted` or `engine_back` and the event's fields."""
+    """A function called with `engine_lost`, `engine_restarted` or `engine_back` and details, for
+    the run's log.
+    """
 
 
 NO_RECOVERY = Recovery()
 
 
 class EnginePool:
-    """An `Engine` made of one or more engines with the same model.
+    """One or more engines with the same model, used as one engine.
 
-    Requests that a dead engine was serving return an interrupted reply without tokens. The engine
-    is restarted as `recovery` allows, and brought to the current version; the others keep sampling.
-    Calls wait for a restart only while no engine is up. `EngineDied` is raised once none is up and
-    none can be restarted.
+    If an engine dies, each of its requests returns an interrupted reply without tokens. The engine
+    is restarted as `recovery` allows and loads the current version. The other engines continue. A
+    call waits for a restart only while no engine works. `EngineDied` is raised if no engine works
+    and none can be restarted.
 
     Each engine samples up to `max_running` replies at once. With `keep_cache`, engines keep their
-    caches when the weights change.
+    KV caches when the weights change.
     """
 
     def __init__(
@@ -72,7 +80,8 @@ class EnginePool:
         max_running: int = 1 << 30,
         keep_cache: bool = False,
     ) -> None:
-        # An engine that restarts has no base for a delta, and the others must not wait for it.
+        # An engine that restarts has no weights to which a delta applies, and the others must not
+        # wait.
         self.takes_deltas = len(engines) == 1 and engines[0].takes_deltas
         self.engines = tuple(engines)
         self._members = [_Member(engine) for engine in engines]
@@ -81,7 +90,9 @@ class EnginePool:
         self.keep_cache = keep_cache
         self._version = -1
         self._running = False
-        """The state that every engine must reach: its version, and if it samples."""
+        """The state that every engine must reach, together with `_version`: True if engines
+        sample.
+        """
         self._starts = 0
         self._restarts = 0
         self._reported_restarts = 0
@@ -108,7 +119,8 @@ class EnginePool:
             member = self._route(tokens)
             lives = member.lives
             member.num_running += 1
-            member.cached.add(tokens)  # already now, so that siblings are routed to this engine too
+            # set before the wait, so that siblings are sent to this engine, too
+            member.cached.add(tokens)
             try:
                 reply = await member.engine.sample(tokens, params)
             except EngineDied as died:
@@ -153,7 +165,7 @@ class EnginePool:
             raise
 
     async def close(self) -> None:
-        self._starts += 1  # pending requests raise instead of waiting for a restart
+        self._starts += 1  # pending requests then raise an error instead of waiting for a restart
         self._error = EngineDied("the engine is closed")
         await self._cancel_restarts()
         for member in self._members:
@@ -166,10 +178,10 @@ class EnginePool:
                 raise result
 
     def metrics(self) -> Mapping[str, float]:
-        """Return counters, deaths and restarts of all working engines since the last call.
+        """Return the counters, deaths and restarts of all working engines since the last call.
 
-        Tokens and processor time are sums over the engines, other times and means are averages,
-        and an error is the largest one.
+        Tokens and processor time are added up. Other times, and means, are averaged. Of errors the
+        largest is returned.
         """
         counters = [member.engine.metrics() for member in self._up or self._members]
         totals = {"crashes": float(self._deaths)}
@@ -191,7 +203,7 @@ class EnginePool:
         return [member for member in self._members if member.up]
 
     def _route(self, tokens: Sequence[int]) -> _Member:
-        """Return the least busy engine, or one with a cached prefix worth its extra load."""
+        """Return the engine for a request: one that has enough of it cached, or the least busy."""
         least = min(member.num_running for member in self._up)
         most = min(least + MAX_EXTRA_REPLIES, max(least, self.max_running - 1))
         candidates = [member for member in self._up if member.num_running <= most]
@@ -206,7 +218,7 @@ class EnginePool:
     async def _call_all(self, call: Callable[[Engine], Awaitable[None]]) -> None:
         """Call every working engine, and restart those that die during the call.
 
-        The first error of another kind is raised after all engines have answered.
+        An error of another kind is raised after all engines have answered.
         """
         members = self._up
         lives = [member.lives for member in members]
@@ -222,7 +234,7 @@ class EnginePool:
         await self._wait_until_up()
 
     async def _wait_until_up(self) -> None:
-        """Wait until an engine is up. Raise the last error if none will be."""
+        """Wait until an engine works. Raise the last error if none will."""
         while not self._up:
             restarts = [member.restart for member in self._members if member.restart is not None]
             if not restarts:
@@ -232,7 +244,7 @@ class EnginePool:
     def _lose(self, member: _Member, lives: int, died: EngineDied) -> None:
         """Begin to restart an engine that died.
 
-        Do nothing if another caller has reported this death, that of the life number `lives`.
+        Do nothing if the death of this life, which has the number `lives`, was already reported.
         """
         if not member.up or member.lives != lives:
             return
@@ -247,10 +259,10 @@ class EnginePool:
         self._recovery.on_event("engine_lost", engine=self._members.index(member), cause=str(error))
 
     async def _restart(self, member: _Member, died: EngineDied) -> None:
-        """Restart an engine and load the pool's version, again if it dies meanwhile.
+        """Restart an engine and load the pool's version. Repeat if it dies meanwhile.
 
-        Raises `EngineDied` when no restart is left. It runs in a task of its own, so that
-        cancelling a request never cancels the restart.
+        It runs in a separate task, so that the cancellation of a request does not cancel the
+        restart. Raises `EngineDied` when no restart is left.
         """
         while not member.up:
             self._count_restart(member, died)
@@ -260,7 +272,8 @@ class EnginePool:
             except EngineDied as again:
                 died = again
             else:
-                member.up = True  # in the same turn of the event loop as the check of the state
+                # no other task may run between the check of the state and this change
+                member.up = True
         member.lives += 1
         member.cached = CachedPrefixes()
         self._recovery.on_event("engine_back", engine=self._members.index(member))
@@ -282,9 +295,9 @@ class EnginePool:
         )
 
     async def _bring_up_to_date(self, engine: Engine) -> None:
-        """Bring a new engine to the pool's version, and let it sample if the others do.
+        """Load the pool's version into a restarted engine, and let it sample if the others do.
 
-        Both can change while it loads; it then loads again.
+        Both may change while it loads. It then loads again.
         """
         version = -1
         running = False

@@ -1,15 +1,17 @@
-"""A record of the token prefixes that a server has probably in its cache."""
+"""A record of the token prefixes that a server probably has in its cache."""
 
 from collections.abc import Iterator, Sequence
 
 BLOCK = 16
-"""Tokens of a block. The blocks of a server's cache have this length or a multiple of it."""
+"""Number of tokens in a block. The blocks of a server's cache have this length or a multiple of
+it.
+"""
 _MAX_BLOCKS = 1 << 17
-"""Blocks remembered, to bound memory. The oldest are forgotten first."""
+"""Largest number of blocks to remember, which limits memory. The oldest are dropped first."""
 
 
 class CachedPrefixes:
-    """A set of prefixes of sequences, in whole blocks of `BLOCK` tokens.
+    """A set of prefixes of token sequences, in whole blocks of `BLOCK` tokens.
 
     >>> seen = CachedPrefixes()
     >>> seen.add(range(100))
@@ -32,7 +34,7 @@ class CachedPrefixes:
         self._forget()
 
     def length(self, tokens: Sequence[int]) -> int:
-        """Return the length in tokens of the longest known prefix of `tokens`."""
+        """Return the length, in tokens, of the longest prefix of `tokens` that is in the set."""
         count = 0
         for block in _chain(tokens):
             if block not in self._blocks:
@@ -46,7 +48,7 @@ class CachedPrefixes:
 
 
 def _chain(tokens: Sequence[int]) -> Iterator[int]:
-    """Yield one hash per whole block; each depends on all blocks before it."""
+    """Yield one hash per whole block of tokens. It depends on all blocks before it."""
     number = 0
     for start in range(0, len(tokens) - BLOCK + 1, BLOCK):
         number = hash((number, *tokens[start : start + BLOCK]))

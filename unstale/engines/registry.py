@@ -1,7 +1,8 @@
-"""The registry of engine backends.
+"""The list of engine backends, which are the values of `engine.backend`.
 
-Backends are the embedded engine and one file per server in `engines/servers/`. Each of these
-modules defines `SPEC`, an `EngineSpec`. The file's name is the value of `engine.backend`.
+Each file of `engines/servers/` is a backend for one kind of server, and the embedded engine is
+another. Each of these modules defines `SPEC`, an `EngineSpec`. The name of the file is the name of
+the backend.
 """
 
 from collections.abc import Callable
@@ -16,42 +17,46 @@ from unstale.model.lora import Merging
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
-    """The options of one engine."""
+    """The options of one engine, the same for all backends."""
 
     model_folder: Path
     _: KW_ONLY
     url: str = ""
-    """The server to attach to; empty to start a process."""
+    """The URL of a running server. Empty to start a process."""
     args: tuple[str, ...] = ()
-    """More flags for the process. Those that the run sets itself are refused."""
+    """More command-line flags for the process. Flags that the run sets itself are refused."""
     gpu_memory_utilization: float = 0.0
-    """Share of the GPU's memory for the process; 0 leaves the server's default."""
+    """Share of GPU memory for the process. 0 leaves the default of the server."""
     dtype: Dtype = "bfloat16"
-    """Precision of generation. Weights are cast when they are loaded."""
+    """Precision of generation. Weights are converted when they are loaded."""
     threads: int = 1
-    """CPU threads of the process."""
+    """Number of CPU threads of the process."""
     max_running: int = 128
-    """Replies sampled at once; further requests wait.
-
-    The embedded engine caches as many contexts. With a few more than there are concurrent episodes,
-    an episode's context is still cached at its next turn.
+    """Number of replies sampled at once. Further requests wait. The embedded engine keeps as many
+    contexts in its cache. If it is slightly larger than the number of concurrent episodes, the
+    context of an episode is still cached at its next turn.
     """
     max_context: int = 2048
-    """Tokens of a sequence. A reply ends with "length" when its sequence has them."""
+    """Largest number of tokens in a sequence. A reply that reaches it ends with the reason
+    "length".
+    """
     keep_cache: bool = False
-    """Keep contexts computed under older weights. Tokens sampled over them are marked unclean."""
+    """Keep cached contexts of older weights when weights change. Tokens sampled after them are
+    marked as not clean.
+    """
     deltas: bool = False
-    """Accept deltas. This needs memory for one more copy of the weights."""
+    """Accept differences (deltas) between versions. This needs memory for one more copy of the
+    weights.
+    """
     merging: Merging | None = None
-    """If given, updates are adapters, which the engine merges into the model's weights."""
+    """If given, updates are LoRA adapters, which the engine adds to the model's weights."""
     lockstep: bool = False
-    """Compute one step every `STEP_S` of the event loop's clock. For the embedded engine only.
-
-    Results then depend on nothing but the order of calls, so a run is deterministic.
+    """Compute one step every `STEP_S` seconds on the event loop's clock (embedded engine only).
+    Results then depend only on the order of calls, so that a run is deterministic.
     """
 
     def check_context(self, positions: int | None) -> None:
-        """Raise ValueError if `max_context` exceeds the positions of the model."""
+        """Raise ValueError if `max_context` is larger than the number of positions of the model."""
         if positions is not None and self.max_context > positions:
             raise ValueError(
                 f"max_context={self.max_context} exceeds the model's {positions} positions"
@@ -60,18 +65,24 @@ class EngineOptions:
 
 @dataclass(frozen=True, slots=True)
 class EngineSpec:
-    """A backend: the function that makes its engines, and what they can do."""
+    """A backend: the function that makes its engines, and facts about them."""
 
     make: Callable[[EngineOptions], Engine]
-    """Returns an engine. Raises `ValueError` for options that the backend cannot work with."""
+    """A function that makes an engine. It raises `ValueError` for options that the backend cannot
+    use.
+    """
     needs_urls: bool = False
-    """The run cannot start a server of this kind, so `engine.urls` must name a running one."""
+    """True if a run cannot start a server of this kind. Then `engine.urls` must name running
+    ones.
+    """
     adapter_deltas: bool = False
-    """The engine accepts deltas of adapters, because it keeps the adapters that it merged."""
+    """True if the engine accepts deltas of LoRA adapters, because it keeps the adapters that it
+    loaded.
+    """
 
 
 def engine_spec(backend: str) -> EngineSpec:
-    """Return the spec of a backend by its name."""
+    """Return the backend with this name."""
     module = "embedded.engine" if backend == "embedded" else f"servers.{backend}"
     spec: EngineSpec = import_module(f"unstale.engines.{module}").SPEC
     return spec

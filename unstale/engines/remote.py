@@ -1,9 +1,9 @@
-"""The base class of engines behind an HTTP server.
+"""The base class of engines that are servers behind HTTP.
 
-Two checks detect a server that does not sample from the weights it was sent. The server returns the
-version that sampled each token, and it must be the version loaded last. After every load, the
-probe: the engine samples a few tokens and compares their log-probabilities with the trainer's model
-under the same weights. See docs/engines.md.
+Two checks find a server that does not sample from the weights it was sent. First, the server
+returns the version that sampled each token, which must be the version loaded last. Second, after
+every load the engine samples a few tokens (the probe). It compares their log-probabilities with
+those of the trainer's model under the same weights. See docs/engines.md.
 """
 
 import asyncio
@@ -44,56 +44,62 @@ from unstale.weights.store import Delta
 CHECK_S = 2.0
 """Seconds between health checks while replies are pending."""
 HANG_S = 60.0
-"""Seconds without an answer after which a server counts as dead."""
+"""Seconds without an answer after which a server is treated as dead."""
 LOAD_S = 600.0
-"""Seconds after which a start, a load or a probe fails. They take longer than a request."""
+"""Seconds after which a start, a load or a probe fails. These take longer than a request."""
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.05}
-"""Mean absolute error in nats above which a probe fails. Rounding errors stay below it."""
+"""Largest mean absolute error of a probe's log-probabilities in nats. Rounding errors are
+smaller.
+"""
 _PROBE_PARAMS = SamplingParams(max_tokens=32, stop_tokens=(), temperature=1.25)
-"""At temperature 1 the probe would not notice a server whose log-probabilities ignore it."""
+"""Sampling parameters of the probe. At temperature 1 it would not find a server whose
+log-probabilities ignore the temperature.
+"""
 _PROBE_PROMPT = 32
 _MIN_LOGP = -9999.0
-"""The value that vLLM sends for a token without a log-probability."""
+"""The value that vLLM sends for a token that has no log-probability."""
 _MAX_LOGP = 1e-3
-"""Nats above 0 that a log-probability may have by rounding."""
+"""How far above 0, in nats, a log-probability may be by rounding."""
 _STOPS: dict[str, ReplyStop] = {"stop": "stop", "length": "length", "abort": "interrupted"}
 _T = TypeVar("_T")
 
 
 class ProbeFailed(EngineDied):
-    """The server's log-probabilities do not match the weights that were loaded."""
+    """Error: the server's log-probabilities do not match the weights that were loaded."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServerReply:
-    """A server's reply to one request."""
+    """The answer of a server to one request."""
 
     tokens: tuple[int, ...]
     logps: tuple[tuple[int, float], ...]
-    """The server's pairs of token id and log-probability. Their ids must equal `tokens`."""
+    """Pairs of token id and log-probability from the server. The ids must equal `tokens`."""
     versions: tuple[tuple[str, int], ...]
-    """For each part of the reply sampled by one version: the version, and the part's end."""
+    """For each part of the reply sampled by one version: the version as text, and the end of the
+    part.
+    """
     finish_reason: str
     cached_tokens: int
-    """Number of context tokens that the server took from its prefix cache."""
+    """Number of context tokens that the server found in its prefix cache."""
 
 
 class RemoteEngine(ABC):
-    """An `Engine` on one server. A subclass describes the server's HTTP API.
+    """An engine on one server. A subclass describes the HTTP API of the server.
 
     Weights are passed in a file in memory, so the server must run on this host. With
-    `options.deltas` the file is kept and updated in place. With `options.merging` the updates are
-    adapters, and the server gets merged weights.
+    `options.deltas` the file is kept and changed in place. With `options.merging` the updates are
+    LoRA adapters, which are added to the base weights before the server gets them.
     """
 
     NAME: ClassVar[str]
     HEALTH_PATH: ClassVar[str]
     GENERATE_PATH: ClassVar[str]
     MIN_TEMPERATURE: ClassVar[float]
-    """The server replaces lower temperatures than this."""
+    """Lowest temperature that the server applies. It replaces lower ones."""
 
     def __init__(self, options: EngineOptions, server: VllmServer | None = None) -> None:
-        """Attach to the server at `options.url`, or use a `server` that this engine starts."""
+        """Use the server at `options.url`, or a `server` that this engine starts."""
         if options.deltas and options.merging:
             raise ValueError("deltas of adapters do not change merged weights: use full updates")
         self.options = options
@@ -110,37 +116,37 @@ class RemoteEngine(ABC):
         self._request_ids = (f"{secrets.token_hex(4)}-{number}" for number in itertools.count())
         self._session: _Session | None = None
         self._version = -1
-        """The version loaded and probed last."""
+        """The version that was loaded and probed last."""
 
     @abstractmethod
     async def _handshake(self) -> int:
-        """Check the server's settings, and return its longest context in tokens.
+        """Check the server's settings. Return the length of its longest context in tokens.
 
         Raises ValueError for a server that cannot be used.
         """
 
     @abstractmethod
     async def _pause(self, *, keep_cache: bool) -> None:
-        """Abort all replies, and drop the cache unless it is kept."""
+        """Stop all replies on the server, and drop its cache unless it is kept."""
 
     @abstractmethod
     async def _abort(self, request_ids: Sequence[str]) -> None:
-        """Abort these requests, which the server received after the pause."""
+        """Stop these requests, which reached the server after the pause."""
 
     @abstractmethod
     async def _load_weights(self, folder: Path, version: int) -> None:
-        """Make the server load the file in `folder` and its version, and be ready to sample."""
+        """Make the server load the file in `folder` with its version. Afterwards it can sample."""
 
     @abstractmethod
     async def _loaded_version(self) -> str:
-        """Return the version that the server holds.
+        """Return the version of the weights that the server has.
 
-        Its engine process must answer this itself, so that a process that hangs is noticed.
+        The server's engine process must answer this itself, so that a frozen process is noticed.
         """
 
     @abstractmethod
     async def _unpause(self) -> None:
-        """End a pause. `_load_weights` ends it too, so often there is none."""
+        """End the server's pause. `_load_weights` may already have ended it."""
 
     @abstractmethod
     def _request_body(
@@ -151,7 +157,7 @@ class RemoteEngine(ABC):
     def _parse_reply(self, body: Any) -> ServerReply: ...
 
     async def start(self) -> None:
-        """Start the server or connect to it. Raises ValueError if the server cannot be used."""
+        """Start the server, or connect to a running one. Raises ValueError if it cannot be used."""
         if self._session is not None:
             self._session.end("the engine was started again")
         session = self._session = _Session(keep_cache=self.options.keep_cache)
@@ -196,7 +202,7 @@ class RemoteEngine(ABC):
         session.open.clear()
         await self._pause(keep_cache=self.options.keep_cache)
         async with self._deadline(session, HANG_S, "aborted replies did not return"):
-            while session.pending:  # requests that reached the server after the pause
+            while session.pending:  # these requests reached the server after the pause
                 await self._abort([*session.pending])
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(0.05):
@@ -218,7 +224,7 @@ class RemoteEngine(ABC):
         session.usage.loaded(probe_error)
 
     def _write_weights(self, update: Update) -> None:
-        """Write the weights to the file for the server, or apply a delta to it."""
+        """Write the weights to the file for the server, or apply a delta to the file."""
         if isinstance(update, Delta):
             advance(self._weights.weights, update)
         else:
@@ -231,7 +237,7 @@ class RemoteEngine(ABC):
         session.open.set()
 
     async def close(self) -> None:
-        """Close the engine. If it started the server, end that and wait for it."""
+        """Close the engine. If it started the server, end the server and wait for its end."""
         if self._session is not None:
             self._session.end("the engine is closed")
         self._weights.close()
@@ -251,13 +257,13 @@ class RemoteEngine(ABC):
             )
 
     def _max_tokens(self, tokens: Sequence[int], params: SamplingParams) -> int:
-        """Return how many tokens a reply to `tokens` may have."""
+        """Return the largest number of tokens that a reply to `tokens` may have."""
         return min(params.max_tokens, self.options.max_context - len(tokens))
 
     async def generate(
         self, request_id: str, tokens: Sequence[int], params: SamplingParams
     ) -> ServerReply:
-        """Send one request. Raises ValueError if the server rejects it."""
+        """Send one request to the server. Raises ValueError if the server rejects it."""
         request = self._request_body(request_id, tokens, params)
         try:
             body = await self._http.call("POST", self.GENERATE_PATH, request)
@@ -274,7 +280,7 @@ class RemoteEngine(ABC):
     def _checked_piece(self, reply: ServerReply, params: SamplingParams, version: int) -> Sampled:
         """Return the tokens and log-probabilities of a reply.
 
-        Raises `EngineDied` if they are not of `version`, or lack log-probabilities.
+        Raises `EngineDied` if they were not sampled by `version`, or have no log-probabilities.
         """
         tokens = reply.tokens
         session = self._live_session()
@@ -287,14 +293,14 @@ class RemoteEngine(ABC):
         if not in_range or tuple(token for token, _ in reply.logps) != tokens:
             raise self._fail(session, "the server sampled tokens without a log-probability")
         logps = tuple(min(0.0, logp) for _, logp in reply.logps)
-        if params.temperature == 0:  # greedy: a point mass
+        if params.temperature == 0:  # greedy sampling: the chosen token has probability 1
             logps = (0.0,) * len(tokens)
         return Sampled(tokens, logps, version)
 
     async def _probe(self, session: "_Session", version: int) -> float:
-        """Sample a few tokens and compare them with the trainer's model.
+        """Sample a few tokens, and compare their log-probabilities with the trainer's model.
 
-        Returns the mean absolute error in nats. Raises `ProbeFailed` if it exceeds `TOLERANCE`.
+        Return the mean absolute error in nats. Raises `ProbeFailed` if it exceeds `TOLERANCE`.
         """
         prompt = self._probe_prompt(version)
         request = self.generate(next(self._request_ids), prompt, _PROBE_PARAMS)
@@ -322,7 +328,7 @@ class RemoteEngine(ABC):
         return mean
 
     def _probe_prompt(self, version: int) -> list[int]:
-        """Return random tokens, the same for every engine that loads this version."""
+        """Return random tokens for the probe, the same for every engine that loads this version."""
         noise = torch.Generator().manual_seed(version)
         length = min(_PROBE_PROMPT, self.options.max_context - 1)
         tokens: list[int] = torch.randint(
@@ -333,7 +339,7 @@ class RemoteEngine(ABC):
     async def _wait_until_reachable(self, session: "_Session") -> None:
         """Wait until the server answers.
 
-        Raises `EngineDied` at once if the server was started elsewhere and has never answered.
+        Raises `EngineDied` at once if another program started the server and it has never answered.
         """
         timeout_s = LOAD_S if self.server is not None else HANG_S
         async with self._deadline(session, timeout_s, "not ready"):
@@ -354,9 +360,9 @@ class RemoteEngine(ABC):
     async def _post(
         self, path: str, body: Any = None, *, timeout_s: float | None = None, retry_on: str = ""
     ) -> None:
-        """Send a command. Raises `EngineDied` if the server refuses it or exceeds `timeout_s`.
+        """Send a command. Raises `EngineDied` if the server refuses it or takes over `timeout_s`.
 
-        A refusal that contains the words `retry_on` is retried until then.
+        A refusal that contains the text `retry_on` is repeated until then.
         """
         session = self._live_session()
         async with self._deadline(session, timeout_s or HANG_S, f"no answer to {path}"):
@@ -377,7 +383,7 @@ class RemoteEngine(ABC):
     async def _deadline(
         self, session: "_Session", seconds: float, failure: str
     ) -> AsyncIterator[None]:
-        """Raise `EngineDied` with `failure` as the reason if the block takes too long."""
+        """Raise `EngineDied` with the reason `failure` if the context's body takes too long."""
         try:
             async with asyncio.timeout(seconds):
                 yield
@@ -392,7 +398,7 @@ class RemoteEngine(ABC):
         return self._session
 
     async def _while_alive(self, session: "_Session", awaitable: Awaitable[_T]) -> _T:
-        """Await a result while the server works. Raises `EngineDied` when it does not."""
+        """Wait for a result while the server works. Raises `EngineDied` when it does not."""
         task = asyncio.ensure_future(awaitable)
         try:
             while not task.done():
@@ -410,10 +416,10 @@ class RemoteEngine(ABC):
             task.cancel()
             await asyncio.wait((task,))
             if not task.cancelled():
-                task.exception()  # marks it as retrieved
+                task.exception()  # marks the error as retrieved
 
     async def _check_health(self, session: "_Session") -> None:
-        """Raise `EngineDied` if the server hangs or holds another version than was loaded."""
+        """Raise `EngineDied` if the server is frozen or has another version than was loaded."""
         if time.monotonic() < session.checked_at + CHECK_S:
             return
         session.checked_at = time.monotonic()
@@ -425,7 +431,7 @@ class RemoteEngine(ABC):
             raise self._fail(session, reason)
 
     def _fail(self, session: "_Session", reason: str) -> EngineDied:
-        """Make all calls until the next start fail, and kill the server if this engine started it.
+        """Make all calls until the next start fail. Kill the server if this engine started it.
 
         Return the error to raise.
         """
@@ -442,7 +448,7 @@ class RemoteEngine(ABC):
 
 @contextlib.contextmanager
 def _malformed_as_connection_error() -> Iterator[None]:
-    """Turn errors from reading a malformed answer into a failure of the server."""
+    """Turn errors from a malformed answer into connection errors, within a context."""
     try:
         yield
     except (LookupError, TypeError, ValueError) as error:
@@ -454,10 +460,10 @@ class _Session:
 
     def __init__(self, *, keep_cache: bool) -> None:
         self.error = ""
-        """The reason why the session ended."""
+        """Why the session ended. Empty while it has not."""
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.open = asyncio.Event()
-        """Set while the engine may sample, from `resume` to `interrupt`."""
+        """Set while the engine may sample, between `resume` and `interrupt`."""
         self.pending: set[str] = set()
         self.quiet = asyncio.Event()
         """Set while no request is pending."""

@@ -1,7 +1,7 @@
 """A fake engine that returns given tokens, for tests of code that uses an engine.
 
 It runs in this process, deterministically and without a model. Replies take time only in
-`token_delay`, so a test controls which reply is slow and at which token an interrupt ends it.
+`token_delay`. So a test decides which reply is slow, and at which token an interrupt ends it.
 """
 
 import asyncio
@@ -26,17 +26,21 @@ from unstale.records import Sampled
 from unstale.weights.store import Delta
 
 Script = Callable[[Sequence[int], SamplingParams], Sequence[int]]
-"""Returns the reply to a context: up to a stop token, or `max_tokens` tokens."""
+"""A function from a context to the tokens of the reply, up to a stop token or `max_tokens`
+tokens.
+"""
 Delay = Callable[[Sequence[int], SamplingParams], Awaitable[None]]
-"""Is called with context and reply so far, and awaited before each token."""
+"""A function of context and reply so far. It is awaited before each token, and so controls the
+speed.
+"""
 
 
 class ScriptedEngine:
-    """An `Engine` that returns scripted tokens.
+    """An engine that returns tokens from a script instead of sampling.
 
-    `script` returns the reply to a context; an interrupted reply that continues calls it again.
+    `script` returns the reply to a context. It is called again when an interrupted reply continues.
     `logp` is the log-probability of every token, or a function of (context, token). `load` accepts
-    only weights with the names and shapes of `parameters`, or any if these are not given.
+    only weights with the names and shapes of `parameters`, or any weights if these are not given.
 
     >>> async def hello() -> Reply:
     ...     engine = ScriptedEngine(lambda tokens, params: [5, 6, 7])
@@ -65,7 +69,7 @@ class ScriptedEngine:
         self._parameters = parameters
         self.version = -1
         self._pending: dict[asyncio.Timeout, None] = {}
-        """A timeout for each reply being sampled. When it expires, the reply ends early."""
+        """A timer for each pending reply. When it expires, the reply ends early."""
         self._open = asyncio.Event()
         self._quiet = asyncio.Event()
         self._quiet.set()
@@ -75,7 +79,7 @@ class ScriptedEngine:
 
     async def start(self) -> None:
         self.die("the engine was started again")
-        await asyncio.sleep(0)  # let requests that wait for `resume` fail
+        await asyncio.sleep(0)  # lets requests that wait for `resume` fail
         await self._quiet.wait()
         self._error = ""
         self.version = -1
@@ -159,7 +163,7 @@ class ScriptedEngine:
         await self._quiet.wait()
 
     def die(self, error: str) -> None:
-        """Simulate the engine's death: calls raise `EngineDied` until the next `start`."""
+        """Simulate the death of the engine: calls raise `EngineDied` until the next `start`."""
         self._error = self._error or error
         self._open.set()
         self._halt()
@@ -170,7 +174,7 @@ class ScriptedEngine:
                 halt.reschedule(0.0)
 
     def metrics(self) -> Mapping[str, float]:
-        """Return the number of sampled tokens since the last call. The other counters are 0."""
+        """Return the number of tokens since the last call. The other counters are 0."""
         sampled_tokens = float(self._sampled_tokens)
         self._sampled_tokens = 0
         return dict.fromkeys(REQUIRED_COUNTERS, 0.0) | {"sampled_tokens": sampled_tokens}

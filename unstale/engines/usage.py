@@ -1,4 +1,4 @@
-"""Counters of an engine behind a server, and a record of what the server has cached."""
+"""Counters of an engine on a server, and a record of what the server has in its cache."""
 
 import time
 from collections.abc import Sequence
@@ -19,33 +19,35 @@ _COUNTERS = (
 class UsageCounters:
     """The counters of one server since its start.
 
-    With `keep_cache`, the server keeps its prefix cache when weights change. A reply is clean if
-    nothing of its context was computed with older weights.
+    With `keep_cache`, the server keeps its prefix cache when weights change. A reply is clean if no
+    part of its context was computed with older weights.
     """
 
     def __init__(self, *, keep_cache: bool) -> None:
         self._keep_cache = keep_cache
         self._current = CachedPrefixes()
-        """Contexts computed with the current weights."""
+        """Contexts that were computed with the current weights."""
         self._older = CachedPrefixes()
-        """Contexts computed with the weights before; with `keep_cache`, with all earlier ones."""
+        """Contexts that were computed with the previous weights. With `keep_cache`, with any
+        earlier weights.
+        """
         self._counters = dict.fromkeys(_COUNTERS, 0.0)
         self._since = time.monotonic()
         self._busy_since: float | None = None
 
     def begin(self) -> None:
-        """Mark the server as busy."""
+        """Start to count busy time."""
         if self._busy_since is None:
             self._busy_since = time.monotonic()
 
     def end(self) -> None:
-        """Mark the server as idle."""
+        """Start to count idle time."""
         if self._busy_since is not None:
             self._counters["busy_s"] += time.monotonic() - self._busy_since
             self._busy_since = None
 
     def loaded(self, probe_error: float) -> None:
-        """Count a weight update and the mean log-probability error of its probe, in nats."""
+        """Count a weight update, and the mean log-probability error of its probe in nats."""
         self._counters["probe_logp_error"] = max(self._counters["probe_logp_error"], probe_error)
         if self._keep_cache:
             self._current.update(self._older)
@@ -53,7 +55,7 @@ class UsageCounters:
         self._current = CachedPrefixes()
 
     def count(self, context: Sequence[int], reply: Sequence[int], *, cached: int) -> bool:
-        """Count a reply, of whose context the server had `cached` tokens in its cache.
+        """Count a reply. `cached` is how many tokens of its context the server found in its cache.
 
         Return True if the reply is clean. An empty reply is not counted, because the server may not
         have begun to compute it.
@@ -66,17 +68,17 @@ class UsageCounters:
         self._counters["prefill_tokens"] += len(context) - cached
         self._counters["reprefill_tokens"] += max(0, older - max(cached, current))
         clean = not self._keep_cache or cached <= current
-        # With an older cache of the same context, the server may reuse either one for the next
+        # If an older cache of the same context exists, the server may use either one for the next
         # reply.
         if clean and (not self._keep_cache or older <= cached):
             self._current.add([*context, *reply])
         return clean
 
     def read(self) -> dict[str, float]:
-        """Return the counters since the last call, and reset them.
+        """Return the counters since the last call, and set them to 0.
 
-        Computing dropped contexts again is assumed to take as much of the busy time as it has of
-        the tokens.
+        The time for computing dropped contexts again is estimated: its share of the busy time is
+        taken as its share of the tokens.
         """
         if self._busy_since is not None:
             self.end()

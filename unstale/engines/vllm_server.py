@@ -1,4 +1,4 @@
-"""vLLM's server as a child process, on a Unix socket in a folder that only this user can open."""
+"""A vLLM server as a child process, on a Unix socket in a folder that only this user can open."""
 
 import contextlib
 import math
@@ -23,14 +23,14 @@ _PREFIX = "unstale-vllm-"
 _LOG_TAIL_BYTES = 4000
 _TERMINATE_S = 10.0
 ACTIVATIONS_SHARE = 0.15
-"""Share of the GPU's memory that is left to the trainer's activations and caches."""
+"""Share of GPU memory that is left free for the trainer's activations and caches."""
 
 
 class VllmServer:
-    """A vLLM server process and its children, which end with `close` or with this process.
+    """A vLLM server and its child processes. They end with `close`, or when this process ends.
 
-    The server starts with random weights, so that the probe after the first load detects every
-    parameter that the load did not change.
+    The server starts with random weights. So the probe after the first load finds every parameter
+    that the load did not change.
     """
 
     def __init__(self, options: EngineOptions, extension: str = EXTENSION) -> None:
@@ -73,7 +73,10 @@ class VllmServer:
         return self._process.pid
 
     def start(self) -> None:
-        """Start the process, after ending an earlier one. It takes a while to answer requests."""
+        """End the present process, if there is one, and start a new one.
+
+        It answers requests later.
+        """
         self._end()
         self._killed = False
         self._resources.close()
@@ -85,7 +88,8 @@ class VllmServer:
         with (self._folder / "log").open("wb") as log:
             self._process = subprocess.Popen(
                 command,
-                stdin=subprocess.PIPE,  # closes with this process, which ends the server
+                # the pipe closes when this process ends, which ends the server
+                stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
@@ -104,14 +108,17 @@ class VllmServer:
         return message
 
     def kill(self) -> None:
-        """Kill the process group without waiting for it."""
+        """Kill the server and its child processes, without waiting for their end."""
         self._killed = True
         if self._process is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
 
     def close(self) -> None:
-        """End the process and wait for it. SIGTERM first: its shared memory outlives a kill."""
+        """End the server and wait for it.
+
+        SIGTERM is sent first, because a kill leaves shared memory behind.
+        """
         if self._process is not None and self.alive:
             self._process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -129,9 +136,9 @@ class VllmServer:
 
 
 def _checked_flags(flags: Sequence[str], own: Sequence[str]) -> Sequence[str]:
-    """Return the user's flags. Raises `ValueError` for one that the run sets itself.
+    """Return the user's flags. Raises `ValueError` for a flag that the run sets itself.
 
-    vLLM also accepts the beginning of a flag's name.
+    Beginnings of a flag's name are also found, because vLLM accepts them.
     """
     taken = [each.partition("=")[0] for each in own] + ["--gpu-memory-utilization"]
     for flag in flags:
@@ -142,10 +149,11 @@ def _checked_flags(flags: Sequence[str], own: Sequence[str]) -> Sequence[str]:
 
 
 def gpu_share(weights: int, *, total: int, trainer_bytes: int, engine_bytes: int) -> float:
-    """Return the share of one GPU's memory that a server may take beside the trainer.
+    """Return the share of one GPU's memory that a server may use next to the trainer.
 
-    `trainer_bytes` and `engine_bytes` are per weight of the model, `total` is the GPU's memory. The
-    trainer keeps 15% more, for activations. Raises `ValueError` if not both fit.
+    `total` is the GPU's memory in bytes. `trainer_bytes` and `engine_bytes` are per weight of the
+    model. The trainer keeps 15% more, for activations. Raises `ValueError` if trainer and server do
+    not fit together.
 
     >>> gpu_share(4_000_000_000, total=140_000_000_000, trainer_bytes=18, engine_bytes=2)
     0.33
@@ -165,7 +173,7 @@ def gpu_share(weights: int, *, total: int, trainer_bytes: int, engine_bytes: int
 def server_environment(folder: Path, *, threads: int) -> dict[str, str]:
     """Return the environment variables of a server with its sockets in `folder`.
 
-    This process's own variables override the defaults, but not those that a run requires.
+    The variables of this process replace the defaults, except those that a run requires.
     """
     defaults = {
         "VLLM_CPU_KVCACHE_SPACE": "1",

@@ -1,4 +1,4 @@
-"""The code that runs inside vLLM: a worker extension for weights, and the server's entry point.
+"""The code that runs inside vLLM: loading of weights, and the entry point of the server.
 
 Only this file imports vllm, inside functions.
 """
@@ -13,28 +13,28 @@ from typing import Any
 from safetensors.torch import load_file
 
 TERMINATE_S = 5
-"""Seconds for the server to end by itself before its processes are killed."""
+"""Seconds in which the server must end by itself. Then its processes are killed."""
 
 
 class Extension:
-    """A mix-in of vLLM's worker, for `--worker-extension-cls`."""
+    """Methods that are added to vLLM's worker class by `--worker-extension-cls`."""
 
     vllm_config: Any
     model_runner: Any
     reload_weights: Any
 
     def unstale_load(self, path: str) -> None:
-        """Load all weights from a safetensors file, with the names of a checkpoint."""
+        """Load all weights from a safetensors file with the names of a checkpoint."""
         self.reload_weights(
             weights_iterator=iter(load_file(path).items()), is_checkpoint_format=True
         )
         self.unstale_repack()
 
     def unstale_repack(self) -> None:
-        """Pack weights again, for vLLM's CPU build.
+        """Convert the weights of the output head again, for vLLM's CPU build.
 
-        The build packs an output head that is tied to the embedding only when it makes the model. A
-        load changes the embedding, but not the packed head.
+        That build converts an output head that is tied to the embedding only when it creates the
+        model. A load changes the embedding, but not the converted head.
         """
         from vllm.config import set_current_vllm_config
         from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
@@ -49,7 +49,7 @@ class Extension:
 
 
 def main() -> None:
-    """Run vLLM's server with this process's arguments until standard input closes."""
+    """Run vLLM's server with the arguments of this process, until standard input closes."""
     from vllm.entrypoints.launchers.api_server.entry import main as serve
 
     threading.Thread(target=end_with_parent, daemon=True).start()
@@ -57,10 +57,10 @@ def main() -> None:
 
 
 def end_with_parent() -> None:
-    """End the server once the parent is gone.
+    """End the server when its parent process has ended.
 
-    SIGTERM first: the server's shared memory outlives a kill. A shell then kills the process group,
-    because this process may have ended by then.
+    SIGTERM is sent first, because a kill leaves the server's shared memory behind. A shell then
+    kills the process group, because this process may have ended by then.
     """
     sys.stdin.buffer.read()
     try:

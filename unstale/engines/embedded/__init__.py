@@ -1,1 +1,1 @@
-"""The embedded engine: a paged decoder in a child process."""
+"""The embedded engine: a decoder in a child process, with a KV cache that is divided into pages."""

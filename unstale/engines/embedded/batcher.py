@@ -1,8 +1,8 @@
-"""Continuous batching: each step is one forward pass, and requests join or leave between steps.
+"""Continuous batching: each step is one forward pass, and requests enter or leave between steps.
 
-A slot is the part of the KV cache that holds one sequence. After a reply its slot keeps the
-sequence, so that the episode's next turn computes only its new tokens. A new sequence copies the
-longest prefix that another slot has cached. The slots that were unused longest are reused first.
+A slot is the part of the KV cache that holds one sequence. After a reply, its slot keeps the
+sequence, so that the next turn of the episode computes only new tokens. A new sequence copies the
+longest prefix that another slot has cached. The slot that was unused longest is reused first.
 """
 
 from collections import defaultdict, deque
@@ -20,16 +20,20 @@ from unstale.engines.embedded.runner import Chunk, Runner, Step
 from unstale.engines.embedded.sampling import draw, uniforms
 
 MAX_CHUNK_TOKENS = 512
-"""Context tokens computed in one step at most. An interrupt waits until the step is over."""
+"""Largest number of context tokens computed in one step. An interrupt waits until the step ends, so
+steps are short.
+"""
 MIN_COPY = 8
-"""Tokens. Shorter common prefixes are not copied: computing them again costs no more."""
+"""Shortest common prefix, in tokens, that is copied from another slot. Computing a shorter one
+again is as fast.
+"""
 IDLE_STEPS = 512
-"""Steps after which the episode of an unused slot has most likely ended."""
+"""Number of steps after which the episode of an unused slot has probably ended."""
 
 
 @dataclass(frozen=True, slots=True)
 class SampleRequest:
-    """The arguments of one call of `Engine.sample`. `id` identifies its reply."""
+    """The arguments of one call of `Engine.sample`. `id` is the number that its reply will have."""
 
     id: int
     tokens: Sequence[int]
@@ -41,21 +45,21 @@ class SampleRequest:
 
 @dataclass(frozen=True, slots=True)
 class FinishedReply:
-    """The result of a request."""
+    """The reply to a request: its tokens, and the reason why it ended."""
 
     id: int
     tokens: list[int]
     behavior_logp: list[float]
     stop: ReplyStop
     clean: bool = True
-    """False if the context's keys and values were partly computed with older weights."""
+    """False if a part of the context's keys and values was computed with older weights."""
 
 
 class Batcher:
-    """A scheduler that decides what a `Runner` computes next, and samples. Not thread-safe.
+    """Decides what the model (a `Runner`) computes in the next step, and samples. Not thread-safe.
 
-    With `keep_cache`, cached contexts are still used after the weights have changed. Replies to
-    such contexts have `clean` False.
+    With `keep_cache`, cached contexts are still used after a change of the weights. Replies to such
+    contexts have `clean` False.
     """
 
     def __init__(
@@ -69,25 +73,28 @@ class Batcher:
         self._logp = np.zeros((max_slots, max_context), dtype=np.float32)
         self._length = np.zeros(max_slots, dtype=np.int64)
         self._cached = np.zeros(max_slots, dtype=np.int64)
-        """`[slots]`, the number of tokens whose keys and values are cached."""
+        """`[slots]`: the number of tokens whose keys and values are cached."""
         self._older = np.zeros(max_slots, dtype=np.int64)
-        """`[slots]`, how many of the cached tokens, from the first, used older weights."""
+        """`[slots]`: how many of the cached tokens were computed with older weights. They are the
+        first ones.
+        """
         self._limit = np.zeros(max_slots, dtype=np.int64)
         self._temperature = np.ones(max_slots, dtype=np.float32)
         self._seed = np.zeros(max_slots, dtype=np.uint64)
         self._used = np.zeros(max_slots, dtype=np.int64)
         self._stops = np.zeros((max_slots, runner.vocab_size), dtype=np.bool_)
         self._stale = np.zeros(max_slots, dtype=np.int64)
-        """`[slots]`, `_cached` as it was before the last load, for tokens not computed again since.
-
-        The tokens themselves are in `_stale_tokens`.
+        """`[slots]`: the number of tokens cached before the last weight update and not computed
+        again since. The tokens are in `_stale_tokens`.
         """
         self._stale_tokens = self._tokens[:, :0]
         self._reprefill: dict[int, int] = {}
-        """For each slot, how many of its context tokens were cached before the last load."""
+        """For each slot: how many tokens of its context had been cached before the last weight
+        update.
+        """
         self._steps = 0
         self.counters: defaultdict[str, float] = defaultdict(float)
-        """Sums since the engine's process last sent them."""
+        """Counters since the engine's process last sent them."""
 
     @property
     def has_work(self) -> bool:
@@ -97,21 +104,21 @@ class Batcher:
         self._queue.append(request)
 
     def cancel(self, request_id: int) -> None:
-        """Drop a request. What its slot has cached can still be reused."""
+        """Drop a request. The tokens that its slot has cached can still be used by others."""
         self._queue = deque(request for request in self._queue if request.id != request_id)
         for slot, request in list(self._active.items()):
             if request.id == request_id:
                 del self._active[slot]
 
     def interrupt(self) -> list[FinishedReply]:
-        """End every request, and return replies with the tokens sampled so far."""
+        """End every request. Return replies with the tokens sampled so far."""
         finished = [self._finish(slot, "interrupted") for slot in sorted(self._active)]
         finished += [FinishedReply(request.id, [], [], "interrupted") for request in self._queue]
         self._queue.clear()
         return finished
 
     def load(self, update: Mapping[str, Tensor]) -> None:
-        """Load weights, and drop the cache unless `keep_cache`."""
+        """Load weights. Drop the KV cache unless `keep_cache` is set."""
         if self._active:
             raise RuntimeError(f"{len(self._active)} replies are being sampled; interrupt first")
         self.runner.load(update)
@@ -126,7 +133,10 @@ class Batcher:
             self.runner.keep(slot, 0)
 
     def step(self) -> list[FinishedReply]:
-        """Admit requests, run one forward pass, and sample. Return the replies that ended."""
+        """Give slots to waiting requests, run one forward pass, and sample.
+
+        Return the replies that ended.
+        """
         start = perf_counter()
         cpu_start = process_time()
         self._admit()
@@ -157,7 +167,7 @@ class Batcher:
     def _admit(self) -> None:
         """Give waiting requests a slot, in order of arrival.
 
-        A request stays in the queue while another one computes a prefix that it can copy.
+        A request waits longer if another one is computing a prefix that it can then copy.
         """
         idle = np.ones(len(self._length), dtype=np.bool_)
         idle[list(self._active)] = False
@@ -173,7 +183,7 @@ class Batcher:
         self._queue.extendleft(reversed(waiting))
 
     def _assign_slot(self, request: SampleRequest, idle: NDArray[np.bool_]) -> int | None:
-        """Prepare a slot for a request, with the longest prefix of its tokens that is cached.
+        """Give a request a slot, and fill it with the longest prefix of its tokens that is cached.
 
         Return None if another request is computing a longer prefix, which can be copied later.
         """
@@ -200,9 +210,10 @@ class Batcher:
         return slot
 
     def _victim(self, idle: NDArray[np.bool_]) -> int:
-        """Return the idle slot to overwrite: one that is empty or long unused, else the oldest.
+        """Return the idle slot to be overwritten.
 
-        Of several such slots the lowest is taken, because low slots keep the batch small.
+        It is an empty slot or one unused for long, otherwise the one unused longest. Among several,
+        the lowest is taken, because low numbers keep the batch small.
         """
         spare = idle & ((self._cached == 0) | (self._used < self._steps - IDLE_STEPS))
         if spare.any():
@@ -224,9 +235,9 @@ class Batcher:
         self._reprefill[slot] = self._stale_prefix(tokens)
 
     def _stale_prefix(self, tokens: NDArray[np.int32]) -> int:
-        """Return how many of `tokens` were cached before the last load.
+        """Return how many of `tokens` were cached before the last weight update dropped the cache.
 
-        A context that the load dropped is counted for one request only.
+        Each dropped context is counted for one request only.
         """
         if not self._stale.any():
             return 0
@@ -237,7 +248,10 @@ class Batcher:
         return int(common[best])
 
     def _plan(self) -> tuple[Step, NDArray[np.bool_]]:
-        """Return the next forward pass, and a mask of the rows and chunks that end in a sample."""
+        """Return the next forward pass, and a mask of its rows and chunks to sample after.
+
+        A row is one token of a sequence that is being sampled. A chunk is a part of a prompt.
+        """
         slots = np.array(sorted(self._active), dtype=np.int64)
         due = self._length[slots] - self._cached[slots]
         rows = slots[due == 1]
@@ -299,7 +313,7 @@ class Batcher:
 
 
 def _common_prefix(slots: NDArray[np.int32], tokens: NDArray[np.int32]) -> NDArray[np.int64]:
-    """Return `[slots]`, the length of the prefix that each row of `slots` shares with `tokens`.
+    """Return `[slots]`: the length of the prefix that each row of `slots` shares with `tokens`.
 
     >>> slots = np.array([[1, 2, 3], [1, 5, 3], [4, 2, 3]], np.int32)
     >>> _common_prefix(slots, np.array([1, 2], np.int32)).tolist()

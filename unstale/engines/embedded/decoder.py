@@ -1,16 +1,17 @@
-"""A decoder for the Qwen3 architecture.
+"""A fast decoder for models of the Qwen3 architecture.
 
-It uses few, large operations, because overhead dominates for small models: query, key and value are
-one matrix, gate and up another.
+It uses few, large operations, because for small models the overhead of each operation dominates:
+query, key and value are one matrix, gate and up another.
 
-On a CPU, `kernels.c` does everything between the matrix products. Sequences that start with the
-same tokens share the cache pages of these. On other devices torch does the same with its own
-operations. All sequences that sample one token are one batched attention: each page of the cache is
-attended separately, and the results of a sequence's pages are summed afterwards. Prompts are cut
-into blocks, which are a second batched attention. On CUDA, steps without prompts replay a graph.
+On a CPU, `kernels.c` computes everything between the matrix products. Sequences with the same first
+tokens share the cache pages of these tokens. On other devices, torch computes the same with its
+operations. All sequences that sample one token form one batched attention: each page of the cache
+is attended separately, and the results of a sequence's pages are then combined. Prompts are cut
+into blocks, which form a second batched attention. On CUDA, steps without prompts replay a recorded
+graph.
 
-At load time the two halves of each head's rotary embedding are interleaved. The rotation is then
-one complex multiplication, and inner products do not change.
+When weights are loaded, the two halves of each head's rotary embedding are interleaved. The
+rotation is then one complex multiplication, and inner products stay the same.
 """
 
 import math
@@ -32,17 +33,19 @@ from unstale.engines.embedded.runner import Step, check_update
 from unstale.model import linear
 
 RUN = 8
-"""Successive tokens of a chunk for which `kernels.c` reads the cache once."""
+"""Number of successive prompt tokens for which `kernels.c` reads the cache once."""
 ROWS_A_THREAD = 16
-"""Runs (see `RUN`) that a further thread needs to be worth its start."""
+"""Number of runs (see `RUN`) from which on one more thread is faster."""
 _USUAL_ROWS = 64
-"""The number of rows that the weights' layout is best for. Other numbers are a little slower."""
+"""Number of tokens for which the layout of the weights is best. Other numbers are slightly
+slower.
+"""
 _FIRST_PAGES = 64
-"""Pages allocated at first. The pool doubles when they are used up."""
+"""Number of cache pages allocated at first. When all are used, the number doubles."""
 
 
 def supports(config: Mapping[str, Any]) -> bool:
-    """Return True if this decoder computes the model of a `config.json` exactly."""
+    """Return True if this decoder computes exactly the model that a `config.json` describes."""
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     return (
         config.get("model_type") == "qwen3"
@@ -56,7 +59,7 @@ def supports(config: Mapping[str, Any]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class ModelSizes:
-    """The sizes in a `config.json` that the decoder needs."""
+    """The sizes from a model's `config.json` that the decoder needs."""
 
     layers: int
     hidden: int
@@ -122,7 +125,9 @@ class _Layer:
     norm_1: Tensor
     qkv: Tensor
     qk_norm: Tensor
-    """`[heads + kv_heads, head_dim]` float32; the query part carries the softmax scale."""
+    """`[heads + kv_heads, head_dim]` float32: norm weights. Those of queries include the softmax
+    scale.
+    """
     out: Tensor
     norm_2: Tensor
     gate_up: Tensor
@@ -131,19 +136,19 @@ class _Layer:
 
 @dataclass(frozen=True, slots=True)
 class _Masks:
-    """The masks that are added to attention scores: 0 for visible tokens, -inf for others."""
+    """The masks added to attention scores: 0 for tokens that may be attended, -inf for others."""
 
     rows: Tensor
-    """`[pages, 1, PAGE]`, for sequences that sample one token."""
+    """`[pages, 1, PAGE]`: the masks of sequences that sample one token."""
     blocks: Tensor
-    """Attention masks of prompt chunks, `[blocks, 1, rep * BLOCK, reach * PAGE]`.
-
-        One block is BLOCK query tokens against the `reach` cache pages that they may attend to.
-        `rep` is the number of query heads per key head."""
+    """Masks of prompt parts: `[blocks, 1, rep * BLOCK, reach * PAGE]`. One block is BLOCK query
+    tokens against the `reach` cache pages that they may attend. `rep` is the number of query heads
+    per key head.
+    """
 
 
 class Qwen3Runner:
-    """A `Runner` for Qwen3. Its cache grows with the sequences."""
+    """Runs a Qwen3 model. Its KV cache grows with the sequences."""
 
     name = "qwen3 decoder"
 
@@ -177,10 +182,10 @@ class Qwen3Runner:
         self._reserve(1)
 
     def _reserve(self, pages: int) -> None:
-        """Grow the pool to at least this many pages.
+        """Enlarge the KV cache to at least this many pages.
 
-        Keys are `[pages * kv, head_dim, PAGE]` and values `[pages * kv, PAGE, head_dim]`, so that
-        neither product sums over its fastest dimension.
+        Keys are `[pages * kv, head_dim, PAGE]` and values `[pages * kv, PAGE, head_dim]`. So
+        neither product sums over the dimension that is adjacent in memory.
         """
         if pages <= self._num_pages:
             return
@@ -257,7 +262,7 @@ class Qwen3Runner:
         return self._copy((self._pages.of[source, :pages], self._pages.of[target, :pages]))
 
     def _copy(self, moved: tuple[Any, Any] | None) -> None:
-        """Copy the contents of pages. `moved` are their old and their new indices, or None."""
+        """Copy pages of the cache. `moved` has their old and their new indices, or is None."""
         self._reserve(self._pages.span)
         if moved is not None:
             old, new = (torch.as_tensor(pages).to(self._device) for pages in moved)
@@ -324,7 +329,12 @@ class Qwen3Runner:
             other.result()
 
     def _run(self, inputs: Inputs, shape: StepShape) -> Tensor:
-        """Return float32 logits of every row; with chunks, those of the tokens `inputs.ends`."""
+        """Run a step with torch.
+
+        Return float32 logits after each row or, with chunks, after `inputs.ends`.
+
+        A row is one token of a sequence that is being sampled. A chunk is a part of a prompt.
+        """
         sizes = self.sizes
         rotations = self._rotations[inputs.positions][:, None]
         masks = self._masks(inputs, shape)
@@ -364,9 +374,9 @@ class Qwen3Runner:
         return _Masks(rows[:, None], _hidden(blocks, self._dtype)[:, None])
 
     def _attend(self, index: int, query: Tensor, inputs: Inputs, *, masks: _Masks) -> Tensor:
-        """Return the attention `[T, heads * head_dim]` of one layer.
+        """Return the attention of one layer, `[T, heads * head_dim]`.
 
-        Keys and values of this step's tokens must be in the cache already.
+        The keys and values of this step's tokens must be in the cache.
         """
         mixed = []
         num_rows = len(inputs.bags) - 1
@@ -377,7 +387,7 @@ class Qwen3Runner:
         return torch.cat(mixed) if len(mixed) > 1 else mixed[0]
 
     def _attend_rows(self, index: int, query: Tensor, inputs: Inputs, *, mask: Tensor) -> Tensor:
-        """Attend with one query per row: first per page, then over all pages (arXiv:2311.01282)."""
+        """Attend with one query per sequence: within pages, then over pages (arXiv:2311.01282)."""
         sizes = self.sizes
         pages = len(inputs.page_rows)
         keys = self._paged(self._keys[index], inputs)
@@ -390,11 +400,12 @@ class Qwen3Runner:
         weights = weights.to(self._dtype).view(pages * sizes.kv_heads, -1, PAGE)
         mixed = torch.bmm(weights, values).view(pages, -1).float()
         mixed = _per_row(mixed, inputs, mode="sum").view(-1, sizes.heads, sizes.head_dim)
-        total = total[..., None].clamp_min(1e-30)  # 0 for padding rows, which have no pages
+        # the divisor is 0 for padding, which has no pages
+        total = total[..., None].clamp_min(1e-30)
         return (mixed / total).flatten(1).to(self._dtype)
 
     def _paged(self, pool: Tensor, inputs: Inputs) -> Tensor:
-        """Return the attended pages, `[pages * kv, ...]`."""
+        """Return the keys or values of the pages that are attended, `[pages * kv, ...]`."""
         kv_heads = self.sizes.kv_heads
         if not len(inputs.page_ids):
             return pool[: len(inputs.page_rows) * kv_heads]
@@ -402,7 +413,7 @@ class Qwen3Runner:
         return pages[inputs.page_ids].flatten(0, 1)
 
     def _attend_blocks(self, index: int, query: Tensor, inputs: Inputs, *, mask: Tensor) -> Tensor:
-        """Attend with the tokens of chunks, block by block, over their sequences' pages."""
+        """Attend with prompt tokens, in blocks of queries, over the pages of their sequences."""
         sizes = self.sizes
         blocks = len(inputs.lanes)
         heads = torch.arange(sizes.kv_heads, device=self._device)[:, None]
@@ -420,9 +431,9 @@ class Qwen3Runner:
 def _linear_for(
     device: torch.device, dtype: torch.dtype
 ) -> tuple[Callable[[Tensor, Tensor], Tensor], Callable[[Tensor], Tensor]]:
-    """Return a function that multiplies by a weight `[out, in]`, and one that packs the weight.
+    """Return a function that multiplies by a weight `[out, in]`, and one that prepares the weight.
 
-    On a CPU oneDNN multiplies, with packed weights; `model/linear.py` has the reason.
+    On a CPU, oneDNN multiplies by prepared weights; `model/linear.py` gives the reason.
     """
     if device.type != "cpu" or not linear.supported(dtype):
         return F.linear, lambda weight: weight
@@ -437,7 +448,7 @@ def _linear_for(
 def _kernels_for(
     device: torch.device, dtype: torch.dtype, sizes: ModelSizes
 ) -> tuple[Kernels | None, str]:
-    """Return the CPU kernels, or None and a warning if the CPU cannot use them."""
+    """Return the CPU kernels, or None and a warning if this CPU cannot use them."""
     lanes = math.gcd(16, sizes.head_dim)
     slower = "the engine decodes by torch, several times slower, because"
     if device.type != "cpu" or dtype not in (torch.float32, torch.bfloat16):
@@ -461,7 +472,10 @@ def _kernels_for(
 
 
 def _per_row(values: Tensor, inputs: Inputs, *, mode: str) -> Tensor:
-    """Reduce values of pages `[pages, n]` to those of the rows that attend them, `[rows, n]`."""
+    """Combine values of pages `[pages, n]` to values of the rows that attend them, `[rows, n]`.
+
+    `mode` is the kind of sum or maximum.
+    """
     return F.embedding_bag(inputs.order, values, inputs.bags, mode=mode)[:-1]
 
 

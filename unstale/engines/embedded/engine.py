@@ -1,8 +1,8 @@
-"""The embedded engine: a child process on this machine, connected by a socket.
+"""The embedded engine: a child process on this machine that samples, connected by a socket.
 
-Its thread count is set before torch loads there. With more threads than cores, generation and
-training slow each other down twenty times. The process has its own session and ignores Ctrl-C, so
-only `close` or the end of this process ends it.
+Its number of threads is set before torch is loaded there. With more threads than cores, generation
+and training would each become twenty times slower. The process ignores Ctrl-C. It ends only by
+`close`, or when this process ends.
 """
 
 import asyncio
@@ -32,7 +32,7 @@ from unstale.weights.codec import dumps, file_of
 from unstale.weights.store import Delta
 
 STEP_S = 0.02
-"""Seconds of the event loop's clock between two steps of an engine with `lockstep`."""
+"""Seconds on the event loop's clock between two steps of an engine with `lockstep`."""
 _READ_BYTES = 1 << 20
 _COUNTERS = (
     "sampled_tokens",
@@ -49,10 +49,11 @@ _COUNTERS = (
 
 
 class EmbeddedEngine:
-    """An `Engine` in a child process. Start, use and close it on one event loop.
+    """An engine in a child process. It must be started, used and closed on one event loop.
 
-    With `options.lockstep` the process computes one step every `STEP_S` while replies are pending,
-    and this process waits for its result before it does anything else.
+    With `options.lockstep`, the child computes one step every `STEP_S` while replies are pending.
+    This process then waits for the result before it does anything else, so that runs are
+    deterministic.
     """
 
     def __init__(self, options: EngineOptions) -> None:
@@ -63,23 +64,23 @@ class EmbeddedEngine:
         self._options = options
         self.takes_deltas = options.deltas
         self.runner = ""
-        """The program that runs the model; set by `start`."""
+        """The program that runs the model, such as the decoder or transformers. Set by `start`."""
         self.vocab_size = 0
         self._numbers = itertools.count()
         self._replies: dict[int, asyncio.Future[Reply]] = {}
         self._answers: dict[int, asyncio.Future[Header]] = {}
         self._counters = dict.fromkeys(_COUNTERS, 0.0)
         self._error = ""
-        """The reason why the engine died; empty while it works."""
+        """The reason why the engine ended. Empty while it works."""
         self._version = -1
         self._running = False
         self._child: _Child | None = None
         self._next_poll: asyncio.TimerHandle | None = None
 
     async def start(self) -> None:
-        """Start the process, or reset the one that runs, and wait until it is ready for weights.
+        """Start the process, or reset the running one. Wait until it can receive weights.
 
-        Raises ValueError if it cannot run the model.
+        Raises ValueError if the model cannot be run.
         """
         alive = self._child is not None and not self._error
         self._end("the engine was started again")
@@ -119,7 +120,7 @@ class EmbeddedEngine:
         await self._command({"op": "interrupt"})
 
     async def load(self, update: Update, version: int) -> None:
-        """Load weights, as in `Engine.load`. The tensors must not change before this returns."""
+        """Load weights as `Engine.load` does. The tensors must not change before this returns."""
         check_load(update, version, self._version, sampling=self._running, deltas=self.takes_deltas)
         body = await asyncio.to_thread(_pack_update, update)
         delta = isinstance(update, Delta)
@@ -134,7 +135,7 @@ class EmbeddedEngine:
         self._schedule_poll()
 
     async def close(self) -> None:
-        """End the process and wait for it, if it runs."""
+        """End the process, if there is one, and wait for its end."""
         self._end("the engine is closed")
         if self._child is not None:
             self._child.kill()
@@ -146,8 +147,8 @@ class EmbeddedEngine:
     def metrics(self) -> Mapping[str, float]:
         """Return the counters since the last call.
 
-        Computing dropped contexts again is assumed to take as much of a step's time as it has of
-        the step's tokens.
+        The time for computing dropped contexts again is estimated: its share of a step's time is
+        taken as its share of the step's tokens.
         """
         counters = self._counters
         self._counters = dict.fromkeys(_COUNTERS, 0.0)
@@ -163,7 +164,7 @@ class EmbeddedEngine:
         return self._child.pid
 
     async def _start_process(self) -> None:
-        """Start a process, after ending an earlier one."""
+        """End the present process, if there is one, and start a new one."""
         if self._child is not None:
             self._child.kill()
             self._child.wait()
@@ -186,7 +187,7 @@ class EmbeddedEngine:
         return self._child
 
     async def _command(self, header: Header, body: Sequence[Bytes] = ()) -> None:
-        """Send a command and wait for its acknowledgement, which follows all earlier messages."""
+        """Send a command. Wait until the process has carried it out, after earlier messages."""
         child = self._live_child()
         number = next(self._numbers)
         future = self._expect(self._answers, number)
@@ -202,7 +203,7 @@ class EmbeddedEngine:
         return future
 
     def _schedule_poll(self) -> None:
-        """Schedule the next check of the process if any call waits for it."""
+        """Schedule the next check that the process is alive, if any call waits for it."""
         if self._next_poll is None and self._child is not None and self._is_pending():
             self._next_poll = asyncio.get_running_loop().call_later(
                 self._child.poll_s, self._poll, self._child
@@ -231,12 +232,15 @@ class EmbeddedEngine:
                 _resolve(self._answers.pop(header["id"], None), answer)
 
     def _on_lost(self, child: "_Child", error: str) -> None:
-        """Fail all calls after the process ended. If `error` is empty, its log has the reason."""
+        """Fail all calls, because the process has ended.
+
+        If `error` is empty, take the reason from its log.
+        """
         if child is self._child and not self._error:
             self._end(error or child.last_words())
 
     def _end(self, error: str) -> None:
-        """Make all calls that wait for the process raise `EngineDied`, and all later ones."""
+        """Make all pending and later calls that need the process raise `EngineDied`."""
         self._error = self._error or error
         self._running = False
         if self._next_poll is not None:
@@ -249,7 +253,7 @@ class EmbeddedEngine:
 
 
 def _resolve(future: "asyncio.Future[Any] | None", result: Reply | Header | Exception) -> None:
-    """Set a future's result or error, unless it was cancelled."""
+    """Set the result or the error of a future, unless it was cancelled."""
     if future is None or future.done():
         return
     if isinstance(result, Exception):
@@ -259,7 +263,10 @@ def _resolve(future: "asyncio.Future[Any] | None", result: Reply | Header | Exce
 
 
 class _Child(Child, asyncio.Protocol):
-    """The engine process. Calls `on_message` for each of its messages, `on_lost` at its end."""
+    """The engine's process.
+
+    It calls `on_message` for each message and `on_lost` when it has ended.
+    """
 
     poll_s = BEAT_S
 
@@ -286,7 +293,7 @@ class _Child(Child, asyncio.Protocol):
         )
 
     def send(self, header: Header, body: Sequence[Bytes] = ()) -> None:
-        """Send one message. If the process has ended, `on_lost` is called later, not here."""
+        """Send one message. If the process has ended, `on_lost` is called later."""
         parts = [memoryview(part) for part in frame(header, body)]
         if self._transport is not None:
             for part in parts:
@@ -300,7 +307,7 @@ class _Child(Child, asyncio.Protocol):
             self._on_lost(self, str(frozen))
 
     def listen(self, number: int) -> None:
-        """Do nothing: the event loop receives the answer with this number."""
+        """Do nothing, because the event loop receives the answer with this number by itself."""
 
     def poll(self, number: int) -> None:
         """Call `on_lost` if the process has sent no heartbeat for too long."""
@@ -321,22 +328,25 @@ class _Child(Child, asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         if exc is None or isinstance(exc, OSError):
             self._on_lost(self, "")
-        else:  # `data_received` failed, and the process is still alive
+        else:  # `data_received` failed, and the process is still running
             self.kill()
             self._on_lost(self, f"a message of the engine process failed: {exc!r}")
 
 
 class _LockstepChild(_Child):
-    """An engine process whose answers are read with blocking calls."""
+    """An engine process whose answers are read by blocking calls, for deterministic runs."""
 
     poll_s = STEP_S
     _answered = READY - 1
 
     async def connect(self) -> None:
-        """Do nothing: the socket is connected."""
+        """Do nothing, because the socket is already connected."""
 
     def listen(self, number: int) -> None:
-        """Block until this answer arrives, once the callbacks scheduled before have run."""
+        """Wait for the answer with this number and block the event loop meanwhile.
+
+        Callbacks that were scheduled earlier run first.
+        """
         asyncio.get_running_loop().call_soon(self._receive_until, number)
 
     def poll(self, number: int) -> None:
@@ -361,7 +371,10 @@ class _LockstepChild(_Child):
 
 
 def _pack_update(update: Update) -> Sequence[Bytes]:
-    """Return a safetensors file in parts. Full weights are not copied."""
+    """Return an update of the weights as a safetensors file in parts.
+
+    Full weights are not copied.
+    """
     return [dumps(update)] if isinstance(update, Delta) else file_of(update)
 
 

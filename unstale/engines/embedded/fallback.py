@@ -1,8 +1,8 @@
-"""A slower `Runner` for models that the decoder does not support. transformers computes them.
+"""A slower way to run models that the decoder does not support: transformers computes them.
 
-It needs full attention. At the start it refuses models with a sliding window shorter than the
-context or with recurrent layers, if their configuration says so or if a forward pass with the cache
-differs from one without.
+The model must have full attention. Models with recurrent layers, or with a sliding window shorter
+than the context, are refused at the start. They are found by their configuration, or because a
+forward pass with a cache differs from one without.
 """
 
 from collections.abc import Mapping
@@ -20,7 +20,10 @@ _PROBE_TOLERANCE = 1e-3
 
 
 class _Slots:
-    """The slots and positions that the current forward pass uses, in the caches of all layers."""
+    """The slots and positions that the present forward pass uses, for the caches of all layers.
+
+    A slot is the part of a cache that holds one sequence.
+    """
 
     def __init__(self, max_slots: int, max_context: int) -> None:
         self.shape = (max_slots, max_context)
@@ -30,7 +33,7 @@ class _Slots:
 
 
 class _SlotLayer(CacheLayerMixin):
-    """One layer's keys and values, each `[slots, heads, max_context, width]`.
+    """The keys and values of one layer, each `[slots, heads, max_context, width]`.
 
     They are allocated by the first forward pass, which shows their sizes.
     """
@@ -55,9 +58,9 @@ class _SlotLayer(CacheLayerMixin):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Cache the keys and values `[rows, heads, n, width]` of this forward pass.
+        """Store the keys and values `[rows, heads, n, width]` of this forward pass.
 
-        Return those of the whole sequences.
+        Return the keys and values of the whole sequences.
         """
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
@@ -83,9 +86,9 @@ class _SlotLayer(CacheLayerMixin):
 
 
 class TransformersRunner:
-    """A `Runner` that calls a model of transformers.
+    """Runs a model by transformers.
 
-    Sequences that sample one token are one batch; chunks of prompts are computed one by one.
+    Sequences that sample one token form one batch. Parts of prompts are computed one by one.
     """
 
     def __init__(
@@ -124,7 +127,7 @@ class TransformersRunner:
                 parameter.copy_(update[name])
 
     def keep(self, slot: int, count: int) -> None:
-        """Do nothing: the memory of a slot is never released."""
+        """Do nothing, because the memory of a slot is never freed."""
 
     def copy_prefix(self, source: int, target: int, count: int) -> None:
         for layer in self._layers:
@@ -164,7 +167,7 @@ class TransformersRunner:
 
     @torch.no_grad()
     def _probe(self, max_context: int) -> None:
-        """Compare a cached pass of two sequences of different lengths with the uncached pass.
+        """Check that a forward pass with a cache agrees with one without, for two sequences.
 
         Raises ValueError if their log-probabilities differ by more than `_PROBE_TOLERANCE` nats.
         """

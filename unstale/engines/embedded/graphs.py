@@ -1,4 +1,4 @@
-"""CUDA graphs of decoding steps: one launch per step instead of hundreds."""
+"""CUDA graphs of decoding steps: one kernel launch per step instead of hundreds."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,23 +10,25 @@ from torch import Tensor
 from unstale.engines.embedded.pages import Inputs, StepShape
 
 _MAX_GRAPHS = 256
-"""Graphs kept, because each one holds device memory. The least recently used is dropped first."""
+"""Largest number of graphs to keep, because each one takes device memory. The one unused longest is
+dropped first.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class _Captured:
     flat: Tensor
-    """The input buffer of `replay`."""
+    """The tensor into which the input of a step is copied before the graph is replayed."""
     logits: Tensor
-    """The output buffer, valid until the next replay."""
+    """The tensor with the logits. It is overwritten by the next replay."""
     replay: Callable[[], None]
 
 
 class Graphs:
-    """A cache of CUDA graphs by the shape of their step.
+    """A cache of CUDA graphs, one for each shape of a step.
 
-    The first step of a shape calls `run`, and later steps replay the graph of that call. Without
-    CUDA, every step calls `run`.
+    The first step of a shape calls `run` and records a graph, and later steps replay the graph.
+    Without CUDA, every step calls `run`.
     """
 
     def __init__(self, device: torch.device, run: Callable[[Inputs, StepShape], Tensor]) -> None:
@@ -39,15 +41,15 @@ class Graphs:
         return len(self._captured)
 
     def clear(self) -> None:
-        """Drop all graphs, because weights or cache have moved."""
+        """Drop all graphs, because the weights or the cache have another address."""
         self._captured.clear()
         self._pool = None
 
     def __call__(self, flat: Tensor, shape: StepShape) -> Tensor:
-        """Return logits, valid until the next call."""
+        """Run a step. Return its logits, which are valid until the next call."""
         captured = self._captured.pop(shape, None)
         if captured is not None:
-            self._captured[shape] = captured  # moves it to the end, as the most recently used
+            self._captured[shape] = captured  # moves the graph to the end, as the one used last
             captured.flat.copy_(flat)
             captured.replay()
             return captured.logits
@@ -60,7 +62,7 @@ class Graphs:
         return logits
 
     def _capture(self, flat: Tensor, shape: StepShape) -> _Captured:
-        """Capture a graph. The kernels must have run once with this shape."""
+        """Record a graph of a step. Its kernels must have run once with this shape."""
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):

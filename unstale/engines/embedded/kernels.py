@@ -1,6 +1,6 @@
-"""The functions of `kernels.c`, which is compiled once per machine and model shape.
+"""The functions of `kernels.c`, which is compiled once for each machine and model shape.
 
-In each layer, four of its functions replace twenty operations of torch.
+In each layer of a model, four of its functions replace twenty operations of torch.
 """
 
 import ctypes
@@ -30,13 +30,16 @@ _FLAGS = (
 
 
 class Kernels:
-    """The functions of `kernels.c`, as attributes.
+    """The compiled functions of `kernels.c`, as attributes.
 
-    Arguments are contiguous tensors, ints and floats.
+    Their arguments are contiguous tensors, ints and floats.
     """
 
     def __init__(self, **shape: int) -> None:
-        """Compile with these macros. Raises OSError with the compiler's first error."""
+        """Compile `kernels.c` with the sizes of a model as macros.
+
+        Raises OSError with the compiler's first error.
+        """
         self._library = _loaded(tuple(f"-D{name}={value}" for name, value in shape.items()))
 
     def __getattr__(self, name: str) -> Callable[..., None]:
@@ -76,19 +79,20 @@ def _loaded(shape: tuple[str, ...]) -> ctypes.CDLL:
     inputs = "\0".join([SOURCE.read_text(), macros, *_FLAGS, *shape])
     name = f"kernels-{hashlib.sha256(inputs.encode()).hexdigest()[:24]}.so"
     folder = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "unstale")
-    with suppress(OSError):  # missing or damaged
+    with suppress(OSError):  # the file is missing or damaged
         return ctypes.CDLL(str(folder / name))
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         scratch = tempfile.TemporaryDirectory(dir=folder)
-    except OSError:  # no cache: compile for this process alone
+    except OSError:  # there is no cache folder: compile for this process alone
         scratch = tempfile.TemporaryDirectory()
     with scratch as place:
         made = Path(place, name)
         _run_compiler([*compiler, *_FLAGS, *shape, str(SOURCE), "-o", str(made), "-lm"])
         library = ctypes.CDLL(str(made))
         if made.parent.parent == folder:
-            made.replace(folder / name)  # atomic, as several processes may compile it
+            # atomic, since several processes may compile it at the same time
+            made.replace(folder / name)
         return library
 
 

@@ -1,9 +1,9 @@
-"""The paged KV cache: which pages each sequence has, and the index arrays of a step's attention.
+"""The paged KV cache: the pages of each sequence, and the index arrays for a step's attention.
 
 The cache is a pool of pages. A page holds the keys and values of `PAGE` successive tokens of one
-sequence. The attention is one batched product over all pages, so a long sequence does not make the
-others slower. Everything here runs on the host, in numpy; a step sends one flat array to the
-device.
+sequence. The attention is one batched product over all pages, so one long sequence does not slow
+down the others. The code of this file runs on the CPU in numpy. Each step sends one flat array to
+the device.
 """
 
 import heapq
@@ -18,46 +18,46 @@ from torch import Tensor
 from unstale.engines.embedded.runner import Step
 
 PAGE = 64
-"""Tokens."""
+"""Number of tokens in a page."""
 BLOCK = 32
-"""Tokens of a chunk per attention block."""
+"""Number of prompt tokens in an attention block."""
 TILE = 8
-"""Numbers of tokens are padded to a multiple of this, because each shape needs its own graph."""
+"""Numbers of tokens are padded to a multiple of this number, because each shape needs a graph."""
 
 Ints = NDArray[np.int64]
 
 
 class Pages:
-    """The page table of all slots. A slot is the part of the cache that holds one sequence.
+    """The pages of all slots. A slot is the part of the cache that holds one sequence.
 
-    Slots can share full pages, but never the page that they write to next. Padding is written to
-    page 0, which belongs to no slot. Low pages are taken first, so that the used ones lie together.
+    Slots can share full pages, but never the page to which they write next. Padding is written to
+    page 0, which belongs to no slot. Low pages are used first, so that the used ones are adjacent.
     """
 
     def __init__(self, max_slots: int, max_context: int) -> None:
         each = -(-max_context // PAGE)
         self.of = np.zeros((max_slots, each), dtype=np.int64)
-        """`[slots, pages]`, the pages of each sequence in order; 0 where there is none."""
+        """`[slots, pages]`: the pages of each sequence in order, 0 where there is none."""
         self.count = np.zeros(max_slots, dtype=np.int64)
         self.users = np.zeros(max_slots * each + 1, dtype=np.int64)
-        """`[pages]`, the number of slots that use each page."""
+        """`[pages]`: the number of slots that use each page."""
         self.owner = np.full(max_slots * each + 1, -1, dtype=np.int64)
-        """`[pages]`, the slot that took each page."""
+        """`[pages]`: the slot that took each page first."""
         self.first = np.zeros(max_slots * each + 1, dtype=np.int64)
-        """`[pages]`, the position of each page's first token in its sequence."""
+        """`[pages]`: the position in its sequence of each page's first token."""
         self._free = list(range(1, max_slots * each + 1))
 
     @property
     def span(self) -> int:
-        """The number of pages up to the last one in use."""
+        """The number of pages up to the last one that is in use."""
         used = np.flatnonzero(self.users)
         return int(used[-1]) + 1 if len(used) else 1
 
     def hold(self, slot: int, length: int) -> tuple[int, int] | None:
-        """Assign to `slot` exactly the pages that `length` tokens need.
+        """Give `slot` exactly the pages that `length` tokens need.
 
-        If the last page is shared and not full, the slot gets another page. Return (old page, new
-        page) then; the caller must copy the contents.
+        If the slot's last page is shared and not full, it is replaced. Then (old page, new page) is
+        returned, and the caller must copy the contents.
         """
         wanted = -(-length // PAGE)
         had = int(self.count[slot])
@@ -75,10 +75,12 @@ class Pages:
         return moved
 
     def share(self, source: int, target: int, length: int) -> tuple[int, int] | None:
-        """Make the first `length` tokens of `source` the start of `target`. Full pages are shared.
+        """Let slot `target` begin with the first `length` tokens of `source`.
 
-        If the last page is not full, return (source page, target page); the caller must copy the
-        contents.
+        Full pages are shared.
+
+        If the last page is not full, (source page, target page) is returned, and the caller must
+        copy its contents.
         """
         if source == target:
             return self.hold(target, length)
@@ -106,19 +108,26 @@ class Pages:
 
 
 class StepShape(NamedTuple):
-    """The sizes of a step's index arrays. A row is a sequence that samples one token."""
+    """The sizes of a step's index arrays.
+
+    A row is one token of a sequence that is being sampled. A chunk is a part of a prompt.
+    """
 
     rows: int
     pages: int
     gathered: bool
-    """Copy the attended pages together first, because they are few of those in use."""
+    """True if the attended pages are first copied together, because few of the used pages are
+    attended.
+    """
     tokens: int = 0
-    """Tokens of prompts, in chunks."""
+    """Number of prompt tokens in the step, over all chunks."""
     blocks: int = 0
     reach: int = 0
-    """Pages of the longest sequence that has a chunk in this step."""
+    """Number of pages of the longest sequence that has a chunk in this step."""
     ends: int = 0
-    """Number of tokens that get logits; 0 without chunks, because then all do."""
+    """Number of tokens after which logits are computed. It is 0 without chunks, when all tokens
+    have logits.
+    """
 
     def fields(self) -> dict[str, tuple[int, ...]]:
         width = self.rows + self.tokens
@@ -142,28 +151,36 @@ class Inputs(NamedTuple):
     """The index arrays of a step: views of one flat `int64` tensor on the device."""
 
     tokens: Tensor
-    """`[rows + chunk tokens]`. `positions` and `cells` have the same shape."""
+    """`[rows + chunk tokens]`: the tokens to be computed. `positions` and `cells` have the same
+    shape.
+    """
     positions: Tensor
     cells: Tensor
-    """The place of each token's key and value in the pool: page * PAGE + offset."""
+    """The place of each token's key and value in the cache: page * PAGE + offset."""
     page_ids: Tensor
-    """The indices of the attended pages, if the step copies these together first; else empty."""
+    """The attended pages, if they are first copied together. Otherwise empty."""
     page_rows: Tensor
-    """`[pages]`, the row whose query attends each page; arbitrary where `visible` is 0."""
+    """`[pages]`: the row whose query attends each page. Without meaning where `visible` is 0."""
     visible: Tensor
-    """`[pages]`, the number of attended tokens of each page."""
+    """`[pages]`: how many tokens of each page are attended."""
     order: Tensor
-    """`[pages]`, the indices of the pages, sorted by the row that attends them."""
+    """`[pages]`: the indices of the pages, sorted by the row that attends them."""
     bags: Tensor
-    """`[rows + 1]`, where each row's pages begin in `order`; last, where those of no row begin."""
+    """`[rows + 1]`: where the pages of each row begin in `order`. The last entry is where the pages
+    of no row begin.
+    """
     lanes: Tensor
-    """`[blocks, BLOCK]`, the indices in `tokens` of each block's queries. Blocks divide chunks."""
+    """`[blocks, BLOCK]`: the indices in `tokens` of the queries of each block. A block is a part of
+    a chunk.
+    """
     reached: Tensor
-    """`[blocks, reach]`, the pages that each block attends."""
+    """`[blocks, reach]`: the pages that each block attends."""
     spots: Tensor
-    """`[chunk tokens]`, the place of each chunk token in the flattened `lanes`."""
+    """`[chunk tokens]`: the place of each prompt token in the flattened `lanes`."""
     ends: Tensor
-    """The indices in `tokens` of the tokens that get logits: the last of each row and chunk."""
+    """The indices in `tokens` of the tokens after which logits are computed: the last one of each
+    row and chunk.
+    """
 
     @classmethod
     def of(cls, flat: Tensor, shape: StepShape) -> "Inputs":
@@ -178,7 +195,10 @@ class Inputs(NamedTuple):
 
 
 def placed(step: Step, pages: Pages) -> Ints:
-    """Assign the pages that a step needs. Return each token's place in the pool, see `cells`."""
+    """Assign the pages that a step needs.
+
+    Return the place of each token in the cache, as in `cells`.
+    """
     rows = step.rows.numpy()
     at = step.positions.numpy()
     for chunk in step.chunks:
@@ -196,7 +216,7 @@ def runs(step: Step, pages: Pages, most: int) -> Tensor:
     """Cut a step into runs of up to `most` successive tokens of one sequence.
 
     Return `[4, runs]`: for each run its start in `step.tokens`, its length, its slot, and its start
-    in the sequence. Runs whose sequences share their first page follow each other, so that the page
+    in the sequence. Runs whose sequences share their first page are adjacent, so that the page
     stays in the CPU's cache.
     """
     count = len(step.rows)
@@ -214,7 +234,10 @@ def runs(step: Step, pages: Pages, most: int) -> Tensor:
 
 
 def plan(step: Step, pages: Pages) -> tuple[StepShape, Tensor]:
-    """Assign the pages that a step needs. Return the step's sizes, and all `Inputs` in a row."""
+    """Assign the pages that a step needs.
+
+    Return the step's sizes, and all `Inputs` in one tensor.
+    """
     cells = placed(step, pages)
     rows = step.rows.numpy()
     at = step.positions.numpy()
@@ -238,7 +261,7 @@ def plan(step: Step, pages: Pages) -> tuple[StepShape, Tensor]:
 def _attended(rows: Ints, at: Ints, pages: Pages) -> tuple[dict[str, Ints], bool]:
     """Return the index arrays of the pages that rows attend, and `StepShape.gathered`."""
     span = pages.span
-    # One element more than slots: pages without an owner have owner -1, which finds the last one.
+    # One element more than there are slots. A page without an owner has owner -1, which selects it.
     row_of = np.full(len(pages.count) + 1, -1, dtype=np.int64)
     row_of[rows] = np.arange(len(rows))
     row = row_of[pages.owner[:span]]
@@ -266,7 +289,7 @@ def _attended(rows: Ints, at: Ints, pages: Pages) -> tuple[dict[str, Ints], bool
 
 
 def _blocks(step: Step, pages: Pages, *, start: int) -> dict[str, Ints]:
-    """Cut chunks into blocks; `start` is the index of the first chunk's first token."""
+    """Cut prompts into blocks. `start` is the index of their first token in the step."""
     lanes = []
     reached = []
     spots = []

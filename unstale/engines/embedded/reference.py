@@ -1,4 +1,4 @@
-"""A forward pass as the trainer's, to check the log-probabilities that a server returns."""
+"""The trainer's forward pass, with which the log-probabilities of a server are checked."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,10 +13,10 @@ from unstale.model.lora import Base, Merging
 
 
 class ReferenceModel:
-    """A causal language model that keeps no weights: `logps` receives them with each call.
+    """A language model without weights. `logps` receives the weights with each call.
 
     `max_positions` is the longest sequence that the model's configuration allows. With `merging`,
-    `cast` takes adapters and merges them into the weights of `folder`.
+    `cast` receives LoRA adapters and adds them to the weights in `folder`.
     """
 
     def __init__(self, folder: Path, *, dtype: torch.dtype, merging: Merging | None = None) -> None:
@@ -35,7 +35,7 @@ class ReferenceModel:
         self._model = _without_memory(model)
 
     def cast(self, update: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return full weights in the engine's precision. Of tied weights only one is in them.
+        """Return full weights in the engine's precision. Tied weights appear once.
 
         Raises ValueError for an update that does not fit the model.
         """
@@ -48,7 +48,7 @@ class ReferenceModel:
     def logps(
         self, weights: Mapping[str, Tensor], tokens: Sequence[int], *, temperature: float
     ) -> Tensor:
-        """Return `[T - 1]` log-probabilities in nats of `tokens` after the first.
+        """Return the log-probabilities in nats of all `tokens` but the first, `[T - 1]`.
 
         `weights` come from `cast`.
         """
@@ -62,7 +62,7 @@ class ReferenceModel:
 
 
 def _without_memory(model: nn.Module) -> nn.Module:
-    """Free the memory of the model's parameters, in place, and return the model."""
+    """Free the memory of the model's parameters, in place. Return the model."""
     empty: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):

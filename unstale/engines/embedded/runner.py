@@ -1,4 +1,4 @@
-"""The interface between batcher and model: forward passes of packed sequences over a KV cache."""
+"""The interface between batching and model: forward passes of packed sequences with a KV cache."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +14,8 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 class Chunk:
     """A part of a prompt: tokens `start` to `end` of the sequence in `slot`.
 
-    All tokens before `start` are cached.
+    All tokens before `start` must be cached. A slot is the part of the cache that holds one
+    sequence.
     """
 
     slot: int
@@ -30,20 +31,20 @@ class Step:
     """
 
     rows: Tensor
-    """`[R]`, the slot of each row."""
+    """`[R]`: the slot of each row. A slot is the part of the cache that holds one sequence."""
     chunks: tuple[Chunk, ...]
     tokens: Tensor
-    """`[T]`, packed: rows first."""
+    """`[T]`: the tokens, first those of rows, then those of chunks."""
     positions: Tensor
-    """`[T]`, the position of each token in its own sequence."""
+    """`[T]`: the position of each token in its sequence."""
 
     @property
     def longest(self) -> int:
-        """The length of the longest sequence among the rows, this step's token included."""
+        """The length of the longest sequence among the rows, with this step's token."""
         return int(self.positions[: len(self.rows)].max()) + 1 if len(self.rows) else 0
 
     def spans(self) -> list[tuple[Chunk, slice]]:
-        """Return each chunk and its range in `tokens`."""
+        """Return each chunk with the range of its tokens in `tokens`."""
         spans = []
         start = len(self.rows)
         for chunk in self.chunks:
@@ -57,36 +58,35 @@ class Runner(Protocol):
     """A model with a KV cache. A slot is the part of the cache that holds one sequence."""
 
     name: str
-    """The program that computes the model, for messages."""
+    """Name of the program that computes the model, for messages."""
     warning: str
-    """The reason why decoding is slow, for the user; empty if it is not."""
+    """Why decoding is slow, as a message to the user. Empty if it is not slow."""
     vocab_size: int
 
     def forward(self, step: Step) -> Tensor:
         """Return float32 logits of the next token, `[R + C, V]`.
 
-        They are of R rows, which decode one token each, then of C chunks of prompts, after the
-        last token of each chunk.
-
-        Keys and values of all tokens are added to the cache.
+        The first R are after the rows, each of which decodes one token. The other C are after the
+        last token of each chunk, which is a part of a prompt. The keys and values of all tokens are
+        added to the cache.
         """
         ...
 
     def keep(self, slot: int, count: int) -> None:
-        """Keep the first `count` cached tokens of `slot`; the others may be dropped."""
+        """Keep the first `count` cached tokens of `slot`. The memory of the others may be freed."""
         ...
 
     def copy_prefix(self, source: int, target: int, count: int) -> None:
-        """Copy the first `count` cached tokens of slot `source` to slot `target`."""
+        """Copy the first `count` cached tokens from slot `source` to slot `target`."""
         ...
 
     def load(self, update: Mapping[str, Tensor]) -> None:
-        """Load these weights. Raises ValueError if they do not fit, and then loads none."""
+        """Load these weights. Raises ValueError, and changes nothing, if they do not fit."""
         ...
 
 
 def tied_parameters(model: nn.Module) -> dict[str, str]:
-    """Return the names in a model's state that repeat a parameter, each with that parameter."""
+    """Return the names in a model's state that stand for another parameter, with its name."""
     parameters = dict(model.named_parameters())
     names = {parameter.data_ptr(): name for name, parameter in parameters.items()}
     return {
@@ -101,8 +101,8 @@ def check_update(
 ) -> None:
     """Raise ValueError for weights that do not fit a model.
 
-    `shapes` has every parameter. `tied` maps an alias, which may be left out, to the parameter that
-    it repeats.
+    `shapes` has every parameter. `tied` maps an alias to the parameter that it repeats. An alias
+    may be left out of the update.
 
     >>> check_update({"a": torch.zeros(2)}, {"a": (2,), "b": (3,)}, {})
     Traceback (most recent call last):
@@ -122,7 +122,7 @@ def check_update(
     for alias, name in tied.items():
         if alias not in update:
             continue
-        # Without NaN, which is unequal to itself: the same NaN on both sides is no conflict.
+        # Without NaN, which is unequal to itself: equal NaN on both sides is no conflict.
         if not torch.equal(update[alias].nan_to_num(), update[name].nan_to_num()):
             raise ValueError(
                 f"the update has different values for {alias} and {name}, which are tied"

@@ -1,4 +1,4 @@
-"""Sampling of tokens. The random number of a token depends only on seed and position."""
+"""Sampling of tokens. The random number of a token depends only on the seed and its position."""
 
 import numpy as np
 import torch
@@ -12,11 +12,11 @@ _BITS = 48
 
 
 def uniforms(seeds: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Return `[B]` uniform numbers in (0, 1), one for each seed and position.
+    """Return `[B]` uniform random numbers in (0, 1), one for each seed and position.
 
     Each number is a hash of its seed and position (twice the splitmix64 finaliser), so it does not
-    depend on order or batch. It has 48 bits: more could be rounded to 1 when it is multiplied by a
-    sum of probabilities.
+    depend on the order or the batch. It has 48 bits. With more bits, it could be rounded to 1 when
+    it is multiplied by a sum of probabilities.
     """
     with np.errstate(over="ignore"):
         stream = _mix(seeds + _GOLDEN)
@@ -33,9 +33,9 @@ def _mix(value: NDArray[np.uint64]) -> NDArray[np.uint64]:
 def draw(logits: Tensor, temperature: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
     """Return sampled tokens `[B]` and their log-probabilities `[B]` in nats, on the CPU.
 
-    Inverts the cumulative distribution of `logits [B, V]`, which may be on any device.
-    `temperature` is `[B]` float32; at 0 the token is the argmax and its log-probability 0. `noise`
-    is `[B]` float64 in (0, 1). Raises FloatingPointError for logits that are not finite.
+    The cumulative distribution of `logits [B, V]`, which may be on any device, is inverted at
+    `noise` (`[B]` float64 in (0, 1)). `temperature` is `[B]` float32. At 0 the token is the argmax
+    and its log-probability 0. Raises FloatingPointError for logits that are not finite.
     """
     temperature = temperature.to(logits.device)
     noise = noise.to(logits.device)

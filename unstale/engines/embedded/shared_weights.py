@@ -1,6 +1,6 @@
-"""Weights for servers on this host: a safetensors file in memory.
+"""Weights for servers on this host: a safetensors file that is kept in memory.
 
-The file is in `/dev/shm`, or in the folder for temporary files if there is too little space.
+The file is in `/dev/shm`, or in the folder for temporary files if `/dev/shm` has too little space.
 """
 
 import json
@@ -21,27 +21,26 @@ WEIGHTS = "model.safetensors"
 MEMORY = Path("/dev/shm")
 _PREFIX = "unstale-weights-"
 _MAX_HEADER_BYTES = 1 << 20
-"""Names and shapes take less."""
+"""Largest size of a file's header. Names and shapes need less."""
 _HEADER_SIZE_BYTES = 8
-"""The file starts with the length of its header, as a number of this many bytes."""
+"""Number of bytes, at the start of the file, with the length of its header."""
 
 
 class SharedWeights:
     """A folder with one weight file that is mapped into memory.
 
-    `weights` are tensors in that memory, so changing them in place changes the file. The file
-    exists until `close`. If a process is killed, the next process of the same user removes its
-    folder.
+    `weights` are tensors in that memory, so a change in place changes the file. `close` removes the
+    file. If this process is killed, the next process of the same user removes the folder.
     """
 
     def __init__(self) -> None:
         self.weights: dict[str, Tensor] = {}
         self.folder = Path()
-        """Set by the first `write`."""
+        """The folder with the file. Set by the first `write`."""
         self._resources = ExitStack()
 
     def write(self, weights: Mapping[str, Tensor]) -> None:
-        """Write all weights without changing their dtype.
+        """Write all weights to the file, without a change of dtype.
 
         Raises OSError if there is too little space.
         """

@@ -1,7 +1,7 @@
-"""The process of the embedded engine: one loop that reads messages, steps the batcher, and answers.
+"""The process of the embedded engine. It reads messages, runs decoding steps and sends replies.
 
-Only this loop changes the weights and the version, and only between steps, so every token gets the
-version that sampled it. The process ends when the other end of the socket closes.
+Only this loop changes the weights and the version, and only between steps. So every token gets the
+version that sampled it. The process ends when the socket is closed at the other end.
 """
 
 import json
@@ -27,15 +27,15 @@ from unstale.weights.codec import advance, loads
 
 _READ_BYTES = 1 << 20
 READY = -1
-"""The number of the message that a new process sends when it is ready for commands."""
+"""Number of the message that a new process sends when it can receive commands."""
 
 
 def main(descriptor: int, options: str) -> None:
-    """Serve an engine over the socket until the other end closes. `options` is JSON."""
+    """Serve an engine over a socket until the other end closes it. `options` is JSON."""
     wanted = json.loads(options)
     torch.set_num_threads(wanted["threads"])
     torch.set_num_interop_threads(1)
-    # Never closed, so that the other end sees the end of this process only after its exit.
+    # Never closed here, so that the other end sees the end of this process only after its exit.
     os.dup(descriptor)
     with socket.socket(fileno=descriptor) as connection, torch.inference_mode():
         try:
@@ -49,16 +49,17 @@ def main(descriptor: int, options: str) -> None:
 def build_runner(
     folder: Path, *, dtype: str, max_slots: int, max_context: int, device: str = ""
 ) -> Runner:
-    """Return the paged decoder if it supports the model, otherwise transformers' forward pass.
+    """Return the fast decoder if it supports the model, otherwise transformers' forward pass.
 
-    The decoder runs on `device`, by default on a GPU if there is one; transformers on the CPU.
+    The decoder runs on `device`, by default on the GPU if there is one. transformers runs on the
+    CPU.
     """
     config = json.loads((folder / "config.json").read_text())
     if supports(config):
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         limits = {"max_slots": max_slots, "max_context": max_context}
         return Qwen3Runner(config, dtype=DTYPES[dtype], device=device, **limits)
-    # Imported here because transformers takes longer to import than everything else.
+    # imported here, because transformers takes longer to import than everything else
     from unstale.engines.embedded.fallback import TransformersRunner
 
     return TransformersRunner(
@@ -72,19 +73,21 @@ class _EngineWorker:
         self._options = options
         merging = options["merging"]
         self._base = Base(Path(options["model_folder"]), Merging(**merging)) if merging else None
-        """The weights that adapters are merged into; None if updates are whole weights."""
+        """The weights to which LoRA adapters are added. None if updates are full weights."""
         self._lockstep = options["lockstep"]
         self._frames = Frames()
         self._reset()
 
     def _reset(self) -> None:
-        """Return to the state of a new process. Messages that are not yet read stay."""
+        """Return to the state of a new process. Messages that were not read yet remain."""
         options = self._options
         limits = {"max_slots": options["max_running"], "max_context": options["max_context"]}
         runner = build_runner(Path(options["model_folder"]), dtype=options["dtype"], **limits)
         self._batcher = Batcher(runner, **limits, keep_cache=options["keep_cache"])
         self._full_weights: dict[str, Tensor] = {}
-        """This version's weights as they were sent, if the next update may be a delta to them."""
+        """The weights of this version as they were sent, kept if the next update may be a delta to
+        them.
+        """
         self._version = -1
         self._running = False
         self._idle_s = 0.0
@@ -96,7 +99,7 @@ class _EngineWorker:
     def serve(self) -> None:
         """Process messages and run decoding steps in turn, until the connection ends.
 
-        In lockstep, a step is run only when a message requests it.
+        In lockstep, a step is run only when a message asks for it.
         """
         runner = self._batcher.runner
         model = {"runner": runner.name, "vocab_size": runner.vocab_size, "warning": runner.warning}
@@ -118,14 +121,14 @@ class _EngineWorker:
                     self._reply(self._batcher.step())
 
     def _send(self, header: Header) -> None:
-        """Send a message, and with it the counters since the last message."""
+        """Send a message, together with the counters since the last message."""
         counters = {**self._batcher.counters, "idle_s": self._idle_s}
         self._batcher.counters.clear()
         self._idle_s = 0.0
         self._connection.sendall(b"".join(frame({**header, "counters": counters})))
 
     def _handle(self, header: Header, body: bytes) -> None:
-        """Carry out a command, and acknowledge it if it is not `sample` or `cancel`."""
+        """Carry out a command. Confirm it, unless it is `sample` or `cancel`."""
         error = ""
         match header["op"]:
             case "sample":
@@ -135,7 +138,7 @@ class _EngineWorker:
             case "step":
                 self._reply(self._batcher.step() if self._working else [])
             case "reset":
-                del self._batcher  # frees its memory for the next one
+                del self._batcher  # frees its memory before the next update arrives
                 self._reset()
             case "interrupt":
                 self._reply(self._batcher.interrupt() if self._running else [])
@@ -149,7 +152,7 @@ class _EngineWorker:
         return self._send({"op": "done", "id": header["id"], "error": error})
 
     def _load(self, header: Header, body: bytes) -> str:
-        """Load full weights or a delta. Return the error message, empty if there is none."""
+        """Load full weights or a delta. Return the error message, empty if there was no error."""
         try:
             if header["delta"]:
                 advance(self._full_weights, loads(body))

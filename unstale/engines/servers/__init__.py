@@ -1,1 +1,1 @@
-"""Engines behind HTTP: vLLM and SGLang."""
+"""Engines that are servers behind HTTP: vLLM and SGLang."""

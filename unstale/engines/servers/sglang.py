@@ -1,4 +1,4 @@
-"""The backend for SGLang: a server that already runs on this host. See docs/engines.md."""
+"""The backend `sglang`: an SGLang server that already runs on this host. See docs/engines.md."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -12,14 +12,14 @@ from unstale.engines.remote import LOAD_S, RemoteEngine, ServerReply
 
 
 class SglangEngine(RemoteEngine):
-    """An `Engine` on one SGLang server.
+    """An engine on one SGLang server.
 
     If the server was started with `--enable-deterministic-inference`, the random number of a token
     depends only on seed and position, as `SamplingParams` requires. Otherwise SGLang ignores seeds.
 
-    SGLang's pause takes a second while replies are pending, and misses requests that arrive later.
-    This engine does not use it: while interrupted it sends no requests, and aborts until all
-    replies have returned.
+    SGLang's pause takes a second while replies are pending, and does not stop requests that arrive
+    later. So this engine does not use it. While it is interrupted, it sends no requests, and aborts
+    replies until all have returned.
     """
 
     NAME = "SGLang"
@@ -54,7 +54,7 @@ class SglangEngine(RemoteEngine):
             "abort_all_requests": True,
             "flush_cache": not self.options.keep_cache or self._version < 0,
         }
-        # The cache cannot be flushed before the step that was running at the abort is over.
+        # The cache can be flushed only after the step that was running at the abort.
         await self._post(
             "/update_weights_from_disk",
             body,
@@ -63,7 +63,7 @@ class SglangEngine(RemoteEngine):
         )
 
     async def _unpause(self) -> None:
-        """Do nothing: the server is never paused."""
+        """Do nothing, because the server is never paused."""
 
     async def _loaded_version(self) -> str:
         states = (await self._http.call("GET", "/server_info"))["internal_states"]
@@ -72,7 +72,7 @@ class SglangEngine(RemoteEngine):
     async def generate(
         self, request_id: str, tokens: Sequence[int], params: SamplingParams
     ) -> ServerReply:
-        """Send one request, and continue replies that ended with a stop token not in the request.
+        """Send one request. Continue a reply that ended with a stop token that was not asked for.
 
         SGLang always stops at the model's end token.
         """
@@ -100,7 +100,7 @@ class SglangEngine(RemoteEngine):
     def _request_body(
         self, request_id: str, tokens: Sequence[int], params: SamplingParams
     ) -> Mapping[str, Any]:
-        sampling = {  # without ignore_eos, which would ignore all stop tokens
+        sampling = {  # not `ignore_eos`, which would ignore all stop tokens
             "max_new_tokens": self._max_tokens(tokens, params),
             "stop_token_ids": list(params.stop_tokens),
             "temperature": params.temperature,
@@ -127,7 +127,8 @@ class SglangEngine(RemoteEngine):
                 (span["version"], span["end"]) for span in meta["weight_versions"] if span["end"]
             ),
             finish_reason=finish_reason,
-            cached_tokens=meta.get("cached_tokens", 0),  # absent if aborted in the queue
+            # missing if the request was aborted while it waited
+            cached_tokens=meta.get("cached_tokens", 0),
         )
 
 

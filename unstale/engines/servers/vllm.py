@@ -1,4 +1,4 @@
-"""The backend for vLLM: a server process of the run, or a server that already runs on this host."""
+"""The backend `vllm`: a vLLM server that the run starts, or one that already runs on this host."""
 
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
@@ -13,14 +13,16 @@ from unstale.engines.vllm_server import EXTENSION, VllmServer
 
 
 class VllmEngine(RemoteEngine):
-    """An `Engine` on one vLLM server.
+    """An engine on one vLLM server.
 
-    Without `options.url` this engine starts the server and ends it; `extension` names the class
-    that is mixed into its workers. docs/engines.md shows how to start a server to attach to.
+    Without `options.url`, this engine starts the server and ends it. `extension` names a class that
+    is added to the server's workers for loading weights. docs/engines.md shows how to start a
+    server for `options.url`.
 
-    vLLM's random numbers do not depend on a token's position, so an interrupted reply does not
-    continue with those of a whole one. It is another sample of the same policy. A request's seed
-    combines `seed` with the context's length, so that no random numbers are used twice.
+    vLLM's random numbers do not depend on a token's position. So an interrupted reply does not
+    continue like an uninterrupted one. It is another sample from the same policy. The seed of a
+    request combines `seed` with the length of the context, so that no random numbers are used
+    twice.
     """
 
     NAME = "vLLM"
