@@ -1,6 +1,6 @@
-"""Protocols of environments, which exchange messages with the policy, and of task sets.
+"""The contracts of environments and task sets. An environment exchanges messages with the policy.
 
-`chat.py` converts messages to tokens.
+A task set creates the environments. `chat.py` converts messages to tokens.
 """
 
 import math
@@ -16,13 +16,16 @@ from typing import Any, Literal, Protocol, runtime_checkable
 from unstale.records import Task
 
 _TASKS_PER_SEED = 10**9
-"""Task numbers reserved for each seed, so that two seeds have no task in common."""
+"""Number of task numbers that each seed of a run has, so that two seeds never share a task."""
 
 
 def tool_schema(
     name: str, description: str, properties: Mapping[str, Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """Return the schema of a tool as chat templates expect it. All `properties` are required."""
+    """Return the schema of a tool in the format that chat templates expect.
+
+    `properties` has the schema of each argument by name. All arguments are required.
+    """
     parameters = {"type": "object", "properties": properties, "required": list(properties)}
     function = {"name": name, "description": description, "parameters": parameters}
     return {"type": "function", "function": function}
@@ -30,7 +33,10 @@ def tool_schema(
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A tool call of the policy. `error` is not empty if the call is malformed."""
+    """A tool call of the policy.
+
+    If it is malformed, `error` says why; otherwise `error` is empty.
+    """
 
     name: str
     arguments: Mapping[str, Any]
@@ -39,25 +45,25 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One message of a conversation, as in chat templates."""
+    """One message of a conversation, with the fields that chat templates use."""
 
     role: Literal["system", "user", "assistant", "tool"]
     content: str
     tool_calls: tuple[ToolCall, ...] = ()
     thoughts: str = ""
-    """Reasoning of the assistant, if the chat template supports it."""
+    """The assistant's reasoning text, if the chat template has such texts."""
 
 
 class EnvError(Exception):
-    """A fault of the environment. The episode is retried, then counted as failed."""
+    """Error of an environment. The episode is repeated, and then counted as failed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """An environment's answer to a reply: new messages, and rewards if the episode is `done`.
+    """An environment's answer to a reply: new messages. If the episode is `done`, also rewards.
 
-    Numbers may be NumPy or torch scalars. Raises `EnvError`, which names the field, for anything
-    that is not a finite number.
+    Numbers may be NumPy or torch scalars. Raises `EnvError` with the field's name for a value that
+    is not a finite number.
 
     >>> Turn((), done=True, rewards={"right": True}).rewards
     {'right': 1.0}
@@ -66,13 +72,13 @@ class Turn:
     messages: tuple[Message, ...]
     done: bool = False
     rewards: Mapping[str, float] = field(default_factory=dict)
-    """Rewards by name, if `done`. The episode's reward is their sum, or the result of `combine`.
-
-    One number becomes `{"reward": number}`."""
+    """Rewards by name, if the episode is `done`. The reward of the episode is their sum, or the
+    result of the task set's `combine`. A single number is stored as `{"reward": number}`.
+    """
     reward: float = 0.0
-    """Reward of the last reply alone, used only by the advantage estimator `turn_level`."""
+    """Reward of the last reply alone. Only the advantage estimator `turn_level` uses it."""
     facts: Mapping[str, float] = field(default_factory=dict)
-    """Numbers to log."""
+    """Numbers for metrics, which do not affect the reward."""
 
     def __post_init__(self) -> None:
         set_field = partial(object.__setattr__, self)
@@ -105,7 +111,10 @@ def _numbers(name: str, values: Any) -> dict[str, float]:
 
 
 def _number(name: str, value: Any, or_else: str = "") -> float:
-    """Return a number or a scalar of NumPy or torch as float. Raises `EnvError`."""
+    """Return a number, or a scalar of NumPy or torch, as float.
+
+    Raises `EnvError` for other values.
+    """
     if type(value) is float and math.isfinite(value):
         return value
     try:
@@ -118,47 +127,56 @@ def _number(name: str, value: Any, or_else: str = "") -> float:
 
 
 class Env(Protocol):
-    """One episode, seeded and used once. Both methods may raise `EnvError`.
+    """One episode. It is seeded and used only once. Both methods may raise `EnvError`.
 
-    A method that is no coroutine runs in a thread.
+    A method that is not a coroutine is run in a thread.
     """
 
     def begin(self) -> Awaitable[Turn] | Turn:
-        """Return the first messages (system, user)."""
+        """Start the episode. Return its first messages, such as a system and a user message."""
         ...
 
     def step(self, reply: Message) -> Awaitable[Turn] | Turn:
-        """Answer a reply of the policy. `reply.role` is "assistant"."""
+        """Return the environment's answer to a reply of the policy. `reply.role` is "assistant"."""
         ...
 
 
 @runtime_checkable
 class Resumable(Protocol):
-    """An environment that can save and restore its state.
+    """An environment that can save and restore its state, so that a killed run can resume it.
 
-    To resume any other environment, the recorded replies are sent to a new one. It must answer them
-    as the first one did.
+    Without this, a resumed run sends the recorded replies to a new environment. That environment
+    must answer them as the first one did.
     """
 
     def snapshot(self) -> str:
-        """Return the state between two replies as text, for the journal."""
+        """Return the state of the environment between two replies as text.
+
+        It is stored in the journal.
+        """
         ...
 
     async def resume(self, state: str) -> None:
-        """Restore the state in a new environment of the same task and seed, instead of `begin`."""
+        """Restore a saved state in a new environment of the same task and seed.
+
+        This is called instead of `begin`.
+        """
         ...
 
 
 @runtime_checkable
 class HasSimulatedDelays(Protocol):
-    """An environment with simulated delays, which it skips while `replaying` is true."""
+    """An environment that waits to simulate slow tools.
+
+    While `replaying` is true, because a resumed run repeats recorded replies, it must not wait.
+    """
 
     replaying: bool
 
 
 @runtime_checkable
 class Closable(Protocol):
-    """An environment with resources to release at the end of an episode, failed or not."""
+    """An environment with resources that must be released when its episode ends or fails."""
 
     def close(self) -> Awaitable[None] | None:
         """Release the resources within a few seconds. An error fails the episode."""
@@ -166,27 +184,33 @@ class Closable(Protocol):
 
 
 class Taskset(Protocol):
-    """A source of tasks and their environments."""
+    """A set of training and held-out tasks, which creates the environment of each task."""
 
     name: str
     tools: tuple[Mapping[str, Any], ...]
-    """JSON schemas of the tools, in the format of chat templates."""
+    """JSON schemas of the tools, in the format that chat templates expect."""
 
     def train(self, seed: int) -> Iterator[Task]:
-        """Yield training tasks without end, in an order that depends only on `seed`."""
+        """Yield training tasks without end. Their order must depend only on `seed`."""
         ...
 
     def held_out(self, count: int) -> list[Task]:
-        """Return a fixed set of tasks that `train` never yields."""
+        """Return up to `count` held-out tasks.
+
+        They are always the same, and `train` never yields them.
+        """
         ...
 
     def env(self, task: Task, seed: int) -> Env:
-        """Return a new environment. All its randomness is derived from `task` and `seed`."""
+        """Return a new environment.
+
+        All its random choices must be derived from `task` and `seed`.
+        """
         ...
 
 
 class NumberedTasks:
-    """A base class for task sets that generate each task from its number."""
+    """A base class for task sets that make each task from its number."""
 
     name: str
 
@@ -198,18 +222,18 @@ class NumberedTasks:
 
     @staticmethod
     def seed_of(task: Task) -> int:
-        """Return a random seed of 31 bits: odd for a training task, even for a held-out one."""
+        """Return a random seed of 31 bits: odd for a training task, even for a held-out task."""
         return 2 * Random(task.key).getrandbits(30) + (task.split == "train")
 
 
 class ListedTasks:
-    """A base class for task sets with a list of task data for each split."""
+    """A base class for task sets with a list of training tasks and a list of held-out tasks."""
 
     name: str
     data: Mapping[str, Sequence[Any]]
 
     def train(self, seed: int) -> Iterator[Task]:
-        """Yield the list again and again, each time in a new order and with new task numbers."""
+        """Yield the training list without end, each time in a new order with new numbers."""
         number = len(self.data["train"])
         for begin in range(0, _TASKS_PER_SEED - number, number):
             order = Random(f"{self.name}/{seed}/{begin}").sample(range(number), number)
@@ -217,31 +241,32 @@ class ListedTasks:
             yield from (Task(self.name, "train", first + place) for place in order)
 
     def held_out(self, count: int) -> list[Task]:
-        """Return the first `count` tasks, or all if there are fewer."""
+        """Return the first `count` held-out tasks, or all if there are fewer."""
         return [
             Task(self.name, "held_out", index)
             for index in range(min(count, len(self.data["held_out"])))
         ]
 
     def data_of(self, task: Task) -> Any:
-        """Return the task's entry in the list."""
+        """Return the entry of the list that belongs to a task."""
         data = self.data[task.split]
         return data[task.index % _TASKS_PER_SEED % len(data)]
 
 
 @runtime_checkable
 class RewardCombiner(Protocol):
-    """A task set that combines named rewards itself."""
+    """A task set with a method that combines the named rewards of an episode into one."""
 
     def combine(self, rewards: Mapping[str, float]) -> float:
-        """Return an episode's reward."""
+        """Return the reward of an episode from its named rewards."""
         ...
 
 
 def combine_rewards(taskset: Taskset, turn: Turn) -> Turn:
-    """Return the turn with one combined reward, if it is the last and the task set has `combine`.
+    """Return the turn with a single combined reward, if it ends the episode.
 
-    The named rewards become facts `reward/<name>`, which are logged.
+    This applies to task sets that have `combine`. The named rewards become facts `reward/<name>`,
+    which are logged.
     """
     if not (turn.done and turn.rewards and isinstance(taskset, RewardCombiner)):
         return turn

@@ -1,4 +1,4 @@
-"""Arithmetic with a calculator tool and an answer as text."""
+"""The environment `calculator`: arithmetic with a calculator tool, answered in text."""
 
 import ast
 import operator
@@ -27,7 +27,7 @@ MAX_LENGTH = 100
 
 
 class CalculatorTasks(NumberedTasks):
-    """A task set of expressions. The reward is 1 if the last reply contains the result."""
+    """Tasks with arithmetic expressions. The reward is 1 if the last reply contains the result."""
 
     name = "calculator"
     tools: tuple[Mapping[str, Any], ...] = (TOOL,)
@@ -38,7 +38,7 @@ class CalculatorTasks(NumberedTasks):
         self.terms = terms
 
     def expression(self, task: Task) -> str:
-        """Return the expression of a task.
+        """Return the expression that a task asks for.
 
         >>> task = Task("calculator", "train", 1)
         >>> CalculatorTasks().expression(task) == CalculatorTasks().expression(task)
@@ -51,7 +51,7 @@ class CalculatorTasks(NumberedTasks):
         return " ".join(parts)
 
     def env(self, task: Task, seed: int) -> Question:
-        """Ignore `seed`: all randomness comes from the task."""
+        """Return the environment of a task. `seed` is not used, because the task has the seed."""
         expression = self.expression(task)
         prompts = (
             Message("system", "Work it out with the tool, then give the number."),
@@ -65,7 +65,9 @@ async def _run(expression: str) -> str:
 
 
 def calculate(expression: str) -> int:
-    """Return the value of an expression of integers. Raises `ValueError` for any other text.
+    """Return the value of an arithmetic expression of integers.
+
+    Raises `ValueError` for any other text.
 
     >>> calculate("(12 + 7) * -3")
     -57

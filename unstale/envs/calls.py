@@ -1,11 +1,12 @@
-"""The formats of tool calls in chat templates, found from what a template writes.
+"""The formats in which chat templates write tool calls, found from what a template writes.
 
-`find_form` compares renderings of a few calls, so no format is bound to the name of a model:
+`find_form` compares what a template writes for a few calls, so no format depends on the name of a
+model:
 
-- JSON objects in tags or alone, or a JSON list (Hermes, Qwen2.5, Qwen3, Llama 3, Mistral v3);
-- a name, then its arguments as JSON (Mistral v11 and later, Llama 3.1's `<function=NAME>`);
-- a tag for each argument (Qwen3-Coder, GLM-4.5);
-- Python calls in a list (Llama 3.2 and 4 with pythonic templates).
+  - JSON objects in tags or alone, or a JSON list (Hermes, Qwen2.5, Qwen3, Llama 3, Mistral v3);
+  - a name, then its arguments as JSON (Mistral v11 and later, Llama 3.1's `<function=NAME>`);
+  - a tag for each argument (Qwen3-Coder, GLM-4.5);
+  - Python calls in a list (Llama 3.2 and 4 with pythonic templates).
 """
 
 import ast
@@ -23,30 +24,33 @@ from unstale.envs import ToolCall
 from unstale.envs.strict_json import refuse_constant, unique_names
 
 PROBE = ToolCall("a_tool", {"an_argument": "a_value"})
-"""The call that a template writes first, to reveal its format."""
+"""The call that a template writes first, so that its format can be found."""
 
 Schemas = Mapping[str, Mapping[str, Any]]
-"""Name of a tool -> schemas of its arguments by name."""
+"""The schemas of a tool's arguments, by the name of the tool and of the argument."""
 Write = Callable[[Sequence[ToolCall]], str]
-"""A function that returns what a template writes for the calls of one reply."""
+"""A function that returns what a template writes for the tool calls of one reply."""
 
 _TWO_ARGUMENTS = ToolCall(PROBE.name, {**PROBE.arguments, "another": "more"})
 _BARE = re.compile(r'\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:')
-"""The start of a JSON call without a tag."""
+"""Pattern of the start of a JSON call that has no tag."""
 _SEPARATOR = re.compile(r"[\s;,]*")
 _BARE_PYTHON = re.compile(r"\[\s*[A-Za-z_][\w.]*\(")
 _JSON_WORDS = {"true": True, "false": False, "null": None}
 _EXCERPT = 40
-"""Characters of a malformed call in the error message."""
+"""Number of characters of a malformed call that an error message shows."""
 
 
 def call_id(index: int) -> str:
-    """Return the id of a message's call by its position. Mistral's templates want 9 characters."""
+    """Return the id of a tool call from its position in the message.
+
+    It has 9 characters, because Mistral's templates require that.
+    """
     return f"{index:09d}"
 
 
 def schemas_of(tools: Iterable[Mapping[str, Any]]) -> Schemas:
-    """Return the schemas of the arguments of each tool. Missing ones are left out."""
+    """Return the schemas of each tool's arguments. Tools without schemas are left out."""
     found: dict[str, Mapping[str, Any]] = {}
     for tool in tools:
         function = _mapping(tool.get("function", tool))
@@ -61,7 +65,7 @@ def _mapping(value: Any) -> Mapping[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class CallForm:
-    """A format of tool calls. Empty tags stand for calls without tags."""
+    """A format of tool calls. `opens` and `closes` are its tags; they are empty if it has none."""
 
     opens: str = "<tool_call>"
     closes: str = "</tool_call>"
@@ -71,16 +75,16 @@ class CallForm:
 
     @property
     def body(self) -> str:
-        """The text between the tags, with names for what differs."""
+        """The text between the tags, with placeholders for names and values."""
         raise NotImplementedError
 
     @property
     def first_character(self) -> str:
-        """The first character of a call without tags."""
+        """The first character of a call, in a format without tags."""
         return "{"
 
     def read_all(self, text: str, schemas: Schemas) -> tuple[str, tuple[ToolCall, ...]]:
-        """Return the text outside of the tags of a reply, and its calls."""
+        """Return the text of a reply outside of the tags, and its calls."""
         opens, closes = re.escape(self.opens), re.escape(self.closes)
         end = f"(?:{closes}|$)" if closes else f"(?={opens}|$)"
         pattern = re.compile(f"{opens}(.*?){end}", re.DOTALL)
@@ -93,20 +97,21 @@ class CallForm:
         return pattern.sub("", text).strip(), tuple(calls)
 
     def read(self, text: str, schemas: Schemas) -> tuple[ToolCall, ...]:
-        """Return the calls in the text between two tags. A malformed one has an `error`."""
+        """Return the calls in the text between two tags. A malformed call has an `error`."""
         raise NotImplementedError
 
     def read_bare(self, text: str, at: int) -> tuple[ToolCall, ...] | None:
-        """Return the calls in a reply from position `at` on, or None if it is an answer.
+        """Return the calls in a reply from position `at` on. None if the text is an answer.
 
-        Only for calls without tags. `at` is not 0 after a control token, which marks calls.
+        Used only for formats without tags. `at` is not 0 if the reply begins with a control token
+        that marks calls.
         """
         raise NotImplementedError
 
 
 @dataclass(frozen=True, slots=True)
 class JsonCalls(CallForm):
-    """JSON objects with a name and, under `key`, arguments; in one list if `is_list`."""
+    """Calls as JSON objects with a name and, under `key`, arguments. In a list if `is_list`."""
 
     key: str = "arguments"
     is_list: bool = False
@@ -156,11 +161,13 @@ class JsonCalls(CallForm):
 
 @dataclass(frozen=True, slots=True)
 class NamedCalls(CallForm):
-    """A name, the text `between`, and the arguments as JSON."""
+    """Calls as a name, the text `between`, and the arguments as JSON."""
 
     _: KW_ONLY
     between: str
-    """May hold the id of a call, `call_id(0)`, which stands for any id."""
+    """The text between name and arguments. If it contains the id of a call, `call_id(0)`, any id
+    may be in that place.
+    """
 
     @property
     def body(self) -> str:
@@ -182,18 +189,21 @@ class NamedCalls(CallForm):
 
 @dataclass(frozen=True, slots=True)
 class TaggedCalls(CallForm):
-    """A tag for each argument. Values are text; the tools' schemas give their types."""
+    """Calls with a tag for each argument.
+
+    The values are text. The schemas of the tools give their types.
+    """
 
     _: KW_ONLY
     name: tuple[str, str]
-    """Texts before and after the tool's name, which may be empty."""
+    """The texts before and after the tool's name. They may be empty."""
     key: tuple[str, str]
-    """Texts before and after an argument's name. The value follows the second."""
+    """The texts before and after an argument's name. The argument's value follows."""
     value_closes: str
     body_closes: str
-    """Text before `closes`, or empty."""
+    """The text before the closing tag. It may be empty."""
     padded: bool
-    """True if a value has lines of its own."""
+    """True if the value of an argument is on separate lines."""
 
     @property
     def body(self) -> str:
@@ -230,7 +240,10 @@ class TaggedCalls(CallForm):
 
 @dataclass(frozen=True, slots=True)
 class PythonCalls(CallForm):
-    """A list of Python calls with keyword arguments that are literals. JSON's words count too."""
+    """Calls as a list of Python calls, with keyword arguments that are literals.
+
+    JSON's words `true`, `false` and `null` are allowed.
+    """
 
     @property
     def body(self) -> str:
@@ -243,7 +256,8 @@ class PythonCalls(CallForm):
     def read(self, text: str, schemas: Schemas) -> tuple[ToolCall, ...]:
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # for escapes in the policy's strings
+                # an escape sequence in the policy's text may cause a warning
+                warnings.simplefilter("ignore")
                 listed = ast.parse(text.strip(), mode="eval").body
             elements = listed.elts if isinstance(listed, ast.List) else [listed]
             return tuple(map(self._to_call, elements))
@@ -256,7 +270,10 @@ class PythonCalls(CallForm):
         return self.read(text[at:], {})
 
     def _to_call(self, node: ast.expr) -> ToolCall:
-        """Return a call, of literals only. Raises `ValueError`."""
+        """Return a call from its syntax tree.
+
+        Raises `ValueError` if an argument is not a literal.
+        """
         if not isinstance(node, ast.Call) or node.args:
             raise ValueError("an element is not a call with keyword arguments")
         keys = [keyword.arg for keyword in node.keywords]
@@ -276,16 +293,16 @@ class PythonCalls(CallForm):
 
 
 class _JsonWords(ast.NodeTransformer):
-    """Replaces `true`, `false` and `null` by Python's words."""
+    """Replaces `true`, `false` and `null` in a syntax tree by Python's words."""
 
     def visit_Name(self, node: ast.Name) -> ast.expr:
         return ast.Constant(_JSON_WORDS[node.id]) if node.id in _JSON_WORDS else node
 
 
 def typed_value(text: str, schema: Any) -> Any:
-    """Return the value of a tagged argument as its schema's type. Other text stays text.
+    """Return the value of a tagged argument in the type of its schema. Other text stays text.
 
-    Without a type, text that is JSON becomes its value.
+    If the schema has no type, text that is JSON becomes its value.
 
     >>> typed_value("5", {"type": "integer"}), typed_value("5", {"type": "string"})
     (5, '5')
@@ -310,7 +327,7 @@ def typed_value(text: str, schema: Any) -> Any:
 
 
 def _types(schema: Any) -> set[str]:
-    """Return the types that a schema names. It is empty if any type is allowed."""
+    """Return the types that a schema allows. Empty if it allows any type."""
     schema = _mapping(schema)
     named = schema.get("type", ())
     types = {named} if isinstance(named, str) else {each for each in named if type(each) is str}
@@ -340,7 +357,7 @@ def _type_of(value: Any) -> set[str]:
 def find_form(write: Write) -> CallForm | None:
     """Return the format in which a template writes calls, or None if it is unknown.
 
-    Raises what `write` raises.
+    `write` returns what the template writes for calls. Its errors are raised.
     """
     text = write([PROBE])
     form = _json_form(text)
@@ -351,7 +368,7 @@ def find_form(write: Write) -> CallForm | None:
 
 
 def _reads_back(form: CallForm, write: Write) -> bool:
-    """Return True if calls with one, two and no arguments are read as they were written."""
+    """Return True if calls with no, one and two arguments are read back as they were written."""
     empty = ToolCall(PROBE.name, {})
     for calls in ((PROBE,), (empty,), (_TWO_ARGUMENTS, empty)):
         try:
@@ -366,7 +383,7 @@ def _reads_back(form: CallForm, write: Write) -> bool:
 
 
 def _json_form(text: str) -> JsonCalls | None:
-    """Return the tags around a call in JSON and the key of its arguments."""
+    """Return the format if `text` is a call in JSON: its tags, and the key of its arguments."""
     start = max(text.find("{"), 0)
     try:
         record, after = json.JSONDecoder().raw_decode(text, start)
@@ -389,7 +406,7 @@ def _json_form(text: str) -> JsonCalls | None:
 
 
 def _named_form(text: str) -> NamedCalls | None:
-    """Return the texts around a name and the JSON that follows it."""
+    """Return the format if `text` is a name followed by JSON: the texts around both."""
     opens, _, rest = text.partition(PROBE.name)
     start = max(rest.find("{"), 0)
     try:
@@ -403,16 +420,17 @@ def _named_form(text: str) -> NamedCalls | None:
 
 
 def _python_form(text: str) -> PythonCalls | None:
-    """Return the tags around a list of Python calls."""
+    """Return the format if `text` is a list of Python calls: its tags."""
     opens, bracket, rest = text.partition(f"[{PROBE.name}(")
     _, end, closes = rest.rpartition("]")
     return PythonCalls(opens.strip(), closes.strip()) if bracket and end else None
 
 
 def _tagged_form(text: str) -> TaggedCalls | None:
-    """Return the tags of a call with two arguments, around its name, its keys and its values.
+    """Return the format if `text` has a tag for each argument. It must have two arguments.
 
-    The text before the first key and the text between the arguments end with the same tag.
+    The tag that ends an argument is found because it ends both the text before the first key and
+    the text between the arguments.
     """
     words = [_TWO_ARGUMENTS.name, *sum(_TWO_ARGUMENTS.arguments.items(), ())]
     found = re.fullmatch(f"(.*?){'(.*?)'.join(words)}(.*)", text, re.DOTALL)
@@ -440,7 +458,7 @@ def _tagged_form(text: str) -> TaggedCalls | None:
 
 
 def _spaced(literal: str) -> str:
-    """Return a pattern for a text, with any white space where it has some."""
+    """Return a pattern for `literal` that allows any white space where it has some."""
     return r"\s*".join(map(re.escape, literal.split()))
 
 

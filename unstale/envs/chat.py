@@ -1,9 +1,10 @@
-"""Conversion of messages to tokens and back. `calls.py` has the formats of tool calls.
+"""Convert messages to tokens and back, with the chat template of a tokenizer.
 
-A conversation grows by appending tokens; none is encoded twice. `encode_prompt` renders the prompt
-once. `encode_continuation` renders a placeholder reply and encodes only the text that the template
-writes after it. Placeholders also reveal how a template ends a reply and writes calls, so the
-module needs no list of models.
+A conversation grows by appending tokens, and none is encoded twice. `encode_prompt` renders the
+prompt once. `encode_continuation` renders a conversation with a placeholder for the reply. Then it
+encodes only the text that the template writes after the placeholder. Placeholders also show how a
+template ends a reply and writes tool calls, so no list of models is needed. `calls.py` has the
+formats of tool calls.
 
 Control tokens come only from the template, never from the content of messages. So no tool or user
 can end a turn or write in another role.
@@ -29,7 +30,9 @@ STAND_IN = "@@reply@@"
 """Placeholder for the policy's reply."""
 
 DAY = datetime(2024, 7, 26)
-"""Date for templates that ask for today's, so that a resumed run has the same prompts."""
+"""The date for templates that ask for today's date. It is fixed, so that a resumed run has the same
+prompts.
+"""
 
 _CODES = ["%-d", "%-m", *(f"%{letter}" for letter in "AaBbdmYyHIMSpFT")]
 _FIXED_DATE = f"""{{% macro strftime_now(form) %}}{{{{ form {
@@ -41,13 +44,15 @@ _THOUGHT = "<think>"
 _END_OF_THOUGHT = "</think>"
 _TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError)
 _MAX_CACHED = 64
-"""Maximum number of `Chat` objects with other tools that a `Chat` keeps."""
+"""Largest number of `Chat` objects with other tools that a `Chat` keeps."""
 _SEAM = "\ue000"
-"""A character put into content that looks like a control token, to encode it in two parts."""
+"""A character that is put into content that looks like a control token. The content is then encoded
+in two parts and not as that token.
+"""
 
 
 class Chat:
-    """A conversation format: a tokenizer's chat template with a set of tools."""
+    """The format of a conversation: a tokenizer's chat template with a set of tools."""
 
     def __init__(
         self,
@@ -57,11 +62,12 @@ class Chat:
         ends: Sequence[int] = (),
         template_kwargs: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
-        """`ends` are further end tokens, from the model's generation config.
+        """Find out how the template ends a reply and writes tool calls.
 
-        `template_kwargs` are variables of the template, such as `enable_thinking`. Ends that are no
-        control tokens are ignored. Raises `ValueError` if the template does not read a variable,
-        writes calls in an unknown format, or if nothing can be appended to a conversation.
+        `ends` are further end tokens, from the model's generation config. Those that are not
+        control tokens are ignored. `template_kwargs` are variables of the template, such as
+        `enable_thinking`. Raises `ValueError` if the template does not use one of these, writes
+        calls in an unknown format, or does not allow messages to be appended.
         """
         if not getattr(tokenizer, "chat_template", None):
             raise ValueError(
@@ -77,7 +83,7 @@ class Chat:
         self.dated = "strftime_now" in template
         self._template = _FIXED_DATE + template if self.dated else template
         self.control_texts = _control_texts(tokenizer, template)
-        """Texts of all control tokens."""
+        """The texts of all control tokens."""
         any_mark = (
             "|".join(re.escape(mark) for mark in self.control_texts if len(mark.strip()) > 1)
             or "(?!)"
@@ -91,10 +97,12 @@ class Chat:
         known = [*map(tokenizer.convert_tokens_to_ids, self._ends), tokenizer.eos_token_id]
         added = tokenizer.added_tokens_decoder
         self.control_tokens = {token: mark.content for token, mark in added.items()}
-        """Texts of control tokens and tags by token id."""
+        """The texts of control tokens and tags, by token id."""
         known += [token for token in ends if token in added and added[token].special]
         self.stop_tokens: tuple[int, ...] = tuple(dict.fromkeys(known))
-        """End tokens of a reply. The template writes the first one before a user's message."""
+        """The tokens that end a reply. The first is the one that the template writes before a
+        user's message.
+        """
         reply_start = self.render([_QUESTION]).rstrip()
         self._begins_thinking = reply_start.endswith(_THOUGHT)
         self._replies_think = self.thinks and not reply_start.endswith(_END_OF_THOUGHT)
@@ -103,7 +111,10 @@ class Chat:
     def encode_prompt(
         self, messages: Sequence[Message], *, add_generation_prompt: bool = True
     ) -> tuple[int, ...]:
-        """Encode the tools, these messages, and the start of a reply if `add_generation_prompt`."""
+        """Return the tokens of the tools and these messages.
+
+        With `add_generation_prompt`, the start of a reply follows.
+        """
         return self._encode(*self._render(messages, add_generation_prompt=add_generation_prompt))
 
     def render(
@@ -115,16 +126,16 @@ class Chat:
     ) -> str:
         """Return the text that `encode_prompt` encodes.
 
-        With `marked`, the text keeps the private-use characters that `encode_prompt` puts into
-        content that looks like a control token, so that it is not encoded as one.
+        With `marked`, the text keeps the characters that `encode_prompt` puts into content that
+        looks like a control token, so that it is not encoded as one.
         """
         text, seam = self._render(messages, add_generation_prompt=add_generation_prompt)
         return text if marked else text.replace(seam, "")
 
     def encode_continuation(self, messages: Sequence[Message], *, ended: bool) -> tuple[int, ...]:
-        """Return the tokens between two replies: the messages and the start of the next reply.
+        """Return the tokens between two replies: the messages, and the start of the next reply.
 
-        `ended` is False for a reply that was cut off; its end token is then added in front.
+        If `ended` is False, the previous reply was cut off, and its end token is added first.
         """
         text, seam = self._render([_QUESTION, _REPLY, *messages])
         _, placeholder, after = text.partition(STAND_IN)
@@ -137,12 +148,15 @@ class Chat:
         return self._encode(after[len(end) :] if ended else after, seam)
 
     def parse(self, tokens: Sequence[int]) -> Message:
-        """Return a reply as a message. A malformed call becomes a `ToolCall` with an `error`."""
+        """Return a reply as a message.
+
+        A malformed tool call becomes a `ToolCall` with an `error`.
+        """
         thoughts, message = self.parse_text(self.text(tokens))
         return replace(message, thoughts=thoughts or "")
 
     def text(self, tokens: Sequence[int], *, whole: bool = False) -> str:
-        """Decode a reply, without its end token unless `whole`."""
+        """Return the text of a reply, without its end token unless `whole`."""
         kept = [token for token in tokens if whole or token not in self.stop_tokens]
         return str(
             self._tokenizer.decode(
@@ -151,9 +165,10 @@ class Chat:
         )
 
     def parse_text(self, text: str, *, calls: bool = True) -> tuple[str | None, Message]:
-        """Return a reply's thoughts, or None if it has no finished thoughts, and its message.
+        """Return the reasoning text of a reply, and the reply as a message.
 
-        With `calls=False` the message keeps tool calls as text. Calls in thoughts are ignored.
+        The first is None if there is no complete reasoning text. With `calls=False`, tool calls
+        remain text in the message. Calls in the reasoning text are ignored.
         """
         thoughts = None
         if self._replies_think and _END_OF_THOUGHT in text:
@@ -165,16 +180,20 @@ class Chat:
         return thoughts, self.parse_content(text) if calls else Message("assistant", text)
 
     def parse_partial(self, text: str, *, calls: bool = True) -> tuple[str, str]:
-        """Return the thoughts and content of an unfinished reply that later text cannot change."""
+        """Return the reasoning text and the content of an unfinished reply that are certain.
+
+        Text that could still become something else, such as a tool call, is left out.
+        """
         thoughts = ""
         form = self.call_form
         if self._replies_think:
-            if _END_OF_THOUGHT not in text:  # the thoughts may still turn out to be content
+            if _END_OF_THOUGHT not in text:  # the reasoning may still turn out to be content
                 return "", ""
             thoughts, text = _split_thoughts(text)
         if not calls:
             return thoughts, text
-        if text[:1].isspace():  # removed, unless a malformed call makes the whole text content
+        # left out, unless a malformed call turns the whole text into content
+        if text[:1].isspace():
             return thoughts, ""
         if form and form.opens:
             text = text.partition(form.opens)[0]
@@ -189,7 +208,7 @@ class Chat:
         return thoughts, text.rstrip()
 
     def parse_content(self, text: str) -> Message:
-        """Return the message of a reply without thoughts, with its calls."""
+        """Return the message of a reply without reasoning text, with its tool calls."""
         form = self.call_form
         if form is None:
             return Message("assistant", text.strip())
@@ -203,16 +222,19 @@ class Chat:
 
     @property
     def thinks(self) -> bool:
-        """True if the template supports thoughts, which end in `</think>`."""
+        """True if the template supports reasoning texts, which end in `</think>`."""
         return _END_OF_THOUGHT in self._template
 
     def encode(self, text: str) -> tuple[int, ...]:
-        """Encode text in which control tokens count as such. Lone surrogates become `?`."""
+        """Return the tokens of a text. Control tokens in it are encoded as such.
+
+        One half of a surrogate pair becomes `?`.
+        """
         whole = text.encode(errors="replace").decode()
         return tuple(self._tokenizer.encode(whole, add_special_tokens=False))
 
     def are_token_ids(self, tokens: Sequence[int]) -> bool:
-        """Return True if all are ids of the vocabulary."""
+        """Return True if all `tokens` are in the vocabulary."""
         return 0 <= min(tokens) <= max(tokens) < len(self._tokenizer)
 
     @cached_property
@@ -254,7 +276,8 @@ class Chat:
     def _find_ends(self) -> tuple[str, ...]:
         """Return the control tokens that the template writes after a reply.
 
-        They can differ before a user's message, which gives the first one, and a tool's.
+        The token before a user's message and the one before a tool's message may differ. The former
+        is first.
         """
         found: list[str] = []
         for following in (_QUESTION, Message("tool", "?")):
@@ -263,7 +286,7 @@ class Chat:
             except _TEMPLATE_ERRORS:
                 if not found:
                     raise
-                break  # a template without tools
+                break  # the template does not support tools
             before, placeholder, after = text.partition(STAND_IN)
             ends = [mark for mark in self.control_texts if after.startswith(mark)]
             if placeholder and ends:
@@ -277,10 +300,10 @@ class Chat:
         return tuple(dict.fromkeys(found))
 
     def _find_call_form(self) -> CallForm | None:
-        """Return the format in which the template writes calls.
+        """Return the format in which the template writes tool calls.
 
-        A template that does not write calls gets Hermes' format. An unknown format gives None, or
-        raises `ValueError` if there are tools.
+        If the template writes no calls, Hermes' format is used. For an unknown format, return None,
+        or raise `ValueError` if there are tools.
         """
         try:
             with_text = self._render([_QUESTION, _REPLY, _QUESTION])[0]
@@ -300,7 +323,7 @@ class Chat:
         return None
 
     def _written_calls(self, calls: Sequence[ToolCall], with_text: str) -> str:
-        """Return what the template writes for calls in the place of a reply's text."""
+        """Return what the template writes for tool calls in place of a reply's text."""
         reply = Message("assistant", "", tuple(calls))
         text, _ = self._render([_QUESTION, reply, _QUESTION])
         text = text[len(commonprefix([text, with_text])) :]  # noqa: RUF071 - by character
@@ -309,7 +332,10 @@ class Chat:
     def _render(
         self, messages: Sequence[Message], *, add_generation_prompt: bool = True
     ) -> tuple[str, str]:
-        """Return the conversation as text, and the separator put into control tokens of content."""
+        """Return the conversation as text, and the separator that splits control tokens.
+
+        These are texts in the content of messages that look like control tokens.
+        """
         record = json.dumps(_as_dicts(messages), ensure_ascii=False)
         all_text = f"{record}{self._tools_json}{self._template}"
         seam = _SEAM * (1 + max(map(len, re.findall(f"{_SEAM}+", all_text)), default=0))
@@ -327,25 +353,25 @@ class Chat:
         return str(text), seam
 
     def _encode(self, text: str, seam: str) -> tuple[int, ...]:
-        """Encode each part between seams separately, so that no control token spans a seam."""
+        """Encode the text between separators part by part, so that no control token spans one."""
         return tuple(token for part in text.split(seam) for token in self.encode(part))
 
 
 def _split_thoughts(text: str) -> tuple[str, str]:
-    """Return the thoughts before the tag that ends them, and the text after it."""
+    """Return the reasoning text before the tag that ends it, and the text after the tag."""
     thoughts, _, rest = text.partition(_END_OF_THOUGHT)
     return thoughts.lstrip("\n").removeprefix(_THOUGHT).strip("\n"), rest.lstrip("\n")
 
 
 def _control_texts(tokenizer: Any, template: str) -> list[str]:
-    """Return all special tokens and the added tokens in the template, as text."""
+    """Return the texts of all special tokens, and of added tokens that the template contains."""
     added = tokenizer.added_tokens_decoder.values()
     texts = (token.content for token in added if token.special or token.content in template)
     return sorted({tokenizer.eos_token, *texts})
 
 
 def _check_variables(tokenizer: Any, template: str, variables: Mapping[str, Any]) -> None:
-    """Raise `ValueError` for a variable that the template does not read, or that is not free."""
+    """Raise `ValueError` for a variable that the template does not use, or sets itself."""
     taken = {"messages", *inspect.signature(tokenizer.apply_chat_template).parameters}
     for name in variables:
         if name in taken:
@@ -355,7 +381,7 @@ def _check_variables(tokenizer: Any, template: str, variables: Mapping[str, Any]
 
 
 def _as_dicts(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Return the messages as templates expect them. Ids count the calls of one reply."""
+    """Return the messages in the form that templates expect, with ids for the calls of a reply."""
     records: list[dict[str, Any]] = []
     num_answers = 0
     for message in messages:

@@ -1,6 +1,7 @@
-"""Rows of a data set as tasks: `--task.env dataset:FILE --task.reward MODULE:FUNCTION`.
+"""The environment `dataset`: the rows of a data set as tasks, with a reward function of the user.
 
-A row has a prompt and any other columns. The reward is a function of the reply and the row.
+It is selected by `--task.env dataset:FILE --task.reward MODULE:FUNCTION`. A row has a prompt and
+any other columns. The reward function receives the last reply and the row.
 """
 
 import hashlib
@@ -23,45 +24,52 @@ from unstale.records import Task
 
 Row = Mapping[str, Any]
 Rewards = float | Mapping[str, float]
-"""A reward, or several by name. Several are summed."""
+"""One reward, or several by name, which are added up."""
 RewardFunction = Callable[[str, Row], Awaitable[Rewards] | Rewards]
-"""`(last reply, row)` -> rewards."""
+"""A function of the last reply and the row, which returns one or several rewards."""
 FILES = (".jsonl", ".json", ".parquet")
 ROLES = ("system", "user", "assistant")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DatasetConfig(TaskConfig):
-    """Rows of a file, or of a data set of the Hugging Face hub, as tasks."""
+    """Tasks from the rows of a file, or of a data set on the Hugging Face hub."""
 
     env: str = "dataset:"
     """`dataset:FILE` (.jsonl, .json or .parquet), or `dataset:NAME` of a data set on the hub."""
     reward: str = ""
-    """`module:function`, called with the last reply and the row. It returns one or more rewards."""
+    """The reward function as `module:function`. It gets the last reply and the row, and returns one
+    or more rewards.
+    """
     prompt_column: str = "prompt"
-    """The prompt: text, or a list of messages with `role` and `content`."""
+    """Column with the prompt: a text, or a list of messages with `role` and `content`."""
     follow_up_column: str = ""
-    """A list of further user messages, each sent after a reply. The last reply is rewarded."""
+    """Column with a list of further user messages, each sent after a reply. The last reply is
+    rewarded.
+    """
     system: str = ""
-    """A system message before every prompt."""
+    """Text of a system message before every prompt."""
     held_out_share: Share = 0.1
-    """Share of the rows that are held out for evaluation. A hash of the prompt decides."""
+    """Share of the rows that are held out for evaluation. A hash of the prompt selects them."""
     subset: str = ""
-    """The configuration of a data set on the hub, such as `main`."""
+    """Name of the configuration of a data set on the hub, such as `main`."""
     split: str = "train"
-    """The split of a data set on the hub."""
+    """Name of the split of a data set on the hub."""
 
 
 class DatasetTasks(ListedTasks):
-    """A task set of rows. Equal prompts are all in training or all held out.
+    """A task set of rows. Rows with equal prompts are all in training or all held out.
 
-    `messages` has the first messages of each row, `rows` the row itself.
+    `rows` has the rows, and `messages` the first messages of each row.
     """
 
     tools: tuple[Mapping[str, Any], ...] = ()
 
     def __init__(self, rows: Sequence[Row], reward: RewardFunction, options: DatasetConfig) -> None:
-        """Raise `ConfigError` if a row has no usable prompt, or if a split is empty."""
+        """Divide the rows.
+
+        Raise `ConfigError` if a row has no usable prompt, or if a split is empty.
+        """
         self.name = options.env
         self._reward = reward
         self._options = options
@@ -83,7 +91,7 @@ class DatasetTasks(ListedTasks):
         self.data = data
 
     def env(self, task: Task, seed: int) -> "RowEnv":
-        """Ignore `seed`: a row is not random."""
+        """Return the environment of a task. `seed` is not used, because a row has no randomness."""
         row = self.data_of(task)
         return RowEnv(
             _opening(row, self._options),
@@ -94,7 +102,7 @@ class DatasetTasks(ListedTasks):
 
 
 class RowEnv:
-    """One row: its first messages, its further user messages, then the reward."""
+    """One row: its first messages, its further user messages, and at the end its reward."""
 
     def __init__(
         self,
@@ -108,7 +116,7 @@ class RowEnv:
         self._reward = reward
         self._row = row
         self.code_name = f"the reward function {getattr(reward, '__qualname__', reward)}"
-        """The user code of this environment, for messages."""
+        """Name of the reward function in messages about user code."""
 
     async def begin(self) -> Turn:
         return Turn(self._opening)
@@ -150,14 +158,17 @@ def _follow_ups(row: Row, options: DatasetConfig) -> Sequence[str]:
 
 
 def _column(row: Row, column: str, option: str) -> Any:
-    """Return a row's value. Raises ValueError naming the option if there is no such column."""
+    """Return the value of a row in a column.
+
+    Raises ValueError with the name of the option that names the column, if there is no such column.
+    """
     if row.get(column) is None:
         raise ValueError(f"no column {column!r} ({option}){nearest(column, list(row))}")
     return row[column]
 
 
 def _share_of(opening: tuple[Message, ...]) -> float:
-    """Return a number in [0, 1) that depends on the messages alone."""
+    """Return a number in [0, 1) that depends only on the messages."""
     text = json.dumps([[message.role, message.content] for message in opening])
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=6).digest()) / 2**48
 
@@ -165,8 +176,8 @@ def _share_of(opening: tuple[Message, ...]) -> float:
 def load_rows(source: str, *, subset: str = "", split: str = "train") -> list[Row]:
     """Return the rows of a file or of a data set on the hub.
 
-    A name without the suffix of a data file is one of the hub, which needs the extra `datasets`.
-    Raises `ConfigError` if it cannot be read.
+    A name without the suffix of a data file is a data set on the hub. It needs the extra
+    `datasets`. Raises `ConfigError` if the rows cannot be read.
     """
     path = Path(source)
     if path.suffix not in FILES:
@@ -208,7 +219,7 @@ def _objects(values: Iterator[tuple[int, Any]], path: Path, unit: str) -> Iterat
 
 
 def _hub_rows(name: str, subset: str, split: str) -> list[Row]:
-    """Load a data set with the library `datasets`, from its cache or by download."""
+    """Load a data set from the hub with the library `datasets`, from its cache or by download."""
     try:
         import datasets
     except ImportError:
@@ -224,7 +235,7 @@ def _hub_rows(name: str, subset: str, split: str) -> list[Row]:
 
 
 def load_reward(name: str) -> RewardFunction:
-    """Return the reward function `module:function`. Raises `ConfigError` if there is none."""
+    """Return the function that `module:function` names. Raises `ConfigError` if there is none."""
     module, _, attribute = name.partition(":")
     if not attribute:
         raise ConfigError(
@@ -240,7 +251,10 @@ def load_reward(name: str) -> RewardFunction:
 
 
 def make_dataset(options: DatasetConfig) -> DatasetTasks:
-    """Return the task set of `task.env = "dataset:SOURCE"`. Raises `ConfigError`."""
+    """Return the task set for `task.env = "dataset:SOURCE"`.
+
+    Raises `ConfigError` if it cannot be made.
+    """
     reward = load_reward(options.reward)
     source = options.env.partition(":")[2]
     rows = load_rows(source, subset=options.subset, split=options.split)

@@ -1,4 +1,4 @@
-"""Tasks of an external agent: a function that calls an endpoint and returns a reward."""
+"""Tasks of an external agent: a function that calls an HTTP endpoint and returns a reward."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -10,20 +10,23 @@ from unstale.envs.guard import call
 from unstale.records import Task
 
 Rewards = float | Mapping[str, float]
-"""A reward, or several by name."""
+"""One reward, or several by name."""
 Agent = Callable[[str, Any, int, str], Awaitable[Rewards] | Rewards]
-"""`(base_url, task, seed, api_key)` -> rewards. A plain function runs in a new thread."""
+"""A function of `(base_url, task, seed, api_key)`, which returns rewards. If it is not a coroutine,
+it runs in a new thread.
+"""
 
 
 class ExternalAgent(ListedTasks):
-    """A task set whose episodes are runs of `agent`, which gets an item of `tasks` or `held_out`.
+    """A task set whose episodes are runs of `agent`, an external program or function.
 
-    `timeout_s` limits a whole episode; `rollout.timeout_s` limits the time between two calls. At
-    most `concurrency` agents run at once. All randomness of an agent has to come from its `seed`.
+    Each run gets one item of `tasks` or `held_out`. `timeout_s` limits a whole episode, and
+    `rollout.timeout_s` the time between two calls. At most `concurrency` agents run at once. All
+    randomness of an agent must come from its `seed`.
     """
 
     tools: tuple[Mapping[str, Any], ...] = ()
-    """Empty: the agent sends its tools with each call."""
+    """Empty, because the agent sends its tools with each call."""
 
     def __init__(  # noqa: PLR0913 - the agent, its tasks and its limits
         self,
@@ -51,19 +54,20 @@ class ExternalAgent(ListedTasks):
 
 @dataclass(frozen=True)
 class ExternalEnv:
-    """One run of an agent, which makes its own calls."""
+    """One run of an external agent, which calls the policy itself."""
 
     agent: Agent
     task: Any
     seed: int
     slot: asyncio.Semaphore
-    """Held while the agent runs. It limits the number of agents that run at once."""
+    """A semaphore that the agent holds while it runs. It limits how many agents run at once."""
     timeout_s: float
 
     async def drive(self, base_url: str, api_key: str) -> Turn:
         """Run the agent to its end.
 
-        A thread cannot be stopped. After a time-out it runs on, but the endpoint refuses its calls.
+        After a time-out the agent's thread continues, because Python cannot stop a thread. The
+        endpoint then refuses its calls.
         """
         rewards = await call(self.agent, base_url, self.task, self.seed, api_key)
         return Turn((), done=True, rewards=rewards)

@@ -1,7 +1,8 @@
-"""Calls of user code: plain functions run in threads, and code that blocks the event loop is named.
+"""Calls of user code, with a watch for code that blocks the event loop.
 
-A coroutine that blocks stops all episodes. `Watched` measures each of its turns on the event loop;
-`Watchdog` interrupts one that lasts too long.
+Plain functions run in threads. A coroutine that blocks would stop all episodes. `Watched` measures
+how long each part of a coroutine blocks the event loop. `Watchdog` interrupts a part that takes too
+long.
 """
 
 import asyncio
@@ -26,23 +27,28 @@ BLOCKED_S = 0.2
 HELD_S = 7.0
 """Seconds of blocking after which user code is interrupted."""
 THREAD_S = 60.0
-"""The same where the code waits for a thread: with a virtual clock, that blocks the event loop."""
+"""Seconds of blocking after which user code is interrupted, if it waits for a thread. With a
+virtual clock, this wait blocks the event loop.
+"""
 IGNORED_S = 3.0
-"""Seconds of interruptions after which the process is ended."""
+"""Seconds for which user code may ignore the interruption. Then the process is ended."""
 CANCEL_INTERVAL_S = 1.0
 """Seconds between two cancellations of a task."""
 MAX_CANCELS = 5
-"""Cancellations that a task may ignore before it is abandoned."""
+"""Number of cancellations that a task may ignore. Then it is abandoned."""
 _TICK_S = 0.5
 _MAX_TEXT = 300
 
 
 class EventLoopBlocked(BaseException):
-    """Raised in user code that holds the event loop, past its `except Exception`."""
+    """Raised in user code that blocks the event loop.
+
+    `except Exception` in that code does not catch it.
+    """
 
 
 class Running(NamedTuple):
-    """User code that has the event loop now."""
+    """The user code that runs on the event loop now, and since when."""
 
     name: str
     since: float
@@ -51,15 +57,18 @@ class Running(NamedTuple):
 
 
 class Occupancy:
-    """The user code that has the event loop. There is one event loop with episodes."""
+    """A record of which user code runs on the event loop. Only one event loop runs episodes."""
 
     current: Running | None = None
     canceller: str = ""
-    """The user code that cancelled its own task, and perhaps all others."""
+    """Name of the user code that cancelled its task, and perhaps all other tasks."""
 
     @contextmanager
     def waiting_for_thread(self) -> Iterator[None]:
-        """Allow `THREAD_S` while the event loop waits for a thread."""
+        """Allow user code `THREAD_S` seconds while the event loop waits for a thread.
+
+        The longer time applies within a context.
+        """
         before = self.current
         if before:
             self.current = before._replace(max_s=THREAD_S)
@@ -73,9 +82,9 @@ OCCUPANCY = Occupancy()
 
 
 class Watched(Generic[T]):
-    """An awaitable that runs user code called `name`.
+    """An awaitable that runs the user code called `name`.
 
-    `on_blocked` is called with the seconds of each turn that blocks the event loop too long.
+    `on_blocked` is called with the seconds of each part that blocks the event loop too long.
     """
 
     __slots__ = ("_name", "_on_blocked", "_work")
@@ -98,7 +107,8 @@ class Watched(Generic[T]):
                 result: T = end.value
                 return result
             finally:
-                value = None  # its traceback refers to this frame: a reference cycle
+                # the error's traceback refers to this frame, which would be a reference cycle
+                value = None
                 held = OCCUPANCY.current
                 OCCUPANCY.current = None
                 seconds = time.monotonic() - (held.since if held else since)
@@ -113,7 +123,10 @@ class Watched(Generic[T]):
 
 
 def watch_tasks(loop: asyncio.AbstractEventLoop, work: Any, **options: Any) -> "asyncio.Task[Any]":
-    """Create a task, as the task factory of an event loop. Tasks of user code are watched too."""
+    """Create a task, as the task factory of an event loop.
+
+    Tasks that user code creates are watched.
+    """
     if running := OCCUPANCY.current:
         work = _await(Watched(work, running.name, running.on_blocked))
     return asyncio.Task(work, loop=loop, **options)
@@ -124,9 +137,9 @@ async def _await(work: Awaitable[T]) -> T:
 
 
 class OwnThread(Executor):
-    """A daemon thread that runs functions in order. It starts with the first one.
+    """A daemon thread that runs functions in order. It starts with the first function.
 
-    A thread cannot be stopped: nothing waits for its end, neither a run nor the interpreter.
+    Python cannot stop a thread. So neither a run nor the end of the interpreter waits for it.
     """
 
     def __init__(self, name: str = "environment") -> None:
@@ -135,7 +148,10 @@ class OwnThread(Executor):
         self._started = False
 
     def submit(self, function: Callable[..., T], /, *arguments: Any, **options: Any) -> Future[T]:
-        """Run the function after the earlier ones. Its result cannot be cancelled."""
+        """Run a function after those submitted earlier.
+
+        Return a future, which cannot be cancelled.
+        """
         outcome = _Outcome()
         outcome.set_running_or_notify_cancel()
 
@@ -154,32 +170,36 @@ class OwnThread(Executor):
             work()
 
     def close(self) -> None:
-        """End the thread after its current function."""
+        """End the thread after the function that it runs now."""
         self._calls.put(None)
 
 
 class _Outcome(Future[Any]):
-    """A future that takes an error raised in its context."""
+    """A future that stores an error raised within its context."""
 
     def __enter__(self) -> None: ...
 
     def __exit__(self, kind: object, error: BaseException | None, _: object) -> bool:
         if isinstance(error, Exception) and not isinstance(error, StopIteration):
             self.set_exception(error)
-        elif error:  # SystemExit would end the event loop; a future refuses StopIteration
+        # SystemExit would end the event loop, and a future does not accept StopIteration
+        elif error:
             self.set_exception(EnvError(f"the code raised {describe(error)}"))
         return True
 
 
 class UnjoinedThreads(ThreadPoolExecutor):
-    """A thread pool whose shutdown does not wait: user code in it may never return."""
+    """A thread pool that does not wait for its threads at the end.
+
+    User code in a thread may never return.
+    """
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         super().shutdown(wait=False, cancel_futures=True)
 
 
 _abandoned: list[asyncio.Task[Any]] = []
-"""Tasks that never end. Collecting one would run its code again."""
+"""Tasks that never end. If Python freed them, their code would run again."""
 
 
 def abandon(task: asyncio.Task[Any]) -> None:
@@ -204,7 +224,10 @@ async def end_leftovers() -> None:
 async def call(
     function: Callable[..., Any], *arguments: Any, thread: OwnThread | None = None
 ) -> Any:
-    """Call user code and return its result. A plain function runs in `thread`, or in a new one."""
+    """Call user code and return its result.
+
+    A function that is not a coroutine runs in `thread`, or in a new thread.
+    """
     if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
         type(function).__call__
     ):
@@ -220,7 +243,9 @@ async def call(
 
 
 def describe(error: BaseException) -> str:
-    """Return the type and text of an error in one line of bounded length. Never raises.
+    """Return the type and the text of an error, in one line of limited length.
+
+    Never raises an error.
 
     >>> describe(ValueError("two\\nlines"))
     'ValueError: two lines'
@@ -236,11 +261,12 @@ def describe(error: BaseException) -> str:
 
 
 class Watchdog:
-    """A thread that watches the event loop of the thread that enters this context.
+    """A thread that watches the event loop for user code that blocks it.
 
-    User code that blocks it for `HELD_S` seconds is interrupted: `EventLoopBlocked` is raised in
-    it. If it ignores that, `on_stuck` is called with a message and the process ends. Outside the
-    main thread, Python cannot interrupt code: there the message is printed.
+    It watches the event loop of the thread that enters this context. Code that blocks for `HELD_S`
+    seconds is interrupted by `EventLoopBlocked`. If the code ignores this, `on_stuck` is called
+    with a message, and the process ends. Outside the main thread Python cannot interrupt code. The
+    message is then only printed.
     """
 
     def __init__(self, on_stuck: Callable[[str], None] = lambda message: None) -> None:
@@ -274,7 +300,7 @@ class Watchdog:
                 ticks = 0
                 self._num_raised = 0
                 continue
-            ticks += 1  # a pause of the whole process counts as one tick
+            ticks += 1  # a pause of the whole process counts as one interval
             if ticks * _TICK_S >= current.max_s:
                 self._act(current, ticks * _TICK_S)
 
@@ -294,7 +320,7 @@ class Watchdog:
             os._exit(1)
 
     def _interrupt(self, *_: object) -> None:
-        """Raise `Held` in the user code that runs, unless a debugger traces it."""
+        """Raise the error in the user code that runs now, unless a debugger is attached."""
         running = OCCUPANCY.current
         self._traced = sys.gettrace() is not None
         if running and not self._traced and time.monotonic() - running.since >= running.max_s / 2:

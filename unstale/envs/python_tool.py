@@ -1,4 +1,7 @@
-"""Puzzles that are easy with Python, and a tool that runs the policy's code in the sandbox."""
+"""The environment `python`: puzzles that are easy with a tool that runs Python code.
+
+The code runs in a sandbox.
+"""
 
 from collections.abc import Mapping
 from random import Random
@@ -20,13 +23,13 @@ WORDS = ("copper", "lantern", "orchard", "pebble", "saddle", "thimble", "walnut"
 
 
 class PythonTasks(NumberedTasks):
-    """A task set of small puzzles. The reward is 1 if the last reply has the answer."""
+    """Tasks with small puzzles. The reward is 1 if the last reply contains the answer."""
 
     name = "python"
     tools: tuple[Mapping[str, Any], ...] = (TOOL,)
 
     def puzzle(self, task: Task) -> tuple[str, str]:
-        """Return a question and its answer.
+        """Return the question of a task and its answer.
 
         >>> PythonTasks().puzzle(Task("python", "train", 0))
         ('What is the remainder of 48 ** 22 divided by 97?', '93')
@@ -56,14 +59,17 @@ class PythonTasks(NumberedTasks):
         )
 
     def env(self, task: Task, seed: int) -> Question:
-        """Ignore `seed`: all randomness comes from the task."""
+        """Return the environment of a task. `seed` is not used, because the task has the seed."""
         question, answer = self.puzzle(task)
         system = Message("system", "Work it out with the tool, then answer.")
         return Question((system, Message("user", question)), answer, TOOL, _run)
 
 
 async def _run(code: str) -> str:
-    """Return the output of the program. Raises `ValueError` if the program fails."""
+    """Run a program in the sandbox and return its output.
+
+    Raises `ValueError` if the program fails.
+    """
     if len(code) > MAX_CODE:
         raise ValueError(f"a program may have {MAX_CODE} characters")
     done = await sandbox.run(code, limits=LIMITS)

@@ -1,4 +1,4 @@
-"""An environment with one question, one tool and an answer as text."""
+"""An environment with one question and one tool, answered in text."""
 
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
@@ -10,7 +10,8 @@ class Question:
     """One question. The first reply without a tool call ends the episode.
 
     The reward is 1 if `answer` is a word of that reply. `tool` is the schema of a tool with one
-    argument, a string; `run` returns its result, or raises `ValueError` with an error message.
+    argument, a string. `run` returns the tool's result, or raises `ValueError` with an error
+    message.
     """
 
     def __init__(

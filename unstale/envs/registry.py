@@ -1,9 +1,9 @@
-"""The task sets that `task.env` can name. Each is declared in the file that implements it.
+"""The task sets that the option `task.env` can name.
 
 - `NAME`: a module in `unstale/envs` that assigns an `EnvSpec` to `ENV`.
-- `LIBRARY:NAME`: `unstale/envs/adapters/LIBRARY.py` assigns a function of NAME to `TASKSET`.
-  The extra that installs the library has the library's name.
-- `NAME:SOURCE`: the same for a spec that takes a source, such as `dataset:FILE`.
+- `LIBRARY:NAME`: `unstale/envs/adapters/LIBRARY.py` assigns a function of NAME to `TASKSET`. The
+extra that installs the library has the library's name.
+- `NAME:SOURCE`: a module like `NAME` whose spec takes a source, such as `dataset:FILE`.
 - `MODULE:FACTORY`: a function or class of the user's code, called without arguments.
 """
 
@@ -26,25 +26,32 @@ from unstale.envs.guard import describe
 from unstale.records import Task
 
 MAX_CHECKED = 1000
-"""Training tasks that are drawn before a run to check them, at most. Takes about 1 ms."""
+"""Largest number of training tasks that are made and checked before a run. This takes about 1
+ms.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class EnvSpec:
-    """The declaration of a shipped environment."""
+    """The declaration of an environment that comes with the package."""
 
     name: str
     make: Callable[[Any], Taskset]
-    """Makes the task set from an instance of `options`."""
+    """A function that makes the task set from an instance of `options`."""
     options: type[TaskConfig] = TaskConfig
-    """The options of section `task`. The docstring under a field is its help text."""
+    """The class with the options of the environment. The docstring under a field is its help
+    text.
+    """
     takes_source: bool = False
-    """True if `task.env` is `NAME:SOURCE`."""
+    """True if a source follows the name in `task.env`, as in `dataset:FILE`."""
 
 
 @cache
 def shipped_envs() -> dict[str, EnvSpec]:
-    """Return the declared environments by name. Imports neither torch nor an adapter."""
+    """Return the declarations of all shipped environments, by name.
+
+    Imports neither torch nor an adapter.
+    """
     specs = {}
     for module in pkgutil.iter_modules(envs.__path__):
         if module.name != "adapters":
@@ -55,20 +62,23 @@ def shipped_envs() -> dict[str, EnvSpec]:
 
 
 def libraries() -> dict[str, str]:
-    """Return the modules of the adapters by the names of their libraries."""
+    """Return the module of each adapter, by the name of its library."""
     modules = [module.name for module in pkgutil.iter_modules(adapters.__path__)]
     return {name.replace("_", "-"): f"{adapters.__name__}.{name}" for name in modules}
 
 
 def find_spec(env: str) -> EnvSpec | None:
-    """Return the declaration of a shipped environment, or None for another's."""
+    """Return the declaration of a shipped environment. None for any other environment."""
     name, _, source = env.partition(":")
     spec = shipped_envs().get(name)
     return spec if spec and spec.takes_source == bool(source) else None
 
 
 def task_options(env: str) -> type[TaskConfig]:
-    """Return the options class of an environment. Raises `ConfigError` for an unknown one."""
+    """Return the options class of an environment.
+
+    Raises `ConfigError` for an unknown environment.
+    """
     if spec := find_spec(env):
         return spec.options
     if env.partition(":")[2] and env.partition(":")[0] not in shipped_envs():
@@ -82,7 +92,7 @@ def task_options(env: str) -> type[TaskConfig]:
 
 def build_taskset(config: TaskConfig) -> Taskset:
     """Return the task set that `task.env` names. Raises `ConfigError` if it cannot be made."""
-    task_options(config.env)  # refuses an unknown name
+    task_options(config.env)  # raises ConfigError for an unknown name
     if spec := find_spec(config.env):
         return spec.make(config)
     module, _, name = config.env.partition(":")
@@ -100,7 +110,7 @@ def build_taskset(config: TaskConfig) -> Taskset:
 
 @contextmanager
 def user_code(problem: str) -> Iterator[None]:
-    """Turn any error of a task set's code into `ConfigError`, with the place of the error."""
+    """Turn any error of a task set's code into `ConfigError`, with its place, within a context."""
     try:
         yield
     except (ConfigError, KeyboardInterrupt):
@@ -112,7 +122,10 @@ def user_code(problem: str) -> Iterator[None]:
 
 
 def check_taskset(taskset: Taskset, seed: int, num_tasks: int) -> None:
-    """Raise `ConfigError` for wrong tools, or fewer training tasks than a run takes."""
+    """Raise `ConfigError` if a task set has invalid tools or too few training tasks.
+
+    A run takes `num_tasks` training tasks.
+    """
     name = getattr(taskset, "name", type(taskset).__name__)
     with user_code(f"the tools of {name} cannot be read"):
         tools = tuple(taskset.tools)

@@ -1,9 +1,10 @@
-"""A sandbox for programs of a model: no network; limits on time, memory, files and processes.
+"""A sandbox for programs that a model wrote. It works on Linux only.
 
-It uses Bubblewrap if that works on this machine: a read-only file system with one small writable
-folder, and no process outlives the program. Otherwise it uses resource limits, in namespaces if the
-kernel allows them. `kind` and `weaknesses` report the method and its limits. Linux only. See
-docs/security.md.
+Programs have no network, and limits on time, memory, files and processes. The sandbox uses
+Bubblewrap if that works on this machine. The file system is then read-only but for one small
+folder, and no process remains after the program. Otherwise it uses resource limits, in kernel
+namespaces if these are allowed. `kind` and `weaknesses` report the method and what it does not
+prevent. See docs/security.md.
 """
 
 import asyncio
@@ -46,21 +47,25 @@ _ENTER = (
 )
 
 _POOL = ThreadPoolExecutor(max(2, os.cpu_count() or 1), thread_name_prefix="sandbox")
-"""One program per core. A program dies with the thread that started it, so threads are kept."""
+"""Threads that start programs, one per core. They are kept, because a program is killed when the
+thread that started it ends.
+"""
 
 _UIDS = itertools.cycle(range(61_184, 65_520))
-"""Unused user ids: if this process is root, each program gets a new user."""
+"""User ids that no account has. If this process is root, each program runs as a new user."""
 
 ALLOW_WEAK = "UNSTALE_ALLOW_WEAK_SANDBOX"
-"""Environment variable that allows `limits` to root. Child processes inherit it."""
+"""Environment variable that allows the method `limits` to root. Child processes inherit it."""
 _PREFIX = "unstale-sandbox-"
 _KILL_ROUNDS = 50
-"""Attempts to kill all processes of a user. Zombies that nobody reaps stay."""
+"""Number of attempts to kill all processes of a user. Ended processes that nobody waits for
+remain.
+"""
 _SHARED_FOLDERS = ("/tmp", "/var/tmp", "/dev/shm")
 """Folders in which every user can write."""
 
 _INSIDE = "/tmp/work"
-"""Working directory of a program in bubblewrap. It starts empty."""
+"""Working directory of a program in bubblewrap. It is empty at the start."""
 _ENVIRONMENT = {
     "PATH": os.defpath,
     "LANG": "C.UTF-8",
@@ -70,29 +75,29 @@ _ENVIRONMENT = {
     "OPENBLAS_NUM_THREADS": "1",
 }
 _READ_ONLY = ["/usr", "/bin", "/sbin", "/lib", "/lib64", "/etc/alternatives", "/etc/ld.so.cache"]
-"""Paths of the system that programs in bubblewrap can read."""
+"""Folders and files of the system that programs in bubblewrap can read."""
 _POLL_MS = 50
 """Milliseconds between two checks for cancellation."""
 
 
 class SandboxError(EnvError):
-    """An error of the sandbox, which could not start the program. A failing program raises none."""
+    """Error: the sandbox could not start the program. The failure of a program is not an error."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """The limits of a program's resources. A request of the program for more fails."""
+    """The limits on a program's resources. If the program asks for more, its request fails."""
 
     seconds: float = 5.0
-    """Wall-clock seconds, and CPU seconds of each process, before it is killed."""
+    """Wall-clock seconds of the program, and CPU seconds of each process, before it is killed."""
     memory_mb: int = 512
-    """Address space of each process."""
+    """Address space of each process, in MB."""
     file_mb: int = 16
-    """Size of each file; with bubblewrap, of all files in sum."""
+    """Size of each file in MB. With bubblewrap, of all files together."""
     processes: int = 16
-    """Simultaneous processes and threads."""
+    """Number of processes and threads at the same time."""
     output_kb: int = 64
-    """Maximum size of stdout, and of stderr. More is cut off."""
+    """Size in kB of stdout, and of stderr. Output beyond it is cut off."""
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
@@ -102,21 +107,26 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class ProgramResult:
-    """The output and exit code of a program; 128 + n for signal n, as in a shell."""
+    """The output and the exit code of a program.
+
+    The code is 128 + n after signal n, as in a shell.
+    """
 
     stdout: str
     stderr: str
     code: int
     ended: Ended
-    """`timeout`: killed at the time limit. `output`: exited, and its output was cut off."""
+    """How the program ended. `timeout`: killed at the time limit. `output`: its output was cut
+    off.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class _Way:
     """A method of isolation.
 
-    `isolated`: in new namespaces of the kernel, without bubblewrap. `own_user`: as a new user
-    instead of root.
+    `isolated` means new namespaces of the kernel without bubblewrap. `own_user` means that programs
+    run as a new user instead of root.
     """
 
     kind: Kind
@@ -125,12 +135,15 @@ class _Way:
 
     @property
     def counts_processes(self) -> bool:
-        """True if the kernel can limit processes. It counts them per user; root has no limit."""
+        """True if the kernel can limit the number of processes.
+
+        It counts them per user, but never for root.
+        """
         return self.own_user or (os.getuid() != 0 and (self.isolated or self.kind == "bubblewrap"))
 
     @property
     def helpers(self) -> int:
-        """Number of the sandbox's own processes, which the kernel counts as the program's."""
+        """Number of the sandbox's helper processes, which the kernel counts as the program's."""
         return 2 if self.isolated else int(self.kind == "bubblewrap" and not self.own_user)
 
 
@@ -150,10 +163,11 @@ async def run(
     limits: Limits | None = None,
     require: Kind = "limits",
 ) -> ProgramResult:
-    """Run Python code (a string) or a command in a new folder with `files`.
+    """Run Python code (a string) or a command (a list) in a new folder with `files`.
 
-    Environment variables are not passed on. Cancelling the caller kills the program. Without
-    bubblewrap, raises `ConfigError` for root (see `check_allowed`) and for `require="bubblewrap"`.
+    Environment variables are not passed to the program. If the caller is cancelled, the program is
+    killed. Without bubblewrap, raises `ConfigError` for root (see `check_allowed`) and for
+    `require="bubblewrap"`.
     """
     for name in files:
         if name in ("", ".", "..") or "/" in name:
@@ -178,7 +192,7 @@ async def run(
 def check_allowed() -> None:
     """Raise `ConfigError` if this process is root and bubblewrap does not work here.
 
-    A program could then write files outside of its folder. `allow_weak` allows it.
+    A program could then write files outside of its folder. `allow_weak` allows this.
     """
     if os.getuid() == 0 and os.environ.get(ALLOW_WEAK) != "1" and _way().kind != "bubblewrap":
         raise ConfigError(
@@ -194,12 +208,12 @@ def allow_weak() -> None:
 
 
 def kind() -> Kind:
-    """Return the isolation that works on this machine."""
+    """Return the method of isolation that works on this machine."""
     return _way().kind
 
 
 def weaknesses() -> str:
-    """Return a sentence about the attacks that this machine's sandbox does not stop."""
+    """Return a sentence about the attacks that this machine's sandbox does not prevent."""
     way = _way()
     risks = [
         "a program that uses a fault of the kernel",
@@ -224,7 +238,7 @@ def weaknesses() -> str:
 
 @cache
 def _is_filtered(way: _Way) -> bool:
-    """Return True if a program cannot make a user namespace."""
+    """Return True if a program cannot create a user namespace."""
     code = "import ctypes; raise SystemExit(ctypes.CDLL(None).unshare(0x10000000) == 0)"
     result = _run(way, _Job([sys.executable, "-c", code], "", {}, Limits()), threading.Event())
     return not result.code
@@ -234,7 +248,7 @@ def _is_filtered(way: _Way) -> bool:
 def _way() -> _Way:
     """Try all methods and return the strongest that works here. Remove folders of killed runs.
 
-    Without isolation, programs of root must run as another user.
+    Without namespaces, programs that root starts must run as another user.
     """
     remove_leftovers(Path(tempfile.gettempdir()), _PREFIX)
     ways = [_Way("bubblewrap", own_user=True), _Way("bubblewrap")] if shutil.which("bwrap") else []
@@ -257,7 +271,7 @@ def _way() -> _Way:
 
 
 def _run(way: _Way, job: _Job, stop: threading.Event) -> ProgramResult:
-    """Run a job until it ends, its time is over, or `stop` is set."""
+    """Run a program until it ends, its time is over, or `stop` is set."""
     with _own_folder() as folder, _user(way) as user:
         return _run_in(folder, user, way, job, stop)
 
@@ -300,7 +314,7 @@ def _run_in(
         )
         try:
             is_over = not _ends(process.pid, time.monotonic() + limits.seconds, stop)
-        finally:  # the process is not reaped yet, so the id of its group cannot be reused
+        finally:  # nobody has waited for the process yet, so its group id is not used again
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             code = process.wait()
@@ -320,10 +334,13 @@ def _run_in(
 
 @contextmanager
 def _own_folder() -> Iterator[Path]:
-    """Yield an empty folder. It is removed afterwards, or by a later process."""
+    """Yield an empty folder.
+
+    It is removed afterwards, or by a later process if this one is killed.
+    """
     parent = Path(tempfile.mkdtemp(prefix=_PREFIX))
     try:
-        parent.chmod(0o711)  # so that a user of its own can reach its folder
+        parent.chmod(0o711)  # so that a separate user can reach its folder
         with hold_lock(parent):
             (parent / "work").mkdir()
             yield parent / "work"
@@ -333,9 +350,9 @@ def _own_folder() -> Iterator[Path]:
 
 @contextmanager
 def _user(way: _Way) -> Iterator[int | None]:
-    """Yield a user id that no other sandbox uses, or None to keep this process's user.
+    """Yield a user id that no other sandbox uses. None keeps the user of this process.
 
-    What the user leaves behind is removed: processes, and files in folders that all users share.
+    Afterwards the user's processes are killed, and its files in shared folders are removed.
     """
     if not way.own_user:
         yield None
@@ -343,7 +360,7 @@ def _user(way: _Way) -> Iterator[int | None]:
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as claim:
         for user in _UIDS:
             with suppress(OSError):
-                claim.bind(f"\0{_PREFIX}{user}")  # one process at a time can hold this name
+                claim.bind(f"\0{_PREFIX}{user}")  # only one process at a time can hold this name
                 break
         try:
             yield user
@@ -370,7 +387,7 @@ def _remove_traces(user: int) -> None:
 
 
 def _owned(folder: Path, user: int) -> list[Path]:
-    """Return what a user owns in a folder."""
+    """Return the files and folders of a user in `folder`."""
     found = []
     with suppress(OSError), os.scandir(folder) as entries:
         for entry in entries:
@@ -381,9 +398,9 @@ def _owned(folder: Path, user: int) -> list[Path]:
 
 
 def _ends(pid: int, deadline: float, stop: threading.Event) -> bool:
-    """Return True if the process ends before the deadline and before `stop`.
+    """Return True if the process ends before the deadline and before `stop` is set.
 
-    The process is not reaped, so that its id cannot be reused yet.
+    The process's exit status is not read, so its id is not used again yet.
     """
     descriptor = os.pidfd_open(pid)
     poll = select.poll()
@@ -398,7 +415,7 @@ def _ends(pid: int, deadline: float, stop: threading.Event) -> bool:
 
 
 def _bubblewrap(way: _Way, limits: Limits) -> list[str]:
-    """Return the command in front of the program's.
+    """Return the bubblewrap command that is put before the program's command.
 
     The program sees a read-only system, one small writable folder, no network and no other process.
     It is killed when this process ends.

@@ -1,7 +1,7 @@
-"""The inside of the sandbox: read the job, drop privileges, and execute the program.
+"""The code that runs inside the sandbox: drop privileges, then execute the program.
 
-`sandbox.py` runs this source in a bare interpreter. The job's file is emptied before the program is
-executed, and gets the error if that fails.
+`sandbox.py` runs this source in a Python interpreter without other modules. It reads the job from a
+file, which is then emptied. If the program cannot be executed, the file gets the error.
 """
 
 import ctypes
@@ -18,8 +18,8 @@ _NEW_USER_PID_NET_IPC = 0x78000000
 _PDEATHSIG, _SECCOMP, _NO_NEW_PRIVS = 1, 22, 38
 _FILTER_MODE = 2
 
-# Filtered system calls: namespaces, mounts, and parts of the kernel with many faults. By machine:
-# the audit number, the numbers of clone and of the calls that differ between machines.
+# System calls to refuse: namespaces, mounts, and parts of the kernel with many faults. By machine:
+# the audit number, the number of clone, and the calls whose numbers differ between machines.
 _MACHINES = {
     "x86_64": (
         0xC000003E,
@@ -47,7 +47,7 @@ _ALLOW, _ERROR = 0x7FFF0000, 0x00050000
 
 
 def main(descriptor: int) -> None:
-    """Execute the job in the file of this descriptor. Never returns."""
+    """Execute the job in the file with this descriptor. Never returns."""
     with open(descriptor, "rb", closefd=False) as file:
         note = json.load(file)
     os.set_inheritable(descriptor, False)
@@ -60,11 +60,12 @@ def main(descriptor: int) -> None:
             written.write(text)
     _call("prctl", _PDEATHSIG, signal.SIGKILL)
     if not note["inside"] and os.getppid() != note["parent"]:
-        os._exit(1)  # the parent died before this process could be tied to it
+        os._exit(1)  # the parent ended before this process could be bound to it
     _call("prctl", _NO_NEW_PRIVS, 1, 0, 0, 0)
     if note["isolated"]:
         _call("unshare", _NEW_USER_PID_NET_IPC)
-        _fork()  # the first process of the new namespace: when it ends, all others are killed
+        # this is the first process of the new namespace, so all others are killed when it ends
+        _fork()
         _fork()
         os.setsid()
     most = {"AS": note["memory_mb"] << 20, "FSIZE": note["file_mb"] << 20, "CPU": note["seconds"]}
@@ -81,9 +82,9 @@ def main(descriptor: int) -> None:
 
 
 def _filter_system_calls(machine: str) -> None:
-    """Refuse namespaces, mounts and some other system calls, where the kernel has filters.
+    """Refuse namespaces, mounts and some other system calls, if the kernel has filters.
 
-    clone3 is refused as unknown, because its flags cannot be read: the C library then uses clone.
+    clone3 is reported as unknown, because its flags cannot be read. The C library then uses clone.
     """
     if machine not in _MACHINES:
         return
@@ -108,7 +109,7 @@ def _filter_system_calls(machine: str) -> None:
 
 
 def _fork() -> None:
-    """Continue as the child. The parent waits, and exits with the child's code."""
+    """Continue as the child process. The parent waits, and exits with the child's code."""
     if child := os.fork():
         while (ended := os.wait())[0] != child:
             pass

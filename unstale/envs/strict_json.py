@@ -1,10 +1,10 @@
-"""Hooks of `json.loads` that refuse what standard JSON leaves open."""
+"""Functions for `json.loads` that refuse JSON with repeated names, NaN or infinities."""
 
 from typing import Any, NoReturn
 
 
 def unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return an object's fields. Raises `ValueError` for a repeated name."""
+    """Return the fields of an object. Raises `ValueError` for a repeated name."""
     fields = dict(pairs)
     if len(fields) < len(pairs):
         raise ValueError("a name is given twice in one object")
@@ -12,5 +12,5 @@ def unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def refuse_constant(word: str) -> NoReturn:
-    """Raise `ValueError` for NaN and infinities, which Python's parser accepts."""
+    """Raise `ValueError` for NaN and infinities, which Python's JSON parser accepts."""
     raise ValueError(f"{word} is no number")

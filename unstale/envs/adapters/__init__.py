@@ -1,1 +1,1 @@
-"""Task sets of other libraries."""
+"""Adapters: each file makes the environments of another library usable as a task set."""

@@ -1,8 +1,8 @@
 """Environments of Gymnasium that can be played in text: `--task.env gymnasium:FrozenLake-v1`.
 
-Actions are text (`Text`) or a choice (`Discrete`: the last integer of a reply). After an invalid
-reply the action is requested again. The policy reads the observation if it is text, else the output
-of `render`, else the observation's numbers. Steps run in the event loop and should be fast.
+An action is a text (`Text`) or a choice (`Discrete`, the last integer of a reply). After an invalid
+reply, the policy is asked again. The policy reads the observation if it is text, else the output of
+`render`, else the numbers of the observation. Steps run on the event loop and should be fast.
 """
 
 import re
@@ -19,11 +19,14 @@ from unstale.records import Task
 
 _INTEGER = re.compile(r"(?<![\w.])-?\d{1,18}(?![\w]|\.\d)", re.ASCII)
 _COLOURED_TEXT = re.compile(r"\x1b\[[\d;]+m(.*?)\x1b\[0m", re.DOTALL)
-"""Coloured text, usually the position of the player."""
+"""Pattern of coloured text, which usually shows the position of the player."""
 
 
 class GymnasiumTasks(NumberedTasks):
-    """A registered environment with its options. Training and held-out seeds differ."""
+    """The tasks of an environment that is registered in Gymnasium, with its options.
+
+    Training and held-out tasks have different seeds.
+    """
 
     tools: tuple[Mapping[str, Any], ...] = ()
 
@@ -54,12 +57,12 @@ class GymnasiumTasks(NumberedTasks):
         return gymnasium.make(self.environment, **self.options)
 
     def env(self, task: Task, seed: int) -> "GymnasiumEnv":
-        """Ignore `seed`: all randomness comes from the task."""
+        """Return the environment of a task. `seed` is not used, because the task has the seed."""
         return GymnasiumEnv(self, self.seed_of(task))
 
 
 class GymnasiumEnv:
-    """One episode. Its reward is the sum of the rewards of its steps."""
+    """One episode of a Gymnasium environment. Its reward is the sum of the rewards of its steps."""
 
     def __init__(self, tasks: GymnasiumTasks, seed: int) -> None:
         self._env = tasks.make()
@@ -93,7 +96,7 @@ class GymnasiumEnv:
             self._env.close()
 
     def _action(self, text: str) -> Any:
-        """Return the action in a reply, or None."""
+        """Return the action in a reply. None if there is no valid action."""
         space = self._env.action_space
         action: Any = text
         if isinstance(space, Discrete):

@@ -1,8 +1,8 @@
 """Environments of a running OpenEnv server: `--task.env openenv:http://127.0.0.1:8000`.
 
-Each reply is converted to an action of the server's schema. If the schema has a single text field,
-the whole reply is its value; otherwise the arguments of a tool call are the fields. The tools of an
-MCP environment are used as they are.
+Each reply is converted to an action with the server's schema. If the schema has a single text
+field, the whole reply is its value. Otherwise the reply must call a tool, whose arguments are the
+fields. The tools of an environment with the MCP protocol are used unchanged.
 """
 
 import json
@@ -18,7 +18,7 @@ from unstale.envs import EnvError, Message, NumberedTasks, ToolCall, Turn
 from unstale.records import Task
 
 ACT = "act"
-"""Name of the tool for an action with several fields."""
+"""Name of the tool that the policy calls, if an action has several fields."""
 
 _WAIT_S = 10.0
 _REFUSED = "(code: VALIDATION_ERROR)"
@@ -26,10 +26,11 @@ _HIDDEN = frozenset({"done", "metadata", "reward"})
 
 
 class OpenEnvTasks(NumberedTasks):
-    """Episodes on one server, each in a new session. Training and held-out seeds differ.
+    """Tasks on one OpenEnv server. Each episode has a new session there.
 
     The server must allow one session per concurrent episode (`max_concurrent_envs`). `options` and
-    the seed are passed to every `reset`. `timeout_s` limits each answer of the server.
+    the seed are passed to every `reset`. Training and held-out tasks have different seeds.
+    `timeout_s` limits each answer of the server.
     """
 
     def __init__(
@@ -69,19 +70,22 @@ class OpenEnvTasks(NumberedTasks):
             return json.load(answer)
 
     def env(self, task: Task, seed: int) -> "OpenEnv":
-        """Ignore `seed`: the task's number seeds the server's environment."""
+        """Return the environment of a task.
+
+        `seed` is not used, because the task number is the seed.
+        """
         return OpenEnv(self, self.seed_of(task))
 
 
 def plain(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the schema of an action without the fields that the server fills in."""
+    """Return the schema of an action without the fields that the server fills in itself."""
     fields = schema.get("properties", {})
     visible = {name: field for name, field in fields.items() if name not in _HIDDEN}
     return {**schema, "properties": visible}
 
 
 def only_text(schema: Mapping[str, Any]) -> str:
-    """Return the name of the only field if it is free text, else "".
+    """Return the name of the only field if that field is free text, otherwise "".
 
     >>> only_text({"properties": {"message": {"type": "string"}, "metadata": {"type": "object"}}})
     'message'
@@ -97,7 +101,7 @@ def only_text(schema: Mapping[str, Any]) -> str:
 
 
 def as_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a tool of MCP or OpenEnv in the format of chat templates."""
+    """Return a tool of MCP or OpenEnv in the format that chat templates expect."""
     schema = tool.get("inputSchema") or tool.get("input_schema")
     function = {
         "name": tool["name"],
@@ -108,7 +112,7 @@ def as_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def seen(observation: Mapping[str, Any]) -> str:
-    """Return an observation as text: its only text, or JSON without empty fields.
+    """Return an observation as text: its only text, or JSON without its empty fields.
 
     >>> seen({"echoed": "hello", "metadata": {}})
     'hello'
@@ -131,7 +135,7 @@ def seen(observation: Mapping[str, Any]) -> str:
 
 
 class OpenEnv:
-    """One episode. Its reward is the sum of the rewards of its steps."""
+    """One episode on an OpenEnv server. Its reward is the sum of the rewards of its steps."""
 
     def __init__(self, tasks: OpenEnvTasks, seed: int) -> None:
         self._tasks = tasks
@@ -180,7 +184,7 @@ class OpenEnv:
         return await self._act(arguments)
 
     async def _act(self, action: Mapping[str, Any]) -> str:
-        """Return the observation after an action, or an error message for an invalid action."""
+        """Send an action. Return the observation, or an error message if the action is invalid."""
         try:
             with self._env_errors():
                 result = await self._session.step(dict(action))
@@ -196,26 +200,26 @@ class OpenEnv:
 
     @contextmanager
     def _env_errors(self) -> Iterator[None]:
-        """Raise `EnvError` for errors of the server or the connection."""
+        """Return a context that raises `EnvError` for errors of the server or the connection."""
         try:
             yield
         except (OSError, RuntimeError, ValueError) as error:
             raise EnvError(f"{self._tasks.url}: {str(error) or type(error).__name__}") from error
 
     async def close(self) -> None:
-        """End the session on the server, so that another can start."""
+        """End the session on the server, so that another session can start."""
         with suppress(EnvError), self._env_errors():
             await self._session.close()
 
 
 @cache
 def connection_class() -> Any:
-    """Return a subclass of OpenEnv's client, which is imported here because it is optional."""
+    """Return a client class for OpenEnv. OpenEnv is imported here, because it is optional."""
     from openenv.core import GenericEnvClient
     from websockets.exceptions import WebSocketException
 
     class Connection(GenericEnvClient):
-        """A connection that is not renewed after a loss, because its environment is lost too."""
+        """A connection that is not opened again after a loss: its environment is lost, too."""
 
         _begun = False
 

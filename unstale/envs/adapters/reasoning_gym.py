@@ -1,7 +1,7 @@
-"""The puzzles of reasoning-gym, one reply each: `--task.env reasoning-gym:countdown`.
+"""The puzzles of reasoning-gym, with one reply each: `--task.env reasoning-gym:countdown`.
 
-Some scorers evaluate the answer as Python or sympy code. Such a scorer runs in the sandbox with a
-time limit, and receives only answers of numbers, words, lists and formulas.
+Some scorers evaluate the answer as Python or sympy code. These run in the sandbox with a time
+limit. They receive only answers of numbers, words, lists and formulas.
 """
 
 import inspect
@@ -22,11 +22,13 @@ from unstale.envs import EnvError, Message, NumberedTasks, Turn, sandbox
 from unstale.records import Task
 
 UNSTEADY = ("isomorphic_strings", "polynomial_multiplication", "ransom_note", "word_ladder")
-"""Data sets that depend on the order of sets, which PYTHONHASHSEED=0 makes reproducible."""
+"""Data sets whose puzzles depend on the order of Python sets. PYTHONHASHSEED=0 makes them
+reproducible.
+"""
 
 LIMITS = sandbox.Limits(seconds=20.0, memory_mb=2048, file_mb=1)
 MAX_EVALUATED = 500
-"""Maximum characters of an answer that is evaluated."""
+"""Largest number of characters in an answer that is evaluated as code."""
 
 _EVALUATES = re.compile(r"\b(eval|exec|parse_expr|sympify)\(")
 _NAMES = "sin|cos|tan|asin|acos|atan|sinh|cosh|tanh|exp|log|ln|sqrt|Abs|pi|[A-Za-z]"
@@ -55,7 +57,10 @@ sys.stdout.write(repr(score))
 
 
 class ReasoningGymTasks(NumberedTasks):
-    """A data set with its options. Training and held-out seeds differ."""
+    """The puzzles of one reasoning-gym data set, with its options.
+
+    Training and held-out tasks have different seeds.
+    """
 
     tools: tuple[Mapping[str, Any], ...] = ()
 
@@ -76,19 +81,19 @@ class ReasoningGymTasks(NumberedTasks):
         self.evaluates = not is_default and bool(_EVALUATES.search(inspect.getsource(scorer)))
 
     def puzzle(self, seed: int) -> ProceduralDataset:
-        """Return a data set of one puzzle."""
+        """Return a data set with a single puzzle, made from `seed`."""
         dataset: ProceduralDataset = reasoning_gym.create_dataset(
             self.dataset, seed=seed, size=1, **self.config
         )
         return dataset
 
     def env(self, task: Task, seed: int) -> "PuzzleEnv":
-        """Ignore `seed`: all randomness comes from the task."""
+        """Return the environment of a task. `seed` is not used, because the task has the seed."""
         return PuzzleEnv(self, self.seed_of(task))
 
 
 class PuzzleEnv:
-    """One question and one reply. The text in the last `<answer>` tags is scored from 0 to 1."""
+    """One puzzle with one reply. The text in the last `<answer>` tags is scored from 0 to 1."""
 
     def __init__(self, tasks: ReasoningGymTasks, seed: int) -> None:
         self._tasks = tasks
@@ -119,7 +124,7 @@ class PuzzleEnv:
                 TypeError,
                 ValueError,
             ):
-                return 0.0  # some scorers fail on malformed answers
+                return 0.0  # some scorers raise errors for malformed answers
         is_allowed = _LIST.fullmatch(answer) or _FORMULA.fullmatch(answer)
         if len(answer) > MAX_EVALUATED or not is_allowed:
             return 0.0

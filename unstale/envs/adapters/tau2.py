@@ -1,9 +1,9 @@
 """The customer service of tau2-bench: `--task.env tau2:retail`, `tau2:airline`, `tau2:telecom`.
 
-Needs tau2 installed from its source. Its orchestrator exchanges the messages. The policy is its
-agent. The user is scripted (offline) or a model (`tau2:retail@openai/gpt-4.1`, a name of litellm).
-The reward is tau2's for the final state. Assertions in natural language, which need a judge, are
-left out.
+Needs tau2, installed from its source. tau2's orchestrator exchanges the messages, and the policy is
+its agent. The simulated user is scripted (offline) or a model (`tau2:retail@openai/gpt-4.1`, a name
+of litellm). The reward is tau2's reward for the final state. Assertions in natural language are
+left out, because they need a judge.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ from unstale.config import ConfigError, nearest
 from unstale.envs import ListedTasks, Message, Turn
 from unstale.records import Task
 
-os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # it would be downloaded on import
+os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # tau2 would be downloaded on import
 try:
     from loguru import logger
 
@@ -44,22 +44,22 @@ except ImportError as error:
 
 DOMAINS = ("airline", "retail", "telecom")
 MAX_STEPS = 200
-"""Maximum messages of an episode, as in tau2's runs."""
+"""Largest number of messages in an episode, as in tau2's runs."""
 MAX_ERRORS = 10
-"""Maximum failed calls of an episode, as in tau2's runs."""
+"""Largest number of failed calls in an episode, as in tau2's runs."""
 THREADS = 64
-"""Episodes that can wait for their users at the same time."""
+"""Number of episodes that can wait for their simulated users at the same time."""
 USER_ARGS = {"temperature": 0.0, "timeout": 50.0}
-"""Sampling options of a user's model."""
+"""Sampling options for a model that plays the user."""
 
 _TRANSFERRED = "YOU ARE BEING TRANSFERRED TO A HUMAN AGENT"
 
 
 class Tau2Tasks(ListedTasks):
-    """A domain with tau2's split into training and held-out tasks (`test`).
+    """The tasks of a tau2 domain. tau2's split `test` is held out.
 
-    `user` is the name of a model, or "" for the scripted user. `user_args` are litellm's arguments,
-    such as `api_base`.
+    `user` is the name of the model that plays the user, or "" for a scripted user. `user_args` are
+    litellm's arguments, such as `api_base`.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class Tau2Tasks(ListedTasks):
         self.domain = domain
         self.user = user or model
         self.user_args = dict(user_args)
-        # The event loop's thread pool is small, and weight updates of engines need it.
+        # The event loop's thread pool is small, and engines need it for weight updates.
         self.threads = ThreadPoolExecutor(THREADS, "tau2")
         try:
             environment = self.environment()
@@ -102,13 +102,16 @@ class Tau2Tasks(ListedTasks):
         return registry.get_env_constructor(self.domain)()
 
     def env(self, task: Task, seed: int) -> "Tau2Env":
-        """Ignore `seed`: only a user's model is random."""
+        """Return the environment of a task.
+
+        `seed` is not used, because only a user's model is random.
+        """
         kind = LiveEnv if self.user else Tau2Env
         return kind(self, self.data_of(task))
 
 
 class Tau2Env:
-    """One conversation: the policy answers the user's messages and the results of its calls."""
+    """One conversation: the policy answers messages of the user and results of its tool calls."""
 
     def __init__(self, tasks: Tau2Tasks, task: Any) -> None:
         self._tasks = tasks
@@ -131,7 +134,7 @@ class Tau2Env:
         return Turn((Message("system", self._tasks.system), *self._messages_since(0)))
 
     def _start(self, task: Any) -> None:
-        """Start an orchestrator and run it up to the policy's turn."""
+        """Start tau2's orchestrator and run it until it is the policy's turn."""
         world = self._tasks.environment()
         policy = PolicyAgent([], "")
         if self._tasks.user:
@@ -145,7 +148,7 @@ class Tau2Env:
         self._run_to_policy()
 
     def _run_to_policy(self) -> None:
-        """Run the orchestrator up to the policy's turn."""
+        """Run tau2's orchestrator until it is the policy's turn."""
         orchestrator = self._orchestrator
         while not orchestrator.done and orchestrator.to_role != Role.AGENT:
             orchestrator.step()
@@ -179,7 +182,10 @@ class Tau2Env:
         return Turn(tuple(answers))
 
     def _messages_since(self, start: int) -> tuple[Message, ...]:
-        """Return the messages for the policy: without the user's calls and the agent's greeting."""
+        """Return the messages for the policy.
+
+        The user's tool calls and the agent's greeting are left out.
+        """
         return tuple(
             Message("tool" if isinstance(message, ToolMessage) else "user", message.content)
             for message in self._orchestrator.trajectory[start:]
@@ -187,7 +193,10 @@ class Tau2Env:
         )
 
     def _end(self) -> Turn:
-        """Return the last turn with tau2's reward: 0 unless the user ended the conversation."""
+        """Return the last turn with tau2's reward.
+
+        It is 0 unless the user ended the conversation.
+        """
         trajectory = self._orchestrator.get_trajectory()
         if self._orchestrator.termination_reason != TerminationReason.USER_STOP:
             return Turn((), done=True, rewards={"state": 0.0})
@@ -202,9 +211,10 @@ class Tau2Env:
 
 
 class LiveEnv(Tau2Env):
-    """A conversation with a model as user.
+    """A conversation in which a model plays the user.
 
-    It is resumed from its messages: asking the model again could give other answers.
+    It is resumed from its recorded messages, because the model could give other answers when asked
+    again.
     """
 
     def snapshot(self) -> str:
@@ -219,7 +229,7 @@ class LiveEnv(Tau2Env):
         )
 
     async def resume(self, state: str) -> None:
-        """Restore the conversation. tau2 repeats the recorded calls."""
+        """Restore the conversation from its messages. tau2 repeats the recorded tool calls."""
         record = json.loads(state)
         messages = [_KINDS[message["role"]].model_validate(message) for message in record["said"]]
         initial = (self._task.initial_state or InitialState()).model_copy(
@@ -238,7 +248,7 @@ class PolicyAgent(HalfDuplexAgent[None]):
 
     reply: AssistantMessage
     calls = 0
-    """Tool calls made so far."""
+    """Number of tool calls made so far."""
 
     def get_init_state(self, message_history: Any = None) -> None: ...
 
@@ -248,10 +258,11 @@ class PolicyAgent(HalfDuplexAgent[None]):
 
 
 class ScriptedUser(HalfDuplexUser[None]):
-    """A user without a model.
+    """A user that follows a fixed script instead of a model.
 
-    It sends its instructions first. It calls the tools that a message names, with the task's
-    arguments, and agrees to anything else. It ends after two messages without a call.
+    First it sends its instructions. If a message of the agent names a tool, it calls the tool with
+    the task's arguments. It agrees to everything else. It ends the conversation after two messages
+    without a call.
     """
 
     def __init__(self, task: Any, world: Any, policy: PolicyAgent) -> None:
@@ -259,7 +270,7 @@ class ScriptedUser(HalfDuplexUser[None]):
         self._policy = policy
         self._seen_calls = 0
         self._idle = -1
-        """Messages of the policy since the last call; -1 before the first one."""
+        """Number of messages of the policy since the user's last call; -1 before the first call."""
         self._tools = world.user_tools.get_tools() if world.user_tools else {}
         names = "|".join(
             sorted((name.replace("_", "[_ ]") for name in self._tools), key=len, reverse=True)

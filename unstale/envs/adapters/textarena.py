@@ -1,7 +1,7 @@
 """Games of TextArena for one player: `--task.env textarena:GuessTheNumber-v0`.
 
-Games use Python's global random generator. Each episode saves and restores its state, so that
-concurrent episodes do not affect each other. Moves run in the event loop.
+The games use Python's global random generator. Each episode saves and restores the generator's
+state, so that concurrent episodes do not affect each other. Moves run on the event loop.
 """
 
 import random
@@ -18,7 +18,10 @@ from unstale.records import Task
 
 
 class TextArenaTasks(NumberedTasks):
-    """A game with its options. Training and held-out seeds differ."""
+    """The tasks of one TextArena game, with its options.
+
+    Training and held-out tasks have different seeds.
+    """
 
     tools: tuple[Mapping[str, Any], ...] = ()
 
@@ -45,12 +48,12 @@ class TextArenaTasks(NumberedTasks):
             ) from error
 
     def env(self, task: Task, seed: int) -> "GameEnv":
-        """Ignore `seed`: all randomness comes from the task."""
+        """Return the environment of a task. `seed` is not used, because the task has the seed."""
         return GameEnv(self, self.seed_of(task))
 
 
 class GameEnv:
-    """One game. The episode's reward is the one that the game gives its player."""
+    """One game. Its reward is the reward that the game gives to its player."""
 
     def __init__(self, tasks: TextArenaTasks, seed: int) -> None:
         self._tasks = tasks

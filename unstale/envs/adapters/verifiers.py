@@ -1,7 +1,8 @@
-"""Task sets of verifiers: `--task.env verifiers:my-taskset` (`verifiers.v1`, version 0.4).
+"""Task sets of the library verifiers (`verifiers.v1`, version 0.4).
 
-verifiers runs the episode: its task set, its harness (an agent program) and its runtime. The model
-it calls is the recording endpoint, so its agents are trained like any `ExternalAgent`.
+Select one by `--task.env verifiers:my-taskset`. verifiers runs the episode: its task set, its
+harness (an agent program) and its runtime. The model that these call is the recording endpoint, so
+the agents are trained like any `ExternalAgent`.
 """
 
 import itertools
@@ -18,16 +19,17 @@ from unstale.envs import EnvError
 from unstale.envs.external import ExternalAgent
 
 KEY = "UNSTALE_API_KEY"
-"""Name of the environment variable that holds the endpoint's key.
-
-It has no `API_KEY` in it: verifiers hides such variables from the programs that it starts."""
+"""Name of the environment variable that holds the endpoint's key. It does not contain `API_KEY`,
+because verifiers hides such variables from the programs that it starts.
+"""
 
 
 class VerifiersTasks(ExternalAgent):
-    """An installed task set. `env` is verifiers' section of that name: agents, harness, runtime.
+    """The tasks of an installed verifiers task set.
 
-    Of the first `limit` tasks, the first `held_out` are held out, by default a fifth. Agents run
-    without a container by default; a harness that runs code is then refused.
+    `env` is verifiers' section of that name: agents, harness, runtime. Of the first `limit` tasks,
+    the first `held_out` are held out, by default a fifth. Agents run without a container by
+    default. A harness that runs code is then refused.
     """
 
     def __init__(
@@ -45,7 +47,7 @@ class VerifiersTasks(ExternalAgent):
         try:
             if not env or "agent" not in env:
                 harness = vf.default_harness_id(taskset)
-                if harness == "bash":  # the default of a task set without a harness
+                if harness == "bash":  # the default for a task set that has no harness
                     harness = "null"
                 section["agent"] = {"harness": {"id": harness}, "runtime": {"type": "subprocess"}}
                 if vf.load_harness(vf.harness_config_type(harness)(id=harness)).EXECUTES_CODE:
@@ -71,7 +73,7 @@ class VerifiersTasks(ExternalAgent):
     async def _episode(
         self, base_url: str, task: vf.Task, seed: int, api_key: str
     ) -> Mapping[str, float]:
-        """Run one episode in a new environment, so that its connections are closed at the end."""
+        """Run one episode in a new environment, so that its connections are closed afterwards."""
         os.environ[KEY] = api_key
         context = vf.ModelContext(
             model="policy", client=vf.EvalClientConfig(base_url=base_url, api_key_var=KEY)

@@ -1,8 +1,9 @@
-"""A help desk with tools, a written policy and a simulated customer. The final database is scored.
+"""The environment `retail`: a customer-service desk with tools, a policy and a simulated customer.
 
-The scripted expert succeeds in every episode. Policies that ask for the order and then always make
-the same call, or a random one, succeed in at most 12.4% (`benchmarks/retail_degenerate.py`).
-Refusals and hand-overs change the database, so they are right only where the rules require them.
+The reward is 1 if the database at the end is as the policy requires. A scripted expert succeeds in
+every episode. Agents that ask for the order and then always make the same call, or a random one,
+succeed in at most 12.4% (`benchmarks/retail_degenerate.py`). Refusing a request or handing it over
+changes the database, so it is right only where the rules require it.
 """
 
 import asyncio
@@ -25,16 +26,14 @@ from unstale.envs.retail.wording import BRIEF, IDENTIFY, POLICY, STOCK, TRUST, W
 from unstale.records import Task
 
 LEVELS = (1, 2, 3)
-"""Levels of difficulty.
-
-1: short lines and one request, for the demo. 2: free wording, JSON records, and all rules, which
-the prompt states. 3: as 2, but the agent must identify the customer by email, and some customers
-have a second request.
+"""Levels of difficulty. 1 has short lines and one request, for the demo. 2 has free wording, JSON
+records and all rules, which are in the prompt. 3 is like 2, but the agent must identify the
+customer by email, and some customers have a second request.
 """
 
 
 class RetailTasks(NumberedTasks):
-    """The tasks of the help desk. Tool calls take `latency_s` on average, log-normal."""
+    """The tasks of the desk. Tool calls take `latency_s` seconds on average (log-normal)."""
 
     name = "retail"
 
@@ -54,7 +53,7 @@ class RetailTasks(NumberedTasks):
         self.tools: tuple[Mapping[str, Any], ...] = tuple(schema(name) for name in names)
 
     def scenario(self, task: Task) -> Scenario:
-        """Return the task's facts, for the expert, tests and tables."""
+        """Return the facts of a task, for the expert, tests and statistics."""
         return scenario(self.level, task.split, task.index)
 
     def env(self, task: Task, seed: int) -> "RetailEnv":
@@ -63,13 +62,13 @@ class RetailTasks(NumberedTasks):
 
 
 def _delays(mean_s: float, sigma: float, random: Random) -> Iterator[float]:
-    """Yield log-normal delays with a given mean."""
+    """Yield log-normal delays in seconds, with mean `mean_s`."""
     while mean_s:
         yield mean_s * math.exp(random.gauss(0, sigma) - sigma**2 / 2)
 
 
 class RetailEnv:
-    """One episode at the desk."""
+    """One episode at the desk: one customer."""
 
     def __init__(self, scenario: Scenario, delays: Iterator[float]) -> None:
         self.replaying = False
@@ -122,15 +121,15 @@ def system_text(level: int) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RetailConfig(TaskConfig):
-    """The tasks of the retail desk."""
+    """The tasks of the customer-service desk."""
 
     env: str = "retail"
     level: Literal["1", "2", "3"] = "1"
-    """Difficulty. 1 suits a small model, 2 and 3 larger ones."""
+    """Level of difficulty. 1 suits a small model, 2 and 3 larger ones."""
     latency_s: NonNegative = 0.0
-    """Mean duration of a tool call in seconds (log-normal); 0 turns delays off."""
+    """Mean duration of a tool call in seconds (log-normal distribution); 0 turns delays off."""
     latency_sigma: NonNegative = 0.5
-    """Standard deviation of the logarithm of the duration of a tool call."""
+    """Standard deviation of the logarithm of a tool call's duration."""
 
 
 def _make(options: RetailConfig) -> RetailTasks:

@@ -1,4 +1,4 @@
-"""The simulated customer: answers questions in seeded words, and leaves when done or annoyed."""
+"""The simulated customer. It answers questions in random words, and leaves when done or annoyed."""
 
 from random import Random
 
@@ -6,11 +6,11 @@ from unstale.envs.retail.tasks import Scenario
 from unstale.envs.retail.wording import FREE_ANSWERS, FREE_WISHES, HEARD, TERSE_ANSWERS, WISHES
 
 PATIENCE = 3
-"""Unhelpful replies after which the customer leaves."""
+"""Number of unhelpful replies after which the customer leaves."""
 
 
 class Customer:
-    """One customer with one or two requests. The words depend only on the scenario."""
+    """A customer with one or two requests. The words depend only on the scenario of the task."""
 
     def __init__(self, scenario: Scenario) -> None:
         self._scenario = scenario
@@ -18,17 +18,20 @@ class Customer:
         self._wishes = WISHES if is_terse else FREE_WISHES
         self._answers = TERSE_ANSWERS if is_terse else FREE_ANSWERS
         self._current = 0
-        """Index of the request that the customer talks about."""
+        """Index of the request about which the customer talks now."""
         self._answered: set[str] = set()
         self._unhelpful = 0
         self.gone = False
 
     def opening(self) -> str:
-        """Return the words of the current request."""
+        """Return the words with which the customer makes the present request."""
         return self._choose("wish", self._wishes[self._scenario.requests[self._current].wish])
 
     def answer(self, text: str, *, writes: int) -> str:
-        """Answer the agent. `writes` is the number of changes that the agent has made."""
+        """Answer the agent.
+
+        `writes` is the number of changes that the agent has made to the database.
+        """
         if "?" in text:
             return self._answer_question(text.lower())
         if writes <= self._current:
@@ -49,7 +52,8 @@ class Customer:
         ]
         if not kinds:
             return self._be_unhelped("I do not know.")
-        kind = min(kinds, key=self._answered.__contains__)  # the first that was not answered yet
+        # the first question that was not answered yet
+        kind = min(kinds, key=self._answered.__contains__)
         answer = self._choose(kind, self._answers[kind]).format(known[kind])
         if kind in self._answered:
             return self._be_unhelped(answer, farewell="I have told you. Bye.")
@@ -57,7 +61,7 @@ class Customer:
         return answer
 
     def _be_unhelped(self, text: str, farewell: str = "Bye.") -> str:
-        """Return `text`, or leave with the farewell if the patience is over."""
+        """Return `text`. After too many unhelpful replies, leave with `farewell` instead."""
         self._unhelpful += 1
         self.gone = self._unhelpful >= PATIENCE
         return farewell if self.gone else text

@@ -1,4 +1,4 @@
-"""The shop's database: users with their payment methods, items, orders."""
+"""The database of the desk's shop: users with their payment methods, items and orders."""
 
 from dataclasses import dataclass, field
 from typing import Literal
@@ -7,11 +7,11 @@ Status = Literal["pending", "shipped", "delivered", "cancelled"]
 Terms = Literal["regular", "sale", "final"]
 
 REASONS = ("status", "final", "window", "stock")
-"""Reasons of a refusal, each a rule of the policy."""
+"""Reasons for refusing a request. Each is a rule of the shop's policy."""
 
 
 class DeskError(Exception):
-    """An error of a call that cannot be made. The agent receives its text."""
+    """Error of a tool call that cannot be made. The agent receives its text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,21 +48,21 @@ class Order:
     items: tuple[str, ...]
     paid_with: str
     point: str
-    """Pickup point."""
+    """Number of the pickup point of the order."""
     days: int
-    """Days since delivery; 0 before it."""
+    """Days since the order was delivered; 0 before that."""
     returned: tuple[tuple[str, str], ...] = ()
-    """`(item, payment refunded)`."""
+    """Returned items, as pairs `(item, payment method that was refunded)`."""
     exchanged: tuple[tuple[str, str], ...] = ()
-    """`(old item, new item)`."""
+    """Exchanged items, as pairs `(old item, new item)`."""
     refused: tuple[str, ...] = ()
-    """Reasons of the requests that were refused."""
+    """Reasons of the requests about this order that were refused."""
     handed_over: bool = False
 
 
 @dataclass(slots=True)
 class Desk:
-    """The database of one episode. The reward compares its orders with the goal."""
+    """The database of one episode. The reward compares its orders with the correct ones."""
 
     users: dict[str, User]
     items: dict[str, Item]

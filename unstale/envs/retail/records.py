@@ -1,8 +1,9 @@
-"""The records that tools return: short lines at level 1, JSON above.
+"""The records that the desk's tools return: short lines at level 1, JSON at higher levels.
 
-In short lines, names and numbers follow a space, and a number follows its name, as in calls and in
-the customer's answers. So the tokenizer always makes one token of a name or number, which the
-policy can copy. A mark (`sale`, `final`) precedes the name of its item.
+In short lines, each name and number follows a space, and a number follows its name. Calls and the
+customer's answers are written the same way. So the tokenizer makes the same token of a name or
+number everywhere, and the policy can copy it. A mark (`sale`, `final`) precedes the name of its
+item.
 """
 
 import json

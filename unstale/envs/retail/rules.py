@@ -1,4 +1,4 @@
-"""The decision that the shop's rules require, and a scripted expert that can ignore rules."""
+"""The decision that the shop's rules require, and a scripted expert that may ignore rules."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,44 +11,44 @@ from unstale.envs.retail.tools import call_tool
 from unstale.envs.retail.wording import QUESTIONS
 
 Call = tuple[str, dict[str, str]]
-"""Name and arguments of a tool call."""
+"""A tool call: its name and its arguments."""
 Step = str | Call
-"""The kind of fact to ask the customer for, or a call."""
+"""One step of the expert: a tool call, or the kind of fact for which it asks the customer."""
 Ignores = Callable[[str], bool]
-"""`(rule)`: returns True if the expert ignores that rule now."""
+"""A function of a rule's name. It returns True if the expert ignores that rule now."""
 
 
 @dataclass(frozen=True, slots=True)
 class Faults:
-    """The probabilities, independent of each other, with which the expert ignores a rule."""
+    """The probabilities with which the expert ignores each rule, independent of each other."""
 
     status: float = 0.0
-    """Ignore the order's status."""
+    """Probability of ignoring the status of the order."""
     account: float = 0.0
-    """Ignore the kind of account."""
+    """Probability of ignoring the kind of account."""
     final: float = 0.0
-    """Take back final items."""
+    """Probability of taking back items that are final."""
     sale: float = 0.0
-    """Refund sale items to the payment method that the customer names."""
+    """Probability of refunding sale items to the payment method that the customer names."""
     item: float = 0.0
-    """Take the first item of the order."""
+    """Probability of taking the first item of the order instead of the one that is meant."""
     payment: float = 0.0
-    """Refund to the first payment method of the record."""
+    """Probability of refunding to the first payment method of the record."""
     variant: float = 0.0
-    """Take the first variant of the list."""
+    """Probability of taking the first variant of the list instead of the one that is meant."""
     point: float = 0.0
-    """Send the parcel to its present pickup point."""
+    """Probability of sending the parcel to its present pickup point."""
     cancel: float = 0.0
-    """Refuse to cancel a pending order."""
+    """Probability of refusing to cancel a pending order."""
 
 
 NO_FAULTS = Faults()
 
 
 def expert_replies(scenario: Scenario, faults: Faults = NO_FAULTS, seed: int = 0) -> list[Message]:
-    """Return the expert's replies, which reach the goal if it ignores no rule.
+    """Return the replies of the expert. They succeed if the expert ignores no rule.
 
-    The expert errs only in its decisions, never in the format of a call.
+    The expert's errors are wrong decisions. The format of its calls is always right.
     """
     random = Random(f"{scenario.seed}/{seed}")
 
@@ -77,7 +77,7 @@ def _reply(step: Step) -> Message:
 
 
 def call_message(name: str, **arguments: str) -> Message:
-    """Return a reply that makes one call, with numbers as integers."""
+    """Return a reply that makes one tool call, with numbers as integers."""
     written = {
         key: int(value) if key.endswith("_id") else value for key, value in arguments.items()
     }
@@ -85,7 +85,7 @@ def call_message(name: str, **arguments: str) -> Message:
 
 
 def goal(scenario: Scenario) -> dict[str, Order]:
-    """Return the orders after the calls that the rules require."""
+    """Return the orders as they must be at the end, after the calls that the rules require."""
     desk = scenario.desk.copy()
     for request in scenario.requests:
         name, arguments = correct_call(scenario, request)
@@ -94,16 +94,17 @@ def goal(scenario: Scenario) -> dict[str, Order]:
 
 
 def correct_call(scenario: Scenario, request: CustomerRequest) -> Call:
-    """Return the call that the rules require."""
+    """Return the tool call that the rules require for a request."""
     call = decide(scenario, request, lambda rule: False)[-1]
     assert isinstance(call, tuple)
     return call
 
 
 def decide(scenario: Scenario, request: CustomerRequest, ignores: Ignores) -> list[Step]:
-    """Return the steps from the looked-up order to the decision.
+    """Return the expert's steps from the moment when it knows the order.
 
-    The last step is the call that changes the order. The others ask the customer or read records.
+    The last step is the call that changes the order. The earlier ones ask the customer or read
+    records.
     """
     order = scenario.desk.orders[request.order]
     wish = request.wish

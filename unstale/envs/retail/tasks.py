@@ -1,4 +1,4 @@
-"""The facts of an episode, drawn by seed: the shop, its customer, and the customer's requests."""
+"""The facts of an episode at the desk, drawn by seed: the shop, a customer and the requests."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -22,9 +22,9 @@ KINDS: Mapping[str, float] = {
     "business": 0.06,
     "redirect_shipped": 0.03,
 }
-"""Shares of the kinds of requests. Refusing is right in 10%, handing over in 9%, cancelling in 12%.
-
-From level 2 on, `refuse_final` includes refusals for stock and window.
+"""Share of each kind of request. The right decision is to refuse in 10%, to hand over in 9%, to
+cancel in 12%. From level 2 on, `refuse_final` includes refusals for stock and for the return
+window.
 """
 
 _WISHES: Mapping[str, tuple[tuple[Wish, tuple[Status, ...]], ...]] = {
@@ -56,7 +56,7 @@ _TERMS: Mapping[str, Terms] = {"return": "regular", "return_sale": "sale", "refu
 
 @dataclass(frozen=True, slots=True)
 class CustomerRequest:
-    """A request of the customer, with the facts for the customer's answers."""
+    """A request of the customer, with the facts that the customer can tell."""
 
     kind: str
     wish: Wish
@@ -70,7 +70,10 @@ class CustomerRequest:
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """The facts of an episode. `desk` is the shop at its start, to be copied before changes."""
+    """The facts of one episode.
+
+    `desk` is the shop's database at the start, to be copied before use.
+    """
 
     level: int
     desk: Desk
@@ -79,7 +82,10 @@ class Scenario:
     seed: int
 
     def known_facts(self, request: CustomerRequest) -> dict[str, str]:
-        """Return the customer's answers by kind: names of items and payments, numbers of others."""
+        """Return what the customer can answer, by kind of question.
+
+        Items and payment methods are given by name, everything else by number.
+        """
         facts = {"email": self.user.email} if self.level > 2 else {}
         facts["order"] = request.order
         if request.item:
@@ -94,18 +100,20 @@ class Scenario:
 
 
 def scenario(level: int, split: str, index: int) -> Scenario:
-    """Return the scenario of a task, determined by the arguments."""
+    """Return the scenario of a task. It depends only on the arguments."""
     return _Draw(Random(f"retail/{level}/{split}/{index}"), level).scenario()
 
 
 class _Draw:
-    """A generator of one scenario."""
+    """Draws one scenario at random."""
 
     def __init__(self, random: Random, level: int) -> None:
         self.random = random
         self.level = level
         self.used: set[str] = set()
-        """Numbers of this scenario, all different: two digits at level 1, four above."""
+        """Numbers used in this scenario, all different. They have two digits at level 1, four at
+        higher levels.
+        """
         self.desk = Desk({}, {}, {}, terse=level == 1)
 
     def scenario(self) -> Scenario:
@@ -129,7 +137,7 @@ class _Draw:
         return Scenario(self.level, desk, customer, requests, random.getrandbits(32))
 
     def number(self) -> str:
-        """Return an unused number."""
+        """Return a number that the scenario does not use yet."""
         while True:
             number = str(self.random.randrange(*((10, 100) if self.level == 1 else (1000, 10000))))
             if number not in self.used:
@@ -137,7 +145,7 @@ class _Draw:
                 return number
 
     def add_users(self, kinds: list[str]) -> None:
-        """Add three users, the customer first."""
+        """Add three users. The first is the customer."""
         for place, name in enumerate(self.random.sample(PEOPLE, 3)):
             payment_kinds = ["gift", self.random.choice(PAYMENTS)]
             self.random.shuffle(payment_kinds)
@@ -171,7 +179,7 @@ class _Draw:
         return Order(self.number(), user.id, status, chosen, paid_with, self.number(), days)
 
     def request(self, kind: str, user: User) -> CustomerRequest:
-        """Return a request of a kind, and add an order that fits it to the database."""
+        """Return a request of the given kind. Add an order that fits it to the database."""
         random, items = self.random, self.desk.items
         wishes = _WISHES[kind]
         if kind == "refuse_status" and self.level == 1:

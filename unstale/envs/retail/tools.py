@@ -1,7 +1,7 @@
 """The tools that read and change the shop's database.
 
-A call raises an error if its arguments do not exist or do not belong together. A call that breaks a
-rule of the shop raises none: it changes the database, and so costs the reward.
+A call is an error if its arguments do not exist or do not belong together. A call that breaks a
+rule of the shop is no error. It changes the database, so the reward is lost.
 """
 
 from collections.abc import Callable, Mapping
@@ -14,7 +14,7 @@ from unstale.envs.retail.records import order_record, user_record, variants_reco
 
 
 def call_tool(desk: Desk, name: str, arguments: Mapping[str, Any]) -> str:
-    """Make a call and return the answer. Raises `DeskError` for a call that cannot be made."""
+    """Carry out a tool call and return the answer. Raises `DeskError` for an impossible call."""
     if name not in TOOLS:
         raise DeskError(f"unknown tool {name!r}; tools are {', '.join(TOOLS)}")
     wanted = ARGUMENTS[name]
@@ -30,7 +30,7 @@ def call_tool(desk: Desk, name: str, arguments: Mapping[str, Any]) -> str:
 
 
 def _read(key: str, value: Any) -> str:
-    """Return an argument as text. Calls may give numbers as integers or as strings of digits."""
+    """Return an argument as text. A call may give a number as an integer or as digits."""
     if isinstance(value, str) or (
         isinstance(value, int) and not isinstance(value, bool) and key.endswith("_id")
     ):

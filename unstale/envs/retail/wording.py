@@ -1,4 +1,4 @@
-"""The texts of the desk: names, policy, schemas of the tools, words of customers and expert."""
+"""The texts of the desk: names, the policy, tool schemas, the words of customers and expert."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -13,14 +13,14 @@ NAMES = (
 )  # fmt: skip
 COLOURS = ("red", "blue", "green", "black", "white", "grey", "yellow", "brown")
 PAYMENTS = ("card", "bank", "wallet")
-"""Payment methods besides the gift balance, which every customer has."""
+"""Payment methods in addition to the gift balance, which every customer has."""
 PEOPLE = (
     "Ada Lindqvist", "Bela Horvat", "Chidi Okafor", "Dana Petrov", "Emre Yilmaz", "Farah Nasser", "Goran Ilic",
     "Hana Sato", "Ivo Marek", "Jun Park", "Kofi Mensah", "Lena Vogel", "Mina Rossi", "Nils Berg", "Olga Duarte",
 )  # fmt: skip
 
 BRIEF = "Keep the rules of the desk."
-"""The policy at level 1, where the base model knows the rules and the prompt is short."""
+"""The policy text at level 1. It is short, because the small base model already knows the rules."""
 
 POLICY = """You serve the help desk of a shop. Customers write to you; you look things up and change things with \
 the tools.
@@ -72,7 +72,7 @@ _MEANING = {
 
 
 def schema(name: str) -> Mapping[str, Any]:
-    """Return the JSON schema of a tool, in the format of chat templates."""
+    """Return the JSON schema of a tool, in the format that chat templates expect."""
     properties: dict[str, Any] = {}
     for key in ARGUMENTS[name]:
         kind = "integer" if key.endswith("_id") else "string"
@@ -139,7 +139,7 @@ QUESTIONS: Mapping[str, str] = {
     "colour": "Which colour?",
     "point": "Where to?",
 }
-"""The questions of the expert."""
+"""The question of the expert for each kind of fact."""
 
 HEARD: Mapping[str, tuple[str, ...]] = {
     "email": ("email", "e-mail", "mail address"),
@@ -155,4 +155,6 @@ HEARD: Mapping[str, tuple[str, ...]] = {
     "colour": ("colour", "color", "variant"),
     "point": ("where to", "point", "where should", "address"),
 }
-"""Words by which the customer recognises a question. Kinds are tried in this order."""
+"""Words by which the customer recognises a question about each kind of fact. The kinds are tried in
+this order.
+"""
