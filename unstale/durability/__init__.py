@@ -1,7 +1,7 @@
-"""Durability: the journal, the checkpoints and the virtual clock with which a run can resume.
+"""Durability: the journal, checkpoints and virtual clock with which a killed run can resume.
 
-The loop uses these Protocols; `journal.Journal` and `checkpoint.Checkpoints` describe the methods.
-The planner simulates runs with implementations that write nothing.
+The training loop uses the Protocols of this file. Their methods are described in `journal.Journal`
+and `checkpoint.Checkpoints`. The planner simulates runs with implementations that write nothing.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class RunJournal(Protocol):
-    """The part of the journal that a run calls."""
+    """The methods of the journal that a run calls. The journal records every episode on disk."""
 
     def __enter__(self) -> Self: ...
 
@@ -43,7 +43,7 @@ class RunJournal(Protocol):
 
 
 class CheckpointWriter(Protocol):
-    """The part of the checkpoints that the loop calls."""
+    """The methods for checkpoints that the training loop calls."""
 
     def snapshot(self, progress: Progress, source: VersionedWeights) -> Checkpoint: ...
 

@@ -1,15 +1,15 @@
-"""Checkpoints and published versions of a run folder.
+"""The checkpoints and published versions in a run folder.
 
     checkpoints/step000012-version000012/
         manifest.json        the state as a tree, and the checksum of every file
         trainer/             weights and optimizer: torch's distributed checkpoint, as safetensors
         state.safetensors    every other tensor
-        policy.safetensors   the forward weights of the version
+        policy.safetensors   the weights of the version, for a forward pass
     versions/000013.safetensors
-                             a later version: its difference from the version before, or all of it
+                             a later version: its difference from the previous one, or all of it
 
 Everything is written under a temporary name, flushed to disk and then renamed. A checkpoint is also
-read back and compared before the rename.
+read back and compared before it is renamed.
 """
 
 import re
@@ -58,7 +58,10 @@ _VERSION_NAME = re.compile(r"(\d+)\.safetensors")
 
 
 class Stateful(Protocol):
-    """A component with a state to checkpoint: mappings, lists, tensors, numbers and text."""
+    """A component whose state is saved in checkpoints.
+
+    The state consists of mappings, lists, tensors, numbers and text.
+    """
 
     def state(self) -> Mapping[str, Any]:
         """Return the current state. Tensors are not copied; only an optimizer step changes them."""
@@ -68,7 +71,7 @@ class Stateful(Protocol):
 
 
 class Checkpoints:
-    """The checkpoints and versions in a run folder.
+    """Writes and reads the checkpoints and versions of a run folder.
 
     `parts` are the components to save, by name. `keep` is the number of checkpoints that `prune`
     keeps. Call `snapshot` and `write_version` in the trainer's thread. `write` and `weights` may
@@ -82,7 +85,7 @@ class Checkpoints:
         self._keep = keep
 
     def snapshot(self, progress: Progress, source: VersionedWeights) -> Checkpoint:
-        """Collect the state of the run.
+        """Collect the state of the run for a checkpoint.
 
         The weights must not change until the checkpoint is written.
         """
@@ -90,15 +93,15 @@ class Checkpoints:
         return Checkpoint(progress, source.version, states, source.weights())
 
     def save(self, progress: Progress, source: VersionedWeights) -> str:
-        """Take a snapshot, write it and return its name."""
+        """Collect the state of the run, write it as a checkpoint, and return its name."""
         return self.write(self.snapshot(progress, source))
 
     def write(self, checkpoint: Checkpoint) -> str:
-        """Write a checkpoint and return its name once it is verified on disk. Keeps older ones."""
+        """Write a checkpoint, verify it on disk and return its name. Older checkpoints are kept."""
         name = f"step{checkpoint.progress.step:06d}-version{checkpoint.version:06d}"
         final = self._folder / name
         partial = self._folder / f"{name}.part"
-        for stale in (partial, final):  # left by a crash before the journal recorded it
+        for stale in (partial, final):  # a crash left it before the journal recorded it
             shutil.rmtree(stale, ignore_errors=True)
         with wrap_file_errors(partial, "written"):
             (partial / TRAINER).mkdir(parents=True)
@@ -126,8 +129,8 @@ class Checkpoints:
     def prune(self, known: Collection[str] | None = None) -> None:
         """Remove all but the newest checkpoints, and the versions that no kept checkpoint needs.
 
-        With `known`, checkpoints that are not in it are removed too: the journal did not record
-        them.
+        `known` are the checkpoints that the journal recorded. If given, all others are removed,
+        too.
         """
         paths = [path for _, path in self._list_checkpoints()]
         kept = [path for path in paths if known is None or path.name in known][-self._keep :]
@@ -139,7 +142,7 @@ class Checkpoints:
                 path.unlink()
 
     def remove_after(self, version: int) -> None:
-        """Remove later versions: a deterministic run publishes them again."""
+        """Remove the versions after `version`, because a deterministic run publishes them again."""
         for number, path in self._list_versions():
             if number > version:
                 path.unlink()
@@ -147,10 +150,11 @@ class Checkpoints:
     def write_version(
         self, version: int, weights: Mapping[str, Tensor], delta: Delta | None = None
     ) -> None:
-        """Write the forward weights of a version and flush them to disk.
+        """Write the weights of a version and flush them to disk.
 
-        `delta` is the difference from the version before. Without it all weights are written. A
-        checkpoint's own version is written too, because the checkpoint may prove damaged later.
+        `delta` is the difference from the previous version. Without it all weights are written. The
+        version of a checkpoint is written too, because the checkpoint may turn out to be damaged
+        later.
         """
         if delta is None:
             tensors = {name: whole(tensor) for name, tensor in weights.items()}
@@ -165,9 +169,9 @@ class Checkpoints:
             flush_to_disk(self._versions)
 
     def weights(self, version: int) -> dict[str, Tensor]:
-        """Return the forward weights of a version: a checkpoint's, advanced by later deltas.
+        """Return the weights of a version, from a checkpoint and the differences after it.
 
-        Raises LookupError if the version is not on disk any more.
+        Raises LookupError if the version is no longer on disk.
         """
         older = [entry for entry in self._list_checkpoints() if entry[0] <= version]
         if not older:
@@ -195,7 +199,7 @@ class Checkpoints:
 
     @property
     def versions(self) -> list[int]:
-        """Versions with a file of their own, in order."""
+        """Versions that have a file in `versions/`, in ascending order."""
         return [version for version, _ in self._list_versions()]
 
     def _list_checkpoints(self) -> list[tuple[int, Path]]:
@@ -206,7 +210,7 @@ class Checkpoints:
 
 
 def _advance(weights: dict[str, Tensor], delta: Delta, current: int) -> dict[str, Tensor]:
-    """Apply a delta to the weights of version `current`. Return the new weights.
+    """Apply a difference (delta) to the weights of version `current`. Return the new weights.
 
     A delta with base -1 holds all weights, as their difference from zeros.
     """
@@ -219,6 +223,6 @@ def _advance(weights: dict[str, Tensor], delta: Delta, current: int) -> dict[str
 
 
 def _list_by_version(folder: Path, pattern: re.Pattern[str]) -> list[tuple[int, Path]]:
-    """Return `(version, path)` of the entries whose name matches, oldest first."""
+    """Return `(version, path)` of the entries of a folder whose name matches, oldest first."""
     matches = [(pattern.fullmatch(path.name), path) for path in folder.glob("*")]
     return sorted((int(match[1]), path) for match, path in matches if match)

@@ -1,6 +1,6 @@
-"""Write, flush, read and verify the files of one checkpoint. See `checkpoint` for the layout.
+"""Write, flush, read and verify the files of one checkpoint. `checkpoint` has their layout.
 
-The formats are JSON and safetensors, not pickle, so reading a file never executes it.
+The formats are JSON and safetensors, not pickle, so reading a file never executes code.
 """
 
 import json
@@ -33,14 +33,13 @@ MANIFEST = "manifest.json"
 STATE = "state.safetensors"
 POLICY = "policy.safetensors"
 TRAINER = "trainer"
-"""The component whose state grows with the model.
-
-A run with another number of shards can read torch's distributed checkpoint format.
+"""Name of the component whose state grows with the model. It is stored in torch's distributed
+format, which a run with another number of shards can read.
 """
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint or version that cannot be read or written. Names the file and the cause."""
+    """Error: a checkpoint or version cannot be read or written. The text names file and cause."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,26 +48,27 @@ class Progress:
 
     step: int = 0
     row: Mapping[str, Any] = field(default_factory=dict)
-    """Metrics of that step."""
+    """Metrics of the last step."""
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """The full state of a run at one moment, except its episodes, which the journal holds.
+    """The full state of a run at one moment, except its episodes, which the journal has.
 
-    A snapshot holds the live tensors, not copies: write it before the next optimizer step.
+    It holds the trainer's own tensors, not copies. So it must be written before the next optimizer
+    step.
     """
 
     progress: Progress
     version: int
     states: Mapping[str, Any]
-    """State by component name."""
+    """The state of each component, by the component's name."""
     policy: Mapping[str, Tensor]
-    """Forward weights by parameter name."""
+    """The weights that a forward pass uses, by the parameter's name."""
 
 
 def write_checkpoint(checkpoint: Checkpoint, folder: Path) -> None:
-    """Write all files of a checkpoint into an existing folder and flush them to disk."""
+    """Write all files of a checkpoint into an existing folder, and flush them to disk."""
     tensors: dict[str, Tensor] = {}
     states = to_json(checkpoint.states, "", tensors)
     prefix = f"/{TRAINER}/"
@@ -99,9 +99,9 @@ def write_checkpoint(checkpoint: Checkpoint, folder: Path) -> None:
 
 
 def read_checkpoint(folder: Path) -> Checkpoint:
-    """Read and verify a checkpoint.
+    """Read a checkpoint and verify it.
 
-    Raises `CheckpointError` if any file is missing, added or changed.
+    Raises `CheckpointError` if a file is missing, additional or changed.
     """
     with wrap_file_errors(folder):
         body = read_manifest(folder)
@@ -121,7 +121,7 @@ def read_checkpoint(folder: Path) -> Checkpoint:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """Return the body of the manifest after checking its format and checksum."""
+    """Return the content of the manifest, after a check of its format and checksum."""
     manifest = json.loads((folder / MANIFEST).read_bytes())
     body = manifest["body"]
     if manifest["checksum"] != zlib.crc32(json.dumps(body, allow_nan=False).encode()):
@@ -132,7 +132,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def verify_file(folder: Path, name: str, manifest: Mapping[str, Any]) -> None:
-    """Raise ValueError if a file differs from its size and checksum in the manifest."""
+    """Raise ValueError if a file's size or checksum is not the one in the manifest."""
     if _size_and_checksum(folder / name) != manifest["files"][name]:
         raise ValueError(f"{name} was changed after it was written")
 
@@ -153,7 +153,9 @@ def require_same(written: Checkpoint, read: Checkpoint, folder: Path) -> None:
 
 
 def to_json(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
-    """Return a state as JSON values, and add its tensors to `tensors` under their path.
+    """Return a state as JSON values.
+
+    Its tensors are added to `tensors`, by their path in the state.
 
     Tuples become lists.
     """
@@ -176,7 +178,7 @@ def to_json(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
 
 
 def from_json(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """Return the state that `to_json` was given.
+    """Return the state that was given to `to_json`.
 
     Raises ValueError or KeyError for any other input.
     """
@@ -197,7 +199,7 @@ def from_json(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
 
 
 def flush_to_disk(path: Path) -> None:
-    """Wait until a file, or the names in a folder, would survive a power cut."""
+    """Wait until a file, or the list of files in a folder, would survive a power cut."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -209,7 +211,7 @@ def flush_to_disk(path: Path) -> None:
 def wrap_file_errors(path: Path, action: str = "read") -> Iterator[None]:
     """Turn errors of a file's content into a `CheckpointError` that names the file.
 
-    A failed read of an existing file stays an OSError: its content may be undamaged.
+    An existing file that cannot be read stays an OSError, because its content may be undamaged.
     """
     try:
         yield
@@ -270,7 +272,7 @@ def _size_and_checksum(path: Path) -> list[int]:
 
 @contextmanager
 def _single_process() -> Iterator[None]:
-    """Silence the warning that torch.distributed is not initialised, and unwrap its errors."""
+    """Silence torch.distributed's warning that it is not initialised, and unwrap its errors."""
     with warnings.catch_warnings():
         warnings.filterwarnings(
             "ignore", message="torch.distributed is disabled", category=UserWarning

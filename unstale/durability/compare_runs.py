@@ -16,19 +16,19 @@ from unstale.durability.run_folder import METRICS, RunFolder
 from unstale.weights.codec import words
 
 MEASURED = ("_s", "/busy_share")
-"""Endings of the names of metrics whose values depend on the clock."""
+"""Endings of the names of metrics that depend on the real clock. They are not compared."""
 
 MAX_LISTED = 5
-"""Differences listed for one file or table."""
+"""Largest number of differences that are listed for one file or table."""
 
 _POLICY = Path("policy") / "model.safetensors"
 
 
 def differences(one: Path, other: Path) -> list[str]:
-    """Describe the differences of two run folders. Equal runs have none.
+    """Return the differences of two run folders as sentences. Equal runs have none.
 
-    Compares all checkpoints and versions that both still hold, the trained policy, the journal and
-    the metrics. Times and metrics named by `MEASURED` are ignored. Raises `JournalError`,
+    All checkpoints and versions that both folders have, the trained policy, the journal and the
+    metrics are compared. Times, and metrics named by `MEASURED`, are not. Raises `JournalError`,
     `CheckpointError` or `ConfigError` if a file cannot be read.
     """
     found = _compare_checkpoints(one, other)
@@ -54,13 +54,13 @@ def _compare_checkpoints(one: Path, other: Path) -> list[str]:
 
 
 def _contents(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return what the name of a checkpoint, its step and version, does not contain."""
+    """Return a checkpoint's contents without step and version, which are in its name."""
     row = checkpoint.progress.row
     return {"row": row, "states": checkpoint.states, "policy": checkpoint.policy}
 
 
 def _trained_policy(run: Path) -> dict[str, Tensor]:
-    """Return the trained weights, or nothing if the run has not ended."""
+    """Return the trained weights. Empty if the run has not ended."""
     return load_file(run / _POLICY) if (run / _POLICY).exists() else {}
 
 
@@ -69,7 +69,10 @@ def _metrics(run: Path) -> list[dict[str, Any]]:
 
 
 def _rows(journal: JournalReader, table: str) -> list[dict[str, Any]]:
-    """Return the rows of a table without their times, and without seals, which cover the times."""
+    """Return the rows of a table without times.
+
+    The checksums of rows (seals) are left out as well, because they include the times.
+    """
     columns = [name for name in COLUMNS[table] if name != "at"]
     values = journal.rows(f"SELECT {', '.join(columns)} FROM {table} ORDER BY rowid")
     rows = [dict(zip(columns, row, strict=True)) for row in values]

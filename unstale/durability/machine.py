@@ -1,4 +1,4 @@
-"""Describe the machine and the code for tables of results, and lock a folder."""
+"""Describe machine and code for tables of results, and lock a folder for one process."""
 
 import fcntl
 import platform
@@ -13,7 +13,7 @@ from unstale.weights.child_process import cores
 
 
 def machine() -> str:
-    """Return a text like `2 cores of <CPU name>`."""
+    """Return a text such as `2 cores of <CPU name>`."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
@@ -27,9 +27,9 @@ def versions() -> str:
 
 
 def commit() -> str:
-    """Return the git commit of this code, with `-dirty` if it was changed.
+    """Return the git commit of this code, with `-dirty` if files were changed.
 
-    Empty outside a repository.
+    Empty if the code is not in a repository.
     """
     describe = ["describe", "--always", "--dirty", "--exclude=*"]
     try:

@@ -1,4 +1,4 @@
-"""Resume a run from its newest sound checkpoint and the episodes in its journal."""
+"""Resume a run from its newest undamaged checkpoint and the episodes in its journal."""
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -17,26 +17,28 @@ from unstale.old_logps.scoring.scorer import Weights
 from unstale.records import GroupRequest, PendingPiece
 
 MAX_OUTCOMES = 1000
-"""Outcomes of past episodes to restore. `Rollout` limits failures over fewer than these."""
+"""Number of past episodes whose results are restored. The limit on failures looks at fewer than
+these.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class ResumeState:
-    """The progress of a run and the episodes that its journal holds. The default is a new run."""
+    """The progress of a run, and the episodes in its journal. The default is a new run."""
 
     progress: Progress = field(default_factory=Progress)
     requests: tuple[GroupRequest, ...] = ()
-    """Groups that no checkpoint has trained on, in admission order."""
+    """Groups that no checkpoint was trained on, in the order in which they were started."""
     admitted: int = 0
-    """Number of groups admitted so far."""
+    """Number of groups started so far."""
     place: int = 0
     """Index of the next training task."""
     episodes: int = 0
     """Number of episodes begun so far."""
     quarantined: frozenset[str] = frozenset()
-    """Keys of tasks that failed too often."""
+    """Keys of tasks that failed too often and are not tried again."""
     outcomes: tuple[bool, ...] = ()
-    """Results of the last episodes, oldest first: True if finished, False if given up."""
+    """Results of the last episodes, oldest first: True if finished, False if failed for good."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,18 +48,20 @@ class StoredRun:
     state: ResumeState
     checkpoint: Checkpoint
     highest: int
-    """Highest version published so far."""
+    """Highest version number that was published."""
     version_gaps: tuple[tuple[int, int], ...]
-    """See `Policy.version_gaps`. Includes gaps recorded by checkpoints that are damaged now."""
+    """Version numbers that resumes skipped, see `Policy.version_gaps`. Includes those from damaged
+    checkpoints.
+    """
     metrics: list[dict[str, Any]]
-    """Metrics of the logged steps."""
+    """Metrics of the steps that were logged."""
 
 
 class Recoverable(Protocol):
-    """A component that needs the weights of earlier versions.
+    """A component that needs the weights of earlier versions after a resume.
 
-    `past` are the sampled pieces that no batch has consumed, by version. `weights` returns the
-    weights of a version on disk.
+    `past` has, by version, the sampled pieces (runs of tokens) that no batch has contained.
+    `weights` reads the weights of a version from disk.
     """
 
     def recover(self, past: Mapping[int, Sequence[PendingPiece]], weights: Weights) -> None: ...
@@ -71,13 +75,12 @@ def load_resume_state(
     *,
     verify: bool = True,
 ) -> StoredRun:
-    """Read the state of a run, and rewind its journal to the newest sound checkpoint.
+    """Read the state of a run. Set its journal back to the newest undamaged checkpoint.
 
-    A checkpoint is sound if every file has its recorded checksum.
-
-    A deterministic run also discards everything newer than that checkpoint, because it is computed
-    again. `verify` checks every row of the journal first. Raises `CheckpointError` if no checkpoint
-    is sound and `JournalError` for a damaged journal.
+    A checkpoint is undamaged if every file has its recorded checksum. A deterministic run also
+    deletes everything newer than the checkpoint, because it is computed again. `verify` first
+    checks every row of the journal. Raises `CheckpointError` if all checkpoints are damaged, and
+    `JournalError` if the journal is.
     """
     with Journal.read(run) as reader:
         damage = reader.unsound() if verify else []
@@ -115,8 +118,9 @@ def restore(
     """Restore every component from a stored run. Return the state of the run.
 
     `parts` are the old-logit route and the auditor. They receive the sampled pieces that no batch
-    has consumed, so that the route can score them again. The policy gets a new version number if
-    versions after its checkpoint were published: those numbers must not be reused.
+    has contained, so that the route can score these again. If versions after the checkpoint were
+    published, the policy gets a higher version number, because their numbers must not be used
+    again.
     """
     old_logps, auditor = parts
     try:
@@ -152,7 +156,7 @@ def restore(
 
 
 def init_run(run: Path, checkpoints: Checkpoints, policy: Policy) -> ResumeState:
-    """Write the first checkpoint of a run."""
+    """Write the first checkpoint of a new run."""
     _save(run, checkpoints, Progress(), policy)
     return ResumeState()
 
@@ -164,9 +168,10 @@ def _save(run: Path, checkpoints: Checkpoints, progress: Progress, policy: Polic
 
 
 def _version_gaps(rows: Sequence[CheckpointRow]) -> tuple[tuple[int, int], ...]:
-    """Return `(version, numbers skipped so far)` at every jump.
+    """Return `(version, numbers skipped so far)` for every gap in the version numbers.
 
-    Without jumps a version equals its step.
+    Without gaps, a version equals its step.
+
     >>> steps = [(0, 0), (5, 5), (5, 8), (10, 13)]
     >>> _version_gaps([CheckpointRow(i, *step, "") for i, step in enumerate(steps)])
     ((8, 3),)
@@ -181,7 +186,7 @@ def _newest_sound(
     rows: Sequence[CheckpointRow],
     on_event: Callable[..., None],
 ) -> tuple[CheckpointRow, Checkpoint]:
-    """Return the newest journaled checkpoint whose files are intact."""
+    """Return the newest recorded checkpoint whose files are undamaged."""
     cause: CheckpointError | None = None
     for row in reversed(rows):
         try:

@@ -1,7 +1,8 @@
-"""The files of a run folder: `RunLog` writes them, `RunFolder` reads them.
+"""The files of a run folder. `RunLog` writes them and `RunFolder` reads them.
 
-Metrics and events are JSON lines, flushed after every line: a killed run leaves whole lines and at
-most one cut line at the end. Reading them needs no torch. Episodes are in the journal.
+Metrics and events are JSON lines, and each line is flushed. So a killed run leaves complete lines
+and at most one incomplete line at the end. Reading the files does not import torch. Episodes are in
+the journal.
 """
 
 import dataclasses
@@ -27,11 +28,11 @@ REPORT = "report.html"
 AUDIT = "audit.json"
 SURVIVORS = "survivors.json"
 TOKENIZER = "tokenizer.json"
-"""The policy's tokenizer, which turns the tokens in the journal into text."""
+"""Name of the file with the policy's tokenizer, which turns the journal's tokens into text."""
 
 
 def plain(value: Any) -> Any:
-    """Convert a value to what JSON can express. Non-finite numbers become None.
+    """Return a value in a form that JSON can express. Non-finite numbers become None.
 
     >>> plain({1: float("nan"), "path": Path("runs"), "ok": (1, 2.5)})
     {'1': None, 'path': 'runs', 'ok': [1, 2.5]}
@@ -58,16 +59,15 @@ def plain(value: Any) -> Any:
 
 
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
-"""Control characters, lone surrogates and marks that change the reading direction.
-
-Tab and line feed are not in it.
+"""Pattern of control characters, halves of surrogate pairs, and marks that change the reading
+direction. Tab and line feed are not included.
 """
 
 
 def show_controls(text: str) -> str:
-    r"""Return text with control characters as escapes, so that it cannot steer a terminal.
+    r"""Return text with control characters as escapes, so that it cannot control a terminal.
 
-    Tabs and line feeds stay.
+    Tabs and line feeds are kept.
 
     >>> show_controls("\x1b[2J\rx\n")
     '\\x1b[2J\\rx\n'
@@ -76,17 +76,19 @@ def show_controls(text: str) -> str:
 
 
 _STEERING = re.compile("[\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
-"""The characters of `_CONTROL` that JSON may hold unescaped. Surrogates are replaced in a file."""
+"""Pattern of the characters of `_CONTROL` that JSON may contain unescaped. Surrogates are replaced
+when a file is written.
+"""
 
 
 def dumps(value: Any, indent: int | None = None) -> str:
-    """Return valid JSON, also for NaN and infinity. Control characters are escaped."""
+    """Return valid JSON, even for NaN and infinity. Control characters are escaped."""
     text = json.dumps(plain(value), allow_nan=False, ensure_ascii=False, indent=indent)
     return _STEERING.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Replace a file atomically. A symbolic link at its path is replaced, not followed."""
+    """Replace a file in one step. If its path is a symbolic link, the link is replaced."""
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     partial.unlink(missing_ok=True)
     with partial.open("x", encoding="utf-8", errors="replace", newline="\n") as file:
@@ -95,7 +97,7 @@ def write_whole(path: Path, text: str) -> None:
 
 
 class RunLog:
-    """The writer of a run's metrics, events and configuration.
+    """Writes the metrics, events and configuration of a run.
 
     `clock` returns seconds. The run's time is 0 when the log is created.
     """
@@ -112,7 +114,7 @@ class RunLog:
     ) -> Self:
         """Create the run folder and write the configuration.
 
-        Raises `ConfigError` if the folder already holds a run.
+        Raises `ConfigError` if the folder already has a run.
         """
         if present := [name for name in (CONFIG, METRICS, EVENTS) if (path / name).exists()]:
             raise ConfigError(
@@ -133,7 +135,7 @@ class RunLog:
     ) -> Self:
         """Continue the log of a run folder, from the time of its last event.
 
-        A last line that a kill cut short is removed.
+        An incomplete last line, which a kill left, is removed.
         """
         events = list(read_jsonl(path / EVENTS))
         write_whole(path / EVENTS, "".join(dumps(row) + "\n" for row in events))
@@ -144,17 +146,17 @@ class RunLog:
         return log
 
     def rewind(self, metrics: Iterable[Mapping[str, Any]]) -> None:
-        """Replace the content of `metrics.jsonl` by these rows of the journal."""
+        """Replace the content of `metrics.jsonl` by these rows, which come from the journal."""
         self.close()
         write_whole(self.path / METRICS, "".join(dumps(row) + "\n" for row in metrics))
 
     @property
     def seconds(self) -> float:
-        """Time since the run began."""
+        """Seconds since the run began."""
         return self._clock() - self._start
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Write the reduced metrics of a step. Adds `time_s` unless it is given."""
+        """Write the metrics of a step. `time_s` is added unless it is given."""
         self._append(METRICS, {"step": step, "time_s": round(self.seconds, 3), **metrics})
 
     def event(self, kind: str, **fields: Any) -> None:
@@ -162,7 +164,10 @@ class RunLog:
 
     @contextmanager
     def span(self, lane: str, label: str = "") -> Iterator[None]:
-        """Write an event of kind "span" with the start and end of the block, also if it raises."""
+        """Write an event of kind "span" with start and end of the context's body.
+
+        It is also written if the body fails.
+        """
         start = round(self.seconds, 3)
         try:
             yield
@@ -195,13 +200,14 @@ class RunLog:
 
 
 class BrokenFile(ValueError):
-    """A JSON-lines file with a line before its last that is not a JSON object."""
+    """Error: a JSON-lines file has a line before its last that is not a JSON object."""
 
 
 def read_jsonl(path: Path) -> Iterator[Row]:
-    """Return the objects of a JSON-lines file, or nothing if it is missing.
+    """Yield the objects of a JSON-lines file. A missing file has none.
 
-    A broken last line is skipped: it was cut by a kill. Any other broken line raises `BrokenFile`.
+    An incomplete last line, which a kill left, is skipped. Any other line that cannot be read
+    raises `BrokenFile`.
     """
     if not path.is_file():
         return
@@ -223,9 +229,9 @@ def read_jsonl(path: Path) -> Iterator[Row]:
 
 
 class RunFolder:
-    """The files of one run, for reading. The run may be live, killed or failed.
+    """Reads the files of one run, which may be active, killed or failed.
 
-    `gaps` describes what was missing or broken in the files read so far.
+    `gaps` describes what was missing or damaged in the files read so far.
     """
 
     def __init__(self, path: Path) -> None:
@@ -239,7 +245,7 @@ class RunFolder:
             )
 
     def config(self) -> Row:
-        """Return `config.json`, or an empty dict."""
+        """Return the content of `config.json`. Empty if it is missing or damaged."""
         if not self.holds(CONFIG):
             self.add_gap(f"{CONFIG} is missing")
         return self.read_object(CONFIG)
@@ -249,7 +255,7 @@ class RunFolder:
         return list(self.rows(METRICS))
 
     def rows(self, name: str) -> Iterator[Row]:
-        """Return the objects of a JSON-lines file up to the first broken line."""
+        """Yield the objects of a JSON-lines file up to the first line that cannot be read."""
         if not self.holds(name):
             self.add_gap(f"{name} is missing")
             return
@@ -267,7 +273,8 @@ class RunFolder:
     def holds(self, name: str) -> bool:
         """Return True if the file exists.
 
-        Links do not count: in a received folder they could expose your files.
+        Symbolic links do not count, because in a folder from somebody else they could reveal your
+        files.
         """
         if (self.path / name).is_symlink():
             self.add_gap(f"{name} is a link, and links are not followed")
@@ -279,7 +286,7 @@ class RunFolder:
             self.gaps.append(text)
 
     def read_object(self, name: str) -> Row:
-        """Return the object in a JSON file. It is empty if the file is missing or broken."""
+        """Return the object in a JSON file. Empty if the file is missing or damaged."""
         if not self.holds(name):
             return {}
         try:

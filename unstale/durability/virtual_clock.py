@@ -1,7 +1,7 @@
 """An event loop with virtual time, for deterministic runs: the order of events never varies.
 
-When nothing is ready, the clock jumps to the next timer. A call in another thread blocks the loop,
-and its result is available `WORK_S` virtual seconds later. So episodes continue during the
+When no task can continue, the clock advances to the next timer. A call in another thread blocks the
+loop, and its result is available `WORK_S` virtual seconds later. So episodes continue during the
 trainer's work, in the same order in every run. Sockets do not work on this loop.
 """
 
@@ -22,7 +22,7 @@ WORK_S = 0.1
 
 
 class Stalled(RuntimeError):
-    """A deadlock: every task waits and no timer is set."""
+    """Error: a deadlock, because every task waits and no timer is set."""
 
 
 class RunLoop(asyncio.SelectorEventLoop):
@@ -77,7 +77,7 @@ class VirtualLoop(RunLoop):
 
 
 def _set_result(work: "Future[T]", result: "asyncio.Future[T]") -> None:
-    if result.done():  # cancelled
+    if result.done():  # the future was cancelled
         return
     if error := work.exception():
         result.set_exception(error)
@@ -86,7 +86,7 @@ def _set_result(work: "Future[T]", result: "asyncio.Future[T]") -> None:
 
 
 class _JumpingSelector(selectors.SelectSelector):
-    """A selector that moves the virtual clock forward instead of waiting."""
+    """A selector that advances the virtual clock instead of waiting."""
 
     def __init__(self, jump: Callable[[float | None], None]) -> None:
         super().__init__()
@@ -105,12 +105,11 @@ def run(
     virtual: bool = False,
     on_stuck: Callable[[str], None] = lambda message: None,
 ) -> T:
-    """Run a coroutine as `asyncio.run` does, in virtual time if `virtual`.
+    """Run a coroutine like `asyncio.run`. With `virtual`, time is virtual.
 
-    A loop that runs in this thread already, such as Jupyter's, stands still meanwhile.
-
-    User code that blocks the event loop is interrupted. If that is impossible, `on_stuck` is called
-    with a message and the process ends. At the end, nothing waits for user code that never ends.
+    An event loop that already runs in this thread, such as Jupyter's, waits meanwhile. User code
+    that blocks the event loop is interrupted. If that is not possible, `on_stuck` is called with a
+    message and the process ends. At the end, user code that never ends is not waited for.
     """
     outer = asyncio.events._get_running_loop()
     asyncio.events._set_running_loop(None)

@@ -2,9 +2,9 @@
 
     pi / mu  =  D * S,    D = prox / mu,    S = pi / prox
 
-`pi` is the policy that is trained, `mu` the engine's distribution that sampled the token, and
-`prox` the policy whose log-probability the route returns as the old one. `check` states what D and
-S mean under a configuration, and finds wrong combinations of options, with a reason and a fix.
+`pi` is the policy that is trained. `mu` is the engine's distribution that sampled the token. `prox`
+is the policy whose log-probability the route returns as the old one. `check` says what D and S
+contain under a configuration. It also finds wrong combinations of options, with a reason and a fix.
 """
 
 from collections.abc import Iterable, Mapping
@@ -24,19 +24,19 @@ __all__ = ["Factor", "Finding", "Verdict", "check", "page"]
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The linter's result for a configuration."""
+    """The result of the linter for a configuration."""
 
     recipe: str
     factors: tuple[Factor, Factor]
-    """The ratios D and S."""
+    """The two ratios D and S, with their meaning."""
     facts: Mapping[str, str]
-    """Sentences on the configuration, by name, in reading order."""
+    """Sentences about the configuration, by name, in reading order."""
     refusals: tuple[Finding, ...]
-    """Findings with which a run does not start."""
+    """Problems because of which a run does not start."""
     warnings: tuple[Finding, ...]
 
     def require(self) -> None:
-        """Raise `ConfigError` with all refusals, one per line."""
+        """Raise `ConfigError` with all problems that prevent the run, one per line."""
         if self.refusals:
             raise ConfigError("\n".join(map(str, self.refusals)))
 
@@ -58,7 +58,7 @@ def check(config: RunConfig) -> Verdict:
 
 
 def page(verdict: Verdict) -> RenderableType:
-    """Return the verdict as tables for a terminal of at least 100 columns."""
+    """Return the linter's result as tables, for a terminal of at least 100 columns."""
     table = Table(
         title=f"{verdict.recipe}: pi / mu = D * S",
         title_justify="left",
@@ -87,7 +87,7 @@ def page(verdict: Verdict) -> RenderableType:
 def _rows(rows: Iterable[tuple[Text, str]]) -> Table:
     """Return names and sentences in two columns.
 
-    The sentences are `Text`, because rich would read their brackets as markup.
+    The sentences are `Text` objects, because rich would treat brackets in a string as markup.
     """
     grid = Table.grid(padding=(0, 2))
     for name, words in rows:

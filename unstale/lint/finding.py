@@ -1,4 +1,4 @@
-"""Findings of the linter, and the changes of options that remove them."""
+"""The problems that the linter finds, and the changes of options that remove them."""
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, fields, replace
@@ -9,21 +9,21 @@ from unstale.config.options import override
 from unstale.config.routes import routes
 
 Fix = Mapping[str, Any]
-"""Options by name, with values that remove a finding."""
+"""Values of options, by name, that remove a problem."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A setting that has no effect, or a wrong one."""
+    """A problem of a configuration: a setting that is wrong or has no effect."""
 
     wrong: str
     why: str
     fixes: tuple[Fix, ...]
-    """Alternatives, the best first."""
+    """Alternative changes of options that remove the problem, best first."""
 
     @property
     def fix(self) -> str:
-        """Options for the command line that remove the finding. Alternatives follow `, or`."""
+        """Command-line options that remove the problem. `, or` separates alternatives."""
         return ", or ".join(map(_words, self.fixes))
 
     def __str__(self) -> str:
@@ -36,10 +36,10 @@ Rule = Callable[[RunConfig], Finding | None]
 def find(
     config: RunConfig, refusals: Collection[Rule], warnings: Collection[Rule]
 ) -> dict[Rule, Finding]:
-    """Return the findings of all rules, by rule, with the fixes that were tried and work.
+    """Return the problems that the rules find, by rule, with fixes that were tried and work.
 
-    A fix must be a valid configuration without the finding. Fixes that cause a new refusal are
-    left out if others cause none, and fixes that cause new warnings come last.
+    A fix must give a valid configuration without the problem. Fixes that cause a new refusal are
+    left out if others cause none. Fixes that cause new warnings come last.
     """
     found = {rule: finding for rule in (*refusals, *warnings) if (finding := rule(config))}
     severe = [rule for rule in refusals if rule not in found]
@@ -60,7 +60,10 @@ def find(
 
 
 def use_route(config: RunConfig, route: str) -> Fix:
-    """Return the options that select a route, and reset those that it lacks or that change it."""
+    """Return the options that select a route.
+
+    They also reset the options that the route lacks, or that would change how it works.
+    """
     defaults = {field.name: field.default for field in fields(config.old_logps)}
     reset = {f"old_logps.{name}": defaults[name] for name in config.old_logps.changed()}
     shared = {f"old_logps.{field.name}" for field in fields(routes()[route])} - {"old_logps.beta"}
@@ -71,7 +74,7 @@ def use_route(config: RunConfig, route: str) -> Fix:
 
 
 def _complete(config: RunConfig, fix: Fix) -> Fix:
-    """Return a fix that also resets the options that a newly selected choice does not read."""
+    """Return a fix that also resets options which a newly selected choice does not use."""
     resets = {}
     for name, choice in fix.items():
         section, _, option = name.partition(".")
@@ -87,7 +90,7 @@ def _complete(config: RunConfig, fix: Fix) -> Fix:
 
 
 def _apply(config: RunConfig, fix: Fix) -> RunConfig | None:
-    """Return the configuration with a fix, or None if it is not valid."""
+    """Return the configuration with a fix applied. None if it is not valid."""
     try:
         return override(config, fix)
     except ConfigError:

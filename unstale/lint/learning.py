@@ -1,6 +1,6 @@
-"""Rules that find runs that cannot learn, because no gradient is left or because it destroys.
+"""Rules for runs that cannot learn, because no gradient remains or the steps are destructive.
 
-Each is a function that returns a finding, or None if nothing is wrong.
+Each rule is a function that returns a problem, or None if nothing is wrong.
 """
 
 import math
@@ -12,25 +12,27 @@ from unstale.lint.finding import Finding, Fix
 from unstale.lint.policy_files import local_folder, num_weights, width
 
 MAX_BOUND = 16
-"""Largest staleness bound without a warning. No published result goes beyond it."""
+"""Largest staleness bound, in versions, without a warning. No published result exceeds it."""
 LORA_RATE = 1e-5
-"""A usual learning rate for training all weights. LoRA adapters need about ten times as much.
-
-Source: Schulman, LoRA Without Regret, 2025.
+"""A usual learning rate for training all weights. LoRA adapters need about ten times as much
+(Schulman, LoRA Without Regret, 2025).
 """
 RATE_TIMES_WEIGHTS = 1e4
-"""The largest sensible learning rate of Adam, times the number of weights.
-
-It is 20 times the usual rate: 5e-4 for a million weights, and 1e-6 for a billion and more.
+"""Largest sensible learning rate of Adam, multiplied by the number of weights. It is 20 times the
+usual rate, which is 5e-4 for a million weights and 1e-6 for a billion and more.
 """
 MIN_LARGEST_RATE = 2e-5
-"""The largest sensible learning rate of Adam for very large models."""
+"""Largest sensible learning rate of Adam for very large models."""
 RATE_RANGE = 1e4
-"""With the largest sensible rate over this, no effect is seen in a run of usual length."""
+"""If the learning rate is smaller than the largest sensible one by this factor, a run of usual
+length shows no effect.
+"""
 ROUNDING = 1e-8
-"""Typical size of a float32 weight's rounding, and the epsilon of Adam."""
+"""Typical size of the rounding of a float32 weight, and also the epsilon of Adam."""
 TEMPERATURES = (0.01, 50.0)
-"""Below, siblings of a group are equal. Above, replies are noise that hardly depends on weights."""
+"""Range of useful temperatures. Below it, all replies to a task are equal. Above it, replies are
+noise that hardly depends on the weights.
+"""
 
 NO_LIMIT = (
     "correction.high",
@@ -46,7 +48,7 @@ NO_LIMIT = (
 
 
 def no_comparison(config: RunConfig) -> Finding | None:
-    """Refuse an estimator that gives the advantage 0 to every episode in groups of this size."""
+    """Refuse an advantage estimator that gives 0 to every episode in groups of this size."""
     schedule = config.schedule
     if schedule.group_size > 1 or _compares(config):
         return None
@@ -63,7 +65,7 @@ def no_comparison(config: RunConfig) -> Finding | None:
 
 
 def _compares(config: RunConfig) -> bool:
-    """Return True if the estimator tells two different episodes apart that have no siblings."""
+    """Return True if the estimator gives different advantages to two episodes without siblings."""
     from unstale.algorithms.advantages import ESTIMATORS
     from unstale.records import ContextPiece, Group, Sampled, Task, Trajectory
 
@@ -79,7 +81,7 @@ def _compares(config: RunConfig) -> bool:
 
 
 def infinite(config: RunConfig) -> Finding | None:
-    """Refuse an infinite value of an option whose infinity is not simply "no limit"."""
+    """Refuse infinity as the value of an option, unless it only means that there is no limit."""
     for name, option in options().items():
         value = option.of(config)
         if name in NO_LIMIT or not isinstance(value, float) or math.isfinite(value):
@@ -152,12 +154,12 @@ def wrong_rate(config: RunConfig) -> Finding | None:
 
 
 def _is_adam(config: RunConfig) -> bool:
-    """Return True if steps have the size of the learning rate, whatever the gradient's."""
+    """Return True if an optimizer step has about the size of the learning rate, like Adam's."""
     return any(name in config.trainer.optimizer for name in ("Adam", "RMSprop", "Rprop"))
 
 
 def _rate_of_adam(config: RunConfig) -> float:
-    """Return the usual learning rate of Adam, with one digit."""
+    """Return the usual learning rate of Adam for the model, rounded to one digit."""
     lora = bool(config.trainer.lora_rank)
     usual = _largest_rate_of_adam(config) / 20
     if not num_weights(local_folder(config)):
@@ -180,7 +182,7 @@ def _largest_rate(config: RunConfig) -> float:
 
 
 def _smallest_rate(config: RunConfig) -> float:
-    """Return the smallest sensible rate. Without Adam, a step must exceed the rounding."""
+    """Return the smallest sensible learning rate. Without Adam, a step must exceed the rounding."""
     if _is_adam(config):
         is_known = num_weights(local_folder(config)) > 0
         return _largest_rate_of_adam(config) / RATE_RANGE if is_known else 0.0
@@ -188,7 +190,7 @@ def _smallest_rate(config: RunConfig) -> float:
 
 
 def _rounding_norm(config: RunConfig) -> float:
-    """Return the norm of a change of all weights by their rounding."""
+    """Return the norm of a change of all weights by their rounding error."""
     return ROUNDING * math.sqrt(max(1, num_weights(local_folder(config))))
 
 
@@ -241,7 +243,7 @@ def strong_decay(config: RunConfig) -> Finding | None:
     options = config.trainer
     share = options.lr * options.weight_decay
     if not share >= 1:
-        return None  # NaN belongs to `infinite`
+        return None  # NaN is found by `infinite`
     return Finding(
         f"weight decay takes {share:.3g} of every weight in each step",
         "trainer.lr * trainer.weight_decay must be far below 1",

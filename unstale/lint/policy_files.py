@@ -1,4 +1,4 @@
-"""The size of the initial policy, from the files of its folder."""
+"""The size of the initial policy, read from the files of its folder."""
 
 import json
 import math
@@ -11,9 +11,9 @@ from unstale.config import ConfigError, RunConfig
 
 
 def local_folder(config: RunConfig) -> Path:
-    """Return the folder of the initial policy; nothing is downloaded.
+    """Return the folder of the initial policy. Nothing is downloaded.
 
-    If the policy is not on this machine, the path has no files, so its size is not known.
+    If the policy is not on this machine, the folder does not exist, so its size is not known.
     """
     try:
         return replace(config, policy_download=False).policy_folder
@@ -22,7 +22,7 @@ def local_folder(config: RunConfig) -> Path:
 
 
 def num_weights(folder: Path) -> int:
-    """Return the number of weights in a model folder's safetensors files, from their headers."""
+    """Return the number of weights in a model folder, from the headers of its safetensors files."""
     total = 0
     for path in folder.glob("*.safetensors"):
         with safe_open(path, framework="np") as file:
@@ -32,10 +32,10 @@ def num_weights(folder: Path) -> int:
 
 
 def width(folder: Path) -> int | None:
-    """Return the hidden size in a model folder's config.json; None if it gives none."""
+    """Return the hidden size in a model folder's config.json. None if it has none."""
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        return None  # loading the policy will report it
+        return None  # loading the policy will report this error
     size = {**config, **config.get("text_config", {})}.get("hidden_size")
     return size if isinstance(size, int) else None

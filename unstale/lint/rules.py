@@ -1,6 +1,6 @@
-"""The linter's rules. Each is a function that returns a finding, or None if nothing is wrong.
+"""The linter's rules. Each is a function that returns a problem, or None if nothing is wrong.
 
-D = prox / mu and S = pi / prox are the ratios that `unstale.lint` defines.
+The ratios are D = prox / mu and S = pi / prox, see `unstale.lint`.
 """
 
 import math
@@ -14,29 +14,31 @@ from unstale.lint.policy_files import local_folder, num_weights
 from unstale.lint.semantics import bounds_s, d_is_one, over, s_is_one
 
 NOISE = 0.02
-"""Typical difference between the log-probabilities of two forward passes in bfloat16.
-
-The passes have equal weights, but pack the sequences differently.
+"""Typical difference of log-probabilities between two forward passes in bfloat16. The passes have
+equal weights but pack the sequences differently.
 """
 ROUNDING = 1e-5
-"""The same in float32."""
+"""Typical difference of log-probabilities between two forward passes in float32."""
 UNIT = 10
-"""Factor of the noise in a product over a unit, and divisor in a mean, for about 100 tokens."""
+"""How numerical noise grows in a product of ratios, and shrinks in a mean, over about 100
+tokens.
+"""
 FARTHEST = 3
-"""The largest noise among about 100 tokens, over the typical one, if it is Gaussian."""
+"""The largest noise among about 100 tokens divided by the typical noise, if it is Gaussian."""
 RARE = 10
-"""The largest noise among the tokens of a batch, over the typical one: its tails are heavy."""
+"""The largest noise among the tokens of a batch divided by the typical noise. It is large, because
+the noise is not Gaussian.
+"""
 GSPO_CLIP = 0.02
-"""Widest useful clip range of a sequence's mean ratio, which hardly leaves it.
-
-The paper of GSPO uses 3e-4 and 4e-4.
+"""Largest useful clip range for the mean ratio of a sequence, which varies little. The GSPO paper
+uses 3e-4 and 4e-4.
 """
 MIN_CLIP = 1e-3
-"""Narrowest useful clip of a token's ratio. Learning moves tokens further in one step."""
+"""Smallest useful clip range for a token's ratio. One step of learning changes it by more."""
 PRODUCT_CLIP = 0.5
-"""Narrowest useful clip range of the product of a sequence's ratios."""
+"""Smallest useful clip range for the product of a sequence's ratios."""
 WIDEST_BAND = 10.0
-"""Widest band on D that still bounds staleness."""
+"""Largest `high` of the correction at which D still limits staleness."""
 _MIXED_CACHE = "tokens sampled with keys and values of older weights belong to no version's policy"
 _BASELINE: Fix = {"old_logps.baseline": True}
 _BAND: Fix = {"correction.low": 0.5, "correction.high": 2.0}
@@ -49,7 +51,7 @@ _SEQUENCE_RATIO: Fix = {
     "objective.clip_high": 4e-4,
     "objective.loss_aggregation": "sequence_mean",
 }
-"""The settings of GSPO's paper."""
+"""The settings of the GSPO paper."""
 
 
 def _exact_route(config: RunConfig) -> Fix:
@@ -122,7 +124,8 @@ def _kept_cache(config: RunConfig) -> Finding | None:
 def _too_few_copies(config: RunConfig) -> Finding | None:
     """Compare the memory limit with the copies of the weights that the route keeps.
 
-    Only full copies have a size that is known before the run. The store checks that of deltas.
+    Only full copies have a size that is known before the run. The size of differences is checked
+    while they are stored.
     """
     old = config.old_logps
     limit_gb = old.copies_limit_gb
@@ -132,7 +135,7 @@ def _too_few_copies(config: RunConfig) -> Finding | None:
         return None  # adapters are small, and their size is unknown before the model is loaded
     bytes_per_weight = 2 if config.trainer.dtype == "bfloat16" else 4
     copy_gb = num_weights(local_folder(config)) * bytes_per_weight / 1e9
-    needed = max(2, live_versions(config))  # the newest is kept until the next one is stored
+    needed = max(2, live_versions(config))  # the newest copy is kept until the next one is stored
     if needed * copy_gb <= limit_gb:
         return None
     why = (
@@ -193,13 +196,13 @@ def _gspo_unit(config: RunConfig) -> Finding | None:
 
 
 def _clip_of_a_token(config: RunConfig) -> Finding | None:
-    """Warn of a clip whose size suits one token's ratio, on the ratio of a whole sequence."""
+    """Warn of a clip range that suits the ratio of a token but is used on that of a sequence."""
     rule = config.objective
     widest = max(rule.clip_low, rule.clip_high)
     if not _is_per_sequence(config) or rule.kind not in CLIPPED:
         return None
     if rule.aggregate == "max" and rule.kind != "gspo":
-        return None  # the ratio of one token
+        return None  # the ratio is that of one token
     product = rule.aggregate == "sum" and rule.kind != "gspo"
     if widest >= PRODUCT_CLIP if product else widest <= GSPO_CLIP:
         return None
@@ -243,7 +246,7 @@ def _wrong_age(config: RunConfig) -> Finding | None:
     age = age_of_average(old, config)
     if bound / 2 <= age <= bound:
         return None
-    # The mean staleness with a full queue is about 3/4 of the bound.
+    # With a full queue, the mean staleness is about 3/4 of the bound.
     wanted = 3 * bound / 4 * old.updates_per_version(config)
     why = "D gets the difference in age, with a negative sign where the average is older"
     beta = round(wanted / (wanted + 1), 4)
@@ -260,14 +263,17 @@ def _mixed_cache(config: RunConfig) -> Finding | None:
 
 
 def _noise_of_d(config: RunConfig) -> float:
-    """Return the typical size of log D of a token that is no defect."""
+    """Return the typical size of log D of a token, if engine and trainer work correctly."""
     stale = not config.old_logps.exact and config.schedule.staleness_bound > 0
     bfloat16 = "bfloat16" in (config.trainer.dtype, config.engine.dtype)
     return NOISE if bfloat16 or stale else ROUNDING
 
 
 def _noise(config: RunConfig, ratio: str) -> float:
-    """Return the typical size of log D or log S of a unit that is no defect and no learning."""
+    """Return the typical size of numerical noise in log D or log S of a unit.
+
+    A unit is the tokens over which the ratio is aggregated.
+    """
     bfloat16 = config.trainer.dtype == "bfloat16"
     rule = config.correction if ratio == "D" else config.objective
     noise = _noise_of_d(config) if ratio == "D" else (NOISE if bfloat16 else ROUNDING)
@@ -279,7 +285,7 @@ def _noise(config: RunConfig, ratio: str) -> float:
     elif rule.unit == "token":
         return noise
     if aggregate == "mean" and bfloat16:
-        return noise  # a mean cancels the noise of the engine alone
+        return noise  # a mean over tokens reduces only the noise of the engine
     return noise * {"mean": 1 / UNIT, "sum": UNIT, "max": FARTHEST}[aggregate]
 
 
@@ -310,11 +316,11 @@ def _narrow_threshold(config: RunConfig) -> Finding | None:
 
 
 CLIPPED = ("ppo_clip", "dual_clip", "gspo", "cispo")
-"""Objectives with a clip range."""
+"""Objectives that clip S."""
 
 
 def _thresholds(config: RunConfig) -> Iterator[tuple[str, float]]:
-    """Yield "D" or "S", and the size of the log ratio, for every threshold of the configuration."""
+    """Yield "D" or "S" and the size of the log ratio, for every threshold of the configuration."""
     d = config.correction
     s = config.objective
     if d.control != "none" and not d_is_one(config):
@@ -328,7 +334,8 @@ def _thresholds(config: RunConfig) -> Iterator[tuple[str, float]]:
     if s.kind == "dual_clip":
         yield "S", math.log(s.dual_clip)
     if s.kind == "sapo":
-        yield "S", math.log1p(4 / max(s.tau_pos, s.tau_neg))  # there 7% of the gradient are left
+        # at this ratio 7% of the gradient remain
+        yield "S", math.log1p(4 / max(s.tau_pos, s.tau_neg))
 
 
 def _certain_veto(config: RunConfig) -> Finding | None:
@@ -340,7 +347,10 @@ def _noisy_veto(config: RunConfig) -> Finding | None:
 
 
 def _veto(config: RunConfig, low: float, high: float, wrong: str) -> Finding | None:
-    """Return a finding if the veto's log ratio, over the noise, is above `low` up to `high`."""
+    """Return a problem if the veto's threshold is between `low` and `high` times the noise.
+
+    The veto drops sequences with an impossible token.
+    """
     threshold = config.correction.token_veto_threshold
     if not threshold or d_is_one(config):
         return None
@@ -357,7 +367,7 @@ def _veto(config: RunConfig, low: float, high: float, wrong: str) -> Finding | N
 
 
 def _wide_reach(config: RunConfig) -> Finding | None:
-    """Warn if tokens pass the clip on S although their pi / mu is beyond it."""
+    """Warn if the clip on S lets tokens pass although their whole ratio pi / mu is beyond it."""
     rule = config.objective
     old = config.old_logps
     if rule.kind not in CLIPPED or old.baseline or s_is_one(config):
@@ -398,7 +408,7 @@ def _beyond(s: float, clip: float) -> bool:
 
 
 def _bandless(config: RunConfig) -> Finding | None:
-    """Warn if all staleness is in D, and D has no band."""
+    """Warn if all staleness is in D, and no limit applies to D."""
     rule = config.correction
     stale = config.schedule.staleness_bound > 0 and config.old_logps.weight_of_now(config) == 1
     if not stale or rule.control == "none":

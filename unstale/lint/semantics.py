@@ -1,4 +1,4 @@
-"""Explain a configuration: the ratios D and S of `unstale.lint`, their bounds and the costs."""
+"""Explain a configuration: what its ratios D and S contain, their limits, and the costs."""
 
 from dataclasses import dataclass
 
@@ -14,13 +14,13 @@ class Factor:
     numerator: str
     denominator: str
     meaning: str
-    """The differences between numerator and denominator: numerics, staleness or learning."""
+    """What the ratio contains: numerical differences, staleness or learning."""
     bound: str
     """How the loss limits the ratio."""
 
 
 def factors(config: RunConfig) -> tuple[Factor, Factor]:
-    """Return the factors D and S."""
+    """Return D and S as explained by the configuration."""
     proxy = config.old_logps.meaning(config)
     return (
         Factor("D", proxy.symbol, "mu", proxy.d, _bound_on_d(config)),
@@ -29,7 +29,7 @@ def factors(config: RunConfig) -> tuple[Factor, Factor]:
 
 
 def facts(config: RunConfig) -> dict[str, str]:
-    """Return sentences on the policies in the ratios, and on other facts, in reading order."""
+    """Return sentences about the policies in the ratios, and other facts, in reading order."""
     proxy = config.old_logps.meaning(config)
     engine = config.engine
     trainer = config.trainer
@@ -48,15 +48,15 @@ def facts(config: RunConfig) -> dict[str, str]:
 
 
 def d_is_one(config: RunConfig) -> bool:
-    """Return True if D is 1 by construction: the route returns the engine's log-probability."""
+    """Return True if D is always 1, because the route returns the engine's log-probability."""
     return config.old_logps.weight_of_now(config) == 0
 
 
 def s_is_one(config: RunConfig) -> bool:
-    """Return True if S is 1 by construction: the route returns the current log-probability.
+    """Return True if S is always 1, because the route returns the current log-probability.
 
-    An inline route computes it in every training pass. Any other computes it once per batch, and
-    the policy moves away from it after the first minibatch.
+    A route that computes its values in every training pass always does. Any other computes them
+    once per batch, and the policy changes after the first minibatch.
     """
     old = config.old_logps
     moves_away = not old.needs.inline and config.trainer.minibatches_per_batch > 1
@@ -64,7 +64,7 @@ def s_is_one(config: RunConfig) -> bool:
 
 
 def bounds_s(config: RunConfig) -> bool:
-    """Return True if the objective constrains S."""
+    """Return True if the objective limits S."""
     rule = config.objective
     return rule.kind != "none" and not (rule.kind == "kl_penalty" and rule.kl_penalty == 0)
 
@@ -139,7 +139,7 @@ def _unbounded(config: RunConfig) -> str:
 
 
 def _caps_ratio(config: RunConfig) -> bool:
-    """Return True if `ratio_cap` limits what a token counts, which is then D S."""
+    """Return True if `ratio_cap` limits the whole ratio D S, by which a token is then weighted."""
     weighted = config.correction.control not in ("none", "mask") or d_is_one(config)
     return weighted and config.objective.ratio_cap > 0
 

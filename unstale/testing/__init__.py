@@ -1,4 +1,4 @@
-"""Public fakes, and conformance suites for engines, environments and routes."""
+"""Public fakes, and tests that every engine, environment or old-logit route must pass."""
 
 from unstale.testing.engines import check_engine
 from unstale.testing.envs import NOISE, check_env

@@ -1,4 +1,4 @@
-"""A conformance suite for engines."""
+"""Tests that every engine must pass."""
 
 import asyncio
 import math
@@ -12,23 +12,23 @@ from unstale.engines import REQUIRED_COUNTERS, Engine, EngineDied, Reply, Sampli
 
 _TIMEOUT_S = 120.0
 _LONG_REPLY = 1000
-"""Tokens of a reply that is still being sampled when a short one has ended."""
+"""Number of tokens in a reply that is still being sampled when a short one has ended."""
 
 
 def check_engine(
     make: Callable[[], Engine], *, update: Mapping[str, Tensor], prompt: Sequence[int] = (1, 2, 3)
 ) -> None:
-    """Raise AssertionError, with the likely mistake, if an engine breaks a promise of `Engine`.
+    """Test an engine. Raise AssertionError with the likely mistake if it breaks its contract.
 
-    `make` returns a new engine, `update` is a full set of weights for it. `prompt` is a context
-    after which a thousand more tokens fit. A reply of two tokens must end before one of a thousand
-    that started at the same time.
+    `make` returns a new engine, and `update` is a full set of weights for it. After the context
+    `prompt`, a thousand more tokens must fit. A reply of two tokens must end before one of a
+    thousand that started at the same time.
     """
     virtual_clock.run(_check_engine(make(), update, list(prompt)))
 
 
 async def _check_engine(engine: Engine, update: Mapping[str, Tensor], prompt: list[int]) -> None:
-    """Run all checks on one engine, because real ones take seconds to start.
+    """Run all tests on one engine, because real engines take seconds to start.
 
     `_check_waiting` comes first, because it needs an engine without weights.
     """
@@ -175,7 +175,7 @@ async def _check_interrupt(engine: Engine, update: Mapping[str, Tensor], prompt:
 
 
 async def _check_waiting(engine: Engine, update: Mapping[str, Tensor], prompt: list[int]) -> None:
-    """Check that samples wait before the first resume, and between interrupt and resume."""
+    """Check that sampling waits before the first `resume`, and between `interrupt` and `resume`."""
     for version in (0, 1):
         async with asyncio.TaskGroup() as tasks:
             await engine.interrupt()
@@ -194,7 +194,7 @@ async def _check_waiting(engine: Engine, update: Mapping[str, Tensor], prompt: l
 
 
 async def _check_restart(engine: Engine, update: Mapping[str, Tensor], prompt: list[int]) -> None:
-    """Start the engine again, once while a reply is sampled and once while a request waits."""
+    """Start the engine again: once while a reply is sampled, and once while a request waits."""
     await _publish(engine, update, 5)
     tokens = (await engine.sample(prompt, _params(6))).piece.tokens
     died = "start must end pending samples"

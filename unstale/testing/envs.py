@@ -1,4 +1,4 @@
-"""A conformance test for task sets."""
+"""A test that every task set must pass."""
 
 from itertools import islice
 
@@ -22,10 +22,10 @@ NOISE = (
 
 
 def check_env(taskset: Taskset, *, episodes: int = 20, max_turns: int = 30) -> None:
-    """Raise AssertionError if a task set or its environments break their contract.
+    """Test a task set. Raise AssertionError if it or its environments break their contract.
 
-    Plays up to `episodes` tasks twice with fixed replies. Both times the environment must give the
-    same answers.
+    Up to `episodes` tasks are played twice with fixed replies. The environment must give the same
+    answers both times.
     """
     held_out = taskset.held_out(8)
     drawn = list(islice(taskset.train(0), 200))

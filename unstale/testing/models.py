@@ -1,4 +1,4 @@
-"""Small policies, episodes and weight changes for tests."""
+"""Small models, episodes and weight changes for tests."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,7 +22,10 @@ from unstale.records import ContextPiece, Piece, Sampled, ScoredTrajectory, Task
 
 
 def tiny_policy(*, seed: int = 0, dtype: str = "float32", lora: Lora | None = None) -> Policy:
-    """Return a small random Qwen3 with 64 words, on the CPU. It does not sample uniformly."""
+    """Return a small random Qwen3 model with 64 words, on the CPU.
+
+    Its distribution over words is not uniform.
+    """
     words = {f"w{i}": i for i in range(64)}
     inner = Tokenizer(WordLevel(words, unk_token="w0"))
     inner.pre_tokenizer = Whitespace()
@@ -47,7 +50,10 @@ def tiny_policy(*, seed: int = 0, dtype: str = "float32", lora: Lora | None = No
 
 
 def plain_logps(policy: Policy, tokens: Sequence[int], *, temperature: float = 1.0) -> Tensor:
-    """Return `[T]` log-probabilities in nats of one sequence, by a plain forward pass."""
+    """Return the log-probability in nats of each token of one sequence, `[T]`.
+
+    They are computed by a plain forward pass. The first is 0.
+    """
     row = torch.tensor([tokens], device=policy.device)
     with torch.no_grad():
         logits = policy.model(input_ids=row, use_cache=False).logits[0, :-1]
@@ -63,9 +69,9 @@ def episode(
     *,
     advantage: float = 1.0,
 ) -> ScoredTrajectory:
-    """Return an episode of random tokens that a plan divides into context and sampled tokens.
+    """Return an episode of random tokens. `plan` divides them into context and sampled tokens.
 
-    In the plan, `n` is n context tokens, and `(n, version)` or `(n, version, clean)` are n tokens
+    In the plan, `n` is n context tokens. `(n, version)` and `(n, version, clean)` are n tokens
     sampled by a version; `clean` (default True) means without a KV cache of older weights. Tokens
     and `behavior_logp` depend on `number` alone.
     """
@@ -89,7 +95,7 @@ def episode(
 
 
 def nudge(policy: Policy, *, seed: int, size: float = 0.02) -> None:
-    """Add noise of this size to all weights, as an optimizer step would change them."""
+    """Add random noise of this size to all weights, in place of an optimizer step."""
     noise = torch.Generator().manual_seed(seed)
     moved = {
         name: tensor + size * torch.randn(tensor.shape, generator=noise).to(tensor)
@@ -99,9 +105,9 @@ def nudge(policy: Policy, *, seed: int, size: float = 0.02) -> None:
 
 
 def checkpoint_round_trip(state: Any) -> Any:
-    """Write a component's state to a checkpoint, and return what is read back.
+    """Write the state of a component to a checkpoint, and return what is read back.
 
-    Raises TypeError for a state that a checkpoint cannot hold.
+    Raises TypeError for a state that a checkpoint cannot store.
     """
     with TemporaryDirectory() as folder:
         checkpoints = Checkpoints(

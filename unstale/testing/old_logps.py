@@ -1,4 +1,7 @@
-"""A conformance suite for routes, the ways to get log-probabilities under sampling weights."""
+"""Tests that every old-logit route must pass.
+
+A route computes log-probabilities under the weights that sampled the tokens.
+"""
 
 import math
 from collections.abc import Callable, Sequence
@@ -17,11 +20,11 @@ from unstale.testing.models import checkpoint_round_trip, episode, nudge, plain_
 
 
 def check_old_logps(make: Callable[[Scorer], OldLogps], *, lora: Lora | None = None) -> None:
-    """Raise AssertionError if a route made by `make` breaks the contract of `OldLogps`.
+    """Test the routes that `make` returns. Raise AssertionError if one breaks its contract.
 
     The route gets a batch with tokens of three versions, some of them sampled with a KV cache of
-    older weights. Its values may have any error, except where the route marks them exact. A second
-    test resumes a killed run from its checkpoint.
+    older weights. Its values may have any error, except where the route marks them as exact. A
+    second test resumes a killed run from its checkpoint.
     """
     policy = tiny_policy(lora=lora)
     with closing(make(_scorer(policy))) as route, closing(make(_scorer(policy))) as restored:
@@ -30,7 +33,7 @@ def check_old_logps(make: Callable[[Scorer], OldLogps], *, lora: Lora | None = N
 
 
 def _check_route(route: OldLogps, restored: OldLogps, policy: Policy) -> bool:
-    """Check a route without a crash.
+    """Test a route without a crash.
 
     Return True if it is exact for all tokens that were sampled without a cache of older weights.
     """
@@ -70,10 +73,10 @@ def _check_route(route: OldLogps, restored: OldLogps, policy: Policy) -> bool:
 def _check_recovery(
     make: Callable[[Scorer], OldLogps], *, always_exact: bool, lora: Lora | None
 ) -> None:
-    """Check a route in a run that is killed and resumed.
+    """Test a route in a run that is killed and resumed.
 
-    The checkpoint holds the weights that are then published as version 3. The run is killed after
-    it has published version 4. The resumed run publishes the checkpoint's weights as version 5,
+    The checkpoint has the weights that are then published as version 3. The run is killed after the
+    publication of version 4. The resumed run publishes the checkpoint's weights as version 5,
     because the numbers 3 and 4 are used.
     """
     policy = tiny_policy(lora=lora)
@@ -126,7 +129,7 @@ def _check_recovery(
 def _run_to_checkpoint(route: OldLogps, policy: Policy, copies: list[Policy]) -> None:
     """Publish versions 0 to 2 and train after each, up to the checkpoint.
 
-    The route gets only half of what version 2 sampled.
+    The route gets only half of the tokens that version 2 sampled.
     """
     for version in range(3):
         _publish(route, policy, version, copies)
@@ -170,7 +173,7 @@ _INTERRUPTED: tuple[list[int | tuple[int, int] | tuple[int, int, bool]], ...] = 
 def _pieces_of(
     version: int, plans: Sequence[Sequence[int | tuple[int, int] | tuple[int, int, bool]]]
 ) -> list[PendingPiece]:
-    """Return what `version` sampled in these episodes, as the route receives it."""
+    """Return the pieces that `version` sampled in these episodes, as the route receives them."""
     pieces = []
     for number, plan in enumerate(plans):
         trajectory = episode(number, plan).trajectory

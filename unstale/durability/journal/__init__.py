@@ -1,8 +1,8 @@
-"""The durable record of a run: one SQLite database in its folder.
+"""The journal: the durable record of a run, in one SQLite database in the run folder.
 
-A group is committed before it can be trained on, a version before an engine can load it, everything
-else within `WINDOW_S`. A reader sees one moment of the journal and never blocks the writer. Tables
-and guarantees: docs/journal.md.
+A group is committed before it is trained on. A version is committed before an engine loads it.
+Everything else is committed within `WINDOW_S` seconds. A reader sees the journal as it was at one
+moment, and never blocks the writer. docs/journal.md has the tables and guarantees.
 """
 
 from unstale.durability.journal.check import check, content, page

@@ -1,4 +1,4 @@
-"""Check the consistency of a journal, and show its content on a terminal."""
+"""Check that a journal is consistent, and show its content on a terminal."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from unstale.durability.journal.tables import ATTEMPTS, JournalError
 from unstale.durability.run_folder import Row, show_controls
 
 MAX_LISTED = 20
-"""Problems of one kind that are listed."""
+"""Largest number of problems of one kind that are listed."""
 
 CHECKS = (
     (
@@ -59,11 +59,14 @@ CHECKS = (
         WHERE version <= before""",
     ),
 )
-"""A message for each kind of problem, and the query that finds its cases."""
+"""For each kind of problem: a message, and the SQL query that finds its cases."""
 
 
 def check(journal: JournalReader) -> list[str]:
-    """Describe the problems of a journal. An undamaged one has none, however the run ended."""
+    """Return the problems of a journal as sentences.
+
+    An undamaged journal has none, however its run ended.
+    """
     try:
         damage = [text for (text,) in journal.rows("PRAGMA integrity_check") if text != "ok"]
         problems = [f"the file is damaged: {text}" for text in damage]
@@ -109,7 +112,7 @@ def content(journal: JournalReader) -> Row:
 
 
 def page(journal: JournalReader, problems: Sequence[str]) -> RenderableType:
-    """Return a table of the journal's content, and its problems."""
+    """Return a table of the journal's content with its problems, for a terminal."""
     found = content(journal)
     last = f", the last at step {found['last_checkpoint_step']}" if found["checkpoints"] else ""
     sampled = found["sampled_tokens"]

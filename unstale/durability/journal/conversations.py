@@ -1,4 +1,4 @@
-"""Readable conversations from a journal, for reports and exports."""
+"""Conversations in readable form from a journal, for reports and exports."""
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -10,13 +10,13 @@ from unstale.durability.run_folder import TOKENIZER
 from unstale.records import Piece, Sampled, Task
 
 Decode = Callable[[Sequence[int]], str]
-"""Turns tokens into text."""
+"""A function that turns tokens into text."""
 
 
 def load_decoder(run: Path) -> Decode:
-    """Return the decoder of a run's tokenizer.
+    """Return the function that turns the tokens of a run into text.
 
-    Raises OSError or ValueError if `tokenizer.json` cannot be read.
+    Raises OSError or ValueError if the run's `tokenizer.json` cannot be read.
     """
     from tokenizers import Tokenizer
 
@@ -40,9 +40,9 @@ ORDER BY step, consumed.place, sibling, episode"""
 
 
 def trained_episodes(journal: JournalReader) -> Iterator[dict[str, Any]]:
-    """Yield a summary of every trained episode, in training order, without reading its tokens.
+    """Yield a summary of every episode that was trained on, in the order of training.
 
-    Raises `JournalError`.
+    Its tokens are not read. Raises `JournalError`.
     """
     for episode, step, env, split, index, stop, rewards, facts, versions in journal.rows(TRAINED):
         with journal.wrap_errors(f"episode {episode}"):
@@ -75,9 +75,9 @@ def conversation(stored: StoredEpisode, decode: Decode) -> dict[str, Any]:
 
 
 def _turns(pieces: Sequence[Piece], decode: Decode) -> list[dict[str, Any]]:
-    """Join adjacent pieces of the policy, or of the environment, into turns.
+    """Join adjacent pieces (runs of tokens) of the policy, or of the environment, into turns.
 
-    A reply that was interrupted by a weight update has one piece for each version.
+    A reply that a weight update interrupted has one piece for each version.
     """
     turns: list[dict[str, Any]] = []
     for piece in pieces:

@@ -1,4 +1,4 @@
-"""Export of a journal: trajectories by token, conversations as text, or samples of tokens."""
+"""Export a journal: trajectories by token, conversations as text, or a sample of tokens."""
 
 from collections.abc import Iterable, Iterator
 from itertools import islice
@@ -12,15 +12,17 @@ from unstale.durability.run_folder import Row, dumps
 from unstale.records import NO_VERSION, Sampled, walk
 
 ROW_GROUP = 256
-"""Rows in a Parquet row group."""
+"""Number of rows in a row group of a Parquet file."""
 
 Content = Literal["tokens", "text", "samples"]
-"""`tokens`: one row per trajectory, with lists over its tokens. `text`: one conversation per row.
-`samples`: one row per token of the sample of a step, as `JournalReader.token_samples`."""
+"""What a row of the export is. `tokens`: one trajectory, with lists over its tokens. `text`: one
+conversation. `samples`: one token of the sample that was logged for a step, see
+`JournalReader.token_samples`.
+"""
 
 
 def export_rows(journal: JournalReader, content: Content, decode: Decode) -> Iterator[Row]:
-    """Return the rows to export, one at a time. The journal may be larger than memory."""
+    """Yield the rows of an export one at a time, because a journal may be larger than memory."""
     match content:
         case "tokens":
             return map(token_row, journal.trajectories())
@@ -31,7 +33,7 @@ def export_rows(journal: JournalReader, content: Content, decode: Decode) -> Ite
 
 
 def token_row(episode: StoredEpisode) -> Row:
-    """Return a trajectory as columns. The last five are lists with one entry per token."""
+    """Return a trajectory as a row. Its last five columns are lists with one entry per token."""
     trajectory = episode.trajectory
     behavior_logp: list[float | None] = []
     version: list[int] = []
@@ -74,7 +76,7 @@ def write_jsonl(rows: Iterable[Row], out: IO[str]) -> None:
 
 
 def write_parquet(rows: Iterator[Row], content: Content, out: Path) -> None:
-    """Write a Parquet file. Raises `ConfigError` if pyarrow is missing."""
+    """Write the rows to a Parquet file. Raises `ConfigError` if pyarrow is missing."""
     try:
         import pyarrow
         import pyarrow.parquet
@@ -90,7 +92,7 @@ def write_parquet(rows: Iterator[Row], content: Content, out: Path) -> None:
 
 
 def _schema(pyarrow: Any, content: Content) -> Any:
-    """Return the columns of one kind of row."""
+    """Return the columns and types of one kind of row."""
     text, integer, number = pyarrow.string(), pyarrow.int64(), pyarrow.float64()
     versions = pyarrow.list_(pyarrow.int32())
     summary = {

@@ -1,6 +1,6 @@
 """Read the journal of a run, and turn its rows into records.
 
-The database is opened read-only, and nothing in it is executed.
+The database is opened read-only, and nothing that it contains is executed.
 """
 
 import json
@@ -39,7 +39,7 @@ GroupEnd = Literal["open", "finished", "consumed", "failed"]
 
 @dataclass(frozen=True, slots=True)
 class GroupRow:
-    """An admitted group and its end. Times are seconds since 1970."""
+    """A group that was started, with its end. Times are seconds since 1970."""
 
     number: int
     task: Task
@@ -47,20 +47,20 @@ class GroupRow:
     handed_out: float
     finished: float | None
     step: int | None
-    """Optimizer step that consumed the group."""
+    """The optimizer step that trained on the group."""
     version: int | None
-    """Version of the policy that was trained on it."""
+    """The version of the policy that was trained on the group."""
     num_trajectories: int
     num_failures: int
-    """Failed attempts at its episodes, including those that were retried."""
+    """Number of failed attempts at its episodes, including those that were repeated."""
     place: int
-    """Index of the task among the training tasks."""
+    """Index of the task in the sequence of training tasks."""
 
     @property
     def ended(self) -> GroupEnd:
         """How the group ended.
 
-        "failed" if no episode finished, even if the trainer has taken the group.
+        "failed" means that none of its episodes finished, even if the group was in a batch.
         """
         if self.finished is None:
             return "open"
@@ -71,7 +71,7 @@ class GroupRow:
 
 @dataclass(frozen=True, slots=True)
 class StoredEpisode:
-    """A finished episode, the number of its group, and the step that consumed it, if any."""
+    """A finished episode, the number of its group, and the step that trained on it, if any."""
 
     trajectory: Trajectory
     group: int
@@ -80,7 +80,7 @@ class StoredEpisode:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointRow:
-    """A journaled checkpoint."""
+    """A checkpoint that the journal recorded."""
 
     checkpoint: int
     step: int
@@ -89,13 +89,17 @@ class CheckpointRow:
 
 
 class JournalReader:
-    """A view of the journal as it was when the reader was created.
+    """Reads the journal as it was at the moment when the reader was created.
 
-    Use as a context manager, or call `close`.
+    Use it as a context manager, or call `close`.
     """
 
     def __init__(self, path: Path) -> None:
-        """Raise FileNotFoundError without a journal, and `JournalError` if the file is not one."""
+        """Open a journal.
+
+        Raises FileNotFoundError if there is no file, and `JournalError` if the file is not a
+        journal.
+        """
         self.path = path
         if not path.is_file():
             raise FileNotFoundError(f"{path.parent} holds no journal: {path.name} is missing")
@@ -110,7 +114,8 @@ class JournalReader:
                     "PRAGMA trusted_schema=OFF; PRAGMA cell_size_check=ON; BEGIN;"
                 )
                 ((version,),) = self.rows("PRAGMA user_version")
-                self.rows("SELECT count(*) FROM sqlite_master")  # fixes the moment that is read
+                # the first query fixes the moment that is read
+                self.rows("SELECT count(*) FROM sqlite_master")
                 self._connection.create_function("seal", -1, seal, deterministic=True)
             if version != FORMAT:
                 raise journal_error(path, f"its format is {version}, this release reads {FORMAT}")
@@ -129,7 +134,7 @@ class JournalReader:
 
     @property
     def num_bytes(self) -> int:
-        """Size of the main file. A live run has a few MB more in the `-wal` file."""
+        """Size of the main file. While the run is active, a `-wal` file has a few MB more."""
         ((pages,),) = self.rows("PRAGMA page_count")
         ((page_bytes,),) = self.rows("PRAGMA page_size")
         return int(pages * page_bytes)
@@ -140,7 +145,7 @@ class JournalReader:
             return self._connection.execute(statement, parameters).fetchall()
 
     def groups(self) -> list[GroupRow]:
-        """Return every group, in admission order."""
+        """Return all groups in the order in which they were started."""
         rows = self.rows(
             """WITH ends AS (
                 SELECT number, count(t.episode) AS done, count(f.episode) AS broken FROM episodes
@@ -161,13 +166,13 @@ class JournalReader:
         return [version for (version,) in self.rows("SELECT version FROM versions ORDER BY id")]
 
     def events(self) -> list[dict[str, Any]]:
-        """Return every event, in order. The metrics of a step are an event of kind "step"."""
+        """Return all events in order. The metrics of a step are an event of kind "step"."""
         rows = self.rows("SELECT at, kind, fields FROM events ORDER BY id")
         with self.wrap_errors("the events"):
             return [{"at": at, "kind": kind, **_parse_object(fields)} for at, kind, fields in rows]
 
     def checkpoints(self) -> list[CheckpointRow]:
-        """Return the checkpoints, in order. The last one is current."""
+        """Return the checkpoints in order. The last one is the current one."""
         return [
             CheckpointRow(*row)
             for row in self.rows(
@@ -182,10 +187,10 @@ class JournalReader:
             return [_parse_object(fields) for (fields,) in rows]
 
     def token_samples(self) -> Iterator[dict[str, Any]]:
-        """Return a sample of trained tokens: step, lag (in versions), log_d and log_s of each.
+        """Yield the logged sample of trained tokens: step, lag in versions, log_d and log_s.
 
-        log_d is old_logp - behavior_logp and log_s is logp - old_logp. An audited token also has
-        `true_log_d` and `true_log_s`, the same with the exact old_logp.
+        log_d is old_logp - behavior_logp and log_s is logp - old_logp. A token that was audited
+        also has `true_log_d` and `true_log_s`, which are computed with the exact old_logp.
         """
         rows = self.rows("SELECT fields FROM events WHERE kind = ? ORDER BY id", TOKEN_SAMPLES)
         with self.wrap_errors("the token samples"):
@@ -196,9 +201,9 @@ class JournalReader:
                         yield {"step": sample["step"], **dict(zip(columns, values, strict=True))}
 
     def outcomes(self, number: int) -> tuple[bool, ...]:
-        """Return the outcomes of the last `number` episodes, oldest first.
+        """Return the results of the last `number` episodes, oldest first.
 
-        True is a finished episode, False one that was given up.
+        True means that the episode finished, False that it failed for good.
         """
         rows = self.rows(
             f"""SELECT trajectories.episode IS NOT NULL
@@ -211,7 +216,7 @@ class JournalReader:
         return tuple(bool(is_finished) for (is_finished,) in reversed(rows))
 
     def unsound(self) -> list[str]:
-        """Describe the tables with rows that changed after they were written."""
+        """Return sentences about tables with rows that changed after they were written."""
         problems = []
         for table, columns in COLUMNS.items():
             expected = f"seal('{table}', {', '.join(columns)})"
@@ -239,9 +244,9 @@ class JournalReader:
         return frozenset(Task(*row).key for row in rows)
 
     def requests(self) -> list[GroupRequest]:
-        """Return the groups whose training is in no checkpoint, in admission order.
+        """Return the groups that no checkpoint was trained on, in the order of their start.
 
-        Each holds what the journal recorded of its episodes.
+        Each contains what the journal recorded of its episodes.
         """
         rows = self.rows(
             """SELECT g.number, env, split, task, seed, place, f.number IS NOT NULL
@@ -256,12 +261,12 @@ class JournalReader:
         return requests
 
     def trajectories(self) -> Iterator[StoredEpisode]:
-        """Return every finished episode, in the order in which they began."""
+        """Yield every finished episode, in the order in which they began."""
         for (episode,) in self.rows("SELECT episode FROM trajectories ORDER BY episode"):
             yield self.episode(episode)
 
     def group(self, number: int) -> Group:
-        """Return a finished group. The last attempt at each episode counts."""
+        """Return a finished group, with the last attempt at each of its episodes."""
         rows = self.rows(
             "SELECT env, split, task FROM groups JOIN finished USING (number) WHERE number = ?",
             number,
@@ -285,12 +290,12 @@ class JournalReader:
         )
 
     def consumed(self, step: int) -> list[Group]:
-        """Return the groups that a step trained on, in its order."""
+        """Return the groups that a step trained on, in the order of the batch."""
         rows = self.rows("SELECT number FROM consumed WHERE step = ? ORDER BY place", step)
         return [self.group(number) for (number,) in rows]
 
     def episode(self, episode: int) -> StoredEpisode:
-        """Return a finished episode. Raises `JournalError` if it is incomplete."""
+        """Return a finished episode. Raises `JournalError` if it has not finished."""
         rows = self.rows(
             """SELECT number, step, env, split, task, e.seed,
                 num_pieces, stop, rewards, turn_rewards, facts
@@ -322,7 +327,7 @@ class JournalReader:
             return StoredEpisode(trajectory, number, step)
 
     def pieces(self, episode: int) -> tuple[Piece, ...]:
-        """Return the pieces of an episode, also of one that has not ended."""
+        """Return the pieces (runs of tokens) of an episode, even if it has not ended."""
         rows = self.rows(
             f"SELECT {', '.join(COLUMNS['pieces'])}, seal FROM pieces WHERE episode = ? "
             "ORDER BY position",
@@ -336,7 +341,7 @@ class JournalReader:
             return tuple(to_piece(*row[2:-2]) for row in rows)
 
     def _episode_records(self, number: int, task: Task) -> tuple[EpisodeRecord, ...]:
-        """Return the last attempt at each episode of an unconsumed group, by sibling."""
+        """Return the last attempt at each episode of a group that was not trained on, in order."""
         rows = self.rows(
             f"""SELECT sibling, max(episode), count(failures.episode)
             FROM {ATTEMPTS} LEFT JOIN failures USING (episode)
@@ -370,7 +375,10 @@ class JournalReader:
         )
 
     def _branches(self, episode: int) -> list[tuple[int, bool]]:
-        """Return the branches of the last attempt at an episode, and whether each has ended."""
+        """Return the branches (further conversations) of an episode's last attempt.
+
+        Each has True if it ended.
+        """
         return self.rows(
             """SELECT more.episode, t.episode IS NOT NULL
             FROM episodes JOIN episodes more USING (number, sibling)
@@ -393,7 +401,7 @@ class JournalReader:
 
     @contextmanager
     def wrap_errors(self, subject: str = "") -> Iterator[None]:
-        """Turn any error of the file into a `JournalError` that names it."""
+        """Turn errors of the file into a `JournalError` that names it, within a context."""
         try:
             yield
         except (
@@ -421,7 +429,10 @@ def require_tables(path: Path, connection: sqlite3.Connection) -> None:
 
 
 def _roll_back(path: Path) -> None:
-    """Undo the unfinished transaction of a killed writer: a read-only connection cannot."""
+    """Undo the unfinished transaction of a killed writer.
+
+    A read-only connection cannot do this.
+    """
     if path.with_name(f"{path.name}-journal").exists():
         with closing(sqlite3.connect(path)) as writer:
             writer.execute("SELECT count(*) FROM sqlite_master")

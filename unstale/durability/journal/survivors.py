@@ -1,7 +1,7 @@
-"""Statistics of how groups and attempts at episodes ended, to detect biased losses.
+"""Statistics of how groups and episodes ended, to find losses that bias the training data.
 
-Lengths come from the sizes and sources of pieces. No token is read, so 100,000 episodes take
-seconds.
+Lengths are computed from the sizes of pieces (runs of tokens). No token is read, so 100,000
+episodes take seconds.
 """
 
 import math
@@ -19,11 +19,9 @@ from unstale.records import HAS_BEHAVIOR
 KEPT = ("trained", "waiting")
 LOST = ("failed", "given_up", "restarted")
 FATES = (*KEPT, *LOST, "open")
-"""Ends of an attempt.
-
-"trained" and "waiting" attempts finished, and only the first were trained on so far. "failed" ones
-were retried, "given_up" ones were not, "restarted" ones could not be replayed. "open" ones have not
-ended: they count neither as kept nor as lost.
+"""How an attempt at an episode can end. "trained" and "waiting" attempts finished; the former were
+trained on. "failed" ones were repeated and "given_up" ones were not. "restarted" ones could not be
+replayed after a resume. "open" ones have not ended, and count neither as kept nor as lost.
 """
 
 CURVE_POINTS = 40
@@ -55,9 +53,8 @@ SELECT env, split,
 FROM lengths JOIN tried USING (episode) JOIN groups USING (number)
 LEFT JOIN consumed USING (number) LEFT JOIN trajectories USING (episode)
 LEFT JOIN failures USING (episode) LEFT JOIN restarts USING (episode)"""
-"""One row per attempt that holds a token.
-
-`provenance` precedes the blobs in a row, so SQLite does not read the blobs.
+"""SQL query with one row per attempt that has a token. `provenance` is stored before the blobs in a
+row, so SQLite does not read the blobs.
 """
 
 
@@ -72,17 +69,18 @@ class _Attempt(NamedTuple):
 def survivors(journal: JournalReader) -> Row:
     """Return the statistics of a journal as JSON values. Raises `JournalError`.
 
-    "places" lists the splits of the task sets:
+    "places" has an entry for each split of each task set:
 
-    env, split  name of the task set and of the split
-    groups      number of groups by `GroupRow.ended`
-    kinds       statistics of the attempts by fate, of all ("generated"), and of all but the open
-                ones ("ended")
-    buckets     the ended attempts by quartile of their sampled tokens (from `low` to `high`)
-    contrast    mean sampled tokens of lost and of kept attempts, and the standard error of their
-                difference if attempts were independent; None if fewer than two were lost or kept
-    curve       points (n, share of ended attempts with at most n sampled tokens, the same share of
-                trained attempts)
+        env, split  name of the task set and of the split
+        groups      number of groups by `GroupRow.ended`
+        kinds       statistics of the attempts by their end, of all attempts ("generated"), and
+                    of all that have ended ("ended")
+        buckets     the ended attempts by quartile of their sampled tokens (`low` to `high`)
+        contrast    mean sampled tokens of lost and of kept attempts, and the standard error of
+                    their difference if attempts were independent; None if fewer than two were
+                    lost or kept
+        curve       points (n, share of ended attempts with at most n sampled tokens, the same
+                    share of trained attempts)
     """
     groups: defaultdict[tuple[str, str], Counter[str]] = defaultdict(Counter)
     for group in journal.groups():
@@ -117,9 +115,9 @@ def _lengths(attempts: Sequence[_Attempt]) -> list[int]:
 
 
 def _statistics(attempts: Sequence[_Attempt]) -> Row:
-    """Return the count, sampled tokens and turns until the end, and mean success and reward.
+    """Return the number of attempts, their sampled tokens and turns, and mean success and reward.
 
-    Success and reward are means over the finished attempts, None without any.
+    Success and reward are means over the finished attempts. They are None if none finished.
     """
     successes = [attempt.success for attempt in attempts if attempt.success is not None]
     rewards = [attempt.reward for attempt in attempts if attempt.reward is not None]
@@ -149,7 +147,7 @@ def quantile(values: Sequence[int], share: float) -> int:
 
 
 def _buckets(ended: Sequence[_Attempt]) -> list[Row]:
-    """Cut the attempts at the quartiles of their length. Equal quartiles give fewer buckets."""
+    """Divide the attempts at the quartiles of their length. Equal quartiles give fewer parts."""
     if not ended:
         return []
     lengths = _lengths(ended)
@@ -188,7 +186,10 @@ def _contrast(ended: Sequence[_Attempt]) -> Row | None:
 
 
 def _curve(ended: Sequence[int], trained: Sequence[int]) -> list[list[Any]]:
-    """Return both cumulative shares at evenly spaced quantiles of the ended attempts."""
+    """Return two cumulative shares at evenly spaced quantiles of the lengths of ended attempts.
+
+    The first is of ended attempts, the second of trained ones.
+    """
     if not ended or not trained:
         return []
     quantiles = {quantile(ended, point / CURVE_POINTS) for point in range(1, CURVE_POINTS + 1)}

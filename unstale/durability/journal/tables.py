@@ -1,4 +1,4 @@
-"""The tables of the journal, and the rows of pieces, groups and outcomes."""
+"""The tables of the journal, and how pieces, groups and results are written as rows."""
 
 import json
 import struct
@@ -12,7 +12,7 @@ from unstale.records import ContextPiece, Failure, Piece, Provenance, Sampled, T
 JOURNAL = "journal.sqlite"
 
 FORMAT = 2
-"""`user_version` of the database."""
+"""Number of the journal's format, stored as `user_version` of the database."""
 
 TABLES = {
     "groups": "number INTEGER PRIMARY KEY, env TEXT NOT NULL, split TEXT NOT NULL, "
@@ -48,7 +48,7 @@ TABLES = {
     "events": "id INTEGER PRIMARY KEY, at REAL NOT NULL, kind TEXT NOT NULL, "
     "fields TEXT NOT NULL, after INTEGER NOT NULL",
 }
-"""Columns by table. `after` is the checkpoint that was current when the row was written."""
+"""Columns of each table. `after` is the checkpoint that was current when the row was written."""
 
 _KEYS = {
     "pieces": ", PRIMARY KEY (episode, position)",
@@ -64,7 +64,7 @@ COLUMNS = {
     name: tuple(column.split()[0] for column in columns.split(", ") if not column.startswith("id "))
     for name, columns in TABLES.items()
 }
-"""Columns that a row's seal covers: all but an id that the database assigns."""
+"""Columns that are included in a row's checksum: all but an id that the database assigns."""
 
 REPEATED = (
     "snapshots",
@@ -77,16 +77,16 @@ REPEATED = (
     "groups",
     "versions",
 )
-"""Tables whose newer rows a deterministic run writes again, in an order that foreign keys allow."""
+"""Tables whose rows after a checkpoint are deleted, because a deterministic run writes them again.
+In an order that foreign keys allow.
+"""
 
 ATTEMPTS = """(SELECT episode, number, sibling FROM (SELECT episode, number, sibling,
     seed = first_value(seed) OVER (PARTITION BY number, sibling ORDER BY episode) AS is_attempt
     FROM episodes)
     WHERE is_attempt)"""
-"""Query of the attempts at episodes.
-
-All attempts at an episode have one seed. The table also holds branches, the further conversations
-of an agent in an attempt. They have other seeds.
+"""SQL query of the attempts at episodes. All attempts at an episode have the same seed. Branches
+(further conversations of an agent) are in the same table and have other seeds.
 """
 
 TOKEN_SAMPLES = "token_samples"
@@ -97,11 +97,11 @@ Record = tuple[str, Sequence[Any]]
 
 
 class JournalError(RuntimeError):
-    """The journal cannot be written or read. Names the file and the cause."""
+    """Error: the journal cannot be written or read. The text names the file and the cause."""
 
 
 def insert(table: str, *values: Any) -> Record:
-    """Return the statement that inserts a row with its checksum, the `seal`.
+    """Return the statement that inserts a row with its checksum, which is the column `seal`.
 
     >>> insert("finished", 3, 0.5, 1)[0]
     'INSERT INTO finished (number, at, after, seal) VALUES (?, ?, ?, ?)'
@@ -115,15 +115,15 @@ def insert(table: str, *values: Any) -> Record:
 
 
 def seal(table: str, *row: Any) -> int:
-    """Return the checksum of a row, to detect rows that a faulty disk changed."""
+    """Return the checksum of a row, by which rows that a faulty disk changed are found."""
     return zlib.crc32(repr((table, row)).encode(errors="surrogatepass"))
 
 
 def piece_row(episode: int, position: int, piece: Piece, after: int) -> Record:
-    """Return the statement that inserts a piece.
+    """Return the statement that inserts a piece (a run of tokens).
 
     Numbers are packed little-endian. Tokens take two bytes each if all of them fit, otherwise four.
-    Log-probabilities are float32, which loses nothing: engines compute in float32.
+    Log-probabilities are float32, which loses nothing, because engines compute in float32.
     """
     count = len(piece.tokens)
     width = "H" if max(piece.tokens, default=0) < 1 << 16 else "I"
@@ -136,7 +136,7 @@ def piece_row(episode: int, position: int, piece: Piece, after: int) -> Record:
 
 
 def to_piece(provenance: int, count: int, tokens: bytes, *sampled: Any) -> Piece:
-    """Return the piece of a row that `piece_row` made."""
+    """Return the piece from a row that `piece_row` made."""
     version, clean, logps = sampled
     width = "H" if len(tokens) == 2 * count else "I"
     unpacked = struct.unpack(f"<{count}{width}", tokens)

@@ -1,6 +1,7 @@
 """Write the journal of a run.
 
-Callers append to a queue; one thread owns the connection and commits in batches.
+Callers add records to a queue. One thread has the database connection and commits many records
+together.
 """
 
 import asyncio
@@ -34,23 +35,24 @@ from unstale.durability.journal.tables import (
 from unstale.records import Failure, Group, GroupRequest, Piece, Trajectory
 
 WINDOW_S = 0.2
-"""Seconds until a record is committed at the latest. A barrier commits at once."""
+"""Largest time in seconds until a record is committed. Callers of `barrier` do not wait that long,
+because it commits at once.
+"""
 
 STUCK_S = 8.0
-"""Seconds without a commit that end the run.
-
-SQLite waits half as long for another writer's lock.
+"""Seconds without a commit after which the run ends with an error. SQLite waits half as long for
+the lock of another writer.
 """
 
 _Item = list[Record] | Future[None] | None
-"""An entry of the queue: a transaction, a barrier's future, or None at the end."""
+"""An entry of the queue: a transaction, the future of a `barrier` to be set, or None at the end."""
 
 
 class Journal:
-    """The journal of a run, for writing. Use as a context manager.
+    """The journal of a run, for writing. Use it as a context manager.
 
-    Only `barrier`, `flush` and methods documented to commit wait for the disk. A failure of the
-    disk or the file is raised as `JournalError` by `watch`, at once, and by every barrier.
+    Only `barrier`, `flush` and methods that are documented to commit wait for the disk. A failure
+    of the disk or the file is raised as `JournalError` at once by `watch`, and by every `barrier`.
     """
 
     def __init__(self, path: Path) -> None:
@@ -59,9 +61,10 @@ class Journal:
         self._awaited = Event()
         self._thread: Thread | None = None
         self._failure: Future[None] = Future()
-        self._failure.set_running_or_notify_cancel()  # a cancelled `watch` must not cancel it
+        # a cancelled `watch` must not cancel this future
+        self._failure.set_running_or_notify_cancel()
         self._barrier_lock = asyncio.Lock()
-        # A thread of its own, because environments may keep the default executor busy.
+        # a separate thread, because environments may keep the threads of asyncio busy
         self._barrier_thread = ThreadPoolExecutor(1, thread_name_prefix="barrier")
         self._barriers = 0
         self._barriers_passed = 0
@@ -69,11 +72,13 @@ class Journal:
         self._checkpoint = -1
         self._highest_version = -1
         self._trained_on: list[tuple[int, int, int, int, float]] = []
-        """Consumed groups that are in no checkpoint: rows of `consumed` without the last column."""
+        """Groups that were trained on and are in no checkpoint yet: rows of `consumed` without the
+        last column.
+        """
 
     @staticmethod
     def read(run: Path) -> JournalReader:
-        """Open the journal of a run folder for reading. The run may be live."""
+        """Open the journal of a run folder for reading. The run may still be active."""
         return JournalReader(run / JOURNAL)
 
     def __enter__(self) -> Self:
@@ -84,7 +89,7 @@ class Journal:
             self._highest_version = _max(connection, "SELECT max(version) FROM versions")
         except sqlite3.Error as error:
             raise journal_error(self.path, error) from error
-        # A daemon: a disk that does not answer must not keep the process alive.
+        # a daemon thread, because a disk that does not answer must not keep the process alive
         self._thread = Thread(target=self._write, args=(connection,), name="journal", daemon=True)
         self._thread.start()
         return self
@@ -92,7 +97,7 @@ class Journal:
     def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
         """Close the journal.
 
-        If the block failed already, a failure to close becomes a note to its error.
+        If the body of the context has failed, an error of closing is added to that error as a note.
         """
         try:
             self.close()
@@ -104,7 +109,7 @@ class Journal:
     def close(self) -> None:
         """Commit the queue and end the thread.
 
-        Raises `JournalError` unless the failure was raised before.
+        Raises `JournalError` if the journal has failed and the failure was not raised before.
         """
         if self._thread is None:
             return
@@ -114,7 +119,7 @@ class Journal:
         self._queue.put(None)
         self._awaited.set()
         num_written = -1
-        while thread.is_alive() and self._num_written > num_written:  # as long as it progresses
+        while thread.is_alive() and self._num_written > num_written:  # as long as there is progress
             num_written = self._num_written
             thread.join(STUCK_S)
         if thread.is_alive():
@@ -123,7 +128,7 @@ class Journal:
             self._failure.result()
 
     def add_request(self, request: GroupRequest) -> None:
-        """Record that a task was admitted as a group."""
+        """Record that a group was started on a task."""
         task = request.task
         row = (request.number, task.env, task.split, int(task.index), request.seed, request.place)
         self._insert("groups", *row, time.time())
@@ -131,9 +136,9 @@ class Journal:
     def begin(
         self, number: int, sibling: int, *, episode: int, seed: int, again: bool = False
     ) -> "_EpisodeWriter":
-        """Record an attempt at an episode of a group, and return its writer.
+        """Record an attempt at an episode of a group. Return the writer of its tokens.
 
-        `again` continues an earlier attempt.
+        `again` means that an earlier attempt continues after a resume.
         """
         if not again:
             self._insert("episodes", episode, number, sibling, seed, time.time())
@@ -147,7 +152,7 @@ class Journal:
     async def publishing(self, version: int) -> None:
         """Record a version and commit, before any engine loads it.
 
-        A resumed run may publish the newest again.
+        A resumed run may publish its newest version again.
         """
         if version != self._highest_version:
             self._insert("versions", version, time.time())
@@ -161,9 +166,9 @@ class Journal:
             self._trained_on.append((group.number, step, place, version, now))
 
     async def checkpoint(self, name: str, *, step: int, version: int) -> None:
-        """Commit a checkpoint and the groups it was trained on, in one transaction.
+        """Record a checkpoint and the groups it was trained on, in one transaction.
 
-        Fails if one of the groups was consumed before.
+        Raises an error if one of the groups was trained on before.
         """
         self._checkpoint += 1
         records = [insert("checkpoints", self._checkpoint, step, version, name, time.time())]
@@ -173,10 +178,10 @@ class Journal:
         await self.barrier()
 
     def rewind(self, checkpoint: int, *, everything: bool) -> None:
-        """Make an earlier checkpoint current again, and free the groups that later ones consumed.
+        """Make an earlier checkpoint the current one. Groups trained on after it are free again.
 
-        Removes the metrics of its step and later ones, because they are logged again. `everything`
-        removes all newer rows, because a deterministic run computes them again.
+        The metrics of later steps are removed, because they will be logged again. With
+        `everything`, all newer rows are removed, because a deterministic run computes them again.
         """
         events = "DELETE FROM events WHERE after >= ?"
         if not everything:
@@ -196,7 +201,7 @@ class Journal:
         self._insert("events", time.time(), kind, json.dumps(fields, default=float))
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Record the metrics of a step, as a `Sink`."""
+        """Record the metrics of a step."""
         others = {name: value for name, value in metrics.items() if name != "step"}
         self.event("step", step=step, **others)
 
@@ -205,7 +210,10 @@ class Journal:
         self._queue.put(list(records))
 
     async def barrier(self) -> None:
-        """Wait until everything written before is committed. Concurrent callers share a commit."""
+        """Wait until everything written before is committed.
+
+        Concurrent callers share one commit.
+        """
         self._barriers += 1
         mine = self._barriers
         async with self._barrier_lock:
@@ -215,7 +223,7 @@ class Journal:
                 self._barriers_passed = covered
 
     def flush(self) -> None:
-        """Block until everything written before is committed."""
+        """Block the caller until everything written before is committed."""
         if self._thread is None:
             raise journal_error(self.path, "it is not open")
         mark: Future[None] = Future()
@@ -226,7 +234,7 @@ class Journal:
             try:
                 return mark.result(STUCK_S)
             except TimeoutError as error:
-                if self._num_written == num_written:  # no progress: not just a long queue
+                if self._num_written == num_written:  # no progress, so the queue is not only long
                     raise journal_error(
                         self.path, f"nothing could be committed for {STUCK_S:g} s"
                     ) from error
@@ -239,9 +247,9 @@ class Journal:
         self.transaction([insert(table, *values, self._checkpoint)])
 
     def _write(self, connection: sqlite3.Connection) -> None:
-        """Commit queued transactions until the end of the queue. Runs in the thread.
+        """Commit transactions from the queue until its end. Runs in the journal's thread.
 
-        After a failure, nothing more is committed and every barrier raises the error.
+        After a failure, nothing more is committed and every `barrier` raises the error.
         """
         with closing(connection):
             items: list[_Item] = []
@@ -257,7 +265,8 @@ class Journal:
                         error = self._failure.exception() if self._failure.done() else None
                         mark.set_exception(error) if error else mark.set_result(None)
             if not self._failure.done():
-                with suppress(sqlite3.OperationalError):  # a reader is active: keep the WAL file
+                # a reader is active, so the WAL file is kept
+                with suppress(sqlite3.OperationalError):
                     connection.execute("PRAGMA busy_timeout=0")
                     connection.execute("PRAGMA journal_mode=DELETE")
 
@@ -269,14 +278,14 @@ class Journal:
                 self._num_written += 1
             connection.execute("COMMIT")
         except (sqlite3.Error, OverflowError, UnicodeError) as error:
-            with suppress(sqlite3.Error):  # SQLite may have rolled back already
+            with suppress(sqlite3.Error):  # SQLite may already have rolled back
                 connection.execute("ROLLBACK")
             self._failure.set_exception(journal_error(self.path, error))
 
     def _gather(self) -> list[_Item]:
-        """Return what was queued within `WINDOW_S` of the first entry, or until a barrier.
+        """Return the entries queued within `WINDOW_S` of the first one, or until a `barrier`.
 
-        One commit for many transactions costs less than one for each.
+        One commit for many transactions is cheaper than one for each.
         """
         items = [self._queue.get()]
         if isinstance(items[0], list):
@@ -290,7 +299,7 @@ class Journal:
 
 @dataclass(frozen=True, slots=True)
 class _EpisodeWriter:
-    """Writes one attempt at an episode while it runs."""
+    """Writes one attempt at an episode to the journal while the attempt runs."""
 
     journal: Journal
     episode: int
@@ -300,7 +309,7 @@ class _EpisodeWriter:
         self.journal.transaction([piece_row(self.episode, position, piece, checkpoint)])
 
     def write_snapshot(self, num_pieces: int, state: str) -> None:
-        """Record the environment's state after so many pieces."""
+        """Record the environment's state, and the number of pieces before it."""
         self.journal._insert("snapshots", self.episode, num_pieces, to_utf8(state))
 
     def write_outcome(self, outcome: Trajectory | Failure) -> None:
@@ -308,12 +317,12 @@ class _EpisodeWriter:
         self.journal.transaction([outcome_row(self.episode, outcome, checkpoint)])
 
     def write_restart(self, reason: str, *, turns: int, sampled_tokens: int) -> None:
-        """Record that the attempt could not be replayed, and that the episode begins again."""
+        """Record that the attempt could not be replayed and the episode starts again."""
         self.journal._insert("restarts", self.episode, to_utf8(reason), turns, sampled_tokens)
 
 
 def _connect(path: Path) -> sqlite3.Connection:
-    """Open a database with the journal's tables. Every commit reaches the disk."""
+    """Open a database with the journal's tables, so that every commit reaches the disk."""
     with ExitStack() as on_error:
         connection = sqlite3.connect(
             path, timeout=STUCK_S / 2, isolation_level=None, check_same_thread=False
@@ -336,6 +345,6 @@ def _connect(path: Path) -> sqlite3.Connection:
 
 
 def _max(connection: sqlite3.Connection, question: str) -> int:
-    """Return the single number of a query, or -1 for an empty table."""
+    """Return the single number that a query yields, or -1 for an empty table."""
     ((value,),) = connection.execute(question).fetchall()
     return -1 if value is None else int(value)
