@@ -41,6 +41,7 @@ from unstale.engines import SamplingParams
 from unstale.engines.scripted import Delay, ScriptedEngine
 from unstale.envs import Message, Taskset, Turn
 from unstale.loop import RunComponents
+from unstale.observe.recorder import Outputs
 from unstale.old_logps import Needs, OldLogps
 from unstale.old_logps.scoring.local_scorer import LocalScorer
 from unstale.old_logps.scoring.scorer import Scorer
@@ -225,7 +226,7 @@ def make(
     config = configure(steps=steps, max_staleness=budget)
     machine = toy_machine(config, Numbers(tasks), delay=delay)
     log = RunLog(folder)
-    parts = build(config, machine, log, Quiet(), first_state(machine, config, folder))
+    parts = build(config, machine, Outputs(log, Quiet()), first_state(machine, config, folder))
     return replace(parts, log=Log(log))  # type: ignore[arg-type]
 
 
@@ -323,7 +324,8 @@ def test_the_next_batch_is_scored_and_its_gradient_formed_while_a_version_is_pub
     )
     log = RunLog(tmp_path)
     parts = replace(
-        build(config, machine, log, Quiet(), first_state(machine, config, tmp_path)), log=Log(log)
+        build(config, machine, Outputs(log, Quiet()), first_state(machine, config, tmp_path)),
+        log=Log(log),
     )
     heard, formed = list[str](), threading.Event()
 
@@ -374,7 +376,8 @@ def keeping(folder: Path, *, snapshots: bool = True) -> RunComponents:
     )
     log = RunLog(folder)
     return replace(
-        build(config, machine, log, Quiet(), first_state(machine, config, folder)), log=Log(log)
+        build(config, machine, Outputs(log, Quiet()), first_state(machine, config, folder)),
+        log=Log(log),
     )
 
 

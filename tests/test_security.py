@@ -60,6 +60,7 @@ LISTENS = {
     "http.server",
     "socketserver",
     "xmlrpc.server",
+    "wsgiref.simple_server",
     "multiprocessing.managers",
     "multiprocessing.connection",
     "torch.distributed.rpc",
@@ -167,7 +168,9 @@ def test_code_is_imported_by_name_in_few_places() -> None:
 
 
 def test_nothing_listens_and_the_only_sockets_are_pairs() -> None:
-    assert not {(path, name) for path, name in imported() if name in LISTENS}
+    assert {path for path, name in imported() if name in LISTENS} == {
+        "observe/trackers/prometheus.py"  # whose test fetches from loopback alone
+    }
     verbs = {
         "bind",
         "listen",

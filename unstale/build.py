@@ -26,7 +26,6 @@ from unstale.config import (
 from unstale.durability.checkpoint import Checkpoints, Stateful
 from unstale.durability.journal import JOURNAL, Journal
 from unstale.durability.resume import ResumeState
-from unstale.durability.run_folder import RunLog, plain
 from unstale.engines import Engine
 from unstale.engines.pool import EnginePool, Recovery, supervise
 from unstale.engines.registry import EngineOptions, engine_spec
@@ -41,8 +40,8 @@ from unstale.model.forward import ForwardOptions
 from unstale.model.loading import DTYPES
 from unstale.model.lora import Lora, Merging
 from unstale.model.policy import Policy
-from unstale.observe.recorder import Recorder, Watcher
-from unstale.observe.trackers import TrackedRun, Trackers, find_trackers
+from unstale.observe.recorder import Outputs, Recorder
+from unstale.observe.trackers import find_trackers
 from unstale.old_logps import OldLogps
 from unstale.old_logps.scoring.local_scorer import LocalScorer
 from unstale.old_logps.scoring.scorer import Scorer
@@ -152,18 +151,20 @@ def load_policy(config: RunConfig) -> Policy:
 
 
 def build(
-    config: RunConfig, machine: Components, log: RunLog, watcher: Watcher, life: ResumeState
+    config: RunConfig, machine: Components, outputs: Outputs, life: ResumeState
 ) -> RunComponents:
     """Connect all components of a run for the training loop. Restore the state of a resumed run."""
     policy, taskset, old = machine.policy, machine.taskset, machine.old
     pending = PendingPieces()
     piece_arrived = asyncio.Event()
-    journal = Journal(log.path / JOURNAL)
-    checkpoints = build_checkpoints(config, machine, log.path)
-    trackers = open_trackers(config, log.path, policy)
-    recorder = Recorder(log, watcher, journal=journal, trackers=trackers)
+    folder = outputs.log.path
+    journal = Journal(folder / JOURNAL)
+    checkpoints = build_checkpoints(config, machine, folder)
+    recorder = Recorder(
+        outputs, journal=journal, decode=lambda tokens: str(policy.tokenizer.decode(tokens))
+    )
     if config.audit.record:
-        machine.auditor.recording = Recording(log.path / RECORDED, base=policy.base)
+        machine.auditor.recording = Recording(folder / RECORDED, base=policy.base)
     recovery = Recovery(checkpoints.weights, config.engine.restarts, recorder.event)
     engine = supervise(machine.generator.engine, recovery)
     generator = replace(machine.generator, engine=engine)
@@ -213,16 +214,6 @@ def build(
         io_thread=LocalThread("io"),
         piece_arrived=piece_arrived,
     )
-
-
-def open_trackers(config: RunConfig, folder: Path, policy: Policy) -> Trackers:
-    """Open the experiment trackers that `config.trackers` names, such as wandb, for a run folder.
-
-    Raises `ConfigError` if a tracker cannot be opened.
-    """
-    run = TrackedRun(folder, plain(config))
-    sinks = {name: make(run) for name, make in find_trackers(config.trackers).items()}
-    return Trackers(sinks, lambda tokens: str(policy.tokenizer.decode(tokens)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -76,7 +76,7 @@ class Toy:
             while not lives.run_segment(Quiet()):  # type: ignore[arg-type]
                 pass
         finally:
-            lives._log.close()
+            lives.log.close()
 
 
 @contextmanager

@@ -18,7 +18,7 @@ import pytest
 from tests.support.fake_run import NoDisplay, fake_metrics, fake_run
 from unstale.durability.run_folder import RunFolder, RunLog, dumps
 from unstale.observe.health import CHECKS, examine
-from unstale.observe.recorder import Recorder
+from unstale.observe.recorder import Outputs, Recorder
 from unstale.observe.report.page import write_report
 
 HEALTHY = {
@@ -89,7 +89,7 @@ def test_a_finding_is_an_event_and_a_line_once_also_after_a_resume(tmp_path: Pat
     shown: list[str] = []
     for steps in (range(1, 3), range(3, 5), range(5, 7)):
         display = Notes()
-        recorder = Recorder(log, display)
+        recorder = Recorder(Outputs(log, display))
         for step in steps:
             recorder.write(step, bad)
         recorder.close()
@@ -134,4 +134,13 @@ def test_the_reason_of_the_end_is_in_the_report(tmp_path: Path) -> None:
     folder = fake_run(tmp_path / "run", steps=6)
     with RunLog(folder) as log:
         log.event("stopped", reason="finished", detail="all 6 steps are done")
-    assert "Ended: finished: all 6 steps are done" in write_report(folder).read_text()
+    assert "Ended: all 6 steps are done" in write_report(folder).read_text()
+    with RunLog(folder) as log:
+        log.event("stopped", reason="Ctrl-C", detail="to continue: unstale train --resume x")
+    assert "Ended by Ctrl-C; to continue: unstale train" in write_report(folder).read_text()
+    with RunLog(folder) as log:
+        log.failed("Traceback: no disk")
+        log.event("stopped", reason="failed", detail="OSError: no disk")
+    page = write_report(folder).read_text()
+    assert '<p class="end bad">The run failed: OSError: no disk</p>' in page
+    assert "<pre>Traceback: no disk</pre>" in page

@@ -31,7 +31,7 @@ from unstale.config import ConfigError, OldLogpsConfig
 from unstale.config.routes import routes
 from unstale.durability.journal import JOURNAL, Journal
 from unstale.durability.run_folder import RunLog
-from unstale.observe.recorder import Recorder
+from unstale.observe.recorder import Outputs, Recorder
 from unstale.observe.report.audited import COLUMNS, cells
 from unstale.observe.report.figures import average_lag
 from unstale.observe.report.gather import Chosen, gather
@@ -537,7 +537,7 @@ def audit_it(folder: Path) -> Path:
         "true_log_s": 0.01,
     }
     with Journal(folder / JOURNAL) as journal:
-        recorder = Recorder(RunLog(folder), NoDisplay(), journal=journal)
+        recorder = Recorder(Outputs(RunLog(folder), NoDisplay()), journal=journal)
         recorder.learnt(1, points=[point | {"lag": i % 3} for i in range(40)], events=())
     exact = route_row("snapshot_old", 0.0, mask_f1=1.0, clip_f1=1.0, exact_fraction=1.0)
     proxy = route_row(

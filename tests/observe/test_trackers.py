@@ -2,6 +2,8 @@
 
 - Metrics arrive with their step, texts letter by letter, and options where the tracker keeps them.
 - A tracker opened again for the same run folder continues its run.
+- Prometheus fetches the newest metrics from loopback, at a port that the display names. Silent and
+  broken connections neither hold the run nor its end.
 - A tracker that fails is dropped with a warning, and the run continues.
 - An unknown name or a missing package is one line before anything starts.
 - Your own tracker is `module:factory`; a run folder alone cannot choose it.
@@ -9,13 +11,20 @@
 
 import json
 import re
+import socket
 import struct
 import sys
 from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from importlib import import_module
+from io import StringIO
 from pathlib import Path
 from typing import Any
+from urllib.request import urlopen
 
 import pytest
+from rich.console import Console
 
 from tests.cli.test_run import quiet, small
 from tests.observe.test_health import HEALTHY, Notes
@@ -23,9 +32,9 @@ from tests.support.tracker import OPENED, Memory
 from unstale import Sink, TrackedRun
 from unstale.cli import session
 from unstale.cli.resume import load_config, require_named_trackers
-from unstale.config import ConfigError, install
+from unstale.config import CheckpointConfig, ConfigError, install
 from unstale.durability.run_folder import RunFolder, RunLog
-from unstale.observe.recorder import Recorder
+from unstale.observe.recorder import Outputs, Recorder
 from unstale.observe.trackers import Trackers, find_trackers, tracker_names
 
 TEXT = "<b>one</b>\n* two \N{GREEK SMALL LETTER PI}"
@@ -137,6 +146,79 @@ def leveldb_records(log: bytes) -> Iterator[bytes]:
             record = b""
 
 
+def gauges(url: str) -> dict[tuple[str, str, str], float]:
+    """Return the figures that a tracker serves, by name, metric and run."""
+    from prometheus_client.parser import text_string_to_metric_families
+
+    with urlopen(url, timeout=10) as answer:
+        assert answer.headers["Content-Type"].startswith("text/plain; version=")
+        families = text_string_to_metric_families(answer.read().decode())
+    samples = [sample for family in families for sample in family.samples]
+    return {(each.name, each.labels["metric"], each.labels["run"]): each.value for each in samples}
+
+
+def open_prometheus(folder: Path, port: int = 0) -> tuple[Sink, str]:
+    """Open the tracker. Return it with the address that it names on the display."""
+    notes: list[str] = []
+    run = TrackedRun(folder, {"prometheus_port": port}, notes.append)
+    sink = find_trackers("prometheus")["prometheus"](run)
+    (note,) = notes
+    url = note.removeprefix("metrics for Prometheus are at ")
+    assert re.fullmatch(r"http://127\.0\.0\.1:[1-9]\d*/metrics", url)
+    return sink, url
+
+
+def test_prometheus(tmp_path: Path) -> None:
+    pytest.importorskip("prometheus_client")
+    sink, url = open_prometheus(tmp_path / "first")
+    assert gauges(url) == {}
+    sink.write(1, {"reward/mean": 0.25, "reward/a b": 1.0, "reward/a_b": 2.0})
+    sink.text(1, "sample", TEXT)
+    sink.write(2, {"reward/mean": 0.5})
+    assert gauges(url) == {
+        ("unstale_step", "step", "first"): 2,
+        ("unstale_reward_mean", "reward/mean", "first"): 0.5,
+        ("unstale_reward_a_b", "reward/a b", "first"): 1,
+        ("unstale_reward_a_b", "reward/a_b", "first"): 2,
+    }
+    sink.close()
+    with pytest.raises(OSError, match="refused"):
+        urlopen(url, timeout=10)
+
+
+def test_silent_connections_hold_neither_prometheus_nor_its_end(tmp_path: Path) -> None:
+    pytest.importorskip("prometheus_client")
+    sink, url = open_prometheus(tmp_path / "run")
+    sink.write(1, {"reward/mean": 0.25})
+    address = ("127.0.0.1", int(url.split(":")[2].partition("/")[0]))
+    with ExitStack() as opened:
+        broken = opened.enter_context(socket.create_connection(address))
+        broken.sendall(b"GET")
+        assert len(gauges(url)) == 2
+        for _ in range(2):
+            opened.enter_context(socket.create_connection(address)).sendall(b"G")
+        sink.close()
+
+
+def test_a_run_says_where_prometheus_finds_its_metrics(tmp_path: Path) -> None:
+    pytest.importorskip("prometheus_client")
+    output = StringIO()
+    session.train(small(tmp_path, trackers="prometheus"), console=Console(file=output))
+    text = "metrics for Prometheus are at http://127.0.0.1:"
+    assert re.search(rf"{re.escape(text)}\d+/metrics\n", output.getvalue())
+
+
+def test_a_port_in_use_is_refused(tmp_path: Path) -> None:
+    pytest.importorskip("prometheus_client")
+    sink, url = open_prometheus(tmp_path / "run")
+    port = int(url.split(":")[2].partition("/")[0])
+    config = small(tmp_path, trackers="prometheus", prometheus_port=port)
+    with pytest.raises(ConfigError, match=rf"cannot use port {port} of 127.0.0.1: Address already"):
+        session.train(config, console=quiet())
+    sink.close()
+    session.train(replace(config, name="run"), console=quiet())
+
+
 def test_a_run_sends_metrics_and_a_text_to_your_own_tracker(tmp_path: Path) -> None:
     config = small(tmp_path, trackers="tests.support.tracker:make_memory")
     run = session.train(config, console=quiet())
@@ -154,6 +236,22 @@ def test_a_run_sends_metrics_and_a_text_to_your_own_tracker(tmp_path: Path) -> N
     require_named_trackers(stored, {"trackers": ""})
 
 
+def test_a_run_in_segments_opens_a_tracker_once(tmp_path: Path) -> None:
+    """A deterministic run loads every checkpoint, as a resumed one does."""
+    session.train(
+        small(
+            tmp_path,
+            trackers="tests.support.tracker:make_memory",
+            deterministic=True,
+            checkpoint=CheckpointConfig(every=1),
+        ),
+        console=quiet(),
+    )
+    (memory,) = OPENED
+    OPENED.clear()
+    assert [step for step, _ in memory.rows] == [0, 1, 2, 3] and memory.closed
+
+
 def test_only_finite_numbers_are_sent() -> None:
     memory = Memory()
     trackers = Trackers({"memory": memory})
@@ -165,7 +263,7 @@ def test_only_finite_numbers_are_sent() -> None:
 def test_a_tracker_that_fails_is_dropped_with_a_warning(tmp_path: Path) -> None:
     log, display = RunLog.create(tmp_path, {}), Notes()
     broken, memory = Memory(fails=True), Memory()
-    recorder = Recorder(log, display, trackers=Trackers({"broken": broken, "memory": memory}))
+    recorder = Recorder(Outputs(log, display, Trackers({"broken": broken, "memory": memory})))
     for step in range(1, 4):
         recorder.write(step, HEALTHY)
     recorder.close()
@@ -182,7 +280,10 @@ def test_a_tracker_that_fails_is_dropped_with_a_warning(tmp_path: Path) -> None:
     "option, says",
     [
         ("wandbb", r"trackers cannot hold 'wandbb'; did you mean wandb\?"),
-        ("tensorboard,x", r"cannot hold 'x'; there are: mlflow, tensorboard, wandb, MODULE:FACT"),
+        (
+            "tensorboard,x",
+            r"cannot hold 'x'; there are: mlflow, prometheus, tensorboard, wandb, MODULE:FACT",
+        ),
         ("no_module:x", "no_module:x cannot be imported: No module named 'no_module'"),
         ("json:x", "json:x cannot be imported: module 'json' has no attribute 'x'"),
     ],
@@ -199,7 +300,7 @@ def test_an_unknown_tracker_is_refused_before_anything_starts(
 def test_a_missing_package_is_named_with_the_command_that_installs_it(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    package = "torch.utils.tensorboard" if name == "tensorboard" else name
+    package = import_module(f"unstale.observe.trackers.{name}").PACKAGE
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(ConfigError, match=re.escape(install(name))):
         find_trackers(name)

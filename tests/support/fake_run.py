@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, decoders, models
 from unstale.config import EvalConfig, OldLogpsConfig, RunConfig, ScheduleConfig
 from unstale.durability.journal import JOURNAL, Journal
 from unstale.durability.run_folder import SURVIVORS, TOKENIZER, RunLog, dumps
-from unstale.observe.recorder import Recorder
+from unstale.observe.recorder import Outputs, Recorder
 from unstale.records import ContextPiece, Group, GroupRequest, Piece, Sampled, Task, Trajectory
 
 STEP_S = 6.0
@@ -167,7 +167,7 @@ def fake_run(  # noqa: PLR0913
         RunLog.create(path, fake_config(route, planned, seed), clock=clock) as log,
         Journal(path / JOURNAL) as journal,
     ):
-        recorder = Recorder(log, NoDisplay(), journal=journal)
+        recorder = Recorder(Outputs(log, NoDisplay()), journal=journal)
         episodes = FakeEpisodes(path, journal, prefix)
         log.event(
             "started", command=f"unstale train retail --seed {seed}", unstale="0.1.0", cores=2

@@ -3,7 +3,7 @@
 import asyncio
 import time
 import traceback
-from contextlib import nullcontext, suppress
+from contextlib import closing, nullcontext, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -23,13 +23,15 @@ from unstale.durability.checkpoint import CHECKPOINTS, CheckpointError
 from unstale.durability.journal import JOURNAL, CheckpointRow, Journal, JournalError
 from unstale.durability.machine import lock_folder
 from unstale.durability.resume import init_run, load_resume_state, restore
-from unstale.durability.run_folder import EVENTS, TOKENIZER, BrokenFile, RunFolder, RunLog
+from unstale.durability.run_folder import EVENTS, TOKENIZER, BrokenFile, RunFolder, RunLog, plain
 from unstale.envs.guard import OCCUPANCY
 from unstale.lint import check
 from unstale.loop import RunComponents
 from unstale.model.policy import Policy
 from unstale.observe.live import LiveDisplay
+from unstale.observe.recorder import Outputs
 from unstale.observe.report.page import write_report
+from unstale.observe.trackers import TrackedRun, Trackers
 from unstale.rollout.timeouts import first_error
 from unstale.trainer.failed_batch import save_failed_batch
 from unstale.trainer.records import NOT_FINITE
@@ -84,8 +86,14 @@ def train(config: RunConfig, *, console: Console | None = None, command: str = "
     except OSError as error:
         raise ConfigError(f"the run folder {folder} cannot be created: {error}") from error
     with lock_folder(folder):
-        log.event("started", cores=cores(), **({"command": command} if command else {}))
-        return _run_to_end(RunSession(config, log, machine), log, console)
+        try:
+            trackers = _open_trackers(config, folder, console)
+        except ConfigError:
+            log.discard()
+            raise
+        with closing(trackers):
+            log.event("started", cores=cores(), **({"command": command} if command else {}))
+            return _run_to_end(RunSession(config, log, machine, trackers), console)
 
 
 def resume(folder: Path, config: RunConfig, *, console: Console | None = None) -> Run:
@@ -111,12 +119,20 @@ def resume(folder: Path, config: RunConfig, *, console: Console | None = None) -
             )
         # A run without a checkpoint ended before its first one, so it begins again.
         machine = None if checkpoints else build_machine(config)
-        try:
-            log = RunLog.reopen(folder, config)
-        except (OSError, BrokenFile) as error:
-            raise ConfigError(f"{folder} cannot be resumed: {error}") from error
-        log.event("resumed", step=step, changed=changes, cores=cores())
-        return _run_to_end(RunSession(config, log, machine), log, console)
+        with closing(_open_trackers(config, folder, console)) as trackers:
+            try:
+                log = RunLog.reopen(folder, config)
+            except (OSError, BrokenFile) as error:
+                raise ConfigError(f"{folder} cannot be resumed: {error}") from error
+            log.event("resumed", step=step, changed=changes, cores=cores())
+            return _run_to_end(RunSession(config, log, machine, trackers), console)
+
+
+def _open_trackers(config: RunConfig, folder: Path, console: Console) -> Trackers:
+    def note(text: str) -> None:
+        console.print(literal(text), highlight=False)
+
+    return Trackers.open(config.trackers, TrackedRun(folder, plain(config), note))
 
 
 def _read_progress(folder: Path) -> tuple[list[CheckpointRow], int]:
@@ -147,8 +163,9 @@ def _check(config: RunConfig, console: Console) -> None:
     limit_threads()
 
 
-def _run_to_end(session: "RunSession", log: RunLog, console: Console) -> Run:
+def _run_to_end(session: "RunSession", console: Console) -> Run:
     """Run all segments. Then write the report, and save the policy unless the run failed."""
+    log = session.log
     folder = log.path
     reason, detail = "failed", "the program has an error, which is printed below"
     try:
@@ -206,11 +223,18 @@ class RunSession:
     engine's process is kept between segments.
     """
 
-    def __init__(self, config: RunConfig, log: RunLog, machine: Components | None) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        log: RunLog,
+        machine: Components | None,
+        trackers: Trackers | None = None,
+    ) -> None:
         """Prepare a new run with the components in `machine`. None resumes the run from disk."""
         self.config = config
         self.machine = machine
-        self._log = log
+        self.log = log
+        self._trackers = trackers or Trackers()
         self._is_new = machine is not None
 
     def run_segment(self, display: LiveDisplay) -> bool:
@@ -219,7 +243,7 @@ class RunSession:
         Returns True at the end of the run.
         """
         config = self.config
-        folder = self._log.path
+        folder = self.log.path
         if self._is_new and self.machine:
             self._is_new = False
             display.phase("starting the engine")
@@ -236,24 +260,25 @@ class RunSession:
                 folder,
                 checkpoints,
                 config,
-                self._log.event,
+                self.log.event,
                 verify=previous is None,
             )
             state = restore(
                 stored, checkpoints, folder, machine.policy, (machine.old, machine.auditor)
             )
             if previous is None:
-                self._log.rewind(stored.metrics)
+                self.log.rewind(stored.metrics)
             self.machine = machine
-        parts = build(config, self.machine, self._log, display, state)
+        outputs = Outputs(self.log, display, self._trackers)
+        parts = build(config, self.machine, outputs, state)
         return virtual_clock.run(
             _supervise(parts), virtual=config.deterministic, on_stuck=self._end_stuck
         )
 
     def _end_stuck(self, reason: str) -> None:
         """Log the end of a run whose event loop is blocked for ever, in another thread."""
-        self._log.failed(reason)
-        self._log.event("stopped", reason="failed")
+        self.log.failed(reason)
+        self.log.event("stopped", reason="failed")
         print_failure("the run failed", reason)
 
     def close(self) -> None:
@@ -265,7 +290,7 @@ class RunSession:
 async def _supervise(parts: RunComponents) -> bool:
     """Run the training loop and end its threads. Return True at the end of the run.
 
-    Closes the engine unless another segment follows, which uses it again.
+    Closes engine and trackers unless another segment follows, which uses them again.
     """
     done = True
     try:
@@ -281,5 +306,5 @@ async def _supervise(parts: RunComponents) -> bool:
         parts.old_logps.close()
         if done:
             await parts.engine.close()
-        parts.log.close()
+            parts.log.close()
     return done

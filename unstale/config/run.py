@@ -65,6 +65,8 @@ class RunConfig(Section):
     """Experiment trackers that receive metrics and texts, such as `wandb,tensorboard`
     (docs/trackers.md).
     """
+    prometheus_port: Annotated[int, Range(0, 65535)] = 0
+    """`trackers = "prometheus"`: port of the metrics on loopback; 0 takes a free one."""
     deterministic: bool = False
     """Make two runs of the same configuration bitwise equal. It uses a virtual clock and one
     thread, and the engine waits for the trainer.
@@ -97,6 +99,8 @@ class RunConfig(Section):
         return variables
 
     def applies(self, option: str) -> bool:
+        if option == "prometheus_port":
+            return "prometheus" in self.trackers
         return option not in ("policy_download", "chat_template_kwargs") or self.policy != "base"
 
     def check_combination(self) -> None:

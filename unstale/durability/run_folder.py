@@ -145,6 +145,11 @@ class RunLog:
         log._start -= max((float(row.get("time", 0.0)) for row in events), default=0.0)
         return log
 
+    def discard(self) -> None:
+        """Remove what `create` wrote, so that another run can take the folder."""
+        self.close()
+        (self.path / CONFIG).unlink()
+
     def rewind(self, metrics: Iterable[Mapping[str, Any]]) -> None:
         """Replace the content of `metrics.jsonl` by these rows, which come from the journal."""
         self.close()

@@ -1,7 +1,8 @@
 """The log of the training loop. It writes to run folder, journal, terminal and trackers."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from unstale.durability.run_folder import METRICS, RunLog, read_jsonl
@@ -30,23 +31,35 @@ class EventLog(Protocol):
     def event(self, kind: str, **fields: Any) -> None: ...
 
 
+@dataclass(frozen=True, slots=True)
+class Outputs:
+    """The receivers of a run's metrics beside its journal."""
+
+    log: RunLog
+    watcher: Watcher
+    trackers: Trackers = field(default_factory=Trackers)
+
+
 class Recorder:
     """The log of the training loop. The journal gets every event but spans."""
 
     def __init__(
         self,
-        log: RunLog,
-        watcher: Watcher,
+        outputs: Outputs,
         *,
         journal: EventLog | None = None,
-        trackers: Trackers | None = None,
+        decode: Callable[[list[int]], str] = str,
     ) -> None:
-        """The checks of training health continue from the metrics in the run folder."""
-        self._log = log
-        self._watcher = watcher
+        """The checks of training health continue from the metrics in the run folder.
+
+        `decode` turns tokens into text.
+        """
+        self._log = outputs.log
+        self._watcher = outputs.watcher
         self._journal = journal
-        self._trackers = trackers or Trackers()
-        self._health = examine(read_jsonl(log.path / METRICS))
+        self._trackers = outputs.trackers
+        self._decode = decode
+        self._health = examine(read_jsonl(self._log.path / METRICS))
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
         row = {"time_s": round(self._log.seconds, 3), **metrics}
@@ -62,7 +75,7 @@ class Recorder:
 
     def sample(self, step: int, groups: "Sequence[Group]") -> None:
         """Send an episode of a batch to the trackers as text, at some steps."""
-        self._trackers.sample(step, groups)
+        self._trackers.sample(step, groups, self._decode)
 
     def close(self) -> None:
         """Close the trackers. The caller that opened journal and run folder closes these."""

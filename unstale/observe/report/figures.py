@@ -73,7 +73,7 @@ def over_steps(  # noqa: PLR0913
         return gap(title, missing)
     y = y or Axis(label="", low=0, high=_top(v for line in drawn for _, v in line.points))
     plot = line_plot(drawn, steps_axis(run), y, label=title)
-    return figure(title, about, plot, keys=[(line.colour, line.key or line.name) for line in lines])
+    return figure(title, about, plot, keys=[(line.colour, line.key or line.name) for line in drawn])
 
 
 def learning(run: Gathered) -> Markup:
@@ -103,7 +103,7 @@ def learning(run: Gathered) -> Markup:
         lines.append(
             Series(
                 name="held-out",
-                colour="good" if run.improved else "wait",
+                colour="good" if run.improved else "plain",
                 points=[(float(e.step), e.success) for e in run.evaluations],
                 intervals=[e.interval for e in run.evaluations] if counted else [],
                 dots=True,
@@ -173,9 +173,10 @@ def curves(run: Gathered) -> list[Markup]:
 
 
 def _fitted_axis(values: Sequence[float]) -> Axis:
-    """Return an axis that holds the values and 0."""
+    """Return an axis that holds the values and 0, up to 1 if all are 0."""
     low, high = min(0.0, *values), max(0.0, *values)
-    space = 0.08 * (high - low) or 1e-9
+    high = high if high > low else 1.0
+    space = 0.08 * (high - low)
     return Axis(label="", low=low - space * (low < 0), high=high + space * (high > 0))
 
 

@@ -34,6 +34,7 @@ from unstale.observe.report.words import (
 )
 
 MAX_REASONS = 20
+UNBROKEN = "\N{NO-BREAK SPACE}"
 CHOICES = ("early success", "early failure", "late success", "late failure")
 
 
@@ -130,10 +131,11 @@ def status(run: Gathered) -> tuple[str, str]:
 
 def _end(run: Gathered) -> str:
     """Return the reason why the run ended, or an empty string if it is not known."""
-    if not run.stopped:
-        return ""
-    words = [str(run.stopped.get(name, ""))[:300] for name in ("reason", "detail")]
-    return ": ".join(filter(None, words))
+    reason, detail = (str(run.stopped.get(name, ""))[:300] for name in ("reason", "detail"))
+    if reason == "failed":
+        return f"The run failed: {detail}" if detail else ""
+    ended = f"Ended by {reason}; {detail}" if reason == "Ctrl-C" else f"Ended: {detail or reason}"
+    return ended if reason else ""
 
 
 def _outcome(run: Gathered) -> Mapping[str, Any] | None:
@@ -144,7 +146,8 @@ def _outcome(run: Gathered) -> Mapping[str, Any] | None:
     if run.evaluations:
         first, last = run.evaluations[0], run.evaluations[-1]
         if first is last:
-            note = f"success on held-out tasks after {first.step} steps (one evaluation)"
+            when = f"after {first.step} steps" if first.step else "before training"
+            note = f"success on held-out tasks {when} (one evaluation)"
             return {"shares": [_share(first)], "note": note, "better": False}
         tasks = f"{last.tasks} held-out tasks" if last.tasks else "held-out tasks"
         begin = f"after {first.step} steps" if first.step else "before training"
@@ -162,7 +165,8 @@ def _outcome(run: Gathered) -> Mapping[str, Any] | None:
 
 def _share(evaluation: HeldOutSuccess) -> tuple[str, str]:
     low, high = evaluation.interval
-    interval = f"95% interval {percent(low, 1)} to {percent(high, 1)}" if evaluation.tasks else ""
+    bounds = f"{percent(low, 1)}{UNBROKEN}to{UNBROKEN}{percent(high, 1)}"
+    interval = f"95% interval {bounds}" if evaluation.tasks else ""
     return percent(evaluation.success, 1), interval
 
 
@@ -174,7 +178,7 @@ def _facts(run: Gathered) -> list[str]:
         *([env] if env != recipe else []),
         f"seed {run.setting('seed', '?')}",
         f"{run.steps} of {run.planned or '?'} steps",
-        duration(run.seconds),
+        duration(run.seconds).replace(" ", UNBROKEN),
     ]
 
 

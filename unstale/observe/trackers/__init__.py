@@ -15,11 +15,12 @@ import re
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from unstale.config import ConfigError, install, nearest
 
@@ -59,6 +60,8 @@ class TrackedRun:
     """The run folder. Its name is the run's name."""
     config: Mapping[str, Any]
     """All options, as in `config.json`."""
+    note: Callable[[str], None] = lambda text: None
+    """Prints a line on the terminal of the run."""
 
     def stored_id(self, tracker: str) -> str:
         """Return the tracker's identifier of this run, or "" if the run is new to it."""
@@ -105,13 +108,23 @@ class Trackers:
     """The open trackers of a run. One thread writes to them, so a slow server delays no step."""
 
     sinks: dict[str, Sink] = field(default_factory=dict)
-    decode: Callable[[list[int]], str] = str
-    """Turns tokens into text."""
     _thread: ThreadPoolExecutor = field(
         default_factory=partial(ThreadPoolExecutor, 1, "trackers"), init=False
     )
     _calls: deque[tuple[str, Future[None]]] = field(default_factory=deque, init=False)
     """Calls whose outcome is not known yet."""
+    _is_closed: bool = field(default=False, init=False)
+
+    @classmethod
+    def open(cls, option: str, run: TrackedRun) -> Self:
+        """Open the trackers in the option `trackers`. Raises `ConfigError` if one cannot be."""
+        sinks = {}
+        with ExitStack() as opened:
+            for name, make in find_trackers(option).items():
+                sinks[name] = make(run)
+                opened.callback(sinks[name].close)
+            opened.pop_all()
+        return cls(sinks)
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Send the metrics of a step that are finite numbers."""
@@ -122,14 +135,16 @@ class Trackers:
         }
         self._call(lambda sink: sink.write(step, numbers))
 
-    def sample(self, step: int, groups: "Sequence[Group]") -> None:
+    def sample(
+        self, step: int, groups: "Sequence[Group]", decode: Callable[[list[int]], str]
+    ) -> None:
         """Send an episode of the batch as text, at every `TEXT_EVERY`th step."""
         episodes = [episode for group in groups for episode in group.trajectories]
         if not self.sinks or not episodes or step % TEXT_EVERY != 1:
             return
         episode = episodes[0]
         about = f"task {episode.task.key}, reward {episode.reward:g}, stop: {episode.stop}"
-        text = f"{about}\n\n{self.decode(list(episode.tokens))}"
+        text = f"{about}\n\n{decode(list(episode.tokens))}"
         self._call(lambda sink: sink.text(step, "sample", text))
 
     def failures(self) -> Iterator[tuple[str, BaseException]]:
@@ -141,9 +156,11 @@ class Trackers:
                 yield name, error
 
     def close(self) -> None:
-        """Close the trackers after all that was sent is written."""
-        self._call(lambda sink: sink.close())
-        self._thread.shutdown()
+        """Close the trackers after all that was sent is written. A second call does nothing."""
+        if not self._is_closed:
+            self._is_closed = True
+            self._call(lambda sink: sink.close())
+            self._thread.shutdown()
 
     def _call(self, action: Callable[[Sink], None]) -> None:
         for name, sink in self.sinks.items():

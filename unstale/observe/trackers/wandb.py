@@ -31,7 +31,7 @@ def open_sink(package: Any, run: TrackedRun) -> Sink:
         )
     except package.errors.Error as error:
         raise ConfigError(
-            f"trackers: wandb cannot start: {error}. Run `wandb login`, or set WANDB_MODE=offline"
+            f"trackers: wandb cannot start: {str(error).rstrip('.')}. Or set WANDB_MODE=offline"
         ) from error
     run.store_id("wandb", identifier)
     # Steps may repeat after a resume, which wandb's own step counter does not allow.

@@ -1,0 +1,125 @@
+"""Prometheus: the newest metrics of a run as text, at a port of this machine.
+
+A Prometheus server on the same machine fetches them from http://127.0.0.1:PORT/metrics. The page
+needs no key and holds figures only, no sample texts. The last page of a run is gone when it ends.
+"""
+
+import re
+import socket
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Any
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
+
+from unstale.config import ConfigError
+from unstale.observe.trackers import Sink, TrackedRun
+
+PACKAGE = "prometheus_client"
+HOST = "127.0.0.1"
+SILENT_S = 2.0
+"""Seconds without data after which a connection is closed. Local clients send at once."""
+LOOK_S = 0.5
+"""Seconds between two looks of the server at whether it must stop."""
+
+
+def open_sink(package: Any, run: TrackedRun) -> Sink:
+    """Serve the metrics at `prometheus_port`. Raises `ConfigError` if the port cannot be used."""
+    gauges = RunGauges(package)
+    port = run.config.get("prometheus_port", 0)
+    try:
+        server = _Server(port, package.make_wsgi_app(gauges.registry))
+    except OSError as error:
+        raise ConfigError(
+            f"trackers: prometheus cannot use port {port} of {HOST}: {error.strerror}. Choose "
+            "another --prometheus_port, or 0 for a free one"
+        ) from error
+    run.note(f"metrics for Prometheus are at http://{HOST}:{server.server_port}/metrics")
+    return _Prometheus(run.folder.name, gauges, server)
+
+
+class RunGauges:
+    """The newest metrics of one or more runs, as gauges in a registry of `prometheus_client`.
+
+    The metric `reward/mean` of the run `first` becomes
+    `unstale_reward_mean{metric="reward/mean",run="first"}`.
+    """
+
+    def __init__(self, package: Any) -> None:
+        self.registry = package.CollectorRegistry()
+        self._make_gauge = package.Gauge
+        self._gauges: dict[str, Any] = {}
+
+    def update(self, run: str, step: int, metrics: Mapping[str, float]) -> None:
+        """Set the metrics of a run's step. A metric that the step lacks keeps its value."""
+        for metric, value in {"step": step, **metrics}.items():
+            name = "unstale_" + re.sub(r"\W", "_", metric, flags=re.ASCII)
+            if name not in self._gauges:
+                about = "Newest value of the metric. Its name is in the label, see docs/metrics.md."
+                labels = ("metric", "run")
+                self._gauges[name] = self._make_gauge(name, about, labels, registry=self.registry)
+            self._gauges[name].labels(metric=metric, run=run).set(value)
+
+
+class _Prometheus:
+    """The tracker of one run, with a thread that answers requests."""
+
+    def __init__(self, run: str, gauges: RunGauges, server: "_Server") -> None:
+        self._run = run
+        self._gauges = gauges
+        self._server = server
+        self._thread = threading.Thread(target=server.serve, name="prometheus")
+        self._thread.start()
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._gauges.update(self._run, step, metrics)
+
+    def text(self, step: int, name: str, text: str) -> None:
+        """Do nothing: Prometheus holds numbers only."""
+
+    def close(self) -> None:
+        self._server.stop()
+        self._thread.join()
+        self._server.server_close()
+
+
+class _Handler(WSGIRequestHandler):
+    timeout = SILENT_S
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Print nothing: the terminal belongs to the run."""
+
+
+class _Server(WSGIServer):
+    """A server that answers one request at a time, so idle connections cost one descriptor."""
+
+    timeout = LOOK_S
+
+    def __init__(self, port: int, app: Callable[..., Any]) -> None:
+        super().__init__((HOST, port), _Handler)
+        self.set_app(app)
+        self._stopping = threading.Event()
+        self._connection: socket.socket | None = None
+
+    def serve(self) -> None:
+        """Answer requests until `stop` is called."""
+        while not self._stopping.is_set():
+            self.handle_request()
+
+    def stop(self) -> None:
+        """End `serve` soon, also while a client is slow."""
+        self._stopping.set()
+        if self._connection:
+            with suppress(OSError):
+                self._connection.shutdown(socket.SHUT_RDWR)
+
+    def get_request(self) -> tuple[socket.socket, Any]:
+        """Accept a connection. Raises `OSError`, which the caller expects, after `stop`."""
+        self._connection, address = super().get_request()
+        if self._stopping.is_set():
+            self._connection.close()
+            raise OSError("the server stops")
+        return self._connection, address
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Print nothing: a client that breaks off is no error of the run."""
