@@ -5,6 +5,7 @@ link and anchor exists, every command, public name and option is explained.
 """
 
 import re
+import shlex
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
@@ -16,7 +17,7 @@ import yaml
 import unstale
 from tools import options_page
 from tools.check_site import problems
-from unstale.cli.main import make_parser
+from unstale.cli.main import make_parser, parse
 from unstale.cli.recipe_options import option_names
 from unstale.config.options import options
 
@@ -130,3 +131,31 @@ def test_the_checker_reads_style_sheets(tmp_path: Path) -> None:
     (tmp_path / "index.html").write_text("<h1>one</h1>")
     (tmp_path / "a.css").write_text("@font-face { src: url('https://elsewhere.org/a.woff2') }")
     assert "a.css loads https://elsewhere.org/a.woff2" in next(iter(problems(tmp_path)))
+
+
+def commands() -> Iterator[tuple[str, list[str]]]:
+    """Yield the commands in the shell blocks of the docs, each with its page."""
+    for page in PAGES:
+        blocks = re.findall(
+            r"^```(?:sh|bash)\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE
+        )
+        for line in "".join(blocks).replace("\\\n", " ").splitlines():
+            words = shlex.split(line, comments=True)
+            end = next((at for at, word in enumerate(words) if word in ("|", ">", "#")), None)
+            yield page.name, words[:end]
+
+
+def test_every_command_in_the_docs_is_accepted() -> None:
+    """Each is parsed, not run: the verb, its arguments and every option exist."""
+    unstale_commands = [words for _, words in commands() if words[:1] == ["unstale"]]
+    assert len(unstale_commands) > 80
+    for words in unstale_commands:
+        if "--help" not in words and "--version" not in words:
+            parse(words[1:])
+
+
+def test_every_target_of_make_in_the_docs_exists() -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    used = {words[1] for _, words in commands() if words[:1] == ["make"]}
+    used |= {name for page in PAGES for name in re.findall(r"`make ([a-z-]+)", page.read_text())}
+    assert {"docs", "bench-generate"} <= used <= targets
