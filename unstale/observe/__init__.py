@@ -1,4 +1,4 @@
-"""Watching a run: its log, the live display, the report. Nothing here imports torch."""
+"""Observation of a run: its log, the live display, trackers and the report. Imports no torch."""
 
 from __future__ import annotations
 
@@ -6,35 +6,41 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol
 
-if TYPE_CHECKING:  # records import torch
+if TYPE_CHECKING:  # `records` imports torch
     from unstale.records import Group
 
 
 class RunRecorder(Protocol):
-    """The part of `recorder.Recorder` that the loop calls."""
+    """The methods of `recorder.Recorder` that the training loop calls."""
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Write the metrics row of a step."""
+        """Write the metrics of a step."""
         ...
 
     def sample(self, step: int, groups: "Sequence[Group]") -> None:
-        """Offer the episodes of a batch to the trackers, which show one of them as text."""
+        """Offer the episodes of a batch to the experiment trackers, which show one as text."""
         ...
 
     def event(self, kind: str, **fields: Any) -> None: ...
 
     def phase(self, text: str, *, done: int = 0, total: int = 0) -> None:
-        """Show the current activity in the live display."""
+        """Show in the live display what the run does now."""
         ...
 
     def span(self, lane: str, label: str) -> AbstractContextManager[None]:
-        """Record when the block starts and ends, for a lane (row) of the timeline."""
+        """Return a context that records when its body starts and ends.
+
+        `lane` is the row of the report's timeline that shows it.
+        """
         ...
 
     def learnt(
         self, step: int, *, points: Iterable[Mapping[str, Any]], events: Iterable[Mapping[str, Any]]
     ) -> None:
-        """Record the ratios of some tokens of a batch, and events of the old_logp route."""
+        """Record the ratios D and S of some tokens of a batch, and the route's events.
+
+        A route is a method to compute old log-probabilities.
+        """
         ...
 
     def close(self) -> None: ...

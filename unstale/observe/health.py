@@ -8,25 +8,31 @@ from typing import Any
 from unstale.observe.report.words import amount, number, percent
 
 IN_A_ROW = 3
-"""Batches after which a sign counts that a single small batch may show by chance."""
+"""Number of batches in a row after which a sign counts. A single small batch may show the sign by
+chance.
+"""
 
 COLLAPSED, NO_ENTROPY = 0.1, 1e-3
-"""Entropy has collapsed below this share of its first value, or below this many nats per token."""
+"""The entropy has collapsed if it is below this share of its first value, or below this many nats
+per token.
+"""
 
 Row = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """A sign that a batch teaches nothing or too little."""
+    """A sign in the metrics that a batch teaches nothing or too little."""
 
     name: str
     title: str
-    """What is sound if the check does not fail."""
+    """What is right about the run if the sign is absent, as a heading."""
     holds: Callable[[Row, float], bool]
-    """Returns True for the row of a batch with the sign; the second argument is `first_entropy`."""
+    """A function that returns True if the metrics of a step show the sign. Its second argument is
+    `first_entropy`.
+    """
     text: str
-    """What was found, and what to do. Metrics are filled in by `_fill`."""
+    """What was found and what to do, as text. `_fill` inserts metrics."""
     in_a_row: int = IN_A_ROW
 
 
@@ -37,13 +43,13 @@ class Finding:
     name: str
     text: str
     step: int
-    """The first step of the batches that made the check fail."""
+    """The first step of the batches because of which the check failed."""
     steps: int
     """Number of steps with the sign, over the whole run."""
 
 
 def _value(row: Row, name: str) -> float:
-    """Return a metric, or NaN, which no comparison below accepts."""
+    """Return a metric, or NaN if it is missing. All comparisons with NaN are false."""
     value = number(row.get(name))
     return math.nan if value is None else value
 
@@ -102,17 +108,17 @@ CHECKS = (
 
 @dataclass(slots=True)
 class TrainingHealth:
-    """The checks of a run, updated with the metrics of each step in turn."""
+    """The checks of a run. They are updated with the metrics of each step in order."""
 
     findings: dict[str, Finding] = field(default_factory=dict)
-    """The checks that failed, by name, in the order in which they did."""
+    """The checks that failed, by name, in the order in which they failed."""
     first_entropy: float = math.nan
-    """Mean entropy of the first steps; NaN until they are known."""
+    """Mean entropy of the first steps in nats. NaN until they are known."""
     _entropies: list[float] = field(default_factory=list)
     _streaks: dict[str, int] = field(default_factory=dict)
 
     def update(self, row: Row) -> list[Finding]:
-        """Add the metrics of a step. Return the checks that fail for the first time."""
+        """Add the metrics of a step. Return the checks that fail now for the first time."""
         step = int(number(row.get("step")) or 0)
         if step < 1:
             return []
@@ -138,7 +144,7 @@ class TrainingHealth:
 
 
 def examine(rows: Iterable[Row]) -> TrainingHealth:
-    """Return the health of a run from its metrics, one row per step in order."""
+    """Return the checks of a run from its metrics, one row per step in order."""
     health = TrainingHealth()
     for row in rows:
         health.update(row)
@@ -146,7 +152,7 @@ def examine(rows: Iterable[Row]) -> TrainingHealth:
 
 
 def _fill(text: str, row: Row) -> str:
-    """Fill in the metrics that a text names in braces. Shares become percentages."""
+    """Insert metrics where a text names them in braces. Shares become percentages."""
     for name, value in row.items():
         if f"{{{name}}}" in text:
             shown = percent(number(value)) if name.endswith("_share") else amount(number(value))

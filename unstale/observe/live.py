@@ -1,4 +1,4 @@
-"""Show a run while it trains: a panel on a terminal, one plain line per step elsewhere."""
+"""Show a run while it trains: a panel on a terminal, and otherwise one plain line per step."""
 
 import threading
 import time
@@ -20,11 +20,11 @@ from unstale.observe.report.words import NONE, amount, duration, number, percent
 
 HISTORY = 400
 RECENT = 5
-"""Steps over which current values are averaged."""
+"""Number of steps over which present values are averaged."""
 WIDE = 100
-"""Terminal width from which the two blocks are placed side by side."""
+"""Width of a terminal, in characters, from which the two parts of the panel are side by side."""
 ROOMY = 30
-"""Terminal height from which empty lines separate the blocks."""
+"""Height of a terminal, in lines, from which empty lines separate the parts of the panel."""
 GENERATION, TRAINING, GOOD, WARN, QUIET = "cyan", "magenta", "green", "yellow", "bright_black"
 _BARS = " ▁▂▃▄▅▆▇█"
 
@@ -32,7 +32,7 @@ _BARS = " ▁▂▃▄▅▆▇█"
 def sparkline(
     values: Sequence[float], width: int, low: float | None = None, high: float | None = None
 ) -> str:
-    """Return the values as a row of bars. More than `width` values are averaged.
+    """Return the values as a row of bars. If there are more than `width`, neighbours are averaged.
 
     >>> sparkline([0.0, 0.5, 1.0], 8, low=0.0, high=1.0)
     '▁▅█'
@@ -52,9 +52,9 @@ def sparkline(
 
 
 class LiveDisplay:
-    """A live display of a run: a panel on a terminal, and plain lines elsewhere.
+    """A display of a run while it trains: a panel on a terminal, and otherwise plain lines.
 
-    Without a terminal it prints a line at least every `quiet_s` seconds.
+    Without a terminal, a line is printed at least every `quiet_s` seconds.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class LiveDisplay:
             self._heart = None
 
     def update(self, metrics: Mapping[str, Any]) -> None:
-        """Show the metrics of a finished step. Keys are those of `metrics.jsonl`."""
+        """Show the metrics of a finished step. The names are those of `metrics.jsonl`."""
         with self._lock:
             self._phase = ("", 0, 0)
             now = self._clock()
@@ -117,12 +117,12 @@ class LiveDisplay:
             self._last_step = now
 
     def note(self, text: str) -> None:
-        """Print a line that stays above the panel."""
+        """Print a line of text that stays above the panel."""
         with self._lock:
             live = self._live
             if live is None:
                 self._print(text)
-        # Outside the lock: rich holds its own lock while it requests the panel.
+        # Outside of the lock, because rich holds a lock while it asks for the panel.
         if live is not None:
             live.console.print(Text.assemble(("• ", GENERATION), _one_line(text)))
 
@@ -141,7 +141,7 @@ class LiveDisplay:
                 self._print(self._phase_text())
 
     def panel(self) -> RenderableType:
-        """Return the panel with its current content."""
+        """Return the panel with its present content."""
         with self._lock:
             roomy = self.console.height >= ROOMY
             spacing = [Text()] if roomy else []
@@ -192,7 +192,7 @@ class LiveDisplay:
         self.console.print(line, markup=False, emoji=False, highlight=False, soft_wrap=True)
 
     def _beat(self) -> None:
-        """Print a line after `quiet_s` seconds without output, until the display ends."""
+        """Print a line after `quiet_s` seconds without output. Repeat until the display ends."""
         while not self._stopped.wait(max(0.05, self._quiet_s - self._silent_for())):
             with self._lock:
                 if self._silent_for() >= self._quiet_s:
@@ -202,7 +202,10 @@ class LiveDisplay:
 
 
 def _one_line(text: str) -> str:
-    """Return text in one line. Control characters, which could alter the terminal, are shown."""
+    """Return text in one line.
+
+    Control characters, which could alter the terminal, become visible.
+    """
     return show_controls(text).replace("\n", " ").replace("\t", " ")
 
 
@@ -339,7 +342,7 @@ def _small(value: float | None) -> str:
 
 
 def _pace(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
-    """Return the tokens per second and busy shares of engine and trainer, and the bottleneck."""
+    """Return the speed of engine and trainer, their busy shares, and the bottleneck of the run."""
     wait = waiting(rows[-RECENT - 1 :])
     grid = Table.grid(
         Column(no_wrap=True, width=8, style="bold"),
@@ -375,7 +378,7 @@ def _pace(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
 
 
 def _line(rows: Sequence[Mapping[str, Any]], config: RunConfig, took: float) -> str:
-    """Return the log line of one step."""
+    """Return the line that is printed for one step."""
     row = rows[-1]
     step, held_out = int(number(row.get("step")) or 0), number(row.get("eval/success_rate"))
     parts = [f"step {step}/{config.steps}"]

@@ -1,4 +1,4 @@
-"""The log of the training loop. It writes to run folder, journal, terminal and trackers."""
+"""The log of the training loop, which writes to run folder, journal, terminal and trackers."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -9,12 +9,12 @@ from unstale.durability.run_folder import METRICS, RunLog, read_jsonl
 from unstale.observe.health import examine
 from unstale.observe.trackers import Trackers
 
-if TYPE_CHECKING:  # records import torch, which a report does not need
+if TYPE_CHECKING:  # `records` imports torch, which a report does not need
     from unstale.records import Failure, Group
 
 
 class Watcher(Protocol):
-    """The part of the live display that the recorder calls."""
+    """The methods of the live display that the recorder calls."""
 
     def update(self, metrics: Mapping[str, Any]) -> None: ...
 
@@ -24,7 +24,7 @@ class Watcher(Protocol):
 
 
 class EventLog(Protocol):
-    """The part of the journal that the recorder calls."""
+    """The methods of the journal that the recorder calls."""
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None: ...
 
@@ -41,7 +41,10 @@ class Outputs:
 
 
 class Recorder:
-    """The log of the training loop. The journal gets every event but spans."""
+    """Writes the log of the training loop.
+
+    The journal gets every event except the times of activities (spans).
+    """
 
     def __init__(
         self,
@@ -78,7 +81,7 @@ class Recorder:
         self._trackers.sample(step, groups, self._decode)
 
     def close(self) -> None:
-        """Close the trackers. The caller that opened journal and run folder closes these."""
+        """Close the trackers. Journal and run folder are closed by the caller who opened them."""
         self._trackers.close()
         self._report_failed_trackers()
 
@@ -94,19 +97,22 @@ class Recorder:
             self._journal.event(kind, **fields)
 
     def phase(self, text: str, *, done: int = 0, total: int = 0) -> None:
-        """Show the current activity on the live display."""
+        """Show on the live display what the run does now."""
         self._watcher.phase(text, done, total)
 
     @contextmanager
     def span(self, lane: str, label: str) -> Iterator[None]:
-        """Record when the block starts and ends, for a lane (row) of the timeline."""
+        """Record when the body of the context starts and ends.
+
+        `lane` is the row of the report's timeline that shows it.
+        """
         with self._log.span(lane, label):
             yield
 
     def learnt(
         self, step: int, *, points: Iterable[Mapping[str, Any]], events: Iterable[Mapping[str, Any]]
     ) -> None:
-        """Record sampled tokens of a step in the journal and log the route's events."""
+        """Record sampled tokens of a step in the journal, and log events of the old-logit route."""
         points = list(points)
         tokens = [point for point in points if "true_log_d" not in point]
         audited = [point for point in points if "true_log_d" in point]
@@ -117,14 +123,17 @@ class Recorder:
             self.event(step=step, **event)
 
     def failure(self, episode: int, failure: "Failure", final: bool) -> None:
-        """Log an episode whose environment failed. It is tried again unless `final` is True."""
+        """Log an episode whose environment failed. Unless `final` is True, it is tried again."""
         self.event("episode_failed", episode=episode, final=final, **_describe(failure))
         self._watcher.note(
             f"episode {episode} of {failure.task.key} failed in {failure.stage}: {failure.error}"
         )
 
     def blocked(self, name: str, seconds: float) -> None:
-        """Log user code that blocked the event loop. Not in the journal: runs differ in it."""
+        """Log user code that blocked the event loop.
+
+        The journal does not get it, because equal deterministic runs may differ in it.
+        """
         self._log.event("loop_blocked", by=name, duration_s=round(seconds, 3))
         self._watcher.note(
             f"{name} blocked all episodes for {seconds:.1f} s: make it a plain function, "
@@ -132,7 +141,7 @@ class Recorder:
         )
 
     def restarted(self, episode: int, failure: "Failure") -> None:
-        """Log an episode that restarts, because replaying it after a resume gave another text."""
+        """Log an episode that starts again, because it could not be replayed after a resume."""
         self.event("episode_restarted", episode=episode, **_describe(failure))
         self._watcher.note(
             f"episode {episode} of {failure.task.key} was restarted: {failure.error}"
@@ -140,7 +149,7 @@ class Recorder:
 
 
 def _to_columns(rows: Sequence[Mapping[str, float]]) -> dict[str, list[float]]:
-    """Turn rows with equal keys into columns. Six significant digits save space."""
+    """Turn rows with equal keys into columns. Six significant digits are kept, to save space."""
     if not rows:
         return {}
     return {name: [float(f"{row[name]:.6g}") for row in rows] for name in rows[0]}

@@ -8,7 +8,7 @@ from scipy.special import stdtrit
 def wilson(share: float, number: int) -> tuple[float, float]:
     """Return the 95% interval of a share of `number` trials (Wilson 1927).
 
-    For the mean of numbers between 0 and 1 it is an upper bound of the interval.
+    If the share is a mean of numbers between 0 and 1, the true interval is at most as wide.
 
     >>> low, high = wilson(0.5, 256)
     >>> round(low, 4), round(high, 4)
@@ -22,7 +22,7 @@ def wilson(share: float, number: int) -> tuple[float, float]:
 
 
 def student_t975(freedom: int) -> float:
-    """Return the 97.5% quantile of Student's t distribution.
+    """Return the 97.5% quantile of Student's t distribution with `freedom` degrees of freedom.
 
     >>> round(student_t975(4), 4)
     2.7764

@@ -1,1 +1,1 @@
-"""The HTML report of a run and of a comparison."""
+"""The HTML reports: of a run, and of a comparison of runs."""

@@ -1,7 +1,7 @@
-"""Render the audit: how far a route's old_logp is from the true one.
+"""The report's section on the audit: how far the route's old_logp is from the true one.
 
-A route is a way to compute old_logp. The true old_logp is scored by a full copy of the version that
-sampled the token.
+A route is a method to compute old_logp. The true old_logp is computed with a full copy of the
+version of the weights that sampled the token.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -32,7 +32,7 @@ TITLE = "Audit of the old log-probabilities"
 
 
 class Column(NamedTuple):
-    """A column of the table of routes. A terminal shows only the `brief` columns."""
+    """A column of the table of routes. A terminal shows only the columns with `brief`."""
 
     name: str
     about: str = ""
@@ -66,7 +66,7 @@ COLUMNS = (
 
 
 def cells(row: Mapping[str, Any]) -> list[str]:
-    """Return a row of the table of routes as text, one entry per column of `COLUMNS`."""
+    """Return a row of the table of routes as text, with one entry for each of `COLUMNS`."""
     costs = mapping(row.get("costs"))
     forward_tokens = number(costs.get("forward_tokens"))
     memory_bytes = number(costs.get("memory_bytes"))
@@ -97,10 +97,10 @@ def _with_error(row: Mapping[str, Any], name: str, show: Any) -> str:
 
 
 def audit(run: Gathered) -> Markup:
-    """Render the section on the audit.
+    """Return the section on the audit as HTML.
 
-    `during` holds the figures that the run measured for its own route while it trained. `after`
-    holds those of `unstale audit`, which scores the same tokens with all routes.
+    Its first part has figures that the run measured for its own route during training. Its second
+    part has the results of `unstale audit`, which scores the same tokens with all routes.
     """
     during = after = None
     if run.series("audit/tokens"):
@@ -166,7 +166,7 @@ def _last_f1(run: Gathered, threshold: str) -> str:
 
 
 def _facets(clouds: Sequence[tuple[str, Sequence[Point]]]) -> Markup:
-    """Return one density plot of log D against log S per name, all with the same axes."""
+    """Return one density plot of log D against log S for each name, all with the same axes."""
     x, y = density_axes([point for _, cloud in clouds for point in cloud])
     zero = Guides(x=(0,), y=(0,))
     facets = [
@@ -177,7 +177,7 @@ def _facets(clouds: Sequence[tuple[str, Sequence[Point]]]) -> Markup:
 
 
 def _after(run: Gathered) -> dict[str, Any]:
-    """Return the table and the figures of an audit by `unstale audit`."""
+    """Return the values for the second part: the table and the plots of `unstale audit`."""
     routes = records(run.audit.get("routes"), MAX_ROUTES)
     tokens, steps, noise = (
         amount(number(run.audit.get(name))) for name in ("tokens", "steps", "noise")

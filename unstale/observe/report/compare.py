@@ -1,9 +1,9 @@
-"""Read the runs of a comparison and reduce them to means over seeds with 95% intervals.
+"""Read the runs of a comparison. Compute means over seeds with 95% intervals.
 
-An arm is one configuration, trained with several seeds. Only finished runs count. Training time is
-the time since the start of the first step without evaluations. Intervals are over seeds (Student's
-t), and differences are between runs with the same seed. This module does not import torch, so that
-the page can be written on another machine.
+An arm is one configuration that was trained with several seeds. Only finished runs count. Training
+time is the time since the start of the first step, without evaluations. Intervals are over seeds
+(Student's t). Differences are between runs with the same seed. This module does not import torch,
+so the page can be written on another machine.
 """
 
 import json
@@ -23,7 +23,9 @@ from unstale.observe.statistics import student_t975
 
 PLAN, LAUNCHES = "plan.json", "launches.jsonl"
 EXACT = "snapshot_old"
-"""Reference arm of the comparison. Without it, the first arm is the reference."""
+"""Name of the arm with which others are compared. Without an arm of this name, it is the first
+arm.
+"""
 SUCCESS, STALENESS = "rollout/success_rate", "schedule/staleness_mean"
 KEPT, CLIPPED, EXACT_SHARE = (
     "correction/kept_share",
@@ -53,7 +55,7 @@ class SeedMean:
 
 
 def mean_over_seeds(values: Iterable[float | None]) -> SeedMean | None:
-    """Return the mean of the values that are not None, with its interval.
+    """Return the mean of the values that are not None, with its 95% interval.
 
     >>> print(mean_over_seeds([0.5, None, 0.75, 1.0]))
     0.75 (0.129 to 1.371), n = 3
@@ -71,7 +73,7 @@ def mean_over_seeds(values: Iterable[float | None]) -> SeedMean | None:
 
 
 def ended(folder: Path) -> tuple[str, str]:
-    """Return the state of a run and the last line of its error, which may be empty.
+    """Return the state of a run, and the last line of its error or "".
 
     The state is `finished`, `failed`, `unfinished` or `not begun`.
     """
@@ -89,7 +91,7 @@ def ended(folder: Path) -> tuple[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class TrainingBudget:
-    """An amount of training, in minutes or in action tokens."""
+    """An amount of training, in minutes or in trained tokens."""
 
     unit: Unit
     amount: float
@@ -97,7 +99,7 @@ class TrainingBudget:
 
 @dataclass(frozen=True, slots=True)
 class TrialEvaluation:
-    """An evaluation on held-out tasks, and the amount of training before it."""
+    """An evaluation on held-out tasks, with the amount of training before it."""
 
     step: int
     minutes: float
@@ -107,7 +109,7 @@ class TrialEvaluation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """One run of an arm."""
+    """One run of an arm, which is a configuration trained with several seeds."""
 
     arm: str
     seed: int
@@ -116,14 +118,14 @@ class Trial:
     error: str
     config: Row
     minutes: float | None
-    """Training time, without evaluations."""
+    """Training time in minutes, without evaluations."""
     tokens: float | None
-    """Trained action tokens, or None if they were not recorded."""
+    """Number of sampled tokens that were trained on. None if it was not recorded."""
     evaluations: tuple[TrialEvaluation, ...]
     series: Mapping[str, list[Point]]
-    """Values of each metric in `SERIES`, as (step, value)."""
+    """Values of each metric in `SERIES`, as pairs (step, value)."""
     launch: Row
-    """The line of `launches.jsonl` on the start of this run, or empty."""
+    """The line of `launches.jsonl` about the start of this run. Empty if there is none."""
 
     @property
     def finished(self) -> bool:
@@ -139,12 +141,12 @@ class Trial:
 
     @property
     def collapsed(self) -> bool:
-        """Return True if the final success is less than half of the best."""
+        """True if the success at the end is less than half of the best success."""
         return self.final is not None and self.best is not None and self.final < self.best / 2
 
     @property
     def late(self) -> float | None:
-        """Return the mean rollout success over the last quarter of the steps."""
+        """The mean success in training over the last quarter of the steps."""
         values = [value for _, value in self.series[SUCCESS]]
         return _mean(values[-max(1, len(values) // 4) :])
 
@@ -152,11 +154,11 @@ class Trial:
         return _mean([value for _, value in self.series[name]])
 
     def total(self, unit: Unit) -> float | None:
-        """Return the amount of training of the whole run, or None if it is unknown."""
+        """Return how much the whole run trained, in minutes or tokens. None if it is not known."""
         return self.minutes if unit == "minutes" else self.tokens
 
     def after(self, budget: TrainingBudget) -> float | None:
-        """Return held-out success after a budget, interpolated between two evaluations.
+        """Return the held-out success after an amount of training, interpolated linearly.
 
         The result is None outside the measured range.
         """
@@ -170,7 +172,7 @@ class Trial:
 
 
 def between(points: Sequence[Point], x: float) -> float | None:
-    """Interpolate linearly between points, or return None outside their range.
+    """Interpolate linearly between points. Return None outside their range.
 
     >>> between([(0.0, 0.25), (2.0, 0.5), (4.0, 0.75)], 3.0), between([(0.0, 0.25)], 1.0)
     (0.625, None)
@@ -186,7 +188,7 @@ def _mean(values: Sequence[float]) -> float | None:
 
 
 def read_trial(folder: Path, arm: str, seed: int, launch: Row) -> Trial:
-    """Read the configuration, metrics and events of a run, which may be unfinished."""
+    """Read configuration, metrics and events of a run, which need not be finished."""
     state, error = ended(folder)
     run = RunFolder(folder) if (folder / CONFIG).is_file() else None
     config = run.config() if run else {}
@@ -220,7 +222,7 @@ def read_trial(folder: Path, arm: str, seed: int, launch: Row) -> Trial:
 
 
 def _training_minutes(rows: Sequence[Row], events: Sequence[Row]) -> dict[int, float]:
-    """Return the minutes of training up to each step. Evaluations are not counted."""
+    """Return the minutes of training up to each step, without evaluations."""
     timed = [
         (step_of(row), time) for row in rows if (time := number(row.get("time_s"))) is not None
     ]
@@ -242,7 +244,7 @@ def _training_minutes(rows: Sequence[Row], events: Sequence[Row]) -> dict[int, f
 
 
 def _trained_tokens(rows: Sequence[Row]) -> dict[int, float]:
-    """Return the number of trained action tokens up to each step."""
+    """Return the number of sampled tokens that were trained on up to each step."""
     return dict(
         zip(
             map(step_of, rows),
@@ -254,7 +256,7 @@ def _trained_tokens(rows: Sequence[Row]) -> dict[int, float]:
 
 @dataclass(frozen=True, slots=True)
 class ArmResult:
-    """The runs of one arm, sorted by seed."""
+    """The runs of one arm (a configuration), sorted by seed."""
 
     name: str
     trials: tuple[Trial, ...]
@@ -273,13 +275,13 @@ class ArmResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """A comparison, read from its folder."""
+    """A comparison of several configurations, read from its folder."""
 
     name: str
     arms: tuple[ArmResult, ...]
     commands: tuple[str, ...]
     warnings: Mapping[str, Sequence[str]]
-    """Warnings of the linter by arm. Arms that were not checked are missing."""
+    """Warnings of the linter, by arm. Arms that were not checked are missing."""
 
     @property
     def trials(self) -> list[Trial]:
@@ -296,7 +298,7 @@ class Comparison:
     def budget(self, unit: Unit) -> TrainingBudget | None:
         """Return the largest amount of training that all finished runs reached.
 
-        The result is None if no run recorded it, or for times that cannot be compared.
+        The result is None if a run did not record it, or if times cannot be compared.
         """
         if unit == "minutes" and self.shared_machine:
             return None
@@ -309,7 +311,7 @@ class Comparison:
 
     @property
     def shared_machine(self) -> str:
-        """Return the reason why the times of the runs cannot be compared, or an empty string."""
+        """Return the reason why the times of the runs cannot be compared. Empty if they can."""
         jobs = [number(trial.launch.get("jobs")) for trial in self.finished]
         if not jobs:
             return "No run has finished."
@@ -327,9 +329,9 @@ class Comparison:
         return sorted({str(trial.launch[name]) for trial in self.trials if trial.launch.get(name)})
 
     def versus(self, arm: ArmResult, budget: TrainingBudget | None = None) -> SeedMean | None:
-        """Return the mean difference in held-out success between an arm and the reference.
+        """Return the mean difference in held-out success between an arm and the reference arm.
 
-        Runs with the same seed are paired. The reference itself has no difference.
+        Runs with the same seed are paired. None for the reference arm itself.
         """
         if arm is self.reference:
             return None
@@ -342,11 +344,11 @@ class Comparison:
         )
 
     def success(self, arm: ArmResult, budget: TrainingBudget | None = None) -> SeedMean | None:
-        """Return the mean held-out success at the end, or after a budget of training."""
+        """Return the mean held-out success of an arm, at the end or after an amount of training."""
         return mean_over_seeds(_success(trial, budget) for trial in arm.finished)
 
     def settings(self, name: str) -> list[Any]:
-        """Return the different values of an option in the runs."""
+        """Return the different values that an option has in the runs."""
         values = [flatten(trial.config).get(name) for trial in self.trials if trial.config]
         return list(dict.fromkeys(values))
 
@@ -367,7 +369,7 @@ def _success(trial: Trial, budget: TrainingBudget | None) -> float | None:
 
 
 def grouped(warnings: Mapping[str, Sequence[str]]) -> list[str]:
-    """Return each warning once, with the names of its arms before it.
+    """Return each warning once, with the names of its arms in front.
 
     >>> grouped({"a": ["nothing bounds S"], "b": [], "c": ["nothing bounds S"]})
     ['a, c: nothing bounds S']
@@ -380,7 +382,7 @@ def grouped(warnings: Mapping[str, Sequence[str]]) -> list[str]:
 
 
 def read_comparison(folder: Path) -> Comparison:
-    """Read a comparison. Raise ConfigError if the folder holds no runs of arms."""
+    """Read a comparison. Raises ConfigError if the folder has no runs of arms."""
     path = folder / PLAN
     plan: Row = json.loads(path.read_text("utf-8")) if path.is_file() else {}
     runs = {run["folder"]: (str(run["arm"]), int(run["seed"])) for run in plan.get("runs", [])}

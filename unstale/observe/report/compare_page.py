@@ -1,4 +1,7 @@
-"""Write a comparison as an HTML page, as Markdown tables and as JSON."""
+"""Write a comparison as an HTML page, as Markdown tables and as JSON.
+
+An arm is one configuration that was trained with several seeds.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -42,7 +45,7 @@ HOW = (
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """A table of text. The first column holds the name of the arm."""
+    """A table of text. The first column has the name of the arm."""
 
     head: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
@@ -58,7 +61,8 @@ def tenths(share: float | None) -> str:
 
 
 def spread(mean: SeedMean | None, show: Callable[[float], str] = tenths) -> str:
-    """
+    """Return a mean and its 95% interval as text.
+
     >>> spread(SeedMean(3, 0.7, 0.45, 0.95)), spread(SeedMean(1, 0.7, None, None)), spread(None)
     ('70.0% (45.0% to 95.0%)', '70.0%', '—')
     """
@@ -70,7 +74,7 @@ def spread(mean: SeedMean | None, show: Callable[[float], str] = tenths) -> str:
 
 
 def points(share: float) -> str:
-    """Format a difference of shares in percentage points.
+    """Return a difference of shares as text in percentage points.
 
     >>> points(-0.0312)
     '-3.1'
@@ -82,11 +86,11 @@ UNITS: Mapping[Unit, tuple[str, str, Callable[[float], str]]] = {
     "tokens": ("At equal tokens", "action tokens", amount),
     "minutes": ("At equal wall-clock", "minutes of training", "{:.1f}".format),
 }
-"""Heading, words and number format of a training budget."""
+"""For each unit of a training budget: heading, words and number format."""
 
 
 def equal_steps(comparison: Comparison) -> Table:
-    """Return the table of success at the end of training. All runs have equal steps."""
+    """Return the table of success at the end of training, after equally many steps in all runs."""
     head = ["arm", "runs", "held-out success", f"less {comparison.reference.name}, points", "pairs"]
     head += ["best", "rollouts, last quarter", "collapsed"]
     rows = []
@@ -147,7 +151,7 @@ def lengths(comparison: Comparison) -> str:
 
 
 def conduct(comparison: Comparison) -> Table:
-    """Return the table of mean staleness and of kept, clipped and exact tokens per arm."""
+    """Return the table of mean staleness, and of kept, clipped and exact tokens, by arm."""
     head = ("arm", "staleness", "kept", "clipped", "exact")
     rows = []
     for arm in comparison.arms:
@@ -168,7 +172,7 @@ def _count(mean: SeedMean | None) -> str:
 
 
 def findings(comparison: Comparison) -> list[str]:
-    """Return sentences: which arm is best, then how each differs from the reference."""
+    """Return sentences: which arm is best, and how each differs from the reference arm."""
     ended = [(arm, success) for arm in comparison.arms if (success := comparison.success(arm))]
     if not ended:
         return ["No run has a held-out result."]
@@ -231,7 +235,7 @@ def _all(comparison: Comparison, name: str) -> str:
 
 
 def provenance(comparison: Comparison) -> list[tuple[str, str]]:
-    """Return the recipe, tasks, commit, machine and versions behind the numbers."""
+    """Return recipe, tasks, commit, machine and versions with which the results were measured."""
     facts = [
         (name, ", ".join(comparison.launched(name)) or "not recorded")
         for name in ("commit", "machine", "versions")
@@ -269,7 +273,7 @@ def page(comparison: Comparison) -> str:
 
 
 def _values(comparison: Comparison) -> dict[str, Any]:
-    """Return the values that the page and the Markdown tables share."""
+    """Return the values that the page and the Markdown tables have in common."""
     return {
         "comparison": comparison,
         "findings": findings(comparison),
@@ -357,7 +361,7 @@ def _data(trial: Trial) -> Mapping[str, Any]:
 
 
 def write_comparison(folder: Path) -> Path:
-    """Write the page, the Markdown tables and the JSON results. Return the page's path."""
+    """Write the page, the Markdown tables and the JSON results. Return the path of the page."""
     comparison = read_comparison(folder)
     for name, text in (
         (RESULTS, dumps(results(comparison), indent=2)),
@@ -373,7 +377,7 @@ def _colours(comparison: Comparison) -> dict[str, str]:
 
 
 def _html(comparison: Comparison, shown: Table) -> Markup:
-    """Return the table as HTML, with the colour of each arm before its name."""
+    """Return a table as HTML, with the colour of each arm before its name."""
     colours = _colours(comparison)
     swatch = Markup('<i class="swatch {}"></i>{}')
     rows = [(swatch.format(colours[name], name), *rest) for name, *rest in shown.rows]
@@ -381,7 +385,7 @@ def _html(comparison: Comparison, shown: Table) -> Markup:
 
 
 def _by_unit(comparison: Comparison, budget: TrainingBudget) -> Markup:
-    """Return the plot of success over minutes or tokens, up to a budget."""
+    """Return the plot of success over minutes or tokens, up to an amount that all runs reached."""
     words = UNITS[budget.unit][1]
     curves = _curves(comparison, partial(_up_to, budget=budget))
     return _plot(curves, f"Held-out success over the {words}", words)
@@ -390,7 +394,7 @@ def _by_unit(comparison: Comparison, budget: TrainingBudget) -> Markup:
 def _curves(
     comparison: Comparison, means_of: Callable[[ArmResult], Sequence[tuple[float, SeedMean]]]
 ) -> list[Series]:
-    """Return one line per arm. It has a band of intervals if every point has an interval."""
+    """Return one line per arm. It has a band of 95% intervals if every point has an interval."""
     lines = []
     for arm, colour in zip(comparison.arms, _colours(comparison).values(), strict=True):
         means = means_of(arm)
@@ -413,7 +417,7 @@ def _curves(
 
 
 def _by_step(arm: ArmResult) -> list[tuple[float, SeedMean]]:
-    """Return the mean success at each step where all finished runs of the arm were evaluated."""
+    """Return the mean success at each step at which all finished runs of the arm were evaluated."""
     runs = [
         {evaluation.step: evaluation.success for evaluation in trial.evaluations}
         for trial in arm.finished
@@ -427,9 +431,10 @@ def _by_step(arm: ArmResult) -> list[tuple[float, SeedMean]]:
 
 
 def _up_to(arm: ArmResult, budget: TrainingBudget) -> list[tuple[float, SeedMean]]:
-    """Return the mean success of an arm at `GRID` amounts of training up to a budget.
+    """Return the mean success of an arm after `GRID` amounts of training up to a budget.
 
-    The budget is what all runs reached: the longest run would compress the curves of the others.
+    The budget is the amount that all runs reached. The whole length of the longest run would
+    compress the curves of the others.
     """
     at = [TrainingBudget(budget.unit, budget.amount * index / GRID) for index in range(GRID + 1)]
     return [
@@ -442,7 +447,7 @@ def _up_to(arm: ArmResult, budget: TrainingBudget) -> list[tuple[float, SeedMean
 def _plot(
     lines: Sequence[Series], title: str, across: str, *, wide: bool = True, share: bool = True
 ) -> Markup:
-    """Return a card with these lines. `share` formats their values as percentages."""
+    """Return a plot with these lines. `share` formats their values as percentages."""
     lines = [line for line in lines if line.points]
     if not lines:
         return gap(title, "Nothing was recorded.")

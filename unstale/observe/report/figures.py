@@ -1,7 +1,8 @@
-"""Draw the figures of a report on learning, staleness, the two ratios and throughput.
+"""Draw the plots of a report: learning, staleness, the two ratios, and speed.
 
 The two ratios of a token are D = old_logp / behavior_logp and S = logp / old_logp (as
-probabilities). Its lag is the number of versions published between sampling and training.
+probabilities). The lag of a token is the number of versions published between sampling and
+training.
 """
 
 import math
@@ -35,7 +36,7 @@ MAX_COLUMNS = 240
 
 
 def steps_axis(run: Gathered, shift: float = 0) -> Axis:
-    """Return an axis from step 0 to the last optimizer step, with `shift` added to both ends."""
+    """Return an axis from step 0 to the last optimizer step. `shift` is added to both ends."""
     return Axis(
         label="optimizer step",
         low=shift,
@@ -63,9 +64,9 @@ def over_steps(  # noqa: PLR0913
     missing: str,
     y: Axis | None = None,
 ) -> Markup:
-    """Return a card that plots lines over the optimizer steps.
+    """Return a plot of lines over the optimizer steps, with title and explanation.
 
-    If no line has points, the card shows the text `missing`. Without `y`, the vertical axis runs
+    If no line has points, the text `missing` takes its place. Without `y`, the vertical axis goes
     from 0 to just above the largest value.
     """
     drawn = [line for line in lines if line.points]
@@ -77,7 +78,7 @@ def over_steps(  # noqa: PLR0913
 
 
 def learning(run: Gathered) -> Markup:
-    """Return the plot of held-out and rollout success over the steps."""
+    """Return the plot of held-out success and success in training over the steps."""
     title = "Learning curve"
     lines: list[Series] = []
     if rollout := thin(run.series("rollout/success_rate")):
@@ -152,11 +153,11 @@ _CURVES = (
     ("Gradient norm", "Before clipping.", {"norm": "trainer/grad_norm"}),
     ("Learning rate", "Of the last optimizer step.", {"rate": "trainer/lr"}),
 )
-"""Title, explanation, and metrics by the name of their line."""
+"""For each plot of `curves`: title, explanation, and the metric of each line by the line's name."""
 
 
 def curves(run: Gathered) -> list[Markup]:
-    """Return the plots of the figures that every trainer has, such as loss and reward."""
+    """Return the plots of figures that every trainer reports, such as loss and reward."""
     plots = []
     for title, about, metrics in _CURVES:
         lines = [
@@ -181,7 +182,7 @@ def _fitted_axis(values: Sequence[float]) -> Axis:
 
 
 def total_lags(run: Gathered) -> dict[int, float]:
-    """Return how many action tokens were trained on at each lag, over all steps."""
+    """Return how many sampled tokens were trained on at each lag, over all steps."""
     lags: Counter[int] = Counter()
     for row in run.rows:
         lags.update(histogram(row))
@@ -217,7 +218,7 @@ def _last_lag(run: Gathered, lags: dict[int, float]) -> int:
 
 
 def staleness_over_steps(run: Gathered, lags: dict[int, float]) -> Markup:
-    """Return the plot of the share of trained tokens at each lag, step by step."""
+    """Return the plot of the share of trained tokens at each lag, for each step."""
     title = "Staleness over steps"
     if not sum(lags.values()):
         return gap(title, "No staleness histogram was recorded.")
@@ -266,9 +267,10 @@ def size_by_lag(run: Gathered, ratio: str) -> Markup:
 
 
 def average_lag(run: Gathered, prefix: str) -> dict[int, float]:
-    """Return the mean of the metrics `prefix` + lag over all steps, one value per lag.
+    """Return the mean over all steps of the metrics named `prefix` + lag, for each lag.
 
-    A step counts by its number of tokens at that lag. Steps without a histogram count once.
+    A step is weighted by its number of tokens at that lag. Steps without such numbers have weight
+    1.
     """
     sums: dict[int, tuple[float, float]] = {}
     for row in run.rows:
@@ -306,7 +308,7 @@ def clouds(run: Gathered) -> Markup:
 
 
 def density_axes(points: Sequence[tuple[float, float]]) -> tuple[Axis, Axis]:
-    """Return axes of log D and log S, symmetric about 0, that hold 99.5% of the points."""
+    """Return axes of log D and log S, symmetric about 0, that contain 99.5% of the points."""
     axes = []
     for name, values in zip(("log D", "log S"), zip(*points, strict=True), strict=True):
         sizes = sorted(map(abs, values))
@@ -316,7 +318,7 @@ def density_axes(points: Sequence[tuple[float, float]]) -> tuple[Axis, Axis]:
 
 
 def _band(run: Gathered) -> list[float]:
-    """Return the thresholds of log D outside which the correction drops a token."""
+    """Return the limits of log D outside of which the correction drops a token."""
     if run.setting("correction.control") not in ("mask", "mask_weight"):
         return []
     ends = [number(run.setting(f"correction.{end}")) for end in ("low", "high")]
@@ -324,7 +326,7 @@ def _band(run: Gathered) -> list[float]:
 
 
 def _clip(run: Gathered) -> list[float]:
-    """Return the thresholds of log S outside which the objective clips a token."""
+    """Return the limits of log S outside of which the objective clips a token."""
     if run.setting("objective.kind") not in ("ppo_clip", "dual_clip", "gspo", "cispo"):
         return []
     low, high = (number(run.setting(f"objective.clip_{end}")) for end in ("low", "high"))

@@ -1,4 +1,4 @@
-"""Read a run folder for its report. The folder may come from others, so its data are checked."""
+"""Read a run folder for its report. All data are checked, because others may have written them."""
 
 import random
 from collections.abc import Iterable, Mapping
@@ -20,7 +20,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class HeldOutSuccess:
-    """Held-out success after `step` steps. `tasks` is their number, or 0 if it is unknown."""
+    """The success on held-out tasks after `step` steps.
+
+    `tasks` is the number of tasks, or 0 if it is not known.
+    """
 
     step: int
     success: float
@@ -28,7 +31,10 @@ class HeldOutSuccess:
 
     @property
     def interval(self) -> tuple[float, float]:
-        """Return the 95% interval of the success rate. Without a number of tasks its width is 0."""
+        """Return the 95% interval of the success.
+
+        It has width 0 if the number of tasks is unknown.
+        """
         if not self.tasks:
             return self.success, self.success
         return wilson(min(1.0, max(0.0, self.success)), self.tasks)
@@ -36,7 +42,7 @@ class HeldOutSuccess:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """An activity with start and end, in seconds since the run began."""
+    """An activity with its start and end, in seconds since the run began."""
 
     lane: str
     start: float
@@ -58,7 +64,7 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class AuditedPoint:
-    """A token's ratios with the old_logp of the route, and with the true old_logp."""
+    """A token's ratios, computed with the old_logp of the route and with the true old_logp."""
 
     by_route: Point
     true: Point
@@ -66,7 +72,7 @@ class AuditedPoint:
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """A conversation for the page. `why` is the reason for its choice, such as "early success"."""
+    """A conversation for the page. `why` says why it was chosen, such as "early success"."""
 
     why: str
     record: Row
@@ -89,9 +95,11 @@ class Gathered:
     points_seen: int
     audited: list[AuditedPoint]
     audit: Row
-    """Results of `unstale audit`, or empty."""
+    """Results of `unstale audit`. Empty if there are none."""
     survivors: Row
-    """Outcomes of groups and attempts from `survivors.json`, or empty."""
+    """Statistics from `survivors.json` of how groups and attempts ended. Empty if there are
+    none.
+    """
     conversations: list[Chosen]
     health: TrainingHealth
     failures: list[Row]
@@ -103,19 +111,19 @@ class Gathered:
     gaps: list[str]
 
     def setting(self, name: str, default: Any = None) -> Any:
-        """Return an option by its dotted name."""
+        """Return the value of an option by its full name, such as `trainer.lr`."""
         value: Any = self.config
         for part in name.split("."):
             value = mapping(value).get(part)
         return default if value is None else value
 
     def series(self, name: str) -> list[tuple[float, float]]:
-        """Return `(step, value)` for each step with a value."""
+        """Return `(step, value)` for each step at which a metric has a value."""
         pairs = ((step_of(row), number(row.get(name))) for row in self.rows)
         return [(step, value) for step, value in pairs if value is not None]
 
     def mean(self, name: str) -> float | None:
-        """Return the mean of a metric over the steps with a value."""
+        """Return the mean of a metric over the steps at which it has a value."""
         values = [value for _, value in self.series(name)]
         return sum(values) / len(values) if values else None
 
@@ -149,15 +157,15 @@ class Gathered:
 
     @property
     def bound(self) -> float | None:
-        """Return the guaranteed bound on staleness, in versions."""
+        """Return the guaranteed limit on staleness in versions."""
         bounds = self.series("schedule/staleness_bound")
         return bounds[-1][1] if bounds else number(self.setting("schedule.max_staleness"))
 
 
 def gather(path: Path) -> Gathered:
-    """Read a run folder. Missing or broken data are listed in `gaps` and raise no error.
+    """Read a run folder. Missing or damaged data are listed in `gaps` and raise no error.
 
-    Raises `ConfigError` when the folder holds no run, or one with old names of the options.
+    Raises `ConfigError` if the folder has no run, or one with old names of the options.
     """
     folder = RunFolder(path)
     config = folder.config()
@@ -208,7 +216,7 @@ def gather(path: Path) -> Gathered:
 
 def refuse_old(config: Row, path: Path) -> None:
     """Raise `ConfigError` for a run from before the options and metrics were renamed."""
-    names = RENAMED.keys() - {"tensorboard"}  # renamed after the metrics were
+    names = RENAMED.keys() - {"tensorboard"}  # this option was renamed after the metrics
     old = next((name for name in (*config, *flatten(config)) if name in names), None)
     if old:
         raise ConfigError(
@@ -218,8 +226,8 @@ def refuse_old(config: Row, path: Path) -> None:
 
 
 def _read_journal(folder: RunFolder, last: int) -> tuple[list[Row], list[Chosen]]:
-    """Read samples of trained tokens, and a few conversations as text."""
-    from unstale.durability.journal import (  # imports torch
+    """Return samples of trained tokens, and a few conversations as text, from the journal."""
+    from unstale.durability.journal import (  # this imports torch
         JOURNAL,
         Journal,
         JournalError,
@@ -247,7 +255,8 @@ def _read_journal(folder: RunFolder, last: int) -> tuple[list[Row], list[Chosen]
 
 
 def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """
+    """Return nested options under their full names.
+
     >>> flatten({"a": 1, "b": {"c": 2}})
     {'a': 1, 'b.c': 2}
     """
@@ -270,7 +279,7 @@ def histogram(row: Mapping[str, Any]) -> dict[int, float]:
 
 
 def lag_values(row: Mapping[str, Any], prefix: str) -> dict[int, float]:
-    """Return the metrics of one step whose name is `prefix` and a lag, by lag."""
+    """Return the metrics of one step that are named `prefix` + lag, by lag."""
     return by_lag(
         (name.removeprefix(prefix), value) for name, value in row.items() if name.startswith(prefix)
     )
@@ -300,7 +309,7 @@ def _spans(events: Iterable[Row]) -> list[Span]:
 
 
 def _evaluations(events: Iterable[Row]) -> list[HeldOutSuccess]:
-    """Return the evaluations by step. A resumed run may repeat one: the last counts."""
+    """Return the evaluations by step. A resumed run may repeat one; the last counts."""
     evaluations: dict[int, HeldOutSuccess] = {}
     for event in events:
         success = number(event.get("success"))
@@ -335,7 +344,10 @@ def _points(rows: Iterable[Row]) -> tuple[list[Point], list[AuditedPoint], int]:
 
 
 def _sample(kept: list[T], item: T, seen: int, rng: random.Random) -> None:
-    """Keep a uniform sample of all items (reservoir sampling). `seen` counts this one, too."""
+    """Keep a uniform sample of all items (reservoir sampling).
+
+    `seen` is the number of items so far, including this one.
+    """
     if len(kept) < MAX_POINTS:
         kept.append(item)
     elif (index := rng.randrange(seen)) < MAX_POINTS:
@@ -343,7 +355,7 @@ def _sample(kept: list[T], item: T, seen: int, rng: random.Random) -> None:
 
 
 def succeeded(record: Mapping[str, Any]) -> bool:
-    """Return `success` of an episode. Without it, a reward above 0.5 is a success."""
+    """Return the fact `success` of an episode. Without it, a reward above 0.5 is a success."""
     success = record.get("success")
     return bool(success) if success is not None else (number(record.get("reward")) or 0.0) > 0.5
 
@@ -351,8 +363,8 @@ def succeeded(record: Mapping[str, Any]) -> bool:
 def _conversations(rows: Iterable[Row], last: int) -> list[Chosen]:
     """Choose a success and a failure from the first and from the last quarter of the steps.
 
-    Episodes sampled by several versions are preferred. Among them, the first step of the run is
-    preferred for early ones, and the last for late ones.
+    Episodes that several versions sampled are preferred. Among them, the earliest is chosen for the
+    first quarter, the latest for the last.
     """
     best: dict[tuple[bool, bool], tuple[tuple[int, int], Row]] = {}
     quarter = max(1, last // 4)

@@ -1,4 +1,4 @@
-"""Fill the HTML templates of the reports. Text of a run is escaped."""
+"""Fill the HTML templates of the reports. Text from a run is escaped."""
 
 from collections.abc import Iterable, Sequence
 from importlib.resources import files
@@ -11,7 +11,9 @@ from unstale.durability.run_folder import show_controls
 
 
 def printed(value: Any) -> Any:
-    """Return a value as templates print it: floats short, None empty, control characters shown.
+    """Return a value as templates print it.
+
+    Floats are short, None is empty, and control characters are visible.
 
     >>> printed(1 / 3), printed(None), printed("a" + chr(7))
     ('0.333333', '', 'a\\\\x07')
@@ -41,12 +43,12 @@ def render(template: str, **values: Any) -> Markup:
 
 
 def macros(template: str) -> Any:
-    """Return the macros of a template as attributes, to call them like functions."""
+    """Return the macros of a template as attributes that can be called like functions."""
     return _TEMPLATES.get_template(template).module
 
 
 def read_asset(name: str) -> str:
-    """Return the text of a file of `templates/`."""
+    """Return the text of a file in `templates/`."""
     return (files("unstale.observe.report") / "templates" / name).read_text(encoding="utf-8")
 
 
@@ -60,15 +62,15 @@ def figure(
     keys: Sequence[tuple[str, str]] = (),
     class_: str = "",
 ) -> Markup:
-    """Return a card with a title, an explanation, a legend of `(colour, name)` and its content."""
+    """Return a box with a title, an explanation, a legend of `(colour, name)` and its content."""
     return _PARTS.figure(title, about, Markup().join(content), keys, class_)
 
 
 def gap(title: str, missing: str) -> Markup:
-    """Return a card that gives the reason why there is no plot."""
+    """Return a box that gives the reason why there is no plot."""
     return _PARTS.gap(title, missing)
 
 
 def table(head: Iterable[str], rows: Iterable[Iterable[Any]], class_: str = "") -> Markup:
-    """Return a table that scrolls sideways where it is too wide."""
+    """Return a table that scrolls sideways if it is too wide."""
     return _PARTS.table(head, rows, class_)

@@ -1,6 +1,6 @@
-"""Write the report of a run as one HTML page. It names the data that are missing.
+"""Write the report of a run as one HTML page, which also names the data that are missing.
 
-`templates/run.html` is the page; this module computes the values in it.
+`templates/run.html` is the page. This module computes the values in it.
 """
 
 import base64
@@ -39,15 +39,15 @@ CHOICES = ("early success", "early failure", "late success", "late failure")
 
 
 def write_report(run_folder: Path) -> Path:
-    """Write `report.html` into a run folder and return its path. The run may be unfinished.
+    """Write `report.html` into a run folder, also of an unfinished run. Return its path.
 
-    Raises `ConfigError` if the folder holds no run.
+    Raises `ConfigError` if the folder has no run.
     """
     return _write(run_folder, gather(run_folder))
 
 
 def write_and_summarize(run_folder: Path) -> str:
-    """Write the report. Return text: its path, the bottleneck of the run and what would help."""
+    """Write the report. Return text: its path, the bottleneck of the run, and what would help."""
     run = gather(run_folder)
     pace = timeline.pace_of(run)
     return "\n".join(filter(None, (str(_write(run_folder, run)), pace.sentence, pace.advice)))
@@ -100,9 +100,10 @@ def _page(run: Gathered) -> str:
 
 
 def document(template: str, title: str, **values: Any) -> Markup:
-    """Fill a template that extends `base.html`, and return the page.
+    """Fill a template that extends `base.html`. Return the page.
 
-    The page runs no script but report.js: its content security policy holds the script's hash.
+    The only script of the page is report.js, because its content security policy has the script's
+    hash.
     """
     script = read_asset("report.js")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
@@ -117,7 +118,7 @@ def document(template: str, title: str, **values: Any) -> Markup:
 
 
 def status(run: Gathered) -> tuple[str, str]:
-    """Return the state of a run in words, and its colour: green only if nothing is wrong."""
+    """Return the state of a run in words, and its colour. Green means that nothing is wrong."""
     reason = run.stopped.get("reason", "no reason given")
     if run.error:
         return "failed", "bad"
@@ -139,9 +140,9 @@ def _end(run: Gathered) -> str:
 
 
 def _outcome(run: Gathered) -> Mapping[str, Any] | None:
-    """Return the success before and after training, with a note on what was measured.
+    """Return the success before and after training, with a note on how it was measured.
 
-    Without evaluations, rollout success takes their place. Too few steps give None.
+    Without evaluations, the success of training episodes is used. None if there are too few steps.
     """
     if run.evaluations:
         first, last = run.evaluations[0], run.evaluations[-1]
@@ -183,7 +184,7 @@ def _facts(run: Gathered) -> list[str]:
 
 
 def _tiles(run: Gathered, tokens: float) -> list[tuple[str, str, str]]:
-    """Return eight key figures: name, value and explanation."""
+    """Return eight key figures of the run: name, value and explanation."""
     stalest = max((value for _, value in run.series("schedule/staleness_max")), default=None)
     mixed = run.mean("schedule/mixed_version_share")
     kept, clipped = run.mean("correction/kept_share"), run.mean("objective/clip_share")
@@ -200,7 +201,7 @@ def _tiles(run: Gathered, tokens: float) -> list[tuple[str, str, str]]:
 
 
 def _meanings(run: Gathered) -> tuple[str, str]:
-    """Return what the ratios D and S measure with the run's source of old_logp."""
+    """Return what the ratios D and S contain with the old-logit route of the run."""
     if run.exact:
         return "discrepancy", "staleness"
     if run.route == "rollout":
@@ -213,7 +214,7 @@ def _size(ratio: str, size: float | None) -> str:
 
 
 def _forks(run: Gathered) -> list[tuple[Any, ...]]:
-    """Return the table of forks: places where an agent changed the recorded messages.
+    """Return the table of forks, which are places where an agent changed its history.
 
     A row has a reason, its number of forks, and the episode, parent and message of the first one.
     """
@@ -229,7 +230,7 @@ def _forks(run: Gathered) -> list[tuple[Any, ...]]:
 
 
 def _reproduction(run: Gathered) -> dict[str, Any]:
-    """Return the command that starts such a run, facts about its start, and all its options."""
+    """Return the command that repeats the run, facts about its start, and all its options."""
     command = run.started.get("command")
     known = ("kind", "time", "command")
     defaults = _defaults()
@@ -246,7 +247,7 @@ def _reproduction(run: Gathered) -> dict[str, Any]:
 
 
 def command_of(config: Mapping[str, Any]) -> str:
-    """Return a command with every option that differs from its default.
+    """Return a command line with every option that differs from its default.
 
     >>> command_of({"recipe": "retail", "seed": 3, "schedule": {"max_staleness": 1}, "name": "a b"})
     'unstale train retail --seed 3 --schedule.max_staleness 1'

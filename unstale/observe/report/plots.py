@@ -1,7 +1,7 @@
-"""Draw plots as SVG. This module computes the geometry; `templates/plots.html` draws it.
+"""Draw plots as SVG. This module computes coordinates, and `templates/plots.html` draws them.
 
 Most plots are drawn twice, wide and narrow. The style sheet shows the one that fits the screen, so
-that text keeps its size on a phone.
+that text has the same size on a phone.
 """
 
 import math
@@ -21,12 +21,12 @@ Point = tuple[float, float]
 _PLOTS = macros("plots.html")
 
 FULL, MOST, HALF, SOME, NARROW = 990, 560, 452, 370, 340
-"""Widths of a plot in CSS pixels, from a card of full page width down to a phone."""
+"""Widths of a plot in CSS pixels, from the full width of the page down to a phone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Axis:
-    """An axis: its range, label and number format."""
+    """An axis of a plot: its range, label and number format."""
 
     label: str
     low: float
@@ -56,27 +56,27 @@ class Axis:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Series:
-    """A line of a plot. `dots` draws a circle at every point."""
+    """A line of a plot. With `dots`, a circle is drawn at every point."""
 
     name: str
     colour: str
-    """Colour class of the style sheet. `faint` after it draws a thin pale line."""
+    """Name of a colour in the style sheet. With ` faint` after it, the line is thin and pale."""
     points: Sequence[Point]
     intervals: Sequence[Point] = ()
-    """Confidence interval of each point as (low, high), or empty."""
+    """Confidence interval (low, high) of each point. Empty if there are none."""
     dots: bool = False
     band: bool = False
-    """True to draw the intervals as an area, False for whiskers."""
+    """True to draw the intervals as an area, False for a short line at each point."""
     steps: bool = False
     """True to draw each value as constant until the next point."""
     show: Callable[[float], str] = amount
     key: str = ""
-    """Entry in the legend, if it differs from the name."""
+    """Text in the legend, if it differs from the name."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """The SVG paths of a line and the pixel positions of its dots. Unused paths are empty."""
+    """The SVG paths of a line, and the pixel positions of its dots. Unused paths are empty."""
 
     line: str
     band: str
@@ -94,11 +94,11 @@ class Frame:
     height: float
     left: float = 48
     margin: float = 14
-    """Space to the right of the data area."""
+    """Space to the right of the data in pixels."""
 
     top: ClassVar = 12
     bottom: ClassVar = 40
-    """Space below the data area."""
+    """Space below the data in pixels."""
 
     @property
     def right(self) -> float:
@@ -120,11 +120,11 @@ class Frame:
         return self.x.ticks(max(4, int(self.width // 85)))
 
     def hit_width(self, columns: int) -> float:
-        """Return the width of the invisible columns that show the values under the pointer."""
+        """Return the width of the invisible columns that show values under the mouse pointer."""
         return min(max((self.right - self.left) / max(columns, 1), 3), 40)
 
     def shape(self, series: Series) -> Shape:
-        """Return the paths that draw a line inside this frame."""
+        """Return the paths that draw a line inside this drawing."""
         spots = [(self.at_x(x), self.at_y(y)) for x, y in series.points]
         edges = [
             (x, self.at_y(low), self.at_y(high))
@@ -157,7 +157,7 @@ def _staircase(spots: Sequence[Point]) -> str:
 
 
 def _frames(x: Axis, y: Axis, width: float, height: float) -> tuple[Frame, Frame]:
-    """Return two frames: one for a card of this width, one for a phone."""
+    """Return two drawings: one for this width, one for a phone."""
     return Frame(x, y, width, height), Frame(x, y, NARROW, height)
 
 
@@ -189,13 +189,13 @@ def smooth(points: Sequence[Point], window: int = 5) -> list[Point]:
 def line_plot(
     lines: Sequence[Series], x: Axis, y: Axis, *, label: str, width: float = HALF
 ) -> Markup:
-    """Draw lines over a common axis. The values at a step appear under the pointer."""
+    """Draw lines over a common axis. The values at a step appear under the mouse pointer."""
     frames = _frames(x, y, width, 320 if width > MOST else 230)
     return _PLOTS.line_plot(frames, lines, _readings(lines, x), label)
 
 
 def _readings(lines: Sequence[Series], axis: Axis) -> list[tuple[float, str]]:
-    """Return, for each x, the text with the values of all lines there."""
+    """Return, for each x, a text with the values of all lines there."""
     readings: dict[float, list[str]] = {}
     for line in lines:
         for index, (x, y) in enumerate(line.points):
@@ -210,7 +210,7 @@ def _readings(lines: Sequence[Series], axis: Axis) -> list[tuple[float, str]]:
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """A bar with its name below and the text `written` above."""
+    """A bar of a bar plot, with its name below and the text `written` above."""
 
     name: str
     value: float
@@ -229,7 +229,7 @@ def bar_plot(
 def stack_plot(
     columns: Sequence[tuple[float, Sequence[float]]], x: Axis, *, names: Sequence[str], label: str
 ) -> Markup:
-    """Draw one stacked column per step. `columns` holds the step and shares that add up to 1."""
+    """Draw one stacked column per step. `columns` has the step and shares that add up to 1."""
     stacks = []
     for step, shares in columns:
         ends = list(accumulate(shares, initial=0.0))
@@ -255,7 +255,7 @@ def stack_plot(
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """A dot of a track plot. The text `written` appears under the pointer."""
+    """A dot of a track plot. The text `written` appears under the mouse pointer."""
 
     value: float
     colour: str

@@ -1,7 +1,7 @@
-"""Compare the generated episodes with those trained on, for the page and the terminal.
+"""Compare the episodes that were generated with those trained on, for page and terminal.
 
 An attempt is one try at an episode. A lost attempt ended without being trained on: it failed, or a
-resume restarted it. If long attempts are lost more often, training is biased to short ones.
+resume started it again. If long attempts are lost more often, training prefers short episodes.
 """
 
 from collections.abc import Iterator, Mapping
@@ -38,13 +38,13 @@ GROUPS = {
     "failed": "without a finished episode",
 }
 TERMINAL = (0, 1, 2, 3, 4, 6)
-"""Indices of the columns of `HEAD` that a terminal shows."""
+"""Indices of the columns of `HEAD` that are shown on a terminal."""
 QUANTILES = "10 · 50 · 90%"
 HEAD = ("", "attempts", "tokens", QUANTILES, "turns", QUANTILES, "success", "reward")
 
 
 def trained_on(run: Gathered) -> Markup:
-    """Render the attempts of each environment, by outcome and length."""
+    """Return the section of the report on attempts, by how they ended and by length."""
     places = [_place(place) for place in records(run.survivors.get("places"), MAX_PLACES)]
     return render("survivors.html", title=TITLE, places=places, missing=_missing(run.survivors))
 
@@ -58,7 +58,7 @@ def _missing(survivors: Mapping[str, Any]) -> str:
 
 
 def terminal_table(survivors: Mapping[str, Any]) -> RenderableType:
-    """Render the attempts of all environments for a terminal."""
+    """Return the attempts of all environments as a table for a terminal."""
     shown = Table(title=TITLE, title_justify="left", title_style="bold", box=SIMPLE)
     for column in TERMINAL:
         shown.add_column(HEAD[column], justify="right" if column else "left", no_wrap=True)
@@ -78,7 +78,7 @@ def _name(place: Mapping[str, Any]) -> str:
 
 
 def rows(place: Mapping[str, Any]) -> list[list[str]]:
-    """Return the table of an environment: one row for all attempts, then one per outcome."""
+    """Return the table of an environment: a row for all attempts, then one for each kind of end."""
     attempts = mapping(place.get("kinds"))
     names = {"generated": "generated", **{fate: f"  {words}" for fate, words in FATES.items()}}
     return [
@@ -89,7 +89,7 @@ def rows(place: Mapping[str, Any]) -> list[list[str]]:
 
 
 def _figures(kind: Mapping[str, Any]) -> list[str]:
-    """Return count, lengths, success and reward of the attempts with one outcome, as text."""
+    """Return number, lengths, success and reward of attempts that ended in one way, as text."""
     figures = [amount(number(kind.get("count")))]
     for name in ("tokens", "turns"):
         spread = mapping(kind.get(name))
@@ -150,7 +150,7 @@ def _lengths(place: Mapping[str, Any], name: str) -> Markup:
 
 
 def _curve_points(curve: Any) -> Iterator[tuple[float, float, float]]:
-    """Yield points of the curve of lengths: tokens, share of all attempts, share of the trained.
+    """Yield points of the curve of lengths: tokens, share of all attempts, share of trained ones.
 
     The shares are of attempts with at most that many tokens. Invalid points are left out.
     """

@@ -1,7 +1,7 @@
-"""Render the time shares and the timeline of a run.
+"""The report's timeline of a run, and the shares of time of each activity.
 
-A span is a recorded activity with start and end. A lane is a row of spans of one kind. The SVG
-uses seconds as its unit, so the page zooms by changing the visible range.
+A span is a recorded activity with start and end. A lane is a row of spans of one kind. The unit of
+the SVG is a second, so the page zooms by changing the visible range.
 """
 
 from collections.abc import Sequence
@@ -23,13 +23,15 @@ LANES = (
     ("checkpoint", "checkpoints", "checkpoint"),
     ("eval", "evaluation", "good"),
 )
-"""Lanes of the timeline: recorded name, name on the page and colour."""
+"""Lanes of the timeline: recorded name, name on the page, and colour."""
 
 STANDSTILL = "standstill"
 """Recorded name of the engine's pauses. They are drawn dark on top of pale publications."""
 
 FIRST_OF_ALL = ("trainer", "old_logps", "eval", "wait", "publish", "checkpoint")
-"""Lanes by priority: time in which spans overlap counts for the first lane of this list."""
+"""Lanes by priority. Time in which spans overlap counts for the first of their lanes in this
+list.
+"""
 
 VIEW_STEPS = 8
 
@@ -37,7 +39,7 @@ VIEW_STEPS = 8
 def pace_of(run: Gathered) -> Waiting:
     """Return the shares of time in which trainer and engine waited.
 
-    The first step waits for the first groups, so runs of more than two steps leave it out.
+    The first step of a longer run is left out, because it waits for the first groups.
     """
     return waiting(run.rows if len(run.rows) > 2 else [{"time_s": run.begin_s}, *run.rows])
 
@@ -82,9 +84,9 @@ def _trainer_shares(run: Gathered) -> list[tuple[str, str, float]]:
 
 
 def _alone(spans: Sequence[Span]) -> dict[str, float]:
-    """Return the seconds of each lane, without the time that an earlier lane covers.
+    """Return the seconds of each lane, without the time that a lane of higher priority covers.
 
-    The order of the lanes is that of `FIRST_OF_ALL`.
+    `FIRST_OF_ALL` has the priorities.
 
     >>> spans = [Span("trainer", 0, 4, ""), Span("publish", 3, 6, ""), Span("publish", 5, 7, "")]
     >>> _alone(spans)["publish"]
@@ -115,12 +117,12 @@ class Lane:
     name: str
     colour: str
     spans: Sequence[tuple[Span, float | None]]
-    """Each span with its opacity, which is None for an opaque one."""
+    """Each span with its opacity. None means opaque."""
     outline: str
 
 
 def timeline(run: Gathered) -> Markup:
-    """Return the timeline: one lane per activity, and controls to zoom and move."""
+    """Return the timeline: one row per activity, and controls to zoom and move."""
     title = "Timeline"
     pauses = [(span, None) for span in run.spans if span.lane == STANDSTILL]
     lanes: list[Lane] = []
@@ -179,7 +181,7 @@ def _generation(run: Gathered) -> list[tuple[Span, float | None]]:
 
 
 def _view(ends: Sequence[float], first: float, last: float) -> tuple[float, float]:
-    """Return the range that the page shows first: the last `VIEW_STEPS` steps."""
+    """Return the range that the page shows at first: the last `VIEW_STEPS` steps."""
     if len(ends) <= VIEW_STEPS:
         return first, last
     end = min(last, max(ends))
@@ -193,7 +195,7 @@ def _tooltip(span: Span) -> str:
 
 
 def _outline(spans: Sequence[Span], row: int) -> str:
-    """Return the SVG path of the spans in one row of the overview below the lanes."""
+    """Return the SVG path of the spans in one row of the overview below the timeline."""
     widths = [(span.start, max(span.end - span.start, 0.01)) for span in spans]
     return "".join(
         f"M{start:.2f},{row * 4}h{width:.2f}v3.4h{-width:.2f}z" for start, width in widths

@@ -1,4 +1,4 @@
-"""Render conversations as HTML: who speaks, tool calls, and which version sampled each token."""
+"""Show conversations as HTML: speakers, tool calls, and the version that sampled each token."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,7 +13,7 @@ from unstale.observe.report.markup import render
 from unstale.observe.report.words import number
 
 MAX_TEXT = 6_000
-"""Characters shown of one turn."""
+"""Number of characters shown of one turn."""
 MAX_TURNS = 80
 
 _SPEAKER = re.compile(r"<\|im_start\|>([a-z]{1,12})\n?")
@@ -27,7 +27,7 @@ _ROLES = {"system": "system", "user": "user", "assistant": "agent", "tool": "too
 
 @dataclass(frozen=True, slots=True)
 class Utterance:
-    """Text sampled by one version, or text that no policy sampled (`version` is None)."""
+    """A text sampled by one version, or a text that no policy sampled (`version` is None)."""
 
     text: str
     version: int | None
@@ -36,7 +36,7 @@ class Utterance:
 
 @dataclass(frozen=True, slots=True)
 class TurnText:
-    """The text of one turn of a conversation."""
+    """The text of one turn of a conversation, and its speaker."""
 
     role: str
     utterances: tuple[Utterance, ...]
@@ -55,13 +55,16 @@ class TurnText:
 
     @property
     def summary(self) -> str:
-        """Return the first words of a long system prompt, which is folded; else an empty string."""
+        """Return the first words of a long system prompt, which is folded.
+
+        Empty for other turns.
+        """
         folded = self.role == "system" and len(self.text) > 300
         return f"{self.text[:120].strip()} …" if folded else ""
 
 
 def conversation(chosen: Chosen, *, opened: bool) -> Markup:
-    """Render one conversation. The reader unfolds it, unless `opened` is True."""
+    """Return one conversation as HTML. It is folded unless `opened` is True."""
     record = chosen.record
     turns = list(_turns(record.get("turns")))
     versions = sorted(
@@ -91,7 +94,7 @@ def conversation(chosen: Chosen, *, opened: bool) -> Markup:
 def _turns(turns: Any) -> Iterator[TurnText]:
     """Yield the turns of a recorded episode.
 
-    The journal stores the text between two replies as one turn; it is split by speaker.
+    The journal stores the text between two replies as one turn. It is divided by speaker here.
     """
     if not isinstance(turns, list):
         return
@@ -121,7 +124,7 @@ def _utterances(turn: Mapping[str, Any]) -> Iterator[Utterance]:
 
 
 def _split_by_speaker(role: str, text: str) -> Iterator[TurnText]:
-    """Yield one turn per speaker of a text in ChatML. Empty turns are left out."""
+    """Yield one turn per speaker of a text in the ChatML format. Empty turns are left out."""
     marks = _SPEAKER.split(text)
     for speaker, words in [(role, marks[0]), *zip(marks[1::2], marks[2::2], strict=True)]:
         words = _END.sub("", words)
@@ -133,7 +136,7 @@ def _split_by_speaker(role: str, text: str) -> Iterator[TurnText]:
 
 @dataclass(frozen=True, slots=True)
 class Passage:
-    """An utterance, cut where a tool call, a thought or a special token begins or ends."""
+    """A text, cut where a tool call, a reasoning text or a special token begins or ends."""
 
     utterance: Utterance
     cuts: list[tuple[str, str]]
@@ -160,7 +163,7 @@ def _passages(turn: TurnText) -> Iterator[Passage]:
 
 
 def _kinds(text: str, start: int) -> list[tuple[int, str]]:
-    """Return `(position, kind)` where calls, thoughts and special tokens begin or end."""
+    """Return `(position, kind)` where calls, reasoning texts and special tokens begin or end."""
     end = start + len(text)
     for tag, kind in (("tool_call", "call"), ("think", "think")):
         if text.startswith(f"<{tag}>"):

@@ -1,7 +1,7 @@
-"""Sentences of the report and the terminal: bottlenecks, settings and the two policy ratios.
+"""Sentences of report and terminal: bottlenecks, settings and the two policy ratios.
 
 The two ratios of a token are D = old_logp / behavior_logp and S = logp / old_logp (as
-probabilities). A route is a way to compute old_logp.
+probabilities). A route is a method to compute old_logp.
 """
 
 import math
@@ -14,7 +14,7 @@ from unstale.config import staleness_bound
 from unstale.config.routes import exact_routes, routes
 
 NONE = "—"
-"""Placeholder for a missing number."""
+"""Text in place of a missing number."""
 
 
 def number(value: Any) -> float | None:
@@ -33,18 +33,19 @@ def number(value: Any) -> float | None:
 
 
 def mapping(value: Any) -> Mapping[str, Any]:
-    """Return a mapping, or an empty one for anything else."""
+    """Return a mapping unchanged, and an empty one in place of anything else."""
     return value if isinstance(value, Mapping) else {}
 
 
 def records(value: Any, limit: int) -> list[dict[str, Any]]:
-    """Return the dicts among the first `limit` items of a list, and none for anything else."""
+    """Return the dicts among the first `limit` items of a list. Anything else gives none."""
     items = value[:limit] if isinstance(value, list | tuple) else ()
     return [item for item in items if isinstance(item, dict)]
 
 
 def percent(share: float | None, digits: int = 0) -> str:
-    """
+    """Return a share as text in percent.
+
     >>> percent(0.4336), percent(0.9964), percent(0.9964, 1), percent(None)
     ('43%', '99.6%', '99.6%', '—')
     """
@@ -56,7 +57,8 @@ def percent(share: float | None, digits: int = 0) -> str:
 
 
 def duration(seconds: float | None) -> str:
-    """
+    """Return a duration in seconds as text.
+
     >>> duration(4.26), duration(372), duration(7384), duration(None)
     ('4.3 s', '6:12', '2:03:04', '—')
     """
@@ -72,7 +74,7 @@ def duration(seconds: float | None) -> str:
 
 
 def amount(value: float | None) -> str:
-    """Format a number with three significant digits and grouped thousands.
+    """Return a number as text with three significant digits and commas between thousands.
 
     >>> amount(2310.4), amount(0.004123), amount(12.0), amount(0), amount(1.5e-6), amount(None)
     ('2,310', '0.00412', '12', '0', '1.5e-06', '—')
@@ -87,10 +89,9 @@ def amount(value: float | None) -> str:
 
 
 KEEPS_PACE, KEEPS_BUSY, HELD_BACK = 0.1, 0.2, 0.5
-"""Thresholds that decide the bottleneck.
-
-Below `KEEPS_PACE` of the time, the trainer's waiting is ignored; below `KEEPS_BUSY`, the engine's
-idle time. From `HELD_BACK` on, tools or finished groups that wait for older ones are the cause.
+"""Thresholds that decide on the bottleneck. Waiting of the trainer below `KEEPS_PACE` of the time
+is ignored, and idle time of the engine below `KEEPS_BUSY`. From `HELD_BACK` on, tools or finished
+groups that wait for older ones are the cause.
 """
 
 BOTTLENECKS = {
@@ -119,10 +120,8 @@ _WORK = {
     "checkpoint/duration_s": "Checkpointing",
     "publish/duration_s": "Publishing",
 }
-"""Activities of the trainer, by metric.
-
-The last three can overlap the first two. They count only for the time that these and the waiting
-leave of a step.
+"""Activities of the trainer, by metric. The last three can overlap with the first two. They count
+only for the time of a step that these and the waiting leave.
 """
 
 
@@ -130,7 +129,8 @@ leave of a step.
 class Waiting:
     """The shares of the wall time in which trainer and engine wait.
 
-    `trainer` is its waiting for finished groups, `engine` its time without requests.
+    `trainer` is the share in which it waits for finished groups, `engine` the share without
+    requests.
     """
 
     trainer: float | None
@@ -138,17 +138,17 @@ class Waiting:
     work: Mapping[str, float] = field(default_factory=dict)
     """Share of the time that the trainer spends on each activity."""
     tools: float | None = None
-    """Share of the episodes' time spent in tools."""
+    """Share of the episodes' time that is spent in tools."""
     finished: float | None = None
     """Share of the groups in flight that are finished but wait until older ones are trained on."""
     synchronous: bool = False
 
     @property
     def bottleneck(self) -> str:
-        """Return the bottleneck, a key of `BOTTLENECKS`, or an empty string if there is none.
+        """Return the bottleneck, a key of `BOTTLENECKS`. Empty if there is none.
 
         If the trainer waits and the engine is busy, generation is the bottleneck. If the engine is
-        idle too, the cause is tools, the staleness budget or the synchronous schedule.
+        idle too, the cause is tools, the limit on staleness or synchronous training.
         """
         trainer = self.trainer or 0.0
         engine = self.engine or 0.0
@@ -170,7 +170,7 @@ class Waiting:
 
     @property
     def sentence(self) -> str:
-        """Return one sentence that names the bottleneck and its evidence."""
+        """Return a sentence with the bottleneck and the figures that show it."""
         if self.trainer is None and self.engine is None:
             return "Too little was recorded to find the bottleneck."
         facts = f"the trainer waited for episodes {percent(self.trainer)} of the time"
@@ -192,7 +192,7 @@ class Waiting:
 
     @property
     def advice(self) -> str:
-        """Return a sentence on what would help, or an empty string without a bottleneck."""
+        """Return a sentence on what would help. Empty if there is no bottleneck."""
         remedy = BOTTLENECKS.get(self.bottleneck, "")
         return f"What would help: {remedy}." if remedy and self.trainer is not None else ""
 
@@ -259,11 +259,13 @@ FATES = {
     "restarted": "restarted on resume",
     "open": "open",
 }
-"""Outcomes of an attempt at an episode, in words."""
+"""The ways in which an attempt at an episode can end, in words."""
 LOST = frozenset({"failed", "given_up", "restarted"})
 
 LOST_LEAST, LOST_ERRORS = 10, 3
-"""A difference in length is reported from this many lost attempts and standard errors on."""
+"""A difference in length is reported only from this many lost attempts and this many standard
+errors on.
+"""
 
 
 def survivorship(place: Mapping[str, Any]) -> tuple[str, bool]:
@@ -297,7 +299,7 @@ def survivorship(place: Mapping[str, Any]) -> tuple[str, bool]:
 
 
 def censored(place: Mapping[str, Any]) -> str:
-    """Return a note on attempts that have not ended yet, or an empty string."""
+    """Return a note on attempts that have not ended yet. Empty if all have ended."""
     count = number(mapping(mapping(place.get("kinds")).get("open")).get("count"))
     if not count:
         return ""
@@ -310,13 +312,14 @@ def censored(place: Mapping[str, Any]) -> str:
 def is_exact(setting: Any) -> bool:
     """Return True if the route scores each token with the version that sampled it.
 
-    `setting(name)` returns a stored option. Configurations in memory have `OldLogpsConfig.exact`.
+    `setting(name)` returns an option as it is stored in a run folder. A configuration in memory has
+    `OldLogpsConfig.exact` instead.
     """
     return (setting("old_logps.fallback") or setting("old_logps.route")) in exact_routes()
 
 
 def factor_names(route: str, *, exact: bool) -> tuple[str, str]:
-    """Return one sentence on the meaning of log D and one on that of log S under a route."""
+    """Return a sentence on what log D contains under a route, and one on log S."""
     if exact:
         return (
             "log D compares engine and trainer with the same weights. It shows differences in "
@@ -339,8 +342,8 @@ def factor_names(route: str, *, exact: bool) -> tuple[str, str]:
 def semantics(setting: Any, exact_share: float | None) -> list[tuple[str, str]]:
     """Return explanations of a run's settings, as (heading, sentence).
 
-    `setting(name)` returns a stored option. `exact_share` is the measured share of tokens whose
-    old_logp comes from the version that sampled them.
+    `setting(name)` returns an option as it is stored in a run folder. `exact_share` is the measured
+    share of tokens whose old_logp was computed with the version that sampled them.
     """
     route = str(setting("old_logps.route", "unknown"))
     if setting("schedule.max_staleness") == 0:

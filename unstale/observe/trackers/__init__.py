@@ -1,12 +1,12 @@
-"""Send the metrics and sample texts of a run to trackers, such as Weights & Biases.
+"""Send the metrics and sample texts of a run to experiment trackers, such as Weights & Biases.
 
 Each tracker is a file of this folder with
 
     PACKAGE = "wandb"                                        # the module that it needs
     def open_sink(package: Any, run: TrackedRun) -> Sink: ...  # gets that module
 
-Its name is that of the file, and of the extra that installs the package. `module:factory` in the
-option `trackers` calls your own `factory(run: TrackedRun) -> Sink`.
+The name of the file is the name of the tracker, and of the extra that installs the package.
+`module:factory` in the option `trackers` calls your function `factory(run: TrackedRun) -> Sink`.
 """
 
 import math
@@ -24,19 +24,19 @@ from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from unstale.config import ConfigError, install, nearest
 
-if TYPE_CHECKING:  # records import torch
+if TYPE_CHECKING:  # `records` imports torch
     from unstale.records import Group
 
 TEXT_EVERY = 10
-"""Steps from one sample text to the next. The first is of step 1."""
+"""Number of steps from one sample text to the next. The first is of step 1."""
 
 
 class Sink(Protocol):
-    """A destination for the metrics and sample texts of a run.
+    """Receives the metrics and sample texts of a run. A tracker implements it.
 
-    All calls come from one thread of the run's own, so they may wait. If a call raises, the sink is
-    not called again; the run continues with a warning. A resumed run writes the steps after its
-    last checkpoint again.
+    All calls are made in one thread of the run that does nothing else, so they may wait. If a call
+    raises an error, the run continues with a warning and does not call this tracker again. A
+    resumed run writes the steps after its last checkpoint a second time.
     """
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -44,11 +44,11 @@ class Sink(Protocol):
         ...
 
     def text(self, step: int, name: str, text: str) -> None:
-        """Write a text under a name, such as a sampled conversation."""
+        """Write a text with its name, such as a sampled conversation."""
         ...
 
     def close(self) -> None:
-        """Flush and close. Nothing is written afterwards."""
+        """Write what is pending and close. No method is called afterwards."""
         ...
 
 
@@ -57,19 +57,19 @@ class TrackedRun:
     """The run that a tracker shows."""
 
     folder: Path
-    """The run folder. Its name is the run's name."""
+    """The run folder. Its name is the name of the run."""
     config: Mapping[str, Any]
     """All options, as in `config.json`."""
     note: Callable[[str], None] = lambda text: None
     """Prints a line on the terminal of the run."""
 
     def stored_id(self, tracker: str) -> str:
-        """Return the tracker's identifier of this run, or "" if the run is new to it."""
+        """Return the tracker's identifier of this run. "" if the tracker has no such run yet."""
         path = self.folder / f"{tracker}.id"
         return path.read_text(encoding="utf-8").strip() if path.is_file() else ""
 
     def store_id(self, tracker: str, identifier: str) -> None:
-        """Keep the tracker's identifier, with which a resumed run continues its charts."""
+        """Store the tracker's identifier of this run, for a resumed run to continue its charts."""
         (self.folder / f"{tracker}.id").write_text(identifier + "\n", encoding="utf-8")
 
 
@@ -78,9 +78,9 @@ def tracker_names() -> list[str]:
 
 
 def find_trackers(option: str) -> dict[str, Callable[[TrackedRun], Sink]]:
-    """Return the factories of the trackers in the option `trackers`, by name.
+    """Return the functions that open the trackers in the option `trackers`, by name.
 
-    Raises `ConfigError` for an unknown name or a package that is not installed.
+    Raises `ConfigError` for an unknown name, or a package that is not installed.
     """
     return {name: _find(name) for name in re.split(r"[,\s]+", option) if name}
 
@@ -127,7 +127,7 @@ class Trackers:
         return cls(sinks)
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Send the metrics of a step that are finite numbers."""
+        """Send those metrics of a step that are finite numbers."""
         numbers = {
             name: float(value)
             for name, value in metrics.items()
@@ -148,7 +148,10 @@ class Trackers:
         self._call(lambda sink: sink.text(step, "sample", text))
 
     def failures(self) -> Iterator[tuple[str, BaseException]]:
-        """Yield each tracker that failed since the last call, with its error. It is dropped."""
+        """Yield each tracker that failed since the last call, with its error.
+
+        It is not used again.
+        """
         while self._calls and self._calls[0][1].done():
             name, call = self._calls.popleft()
             error = call.exception()

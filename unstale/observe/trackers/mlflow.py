@@ -1,6 +1,6 @@
-"""MLflow. MLFLOW_TRACKING_URI and MLFLOW_EXPERIMENT_NAME apply.
+"""The tracker MLflow. MLFLOW_TRACKING_URI and MLFLOW_EXPERIMENT_NAME apply.
 
-Without a tracking URI, runs are in the database `mlflow.db` beside the run folder.
+Without a tracking URI, runs are stored in the database `mlflow.db` next to the run folder.
 """
 
 import os
@@ -14,13 +14,13 @@ from unstale.observe.trackers import Sink, TrackedRun
 
 PACKAGE = "mlflow"
 MAX_VALUE = 500
-"""Characters of a parameter that every server accepts."""
+"""Number of characters of a parameter that every server accepts."""
 MAX_PARAMETERS = 100
-"""Parameters that a server accepts in one request."""
+"""Number of parameters that a server accepts in one request."""
 
 
 def open_sink(package: Any, run: TrackedRun) -> Sink:
-    """Begin the run, or continue it after a resume."""
+    """Begin the run in MLflow, or continue it after a resume."""
     folder = run.folder.parent.resolve()
     server = os.environ.get("MLFLOW_TRACKING_URI")
     client = package.MlflowClient(server or f"sqlite:///{folder / 'mlflow.db'}")
@@ -30,7 +30,7 @@ def open_sink(package: Any, run: TrackedRun) -> Sink:
         experiment = client.get_experiment_by_name(name)
         if experiment:
             number = experiment.experiment_id
-        else:  # a server chooses itself where files are kept
+        else:  # a server chooses where it stores files
             files = None if server else (folder / "mlflow-files").as_uri()
             number = client.create_experiment(name, artifact_location=files)
         identifier = client.create_run(number, run_name=run.folder.name).info.run_id

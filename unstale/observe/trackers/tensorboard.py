@@ -1,4 +1,4 @@
-"""TensorBoard: event files in the folder `tensorboard` of the run."""
+"""The tracker TensorBoard: event files in the folder `tensorboard` of the run."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ class _TensorBoard:
         self.writer.flush()
 
     def text(self, step: int, name: str, text: str) -> None:
-        # The page shows Markdown. Indented lines are shown as they are.
+        # TensorBoard shows texts as Markdown. Indented lines are shown unchanged.
         self.writer.add_text(name, "\n".join(f"    {line}" for line in text.splitlines()), step)
 
     def close(self) -> None:

@@ -1,4 +1,7 @@
-"""Weights & Biases. Its environment variables apply: WANDB_MODE, WANDB_PROJECT, WANDB_ENTITY."""
+"""The tracker Weights & Biases.
+
+Its environment variables apply, such as WANDB_MODE, WANDB_PROJECT and WANDB_ENTITY.
+"""
 
 import html
 import os
@@ -14,7 +17,10 @@ PACKAGE = "wandb"
 
 
 def open_sink(package: Any, run: TrackedRun) -> Sink:
-    """Begin the run, or continue it after a resume. Raises `ConfigError` without a login."""
+    """Begin the run in Weights & Biases, or continue it after a resume.
+
+    Raises `ConfigError` if there is no login.
+    """
     identifier = run.stored_id("wandb") or uuid.uuid4().hex
     # A new folder, because wandb names offline runs by the second and would overwrite one.
     folder = run.folder / f"wandb-{1 + len(list(run.folder.glob('wandb-*')))}"
