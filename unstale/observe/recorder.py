@@ -33,7 +33,7 @@ class EventLog(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Outputs:
-    """The receivers of a run's metrics beside its journal."""
+    """The places to which a run's metrics are written, in addition to its journal."""
 
     log: RunLog
     watcher: Watcher
@@ -53,7 +53,7 @@ class Recorder:
         journal: EventLog | None = None,
         decode: Callable[[list[int]], str] = str,
     ) -> None:
-        """The checks of training health continue from the metrics in the run folder.
+        """Make the log. The checks of training health continue from the run folder's metrics.
 
         `decode` turns tokens into text.
         """
@@ -77,7 +77,7 @@ class Recorder:
         self._report_failed_trackers()
 
     def sample(self, step: int, groups: "Sequence[Group]") -> None:
-        """Send an episode of a batch to the trackers as text, at some steps."""
+        """Send an episode of the batch to the trackers as text, at some steps."""
         self._trackers.sample(step, groups, self._decode)
 
     def close(self) -> None:

@@ -174,7 +174,7 @@ def curves(run: Gathered) -> list[Markup]:
 
 
 def _fitted_axis(values: Sequence[float]) -> Axis:
-    """Return an axis that holds the values and 0, up to 1 if all are 0."""
+    """Return an axis that contains the values and 0. If all are 0, it goes up to 1."""
     low, high = min(0.0, *values), max(0.0, *values)
     high = high if high > low else 1.0
     space = 0.08 * (high - low)

@@ -131,7 +131,7 @@ def status(run: Gathered) -> tuple[str, str]:
 
 
 def _end(run: Gathered) -> str:
-    """Return the reason why the run ended, or an empty string if it is not known."""
+    """Return the reason why the run ended. Empty if it is not known."""
     reason, detail = (str(run.stopped.get(name, ""))[:300] for name in ("reason", "detail"))
     if reason == "failed":
         return f"The run failed: {detail}" if detail else ""

@@ -59,7 +59,7 @@ class TrackedRun:
     folder: Path
     """The run folder. Its name is the name of the run."""
     config: Mapping[str, Any]
-    """All options, as in `config.json`."""
+    """All options of the run, as in `config.json`."""
     note: Callable[[str], None] = lambda text: None
     """Prints a line on the terminal of the run."""
 
