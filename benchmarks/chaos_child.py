@@ -23,7 +23,7 @@ from typing import Any
 
 from unstale.cli import main as cli
 from unstale.cli import session
-from unstale.durability import checkpoint
+from unstale.durability import checkpoint, checkpoint_files
 from unstale.durability.checkpoint import Checkpoints
 from unstale.durability.journal import Journal
 from unstale.engines.embedded.engine import EmbeddedEngine
@@ -134,7 +134,7 @@ TARGETS: dict[str, tuple[Place, ...]] = {
     ),
     "checkpoint": (
         Place(checkpoint, "write_checkpoint", 2, 0.3),
-        Place(checkpoint, "require_same", 2),
+        Place(checkpoint_files, "_holds", 2),
         Place(Journal, "checkpoint", 2),
         Place(Journal, "checkpoint", 2, 0.01),
         Place(Checkpoints, "prune", 2),

@@ -139,14 +139,21 @@ async def take_steps(run: RunComponents, publication: "Publication") -> Progress
     """
     config = run.config
     progress = run.progress
-    deadline = time.monotonic() + 60 * config.minutes if config.minutes else float("inf")
+    saved = time.monotonic()
+    deadline = saved + 60 * config.minutes if config.minutes else float("inf")
     last = False
     async with asyncio.TaskGroup() as tasks:
         while not last:
             async with publication.finish_before_errors():
                 progress = await take_step(run, progress.step + 1, publication)
-            last = progress.step >= config.steps or time.monotonic() > deadline
-            checkpoint_due = last or progress.step % config.checkpoint.every == 0
+            now = time.monotonic()
+            last = progress.step >= config.steps or now > deadline
+            checkpoint_due = (
+                last
+                or progress.step % config.checkpoint.every == 0
+                or 0 < 60 * config.checkpoint.minutes <= now - saved
+            )
+            saved = now if checkpoint_due else saved
             if checkpoint_due and config.deterministic:
                 break
             publication = Publication(

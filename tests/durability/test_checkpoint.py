@@ -8,6 +8,8 @@ and later publications, also after pruning.
 import json
 import math
 import os
+import subprocess
+import sys
 import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -17,7 +19,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from unstale.durability.checkpoint import Checkpoint, CheckpointError, Checkpoints, Progress
+from unstale.durability import checkpoint_files
+from unstale.durability.checkpoint import CheckpointError, Checkpoints, Progress
 from unstale.model.policy import Policy
 from unstale.testing import nudge, tiny_policy
 from unstale.weights.codec import checksum
@@ -201,16 +204,13 @@ def test_a_save_that_is_cut_off_anywhere_leaves_the_older_ones_and_no_half_one(
 def test_a_disk_that_gives_back_something_else_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from unstale.durability import checkpoint
+    def bent(path: Path) -> None:
+        flush_to_disk(path)
+        if path.suffix == ".safetensors" and path.parent.name == "trainer":
+            path.write_bytes(path.read_bytes()[:-1] + b"!")
 
-    def bent(folder: Path) -> Checkpoint:
-        read = real(folder)
-        nudged = {name: tensor.clone() for name, tensor in read.policy.items()}
-        nudged["model.norm.weight"][0] += 1
-        return Checkpoint(read.progress, read.version, read.states, nudged)
-
-    real = checkpoint.read_checkpoint
-    monkeypatch.setattr(checkpoint, "read_checkpoint", bent)
+    flush_to_disk = checkpoint_files.flush_to_disk
+    monkeypatch.setattr(checkpoint_files, "flush_to_disk", bent)
     with pytest.raises(CheckpointError, match="reads back differently than it was written"):
         held(tmp_path, tiny_policy()).save(Progress(), tiny_policy())
     assert names(tmp_path) == ["step000000-version000000.part"]
@@ -226,7 +226,7 @@ def truncate(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-1])
 
 
-FILES = ("manifest.json", "state.safetensors", "policy.safetensors", "trainer")
+FILES = ("manifest.json", "state.safetensors", "trainer")
 
 
 @pytest.mark.parametrize(
@@ -260,7 +260,7 @@ def lie(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
     body = json.loads(path.read_text())["body"]
     change(body)
     text = json.dumps(body)
-    path.write_text(json.dumps({"sum": zlib.crc32(text.encode()), "body": body}))
+    path.write_text(json.dumps({"checksum": zlib.crc32(text.encode()), "body": body}))
 
 
 def shape(body: dict[str, Any], told: list[Any]) -> None:
@@ -278,6 +278,11 @@ LIES: dict[str, Callable[[dict[str, Any]], Any]] = {
     "shapes of nothing": lambda body: body["shapes"].update({"/trainer/none": ["float32", 3]}),
     "not what the tree wants": lambda body: body["shapes"].clear(),
     "format": lambda body: body.update(format=2),
+    "no weights": lambda body: body.update(policy={"w": "float32"}),
+    "weights in no dtype": lambda body: body["policy"].update(dict.fromkeys(body["policy"], "nn")),
+    "a difference from nothing": lambda body: body.update(
+        states={"difference": "/old", "from": "w", "of": ["raw", 1, 4, 0, 0]}
+    ),
     "no format": lambda body: body.pop("format"),
     "a path outside": lambda body: body["files"].update({"../../../etc/passwd": [1, 1]}),
     "no files": lambda body: body.update(files=None),
@@ -286,7 +291,7 @@ LIES: dict[str, Callable[[dict[str, Any]], Any]] = {
     "no float": lambda body: body.update(states={"float": "1e"}),
     "unhashable": lambda body: body.update(states={"of": [[[], 1]]}),
     "a tensor that is not there": lambda body: body.update(states={"tensor": "/etc/passwd"}),
-    "no stand": lambda body: body.update(stand=3),
+    "no progress": lambda body: body.update(progress=3),
 }
 
 
@@ -393,3 +398,81 @@ def test_only_what_the_journal_knows_is_kept(tmp_path: Path) -> None:
     (tmp_path / "checkpoints" / "step000009-version000009.part").mkdir()
     checkpoints.prune(known[:2])
     assert names(tmp_path) == known[1:2]
+
+
+class Grown:
+    """Weights of a made-up model with Adam's moments, and a version store that is one step old."""
+
+    version = 1
+
+    def __init__(self, dtype: torch.dtype, count: int) -> None:
+        draw = torch.Generator().manual_seed(0)
+        self.master = {f"w{i}": torch.randn(count // 4, generator=draw) for i in range(4)}
+        self.moments = {
+            i: {"a": self.master[f"w{i}"] * 2, "b": self.master[f"w{i}"] * 3} for i in range(4)
+        }
+        self.dtype = dtype
+        self.store = VersionStore()
+        self.store.put(0, self.weights())
+        for weight in self.master.values():
+            weight[:100] += 1
+
+    def weights(self) -> dict[str, Tensor]:
+        return {name: weight.to(self.dtype) for name, weight in self.master.items()}
+
+    def parts(self) -> dict[str, Any]:
+        trainer = Part({"weights": self.master, "optimizer": {"state": self.moments}})
+        return {"trainer": trainer, "old": self.store}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_checkpoint_takes_at_most_13_bytes_a_weight_besides_the_deltas(
+    tmp_path: Path, dtype: torch.dtype
+) -> None:
+    count = 400_000
+    grown = Grown(dtype, count)
+    held = {name: tensor.clone() for name, tensor in grown.store.tensors(0).items()}
+    checkpoints = Checkpoints(tmp_path, grown.parts())
+    snapshot = checkpoints.snapshot(Progress(1), grown)
+    grown.store.put(1, grown.weights())  # the store's copy moves while the checkpoint is written
+    name = checkpoints.write(snapshot)
+    files = [path for path in (tmp_path / "checkpoints" / name).rglob("*") if path.is_file()]
+    assert 12 * count < sum(path.stat().st_size for path in files) < 12.5 * count
+    read = checkpoints.load(name)
+    assert same(grown.master, read.states["trainer"]["weights"])
+    assert same(grown.moments, read.states["trainer"]["optimizer"]["state"])
+    assert same(grown.weights(), read.policy) and same(grown.weights(), checkpoints.weights(1))
+    assert same(held, read.states["old"]["movable"])
+
+
+MEMORY = """
+import sys
+from pathlib import Path
+import torch
+from tests.durability.test_checkpoint import Grown
+from unstale.durability.checkpoint import Checkpoints, Progress
+
+def status(key):
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key))
+
+torch.set_num_threads(1)
+run, count = Path(sys.argv[1]), 12_000_000
+grown = Grown(torch.float32, count)
+checkpoints = Checkpoints(run, grown.parts())
+small = Grown(torch.float32, 8)
+Checkpoints(run / "small", small.parts()).save(Progress(), small)
+Path("/proc/self/clear_refs").write_text("5")
+before = status("VmRSS:")
+checkpoints.save(Progress(1), grown)
+checkpoints.write_version(1, grown.weights())
+print((status("VmHWM:") - before) / count)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="measures with /proc")
+def test_a_checkpoint_and_a_version_are_written_without_copies_of_the_model(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", MEMORY, str(tmp_path)], capture_output=True, text=True, check=True
+    )
+    assert float(done.stdout) < 10  # bytes a weight; it was 38

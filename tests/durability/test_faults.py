@@ -90,14 +90,14 @@ def test_a_full_disk_under_the_journal_ends_the_run_and_nothing_is_lost(
 
     def small(path: Path) -> sqlite3.Connection:
         connection = connect(path)
-        connection.execute("PRAGMA max_page_count=17")
+        connection.execute("PRAGMA max_page_count=19")
         return connection
 
     with monkeypatch.context() as patch:
         patch.setattr(writer, "_connect", small)
         with pytest.raises(
             RunFailed,
-            match=r"JournalError: the journal .*journal\.sqlite failed: database or disk is full",
+            match=r"^the journal .*journal\.sqlite failed: database or disk is full",
         ):
             train(made)
     held = pieces(tmp_path / "run")
@@ -161,7 +161,7 @@ def test_a_folder_that_cannot_be_written_is_not_gone_on_in(
     monkeypatch.setattr(sqlite3, "connect", refused := RefusedWrites(sqlite3.connect))
     with pytest.raises(
         RunFailed,
-        match=r"JournalError: the journal .* failed: attempt to write a readonly database",
+        match=r"^the journal .* failed: attempt to write a readonly database",
     ):
         resume(named(tmp_path, made))
     assert refused.asked
@@ -211,6 +211,49 @@ def test_a_damaged_page_of_the_journal_is_found_before_anything_is_written(
     journal.write_bytes(sound)
     resume(named(tmp_path, made))
     require_sound(folder)
+
+
+def test_rows_that_the_journal_has_lost_are_found_before_a_resume(toy: Toy, tmp_path: Path) -> None:
+    made, folder = config(), tmp_path / "run"
+    with killed("step", 4):
+        toy.begin(folder, made)
+    with sqlite3.connect(folder / JOURNAL) as connection:
+        connection.execute("DELETE FROM events WHERE id = (SELECT max(id) FROM events)")
+    connection.close()
+    with pytest.raises(RunFailed, match=r"is damaged: events has \d+ rows, but \d+ were written"):
+        resume(named(tmp_path, made))
+
+
+def test_a_run_that_ended_while_its_journal_was_created_is_resumed(
+    toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = named(tmp_path, config())
+    with monkeypatch.context() as patch:
+        patch.setattr(writer, "SCHEMA", writer.SCHEMA + "CREATE TABLE broken (")
+        with pytest.raises(RunFailed, match="the journal"):
+            train(made)
+    resume(made)
+    require_sound(tmp_path / "run")
+
+
+@pytest.mark.parametrize("what", ["run", JOURNAL])
+def test_a_run_folder_or_a_journal_that_is_removed_in_mid_run_is_said_once(
+    toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    made, folder = named(tmp_path, config()), tmp_path / "run"
+    write = checkpoint.Checkpoints.write_version
+
+    def strike(self: checkpoint.Checkpoints, version: int, *rest: Any) -> None:
+        if version == 2:
+            folder.rename(tmp_path / "gone") if what == "run" else (folder / JOURNAL).unlink()
+        write(self, version, *rest)
+
+    monkeypatch.setattr(checkpoint.Checkpoints, "write_version", strike)
+    with pytest.raises(RunFailed) as error:
+        train(made)
+    said = str(error.value)
+    assert "while the run wrote to it" in said and "resume the run, or start it again" in said
+    assert said.count(str(folder)) == 1 and "Error:" not in said
 
 
 def test_a_truncated_checkpoint_is_passed_over_and_that_is_said(toy: Toy, tmp_path: Path) -> None:

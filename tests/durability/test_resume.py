@@ -29,7 +29,15 @@ from unstale.build import Components, build_old_logps
 from unstale.cli import main, recipe_options, session
 from unstale.cli.resume import config_changes, load_config
 from unstale.cli.session import RunSession
-from unstale.config import AuditConfig, ConfigError, RunConfig, TaskConfig, TrainerConfig, make_task
+from unstale.config import (
+    AuditConfig,
+    CheckpointConfig,
+    ConfigError,
+    RunConfig,
+    TaskConfig,
+    TrainerConfig,
+    make_task,
+)
 from unstale.durability import checkpoint, checkpoint_files, compare_runs, virtual_clock
 from unstale.durability.checkpoint import Checkpoints
 from unstale.durability.journal import JOURNAL, TOKEN_SAMPLES, Journal, check, writer
@@ -745,3 +753,12 @@ def test_a_run_killed_with_sigkill_and_resumed_is_the_run_that_was_not(tmp_path:
     assert compare_runs.differences(whole.folder, resumed.folder) == []
     with pytest.raises(ConfigError, match="is finished"):
         session.resume(tmp_path / "killed", made, console=Console(file=StringIO()))
+
+
+def test_checkpoints_are_also_made_by_the_clock(toy: Toy, tmp_path: Path) -> None:
+    made = replace(config(), checkpoint=CheckpointConfig(every=100, minutes=1e-9))
+    toy.begin(tmp_path / "run", made)
+    with Journal.read(tmp_path / "run") as reader:
+        assert [row.step for row in reader.checkpoints()] == list(range(STEPS + 1))
+    with pytest.raises(ConfigError, match=r"checkpoint\.minutes must be 0 in a deterministic run"):
+        replace(made, deterministic=True)

@@ -20,10 +20,24 @@ from unstale.cli.survivors import write_survivors
 from unstale.config import ConfigError, RunConfig
 from unstale.durability import virtual_clock
 from unstale.durability.checkpoint import CHECKPOINTS, CheckpointError
-from unstale.durability.journal import JOURNAL, CheckpointRow, Journal, JournalError
+from unstale.durability.journal import (
+    JOURNAL,
+    CheckpointRow,
+    Journal,
+    JournalError,
+    holds_journal,
+)
 from unstale.durability.machine import lock_folder
 from unstale.durability.resume import init_run, load_resume_state, restore
-from unstale.durability.run_folder import EVENTS, TOKENIZER, BrokenFile, RunFolder, RunLog, plain
+from unstale.durability.run_folder import (
+    ERROR,
+    EVENTS,
+    TOKENIZER,
+    BrokenFile,
+    RunFolder,
+    RunLog,
+    plain,
+)
 from unstale.envs.guard import OCCUPANCY
 from unstale.lint import check
 from unstale.loop import RunComponents
@@ -32,6 +46,7 @@ from unstale.observe.live import LiveDisplay
 from unstale.observe.recorder import Outputs
 from unstale.observe.report.page import write_report
 from unstale.observe.trackers import TrackedRun, Trackers
+from unstale.planner.footprint import predict_footprint
 from unstale.rollout.timeouts import first_error
 from unstale.trainer.failed_batch import save_failed_batch
 from unstale.trainer.records import NOT_FINITE
@@ -76,6 +91,7 @@ def train(config: RunConfig, *, console: Console | None = None, command: str = "
     recipe = config.recipe.rpartition(":")[2]
     name = config.name or f"{recipe}-seed{config.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
     folder = config.runs / name
+    _check_footprint(config, machine.policy, folder, console)
     if (folder / JOURNAL).exists():
         raise ConfigError(
             f"{folder} already holds a run ({JOURNAL}); resume it (--resume {folder}), "
@@ -137,7 +153,7 @@ def _open_trackers(config: RunConfig, folder: Path, console: Console) -> Tracker
 
 def _read_progress(folder: Path) -> tuple[list[CheckpointRow], int]:
     """Return the checkpoints of a run and its last logged step (-1 if there is none)."""
-    if not (folder / JOURNAL).exists():
+    if not holds_journal(folder / JOURNAL):
         if any((folder / CHECKPOINTS).glob("step*")):
             raise ConfigError(f"{folder} has checkpoints but no {JOURNAL}: its episodes are lost")
         return [], -1
@@ -163,6 +179,26 @@ def _check(config: RunConfig, console: Console) -> None:
     limit_threads()
 
 
+def _check_footprint(config: RunConfig, policy: Policy, folder: Path, console: Console) -> None:
+    """Print the expected memory and disk space. `ConfigError` if the disk has too little."""
+    footprint = predict_footprint(config, policy)
+    footprint.require_disk(folder)
+    console.print(f"{footprint.weights:,} weights; {footprint}", highlight=False)
+
+
+def _failure(error: BaseException, folder: Path) -> str:
+    """Return what ended a run, in one sentence or two."""
+    if not folder.is_dir():
+        return (
+            f"the run folder {folder} was removed or renamed while the run wrote to it. Put it "
+            "back and resume the run, or start it again"
+        )
+    if isinstance(error, JournalError):  # its text names the file and the cause
+        return f"{error} (traceback in {ERROR})"
+    text = exhausted(error) or f"{type(error).__name__}: {error}"
+    return f"{text} (traceback in {folder / ERROR})"
+
+
 def _run_to_end(session: "RunSession", console: Console) -> Run:
     """Run all segments. Then write the report, and save the policy unless the run failed."""
     log = session.log
@@ -183,8 +219,8 @@ def _run_to_end(session: "RunSession", console: Console) -> Run:
             log.failed("".join(traceback.format_exception(error)))
         if isinstance(error, NOT_FINITE) and session.machine:
             console.print(save_failed_batch(session.machine.trainer, folder), highlight=False)
-        detail = exhausted(error) or f"{type(error).__name__}: {error}"
-        raise RunFailed(f"{detail} (traceback in {folder / 'error.txt'})") from error
+        detail = _failure(error, folder)
+        raise RunFailed(detail) from error
     except asyncio.CancelledError:
         detail = f"{OCCUPANCY.canceller or 'some code'} cancelled the tasks of the run"
         raise RunFailed(detail) from None
@@ -196,7 +232,7 @@ def _run_to_end(session: "RunSession", console: Console) -> Run:
         session.close()
         if reason != "failed" and session.machine:
             session.machine.policy.save(folder / POLICY)
-        with suppress(OSError) if reason == "failed" else nullcontext():
+        with suppress(OSError, JournalError, ConfigError) if reason == "failed" else nullcontext():
             log.event("stopped", reason=reason, detail=detail)
             log.close()
             write_survivors(folder)
@@ -268,6 +304,7 @@ class RunSession:
             )
             if previous is None:
                 self.log.rewind(stored.metrics)
+            del stored, previous  # their tensors take as much memory as the trainer
             self.machine = machine
         outputs = Outputs(self.log, display, self._trackers)
         parts = build(config, self.machine, outputs, state)

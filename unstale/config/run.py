@@ -110,6 +110,11 @@ class RunConfig(Section):
                 "deterministic needs engine.backend = embedded and engine.processes = 1, "
                 f"got {engine.backend} and {engine.processes}"
             )
+        if self.deterministic and self.checkpoint.minutes:
+            raise ConfigError(
+                "checkpoint.minutes must be 0 in a deterministic run, because it depends on the "
+                f"clock; got {self.checkpoint.minutes:g}. Set checkpoint.every"
+            )
         num_sequences = self.schedule.groups_per_step * self.schedule.group_size
         if self.trainer.minibatches_per_batch > num_sequences:
             raise ConfigError(

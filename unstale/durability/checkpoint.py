@@ -3,8 +3,7 @@
     checkpoints/step000012-version000012/
         manifest.json        the state as a tree, and the checksum of every file
         trainer/             weights and optimizer: torch's distributed checkpoint, as safetensors
-        state.safetensors    every other tensor
-        policy.safetensors   the weights of the version, for a forward pass
+        state.safetensors    every other tensor; copies of the weights are differences from them
     versions/000013.safetensors
                              a later version: its difference from the previous one, or all of it
 
@@ -19,24 +18,21 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
 from unstale.durability.checkpoint_files import (
-    POLICY,
     TRAINER,
     Checkpoint,
     CheckpointError,
     Progress,
     flush_to_disk,
     read_checkpoint,
-    read_manifest,
-    require_same,
-    verify_file,
+    read_policy,
+    subtract,
     wrap_file_errors,
     write_checkpoint,
 )
-from unstale.weights.codec import advance, checksum, dumps, loads, whole
+from unstale.weights.codec import advance, checksum, file_parts, loads, whole
 from unstale.weights.publish import VersionedWeights
 from unstale.weights.store import Delta
 
@@ -89,8 +85,10 @@ class Checkpoints:
 
         The weights must not change until the checkpoint is written.
         """
+        weights = source.weights()
         states = {name: part.state() for name, part in self._parts.items()}
-        return Checkpoint(progress, source.version, states, source.weights())
+        others = {name: subtract(states[name], weights) for name in states if name != TRAINER}
+        return Checkpoint(progress, source.version, states | others, weights)
 
     def save(self, progress: Progress, source: VersionedWeights) -> str:
         """Collect the state of the run, write it as a checkpoint, and return its name."""
@@ -107,7 +105,6 @@ class Checkpoints:
             (partial / TRAINER).mkdir(parents=True)
             flush_to_disk(self._folder.parent)
             write_checkpoint(checkpoint, partial)
-            require_same(checkpoint, read_checkpoint(partial), partial)
             partial.rename(final)
             flush_to_disk(self._folder)
         return name
@@ -157,13 +154,14 @@ class Checkpoints:
         later.
         """
         if delta is None:
-            tensors = {name: whole(tensor) for name, tensor in weights.items()}
+            tensors = {name: whole(tensor, copy=False) for name, tensor in weights.items()}
             delta = Delta(-1, version, checksum(weights), tensors)
         partial = self._versions / f"{version:06d}.part"
         with wrap_file_errors(partial, "written"):
             self._versions.mkdir(exist_ok=True)
             flush_to_disk(self._versions.parent)
-            partial.write_bytes(dumps(delta))
+            with partial.open("wb") as file:
+                file.writelines(file_parts(delta))
             flush_to_disk(partial)
             partial.rename(partial.with_suffix(".safetensors"))
             flush_to_disk(self._versions)
@@ -177,9 +175,7 @@ class Checkpoints:
         if not older:
             raise LookupError(f"version {version} is older than every checkpoint on disk")
         current, folder = max(older)
-        with wrap_file_errors(folder):
-            verify_file(folder, POLICY, read_manifest(folder))
-            weights = load_file(folder / POLICY)
+        weights = read_policy(folder)
         for number, path in self._list_versions():
             if not current < number <= version:
                 continue

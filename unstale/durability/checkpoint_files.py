@@ -1,6 +1,9 @@
 """Write, flush, read and verify the files of one checkpoint. `checkpoint` has their layout.
 
-The formats are JSON and safetensors, not pickle, so reading a file never executes code.
+The formats are JSON and safetensors, not pickle, so reading a file never executes code. What
+follows from the trainer's weights is not written again: forward weights are a cast of them, and
+copies of forward weights are differences from them. Files are written and read in parts, so neither
+needs memory in proportion to the model.
 """
 
 import json
@@ -8,7 +11,7 @@ import math
 import os
 import warnings
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +19,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import (
@@ -26,16 +29,27 @@ from torch.distributed.checkpoint.hf_storage import (
 from torch.distributed.checkpoint.state_dict_loader import load as load_sharded
 from torch.distributed.checkpoint.state_dict_saver import save as save_sharded
 
-from unstale.weights.codec import words
+from unstale.weights.codec import Encoded, apply, encode, file_of, words
 
-FORMAT = 2
+FORMAT = 3
 MANIFEST = "manifest.json"
 STATE = "state.safetensors"
-POLICY = "policy.safetensors"
 TRAINER = "trainer"
 """Name of the component whose state grows with the model. It is stored in torch's distributed
 format, which a run with another number of shards can read.
 """
+_WEIGHTS = f"/{TRAINER}/weights/"
+"""Start of the names of the trainer's weights, of which forward weights are a cast."""
+_POLICY = "/policy/"
+"""Start of the names of forward weights that are no cast of the trainer's."""
+
+MIN_FILE_BYTES = 32 << 20
+MAX_FILES = 64
+"""The trainer's state is written in at most about this many files, one after the other.
+
+Writing a file takes memory for two copies of it.
+"""
+_READ_BYTES = 1 << 20
 
 
 class CheckpointError(RuntimeError):
@@ -62,25 +76,57 @@ class Checkpoint:
     progress: Progress
     version: int
     states: Mapping[str, Any]
-    """The state of each component, by the component's name."""
+    """The state of each component, by the component's name.
+
+    In a snapshot, copies of forward weights are a `Difference`.
+    """
     policy: Mapping[str, Tensor]
     """The weights that a forward pass uses, by the parameter's name."""
 
 
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """A tensor as its difference from the forward weight `name`, of the same shape and dtype."""
+
+    name: str
+    encoded: Encoded
+
+
+def subtract(state: Any, weights: Mapping[str, Tensor], name: str = "") -> Any:
+    """Return a state in which a tensor that is like the weight of its name is a `Difference`.
+
+    A tensor that changes later, such as the version store's copy, is so captured without a copy.
+    """
+    match state:
+        case Tensor() if name in weights and _alike(state, weights[name]):
+            weight = words(weights[name])
+            return Difference(name, encode(words(state).to(weight.device) ^ weight))
+        case Mapping():
+            return {key: subtract(item, weights, str(key)) for key, item in state.items()}
+        case list() | tuple():
+            return [subtract(item, weights) for item in state]
+    return state
+
+
 def write_checkpoint(checkpoint: Checkpoint, folder: Path) -> None:
-    """Write all files of a checkpoint into an existing folder, and flush them to disk."""
+    """Write all files of a checkpoint into an existing folder, flush them and read them back.
+
+    Raises `CheckpointError` if they read back differently.
+    """
     tensors: dict[str, Tensor] = {}
     states = to_json(checkpoint.states, "", tensors)
-    prefix = f"/{TRAINER}/"
-    sharded = {key: tensor for key, tensor in tensors.items() if key.startswith(prefix)}
+    sharded = {key: value for key, value in tensors.items() if key.startswith(f"/{TRAINER}/")}
+    dtypes = {}
+    for name, weight in checkpoint.policy.items():
+        dtypes[name] = _dtype_name(weight) if _is_cast(sharded, name, weight) else ""
+        if not dtypes[name]:
+            tensors[_POLICY + name] = weight.detach().cpu().contiguous()
     if sharded:
-        writer = HuggingFaceStorageWriter(str(folder / TRAINER))
+        writer = HuggingFaceStorageWriter(str(folder / TRAINER), _divide(sharded))
         with _single_process():
             save_sharded(dict(sharded), storage_writer=writer, no_dist=True)
-    others = {key: tensor for key, tensor in tensors.items() if key not in sharded}
-    save_file(others, folder / STATE)
-    policy = {key: tensor.detach().cpu().contiguous() for key, tensor in checkpoint.policy.items()}
-    save_file(policy, folder / POLICY)
+    with (folder / STATE).open("wb") as file:
+        file.writelines(file_of({k: v for k, v in tensors.items() if k not in sharded}))
     files = _list_files(folder)
     progress = [checkpoint.progress.step, dict(checkpoint.progress.row)]
     body = {
@@ -89,6 +135,7 @@ def write_checkpoint(checkpoint: Checkpoint, folder: Path) -> None:
         "version": checkpoint.version,
         "files": {name: _size_and_checksum(path) for name, path in files.items()},
         "shapes": _shapes(sharded),
+        "policy": dtypes,
         "states": states,
     }
     checksum = zlib.crc32(json.dumps(body, allow_nan=False).encode())
@@ -96,6 +143,10 @@ def write_checkpoint(checkpoint: Checkpoint, folder: Path) -> None:
     (folder / MANIFEST).write_text(manifest)
     for path in (*files.values(), folder / MANIFEST, folder / TRAINER, folder):
         flush_to_disk(path)
+    if (folder / MANIFEST).read_text() != manifest or not _holds(folder, tensors):
+        raise CheckpointError(
+            f"{folder} reads back differently than it was written: check the disk"
+        )
 
 
 def read_checkpoint(folder: Path) -> Checkpoint:
@@ -110,14 +161,26 @@ def read_checkpoint(folder: Path) -> Checkpoint:
         if unexpected := sorted(files.keys() ^ body["files"].keys()):
             raise ValueError(f"these files are missing or do not belong here: {unexpected}")
         for name in files:
-            verify_file(folder, name, body)
+            _verify_file(folder, name, body)
         tensors = load_file(folder / STATE) | _load_trainer(folder / TRAINER, body["shapes"])
+        policy = _policy(body, tensors)
         return Checkpoint(
-            progress=Progress(*from_json(body["progress"], {})),
+            progress=Progress(*from_json(body["progress"], {}, {})),
             version=body["version"],
-            states=from_json(body["states"], tensors),
-            policy=load_file(folder / POLICY),
+            states=from_json(body["states"], tensors, policy),
+            policy=policy,
         )
+
+
+def read_policy(folder: Path) -> dict[str, Tensor]:
+    """Read and verify the forward weights of a checkpoint."""
+    with wrap_file_errors(folder):
+        body = read_manifest(folder)
+        for name in body["files"]:
+            _verify_file(folder, name, body)
+        wanted = {key for key in body["shapes"] if key.startswith(_WEIGHTS)}
+        trained = _load_trainer(folder / TRAINER, body["shapes"], wanted)
+        return _policy(body, load_file(folder / STATE) | trained)
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
@@ -131,25 +194,10 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     return dict(body)
 
 
-def verify_file(folder: Path, name: str, manifest: Mapping[str, Any]) -> None:
+def _verify_file(folder: Path, name: str, manifest: Mapping[str, Any]) -> None:
     """Raise ValueError if a file's size or checksum is not the one in the manifest."""
     if _size_and_checksum(folder / name) != manifest["files"][name]:
         raise ValueError(f"{name} was changed after it was written")
-
-
-def require_same(written: Checkpoint, read: Checkpoint, folder: Path) -> None:
-    """Raise `CheckpointError` unless two checkpoints are equal, bit for bit."""
-    written_tensors: dict[str, Tensor] = dict(written.policy)
-    read_tensors: dict[str, Tensor] = dict(read.policy)
-    written_tree = to_json(written.states, "", written_tensors)
-    read_tree = to_json(read.states, "", read_tensors)
-    is_same = written_tree == read_tree and written_tensors.keys() == read_tensors.keys()
-    for name, tensor in written_tensors.items() if is_same else ():
-        is_same &= torch.equal(words(tensor.cpu().contiguous()), words(read_tensors[name]))
-    if not is_same:
-        raise CheckpointError(
-            f"{folder} reads back differently than it was written: check the disk"
-        )
 
 
 def to_json(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
@@ -167,6 +215,11 @@ def to_json(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
         case Tensor():
             tensors[path] = value.detach().cpu().contiguous()
             return {"tensor": path}
+        case Difference(name, encoded):
+            for i, stream in enumerate(encoded.streams):
+                tensors[f"{path}/{i}"] = torch.frombuffer(bytearray(stream), dtype=torch.uint8)
+            numbers = [encoded.kind, encoded.words, encoded.width, encoded.changed]
+            return {"difference": path, "from": name, "of": [*numbers, len(encoded.streams)]}
         case Mapping() if all(type(key) in (str, int) for key in value):
             items = value.items()
             return {
@@ -177,8 +230,8 @@ def to_json(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
     raise TypeError(f"{path or 'the state'} is a {type(value).__name__}, which cannot be saved")
 
 
-def from_json(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """Return the state that was given to `to_json`.
+def from_json(tree: Any, tensors: Mapping[str, Tensor], policy: Mapping[str, Tensor]) -> Any:
+    """Return the state that was given to `to_json`, with differences from `policy` resolved.
 
     Raises ValueError or KeyError for any other input.
     """
@@ -186,13 +239,18 @@ def from_json(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
         case None | bool() | int() | float() | str():
             return tree
         case list():
-            return [from_json(item, tensors) for item in tree]
+            return [from_json(item, tensors, policy) for item in tree]
         case {"float": str(text)}:
             return float(text)
         case {"tensor": str(path)}:
             return tensors[path]
+        case {"difference": str(path), "from": str(name), "of": [*numbers, int(count)]}:
+            streams = tuple(tensors[f"{path}/{i}"].numpy().tobytes() for i in range(count))
+            whole = policy[name].clone(memory_format=torch.contiguous_format)
+            apply(Encoded(*numbers, streams), words(whole))
+            return whole
         case {"mapping": list(pairs)}:
-            mapping = {key: from_json(item, tensors) for key, item in pairs}
+            mapping = {key: from_json(item, tensors, policy) for key, item in pairs}
             if len(mapping) == len(pairs):
                 return mapping
     raise ValueError(f"{str(tree)[:40]} is not part of a state")
@@ -234,17 +292,23 @@ def wrap_file_errors(path: Path, action: str = "read") -> Iterator[None]:
         raise CheckpointError(f"{path} cannot be {action}: {cause}") from error
 
 
-def _load_trainer(folder: Path, shapes: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Load the trainer's tensors.
+def _load_trainer(
+    folder: Path, shapes: Mapping[str, Any], wanted: Collection[str] | None = None
+) -> dict[str, Tensor]:
+    """Load the trainer's tensors, or those in `wanted`.
 
     Their sizes come from the files, so a damaged manifest cannot exhaust the memory.
     """
+    found: dict[str, list[Any]] = {}
     tensors: dict[str, Tensor] = {}
     for path in folder.glob("*.safetensors"):
         with safe_open(path, framework="pt") as file:
             for key in file.keys():  # noqa: SIM118
-                tensors[key] = torch.empty_like(file.get_tensor(key))
-    if _shapes(tensors) != dict(shapes):
+                tensor = file.get_tensor(key)
+                found |= _shapes({key: tensor})
+                if wanted is None or key in wanted:
+                    tensors[key] = torch.empty_like(tensor)
+    if found != dict(shapes):
         raise ValueError(f"the tensors in {TRAINER} differ from those in the manifest")
     if tensors:
         reader = HuggingFaceStorageReader(str(folder))
@@ -253,11 +317,66 @@ def _load_trainer(folder: Path, shapes: Mapping[str, Any]) -> dict[str, Tensor]:
     return tensors
 
 
-def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, list[Any]]:
+def _policy(body: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the forward weights. A float32 one is the trainer's tensor itself."""
     return {
-        key: [str(tensor.dtype).removeprefix("torch."), *tensor.shape]
-        for key, tensor in tensors.items()
+        name: tensors[_WEIGHTS + name].to(getattr(torch, dtype))
+        if dtype
+        else tensors[_POLICY + name]
+        for name, dtype in body["policy"].items()
     }
+
+
+def _is_cast(tensors: Mapping[str, Tensor], name: str, weight: Tensor) -> bool:
+    """Return True if a forward weight is the trainer's weight in another precision, bit for bit."""
+    trained = tensors.get(_WEIGHTS + name)
+    if trained is None or trained.shape != weight.shape:
+        return False
+    return torch.equal(words(trained.to(weight.dtype)), words(weight.cpu().contiguous()))
+
+
+def _holds(folder: Path, written: Mapping[str, Tensor]) -> bool:
+    """Return True if the files hold these tensors and no others, bit for bit."""
+    unread = dict(written)
+    for path in _list_files(folder).values():
+        if path.suffix != ".safetensors":
+            continue
+        with safe_open(path, framework="pt") as file:
+            for key in file.keys():  # noqa: SIM118
+                tensor = unread.pop(key, None)
+                read = file.get_tensor(key)
+                if tensor is None or not _alike(tensor, read):
+                    return False
+                if not torch.equal(words(tensor), words(read)):
+                    return False
+    return not unread
+
+
+def _alike(one: Tensor, other: Tensor) -> bool:
+    return (one.shape, one.dtype) == (other.shape, other.dtype)
+
+
+def _divide(tensors: Mapping[str, Tensor]) -> dict[str, int]:
+    """Return the number of the file for each tensor, from 1."""
+    limit = max(MIN_FILE_BYTES, sum(tensor.nbytes for tensor in tensors.values()) // MAX_FILES)
+    files: dict[str, int] = {}
+    number = 1
+    filled = 0
+    for key, tensor in tensors.items():
+        if filled and filled + tensor.nbytes > limit:
+            number += 1
+            filled = 0
+        files[key] = number
+        filled += tensor.nbytes
+    return files
+
+
+def _dtype_name(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, list[Any]]:
+    return {key: [_dtype_name(tensor), *tensor.shape] for key, tensor in tensors.items()}
 
 
 def _list_files(folder: Path) -> dict[str, Path]:
@@ -266,8 +385,11 @@ def _list_files(folder: Path) -> dict[str, Path]:
 
 
 def _size_and_checksum(path: Path) -> list[int]:
-    data = path.read_bytes()
-    return [len(data), zlib.crc32(data)]
+    crc = 0
+    with path.open("rb") as file:
+        while data := file.read(_READ_BYTES):
+            crc = zlib.crc32(data, crc)
+        return [file.tell(), crc]
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from unstale.config import ConfigError, RunConfig
 from unstale.durability import virtual_clock
 from unstale.durability.checkpoint import Checkpoint, CheckpointError, Checkpoints, Progress
-from unstale.durability.journal import JOURNAL, CheckpointRow, Journal, JournalError
+from unstale.durability.journal import JOURNAL, CheckpointRow, Journal, JournalError, check
 from unstale.model.policy import Policy
 from unstale.old_logps import OldLogps
 from unstale.old_logps.scoring.scorer import Weights
@@ -79,11 +79,11 @@ def load_resume_state(
 
     A checkpoint is undamaged if every file has its recorded checksum. A deterministic run also
     deletes everything newer than the checkpoint, because it is computed again. `verify` first
-    checks every row of the journal. Raises `CheckpointError` if all checkpoints are damaged, and
-    `JournalError` if the journal is.
+    checks the journal, as `unstale journal` does. Raises `CheckpointError` if all checkpoints are
+    damaged, and `JournalError` if the journal is.
     """
     with Journal.read(run) as reader:
-        damage = reader.unsound() if verify else []
+        damage = check(reader) if verify else []
         if damage:
             raise JournalError(f"the journal {reader.path} is damaged: {'; '.join(damage)}")
         rows = reader.checkpoints()

@@ -124,10 +124,8 @@ class RunLog:
         if path.exists() and not path.is_dir():
             raise ConfigError(f"{path} is a file; a run needs a folder")
         path.mkdir(parents=True, exist_ok=True)
-        log = cls(path, clock)
-        with (path / CONFIG).open("x", encoding="utf-8") as file:
-            file.write(dumps({} if config is None else config, indent=2) + "\n")
-        return log
+        write_whole(path / CONFIG, dumps({} if config is None else config, indent=2) + "\n")
+        return cls(path, clock)
 
     @classmethod
     def reopen(

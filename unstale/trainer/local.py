@@ -8,7 +8,6 @@ The methods run in the trainer's thread. The model computes log-probabilities `[
 and the loss is computed from them on the CPU.
 """
 
-import copy
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -295,7 +294,7 @@ class LocalTrainer:
 
     @torch.no_grad()
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Load the state of a checkpoint.
+        """Load the state of a checkpoint. The tensors of its optimizer are used without a copy.
 
         Raises ConfigError if its adapters were trained on another base model.
         """
@@ -303,7 +302,7 @@ class LocalTrainer:
         for name, tensor in self._master.items():
             tensor.copy_(state["weights"][name])
         self._cast_master()
-        self.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))
+        self.optimizer.load_state_dict(state["optimizer"])
         self.steps = state["steps"]
         self.policy.version = state["version"]
         self.policy.at_version = state["at_version"]

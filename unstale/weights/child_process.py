@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 _LENGTHS = struct.Struct(">IQ")
+_ALIGNMENT = 16
+"""A body starts at a multiple of this many bytes, so that tensors can be views of it."""
 _LAST_WORDS = 2000
 _READ_BYTES = 1 << 16
 
@@ -62,9 +64,10 @@ def frame(header: Header, body: Sequence[Bytes] = ()) -> list[Bytes]:
     """Return one message as a list of byte strings. The parts of the body are not copied.
 
     >>> list(Frames().feed(b"".join(frame({"op": "resume"}, [b"xy"]))))
-    [({'op': 'resume'}, b'xy')]
+    [({'op': 'resume'}, bytearray(b'xy'))]
     """
     text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-(_LENGTHS.size + len(text)) % _ALIGNMENT)
     return [_LENGTHS.pack(len(text), sum(map(len, body))) + text, *body]
 
 
@@ -74,7 +77,7 @@ class Frames:
     def __init__(self) -> None:
         self._buffer = bytearray()
 
-    def feed(self, data: bytes) -> Iterator[tuple[Header, bytes]]:
+    def feed(self, data: bytes) -> Iterator[tuple[Header, bytearray]]:
         """Add `data` to the stream. Yield every message that is now complete."""
         self._buffer += data
         while len(self._buffer) >= _LENGTHS.size:
@@ -83,9 +86,15 @@ class Frames:
             if len(self._buffer) < start + body_size:
                 return
             header = json.loads(self._buffer[_LENGTHS.size : start])
-            with memoryview(self._buffer) as read:
-                body = bytes(read[start : start + body_size])
-            del self._buffer[: start + body_size]
+            if not body_size:
+                del self._buffer[:start]
+                yield header, bytearray()
+                continue
+            rest = self._buffer[start + body_size :]
+            body = self._buffer
+            self._buffer = rest
+            del body[start + body_size :]
+            del body[:start]  # moves the start of the array: the body is not copied
             yield header, body
 
 

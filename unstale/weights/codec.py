@@ -16,10 +16,12 @@ It needs no more memory than the input and the tensors to which it is applied.
 """
 
 import json
+import math
 import struct
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from mmap import mmap
 from typing import Any, Literal
 
 import numpy as np
@@ -51,6 +53,7 @@ _NAMES = {
     torch.int16: "I16", torch.int32: "I32", torch.int64: "I64",
 }  # fmt: skip
 """The names that safetensors uses for dtypes."""
+_DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 _HEADER = struct.Struct("<Q")
 
 Array = npt.NDArray[Any]
@@ -69,7 +72,7 @@ class Encoded:
     """Size of a word in bytes."""
     changed: int
     """Number of words that differ."""
-    streams: tuple[bytes, ...]
+    streams: tuple[Bytes, ...]
 
     def __post_init__(self) -> None:
         num_streams = {"sparse": 1 + self.width, "packed": self.width, "raw": 1}[self.kind]
@@ -159,11 +162,15 @@ def encode(difference: Tensor) -> Encoded:
     return Encoded(kind, streams=streams, **shape)
 
 
-def whole(tensor: Tensor) -> Encoded:
-    """Return a whole tensor in the format of a difference, uncompressed."""
+def whole(tensor: Tensor, *, copy: bool = True) -> Encoded:
+    """Return a whole tensor in the format of a difference, uncompressed.
+
+    Without `copy` it is a view of the tensor's memory where possible.
+    """
     bits = words(tensor)
     count = bits.numel()
-    streams = (bytes(_bytes(tensor)),) if count else ()
+    data = _bytes(tensor)
+    streams: tuple[Bytes, ...] = (bytes(data) if copy else data,) if count else ()
     return Encoded("raw", count, bits.element_size(), count, streams)
 
 
@@ -220,6 +227,11 @@ def dumps(delta: Delta) -> bytes:
 
     Each compressed stream is a tensor of bytes. Everything else is metadata.
     """
+    return b"".join(file_parts(delta))
+
+
+def file_parts(delta: Delta) -> list[Bytes]:
+    """Return the file of `dumps` in parts, without a copy of the streams."""
     streams: list[Part] = []
     tensors = {}
     for name, encoded in delta.tensors.items():
@@ -241,7 +253,7 @@ def dumps(delta: Delta) -> bytes:
         "tensors": tensors,
     }
     text = json.dumps(about)
-    return b"".join(_file(streams, {"delta": f"{_seal(text, delta.tensors)} {text}"}))
+    return _file(streams, {"delta": f"{_seal(text, delta.tensors)} {text}"})
 
 
 def file_of(weights: Mapping[str, Tensor]) -> list[Bytes]:
@@ -274,6 +286,34 @@ def _file(parts: Sequence[Part], metadata: Mapping[str, str]) -> list[Bytes]:
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _HEADER.size)
     return [_HEADER.pack(len(text)) + text, *(data for *_, data in parts)]
+
+
+def tensors_of(data: bytes | bytearray | mmap) -> dict[str, Tensor]:
+    """Return the tensors of a safetensors file as views of its bytes.
+
+    Raises ValueError if the bytes are not such a file. Bytes must be writable to be changed.
+    """
+    try:
+        (size,) = _HEADER.unpack_from(data)
+        start = _HEADER.size + size
+        header = json.loads(bytes(data[_HEADER.size : start]))
+        header.pop("__metadata__", None)
+        return {name: _tensor_at(data, start, **entry) for name, entry in header.items()}
+    except (struct.error, KeyError, TypeError, AttributeError, RuntimeError) as error:
+        raise ValueError(f"these {len(data):,} bytes are no tensors: {error!r}") from error
+
+
+def _tensor_at(
+    data: Any, start: int, *, dtype: str, shape: Sequence[int], data_offsets: Sequence[int]
+) -> Tensor:
+    kind = _DTYPES[dtype]
+    count = math.prod(shape)
+    first, last = data_offsets
+    if last - first != count * kind.itemsize:
+        raise ValueError(f"{count} numbers of {dtype} do not take {last - first} bytes")
+    if not count:
+        return torch.empty(list(shape), dtype=kind)
+    return torch.frombuffer(data, dtype=kind, offset=start + first, count=count).view(*shape)
 
 
 def loads(data: bytes) -> Delta:
@@ -359,7 +399,7 @@ def _pack(array: Array) -> bytes:
     )
 
 
-def _unpack(stream: bytes, low: int, high: int) -> npt.NDArray[np.uint8]:
+def _unpack(stream: Bytes, low: int, high: int) -> npt.NDArray[np.uint8]:
     """Decompress a stream whose size must be between `low` and `high` bytes.
 
     The size in its header is checked before memory is allocated. Raises ValueError for other sizes.
@@ -384,7 +424,7 @@ def _planes(array: Array) -> tuple[bytes, ...]:
     return tuple(_pack((bits >> 8 * i).astype(np.uint8)) for i in range(array.itemsize))
 
 
-def _unplane(streams: tuple[bytes, ...], count: int) -> Array:
+def _unplane(streams: tuple[Bytes, ...], count: int) -> Array:
     bits = np.zeros(count, f"u{len(streams)}")
     for stream in reversed(streams):  # the last plane has the highest bits
         bits <<= 8 * (len(streams) > 1)

@@ -130,5 +130,9 @@ def _size(weights: Mapping[str, Tensor]) -> int:
 
 
 def _cast(weights: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return copies of the weights in main memory, in `dtype`, where all engines can read them."""
-    return {name: tensor.detach().to("cpu", dtype, copy=True) for name, tensor in weights.items()}
+    """Return the weights in main memory, where all engines read them.
+
+    They are copied only if their place or precision differs. The trainer does not change its
+    weights before the version is published.
+    """
+    return {name: tensor.detach().to("cpu", dtype) for name, tensor in weights.items()}

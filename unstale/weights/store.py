@@ -190,14 +190,15 @@ class VersionStore:
     def state(self) -> Mapping[str, Any]:
         """Return the contents of the store for a checkpoint.
 
-        Deltas are the bytes of safetensors files.
+        Deltas are the bytes of safetensors files. The full copy is the live one, which changes when
+        the store moves.
         """
         return {
             "full": self._full,
             "at": self._at,
             "versions": list(self._versions),
             "aliases": dict(self._aliases),
-            "movable": {name: tensor.clone() for name, tensor in self._movable.items()},
+            "movable": dict(self._movable),
             "checksum": checksum(self._movable),
             "shelf": {
                 version: torch.frombuffer(

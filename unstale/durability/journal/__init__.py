@@ -13,6 +13,7 @@ from unstale.durability.journal.reader import (
     GroupRow,
     JournalReader,
     StoredEpisode,
+    holds_journal,
 )
 from unstale.durability.journal.survivors import survivors
 from unstale.durability.journal.tables import JOURNAL, TOKEN_SAMPLES, JournalError
@@ -32,6 +33,7 @@ __all__ = [
     "content",
     "conversation",
     "export_rows",
+    "holds_journal",
     "page",
     "survivors",
     "trained_episodes",

@@ -16,6 +16,7 @@ from urllib.parse import quote
 from unstale.durability.journal.tables import (
     ATTEMPTS,
     COLUMNS,
+    COUNTED,
     FORMAT,
     SCHEMA,
     TOKEN_SAMPLES,
@@ -216,13 +217,18 @@ class JournalReader:
         return tuple(bool(is_finished) for (is_finished,) in reversed(rows))
 
     def unsound(self) -> list[str]:
-        """Return sentences about tables with rows that changed after they were written."""
+        """Return sentences about tables with rows that changed, were lost or were added."""
         problems = []
         for table, columns in COLUMNS.items():
             expected = f"seal('{table}', {', '.join(columns)})"
             ((count,),) = self.rows(f"SELECT count(*) FROM {table} WHERE seal IS NOT {expected}")
             if count:
                 problems.append(f"{count} rows of {table} changed after they were written")
+        written = dict(self.rows("SELECT name, num_rows FROM counts"))
+        for table in COUNTED:
+            ((count,),) = self.rows(f"SELECT count(*) FROM {table}")
+            if count != written.get(table):
+                problems.append(f"{table} has {count} rows, but {written.get(table)} were written")
         return problems
 
     def counts(self) -> tuple[int, int, int]:
@@ -426,6 +432,11 @@ def require_tables(path: Path, connection: sqlite3.Connection) -> None:
         expected = fresh.execute(question).fetchall()
     if connection.execute(question).fetchall() != expected:
         raise journal_error(path, "its tables are not those of a journal")
+
+
+def holds_journal(path: Path) -> bool:
+    """Return False if there is no journal, or an empty file that a crash left in its place."""
+    return path.is_file() and path.stat().st_size > 0
 
 
 def _roll_back(path: Path) -> None:

@@ -11,7 +11,7 @@ from unstale.records import ContextPiece, Failure, Piece, Provenance, Sampled, T
 
 JOURNAL = "journal.sqlite"
 
-FORMAT = 2
+FORMAT = 3
 """Number of the journal's format, stored as `user_version` of the database."""
 
 TABLES = {
@@ -47,6 +47,7 @@ TABLES = {
     "at REAL NOT NULL, after INTEGER NOT NULL",
     "events": "id INTEGER PRIMARY KEY, at REAL NOT NULL, kind TEXT NOT NULL, "
     "fields TEXT NOT NULL, after INTEGER NOT NULL",
+    "counts": "name TEXT PRIMARY KEY, num_rows INTEGER NOT NULL",
 }
 """Columns of each table. `after` is the checkpoint that was current when the row was written."""
 
@@ -55,16 +56,17 @@ _KEYS = {
     "snapshots": ", PRIMARY KEY (episode, num_pieces)",
 }
 
-SCHEMA = "".join(
-    f"CREATE TABLE {name} ({columns}, seal INTEGER NOT NULL{_KEYS.get(name, '')}) STRICT;\n"
-    for name, columns in TABLES.items()
-)
-
 COLUMNS = {
     name: tuple(column.split()[0] for column in columns.split(", ") if not column.startswith("id "))
     for name, columns in TABLES.items()
 }
 """Columns that are included in a row's checksum: all but an id that the database assigns."""
+
+COUNTED = tuple(name for name in TABLES if name != "counts")
+"""Tables whose numbers of rows are in `counts`, which is updated in every transaction.
+
+A row that a damaged page has lost leaves no row with a wrong seal.
+"""
 
 REPEATED = (
     "snapshots",
@@ -117,6 +119,26 @@ def insert(table: str, *values: Any) -> Record:
 def seal(table: str, *row: Any) -> int:
     """Return the checksum of a row, by which rows that a faulty disk changed are found."""
     return zlib.crc32(repr((table, row)).encode(errors="surrogatepass"))
+
+
+SCHEMA = "".join(
+    f"CREATE TABLE {name} ({columns}, seal INTEGER NOT NULL{_KEYS.get(name, '')}) STRICT;\n"
+    for name, columns in TABLES.items()
+) + "".join(
+    f"INSERT INTO counts VALUES ('{name}', 0, {seal('counts', name, 0)});\n" for name in COUNTED
+)
+"""Statements that create an empty journal."""
+
+
+def count_rows(changes: Mapping[str, int], counts: dict[str, int]) -> list[Record]:
+    """Add changes of the numbers of rows to `counts`. Return the statements that record them."""
+    records: list[Record] = []
+    for table, change in changes.items():
+        counts[table] += change
+        row = (table, counts[table])
+        statement = "UPDATE counts SET num_rows = ?, seal = ? WHERE name = ?"
+        records.append((statement, (counts[table], seal("counts", *row), table)))
+    return records
 
 
 def piece_row(episode: int, position: int, piece: Piece, after: int) -> Record:

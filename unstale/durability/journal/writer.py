@@ -6,18 +6,20 @@ together.
 
 import asyncio
 import json
+import os
 import queue
 import sqlite3
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import Event, Thread
 from typing import Any, Self
 
-from unstale.durability.journal.reader import JournalReader, require_tables
+from unstale.durability.journal.reader import JournalReader, holds_journal, require_tables
 from unstale.durability.journal.tables import (
     FORMAT,
     JOURNAL,
@@ -26,6 +28,7 @@ from unstale.durability.journal.tables import (
     TOKEN_SAMPLES,
     JournalError,
     Record,
+    count_rows,
     insert,
     journal_error,
     outcome_row,
@@ -69,6 +72,9 @@ class Journal:
         self._barriers = 0
         self._barriers_passed = 0
         self._num_written = 0
+        self._counts: dict[str, int] = {}
+        """Rows by table."""
+        self._file = _FileState()
         self._checkpoint = -1
         self._highest_version = -1
         self._trained_on: list[tuple[int, int, int, int, float]] = []
@@ -87,7 +93,9 @@ class Journal:
             connection = _connect(self.path)
             self._checkpoint = _max(connection, "SELECT max(checkpoint) FROM checkpoints")
             self._highest_version = _max(connection, "SELECT max(version) FROM versions")
-        except sqlite3.Error as error:
+            self._counts = dict(connection.execute("SELECT name, num_rows FROM counts"))
+            self._file = _FileState.of(self.path)
+        except (sqlite3.Error, OSError) as error:
             raise journal_error(self.path, error) from error
         # a daemon thread, because a disk that does not answer must not keep the process alive
         self._thread = Thread(target=self._write, args=(connection,), name="journal", daemon=True)
@@ -273,14 +281,25 @@ class Journal:
     def _commit(self, connection: sqlite3.Connection, records: Sequence[Record]) -> None:
         try:
             connection.execute("BEGIN IMMEDIATE")
+            changes: Counter[str] = Counter()
             for statement, row in records:
-                connection.execute(statement, row)
+                count = connection.execute(statement, row).rowcount
+                match statement.split(maxsplit=3):
+                    case ["INSERT", "INTO", table, _]:
+                        changes[table] += count
+                    case ["DELETE", "FROM", table, _]:
+                        changes[table] -= count
                 self._num_written += 1
+            for statement, row in count_rows(changes, self._counts):
+                connection.execute(statement, row)
             connection.execute("COMMIT")
+            self._file = self._file.require_same(self.path)
+        except JournalError as error:
+            self._failure.set_exception(error)
         except (sqlite3.Error, OverflowError, UnicodeError) as error:
             with suppress(sqlite3.Error):  # SQLite may already have rolled back
                 connection.execute("ROLLBACK")
-            self._failure.set_exception(journal_error(self.path, error))
+            self._failure.set_exception(_commit_error(self.path, error))
 
     def _gather(self) -> list[_Item]:
         """Return the entries queued within `WINDOW_S` of the first one, or until a `barrier`.
@@ -321,8 +340,74 @@ class _EpisodeWriter:
         self.journal._insert("restarts", self.episode, to_utf8(reason), turns, sampled_tokens)
 
 
+@dataclass(frozen=True, slots=True)
+class _FileState:
+    """The identity and size of the journal's file.
+
+    SQLite does not notice that its file was removed: the rows would be lost without an error.
+    """
+
+    number: int = -1
+    size: int = 0
+
+    @classmethod
+    def of(cls, path: Path) -> Self:
+        status = path.stat()
+        return cls(status.st_ino, status.st_size)
+
+    def require_same(self, path: Path) -> Self:
+        """Return the current state. `JournalError` if the file was removed, replaced or cut."""
+        try:
+            found = self.of(path)
+        except OSError:
+            found = replace(self, number=-1)
+        if found.number != self.number:
+            raise JournalError(
+                f"the journal {path} was removed or replaced while the run wrote to it, and with "
+                "it the newest episodes. Put it back and resume the run, or start it again"
+            )
+        if found.size < self.size:
+            raise JournalError(
+                f"the journal {path} was truncated while the run wrote to it: {found.size:,} bytes "
+                f"are left of {self.size:,}. Resume a copy of the folder, or start the run again"
+            )
+        return found
+
+
+def _commit_error(path: Path, error: Exception) -> JournalError:
+    """Return the error of a failed commit: what happened, and what to do."""
+    if getattr(error, "sqlite_errorname", "").startswith(("SQLITE_BUSY", "SQLITE_LOCKED")):
+        return JournalError(
+            f"the journal {path} was locked by another process for {STUCK_S / 2:g} s "
+            f"({error}). End that process, then resume the run"
+        )
+    return journal_error(path, error)
+
+
+def _create(path: Path) -> None:
+    """Create an empty journal under another name and rename it, so that it is never partial."""
+    new = path.with_name(f".{path.name}.new")
+    for end in ("", "-journal"):
+        new.with_name(new.name + end).unlink(missing_ok=True)
+    for end in ("-wal", "-shm", "-journal"):  # of an earlier journal, which is not there any more
+        path.with_name(path.name + end).unlink(missing_ok=True)
+    with closing(sqlite3.connect(new, isolation_level=None)) as connection:
+        connection.executescript(
+            "PRAGMA synchronous=FULL; "
+            f"BEGIN IMMEDIATE; {SCHEMA} PRAGMA user_version={FORMAT}; COMMIT;"
+        )
+    new.rename(path)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
 def _connect(path: Path) -> sqlite3.Connection:
     """Open a database with the journal's tables, so that every commit reaches the disk."""
+    if not holds_journal(path):
+        _create(path)
     with ExitStack() as on_error:
         connection = sqlite3.connect(
             path, timeout=STUCK_S / 2, isolation_level=None, check_same_thread=False
@@ -333,12 +418,8 @@ def _connect(path: Path) -> sqlite3.Connection:
             "PRAGMA synchronous=FULL; PRAGMA foreign_keys=ON;"
         )
         (version,) = connection.execute("PRAGMA user_version").fetchone()
-        if version not in (0, FORMAT):
+        if version != FORMAT:
             raise journal_error(path, f"its format is {version}, this release writes {FORMAT}")
-        if not version:
-            connection.executescript(
-                f"BEGIN IMMEDIATE; {SCHEMA} PRAGMA user_version={FORMAT}; COMMIT;"
-            )
         require_tables(path, connection)
         on_error.pop_all()
     return connection

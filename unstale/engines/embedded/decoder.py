@@ -211,24 +211,26 @@ class Qwen3Runner:
         sizes = self.sizes
         tied = {"lm_head.weight": "model.embed_tokens.weight"} if sizes.tied else {}
         check_update(update, sizes.shapes(), tied)
-        weights = {
-            name: update[name].to(self._device, self._dtype, copy=True) for name in sizes.shapes()
-        }
-        self._embed = weights["model.embed_tokens.weight"]
-        self._head = self._packed(self._embed if sizes.tied else weights["lm_head.weight"])
-        self._norm = weights["model.norm.weight"]
-        self._layers = [
-            self._layer(weights, f"model.layers.{index}.") for index in range(sizes.layers)
-        ]
-        self._graphs.clear()
 
-    def _layer(self, weights: Mapping[str, Tensor], prefix: str) -> _Layer:
+        def weight(name: str) -> Tensor:
+            return update[name].to(self._device, self._dtype, copy=True)
+
+        self._graphs.clear()
+        self._layers = []  # the old weights are freed before the new ones take memory
+        self._embed = self._head = self._norm = torch.empty(0)
+        self._embed = weight("model.embed_tokens.weight")
+        self._head = self._packed(self._embed if sizes.tied else weight("lm_head.weight"))
+        self._norm = weight("model.norm.weight")
+        for index in range(sizes.layers):
+            self._layers.append(self._layer(weight, f"model.layers.{index}."))
+
+    def _layer(self, weights: Callable[[str], Tensor], prefix: str) -> _Layer:
         sizes = self.sizes
         half = sizes.head_dim // 2
         order = torch.arange(sizes.head_dim).view(2, half).t().flatten()
 
         def weight(name: str) -> Tensor:
-            return weights[f"{prefix}{name}.weight"]
+            return weights(f"{prefix}{name}.weight")
 
         def interleaved(name: str) -> Tensor:
             heads = weight(name).view(-1, sizes.head_dim, sizes.hidden)

@@ -3,7 +3,6 @@
 The file is in `/dev/shm`, or in the folder for temporary files if `/dev/shm` has too little space.
 """
 
-import json
 import mmap
 import shutil
 import tempfile
@@ -11,10 +10,9 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 
-import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
+from unstale.weights.codec import file_of, tensors_of
 from unstale.weights.leftovers import hold_lock, remove_leftovers
 
 WEIGHTS = "model.safetensors"
@@ -22,8 +20,6 @@ MEMORY = Path("/dev/shm")
 _PREFIX = "unstale-weights-"
 _MAX_HEADER_BYTES = 1 << 20
 """Largest size of a file's header. Names and shapes need less."""
-_HEADER_SIZE_BYTES = 8
-"""Number of bytes, at the start of the file, with the length of its header."""
 
 
 class SharedWeights:
@@ -48,10 +44,9 @@ class SharedWeights:
             self._make_folder(sum(tensor.nbytes for tensor in weights.values()))
         self.weights = {}
         path = self.folder / WEIGHTS
-        save_file(
-            {name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}, path
-        )
-        self.weights = _map_file(path, weights)
+        with path.open("wb") as file:
+            file.writelines(file_of(weights))
+        self.weights = _map_file(path)
 
     def close(self) -> None:
         self.weights = {}
@@ -74,21 +69,8 @@ class SharedWeights:
         self._resources.enter_context(hold_lock(self.folder))
 
 
-def _map_file(path: Path, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors of a safetensors file as views of the file's memory.
-
-    `like` has tensors of the same names, shapes and dtypes.
-    """
+def _map_file(path: Path) -> dict[str, Tensor]:
+    """Return the tensors of a safetensors file as views of the file's memory."""
     with path.open("r+b") as file:
         memory = mmap.mmap(file.fileno(), 0)
-    start = _HEADER_SIZE_BYTES + int.from_bytes(memory[:_HEADER_SIZE_BYTES], "little")
-    header = json.loads(memory[_HEADER_SIZE_BYTES:start])
-    tensors = {}
-    for name, tensor in like.items():
-        if tensor.numel():
-            offset = start + header[name]["data_offsets"][0]
-            flat = torch.frombuffer(memory, dtype=tensor.dtype, offset=offset, count=tensor.numel())
-        else:
-            flat = torch.empty(0).to(tensor)
-        tensors[name] = flat.view(tensor.shape)
-    return tensors
+    return tensors_of(memory)

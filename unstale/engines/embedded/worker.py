@@ -15,7 +15,6 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from safetensors.torch import load as unpack_tensors
 from torch import Tensor
 
 from unstale.engines.embedded.batcher import Batcher, FinishedReply, SampleRequest
@@ -23,7 +22,7 @@ from unstale.engines.embedded.decoder import Qwen3Runner, supports
 from unstale.engines.embedded.runner import DTYPES, Runner
 from unstale.model.lora import Base, Merging
 from unstale.weights.child_process import Frames, Header, frame
-from unstale.weights.codec import advance, loads
+from unstale.weights.codec import advance, loads, tensors_of
 
 _READ_BYTES = 1 << 20
 READY = -1
@@ -127,7 +126,7 @@ class _EngineWorker:
         self._idle_s = 0.0
         self._connection.sendall(b"".join(frame({**header, "counters": counters})))
 
-    def _handle(self, header: Header, body: bytes) -> None:
+    def _handle(self, header: Header, body: bytearray) -> None:
         """Carry out a command. Confirm it, unless it is `sample` or `cancel`."""
         error = ""
         match header["op"]:
@@ -151,14 +150,14 @@ class _EngineWorker:
                 raise ValueError(f"unknown message {unknown!r}")
         return self._send({"op": "done", "id": header["id"], "error": error})
 
-    def _load(self, header: Header, body: bytes) -> str:
+    def _load(self, header: Header, body: bytearray) -> str:
         """Load full weights or a delta. Return the error message, empty if there was no error."""
         try:
             if header["delta"]:
-                advance(self._full_weights, loads(body))
+                advance(self._full_weights, loads(bytes(body)))
                 update = self._full_weights
             else:
-                update = unpack_tensors(body)
+                update = tensors_of(body)
             self._batcher.load(self._base.merged(update) if self._base else update)
         except ValueError as error:
             return str(error)

@@ -12,12 +12,12 @@ import socket
 from collections import deque
 
 import torch
-from safetensors.torch import load as unpack_tensors
 
 from unstale.old_logps.scoring.cache import score_pieces
 from unstale.old_logps.scoring.local_scorer import LocalScorer
 from unstale.old_logps.scoring.queue import PieceKey, ScoreQueue
 from unstale.weights.child_process import Frames, Header, frame
+from unstale.weights.codec import tensors_of
 
 _READ_BYTES = 1 << 20
 
@@ -44,7 +44,7 @@ class _ScoringWorker:
         self._loaded = -1
         self._pieces: dict[int, ScoreQueue] = {}
         """Pieces (runs of sampled tokens) to be scored, by version."""
-        self._versions: deque[tuple[int, bytes]] = deque()
+        self._versions: deque[tuple[int, bytearray]] = deque()
         """Versions to be loaded, oldest first, with the bytes of their weights."""
         self._replies = bytearray()
 
@@ -94,9 +94,9 @@ class _ScoringWorker:
         forward_tokens = self._scorer.take_forward_tokens()
         self._reply({"op": "answers", "answers": rows, "forward_tokens": forward_tokens})
 
-    def _load(self, version: int, body: bytes) -> None:
+    def _load(self, version: int, body: bytearray) -> None:
         self._pieces.pop(self._loaded, None)
-        self._scorer.policy.load_weights(unpack_tensors(body))
+        self._scorer.policy.load_weights(tensors_of(body))
         self._loaded = version
         self._reply({"op": "loaded", "version": version})
 

@@ -1,0 +1,56 @@
+"""Test the predicted footprint: it is printed before a run, close to the real one, and checked."""
+
+import shutil
+from collections import namedtuple
+from dataclasses import replace
+from io import StringIO
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from tests.durability.test_resume import Toy, config, played
+from unstale.cli import session
+from unstale.config import AuditConfig, ConfigError, OldLogpsConfig
+from unstale.planner.footprint import PROCESS_BYTES, predict_footprint
+from unstale.testing import tiny_policy
+
+Usage = namedtuple("Usage", "total used free")
+
+
+def test_a_run_prints_its_footprint_and_its_checkpoints_have_the_predicted_size(
+    tmp_path: Path,
+) -> None:
+    made = replace(config(), audit=AuditConfig(), runs=tmp_path, name="run")
+    out = StringIO()
+    with played(Toy()):
+        session.train(made, console=Console(file=out, width=500))
+    (line,) = (line for line in out.getvalue().splitlines() if "expected memory" in line)
+    assert "weights; expected memory 1.4 GB" in line and "disk 0.0 GB: 3 checkpoints" in line
+    predicted = predict_footprint(made, tiny_policy()).checkpoint
+    newest = sorted((tmp_path / "run" / "checkpoints").iterdir())[-1]
+    tensors = [*newest.rglob("*.safetensors")]
+    assert sum(path.stat().st_size for path in tensors) == pytest.approx(predicted, rel=0.6)
+
+
+def test_the_trainer_takes_20_bytes_a_float32_weight_and_the_deltas() -> None:
+    policy = tiny_policy()
+    made = replace(config(), audit=AuditConfig())
+    plain = replace(made, old_logps=OldLogpsConfig(route="rollout"))
+    weights = sum(weight.numel() for weight in policy.model.parameters())
+    bare = predict_footprint(plain, policy)
+    assert bare.trainer - PROCESS_BYTES == pytest.approx(16 * weights)
+    assert bare.checkpoint == 12 * weights
+    audited = predict_footprint(replace(plain, audit=AuditConfig(share=0.5)), policy)
+    assert audited.trainer > bare.trainer and audited.checkpoint > bare.checkpoint
+
+
+def test_a_disk_that_is_too_full_is_refused_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(10**12, 10**12 - 999, 999))
+    made = replace(config(), runs=tmp_path / "runs", name="run")
+    says = r"has 0\.00 GB free, but the run needs about .* GB \(3 checkpoints of .*--runs"
+    with played(Toy()), pytest.raises(ConfigError, match=says):
+        session.train(made, console=Console(file=StringIO()))
+    assert not (tmp_path / "runs").exists()

@@ -1,0 +1,114 @@
+"""The memory and disk space of a run, predicted before it starts."""
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from unstale.build import shares_deltas
+from unstale.config import ConfigError, RunConfig
+from unstale.config.routes import live_versions
+from unstale.model.policy import Policy
+from unstale.planner.deltas import delta_bytes
+from unstale.planner.models import WORD
+
+PROCESS_BYTES = 0.7e9
+"""Bytes of a trainer or engine process without a model: Python, torch and transformers.
+
+Measured in benchmarks/results/2026-11-22-footprint.md. Activations of a microbatch and cached
+contexts are not included: they depend on the lengths of episodes.
+"""
+FLOAT32_DELTA = 2.7
+"""Bytes per weight of a delta between two float32 versions. Most weights change in every step."""
+_WIDE = 4
+_GRADIENT = 4
+_MOMENTS = {"SGD": 0, "Adagrad": 1, "RMSprop": 1, "Muon": 1}
+"""Numbers that an optimizer keeps for each weight, if not two as AdamW does."""
+_DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
+_GB = 1e9
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """Predicted bytes of a run. `weights` is the number of weights of the model."""
+
+    weights: int
+    trainer: float
+    """Memory of the trainer's process."""
+    engines: float
+    """Memory of the engine processes on this machine."""
+    checkpoint: float
+    """Size of one checkpoint."""
+    disk: float
+    """Largest size of checkpoints, versions and trained policy together."""
+    kept: int
+    """Checkpoints on disk while the newest is being written."""
+
+    def __str__(self) -> str:
+        memory = self.trainer + self.engines
+        return (
+            f"expected memory {memory / _GB:.1f} GB (trainer {self.trainer / _GB:.1f}, engines "
+            f"{self.engines / _GB:.1f}) and activations; disk {self.disk / _GB:.1f} GB: "
+            f"{self.kept} checkpoints of {self.checkpoint / _GB:.2f} GB, versions and the journal"
+        )
+
+    def require_disk(self, folder: Path) -> None:
+        """Raise `ConfigError` if the disk of `folder`, which may not exist yet, is too full."""
+        while not folder.is_dir() and folder != folder.parent:
+            folder = folder.parent
+        usage = shutil.disk_usage(folder)
+        free = usage.free
+        if usage.total and free < self.disk:
+            raise ConfigError(
+                f"{folder} has {free / _GB:.2f} GB free, but the run needs about "
+                f"{self.disk / _GB:.2f} GB ({self.kept} checkpoints of "
+                f"{self.checkpoint / _GB:.2f} GB, and versions). Free some space, choose another "
+                "disk with --runs, or lower checkpoint.every"
+            )
+
+
+def predict_footprint(config: RunConfig, policy: Policy) -> Footprint:
+    """Return the predicted footprint of a run of `policy` after its first optimizer step."""
+    total = sum(weight.numel() for weight in policy.model.parameters())
+    trained = sum(weight.numel() for weight in policy.weights().values())
+    width = policy.dtype.itemsize
+    moments = _WIDE * _MOMENTS.get(config.trainer.optimizer, 2)
+    master = _WIDE if width < _WIDE else width
+    delta = _delta_bytes(config, trained, width)
+    copy = trained * width  # with adapters, copies of the model share the frozen weights
+    live = live_versions(config)
+    needs = config.old_logps.needs
+    copies = needs.resident_models * (not needs.own_process) + (config.objective.kl_coef > 0)
+    copies += (live + 1) * (config.audit.share > 0)
+    deltas = live * delta if needs.snapshots else 0.0
+    averages = needs.averages * _WIDE * trained
+    state = trained * (_GRADIENT + moments + (master if width < _WIDE else 0))
+    trainer = PROCESS_BYTES + total * width + state + copies * copy + averages + deltas
+    kept_copies = (live + needs.snapshots) * delta if config.audit.share else 0.0
+    checkpoint = trained * (master + moments) + averages + deltas + kept_copies
+    version = delta if shares_deltas(config) else copy
+    kept = config.checkpoint.keep + 1
+    versions = version * kept * config.checkpoint.every
+    return Footprint(
+        weights=total,
+        trainer=trainer,
+        engines=_engine_bytes(config, total, copy),
+        checkpoint=checkpoint,
+        disk=kept * checkpoint + versions + total * width,
+        kept=kept,
+    )
+
+
+def _delta_bytes(config: RunConfig, weights: int, width: int) -> float:
+    """Return the size of the difference between the weights of two consecutive versions."""
+    if width > WORD:
+        return FLOAT32_DELTA * weights
+    return delta_bytes(weights, config.trainer.lr)
+
+
+def _engine_bytes(config: RunConfig, total: int, copy: int) -> float:
+    """Return the memory of embedded engines. Servers are not on this machine, or have their own."""
+    engine = config.engine
+    if engine.backend != "embedded":
+        return 0.0
+    held = copy if shares_deltas(config) else 0  # the weights that deltas are applied to
+    return engine.processes * (PROCESS_BYTES + total * _DTYPE_BYTES[engine.dtype] + held)
