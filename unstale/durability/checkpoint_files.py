@@ -244,10 +244,14 @@ def from_json(tree: Any, tensors: Mapping[str, Tensor], policy: Mapping[str, Ten
             return float(text)
         case {"tensor": str(path)}:
             return tensors[path]
-        case {"difference": str(path), "from": str(name), "of": [*numbers, int(count)]}:
+        case {
+            "difference": str(path),
+            "from": str(name),
+            "of": [kind, size, width, changed, int(count)],
+        }:
             streams = tuple(tensors[f"{path}/{i}"].numpy().tobytes() for i in range(count))
             whole = policy[name].clone(memory_format=torch.contiguous_format)
-            apply(Encoded(*numbers, streams), words(whole))
+            apply(Encoded(kind, size, width, changed, streams), words(whole))
             return whole
         case {"mapping": list(pairs)}:
             mapping = {key: from_json(item, tensors, policy) for key, item in pairs}
