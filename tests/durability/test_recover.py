@@ -132,7 +132,7 @@ def test_killed_twice_after_the_same_checkpoint_and_resumed_from_no_state_at_all
         first.publishing()
         first.published(live=range(5))
         expect_truth(first, copies)
-        later = first.state()
+        later = checkpoint_round_trip(first.state())
     for kept in (state, later, None):
         route, _ = resumed(name, copies, state=kept, disk=Disk(copies), published=5)
         with closing(route):
@@ -147,7 +147,7 @@ def test_only_what_lacks_is_scored(name: str) -> None:
     with closing(build_old_logps(ROUTES[name], LocalScorer(policy, *SCORING))) as route:
         copies = play(route, policy)
         route.closing(pieces_of(4))
-        state = route.state()
+        state = checkpoint_round_trip(route.state())
     route, _ = resumed(name, copies, state=state, disk=(disk := Disk(copies)), published=4)
     with closing(route):
         assert disk.read == [] and route.costs()["forward_tokens"] == 0
@@ -209,7 +209,7 @@ def test_the_audit_goes_on_with_the_same_figures() -> None:
             auditor.published(range(2))
             batch = sampled_batch(policy, version, dict(enumerate(copies)), far=0.05)
             auditor.look(batch, batch.behavior_logp)
-    state, rows = auditor.state(), []
+    state, rows = checkpoint_round_trip(auditor.state()), []
     for jumped in (False, True):
         again = copies[2].twin()
         again.version = 2
