@@ -17,8 +17,8 @@ from unstale.weights.codec import (
     Delta,
     apply,
     checksum,
-    dumps,
     encode,
+    file_parts,
     loads,
     require_fit,
     whole,
@@ -202,7 +202,7 @@ class VersionStore:
             "checksum": checksum(self._movable),
             "shelf": {
                 version: torch.frombuffer(
-                    bytearray(dumps(self._shelf.get(version))), dtype=torch.uint8
+                    bytearray().join(file_parts(self._shelf.get(version))), dtype=torch.uint8
                 )
                 for version in self._shelf.versions
             },
