@@ -83,7 +83,7 @@ def _check_recovery(
     copies: list[Policy] = []
     with closing(make(_scorer(policy))) as route:
         _run_to_checkpoint(route, policy, copies)
-        state = route.state()
+        state = checkpoint_round_trip(route.state())
         for piece in _pieces_of(2, _INTERRUPTED)[1::2]:
             route.arrived(piece)
         for version in (3, 4):
@@ -92,7 +92,6 @@ def _check_recovery(
                 route.arrived(piece)
             route.closing(_pieces_of(version, _INTERRUPTED))
             nudge(policy, seed=version + 1)
-    state = checkpoint_round_trip(state)
     past = {version: _pieces_of(version, _INTERRUPTED) for version in range(5)}
     batch = collate([episode(number, plan) for number, plan in enumerate(_INTERRUPTED)])
     again = copies[3].twin()
