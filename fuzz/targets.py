@@ -20,6 +20,7 @@ import sqlite3
 import struct
 import tempfile
 import zlib
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from functools import cache, partial
@@ -42,8 +43,10 @@ from unstale.durability.checkpoint import CheckpointError, Checkpoints, Progress
 from unstale.durability.journal import JournalError, JournalReader, check, export_rows, write_jsonl
 from unstale.durability.journal.tables import (
     COLUMNS,
+    COUNTED,
     FORMAT,
     SCHEMA,
+    count_rows,
     insert,
     outcome_row,
     piece_row,
@@ -245,7 +248,9 @@ def _sound_journal() -> tuple[bytes, Any]:
     path.unlink(missing_ok=True)
     connection = sqlite3.connect(path)
     connection.executescript(f"PRAGMA page_size=512; {SCHEMA} PRAGMA user_version={FORMAT};")
-    for statement, row in rows:
+    counts = dict.fromkeys(COUNTED, 0)
+    tables = Counter(statement.split()[2] for statement, _ in rows)
+    for statement, row in [*rows, *count_rows(tables, counts)]:
         connection.execute(statement, row)
     connection.commit()
     connection.close()

@@ -477,7 +477,7 @@ def test_a_restored_trainer_goes_on_as_if_it_had_never_stopped() -> None:
     options = {"optimizer": "AdamW", "lr": 0.01, "lr_schedule": "cosine", "warmup_steps": 2}
     one = make(tiny_policy(), route="rollout", **options)
     learn(one, a_batch())
-    state = one.state()
+    state = checkpoint_round_trip(one.state())
     other = make(tiny_policy(seed=5), route="rollout", **options)
     other.restore(state)
     assert (other.steps, other.policy.version, other.policy.at_version) == (1, 1, False)
