@@ -313,7 +313,7 @@ def _tensor_at(
         raise ValueError(f"{count} numbers of {dtype} do not take {last - first} bytes")
     if not count:
         return torch.empty(list(shape), dtype=kind)
-    return torch.frombuffer(data, dtype=kind, offset=start + first, count=count).view(*shape)
+    return torch.frombuffer(data, dtype=kind, offset=start + first, count=count).view(shape)
 
 
 def loads(data: bytes) -> Delta:
