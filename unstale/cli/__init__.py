@@ -1,1 +1,1 @@
-"""The command line: `verbs` has its commands, the other modules do their work."""
+"""The command line: `verbs` has its commands, and the other modules do their work."""

@@ -1,9 +1,10 @@
-"""Measure the error of every route to old log-probabilities on the tokens of one recorded run.
+"""Measure the error of every old-logit route on the tokens of one recorded run.
 
-The recorded weight versions are loaded in order. At each version a route gets the calls that a run
-would make, and returns old log-probabilities for the batch trained there. The error is the distance
-to the log-probabilities under the weights that sampled each token, which are recorded. A recording
-does not tell when tokens arrived, so the route `eager` gets all the idle time it can use.
+A route is a method to obtain old log-probabilities. The recorded versions of the weights are loaded
+in order. At each version a route gets the calls that a run would make, and returns old
+log-probabilities for the batch that was trained on there. They are compared with the true ones,
+computed with the recorded weights that sampled each token. A recording does not say when tokens
+arrived. So the route `eager` gets all the idle time it can use.
 """
 
 import time
@@ -52,7 +53,7 @@ from unstale.trainer.local import Rules
 from unstale.weights.recording import RECORDED, Recorded
 
 POINTS = 400
-"""Tokens per route whose ratios are kept for plots, as a pair (log D, log S)."""
+"""Number of tokens per route whose ratios are kept for plots, as a pair (log D, log S)."""
 
 
 def audit(
@@ -62,12 +63,11 @@ def audit(
     alphas: Sequence[float] = (0.5,),
     console: Console | None = None,
 ) -> Row:
-    """Measure `routes`, or all if empty, on a recorded run.
+    """Measure the old-logit routes named in `routes`, or all if empty, on a recorded run.
 
-    `alphas` are additional settings of the routes `interp_prox_*`, which mix by a constant alpha.
-
-    Writes `audit.json`, `audit.md` and the report, and returns the content of `audit.json`. Raises
-    `ConfigError` if the run was not recorded.
+    `alphas` are additional settings of the routes `interp_prox_*`, which mix two policies with a
+    constant weight alpha. Writes `audit.json`, `audit.md` and the report, and returns the content
+    of `audit.json`. Raises `ConfigError` if the run was not recorded.
     """
     console = console or Console(soft_wrap=True)
     config = stored_config(RunFolder(run).config())
@@ -107,10 +107,10 @@ def audit(
 def variants(
     own: OldLogpsConfig, names: Sequence[str], alphas: Sequence[float]
 ) -> list[OldLogpsConfig]:
-    """Return the settings of the routes to measure; without `names`, of all routes.
+    """Return the settings of the old-logit routes to measure; without `names`, of all routes.
 
-    The route that the run used keeps the run's options, and other routes have their defaults.
-    Some routes add further settings, such as one for each of `alphas`.
+    The route that the run used has the run's options, and the others have their defaults. Some
+    routes add further settings, such as one for each of `alphas`.
     """
     for name in names:
         if name not in routes():
@@ -124,7 +124,7 @@ def variants(
 
 
 def segments(batch: Batch) -> Iterator[PendingPiece]:
-    """Yield the sampled tokens of a batch in pieces: runs of tokens of one turn and version."""
+    """Yield the sampled tokens of a batch in pieces, which are runs of one turn and version."""
     keys = torch.stack([batch.turn, batch.version, batch.clean.long(), batch.provenance])
     for episode, (start, end) in zip(batch.episodes, batch.spans(), strict=True):
         episode_keys = keys[:, start:end]
@@ -163,24 +163,28 @@ class Spent:
         for name, value in old.costs().items():
             if name.endswith(("_s", "forward_tokens")):
                 self.summed[name] += value
-            else:  # a level: the maximum of bytes, and the last value of ages and shares
+            else:  # not a sum: the largest number of bytes, and the last value of ages and shares
                 self.held[name] = max(value, self.held.get(name, 0.0)) if "bytes" in name else value
 
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """A recorded run that is replayed for one route after the other.
+    """A recorded run that is repeated for one old-logit route after the other.
 
-    `policy` holds the weights of the version that the replay has reached.
+    `policy` has the weights of the version that the repetition has reached.
     """
 
     recorded: Recorded
     policy: Policy
     rules: Rules
     truths: dict[int, list[Truth]]
-    """Version of the policy -> batches that were trained on with it."""
+    """Version of the policy -> batches that were trained on with it, with true old
+    log-probabilities.
+    """
     now: dict[int, tuple[float, int]]
-    """Version -> seconds and forward tokens to score its batches with the weights of then."""
+    """Version -> seconds and forward tokens to score its batches with the weights of that
+    version.
+    """
     pieces: dict[int, list[PendingPiece]]
     noise: float
 
@@ -194,9 +198,9 @@ class Replay:
         rules: Rules,
         advance: Callable[[], None],
     ) -> "Replay":
-        """Score every token under the weights that sampled it, once for all routes.
+        """Score every token with the weights that sampled it, once for all routes.
 
-        `scorer` is over `policy`.
+        `scorer` computes log-probabilities with the weights of `policy`.
         """
         noise = 0.0
         truths: dict[int, list[Truth]] = defaultdict(list)
@@ -232,11 +236,11 @@ class Replay:
 
     @property
     def path(self) -> list[int]:
-        """The published versions, up to the last one that a batch was trained with."""
+        """The published versions, up to the last one with which a batch was trained."""
         return [version for version in self.recorded.versions if version <= max(self.truths)]
 
     def play(self, old: OldLogps, *, advance: Callable[[], None]) -> Row:
-        """Replay the run for a route and close it. Return its errors and costs."""
+        """Repeat the run for a route and close the route. Return its errors and costs."""
         spent = Spent()
         audited: list[Audited] = []
         claims: list[Tensor] = []
@@ -261,7 +265,7 @@ class Replay:
         return self._row(join(audited), claims, spent)
 
     def _arrive(self, old: OldLogps, version: int, spent: Spent) -> None:
-        """Load a version, and give the route all tokens sampled from it."""
+        """Load a version, and give the route all tokens that were sampled with it."""
         self.policy.load_weights(self.recorded.weights(version))
         self.policy.version = version
         later = [

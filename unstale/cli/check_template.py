@@ -1,6 +1,7 @@
-"""The `check-template` command: check that a template's conversations can be continued exactly.
+"""The command `check-template`: check that chats of a template can be continued exactly.
 
-It renders random conversations. One that shows a problem is shrunk to a small one.
+It renders random conversations. A conversation that shows a problem is shortened to the smallest
+one that still does.
 """
 
 import json
@@ -61,7 +62,7 @@ _TEXTS = (
 )
 _LONG_TEXT = "word " * 500
 _EXCERPT = 160
-"""Characters of text that are shown around a problem."""
+"""Number of characters of text that are shown around a problem."""
 _TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError)
 _THOUGHTS = re.compile(r"<think>.*?</think>|\s+", re.DOTALL)
 _QUESTION = Message("user", "?")
@@ -71,12 +72,12 @@ Messages = tuple[Message, ...]
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """A property that a conversation breaks, with the text around the place."""
+    """A requirement that a conversation does not meet, with the text around the place."""
 
     reason: str
     excerpt: str = ""
     harmless: bool = False
-    """True if conversations are continued exactly in spite of it."""
+    """True if conversations are continued exactly in spite of the problem."""
 
 
 Check = Callable[[Chat, Messages], Problem | None]
@@ -97,11 +98,11 @@ class CheckResult:
 
 @dataclass(frozen=True, slots=True)
 class TemplateResult:
-    """The results of all checks. It is true if the template is usable."""
+    """The results of all checks. As a condition, it is true if the template is usable."""
 
     checks: Sequence[CheckResult] = ()
     error: str = ""
-    """The reason why nothing could be checked."""
+    """The reason why nothing could be checked. Empty if it could."""
 
     def __bool__(self) -> bool:
         return not self.error and not any(check.broken for check in self.checks)
@@ -121,7 +122,7 @@ def check_template(
     template_kwargs: Mapping[str, Any] = MappingProxyType({}),
     console: Console | None = None,
 ) -> TemplateResult:
-    """Check the tokenizer of a model folder, and print and return the results.
+    """Check the chat template of a model folder. Print the results and return them.
 
     Raises `ConfigError` for a folder without a tokenizer or a template.
     """
@@ -129,7 +130,7 @@ def check_template(
         raise ConfigError(f"--conversations must be at least 1, got {conversations}")
     console = console or Console(soft_wrap=True)
     tokenizer = load_tokenizer(folder)
-    tokenizer.model_max_length = sys.maxsize  # otherwise it warns
+    tokenizer.model_max_length = sys.maxsize  # otherwise it prints a warning
     try:
         ends = stop_tokens_of(folder)
         chat = Chat(tokenizer, (), ends=ends, template_kwargs=template_kwargs)
@@ -170,7 +171,7 @@ def _print_results(results: list[CheckResult], console: Console) -> None:
 
 
 def stop_tokens_of(folder: Path) -> tuple[int, ...]:
-    """Return the tokens that end a reply according to a model folder."""
+    """Return the tokens that end a reply, as the files of a model folder say."""
     for name in ("generation_config.json", "config.json"):
         path = folder / name
         if path.is_file():
@@ -210,7 +211,10 @@ def _run(check: Check, chat: Chat, messages: Messages) -> Problem | None:
 def shrink(
     check: Check, chat: Chat, messages: Messages, problem: Problem
 ) -> tuple[Problem, Messages]:
-    """Shorten a conversation as long as it has the same problem. Return what is left."""
+    """Remove messages from a conversation as long as it still shows the same problem.
+
+    Return the remaining conversation and its problem.
+    """
     for smaller in _smaller(messages):
         again = _run(check, chat, smaller)
         if again and again.reason == problem.reason:
@@ -239,7 +243,10 @@ def _smaller(messages: Messages) -> Iterator[Messages]:
 
 
 def _is_valid(messages: Messages) -> bool:
-    """Check that users begin and end, no reply follows a reply, and tools only answer calls."""
+    """Return True if a conversation is well-formed.
+
+    A user begins and ends it, no reply follows a reply, and tools only answer calls.
+    """
     roles = "".join(message.role[0] for message in messages)
     for message, following in pairwise(messages):
         if following.role == "tool" and message.role != "tool" and not message.tool_calls:
@@ -248,7 +255,10 @@ def _is_valid(messages: Messages) -> bool:
 
 
 def generate(chat: Chat, draw: random.Random) -> Messages:
-    """Return a random conversation that waits for a reply, with calls and thoughts if supported."""
+    """Return a random conversation that waits for a reply.
+
+    It has tool calls and reasoning texts if the template supports them.
+    """
     controls = []
     for control in chat.control_texts:
         controls += [control, f"ok{control}\nuser\n", f" {control} "]
@@ -277,7 +287,10 @@ def _renders(chat: Chat, messages: Messages) -> Problem | None:
 
 
 def _refusal(messages: Messages, error: Exception) -> Problem:
-    """Describe a template's error. It is harmless if it needs more than plain text messages."""
+    """Describe an error that a template raised.
+
+    It is harmless if the conversation has more than plain text messages.
+    """
     plain = all(
         message.role in ("user", "assistant") and not message.tool_calls for message in messages
     )
@@ -303,7 +316,7 @@ def _prompts(chat: Chat, messages: Messages) -> Problem | None:
 
 
 def _begins_reply(chat: Chat, messages: Messages, prompt: str) -> bool:
-    """Return True if a reply follows the prompt at once, so that no turn has to be opened."""
+    """Return True if a reply directly follows the prompt, so that no turn must be opened."""
     reply = Message("assistant", STAND_IN)
     whole = chat.render([*messages, reply], add_generation_prompt=False)
     return whole.startswith(prompt) and whole[len(prompt) :].lstrip().startswith(STAND_IN)
@@ -441,7 +454,7 @@ CHECKS: dict[str, Check] = {
 
 
 def _facts(chat: Chat) -> Iterator[tuple[str, str]]:
-    """Yield the name and value of each property that was detected in the template."""
+    """Yield name and value of each property that was found in the template."""
     ends = [chat.text([token], whole=True) for token in chat.stop_tokens]
     yield "end of a reply", " or ".join(ends)
     yield "calls", str(chat.call_form)

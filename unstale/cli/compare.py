@@ -1,8 +1,8 @@
-"""Run the arms of a comparison with several seeds each, every run in its own process.
+"""Train several configurations (arms) with several seeds each, every run in a separate process.
 
-A comparison is a folder. For each run it contains `<arm>-seed<k>/` and `<arm>-seed<k>.log`.
-`plan.json` lists the planned runs, `launches.jsonl` the start and end of each process, and
-`compare.html` the results. After an interruption, the same command continues the comparison.
+A comparison is a folder. For each run it has `<arm>-seed<k>/` and `<arm>-seed<k>.log`. `plan.json`
+lists the planned runs, `launches.jsonl` the start and end of each process, and `compare.html` has
+the results. After an interruption, the same command continues the comparison.
 """
 
 import asyncio
@@ -48,28 +48,32 @@ SHARED = (
     "schedule.groups_per_step",
     "schedule.group_size",
 )
-"""Options that an arm cannot change, so that runs are comparable. Options of `eval` cannot too."""
+"""Options that must be the same in all arms, so that runs are comparable. Those of `eval` must be,
+too.
+"""
 
 ON_CORES = (
     "import os, sys; os.sched_setaffinity(0, map(int, sys.argv[1].split(','))); "
     "os.execv(sys.argv[2], sys.argv[2:])"
 )
-"""Program that executes a command on the given cores. A run takes its thread counts from them."""
+"""Source of a program that executes a command on given CPU cores. A run takes its thread counts
+from them.
+"""
 
 GRACE_S = 90.0
-"""Seconds that a run has after Ctrl-C to write its last checkpoint."""
+"""Seconds in which a run must write its last checkpoint after Ctrl-C."""
 
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """A variant of the recipe: its name, and the options that it changes."""
+    """One configuration of a comparison: its name, and the recipe options that it changes."""
 
     name: str
     values: Mapping[str, Any]
 
     @property
     def folder(self) -> str:
-        """The prefix of the names of its runs."""
+        """The beginning of the names of the arm's runs."""
         return re.sub(r"[^A-Za-z0-9_.]+", "-", self.name).strip("-.")
 
     @classmethod
@@ -79,7 +83,9 @@ class Arm:
 
     @classmethod
     def parse(cls, text: str) -> "Arm":
-        """Parse `name: section.option=value ...`. Raise ConfigError for anything else.
+        """Return the arm that `name: section.option=value ...` describes.
+
+        Raises ConfigError for another form.
 
         >>> Arm.parse("no reset: old_logps.route=ppo_ewma_async old_logps.beta=0.75").values
         {'old_logps.route': 'ppo_ewma_async', 'old_logps.beta': 0.75}
@@ -100,7 +106,7 @@ class Arm:
 
 @contextmanager
 def _naming(arm: str) -> Iterator[None]:
-    """Add the name of an arm to the message of a `ConfigError` that is raised inside."""
+    """Add the name of an arm to the message of a `ConfigError` that is raised in the context."""
     try:
         yield
     except ConfigError as error:
@@ -125,7 +131,7 @@ class Planned:
 
     @property
     def words(self) -> list[str]:
-        """The arguments of `unstale` that start this run."""
+        """The arguments of the command `unstale` that start this run."""
         options = [f"--{name}={_word(value)}" for name, value in self.values.items()]
         return ["train", self.config.recipe, *options]
 
@@ -135,7 +141,7 @@ class Planned:
 
 
 def _word(value: Any) -> str:
-    """Return an option's value as the command line takes it."""
+    """Return the value of an option in the form that the command line takes."""
     return str(value).lower() if value is None or isinstance(value, bool) else str(value)
 
 
@@ -157,9 +163,9 @@ def plan(
 ) -> ComparisonPlan:
     """Return all runs of a comparison, with configurations that the linter accepts.
 
-    All arms have the options in `values` and train the same number of steps, without the recipe's
-    limit in minutes. If the recipe evaluates only at start and end, the runs are evaluated eight
-    times.
+    All arms have the options in `values` and train for the same number of steps, without the
+    recipe's limit in minutes. If the recipe evaluates only at start and end, the runs are evaluated
+    eight times.
     """
     _distinct(arms)
     if len(arms) < 2 or seeds < 1:
@@ -189,7 +195,7 @@ def plan(
 
 
 def _distinct(arms: Sequence[Arm]) -> None:
-    """Raise ConfigError if arms share a folder name or change a shared option."""
+    """Raise ConfigError if two arms share a folder name, or an arm changes a shared option."""
     counts = Counter(arm.folder for arm in arms)
     for arm in arms:
         if not arm.folder or counts[arm.folder] > 1:
@@ -206,9 +212,9 @@ def compare(
 ) -> Path:
     """Run the unfinished runs of a plan, `jobs` at a time. Return the path of the page.
 
-    One failed run does not stop the others. Raise ConfigError before the first run if a folder
-    holds a run of another configuration, or if there are too few cores for `jobs`. After Ctrl-C,
-    the current runs write a checkpoint, the page is written and KeyboardInterrupt is raised.
+    A failed run does not stop the others. Raises ConfigError before the first run if a folder has a
+    run of another configuration, or if there are too few cores for `jobs`. After Ctrl-C, the
+    current runs write a checkpoint, the page is written and KeyboardInterrupt is raised.
     """
     shares = _shares(jobs)
     console = console or Console(soft_wrap=True)
@@ -222,7 +228,7 @@ def compare(
         )
         for warning in grouped(plan.warnings):
             console.print(f"[yellow]warning:[/] {literal(warning)}", highlight=False)
-        # A background job of a shell ignores SIGINT, and so would its runs.
+        # A shell starts background jobs with SIGINT ignored, and so its runs would ignore it.
         signal.signal(signal.SIGINT, signal.default_int_handler)
         try:
             asyncio.run(_Launcher(plan, console, shares=shares, lock=lock).run(left))
@@ -241,7 +247,7 @@ def compare(
 
 
 def _shares(jobs: int) -> list[tuple[int, ...]]:
-    """Return the CPU cores of each job. One job alone may use all cores: its entry is empty."""
+    """Return the CPU cores of each job. If there is only one job, its entry is empty: all cores."""
     if jobs == 1:
         return [()]
     if not hasattr(os, "sched_setaffinity"):
@@ -254,9 +260,9 @@ def _shares(jobs: int) -> list[tuple[int, ...]]:
 
 
 def _holds(run: Planned) -> bool:
-    """Return True if the folder holds this run and it has finished.
+    """Return True if the folder has this run and it has finished.
 
-    Raise ConfigError if it holds a run of another configuration.
+    Raises ConfigError if the folder has a run of another configuration.
     """
     if not (run.folder / CONFIG).is_file():
         return False
@@ -290,7 +296,7 @@ def _remember(plan: ComparisonPlan, command: str) -> None:
 
 
 class _Launcher:
-    """A launcher of runs. Each share of the cores has one run at a time. Prints the progress."""
+    """Starts runs and prints the progress. Each set of cores has one run at a time."""
 
     def __init__(
         self, plan: ComparisonPlan, console: Console, *, shares: Sequence[Sequence[int]], lock: int
@@ -391,7 +397,7 @@ class _Launcher:
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:
-    """Interrupt a run, which then writes a checkpoint. Kill its process group after `GRACE_S`."""
+    """Interrupt a run, which then writes a checkpoint. After `GRACE_S`, kill its process group."""
     with suppress(ProcessLookupError):
         process.send_signal(signal.SIGINT)
         try:
@@ -403,7 +409,7 @@ async def _end(process: asyncio.subprocess.Process) -> None:
 
 
 def _set_aside(run: Planned) -> None:
-    """Rename the folder and log of an unfinished run, which is restarted from the beginning."""
+    """Rename the folder and log of an unfinished run, which starts again from the beginning."""
     if not run.folder.exists():
         return
     names = (f"{run.folder.name}-attempt{number}" for number in itertools.count(1))

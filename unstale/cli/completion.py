@@ -1,4 +1,4 @@
-"""The completion script of a shell: verbs, recipes, and every option of a run with its choices."""
+"""The completion script for a shell: commands, recipes, and every option with its choices."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from unstale.recipes import RECIPES
 
 
 def completion(shell: str) -> str:
-    """Return the script that completes the command line in a shell."""
+    """Return the script that lets a shell complete the command line."""
     parser, verbs = make_parser()
     for verb in verbs.values():
         for action in list(verb._actions):

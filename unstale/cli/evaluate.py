@@ -26,7 +26,7 @@ from unstale.rollout.timeouts import first_error
 from unstale.weights.publish import DirectPublisher
 
 POLICY = "policy"
-"""Folder of the trained model in a run folder."""
+"""Name of the folder with the trained model, in a run folder."""
 
 T = TypeVar("T")
 
@@ -39,7 +39,7 @@ def is_run(trained: Path) -> bool:
 def evaluate(
     trained: Path, config: RunConfig, *, attempts: int = 1, console: Console | None = None
 ) -> EvalResult:
-    """Grade a policy on the recipe's held-out tasks, with `attempts` episodes for each.
+    """Measure the success of a policy on held-out tasks, with `attempts` episodes for each task.
 
     `trained` is a run folder or a model folder. Raises `ConfigError` before anything runs, and
     `RunFailed` if a component fails later.
@@ -78,9 +78,9 @@ async def running_generator(
     *,
     on_event: Callable[..., None] = lambda kind, **_: None,
 ) -> AsyncIterator[Generator]:
-    """Start the generator's engine with the policy's weights, and close it at the end.
+    """Return a context in which the engine runs with the policy's weights.
 
-    The engine is restarted if it crashes, at most `engine.restarts` times.
+    If the engine crashes, it is restarted, at most `engine.restarts` times.
     """
     recovery = Recovery(lambda version: policy.weights(), config.engine.restarts, on_event)
     engine = supervise(generator.engine, recovery)
@@ -97,7 +97,7 @@ async def running_generator(
 def run_until_complete(work: Coroutine[Any, Any, T]) -> T:
     """Run a coroutine and return its result.
 
-    A `ConfigError` of the coroutine is raised as it is, any other error as `RunFailed`.
+    A `ConfigError` of the coroutine is raised unchanged, any other error as `RunFailed`.
     """
 
     async def main() -> T:

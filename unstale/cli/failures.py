@@ -1,4 +1,4 @@
-"""The failure of a run, and the exit of a command with an error message."""
+"""The error of a run that failed, and the end of a command with an error message."""
 
 import errno
 import os
@@ -29,18 +29,18 @@ _TEXTS = {
     "out of memory": OUT_OF_MEMORY,
     "error return without exception set": OUT_OF_MEMORY,
 }
-"""Texts of errors without a number: of libraries that do not load, of torch and of threads."""
+"""Texts that mark the errors of libraries, torch and threads which have no error number."""
 
 EXIT_S = 10.0
-"""Seconds that Python waits at the end of the process for threads that user code started."""
+"""Seconds that Python waits, at the end of the process, for threads that user code started."""
 
 
 class RunFailed(RuntimeError):
-    """A component of a run failed. `__cause__` is the first error."""
+    """Error: a component of a run failed. `__cause__` is the first error."""
 
 
 def literal(text: object) -> str:
-    """Return text as rich prints it literally: markup escaped, control characters shown."""
+    """Return text that rich prints unchanged: markup is escaped, control characters are visible."""
     return escape(show_controls(str(text)))
 
 
@@ -57,7 +57,7 @@ def print_failure(title: str, error: object) -> None:
 
 
 def exhausted(error: BaseException) -> str:
-    """Return one sentence if files, memory or threads ran out, with what helps. Otherwise "".
+    """Return a sentence if files, memory or threads ran out, with what helps. Otherwise "".
 
     >>> exhausted(RuntimeError("can't start new thread")).partition(":")[0]
     'no new thread or process can be started'
@@ -88,8 +88,8 @@ def exhausted(error: BaseException) -> str:
 def end_despite_threads() -> None:
     """End the process `EXIT_S` seconds from now, with the code of the current SystemExit.
 
-    Python waits without limit for threads that are no daemons. Called while the process exits; does
-    nothing if there are no such threads.
+    Python would wait without limit for threads that are not daemons. Called while the process
+    exits. Does nothing if there are no such threads.
     """
     error = sys.exception()
     code = error.code if isinstance(error, SystemExit) else 1
@@ -105,7 +105,7 @@ def end_despite_threads() -> None:
 
 
 def _waiting_for() -> list[str]:
-    """Return the names of the threads, apart from the main one, that Python waits for."""
+    """Return the names of the threads for which Python waits, without the main thread."""
     return [
         thread.name
         for thread in threading.enumerate()

@@ -1,7 +1,7 @@
 """Compute avg@k and pass@k over several attempts at each held-out task, with 95% intervals.
 
-Attempts at one task are correlated, so each task counts as one value from 0 to 1. The interval is
-a bootstrap over tasks. It is Wilson's if all values are 0 or 1, or if all are equal, because a
+Attempts at one task are correlated, so each task counts as one value from 0 to 1. The interval is a
+bootstrap over tasks. If all values are 0 or 1, or all are equal, it is Wilson's interval, because a
 bootstrap of equal values has no width.
 """
 
@@ -20,7 +20,7 @@ RESAMPLES = 10_000
 
 @dataclass(frozen=True, slots=True)
 class TaskMean:
-    """A mean over tasks, its 95% interval and the method of the interval."""
+    """A mean over tasks, its 95% interval, and the name of the method for the interval."""
 
     value: float
     low: float
@@ -30,7 +30,7 @@ class TaskMean:
 
 @dataclass(frozen=True, slots=True)
 class EvalResult:
-    """The number of successful attempts at each task, and the total of failed episodes."""
+    """The number of successful attempts at each task, and the total number of failed episodes."""
 
     successes: tuple[int, ...]
     attempts: int = 1
@@ -38,7 +38,7 @@ class EvalResult:
 
     @classmethod
     def of(cls, graded: Sequence[bool | None], attempts: int) -> "EvalResult":
-        """Count the successes in `graded`, where `attempts` adjacent values belong to one task."""
+        """Count the successes in `graded`. `attempts` adjacent values belong to one task."""
         successes = (
             graded[at : at + attempts].count(True) for at in range(0, len(graded), attempts)
         )
@@ -62,11 +62,11 @@ class EvalResult:
 
     @property
     def average(self) -> TaskMean:
-        """Return avg@k, the mean success rate of an attempt."""
+        """Return avg@k, which is the mean success rate of an attempt."""
         return mean_over_tasks([count / self.attempts for count in self.successes])
 
     def passed(self, k: int) -> TaskMean:
-        """Return pass@k, the probability that one of k attempts at a task succeeds."""
+        """Return pass@k, which is the probability that one of k attempts at a task succeeds."""
         return mean_over_tasks(
             [pass_at(k, attempts=self.attempts, successes=count) for count in self.successes]
         )
@@ -86,7 +86,7 @@ def pass_at(k: int, *, attempts: int, successes: int) -> float:
 
 
 def mean_over_tasks(values: Sequence[float]) -> TaskMean:
-    """Return the mean and interval of `values`, one per task and each between 0 and 1."""
+    """Return mean and 95% interval of `values`, one per task and each between 0 and 1."""
     value = sum(values) / len(values)
     if len(set(values)) == 1 or set(values) <= {0.0, 1.0}:
         return TaskMean(value, *wilson(value, len(values)), "Wilson")

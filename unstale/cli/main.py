@@ -1,4 +1,4 @@
-"""The command line. A wrong command gives one line and exit code 2. Nothing here imports torch."""
+"""The command line. A wrong command gives one line and exit code 2. Importing it loads no torch."""
 
 import argparse
 import sys
@@ -39,15 +39,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
             exit_after("the system has too few resources", reason, code=1)
         raise
     finally:
-        if arguments is None:  # a process of its own
+        if arguments is None:  # the command runs in a separate process
             end_despite_threads()
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """Return the verb and its arguments.
+    """Return the command and its arguments.
 
-    `values` are the options of the recipe by name, and `given` all words of the command. Raises
-    `ConfigError` for a word that the verb does not take.
+    `values` has the options of the recipe by name, and `given` all words of the command line.
+    Raises `ConfigError` for a word that the command does not accept.
     """
     parser, verbs = make_parser()
     words = list(arguments)
@@ -81,7 +81,7 @@ class _Parser(argparse.ArgumentParser):
 
     @property
     def option_strings(self) -> list[str]:
-        """The options of the verb, with those of the configuration if it takes a recipe."""
+        """The options of the command, and those of the configuration if it takes a recipe."""
         own = [word for action in self._actions for word in action.option_strings]
         of_recipe = [f"--{name}" for name in option_names()]
         return own + of_recipe if self.get_default("takes_options") else own
@@ -91,7 +91,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def make_parser() -> tuple[_Parser, dict[str, _Parser]]:
-    """Return the parser of the command line, and the parser of each verb by name."""
+    """Return the parser of the command line, and the parser of each command by name."""
     parser = _Parser(
         prog="unstale", description="Asynchronous reinforcement learning for LLM agents."
     )

@@ -11,17 +11,19 @@ import torch
 
 SWITCH_INTERVAL_S = 1e-4
 """Seconds after which a thread must release Python's global lock. The trainer needs the lock after
-every torch operation: with Python's default of 5 ms it is a third slower while agents run."""
+every torch operation. With Python's default of 5 ms it is a third slower while agents run.
+"""
 
 YOUNG_OBJECTS = 100_000
-"""Objects allocated between two garbage collections. Python's default of 700 costs a quarter of
-every turn."""
+"""Number of objects allocated between two garbage collections. Python's default of 700 would cost a
+quarter of every turn.
+"""
 
 
 def limit_threads() -> None:
-    """Limit torch to one thread here. The trainer sets its own count.
+    """Limit torch to one thread in this thread. The trainer sets its own number of threads.
 
-    OpenMP threads would otherwise spin idly.
+    Otherwise OpenMP threads would spin without work.
     """
     torch.set_num_threads(1)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
@@ -29,10 +31,10 @@ def limit_threads() -> None:
 
 @contextmanager
 def rare_garbage_collection() -> Iterator[None]:
-    """Collect reference cycles rarely, and never search the objects that exist already.
+    """Return a context in which reference cycles are collected rarely, and existing objects never.
 
-    A collection visits every object of torch and transformers: about 0.25 s with the trainer and
-    the event loop stopped. A run creates few cycles: none per episode, 14 small objects per
+    A collection visits every object of torch and transformers. That takes about 0.25 s, in which
+    trainer and event loop stop. A run creates few cycles: none per episode, 14 small objects per
     recomputed step, 1,500 per checkpoint.
     """
     thresholds = gc.get_threshold()
@@ -43,15 +45,16 @@ def rare_garbage_collection() -> Iterator[None]:
         yield
     finally:
         gc.set_threshold(*thresholds)
-        if not was_frozen:  # objects frozen by the host program stay frozen
+        if not was_frozen:  # objects that the host program has frozen stay frozen
             gc.unfreeze()
 
 
 @contextmanager
 def sigterm_as_ctrl_c() -> Iterator[None]:
-    """Treat SIGTERM like Ctrl-C in the block. A background job of a shell ignores neither then.
+    """Return a context in which SIGTERM acts like Ctrl-C.
 
-    Only the main thread can do so; in another thread nothing is changed.
+    A shell lets background jobs ignore Ctrl-C; in the context they do not. Only the main thread can
+    set this. In another thread, nothing is changed.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -1,4 +1,4 @@
-"""The `push-to-hub` command: the policy of a run with a model card, in a folder or on the hub."""
+"""The command `push-to-hub`: export the policy of a run with a model card, also to the hub."""
 
 import re
 import shutil
@@ -21,9 +21,9 @@ def push_to_hub(
 ) -> str:
     """Export a run's policy and its model card. Return the folder, or the address on the hub.
 
-    The model goes to a new or empty `folder`, to the repository `repo` (`org/name`) of the Hugging
-    Face hub, or to both. Raises `ConfigError` for a run without a policy, a folder with files, or
-    an answer of the hub that is not a success.
+    The model is written to a new or empty `folder`, to the repository `repo` (`org/name`) of the
+    Hugging Face hub, or to both. Raises `ConfigError` for a run without a policy, a folder with
+    files, or an error of the hub.
     """
     run = Path(run)
     if not folder and not repo:
@@ -55,7 +55,7 @@ def _upload(folder: Path, repo: str, *, private: bool) -> str:
 
 
 def model_card(run: Path, repo: str = "") -> str:
-    """Return the model card of a run's policy, with metadata for the hub."""
+    """Return the model card of a run's policy, with metadata for the Hugging Face hub."""
     gathered = gather(run)
     base = str(gathered.setting("policy", "base"))
     is_on_hub = re.fullmatch(r"[\w.-]+/[\w.-]+(@[\w./-]+)?", base) and not Path(base).exists()
@@ -106,7 +106,7 @@ def _steps(run: Gathered) -> str:
 
 
 def _figures(run: Gathered) -> dict[str, object]:
-    """Return held-out success and mean reward, at the start and at the end."""
+    """Return held-out success and mean reward, at the start and at the end of the run."""
     figures: dict[str, object] = {}
     if run.evaluations:
         figures["held-out success before training"] = _success(run.evaluations[0])

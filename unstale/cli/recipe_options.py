@@ -1,4 +1,4 @@
-"""The options of a recipe: `--section.option value`, or a file of them."""
+"""The options of a recipe on the command line: `--section.option value`, or a file of them."""
 
 import argparse
 import inspect
@@ -24,9 +24,9 @@ from unstale.durability.run_folder import dumps
 from unstale.recipes import RECIPES, make_recipe
 
 SHORT = {"reward": "task.reward"}
-"""Short name of an option on the command line -> its name."""
+"""Short names of options on the command line, with the full name of each."""
 FILES = (".toml", ".json")
-"""Suffixes of a file of options. A recipe's place may name one."""
+"""Endings of the names of option files. A file may be given in place of the recipe."""
 
 
 def option_names() -> list[str]:
@@ -35,9 +35,9 @@ def option_names() -> list[str]:
 
 
 def split_options(words: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
-    """Split a command into the options of its recipe, by name, and all other words.
+    """Divide the words of a command into options by name and all other words.
 
-    Returns the other words first. An option that is true or false is true without a value.
+    The other words are the first result. A boolean option without a value is true.
 
     >>> split_options(["train", "retail", "--trainer.lr=1e-5", "--steps", "3"])
     (['train', 'retail'], {'trainer.lr': 1e-05, 'steps': 3})
@@ -64,7 +64,7 @@ def split_options(words: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
 
 
 def refuse_unknown(word: str, known: Sequence[str] = ()) -> NoReturn:
-    """Raise `ConfigError` for an unknown word. The message has its new name or similar names."""
+    """Raise `ConfigError` for an unknown word. The message has its new name, or similar names."""
     name = word.partition("=")[0]
     refuse_renamed(name.removeprefix("--").replace("-", "_"), "command line")
     known = known or [f"--{each}" for each in option_names()]
@@ -72,9 +72,9 @@ def refuse_unknown(word: str, known: Sequence[str] = ()) -> NoReturn:
 
 
 def take_file(chosen: argparse.Namespace) -> None:
-    """Move a file of options that stands in the recipe's place to `config`.
+    """If an option file is given in place of the recipe, move it to `config`.
 
-    Raises `ConfigError` if `--config` names another.
+    Raises `ConfigError` if `--config` names another file.
     """
     if not (chosen.recipe or "").endswith(FILES):
         return
@@ -84,7 +84,7 @@ def take_file(chosen: argparse.Namespace) -> None:
 
 
 def file_values(chosen: argparse.Namespace) -> dict[str, Any]:
-    """Return the options, by name, of the file and of the command line. The latter wins."""
+    """Return the options, by name, of the file and of the command line. The command line wins."""
     from_file = read_file(chosen.config) if chosen.config else {}
     return {**from_file, **chosen.values}
 
@@ -95,10 +95,10 @@ def configure(chosen: argparse.Namespace) -> RunConfig:
 
 
 def configure_recipe(recipe: str | None, values: Mapping[str, Any]) -> RunConfig:
-    """Return a recipe's configuration with other values of some options, by name.
+    """Return a recipe's configuration with other values for some options, by name.
 
-    `values` may name the recipe too, as a file does. A file with every option, such as
-    `config.json` of a run, needs no recipe to begin with.
+    `values` may contain the name of the recipe, as a file does. A file with every option, such as
+    `config.json` of a run, needs no recipe.
     """
     name = recipe or values.get("recipe")
     if name is None:
@@ -117,7 +117,7 @@ def print_json(value: Any) -> None:
 
 
 def options_help(words: Sequence[str], values: dict[str, Any]) -> str:
-    """Return the help of the options that a recipe reads, by section, with their values now."""
+    """Return the help of the options that a recipe uses, by section, with their present values."""
     recipe = next((word for word in words if word in RECIPES), None)
     config = override(make_recipe(recipe) if recipe else RunConfig(recipe=""), values)
     lines = [f"options of {recipe or 'a recipe'}:"]

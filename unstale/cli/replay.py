@@ -1,4 +1,4 @@
-"""Repeat the step at which a run failed, from its saved batch and weights."""
+"""The command `replay`: repeat the step at which a run failed, from its saved batch and weights."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -21,8 +21,8 @@ def replay(run: Path, batch: Path | None = None, *, console: Console | None = No
     """Repeat a step that gave a number that is not finite. Return True if it fails again.
 
     A loss or a gradient is computed again, by the code that the run used. Log-probabilities are not
-    computed again: the saved ones are checked. Raises `ConfigError` if the run or the saved batch
-    cannot be read.
+    computed again, but the saved ones are checked. Raises `ConfigError` if the run or the saved
+    batch cannot be read.
     """
     console = console or Console(soft_wrap=True)
     path = batch or run / WENT_WRONG
@@ -51,7 +51,8 @@ def _again(config: RunConfig, wrong: WentWrong) -> None:
         logps = {"behavior_logp": batch.behavior_logp, "old_logp": columns["old_logp"]}
         check_finite(logps, batch.sampled, sequence=sequence, version=batch.version)
         return
-    # Do not build the task set, which may be foreign code, nor an engine: a batch needs neither.
+    # Neither the task set, which may be foreign code, nor an engine is created: a batch needs
+    # neither.
     policy = load_policy(config)
     policy.require_base(int(wrong.about.get("base", 0)))
     try:

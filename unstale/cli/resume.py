@@ -34,7 +34,9 @@ FIXED = {
     "trainer.lora_targets": "the checkpoint holds adapters of those layers",
     "audit.share": "the checkpoint holds the copies that the audit needs",
 }
-"""Option -> reason why it cannot change when a run is resumed. A section stands for its options."""
+"""Options that cannot change when a run is resumed, each with the reason. A section means all its
+options.
+"""
 
 EFFECTS = {
     "steps": "the learning-rate schedule now ends there",
@@ -42,7 +44,7 @@ EFFECTS = {
     "trainer.minibatches_per_batch": "the position in the learning-rate schedule moves, because it "
     "counts optimizer steps",
 }
-"""Option -> effect of a change, where it is not obvious."""
+"""Effects of changing an option, where they are not obvious."""
 
 
 def config_changes(before: RunConfig, now: RunConfig) -> list[str]:
@@ -69,8 +71,9 @@ def config_changes(before: RunConfig, now: RunConfig) -> list[str]:
 def load_config(run: Path, *, named: Mapping[str, Any]) -> RunConfig:
     """Return the configuration of the run in a folder.
 
-    `named` has the options that the command gives. A task set or a reward `module:function` is
-    code, which a run folder alone must not choose: the command must name it again.
+    `named` has the options that the command gives. If the task set or the reward is a
+    `module:function`, the command must name it again. A run folder alone must not decide which code
+    is executed.
     """
     folder = RunFolder(run)
     if links := sorted(path.name for path in run.iterdir() if path.is_symlink()):
@@ -86,9 +89,9 @@ def load_config(run: Path, *, named: Mapping[str, Any]) -> RunConfig:
 
 
 def require_named_trackers(config: RunConfig, named: Mapping[str, Any]) -> None:
-    """Raise `ConfigError` if a tracker is the user's own code that the command does not name.
+    """Raise `ConfigError` if a tracker is the user's own code and the command does not name it.
 
-    `config` is that of the run folder, and `named` has the options that the command gives.
+    `config` comes from the run folder, and `named` has the options that the command gives.
     """
     if ":" in config.trackers and "trackers" not in named:
         raise ConfigError(
@@ -109,7 +112,7 @@ def _code(task: TaskConfig) -> Iterator[tuple[str, str]]:
 def require_same_task(run: Path, config: RunConfig, *, told: Mapping[str, Any]) -> None:
     """Raise `ConfigError` if a configuration has another task than the run in a folder.
 
-    Options in `told` may differ: the command gives them.
+    Options in `told` may differ, because the command gives them.
     """
     stored = asdict(stored_config(RunFolder(run).config()).task)
     now = asdict(config.task)

@@ -1,4 +1,4 @@
-"""The `serve` command: a policy behind the recording endpoint, for agents that are run by hand."""
+"""The command `serve`: a policy behind the recording endpoint, for agents that are run by hand."""
 
 import asyncio
 from collections import OrderedDict
@@ -21,11 +21,14 @@ from unstale.rollout.seeds import derive_seed
 from unstale.rollout.transcript import Transcript
 
 MAX_SESSIONS = 1000
-"""Number of named episodes in memory. Beyond it, the least recently used one is dropped."""
+"""Number of named episodes kept in memory. Beyond it, the one unused longest is dropped."""
 
 
 class SessionPool:
-    """The episodes of a server. A new name begins one, and so does every call without a name."""
+    """The episodes of a server.
+
+    A new name begins an episode, and so does every call without a name.
+    """
 
     def __init__(self, rollout: AgentRollout, calls: asyncio.TaskGroup, seed: int) -> None:
         self._rollout = rollout
@@ -58,7 +61,7 @@ def serve(
 ) -> None:
     """Serve a run's policy, or any model folder, until Ctrl-C. Print the base URL and the key.
 
-    Raises `ConfigError` for wrong settings and `RunFailed` if the engine fails.
+    Raises `ConfigError` for wrong settings, and `RunFailed` if the engine fails.
     """
     folder = trained / POLICY if is_run(trained) else trained
     config = replace(config, policy=str(folder), rollout=replace(config.rollout, max_turns=1 << 30))

@@ -56,19 +56,21 @@ FAILURES = (
     *(ExceptionGroup, JournalError, CheckpointError),
     *(OSError, MemoryError, RuntimeError, SystemError, ImportError),
 )
-"""Errors that end a run with one line. The second row is what exhausted resources raise."""
+"""Errors that end a run with a message of one line. The second row has those raised when files,
+memory or threads run out.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A finished or stopped run."""
+    """A run that has finished or stopped."""
 
     folder: Path
     report: Path
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
-        """The metrics, one row per step."""
+        """The metrics of the run, one row per step."""
         return RunFolder(self.folder).metrics()
 
     @property
@@ -166,7 +168,7 @@ def _read_progress(folder: Path) -> tuple[list[CheckpointRow], int]:
 
 
 def _is_finished(folder: Path) -> bool:
-    """Return True if the last event is the end of the run, which follows the saved policy."""
+    """Return True if the last event is the end of the run, which is written after the policy."""
     events = list(RunFolder(folder).rows(EVENTS))
     return bool(events) and events[-1].get("reason") == "finished"
 
@@ -238,7 +240,7 @@ def _run_to_end(session: "RunSession", console: Console) -> Run:
             write_survivors(folder)
             report = write_report(folder)
             console.print(f"run folder {folder}\nreport     {report}", highlight=False)
-            if reason != "failed":  # the error of a failed run is printed by the caller, as last
+            if reason != "failed":  # the caller prints the error of a failed run at the very end
                 console.print(literal(f"{reason}: {detail}"), highlight=False)
     return Run(folder, report)
 
@@ -255,8 +257,8 @@ class RunSession:
     """A run in one or more segments.
 
     An ordinary run is one segment. A deterministic run ends a segment at every checkpoint and loads
-    the next one from disk, as a resumed run does: so both compute the same numbers. Only the
-    engine's process is kept between segments.
+    that checkpoint from disk for the next segment, as a resumed run does. So both compute the same
+    numbers. Only the engine's process is kept between segments.
     """
 
     def __init__(
@@ -266,7 +268,10 @@ class RunSession:
         machine: Components | None,
         trackers: Trackers | None = None,
     ) -> None:
-        """Prepare a new run with the components in `machine`. None resumes the run from disk."""
+        """Prepare a new run with the components in `machine`.
+
+        If it is None, resume the run from disk.
+        """
         self.config = config
         self.machine = machine
         self.log = log
@@ -276,7 +281,7 @@ class RunSession:
     def run_segment(self, display: LiveDisplay) -> bool:
         """Train up to the end of the run or, if it is deterministic, to the next checkpoint.
 
-        Returns True at the end of the run.
+        Return True at the end of the run.
         """
         config = self.config
         folder = self.log.path
@@ -313,13 +318,13 @@ class RunSession:
         )
 
     def _end_stuck(self, reason: str) -> None:
-        """Log the end of a run whose event loop is blocked for ever, in another thread."""
+        """Log the end of a run whose event loop is blocked for ever. Called in another thread."""
         self.log.failed(reason)
         self.log.event("stopped", reason="failed")
         print_failure("the run failed", reason)
 
     def close(self) -> None:
-        """Close the engine, which is still open after a failure between two segments."""
+        """Close the engine, which is still open if the run failed between two segments."""
         if self.machine and self.config.deterministic:
             virtual_clock.run(self.machine.generator.engine.close())
 
@@ -327,7 +332,7 @@ class RunSession:
 async def _supervise(parts: RunComponents) -> bool:
     """Run the training loop and end its threads. Return True at the end of the run.
 
-    Closes engine and trackers unless another segment follows, which uses them again.
+    Engine and trackers are closed, unless another segment follows that uses them.
     """
     done = True
     try:

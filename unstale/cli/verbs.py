@@ -1,7 +1,7 @@
-"""The verbs of the command line: their arguments, and the functions that they call.
+"""The commands of the command line: their arguments, and the functions that they call.
 
-A verb returns its exit code. Modules that import torch are imported when a verb runs, so that
-`--help` is quick.
+A function returns the exit code of its command. Modules that import torch are imported when a
+command runs, so that `--help` is quick.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from unstale.config.options import override
 from unstale.planner import plan_command, simulate_command
 from unstale.recipes import RECIPES
 
-if TYPE_CHECKING:  # these import torch
+if TYPE_CHECKING:  # these modules import torch
     from unstale.config import RunConfig
     from unstale.durability.journal import JournalReader
 
@@ -37,16 +37,16 @@ VERBS: dict[str, Callable[[Any], None]] = {
     "plan": plan_command.add,
     "simulate": simulate_command.add,
 }
-"""Name -> function that adds the verb to argparse's subparsers."""
+"""Name of a command -> function that adds the command to argparse's subparsers."""
 
 
 def argument(*names: str, **options: Any) -> Argument:
-    """Return the parameters of `ArgumentParser.add_argument`, for `verb`."""
+    """Return the arguments of `ArgumentParser.add_argument`, to be passed to `verb`."""
     return names, options
 
 
 def verb(name: str, about: str, *arguments: Argument) -> Callable[[Act], Act]:
-    """Add a function to the command line under a name, with its help and arguments."""
+    """Add a function as a command of the command line, with its help and arguments."""
 
     def register(act: Act) -> Act:
         def add(verbs: Any) -> None:
@@ -76,7 +76,7 @@ CONFIG = argument(
     help="a file with the options below, one table per section; the command line wins. "
     "It may also stand in the recipe's place",
 )
-"""A verb with this argument also takes the options of a recipe."""
+"""A command with this argument also takes the options of a recipe."""
 
 
 def _console(chosen: argparse.Namespace) -> Console:
@@ -235,7 +235,7 @@ def _eval(chosen: argparse.Namespace) -> int:
 
 @contextmanager
 def _open_journal(run: Path) -> "Iterator[JournalReader]":
-    """Open the journal of a run folder. A damaged one ends the command with exit code 1."""
+    """Open the journal of a run folder. A damaged journal ends the command with exit code 1."""
     from unstale.durability.journal import Journal, JournalError
 
     try:
@@ -282,7 +282,7 @@ def _export_trajectories(chosen: argparse.Namespace) -> int:
                 write_jsonl(rows, sys.stdout)
                 sys.stdout.flush()
             except BrokenPipeError:
-                # The reader has closed the pipe: write nothing more, not even at exit.
+                # the reader has closed the pipe: write nothing more, not even at exit
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 
@@ -364,7 +364,7 @@ def _recipes(chosen: argparse.Namespace) -> int:
     ),
 )
 def _replay(chosen: argparse.Namespace) -> int:
-    """Return 0 if the batch fails again, otherwise 1."""
+    """Repeat a failed step. Return exit code 0 if it fails again, otherwise 1."""
     from unstale.cli.replay import replay
 
     return 0 if replay(chosen.run, chosen.batch) else 1
@@ -392,7 +392,7 @@ def _report(chosen: argparse.Namespace) -> int:
     argument("other", type=Path, help="the folder of a run with the same configuration"),
 )
 def _same(chosen: argparse.Namespace) -> int:
-    """Return 1 if the runs differ or cannot be read."""
+    """Compare two runs. Return exit code 1 if they differ or cannot be read."""
     from unstale.durability.checkpoint import CheckpointError
     from unstale.durability.compare_runs import differences
     from unstale.durability.journal import JournalError

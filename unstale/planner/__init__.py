@@ -1,1 +1,1 @@
-"""Predictions of a run's throughput, staleness and memory, by formula and by simulation."""
+"""Predict the throughput, staleness and memory of a run, by formulas and by simulation."""

@@ -1,8 +1,9 @@
 """Time and memory of a configuration, computed from a model's sizes and a device's data sheet.
 
-Two assumptions: work on several devices divides evenly (a sharded trainer, engines with tensor
-parallelism, deltas that each rank encodes for its shard), and a sharded trainer computes a layer
-while it gathers the next one, so that a pass takes the longer of the two times.
+Two things are assumed. Work on several devices divides evenly: a sharded trainer, engines with
+tensor parallelism, and deltas (differences between versions) that each rank encodes for its shard.
+A sharded trainer computes a layer while it gathers the next one, so that a pass takes the longer of
+the two times.
 """
 
 import math
@@ -18,43 +19,47 @@ from unstale.planner.workload import EpisodeStats
 STATE_BYTES = 16
 """Bytes per trained parameter: float32 weight 4, gradient 4, two moments 8."""
 _GATHERED_LAYERS = 2
-"""Layers whose whole weights a device of a sharded trainer holds: the present and the next one."""
+"""Number of layers whose whole weights a device of a sharded trainer has: the present and the next
+one.
+"""
 _REDUCED_BYTES = 4
-"""Bytes per parameter that a backward pass of a sharded trainer sums: float32 gradients."""
+"""Bytes per parameter that a backward pass of a sharded trainer sums over devices: float32
+gradients.
+"""
 _STEPPED_BYTES = 30
-"""Bytes that AdamW moves per parameter and step.
-
-It reads the float32 weight, the gradient and two moments (16), and writes the float32 weight, both
-moments and the bfloat16 weight (14).
+"""Bytes that AdamW reads and writes per parameter and step. It reads the float32 weight, the
+gradient and two moments (16), and writes the float32 weight, both moments and the bfloat16 weight
+(14).
 """
 REDUCE_S = 8e-6
-"""Seconds of a small all-reduce within a node. Assumed: NCCL over NVLink takes 5 to 10 us."""
+"""Seconds of a small all-reduce within a node. Assumed, because NCCL over NVLink takes 5 to 10
+us.
+"""
 TRANSFER_S = 0.034 / 40_387_200
-"""Core seconds per byte of weights that are copied to another process through main memory.
-
-Measured: in the route `old_logit_model`, 40 MB took 3.4% of a step of 1.00 s
+"""Processor seconds per byte of weights copied to another process through main memory. Measured:
+with the route `old_logit_model`, 40 MB took 3.4% of a step of 1.00 s
 (benchmarks/results/2026-11-21-routes.md).
 """
 PASS_TOKENS = 4096
-"""Tokens of a microbatch: the default of `trainer.max_tokens_per_microbatch`.
-
-A longer episode is a microbatch of its own.
+"""Number of tokens in a microbatch: the default of `trainer.max_tokens_per_microbatch`. A longer
+episode is a microbatch alone.
 """
 
 MIN_EPISODES = 8
-"""Episodes of mean length that an engine's memory holds at least.
-
-Tensor parallelism is increased to reach this number.
+"""Number of episodes of mean length for which an engine must have memory. Tensor parallelism is
+increased until it has.
 """
 ENGINE_SIZES = (1, 2, 4, 8)
 """Numbers of devices that an engine may have."""
 _SPLITS = 16
-"""Numbers of training devices that are tried: multiples of the devices divided by this."""
+"""The numbers of training devices that are tried are multiples of the number of devices divided by
+this.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingSetup:
-    """A model, the device that it is trained on, and the means of its episodes."""
+    """A model, the device on which it is trained, and the mean sizes of its episodes."""
 
     model: Model
     device: Device
@@ -65,46 +70,49 @@ class TrainingSetup:
 
     @property
     def flops(self) -> float:
-        """Operations a second that a device reaches in training, scoring and prefill."""
+        """Operations per second that a device reaches in training, scoring and prefill."""
         return self.device.flops * self.shares.matmul
 
     @property
     def bandwidth(self) -> float:
-        """Bytes a second that a device reaches of its memory bandwidth."""
+        """Bytes per second that a device reaches when it reads or writes its memory."""
         return self.device.bandwidth * self.shares.bandwidth
 
     @property
     def memory(self) -> float:
-        """Bytes of a device that may be used."""
+        """Bytes of a device's memory that may be used."""
         return self.device.memory * self.shares.memory
 
     def trainer_bytes(self, devices: int, route: RouteCost) -> float:
-        """Return the bytes on each of the trainer's devices.
+        """Return the bytes of memory that the trainer needs on each of its devices.
 
-        The optimizer's state, the float32 weights and the route's models are sharded. The
-        activations of a microbatch are not.
+        The optimizer's state, the float32 weights and the models of the old-logit route are
+        sharded. The activations of a microbatch are not.
         """
         sharded = STATE_BYTES * self.model.parameters + route.device_bytes(self.model)
         return sharded / devices + self.computed_bytes(devices) + self.activation_bytes
 
     def computed_bytes(self, devices: int) -> float:
-        """Return the bytes of bfloat16 weights on each of the trainer's devices.
+        """Return the bytes of bfloat16 weights that the trainer needs on each of its devices.
 
-        One device holds a copy of the model. Of a sharded model, each device holds the embedding,
-        the head and two layers at a time (FSDP2, resharded after each layer).
+        A single device has a copy of the model. With several devices, each has the embedding, the
+        head and two layers at a time (FSDP2, resharded after each layer).
         """
         if not self.is_sharded(devices):
             return self.model.copy_bytes
         return self.model.gathered_bytes(_GATHERED_LAYERS)
 
     def is_sharded(self, devices: int) -> bool:
-        """Return whether the trainer is sharded. Cores of a processor share one memory."""
+        """Return True if the trainer is sharded.
+
+        Processor cores are not, since they share memory.
+        """
         return devices > 1 and not self.device.is_core
 
     def ring_bandwidth(self, devices: int) -> float:
-        """Return the bytes a second that reach each of `devices` devices in a collective.
+        """Return the bytes per second that each of `devices` devices receives in a collective.
 
-        Within a node that is the bandwidth of a link. Rings through several nodes use the network
+        Within a node this is the bandwidth of a link. Rings through several nodes use the network
         ports of all devices of a node, and each node receives the bytes once.
         """
         link = self.device.link
@@ -114,7 +122,7 @@ class TrainingSetup:
 
     @property
     def pass_tokens(self) -> int:
-        """Tokens of a microbatch on one device. An episode is not divided."""
+        """The number of tokens in a microbatch on one device. An episode is not divided."""
         return max(PASS_TOKENS, math.ceil(self.episodes.longest))
 
     def fits(self, devices: int, route: RouteCost) -> bool:
@@ -122,11 +130,11 @@ class TrainingSetup:
 
     @property
     def activation_bytes(self) -> float:
-        """Bytes of the activations of one microbatch.
+        """The bytes of the activations of one microbatch.
 
-        A layer keeps its input, the norms' inputs, queries, keys, values, attention output, and
-        four times the MLP's width. With gradient checkpointing one layer at a time keeps all of
-        these, and the others keep their input.
+        A layer keeps its input, the inputs of its norms, queries, keys, values, attention output,
+        and four times the width of its MLP. With gradient checkpointing, one layer at a time keeps
+        all of these, and the others keep only their input.
         """
         model = self.model
         width = model.active * model.expert_ffn if model.experts else model.ffn
@@ -139,10 +147,10 @@ class TrainingSetup:
         return token * self.pass_tokens
 
     def context_tokens(self, tp: int) -> float:
-        """Return the tokens of context that fit the memory of an engine of `tp` devices.
+        """Return how many tokens of context fit into the memory of an engine with `tp` devices.
 
-        It is negative if the weights do not fit. Each device holds at least one key-value head, so
-        heads are replicated if `tp` is larger than their number.
+        The number is negative if the weights do not fit. Each device has at least one key-value
+        head, so heads are replicated if `tp` is larger than their number.
         """
         free = tp * self.device.memory * self.shares.memory - self.model.copy_bytes
         return free / (self.model.kv_bytes * max(1.0, tp / self.model.kv_heads))
@@ -151,7 +159,8 @@ class TrainingSetup:
     def engine_sizes(self) -> list[int]:
         """The numbers of devices that are enough for an engine.
 
-        They hold the model and the contexts of `MIN_EPISODES` mean episodes, or of the longest one.
+        They have memory for the model, and for the contexts of `MIN_EPISODES` mean episodes or of
+        the longest one.
         """
         needed = max(MIN_EPISODES * self.episodes.tokens, self.episodes.longest)
         return [
@@ -163,18 +172,17 @@ class TrainingSetup:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The division of the devices among trainer, engines and scorers."""
+    """A division of the devices among trainer, engines and the scoring of old log-probabilities."""
 
     trainers: int
     engines: int
     tp: int
-    """Devices of each engine."""
+    """Number of devices of each engine (tensor parallelism)."""
     scorers: int = 0
-    """Devices for a route that scores in another process."""
+    """Number of devices for an old-logit route that scores in another process."""
     colocated: bool = False
-    """Engines and trainer use the same devices in turns.
-
-    Switching is assumed to take no time.
+    """True if engines and trainer use the same devices in turn. Switching between them is assumed
+    to take no time.
     """
 
     @property
@@ -182,7 +190,8 @@ class Placement:
         return self.trainers + self.engines * self.tp * (not self.colocated) + self.scorers
 
     def __str__(self) -> str:
-        """
+        """Return the division in words.
+
         >>> str(Placement(4, 2, 2))
         '4 GPUs to train, 2 x 2 to sample'
         """
@@ -196,7 +205,7 @@ class Placement:
 def placements(
     setup: TrainingSetup, route: RouteCost, *, devices: int, max_staleness: int
 ) -> Iterator[Placement]:
-    """Yield the divisions of the devices that fit. Devices that fill no engine train."""
+    """Yield the divisions of the devices that fit. Devices that are too few for an engine train."""
     stride = max(1, devices // _SPLITS)
     for tp in setup.engine_sizes:
         for trainers in range(1, devices, stride):
@@ -209,7 +218,7 @@ def placements(
 def colocated_placements(
     setup: TrainingSetup, route: RouteCost, *, devices: int
 ) -> Iterator[Placement]:
-    """Yield placements in which all devices alternate between training and sampling."""
+    """Yield divisions in which all devices alternate between training and sampling."""
     if setup.fits(devices, route):
         for tp in setup.engine_sizes:
             if tp <= devices:
@@ -219,10 +228,11 @@ def colocated_placements(
 def scoring_devices(
     setup: TrainingSetup, route: RouteCost, trainers: int, *, max_staleness: int
 ) -> int:
-    """Return the devices that the route needs in addition to `trainers` training devices.
+    """Return how many devices the old-logit route needs in addition to `trainers` training devices.
 
-    They hold the model, and score a batch in the time in which `trainers` devices train on it,
-    which is that of three forward passes. A trajectory is assumed to be sampled by two versions.
+    They must have memory for the model. They must score a batch in the time in which `trainers`
+    devices train on it, which is that of three forward passes. A trajectory is assumed to be
+    sampled by two versions.
     """
     if not route.needs.own_process:
         return 0
@@ -234,21 +244,21 @@ def scoring_devices(
 
 @dataclass(frozen=True, kw_only=True)
 class AnalyticCosts:
-    """The `Costs` of a setup, a placement and a route, computed from data sheets."""
+    """The durations of a run with a given setup, division of devices and old-logit route."""
 
     setup: TrainingSetup
     placement: Placement
     route: RouteCost
     batch: float
-    """Mean tokens of a batch."""
+    """Mean number of tokens in a batch."""
     live: int
-    """Versions whose tokens can be waiting at the same time."""
+    """Number of versions whose tokens may be waiting for training at the same time."""
 
     def step_s(self, replies: int, context: int) -> float:
-        """Return the seconds of one decoding step.
+        """Return the seconds of one decoding step of an engine.
 
-        That is the longer of two times, plus overheads: of memory reads (weights, keys, values)
-        and of computation.
+        It is the longer of two times, plus overheads: reading memory (weights, keys, values), and
+        computing.
         """
         setup = self.setup
         model = setup.model
@@ -260,7 +270,10 @@ class AnalyticCosts:
         return parallel_s + self._all_reduce_s(replies) + setup.shares.step_s
 
     def prefill_s(self, tokens: int) -> float:
-        """Return the seconds of computation. The reading of weights counts in `step_s`."""
+        """Return the seconds in which an engine computes a prompt.
+
+        `step_s` includes reading the weights.
+        """
         computed = tokens * self.setup.model.forward_flops(self.setup.episodes.attended)
         return computed / (self.placement.tp * self.setup.flops) + self._all_reduce_s(tokens)
 
@@ -272,24 +285,24 @@ class AnalyticCosts:
         return max(self.train_compute_s(tokens), self.train_transfer_s(tokens)) + self.optimizer_s
 
     def train_compute_s(self, tokens: int) -> float:
-        """Return the seconds of computation of a forward and a backward pass."""
+        """Return the seconds of computing in a forward and a backward pass."""
         passes = 4 if self.setup.gradient_checkpointing else 3
         return passes * self.forward_s(tokens)
 
     def train_transfer_s(self, tokens: int) -> float:
-        """Return the seconds of the transfers between the trainer's devices in `train_s`.
+        """Return the seconds of the transfers between the trainer's devices, as part of `train_s`.
 
-        The weights are gathered for the forward and for the backward pass, and the gradients are
-        summed in float32 after each backward pass.
+        The weights are gathered for the forward and for the backward pass. The gradients are summed
+        in float32 after each backward pass.
         """
         copies = 2 + _REDUCED_BYTES / WORD
         return copies * self._gather_s(tokens, self.placement.trainers)
 
     def old_logps_s(self, tokens: int, versions: float) -> float:
-        """Return the seconds that the route adds to the trainer's step.
+        """Return the seconds that the old-logit route adds to the trainer's step.
 
-        A route with its own devices works in parallel. It adds the transfer of the weights, and the
-        seconds by which it is slower than training. A route that restores versions from deltas
+        A route with separate devices works in parallel. It adds the transfer of the weights, and
+        the seconds by which it is slower than training. A route that restores versions from deltas
         applies one delta for each version in the batch, and at most all that it keeps.
         """
         route = self.route
@@ -310,15 +323,18 @@ class AnalyticCosts:
         return scoring + restoring + traffic
 
     def publish_s(self) -> float:
-        """Return the seconds to copy the weights to main memory and to encode the delta, if any."""
+        """Return the seconds to copy the weights to main memory and encode the delta.
+
+        The latter is 0 without deltas.
+        """
         link = self.setup.device.host_link * self.setup.shares.link
         return self.setup.model.copy_bytes / (self.placement.trainers * link) + self.encode_s
 
     def load_s(self) -> float:
-        """Return the seconds to transfer and load a version.
+        """Return the seconds in which engines receive and load a version.
 
-        Between nodes it is sent as a delta if that is faster than the whole. Engines forward a
-        version to each other, so the time does not depend on their number.
+        Between nodes, a delta is sent if that is faster than sending all weights. Engines pass a
+        version on to each other, so the time does not depend on their number.
         """
         setup = self.setup
         tp = self.placement.tp
@@ -335,7 +351,10 @@ class AnalyticCosts:
 
     @property
     def encode_s(self) -> float:
-        """Seconds in which the trainer's ranks encode the deltas of their shards; 0 without."""
+        """Seconds in which the trainer's ranks encode the deltas of their shards.
+
+        0 without deltas.
+        """
         cores = self.placement.trainers * self.setup.shares.cores
         encode = deltas.encode_s(self.setup.model.parameters, self.setup.lr)
         return encode / cores * self.route.needs.snapshots
@@ -354,8 +373,8 @@ class AnalyticCosts:
     def _gather_s(self, tokens: float, devices: int) -> float:
         """Return the seconds in which `devices` devices gather the weights for a forward pass.
 
-        Every device takes the same number of microbatches, and gathers the weights in bfloat16 for
-        each. It is 0 for one device.
+        Every device has the same number of microbatches, and gathers the weights in bfloat16 for
+        each of them. The time is 0 for one device.
         """
         setup = self.setup
         if not setup.is_sharded(devices):
@@ -370,9 +389,10 @@ class AnalyticCosts:
         return moved / (self.placement.trainers * self.setup.bandwidth)
 
     def _all_reduce_s(self, tokens: int) -> float:
-        """Return the seconds of the two ring all-reduces per layer of tensor parallelism.
+        """Return the seconds of the two all-reduces per layer that tensor parallelism needs.
 
-        Each sends 2 (tp - 1) / tp times the activations, and has a latency of `REDUCE_S`.
+        Each is a ring that sends 2 (tp - 1) / tp times the activations, with a latency of
+        `REDUCE_S`.
         """
         tp = self.placement.tp
         model = self.setup.model

@@ -1,4 +1,4 @@
-"""Parsing of NAME=VALUE words on the command line. Imports no torch."""
+"""Parse NAME=VALUE words of the command line. Imports no torch."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -24,9 +24,9 @@ def value_kinds(cls: Any) -> dict[str, Any]:
 def parse_assignments(
     option: str, words: Iterable[str], kinds: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the values of NAME=VALUE words by name, each of the type that `kinds` gives.
+    """Return the values of NAME=VALUE words by name. `kinds` gives the type of each.
 
-    Raises `ConfigError`, which names the command-line option `option`.
+    Raises `ConfigError` with the name of the command-line option, `option`.
 
     >>> kinds = {"decode": float, "tool_s": Distribution}
     >>> parse_assignments("--set", ["decode=0.01", "tool_s=5~1.2"], kinds)

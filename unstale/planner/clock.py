@@ -1,8 +1,8 @@
 """A queue of simulated events on the virtual clock of the event loop.
 
-Waking a task of the event loop is slow, and only few events of the engines need it. So one callback
-handles event after event, in order of time, until an event resolves a future. Then the event loop
-advances its clock to that time and continues the task that awaits the future.
+Continuing a task of the event loop is slow, and only few simulated events need it. So one callback
+handles event after event in order of time, until an event resolves a future. Then the event loop
+advances its clock to that time and continues the task that waits for the future.
 """
 
 import asyncio
@@ -15,7 +15,10 @@ T = TypeVar("T")
 
 
 class SimulatedClock:
-    """A queue of events in order of time. `now` is the time in seconds of the last one handled."""
+    """A queue of events in order of time.
+
+    `now` is the time in seconds of the event handled last.
+    """
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -25,12 +28,12 @@ class SimulatedClock:
         self._unresolved = 0
 
     def at(self, time: float, action: Callable[[], None]) -> None:
-        """Call `action` at that time."""
+        """Call `action` at simulated time `time`, in seconds."""
         heapq.heappush(self._events, (time, next(self._numbers), action))
         self._set_timer()
 
     def resolve(self, future: "asyncio.Future[T]", result: T) -> None:
-        """Resolve a future at `now`. Later events wait until it is resolved."""
+        """Resolve a future at the present simulated time. Later events wait until this is done."""
         self._unresolved += 1
         asyncio.get_running_loop().call_at(self.now, self._set_result, future, result)
 
@@ -49,8 +52,9 @@ class SimulatedClock:
     def _set_timer(self) -> None:
         """Set a timer for the next simulated event.
 
-        Time must not advance before the futures of earlier events are resolved, so none is set
-        while one is pending."""
+        While the future of an earlier event is not resolved yet, no timer is set, because time must
+        not advance.
+        """
         if self._unresolved or not self._events:
             return
         due = self._events[0][0]

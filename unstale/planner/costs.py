@@ -5,10 +5,10 @@ from typing import Protocol
 
 
 class Costs(Protocol):
-    """The seconds that one engine and the whole trainer take for their work."""
+    """The seconds that one engine, and the trainer as a whole, take for each kind of work."""
 
     def step_s(self, replies: int, context: int) -> float:
-        """Return the seconds of one decoding step.
+        """Return the seconds of one decoding step of an engine.
 
         `context` is the sum of the context tokens of all `replies` running replies.
         """
@@ -17,13 +17,13 @@ class Costs(Protocol):
         """Return the seconds in which an engine computes `tokens` tokens of context."""
 
     def train_s(self, tokens: int) -> float:
-        """Return the seconds of training on a batch of `tokens` tokens, with `optimizer_s`."""
+        """Return the seconds of training on a batch of `tokens` tokens, with the optimizer step."""
 
     @property
     def optimizer_s(self) -> float:
-        """The seconds of the optimizer step.
+        """The seconds of the optimizer step, which are included in `train_s`.
 
-        It is the part of `train_s` that waits until the engines have loaded the previous version.
+        Only this part of training waits until the engines have loaded the previous version.
         """
 
     def old_logps_s(self, tokens: int, versions: float) -> float:
@@ -36,40 +36,42 @@ class Costs(Protocol):
         """Return the seconds in which the trainer prepares a version, while engines sample."""
 
     def load_s(self) -> float:
-        """Return the seconds that engines pause to load a version."""
+        """Return the seconds for which engines pause to load a version."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinearCosts:
-    """The `Costs` as linear functions with coefficients in seconds.
+    """Durations as linear functions, with coefficients in seconds.
 
     `measured.from_run` fits the coefficients to a run.
     """
 
     decode: float = 0.0
-    """One decoding step of an engine."""
+    """Seconds of one decoding step of an engine."""
     decode_reply: float = 0.0
-    """Added to a decoding step by each running reply."""
+    """Seconds that each running reply adds to a decoding step."""
     decode_context: float = 0.0
-    """Added to a decoding step by each token of context of a running reply."""
+    """Seconds that each token of context of a running reply adds to a decoding step."""
     prefill_token: float = 0.0
-    """Computing one token of context."""
+    """Seconds to compute one token of context."""
     train: float = 0.0
-    """Training on one batch of any size, the optimizer included."""
+    """Seconds of training on one batch, whatever its size, with the optimizer step."""
     train_token: float = 0.0
-    """Added to `train` by each token of the batch."""
+    """Seconds that each token of the batch adds to `train`."""
     optimizer_s: float = 0.0
-    """The optimizer step, a part of `train`."""
+    """Seconds of the optimizer step, which are part of `train`."""
     old: float = 0.0
-    """Computing the old log-probabilities of one batch of any size."""
+    """Seconds to compute the old log-probabilities of one batch, whatever its size."""
     old_token: float = 0.0
-    """Added to `old` by each token of the batch."""
+    """Seconds that each token of the batch adds to `old`."""
     old_version_token: float = 0.0
-    """Added to `old` by each token, for each version beyond the first that sampled its sequence."""
+    """Seconds that each token adds to `old` for each version beyond the first that sampled its
+    sequence.
+    """
     publish: float = 0.0
-    """Preparing a version in the trainer."""
+    """Seconds in which the trainer prepares a version for publication."""
     load: float = 0.0
-    """Pause of the engines to load a version."""
+    """Seconds for which the engines pause to load a version."""
 
     def step_s(self, replies: int, context: int) -> float:
         return self.decode + self.decode_reply * replies + self.decode_context * context

@@ -1,6 +1,6 @@
-"""The size of the delta between two versions, and the time to encode and apply it.
+"""The size of the difference (delta) between two versions, and the time to encode and apply it.
 
-A delta holds the positions of the weights that an optimizer step changed and the XOR of their old
+A delta has the positions of the weights that an optimizer step changed, and the XOR of their old
 and new bits. Sizes and times were measured with 20,193,600 bfloat16 weights under AdamW on one
 core: see benchmarks/results/2026-11-21-routes.md.
 """
@@ -18,7 +18,7 @@ class DeltaMeasurement(NamedTuple):
     """The measurement at one learning rate. Each value is the middle of the measured range."""
 
     rate: float
-    """Learning rate."""
+    """Learning rate of the measurement."""
     changed: float
     """Share of the bfloat16 weights that one optimizer step changes."""
     encode_s: float
@@ -34,12 +34,12 @@ TABLE = (
 
 
 def delta_bytes(words: float, rate: float) -> float:
-    """Return the bytes of the delta of `words` weights between two consecutive versions.
+    """Return the bytes of the delta between two consecutive versions of `words` weights.
 
     The positions of changed weights take the entropy of the distances between them, as in the
-    compressed codec. Each XOR takes 3.3 bits, and more after larger steps. The formula is within 3%
-    of the measured sizes. Keeping five versions takes four deltas. In copies of the model, these
-    are, for each learning rate of the table:
+    compressed format. Each XOR takes 3.3 bits, and more after larger steps. The formula is within
+    3% of the measured sizes. Keeping five versions takes four deltas. This is their size as a share
+    of a copy of the model, for each learning rate of the table:
 
     >>> [round(4 * delta_bytes(1, row.rate) / 2, 3) for row in TABLE]
     [0.033, 0.08, 0.212, 0.79]
@@ -77,7 +77,7 @@ def apply_s(words: float, rate: float) -> float:
 def _interpolate(rate: float, column: str) -> float:
     """Interpolate a column of the table, linearly in the logarithms of rate and value.
 
-    Above the highest measured rate it extrapolates the last line.
+    Above the highest measured rate, the last line is extended.
     """
     place = min(max(bisect([row.rate for row in TABLE], rate), 1), len(TABLE) - 1)
     low, high = TABLE[place - 1 : place + 1]

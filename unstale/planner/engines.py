@@ -1,9 +1,10 @@
 """Simulated engines. A decoding step of an engine adds a token to each of its running replies.
 
-A step takes `Costs.step_s`. While no reply starts or ends, their number is constant and their
-context grows linearly. Many steps are then simulated at once: they take their number times the
-seconds of the middle step, which is exact if `step_s` is linear in the context. Contexts that are
-not cached are computed between two steps, which delays all replies by `Costs.prefill_s`.
+A step takes `Costs.step_s` seconds. While no reply starts or ends, the number of replies is
+constant and their context grows linearly. Many steps are then simulated at once: they take their
+number times the seconds of the middle step. This is exact if `step_s` is linear in the context.
+Contexts that are not cached are computed between two steps, which delays all replies by
+`Costs.prefill_s`.
 """
 
 import heapq
@@ -24,42 +25,44 @@ from unstale.planner.workload import Fleet
 
 @dataclass(slots=True, eq=False)
 class SimulatedReply:
-    """A reply in progress."""
+    """A reply that is being sampled."""
 
     episode: int
     group: int
     prompt: int
-    """Tokens of the prompt."""
+    """Number of tokens in the prompt."""
     on_tokens: Callable[[int, bool], None]
-    """Called with the new tokens when an engine returns them; True if the reply is complete."""
+    """A function called with the number of new tokens when an engine returns them, and True if the
+    reply is complete.
+    """
     context: int
-    """Tokens of context, the sampled ones included."""
+    """Number of tokens in the context, with those sampled so far."""
     left: int = 0
-    """Tokens still to be sampled."""
+    """Number of tokens that are still to be sampled."""
     cached: int = 0
-    """Tokens of context that `engine` has computed with its version."""
+    """Number of context tokens that `engine` has computed with its version."""
     engine: "SimulatedEngine | None" = None
-    """The engine that sampled it last."""
+    """The engine that sampled the reply last."""
     since: int = 0
-    """The engine's step at which the reply began to run."""
+    """The number of the engine's step at which the reply began to run."""
 
 
 _SPARE = 0.01
-"""Share of the memory that stays free when a reply starts, so that it is not evicted at once."""
+"""Share of the memory that stays free when a reply starts. Otherwise it would be evicted soon."""
 
 
 class SimulatedEngine:
     """A simulated engine. Replies beyond its capacity wait in order.
 
     It also keeps the contexts of complete replies, for the next turn of their episodes. If memory
-    is short it evicts these first, in the order of completion, and then the newest running reply,
-    which waits again and whose context is computed again.
+    is short, it evicts these first, in the order of completion. Then it evicts the newest running
+    reply, which waits again and whose context is computed again.
     """
 
     def __init__(self, clock: SimulatedClock, costs: Costs, fleet: Fleet, number: int) -> None:
         self.number = number
         self.busy = 0
-        """Replies that run or wait here."""
+        """Number of replies that run or wait on this engine."""
         self.on_busy_change: Callable[[SimulatedEngine], None] = lambda engine: None
         self.up = True
         self.restarted_at = 0.0
@@ -69,35 +72,39 @@ class SimulatedEngine:
         self.busy_s = 0.0
         self.sampled = 0
         self.lost = 0
-        """Tokens lost by failures."""
+        """Number of tokens lost because the engine failed."""
         self._clock = clock
         self._costs = costs
         self._max_running = fleet.max_running
         self._max_tokens = fleet.cache_tokens
-        """Context tokens in memory; 0 for no limit."""
+        """Number of context tokens that fit into memory. 0 means no limit."""
         self._running: list[tuple[int, int, SimulatedReply]] = []
         """A heap of (step at which the reply is complete, order of arrival, reply)."""
         self._order = count()
         self._waiting: deque[SimulatedReply] = deque()
         self._kept: dict[int, tuple[SimulatedReply, int]] = {}
-        """Contexts of complete replies by episode, with their tokens."""
+        """Contexts of complete replies by episode, with their number of tokens."""
         self._kept_tokens = 0
         self._context = 0
-        """Tokens of context of the running replies."""
+        """Number of context tokens of the running replies."""
         self._steps = 0
         self._next_step_at = 0.0
         self._last_step_ended = 0.0
-        """Earlier than `_next_step_at` if contexts are computed between two steps."""
+        """The time at which the last step ended. It is before `_next_step_at` if contexts are
+        computed between two steps.
+        """
         self._timer = 0
-        """Number of the latest completion event. Earlier ones are ignored when they occur."""
+        """Number of the latest event for the completion of a reply. Earlier ones are ignored when
+        they occur.
+        """
 
     def take(self, reply: SimulatedReply) -> None:
-        """Start a reply, or queue it while the engine is paused or full."""
+        """Start a reply, or put it in the queue while the engine is paused or full."""
         self._add_busy(1)
         self.forget(reply.episode)
         if not self.paused:
             self._advance(self._clock.now)
-        # a reply that completes now is returned before another starts
+        # a reply that is complete now must be returned before another one starts
         if self.paused or self._waiting or not self._fits(reply) or not self._steps_ahead():
             self._waiting.append(reply)
         else:
@@ -106,20 +113,20 @@ class SimulatedEngine:
             self._schedule()
 
     def interrupt(self) -> float:
-        """Pause after the current step and deliver all tokens. Return the time of the pause."""
+        """Pause after the current step and return all tokens. Return the time of the pause."""
         if self.paused:
             return self._clock.now
         self._pause()
         self._advance(self._clock.now)
         paused_at = max(self._last_step_ended, self._clock.now)
-        self.busy_s -= max(0.0, self._next_step_at - paused_at)  # contexts that are not needed now
+        self.busy_s -= max(0.0, self._next_step_at - paused_at)  # these contexts are not needed now
         self._next_step_at = paused_at
         interrupted = [reply for _, _, reply in sorted(self._running)]
         self._running = []
         for reply in interrupted:
             is_new = reply.since == self._steps
             reply.on_tokens(self._stop(reply), False)
-            if is_new:  # its context may be incomplete
+            if is_new:  # the context of this reply may be incomplete
                 reply.cached = 0
                 self.prompts.discard(reply.group)
         self._waiting.extendleft(reversed(interrupted))
@@ -162,7 +169,7 @@ class SimulatedEngine:
         return replies
 
     def forget(self, episode: int) -> None:
-        """Discard the kept context of an episode that has ended or runs again."""
+        """Discard the cached context of an episode that has ended or starts again."""
         if episode in self._kept:
             self._kept_tokens -= self._kept.pop(episode)[1]
 
@@ -220,7 +227,7 @@ class SimulatedEngine:
         return max(0, self._max_tokens - self._context)
 
     def _evict(self) -> None:
-        """Evict kept contexts, then the newest running replies, until the memory suffices."""
+        """Evict kept contexts, then the newest running replies, until the memory is sufficient."""
         while self._kept and self._exceeds_capacity():
             self._evict_kept(next(iter(self._kept)))
         while (
@@ -246,7 +253,7 @@ class SimulatedEngine:
             reply.cached = 0
 
     def _advance(self, now: float) -> None:
-        """Do the steps that begin before `now`."""
+        """Carry out the steps that begin before `now`."""
         if not self._running or self._next_step_at >= now:
             self._next_step_at = max(self._next_step_at, now)
             if not self._running:
@@ -262,7 +269,7 @@ class SimulatedEngine:
         self._do(steps)
 
     def _mean_step_s(self, steps: int) -> float:
-        """Return the mean seconds of the next steps, which are those of the middle one."""
+        """Return the mean seconds of the next steps, which are those of the middle step."""
         replies = len(self._running)
         half, odd = divmod(replies * (steps - 1), 2)
         seconds = self._costs.step_s(replies, self._context + half)
@@ -279,7 +286,7 @@ class SimulatedEngine:
         self._context += steps * len(self._running)
 
     def _schedule(self) -> None:
-        """Schedule an event for when the next reply is complete or the memory is full."""
+        """Schedule an event for the time when a reply is complete or the memory is full."""
         self._timer += 1
         if self._running:
             steps = self._steps_ahead()
@@ -318,10 +325,10 @@ class SimulatedEngine:
 
 
 class SimulatedEnginePool:
-    """A pool of engines that sample from the same version.
+    """A pool of simulated engines that sample from the same version.
 
-    Like `engines.EnginePool`, it sends a reply to the engine that holds its context, unless the
-    least busy engine has far fewer replies.
+    Like `engines.EnginePool`, it sends a reply to the engine that has its context, unless the least
+    busy engine has far fewer replies.
     """
 
     def __init__(self, clock: SimulatedClock, costs: Costs, fleet: Fleet) -> None:
@@ -336,7 +343,7 @@ class SimulatedEnginePool:
         self._paused = True
         self._unplaced: list[SimulatedReply] = []
         self._by_busy: list[tuple[int, int]] = []
-        """A heap of (replies, number of the engine). Outdated entries are skipped."""
+        """A heap of (number of replies, number of the engine). Outdated entries are skipped."""
         for engine in self.members:
             engine.on_busy_change = self._rank
             self._rank(engine)
@@ -357,7 +364,7 @@ class SimulatedEnginePool:
             idlest.take(reply)
 
     def _idlest(self) -> SimulatedEngine | None:
-        """Return the least busy engine that is up."""
+        """Return the least busy engine that works."""
         while self._by_busy:
             busy, number = self._by_busy[0]
             if self.members[number].up and self.members[number].busy == busy:
@@ -372,7 +379,7 @@ class SimulatedEnginePool:
             heapq.heapify(self._by_busy)
 
     def interrupt(self) -> float:
-        """Pause all engines. Returns the time at which the last one is paused."""
+        """Pause all engines. Return the time at which the last one is paused."""
         self._paused = True
         return max([self._clock.now, *(engine.interrupt() for engine in self.members if engine.up)])
 
@@ -411,7 +418,8 @@ class SimulatedEnginePool:
         replies = engine.fail()
         self.deaths += 1
         engine.restarted_at = self._clock.now + self._restart_s
-        if not any(other.up for other in self.members):  # the first to restart loads the weights
+        # the first engine to restart loads the weights
+        if not any(other.up for other in self.members):
             self._clock.at(engine.restarted_at, self._resume_restarted)
         for reply in replies:
             self.sample(reply)

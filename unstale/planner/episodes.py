@@ -1,7 +1,7 @@
-"""Simulated episodes. They replace `rollout.Rollout`, without a coroutine for each episode.
+"""Simulated episodes. They take the place of `rollout.Rollout`, without a coroutine per episode.
 
-In the records that the loop receives, each piece has a single token. The simulated numbers of
-tokens are kept here.
+In the records that the training loop receives, each piece has a single token. The simulated numbers
+of tokens are stored here.
 """
 
 import asyncio
@@ -43,7 +43,10 @@ class SimulatedEpisode:
         group: int,
         on_end: "Callable[[SimulatedEpisode | None], None]",
     ) -> None:
-        """`on_end` is called with the finished episode, or with None if all attempts failed."""
+        """Make an episode.
+
+        `on_end` is called with the finished episode, or with None if all attempts failed.
+        """
         self.rollout = rollout
         self.shape = shape
         self.group = group
@@ -56,7 +59,7 @@ class SimulatedEpisode:
         self.number = next(self.rollout.numbers)
         self.rollout.episodes[self.number] = self
         self.pieces: list[tuple[int, int]] = []
-        """`(version, sampled tokens)` of each piece."""
+        """For each piece of the episode: its version, and its number of sampled tokens."""
         self.turn = 0
         prompt = self.shape.prompt
         self.reply = SimulatedReply(self.number, self.group, prompt, self._on_tokens, prompt)
@@ -118,7 +121,7 @@ _ONE_TOKEN = (0,)
 
 
 class SimulatedRollout:
-    """A rollout that simulates the episodes of a group and makes their records."""
+    """Simulates the episodes of each group, and makes their records."""
 
     def __init__(
         self,
@@ -136,7 +139,7 @@ class SimulatedRollout:
         self.wait_times = Stopwatch()
         self.resources: AbstractAsyncContextManager[Any] = nullcontext()
         self.totals: dict[str, float] = defaultdict(float)
-        """Counts and seconds, summed over all episodes."""
+        """Counts and seconds, added up over all episodes."""
         self.episodes: dict[int, SimulatedEpisode] = {}
         """Episodes by number, until they are trained on or fail."""
         self._pending = pending
@@ -164,7 +167,7 @@ class SimulatedRollout:
         return Group(request.task, trajectories, failures, request.number)
 
     def tool_s(self, calls: int) -> float:
-        """Return the random duration of `calls` tool calls in sum."""
+        """Return the total duration of `calls` tool calls, drawn at random."""
         total = 0.0
         for _ in range(calls):
             if not self._tool_s:
@@ -181,7 +184,7 @@ class SimulatedRollout:
         del self.episodes[episode.number]
 
     def length(self, number: int) -> int:
-        """Return the tokens of an episode so far."""
+        """Return the number of tokens that an episode has so far."""
         return self.episodes[number].reply.context
 
     def _sampled(self, version: int) -> Sampled:

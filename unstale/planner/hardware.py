@@ -1,4 +1,4 @@
-"""Data sheets of accelerators, and the shares of their figures that programs reach."""
+"""Data sheets of accelerators, and the shares of their figures that real programs reach."""
 
 from dataclasses import dataclass, replace
 from typing import Annotated
@@ -18,49 +18,50 @@ class Shares(Section):
     """
 
     matmul: _Reached = 0.40
-    """Share of peak FLOP/s in training, scoring and prefill.
-
-    Llama 3 was trained at 38% to 43% (arXiv 2407.21783, table 4).
+    """Share of peak FLOP/s reached in training, scoring and prefill. Llama 3 was trained at 38% to
+    43% (arXiv 2407.21783, table 4).
     """
     decode: _Reached = 0.40
-    """Share of peak FLOP/s in decoding with large batches. Assumed to be that of `matmul`."""
+    """Share of peak FLOP/s reached in decoding with large batches. Assumed to be that of
+    `matmul`.
+    """
     bandwidth: _Reached = 0.70
-    """Share of the memory bandwidth, in decoding and other reads of weights. Assumed."""
+    """Share of the memory bandwidth reached in decoding and in other reads of weights. Assumed."""
     link: _Reached = 0.80
-    """Share of the bandwidth of every link. Assumed."""
+    """Share of the bandwidth of every link that is reached. Assumed."""
     memory: _Reached = 0.90
     """Share of the memory that may be used: vLLM's default `gpu_memory_utilization`."""
     step_s: Annotated[float, Range(0, 1e3)] = 0.001
-    """Overhead of a decoding step in seconds: launches, sampling, scheduling. Assumed."""
+    """Overhead of a decoding step in seconds, for launches, sampling and scheduling. Assumed."""
     cores: Annotated[float, Range(1e-6, 1e3)] = 1
     """Processor cores per device that encode and apply deltas. The version store uses one core."""
 
     @classmethod
     def parse(cls, text: str) -> "Shares":
-        """Return the defaults with the values of `name=value,...` in their place."""
+        """Return the defaults, changed by the values in `name=value,...`."""
         words = filter(None, text.split(","))
         return replace(cls(), **parse_assignments("--shares", words, value_kinds(cls)))
 
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """One accelerator."""
+    """One accelerator, with the figures of its data sheet."""
 
     name: str
     flops: float
-    """Peak of dense bfloat16 matrix products, in operations a second."""
+    """Peak of dense bfloat16 matrix products, in operations per second."""
     bandwidth: float
-    """Bandwidth of its memory in bytes a second."""
+    """Bandwidth of its memory, in bytes per second."""
     memory: float
-    """Bytes of memory."""
+    """Size of its memory in bytes."""
     link: float
-    """Bytes a second in one direction to the other devices of its node."""
+    """Bytes per second in one direction to the other devices of the same node."""
     host_link: float
-    """Bytes a second in one direction to main memory."""
+    """Bytes per second in one direction to main memory."""
     network: float
-    """Bytes a second in one direction to other nodes."""
+    """Bytes per second in one direction to other nodes."""
     node: int = 8
-    """Devices joined by `link`."""
+    """Number of devices in a node."""
 
     @property
     def is_core(self) -> bool:
@@ -77,11 +78,10 @@ _DATA_SHEETS = (
     ("H200", 989.4, 4.8, 141, 450, 64, 50),
     ("B200", 2250, 8.0, 180, 900, 64, 50),
 )
-"""SXM variants without sparsity, from NVIDIA's data sheets (A100 80GB, H100, H200, DGX B200).
-
-The H800 is an H100 with 400 GB/s of NVLink. For the H20 the public figures are used. NVLink and
-PCIe (x16 of generation 4 or 5) have the rate of one direction. Networks are those of DGX systems
-with one port per device: 200 Gbit/s for the A100, 400 Gbit/s for the others.
+"""SXM variants without sparsity, from NVIDIA's data sheets (A100 80GB, H100, H200, DGX B200). The
+H800 is an H100 with 400 GB/s of NVLink. For the H20, public figures are used. NVLink and PCIe (x16
+of generation 4 or 5) are given for one direction. Networks are those of DGX systems with one port
+per device: 200 Gbit/s for the A100, 400 Gbit/s for the others.
 """
 DEVICES = {
     name: Device(

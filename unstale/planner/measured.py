@@ -1,4 +1,4 @@
-"""The workload and the costs of a recorded run, for `unstale simulate --like`."""
+"""The workload and the durations of a recorded run, for `unstale simulate --like`."""
 
 import os
 import time
@@ -35,18 +35,20 @@ from unstale.planner.workload import (
 from unstale.records import Sampled, Trajectory
 
 MIN_STEPS = 4
-"""Smallest number of steps that a fit needs."""
+"""Smallest number of steps that a fit of durations needs."""
 _CONTEXT_PIECES = (
     "SELECT count(t.episode), count(*) FROM pieces p LEFT JOIN trajectories t USING (episode)"
 )
 RESULTS = f"{_CONTEXT_PIECES} WHERE p.version IS NULL AND p.position > 0"
-"""Query that counts the answers of tools and users in finished episodes, and in all episodes."""
+"""SQL query that counts the answers of tools and users in finished episodes, and in all
+episodes.
+"""
 Row = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class SimulationSetup:
-    """The arguments of `simulate` that a run determines."""
+    """The arguments of `simulate` that are taken from a recorded run."""
 
     workload: Workload
     fleet: Fleet
@@ -56,13 +58,13 @@ class SimulationSetup:
 
 
 def from_run(run: Path) -> SimulationSetup:
-    """Return the setup of a run: its episodes as recorded, and its costs as fitted.
+    """Return the arguments to simulate a recorded run: its episodes and its fitted durations.
 
     The engine's busy time is fitted to its decoding steps, the replies in them and the context
     tokens that it computed. Training and scoring are fitted to the tokens of a batch. No
     coefficient is negative. A tool call takes the mean of all calls, with the spread of
-    `task.latency_sigma`. Raises `ConfigError` for a run that is too short, that has renamed
-    options, or whose route pauses generation for a time that is not recorded.
+    `task.latency_sigma`. Raises `ConfigError` for a run that is too short or has renamed options,
+    or whose route pauses generation for a time that is not recorded.
     """
     folder = RunFolder(run)
     config = stored_config(folder.config(), f"{run}/config.json")
@@ -97,9 +99,10 @@ def fit_costs(
     versions: Mapping[int, float],
     engines: int,
 ) -> LinearCosts:
-    """Return the costs that fit the metrics in `rows` best.
+    """Return the durations that fit the metrics in `rows` best.
 
-    `seconds` are the spans of each step, `versions` the mean versions of its trajectories.
+    `seconds` are the times of activities in each step. `versions` is the mean number of versions
+    that sampled the step's trajectories.
     """
     names = ("engine/busy_s", "engine/steps", "engine/batch_size_mean", "engine/prefill_tokens")
     busy_s, steps, replies, prefill = (np.array([row[name] for row in rows]) for name in names)
@@ -148,8 +151,8 @@ def fit(values: np.ndarray, terms: Sequence[np.ndarray]) -> list[float]:
 def span_seconds(folder: RunFolder) -> dict[int, dict[str, float]]:
     """Return the seconds of scoring, training, the optimizer, publishing and loading, by step.
 
-    A span of scoring or training begins when the work is queued. So the time in which the trainer's
-    thread still publishes the previous version is subtracted.
+    The recorded time of scoring or training begins when the work is queued. So the time in which
+    the trainer's thread still publishes the previous version is subtracted.
     """
     spans: dict[tuple[str, int], list[tuple[float, float]]] = defaultdict(list)
     for event in folder.rows("events.jsonl"):
@@ -183,7 +186,7 @@ def span_seconds(folder: RunFolder) -> dict[int, dict[str, float]]:
 
 
 def _versions(run: Path) -> dict[int, float]:
-    """Return the mean number of versions that sampled a trajectory, by step."""
+    """Return, by step, the mean number of versions that sampled a trajectory."""
     counts: dict[int, list[int]] = defaultdict(list)
     with Journal.read(run) as journal:
         for row in trained_episodes(journal):
@@ -202,7 +205,8 @@ def recorded_workload(run: Path, config: RunConfig, rows: Sequence[Row]) -> Work
         raise ConfigError(f"the journal of {run} has no finished episode")
     episodes = [shape for siblings in groups.values() for shape in siblings]
     calls = sum(turn.calls for shape in episodes for turn in shape.turns)
-    calls *= results / max(1, finished)  # calls of unfinished episodes are estimated by results
+    # the calls of unfinished episodes are estimated by their results
+    calls *= results / max(1, finished)
     mean_s = sum(row.get("rollout/tool_wait_s", 0.0) for row in rows) / max(1, calls)
     tool_s: Distribution = Constant(mean_s)
     task: Any = config.task
@@ -217,10 +221,10 @@ def recorded_workload(run: Path, config: RunConfig, rows: Sequence[Row]) -> Work
 
 
 def episode_shape(trajectory: Trajectory) -> EpisodeShape:
-    """Return the tokens of a trajectory by turn.
+    """Return the numbers of tokens of a trajectory by turn.
 
-    The recorded number of tool calls is spread evenly over the turns. Without one, each turn has
-    one call.
+    The recorded number of tool calls is divided evenly among the turns. If it was not recorded,
+    each turn has one call.
     """
     runs = [
         (is_reply, sum(len(piece.tokens) for piece in pieces))
@@ -278,7 +282,7 @@ def core_of_run(run: Path, model: Model) -> tuple[Device, Shares]:
 
 
 def _copy_rate() -> float:
-    """Return the bytes that a copy reads and writes per second: the best of three."""
+    """Return the bytes that a copy reads and writes per second: the best of three measurements."""
     source = torch.zeros(1 << 27, dtype=torch.uint8)
     target = torch.empty_like(source)
     seconds = []

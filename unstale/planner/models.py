@@ -25,7 +25,7 @@ _REQUIRED = ("layers", "hidden", "ffn", "heads", "kv_heads")
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """The sizes of a decoder with grouped-query attention and gated MLPs or experts.
+    """The sizes of a decoder model with grouped-query attention and gated MLPs or experts.
 
     >>> model = Model.parse("4B")
     >>> model.parameters, model.kv_bytes
@@ -35,20 +35,20 @@ class Model:
     layers: int
     hidden: int
     ffn: int
-    """Width of a dense layer's MLP."""
+    """Width of the MLP in a dense layer."""
     heads: int
     kv_heads: int
     name: str = "model"
     head_dim: int = 128
     vocab: int = 151936
     tied: bool = False
-    """The head shares the embedding's weights."""
+    """True if the output head shares the weights of the embedding."""
     experts: int = 0
     active: int = 0
-    """Experts that process a token."""
+    """Number of experts that process a token."""
     expert_ffn: int = 0
     dense: int = 0
-    """Layers without experts, in a model with experts."""
+    """Number of layers without experts, in a model with experts."""
     qk_norm: bool = True
     qkv_bias: bool = False
 
@@ -66,7 +66,7 @@ class Model:
 
     @property
     def matrices(self) -> dict[str, int]:
-        """Number of parameters by kind of matrix. A tied head has none of its own."""
+        """The number of parameters by kind of matrix. A head that shares the embedding has none."""
         queries = self.heads * self.head_dim
         keys = self.kv_heads * self.head_dim
         sparse = self.layers - self.dense if self.experts else 0
@@ -88,7 +88,7 @@ class Model:
 
     @property
     def active_parameters(self) -> int:
-        """Parameters that a token is multiplied by: all but the embedding and inactive experts."""
+        """The number of parameters that process a token: without embedding and unused experts."""
         idle = 0
         if self.experts:
             idle = self.matrices["experts"] // self.experts * (self.experts - self.active)
@@ -130,7 +130,7 @@ class Model:
     def read_bytes(self, tokens: float) -> float:
         """Return the expected bytes of weights that a forward pass over `tokens` tokens reads.
 
-        Experts that no token chooses are not read. Each token is assumed to choose its experts
+        Experts that no token uses are not read. Each token is assumed to use experts that are drawn
         uniformly and independently.
         """
         unread = 0.0
@@ -140,15 +140,15 @@ class Model:
 
     @property
     def _lookup_parameters(self) -> int:
-        """Parameters of the embedding if it is only looked up, not also used as the head."""
+        """Number of parameters of the embedding, if it is only looked up and not also the head."""
         return 0 if self.tied else self.matrices["embedding"]
 
     @classmethod
     def parse(cls, text: str) -> "Model":
-        """Return the model that a command-line word names.
+        """Return the model that a word of the command line names.
 
-        It is a preset, a model folder, sizes (`layers=36,hidden=2560,...`), or `base` for the
-        policy of this package. Raises `ConfigError` for anything else.
+        The word is a preset, a model folder, sizes (`layers=36,hidden=2560,...`), or `base` for the
+        small model of this package. Raises `ConfigError` for anything else.
         """
         if text == "base":
             return cls.from_folder(SHIPPED_POLICY)
@@ -229,4 +229,6 @@ PRESETS = {  # layers, hidden, ffn, heads and kv_heads
         94, 4096, 12288, 64, 4, name="Qwen3-235B-A22B", experts=128, active=8, expert_ffn=1536
     ),
 }
-"""Qwen3 models, from each model's config.json. Tests compare parameters with the model cards."""
+"""Qwen3 models, from each model's config.json. Tests compare their parameters with the model
+cards.
+"""

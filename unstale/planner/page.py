@@ -1,4 +1,4 @@
-"""Present a suggestion as text, as a table and as JSON."""
+"""Show a suggested configuration as text, as a table and as JSON."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -33,7 +33,7 @@ Row = dict[str, float | int | str]
 
 
 def page(suggestion: Suggestion) -> Group:
-    """Return the suggestion with its reasons, its command and a table of the routes."""
+    """Return the suggestion with its reasons, its command, and a table of the old-logit routes."""
     best = suggestion.best.candidate
     setup = best.request.setup
     head = f"{setup.model.name} on {best.request.devices} {setup.device.name}"
@@ -123,7 +123,7 @@ def _engine_memory(candidate: Candidate) -> str:
 
 
 def _trainer_memory(candidate: Candidate) -> Iterator[str]:
-    """Describe the memory and the transfers of a trainer on several GPUs."""
+    """Yield sentences on the memory and the transfers of a trainer on several GPUs."""
     costs = candidate.costs
     setup = costs.setup
     devices = candidate.placement.trainers
@@ -148,7 +148,7 @@ def _trainer_memory(candidate: Candidate) -> Iterator[str]:
 
 
 def _cost_of_exactness(suggestion: Suggestion) -> Iterator[str]:
-    """Compare the memory and time of the suggested exact route with those of `AVERAGE`."""
+    """Yield sentences that compare memory and time of the suggested exact route with `AVERAGE`."""
     best = suggestion.best.candidate
     average = suggestion.simulated.get(AVERAGE)
     if average is None or not best.costs.route.exact:
@@ -170,7 +170,7 @@ def _cost_of_exactness(suggestion: Suggestion) -> Iterator[str]:
 
 
 def command(candidate: Candidate) -> str:
-    """Return the command that trains with a candidate, on the user's model with recipe `llm`."""
+    """Return the command that trains with the suggestion, on the user's model with recipe `llm`."""
     schedule = candidate.schedule
     setup = candidate.costs.setup
     options: Row = {
@@ -191,7 +191,7 @@ def command(candidate: Candidate) -> str:
 
 
 def missing(candidate: Candidate) -> Iterator[str]:
-    """Yield the steps that the user must add to `command`."""
+    """Yield what the user must add to the suggested command."""
     placement = candidate.placement
     setup = candidate.costs.setup
     if setup.model.name != SHIPPED_POLICY.name:
@@ -211,7 +211,7 @@ def route_rows(suggestion: Suggestion) -> list[Row]:
 
 
 def _route_row(suggestion: Suggestion, candidate: Candidate) -> Row:
-    """Return the memory, time and throughput of a route."""
+    """Return the memory, time and throughput of a route as a row of the table."""
     costs = candidate.costs
     route = costs.route
     model = costs.setup.model
@@ -256,7 +256,7 @@ def _choice_row(rated: SimulatedCandidate) -> Row:
 
 
 def as_json(suggestion: Suggestion) -> dict[str, Any]:
-    """Return the whole suggestion, for programs."""
+    """Return the whole suggestion as JSON values, for programs."""
     best = suggestion.best.candidate
     model = best.costs.setup.model
     return {

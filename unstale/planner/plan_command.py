@@ -1,4 +1,4 @@
-"""The verb `plan`. Imports no torch before the simulations."""
+"""The command `plan`. It imports torch only for the simulations."""
 
 import argparse
 import json
@@ -31,11 +31,11 @@ _WORKLOAD = {
     "--answer": ("tool_tokens", "150", "TOKENS", "tokens of the environment's answer to a reply"),
     "--tool-s": ("tool_s", "1~0.8<60", "SECONDS", "seconds of a tool call"),
 }
-"""Option: field of the workload, default, metavar, help."""
+"""Option: field of the workload, default, placeholder in the help, help text."""
 
 
 def add(verbs: Any) -> None:
-    """Add the verb and its options."""
+    """Add the command and its options to the command line."""
     parser = verbs.add_parser(
         "plan", help="suggest a configuration for a number of devices", allow_abbrev=False
     )
@@ -80,7 +80,10 @@ def add(verbs: Any) -> None:
 
 
 def _at_least(low: float) -> Callable[[str], float]:
-    """Return the parser of a number, which is an integer if `low` is one."""
+    """Return a parser of a number that is at least `low`.
+
+    If `low` is an integer, so is the number.
+    """
 
     def number(text: str) -> float:
         value = type(low)(text)
@@ -142,7 +145,7 @@ def workload_of(chosen: argparse.Namespace) -> Workload:
 
 
 def _device(chosen: argparse.Namespace, model: Model) -> tuple[Device, Shares]:
-    """Return the device and its shares, by its data sheet or as measured in a run."""
+    """Return the device and the shares of its speed, by its data sheet or measured in a run."""
     if chosen.like:
         if chosen.shares:
             raise ConfigError("--shares cannot be given with --like: they are measured in the run")

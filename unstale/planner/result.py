@@ -8,7 +8,7 @@ from unstale.observe.report.words import Waiting
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulationResult:
-    """The result of a simulation. Rates and shares exclude the first `filling` steps."""
+    """The result of a simulation. Rates and shares leave out the first `filling` steps."""
 
     steps_s: tuple[float, ...]
     """Seconds of each step, from the loading of one version to that of the next."""
@@ -16,25 +16,24 @@ class SimulationResult:
     """Number of steps at the start in which the queue fills up."""
     groups_per_step: int
     trained_tokens: int
-    """Tokens of the batches after filling."""
+    """Number of tokens in the batches after the first `filling` steps."""
     trained_sampled: int
-    """Sampled tokens of the batches after filling."""
+    """Number of sampled tokens in the batches after the first `filling` steps."""
     sampled_tokens: int
-    """Tokens that engines sampled in the whole run."""
+    """Number of tokens that engines sampled in the whole run."""
     lost_tokens: int
-    """Sampled tokens that were lost by failures of engines, and sampled again."""
+    """Number of sampled tokens that were lost because engines failed, and were sampled again."""
     failed_episodes: int
-    """Attempts at episodes that timed out."""
+    """Number of attempts at episodes that timed out."""
     deaths: int
-    """Failures of engines."""
+    """Number of times that an engine failed."""
     engine_busy_share: float
     """Mean share of the time in which an engine computes."""
     trainer_busy_share: float
     """Share of the time in which the trainer trains, scores or prepares versions."""
     trainer_wait_share: float
-    """Share of the time in which the trainer waits for groups.
-
-    In the remaining time it waits until the engines have loaded a version.
+    """Share of the time in which the trainer waits for groups. In the remaining time it waits until
+    the engines have loaded a version.
     """
     old_logps_share: float
     """Share of the time in which the trainer computes old log-probabilities."""
@@ -42,17 +41,17 @@ class SimulationResult:
     """Number of trained tokens by staleness in versions, over the whole run."""
     staleness_bound: int
     episode_s: float
-    """Mean duration of an episode."""
+    """Mean duration of an episode in seconds."""
     engine_share: float
     """Share of an episode's time in which it waits for a reply or for a free engine."""
     tool_share: float
-    """Share of an episode's time in tool calls."""
+    """Share of an episode's time that is spent in tool calls."""
     ready_s: float
-    """Mean time from the end of an episode to the step that trains on it."""
+    """Mean seconds from the end of an episode to the step that trains on it."""
 
     @property
     def steady_s(self) -> tuple[float, ...]:
-        """Seconds of the steps after filling."""
+        """Seconds of the steps after the first `filling` ones."""
         return self.steps_s[self.filling :]
 
     @property
@@ -75,7 +74,7 @@ class SimulationResult:
 
     @property
     def bottleneck(self) -> str:
-        """A sentence that names the bottleneck, and advice if options of the schedule can help."""
+        """A sentence with the bottleneck, and advice if options of the schedule can help."""
         waiting = Waiting(
             trainer=self.trainer_wait_share,
             engine=max(0.0, 1 - self.engine_busy_share),

@@ -1,8 +1,8 @@
-"""Simulate a run: the real loop on a virtual clock, with components that only take time.
+"""Simulate a run: the real training loop on a virtual clock, with components that only take time.
 
 `loop.train` runs with the real staleness queue, so a simulation schedules groups as training does.
-Engines, trainer and publisher take the seconds of `Costs`. The rollout is simulated too: a real
-episode has a coroutine and journal rows, which is too slow for hundreds of thousands of episodes.
+Engines, trainer and publisher take the seconds of `Costs`. Episodes are simulated too, because real
+ones have a coroutine and journal rows. That is too slow for hundreds of thousands of episodes.
 """
 
 from collections.abc import Iterator, Sequence
@@ -75,8 +75,8 @@ def simulate(  # noqa: PLR0913 - four parts of a run, its length, seed and route
 ) -> SimulationResult:
     """Simulate `steps` steps of a run. The same arguments give the same result.
 
-    `needs` are those of the route to old log-probabilities. Raises `ConfigError` for settings with
-    which too many episodes fail, and `StalenessError` if a token is older than the bound.
+    `needs` are those of the old-logit route. Raises `ConfigError` for settings with which too many
+    episodes fail, and `StalenessError` if a token is older than the bound.
     """
     _check(fleet, needs, steps)
     clock = SimulatedClock()
@@ -136,7 +136,7 @@ def _check(fleet: Fleet, needs: Needs, steps: int) -> None:
 
 
 def _config(schedule: ScheduleConfig, fleet: Fleet, steps: int) -> RunConfig:
-    """Return the configuration for the loop, without evaluations and checkpoints."""
+    """Return the configuration for the training loop, without evaluations and checkpoints."""
     max_staleness = schedule.max_staleness // fleet.steps_per_version
     return RunConfig(
         recipe="simulated",

@@ -1,4 +1,4 @@
-"""The verb `simulate`. Imports no torch before the simulation."""
+"""The command `simulate`. It imports torch only for the simulation."""
 
 import argparse
 import json
@@ -54,7 +54,7 @@ MEAN~SIGMA<MAX is capped at MAX and keeps the mean. Costs are in seconds.
 
 
 def add(verbs: Any) -> None:
-    """Add the verb and its options."""
+    """Add the command and its options to the command line."""
     parser = verbs.add_parser(
         "simulate", help="simulate a schedule on a virtual clock", allow_abbrev=False
     )
@@ -105,7 +105,7 @@ def _simulate(chosen: argparse.Namespace) -> int:
 
 
 def _setup(chosen: argparse.Namespace) -> "SimulationSetup":
-    """Return the setup of --like or the defaults, with the values of --set."""
+    """Return the run of --like or the defaults, changed by the values of --set."""
     from unstale.planner.measured import SimulationSetup, from_run
 
     changes: dict[str, dict[str, Any]] = {section: {} for section in _SECTIONS}

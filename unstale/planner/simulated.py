@@ -1,6 +1,7 @@
 """Simulated components of a run. They take time on the virtual clock and compute nothing.
 
-Each implements the Protocol of the component that it replaces, so that the real loop can call it.
+Each implements the Protocol of the component that it replaces, so that the real training loop can
+call it.
 """
 
 import asyncio
@@ -33,7 +34,7 @@ _EMPTY = torch.empty(0)
 
 
 class SimulatedTrainer:
-    """A `Trainer` that takes the seconds of `Costs`, and counts the staleness of tokens.
+    """A trainer that only takes the seconds of `Costs`, and counts the staleness of tokens.
 
     A method cannot wait, because the loop calls it in the trainer's thread. It adds its seconds to
     `owed` instead, and `SimulatedThread` waits for them after the call. Engines on the same devices
@@ -49,18 +50,18 @@ class SimulatedTrainer:
         closing: bool,
     ) -> None:
         self.version = 0
-        """Number of steps so far, which are more than the published versions if `every` > 1."""
+        """Number of steps so far. If `every` > 1, there are fewer published versions."""
         self.owed: dict[str, float] = defaultdict(float)
-        """Seconds by activity that the thread has not waited for yet."""
+        """Seconds by activity for which the thread has not waited yet."""
         self.spent: dict[str, float] = defaultdict(float)
-        """Seconds by activity that the thread has waited for."""
+        """Seconds by activity for which the thread has waited."""
         self.batches: list[tuple[int, int]] = []
-        """Tokens and sampled tokens of each batch."""
+        """Number of tokens and of sampled tokens in each batch."""
         self.ages: Counter[int] = Counter()
         """Number of sampled tokens by staleness in versions."""
         self.rollout = rollout
         self.every = fleet.steps_per_version
-        """Steps between two published versions."""
+        """Number of steps between two published versions."""
         self._costs = costs
         self._closing = closing
         self._colocated = fleet.colocated
@@ -75,7 +76,7 @@ class SimulatedTrainer:
         return {}
 
     def prepare(self, batch: Batch) -> Sequence[Minibatch]:
-        """Count the tokens and the staleness of a batch, and owe the seconds of scoring it."""
+        """Count the tokens and staleness of a batch. Add the seconds of scoring it to `owed`."""
         now = self.rollout.clock.now
         newest = len(self.batches) // self.every
         if self._colocated:
@@ -92,7 +93,8 @@ class SimulatedTrainer:
 
     def _owe_scoring(self, episodes: Sequence[SimulatedEpisode], tokens: int, newest: int) -> None:
         versions = [{version for version, _ in episode.pieces} for episode in episodes]
-        if self._closing:  # pieces of older versions were scored before those were replaced
+        # tokens of older versions were scored before those versions were replaced
+        if self._closing:
             self.score(
                 episode.shape.tokens
                 for episode, seen in zip(episodes, versions, strict=True)
@@ -103,7 +105,7 @@ class SimulatedTrainer:
             self.owed["old_logps"] += self._costs.old_logps_s(tokens, mean_versions)
 
     def score(self, lengths: Iterable[int]) -> None:
-        """Owe the seconds of scoring sequences of these lengths at one version."""
+        """Add the seconds of scoring sequences of these lengths with one version to `owed`."""
         if tokens := sum(lengths):
             self.owed["old_logps"] += self._costs.old_logps_s(tokens, 1.0)
 
@@ -126,7 +128,7 @@ class SimulatedTrainer:
 
 
 class SimulatedThread:
-    """The trainer's thread. A call takes the seconds that the trainer owes when it returns."""
+    """The trainer's thread. A call takes the seconds that the trainer has in `owed` afterwards."""
 
     def __init__(self, clock: SimulatedClock, trainer: SimulatedTrainer) -> None:
         self._clock = clock
@@ -156,9 +158,9 @@ class InstantThread:
 
 
 class SimulatedQueue(StalenessQueue):
-    """A staleness queue for runs that publish a version only after every `every` steps.
+    """A staleness queue for runs that publish a version only every `every` steps.
 
-    It releases the tickets of these steps together.
+    It frees the tickets of these steps together.
     """
 
     def __init__(self, schedule: ScheduleConfig, every: int) -> None:
@@ -178,24 +180,27 @@ class SimulatedQueue(StalenessQueue):
 
 
 class SimulatedRoute(OldLogps):
-    """A route whose values are never used. Scoring takes `Costs.old_logps_s`."""
+    """An old-logit route that takes the seconds of `Costs.old_logps_s`.
+
+    Its values are never used.
+    """
 
     def __init__(self, needs: Needs, trainer: SimulatedTrainer) -> None:
         self.needs = needs
         self._trainer = trainer
 
     def closing(self, unscored: Sequence[PendingPiece]) -> None:
-        """Owe the seconds of scoring the unfinished episodes up to their present length."""
+        """Take the seconds of scoring the unfinished episodes up to their present length."""
         episodes = {piece.episode for piece in unscored}
         self._trainer.score(self._trainer.rollout.length(number) for number in episodes)
 
     def logps(self, batch: Batch, now: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the behavior log-probabilities, because there is no model."""
+        """Return the behavior log-probabilities, because a simulation has no model."""
         return batch.behavior_logp, torch.zeros_like(batch.sampled)
 
 
 class SimulatedPublisher:
-    """The publisher and the engines. To load a version, all engines pause and then continue."""
+    """The publication of versions. To load a version, all engines pause and then continue."""
 
     bytes = 0
 
@@ -238,7 +243,7 @@ class SimulatedPublisher:
 
 
 class NullJournal:
-    """A journal that keeps nothing."""
+    """A journal that records nothing."""
 
     def __enter__(self) -> Self:
         return self
@@ -296,7 +301,7 @@ class SimulatedRecorder:
         self._engines = engines
         self._trainer = trainer
         self.ends: list[float] = [0.0]
-        """Seconds at which each step ended, from 0."""
+        """Seconds at which each step ended, beginning with 0."""
         self._waited = 0.0
         self._seconds: list[dict[str, float]] = [{}]
 
@@ -315,7 +320,7 @@ class SimulatedRecorder:
     def share(self, lane: str, since: int) -> float:
         """Return the share of the time after step `since` in which `lane` was busy.
 
-        Of engines it is the sum of their shares.
+        `lane` names an activity. For engines, the shares of all engines are added up.
         """
         spent = self._seconds[-1].get(lane, 0.0) - self._seconds[since].get(lane, 0.0)
         return spent / (self.ends[-1] - self.ends[since])

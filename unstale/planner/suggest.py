@@ -1,7 +1,7 @@
 """Suggest a configuration for a number of devices.
 
-A formula estimates the throughput of every division of the devices (`Placement`). The best ones are
-simulated.
+A formula estimates the throughput of every division of the devices among trainer and engines
+(`Placement`). The best ones are simulated.
 """
 
 import math
@@ -30,43 +30,45 @@ from unstale.planner.simulate import Fleet, SimulationResult, Workload, simulate
 from unstale.planner.workload import EpisodeStats
 
 NEAR = 0.95
-"""Candidates with at least this share of the best throughput count as equally fast.
-
-Among them the lowest staleness is chosen, then the smallest batch, then the smallest window. The
-standard error of a simulated throughput is as large (docs/planning.md has examples).
+"""Candidates with at least this share of the best throughput are treated as equally fast. Among
+them the lowest staleness is chosen, then the smallest batch, then the smallest window. The standard
+error of a simulated throughput is about as large (docs/planning.md has examples).
 """
 REACH = 0.75
-"""Share of the best estimate that a candidate must reach to be simulated.
-
-It is well below 1, because the formula is not exact.
+"""Share of the best estimate that a candidate must reach to be simulated. It is well below 1,
+because the formula is not exact.
 """
 MAX_CHOICES = 6
 """Largest number of schedules that are simulated."""
 MAX_SPLITS = 3
-"""Largest number of placements that are simulated."""
+"""Largest number of divisions of the devices that are simulated."""
 AVERAGE: str = "ppo_ewma_async"
 """The most exact of the routes that average weights (docs/old-logps.md), for comparison."""
 MAX_RUNNING = 256
-"""Running replies of an engine: vLLM's default `max_num_seqs`."""
+"""Largest number of replies that an engine samples at once: vLLM's default `max_num_seqs`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanRequest:
-    """The inputs of a suggestion. Of several lags, groups or windows, the best is chosen."""
+    """The input of a suggestion. If it has several lags, groups or windows, the best is chosen."""
 
     setup: TrainingSetup
     workload: Workload
     devices: int
     lags: tuple[int, ...] = (1, 2, 4)
-    """Largest staleness of a token, in versions."""
+    """Limits to try on the staleness of a token, in versions."""
     groups: tuple[int, ...] = (16,)
     group_size: int = 8
     windows: tuple[int, ...] = ()
-    """Look-ahead windows. Empty tries strict order, and half a batch if the trainer waits."""
+    """Look-ahead windows to try. Empty tries strict order, and half a batch if the trainer
+    waits.
+    """
     route: str | None = None
-    """None chooses the exact route with the highest throughput."""
+    """Name of the old-logit route. None chooses the exact route with the highest throughput."""
     rounds: int = 10
-    """Simulated rounds of lag + 1 steps, after a first one in which the queue fills up."""
+    """Number of simulated rounds of lag + 1 steps, after a first round in which the queue fills
+    up.
+    """
     on_progress: Callable[[str], None] = lambda text: None
 
 
@@ -77,7 +79,7 @@ class Candidate:
     request: PlanRequest
     costs: AnalyticCosts
     name: str
-    """The route."""
+    """Name of the old-logit route."""
     schedule: ScheduleConfig
 
     @property
@@ -93,18 +95,21 @@ class Candidate:
 
     @property
     def route_s(self) -> float:
-        """Seconds that the route adds to the trainer's step."""
+        """Seconds that the old-logit route adds to the trainer's step."""
         scoring = self.costs.old_logps_s(round(self.costs.batch), self.estimate.versions)
         return scoring + self.costs.encode_s
 
     @property
     def sequences(self) -> int:
-        """Sequences of a batch."""
+        """Number of sequences in a batch."""
         return self.schedule.groups_per_step * self.schedule.group_size
 
     @cached_property
     def max_running(self) -> int:
-        """Largest number of running replies of an engine, by its memory and the queue."""
+        """Largest number of replies that an engine samples at once.
+
+        Its memory and the queue limit this number.
+        """
         live = math.ceil(self._live_per_engine)
         in_memory = self.costs.setup.context_tokens(self.placement.tp) // self.episodes.tokens
         return max(1, min(live, MAX_RUNNING, int(in_memory)))
@@ -115,16 +120,16 @@ class Candidate:
 
     @property
     def rate(self) -> float:
-        """Estimated trained tokens a second."""
+        """Estimated number of trained tokens per second."""
         return self.costs.batch / self.estimate.step_s
 
     @cached_property
     def estimate(self) -> "ThroughputEstimate":
         """Estimate the throughput from mean durations.
 
-        A step takes as long as the slower of generation and training, which overlap, or their sum
-        in synchronous training. The step time depends on the versions that sample an episode, and
-        these on the step time: four iterations converge.
+        A step takes as long as the slower of generation and training, which overlap. In synchronous
+        training it takes their sum. The time of a step depends on the number of versions that
+        sample an episode, and that number depends on the time of a step. Four iterations converge.
         """
         costs = self.costs
         batch = round(costs.batch)
@@ -148,13 +153,13 @@ class Candidate:
         return estimate
 
     def _share_engine(self, live: float, crossed: float) -> tuple[float, float]:
-        """Return the mean number of replies that an engine runs, and its seconds for an episode.
+        """Return how many replies an engine runs on average, and its seconds for an episode.
 
-        `live` is the number of episodes in flight per engine, `crossed` the number of new versions
-        that are loaded during an episode. By Little's law, the share of the live episodes that run
-        is the share of their time that they spend at the engine, not in tool calls. This share
-        depends on the number of running replies, so it is found by bisection. A running reply waits
-        while the contexts of others are computed. A context is computed again after each new
+        `live` is the number of episodes in flight per engine. `crossed` is the number of new
+        versions that are loaded during an episode. By Little's law, the share of live episodes that
+        run is the share of their time that they spend at the engine and not in tool calls. That
+        share depends on the number of running replies, so it is found by bisection. A running reply
+        waits while the contexts of others are computed. A context is computed again after each new
         version, and if it was evicted because there are more episodes than `max_running`.
         """
         costs = self.costs
@@ -193,8 +198,8 @@ class ThroughputEstimate(NamedTuple):
     def alive(self, tail: float) -> float:
         """Return the share of an episode's time in the queue in which it is not finished.
 
-        A finished episode waits for the longest one of its group, which takes `tail` times the
-        mean, and then half a step for the rest of its batch.
+        A finished episode waits for the longest episode of its group, which takes `tail` times the
+        mean. Then it waits half a step for the other groups of its batch.
         """
         if not self.episode_s:
             return 1.0
@@ -210,10 +215,10 @@ class SimulatedCandidate:
 
     @property
     def rate(self) -> float:
-        """Trained tokens a second.
+        """Trained tokens per second.
 
-        They are the groups a second times the mean tokens of a group in the whole workload, because
-        the groups of a few simulated steps may be unusually long or short.
+        It is computed as groups per second times the mean tokens of a group in the whole workload,
+        because the groups of a few simulated steps may be unusually long or short.
         """
         episodes_per_s = self.result.groups_per_s * self.candidate.schedule.group_size
         return episodes_per_s * self.candidate.episodes.tokens
@@ -234,24 +239,30 @@ class SimulatedCandidate:
 
 @dataclass(frozen=True)
 class Suggestion:
-    """The suggested configuration and those that it was compared with."""
+    """The suggested configuration, and those with which it was compared."""
 
     best: SimulatedCandidate
     synchronous: SimulatedCandidate
     """The best synchronous candidate. Its devices alternate between sampling and training."""
     choices: tuple[SimulatedCandidate, ...]
-    """The simulated schedules."""
+    """The candidates for different schedules that were simulated."""
     splits: tuple[SimulatedCandidate, ...]
-    """The simulated placements with the suggested schedule."""
+    """The candidates for different divisions of the devices that were simulated, with the suggested
+    schedule.
+    """
     routes: tuple[Candidate, ...]
-    """Every route with the suggested schedule, and the best placement for that route."""
+    """A candidate for every old-logit route, with the suggested schedule and the best division of
+    the devices for it.
+    """
     simulated: Mapping[str, SimulatedCandidate]
-    """The simulated routes by name: the exact ones near the best, and `AVERAGE`."""
+    """The old-logit routes that were simulated, by name: the exact ones near the best, and
+    `AVERAGE`.
+    """
 
     def rate(self, candidate: Candidate) -> float:
         """Return the throughput of one of `routes`.
 
-        If the route was not simulated, it is the suggestion's throughput times the ratio of the two
+        If it was not simulated, the suggestion's throughput is multiplied by the ratio of the two
         estimates.
         """
         if candidate.name in self.simulated:
@@ -288,7 +299,10 @@ def suggest(request: PlanRequest) -> Suggestion:
 def _best_schedule(
     request: PlanRequest, name: str, simulated: "_Simulations"
 ) -> tuple[tuple[SimulatedCandidate, ...], SimulatedCandidate]:
-    """Return the simulated schedules, and the one that `_smallest` chooses."""
+    """Return the simulated candidates for different schedules, and the chosen one.
+
+    `_smallest` chooses it.
+    """
     window = request.windows[0] if request.windows else 1
     candidates = []
     for groups in request.groups:
@@ -299,7 +313,7 @@ def _best_schedule(
 
 
 class _Simulations(dict[tuple[AnalyticCosts, ScheduleConfig], SimulationResult]):
-    """Simulates candidates. Candidates with equal costs and schedules are simulated once."""
+    """Simulates candidates. Those with equal costs and schedules are simulated once."""
 
     def __call__(self, candidate: Candidate) -> SimulatedCandidate:
         costs = candidate.costs
@@ -343,7 +357,8 @@ def describe_schedule(schedule: ScheduleConfig) -> str:
 def _schedule(request: PlanRequest, lag: int, groups: int, window: int) -> ScheduleConfig:
     """Return the schedule in which no token is older than `lag` versions.
 
-    A window can add versions to the staleness, so `max_staleness` is lower by their number.
+    A look-ahead window can add versions to the staleness, so `max_staleness` is lower by their
+    number.
     """
     smallest = staleness_bound(1, groups, window)
     if 0 < lag < smallest:
@@ -363,7 +378,10 @@ def _schedule(request: PlanRequest, lag: int, groups: int, window: int) -> Sched
 def candidates(
     request: PlanRequest, name: str, schedule: ScheduleConfig, *, colocated: bool = False
 ) -> Iterator[Candidate]:
-    """Yield a candidate for every placement that fits, with and without gradient checkpointing."""
+    """Yield a candidate for every division of the devices that fits.
+
+    Each is tried with and without gradient checkpointing.
+    """
     batch = schedule.groups_per_step * schedule.group_size * request.setup.episodes.tokens
     live = schedule.staleness_bound + 1
     route = route_cost(name)
@@ -430,7 +448,10 @@ def _simulate_best(
 
 
 def _splits(candidate: Candidate) -> list[Candidate]:
-    """Return a candidate for each placement, with gradient checkpointing if that is faster."""
+    """Return a candidate for each division of the devices.
+
+    Gradient checkpointing is used where it is faster.
+    """
     ranked = sorted(
         candidates(candidate.request, candidate.name, candidate.schedule),
         key=lambda each: each.rate,
@@ -439,7 +460,10 @@ def _splits(candidate: Candidate) -> list[Candidate]:
 
 
 def _with_route(candidate: Candidate, name: str) -> Candidate | None:
-    """Return the candidate with another route, on the same placement if that route fits there."""
+    """Return the candidate with another old-logit route.
+
+    The division of the devices is the same if the route fits there. None if the route fits nowhere.
+    """
     route = route_cost(name)
     placement = candidate.placement
     setup = candidate.costs.setup
@@ -454,7 +478,8 @@ def _with_route(candidate: Candidate, name: str) -> Candidate | None:
 def _synchronous(request: PlanRequest, schedule: ScheduleConfig) -> Candidate:
     """Return the best synchronous candidate.
 
-    Its route is `current_recompute`, which is exact there: the current weights sampled all tokens.
+    Its old-logit route is `current_recompute`. That is exact here, because the current weights
+    sampled all tokens.
     """
     in_turns = replace(schedule, max_staleness=0, lookahead_window=1)
     options = candidates(request, "current_recompute", in_turns, colocated=True)
@@ -464,7 +489,7 @@ def _synchronous(request: PlanRequest, schedule: ScheduleConfig) -> Candidate:
 def _smallest(rated: Sequence[SimulatedCandidate]) -> SimulatedCandidate:
     """Return the smallest of the candidates whose throughput is near the best.
 
-    It has the lowest staleness, and among equals the smallest batch, then the smallest window.
+    This is the one with the lowest staleness, then the smallest batch, then the smallest window.
     """
     best = max(each.rate for each in rated)
     near = [each for each in rated if each.rate >= NEAR * best]

@@ -1,4 +1,4 @@
-"""The simulated workload: turns, tokens and tool latencies of episodes, and the engines."""
+"""The simulated workload: turns, tokens and tool times of episodes, and the engines."""
 
 import math
 from collections.abc import Collection, Sequence
@@ -15,7 +15,7 @@ from unstale.config.checks import Count, NonNegative, PositiveInt, Section, Shar
 
 @dataclass(frozen=True, slots=True)
 class Constant:
-    """A distribution with one value."""
+    """A distribution with a single value."""
 
     value: float
 
@@ -29,18 +29,18 @@ class Constant:
 class LogNormal:
     """A log-normal distribution whose values above `max` are set to `max`.
 
-    `mean` is the mean before that. `LogNormal.capped` takes the mean after it instead.
+    `mean` is the mean before this cut. `LogNormal.capped` takes the mean after it instead.
     """
 
     mean: float
     sigma: float
-    """Standard deviation of the logarithm."""
+    """Standard deviation of the logarithm of the values."""
     max: float = math.inf
 
     def draw(
         self, random: np.random.Generator, count: int, *, common: float = 0.0
     ) -> NDArray[np.float64]:
-        """Return `count` values.
+        """Draw `count` values at random.
 
         `common` is the share of the variance of their logarithms that comes from one random number
         for all of them. The rest is independent.
@@ -56,7 +56,7 @@ class LogNormal:
 
     @classmethod
     def capped(cls, mean: float, sigma: float, max: float) -> "LogNormal":
-        """Return the distribution that has this mean after capping, found by bisection.
+        """Return the distribution that has this mean after values are cut at `max`.
 
         >>> drawn = LogNormal.capped(100, 1.0, max=300).draw(np.random.default_rng(0), 100_000)
         >>> round(float(drawn.mean())), float(drawn.max())
@@ -76,7 +76,7 @@ class LogNormal:
 
 
 def _capped_mean(log_mean: float, sigma: float, max: float) -> float:
-    """Return E[min(X, max)] of a log-normal X with mean exp(`log_mean`)."""
+    """Return the mean of min(X, max) for a log-normal X with mean exp(`log_mean`)."""
     if not sigma:
         return min(math.exp(log_mean), max)
     cap = (math.log(max) - log_mean + sigma**2 / 2) / sigma
@@ -96,7 +96,7 @@ class TurnShape(NamedTuple):
 
 
 class EpisodeShape(NamedTuple):
-    """The size of one episode. The last turn has no answer."""
+    """The size of one episode. Its last turn has no answer."""
 
     prompt: int
     turns: tuple[TurnShape, ...]
@@ -112,32 +112,31 @@ class EpisodeShape(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload(Section):
-    """The distribution of episodes, or recorded groups of episodes to draw from."""
+    """The distribution of episodes, or recorded groups of episodes from which to draw."""
 
     prompt_tokens: Distribution = Constant(512)
-    """Tokens of the prompt, which the episodes of a group share."""
+    """Number of tokens in the prompt, which the episodes of a group share."""
     turns: Distribution = Constant(1)
-    """Replies of an episode."""
+    """Number of replies in an episode."""
     reply_tokens: Distribution = field(default_factory=lambda: LogNormal(1024.0, 0.8))
-    """Tokens of a reply."""
+    """Number of tokens in a reply."""
     prompt_share: Share = 0.5
-    """Share of the variance of log reply lengths that is between groups, not within them.
-
-    Episodes of a group have similar lengths because they have the same prompt. The default is an
+    """Share of the variance of log reply lengths that is between groups and not within them.
+    Episodes of a group have similar lengths, because they have the same prompt. The default is an
     assumption.
     """
     tool_tokens: Distribution = Constant(0)
-    """Tokens of the environment's answer to a reply."""
+    """Number of tokens in the environment's answer to a reply."""
     tool_s: Distribution = Constant(0)
     """Seconds that a tool call takes."""
     recorded: tuple[tuple[EpisodeShape, ...], ...] = ()
-    """Recorded groups to draw from, instead of all distributions except `tool_s`."""
+    """Recorded groups from which to draw. They replace all distributions except `tool_s`."""
     max_tokens: int = 1 << 30
-    """Maximum tokens of an episode."""
+    """Largest number of tokens in an episode."""
     timeout_s: float = math.inf
     """Seconds after which a tool call fails, as `rollout.timeout_s`."""
     retries: int = 1
-    """Restarts of a failed episode, as `rollout.retries`."""
+    """How often a failed episode is started again, as `rollout.retries`."""
 
     def group(self, random: np.random.Generator, size: int) -> list[EpisodeShape]:
         """Draw the episodes of one group."""
@@ -157,7 +156,7 @@ class Workload(Section):
         ]
 
     def _truncated(self, prompt: int, turns: Sequence[TurnShape]) -> EpisodeShape:
-        """Return the episode, cut off at `max_tokens`."""
+        """Return the episode, cut off at `max_tokens` tokens."""
         left = self.max_tokens - prompt
         kept: list[TurnShape] = []
         for turn in turns:
@@ -178,26 +177,29 @@ class Fleet(Section):
 
     engines: PositiveInt = 1
     max_running: PositiveInt = 128
-    """Replies that one engine samples at the same time."""
+    """Number of replies that one engine samples at the same time."""
     cache_tokens: Count = 0
-    """Tokens of context in an engine's memory; 0 for no limit."""
+    """Number of context tokens that fit into an engine's memory; 0 means no limit."""
     keep_cache: bool = False
-    """Keep contexts when a version is loaded, as `engine.keep_cache`."""
+    """Keep cached contexts when a version is loaded, as `engine.keep_cache`."""
     colocated: bool = False
-    """Engines run on the trainer's devices.
-
-    They pause from the scoring of a batch until they have loaded the new version.
+    """Engines run on the trainer's devices. They pause from the scoring of a batch until they have
+    loaded the new version.
     """
     steps_per_version: PositiveInt = 1
-    """Steps from one published version to the next (verl's `trigger_parameter_sync_step`)."""
+    """Number of steps between two published versions (verl's `trigger_parameter_sync_step`)."""
     failures_per_hour: NonNegative = 0.0
-    """Failures of each engine. Its replies continue on other engines from their recorded tokens."""
+    """How often each engine fails per hour. Its replies continue on other engines from their
+    recorded tokens.
+    """
     restart_s: NonNegative = 120.0
     """Seconds until a failed engine has restarted. It then loads the next version."""
 
 
 def mean_attended(lengths: Collection[float]) -> float:
     """Return the mean number of tokens that a token attends to: E[L^2] / (2 E[L]).
+
+    L is the length of an episode.
 
     >>> mean_attended([10, 10]), mean_attended([1, 19])
     (5.0, 9.05)
@@ -210,9 +212,9 @@ class EpisodeStats(NamedTuple):
 
     tokens: float
     attended: float
-    """Tokens that a token attends to, as in `mean_attended`."""
+    """Mean number of tokens that a token attends to, as in `mean_attended`."""
     longest: float
-    """Tokens of the longest episode."""
+    """Number of tokens in the longest episode."""
     prompt: float
     sampled: float = 0.0
     turns: float = 1.0
@@ -227,7 +229,7 @@ class EpisodeStats(NamedTuple):
 
     @classmethod
     def of(cls, workload: Workload, *, group_size: int) -> "EpisodeStats":
-        """Estimate the means from 64 random groups."""
+        """Estimate the means from 64 groups that are drawn at random."""
         random = np.random.default_rng(0)
         groups = [workload.group(random, group_size) for _ in range(64)]
         episodes = [shape for group in groups for shape in group]
