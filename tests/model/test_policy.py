@@ -31,7 +31,7 @@ from transformers import (
 )
 
 from unstale.config import ConfigError
-from unstale.model import policy as policy_module
+from unstale.model import head as head_module
 from unstale.model.policy import Policy
 from unstale.model.prefix_tree import Packed
 from unstale.records import collate
@@ -135,7 +135,7 @@ def test_a_model_that_mixes_packed_sequences_is_refused() -> None:
 
 def test_only_asked_for_logits_are_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     policy, batch, rows = tiny_policy(), packed(5, 7), []
-    heads = policy_module.token_logps
+    heads = head_module.token_logps
 
     def watched(
         head: nn.Module, given: Tensor, *rest: Any, **options: Any
@@ -143,7 +143,7 @@ def test_only_asked_for_logits_are_computed(monkeypatch: pytest.MonkeyPatch) -> 
         rows.append(len(given))
         return heads(head, given, *rest, **options)
 
-    monkeypatch.setattr(policy_module, "token_logps", watched)
+    monkeypatch.setattr(head_module, "token_logps", watched)
     where = torch.zeros(12, dtype=torch.bool)
     where[[3, 5, 9, 11]] = True  # 5 begins a sequence: it has no log-probability
     some = policy.logps(batch, temperature=1.0, where=where)

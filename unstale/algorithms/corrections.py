@@ -17,7 +17,8 @@ Its keyword-only parameters are further options of that section.
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -41,6 +42,12 @@ class NonFinite(ValueError):
             f"{version}; every action token needs a finite log-probability"
         )
         self.name, self.sequence, self.token, self.version = name, sequence, token, version
+        self.value = value
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Return what pickle makes the error from: its message alone would not do."""
+        place = {"sequence": self.sequence, "token": self.token, "version": self.version}
+        return partial(type(self), self.name, self.value, **place), ()
 
 
 def has_behavior(provenance: Int[Tensor, "*shape"]) -> Bool[Tensor, "*shape"]:

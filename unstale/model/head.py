@@ -5,6 +5,7 @@ tokens for a part of the vocabulary.
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -31,6 +32,38 @@ be NaN.
 """
 
 
+@dataclass(frozen=True, slots=True)
+class LogpQuery:
+    """What a pass asks of the head, for `[R]` hidden states."""
+
+    targets: Tensor
+    """The token `[R]` that follows each hidden state."""
+    temperature: float
+    with_entropy: bool = False
+    """Compute the entropy of every row, with a gradient."""
+    sample: Tensor | None = None
+    """Rows `[R]` bool whose entropy is computed without a gradient, for a metric."""
+
+
+def query_head(head: nn.Module, rows: Tensor, query: LogpQuery) -> tuple[Tensor, Tensor]:
+    """Return log-probabilities and entropies `[R]`. An entropy that is not computed is 0."""
+    logp, entropy = token_logps(
+        head, rows, query.targets, temperature=query.temperature, with_entropy=query.with_entropy
+    )
+    if query.sample is not None and query.sample.any():
+        chosen = query.sample
+        with torch.no_grad():
+            _, some = token_logps(
+                head,
+                rows.detach()[chosen],
+                query.targets[chosen],
+                temperature=query.temperature,
+                with_entropy=True,
+            )
+        entropy = torch.zeros_like(logp.detach()).index_put((chosen,), some)
+    return logp, entropy
+
+
 def token_logps(
     head: nn.Module, rows: Tensor, targets: Tensor, *, temperature: float, with_entropy: bool
 ) -> tuple[Tensor, Tensor]:
@@ -40,7 +73,8 @@ def token_logps(
     `with_entropy`. Both are float32, or float64 for float64 rows. A head that is not one linear
     layer is run by autograd on parts of the rows, which the backward pass computes again.
     """
-    if type(head) in (nn.Linear, Linear):
+    if type(head).forward in (nn.Linear.forward, Linear.forward):
+        head = cast(nn.Linear, head)
         return _Head.apply(rows, head.weight, head.bias, (targets, temperature, with_entropy))
     vocabulary = rows.shape[1] if isinstance(head, nn.Identity) else len(cast(Tensor, head.weight))
     size = _rows_at_once(rows, vocabulary)

@@ -47,10 +47,11 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def load_model(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
+def load_model(folder: Path, dtype: torch.dtype, **options: Any) -> PreTrainedModel:
     """Load a causal language model from a local folder.
 
-    Raises ConfigError if the folder is damaged or incomplete.
+    `options` are further arguments of transformers' `from_pretrained`. Raises ConfigError if the
+    folder is damaged or incomplete.
     """
     try:
         with no_progress_bars():
@@ -61,6 +62,7 @@ def load_model(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
                 output_loading_info=True,
                 use_safetensors=True,
                 trust_remote_code=False,
+                **options,
             )
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise ConfigError(

@@ -6,10 +6,10 @@ computed once (`prefix_tree`).
 
 import copy
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Self, cast
+from typing import Any, Literal, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -17,18 +17,22 @@ from transformers import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from unstale.config import ConfigError
-from unstale.model import linear
+from unstale.model import linear, sharding
 from unstale.model import lora as adapters
 from unstale.model.attention import ATTENTION
 from unstale.model.forward import ForwardOptions, Scored, checkpoint_layers, run_model
-from unstale.model.head import token_logps, wide
+from unstale.model.head import LogpQuery, query_head, wide
 from unstale.model.loading import DTYPES, load_model, load_tokenizer, no_progress_bars, vocab_size
 from unstale.model.lora import Lora, Merging
 from unstale.model.packing import cut, pack, pack_shared, wanted_spans
 from unstale.model.packing_check import check_packing
+from unstale.model.peers import ALONE, Peers
 from unstale.model.prefix_tree import Packed, PrefixTree, build_prefix_tree
 from unstale.model.versions import VersionGaps, lag_of, num_batches
 from unstale.records import Batch
+
+Placement = Literal["twin", "own"]
+"""Where past versions are scored: in a model of their own, or in the trained one."""
 
 
 class Policy:
@@ -38,6 +42,9 @@ class Policy:
     the weights are still those of `version`. The model is in eval mode, so a log-probability
     depends only on weights and tokens. With LoRA, the weights of the policy are those of the
     adapters, and `base` is the checksum of the frozen model.
+
+    If the model is divided among `peers`, all ranks call the same methods in the same order. Each
+    rank then holds its part of the weights and runs its share of the passes of `score`.
     """
 
     def __init__(
@@ -47,19 +54,27 @@ class Policy:
         *,
         lora: Lora | None = None,
         base: int = 0,
+        peers: Peers = ALONE,
     ) -> None:
         if lora:
             adapters.inject(model, lora)
-        linear.use(model)
-        model.set_attn_implementation(ATTENTION)
         self.lora = lora
         self.base = base
-        self.model = model.eval()
+        self.peers = peers
+        self.model = _use_packing(model)
         self.tokenizer = tokenizer
+        self._dtype: torch.dtype | None = None
+        """The precision of forward passes, if it is not that of the parameters."""
+        self._held: dict[str, Tensor] | None = None
+        """Weights that are in the model during a pass only."""
         self._version = 0
         self.at_version = True
         self.version_gaps: VersionGaps = ()
-        self._plain_head = check_packing(model)
+        self._plain_head = check_packing(
+            _use_packing(sharding.shorter_copy(model)) if self._is_sharded else model
+        )
+        if self._is_sharded:
+            sharding.prepare_passes(model, plain_head=self._plain_head)
         if not self._plain_head:
             warnings.warn(
                 "a pass holds all logits [tokens, vocabulary] in memory: "
@@ -78,11 +93,12 @@ class Policy:
         dtype: str = "float32",
         device: str | None = None,
         lora: Lora | None = None,
+        peers: Peers = ALONE,
     ) -> Self:
         """Load a Hugging Face causal-LM folder from the local disk.
 
         If `device` is None, the model is loaded to the GPU, or to the CPU if there is none. `lora`
-        adds adapters.
+        adds adapters. With several `peers`, each loads its part to its own device.
         """
         folder = Path(folder)
         if not folder.is_dir():
@@ -92,15 +108,28 @@ class Policy:
                 f"policy: {folder} is not a Hugging Face model folder: it has no config.json"
             )
         tokenizer = load_tokenizer(folder)
-        model = load_model(folder, DTYPES[dtype])
+        if peers.count > 1:
+            model = sharding.load_shard(
+                folder, passes=DTYPES[dtype], wide=lora is None, count=peers.count
+            )
+        else:
+            model = load_model(folder, DTYPES[dtype])
         rows = vocab_size(model.get_input_embeddings())
         if len(tokenizer) > rows:
             raise ConfigError(
                 f"policy: the tokenizer in {folder} has {len(tokenizer)} tokens, "
                 f"but the model's embedding has {rows} rows"
             )
-        nn.Module.to(model, device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        return cls(model, tokenizer, lora=lora, base=adapters.base_checksum(folder) if lora else 0)
+        if peers.count == 1:
+            nn.Module.to(model, device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        base = adapters.base_checksum(folder) if lora else 0
+        policy = cls(model, tokenizer, lora=lora, base=base, peers=peers)
+        policy._dtype = DTYPES[dtype]
+        return policy
+
+    @property
+    def _is_sharded(self) -> bool:
+        return self.peers.count > 1
 
     @property
     def _whole(self) -> Any:
@@ -117,6 +146,10 @@ class Policy:
         """
         if passes == self.passes:
             return
+        if passes.compile and self._is_sharded:
+            raise ConfigError(
+                f"trainer.compile must be false with several trainer ranks, got {self.peers.count}"
+            )
         if passes.gradient_checkpointing and not self.passes.gradient_checkpointing:
             checkpoint_layers(self.model)
         self.passes = passes
@@ -180,7 +213,8 @@ class Policy:
 
     @property
     def dtype(self) -> torch.dtype:
-        return next(self.model.parameters()).dtype
+        """The precision of forward passes and of published weights."""
+        return self._dtype or next(self.model.parameters()).dtype
 
     def travel_dtype(self, engine: torch.dtype) -> torch.dtype:
         """Return the dtype of weights sent to an engine: the engine's, or that of the adapters."""
@@ -192,30 +226,62 @@ class Policy:
         named = getattr(self.model.generation_config, "eos_token_id", None)
         return tuple(named) if isinstance(named, list) else () if named is None else (int(named),)
 
-    def twin(self) -> "Policy":
-        """Return a frozen copy with separate weights, into which other versions are loaded."""
+    def twin(self, placement: Placement = "twin") -> "Policy":
+        """Return a frozen copy with separate weights, into which other versions are loaded.
+
+        With the placement `own` it uses this policy's model and takes no memory on the device: its
+        weights are in main memory, and are exchanged with the model's during `score`. So are those
+        of adapters on a sharded model, whose base is not copied.
+        """
         twin = copy.copy(self)
-        model = adapters.twin(self.model) if self.lora else copy.deepcopy(self.model)
-        twin.model = cast(PreTrainedModel, model.requires_grad_(False))
+        if self._held is not None or placement == "own" or (self.lora and self._is_sharded):
+            twin._held = {name: _host_copy(tensor) for name, tensor in self.weights().items()}
+            return twin
+        if self._is_sharded:
+            model = sharding.load_shard(
+                Path(str(self.model.name_or_path)),
+                passes=self.dtype,
+                wide=False,
+                count=self.peers.count,
+            )
+            twin.model = _use_packing(model).requires_grad_(False)
+            sharding.prepare_passes(twin.model, plain_head=self._plain_head)
+            twin._write(self.weights())
+            return twin
+        copied = adapters.twin(self.model) if self.lora else copy.deepcopy(self.model)
+        twin.model = cast(PreTrainedModel, copied.requires_grad_(False))
         twin._compile()
         return twin
 
     def weights(self) -> dict[str, Tensor]:
         """Return the weights that a forward pass uses, by name.
 
-        They are not copied; tied ones appear once.
+        They are not copied; tied ones appear once. On a sharded model these are this rank's parts,
+        and copies if the optimizer's weights have another precision.
         """
-        if self.lora:
-            return {name: weight.detach() for name, weight in adapters.adapters(self.model).items()}
-        weights = {name: parameter.detach() for name, parameter in self.model.named_parameters()}
-        saved = self.model.state_dict()
-        buffers = {name: value for name, value in self.model.named_buffers() if name in saved}
-        return weights | buffers
+        if self._held is not None:
+            return self._held
+        if not self._is_sharded:
+            return self._live()
+        return {name: tensor.to(self.dtype) for name, tensor in self._live().items()}
+
+    def whole_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield each weight of the forward pass as a whole, in main memory, with its name.
+
+        All ranks must iterate to the end.
+        """
+        for name, tensor in self._tensors().items():
+            yield name, sharding.gather_whole(tensor).to("cpu", self.dtype)
+
+    def parts_of(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return this rank's parts of whole weights of the forward pass."""
+        return sharding.parts_of(weights, self._tensors()) if self._is_sharded else dict(weights)
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
         """Copy `weights` into the model. `at_version` becomes False.
 
-        Raises ValueError unless names and shapes match.
+        On a sharded model they are this rank's parts. Raises ValueError unless names and shapes
+        match.
         """
         current = self.weights()
         if current.keys() != weights.keys():
@@ -228,9 +294,46 @@ class Policy:
         ]
         if wrong:
             raise ValueError(f"weights do not fit the model: {wrong[:4]}")
-        for name, tensor in current.items():
-            tensor.copy_(weights[name])
+        self._write(weights)
         self.at_version = False
+
+    def _write(self, weights: Mapping[str, Tensor]) -> None:
+        live = self._live() if self._held is None else self._held
+        for name, tensor in live.items():
+            tensor.copy_(weights[name])
+
+    def _tensors(self) -> dict[str, Tensor]:
+        """Return the model's weights by name, tied ones once. On shards they are distributed."""
+        if self._is_sharded:
+            sharding.release(self.model)
+        if self.lora:
+            return {name: weight.detach() for name, weight in adapters.adapters(self.model).items()}
+        weights = {name: parameter.detach() for name, parameter in self.model.named_parameters()}
+        if self._is_sharded:
+            return weights
+        saved = self.model.state_dict()
+        buffers = {name: value for name, value in self.model.named_buffers() if name in saved}
+        return weights | buffers
+
+    def _live(self) -> dict[str, Tensor]:
+        """Return the tensors of this process that the model computes with, by name."""
+        return {name: sharding.local(tensor) for name, tensor in self._tensors().items()}
+
+    @contextmanager
+    def _weights_in_model(self) -> Iterator[None]:
+        """Put weights that are held in main memory into the model, until the end of the block."""
+        if self._held is None:
+            yield
+            return
+        live = self._live()
+        aside = {name: _host_copy(tensor) for name, tensor in live.items()}
+        try:
+            for name, tensor in live.items():
+                tensor.copy_(self._held[name])
+            yield
+        finally:
+            for name, tensor in live.items():
+                tensor.copy_(aside[name])
 
     def save(self, folder: Path | str, *, base: bool = False) -> None:
         """Save a Hugging Face model folder with tokenizer and chat template.
@@ -282,25 +385,31 @@ class Policy:
         logp = torch.zeros(len(run.place), dtype=wide(self.dtype), device=self.device)
         entropy = torch.zeros_like(logp)
         if not len(index):
+            if self._is_sharded:  # other ranks wait for this rank's pass, forward and backward
+                query = LogpQuery(run.tokens[:1].to(self.device), temperature)
+                logp = logp + 0 * self._query(run, run.place[:1], query)[0].sum()
             return logp, entropy
-        hidden = run_model(self._body, run, run.place[index - 1].to(self.device), self._plain_head)
         targets = run.tokens[run.place[index]].to(self.device)
         positions = index.to(self.device)
-        head = self.model.get_output_embeddings() if self._plain_head else nn.Identity()
-        head_logps = partial(token_logps, head, temperature=temperature)
-        with_gradient = with_entropy and entropy_sample is None
-        values, entropies = head_logps(hidden, targets, with_entropy=with_gradient)
+        sample = None if entropy_sample is None else entropy_sample[index].to(self.device)
+        query = LogpQuery(targets, temperature, with_entropy and sample is None, sample)
+        values, entropies = self._query(run, run.place[index - 1], query)
         logp = logp.index_put((positions,), values)
-        if with_gradient:
+        if with_entropy:
             entropy = entropy.index_put((positions,), entropies)
-        elif entropy_sample is not None and entropy_sample.any():
-            chosen = entropy_sample[index].to(self.device)
-            with torch.no_grad():
-                _, entropies = head_logps(
-                    hidden.detach()[chosen], targets[chosen], with_entropy=True
-                )
-            entropy = entropy.index_put((positions[chosen],), entropies)
         return logp, entropy
+
+    def _query(self, run: PrefixTree, rows: Tensor, query: LogpQuery) -> tuple[Tensor, Tensor]:
+        """Run one pass. Return what `query` asks for at some tokens of the tree."""
+        rows = rows.to(self.device)
+        if self._is_sharded:
+            answer = sharding.run_pass(self.model, run, rows, query)
+            if not torch.is_grad_enabled():
+                sharding.release(self.model)
+            return answer
+        hidden = run_model(self._body, run, rows, self._plain_head)
+        head = self.model.get_output_embeddings() if self._plain_head else nn.Identity()
+        return query_head(head, hidden, query)
 
     @torch.no_grad()
     def score(
@@ -319,12 +428,18 @@ class Policy:
         logp = torch.zeros(len(batch.tokens), dtype=wide(self.dtype))
         spans = wanted_spans(batch.spans(), where)
         forwarded = 0
-        for members in self.pack(batch, spans, max_tokens_per_microbatch, where=where):
-            packed, index = cut(batch.tokens, [spans[i] for i in members])
-            run = self.prefix_tree(packed)
-            logp[index] = self.logps(run, temperature=temperature, where=where[index]).cpu()
-            forwarded += run.num_tokens
-        return Scored(logp, forwarded)
+        passes = self.pack(batch, spans, max_tokens_per_microbatch, where=where)
+        costs = [sum(spans[i][1] - spans[i][0] for i in members) for members in passes]
+        with self._weights_in_model():
+            for number, counts in self.peers.deal(costs):
+                packed, index = cut(batch.tokens, [spans[i] for i in passes[number]])
+                run = self.prefix_tree(packed)
+                values = self.logps(run, temperature=temperature, where=where[index])
+                if counts:
+                    logp[index] = values.cpu()
+                    forwarded += run.num_tokens
+        total = int(self.peers.sum(torch.tensor(forwarded)))
+        return Scored(self.peers.sum(logp), total)
 
     def pack(
         self,
@@ -356,3 +471,16 @@ class Policy:
         return build_prefix_tree(
             Packed(batch.tokens, batch.offsets), share=self.passes.share_prompts
         )
+
+
+def _use_packing(model: PreTrainedModel) -> PreTrainedModel:
+    """Let a model run packed passes. Return it in eval mode."""
+    linear.use(model)
+    model.set_attn_implementation(ATTENTION)
+    return model.eval()
+
+
+def _host_copy(tensor: Tensor) -> Tensor:
+    """Return a copy in main memory, from which a GPU copies directly."""
+    copied = tensor.detach().to("cpu", copy=True)
+    return copied.pin_memory() if tensor.is_cuda else copied

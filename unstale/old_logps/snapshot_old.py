@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -35,8 +35,15 @@ class SnapshotOld(OldLogps):
 
     needs = Needs(snapshots=True, resident_models=1, forwards="versions")
 
-    def __init__(self, scorer: Scorer, *, make_store: MakeStore | None = None) -> None:
-        scorer.keep_versions(make_store)
+    def __init__(
+        self,
+        scorer: Scorer,
+        *,
+        make_store: MakeStore | None = None,
+        placement: Literal["twin", "own"] = "twin",
+    ) -> None:
+        self.needs = _needs(self.needs, placement)
+        scorer.keep_versions(make_store, placement=placement)
         self.scorer = scorer
 
     def published(self, live: Collection[int]) -> None:
@@ -81,6 +88,9 @@ class SnapshotOldSpec(ExactSpec):
     """How past weights are kept: as lossless differences between versions, or as full copies."""
     memory_gb: NonNegative = 0.0
     """Largest size of the kept weights in GB; 0 sets no limit."""
+    placement: Literal["twin", "own"] = "twin"
+    """Score past versions in a second model, or in the trained one, whose weights are meanwhile in
+    main memory: slower, but without a second model."""
     spill: bool = False
     """Keep past weights in files of a temporary folder instead of memory."""
 
@@ -97,6 +107,10 @@ class SnapshotOldSpec(ExactSpec):
     )
 
     @property
+    def needs(self) -> Needs:
+        return _needs(self.makes.needs, self.placement)
+
+    @property
     def copies_limit_gb(self) -> float:
         return self.memory_gb if self.storage == "full" and not self.spill else 0.0
 
@@ -107,9 +121,10 @@ class SnapshotOldSpec(ExactSpec):
     def cost(self, run: RunConfig) -> str:
         kind = "full copies" if self.storage == "full" else "lossless differences"
         place = "files" if self.spill else "memory"
+        copy = "one scoring copy" if self.placement == "twin" else "a copy in main memory"
         return (
-            f"the weights of up to {live_versions(run)} versions ({kind}, in {place}) and one "
-            "scoring copy; a forward pass over each trajectory for every version in it"
+            f"the weights of up to {live_versions(run)} versions ({kind}, in {place}) and {copy}; "
+            "a forward pass over each trajectory for every version in it"
         )
 
     def make(self, scorer: Scorer, *, lockstep: bool) -> SnapshotOld:
@@ -121,4 +136,9 @@ class SnapshotOldSpec(ExactSpec):
             memory_gb=self.memory_gb,
             folder=Path(tempfile.gettempdir()) if self.spill else None,
         )
-        return SnapshotOld(scorer, make_store=make_store)
+        return SnapshotOld(scorer, make_store=make_store, placement=self.placement)
+
+
+def _needs(twin: Needs, placement: Literal["twin", "own"]) -> Needs:
+    """Return the needs with this placement, from those with a second model."""
+    return replace(twin, resident_models=0) if placement == "own" else twin

@@ -99,9 +99,9 @@ def nudge(policy: Policy, *, seed: int, size: float = 0.02) -> None:
     noise = torch.Generator().manual_seed(seed)
     moved = {
         name: tensor + size * torch.randn(tensor.shape, generator=noise).to(tensor)
-        for name, tensor in policy.weights().items()
+        for name, tensor in policy.whole_weights()
     }
-    policy.load_weights(moved)
+    policy.load_weights(policy.parts_of(moved))
 
 
 def checkpoint_round_trip(state: Any) -> Any:

@@ -6,6 +6,7 @@ A route computes log-probabilities under the weights that sampled the tokens.
 import math
 from collections.abc import Callable, Sequence
 from contextlib import closing
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -18,22 +19,32 @@ from unstale.old_logps.scoring.scorer import Scorer
 from unstale.records import Batch, PendingPiece, Sampled, collate, walk
 from unstale.testing.models import checkpoint_round_trip, episode, nudge, plain_logps, tiny_policy
 
+MakePolicy = Callable[[], Policy]
 
-def check_old_logps(make: Callable[[Scorer], OldLogps], *, lora: Lora | None = None) -> None:
+
+def check_old_logps(
+    make: Callable[[Scorer], OldLogps],
+    *,
+    lora: Lora | None = None,
+    make_policy: MakePolicy | None = None,
+) -> None:
     """Test the routes that `make` returns. Raise AssertionError if one breaks its contract.
 
     The route gets a batch with tokens of three versions, some of them sampled with a KV cache of
     older weights. Its values may have any error, except where the route marks them as exact. A
-    second test resumes a killed run from its checkpoint.
+    second test resumes a killed run from its checkpoint. `make_policy` returns a policy with the
+    weights of `tiny_policy(lora=lora)`, which may be divided among ranks.
     """
-    policy = tiny_policy(lora=lora)
+    whole = partial(tiny_policy, lora=lora)
+    policies = (make_policy or whole, whole)
+    policy = policies[0]()
     with closing(make(_scorer(policy))) as route, closing(make(_scorer(policy))) as restored:
-        always_exact = _check_route(route, restored, policy)
-    _check_recovery(make, always_exact=always_exact, lora=lora)
+        always_exact = _check_route(route, restored, policy, whole)
+    _check_recovery(make, policies, always_exact=always_exact)
 
 
-def _check_route(route: OldLogps, restored: OldLogps, policy: Policy) -> bool:
-    """Test a route without a crash.
+def _check_route(route: OldLogps, restored: OldLogps, policy: Policy, whole: MakePolicy) -> bool:
+    """Test a route without a crash. `whole` returns a policy that is not divided among ranks.
 
     Return True if it is exact for all tokens that were sampled without a cache of older weights.
     """
@@ -42,7 +53,8 @@ def _check_route(route: OldLogps, restored: OldLogps, policy: Policy) -> bool:
     for version in range(3):
         if version:
             nudge(policy, seed=version)
-        _publish(route, policy, version, copies)
+        _publish(route, policy, version)
+        copies.append(_copy(policy, whole))
         for piece in _pieces_of(version, _PLANS):
             route.arrived(piece)
         while version == 1 and route.idle():
@@ -71,7 +83,10 @@ def _check_route(route: OldLogps, restored: OldLogps, policy: Policy) -> bool:
 
 
 def _check_recovery(
-    make: Callable[[Scorer], OldLogps], *, always_exact: bool, lora: Lora | None
+    make: Callable[[Scorer], OldLogps],
+    policies: tuple[MakePolicy, MakePolicy],
+    *,
+    always_exact: bool,
 ) -> None:
     """Test a route in a run that is killed and resumed.
 
@@ -79,28 +94,32 @@ def _check_recovery(
     publication of version 4. The resumed run publishes the checkpoint's weights as version 5,
     because the numbers 3 and 4 are used.
     """
-    policy = tiny_policy(lora=lora)
+    make_policy, whole = policies
+    policy = make_policy()
     copies: list[Policy] = []
     with closing(make(_scorer(policy))) as route:
-        _run_to_checkpoint(route, policy, copies)
+        _run_to_checkpoint(route, policy, lambda: copies.append(_copy(policy, whole)))
         state = checkpoint_round_trip(route.state())
         for piece in _pieces_of(2, _INTERRUPTED)[1::2]:
             route.arrived(piece)
         for version in (3, 4):
-            _publish(route, policy, version, copies)
+            _publish(route, policy, version)
+            copies.append(_copy(policy, whole))
             for piece in _pieces_of(version, _INTERRUPTED):
                 route.arrived(piece)
             route.closing(_pieces_of(version, _INTERRUPTED))
             nudge(policy, seed=version + 1)
     past = {version: _pieces_of(version, _INTERRUPTED) for version in range(5)}
     batch = collate([episode(number, plan) for number, plan in enumerate(_INTERRUPTED)])
-    again = copies[3].twin()
+    again = make_policy()
+    again.load_weights(again.parts_of(copies[3].weights()))
     again.version = 3
     with closing(make(_scorer(again))) as route:
         route.restore(state)
         again.assign_new_version(5)
         route.recover(past, lambda version: copies[version].weights())
-        _publish(route, again, 5, copies)
+        _publish(route, again, 5)
+        copies.append(_copy(again, whole))
         for piece in _pieces_of(5, _INTERRUPTED):
             route.arrived(piece)
         values, exact = _ask(route, again, batch)
@@ -112,12 +131,12 @@ def _check_recovery(
             "an exact route must score the pieces that its state lacks in recover"
         )
         return
-    steady = tiny_policy(lora=lora)
+    steady = make_policy()
     with closing(make(_scorer(steady))) as route:
-        _run_to_checkpoint(route, steady, [])
+        _run_to_checkpoint(route, steady, lambda: None)
         steady.version = 3
         steady.assign_new_version(5)
-        _publish(route, steady, 5, [])
+        _publish(route, steady, 5)
         expected, _ = _ask(route, steady, batch)
     other = clean & ~exact
     assert torch.equal(values[other], expected[other]), (
@@ -125,13 +144,14 @@ def _check_recovery(
     )
 
 
-def _run_to_checkpoint(route: OldLogps, policy: Policy, copies: list[Policy]) -> None:
+def _run_to_checkpoint(route: OldLogps, policy: Policy, published: Callable[[], None]) -> None:
     """Publish versions 0 to 2 and train after each, up to the checkpoint.
 
     The route gets only half of the tokens that version 2 sampled.
     """
     for version in range(3):
-        _publish(route, policy, version, copies)
+        _publish(route, policy, version)
+        published()
         arrived = _pieces_of(version, _INTERRUPTED)[:: 2 if version == 2 else 1]
         for piece in arrived:
             route.arrived(piece)
@@ -146,9 +166,15 @@ def _scorer(policy: Policy) -> Scorer:
     return LocalScorer(policy, temperature=1.0, max_tokens=32)
 
 
-def _publish(route: OldLogps, policy: Policy, version: int, copies: list[Policy]) -> None:
+def _copy(policy: Policy, whole: MakePolicy) -> Policy:
+    """Return a policy of this process alone, with the same weights."""
+    copy = whole()
+    copy.load_weights(dict(policy.whole_weights()))
+    return copy
+
+
+def _publish(route: OldLogps, policy: Policy, version: int) -> None:
     policy.version = version
-    copies.append(policy.twin())
     route.publishing()
     route.published(live=set(range(version + 1)))
 

@@ -1,11 +1,13 @@
-"""The trainer that runs in this process.
+"""The trainer that runs in this process, or as one rank of several.
 
     prepare(batch)       compute old log-probabilities, corrections and divisors of the loss
     backward(minibatch)  compute the gradient of one optimizer step, in microbatches
     step()               clip the gradient, set the learning rate, change the weights
 
 The methods run in the trainer's thread. The model computes log-probabilities `[T]` on its device,
-and the loss is computed from them on the CPU.
+and the loss is computed from them on the CPU. With several ranks, every rank computes what is
+`[T]` for the whole batch: old log-probabilities, corrections and divisors. Only the forward and
+backward passes are divided among the ranks.
 """
 
 import math
@@ -23,11 +25,12 @@ from unstale.algorithms.objectives import Surrogate
 from unstale.config import CorrectionConfig, ObjectiveConfig, RunConfig, Unit
 from unstale.model.forward import ForwardOptions, Scored
 from unstale.model.policy import Policy
+from unstale.model.sharding import gather_whole, is_sharded
 from unstale.old_logps import OldLogps
 from unstale.records import Batch
 from unstale.trainer.metrics import StepMetrics
 from unstale.trainer.optimizer import lr_factor, make_optimizer
-from unstale.trainer.records import FailedBatch, Minibatch
+from unstale.trainer.records import NOT_FINITE, FailedBatch, Minibatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +122,7 @@ if the route computes its values in every training pass.
 
 
 class LocalTrainer:
-    """The trainer whose model, optimizer and float32 weights are in this process.
+    """The trainer whose model, optimizer and float32 weights are in this process, or a part of it.
 
     A float32 policy is optimized directly. For a bfloat16 policy, the optimizer changes float32
     weights, which are rounded into the policy after every step. Gradients are summed in float32.
@@ -144,11 +147,14 @@ class LocalTrainer:
         self._temperature = config.engine.temperature
         policy.set_forward_options(ForwardOptions.of(config.trainer))
         self.steps = 0
+        self._peers = policy.peers
         self._forward = {name: p for name, p in policy.model.named_parameters() if p.requires_grad}
         self._master = {name: _master(parameter) for name, parameter in self._forward.items()}
         self.optimizer = make_optimizer(self.config, list(self._master.values()))
         self._reference = policy.twin() if config.objective.kl_coef else None
         self._metrics = StepMetrics()
+        self._passes = self._metrics
+        """The metrics to which forward passes add."""
         self._cpu_s = time.process_time()
         self.failed_batch: FailedBatch | None = None
         """The data of the current step, to be saved if a number is not finite."""
@@ -179,6 +185,7 @@ class LocalTrainer:
             action_tokens=int(batch.sampled.sum()),
             tokens_with_gradient=int(batch.select(with_gradient)[0].sampled.sum()),
         )
+        self._passes = self._metrics
         # If no sequence has a gradient, run all of them, because the route's metrics need some
         # tokens.
         members = with_gradient or list(range(batch.num_sequences))
@@ -216,24 +223,29 @@ class LocalTrainer:
         batch = minibatch.batch
         members = self._with_gradient(batch, minibatch.factor * minibatch.norm)
         all_spans = batch.spans()
+        spans = [all_spans[i] for i in members]
         microbatches = self.policy.pack(
-            batch,
-            [all_spans[i] for i in members],
-            self.config.max_tokens_per_microbatch,
-            where=batch.sampled,
+            batch, spans, self.config.max_tokens_per_microbatch, where=batch.sampled
         )
-        for positions in microbatches:
-            microbatch, index = batch.select([members[i] for i in positions])
-            loss = self._loss(minibatch, microbatch, index)
-            if not math.isfinite(loss.item()):
-                raise FloatingPointError(
-                    f"the loss of optimizer step {self.steps + 1} is {loss.item()}; "
-                    "no step was taken"
-                )
-            loss.backward()
+        costs = [sum(spans[i][1] - spans[i][0] for i in positions) for positions in microbatches]
+        passes = metrics.of_passes()
+        for number, counts in self._peers.deal(costs):
+            self._passes = passes if counts else metrics.of_passes()
+            microbatch, index = batch.select([members[i] for i in microbatches[number]])
+            with self._peers.fail_together(NOT_FINITE):
+                loss = self._loss(minibatch, microbatch, index)
+                if not math.isfinite(loss.item()):
+                    raise FloatingPointError(
+                        f"the loss of optimizer step {self.steps + 1} is {loss.item()}; "
+                        "no step was taken"
+                    )
+            # A pass that another rank counts has no gradient, but all ranks must run as many.
+            (loss if counts else 0 * loss).backward()
             self._collect_gradients()
-            metrics.microbatches += 1
-            metrics.sequence_tokens += len(microbatch.tokens)
+            self._passes.microbatches += 1
+            self._passes.sequence_tokens += len(microbatch.tokens)
+        self._passes = metrics
+        metrics.add_passes(self._peers.gather(passes))
         metrics.update_s += time.perf_counter() - began
 
     def step(self) -> None:
@@ -246,7 +258,10 @@ class LocalTrainer:
             if master.grad is None:
                 # No sequence had a gradient. A zero gradient, unlike None, lets the momentum act.
                 master.grad = torch.zeros_like(master)
-        norm = float(nn.utils.clip_grad_norm_(self._master.values(), self.config.grad_clip))
+            elif not is_sharded(master):
+                self._peers.sum(master.grad)
+        total = nn.utils.clip_grad_norm_(self._master.values(), self.config.grad_clip)
+        norm = float(gather_whole(total))
         if not math.isfinite(norm):
             raise FloatingPointError(
                 f"the gradient norm of optimizer step {self.steps + 1} is {norm}; "
@@ -267,7 +282,7 @@ class LocalTrainer:
 
     def metrics(self) -> Mapping[str, float]:
         """Return the metrics of the last batch, and the CPU seconds since the last call."""
-        costs = dict(self.old.costs())
+        costs = self._total_costs()
         costs["forward_tokens"] = costs.get("forward_tokens", 0.0) + self._metrics.score_tokens
         cpu_s = time.process_time()
         metrics = {
@@ -276,7 +291,15 @@ class LocalTrainer:
             "trainer/cpu_s": cpu_s - self._cpu_s,
         }
         self._cpu_s = cpu_s
+        if self._peers.count > 1:
+            metrics["trainer/imbalance"] = self._metrics.imbalance
         return metrics
+
+    def _total_costs(self) -> dict[str, float]:
+        """Return the route's costs. Bytes are those of all ranks together."""
+        costs = dict(self.old.costs())
+        ranks = self._peers.gather({name: costs[name] for name in costs if "bytes" in name})
+        return costs | {name: sum(rank[name] for rank in ranks) for name in ranks[0]}
 
     def points(self) -> list[dict[str, float]]:
         return self._metrics.points()
@@ -336,7 +359,7 @@ class LocalTrainer:
             self.failed_batch = FailedBatch("old_logps", minibatch)
         _require_finite(batch, behavior_logp=batch.behavior_logp, old_logp=old_logp)
         control = self.rules.correct(old_logp, batch)
-        self._metrics.add_correction(batch, old_logp, control, exact=exact, lag=lag)
+        self._passes.add_correction(batch, old_logp, control, exact=exact, lag=lag)
         return old_logp, control
 
     def _score_reference(self, batch: Batch) -> Tensor:
@@ -397,7 +420,7 @@ class LocalTrainer:
         loss = (factor * norm * surrogate.loss).sum()
         if objective.kl_coef:
             reference_logp = minibatch.reference_logp[index]
-            self._metrics.add_reference((reference_logp - current_logp)[microbatch.sampled])
+            self._passes.add_reference((reference_logp - current_logp)[microbatch.sampled])
             # The engine's policy drew the tokens, but the KL is that of the current policy. So each
             # token, also a dropped one, is weighted by the ratio of the two.
             ratio = bounded_exp(current_logp - microbatch.behavior_logp)
@@ -405,8 +428,8 @@ class LocalTrainer:
             loss = loss + objective.kl_coef * (norm * ratio * divergence).sum()
         if objective.entropy_coef:
             loss = loss - objective.entropy_coef * (norm * entropy).sum()
-        self._metrics.add_forward(microbatch, current_logp, old_logp, lag=lag, surrogate=surrogate)
-        self._metrics.loss += loss.item()
+        self._passes.add_forward(microbatch, current_logp, old_logp, lag=lag, surrogate=surrogate)
+        self._passes.losses.append(loss.item())
         return loss
 
     def _forward_pass(self, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -416,10 +439,10 @@ class LocalTrainer:
         is of some tokens, for the metric alone.
         """
         run = self.policy.prefix_tree(batch)
-        self._metrics.forward_tokens += run.num_tokens
+        self._passes.forward_tokens += run.num_tokens
         measured = batch.sampled
         if not self.rules.objective.entropy_coef:
-            measured = self._metrics.entropy_sample(batch.sampled)
+            measured = self._passes.entropy_sample(batch.sampled)
         logp, entropy = self.policy.logps_and_entropy(
             run,
             temperature=self._temperature,
@@ -427,7 +450,7 @@ class LocalTrainer:
             entropy_sample=None if self.rules.objective.entropy_coef else measured,
         )
         entropy = entropy.cpu()
-        self._metrics.add_entropy(entropy.detach()[measured])
+        self._passes.add_entropy(entropy.detach()[measured])
         return logp.cpu(), entropy
 
     def _collect_gradients(self) -> None:

@@ -6,6 +6,7 @@ NaN, so that every step has the same names. docs/metrics.md defines all metrics.
 
 import math
 from collections import defaultdict
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -47,7 +48,10 @@ class StepMetrics:
         self.prepare_s = 0.0
         self.update_s = 0.0
         self.lr = 0.0
-        self.loss = 0.0
+        self.losses: list[float] = []
+        """The loss of each forward pass."""
+        self.imbalance = 1.0
+        """Tokens run by the busiest rank over their mean, in the last optimizer step."""
         self.grad_norms: list[float] = []
         self._values: defaultdict[str, list[Tensor]] = defaultdict(list)
         """Values of sampled tokens by name. Each call that records values adds one tensor."""
@@ -99,6 +103,25 @@ class StepMetrics:
         self._tokens_run += len(positions)
         return chosen
 
+    def of_passes(self) -> "StepMetrics":
+        """Return metrics for the passes of one optimizer step, which `add_passes` adds later."""
+        passes = StepMetrics(tokens_with_gradient=self.tokens_with_gradient)
+        passes._tokens_run = self._tokens_run
+        return passes
+
+    def add_passes(self, ranks: "Sequence[StepMetrics]") -> None:
+        """Add the passes of one optimizer step, from each rank in order."""
+        for passes in ranks:
+            self.microbatches += passes.microbatches
+            self.sequence_tokens += passes.sequence_tokens
+            self.forward_tokens += passes.forward_tokens
+            self.losses += passes.losses
+            for name, recorded in passes._values.items():
+                self._values[name] += recorded
+        self._tokens_run = max(passes._tokens_run for passes in ranks)
+        run = [passes.forward_tokens for passes in ranks]
+        self.imbalance = max(run) * len(run) / max(1, sum(run))
+
     @property
     def kept_share(self) -> float:
         """The share of scored tokens that the correction kept. It is 1 before any was scored."""
@@ -132,7 +155,7 @@ class StepMetrics:
             "correction/d_ess_share": effective_sample_size(scored_log_d),
             **_kl("correction/kl", scored_log_d),
             **_log_ratio("correction/log_d", scored_log_d, column("scored_lag")),
-            "objective/loss": self.loss / num_steps,
+            "objective/loss": sum(self.losses) / num_steps,
             "objective/clip_share": (clipped_low + clipped_high) / tokens,
             "objective/clip_low_share": clipped_low / tokens,
             "objective/clip_high_share": clipped_high / tokens,

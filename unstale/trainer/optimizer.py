@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from unstale.config import ConfigError, TrainerConfig, nearest
+from unstale.model.sharding import one_number
 
 
 def make_optimizer(config: TrainerConfig, parameters: list[Tensor]) -> torch.optim.Optimizer:
@@ -62,7 +63,7 @@ def _supports_fused(kind: Any, parameter: Tensor) -> bool:
 
     torch has no list of these kernels, so one step on a single number is tried.
     """
-    probe = nn.Parameter(torch.zeros_like(parameter.detach().flatten()[:1]))
+    probe = nn.Parameter(one_number(like=parameter))
     probe.grad = torch.zeros_like(probe)
     try:
         kind([probe], fused=True).step()

@@ -15,7 +15,7 @@ from unstale.model.forward import ForwardOptions, Scored
 from unstale.model.head import wide
 from unstale.model.loading import DTYPES
 from unstale.model.lora import Lora
-from unstale.model.policy import Policy
+from unstale.model.policy import Placement, Policy
 from unstale.model.prefix_tree import Packed
 from unstale.model.versions import VersionGaps
 from unstale.old_logps.scoring.average import Average
@@ -50,6 +50,7 @@ class LocalScorer:
         """Returns a model with the weights of a version read from disk. Set only within the context
         `reading`.
         """
+        self._placement: Placement = "twin"
         self._restore_s = 0.0
         self.forward_tokens = 0
         """Number of tokens in forward passes since the last call of `take_forward_tokens`."""
@@ -103,8 +104,11 @@ class LocalScorer:
             forward_tokens += scored.forward_tokens
         return Scored(logp, forward_tokens)
 
-    def keep_versions(self, make_store: MakeStore | None = None) -> None:
-        self._stored = self.policy.twin()
+    def keep_versions(
+        self, make_store: MakeStore | None = None, *, placement: Placement = "twin"
+    ) -> None:
+        self._placement = placement
+        self._stored = self.policy.twin(placement)
         self.store = (make_store or VersionStore)(self._stored.weights())
 
     def put(self) -> None:
@@ -118,15 +122,15 @@ class LocalScorer:
         # first, because a version to be dropped must not count against the memory limit
         store.keep(live)
         for version in sorted(set(live) - set(store.versions)):
-            store.put(version, weights(version))
+            store.put(version, self.policy.parts_of(weights(version)))
 
     @contextmanager
     def reading(self, weights: Weights) -> Iterator[None]:
-        model = self.policy.twin()
+        model = self.policy.twin(self._placement)
 
         @lru_cache(maxsize=1)
         def read(version: int) -> Policy:
-            model.load_weights(weights(version))
+            model.load_weights(model.parts_of(weights(version)))
             return model
 
         self._read = read

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from unstale.model.forward import Scored
+from unstale.model.policy import Placement
 from unstale.model.prefix_tree import Packed
 from unstale.model.versions import VersionGaps
 from unstale.records import Batch
@@ -172,10 +173,13 @@ class Scorer(Protocol):
         """
         ...
 
-    def keep_versions(self, make_store: MakeStore | None = None) -> None:
+    def keep_versions(
+        self, make_store: MakeStore | None = None, *, placement: Placement = "twin"
+    ) -> None:
         """Keep the weights of past versions from now on. Must not be called twice.
 
-        They are kept in a `VersionStore`, or in the store that `make_store` returns.
+        They are kept in a `VersionStore`, or in the store that `make_store` returns. They are
+        scored in a second model, or with the placement `own` in the trained one.
         """
         ...
 

@@ -1,0 +1,27 @@
+"""Test policies that are divided among ranks."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support.ranks import run_ranks
+from unstale.model.peers import Peers
+from unstale.model.policy import Policy
+from unstale.records import collate
+from unstale.testing import episode, tiny_policy
+
+
+def _scores(peers: Peers, folder: Path, dtype: str) -> list[torch.Tensor]:
+    policy = Policy.load(folder, dtype=dtype, peers=peers)
+    batch = collate([episode(i, [20, (5 + i, 0), 4, (3, 0)]) for i in range(5)])
+    return policy.score(batch, batch.sampled, temperature=0.7, max_tokens_per_microbatch=40).logp
+
+
+@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_log_probabilities_are_those_of_one_process(count: int, dtype: str, tmp_path: Path) -> None:
+    tiny_policy(seed=3).save(tmp_path)
+    whole = _scores(Peers(), tmp_path, dtype)
+    for scores in run_ranks(count, _scores, tmp_path, dtype):
+        assert torch.equal(scores, whole)

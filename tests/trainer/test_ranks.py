@@ -1,0 +1,216 @@
+"""Test the trainer on several ranks, each with its part of the weights.
+
+A step is that of one process but for the rounding of sums. Old log-probabilities are exact, bit for
+bit, by every route that promises it. Every route keeps its contract. A number that is not finite on
+one rank is an error on all.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.support.ranks import run_ranks
+from unstale.build import build_old_logps, build_scorer, build_trainer
+from unstale.config import (
+    AuditConfig,
+    ObjectiveConfig,
+    OldLogpsConfig,
+    RunConfig,
+    TrainerConfig,
+)
+from unstale.config.routes import routes
+from unstale.model.lora import Lora
+from unstale.model.peers import ALONE, Peers
+from unstale.model.policy import Policy
+from unstale.model.sharding import gather_whole
+from unstale.records import Batch, collate
+from unstale.testing import check_old_logps, episode, tiny_policy
+from unstale.trainer.local import LocalTrainer
+
+STEPS = 6
+LORA = Lora(4)
+SNAPSHOT = OldLogpsConfig(route="snapshot_old")
+BASE = RunConfig(
+    recipe="",
+    steps=STEPS,
+    old_logps=SNAPSHOT,
+    audit=AuditConfig(share=0.5),
+    trainer=TrainerConfig(lr=1e-4, max_tokens_per_microbatch=96),
+)
+SMALL = replace(BASE, audit=AuditConfig())
+VARIANTS: Mapping[str, RunConfig] = {
+    "plain": BASE,
+    "own": replace(SMALL, old_logps=OldLogpsConfig(route="snapshot_old", placement="own")),
+    "bfloat16": replace(SMALL, trainer=replace(BASE.trainer, dtype="bfloat16")),
+    "lora": replace(SMALL, trainer=replace(BASE.trainer, lora_rank=4)),
+    "two steps a batch": replace(
+        SMALL,
+        trainer=replace(BASE.trainer, minibatches_per_batch=2, gradient_checkpointing=True),
+        objective=ObjectiveConfig(kl_coef=0.01, entropy_coef=0.01),
+    ),
+    "inline": replace(SMALL, old_logps=OldLogpsConfig(route="interp_prox_linear")),
+}
+
+VARIANTS_OF = {1: ("plain", "bfloat16"), 2: tuple(VARIANTS), 3: ("plain", "bfloat16", "lora")}
+"""The variants that run on this number of ranks."""
+SHARDED_ROUTES = sorted(routes().keys() - {"old_logit_model"})
+
+
+@dataclass
+class Outcome:
+    weights: dict[str, Tensor]
+    exact: list[bool]
+    """Whether the old log-probabilities of each version are those it had when it was current."""
+    metrics: list[Mapping[str, float]]
+
+
+def batch_of(step: int, *, first: int = 0) -> Batch:
+    """Return a batch with tokens of the last three versions."""
+    plans = [
+        [20 + i % 3, (12, max(first, step - 2)), 5, (9, max(first, step - 1)), (7, step)]
+        for i in range(7)
+    ]
+    return collate(
+        [
+            episode(100 * step + i, plan, advantage=1.0 if i % 2 else -1.0)
+            for i, plan in enumerate(plans)
+        ]
+    )
+
+
+def learn(peers: Peers, folder: Path, config: RunConfig) -> Outcome:
+    """Train for some steps, on batches whose tokens are up to two versions old."""
+    options = config.trainer
+    lora = LORA if options.lora_rank else None
+    policy = Policy.load(folder, dtype=options.dtype, lora=lora, peers=peers)
+    trainer, auditor = build_trainer(config, policy, build_scorer(config, policy))
+    truth: dict[tuple[int, int], Tensor] = {}
+    exact, metrics = [], []
+    for step in range(STEPS):
+        policy.version = step
+        live = range(max(0, step - 2), step + 1)
+        trainer.old.published(live)
+        auditor.published(live)
+        for later in range(step, min(step + 3, STEPS)) if config.old_logps.exact else ():
+            truth[later, step] = current_logps(trainer, batch_of(later), step)
+        batch = batch_of(step)
+        minibatches = trainer.prepare(batch)
+        if config.old_logps.exact:
+            old_logp, _ = trainer.old.logps(batch, torch.empty(0))
+            versions = batch.version[batch.sampled].unique().tolist()
+            known = torch.stack([truth[step, version] for version in versions]).sum(0)
+            exact.append(torch.equal(old_logp, known))
+        for minibatch in minibatches:
+            trainer.backward(minibatch)
+            trainer.step()
+        metrics.append(trainer.metrics())
+    weights = {name: tensor.clone() for name, tensor in policy.whole_weights()}
+    trainer.old.close()
+    return Outcome(weights, exact, metrics)
+
+
+def current_logps(trainer: LocalTrainer, batch: Batch, version: int) -> Tensor:
+    where = batch.sampled & (batch.version == version)
+    size = trainer.config.max_tokens_per_microbatch
+    return trainer.policy.score(batch, where, temperature=1.0, max_tokens_per_microbatch=size).logp
+
+
+def learn_all(peers: Peers, folder: Path, variants: tuple[str, ...]) -> dict[str, Outcome]:
+    return {name: learn(peers, folder, VARIANTS[name]) for name in variants}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("policy")
+    tiny_policy(seed=3).save(path)
+    return path
+
+
+@cache
+def outcomes(folder: Path, count: int) -> list[dict[str, Outcome]]:
+    """Return what every rank of several has learnt, or one process for 0."""
+    if not count:
+        return [learn_all(ALONE, folder, tuple(VARIANTS))]
+    return run_ranks(count, learn_all, folder, VARIANTS_OF[count])
+
+
+@pytest.mark.parametrize(
+    ("count", "variant"), [(count, name) for count in VARIANTS_OF for name in VARIANTS_OF[count]]
+)
+def test_ranks_learn_what_one_process_learns(count: int, variant: str, folder: Path) -> None:
+    (alone,) = outcomes(folder, 0)
+    one = alone[variant]
+    for rank in outcomes(folder, count):
+        other = rank[variant]
+        error = max((one.weights[n] - t).abs().max().item() for n, t in other.weights.items())
+        wide = VARIANTS[variant].trainer.dtype == "float32"
+        assert error <= (0 if count == 1 else 1e-6 if wide else 2**-6)
+        assert all(other.exact) and len(other.exact) == len(one.exact)
+        for name in ("trainer/grad_norm", "objective/loss", "correction/kept_share"):
+            values = [[row[name] for row in each.metrics] for each in (one, other)]
+            assert values[1] == pytest.approx(values[0], rel=1e-5 if wide else 1e-2, abs=1e-6)
+        for name in ("trainer/action_tokens", "trainer/forward_tokens", "trainer/microbatches"):
+            assert one.metrics[-1][name] == other.metrics[-1][name]
+    assert one.metrics[-1]["trainer/microbatches"] > 3
+
+
+def gradient(peers: Peers, folder: Path) -> Tensor:
+    policy = Policy.load(folder, peers=peers)
+    trainer, _ = build_trainer(SMALL, policy, build_scorer(SMALL, policy))
+    trainer.old.published([0])
+    (minibatch,) = trainer.prepare(batch_of(0))
+    trainer.backward(minibatch)
+    return torch.cat(
+        [gather_whole(p.grad).flatten() for p in policy.model.parameters() if p.grad is not None]
+    )
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_the_gradient_is_that_of_one_process(count: int, folder: Path) -> None:
+    whole = gradient(ALONE, folder)
+    for found in run_ranks(count, gradient, folder):
+        assert (found - whole).norm() < 1e-6 * whole.norm()
+
+
+def fail(peers: Peers, folder: Path) -> str:
+    """Train on a batch of which one sequence, so one pass of one rank, has an infinite loss."""
+    policy = Policy.load(folder, peers=peers)
+    trainer, _ = build_trainer(SMALL, policy, build_scorer(SMALL, policy))
+    trainer.old.published([0])
+    batch = batch_of(0)
+    advantage = batch.advantage.where(batch.sequence != 2, torch.inf)
+    (minibatch,) = trainer.prepare(replace(batch, advantage=advantage))
+    with pytest.raises(FloatingPointError) as caught:
+        trainer.backward(minibatch)
+    return str(caught.value)
+
+
+def test_a_loss_that_is_not_finite_on_one_rank_is_an_error_on_all(folder: Path) -> None:
+    messages = run_ranks(2, fail, folder)
+    assert messages[0] == messages[1]
+    assert "the loss of optimizer step 1 is" in messages[0]
+
+
+def check_routes(peers: Peers, folder: Path) -> None:
+    for route in SHARDED_ROUTES:
+        check(peers, folder, OldLogpsConfig(route=route))
+    check(peers, folder, OldLogpsConfig(route="snapshot_old", placement="own"))
+    check(peers, folder, OldLogpsConfig(route="snapshot_old", storage="full"), LORA)
+
+
+def check(peers: Peers, folder: Path, config: OldLogpsConfig, lora: Lora | None = None) -> None:
+    check_old_logps(
+        lambda scorer: build_old_logps(config, scorer),
+        lora=lora,
+        make_policy=lambda: Policy.load(folder, lora=lora, peers=peers),
+    )
+
+
+def test_every_route_keeps_its_contract_on_two_ranks(tmp_path: Path) -> None:
+    tiny_policy().save(tmp_path)
+    run_ranks(2, check_routes, tmp_path)

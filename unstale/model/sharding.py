@@ -1,0 +1,180 @@
+"""A model that is divided among ranks (FSDP2). The only file that uses `transformers.distributed`.
+
+Each rank holds a part of every parameter, along its first dimension. A layer's parameters are
+gathered when it runs. Gradients are summed over the ranks in float32.
+"""
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor, distribute_tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.distributed.configuration_utils import DistributedConfig
+
+from unstale.model.forward import run_model
+from unstale.model.head import LogpQuery, query_head
+from unstale.model.loading import load_model
+from unstale.model.prefix_tree import PrefixTree
+
+MAX_CHECKED_LAYERS = 2
+
+
+def load_shard(folder: Path, *, passes: torch.dtype, wide: bool, count: int) -> PreTrainedModel:
+    """Load this rank's part of a model. Its forward passes are in the dtype `passes`.
+
+    With `wide` the parameters are float32 with the values that they have in `passes`: an optimizer
+    needs that. All `count` ranks of the process group must call this. ConfigError as `load_model`.
+    """
+    mixed = wide and passes == torch.bfloat16
+    config = DistributedConfig(fsdp_size=count, fsdp_mixed_precision=mixed)
+    model = load_model(folder, torch.float32 if mixed else passes, distributed_config=config)
+    for parameter in model.parameters() if mixed else ():
+        part = local(parameter.detach())
+        part.copy_(part.to(passes))
+    for module in _units(model):
+        # Sums, not means: the loss has the denominators of the whole batch.
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
+    return model
+
+
+def prepare_passes(model: PreTrainedModel, *, plain_head: bool) -> None:
+    """Let `run_pass` run packed passes of a sharded model. Call it when `requires_grad` is set.
+
+    A pass must run as one forward pass of the whole model, which gathers the parameters.
+    """
+    head: Any = model.get_output_embeddings()
+    if plain_head:
+        head.forward = MethodType(_query_or_logits, head)
+    whole: Any = model
+    whole.packed_pass = MethodType(_packed_pass if plain_head else _packed_logits, model)
+    register_fsdp_forward_method(model, "packed_pass")
+    # Parts get their final memory here, so that `local` returns views that stay valid.
+    for module in _units(model):
+        module.unshard()
+        module.reshard()
+    _join_tied(model)
+
+
+def run_pass(
+    model: PreTrainedModel, run: PrefixTree, rows: Tensor, query: LogpQuery
+) -> tuple[Tensor, Tensor]:
+    """Return `query_head` of the hidden states of some tokens of a tree. All ranks must call it."""
+    passes: Any = model
+    logp, entropy = passes.packed_pass(run, rows, query)
+    return logp, entropy
+
+
+def release(model: nn.Module) -> None:
+    """Free gathered parameters. After this, changes of a rank's part take effect.
+
+    A pass without gradient keeps some of them, and the next pass would use these old values.
+    """
+    for module in _units(model):
+        module.reshard()
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a tensor, as a view. A tensor that is not sharded is returned."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    return isinstance(tensor, DTensor)
+
+
+def one_number(*, like: Tensor) -> Tensor:
+    """Return a tensor with one zero, of the dtype of `like` and distributed as it is."""
+    zero = torch.zeros(1, dtype=like.dtype, device=like.device)
+    if not isinstance(like, DTensor):
+        return zero
+    return distribute_tensor(zero, like.device_mesh, like.placements, src_data_rank=None)
+
+
+def gather_whole(tensor: Tensor) -> Tensor:
+    """Return the whole of a tensor. All ranks must call it."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def part_of(whole: Tensor, like: Tensor) -> Tensor:
+    """Return this rank's part of a whole tensor, divided as `like`, without communication."""
+    if not isinstance(like, DTensor):
+        return whole
+    placed = distribute_tensor(
+        whole.to(like.to_local().device), like.device_mesh, like.placements, src_data_rank=None
+    )
+    return placed.to_local()
+
+
+def parts_of(wholes: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return this rank's part of whole tensors by name, divided as those of `like`."""
+    return {name: part_of(whole, like[name]) for name, whole in wholes.items()}
+
+
+def shorter_copy(model: PreTrainedModel) -> PreTrainedModel:
+    """Return a whole random model of the same family and width with a few layers, on the CPU."""
+    config = copy.deepcopy(model.config)
+    config.num_hidden_layers = min(MAX_CHECKED_LAYERS, config.num_hidden_layers)
+    if getattr(config, "layer_types", None):
+        config.layer_types = config.layer_types[: config.num_hidden_layers]
+    if hasattr(config, "distributed_config"):
+        del config.distributed_config
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+
+
+def _join_tied(model: nn.Module) -> None:
+    """Let a weight that two groups of parameters share have one memory.
+
+    Tied weights are in the groups of both modules. If the rows cannot be divided evenly, FSDP2 pads
+    a rank's part for each group, and an optimizer step would change only one of the two.
+    """
+    parts: dict[int, Any] = {}
+    for module in _units(model):
+        state: Any = module._get_fsdp_state()
+        group = state._fsdp_param_group
+        for part in group.fsdp_params if group else ():
+            first = parts.setdefault(id(part.sharded_param), part)
+            if first is part:
+                continue
+            memory = first._sharded_param_data
+            part._sharded_param_data = memory
+            rows = len(local(part.sharded_param))
+            padded = memory.view(part.padded_sharded_param_size)
+            part.sharded_param._local_tensor = padded.narrow(0, 0, rows)
+
+
+def _units(model: nn.Module) -> Sequence[FSDPModule]:
+    """Return the modules whose parameters are gathered together."""
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+def _packed_pass(
+    model: Any, run: PrefixTree, rows: Tensor, query: LogpQuery
+) -> tuple[Tensor, Tensor]:
+    hidden = run_model(model.base_model, run, rows, True)
+    # Called as a module: that is when its parameters are gathered.
+    return model.get_output_embeddings()(hidden, query)
+
+
+def _packed_logits(
+    model: Any, run: PrefixTree, rows: Tensor, query: LogpQuery
+) -> tuple[Tensor, Tensor]:
+    body: Callable[..., Any] = type(model).forward.__get__(model)
+    logp, entropy = query_head(nn.Identity(), run_model(body, run, rows, False), query)
+    return logp.clone(), entropy.clone()
+
+
+def _query_or_logits(head: Any, rows: Tensor, query: LogpQuery | None = None) -> Any:
+    """Return logits as every head does, or log-probabilities if a query is given."""
+    if query is None:
+        return type(head).forward(head, rows)
+    logp, entropy = query_head(head, rows, query)
+    return logp.clone(), entropy.clone()  # FSDP2 refuses views
