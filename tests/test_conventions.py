@@ -37,6 +37,7 @@ def test_only_the_callers_of_user_code_catch_every_exception() -> None:
     assert sorted(broad) == [
         "envs/guard.py",
         "envs/registry.py",
+        "isolation/worker.py",
         "rollout/episode.py",
         "rollout/timeouts.py",
     ]

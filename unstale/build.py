@@ -34,6 +34,7 @@ from unstale.envs import Taskset, sandbox
 from unstale.envs.chat import Chat
 from unstale.envs.external import ExternalAgent
 from unstale.envs.registry import build_taskset, check_taskset, held_out_tasks
+from unstale.isolation import IsolatedTasks, isolate
 from unstale.lint.policy_files import num_weights
 from unstale.loop import RunComponents
 from unstale.model.forward import ForwardOptions
@@ -104,6 +105,7 @@ def build_sampler(
     taskset = build_taskset(config.task)
     check_taskset(taskset, config.seed, config.steps * config.schedule.groups_per_step)
     held_out_tasks(taskset, config.eval.tasks)
+    taskset = isolate(taskset, config.task)
     policy = load_policy(config)
     build_rollout(config, taskset)  # raises ConfigError if a package for the task set is missing
     return policy, taskset, build_generator(config, policy, taskset, engine)
@@ -428,7 +430,11 @@ def build_rollout(
     For a task set of an external agent (`ExternalAgent`), all such objects share one HTTP endpoint.
     Raises `ConfigError` if a needed package is missing or the run is deterministic.
     """
-    if not isinstance(taskset, ExternalAgent):
+    inner = taskset
+    if isinstance(taskset, IsolatedTasks):
+        taskset.workers.on_event = on_event
+        inner = taskset.inner
+    if not isinstance(inner, ExternalAgent):
         return Rollout
     if config.deterministic:
         raise ConfigError(

@@ -178,7 +178,7 @@ def test_a_run_without_rewards_says_so(tmp_path: Path) -> None:
     ]
     assert lines[-1] == "finished: all 3 steps are done"
     text = run.report.read_text()
-    assert "ended without a reward" in text and "Ended: all 3 steps are done" in text
+    assert "ended without a reward" in text and "Ended: finished: all 3 steps are done" in text
     with Journal.read(run.folder) as journal:
         checks = [row["check"] for row in journal.events() if row["kind"] == "health"]
     assert checks == ["missing_rewards", "no_advantage", "constant_rewards"]

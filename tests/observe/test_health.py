@@ -137,7 +137,7 @@ def test_the_reason_of_the_end_is_in_the_report(tmp_path: Path) -> None:
     assert "Ended: all 6 steps are done" in write_report(folder).read_text()
     with RunLog(folder) as log:
         log.event("stopped", reason="Ctrl-C", detail="to continue: unstale train --resume x")
-    assert "Ended: Ctrl-C: to continue: unstale train" in write_report(folder).read_text()
+    assert "Ended by Ctrl-C; to continue: unstale train" in write_report(folder).read_text()
     with RunLog(folder) as log:
         log.failed("Traceback: no disk")
         log.event("stopped", reason="failed", detail="OSError: no disk")

@@ -110,11 +110,14 @@ class World:
 
     @asynccontextmanager
     async def open(self) -> AsyncIterator[None]:
+        await self.start_engine()
+        async with self.endpoint:
+            yield
+
+    async def start_engine(self) -> None:
         await self.engine.start()
         await self.engine.load({}, version=0)
         await self.engine.resume()
-        async with self.endpoint:
-            yield
 
     def play(self, agent: Any, tasks: Sequence[Any] = SUMS, **options: Any) -> Trajectory | Failure:
         async def main() -> Trajectory | Failure:

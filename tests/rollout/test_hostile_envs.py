@@ -12,7 +12,6 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,12 @@ import pytest
 import torch
 
 from tests.cli.test_run import quiet, small
+from tests.support.hostile_envs import (
+    HOSTILE,
+    CancelsEverything,
+    Env,
+    SwallowsCancellation,
+)
 from unstale.cli import session
 from unstale.cli.failures import RunFailed
 from unstale.config import ConfigError, EngineConfig, RolloutConfig, TaskConfig
@@ -51,16 +56,6 @@ class LetterChat:
 
     def parse(self, tokens: Sequence[int]) -> Message:
         return Message("assistant", "".join(map(chr, tokens)))
-
-
-class Env:
-    """A good environment: one question, one reply."""
-
-    async def begin(self) -> Turn:
-        return Turn((Message("user", "hi"),))
-
-    async def step(self, reply: Message) -> Turn:
-        return Turn((), done=True, rewards={"right": 1.0})
 
 
 class Tasks:
@@ -212,107 +207,7 @@ def test_scalars_of_any_library_are_numbers(value: Any) -> None:
     assert {type(number) for number in (turn.reward, *turn.rewards.values())} == {float}
 
 
-class ReturnsNothing(Env):
-    async def step(self, reply: Message) -> Turn:
-        return None  # type: ignore[return-value]
-
-
-class LongText(Env):
-    async def step(self, reply: Message) -> Turn:
-        return Turn((Message("user", "x" * 100_000_000),))
-
-
-class ManyMessages(Env):
-    async def begin(self) -> Turn:
-        return Turn((Message("user", ""),) * 100_000)
-
-
-class SwallowsCancellation(Env):
-    async def step(self, reply: Message) -> Turn:
-        while True:
-            with suppress(asyncio.CancelledError):
-                await asyncio.Event().wait()
-
-
-class AwaitsATaskThatSwallows(Env):
-    async def step(self, reply: Message) -> Turn:
-        return await asyncio.create_task(SwallowsCancellation().step(reply))
-
-
-class CancelsItself(Env):
-    async def step(self, reply: Message) -> Turn:
-        task = asyncio.current_task()
-        assert task
-        task.cancel()
-        await asyncio.sleep(0)
-        return await super().step(reply)
-
-
-class StopsTheLoop(Env):
-    async def step(self, reply: Message) -> Turn:
-        asyncio.get_running_loop().stop()
-        return await super().step(reply)
-
-
-class ClosesTheLoop(Env):
-    async def step(self, reply: Message) -> Turn:
-        asyncio.get_running_loop().close()
-        return await super().step(reply)
-
-
-class NeverCloses(Env):
-    async def close(self) -> None:
-        while True:
-            with suppress(asyncio.CancelledError):
-                await asyncio.Event().wait()
-
-
-class Sleeps(Env):
-    async def step(self, reply: Message) -> Turn:
-        time.sleep(3600)  # noqa: ASYNC251 - it blocks the event loop
-        return await super().step(reply)
-
-
-class Spins(Env):
-    async def begin(self) -> Turn:
-        while True:
-            with suppress(Exception):
-                sum(range(1000))
-
-
-class SpinsInATask(Env):
-    async def step(self, reply: Message) -> Turn:
-        async def spin() -> Turn:
-            while True:
-                pass
-
-        return await asyncio.create_task(spin())
-
-
-class PlainAndEndless(Env):
-    def step(self, reply: Message) -> Turn:  # type: ignore[override]
-        threading.Event().wait()
-        raise AssertionError
-
-
-@pytest.mark.parametrize(
-    ("hostile", "stage", "message"),
-    [
-        (ReturnsNothing, "step 1", "step() must return a Turn, got None"),
-        (LongText, "step 1", "100,000,000 characters, at least 100,000,000 tokens; engine.max_con"),
-        (ManyMessages, "begin", "Turn.messages has 100,000 messages"),
-        (SwallowsCancellation, "step 1", "it ignores cancellation"),
-        (AwaitsATaskThatSwallows, "step 1", "it ignores cancellation"),
-        (CancelsItself, "step 1", "it cancelled its own task"),
-        (StopsTheLoop, "step 1", "it stops the event loop of the run"),
-        (ClosesTheLoop, "step 1", "Cannot close a running event loop"),
-        (NeverCloses, "close", "it ignores cancellation"),
-        (Sleeps, "step 1", "EventLoopBlocked: it blocked the event loop for more than 0.6 s"),
-        (Spins, "begin", "EventLoopBlocked: it blocked the event loop for more than 0.6 s"),
-        (SpinsInATask, "step 1", "EventLoopBlocked"),
-        (PlainAndEndless, "step 1", "TimeoutError: no answer within 0.4 s"),
-    ],
-)
+@pytest.mark.parametrize(("hostile", "stage", "message"), HOSTILE)
 def test_an_environment_that_holds_the_run_fails_alone(
     hostile: type[Env], stage: str, message: str
 ) -> None:
@@ -416,13 +311,6 @@ def test_a_factory_that_raises_is_refused_with_its_place() -> None:
         ConfigError, match=r"cannot be made: SystemExit: no data \(test_hostile.*\d"
     ):
         build_taskset(TaskConfig(env=f"{__name__}:broken"))
-
-
-class CancelsEverything(Env):
-    async def step(self, reply: Message) -> Turn:
-        for task in asyncio.all_tasks():
-            task.cancel()
-        return await super().step(reply)
 
 
 def hostile_tasks() -> Listed:

@@ -23,6 +23,8 @@ from unstale.config.checks import (
 )
 
 Dtype = Literal["float32", "bfloat16"]
+ISOLATION = {"none": (), "process": ("workers", "worker_memory_gb")}
+"""The values of `task.isolate` and the options that only they read."""
 
 
 def staleness_bound(max_staleness: int, groups_per_step: int, lookahead_window: int) -> int:
@@ -58,12 +60,21 @@ class TaskConfig(Section):
     (`envs.registry.EnvSpec.options`).
     """
 
+    selector: ClassVar[str] = "isolate"
+
     env: str
     """Name of the environment: a shipped one, `library:name` (docs/libraries.md), or
     `module:factory` for your own.
     """
+    isolate: Annotated[str, OneOf(lambda: ISOLATION)] = "none"
+    """`process`: environments run in worker processes, which are ended if they hang or crash."""
+    workers: PositiveInt = 2
+    """Worker processes. Each runs many episodes at once."""
+    worker_memory_gb: Positive = 4.0
+    """Resident memory of a worker. With more it is replaced, with twice as much it is ended."""
 
     def check_combination(self) -> None:
+        self.refuse_unread(["workers", "worker_memory_gb"])
         expected = task_class(self.env)
         if type(self) is not expected:
             raise ConfigError(f"the options of task.env {self.env!r} are a {expected.__name__}")

@@ -12,7 +12,7 @@ from concurrent.futures import Executor, Future
 from concurrent.futures import wait as wait_for
 from typing import Any, TypeVar
 
-from unstale.envs import EnvError
+from unstale.envs import EnvError, guard
 from unstale.envs.guard import OCCUPANCY, UnjoinedThreads, Watchdog, end_leftovers, watch_tasks
 
 T = TypeVar("T")
@@ -60,7 +60,7 @@ class VirtualLoop(RunLoop):
         The result is delivered `WORK_S` virtual seconds later, however long `func` really took.
         """
         work = (executor or self._thread).submit(func, *args)
-        with OCCUPANCY.waiting_for_thread():
+        with OCCUPANCY.waiting(guard.THREAD_S):
             wait_for([work])
         result: asyncio.Future[T] = self.create_future()
         self.call_later(WORK_S, _set_result, work, result)

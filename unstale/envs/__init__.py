@@ -149,10 +149,10 @@ class Resumable(Protocol):
     must answer them as the first one did.
     """
 
-    def snapshot(self) -> str:
+    def snapshot(self) -> str | None:
         """Return the state of the environment between two replies as text.
 
-        It is stored in the journal.
+        It is stored in the journal. None stores no state.
         """
         ...
 
@@ -184,7 +184,10 @@ class Closable(Protocol):
 
 
 class Taskset(Protocol):
-    """A set of training and held-out tasks, which creates the environment of each task."""
+    """A set of training and held-out tasks, which creates the environment of each task.
+
+    If it is also an asynchronous context manager, a run enters it before the first episode.
+    """
 
     name: str
     tools: tuple[Mapping[str, Any], ...]

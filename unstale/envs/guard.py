@@ -15,10 +15,12 @@ import time
 from collections.abc import Awaitable, Callable, Generator, Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from queue import SimpleQueue
+from reprlib import repr as short_repr
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from unstale.envs import EnvError
+from unstale.envs import EnvError, Turn
 
 T = TypeVar("T")
 
@@ -38,6 +40,10 @@ MAX_CANCELS = 5
 """Number of cancellations that a task may ignore. Then it is abandoned."""
 _TICK_S = 0.5
 _MAX_TEXT = 300
+
+
+class DescribedError(EnvError):
+    """An error of another process. Its text is the line that `describe` returned there."""
 
 
 class EventLoopBlocked(BaseException):
@@ -64,14 +70,14 @@ class Occupancy:
     """Name of the user code that cancelled its task, and perhaps all other tasks."""
 
     @contextmanager
-    def waiting_for_thread(self) -> Iterator[None]:
-        """Allow user code `THREAD_S` seconds while the event loop waits for a thread.
+    def waiting(self, max_s: float) -> Iterator[None]:
+        """Allow user code `max_s` seconds while the event loop waits for a thread or a process.
 
         The longer time applies within a context.
         """
         before = self.current
         if before:
-            self.current = before._replace(max_s=THREAD_S)
+            self.current = before._replace(max_s=max_s)
         try:
             yield
         finally:
@@ -146,6 +152,13 @@ class OwnThread(Executor):
         self._name = name
         self._calls = SimpleQueue[Callable[[], None] | None]()
         self._started = False
+        self._num_submitted = 0
+        self._num_finished = 0
+
+    @property
+    def busy(self) -> bool:
+        """True while a function runs or waits for its turn."""
+        return self._num_finished < self._num_submitted
 
     def submit(self, function: Callable[..., T], /, *arguments: Any, **options: Any) -> Future[T]:
         """Run a function after those submitted earlier.
@@ -157,11 +170,16 @@ class OwnThread(Executor):
 
         def work() -> None:
             with outcome:
-                outcome.set_result(function(*arguments, **options))
+                try:
+                    result = function(*arguments, **options)
+                finally:
+                    self._num_finished += 1
+                outcome.set_result(result)
 
         if not self._started:
             threading.Thread(target=self._run, name=self._name, daemon=True).start()
             self._started = True
+        self._num_submitted += 1
         self._calls.put(work)
         return outcome
 
@@ -242,6 +260,33 @@ async def call(
     return await result if inspect.isawaitable(result) else result
 
 
+@dataclass(frozen=True, slots=True)
+class EnvCaller:
+    """Calls the methods of one environment: coroutines with a watch on time, others in a thread.
+
+    All methods that are not coroutines run in the same thread, because a library may require it.
+    """
+
+    env: Any
+    name: str
+    on_blocked: Callable[[float], None]
+    thread: OwnThread = field(default_factory=OwnThread)
+
+    def __call__(self, method: Callable[..., Any], *arguments: Any) -> Watched[Any]:
+        work = call(method, *arguments, thread=self.thread)
+        return Watched(work, self.name, self.on_blocked)
+
+    async def turn(self, method: Callable[..., Any], *arguments: Any) -> Turn:
+        """Call `begin` or `step` of the environment.
+
+        Raises `EnvError` if the result is no `Turn`.
+        """
+        turn = await self(method, *arguments)
+        if not isinstance(turn, Turn):
+            raise EnvError(f"{method.__name__}() must return a Turn, got {short_repr(turn)}")
+        return turn
+
+
 def describe(error: BaseException) -> str:
     """Return the type and the text of an error, in one line of limited length.
 
@@ -250,6 +295,8 @@ def describe(error: BaseException) -> str:
     >>> describe(ValueError("two\\nlines"))
     'ValueError: two lines'
     """
+    if isinstance(error, DescribedError):
+        return str(error)
     text = "(its text cannot be shown: str() raises an error)"
     with suppress(BaseException):
         text = str(error)

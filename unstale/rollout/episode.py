@@ -15,9 +15,7 @@ from contextlib import (
     nullcontext,
     suppress,
 )
-from dataclasses import dataclass, field
 from functools import partial
-from reprlib import repr as short_repr
 from typing import Any
 
 from unstale.config import RolloutConfig
@@ -31,7 +29,7 @@ from unstale.envs import (
     Turn,
     combine_rewards,
 )
-from unstale.envs.guard import OwnThread, Watched, call, describe
+from unstale.envs.guard import EnvCaller, describe
 from unstale.records import (
     ContextPiece,
     EpisodeRecord,
@@ -148,7 +146,9 @@ class Rollout:
         self._on_blocked = on_blocked
         self._longest_blocked: dict[str, float] = {}
         self.wait_times = Stopwatch("generation_wait", "tool_wait")
-        self.resources: AbstractAsyncContextManager[Any] = nullcontext()
+        self.resources: AbstractAsyncContextManager[Any] = (
+            taskset if isinstance(taskset, AbstractAsyncContextManager) else nullcontext()
+        )
         """A context that must be open while episodes run."""
         self.quarantined: set[str] = set()
         """Keys of tasks whose last attempt failed. No further episodes are started on them."""
@@ -281,7 +281,7 @@ class Rollout:
             facts=dict(turn.facts),
         )
 
-    def caller(self, env: Any, task: Task) -> "EnvCaller":
+    def caller(self, env: Any, task: Task) -> EnvCaller:
         """Return the object through which an environment is called.
 
         The caller must close its thread.
@@ -289,14 +289,14 @@ class Rollout:
         code = getattr(env, "code_name", "the environment")
 
         def on_blocked(seconds: float) -> None:
-            name = f"{code} of {task.env}"
+            name = f"{getattr(env, 'code_name', code)} of {task.env}"
             if seconds > 2 * self._longest_blocked.get(name, 0):
                 self._longest_blocked[name] = seconds
                 self._on_blocked(name, seconds)
 
         return EnvCaller(env, f"{code} of {task.key}", on_blocked)
 
-    async def _begin(self, transcript: Transcript, caller: "EnvCaller") -> tuple[Turn, list[float]]:
+    async def _begin(self, transcript: Transcript, caller: EnvCaller) -> tuple[Turn, list[float]]:
         resumable = caller.env if isinstance(caller.env, Resumable) else None
         if resumable:
             turn_rewards = await transcript.restore_snapshot(resumable)
@@ -310,7 +310,7 @@ class Rollout:
         return turn, []
 
     async def _take_turns(
-        self, transcript: Transcript, caller: "EnvCaller", turn: Turn, turn_rewards: list[float]
+        self, transcript: Transcript, caller: EnvCaller, turn: Turn, turn_rewards: list[float]
     ) -> tuple[Turn, Stop]:
         """Alternate replies and environment steps. Return the last turn and the reason to stop."""
         chat = self.generator.chat
@@ -362,7 +362,7 @@ class Rollout:
             )
 
     async def _close(
-        self, caller: "EnvCaller", kind: object, error: BaseException | None, _: object
+        self, caller: EnvCaller, kind: object, error: BaseException | None, _: object
     ) -> None:
         """Close an environment.
 
@@ -392,33 +392,6 @@ class Rollout:
                 f"rollout.max_failed_share = {self.config.max_failed_share:g} allows; "
                 f"the last one in {failure.stage} of {failure.task.key}: {failure.error}"
             )
-
-
-@dataclass(frozen=True, slots=True)
-class EnvCaller:
-    """Calls the methods of one environment: coroutines with a watch on time, others in a thread.
-
-    All methods that are not coroutines run in the same thread, because a library may require it.
-    """
-
-    env: Any
-    name: str
-    on_blocked: Callable[[float], None]
-    thread: OwnThread = field(default_factory=OwnThread)
-
-    def __call__(self, method: Callable[..., Any], *arguments: Any) -> Watched[Any]:
-        work = call(method, *arguments, thread=self.thread)
-        return Watched(work, self.name, self.on_blocked)
-
-    async def turn(self, method: Callable[..., Any], *arguments: Any) -> Turn:
-        """Call `begin` or `step` of the environment.
-
-        Raises `EnvError` if the result is no `Turn`.
-        """
-        turn = await self(method, *arguments)
-        if not isinstance(turn, Turn):
-            raise EnvError(f"{method.__name__}() must return a Turn, got {short_repr(turn)}")
-        return turn
 
 
 async def _outcome(attempt: Attempt) -> Trajectory:

@@ -152,8 +152,8 @@ class Transcript:
 
     def save_snapshot(self, env: Resumable, turn_rewards: Sequence[float]) -> None:
         """Record the environment's state as a snapshot, unless pieces are still to be replayed."""
-        if not self._recorded:
-            state = json.dumps([list(turn_rewards), env.snapshot()])
+        if not self._recorded and (env_state := env.snapshot()) is not None:
+            state = json.dumps([list(turn_rewards), env_state])
             self.writer.write_snapshot(len(self.pieces), state)
 
     def add_context(self, piece: ContextPiece) -> None:

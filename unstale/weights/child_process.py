@@ -72,17 +72,26 @@ def frame(header: Header, body: Sequence[Bytes] = ()) -> list[Bytes]:
 
 
 class Frames:
-    """A parser that divides a stream of bytes into messages."""
+    """A parser that divides a stream of bytes into messages of at most `max_bytes`, if given."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_bytes: int | None = None) -> None:
         self._buffer = bytearray()
+        self._max_bytes = max_bytes
 
     def feed(self, data: bytes) -> Iterator[tuple[Header, bytearray]]:
-        """Add `data` to the stream. Yield every message that is now complete."""
+        """Add `data` to the stream. Yield every message that is now complete.
+
+        Raises ValueError for a message that is too long or is not JSON.
+        """
         self._buffer += data
         while len(self._buffer) >= _LENGTHS.size:
             header_size, body_size = _LENGTHS.unpack_from(self._buffer)
             start = _LENGTHS.size + header_size
+            if self._max_bytes is not None and start + body_size > self._max_bytes:
+                raise ValueError(
+                    f"a message of {start + body_size:,} bytes; at most {self._max_bytes:,} are "
+                    "allowed"
+                )
             if len(self._buffer) < start + body_size:
                 return
             header = json.loads(self._buffer[_LENGTHS.size : start])

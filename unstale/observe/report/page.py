@@ -135,8 +135,8 @@ def _end(run: Gathered) -> str:
     reason, detail = (str(run.stopped.get(name, ""))[:300] for name in ("reason", "detail"))
     if reason == "failed":
         return f"The run failed: {detail}" if detail else ""
-    words = [] if reason == "finished" and detail else [reason]
-    return ": ".join(filter(None, ("Ended", *words, detail))) if reason else ""
+    ended = f"Ended by {reason}; {detail}" if reason == "Ctrl-C" else f"Ended: {detail or reason}"
+    return ended if reason else ""
 
 
 def _outcome(run: Gathered) -> Mapping[str, Any] | None:

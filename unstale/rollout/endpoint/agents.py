@@ -4,7 +4,8 @@ Their calls become trajectories.
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import replace
 from typing import Any, cast
 
@@ -33,7 +34,7 @@ class AgentRollout(Rollout):
     ) -> None:
         super().__init__(*parts, **options)
         self.endpoint = endpoint
-        self.resources = endpoint
+        self.resources = _open_both(self.resources, endpoint)
         self.on_event = on_event
 
     async def attempt(self, transcript: Transcript, task: Task, env_seed: int) -> Trajectory:
@@ -68,6 +69,14 @@ class AgentRollout(Rollout):
         finally:
             # the error's traceback refers to this frame, which would be a reference cycle
             failed = None
+
+
+@asynccontextmanager
+async def _open_both(
+    one: AbstractAsyncContextManager[Any], other: AbstractAsyncContextManager[Any]
+) -> AsyncIterator[None]:
+    async with one, other:
+        yield
 
 
 def _trajectory(session: AgentSession, task: Task, turn: Turn, *, stop: Stop) -> Trajectory:

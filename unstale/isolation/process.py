@@ -1,0 +1,389 @@
+"""A worker process as the run sees it: calls are sent to it, and it is ended if it misbehaves."""
+
+import asyncio
+import fcntl
+import json
+import os
+import re
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Callable
+from contextlib import suppress
+from itertools import count
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from unstale.envs import EnvError
+from unstale.envs.guard import OCCUPANCY, THREAD_S
+from unstale.isolation.wire import MAX_FRAME_BYTES, Row, read_line
+from unstale.records import Task
+from unstale.weights.child_process import Frames, frame
+
+START_S = 120.0
+"""Seconds until a new worker has made its task set."""
+SILENT_S = 12.0
+"""Seconds without a sign of life after which a worker is ended.
+
+Longer than its own watchdog needs, which names the environment.
+"""
+TICK_S = 1.0
+"""Seconds between two checks of a worker."""
+MAX_THREADS = 512
+MAX_DESCRIPTORS_SHARE = 0.75
+"""Share of the limit of open files at which a worker is replaced."""
+_ABORT_S = 0.5
+"""Seconds to print the line at which a silent worker is."""
+_KILL_S = 2.0
+_OUTPUT_BYTES = 1 << 20
+"""Size of a worker's output at which it is emptied."""
+_READ_BYTES = 1 << 18
+
+_PROGRAM = """
+import json, sys
+options = json.loads(sys.argv[2])
+sys.path[:] = options["path"]
+from unstale.isolation.worker import main
+main(int(sys.argv[1]), options)
+"""
+_WRONG = (ValueError, LookupError, TypeError, RecursionError, asyncio.InvalidStateError)
+"""Errors that a message of another form causes."""
+_FRAME = re.compile(r'^  File "(.+)", line (\d+) in (.+)$', re.MULTILINE)
+
+
+class WorkerEnded(EnvError):
+    """The worker process of an episode has ended."""
+
+
+class PendingCall(NamedTuple):
+    """A call without an answer."""
+
+    answer: asyncio.Future[Row]
+    method: str
+    task: str
+
+
+class Worker:
+    """A worker process and its calls. Subclasses transport the messages.
+
+    `on_end` is called once, when the process has ended.
+    """
+
+    def __init__(self, options: Row, memory_gb: float, on_end: Callable[["Worker"], None]) -> None:
+        """Start the process. Raises `OSError` if that is impossible."""
+        self.ended = ""
+        """The reason why the process has ended."""
+        self.retired = ""
+        """The reason why the worker gets no new episodes."""
+        self.suspects: set[str] = set()
+        """Tasks of which the calls ran when the process ended."""
+        self.num_episodes = 0
+        self._memory_gb = memory_gb
+        self._on_end = on_end
+        self._calls: dict[int, PendingCall] = {}
+        self._numbers = count()
+        self._frames = Frames(MAX_FRAME_BYTES)
+        self._loop = asyncio.get_running_loop()
+        self._ready: asyncio.Future[None] = self._loop.create_future()
+        self._silent_s = 0.0
+        self._output = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the process
+        flags = fcntl.fcntl(self._output, fcntl.F_GETFL)
+        fcntl.fcntl(self._output, fcntl.F_SETFL, flags | os.O_APPEND)
+        self._socket, inner = socket.socketpair()
+        with inner:
+            try:
+                self._process = _start(options, inner.fileno(), self._output.fileno())
+            except OSError:
+                self._socket.close()
+                self._output.close()
+                raise
+
+    async def ready(self) -> None:
+        """Wait until the worker has made its task set. Raises `WorkerEnded`."""
+        await self._ready
+
+    async def call(self, episode: int, method: str, task: Task, **fields: Any) -> Row:
+        """Call a method of an environment and return the answer. Raises `WorkerEnded`."""
+        if self.ended:
+            raise WorkerEnded(self.ended)
+        number = next(self._numbers)
+        answer: asyncio.Future[Row] = self._loop.create_future()
+        self._calls[number] = PendingCall(answer, method, task.key)
+        row = {"op": "call", "call": number, "episode": episode, "method": method, **fields}
+        self._send({**row, "task": [task.env, task.split, task.index]})
+        try:
+            return await answer
+        except asyncio.CancelledError:
+            if self._calls.pop(number, None):
+                self._send({"op": "cancel", "call": number})
+            raise
+
+    def release(self) -> None:
+        """End one episode. A retired worker ends with its last one."""
+        self.num_episodes -= 1
+        self.check()
+
+    def check(self) -> None:
+        """Retire or end the worker if it has too much memory, threads or open files."""
+        if self.ended:
+            return
+        if self._output.seek(0, os.SEEK_END) > _OUTPUT_BYTES:
+            self._output.truncate(0)
+        memory_gb, threads, descriptors = _usage(self._process.pid)
+        limit = f"task.worker_memory_gb is {self._memory_gb:g}"
+        if memory_gb > 2 * self._memory_gb:
+            self.end(f"a worker process has {memory_gb:.1f} GB of memory{self._during()}; {limit}")
+        elif memory_gb > self._memory_gb:
+            self.retired = f"a worker process has {memory_gb:.1f} GB of memory; {limit}"
+        elif threads > MAX_THREADS + self.num_episodes:
+            self.retired = f"environments have left threads: a worker process has {threads}"
+        elif descriptors > MAX_DESCRIPTORS_SHARE * resource.getrlimit(resource.RLIMIT_NOFILE)[0]:
+            self.retired = f"environments have left open files: a worker has {descriptors}"
+        if self.retired and not self.num_episodes:
+            self.end(self.retired)
+
+    def end(self, reason: str, *, names_task: bool = False) -> None:
+        """Kill the process and its group. Its calls fail with the reason.
+
+        `names_task`: the reason has the task that caused it, so the others are no suspects.
+        """
+        if self.ended:
+            return
+        self.ended = reason
+        tasks = {call.task for call in self._calls.values()}
+        self.suspects = {task for task in tasks if task in reason} if names_task else tasks
+        self._detach()
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(_KILL_S)
+        self._socket.close()
+        self._output.close()
+        waiting: list[asyncio.Future[Any]] = [call.answer for call in self._calls.values()]
+        for future in (*waiting, self._ready):
+            if not future.done():
+                future.set_exception(WorkerEnded(reason))
+        self._ready.exception()  # it may have no reader
+        self._calls.clear()
+        self._on_end(self)
+
+    def _send(self, row: Row) -> None:
+        raise NotImplementedError
+
+    def _detach(self) -> None:
+        """Stop reading from the socket."""
+
+    def _receive(self, data: bytes) -> None:
+        """Handle the messages that `data` completes. End a process that sends anything else."""
+        if not data:
+            self._died()
+            return
+        self._silent_s = 0.0
+        try:
+            for row, _ in self._frames.feed(data):
+                if self.ended:
+                    return
+                self._handle(row)
+        except _WRONG as error:
+            self.end(f"a worker process sent a wrong message{self._during()}: {error}")
+
+    def _handle(self, row: Row) -> None:
+        match row["op"]:
+            case "answer":
+                if call := self._calls.pop(row["call"], None):
+                    call.answer.set_result(row)
+            case "ready":
+                self._ready.set_result(None)
+            case "refused":
+                self.end(f"a worker process cannot make the task set: {read_line(row, 'error')}")
+            case "stuck":
+                self.end(read_line(row, "error"), names_task=True)
+            case "beat":
+                pass
+            case operation:
+                raise ValueError(f"unknown message {operation!r}")
+
+    def _died(self) -> None:
+        """End a worker that closed its socket."""
+        try:
+            code = self._process.wait(_KILL_S)
+        except subprocess.TimeoutExpired:
+            self.end(f"a worker process closed its connection{self._during()}")
+            return
+        outcome = f"exit code {code}" if code >= 0 else signal.Signals(-code).name
+        self.end(f"a worker process ended with {outcome}{self._during()}{self._last_words()}")
+
+    def _abort(self) -> None:
+        """End a silent worker. SIGABRT makes Python print the line at which it is."""
+        limit = SILENT_S if self._ready.done() else START_S
+        with suppress(ProcessLookupError, subprocess.TimeoutExpired):
+            self._process.send_signal(signal.SIGABRT)
+            self._process.wait(_ABORT_S)
+        self.end(
+            f"a worker process gave no sign of life for {limit:.0f} s{self._during()}"
+            f"{self._last_words()}"
+        )
+
+    def _is_silent(self) -> bool:
+        """Count one tick of silence. Return True if it is too long."""
+        self._silent_s += TICK_S
+        return self._silent_s >= (SILENT_S if self._ready.done() else START_S)
+
+    def _during(self) -> str:
+        """Name a running call, for a message."""
+        calls = [f"{call.method} of {call.task}" for call in self._calls.values()]
+        others = f" and {len(calls) - 1} other calls" if calls[1:] else ""
+        return f" during {calls[0]}{others}" if calls else ""
+
+    def _last_words(self) -> str:
+        """Return the line at which Python crashed, or the last line of the worker's output."""
+        size = self._output.seek(0, os.SEEK_END)
+        self._output.seek(max(0, size - _READ_BYTES))
+        text = self._output.read().decode(errors="replace")
+        _, _, crash = text.rpartition("(most recent call first):\n")
+        frames = _FRAME.findall(crash if crash != text else "")
+        library = sysconfig.get_path("stdlib")
+        for file, line, function in frames:
+            if not file.startswith((library, "<frozen")):
+                return f" at {function} ({Path(file).name}, line {line})"
+        lines = text.strip().splitlines()
+        return f": {lines[-1]}" if lines else ""
+
+
+def _start(options: Row, descriptor: int, output: int) -> "subprocess.Popen[bytes]":
+    """Start a process in a session of its own, so that its programs end with it."""
+    options = {**options, "parent": os.getpid(), "path": [path or os.getcwd() for path in sys.path]}
+    arguments = [str(descriptor), json.dumps(options)]
+    threads = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}  # unless the user sets others
+    return subprocess.Popen(
+        [sys.executable, "-X", "faulthandler", "-c", _PROGRAM, *arguments],
+        pass_fds=[descriptor],
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=output,
+        start_new_session=True,
+        env={**threads, **os.environ},
+    )
+
+
+def _usage(pid: int) -> tuple[float, int, int]:
+    """Return resident GB, threads and open files of a process; zeros if it has ended."""
+    folder = Path(f"/proc/{pid}")
+    try:
+        pages = int((folder / "statm").read_text().split()[1])
+        threads = len(os.listdir(folder / "task"))
+        descriptors = len(os.listdir(folder / "fd"))
+    except (OSError, IndexError):
+        return 0.0, 0, 0
+    return pages * resource.getpagesize() / 2**30, threads, descriptors
+
+
+class ConcurrentWorker(Worker):
+    """A worker whose messages are read by the event loop."""
+
+    def __init__(self, options: Row, memory_gb: float, on_end: Callable[[Worker], None]) -> None:
+        super().__init__({**options, "lockstep": False}, memory_gb, on_end)
+        self._unsent = bytearray()
+        self._socket.setblocking(False)
+        self._loop.add_reader(self._socket, self._read)
+        self._timer = self._loop.call_later(TICK_S, self._tick)
+
+    def _read(self) -> None:
+        try:
+            data = self._socket.recv(_READ_BYTES)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        self._receive(data)
+
+    def _send(self, row: Row) -> None:
+        if not self._unsent:
+            self._loop.add_writer(self._socket, self._write)
+        self._unsent += b"".join(frame(row))
+        self._write()
+
+    def _write(self) -> None:
+        try:
+            del self._unsent[: self._socket.send(self._unsent)]
+        except BlockingIOError:
+            return
+        except OSError:  # the reader notices the end too, and has the reason
+            self._unsent.clear()
+        if not self._unsent:
+            self._loop.remove_writer(self._socket)
+
+    def _tick(self) -> None:
+        self._timer = self._loop.call_later(TICK_S, self._tick)
+        if self._is_silent():
+            self._abort()
+        else:
+            self.check()
+
+    def _detach(self) -> None:
+        self._timer.cancel()
+        self._loop.remove_reader(self._socket)
+        self._loop.remove_writer(self._socket)
+
+
+class LockstepWorker(Worker):
+    """A worker under a virtual clock, which stands still until the worker has answered.
+
+    The timers of its environments are set in the run's event loop, so that all timers of a run fire
+    in the same order as without isolation.
+    """
+
+    def __init__(self, options: Row, memory_gb: float, on_end: Callable[[Worker], None]) -> None:
+        super().__init__({**options, "lockstep": True}, memory_gb, on_end)
+        self._socket.settimeout(TICK_S)
+        self._is_idle = True
+
+    async def ready(self) -> None:
+        self._read_until(self._ready.done)
+        await self._ready
+
+    def _send(self, row: Row) -> None:
+        if not self._ready.done():
+            self._read_until(self._ready.done)
+        if self.ended:
+            return
+        self._is_idle = False
+        with OCCUPANCY.waiting(2 * THREAD_S + SILENT_S):
+            try:
+                self._socket.sendall(b"".join(frame({**row, "now": self._loop.time()})))
+            except OSError:
+                self._died()
+            self._read_until(lambda: self._is_idle)
+
+    def _read_until(self, is_over: Callable[[], bool]) -> None:
+        while not self.ended and not is_over():
+            try:
+                data = self._socket.recv(_READ_BYTES)
+            except TimeoutError:
+                if self._is_silent():
+                    self._abort()
+            except OSError:
+                self._died()
+            else:
+                self._receive(data)
+
+    def _handle(self, row: Row) -> None:
+        if row["op"] != "idle":
+            super()._handle(row)
+            return
+        self._is_idle = True
+        for timer, when in row["timers"]:
+            self._loop.call_at(when, self._fire, timer)
+
+    def _fire(self, timer: int) -> None:
+        if not self.ended:
+            self._send({"op": "fire", "timer": timer})
+
+    def _is_silent(self) -> bool:
+        """Allow the worker `THREAD_S` more: it also waits for threads."""
+        self._silent_s += TICK_S
+        return self._silent_s >= (SILENT_S + THREAD_S if self._ready.done() else START_S)

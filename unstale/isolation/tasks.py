@@ -1,0 +1,248 @@
+"""A task set whose environments run in worker processes."""
+
+import asyncio
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from itertools import count
+from typing import Any, Self
+
+from unstale.config import ConfigError, TaskConfig
+from unstale.durability.virtual_clock import VirtualLoop
+from unstale.envs import Env, EnvError, Message, Taskset, Turn
+from unstale.envs.external import ExternalAgent
+from unstale.envs.guard import OCCUPANCY, DescribedError
+from unstale.isolation.process import ConcurrentWorker, LockstepWorker, Worker, WorkerEnded
+from unstale.isolation.wire import (
+    MAX_CHARACTERS,
+    Row,
+    message_row,
+    read_line,
+    read_text,
+    read_turn,
+)
+from unstale.records import Task
+
+MAX_ALONE = 8
+"""Workers with one episode each, at most. Further suspects share them."""
+_ALONE = "its only episode has ended"
+
+
+def isolate(taskset: Taskset, config: TaskConfig) -> Taskset:
+    """Return the task set with the isolation that `config` asks for.
+
+    Worker processes make the task set again from `config`.
+    Raises `ConfigError` if no other process can import the code.
+    """
+    if config.isolate == "none":
+        return taskset
+    for name, value in asdict(config).items():
+        if isinstance(value, str) and value.startswith("__main__:"):
+            raise ConfigError(
+                f"task.{name} = {value} cannot be used with task.isolate = process: worker "
+                "processes cannot import __main__. Move the code to a module"
+            )
+    return IsolatedTasks(taskset, Workers(config))
+
+
+class Workers:
+    """The worker processes of a run. Ended workers are replaced when they are needed.
+
+    Tasks whose calls ran while a worker ended are suspects: their next episodes get a worker of
+    their own, so that they end no other episode.
+    """
+
+    def __init__(self, config: TaskConfig) -> None:
+        self.on_event: Callable[..., None] = lambda kind, **_: None
+        """Called with "worker_ended" and the reason when a worker has to be ended."""
+        self._config = config
+        self._shared: list[Worker] = []
+        self._alone: list[Worker] = []
+        self._draining: list[Worker] = []
+        self._suspects: set[str] = set()
+        self._is_open = False
+
+    async def open(self) -> None:
+        """Start all workers. Raises `WorkerEnded` if they cannot make the task set."""
+        self._is_open = True
+        self._fill()
+        for worker in list(self._shared):
+            await worker.ready()
+
+    def close(self) -> None:
+        """End all workers."""
+        self._is_open = False
+        for worker in (*self._shared, *self._alone, *self._draining):
+            worker.end("the run has ended")
+
+    def assign(self, task: str) -> Worker:
+        """Return the worker for a new episode. Raises `EnvError` if none can be started."""
+        if not self._is_open:
+            raise RuntimeError("the task set is isolated: enter it before the first episode")
+        try:
+            if task in self._suspects:
+                if len(self._alone) < MAX_ALONE:
+                    self._alone.append(self._start())
+                    self._alone[-1].retired = _ALONE
+                workers = self._alone
+            else:
+                self._fill()
+                workers = self._shared
+        except OSError as error:
+            raise EnvError(f"no worker process can be started: {error}") from error
+        worker = min(workers, key=lambda each: each.num_episodes)
+        worker.num_episodes += 1
+        return worker
+
+    def _fill(self) -> None:
+        """Start the workers that are missing. Let retired ones end with their episodes."""
+        retired = [worker for worker in self._shared if worker.retired]
+        self._shared = [worker for worker in self._shared if not worker.retired]
+        self._draining += retired
+        while len(self._draining) > self._config.workers:
+            self._draining[0].end(self._draining[0].retired)
+        while len(self._shared) < self._config.workers:
+            self._shared.append(self._start())
+
+    def _start(self) -> Worker:
+        options = {"task": asdict(self._config)}
+        is_virtual = isinstance(asyncio.get_running_loop(), VirtualLoop)
+        worker_class = LockstepWorker if is_virtual else ConcurrentWorker
+        return worker_class(options, self._config.worker_memory_gb, self._on_end)
+
+    def _on_end(self, worker: Worker) -> None:
+        for workers in (self._shared, self._alone, self._draining):
+            if worker in workers:
+                workers.remove(worker)
+        self._suspects |= worker.suspects
+        if self._is_open and worker.ended != _ALONE:
+            self.on_event("worker_ended", reason=worker.ended, episodes=worker.num_episodes)
+
+
+class IsolatedTasks:
+    """A task set whose environments run in worker processes while it is entered.
+
+    The tasks are listed, and named rewards combined, by `inner` and by its copies in the workers.
+    """
+
+    def __init__(self, inner: Taskset, workers: Workers) -> None:
+        self.inner = inner
+        self.workers = workers
+        self.name = inner.name
+        self.tools = inner.tools
+        self._episodes = count()
+
+    def train(self, seed: int) -> Iterator[Task]:
+        return self.inner.train(seed)
+
+    def held_out(self, count: int) -> list[Task]:
+        return self.inner.held_out(count)
+
+    def env(self, task: Task, seed: int) -> Env:
+        episode = next(self._episodes)
+        if isinstance(self.inner, ExternalAgent):
+            return IsolatedAgent(self.workers, task, seed, episode, self.inner)
+        return IsolatedEnv(self.workers, task, seed, episode)
+
+    async def __aenter__(self) -> Self:
+        try:
+            await self.workers.open()
+        except BaseException:
+            self.workers.close()
+            raise
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.workers.close()
+
+
+class IsolatedEnv:
+    """An environment in a worker process. It starts there with its first call."""
+
+    def __init__(self, workers: Workers, task: Task, seed: int, episode: int) -> None:
+        self.replaying = False
+        self.code_name = "the environment"
+        """The user code of this environment, for messages."""
+        self._workers = workers
+        self._task = task
+        self._seed = seed
+        self._episode = episode
+        self._worker: Worker | None = None
+        self._snapshot: str | None = None
+
+    async def begin(self) -> Turn:
+        return await self._turn("begin")
+
+    async def step(self, reply: Message) -> Turn:
+        return await self._turn("step", reply=message_row(reply))
+
+    def snapshot(self) -> str | None:
+        """Return the state after the last turn; None if the environment cannot save it."""
+        return self._snapshot
+
+    async def resume(self, state: str) -> None:
+        await self._call("resume", state=state)
+
+    async def close(self) -> None:
+        """Close the environment. A worker in which it does not end is replaced."""
+        worker, self._worker = self._worker, None
+        if worker is None:
+            return
+        try:
+            if not worker.ended:
+                is_over = False
+                try:
+                    answer = await self._answer(worker, "close")
+                    is_over = not answer["busy"]
+                finally:
+                    if not is_over:
+                        worker.retired = f"{self.code_name} of {self._task.key} does not end"
+        finally:
+            worker.release()
+
+    async def _turn(self, method: str, **fields: Any) -> Turn:
+        answer = await self._call(method, **fields)
+        worker = self._worker
+        assert worker
+        try:
+            self._snapshot = None
+            if answer.get("snapshot") is not None:
+                self._snapshot = read_text(answer, "snapshot", MAX_CHARACTERS)
+            return read_turn(answer.get("turn"))
+        except ValueError as error:
+            worker.end(f"the worker of {self._task.key} sent a wrong answer: {error}")
+            raise WorkerEnded(worker.ended) from None
+
+    async def _call(self, method: str, **fields: Any) -> Row:
+        """Call a method in the worker and return its answer. Raises `EnvError`."""
+        if self._worker is None:
+            self._worker = self._workers.assign(self._task.key)
+        return await self._answer(self._worker, method, replaying=self.replaying, **fields)
+
+    async def _answer(self, worker: Worker, method: str, **fields: Any) -> Row:
+        answer = await worker.call(self._episode, method, self._task, seed=self._seed, **fields)
+        self.code_name = read_line(answer, "code")
+        blocked_s = float(answer["blocked_s"])
+        if blocked_s and (running := OCCUPANCY.current):
+            running.on_blocked(blocked_s)
+        if "error" in answer:
+            raise DescribedError(read_line(answer, "error"))
+        return answer
+
+
+class IsolatedAgent(IsolatedEnv):
+    """A run of an external agent in a worker process. It makes its calls from there."""
+
+    def __init__(
+        self, workers: Workers, task: Task, seed: int, episode: int, agents: ExternalAgent
+    ) -> None:
+        super().__init__(workers, task, seed, episode)
+        env = agents.env(task, seed)
+        self.slot = env.slot
+        self.timeout_s = env.timeout_s
+
+    async def drive(self, base_url: str, api_key: str) -> Turn:
+        """Run the agent to its end."""
+        try:
+            return await self._turn("drive", arguments=[base_url, api_key])
+        finally:
+            await self.close()

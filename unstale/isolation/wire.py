@@ -1,0 +1,107 @@
+"""Messages between a run and its worker processes, as JSON. Each is checked where it is read."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+from unstale.envs import EnvError, Message, ToolCall, Turn
+
+Row = dict[str, Any]
+
+MAX_FRAME_BYTES = 1 << 26
+"""Bytes of one message from a worker. `MAX_CHARACTERS`, escaped as JSON, are at most 50 MB."""
+MAX_CHARACTERS = 1 << 23
+"""Characters of one turn, or of one snapshot. A million tokens have about four million."""
+MAX_MESSAGES = 1 << 14
+"""Messages of one turn. Reading them takes about 50 ms."""
+MAX_ERROR = 1000
+"""Characters of an error or a name. `guard.describe` returns fewer."""
+
+
+def message_row(message: Message) -> Row:
+    calls = [[call.name, dict(call.arguments), call.error] for call in message.tool_calls]
+    return {
+        "role": message.role,
+        "content": message.content,
+        "tool_calls": calls,
+        "thoughts": message.thoughts,
+    }
+
+
+def read_message(row: Any) -> Message:
+    """Return a message. Raises ValueError for a row that is none."""
+    match row:
+        case {
+            "role": str(role),
+            "content": str(content),
+            "tool_calls": list(calls),
+            "thoughts": str(thoughts),
+        }:
+            return Message(cast(Any, role), content, tuple(map(_read_call, calls)), thoughts)
+    raise ValueError(f"no message: {str(row)[:80]}")
+
+
+def _read_call(row: Any) -> ToolCall:
+    match row:
+        case [str(name), dict(arguments), str(error)]:
+            return ToolCall(name, arguments, error)
+    raise ValueError(f"no tool call: {str(row)[:80]}")
+
+
+def turn_row(turn: Turn) -> Row:
+    """Return a turn as a row. Raises `EnvError` if it is too long to be sent."""
+    if len(turn.messages) > MAX_MESSAGES:
+        raise EnvError(
+            f"Turn.messages has {len(turn.messages):,} messages; with task.isolate = process at "
+            f"most {MAX_MESSAGES:,} are allowed"
+        )
+    check_length("Turn.messages", [message.content for message in turn.messages])
+    return {
+        "messages": [message_row(message) for message in turn.messages],
+        "done": bool(turn.done),
+        "rewards": dict(turn.rewards),
+        "reward": turn.reward,
+        "facts": dict(turn.facts),
+    }
+
+
+def read_turn(row: Any) -> Turn:
+    """Return a turn. Raises ValueError for a row that is none."""
+    match row:
+        case {
+            "messages": list(messages),
+            "done": bool(done),
+            "rewards": dict(rewards),
+            "reward": reward,
+            "facts": dict(facts),
+        }:
+            try:
+                return Turn(tuple(map(read_message, messages)), done, rewards, reward, facts)
+            except EnvError as error:
+                raise ValueError(str(error)) from None
+    raise ValueError(f"no turn: {str(row)[:80]}")
+
+
+def check_length(name: str, texts: Sequence[str]) -> None:
+    """Raise `EnvError` if the texts have more than `MAX_CHARACTERS` in sum."""
+    characters = sum(map(len, texts))
+    if characters > MAX_CHARACTERS:
+        raise EnvError(
+            f"{name} has {characters:,} characters; with task.isolate = process at most "
+            f"{MAX_CHARACTERS:,} are allowed"
+        )
+
+
+def read_text(row: Mapping[str, Any], name: str, max_length: int) -> str:
+    """Return a text of bounded length. Raises ValueError for anything else."""
+    text = row.get(name)
+    if not isinstance(text, str) or len(text) > max_length:
+        raise ValueError(f"{name} is no text of at most {max_length} characters")
+    return text
+
+
+def read_line(row: Mapping[str, Any], name: str) -> str:
+    """Return a short text without control characters. Raises ValueError for anything else."""
+    line = read_text(row, name, MAX_ERROR)
+    if not line.isprintable():
+        raise ValueError(f"{name} is not one line")
+    return line

@@ -1,0 +1,316 @@
+"""The worker process: it makes environments and answers the calls of the run.
+
+Calls of different episodes run concurrently on one event loop, those of one episode in order.
+"""
+
+import asyncio
+import ctypes
+import os
+import resource
+import signal
+import socket
+import threading
+import traceback
+from asyncio import TimerHandle
+from collections.abc import Callable
+from typing import Any, cast
+
+from unstale.config import make_task
+from unstale.durability.virtual_clock import RunLoop, VirtualLoop
+from unstale.envs import (
+    Closable,
+    EnvError,
+    HasSimulatedDelays,
+    Resumable,
+    Taskset,
+    Turn,
+    combine_rewards,
+)
+from unstale.envs.guard import (
+    OCCUPANCY,
+    EnvCaller,
+    UnjoinedThreads,
+    Watchdog,
+    Watched,
+    describe,
+    watch_tasks,
+)
+from unstale.envs.registry import build_taskset
+from unstale.isolation.wire import MAX_ERROR, Row, check_length, read_message, turn_row
+from unstale.records import Task
+from unstale.weights.child_process import Frames, frame
+
+BEAT_S = 1.0
+"""Seconds between two signs of life of the event loop."""
+_SEND_WAIT_S = 5.0
+_READ_BYTES = 1 << 16
+_MAX_NAME = 200
+_PDEATHSIG = 1
+
+
+def main(descriptor: int, options: Row) -> None:
+    """Serve the run at the other end of a socket until it closes. Never returns."""
+    _end_with(options["parent"])
+    connection = _Connection(descriptor)
+    try:
+        taskset = build_taskset(make_task(**options["task"]))
+    except ValueError as error:
+        connection.send({"op": "refused", "error": describe(error)})
+        os._exit(1)
+    loop = FollowingLoop() if options["lockstep"] else RunLoop()
+    loop.set_task_factory(cast(Any, watch_tasks))
+    loop.set_default_executor(UnjoinedThreads(thread_name_prefix="asyncio"))
+    server = Server(taskset, loop, connection.send)
+
+    def on_stuck(message: str) -> None:
+        connection.send({"op": "stuck", "error": message[:MAX_ERROR]})
+
+    try:
+        with Watchdog(on_stuck):
+            connection.send({"op": "ready"})
+            if isinstance(loop, FollowingLoop):
+                _serve_in_lockstep(server, loop, connection)
+            else:
+                _serve(server, loop, connection)
+    finally:  # an error of code outside of any call
+        traceback.print_exc()
+        os._exit(1)
+
+
+def _end_with(parent: int) -> None:
+    """End this process with its parent. Do not react to Ctrl-C, which the run handles."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: None)  # SIG_IGN would be inherited by programs
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    ctypes.CDLL(None).prctl(_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+class _Connection:
+    """The socket to the run. The watchdog's thread may send too."""
+
+    def __init__(self, descriptor: int) -> None:
+        self.socket = socket.socket(fileno=descriptor)
+        self._frames = Frames()
+        self._lock = threading.Lock()
+
+    def send(self, row: Row) -> None:
+        is_ours = self._lock.acquire(timeout=_SEND_WAIT_S)
+        try:
+            self.socket.sendall(b"".join(frame(row)))
+        except OSError:
+            os._exit(0)  # the run has ended
+        finally:
+            if is_ours:
+                self._lock.release()
+
+    def receive(self) -> list[Row]:
+        """Wait for data and return the messages that it completes. Ends the process at the end."""
+        data = self.socket.recv(_READ_BYTES)
+        if not data:
+            os._exit(0)
+        return [header for header, _ in self._frames.feed(data)]
+
+
+def _serve(server: "Server", loop: RunLoop, connection: _Connection) -> None:
+    def read() -> None:
+        for row in connection.receive():
+            server.receive(row)
+
+    def beat() -> None:
+        connection.send({"op": "beat"})
+        loop.call_later(BEAT_S, beat)
+
+    loop.add_reader(connection.socket, read)
+    loop.call_soon(beat)
+    while True:  # a thread of an environment may stop the loop
+        loop.run_forever()
+
+
+def _serve_in_lockstep(server: "Server", loop: "FollowingLoop", connection: _Connection) -> None:
+    """Do all work of each message, then report the timers that were set."""
+    while True:
+        for row in connection.receive():
+            loop.set_time(row["now"])
+            if row["op"] == "fire":
+                loop.fire(row["timer"])
+            else:
+                server.receive(row)
+            loop.run_forever()
+            connection.send({"op": "idle", "timers": loop.new_timers()})
+
+
+class FollowingLoop(VirtualLoop):
+    """An event loop whose timers and clock are those of the run's virtual event loop."""
+
+    def __init__(self) -> None:
+        self._timers: dict[int, TimerHandle] = {}
+        self._new: list[tuple[int, float]] = []
+        self._num_timers = 0
+        super().__init__()
+
+    def set_time(self, now: float) -> None:
+        self._now = now
+
+    def call_at(  # type: ignore[override]
+        self, when: float, callback: Callable[..., object], *args: Any, context: Any = None
+    ) -> TimerHandle:
+        handle = TimerHandle(when, callback, args, self, context)
+        self._timers[self._num_timers] = handle
+        self._new.append((self._num_timers, when))
+        self._num_timers += 1
+        return handle
+
+    def fire(self, timer: int) -> None:
+        """Run the callback of a timer, unless it was cancelled."""
+        handle = self._timers.pop(timer)
+        if not handle.cancelled():
+            self._ready.append(handle)  # type: ignore[attr-defined]
+
+    def new_timers(self) -> list[tuple[int, float]]:
+        """Return the number and time of each timer that was set since the last call."""
+        timers, self._new = self._new, []
+        return timers
+
+    def _jump(self, seconds: float | None) -> None:
+        """Return from `run_forever`, because nothing is ready."""
+        self.stop()
+
+
+class Call(asyncio.Task[None]):
+    """The task of one call. `canceller` is the code that cancelled it, empty for the run."""
+
+    canceller = ""
+
+    def cancel(self, msg: Any = None) -> bool:
+        if running := OCCUPANCY.current:
+            self.canceller = running.name
+        return super().cancel(msg)
+
+
+class Episode:
+    """An environment with the call that it answers."""
+
+    def __init__(self, task: Task, seed: int) -> None:
+        self.task = task
+        self.seed = seed
+        self.call: Call | None = None
+        self.blocked_s = 0.0
+        self.caller = EnvCaller(None, f"the environment of {task.key}", self.on_blocked)
+
+    def on_blocked(self, seconds: float) -> None:
+        self.blocked_s = max(self.blocked_s, seconds)
+
+
+class Server:
+    """The episodes of a worker. `send` sends a message to the run."""
+
+    def __init__(
+        self, taskset: Taskset, loop: asyncio.AbstractEventLoop, send: Callable[[Row], None]
+    ) -> None:
+        self._taskset = taskset
+        self._loop = loop
+        self._send = send
+        self._episodes: dict[int, Episode] = {}
+        self._calls: dict[int, Call] = {}
+
+    def receive(self, row: Row) -> None:
+        """Begin or cancel a call."""
+        number = row["call"]
+        if row["op"] == "cancel":
+            if call := self._calls.get(number):
+                call.cancel()
+            return
+        key = row["episode"]
+        if key not in self._episodes:
+            self._episodes[key] = Episode(Task(*row["task"]), row["seed"])
+        episode = self._episodes[key]
+        previous = episode.call
+        call = Call(self._answer(episode, previous, row), loop=self._loop)
+        episode.call = self._calls[number] = call
+        call.add_done_callback(lambda _: self._calls.pop(number))
+
+    async def _answer(self, episode: Episode, previous: Call | None, row: Row) -> None:
+        """Carry out a call and send its result, whatever the environment does."""
+        episode.blocked_s = 0.0
+        answer: Row = {"op": "answer", "call": row["call"]}
+        try:
+            if previous and not previous.done():
+                await asyncio.wait((previous,))
+            answer |= await self._perform(episode, row)
+        except BaseException as error:  # noqa: BLE001 - the run gets it
+            answer["error"] = _describe(error, episode)
+        answer |= {
+            "code": _code_name(episode.caller.env),
+            "blocked_s": episode.blocked_s,
+            "busy": episode.caller.thread.busy,
+        }
+        try:
+            self._send(answer)
+        except (TypeError, ValueError, RecursionError) as error:
+            problem = f"EnvError: its answer cannot be sent to the run as JSON: {error}"
+            self._send({**answer, "turn": None, "snapshot": None, "error": problem[:MAX_ERROR]})
+
+    async def _perform(self, episode: Episode, row: Row) -> Row:
+        method = row["method"]
+        if method == "close":
+            return await self._close(episode, row["episode"])
+        if episode.caller.env is None:
+            await self._make(episode)
+        caller = episode.caller
+        env = caller.env
+        if method == "resume":
+            if not isinstance(env, Resumable):
+                raise EnvError("it has no method resume, with which its record was made")
+            await caller(env.resume, row["state"])
+            return {}
+        if isinstance(env, HasSimulatedDelays):
+            env.replaying = row.get("replaying", False)
+        arguments = row.get("arguments", ())
+        if method == "step":
+            arguments = (read_message(row["reply"]),)
+        turn = await caller.turn(getattr(env, method), *arguments)
+        return _turn_answer(combine_rewards(self._taskset, turn), env)
+
+    async def _make(self, episode: Episode) -> None:
+        async def make() -> Any:
+            return self._taskset.env(episode.task, episode.seed)
+
+        env = await Watched(make(), episode.caller.name, episode.on_blocked)
+        name = f"{_code_name(env)} of {episode.task.key}"
+        episode.caller = EnvCaller(env, name, episode.on_blocked)
+
+    async def _close(self, episode: Episode, key: int) -> Row:
+        """Forget an episode."""
+        caller = episode.caller
+        del self._episodes[key]
+        try:
+            if isinstance(caller.env, Closable):
+                await caller(caller.env.close)
+        finally:
+            caller.thread.close()
+        return {}
+
+
+def _code_name(env: Any) -> str:
+    name = str(getattr(env, "code_name", "the environment"))[:_MAX_NAME]
+    return name if name.isprintable() else ascii(name)
+
+
+def _turn_answer(turn: Turn, env: Any) -> Row:
+    answer: Row = {"turn": turn_row(turn)}
+    if isinstance(env, Resumable) and not turn.done:
+        answer["snapshot"] = env.snapshot()
+        check_length("snapshot()", [answer["snapshot"] or ""])
+    return answer
+
+
+def _describe(error: BaseException, episode: Episode) -> str:
+    call = episode.call
+    if isinstance(error, asyncio.CancelledError) and call and call.cancelling():
+        name = call.canceller
+        own = name == episode.caller.name
+        error = EnvError("it cancelled its own task" if own else f"{name} cancelled its task")
+    error.__traceback__ = None  # it refers to the frames of the environment
+    return describe(error)
