@@ -18,8 +18,10 @@ import unstale
 from tools import options_page
 from tools.check_site import problems
 from unstale.cli.main import make_parser, parse
-from unstale.cli.recipe_options import option_names
+from unstale.cli.recipe_options import configure, option_names
 from unstale.config.options import options
+from unstale.lint import check
+from unstale.recipes import RECIPES
 
 ROOT = Path(__file__).parent.parent
 PAGES = [
@@ -152,6 +154,16 @@ def test_every_command_in_the_docs_is_accepted() -> None:
     for words in unstale_commands:
         if "--help" not in words and "--version" not in words:
             parse(words[1:])
+
+
+def test_the_linter_is_content_with_every_run_in_the_docs() -> None:
+    for page, words in commands():
+        if words[:2] not in (["unstale", "train"], ["unstale", "lint"]) or "--help" in words:
+            continue
+        chosen = parse(words[1:])
+        if chosen.recipe in RECIPES and not chosen.config:
+            verdict = check(configure(chosen))
+            assert not [*verdict.refusals, *verdict.warnings], (page, words)
 
 
 def test_every_target_of_make_in_the_docs_exists() -> None:

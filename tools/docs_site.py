@@ -22,6 +22,8 @@ MEASUREMENTS = "benchmarks/results"
 STATIC = ("docs/*.png", "docs/*.css", f"{MEASUREMENTS}/*.png")
 LINK = re.compile(r"(?<=\]\()([^)#:\s]+)(?=[)#])")
 """The target of a Markdown link inside the repository, without its anchor."""
+FILE_NAME = re.compile(r"\[(?:docs/)?[\w-]+\.md\](?=\(([^)#]+)[)#])")
+"""The text of a link that is a file's name. The site shows the page's title instead."""
 CODE_IN_TABLE = re.compile(r"(?<=`)[^`\n]*\\\|[^`\n]*(?=`)")
 """Code with `\\|`, the bar of a table in the repository. Here code needs no backslash."""
 DOCTEST = re.compile(r"(?:^>>> .*\n(?:.+(?:\n|$))*\n?)+", re.MULTILINE)
@@ -59,12 +61,18 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
             return posixpath.join(link[0], "README.md")
         return f"{link[0]}.md" if files.get_file_from_path(f"{target}.md") else link[0]
 
+    titles = dict(_titles(config.nav))
+
+    def title_of(link: re.Match[str]) -> str:
+        title = titles.get(posixpath.normpath(posixpath.join(here, link[1])))
+        return f"[*{title}*]" if title else link[0]
+
     if page.file.src_uri == "README.md":
         page.meta["hide"] = ["navigation"]  # it would have one entry
     if page.file.src_uri == f"{MEASUREMENTS}/README.md":
         markdown += "\n" + "\n".join(_measurements())
     markdown = CODE_IN_TABLE.sub(lambda code: code[0].replace("\\|", "|"), markdown)
-    return LINK.sub(page_of, markdown)
+    return LINK.sub(page_of, FILE_NAME.sub(title_of, markdown))
 
 
 class Doctests(Extension):
@@ -96,6 +104,16 @@ def _linked_sources(files: Files) -> Iterator[str]:
             target = posixpath.normpath(posixpath.join(posixpath.dirname(file.src_uri), link))
             if not files.get_file_from_path(target) and (ROOT / target).is_file():
                 yield target
+
+
+def _titles(entries: Any) -> Iterator[tuple[str, str]]:
+    """Yield each page of the navigation with its title there."""
+    for entry in entries:
+        for title, target in entry.items():
+            if isinstance(target, str):
+                yield target, title
+            else:
+                yield from _titles(target)
 
 
 def _measurements() -> Iterator[str]:
