@@ -159,6 +159,27 @@ def test_ranks_learn_what_one_process_learns(count: int, variant: str, folder: P
     assert one.metrics[-1]["trainer/microbatches"] > 3
 
 
+def learn_in_context_groups(peers: Peers, folder: Path) -> Outcome:
+    return learn(Peers.of_group(context=2), folder, BASE)
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_ranks_that_divide_each_pass_learn_what_one_process_learns(
+    count: int, folder: Path
+) -> None:
+    """4 ranks are two groups of two. Old log-probabilities stay exact, bit for bit."""
+    (alone,) = outcomes(folder, 0)
+    one = alone["plain"]
+    for other in run_ranks(count, learn_in_context_groups, folder):
+        error = max((one.weights[n] - t).abs().max().item() for n, t in other.weights.items())
+        assert error <= 1e-6 and all(other.exact)
+        for name in ("trainer/grad_norm", "objective/loss", "correction/kept_share"):
+            values = [[row[name] for row in each.metrics] for each in (one, other)]
+            assert values[1] == pytest.approx(values[0], rel=1e-5, abs=1e-6)
+        for name in ("trainer/action_tokens", "trainer/forward_tokens", "trainer/microbatches"):
+            assert one.metrics[-1][name] == other.metrics[-1][name]
+
+
 def gradient(peers: Peers, folder: Path) -> Tensor:
     policy = Policy.load(folder, peers=peers)
     trainer, _ = build_trainer(SMALL, policy, build_scorer(SMALL, policy))

@@ -58,12 +58,18 @@ def packed_attention(
     window = options.get("sliding_window")
     if window is not None and all(s.depth + s.end - s.start <= window for s in run.segments):
         window = None
-    on_cpu = query.device.type == "cpu" and query.shape[-1] == value.shape[-1]
-    if window is None and on_cpu and _flash():
-        out = attend_by_block(query, key, value, run.segments, scale)
-    else:
-        out = attend_by_segment(query, key, value, run, scale, window)
-    return out.transpose(1, 2).contiguous(), None
+
+    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        on_cpu = query.device.type == "cpu" and query.shape[-1] == value.shape[-1]
+        if window is None and on_cpu and _flash():
+            out = attend_by_block(query, key, value, run.segments, scale)
+        else:
+            out = attend_by_segment(query, key, value, run, scale, window)
+        return out.transpose(1, 2).contiguous()
+
+    if run.context:
+        return run.context.exchange(attend, query, key, value), None
+    return attend(query, key, value), None
 
 
 def packed_mask(**options: Any) -> Tensor | None:

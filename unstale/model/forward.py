@@ -48,12 +48,14 @@ def run_model(body: Callable[..., Any], run: PrefixTree, rows: Tensor, plain_hea
     """Run the model on packed sequences. Return the final hidden states `[rows, H]` of some tokens.
 
     If the model's head is more than one linear map (`plain_head` False), return logits `[rows, V]`.
+    If the tree has a context group, `rows` are places in this rank's slice of the tokens.
     """
+    tokens = run.context.slice_of(len(run.tokens)) if run.context else slice(None)
     token = running.set(run)
     try:
         out = body(
-            input_ids=run.tokens[None].to(rows.device),
-            position_ids=run.positions[None].to(rows.device),
+            input_ids=run.tokens[None, tokens].to(rows.device),
+            position_ids=run.positions[None, tokens].to(rows.device),
             use_cache=False,
         )
         return (out.last_hidden_state if plain_head else out.logits)[0, rows]

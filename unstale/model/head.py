@@ -44,6 +44,11 @@ class LogpQuery:
     sample: Tensor | None = None
     """Rows `[R]` bool whose entropy is computed without a gradient, for a metric."""
 
+    def at(self, rows: Tensor) -> "LogpQuery":
+        """Return the same query for some of the rows, given by their positions `[r]`."""
+        sample = None if self.sample is None else self.sample[rows]
+        return LogpQuery(self.targets[rows], self.temperature, self.with_entropy, sample)
+
 
 def query_head(head: nn.Module, rows: Tensor, query: LogpQuery) -> tuple[Tensor, Tensor]:
     """Return log-probabilities and entropies `[R]`. An entropy that is not computed is 0."""

@@ -12,6 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from unstale.config import ConfigError
+from unstale.model.context import ContextGroup
+from unstale.model.prefix_tree import ROUND
+
 T = TypeVar("T")
 
 
@@ -24,29 +28,54 @@ class Peers:
 
     rank: int = 0
     count: int = 1
+    context: ContextGroup | None = None
+    """The ranks that run each pass together with this one. None if every rank runs its passes."""
 
     @classmethod
-    def of_group(cls) -> "Peers":
-        """Return the ranks of the process group that this process has joined."""
-        return cls(dist.get_rank(), dist.get_world_size())
+    def of_group(cls, *, context: int = 1) -> "Peers":
+        """Return the ranks of the process group that this process has joined.
+
+        `context` is the number of ranks that run a pass together. ConfigError unless it divides
+        the number of ranks and `ROUND`.
+        """
+        rank, count = dist.get_rank(), dist.get_world_size()
+        if context < 1 or count % context or ROUND % context:
+            raise ConfigError(
+                f"cluster.context must divide the {count} trainer ranks and {ROUND}, got {context}"
+            )
+        if context == 1:
+            return cls(rank, count)
+        groups = [
+            dist.new_group(list(range(first, first + context)))
+            for first in range(0, count, context)
+        ]
+        return cls(rank, count, ContextGroup.of(groups[rank // context]))
+
+    @property
+    def reports(self) -> bool:
+        """Whether the values of this rank's passes count. One rank of a context group reports."""
+        return self.context is None or self.context.rank == 0
 
     def deal(self, costs: Sequence[int]) -> list[tuple[int, bool]]:
         """Return the passes that this rank runs: their positions in `costs`, and which count.
 
         All ranks run equally many passes, because each pass exchanges weights. Every pass counts on
-        one rank. A rank with too few runs the cheapest one again, and its result must not count.
+        one rank, or on all ranks of one context group. A rank with too few runs the cheapest one
+        again, and its result must not count.
 
         >>> Peers(0, 2).deal([5, 9, 1]), Peers(1, 2).deal([5, 9, 1])
         ([(1, True), (2, False)], [(0, True), (2, True)])
         """
         if self.count == 1:
             return [(i, True) for i in range(len(costs))]
-        rounds = -(-len(costs) // self.count)
-        dealt: list[list[int]] = [[] for _ in range(self.count)]
+        size = self.context.size if self.context else 1
+        groups = self.count // size
+        rounds = -(-len(costs) // groups)
+        dealt: list[list[int]] = [[] for _ in range(groups)]
         for i in sorted(range(len(costs)), key=lambda i: -costs[i]):
-            open_ranks = [rank for rank in dealt if len(rank) < rounds]
-            min(open_ranks, key=lambda rank: sum(costs[k] for k in rank)).append(i)
-        mine = sorted(dealt[self.rank])
+            open_groups = [group for group in dealt if len(group) < rounds]
+            min(open_groups, key=lambda group: sum(costs[k] for k in group)).append(i)
+        mine = sorted(dealt[self.rank // size])
         cheapest = min(range(len(costs)), key=lambda i: costs[i], default=0)
         return [(i, True) for i in mine] + [(cheapest, False)] * (rounds - len(mine))
 

@@ -8,6 +8,7 @@ import copy
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, Self, cast
 
@@ -403,6 +404,7 @@ class Policy:
         """Run one pass. Return what `query` asks for at some tokens of the tree."""
         rows = rows.to(self.device)
         if self._is_sharded:
+            run = replace(run, context=self.peers.context)
             answer = sharding.run_pass(self.model, run, rows, query)
             if not torch.is_grad_enabled():
                 sharding.release(self.model)
@@ -435,7 +437,7 @@ class Policy:
                 packed, index = cut(batch.tokens, [spans[i] for i in passes[number]])
                 run = self.prefix_tree(packed)
                 values = self.logps(run, temperature=temperature, where=where[index])
-                if counts:
+                if counts and self.peers.reports:
                     logp[index] = values.cpu()
                     forwarded += run.num_tokens
         total = int(self.peers.sum(torch.tensor(forwarded)))

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from unstale.model.context import ContextGroup
+
 MIN_SHARED = 16
 """Shortest prefix that is shared. Sharing fewer tokens takes longer than computing them twice."""
 
@@ -71,6 +73,8 @@ class PrefixTree:
     """The number of tokens without padding."""
     masks: dict[tuple[int, int, int | None], Tensor] = field(default_factory=dict, compare=False)
     """Attention masks that the layers share, by `(queries, depth, window)`."""
+    context: ContextGroup | None = None
+    """The ranks that divide the tokens of the pass among them. None runs all tokens here."""
 
     def mask(self, queries: int, depth: int, window: int | None, device: torch.device) -> Tensor:
         """Return the keys to which each query attends: `[queries, depth + queries]` bool."""

@@ -159,17 +159,37 @@ def _units(model: nn.Module) -> Sequence[FSDPModule]:
 def _packed_pass(
     model: Any, run: PrefixTree, rows: Tensor, query: LogpQuery
 ) -> tuple[Tensor, Tensor]:
-    hidden = run_model(model.base_model, run, rows, True)
-    # Called as a module: that is when its parameters are gathered.
-    return model.get_output_embeddings()(hidden, query)
+    def answer(rows: Tensor, query: LogpQuery) -> tuple[Tensor, Tensor]:
+        hidden = run_model(model.base_model, run, rows, True)
+        # Called as a module: that is when its parameters are gathered.
+        logp, entropy = model.get_output_embeddings()(hidden, query)
+        return logp, entropy
+
+    return _ask_ranks(run, rows, query, answer)
 
 
 def _packed_logits(
     model: Any, run: PrefixTree, rows: Tensor, query: LogpQuery
 ) -> tuple[Tensor, Tensor]:
     body: Callable[..., Any] = type(model).forward.__get__(model)
-    logp, entropy = query_head(nn.Identity(), run_model(body, run, rows, False), query)
-    return logp.clone(), entropy.clone()
+
+    def answer(rows: Tensor, query: LogpQuery) -> tuple[Tensor, Tensor]:
+        logp, entropy = query_head(nn.Identity(), run_model(body, run, rows, False), query)
+        return logp.clone(), entropy.clone()
+
+    return _ask_ranks(run, rows, query, answer)
+
+
+def _ask_ranks(
+    run: PrefixTree, rows: Tensor, query: LogpQuery, answer: Callable[..., tuple[Tensor, Tensor]]
+) -> tuple[Tensor, Tensor]:
+    """Return `answer` to a query. The ranks of a context group each answer for their tokens."""
+    context = run.context
+    if context is None:
+        return answer(rows, query)
+    here, places = context.mine(rows, len(run.tokens))
+    logp, entropy = answer(places, query.at(here))
+    return context.assemble(logp, here, len(rows)), context.assemble(entropy, here, len(rows))
 
 
 def _query_or_logits(head: Any, rows: Tensor, query: LogpQuery | None = None) -> Any:

@@ -245,7 +245,8 @@ class LocalTrainer:
             self._passes.microbatches += 1
             self._passes.sequence_tokens += len(microbatch.tokens)
         self._passes = metrics
-        metrics.add_passes(self._peers.gather(passes))
+        reports = self._peers.gather(passes if self._peers.reports else None)
+        metrics.add_passes([passes for passes in reports if passes is not None])
         metrics.update_s += time.perf_counter() - began
 
     def step(self) -> None:

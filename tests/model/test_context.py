@@ -1,0 +1,167 @@
+"""Test passes that several ranks run together, each on a slice of the tokens (Ulysses).
+
+Log-probabilities and gradients equal those of one process. What cannot be divided is refused.
+"""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tests.support.ranks import run_ranks
+from unstale.config import ConfigError
+from unstale.model.context import ContextGroup
+from unstale.model.forward import ForwardOptions, run_model
+from unstale.model.head import token_logps
+from unstale.model.peers import Peers
+from unstale.model.policy import Policy
+from unstale.model.prefix_tree import PrefixTree
+from unstale.records import Batch, collate
+from unstale.testing import episode, tiny_policy
+
+LOGP_ERROR = 1e-6
+GRADIENT_ERROR = 1e-6
+
+
+def siblings() -> Batch:
+    """Return a long sequence, and three that share a prefix and are not as long as a slice."""
+    short = [episode(1, [64, (30 + i, 0)]) for i in range(3)]
+    return collate([episode(7, [600, (400, 0)]), *short])
+
+
+def run_pass(policy: Policy, run: PrefixTree, index: Tensor) -> Tensor:
+    """Return the log-probabilities of the packed tokens at `index`, by the ranks of the tree."""
+    assert run.context
+    here, places = run.context.mine(run.place[index - 1], len(run.tokens))
+    hidden = run_model(policy.model.base_model, run, places, True)
+    targets = run.tokens[run.place[index]][here]
+    head = policy.model.get_output_embeddings()
+    logp, _ = token_logps(head, hidden, targets, temperature=0.7, with_entropy=False)
+    return run.context.assemble(logp, here, len(index))
+
+
+def gradients_of(policy: Policy) -> dict[str, Tensor]:
+    return {
+        name: parameter.grad.clone()
+        for name, parameter in policy.model.named_parameters()
+        if parameter.grad is not None
+    }
+
+
+def compare_with_one_process(peers: Peers, checkpointing: bool) -> tuple[float, float, int]:
+    """Return the largest error of a log-probability, the largest relative error of the gradient
+    of a weight matrix (by its norm), and the number of tokens of this rank."""
+    assert dist.group.WORLD
+    policy = tiny_policy(seed=5)
+    if checkpointing:
+        policy.set_forward_options(ForwardOptions(gradient_checkpointing=True))
+    batch = siblings()
+    run = policy.prefix_tree(batch)
+    index = (run.follows & batch.sampled).nonzero().squeeze(1)
+    weights = torch.linspace(-1, 1, len(index))
+    expected = policy.logps(run, temperature=0.7, where=batch.sampled)[index]
+    (expected * weights).sum().backward()
+    alone = gradients_of(policy)
+    policy.model.zero_grad()
+
+    group = ContextGroup.of(dist.group.WORLD)
+    found = run_pass(policy, replace(run, context=group), index)
+    (found * weights).sum().backward()
+    together = gradients_of(policy)
+    worst = 0.0
+    for name, gradient in together.items():
+        difference = (peers.sum(gradient) - alone[name]).norm() / alone[name].norm()
+        worst = max(worst, float(difference))
+    assert together.keys() == alone.keys()
+    tokens = group.slice_of(len(run.tokens))
+    return float((found - expected).detach().abs().max()), worst, tokens.stop - tokens.start
+
+
+@pytest.mark.parametrize(("ranks", "checkpointing"), [(2, False), (2, True), (4, False)])
+def test_a_divided_pass_equals_that_of_one_process(ranks: int, checkpointing: bool) -> None:
+    """With 4 ranks and 2 key-value heads, each key-value head is on two ranks."""
+    found = run_ranks(ranks, compare_with_one_process, checkpointing)
+    tokens = len(tiny_policy().prefix_tree(siblings()).tokens)
+    for logp_error, gradient_error, num_tokens in found:
+        assert logp_error < LOGP_ERROR and gradient_error < GRADIENT_ERROR
+        assert num_tokens == tokens // ranks
+
+
+def no_rows(peers: Peers) -> int:
+    """Ask for tokens of the first slice only. Return the rows of this rank."""
+    assert dist.group.WORLD
+    policy = tiny_policy(seed=5)
+    run = replace(policy.prefix_tree(siblings()), context=ContextGroup.of(dist.group.WORLD))
+    index = torch.arange(1, 40)
+    run_pass(policy, run, index).sum().backward()
+    assert run.context
+    return len(run.context.mine(run.place[index - 1], len(run.tokens))[0])
+
+
+def test_a_rank_without_a_wanted_token_takes_part() -> None:
+    assert run_ranks(2, no_rows) == [39, 0]
+
+
+def refusals(peers: Peers) -> list[str]:
+    """Return the errors for slices and heads that cannot be divided among the ranks."""
+    assert dist.group.WORLD
+    group = ContextGroup.of(dist.group.WORLD)
+    said = []
+    with pytest.raises(ConfigError) as uneven:
+        Peers.of_group(context=2)
+    said.append(str(uneven.value))
+    with pytest.raises(ValueError, match="divided") as error:
+        group.slice_of(peers.count * 10 + 1)
+    said.append(str(error.value))
+    for heads, key_heads in ((4, 2), (6, 2)):
+        query, keys = torch.zeros(1, heads, 4, 8), torch.zeros(1, key_heads, 4, 8)
+        with pytest.raises(ConfigError) as refused:
+            group.exchange(lambda query, key, value: query, query, keys, keys)
+        said.append(str(refused.value))
+    return said
+
+
+def test_what_cannot_be_divided_is_refused() -> None:
+    assert run_ranks(3, refusals)[0] == [
+        "cluster.context must divide the 3 trainer ranks and 32, got 2",
+        "31 tokens cannot be divided among 3 ranks",
+        "cluster.context must divide the 4 attention heads, got 3",
+        "cluster.context must divide the 2 key-value heads, or be a multiple of them; got 3",
+    ]
+
+
+def saved_bytes(policy: Policy, run: PrefixTree) -> int:
+    """Return the bytes that a forward pass of the layers keeps for the backward pass."""
+    seen: dict[int, int] = {}
+    weights = {parameter.untyped_storage().data_ptr() for parameter in policy.model.parameters()}
+
+    def count(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            seen[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
+        kept.append(run_model(policy.model.base_model, run, torch.tensor([0]), True))
+    return sum(seen.values())
+
+
+def test_a_long_context_keeps_the_layers_inputs_only() -> None:
+    """Each further token adds one hidden state per layer, and less than 4 for the final norm.
+
+    So 131,072 tokens of Qwen3-4B (36 layers of width 2560 in bfloat16) keep 24 GB, divided by the
+    ranks of the context group.
+    """
+    policy = tiny_policy()
+    policy.set_forward_options(ForwardOptions(gradient_checkpointing=True))
+    config = policy.model.config
+    sizes = []
+    for tokens in (1024, 4096):
+        tree = policy.prefix_tree(collate([episode(1, [tokens - 1, (1, 0)])]))
+        sizes.append(saved_bytes(policy, tree))
+    per_token = (sizes[1] - sizes[0]) / 3072
+    inputs = 4 * config.num_hidden_layers * config.hidden_size
+    assert inputs <= per_token <= inputs + 4 * (3 * config.hidden_size + 4)

@@ -1,0 +1,129 @@
+"""Divide one forward pass among ranks by its tokens (DeepSpeed-Ulysses, arXiv 2309.14509).
+
+Each rank of a context group runs the layers on an equal slice of the tokens. Around attention the
+ranks exchange slices for heads: there each rank has all tokens of some of the heads. So the memory
+of activations is divided by the number of ranks, and attention is computed as in one process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed._functional_collectives import all_to_all_single_autograd
+
+from unstale.config import ConfigError
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+@dataclass(frozen=True, slots=True)
+class ContextGroup:
+    """The ranks that run a pass together, as one of them sees the others."""
+
+    group: ProcessGroup
+    rank: int
+    """The position of this rank in the group."""
+    size: int
+
+    @classmethod
+    def of(cls, group: ProcessGroup) -> ContextGroup:
+        return cls(group, dist.get_rank(group), dist.get_world_size(group))
+
+    def slice_of(self, num_tokens: int) -> slice:
+        """Return the tokens that this rank runs. ValueError if they cannot be divided evenly."""
+        length, rest = divmod(num_tokens, self.size)
+        if rest:
+            raise ValueError(f"{num_tokens} tokens cannot be divided among {self.size} ranks")
+        return slice(self.rank * length, (self.rank + 1) * length)
+
+    def mine(self, rows: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
+        """Return which of `rows` `[R]` are in this rank's slice, and their places in the slice.
+
+        Both are `[r]`: positions in `rows`, and indices into the hidden states of the slice.
+        """
+        tokens = self.slice_of(num_tokens)
+        here = ((rows >= tokens.start) & (rows < tokens.stop)).nonzero().squeeze(1)
+        return here, rows[here] - tokens.start
+
+    def assemble(self, values: Tensor, here: Tensor, count: int) -> Tensor:
+        """Return the values `[count]` of all ranks, from those `[r]` of this rank at `here`.
+
+        The gradient of each value goes to the rank that computed it. All ranks compute the same
+        loss from the result, so the sum of their gradients is that of one process.
+        """
+        whole: Tensor = _Assemble.apply(values, here, count, self.group)
+        return whole
+
+    def exchange(
+        self, attend: Callable[[Tensor, Tensor, Tensor], Tensor], query: Tensor, *keys: Tensor
+    ) -> Tensor:
+        """Call `attend` on all tokens of this rank's share of the heads.
+
+        `query`, and the key and value in `keys`, are `[1, heads, n, width]` of this rank's slice.
+        `attend` returns `[1, N, heads, width]` for its `N = size * n` tokens, and the result is
+        `[1, n, heads, width]`. ConfigError if the heads cannot be divided among the ranks.
+        """
+        heads = query.shape[1]
+        if heads % self.size:
+            raise ConfigError(
+                f"cluster.context must divide the {heads} attention heads, got {self.size}"
+            )
+        key, value = (self._divisible(each) for each in keys)
+        out = attend(*(self._to_heads(each) for each in (query, key, value)))
+        return self._to_tokens(out)
+
+    def _divisible(self, keys: Tensor) -> Tensor:
+        """Repeat key or value heads, if they are fewer than the ranks."""
+        heads = keys.shape[1]
+        if heads % self.size == 0:
+            return keys
+        if self.size % heads:
+            raise ConfigError(
+                f"cluster.context must divide the {heads} key-value heads, or be a multiple of "
+                f"them; got {self.size}"
+            )
+        return keys.repeat_interleave(self.size // heads, 1)
+
+    def _to_heads(self, tensor: Tensor) -> Tensor:
+        """Give all heads `[1, h, n, d]` of a slice for a share `[1, h / size, N, d]` of all."""
+        batch, heads, length, width = tensor.shape
+        divided = tensor.view(batch, self.size, heads // self.size, length, width)
+        swapped = self._swap(divided.permute(1, 0, 2, 3, 4))
+        return swapped.permute(1, 2, 0, 3, 4).flatten(2, 3)
+
+    def _to_tokens(self, tensor: Tensor) -> Tensor:
+        """Give a share `[1, N, h / size, d]` of the heads for all heads `[1, n, h, d]`."""
+        batch, length, heads, width = tensor.shape
+        divided = tensor.view(batch, self.size, length // self.size, heads, width)
+        swapped = self._swap(divided.permute(1, 0, 2, 3, 4))
+        return swapped.permute(1, 2, 0, 3, 4).flatten(2, 3)
+
+    def _swap(self, tensor: Tensor) -> Tensor:
+        """Send part `i` `[size, ...]` to rank `i`. Return the parts that the ranks sent here."""
+        flat = tensor.contiguous().flatten()
+        sizes = [flat.numel() // self.size] * self.size
+        received = all_to_all_single_autograd(flat, sizes, sizes, self.group)
+        return received.view(tensor.shape)
+
+
+class _Assemble(torch.autograd.Function):
+    """The sum over the ranks of their values, each at its place. See `ContextGroup.assemble`."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, here: Tensor, count: int, group: ProcessGroup) -> Tensor:
+        ctx.save_for_backward(here)
+        whole = values.new_zeros(count)
+        whole[here] = values
+        dist.all_reduce(whole, group=group)
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (here,) = ctx.saved_tensors
+        return grad[here], None, None, None
