@@ -24,6 +24,7 @@ from unstale.config import (
     TrainerConfig,
 )
 from unstale.config.routes import routes
+from unstale.durability.checkpoint import CheckpointError, Checkpoints, Progress, Stateful
 from unstale.model.lora import Lora
 from unstale.model.peers import ALONE, Peers
 from unstale.model.policy import Policy
@@ -235,3 +236,105 @@ def check(peers: Peers, folder: Path, config: OldLogpsConfig, lora: Lora | None 
 def test_every_route_keeps_its_contract_on_two_ranks(tmp_path: Path) -> None:
     tiny_policy().save(tmp_path)
     run_ranks(2, check_routes, tmp_path)
+
+
+def components(
+    peers: Peers, folder: Path, config: RunConfig
+) -> tuple[LocalTrainer, Mapping[str, Stateful]]:
+    policy = Policy.load(
+        folder,
+        dtype=config.trainer.dtype,
+        lora=LORA if config.trainer.lora_rank else None,
+        peers=peers,
+    )
+    trainer, auditor = build_trainer(config, policy, build_scorer(config, policy))
+    return trainer, {"trainer": trainer, "old": trainer.old, "auditor": auditor}
+
+
+def numbers(trainer: LocalTrainer) -> list[Tensor]:
+    """Return weights and optimizer state as wholes, and old log-probabilities of two versions."""
+    optimizer = trainer.state()["optimizer"]["state"]
+    state = [gather_whole(value) for each in optimizer.values() for value in each.values()]
+    old_logp, _ = trainer.old.logps(batch_of(2), torch.empty(0))
+    return [*(t.clone() for _, t in trainer.policy.whole_weights()), *state, old_logp]
+
+
+def save(peers: Peers, folder: Path, run: Path, config: RunConfig) -> tuple[str, list[Tensor]]:
+    trainer, parts = components(peers, folder, config)
+    for step in range(3):
+        trainer.policy.version = step
+        for part in (trainer.old, parts["auditor"]):
+            part.published(range(step + 1))
+        if step < 2:
+            for minibatch in trainer.prepare(batch_of(step)):
+                trainer.backward(minibatch)
+                trainer.step()
+    checkpoints = Checkpoints(run, parts, peers=peers)
+    name = checkpoints.save(Progress(2, {"x": 1.5}), trainer.policy)
+    return name, numbers(trainer)
+
+
+def load(
+    peers: Peers, folder: Path, run: Path, name: str, config: RunConfig
+) -> tuple[list[Tensor], dict[str, Tensor]]:
+    trainer, parts = components(peers, folder, config)
+    checkpoints = Checkpoints(run, parts, peers=peers)
+    checkpoints.restore(checkpoints.load(name))
+    assert trainer.steps == 2 and trainer.version == 2
+    return numbers(trainer), checkpoints.weights(2)
+
+
+SAVED = {
+    "float32": replace(BASE, audit=AuditConfig(share=1.0)),
+    "bfloat16": replace(VARIANTS["bfloat16"], old_logps=OldLogpsConfig(route="ewma_prox")),
+    "lora": VARIANTS["lora"],
+}
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (2, 2), (2, 3), (1, 2)])
+def test_a_checkpoint_of_some_ranks_is_read_by_others(
+    before: int, after: int, folder: Path, tmp_path: Path
+) -> None:
+    for kind, config in SAVED.items():
+        run = tmp_path / kind
+        name, saved = run_ranks(before, save, folder, run, config)[0]
+        for loaded, weights in run_ranks(after, load, folder, run, name, config):
+            assert all(torch.equal(*pair) for pair in zip(saved, loaded, strict=True))
+            assert all(torch.equal(*pair) for pair in zip(weights.values(), loaded, strict=False))
+
+
+def save_new(peers: Peers, folder: Path, run: Path) -> str:
+    trainer, parts = components(peers, folder, SMALL)
+    return Checkpoints(run, parts, peers=peers).save(Progress(), trainer.policy)
+
+
+def load_new(peers: Peers, folder: Path, run: Path, name: str) -> bool:
+    trainer, parts = components(peers, folder, SMALL)
+    checkpoints = Checkpoints(run, parts, peers=peers)
+    checkpoints.restore(checkpoints.load(name))
+    trainer.old.published([0])
+    minibatches = trainer.prepare(batch_of(0))
+    return bool(minibatches[0].old_logp.isfinite().all())
+
+
+def test_a_checkpoint_before_the_first_step_is_read_by_others(folder: Path, tmp_path: Path) -> None:
+    name = run_ranks(2, save_new, folder, tmp_path)[0]
+    assert all(run_ranks(3, load_new, folder, tmp_path, name))
+
+
+def refused(peers: Peers, folder: Path, run: Path, name: str) -> str:
+    _, parts = components(peers, folder, SMALL)
+    with pytest.raises(CheckpointError) as caught:
+        Checkpoints(run, parts, peers=peers).load(name)
+    return str(caught.value)
+
+
+def test_a_damaged_part_of_one_rank_is_refused_by_all(folder: Path, tmp_path: Path) -> None:
+    name, _ = run_ranks(2, save, folder, tmp_path, SMALL)[0]
+    files = sorted((tmp_path / "checkpoints" / name / "trainer").iterdir())
+    assert len(files) == 2
+    content = bytearray(files[1].read_bytes())
+    content[-1] ^= 1
+    files[1].write_bytes(content)
+    for message in run_ranks(2, refused, folder, tmp_path, name):
+        assert f"trainer/{files[1].name} was changed after it was written" in message

@@ -13,7 +13,8 @@ read back and compared before it is renamed.
 
 import re
 import shutil
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -27,11 +28,19 @@ from unstale.durability.checkpoint_files import (
     Progress,
     flush_to_disk,
     read_checkpoint,
+    read_manifest,
     read_policy,
     subtract,
     wrap_file_errors,
     write_checkpoint,
 )
+from unstale.durability.checkpoint_shards import (
+    is_divided,
+    read_parts,
+    read_whole_policy,
+    write_parts,
+)
+from unstale.model.peers import ALONE, Peers
 from unstale.weights.codec import advance, checksum, file_parts, loads, whole
 from unstale.weights.publish import VersionedWeights
 from unstale.weights.store import Delta
@@ -70,15 +79,19 @@ class Checkpoints:
     """Writes and reads the checkpoints and versions of a run folder.
 
     `parts` are the components to save, by name. `keep` is the number of checkpoints that `prune`
-    keeps. Call `snapshot` and `write_version` in the trainer's thread. `write` and `weights` may
-    run in other threads, with one `write` at a time.
+    keeps. If the components are divided among `peers`, all ranks call `snapshot`, `write`, `load`
+    and `restore` together. Call `snapshot` and `write_version` in the trainer's thread. `write` and
+    `weights` may run in other threads, with one `write` at a time.
     """
 
-    def __init__(self, run: Path, parts: Mapping[str, Stateful], *, keep: int = 2) -> None:
+    def __init__(
+        self, run: Path, parts: Mapping[str, Stateful], *, keep: int = 2, peers: Peers = ALONE
+    ) -> None:
         self._folder = run / CHECKPOINTS
         self._versions = run / VERSIONS
         self._parts = parts
         self._keep = keep
+        self._peers = peers
 
     def snapshot(self, progress: Progress, source: VersionedWeights) -> Checkpoint:
         """Collect the state of the run for a checkpoint.
@@ -99,15 +112,29 @@ class Checkpoints:
         name = f"step{checkpoint.progress.step:06d}-version{checkpoint.version:06d}"
         final = self._folder / name
         partial = self._folder / f"{name}.part"
-        for stale in (partial, final):  # a crash left it before the journal recorded it
-            shutil.rmtree(stale, ignore_errors=True)
         with wrap_file_errors(partial, "written"):
-            (partial / TRAINER).mkdir(parents=True)
-            flush_to_disk(self._folder.parent)
-            write_checkpoint(checkpoint, partial)
-            partial.rename(final)
-            flush_to_disk(self._folder)
+            with self._first_rank() as is_first:
+                # A crash may have left them before the journal recorded the checkpoint.
+                for stale in (partial, final) if is_first else ():
+                    shutil.rmtree(stale, ignore_errors=True)
+                if is_first:
+                    (partial / TRAINER).mkdir(parents=True)
+                    flush_to_disk(self._folder.parent)
+            if self._peers.count > 1:
+                write_parts(checkpoint, partial, self._peers)
+            else:
+                write_checkpoint(checkpoint, partial)
+            with self._first_rank() as is_first:
+                if is_first:
+                    partial.rename(final)
+                    flush_to_disk(self._folder)
         return name
+
+    @contextmanager
+    def _first_rank(self) -> Iterator[bool]:
+        """Yield True on the first rank. The others continue when it has left the block."""
+        with self._peers.fail_together((OSError,)):
+            yield self._peers.rank == 0
 
     def restore(self, checkpoint: Checkpoint) -> None:
         """Restore every component from a checkpoint."""
@@ -121,7 +148,14 @@ class Checkpoints:
 
     def load(self, name: str) -> Checkpoint:
         """Read a checkpoint. Raises `CheckpointError` unless it is complete and unchanged."""
-        return read_checkpoint(self._folder / name)
+        folder = self._folder / name
+        with wrap_file_errors(folder):
+            body = read_manifest(folder)
+            if self._peers.count == 1 and not is_divided(body):
+                return read_checkpoint(folder)
+            trainer = self._parts.get(TRAINER)
+            layout = trainer.state()["weights"] if trainer else {}
+            return read_parts(folder, body, layout, self._peers)
 
     def prune(self, known: Collection[str] | None = None) -> None:
         """Remove all but the newest checkpoints, and the versions that no kept checkpoint needs.
@@ -175,7 +209,9 @@ class Checkpoints:
         if not older:
             raise LookupError(f"version {version} is older than every checkpoint on disk")
         current, folder = max(older)
-        weights = read_policy(folder)
+        with wrap_file_errors(folder):
+            body = read_manifest(folder)
+            weights = read_whole_policy(folder, body) if is_divided(body) else read_policy(folder)
         for number, path in self._list_versions():
             if not current < number <= version:
                 continue

@@ -11,7 +11,7 @@ import math
 import os
 import warnings
 import zlib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,6 +29,7 @@ from torch.distributed.checkpoint.hf_storage import (
 from torch.distributed.checkpoint.state_dict_loader import load as load_sharded
 from torch.distributed.checkpoint.state_dict_saver import save as save_sharded
 
+from unstale.model.sharding import is_sharded
 from unstale.weights.codec import Encoded, apply, encode, file_of, words
 
 FORMAT = 3
@@ -38,9 +39,9 @@ TRAINER = "trainer"
 """Name of the component whose state grows with the model. It is stored in torch's distributed
 format, which a run with another number of shards can read.
 """
-_WEIGHTS = f"/{TRAINER}/weights/"
+WEIGHTS_PREFIX = f"/{TRAINER}/weights/"
 """Start of the names of the trainer's weights, of which forward weights are a cast."""
-_POLICY = "/policy/"
+POLICY_PREFIX = "/policy/"
 """Start of the names of forward weights that are no cast of the trainer's."""
 
 MIN_FILE_BYTES = 32 << 20
@@ -118,32 +119,49 @@ def write_checkpoint(checkpoint: Checkpoint, folder: Path) -> None:
     sharded = {key: value for key, value in tensors.items() if key.startswith(f"/{TRAINER}/")}
     dtypes = {}
     for name, weight in checkpoint.policy.items():
-        dtypes[name] = _dtype_name(weight) if _is_cast(sharded, name, weight) else ""
+        dtypes[name] = name_dtype(weight) if is_cast(sharded, name, weight) else ""
         if not dtypes[name]:
-            tensors[_POLICY + name] = weight.detach().cpu().contiguous()
+            tensors[POLICY_PREFIX + name] = weight.detach().cpu().contiguous()
     if sharded:
         writer = HuggingFaceStorageWriter(str(folder / TRAINER), _divide(sharded))
-        with _single_process():
+        with plain_errors():
             save_sharded(dict(sharded), storage_writer=writer, no_dist=True)
-    with (folder / STATE).open("wb") as file:
-        file.writelines(file_of({k: v for k, v in tensors.items() if k not in sharded}))
-    files = _list_files(folder)
+    write_tensors(folder / STATE, {k: v for k, v in tensors.items() if k not in sharded})
+    shapes = dtypes_and_shapes(sharded)
+    write_manifest(checkpoint, folder, {"states": states, "policy": dtypes, "shapes": shapes})
+    if not read_back(list_files(folder).values(), tensors):
+        raise CheckpointError(
+            f"{folder} reads back differently than it was written: check the disk"
+        )
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    with path.open("wb") as file:
+        file.writelines(file_of(tensors))
+
+
+def state_file(rank: int) -> str:
+    """Return the name of the file with a rank's tensors, other than the trainer's."""
+    return f"{STATE.removesuffix('.safetensors')}-{rank:05d}.safetensors" if rank else STATE
+
+
+def write_manifest(checkpoint: Checkpoint, folder: Path, content: Mapping[str, Any]) -> None:
+    """Write the manifest of all files in a folder, flush them to disk, and read it back."""
+    files = list_files(folder)
     progress = [checkpoint.progress.step, dict(checkpoint.progress.row)]
     body = {
         "format": FORMAT,
         "progress": to_json(progress, "", {}),
         "version": checkpoint.version,
         "files": {name: _size_and_checksum(path) for name, path in files.items()},
-        "shapes": _shapes(sharded),
-        "policy": dtypes,
-        "states": states,
+        **content,
     }
     checksum = zlib.crc32(json.dumps(body, allow_nan=False).encode())
     manifest = json.dumps({"checksum": checksum, "body": body}, allow_nan=False)
     (folder / MANIFEST).write_text(manifest)
     for path in (*files.values(), folder / MANIFEST, folder / TRAINER, folder):
         flush_to_disk(path)
-    if (folder / MANIFEST).read_text() != manifest or not _holds(folder, tensors):
+    if (folder / MANIFEST).read_text() != manifest:
         raise CheckpointError(
             f"{folder} reads back differently than it was written: check the disk"
         )
@@ -156,14 +174,14 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     """
     with wrap_file_errors(folder):
         body = read_manifest(folder)
-        files = _list_files(folder)
+        files = list_files(folder)
         files.pop(MANIFEST)
         if unexpected := sorted(files.keys() ^ body["files"].keys()):
             raise ValueError(f"these files are missing or do not belong here: {unexpected}")
         for name in files:
-            _verify_file(folder, name, body)
+            verify_file(folder, name, body)
         tensors = load_file(folder / STATE) | _load_trainer(folder / TRAINER, body["shapes"])
-        policy = _policy(body, tensors)
+        policy = forward_weights(body, tensors)
         return Checkpoint(
             progress=Progress(*from_json(body["progress"], {}, {})),
             version=body["version"],
@@ -177,10 +195,10 @@ def read_policy(folder: Path) -> dict[str, Tensor]:
     with wrap_file_errors(folder):
         body = read_manifest(folder)
         for name in body["files"]:
-            _verify_file(folder, name, body)
-        wanted = {key for key in body["shapes"] if key.startswith(_WEIGHTS)}
+            verify_file(folder, name, body)
+        wanted = {key for key in body["shapes"] if key.startswith(WEIGHTS_PREFIX)}
         trained = _load_trainer(folder / TRAINER, body["shapes"], wanted)
-        return _policy(body, load_file(folder / STATE) | trained)
+        return forward_weights(body, load_file(folder / STATE) | trained)
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
@@ -194,7 +212,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     return dict(body)
 
 
-def _verify_file(folder: Path, name: str, manifest: Mapping[str, Any]) -> None:
+def verify_file(folder: Path, name: str, manifest: Mapping[str, Any]) -> None:
     """Raise ValueError if a file's size or checksum is not the one in the manifest."""
     if _size_and_checksum(folder / name) != manifest["files"][name]:
         raise ValueError(f"{name} was changed after it was written")
@@ -213,7 +231,9 @@ def to_json(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
         case float():
             return value if math.isfinite(value) else {"float": repr(value)}
         case Tensor():
-            tensors[path] = value.detach().cpu().contiguous()
+            tensors[path] = (
+                value.detach() if is_sharded(value) else value.detach().cpu().contiguous()
+            )
             return {"tensor": path}
         case Difference(name, encoded):
             for i, stream in enumerate(encoded.streams):
@@ -309,40 +329,40 @@ def _load_trainer(
         with safe_open(path, framework="pt") as file:
             for key in file.keys():  # noqa: SIM118
                 tensor = file.get_tensor(key)
-                found |= _shapes({key: tensor})
+                found |= dtypes_and_shapes({key: tensor})
                 if wanted is None or key in wanted:
                     tensors[key] = torch.empty_like(tensor)
     if found != dict(shapes):
         raise ValueError(f"the tensors in {TRAINER} differ from those in the manifest")
     if tensors:
         reader = HuggingFaceStorageReader(str(folder))
-        with _single_process():
+        with plain_errors():
             load_sharded(tensors, storage_reader=reader, no_dist=True)
     return tensors
 
 
-def _policy(body: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def forward_weights(body: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the forward weights. A float32 one is the trainer's tensor itself."""
     return {
-        name: tensors[_WEIGHTS + name].to(getattr(torch, dtype))
+        name: tensors[WEIGHTS_PREFIX + name].to(getattr(torch, dtype))
         if dtype
-        else tensors[_POLICY + name]
+        else tensors[POLICY_PREFIX + name]
         for name, dtype in body["policy"].items()
     }
 
 
-def _is_cast(tensors: Mapping[str, Tensor], name: str, weight: Tensor) -> bool:
+def is_cast(tensors: Mapping[str, Tensor], name: str, weight: Tensor) -> bool:
     """Return True if a forward weight is the trainer's weight in another precision, bit for bit."""
-    trained = tensors.get(_WEIGHTS + name)
+    trained = tensors.get(WEIGHTS_PREFIX + name)
     if trained is None or trained.shape != weight.shape:
         return False
     return torch.equal(words(trained.to(weight.dtype)), words(weight.cpu().contiguous()))
 
 
-def _holds(folder: Path, written: Mapping[str, Tensor]) -> bool:
+def read_back(paths: Iterable[Path], written: Mapping[str, Tensor]) -> bool:
     """Return True if the files hold these tensors and no others, bit for bit."""
     unread = dict(written)
-    for path in _list_files(folder).values():
+    for path in paths:
         if path.suffix != ".safetensors":
             continue
         with safe_open(path, framework="pt") as file:
@@ -375,15 +395,15 @@ def _divide(tensors: Mapping[str, Tensor]) -> dict[str, int]:
     return files
 
 
-def _dtype_name(tensor: Tensor) -> str:
+def name_dtype(tensor: Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
-def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, list[Any]]:
-    return {key: [_dtype_name(tensor), *tensor.shape] for key, tensor in tensors.items()}
+def dtypes_and_shapes(tensors: Mapping[str, Tensor]) -> dict[str, list[Any]]:
+    return {key: [name_dtype(tensor), *tensor.shape] for key, tensor in tensors.items()}
 
 
-def _list_files(folder: Path) -> dict[str, Path]:
+def list_files(folder: Path) -> dict[str, Path]:
     paths = sorted(path for path in folder.rglob("*") if not path.is_dir())
     return {str(path.relative_to(folder)): path for path in paths}
 
@@ -397,7 +417,7 @@ def _size_and_checksum(path: Path) -> list[int]:
 
 
 @contextmanager
-def _single_process() -> Iterator[None]:
+def plain_errors() -> Iterator[None]:
     """Silence torch.distributed's warning that it is not initialised, and unwrap its errors."""
     with warnings.catch_warnings():
         warnings.filterwarnings(
@@ -406,5 +426,5 @@ def _single_process() -> Iterator[None]:
         try:
             yield
         except CheckpointException as error:
-            ((cause, _),) = error.failures.values()
+            cause, _ = next(iter(error.failures.values()))
             raise cause from None

@@ -1,0 +1,237 @@
+"""Checkpoints of several ranks. Any number of ranks can read them.
+
+Each rank writes its part of the trainer's tensors, by torch's distributed checkpoint, and a file
+with its other tensors. The first rank writes the manifest last, when all files are read back.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.distributed.checkpoint.hf_storage import (
+    HuggingFaceStorageReader,
+    HuggingFaceStorageWriter,
+)
+from torch.distributed.checkpoint.state_dict_loader import load as load_sharded
+from torch.distributed.checkpoint.state_dict_saver import save as save_sharded
+
+from unstale.durability.checkpoint_files import (
+    MANIFEST,
+    POLICY_PREFIX,
+    TRAINER,
+    WEIGHTS_PREFIX,
+    Checkpoint,
+    Progress,
+    dtypes_and_shapes,
+    flush_to_disk,
+    forward_weights,
+    from_json,
+    is_cast,
+    list_files,
+    name_dtype,
+    plain_errors,
+    read_back,
+    state_file,
+    to_json,
+    verify_file,
+    write_manifest,
+    write_tensors,
+)
+from unstale.model.peers import Peers
+from unstale.model.sharding import is_sharded, local, part_of
+from unstale.weights.codec import words
+from unstale.weights.store import VersionStore
+
+_FILE_ERRORS = (OSError, SafetensorError, ValueError, LookupError)
+_OPTIMIZER = re.compile(rf"/{TRAINER}/optimizer/state/(\d+)/.*")
+
+Layout = Mapping[str, Tensor]
+"""The trainer's weights by name, in the optimizer's order. They show how tensors are divided."""
+
+
+def is_divided(body: Mapping[str, Any]) -> bool:
+    """Return True if several ranks wrote the checkpoint with this manifest."""
+    return "parts" in body
+
+
+def write_parts(checkpoint: Checkpoint, folder: Path, peers: Peers) -> None:
+    """Write a checkpoint. All ranks must call it, each with its own state.
+
+    ValueError on all ranks if a file reads back differently than it was written.
+    """
+    tensors: dict[str, Tensor] = {}
+    states = to_json(checkpoint.states, "", tensors)
+    trained = {name: tensors.pop(name) for name in list(tensors) if name.startswith(f"/{TRAINER}/")}
+    parts = {name: local(tensor) for name, tensor in trained.items()}
+    dtypes = {}
+    for name, weight in checkpoint.policy.items():
+        dtypes[name] = name_dtype(weight) if is_cast(parts, name, weight) else ""
+        if not dtypes[name]:
+            tensors[POLICY_PREFIX + name] = weight.detach().cpu().contiguous()
+    writer = HuggingFaceStorageWriter(str(folder / TRAINER), save_distributed=True)
+    with plain_errors():
+        save_sharded(dict(trained), storage_writer=writer)
+    own = folder / state_file(peers.rank)
+    with peers.fail_together(_FILE_ERRORS):
+        write_tensors(own, tensors)
+        flush_to_disk(own)
+    found = _load({name: torch.zeros_like(tensor) for name, tensor in trained.items()}, folder)
+    with peers.fail_together(_FILE_ERRORS):
+        same = all(torch.equal(words(local(found[name])), words(parts[name])) for name in parts)
+        if not same or not read_back([own], tensors):
+            raise ValueError(f"rank {peers.rank}'s part reads back differently: check the disk")
+    others = {"states": states, "policy": dtypes}
+    written = peers.gather(others)
+    with peers.fail_together(_FILE_ERRORS):
+        if peers.rank == 0:
+            shapes = dtypes_and_shapes(trained)
+            write_manifest(checkpoint, folder, {**others, "shapes": shapes, "parts": written[1:]})
+
+
+def read_parts(folder: Path, body: Mapping[str, Any], layout: Layout, peers: Peers) -> Checkpoint:
+    """Read a checkpoint. All ranks must call it, and each gets its own state.
+
+    `body` is that of the manifest. ValueError, on all ranks, if a file was changed.
+    """
+    with peers.fail_together(_FILE_ERRORS):
+        files = sorted(list_files(folder).keys() - {MANIFEST})
+        if files != sorted(body["files"]):
+            unexpected = sorted(set(files) ^ body["files"].keys())
+            raise ValueError(f"these files are missing or do not belong here: {unexpected}")
+        for name in files[peers.rank :: peers.count]:
+            verify_file(folder, name, body)
+    targets = {name: _target(name, shape, layout) for name, shape in body["shapes"].items()}
+    trained = _load(targets, folder, alone=peers.count == 1)
+    written = [{"states": body["states"], "policy": body["policy"]}, *body.get("parts", [])]
+    with peers.fail_together(_FILE_ERRORS):
+        if len(written) == peers.count:
+            own = load_file(folder / state_file(peers.rank))
+            parts = own | {name: local(tensor) for name, tensor in trained.items()}
+            policy = forward_weights(written[peers.rank], parts)
+            states = from_json(written[peers.rank]["states"], own | trained, policy)
+        else:
+            states, policy = _divided_anew(folder, body, written, layout)
+            trainer = {TRAINER: from_json(_of(body["states"], TRAINER), trained, {})}
+            states = {name: state for name, state in states.items() if name != TRAINER} | trainer
+    progress = Progress(*from_json(body["progress"], {}, {}))
+    return Checkpoint(progress, body["version"], states, policy)
+
+
+def read_whole_policy(folder: Path, body: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return the whole forward weights of a checkpoint. One process can call this alone."""
+    for name in body["files"]:
+        verify_file(folder, name, body)
+    wanted = {
+        name: _target(name, shape, {})
+        for name, shape in body["shapes"].items()
+        if name.startswith(WEIGHTS_PREFIX)
+    }
+    return forward_weights(
+        body, load_file(folder / state_file(0)) | _load(wanted, folder, alone=True)
+    )
+
+
+def _load(targets: dict[str, Tensor], folder: Path, *, alone: bool = False) -> dict[str, Tensor]:
+    """Read the trainer's tensors into `targets`, all ranks together or one process alone."""
+    reader = HuggingFaceStorageReader(str(folder / TRAINER))
+    with plain_errors():
+        load_sharded(targets, storage_reader=reader, no_dist=alone)
+    return targets
+
+
+def _target(name: str, shape: Sequence[Any], layout: Layout) -> Tensor:
+    """Return a tensor to read into: divided as its weight is, or whole."""
+    dtype, size = getattr(torch, shape[0]), list(shape[1:])
+    like = layout.get(name.removeprefix(WEIGHTS_PREFIX))
+    if of_optimizer := _OPTIMIZER.fullmatch(name):
+        number = int(of_optimizer[1])
+        like = list(layout.values())[number] if number < len(layout) else None
+    if like is not None and is_sharded(like) and list(like.shape) == size:
+        return torch.zeros_like(like, dtype=dtype)
+    return torch.zeros(size, dtype=dtype)
+
+
+def _divided_anew(
+    folder: Path, body: Mapping[str, Any], written: Sequence[Mapping[str, Any]], layout: Layout
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Return the states and forward weights of this rank, from another number of ranks.
+
+    This takes memory for the whole forward weights and every part's copies of them.
+    """
+    wholes = read_whole_policy(folder, body)
+    states = []
+    for rank, part in enumerate(written):
+        policy = {
+            name: _chunk(whole, rank, len(written), part, name) for name, whole in wholes.items()
+        }
+        tree = {
+            "mapping": [pair for pair in part["states"]["mapping"] if pair[0] != TRAINER],
+        }
+        states.append(from_json(tree, load_file(folder / state_file(rank)), policy))
+    own = {name: _own_part(name, whole, layout) for name, whole in wholes.items()}
+    joined: dict[str, Any] = _join("", states, wholes, layout)
+    return joined, own
+
+
+def _chunk(whole: Tensor, rank: int, count: int, part: Mapping[str, Any], name: str) -> Tensor:
+    """Return the part of a weight that a rank of `count` had. Adapters are whole on every rank."""
+    if count == 1 or not part["policy"][name]:
+        return whole
+    chunks = whole.chunk(count)
+    return chunks[rank] if rank < len(chunks) else whole[:0]
+
+
+def _join(name: str, values: Sequence[Any], wholes: Mapping[str, Tensor], layout: Layout) -> Any:
+    """Return this rank's state from the states of all ranks that wrote.
+
+    Tensors with the name of a weight are its parts. All other values are the same on every rank.
+    """
+    first = values[0]
+    match first:
+        case Tensor() if name in wholes and first.dim() == wholes[name].dim():
+            whole = first if first.shape == wholes[name].shape else torch.cat(list(values))
+            return _own_part(name, whole, layout)
+        case {"shelf": _, "movable": _, "versions": _}:
+            return _join_store(values, wholes, layout)
+        case Mapping():
+            return {
+                key: _join(str(key), [value[key] for value in values], wholes, layout)
+                for key in first
+            }
+    return first
+
+
+def _join_store(
+    states: Sequence[Any], wholes: Mapping[str, Tensor], layout: Layout
+) -> Mapping[str, Any]:
+    """Return the state of a version store with this rank's part of every version."""
+    storage: Literal["full", "delta"] = "full" if states[0]["full"] else "delta"
+    stores = []
+    for state in states:
+        stores.append(VersionStore(storage=storage))
+        stores[-1].restore(state)
+
+    def own(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+        return {
+            name: _join(name, [part[name] for part in parts], wholes, layout).clone()
+            for name in parts[0]
+        }
+
+    joined = VersionStore(own([state["movable"] for state in states]), storage=storage)
+    for version in states[0]["versions"]:
+        joined.put(version, own([store.tensors(version) for store in stores]))
+    return joined.state()
+
+
+def _own_part(name: str, whole: Tensor, layout: Layout) -> Tensor:
+    return part_of(whole, layout[name]) if name in layout else whole
+
+
+def _of(tree: Mapping[str, Any], name: str) -> Any:
+    """Return the state of one component from the JSON of all."""
+    return next(value for key, value in tree["mapping"] if key == name)
