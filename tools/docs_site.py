@@ -67,6 +67,10 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         title = titles.get(posixpath.normpath(posixpath.join(here, link[1])))
         return f"[*{title}*]" if title else link[0]
 
+    if page.file.generated_by:  # a source file
+        page.meta["search"] = {"exclude": True}
+    elif here == MEASUREMENTS:
+        page.meta["search"] = {"boost": 0.3}
     if page.file.src_uri == "README.md":
         page.meta["hide"] = ["navigation"]  # it would have one entry
     if page.file.src_uri == f"{MEASUREMENTS}/README.md":
