@@ -5,6 +5,7 @@ Usage: python -m tools.sample_docs --seed 7 --count 30
 
 import argparse
 import ast
+import inspect
 import random
 import re
 from collections.abc import Iterator
@@ -32,7 +33,7 @@ def docstrings(path: Path) -> Iterator[tuple[str, str]]:
             if field and isinstance(statement, ast.Expr):
                 value = statement.value
                 if isinstance(value, ast.Constant) and isinstance(value.value, str):
-                    yield f"{name}.{field}", value.value
+                    yield f"{name}.{field}", inspect.cleandoc(value.value)
 
 
 def _assigned_name(node: ast.AST | None) -> str:

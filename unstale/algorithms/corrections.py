@@ -45,7 +45,7 @@ class NonFinite(ValueError):
         self.value = value
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Return what pickle makes the error from: its message alone would not do."""
+        """Return what pickle needs to copy the error: all arguments, not only the message."""
         place = {"sequence": self.sequence, "token": self.token, "version": self.version}
         return partial(type(self), self.name, self.value, **place), ()
 
@@ -239,7 +239,10 @@ def control(function: Function) -> Function:
 
 
 def keep_all(sampled: Bool[Tensor, "*shape"]) -> Control:
-    """Return the control to pass to the first correction. All sampled tokens have weight 1."""
+    """Return the `Control` to pass to the first correction.
+
+    It keeps all sampled tokens with weight 1.
+    """
     return Control(weight=torch.ones(sampled.shape, device=sampled.device), keep=sampled)
 
 

@@ -182,14 +182,17 @@ def _check(config: RunConfig, console: Console) -> None:
 
 
 def _check_footprint(config: RunConfig, policy: Policy, folder: Path, console: Console) -> None:
-    """Print the expected memory and disk space. `ConfigError` if the disk has too little."""
+    """Print the memory and disk space that the run is expected to need.
+
+    Raises `ConfigError` if the disk has too little space.
+    """
     footprint = predict_footprint(config, policy)
     footprint.require_disk(folder)
     console.print(f"{footprint.weights:,} weights; {footprint}", highlight=False)
 
 
 def _failure(error: BaseException, folder: Path) -> str:
-    """Return what ended a run, in one sentence or two."""
+    """Return in one or two sentences why a run ended."""
     if not folder.is_dir():
         return (
             f"the run folder {folder} was removed or renamed while the run wrote to it. Put it "

@@ -1,1 +1,1 @@
-"""Processes of a run on other machines. Only this package imports ray."""
+"""The part of a run that uses other machines, by Ray. Only this package imports ray."""

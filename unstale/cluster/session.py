@@ -1,4 +1,4 @@
-"""The Ray session of a run: started on this machine, or part of a running cluster."""
+"""The Ray session of a run: started on this machine, or a connection to a running cluster."""
 
 import logging
 import os
@@ -11,12 +11,14 @@ from unstale.config import ConfigError, install
 
 _LOOPBACK = "127.0.0.1"
 _LOOPBACK_ONLY = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
-"""Ray's switch for machines without clusters. If it is 0, Ray listens on loopback only."""
+"""Name of an environment variable of Ray for machines without a cluster. If it is 0, Ray listens on
+loopback only.
+"""
 _CONNECT_S = 10.0
 
 
 def import_ray() -> ModuleType:
-    """Return the module. Raises `ConfigError` with the command that installs it."""
+    """Return the module `ray`. Raises `ConfigError` with the command that installs it."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # ray reads it when it is imported
     try:
         import ray
@@ -31,13 +33,13 @@ def import_ray() -> ModuleType:
 def connect(
     address: str = "", *, resources: Mapping[str, float] | None = None, **options: Any
 ) -> ModuleType:
-    """Connect this process to Ray and return the module `ray`. Do nothing if it is connected.
+    """Connect this process to Ray and return the module `ray`. A second call does nothing.
 
-    Without an address, a Ray starts that listens on loopback only and ends with this process.
-    `resources` are its custom resources, `options` are of `ray.init`. An address is `host:port`, or
-    `auto` for the cluster that `RAY_ADDRESS` names or that this machine belongs to.
-
-    Raises `ConfigError` if Ray is not installed, or does not answer at the address.
+    Without an address, a new Ray session is started. It listens on loopback only and ends with this
+    process. `resources` are its custom resources, and `options` are arguments of `ray.init`. An
+    address is `host:port`, or `auto` for the cluster that `RAY_ADDRESS` names or to which this
+    machine belongs. Raises `ConfigError` if Ray is not installed, or does not answer at the
+    address.
     """
     if not address and _LOOPBACK_ONLY not in os.environ:
         os.environ[_LOOPBACK_ONLY] = "0"  # ray reads it when it is imported
@@ -79,7 +81,7 @@ def _join(ray: ModuleType, address: str, options: Mapping[str, Any]) -> None:
 
 
 def disconnect() -> None:
-    """Leave Ray. A Ray that `connect` started ends."""
+    """Leave the Ray session. If `connect` started it, end it."""
     ray = import_ray()
     if ray.is_initialized():
         ray.shutdown()

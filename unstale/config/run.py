@@ -66,7 +66,9 @@ class RunConfig(Section):
     (docs/trackers.md).
     """
     prometheus_port: Annotated[int, Range(0, 65535)] = 0
-    """`trackers = "prometheus"`: port of the metrics on loopback; 0 takes a free one."""
+    """Only for the tracker `prometheus`: port on this machine at which metrics are served; 0 takes
+    a free one.
+    """
     deterministic: bool = False
     """Make two runs of the same configuration bitwise equal. It uses a virtual clock and one
     thread, and the engine waits for the trainer.

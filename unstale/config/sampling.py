@@ -24,7 +24,7 @@ from unstale.config.checks import (
 
 Dtype = Literal["float32", "bfloat16"]
 ISOLATION = {"none": (), "process": ("workers", "worker_memory_gb")}
-"""The values of `task.isolate` and the options that only they read."""
+"""The values of `task.isolate`, each with the options that only it uses."""
 
 
 def staleness_bound(max_staleness: int, groups_per_step: int, lookahead_window: int) -> int:
@@ -67,11 +67,15 @@ class TaskConfig(Section):
     `module:factory` for your own.
     """
     isolate: Annotated[str, OneOf(lambda: ISOLATION)] = "none"
-    """`process`: environments run in worker processes, which are ended if they hang or crash."""
+    """`process` runs environments in separate worker processes. A worker that hangs or crashes is
+    ended, and the run continues.
+    """
     workers: PositiveInt = 2
-    """Worker processes. Each runs many episodes at once."""
+    """Number of worker processes for environments. Each runs many episodes at once."""
     worker_memory_gb: Positive = 4.0
-    """Resident memory of a worker. With more it is replaced, with twice as much it is ended."""
+    """Memory of a worker process in GB. A worker that uses more is replaced; one that uses twice as
+    much is ended.
+    """
 
     def check_combination(self) -> None:
         self.refuse_unread(["workers", "worker_memory_gb"])

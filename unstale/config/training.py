@@ -90,8 +90,10 @@ class CheckpointConfig(Section):
     every: PositiveInt = 5
     """Steps between checkpoints. There is also one before the first step and one after the last."""
     minutes: NonNegative = 0.0
-    """Minutes since the last checkpoint after which the next is made earlier; 0 counts steps."""
+    """Also write a checkpoint when this many minutes have passed since the last one; 0 counts only
+    steps.
+    """
     keep: Annotated[int, Range(2)] = 2
     """Number of checkpoints to keep: at least 2, because tokens of an older version may arrive
-    while the newest is written. That one is not counted.
+    while the newest is written. The one being written is not counted.
     """

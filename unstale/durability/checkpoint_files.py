@@ -1,9 +1,9 @@
 """Write, flush, read and verify the files of one checkpoint. `checkpoint` has their layout.
 
-The formats are JSON and safetensors, not pickle, so reading a file never executes code. What
-follows from the trainer's weights is not written again: forward weights are a cast of them, and
-copies of forward weights are differences from them. Files are written and read in parts, so neither
-needs memory in proportion to the model.
+The formats are JSON and safetensors, not pickle, so reading a file never executes code. Tensors
+that follow from the trainer's weights are not written again. The weights of a forward pass are the
+trainer's weights in another precision, and copies of them are written as differences. Files are
+written and read in parts, so no second copy of the model is needed in memory.
 """
 
 import json
@@ -46,9 +46,8 @@ POLICY_PREFIX = "/policy/"
 
 MIN_FILE_BYTES = 32 << 20
 MAX_FILES = 64
-"""The trainer's state is written in at most about this many files, one after the other.
-
-Writing a file takes memory for two copies of it.
+"""The trainer's state is written in about this many files at most, one after the other. Writing a
+file takes memory for two copies of it.
 """
 _READ_BYTES = 1 << 20
 
@@ -77,9 +76,8 @@ class Checkpoint:
     progress: Progress
     version: int
     states: Mapping[str, Any]
-    """The state of each component, by the component's name.
-
-    In a snapshot, copies of forward weights are a `Difference`.
+    """The state of each component, by the component's name. Before it is written, copies of the
+    forward-pass weights are a `Difference`.
     """
     policy: Mapping[str, Tensor]
     """The weights that a forward pass uses, by the parameter's name."""
@@ -87,16 +85,17 @@ class Checkpoint:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """A tensor as its difference from the forward weight `name`, of the same shape and dtype."""
+    """A tensor given by its difference from the weight `name`, which has its shape and dtype."""
 
     name: str
     encoded: Encoded
 
 
 def subtract(state: Any, weights: Mapping[str, Tensor], name: str = "") -> Any:
-    """Return a state in which a tensor that is like the weight of its name is a `Difference`.
+    """Return a state in which copies of `weights` are replaced by their differences from these.
 
-    A tensor that changes later, such as the version store's copy, is so captured without a copy.
+    A tensor is a copy if it has the name, shape and dtype of a weight. A tensor that will change,
+    such as the full copy of the version store, is captured this way without another copy.
     """
     match state:
         case Tensor() if name in weights and _alike(state, weights[name]):
@@ -112,7 +111,7 @@ def subtract(state: Any, weights: Mapping[str, Tensor], name: str = "") -> Any:
 def write_checkpoint(checkpoint: Checkpoint, folder: Path) -> None:
     """Write all files of a checkpoint into an existing folder, flush them and read them back.
 
-    Raises `CheckpointError` if they read back differently.
+    Raises `CheckpointError` if what is read differs from what was written.
     """
     tensors: dict[str, Tensor] = {}
     states = to_json(checkpoint.states, "", tensors)
@@ -191,7 +190,7 @@ def read_checkpoint(folder: Path) -> Checkpoint:
 
 
 def read_policy(folder: Path) -> dict[str, Tensor]:
-    """Read and verify the forward weights of a checkpoint."""
+    """Read the forward-pass weights of a checkpoint, and verify them."""
     with wrap_file_errors(folder):
         body = read_manifest(folder)
         for name in body["files"]:
@@ -251,9 +250,10 @@ def to_json(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
 
 
 def from_json(tree: Any, tensors: Mapping[str, Tensor], policy: Mapping[str, Tensor]) -> Any:
-    """Return the state that was given to `to_json`, with differences from `policy` resolved.
+    """Return the state that was given to `to_json`.
 
-    Raises ValueError or KeyError for any other input.
+    Differences from the weights in `policy` become whole tensors again. Raises ValueError or
+    KeyError for any other input.
     """
     match tree:
         case None | bool() | int() | float() | str():
@@ -319,7 +319,7 @@ def wrap_file_errors(path: Path, action: str = "read") -> Iterator[None]:
 def _load_trainer(
     folder: Path, shapes: Mapping[str, Any], wanted: Collection[str] | None = None
 ) -> dict[str, Tensor]:
-    """Load the trainer's tensors, or those in `wanted`.
+    """Load the trainer's tensors, or only those named in `wanted`.
 
     Their sizes come from the files, so a damaged manifest cannot exhaust the memory.
     """
@@ -381,7 +381,7 @@ def _alike(one: Tensor, other: Tensor) -> bool:
 
 
 def _divide(tensors: Mapping[str, Tensor]) -> dict[str, int]:
-    """Return the number of the file for each tensor, from 1."""
+    """Return for each tensor the number of the file in which it is written, from 1."""
     limit = max(MIN_FILE_BYTES, sum(tensor.nbytes for tensor in tensors.values()) // MAX_FILES)
     files: dict[str, int] = {}
     number = 1

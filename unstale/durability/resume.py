@@ -78,9 +78,9 @@ def load_resume_state(
     """Read the state of a run. Set its journal back to the newest undamaged checkpoint.
 
     A checkpoint is undamaged if every file has its recorded checksum. A deterministic run also
-    deletes everything newer than the checkpoint, because it is computed again. `verify` first
-    checks the journal, as `unstale journal` does. Raises `CheckpointError` if all checkpoints are
-    damaged, and `JournalError` if the journal is.
+    deletes everything newer than the checkpoint, because it is computed again. With `verify` the
+    whole journal is checked first, as `unstale journal` does. Raises `CheckpointError` if all
+    checkpoints are damaged, and `JournalError` if the journal is.
     """
     with Journal.read(run) as reader:
         damage = check(reader) if verify else []

@@ -144,7 +144,7 @@ class RunLog:
         return log
 
     def discard(self) -> None:
-        """Remove what `create` wrote, so that another run can take the folder."""
+        """Remove the files that `create` wrote, so that another run can use the folder."""
         self.close()
         (self.path / CONFIG).unlink()
 

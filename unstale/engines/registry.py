@@ -22,7 +22,7 @@ class EngineOptions:
     model_folder: Path
     _: KW_ONLY
     url: str = ""
-    """The URL of a running server. Empty to start a process."""
+    """The URL of a running server. If it is empty, the engine starts a process."""
     args: tuple[str, ...] = ()
     """More command-line flags for the process. Flags that the run sets itself are refused."""
     gpu_memory_utilization: float = 0.0

@@ -152,7 +152,7 @@ class Resumable(Protocol):
     def snapshot(self) -> str | None:
         """Return the state of the environment between two replies as text.
 
-        It is stored in the journal. None stores no state.
+        The text is stored in the journal. If the method returns None, nothing is stored.
         """
         ...
 
@@ -186,7 +186,7 @@ class Closable(Protocol):
 class Taskset(Protocol):
     """A set of training and held-out tasks, which creates the environment of each task.
 
-    If it is also an asynchronous context manager, a run enters it before the first episode.
+    If it is also an asynchronous context manager, the run enters it before the first episode.
     """
 
     name: str

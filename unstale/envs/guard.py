@@ -43,7 +43,7 @@ _MAX_TEXT = 300
 
 
 class DescribedError(EnvError):
-    """An error of another process. Its text is the line that `describe` returned there."""
+    """An error of another process. Its text is the line that `describe` made of it there."""
 
 
 class EventLoopBlocked(BaseException):
@@ -73,7 +73,7 @@ class Occupancy:
     def waiting(self, max_s: float) -> Iterator[None]:
         """Allow user code `max_s` seconds while the event loop waits for a thread or a process.
 
-        The longer time applies within a context.
+        The longer time applies within the context that this returns.
         """
         before = self.current
         if before:
@@ -157,7 +157,7 @@ class OwnThread(Executor):
 
     @property
     def busy(self) -> bool:
-        """True while a function runs or waits for its turn."""
+        """True while a function runs or waits to be run."""
         return self._num_finished < self._num_submitted
 
     def submit(self, function: Callable[..., T], /, *arguments: Any, **options: Any) -> Future[T]:

@@ -1,7 +1,8 @@
-"""Environments in worker processes: `task.isolate = process`.
+"""Environments in separate worker processes, with the option `task.isolate = process`.
 
-`isolate` wraps a task set. Its environments then run in a few worker processes. A worker that
-crashes, hangs or grows too large is ended and replaced. Its episodes fail, and the run continues.
+`isolate` changes a task set so that its environments run in a few worker processes. A worker that
+crashes, hangs or needs too much memory is ended and replaced. Its episodes fail, and the run
+continues.
 """
 
 from unstale.isolation.tasks import IsolatedTasks as IsolatedTasks

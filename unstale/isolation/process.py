@@ -1,4 +1,4 @@
-"""A worker process as the run sees it: calls are sent to it, and it is ended if it misbehaves."""
+"""The run's side of a worker process for environments: send calls to it, and end it if it fails."""
 
 import asyncio
 import fcntl
@@ -25,22 +25,21 @@ from unstale.records import Task
 from unstale.weights.child_process import Frames, frame
 
 START_S = 120.0
-"""Seconds until a new worker has made its task set."""
+"""Seconds in which a new worker must have created its task set."""
 SILENT_S = 12.0
-"""Seconds without a sign of life after which a worker is ended.
-
-Longer than its own watchdog needs, which names the environment.
+"""Seconds without a message after which a worker is ended. Its own watchdog needs less time, and
+names the environment that blocks.
 """
 TICK_S = 1.0
-"""Seconds between two checks of a worker."""
+"""Seconds between two checks that a worker is alive and within its limits."""
 MAX_THREADS = 512
 MAX_DESCRIPTORS_SHARE = 0.75
-"""Share of the limit of open files at which a worker is replaced."""
+"""A worker that uses this share of the allowed open files is replaced."""
 _ABORT_S = 0.5
-"""Seconds to print the line at which a silent worker is."""
+"""Seconds in which a silent worker must print the line of code at which it hangs."""
 _KILL_S = 2.0
 _OUTPUT_BYTES = 1 << 20
-"""Size of a worker's output at which it is emptied."""
+"""Size of the file with a worker's output at which the file is emptied."""
 _READ_BYTES = 1 << 18
 
 _PROGRAM = """
@@ -51,16 +50,16 @@ from unstale.isolation.worker import main
 main(int(sys.argv[1]), options)
 """
 _WRONG = (ValueError, LookupError, TypeError, RecursionError, asyncio.InvalidStateError)
-"""Errors that a message of another form causes."""
+"""Errors that reading an invalid message can raise."""
 _FRAME = re.compile(r'^  File "(.+)", line (\d+) in (.+)$', re.MULTILINE)
 
 
 class WorkerEnded(EnvError):
-    """The worker process of an episode has ended."""
+    """Error: the worker process in which an episode ran has ended."""
 
 
 class PendingCall(NamedTuple):
-    """A call without an answer."""
+    """A call to an environment that has no answer yet."""
 
     answer: asyncio.Future[Row]
     method: str
@@ -68,19 +67,21 @@ class PendingCall(NamedTuple):
 
 
 class Worker:
-    """A worker process and its calls. Subclasses transport the messages.
+    """A worker process for environments, and the calls to it. Subclasses transmit the messages.
 
     `on_end` is called once, when the process has ended.
     """
 
     def __init__(self, options: Row, memory_gb: float, on_end: Callable[["Worker"], None]) -> None:
-        """Start the process. Raises `OSError` if that is impossible."""
+        """Start the process. Raises `OSError` if it cannot be started."""
         self.ended = ""
         """The reason why the process has ended."""
         self.retired = ""
         """The reason why the worker gets no new episodes."""
         self.suspects: set[str] = set()
-        """Tasks of which the calls ran when the process ended."""
+        """Tasks whose calls were running when the process ended. One of them may have caused the
+        end.
+        """
         self.num_episodes = 0
         self._memory_gb = memory_gb
         self._on_end = on_end
@@ -103,11 +104,17 @@ class Worker:
                 raise
 
     async def ready(self) -> None:
-        """Wait until the worker has made its task set. Raises `WorkerEnded`."""
+        """Wait until the worker has created its task set.
+
+        Raises `WorkerEnded` if the process ends first.
+        """
         await self._ready
 
     async def call(self, episode: int, method: str, task: Task, **fields: Any) -> Row:
-        """Call a method of an environment and return the answer. Raises `WorkerEnded`."""
+        """Call a method of an environment in the worker and return the answer.
+
+        Raises `WorkerEnded` if the process ends first.
+        """
         if self.ended:
             raise WorkerEnded(self.ended)
         number = next(self._numbers)
@@ -123,12 +130,12 @@ class Worker:
             raise
 
     def release(self) -> None:
-        """End one episode. A retired worker ends with its last one."""
+        """End one episode. A worker to be replaced ends with its last episode."""
         self.num_episodes -= 1
         self.check()
 
     def check(self) -> None:
-        """Retire or end the worker if it has too much memory, threads or open files."""
+        """End or replace the worker if it has too much memory, too many threads or open files."""
         if self.ended:
             return
         if self._output.seek(0, os.SEEK_END) > _OUTPUT_BYTES:
@@ -147,9 +154,10 @@ class Worker:
             self.end(self.retired)
 
     def end(self, reason: str, *, names_task: bool = False) -> None:
-        """Kill the process and its group. Its calls fail with the reason.
+        """Kill the process and those that it started. Its calls fail with `reason`.
 
-        `names_task`: the reason has the task that caused it, so the others are no suspects.
+        `names_task` means that the reason names the task that caused the end. Other tasks are then
+        not suspected.
         """
         if self.ended:
             return
@@ -175,10 +183,10 @@ class Worker:
         raise NotImplementedError
 
     def _detach(self) -> None:
-        """Stop reading from the socket."""
+        """Stop reading from the worker's socket."""
 
     def _receive(self, data: bytes) -> None:
-        """Handle the messages that `data` completes. End a process that sends anything else."""
+        """Handle the messages that are complete with `data`. If one is invalid, end the process."""
         if not data:
             self._died()
             return
@@ -208,7 +216,7 @@ class Worker:
                 raise ValueError(f"unknown message {operation!r}")
 
     def _died(self) -> None:
-        """End a worker that closed its socket."""
+        """End a worker that has closed its socket."""
         try:
             code = self._process.wait(_KILL_S)
         except subprocess.TimeoutExpired:
@@ -218,7 +226,7 @@ class Worker:
         self.end(f"a worker process ended with {outcome}{self._during()}{self._last_words()}")
 
     def _abort(self) -> None:
-        """End a silent worker. SIGABRT makes Python print the line at which it is."""
+        """End a silent worker by SIGABRT, on which Python prints its present line of code."""
         limit = SILENT_S if self._ready.done() else START_S
         with suppress(ProcessLookupError, subprocess.TimeoutExpired):
             self._process.send_signal(signal.SIGABRT)
@@ -229,18 +237,18 @@ class Worker:
         )
 
     def _is_silent(self) -> bool:
-        """Count one tick of silence. Return True if it is too long."""
+        """Count one more check without a message. Return True if there were too many."""
         self._silent_s += TICK_S
         return self._silent_s >= (SILENT_S if self._ready.done() else START_S)
 
     def _during(self) -> str:
-        """Name a running call, for a message."""
+        """Return the name of a call that is running, for a message."""
         calls = [f"{call.method} of {call.task}" for call in self._calls.values()]
         others = f" and {len(calls) - 1} other calls" if calls[1:] else ""
         return f" during {calls[0]}{others}" if calls else ""
 
     def _last_words(self) -> str:
-        """Return the line at which Python crashed, or the last line of the worker's output."""
+        """Return the line of code at which Python crashed, or the worker's last output line."""
         size = self._output.seek(0, os.SEEK_END)
         self._output.seek(max(0, size - _READ_BYTES))
         text = self._output.read().decode(errors="replace")
@@ -255,7 +263,7 @@ class Worker:
 
 
 def _start(options: Row, descriptor: int, output: int) -> "subprocess.Popen[bytes]":
-    """Start a process in a session of its own, so that its programs end with it."""
+    """Start a process in a new session, so that the programs it starts end with it."""
     options = {**options, "parent": os.getpid(), "path": [path or os.getcwd() for path in sys.path]}
     arguments = [str(descriptor), json.dumps(options)]
     threads = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}  # unless the user sets others
@@ -271,7 +279,7 @@ def _start(options: Row, descriptor: int, output: int) -> "subprocess.Popen[byte
 
 
 def _usage(pid: int) -> tuple[float, int, int]:
-    """Return resident GB, threads and open files of a process; zeros if it has ended."""
+    """Return memory in GB, threads and open files of a process; zeros if it has ended."""
     folder = Path(f"/proc/{pid}")
     try:
         pages = int((folder / "statm").read_text().split()[1])
@@ -283,7 +291,7 @@ def _usage(pid: int) -> tuple[float, int, int]:
 
 
 class ConcurrentWorker(Worker):
-    """A worker whose messages are read by the event loop."""
+    """A worker whose messages are read by the event loop while other work continues."""
 
     def __init__(self, options: Row, memory_gb: float, on_end: Callable[[Worker], None]) -> None:
         super().__init__({**options, "lockstep": False}, memory_gb, on_end)
@@ -331,10 +339,12 @@ class ConcurrentWorker(Worker):
 
 
 class LockstepWorker(Worker):
-    """A worker under a virtual clock, which stands still until the worker has answered.
+    """A worker of a deterministic run.
 
-    The timers of its environments are set in the run's event loop, so that all timers of a run fire
-    in the same order as without isolation.
+    The virtual clock does not advance until the worker has answered.
+
+    The timers of its environments are set on the run's event loop. So all timers of a run end in
+    the same order as without worker processes.
     """
 
     def __init__(self, options: Row, memory_gb: float, on_end: Callable[[Worker], None]) -> None:
@@ -384,6 +394,9 @@ class LockstepWorker(Worker):
             self._send({"op": "fire", "timer": timer})
 
     def _is_silent(self) -> bool:
-        """Allow the worker `THREAD_S` more: it also waits for threads."""
+        """Return True if a worker is silent for too long.
+
+        `THREAD_S` more are allowed for threads.
+        """
         self._silent_s += TICK_S
         return self._silent_s >= (SILENT_S + THREAD_S if self._ready.done() else START_S)

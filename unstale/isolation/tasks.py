@@ -23,15 +23,17 @@ from unstale.isolation.wire import (
 from unstale.records import Task
 
 MAX_ALONE = 8
-"""Workers with one episode each, at most. Further suspects share them."""
+"""Largest number of workers that run a single suspected episode each. Further suspects share these
+workers.
+"""
 _ALONE = "its only episode has ended"
 
 
 def isolate(taskset: Taskset, config: TaskConfig) -> Taskset:
-    """Return the task set with the isolation that `config` asks for.
+    """Return the task set unchanged, or with worker processes if `config.isolate` is `process`.
 
-    Worker processes make the task set again from `config`.
-    Raises `ConfigError` if no other process can import the code.
+    Worker processes create the task set again from `config`. Raises `ConfigError` if another
+    process cannot import its code.
     """
     if config.isolate == "none":
         return taskset
@@ -45,15 +47,17 @@ def isolate(taskset: Taskset, config: TaskConfig) -> Taskset:
 
 
 class Workers:
-    """The worker processes of a run. Ended workers are replaced when they are needed.
+    """The worker processes of a run. Ended ones are replaced when they are needed.
 
-    Tasks whose calls ran while a worker ended are suspects: their next episodes get a worker of
-    their own, so that they end no other episode.
+    If a worker ends while calls run, the tasks of these calls are suspected of having caused it.
+    Their next episodes get a worker without other episodes, so that they cannot end those.
     """
 
     def __init__(self, config: TaskConfig) -> None:
         self.on_event: Callable[..., None] = lambda kind, **_: None
-        """Called with "worker_ended" and the reason when a worker has to be ended."""
+        """A function called with "worker_ended" and the reason when a worker is ended, for the
+        run's log.
+        """
         self._config = config
         self._shared: list[Worker] = []
         self._alone: list[Worker] = []
@@ -62,14 +66,14 @@ class Workers:
         self._is_open = False
 
     async def open(self) -> None:
-        """Start all workers. Raises `WorkerEnded` if they cannot make the task set."""
+        """Start all worker processes. Raises `WorkerEnded` if they cannot create the task set."""
         self._is_open = True
         self._fill()
         for worker in list(self._shared):
             await worker.ready()
 
     def close(self) -> None:
-        """End all workers."""
+        """End all worker processes."""
         self._is_open = False
         for worker in (*self._shared, *self._alone, *self._draining):
             worker.end("the run has ended")
@@ -94,7 +98,10 @@ class Workers:
         return worker
 
     def _fill(self) -> None:
-        """Start the workers that are missing. Let retired ones end with their episodes."""
+        """Start the workers that are missing.
+
+        Workers to be replaced end with their last episodes.
+        """
         retired = [worker for worker in self._shared if worker.retired]
         self._shared = [worker for worker in self._shared if not worker.retired]
         self._draining += retired
@@ -119,9 +126,10 @@ class Workers:
 
 
 class IsolatedTasks:
-    """A task set whose environments run in worker processes while it is entered.
+    """A task set whose environments run in worker processes. The workers run within its context.
 
-    The tasks are listed, and named rewards combined, by `inner` and by its copies in the workers.
+    `inner` is the task set in this process: it lists the tasks and combines named rewards. Each
+    worker has a copy of it.
     """
 
     def __init__(self, inner: Taskset, workers: Workers) -> None:
@@ -156,7 +164,7 @@ class IsolatedTasks:
 
 
 class IsolatedEnv:
-    """An environment in a worker process. It starts there with its first call."""
+    """An environment in a worker process. It is created there by the first call."""
 
     def __init__(self, workers: Workers, task: Task, seed: int, episode: int) -> None:
         self.replaying = False
@@ -176,14 +184,14 @@ class IsolatedEnv:
         return await self._turn("step", reply=message_row(reply))
 
     def snapshot(self) -> str | None:
-        """Return the state after the last turn; None if the environment cannot save it."""
+        """Return the state after the last turn. None if the environment cannot save it."""
         return self._snapshot
 
     async def resume(self, state: str) -> None:
         await self._call("resume", state=state)
 
     async def close(self) -> None:
-        """Close the environment. A worker in which it does not end is replaced."""
+        """Close the environment. If it does not end, its worker is replaced."""
         worker, self._worker = self._worker, None
         if worker is None:
             return
@@ -213,7 +221,10 @@ class IsolatedEnv:
             raise WorkerEnded(worker.ended) from None
 
     async def _call(self, method: str, **fields: Any) -> Row:
-        """Call a method in the worker and return its answer. Raises `EnvError`."""
+        """Call a method of the environment in the worker and return its answer.
+
+        Raises `EnvError` if the method fails or the worker ends.
+        """
         if self._worker is None:
             self._worker = self._workers.assign(self._task.key)
         return await self._answer(self._worker, method, replaying=self.replaying, **fields)
@@ -230,7 +241,7 @@ class IsolatedEnv:
 
 
 class IsolatedAgent(IsolatedEnv):
-    """A run of an external agent in a worker process. It makes its calls from there."""
+    """A run of an external agent in a worker process, from which the agent calls the endpoint."""
 
     def __init__(
         self, workers: Workers, task: Task, seed: int, episode: int, agents: ExternalAgent

@@ -1,4 +1,7 @@
-"""Messages between a run and its worker processes, as JSON. Each is checked where it is read."""
+"""The messages between a run and its worker processes, as JSON.
+
+The receiver checks each message.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
@@ -8,13 +11,17 @@ from unstale.envs import EnvError, Message, ToolCall, Turn
 Row = dict[str, Any]
 
 MAX_FRAME_BYTES = 1 << 26
-"""Bytes of one message from a worker. `MAX_CHARACTERS`, escaped as JSON, are at most 50 MB."""
+"""Largest size of one message from a worker in bytes. `MAX_CHARACTERS` escaped as JSON take at most
+50 MB.
+"""
 MAX_CHARACTERS = 1 << 23
-"""Characters of one turn, or of one snapshot. A million tokens have about four million."""
+"""Largest number of characters in one turn or snapshot. A million tokens have about four
+million.
+"""
 MAX_MESSAGES = 1 << 14
-"""Messages of one turn. Reading them takes about 50 ms."""
+"""Largest number of messages in one turn. Reading that many takes about 50 ms."""
 MAX_ERROR = 1000
-"""Characters of an error or a name. `guard.describe` returns fewer."""
+"""Largest number of characters in an error or a name. `guard.describe` returns fewer."""
 
 
 def message_row(message: Message) -> Row:
@@ -28,7 +35,7 @@ def message_row(message: Message) -> Row:
 
 
 def read_message(row: Any) -> Message:
-    """Return a message. Raises ValueError for a row that is none."""
+    """Return a message from its JSON form. Raises ValueError if the form is wrong."""
     match row:
         case {
             "role": str(role),
@@ -48,7 +55,7 @@ def _read_call(row: Any) -> ToolCall:
 
 
 def turn_row(turn: Turn) -> Row:
-    """Return a turn as a row. Raises `EnvError` if it is too long to be sent."""
+    """Return the JSON form of a turn. Raises `EnvError` if it is too long to be sent."""
     if len(turn.messages) > MAX_MESSAGES:
         raise EnvError(
             f"Turn.messages has {len(turn.messages):,} messages; with task.isolate = process at "
@@ -65,7 +72,7 @@ def turn_row(turn: Turn) -> Row:
 
 
 def read_turn(row: Any) -> Turn:
-    """Return a turn. Raises ValueError for a row that is none."""
+    """Return a turn from its JSON form. Raises ValueError if the form is wrong."""
     match row:
         case {
             "messages": list(messages),
@@ -82,7 +89,7 @@ def read_turn(row: Any) -> Turn:
 
 
 def check_length(name: str, texts: Sequence[str]) -> None:
-    """Raise `EnvError` if the texts have more than `MAX_CHARACTERS` in sum."""
+    """Raise `EnvError` if the texts have more than `MAX_CHARACTERS` characters together."""
     characters = sum(map(len, texts))
     if characters > MAX_CHARACTERS:
         raise EnvError(
@@ -92,7 +99,7 @@ def check_length(name: str, texts: Sequence[str]) -> None:
 
 
 def read_text(row: Mapping[str, Any], name: str, max_length: int) -> str:
-    """Return a text of bounded length. Raises ValueError for anything else."""
+    """Return a text of limited length. Raises ValueError for other values."""
     text = row.get(name)
     if not isinstance(text, str) or len(text) > max_length:
         raise ValueError(f"{name} is no text of at most {max_length} characters")
@@ -100,7 +107,7 @@ def read_text(row: Mapping[str, Any], name: str, max_length: int) -> str:
 
 
 def read_line(row: Mapping[str, Any], name: str) -> str:
-    """Return a short text without control characters. Raises ValueError for anything else."""
+    """Return a short text without control characters. Raises ValueError for other values."""
     line = read_text(row, name, MAX_ERROR)
     if not line.isprintable():
         raise ValueError(f"{name} is not one line")

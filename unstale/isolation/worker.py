@@ -1,4 +1,4 @@
-"""The worker process: it makes environments and answers the calls of the run.
+"""The program of a worker process: it creates environments and answers the calls of the run.
 
 Calls of different episodes run concurrently on one event loop, those of one episode in order.
 """
@@ -41,7 +41,7 @@ from unstale.records import Task
 from unstale.weights.child_process import Frames, frame
 
 BEAT_S = 1.0
-"""Seconds between two signs of life of the event loop."""
+"""Seconds between two messages that say that the event loop is alive."""
 _SEND_WAIT_S = 5.0
 _READ_BYTES = 1 << 16
 _MAX_NAME = 200
@@ -49,7 +49,7 @@ _PDEATHSIG = 1
 
 
 def main(descriptor: int, options: Row) -> None:
-    """Serve the run at the other end of a socket until it closes. Never returns."""
+    """Answer calls of the run at the other end of a socket until it closes. Never returns."""
     _end_with(options["parent"])
     connection = _Connection(descriptor)
     try:
@@ -78,7 +78,7 @@ def main(descriptor: int, options: Row) -> None:
 
 
 def _end_with(parent: int) -> None:
-    """End this process with its parent. Do not react to Ctrl-C, which the run handles."""
+    """Let this process end with its parent, and ignore Ctrl-C, which the run handles."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: None)  # SIG_IGN would be inherited by programs
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -88,7 +88,7 @@ def _end_with(parent: int) -> None:
 
 
 class _Connection:
-    """The socket to the run. The watchdog's thread may send too."""
+    """The socket to the run. The thread of the watchdog may also send."""
 
     def __init__(self, descriptor: int) -> None:
         self.socket = socket.socket(fileno=descriptor)
@@ -106,7 +106,10 @@ class _Connection:
                 self._lock.release()
 
     def receive(self) -> list[Row]:
-        """Wait for data and return the messages that it completes. Ends the process at the end."""
+        """Wait for data and return the messages that are complete.
+
+        If the run has closed the socket, end this process.
+        """
         data = self.socket.recv(_READ_BYTES)
         if not data:
             os._exit(0)
@@ -129,7 +132,7 @@ def _serve(server: "Server", loop: RunLoop, connection: _Connection) -> None:
 
 
 def _serve_in_lockstep(server: "Server", loop: "FollowingLoop", connection: _Connection) -> None:
-    """Do all work of each message, then report the timers that were set."""
+    """For each message do all work that it causes, then send the timers that were set."""
     while True:
         for row in connection.receive():
             loop.set_time(row["now"])
@@ -142,7 +145,7 @@ def _serve_in_lockstep(server: "Server", loop: "FollowingLoop", connection: _Con
 
 
 class FollowingLoop(VirtualLoop):
-    """An event loop whose timers and clock are those of the run's virtual event loop."""
+    """An event loop that uses the timers and the clock of the run's virtual event loop."""
 
     def __init__(self) -> None:
         self._timers: dict[int, TimerHandle] = {}
@@ -163,23 +166,26 @@ class FollowingLoop(VirtualLoop):
         return handle
 
     def fire(self, timer: int) -> None:
-        """Run the callback of a timer, unless it was cancelled."""
+        """Run the callback of a timer, unless the timer was cancelled."""
         handle = self._timers.pop(timer)
         if not handle.cancelled():
             self._ready.append(handle)  # type: ignore[attr-defined]
 
     def new_timers(self) -> list[tuple[int, float]]:
-        """Return the number and time of each timer that was set since the last call."""
+        """Return number and time of each timer that was set since the last call."""
         timers, self._new = self._new, []
         return timers
 
     def _jump(self, seconds: float | None) -> None:
-        """Return from `run_forever`, because nothing is ready."""
+        """Return from `run_forever`, because no task can continue."""
         self.stop()
 
 
 class Call(asyncio.Task[None]):
-    """The task of one call. `canceller` is the code that cancelled it, empty for the run."""
+    """The task of one call.
+
+    `canceller` names the user code that cancelled it; empty for the run.
+    """
 
     canceller = ""
 
@@ -190,7 +196,7 @@ class Call(asyncio.Task[None]):
 
 
 class Episode:
-    """An environment with the call that it answers."""
+    """An environment, and the call that it answers now."""
 
     def __init__(self, task: Task, seed: int) -> None:
         self.task = task
@@ -204,7 +210,7 @@ class Episode:
 
 
 class Server:
-    """The episodes of a worker. `send` sends a message to the run."""
+    """The episodes of a worker process. `send` sends a message to the run."""
 
     def __init__(
         self, taskset: Taskset, loop: asyncio.AbstractEventLoop, send: Callable[[Row], None]
@@ -216,7 +222,7 @@ class Server:
         self._calls: dict[int, Call] = {}
 
     def receive(self, row: Row) -> None:
-        """Begin or cancel a call."""
+        """Handle a message of the run: start a call or cancel it."""
         number = row["call"]
         if row["op"] == "cancel":
             if call := self._calls.get(number):
@@ -232,7 +238,7 @@ class Server:
         call.add_done_callback(lambda _: self._calls.pop(number))
 
     async def _answer(self, episode: Episode, previous: Call | None, row: Row) -> None:
-        """Carry out a call and send its result, whatever the environment does."""
+        """Carry out a call and send its result, also if the environment raises an error."""
         episode.blocked_s = 0.0
         answer: Row = {"op": "answer", "call": row["call"]}
         try:
@@ -282,7 +288,7 @@ class Server:
         episode.caller = EnvCaller(env, name, episode.on_blocked)
 
     async def _close(self, episode: Episode, key: int) -> Row:
-        """Forget an episode."""
+        """Remove an episode that has ended."""
         caller = episode.caller
         del self._episodes[key]
         try:

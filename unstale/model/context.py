@@ -24,7 +24,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ContextGroup:
-    """The ranks that run a pass together, as one of them sees the others."""
+    """The ranks that run a forward pass together by dividing its tokens.
+
+    The object shows the group as one of the ranks sees it.
+    """
 
     group: ProcessGroup
     rank: int
@@ -36,16 +39,20 @@ class ContextGroup:
         return cls(group, dist.get_rank(group), dist.get_world_size(group))
 
     def slice_of(self, num_tokens: int) -> slice:
-        """Return the tokens that this rank runs. ValueError if they cannot be divided evenly."""
+        """Return the range of tokens that this rank runs.
+
+        ValueError if they cannot be divided evenly.
+        """
         length, rest = divmod(num_tokens, self.size)
         if rest:
             raise ValueError(f"{num_tokens} tokens cannot be divided among {self.size} ranks")
         return slice(self.rank * length, (self.rank + 1) * length)
 
     def mine(self, rows: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
-        """Return which of `rows` `[R]` are in this rank's slice, and their places in the slice.
+        """Return which of `rows` `[R]` are in this rank's slice of tokens, and where in it.
 
-        Both are `[r]`: positions in `rows`, and indices into the hidden states of the slice.
+        Both results are `[r]`: positions in `rows`, and indices into the hidden states of the
+        slice.
         """
         tokens = self.slice_of(num_tokens)
         here = ((rows >= tokens.start) & (rows < tokens.stop)).nonzero().squeeze(1)
@@ -63,11 +70,12 @@ class ContextGroup:
     def exchange(
         self, attend: Callable[[Tensor, Tensor, Tensor], Tensor], query: Tensor, *keys: Tensor
     ) -> Tensor:
-        """Call `attend` on all tokens of this rank's share of the heads.
+        """Call `attend` on all tokens, for this rank's share of the heads.
 
-        `query`, and the key and value in `keys`, are `[1, heads, n, width]` of this rank's slice.
-        `attend` returns `[1, N, heads, width]` for its `N = size * n` tokens, and the result is
-        `[1, n, heads, width]`. ConfigError if the heads cannot be divided among the ranks.
+        `query`, and the key and value in `keys`, are `[1, heads, n, width]` of this rank's slice of
+        the tokens. `attend` returns `[1, N, heads, width]` for all `N = size * n` tokens, and the
+        result is `[1, n, heads, width]`. Raises ConfigError if the heads cannot be divided among
+        the ranks.
         """
         heads = query.shape[1]
         if heads % self.size:
@@ -79,7 +87,7 @@ class ContextGroup:
         return self._to_tokens(out)
 
     def _divisible(self, keys: Tensor) -> Tensor:
-        """Repeat key or value heads, if they are fewer than the ranks."""
+        """Repeat key or value heads if there are fewer than ranks."""
         heads = keys.shape[1]
         if heads % self.size == 0:
             return keys
@@ -91,21 +99,32 @@ class ContextGroup:
         return keys.repeat_interleave(self.size // heads, 1)
 
     def _to_heads(self, tensor: Tensor) -> Tensor:
-        """Give all heads `[1, h, n, d]` of a slice for a share `[1, h / size, N, d]` of all."""
+        """Exchange tokens for heads: `[1, h, n, d]` of n tokens become `[1, h / size, N, d]`.
+
+        Before, a rank has all h heads of its n tokens. Afterwards it has some heads of all N
+        tokens.
+        """
         batch, heads, length, width = tensor.shape
         divided = tensor.view(batch, self.size, heads // self.size, length, width)
         swapped = self._swap(divided.permute(1, 0, 2, 3, 4))
         return swapped.permute(1, 2, 0, 3, 4).flatten(2, 3)
 
     def _to_tokens(self, tensor: Tensor) -> Tensor:
-        """Give a share `[1, N, h / size, d]` of the heads for all heads `[1, n, h, d]`."""
+        """Exchange heads for tokens: `[1, N, h / size, d]` of all tokens become `[1, n, h, d]`.
+
+        Before, a rank has some heads of all N tokens. Afterwards it has all h heads of its n
+        tokens.
+        """
         batch, length, heads, width = tensor.shape
         divided = tensor.view(batch, self.size, length // self.size, heads, width)
         swapped = self._swap(divided.permute(1, 0, 2, 3, 4))
         return swapped.permute(1, 2, 0, 3, 4).flatten(2, 3)
 
     def _swap(self, tensor: Tensor) -> Tensor:
-        """Send part `i` `[size, ...]` to rank `i`. Return the parts that the ranks sent here."""
+        """Send part `i` `[size, ...]` to rank `i`.
+
+        Return the parts that other ranks sent to this one.
+        """
         flat = tensor.contiguous().flatten()
         sizes = [flat.numel() // self.size] * self.size
         received = all_to_all_single_autograd(flat, sizes, sizes, self.group)
@@ -113,7 +132,10 @@ class ContextGroup:
 
 
 class _Assemble(torch.autograd.Function):
-    """The sum over the ranks of their values, each at its place. See `ContextGroup.assemble`."""
+    """The sum over the ranks of their values, each in its place, with a gradient.
+
+    `ContextGroup.assemble` uses it.
+    """
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, here: Tensor, count: int, group: ProcessGroup) -> Tensor:

@@ -34,15 +34,15 @@ be NaN.
 
 @dataclass(frozen=True, slots=True)
 class LogpQuery:
-    """What a pass asks of the head, for `[R]` hidden states."""
+    """What a forward pass computes from `[R]` hidden states: log-probabilities and entropies."""
 
     targets: Tensor
-    """The token `[R]` that follows each hidden state."""
+    """The token `[R]` after each hidden state, whose log-probability is computed."""
     temperature: float
     with_entropy: bool = False
-    """Compute the entropy of every row, with a gradient."""
+    """True to compute the entropy of every row, with a gradient."""
     sample: Tensor | None = None
-    """Rows `[R]` bool whose entropy is computed without a gradient, for a metric."""
+    """`[R]` bool: rows whose entropy is computed without a gradient, for a metric."""
 
     def at(self, rows: Tensor) -> "LogpQuery":
         """Return the same query for some of the rows, given by their positions `[r]`."""
@@ -51,7 +51,7 @@ class LogpQuery:
 
 
 def query_head(head: nn.Module, rows: Tensor, query: LogpQuery) -> tuple[Tensor, Tensor]:
-    """Return log-probabilities and entropies `[R]`. An entropy that is not computed is 0."""
+    """Return log-probabilities and entropies `[R]`. An entropy that is not asked for is 0."""
     logp, entropy = token_logps(
         head, rows, query.targets, temperature=query.temperature, with_entropy=query.with_entropy
     )

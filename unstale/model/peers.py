@@ -1,6 +1,6 @@
-"""The ranks that share one model, as one of them sees the others.
+"""The processes (ranks) that share one divided model, as seen from one of them.
 
-Every rank calls the same methods in the same order, each with values of its own.
+Every rank must call the same methods in the same order, each with its own values.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Peers:
-    """The ranks of the default process group. By default one process without a group.
+    """The ranks of torch's default process group. By default, a single process without a group.
 
     Tensors given to the methods are on the CPU.
     """
@@ -29,14 +29,16 @@ class Peers:
     rank: int = 0
     count: int = 1
     context: ContextGroup | None = None
-    """The ranks that run each pass together with this one. None if every rank runs its passes."""
+    """The ranks that divide the tokens of each forward pass with this one. None if a pass runs on
+    one rank.
+    """
 
     @classmethod
     def of_group(cls, *, context: int = 1) -> "Peers":
         """Return the ranks of the process group that this process has joined.
 
-        `context` is the number of ranks that run a pass together. ConfigError unless it divides
-        the number of ranks and `ROUND`.
+        `context` is the number of ranks that divide the tokens of a pass. Raises ConfigError unless
+        it divides the number of ranks and `ROUND`.
         """
         rank, count = dist.get_rank(), dist.get_world_size()
         if context < 1 or count % context or ROUND % context:
@@ -53,15 +55,15 @@ class Peers:
 
     @property
     def reports(self) -> bool:
-        """Whether the values of this rank's passes count. One rank of a context group reports."""
+        """True if this rank reports the values of its passes. One rank of a context group does."""
         return self.context is None or self.context.rank == 0
 
     def deal(self, costs: Sequence[int]) -> list[tuple[int, bool]]:
-        """Return the passes that this rank runs: their positions in `costs`, and which count.
+        """Return the passes that this rank runs: indices in `costs`, and True if they count.
 
-        All ranks run equally many passes, because each pass exchanges weights. Every pass counts on
-        one rank, or on all ranks of one context group. A rank with too few runs the cheapest one
-        again, and its result must not count.
+        All ranks run equally many passes, because the ranks exchange weights in each pass. Every
+        pass counts on one rank, or on all ranks of one context group. A rank with too few passes
+        runs the cheapest one again, and that result must not count.
 
         >>> Peers(0, 2).deal([5, 9, 1]), Peers(1, 2).deal([5, 9, 1])
         ([(1, True), (2, False)], [(0, True), (2, True)])
@@ -86,7 +88,7 @@ class Peers:
         return tensor
 
     def gather(self, value: T) -> list[T]:
-        """Return the values of all ranks, in order of the ranks. They are copied by pickle."""
+        """Return the values of all ranks, in the order of the ranks. They are copied by pickle."""
         if self.count == 1:
             return [value]
         values: list[Any] = [None] * self.count
@@ -95,9 +97,10 @@ class Peers:
 
     @contextmanager
     def fail_together(self, kinds: tuple[type[Exception], ...]) -> Iterator[None]:
-        """Raise on every rank an error of one of these kinds that any rank raises in the block.
+        """If any rank raises an error of these kinds in the context, raise it on every rank.
 
-        Without this the other ranks would wait for that rank. The block must not wait for others.
+        Without this, the other ranks would wait for that rank forever. The context's body must not
+        wait for other ranks.
         """
         error: Exception | None = None
         try:
@@ -112,4 +115,4 @@ class Peers:
 
 
 ALONE = Peers()
-"""A process that shares its model with no other."""
+"""A process that does not share its model."""

@@ -33,7 +33,7 @@ from unstale.model.versions import VersionGaps, lag_of, num_batches
 from unstale.records import Batch
 
 Placement = Literal["twin", "own"]
-"""Where past versions are scored: in a model of their own, or in the trained one."""
+"""Where past versions are scored: in a second model, or in the trained model (`own`)."""
 
 
 class Policy:
@@ -67,7 +67,7 @@ class Policy:
         self._dtype: torch.dtype | None = None
         """The precision of forward passes, if it is not that of the parameters."""
         self._held: dict[str, Tensor] | None = None
-        """Weights that are in the model during a pass only."""
+        """Weights in main memory, which are put into the model only during a forward pass."""
         self._version = 0
         self.at_version = True
         self.version_gaps: VersionGaps = ()
@@ -230,9 +230,9 @@ class Policy:
     def twin(self, placement: Placement = "twin") -> "Policy":
         """Return a frozen copy with separate weights, into which other versions are loaded.
 
-        With the placement `own` it uses this policy's model and takes no memory on the device: its
-        weights are in main memory, and are exchanged with the model's during `score`. So are those
-        of adapters on a sharded model, whose base is not copied.
+        With the placement `own`, the copy takes no memory on the device. It shares this policy's
+        model, and its weights are in main memory except during `score`, when they are exchanged
+        with the model's.
         """
         twin = copy.copy(self)
         if self._held is not None or placement == "own" or (self.lora and self._is_sharded):
@@ -267,7 +267,7 @@ class Policy:
         return {name: tensor.to(self.dtype) for name, tensor in self._live().items()}
 
     def whole_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield each weight of the forward pass as a whole, in main memory, with its name.
+        """Yield each whole weight of the forward pass in main memory, with its name.
 
         All ranks must iterate to the end.
         """
@@ -275,7 +275,7 @@ class Policy:
             yield name, sharding.gather_whole(tensor).to("cpu", self.dtype)
 
     def parts_of(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return this rank's parts of whole weights of the forward pass."""
+        """Return this rank's parts of the given whole weights."""
         return sharding.parts_of(weights, self._tensors()) if self._is_sharded else dict(weights)
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
@@ -304,7 +304,10 @@ class Policy:
             tensor.copy_(weights[name])
 
     def _tensors(self) -> dict[str, Tensor]:
-        """Return the model's weights by name, tied ones once. On shards they are distributed."""
+        """Return the model's weights by name, tied ones once.
+
+        A sharded model has distributed tensors.
+        """
         if self._is_sharded:
             sharding.release(self.model)
         if self.lora:
@@ -317,12 +320,12 @@ class Policy:
         return weights | buffers
 
     def _live(self) -> dict[str, Tensor]:
-        """Return the tensors of this process that the model computes with, by name."""
+        """Return the tensors of this process with which the model computes, by name."""
         return {name: sharding.local(tensor) for name, tensor in self._tensors().items()}
 
     @contextmanager
     def _weights_in_model(self) -> Iterator[None]:
-        """Put weights that are held in main memory into the model, until the end of the block."""
+        """Return a context in which weights from main memory are in the model."""
         if self._held is None:
             yield
             return
@@ -401,7 +404,7 @@ class Policy:
         return logp, entropy
 
     def _query(self, run: PrefixTree, rows: Tensor, query: LogpQuery) -> tuple[Tensor, Tensor]:
-        """Run one pass. Return what `query` asks for at some tokens of the tree."""
+        """Run one forward pass. Return what `query` asks for at some tokens of the prefix tree."""
         rows = rows.to(self.device)
         if self._is_sharded:
             run = replace(run, context=self.peers.context)
@@ -476,13 +479,13 @@ class Policy:
 
 
 def _use_packing(model: PreTrainedModel) -> PreTrainedModel:
-    """Let a model run packed passes. Return it in eval mode."""
+    """Prepare a model for packed forward passes. Return it in eval mode."""
     linear.use(model)
     model.set_attn_implementation(ATTENTION)
     return model.eval()
 
 
 def _host_copy(tensor: Tensor) -> Tensor:
-    """Return a copy in main memory, from which a GPU copies directly."""
+    """Return a copy of a tensor in main memory, from which a GPU can copy directly."""
     copied = tensor.detach().to("cpu", copy=True)
     return copied.pin_memory() if tensor.is_cuda else copied

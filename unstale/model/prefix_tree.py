@@ -74,7 +74,7 @@ class PrefixTree:
     masks: dict[tuple[int, int, int | None], Tensor] = field(default_factory=dict, compare=False)
     """Attention masks that the layers share, by `(queries, depth, window)`."""
     context: ContextGroup | None = None
-    """The ranks that divide the tokens of the pass among them. None runs all tokens here."""
+    """The ranks that divide the tokens of the pass. None if this process runs all tokens."""
 
     def mask(self, queries: int, depth: int, window: int | None, device: torch.device) -> Tensor:
         """Return the keys to which each query attends: `[queries, depth + queries]` bool."""

@@ -1,7 +1,8 @@
-"""A model that is divided among ranks (FSDP2). The only file that uses `transformers.distributed`.
+"""A model that is divided among processes (ranks) by FSDP2.
 
-Each rank holds a part of every parameter, along its first dimension. A layer's parameters are
-gathered when it runs. Gradients are summed over the ranks in float32.
+This is the only file that uses `transformers.distributed`. Each rank has a part of every parameter,
+along its first dimension. The parameters of a layer are gathered when the layer runs. Gradients are
+summed over the ranks in float32.
 """
 
 import copy
@@ -28,8 +29,9 @@ MAX_CHECKED_LAYERS = 2
 def load_shard(folder: Path, *, passes: torch.dtype, wide: bool, count: int) -> PreTrainedModel:
     """Load this rank's part of a model. Its forward passes are in the dtype `passes`.
 
-    With `wide` the parameters are float32 with the values that they have in `passes`: an optimizer
-    needs that. All `count` ranks of the process group must call this. ConfigError as `load_model`.
+    With `wide` the parameters are float32, because an optimizer needs that, with the values that
+    they have in `passes`. All `count` ranks of the process group must call this. Raises ConfigError
+    for the reasons of `load_model`.
     """
     mixed = wide and passes == torch.bfloat16
     config = DistributedConfig(fsdp_size=count, fsdp_mixed_precision=mixed)
@@ -45,9 +47,9 @@ def load_shard(folder: Path, *, passes: torch.dtype, wide: bool, count: int) -> 
 
 
 def prepare_passes(model: PreTrainedModel, *, plain_head: bool) -> None:
-    """Let `run_pass` run packed passes of a sharded model. Call it when `requires_grad` is set.
+    """Prepare a sharded model for `run_pass`. Call this after `requires_grad` is set.
 
-    A pass must run as one forward pass of the whole model, which gathers the parameters.
+    A pass must run as one forward pass of the whole model, because that gathers the parameters.
     """
     head: Any = model.get_output_embeddings()
     if plain_head:
@@ -65,23 +67,27 @@ def prepare_passes(model: PreTrainedModel, *, plain_head: bool) -> None:
 def run_pass(
     model: PreTrainedModel, run: PrefixTree, rows: Tensor, query: LogpQuery
 ) -> tuple[Tensor, Tensor]:
-    """Return `query_head` of the hidden states of some tokens of a tree. All ranks must call it."""
+    """Return `query_head` of the hidden states of some tokens of a prefix tree.
+
+    All ranks must call this.
+    """
     passes: Any = model
     logp, entropy = passes.packed_pass(run, rows, query)
     return logp, entropy
 
 
 def release(model: nn.Module) -> None:
-    """Free gathered parameters. After this, changes of a rank's part take effect.
+    """Free gathered parameters, so that the next pass sees changes of a rank's part.
 
-    A pass without gradient keeps some of them, and the next pass would use these old values.
+    A pass without gradient keeps some gathered parameters, and the next pass would use these old
+    values.
     """
     for module in _units(model):
         module.reshard()
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a tensor, as a view. A tensor that is not sharded is returned."""
+    """Return this rank's part of a tensor as a view. A tensor that is not divided is returned."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
@@ -90,7 +96,7 @@ def is_sharded(tensor: Tensor) -> bool:
 
 
 def one_number(*, like: Tensor) -> Tensor:
-    """Return a tensor with one zero, of the dtype of `like` and distributed as it is."""
+    """Return a tensor with a single zero, of the dtype and distribution of `like`."""
     zero = torch.zeros(1, dtype=like.dtype, device=like.device)
     if not isinstance(like, DTensor):
         return zero
@@ -98,12 +104,12 @@ def one_number(*, like: Tensor) -> Tensor:
 
 
 def gather_whole(tensor: Tensor) -> Tensor:
-    """Return the whole of a tensor. All ranks must call it."""
+    """Return the whole of a tensor that is divided among ranks. All ranks must call this."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def part_of(whole: Tensor, like: Tensor) -> Tensor:
-    """Return this rank's part of a whole tensor, divided as `like`, without communication."""
+    """Return this rank's part of a whole tensor, divided like `like`, without communication."""
     if not isinstance(like, DTensor):
         return whole
     placed = distribute_tensor(
@@ -113,7 +119,7 @@ def part_of(whole: Tensor, like: Tensor) -> Tensor:
 
 
 def parts_of(wholes: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return this rank's part of whole tensors by name, divided as those of `like`."""
+    """Return this rank's part of each whole tensor, by name, divided like the tensors of `like`."""
     return {name: part_of(whole, like[name]) for name, whole in wholes.items()}
 
 
@@ -183,7 +189,7 @@ def _packed_logits(
 def _ask_ranks(
     run: PrefixTree, rows: Tensor, query: LogpQuery, answer: Callable[..., tuple[Tensor, Tensor]]
 ) -> tuple[Tensor, Tensor]:
-    """Return `answer` to a query. The ranks of a context group each answer for their tokens."""
+    """Return the answer to a query. In a context group, each rank answers for its tokens."""
     context = run.context
     if context is None:
         return answer(rows, query)
@@ -193,7 +199,7 @@ def _ask_ranks(
 
 
 def _query_or_logits(head: Any, rows: Tensor, query: LogpQuery | None = None) -> Any:
-    """Return logits as every head does, or log-probabilities if a query is given."""
+    """Return logits, as every head does, or log-probabilities if a query is given."""
     if query is None:
         return type(head).forward(head, rows)
     logp, entropy = query_head(head, rows, query)

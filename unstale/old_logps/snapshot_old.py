@@ -89,8 +89,9 @@ class SnapshotOldSpec(ExactSpec):
     memory_gb: NonNegative = 0.0
     """Largest size of the kept weights in GB; 0 sets no limit."""
     placement: Literal["twin", "own"] = "twin"
-    """Score past versions in a second model, or in the trained one, whose weights are meanwhile in
-    main memory: slower, but without a second model."""
+    """Where past versions are scored: in a second model, or (`own`) in the trained model, whose
+    weights are in main memory meanwhile. The latter is slower and needs no second model.
+    """
     spill: bool = False
     """Keep past weights in files of a temporary folder instead of memory."""
 
@@ -140,5 +141,8 @@ class SnapshotOldSpec(ExactSpec):
 
 
 def _needs(twin: Needs, placement: Literal["twin", "own"]) -> Needs:
-    """Return the needs with this placement, from those with a second model."""
+    """Return the needs of the route for an option `placement`.
+
+    `needs` are those with a second model.
+    """
     return replace(twin, resident_models=0) if placement == "own" else twin

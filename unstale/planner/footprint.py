@@ -1,4 +1,4 @@
-"""The memory and disk space of a run, predicted before it starts."""
+"""Predict the memory and disk space that a run needs, before it starts."""
 
 import shutil
 from dataclasses import dataclass
@@ -12,39 +12,42 @@ from unstale.planner.deltas import delta_bytes
 from unstale.planner.models import WORD
 
 PROCESS_BYTES = 0.7e9
-"""Bytes of a trainer or engine process without a model: Python, torch and transformers.
-
-Measured in benchmarks/results/2026-11-22-footprint.md. Activations of a microbatch and cached
-contexts are not included: they depend on the lengths of episodes.
+"""Bytes of a trainer or engine process without a model: Python, torch and transformers. Measured in
+benchmarks/results/2026-11-22-footprint.md. The activations of a microbatch and cached contexts are
+not included, because they depend on the lengths of episodes.
 """
 FLOAT32_DELTA = 1.7
-"""Bytes per weight of a delta between two float32 versions, of at most 4.
-
-Measured at a learning rate of 1e-6: most weights change in every step, in their lowest bits.
+"""Bytes per weight, of at most 4, of the difference between two float32 versions. Measured at a
+learning rate of 1e-6: most weights change in every step, in their lowest bits.
 """
 _WIDE = 4
 _GRADIENT = 4
 _MOMENTS = {"SGD": 0, "Adagrad": 1, "RMSprop": 1, "Muon": 1}
-"""Numbers that an optimizer keeps for each weight, if not two as AdamW does."""
+"""How many numbers an optimizer keeps for each weight. Optimizers that are not listed keep two,
+like AdamW.
+"""
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 _GB = 1e9
 
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """Predicted bytes of a run. `weights` is the number of weights of the model."""
+    """The predicted memory and disk space of a run in bytes.
+
+    `weights` is the number of weights of the model.
+    """
 
     weights: int
     trainer: float
-    """Memory of the trainer's process."""
+    """Memory of the trainer's process in bytes."""
     engines: float
-    """Memory of the engine processes on this machine."""
+    """Memory of the engine processes on this machine in bytes."""
     checkpoint: float
-    """Size of one checkpoint."""
+    """Size of one checkpoint in bytes."""
     disk: float
-    """Largest size of checkpoints, versions and trained policy together."""
+    """Largest size of checkpoints, versions and trained policy together in bytes."""
     kept: int
-    """Checkpoints on disk while the newest is being written."""
+    """Number of checkpoints on disk while the newest is being written."""
 
     def __str__(self) -> str:
         memory = self.trainer + self.engines
@@ -55,7 +58,7 @@ class Footprint:
         )
 
     def require_disk(self, folder: Path) -> None:
-        """Raise `ConfigError` if the disk of `folder`, which may not exist yet, is too full."""
+        """Raise `ConfigError` if the disk has too little space. `folder` need not exist yet."""
         while not folder.is_dir() and folder != folder.parent:
             folder = folder.parent
         usage = shutil.disk_usage(folder)
@@ -102,14 +105,14 @@ def predict_footprint(config: RunConfig, policy: Policy) -> Footprint:
 
 
 def _delta_bytes(config: RunConfig, weights: int, width: int) -> float:
-    """Return the size of the difference between the weights of two consecutive versions."""
+    """Return the bytes of the difference between the weights of two consecutive versions."""
     if width > WORD:
         return FLOAT32_DELTA * weights
     return delta_bytes(weights, config.trainer.lr)
 
 
 def _engine_bytes(config: RunConfig, total: int, copy: int) -> float:
-    """Return the memory of embedded engines. Servers are not on this machine, or have their own."""
+    """Return the memory of embedded engines in bytes. Servers are not counted."""
     engine = config.engine
     if engine.backend != "embedded":
         return 0.0

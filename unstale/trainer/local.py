@@ -77,9 +77,7 @@ class Rules:
         return spec.surrogate(log_s, batch.advantage, **config.selected_options())
 
     def cap(self, factor: Tensor, logp: Tensor, batch: Batch) -> Tensor:
-        """Return the weights of the tokens' losses, limited so that pi / mu is at most
-        `ratio_cap`.
-        """
+        """Return the weights of the tokens' losses, limited so that pi / mu <= `ratio_cap`."""
         high = self.objective.ratio_cap
         if not high:
             return factor
@@ -297,7 +295,7 @@ class LocalTrainer:
         return metrics
 
     def _total_costs(self) -> dict[str, float]:
-        """Return the route's costs. Bytes are those of all ranks together."""
+        """Return the costs of the route. Bytes are added up over all ranks."""
         costs = dict(self.old.costs())
         ranks = self._peers.gather({name: costs[name] for name in costs if "bytes" in name})
         return costs | {name: sum(rank[name] for rank in ranks) for name in ranks[0]}

@@ -104,13 +104,16 @@ class StepMetrics:
         return chosen
 
     def of_passes(self) -> "StepMetrics":
-        """Return metrics for the passes of one optimizer step, which `add_passes` adds later."""
+        """Return an empty object for the passes of one optimizer step.
+
+        `add_passes` adds it later.
+        """
         passes = StepMetrics(tokens_with_gradient=self.tokens_with_gradient)
         passes._tokens_run = self._tokens_run
         return passes
 
     def add_passes(self, ranks: "Sequence[StepMetrics]") -> None:
-        """Add the passes of one optimizer step, from each rank in order."""
+        """Add the metrics of the forward passes of one optimizer step, rank by rank."""
         for passes in ranks:
             self.microbatches += passes.microbatches
             self.sequence_tokens += passes.sequence_tokens

@@ -19,7 +19,9 @@ from typing import Any
 
 _LENGTHS = struct.Struct(">IQ")
 _ALIGNMENT = 16
-"""A body starts at a multiple of this many bytes, so that tensors can be views of it."""
+"""The body of a message starts at a multiple of this many bytes, so that tensors can be views of
+it.
+"""
 _LAST_WORDS = 2000
 _READ_BYTES = 1 << 16
 

@@ -165,7 +165,7 @@ def encode(difference: Tensor) -> Encoded:
 def whole(tensor: Tensor, *, copy: bool = True) -> Encoded:
     """Return a whole tensor in the format of a difference, uncompressed.
 
-    Without `copy` it is a view of the tensor's memory where possible.
+    Without `copy`, it shares the tensor's memory where possible.
     """
     bits = words(tensor)
     count = bits.numel()
@@ -231,7 +231,7 @@ def dumps(delta: Delta) -> bytes:
 
 
 def file_parts(delta: Delta) -> list[Bytes]:
-    """Return the file of `dumps` in parts, without a copy of the streams."""
+    """Return the bytes of `dumps` in parts, without copying the compressed streams."""
     streams: list[Part] = []
     tensors = {}
     for name, encoded in delta.tensors.items():
@@ -291,7 +291,8 @@ def _file(parts: Sequence[Part], metadata: Mapping[str, str]) -> list[Bytes]:
 def tensors_of(data: bytes | bytearray | mmap) -> dict[str, Tensor]:
     """Return the tensors of a safetensors file as views of its bytes.
 
-    Raises ValueError if the bytes are not such a file. Bytes must be writable to be changed.
+    Tensors can be changed only if the bytes are writable. Raises ValueError if the bytes are not
+    such a file.
     """
     try:
         (size,) = _HEADER.unpack_from(data)

@@ -65,7 +65,7 @@ class VersionStore:
     ) -> None:
         self._movable: dict[str, Tensor] = {}
         self._aliases: dict[str, str] = {}
-        """Further names of a tensor of the full copy. Tied weights are stored once."""
+        """Names of tied weights, each with the name under which the weight is stored."""
         self._adopt(movable or {})
         self._full = storage == "full"
         self._memory_gb = memory_gb
@@ -190,8 +190,8 @@ class VersionStore:
     def state(self) -> Mapping[str, Any]:
         """Return the contents of the store for a checkpoint.
 
-        Deltas are the bytes of safetensors files. The full copy is the live one, which changes when
-        the store moves.
+        Deltas are the bytes of safetensors files. The full copy is not copied, so it changes when
+        the store loads another version.
         """
         return {
             "full": self._full,
@@ -275,9 +275,7 @@ class VersionStore:
             apply(encoded, words(self._movable[name]))
 
     def _merge(self, before: int, links: list[int]) -> Delta:
-        """Return one delta from version `before` to the last of `links`, by joining their
-        deltas.
-        """
+        """Return one delta from `before` to the last of `links`, by joining their deltas."""
         deltas = [self._shelf.get(version) for version in links]
         merged = {}
         for name, tensor in self._movable.items():
@@ -290,9 +288,7 @@ class VersionStore:
         return Delta(before, links[-1], deltas[-1].checksum, merged)
 
     def _check_chain(self, deltas: Mapping[int, Delta], state: Mapping[str, Any]) -> None:
-        """Raise ValueError unless each version but the first has a delta that leads to it and
-        fits.
-        """
+        """Raise ValueError unless each version but the first has a fitting delta to it."""
         versions = state["versions"]
         at = state["at"]
         pairs = [(-1, version) for version in versions] if self._full else list(pairwise(versions))

@@ -217,7 +217,7 @@ class JournalReader:
         return tuple(bool(is_finished) for (is_finished,) in reversed(rows))
 
     def unsound(self) -> list[str]:
-        """Return sentences about tables with rows that changed, were lost or were added."""
+        """Return sentences about tables in which rows were changed, lost or added."""
         problems = []
         for table, columns in COLUMNS.items():
             expected = f"seal('{table}', {', '.join(columns)})"
@@ -435,7 +435,7 @@ def require_tables(path: Path, connection: sqlite3.Connection) -> None:
 
 
 def holds_journal(path: Path) -> bool:
-    """Return False if there is no journal, or an empty file that a crash left in its place."""
+    """Return False if there is no journal file, or only an empty one that a crash left."""
     return path.is_file() and path.stat().st_size > 0
 
 

@@ -63,9 +63,8 @@ COLUMNS = {
 """Columns that are included in a row's checksum: all but an id that the database assigns."""
 
 COUNTED = tuple(name for name in TABLES if name != "counts")
-"""Tables whose numbers of rows are in `counts`, which is updated in every transaction.
-
-A row that a damaged page has lost leaves no row with a wrong seal.
+"""Tables whose numbers of rows are recorded in `counts` with every transaction. Checksums of rows
+do not show that whole rows were lost.
 """
 
 REPEATED = (
@@ -127,11 +126,14 @@ SCHEMA = "".join(
 ) + "".join(
     f"INSERT INTO counts VALUES ('{name}', 0, {seal('counts', name, 0)});\n" for name in COUNTED
 )
-"""Statements that create an empty journal."""
+"""SQL statements that create the tables of an empty journal."""
 
 
 def count_rows(changes: Mapping[str, int], counts: dict[str, int]) -> list[Record]:
-    """Add changes of the numbers of rows to `counts`. Return the statements that record them."""
+    """Add changes of the tables' numbers of rows to `counts`.
+
+    Return the statements to record them.
+    """
     records: list[Record] = []
     for table, change in changes.items():
         counts[table] += change

@@ -73,7 +73,7 @@ class Journal:
         self._barriers_passed = 0
         self._num_written = 0
         self._counts: dict[str, int] = {}
-        """Rows by table."""
+        """Number of rows in each table."""
         self._file = _FileState()
         self._checkpoint = -1
         self._highest_version = -1
@@ -342,9 +342,9 @@ class _EpisodeWriter:
 
 @dataclass(frozen=True, slots=True)
 class _FileState:
-    """The identity and size of the journal's file.
+    """Which file the journal is, and its size, to notice that another program removed it.
 
-    SQLite does not notice that its file was removed: the rows would be lost without an error.
+    SQLite would continue to write to a removed file without an error, and the rows would be lost.
     """
 
     number: int = -1
@@ -356,7 +356,10 @@ class _FileState:
         return cls(status.st_ino, status.st_size)
 
     def require_same(self, path: Path) -> Self:
-        """Return the current state. `JournalError` if the file was removed, replaced or cut."""
+        """Return the present state of the file.
+
+        Raises `JournalError` if the file was removed, replaced or shortened.
+        """
         try:
             found = self.of(path)
         except OSError:
@@ -375,7 +378,7 @@ class _FileState:
 
 
 def _commit_error(path: Path, error: Exception) -> JournalError:
-    """Return the error of a failed commit: what happened, and what to do."""
+    """Return the error for a failed commit: what happened, and what to do."""
     if getattr(error, "sqlite_errorname", "").startswith(("SQLITE_BUSY", "SQLITE_LOCKED")):
         return JournalError(
             f"the journal {path} was locked by another process for {STUCK_S / 2:g} s "
@@ -385,7 +388,7 @@ def _commit_error(path: Path, error: Exception) -> JournalError:
 
 
 def _create(path: Path) -> None:
-    """Create an empty journal under another name and rename it, so that it is never partial."""
+    """Create an empty journal under another name, then rename it. So it is never incomplete."""
     new = path.with_name(f".{path.name}.new")
     for end in ("", "-journal"):
         new.with_name(new.name + end).unlink(missing_ok=True)

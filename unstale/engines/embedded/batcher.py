@@ -104,7 +104,7 @@ class Batcher:
         self._queue.append(request)
 
     def cancel(self, request_id: int) -> None:
-        """Drop a request. The tokens that its slot has cached can still be used by others."""
+        """Drop a request. Other requests can still copy the tokens that it has cached."""
         self._queue = deque(request for request in self._queue if request.id != request_id)
         for slot, request in list(self._active.items()):
             if request.id == request_id:
@@ -248,9 +248,10 @@ class Batcher:
         return int(common[best])
 
     def _plan(self) -> tuple[Step, NDArray[np.bool_]]:
-        """Return the next forward pass, and a mask of its rows and chunks to sample after.
+        """Return the next forward pass, and a mask of its rows and chunks.
 
-        A row is one token of a sequence that is being sampled. A chunk is a part of a prompt.
+        A row is one token of a sequence that is being sampled. A chunk is a part of a prompt. The
+        mask is True where a token is to be sampled afterwards.
         """
         slots = np.array(sorted(self._active), dtype=np.int64)
         due = self._length[slots] - self._cached[slots]

@@ -389,7 +389,11 @@ class Qwen3Runner:
         return torch.cat(mixed) if len(mixed) > 1 else mixed[0]
 
     def _attend_rows(self, index: int, query: Tensor, inputs: Inputs, *, mask: Tensor) -> Tensor:
-        """Attend with one query per sequence: within pages, then over pages (arXiv:2311.01282)."""
+        """Return attention for one query per sequence, `[rows, ...]`.
+
+        It is computed for each page of the KV cache, and then combined over pages
+        (arXiv:2311.01282).
+        """
         sizes = self.sizes
         pages = len(inputs.page_rows)
         keys = self._paged(self._keys[index], inputs)

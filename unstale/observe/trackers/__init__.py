@@ -61,7 +61,7 @@ class TrackedRun:
     config: Mapping[str, Any]
     """All options of the run, as in `config.json`."""
     note: Callable[[str], None] = lambda text: None
-    """Prints a line on the terminal of the run."""
+    """A function that prints a line on the terminal of the run."""
 
     def stored_id(self, tracker: str) -> str:
         """Return the tracker's identifier of this run. "" if the tracker has no such run yet."""
@@ -117,7 +117,10 @@ class Trackers:
 
     @classmethod
     def open(cls, option: str, run: TrackedRun) -> Self:
-        """Open the trackers in the option `trackers`. Raises `ConfigError` if one cannot be."""
+        """Open the trackers that the option `trackers` names.
+
+        Raises `ConfigError` if one cannot be opened.
+        """
         sinks = {}
         with ExitStack() as opened:
             for name, make in find_trackers(option).items():

@@ -1,7 +1,7 @@
-"""Prometheus: the newest metrics of a run as text, at a port of this machine.
+"""The tracker Prometheus: the newest metrics of a run as text, at a port of this machine.
 
 A Prometheus server on the same machine fetches them from http://127.0.0.1:PORT/metrics. The page
-needs no key and holds figures only, no sample texts. The last page of a run is gone when it ends.
+needs no key and has only figures, no texts. It is gone when the run ends.
 """
 
 import re
@@ -18,13 +18,18 @@ from unstale.observe.trackers import Sink, TrackedRun
 PACKAGE = "prometheus_client"
 HOST = "127.0.0.1"
 SILENT_S = 2.0
-"""Seconds without data after which a connection is closed. Local clients send at once."""
+"""Seconds without data after which a connection is closed. Clients on the same machine send at
+once.
+"""
 LOOK_S = 0.5
-"""Seconds between two looks of the server at whether it must stop."""
+"""Seconds after which the server checks again if it must stop."""
 
 
 def open_sink(package: Any, run: TrackedRun) -> Sink:
-    """Serve the metrics at `prometheus_port`. Raises `ConfigError` if the port cannot be used."""
+    """Serve the metrics at the port `prometheus_port`.
+
+    Raises `ConfigError` if the port cannot be used.
+    """
     gauges = RunGauges(package)
     port = run.config.get("prometheus_port", 0)
     try:
@@ -51,7 +56,7 @@ class RunGauges:
         self._gauges: dict[str, Any] = {}
 
     def update(self, run: str, step: int, metrics: Mapping[str, float]) -> None:
-        """Set the metrics of a run's step. A metric that the step lacks keeps its value."""
+        """Set the metrics of a step. A metric that the step lacks keeps its value."""
         for metric, value in {"step": step, **metrics}.items():
             name = "unstale_" + re.sub(r"\W", "_", metric, flags=re.ASCII)
             if name not in self._gauges:
@@ -62,7 +67,7 @@ class RunGauges:
 
 
 class _Prometheus:
-    """The tracker of one run, with a thread that answers requests."""
+    """Serves the metrics of one run, with a thread that answers requests."""
 
     def __init__(self, run: str, gauges: RunGauges, server: "_Server") -> None:
         self._run = run
@@ -75,7 +80,7 @@ class _Prometheus:
         self._gauges.update(self._run, step, metrics)
 
     def text(self, step: int, name: str, text: str) -> None:
-        """Do nothing: Prometheus holds numbers only."""
+        """Do nothing, because Prometheus stores only numbers."""
 
     def close(self) -> None:
         self._server.stop()
@@ -87,11 +92,11 @@ class _Handler(WSGIRequestHandler):
     timeout = SILENT_S
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Print nothing: the terminal belongs to the run."""
+        """Print nothing, because the terminal shows the run."""
 
 
 class _Server(WSGIServer):
-    """A server that answers one request at a time, so idle connections cost one descriptor."""
+    """An HTTP server that answers one request at a time, so idle clients use few connections."""
 
     timeout = LOOK_S
 
@@ -107,14 +112,14 @@ class _Server(WSGIServer):
             self.handle_request()
 
     def stop(self) -> None:
-        """End `serve` soon, also while a client is slow."""
+        """Let `serve` return soon, even if a client is slow."""
         self._stopping.set()
         if self._connection:
             with suppress(OSError):
                 self._connection.shutdown(socket.SHUT_RDWR)
 
     def get_request(self) -> tuple[socket.socket, Any]:
-        """Accept a connection. Raises `OSError`, which the caller expects, after `stop`."""
+        """Accept a connection. After `stop`, raise `OSError`, which ends the server."""
         self._connection, address = super().get_request()
         if self._stopping.is_set():
             self._connection.close()
@@ -122,4 +127,4 @@ class _Server(WSGIServer):
         return self._connection, address
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Print nothing: a client that breaks off is no error of the run."""
+        """Print nothing, because a client that disconnects is no error of the run."""

@@ -178,8 +178,8 @@ class Scorer(Protocol):
     ) -> None:
         """Keep the weights of past versions from now on. Must not be called twice.
 
-        They are kept in a `VersionStore`, or in the store that `make_store` returns. They are
-        scored in a second model, or with the placement `own` in the trained one.
+        They are kept in a `VersionStore`, or in the store that `make_store` returns. Scoring uses a
+        second model, or with the placement `own` the trained model.
         """
         ...
 
@@ -219,7 +219,7 @@ class Scorer(Protocol):
         ...
 
     def costs(self) -> Mapping[str, float]:
-        """Return the costs of kept versions: seconds since the last call, and bytes held now."""
+        """Return the costs of kept versions: seconds since the last call, bytes held now."""
         ...
 
     def state(self) -> Mapping[str, Any]:

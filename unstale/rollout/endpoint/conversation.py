@@ -145,8 +145,8 @@ class Continuation:
     branch: Branch
     context: tuple[ContextPiece, ...]
     fork: Match | None = None
-    """The agreement of a new branch with the branch that it starts from. None if it starts from
-    none.
+    """How far a new branch agrees with the branch from which it starts. None if it starts from no
+    other branch.
     """
     resumed: bool = False
     """True if the request continues an answer whose client had disconnected."""
