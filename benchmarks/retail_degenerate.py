@@ -5,7 +5,7 @@
 Each policy follows the form of a conversation: it looks up the order, asks fixed questions, makes
 one call that ignores the answers, and ends. A success above 15% at any level would mean that the
 environment can be gamed, so it fails the benchmark. The scripted expert must reach 100%. The table
-is written to `results/retail_degenerate.md`.
+is written to `results/<date>-retail-degenerate.md`.
 """
 
 import argparse
@@ -216,7 +216,8 @@ def main() -> None:
     count = parser.parse_args().tasks
     table = asyncio.run(measure(count))
     command = f"python benchmarks/retail_degenerate.py --tasks {count}"
-    lines = [f"Success on {count} held-out tasks, {date.today()}, `{command}`.", ""]
+    lines = [f"# What degenerate policies score at the retail desk, {date.today()}", ""]
+    lines += [f"Success on {count} held-out tasks, {date.today()}, `{command}`.", ""]
     lines += [
         "| policy | " + " | ".join(f"level {level}" for level in LEVELS) + " |",
         "|---|" + "---|" * len(LEVELS),
@@ -227,7 +228,9 @@ def main() -> None:
     ]
     text = "\n".join(lines) + "\n"
     print(text)  # noqa: T201
-    Path(__file__).parent.joinpath("results", "retail_degenerate.md").write_text(text)
+    Path(__file__).parent.joinpath("results", f"{date.today()}-retail-degenerate.md").write_text(
+        text
+    )
     worst = max(value for name, row in table.items() if name != "scripted expert" for value in row)
     if worst > CEILING or min(table["scripted expert"]) < 1.0:
         raise SystemExit(

@@ -121,9 +121,8 @@ def _titles(entries: Any) -> Iterator[tuple[str, str]]:
 
 
 def _measurements() -> Iterator[str]:
-    """Yield a list of the tables, the newest first."""
-    for path in sorted((ROOT / MEASUREMENTS).glob("*.md"), reverse=True):
-        if path.name != "README.md":
-            first = path.read_text("utf-8").partition("\n")[0]
-            title = first.removeprefix("# ") if first.startswith("# ") else path.stem
-            yield f"- [{title}]({path.name})"
+    """Yield a table of the measurements, the newest first."""
+    yield from ("| measurement | file |", "|---|---|")
+    for path in sorted((ROOT / MEASUREMENTS).glob("2*.md"), reverse=True):
+        title = path.read_text("utf-8").partition("\n")[0].removeprefix("# ")
+        yield f"| [{title}]({path.name}) | `{path.stem}` |"
