@@ -33,6 +33,7 @@ from typing import Literal
 
 from unstale.config import ConfigError
 from unstale.envs import EnvError
+from unstale.envs.sandboxed import landlock_version
 from unstale.weights.leftovers import hold_lock, remove_leftovers
 
 Kind = Literal["bubblewrap", "limits"]
@@ -222,18 +223,35 @@ def weaknesses() -> str:
     if way.kind == "bubblewrap":
         risks.append("reading /usr, this Python and its packages")
     else:
-        files = "open to everybody" if way.own_user else "of your user, secrets included,"
-        risks.append(f"reading and writing files {files} and connecting to sockets that are files")
-        risks.append("any number of files")
-    if way.kind == "limits" and not way.isolated:
-        risks += ["the network", "processes that leave their group and stay behind"]
-        if not way.own_user:
-            risks.append("reading your user's other processes and ending them")
+        risks += _risks_of_limits(way)
     if not way.counts_processes:
         risks.append("any number of processes while it runs")
     if not _is_filtered(way):
         risks.append("namespaces of its own, in which more of the kernel can be reached")
     return f"not stopped with {way.kind}: {'; '.join(risks)}"
+
+
+def _risks_of_limits(way: _Way) -> list[str]:
+    """Return the attacks that only bubblewrap prevents.
+
+    Landlock prevents some of them, by its version.
+    """
+    version = landlock_version()
+    files = "open to everybody" if way.own_user else "of your user, secrets included,"
+    access = "reading, and setting the permissions of," if version else "reading and writing"
+    risks = [
+        f"{access} files {files} and connecting to sockets that are files",
+        "any number of files",
+    ]
+    if way.isolated:
+        return risks
+    risks.append("the network, except for TCP" if version >= 4 else "the network")
+    if not _is_filtered(way):
+        risks.append("processes that leave their group and stay behind")
+    if not way.own_user:
+        ending = "" if version >= 6 else " and ending them"
+        risks.append(f"reading your user's other processes{ending}")
+    return risks
 
 
 @cache

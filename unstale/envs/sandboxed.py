@@ -38,12 +38,21 @@ _ON_ALL = (
     "io_uring_setup 425, open_tree 428, move_mount 429, fsopen 430, fsconfig 431, fsmount 432, "
     "fspick 433, mount_setattr 442"
 )
+# Calls that leave the process group, which is killed at the end of a program without namespaces.
+_LEAVE_GROUP = {"x86_64": (109, 112), "aarch64": (154, 157)}
 _CLONE3 = 435
 _NEW_NAMESPACE = 0x7E020000
 _X32 = 0x40000000
 _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 _NUMBER, _MACHINE, _FIRST_ARGUMENT = 0, 4, 16
 _ALLOW, _ERROR = 0x7FFF0000, 0x00050000
+
+# Landlock: its system calls, and the rights to change files by the version that added them.
+_CREATE_RULES, _ADD_RULE, _RESTRICT = 444, 445, 446
+_GET_VERSION, _BENEATH = 1, 1
+_CHANGE = {1: 0x1FF2, 2: 1 << 13, 3: 1 << 14}
+_CHANGE_FILE = 1 << 1 | 1 << 14
+_ALL_TCP, _SIGNALS_AND_ABSTRACT_SOCKETS = 3, 3
 
 
 def main(descriptor: int) -> None:
@@ -72,7 +81,8 @@ def main(descriptor: int) -> None:
     most |= {"CORE": 0, "NOFILE": 256} | ({"NPROC": note["processes"]} if note["processes"] else {})
     for name, value in most.items():
         resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (value, value))
-    _filter_system_calls(os.uname().machine)
+    _lock_files()
+    _filter_system_calls(os.uname().machine, keep_group=not (note["inside"] or note["isolated"]))
     os.ftruncate(descriptor, 0)
     try:
         os.execvp(note["argv"][0], note["argv"])
@@ -81,7 +91,42 @@ def main(descriptor: int) -> None:
         os._exit(127)
 
 
-def _filter_system_calls(machine: str) -> None:
+def landlock_version() -> int:
+    """Return the version of the kernel's Landlock, 0 without it."""
+    return max(0, _LIBC.syscall(_CREATE_RULES, None, 0, _GET_VERSION))
+
+
+def _lock_files() -> None:
+    """Allow writing, creating and removing files in this folder only, with Landlock.
+
+    The output and /dev/null can be written to. Without Landlock, nothing is refused. Version 4 also
+    refuses TCP, and version 6 signals to processes outside of the sandbox.
+    """
+    version = landlock_version()
+    if not version:
+        return  # `weaknesses` says so
+    rights = sum(right for added, right in _CHANGE.items() if added <= version)
+    handled = struct.pack("QQQ", rights, _ALL_TCP, _SIGNALS_AND_ABSTRACT_SOCKETS)
+    size = 8 if version < 4 else 16 if version < 6 else 24
+    rules = _descriptor(_LIBC.syscall(_CREATE_RULES, ctypes.create_string_buffer(handled), size, 0))
+    folder, null = os.open(".", os.O_PATH), os.open(os.devnull, os.O_PATH)
+    for opened in (folder, null, sys.stdout.fileno(), sys.stderr.fileno()):
+        allowed = rights if opened == folder else rights & _CHANGE_FILE
+        rule = ctypes.create_string_buffer(struct.pack("=Qi", allowed, opened))
+        _call("syscall", _ADD_RULE, rules, _BENEATH, rule, 0)
+    os.close(folder)
+    os.close(null)
+    _call("syscall", _RESTRICT, rules, 0)
+    os.close(rules)
+
+
+def _descriptor(number: int) -> int:
+    if number < 0:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    return number
+
+
+def _filter_system_calls(machine: str, *, keep_group: bool) -> None:
     """Refuse namespaces, mounts and some other system calls, if the kernel has filters.
 
     clone3 is reported as unknown, because its flags cannot be read. The C library then uses clone.
@@ -90,6 +135,7 @@ def _filter_system_calls(machine: str) -> None:
         return
     audit_number, clone, calls = _MACHINES[machine]
     numbers = [int(call.split()[1]) for call in f"{calls}, {_ON_ALL}".split(", ")]
+    numbers += _LEAVE_GROUP[machine] if keep_group else ()
     refused = (_RETURN, 0, 0, _ERROR | errno.EPERM)
     unknown = (_RETURN, 0, 0, _ERROR | errno.ENOSYS)
     allowed = (_RETURN, 0, 0, _ALLOW)
