@@ -7,6 +7,7 @@ limit holds, and a refusal changes nothing. Damaged bytes are refused before mem
 """
 
 import json
+import tracemalloc
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import closing
@@ -389,6 +390,22 @@ def test_a_limit_on_memory_is_kept_and_refusing_leaves_the_store_as_it_was(stora
     assert [bits(store.tensors(version)) == bits(ramp(version)) for version in (1, 2, 3)] == [
         True
     ] * 3
+
+
+def test_a_version_takes_the_memory_that_is_counted() -> None:
+    draws = torch.Generator().manual_seed(0)
+    before = torch.randn(200_000, generator=draws)
+    after = before + 1e-6 * torch.randn(200_000, generator=draws)
+    store = VersionStore()
+    store.put(0, {"w": before})
+    tracemalloc.start()
+    try:
+        store.put(1, {"w": after})
+        held, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert store.delta(1).tensors["w"].kind == "packed"
+    assert store.bytes <= held < 1.1 * store.bytes
 
 
 @pytest.mark.parametrize("storage", ["delta", "full"])

@@ -317,8 +317,11 @@ def _tensor_at(
     return torch.frombuffer(data, dtype=kind, offset=start + first, count=count).view(shape)
 
 
-def loads(data: bytes) -> Delta:
-    """Return the delta from the bytes that `dumps` returned. Raises ValueError for other bytes."""
+def loads(data: Bytes) -> Delta:
+    """Return the delta from the bytes that `dumps` returned. Raises ValueError for other bytes.
+
+    Its streams are slices of `data`: copies if `data` is `bytes`, and views if it is a memoryview.
+    """
     try:
         return _loads(data)
     except (struct.error, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -327,10 +330,10 @@ def loads(data: bytes) -> Delta:
         ) from error
 
 
-def _loads(data: bytes) -> Delta:
+def _loads(data: Bytes) -> Delta:
     (size,) = _HEADER.unpack_from(data)
     start = _HEADER.size + size
-    header = json.loads(data[_HEADER.size : start])
+    header = json.loads(bytes(data[_HEADER.size : start]))
     metadata = header.pop("__metadata__")
     seal, _, text = metadata["delta"].partition(" ")
     about = json.loads(text)
@@ -395,9 +398,11 @@ def _changed(flat: Tensor) -> tuple[Array, Array]:
 
 
 def _pack(array: Array) -> bytes:
-    return zstandard.ZstdCompressor(compression_params=_ENTROPY).compress(
+    packed = zstandard.ZstdCompressor(compression_params=_ENTROPY).compress(
         np.ascontiguousarray(array).data
     )
+    # The library cuts the length of its buffer, which holds the input's size, but not its memory.
+    return bytes(memoryview(packed))
 
 
 def _unpack(stream: Bytes, low: int, high: int) -> npt.NDArray[np.uint8]:

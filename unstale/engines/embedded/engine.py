@@ -28,7 +28,7 @@ from unstale.engines.embedded.worker import READY
 from unstale.engines.registry import EngineOptions, EngineSpec
 from unstale.records import Sampled
 from unstale.weights.child_process import BEAT_S, Bytes, Child, ChildFrozen, Frames, Header, frame
-from unstale.weights.codec import dumps, file_of
+from unstale.weights.codec import file_of, file_parts
 from unstale.weights.store import Delta
 
 STEP_S = 0.02
@@ -373,9 +373,9 @@ class _LockstepChild(_Child):
 def _pack_update(update: Update) -> Sequence[Bytes]:
     """Return an update of the weights as a safetensors file in parts.
 
-    Full weights are not copied.
+    Weights and compressed differences are not copied.
     """
-    return [dumps(update)] if isinstance(update, Delta) else file_of(update)
+    return file_parts(update) if isinstance(update, Delta) else file_of(update)
 
 
 SPEC = EngineSpec(EmbeddedEngine, adapter_deltas=True)

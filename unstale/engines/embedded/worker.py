@@ -154,7 +154,7 @@ class _EngineWorker:
         """Load full weights or a delta. Return the error message, empty if there was no error."""
         try:
             if header["delta"]:
-                advance(self._full_weights, loads(bytes(body)))
+                advance(self._full_weights, loads(memoryview(body)))
                 update = self._full_weights
             else:
                 update = tensors_of(body)
