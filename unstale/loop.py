@@ -33,7 +33,7 @@ from unstale.rollout.metrics import describe, describe_advantages
 from unstale.rollout.staleness_queue import PendingPieces, StalenessQueue, measure_staleness
 from unstale.rollout.timeouts import run_to_completion
 from unstale.trainer import AuditObserver, Trainer
-from unstale.trainer.threads import WorkerThread
+from unstale.trainer.threads import WorkerThread, return_freed_memory
 from unstale.weights.publish import Publisher
 
 
@@ -332,11 +332,13 @@ class Publication:
         """
         run = self._run
         began = time.monotonic()
+        # First: a copy that the version store has moved to these weights is not saved again.
+        run.publisher.prepare(run.trainer, live)
         snapshot = None
         if self._checkpoint_due:
             snapshot = run.checkpoints.snapshot(self._progress, run.trainer)
-        run.publisher.prepare(run.trainer, live)
         run.old_logps.publishing()
+        return_freed_memory()
         return snapshot, time.monotonic() - began
 
     async def _notify_scorers(self, live: Collection[int]) -> None:
