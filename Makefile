@@ -1,4 +1,4 @@
-# Main targets: setup demo test check bench report. `make demo` and `make test` work on a fresh clone.
+# Main targets: setup demo test check docs bench report. `make demo` and `make test` work on a fresh clone.
 PYTHON ?= python3
 BIN := .venv/bin
 export OMP_WAIT_POLICY := PASSIVE
@@ -188,10 +188,10 @@ wheel: setup
 	$(BIN)/python -c 'from setuptools import build_meta; build_meta.build_sdist("dist"); build_meta.build_wheel("dist")'
 
 # Build the docs site in site/ and check its links (15 s, and as much for its own environment once).
-# View it: python3 -m http.server -d site
+# View it: python3 -m http.server -d site. With --quiet, mkdocs would ignore warnings despite --strict.
 docs: setup .venv-docs/.ready
 	$(BIN)/python -m tools.options_page
-	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --quiet --strict
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict
 	.venv-docs/bin/python tools/check_site.py site
 
 .venv-docs/.ready: constraints-docs.txt
