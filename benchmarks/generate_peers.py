@@ -1,4 +1,4 @@
-"""The engines that `benchmarks.generate` compares, each in a process of its own.
+"""The engines that `benchmarks.generate` compares, each in a separate process.
 
 A process reads lines of JSON (`{"episodes": [[opening, [[reply length, tool result], ...]], ...],
 "live": 64, ...}`). For each it writes a line: seconds, sampled tokens, and one reply with its

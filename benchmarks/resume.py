@@ -323,8 +323,8 @@ def table(
         "group | |",
         f"| bytes on disk a sampled token | **{of('bytes') / of('sampled'):.1f}** | < 40 |",
         f"| a checkpoint, written, read back and compared | {of('save_s'):.2f} s | |",
-        f"| - a step, at one every 5 | {of('save_s') / 5 / of('step_s'):.1%} of a step, the rest "
-        "goes on | |",
+        f"| - a step, at one every 5 | {of('save_s') / 5 / of('step_s'):.1%} of a step; training "
+        "continues meanwhile | |",
         f"| a version's weights to the disk | {1000 * of('put_s'):.0f} ms | |",
     ]
     if back:

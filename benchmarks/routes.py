@@ -86,7 +86,7 @@ Goal = tuple[str, float, float]
 Plan = Sequence[tuple[float, int | None]]
 """`(share of a trajectory's tokens, versions before the newest that sampled them)`.
 
-None stands for tokens that the environment gave.
+None marks tokens that the environment gave.
 """
 MIXED: Plan = ((0.2, None), (0.3, 2), (0.1, None), (0.2, 1), (0.2, 0))
 CUT: Plan = ((0.1, None), (0.1, 2), (0.8, 1))

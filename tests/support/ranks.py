@@ -1,4 +1,4 @@
-"""Run a function on several ranks of a process group, each in a process of its own."""
+"""Run a function on several ranks of a process group, each in a separate process."""
 
 import datetime
 import multiprocessing

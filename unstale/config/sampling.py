@@ -56,7 +56,7 @@ def fast_dtype(cpuinfo: Path = Path("/proc/cpuinfo")) -> Dtype:
 class TaskConfig(Section):
     """The tasks that the agent trains on.
 
-    An environment with options of its own declares them in a subclass
+    An environment with further options declares them in a subclass
     (`envs.registry.EnvSpec.options`).
     """
 

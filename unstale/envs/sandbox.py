@@ -227,7 +227,7 @@ def weaknesses() -> str:
     if not way.counts_processes:
         risks.append("any number of processes while it runs")
     if not _is_filtered(way):
-        risks.append("namespaces of its own, in which more of the kernel can be reached")
+        risks.append("new namespaces, in which more of the kernel can be reached")
     return f"not stopped with {way.kind}: {'; '.join(risks)}"
 
 

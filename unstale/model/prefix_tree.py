@@ -56,7 +56,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class PrefixTree:
-    """The `[N]` tokens of one forward pass, which stand for `[T]` packed tokens.
+    """The `[N]` tokens of one forward pass, computed for `[T]` packed tokens.
 
     `N` is a multiple of `ROUND`, so the last segment may be padding. `N` is smaller than `T` if
     prefixes are shared.

@@ -264,7 +264,7 @@ class OldLogitModelSpec(ExactSpec):
 
     def cost(self, run: RunConfig) -> str:
         return (
-            "a second model in a process of its own; a publication waits until it has loaded the "
+            "a second model in a separate process; a publication waits until it has loaded the "
             "version before"
         )
 

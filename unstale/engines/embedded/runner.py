@@ -86,7 +86,7 @@ class Runner(Protocol):
 
 
 def tied_parameters(model: nn.Module) -> dict[str, str]:
-    """Return the names in a model's state that stand for another parameter, with its name."""
+    """Return aliases in a model's state, each with the name of the repeated parameter."""
     parameters = dict(model.named_parameters())
     names = {parameter.data_ptr(): name for name, parameter in parameters.items()}
     return {

@@ -56,7 +56,7 @@ _TERMS: Mapping[str, Terms] = {"return": "regular", "return_sale": "sale", "refu
 
 @dataclass(frozen=True, slots=True)
 class CustomerRequest:
-    """A request of the customer, with the facts that the customer can tell."""
+    """A request of the customer, with the facts that the customer knows."""
 
     kind: str
     wish: Wish
