@@ -24,7 +24,7 @@ class Provenance(IntEnum):
     """
 
     ENVIRONMENT = 0
-    """Text of a prompt, a tool or a user."""
+    """Text that the environment gave: of a prompt, a tool or a user."""
     SAMPLED = 1
     """Sampled by the engine, with exactly the context that the record shows."""
     FORCED = 2

@@ -18,7 +18,9 @@ from torch import Tensor
 from unstale.algorithms.corrections import renumber
 
 MIN_TOKENS = 100
-"""Smallest number of tokens for which the two leaks are fitted."""
+"""Smallest number of tokens for which the shares of staleness and discrepancy in the wrong ratio
+are fitted.
+"""
 SIGNAL = 10.0
 """A log-ratio is treated as constant if its standard deviation is less than this many times the
 numerical noise.
@@ -34,7 +36,7 @@ class Tokens:
     """Log-probabilities of a batch for the audit, taken before the step's first update."""
 
     prox: Float[Tensor, "*shape"]
-    """The approximation of `old_logp` that the route under audit returned."""
+    """The approximation of `old_logp` by the old-logit route that is audited."""
     old_logp: Float[Tensor, "*shape"]
     """The true value: the trainer's log-probability with the weights that sampled the token."""
     logp: Float[Tensor, "*shape"]
@@ -256,7 +258,7 @@ def _ratio(above: Tensor, below: Tensor, sequence: Tensor) -> Estimate | None:
 
 
 def _by_sequence(rows: Tensor, sequence: Tensor) -> Tensor:
-    """Return the sum of the rows of each sequence."""
+    """Add up the rows (one per token) of each sequence."""
     index, count = renumber(sequence)
     return rows.new_zeros(count, rows.shape[1]).index_add(0, index, rows)
 

@@ -203,16 +203,13 @@ def log_staleness(
 
 
 def bounded_exp(log_ratio: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-    """Return the ratio `exp(log_ratio)`, with `log_ratio` limited to +-`LOG_LIMIT`."""
+    """Return `exp(log_ratio)`, with `log_ratio` limited to +-20 (`LOG_LIMIT`)."""
     return log_ratio.clamp(-LOG_LIMIT, LOG_LIMIT).exp()
 
 
 @dataclass(frozen=True, slots=True)
 class Control:
-    """The result of a correction for each token: a weight, and whether the token is kept.
-
-    No gradient.
-    """
+    """The result of a correction: a weight for each token, and whether it is kept. No gradient."""
 
     weight: Float[Tensor, "*shape"]
     """Factor on the loss of each kept token."""
@@ -239,9 +236,9 @@ def control(function: Function) -> Function:
 
 
 def keep_all(sampled: Bool[Tensor, "*shape"]) -> Control:
-    """Return the `Control` to pass to the first correction.
+    """Return the `Control` to pass to the first correction: all sampled tokens kept, weight 1.
 
-    It keeps all sampled tokens with weight 1.
+    A `Control` has each token's weight, and whether the token is kept.
     """
     return Control(weight=torch.ones(sampled.shape, device=sampled.device), keep=sampled)
 

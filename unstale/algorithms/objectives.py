@@ -47,7 +47,7 @@ class ObjectiveSpec:
     per_sequence: bool = False
     """True if the objective needs S as the geometric mean over the sequence."""
     trains_zero_advantage: bool = False
-    """True if a token with advantage 0 can have a gradient."""
+    """True if a token with advantage 0 can have a gradient, so that it must not be skipped."""
 
 
 OBJECTIVES: dict[str, ObjectiveSpec] = {}

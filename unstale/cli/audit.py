@@ -328,7 +328,7 @@ class Replay:
         }
 
     def facts(self) -> Row:
-        """Return the figures that do not depend on the route."""
+        """Return the figures about the recorded run that do not depend on the old-logit route."""
         truths = self.in_order
         tokens = join([truth.compare(truth.old_logp, self.rules) for truth in truths]).tokens
         chosen = spread(len(tokens), POINTS, turn=0.0)

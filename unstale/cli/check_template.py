@@ -467,7 +467,7 @@ def _facts(chat: Chat) -> Iterator[tuple[str, str]]:
 
 
 def _divergence(one: str, other: str) -> str:
-    """Return the text at which two strings begin to differ."""
+    """Return the text around the first place at which two strings differ."""
     at = len(commonprefix([one, other]))  # noqa: RUF071 - by character
     half = _EXCERPT // 2
     before = one[max(0, at - half) : at]

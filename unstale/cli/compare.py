@@ -73,7 +73,7 @@ class Arm:
 
     @property
     def folder(self) -> str:
-        """The beginning of the names of the arm's runs."""
+        """The arm's name in a form for folder names. The names of its runs begin with it."""
         return re.sub(r"[^A-Za-z0-9_.]+", "-", self.name).strip("-.")
 
     @classmethod

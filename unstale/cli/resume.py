@@ -44,7 +44,7 @@ EFFECTS = {
     "trainer.minibatches_per_batch": "the position in the learning-rate schedule moves, because it "
     "counts optimizer steps",
 }
-"""Effects of changing an option, where they are not obvious."""
+"""For some options: what changing them means for the resumed run."""
 
 
 def config_changes(before: RunConfig, now: RunConfig) -> list[str]:

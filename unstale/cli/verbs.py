@@ -41,7 +41,10 @@ VERBS: dict[str, Callable[[Any], None]] = {
 
 
 def argument(*names: str, **options: Any) -> Argument:
-    """Return the arguments of `ArgumentParser.add_argument`, to be passed to `verb`."""
+    """Return the arguments of `ArgumentParser.add_argument` for one argument of a command.
+
+    They are passed to `verb`, which declares the command.
+    """
     return names, options
 
 

@@ -46,7 +46,7 @@ class Needs:
     resident_models: int = 0
     """Number of additional models that the route holds in memory."""
     averages: int = 0
-    """Number of float32 copies of the weights that the route holds."""
+    """Number of moving averages of the weights that the route holds, each a float32 copy."""
     closing: bool = False
     """True if generation must be paused and `closing` called before the weights of a version
     change.
@@ -107,7 +107,9 @@ class OldLogpsConfig(Section):
     selector: ClassVar[str] = "route"
 
     route: Annotated[str, OneOf(_own_options)] = "snapshot_old"
-    """Name of the method. Exact are `snapshot_old`, `old_logit_model`, `interrupt_sync`."""
+    """Method by which old log-probabilities are computed. The exact ones are `snapshot_old`,
+    `old_logit_model`, `interrupt_sync`.
+    """
     baseline: bool = False
     """Allow a route that makes a ratio always 1 or delays the clip, for use as a baseline."""
 

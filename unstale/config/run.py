@@ -96,7 +96,7 @@ class RunConfig(Section):
 
     @property
     def template_kwargs(self) -> dict[str, Any]:
-        """The extra variables of the chat template."""
+        """The extra variables of the chat template, from the option `chat_template_kwargs`."""
         variables: dict[str, Any] = json.loads(self.chat_template_kwargs or "{}")
         return variables
 

@@ -85,7 +85,7 @@ class EvalConfig(Section):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointConfig(Section):
-    """The checkpoints from which a killed run resumes. See docs/durability.md."""
+    """The checkpoints (saved states) from which a killed run resumes. See docs/durability.md."""
 
     every: PositiveInt = 5
     """Steps between checkpoints. There is also one before the first step and one after the last."""

@@ -132,7 +132,10 @@ class Checkpoints:
 
     @contextmanager
     def _first_rank(self) -> Iterator[bool]:
-        """Yield True on the first rank. The others continue when it has left the block."""
+        """Return a context in which the first rank works while the others wait for it.
+
+        It yields True on the first rank.
+        """
         with self._peers.fail_together((OSError,)):
             yield self._peers.rank == 0
 

@@ -40,9 +40,13 @@ TRAINER = "trainer"
 format, which a run with another number of shards can read.
 """
 WEIGHTS_PREFIX = f"/{TRAINER}/weights/"
-"""Start of the names of the trainer's weights, of which forward weights are a cast."""
+"""First part of the names of the trainer's weights. The weights of a forward pass are these in
+another precision.
+"""
 POLICY_PREFIX = "/policy/"
-"""Start of the names of forward weights that are no cast of the trainer's."""
+"""First part of the names of forward-pass weights that are not the trainer's weights in another
+precision.
+"""
 
 MIN_FILE_BYTES = 32 << 20
 MAX_FILES = 64
@@ -140,7 +144,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def state_file(rank: int) -> str:
-    """Return the name of the file with a rank's tensors, other than the trainer's."""
+    """Return the name of the file with those tensors of a rank that are not the trainer's."""
     return f"{STATE.removesuffix('.safetensors')}-{rank:05d}.safetensors" if rank else STATE
 
 
@@ -342,7 +346,7 @@ def _load_trainer(
 
 
 def forward_weights(body: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the forward weights. A float32 one is the trainer's tensor itself."""
+    """Return the weights of a forward pass. Float32 weights are the trainer's own tensors."""
     return {
         name: tensors[WEIGHTS_PREFIX + name].to(getattr(torch, dtype))
         if dtype
@@ -352,7 +356,10 @@ def forward_weights(body: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> d
 
 
 def is_cast(tensors: Mapping[str, Tensor], name: str, weight: Tensor) -> bool:
-    """Return True if a forward weight is the trainer's weight in another precision, bit for bit."""
+    """Return True if a forward-pass weight is the trainer's weight in another precision.
+
+    The comparison is bit for bit.
+    """
     trained = tensors.get(WEIGHTS_PREFIX + name)
     if trained is None or trained.shape != weight.shape:
         return False
@@ -360,7 +367,7 @@ def is_cast(tensors: Mapping[str, Tensor], name: str, weight: Tensor) -> bool:
 
 
 def read_back(paths: Iterable[Path], written: Mapping[str, Tensor]) -> bool:
-    """Return True if the files hold these tensors and no others, bit for bit."""
+    """Return True if the files contain exactly these tensors, bit for bit."""
     unread = dict(written)
     for path in paths:
         if path.suffix != ".safetensors":

@@ -1,7 +1,8 @@
-"""Checkpoints of several ranks. Any number of ranks can read them.
+"""Checkpoints that several processes (ranks) write together. Any number of ranks can read them.
 
-Each rank writes its part of the trainer's tensors, by torch's distributed checkpoint, and a file
-with its other tensors. The first rank writes the manifest last, when all files are read back.
+Each rank writes its part of the trainer's tensors, in torch's distributed checkpoint format, and a
+file with its other tensors. The first rank writes the manifest at the end, when all files have been
+read back.
 """
 
 import re
@@ -51,7 +52,9 @@ _FILE_ERRORS = (OSError, SafetensorError, ValueError, LookupError)
 _OPTIMIZER = re.compile(rf"/{TRAINER}/optimizer/state/(\d+)/.*")
 
 Layout = Mapping[str, Tensor]
-"""The trainer's weights by name, in the optimizer's order. They show how tensors are divided."""
+"""The trainer's weights by name, in the optimizer's order. They show how tensors are divided among
+ranks.
+"""
 
 
 def is_divided(body: Mapping[str, Any]) -> bool:
@@ -60,9 +63,9 @@ def is_divided(body: Mapping[str, Any]) -> bool:
 
 
 def write_parts(checkpoint: Checkpoint, folder: Path, peers: Peers) -> None:
-    """Write a checkpoint. All ranks must call it, each with its own state.
+    """Write a checkpoint. All ranks must call this, each with its own state.
 
-    ValueError on all ranks if a file reads back differently than it was written.
+    Raises ValueError, on all ranks, if what is read back differs from what was written.
     """
     tensors: dict[str, Tensor] = {}
     states = to_json(checkpoint.states, "", tensors)
@@ -94,9 +97,9 @@ def write_parts(checkpoint: Checkpoint, folder: Path, peers: Peers) -> None:
 
 
 def read_parts(folder: Path, body: Mapping[str, Any], layout: Layout, peers: Peers) -> Checkpoint:
-    """Read a checkpoint. All ranks must call it, and each gets its own state.
+    """Read a checkpoint. All ranks must call this, and each gets its own state.
 
-    `body` is that of the manifest. ValueError, on all ranks, if a file was changed.
+    `body` is the content of the manifest. Raises ValueError, on all ranks, if a file was changed.
     """
     with peers.fail_together(_FILE_ERRORS):
         files = sorted(list_files(folder).keys() - {MANIFEST})
@@ -123,7 +126,7 @@ def read_parts(folder: Path, body: Mapping[str, Any], layout: Layout, peers: Pee
 
 
 def read_whole_policy(folder: Path, body: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return the whole forward weights of a checkpoint. One process can call this alone."""
+    """Return all weights of a forward pass from a checkpoint. One process can call this alone."""
     for name in body["files"]:
         verify_file(folder, name, body)
     wanted = {
@@ -137,7 +140,7 @@ def read_whole_policy(folder: Path, body: Mapping[str, Any]) -> dict[str, Tensor
 
 
 def _load(targets: dict[str, Tensor], folder: Path, *, alone: bool = False) -> dict[str, Tensor]:
-    """Read the trainer's tensors into `targets`, all ranks together or one process alone."""
+    """Read the trainer's tensors into `targets`: all ranks together, or one process alone."""
     reader = HuggingFaceStorageReader(str(folder / TRAINER))
     with plain_errors():
         load_sharded(targets, storage_reader=reader, no_dist=alone)
@@ -145,7 +148,7 @@ def _load(targets: dict[str, Tensor], folder: Path, *, alone: bool = False) -> d
 
 
 def _target(name: str, shape: Sequence[Any], layout: Layout) -> Tensor:
-    """Return a tensor to read into: divided as its weight is, or whole."""
+    """Return a tensor to read a value into. It is divided like the weight, or whole."""
     dtype, size = getattr(torch, shape[0]), list(shape[1:])
     like = layout.get(name.removeprefix(WEIGHTS_PREFIX))
     if of_optimizer := _OPTIMIZER.fullmatch(name):
@@ -159,9 +162,9 @@ def _target(name: str, shape: Sequence[Any], layout: Layout) -> Tensor:
 def _divided_anew(
     folder: Path, body: Mapping[str, Any], written: Sequence[Mapping[str, Any]], layout: Layout
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return the states and forward weights of this rank, from another number of ranks.
+    """Return the states and weights of this rank from a checkpoint of another number of ranks.
 
-    This takes memory for the whole forward weights and every part's copies of them.
+    This takes memory for all weights of a forward pass, and for every part's copies of them.
     """
     wholes = read_whole_policy(folder, body)
     states = []
@@ -179,7 +182,7 @@ def _divided_anew(
 
 
 def _chunk(whole: Tensor, rank: int, count: int, part: Mapping[str, Any], name: str) -> Tensor:
-    """Return the part of a weight that a rank of `count` had. Adapters are whole on every rank."""
+    """Return the part of a weight that one of `count` ranks had. Adapters are not divided."""
     if count == 1 or not part["policy"][name]:
         return whole
     chunks = whole.chunk(count)
@@ -187,9 +190,10 @@ def _chunk(whole: Tensor, rank: int, count: int, part: Mapping[str, Any], name: 
 
 
 def _join(name: str, values: Sequence[Any], wholes: Mapping[str, Tensor], layout: Layout) -> Any:
-    """Return this rank's state from the states of all ranks that wrote.
+    """Return this rank's state from the states of all ranks that wrote the checkpoint.
 
-    Tensors with the name of a weight are its parts. All other values are the same on every rank.
+    Tensors with the name of a weight are parts of that weight. All other values are the same on
+    every rank.
     """
     first = values[0]
     match first:
@@ -209,7 +213,10 @@ def _join(name: str, values: Sequence[Any], wholes: Mapping[str, Tensor], layout
 def _join_store(
     states: Sequence[Any], wholes: Mapping[str, Tensor], layout: Layout
 ) -> Mapping[str, Any]:
-    """Return the state of a version store with this rank's part of every version."""
+    """Return the state of a version store in which every version is this rank's part.
+
+    A version store keeps past versions of the weights.
+    """
     storage: Literal["full", "delta"] = "full" if states[0]["full"] else "delta"
     stores = []
     for state in states:
@@ -233,5 +240,5 @@ def _own_part(name: str, whole: Tensor, layout: Layout) -> Tensor:
 
 
 def _of(tree: Mapping[str, Any], name: str) -> Any:
-    """Return the state of one component from the JSON of all."""
+    """Return the state of one component from the JSON with the states of all components."""
     return next(value for key, value in tree["mapping"] if key == name)

@@ -26,7 +26,7 @@ class Stalled(RuntimeError):
 
 
 class RunLoop(asyncio.SelectorEventLoop):
-    """The event loop of a run. User code cannot stop it."""
+    """An event loop for runs. User code that calls `stop` on it cannot stop it."""
 
     def stop(self) -> None:
         if OCCUPANCY.current:

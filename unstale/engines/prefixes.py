@@ -29,7 +29,7 @@ class CachedPrefixes:
         self._forget()
 
     def update(self, others: "CachedPrefixes") -> None:
-        """Add all prefixes of another set."""
+        """Add all prefixes of another set to this one."""
         self._blocks.update(others._blocks)
         self._forget()
 

@@ -82,7 +82,7 @@ class EngineSpec:
 
 
 def engine_spec(backend: str) -> EngineSpec:
-    """Return the backend with this name."""
+    """Return the declaration of an engine backend by its name, the value of `engine.backend`."""
     module = "embedded.engine" if backend == "embedded" else f"servers.{backend}"
     spec: EngineSpec = import_module(f"unstale.engines.{module}").SPEC
     return spec

@@ -36,12 +36,12 @@ class UsageCounters:
         self._busy_since: float | None = None
 
     def begin(self) -> None:
-        """Start to count busy time."""
+        """Note that the server is busy from now on, to count its busy and idle time."""
         if self._busy_since is None:
             self._busy_since = time.monotonic()
 
     def end(self) -> None:
-        """Start to count idle time."""
+        """Note that the server is idle from now on, to count its busy and idle time."""
         if self._busy_since is not None:
             self._counters["busy_s"] += time.monotonic() - self._busy_since
             self._busy_since = None

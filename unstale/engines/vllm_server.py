@@ -97,7 +97,7 @@ class VllmServer:
             )
 
     def describe_exit(self) -> str:
-        """Return the exit code and the end of the log."""
+        """Return the exit code of the server and the end of its log, for an error message."""
         code = self._process.poll() if self._process is not None else None
         message = f"the server ended with exit code {code}"
         log = self._folder / "log"

@@ -251,7 +251,7 @@ class ListedTasks:
         ]
 
     def data_of(self, task: Task) -> Any:
-        """Return the entry of the list that belongs to a task."""
+        """Return the data of a task, which is its entry in the list of tasks."""
         data = self.data[task.split]
         return data[task.index % _TASKS_PER_SEED % len(data)]
 

@@ -193,7 +193,7 @@ class OwnThread(Executor):
 
 
 class _Outcome(Future[Any]):
-    """A future that stores an error raised within its context."""
+    """A future. An error raised within its context becomes its result."""
 
     def __enter__(self) -> None: ...
 

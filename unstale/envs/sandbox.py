@@ -78,7 +78,7 @@ _ENVIRONMENT = {
 _READ_ONLY = ["/usr", "/bin", "/sbin", "/lib", "/lib64", "/etc/alternatives", "/etc/ld.so.cache"]
 """Folders and files of the system that programs in bubblewrap can read."""
 _POLL_MS = 50
-"""Milliseconds between two checks for cancellation."""
+"""Milliseconds between two checks if the caller has cancelled a program."""
 
 
 class SandboxError(EnvError):
@@ -232,9 +232,9 @@ def weaknesses() -> str:
 
 
 def _risks_of_limits(way: _Way) -> list[str]:
-    """Return the attacks that only bubblewrap prevents.
+    """Return the attacks that only bubblewrap prevents. Newer kernels prevent some of them.
 
-    Landlock prevents some of them, by its version.
+    The version of the kernel's Landlock decides which.
     """
     version = landlock_version()
     files = "open to everybody" if way.own_user else "of your user, secrets included,"
@@ -256,7 +256,10 @@ def _risks_of_limits(way: _Way) -> list[str]:
 
 @cache
 def _is_filtered(way: _Way) -> bool:
-    """Return True if a program cannot create a user namespace."""
+    """Return True if a program in the sandbox cannot create a user namespace.
+
+    It cannot if the sandbox's filter of system calls works.
+    """
     code = "import ctypes; raise SystemExit(ctypes.CDLL(None).unshare(0x10000000) == 0)"
     result = _run(way, _Job([sys.executable, "-c", code], "", {}, Limits()), threading.Event())
     return not result.code

@@ -97,10 +97,10 @@ def landlock_version() -> int:
 
 
 def _lock_files() -> None:
-    """Allow writing, creating and removing files in this folder only, with Landlock.
+    """Allow writing, creating and removing files in this folder only, by the kernel's Landlock.
 
-    The output and /dev/null can be written to. Without Landlock, nothing is refused. Version 4 also
-    refuses TCP, and version 6 signals to processes outside of the sandbox.
+    Writing to the output and to /dev/null stays allowed. Without Landlock, nothing is refused.
+    Landlock version 4 also refuses TCP, and version 6 signals to processes outside of the sandbox.
     """
     version = landlock_version()
     if not version:

@@ -50,7 +50,7 @@ from unstale.isolation.worker import main
 main(int(sys.argv[1]), options)
 """
 _WRONG = (ValueError, LookupError, TypeError, RecursionError, asyncio.InvalidStateError)
-"""Errors that reading an invalid message can raise."""
+"""The kinds of errors that are raised when an invalid message is read."""
 _FRAME = re.compile(r'^  File "(.+)", line (\d+) in (.+)$', re.MULTILINE)
 
 

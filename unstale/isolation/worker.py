@@ -288,7 +288,7 @@ class Server:
         episode.caller = EnvCaller(env, name, episode.on_blocked)
 
     async def _close(self, episode: Episode, key: int) -> Row:
-        """Remove an episode that has ended."""
+        """Remove an episode that has ended from the worker."""
         caller = episode.caller
         del self._episodes[key]
         try:

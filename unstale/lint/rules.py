@@ -38,7 +38,7 @@ MIN_CLIP = 1e-3
 PRODUCT_CLIP = 0.5
 """Smallest useful clip range for the product of a sequence's ratios."""
 WIDEST_BAND = 10.0
-"""Largest `high` of the correction at which D still limits staleness."""
+"""Largest upper limit of D in the correction at which D still limits staleness."""
 _MIXED_CACHE = "tokens sampled with keys and values of older weights belong to no version's policy"
 _BASELINE: Fix = {"old_logps.baseline": True}
 _BAND: Fix = {"correction.low": 0.5, "correction.high": 2.0}

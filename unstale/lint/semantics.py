@@ -20,7 +20,7 @@ class Factor:
 
 
 def factors(config: RunConfig) -> tuple[Factor, Factor]:
-    """Return D and S as explained by the configuration."""
+    """Return the ratios D and S, with what they contain under the configuration."""
     proxy = config.old_logps.meaning(config)
     return (
         Factor("D", proxy.symbol, "mu", proxy.d, _bound_on_d(config)),

@@ -115,7 +115,7 @@ def attention_calls(segments: tuple[Segment, ...], batched: bool) -> list[Attent
     and (3) never are, and with a single attention head `batched` must be False.
     """
     own_blocks: dict[int, list[int]] = {}
-    """Starts of the blocks, by the length of the block."""
+    """For each length of block: the positions where blocks of that length start."""
     before_block = []
     for segment in segments:
         for start in range(segment.start, segment.end, BLOCK):

@@ -59,7 +59,9 @@ class ContextGroup:
         return here, rows[here] - tokens.start
 
     def assemble(self, values: Tensor, here: Tensor, count: int) -> Tensor:
-        """Return the values `[count]` of all ranks, from those `[r]` of this rank at `here`.
+        """Return the values `[count]` of all ranks.
+
+        This rank gives its own, `[r]`, for places `here`.
 
         The gradient of each value goes to the rank that computed it. All ranks compute the same
         loss from the result, so the sum of their gradients is that of one process.
@@ -87,7 +89,7 @@ class ContextGroup:
         return self._to_tokens(out)
 
     def _divisible(self, keys: Tensor) -> Tensor:
-        """Repeat key or value heads if there are fewer than ranks."""
+        """Repeat key or value heads if there are fewer of them than ranks."""
         heads = keys.shape[1]
         if heads % self.size == 0:
             return keys

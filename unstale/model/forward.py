@@ -26,7 +26,7 @@ class ForwardOptions:
     pass.
     """
     compile: bool = False
-    """Compile the model with torch.compile."""
+    """Compile the model with torch.compile before its first forward pass."""
 
     @classmethod
     def of(cls, config: TrainerConfig) -> "ForwardOptions":

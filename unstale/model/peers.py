@@ -115,4 +115,4 @@ class Peers:
 
 
 ALONE = Peers()
-"""A process that does not share its model."""
+"""The `Peers` of a process that does not share its model with others."""

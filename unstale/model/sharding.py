@@ -137,10 +137,10 @@ def shorter_copy(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def _join_tied(model: nn.Module) -> None:
-    """Let a weight that two groups of parameters share have one memory.
+    """Let a tied weight, which two groups of parameters contain, use one memory.
 
-    Tied weights are in the groups of both modules. If the rows cannot be divided evenly, FSDP2 pads
-    a rank's part for each group, and an optimizer step would change only one of the two.
+    If the rows of a weight cannot be divided evenly, FSDP2 pads a rank's part for each group.
+    Without this function, an optimizer step would then change only one of the two.
     """
     parts: dict[int, Any] = {}
     for module in _units(model):

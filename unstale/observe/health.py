@@ -45,7 +45,7 @@ class Finding:
     step: int
     """The first step of the batches because of which the check failed."""
     steps: int
-    """Number of steps with the sign, over the whole run."""
+    """Number of steps of the run in which the check found its sign."""
 
 
 def _value(row: Row, name: str) -> float:

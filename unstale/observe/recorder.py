@@ -77,7 +77,10 @@ class Recorder:
         self._report_failed_trackers()
 
     def sample(self, step: int, groups: "Sequence[Group]") -> None:
-        """Send an episode of the batch to the trackers as text, at some steps."""
+        """Send the text of an episode of the batch to the trackers.
+
+        This is done only every few steps.
+        """
         self._trackers.sample(step, groups, self._decode)
 
     def close(self) -> None:

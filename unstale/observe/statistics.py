@@ -1,4 +1,4 @@
-"""Confidence intervals."""
+"""Confidence intervals of shares and means."""
 
 import math
 

@@ -122,7 +122,7 @@ class Eager(OldLogps):
         self.fallback.close()
 
     def _sort(self) -> None:
-        """Put each piece that arrived into the queue of its version."""
+        """Put each piece (run of sampled tokens) that arrived into the queue of its version."""
         while self._arrived:
             piece = self._arrived.popleft()
             self._waiting.setdefault(piece.piece.version, ScoreQueue()).put(

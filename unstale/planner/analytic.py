@@ -50,7 +50,7 @@ MIN_EPISODES = 8
 increased until it has.
 """
 ENGINE_SIZES = (1, 2, 4, 8)
-"""Numbers of devices that an engine may have."""
+"""Numbers of devices that a single engine may use (tensor parallelism)."""
 _SPLITS = 16
 """The numbers of training devices that are tried are multiples of the number of devices divided by
 this.
@@ -270,9 +270,9 @@ class AnalyticCosts:
         return parallel_s + self._all_reduce_s(replies) + setup.shares.step_s
 
     def prefill_s(self, tokens: int) -> float:
-        """Return the seconds in which an engine computes a prompt.
+        """Return the seconds in which an engine computes `tokens` tokens of context.
 
-        `step_s` includes reading the weights.
+        The time to read the weights is not included, because it is part of `step_s`.
         """
         computed = tokens * self.setup.model.forward_flops(self.setup.episodes.attended)
         return computed / (self.placement.tp * self.setup.flops) + self._all_reduce_s(tokens)

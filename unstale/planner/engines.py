@@ -38,7 +38,7 @@ class SimulatedReply:
     context: int
     """Number of tokens in the context, with those sampled so far."""
     left: int = 0
-    """Number of tokens that are still to be sampled."""
+    """Number of tokens of the reply that are still to be sampled."""
     cached: int = 0
     """Number of context tokens that `engine` has computed with its version."""
     engine: "SimulatedEngine | None" = None

@@ -73,7 +73,10 @@ class Footprint:
 
 
 def predict_footprint(config: RunConfig, policy: Policy) -> Footprint:
-    """Return the predicted footprint of a run of `policy` after its first optimizer step."""
+    """Return the memory and disk space that a run of `policy` needs, as predicted.
+
+    It is the need after the first optimizer step, when all buffers exist.
+    """
     total = sum(weight.numel() for weight in policy.model.parameters())
     trained = sum(weight.numel() for weight in policy.weights().values())
     width = policy.dtype.itemsize

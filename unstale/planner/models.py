@@ -45,7 +45,7 @@ class Model:
     """True if the output head shares the weights of the embedding."""
     experts: int = 0
     active: int = 0
-    """Number of experts that process a token."""
+    """Number of experts that process each token."""
     expert_ffn: int = 0
     dense: int = 0
     """Number of layers without experts, in a model with experts."""

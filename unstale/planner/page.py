@@ -191,7 +191,7 @@ def command(candidate: Candidate) -> str:
 
 
 def missing(candidate: Candidate) -> Iterator[str]:
-    """Yield what the user must add to the suggested command."""
+    """Yield what the user must add to the suggested command before running it."""
     placement = candidate.placement
     setup = candidate.costs.setup
     if setup.model.name != SHIPPED_POLICY.name:

@@ -80,9 +80,9 @@ def add(verbs: Any) -> None:
 
 
 def _at_least(low: float) -> Callable[[str], float]:
-    """Return a parser of a number that is at least `low`.
+    """Return a parser of numbers from the command line that must be at least `low`.
 
-    If `low` is an integer, so is the number.
+    If `low` is an integer, only integers are accepted.
     """
 
     def number(text: str) -> float:

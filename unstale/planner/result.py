@@ -24,7 +24,7 @@ class SimulationResult:
     lost_tokens: int
     """Number of sampled tokens that were lost because engines failed, and were sampled again."""
     failed_episodes: int
-    """Number of attempts at episodes that timed out."""
+    """Number of attempts at episodes that failed because a tool call timed out."""
     deaths: int
     """Number of times that an engine failed."""
     engine_busy_share: float

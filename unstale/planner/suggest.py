@@ -41,7 +41,7 @@ because the formula is not exact.
 MAX_CHOICES = 6
 """Largest number of schedules that are simulated."""
 MAX_SPLITS = 3
-"""Largest number of divisions of the devices that are simulated."""
+"""Largest number of divisions of the devices among trainer and engines that are simulated."""
 AVERAGE: str = "ppo_ewma_async"
 """The most exact of the routes that average weights (docs/old-logps.md), for comparison."""
 MAX_RUNNING = 256
@@ -60,8 +60,8 @@ class PlanRequest:
     groups: tuple[int, ...] = (16,)
     group_size: int = 8
     windows: tuple[int, ...] = ()
-    """Look-ahead windows to try. Empty tries strict order, and half a batch if the trainer
-    waits.
+    """Look-ahead windows to try. If empty, strict order is tried and, if the trainer then waits,
+    also a window of half a batch.
     """
     route: str | None = None
     """Name of the old-logit route. None chooses the exact route with the highest throughput."""
@@ -243,7 +243,9 @@ class Suggestion:
 
     best: SimulatedCandidate
     synchronous: SimulatedCandidate
-    """The best synchronous candidate. Its devices alternate between sampling and training."""
+    """The best candidate for synchronous training. Its devices alternate between sampling and
+    training.
+    """
     choices: tuple[SimulatedCandidate, ...]
     """The candidates for different schedules that were simulated."""
     splits: tuple[SimulatedCandidate, ...]

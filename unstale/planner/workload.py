@@ -229,7 +229,7 @@ class EpisodeStats(NamedTuple):
 
     @classmethod
     def of(cls, workload: Workload, *, group_size: int) -> "EpisodeStats":
-        """Estimate the means from 64 groups that are drawn at random."""
+        """Return the means over 64 groups of episodes that are drawn at random."""
         random = np.random.default_rng(0)
         groups = [workload.group(random, group_size) for _ in range(64)]
         episodes = [shape for group in groups for shape in group]

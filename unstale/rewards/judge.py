@@ -53,7 +53,7 @@ class BudgetSpent(JudgeError):
 
 
 class _Retryable(Exception):
-    """A failure after which the call is repeated."""
+    """A failed call to the judge that is repeated, such as one without an answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -149,7 +149,7 @@ class Rollout:
         self.resources: AbstractAsyncContextManager[Any] = (
             taskset if isinstance(taskset, AbstractAsyncContextManager) else nullcontext()
         )
-        """A context that must be open while episodes run."""
+        """A context that must be open while episodes run, such as the HTTP endpoint of agents."""
         self.quarantined: set[str] = set()
         """Keys of tasks whose last attempt failed. No further episodes are started on them."""
         self._num_episodes = 0

@@ -185,7 +185,7 @@ class PendingPieces:
 
     @property
     def versions(self) -> frozenset[int]:
-        """The versions that sampled at least one of these pieces."""
+        """The versions of the weights that sampled at least one of these pieces."""
         return frozenset(self._pieces)
 
     def of_version(self, version: int, *, excluding: Collection[int] = ()) -> list[PendingPiece]:

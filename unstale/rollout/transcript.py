@@ -133,7 +133,7 @@ class Transcript:
 
     @property
     def all_pieces(self) -> list[Piece]:
-        """The pieces so far, and those still to be replayed."""
+        """The pieces (runs of tokens) so far, and those of the record still to be replayed."""
         return [*self.pieces, *self._recorded]
 
     async def restore_snapshot(self, env: Resumable) -> list[float] | None:
@@ -173,7 +173,10 @@ class Transcript:
         self._replay()
 
     def replay_reply(self) -> Iterator[Sampled]:
-        """Yield the recorded pieces of the next reply, and add them."""
+        """Yield the recorded pieces of the next reply, and add them to the transcript.
+
+        A piece is a run of tokens of one version.
+        """
         while self._recorded and isinstance(piece := self._recorded[0], Sampled):
             self._replay()
             yield piece

@@ -167,7 +167,7 @@ def _scorer(policy: Policy) -> Scorer:
 
 
 def _copy(policy: Policy, whole: MakePolicy) -> Policy:
-    """Return a policy of this process alone, with the same weights."""
+    """Return a policy with the same weights that is not divided among ranks."""
     copy = whole()
     copy.load_weights(dict(policy.whole_weights()))
     return copy

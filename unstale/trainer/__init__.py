@@ -99,5 +99,5 @@ class AuditObserver(Protocol):
         ...
 
     def points(self) -> list[dict[str, float]]:
-        """Return true and estimated log-ratios of some tokens, for plots."""
+        """Return the true and the estimated ratios of some tokens (as logarithms), for plots."""
         ...

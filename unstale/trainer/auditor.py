@@ -85,7 +85,7 @@ class Truth:
 
 
 def join(parts: Sequence[Audited]) -> Audited:
-    """Join the audited tokens of several batches."""
+    """Join the audited tokens of several batches into one object."""
     return Audited(
         audit.join([part.tokens for part in parts]),
         torch.cat([part.dropped for part in parts], 1),

@@ -49,7 +49,7 @@ class StepMetrics:
         self.update_s = 0.0
         self.lr = 0.0
         self.losses: list[float] = []
-        """The loss of each forward pass."""
+        """The loss of each forward pass of the batch so far."""
         self.imbalance = 1.0
         """Tokens run by the busiest rank over their mean, in the last optimizer step."""
         self.grad_norms: list[float] = []

@@ -26,7 +26,7 @@ class Minibatch:
     in every training pass.
     """
     norm: Tensor
-    """One over the divisor of the loss, for each token."""
+    """The factor of each token's loss: one over the divisor of the loss."""
     reference_logp: Tensor
     """Log-probability of each token under the reference policy. Empty if the loss has no KL
     term.
@@ -37,7 +37,10 @@ class Minibatch:
 
 @dataclass(frozen=True, slots=True)
 class FailedBatch:
-    """The data with which a number was not finite, saved for `unstale replay`."""
+    """The batch of a step in which a loss, gradient or log-probability was not finite.
+
+    It is saved for `unstale replay`.
+    """
 
     stage: Literal["old_logps", "step"]
     """The computation that failed: `old_logps` (the route's values of a batch) or `step` (the

@@ -69,9 +69,9 @@ class Encoded:
     kind: Kind
     words: int
     width: int
-    """Size of a word in bytes."""
+    """Size of a word, the unit of comparison, in bytes."""
     changed: int
-    """Number of words that differ."""
+    """Number of words of the tensor that differ between the two versions."""
     streams: tuple[Bytes, ...]
 
     def __post_init__(self) -> None:

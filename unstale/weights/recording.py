@@ -29,7 +29,7 @@ WENT_WRONG = "went_wrong.safetensors"
 """Name of the file with the batch that gave a number that is not finite, in a run folder."""
 
 _LISTS = ("offsets", "episodes")
-"""Columns of a batch that are tuples instead of tensors."""
+"""Names of the columns of a batch that are tuples instead of tensors."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -175,7 +175,7 @@ class VersionStore:
 
     @property
     def bytes(self) -> int:
-        """The memory for stored versions in bytes, without the full copy."""
+        """The size in bytes of the stored versions in memory, without the full copy."""
         return 0 if self._shelf.in_files else self._shelf.bytes
 
     @property

@@ -92,7 +92,7 @@ def write_parquet(rows: Iterator[Row], content: Content, out: Path) -> None:
 
 
 def _schema(pyarrow: Any, content: Content) -> Any:
-    """Return the columns and types of one kind of row."""
+    """Return the columns and types of an export of this kind, for Parquet."""
     text, integer, number = pyarrow.string(), pyarrow.int64(), pyarrow.float64()
     versions = pyarrow.list_(pyarrow.int32())
     summary = {

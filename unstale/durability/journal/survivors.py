@@ -131,7 +131,7 @@ def _statistics(attempts: Sequence[_Attempt]) -> Row:
 
 
 def _spread(values: Sequence[int]) -> Row:
-    """Return the mean and the quantiles 0.1, 0.5 and 0.9."""
+    """Return the mean of the values, and their quantiles 0.1, 0.5 and 0.9."""
     shares = {"low": 0.1, "middle": 0.5, "high": 0.9}
     quantiles = {name: quantile(values, share) for name, share in shares.items()}
     return {"mean": fmean(values), **quantiles}

@@ -160,7 +160,7 @@ def piece_row(episode: int, position: int, piece: Piece, after: int) -> Record:
 
 
 def to_piece(provenance: int, count: int, tokens: bytes, *sampled: Any) -> Piece:
-    """Return the piece from a row that `piece_row` made."""
+    """Return a piece (a run of tokens) from the columns of its row in the journal."""
     version, clean, logps = sampled
     width = "H" if len(tokens) == 2 * count else "I"
     unpacked = struct.unpack(f"<{count}{width}", tokens)

@@ -231,7 +231,7 @@ class Journal:
                 self._barriers_passed = covered
 
     def flush(self) -> None:
-        """Block the caller until everything written before is committed."""
+        """Block the calling thread until everything written before is committed."""
         if self._thread is None:
             raise journal_error(self.path, "it is not open")
         mark: Future[None] = Future()

@@ -111,7 +111,7 @@ class Batcher:
                 del self._active[slot]
 
     def interrupt(self) -> list[FinishedReply]:
-        """End every request. Return replies with the tokens sampled so far."""
+        """End every request. Return their replies with the tokens sampled so far."""
         finished = [self._finish(slot, "interrupted") for slot in sorted(self._active)]
         finished += [FinishedReply(request.id, [], [], "interrupted") for request in self._queue]
         self._queue.clear()

@@ -127,7 +127,7 @@ class TransformersRunner:
                 parameter.copy_(update[name])
 
     def keep(self, slot: int, count: int) -> None:
-        """Do nothing, because the memory of a slot is never freed."""
+        """Do nothing. This cache keeps the memory of all slots, so none can be freed."""
 
     def copy_prefix(self, source: int, target: int, count: int) -> None:
         for layer in self._layers:

@@ -120,7 +120,7 @@ class StepShape(NamedTuple):
     attended.
     """
     tokens: int = 0
-    """Number of prompt tokens in the step, over all chunks."""
+    """Number of prompt tokens that the step computes."""
     blocks: int = 0
     reach: int = 0
     """Number of pages of the longest sequence that has a chunk in this step."""

@@ -58,7 +58,7 @@ class Runner(Protocol):
     """A model with a KV cache. A slot is the part of the cache that holds one sequence."""
 
     name: str
-    """Name of the program that computes the model, for messages."""
+    """Name of the program that computes the model, such as `transformers`, for messages."""
     warning: str
     """Why decoding is slow, as a message to the user. Empty if it is not slow."""
     vocab_size: int

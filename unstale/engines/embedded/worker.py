@@ -127,7 +127,10 @@ class _EngineWorker:
         self._connection.sendall(b"".join(frame({**header, "counters": counters})))
 
     def _handle(self, header: Header, body: bytearray) -> None:
-        """Carry out a command. Confirm it, unless it is `sample` or `cancel`."""
+        """Carry out a command of the run.
+
+        Send a confirmation, unless it is `sample` or `cancel`.
+        """
         error = ""
         match header["op"]:
             case "sample":

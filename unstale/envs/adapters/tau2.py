@@ -244,7 +244,7 @@ _KINDS = {"assistant": AssistantMessage, "tool": ToolMessage, "user": UserMessag
 
 
 class PolicyAgent(HalfDuplexAgent[None]):
-    """An agent of tau2 that returns the replies of the policy."""
+    """An agent for tau2's orchestrator whose answers are the replies of the policy."""
 
     reply: AssistantMessage
     calls = 0

@@ -23,23 +23,33 @@ class Faults:
     """The probabilities with which the expert ignores each rule, independent of each other."""
 
     status: float = 0.0
-    """Probability of ignoring the status of the order."""
+    """Probability that the expert ignores the status of the order."""
     account: float = 0.0
-    """Probability of ignoring the kind of account."""
+    """Probability that the expert ignores the kind of the customer's account."""
     final: float = 0.0
-    """Probability of taking back items that are final."""
+    """Probability that the expert takes back items whose sale is final."""
     sale: float = 0.0
-    """Probability of refunding sale items to the payment method that the customer names."""
+    """Probability that the expert refunds sale items to the payment method that the customer
+    names.
+    """
     item: float = 0.0
-    """Probability of taking the first item of the order instead of the one that is meant."""
+    """Probability that the expert takes the first item of the order instead of the one that is
+    meant.
+    """
     payment: float = 0.0
-    """Probability of refunding to the first payment method of the record."""
+    """Probability that the expert refunds to the first payment method of the record instead of the
+    right one.
+    """
     variant: float = 0.0
-    """Probability of taking the first variant of the list instead of the one that is meant."""
+    """Probability that the expert takes the first variant of the list instead of the one that is
+    meant.
+    """
     point: float = 0.0
-    """Probability of sending the parcel to its present pickup point."""
+    """Probability that the expert sends the parcel to its present pickup point instead of the new
+    one.
+    """
     cancel: float = 0.0
-    """Probability of refusing to cancel a pending order."""
+    """Probability that the expert refuses to cancel a pending order."""
 
 
 NO_FAULTS = Faults()

@@ -139,7 +139,7 @@ QUESTIONS: Mapping[str, str] = {
     "colour": "Which colour?",
     "point": "Where to?",
 }
-"""The question of the expert for each kind of fact."""
+"""The question by which the scripted expert asks the customer for each kind of fact."""
 
 HEARD: Mapping[str, tuple[str, ...]] = {
     "email": ("email", "e-mail", "mail address"),

@@ -348,7 +348,7 @@ class Comparison:
         return mean_over_seeds(_success(trial, budget) for trial in arm.finished)
 
     def settings(self, name: str) -> list[Any]:
-        """Return the different values that an option has in the runs."""
+        """Return the different values that the option `name` has in the runs."""
         values = [flatten(trial.config).get(name) for trial in self.trials if trial.config]
         return list(dict.fromkeys(values))
 

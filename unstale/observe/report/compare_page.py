@@ -222,7 +222,7 @@ def remarks(comparison: Comparison) -> list[str]:
 
 
 def linted(comparison: Comparison) -> list[str]:
-    """Return the linter's warnings about the arms."""
+    """Return the linter's warnings about the compared configurations."""
     warnings = grouped(comparison.warnings)
     unknown = [arm.name for arm in comparison.arms if arm.name not in comparison.warnings]
     if unknown:

@@ -124,7 +124,7 @@ class Frame:
         return min(max((self.right - self.left) / max(columns, 1), 3), 40)
 
     def shape(self, series: Series) -> Shape:
-        """Return the paths that draw a line inside this drawing."""
+        """Return the SVG paths that draw a line inside this drawing."""
         spots = [(self.at_x(x), self.at_y(y)) for x, y in series.points]
         edges = [
             (x, self.at_y(low), self.at_y(high))

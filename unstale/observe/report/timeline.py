@@ -65,7 +65,7 @@ def shares(run: Gathered, wait: Waiting) -> Markup:
 
 
 def _trainer_shares(run: Gathered) -> list[tuple[str, str, float]]:
-    """Return the trainer's activities as (name, colour, share of the time)."""
+    """Return what the trainer did, as (name of the activity, colour, share of the time)."""
     begin = run.begin_s
     end = run.seconds or 0.0
     if run.spans_left_out:

@@ -138,7 +138,7 @@ class Waiting:
     work: Mapping[str, float] = field(default_factory=dict)
     """Share of the time that the trainer spends on each activity."""
     tools: float | None = None
-    """Share of the episodes' time that is spent in tools."""
+    """Share of the episodes' time that is spent waiting for tools."""
     finished: float | None = None
     """Share of the groups in flight that are finished but wait until older ones are trained on."""
     synchronous: bool = False

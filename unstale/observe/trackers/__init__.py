@@ -54,7 +54,7 @@ class Sink(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TrackedRun:
-    """The run that a tracker shows."""
+    """The run whose metrics a tracker receives."""
 
     folder: Path
     """The run folder. Its name is the name of the run."""
@@ -112,7 +112,7 @@ class Trackers:
         default_factory=partial(ThreadPoolExecutor, 1, "trackers"), init=False
     )
     _calls: deque[tuple[str, Future[None]]] = field(default_factory=deque, init=False)
-    """Calls whose outcome is not known yet."""
+    """Calls to trackers of which it is not known yet if they succeeded."""
     _is_closed: bool = field(default=False, init=False)
 
     @classmethod

@@ -22,7 +22,7 @@ SILENT_S = 2.0
 once.
 """
 LOOK_S = 0.5
-"""Seconds after which the server checks again if it must stop."""
+"""Seconds between two checks of the server if it must stop."""
 
 
 def open_sink(package: Any, run: TrackedRun) -> Sink:

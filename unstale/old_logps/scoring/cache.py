@@ -65,7 +65,7 @@ class LogpCache:
         self._logps |= score_pieces(self._scorer, pieces, version)
 
     def missing(self, pieces: Iterable[PendingPiece]) -> list[PendingPiece]:
-        """Return those of `pieces` that have no score yet."""
+        """Return those of `pieces` (runs of sampled tokens) that have no score yet."""
         return [piece for piece in pieces if key_of(piece) not in self._logps]
 
     def recover(self, past: Mapping[int, Sequence[PendingPiece]], weights: Weights) -> None:
@@ -120,7 +120,10 @@ class LogpCache:
         self._logps = {key: logp for key, logp in self._logps.items() if key.version in versions}
 
     def state(self) -> Mapping[str, Tensor]:
-        """Return all scores in one tensor, and rows `(version, episode, start, length)`."""
+        """Return all scores in one tensor, and one row per piece that says where they are.
+
+        A row is `(version, episode, start, length)`.
+        """
         places = [(*key, len(logp)) for key, logp in self._logps.items()]
         return {
             "places": torch.tensor(places, dtype=torch.long).view(-1, 4),

@@ -242,7 +242,7 @@ class LocalScorer:
 
 
 class LocalAverage(Average):
-    """A moving average of the weights of a `LocalScorer`'s policy."""
+    """A moving average of the weights of the policy that a `LocalScorer` scores with."""
 
     def __init__(self, scorer: LocalScorer) -> None:
         super().__init__()

@@ -184,7 +184,7 @@ class Scorer(Protocol):
         ...
 
     def put(self) -> None:
-        """Keep the trainer's weights as those of the current version."""
+        """Keep a copy of the trainer's weights as those of the current version."""
         ...
 
     def keep(self, live: Collection[int]) -> None:
@@ -223,7 +223,7 @@ class Scorer(Protocol):
         ...
 
     def state(self) -> Mapping[str, Any]:
-        """Return the kept versions for a checkpoint."""
+        """Return the kept past versions of the weights, for a checkpoint."""
         ...
 
     def restore(self, state: Mapping[str, Any]) -> None: ...

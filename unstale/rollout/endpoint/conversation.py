@@ -24,7 +24,7 @@ deeper.
 
 
 class Unanswerable(ValueError):
-    """Error: no reply can follow this history."""
+    """Error: the model cannot reply to this history, because of its form."""
 
 
 @dataclass(frozen=True)
@@ -113,12 +113,15 @@ class Branch:
     exchanges: list[Exchange]
     pieces: list[Piece] = field(default_factory=list)
     pending: bool = False
-    """True while a client waits for the branch's last answer."""
+    """True while a client waits for the last answer of this conversation."""
 
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """The part of a call's history that agrees with a branch."""
+    """How much of a call's history agrees with a branch.
+
+    A branch is one conversation of the episode.
+    """
 
     branch: Branch
     exchanges: int

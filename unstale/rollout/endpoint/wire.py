@@ -44,7 +44,7 @@ class ReplyFormat:
 
     schema: Mapping[str, Any]
     retries: int
-    """How often a reply is sampled again."""
+    """How often a reply is sampled again if it does not satisfy the schema."""
 
     def accepts(self, message: Message) -> bool:
         """Return True if a message satisfies the schema, or has tool calls.
@@ -176,7 +176,7 @@ def _as_user(each: HistoryMessage) -> HistoryMessage:
 
 
 def without(body: Mapping[str, Any], *names: str) -> Mapping[str, Any]:
-    """Return the body of a request without some fields."""
+    """Return the body of a request without the fields `names`."""
     return {name: value for name, value in body.items() if name not in names}
 
 
