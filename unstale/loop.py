@@ -332,13 +332,13 @@ class Publication:
         """
         run = self._run
         began = time.monotonic()
-        # First: a copy that the version store has moved to these weights is not saved again.
+        return_freed_memory()  # of gradients and activations
+        # Before the snapshot: the version store's copy is then equal to the weights it saves.
         run.publisher.prepare(run.trainer, live)
         snapshot = None
         if self._checkpoint_due:
             snapshot = run.checkpoints.snapshot(self._progress, run.trainer)
         run.old_logps.publishing()
-        return_freed_memory()
         return snapshot, time.monotonic() - began
 
     async def _notify_scorers(self, live: Collection[int]) -> None:
