@@ -133,6 +133,12 @@ def table(found: dict[str, Measured], smallest: str) -> list[str]:
     return lines
 
 
+def _order(entry: tuple[str, Measured]) -> tuple[bool, str, int]:
+    """Sort "before" before "after", then by precision, then by size."""
+    tree, dtype, _ = entry[0].split(", ")
+    return tree == "after", dtype, entry[1].weights
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--before", type=Path, help="checkout of an earlier commit")
@@ -157,7 +163,8 @@ def main() -> None:
                 if chosen.raw:
                     chosen.raw.write_text(json.dumps(raw))
         shutil.rmtree(folder)
-    found = {key: Measured(*values) for key, values in sorted(raw.items(), reverse=True)}
+    measured = {key: Measured(*values) for key, values in raw.items()}
+    found = dict(sorted(measured.items(), key=_order))
     text = (
         "Peak resident memory, and bytes per weight: for memory the growth from the smallest "
         "model, for checkpoints all bytes of the newest one, deltas included."
