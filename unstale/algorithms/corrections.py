@@ -216,7 +216,9 @@ class Control:
     keep: Bool[Tensor, "*shape"]
     """False for tokens that the correction dropped, and for tokens that were not sampled."""
     weighted: bool = False
-    """True if `weight` contains D. A second weighting would count D twice and raises ValueError."""
+    """True if `weight` contains the discrepancy D. A second weighting would count D twice and
+    raises ValueError.
+    """
 
     @property
     def factor(self) -> Tensor:
@@ -253,7 +255,7 @@ def none(log_discrepancy: Float[Tensor, "*shape"], before: Control) -> Control:
 def mask(
     log_discrepancy: Float[Tensor, "*shape"], before: Control, *, low: float, high: float
 ) -> Control:
-    """Keep a token only if `low <= D <= high`.
+    """Keep a token only if `low <= D <= high`, where D is the discrepancy of trainer and engine.
 
     If D is aggregated by `mean`, a narrow range such as 1/1.005 to 1.005 is needed.
     """
@@ -270,9 +272,10 @@ def truncate(
 ) -> Control:
     """Weight each token by `min(D, high)`: truncated importance sampling.
 
-    This is IMPALA's rho-bar (arXiv 1802.01561), called TIS in LLM training. With `high = inf` the
-    weight is D. `normalize` divides the weights by their mean over kept tokens (self-normalized
-    importance sampling). The tensors must then be those of the whole batch.
+    D is the discrepancy between trainer and engine. This is IMPALA's rho-bar (arXiv 1802.01561),
+    called TIS in LLM training. With `high = inf` the weight is D. `normalize` divides the weights
+    by their mean over kept tokens (self-normalized importance sampling). The tensors must then be
+    those of the whole batch.
     """
     if not high > 0:
         raise ValueError(f"high must be > 0, got {high}")
@@ -288,7 +291,11 @@ def clamp(
     high: float,
     normalize: bool = False,
 ) -> Control:
-    """Weight each token by D limited to [`low`, `high`]: `truncate` with a lower limit."""
+    """Weight each token by D, limited to the range from `low` to `high`.
+
+    D is the discrepancy between trainer and engine. `truncate` is the same without a lower limit.
+    `normalize` divides the weights by their mean over kept tokens.
+    """
     if not (0 <= low <= high and high > 0):
         raise ValueError(f"clamp needs 0 <= low <= high and high > 0, got {low} .. {high}")
     weight = bounded_exp(log_discrepancy.detach()).clamp(min=low, max=high)
@@ -306,8 +313,8 @@ def mask_weight(
 ) -> Control:
     """Weight a token by D if `low <= D <= high`, and drop it otherwise.
 
-    The method is known as IcePop and as MIS (arXiv 2510.18855). `normalize` divides the weights by
-    their mean over kept tokens.
+    D is the discrepancy between trainer and engine. The method is known as IcePop and as MIS (arXiv
+    2510.18855). `normalize` divides the weights by their mean over kept tokens.
     """
     inside = _inside(log_discrepancy, low=low, high=high)
     weight = torch.where(inside, bounded_exp(log_discrepancy.detach()), 0.0)
@@ -346,10 +353,10 @@ def cap_ratio(
 ) -> Float[Tensor, "*shape"]:
     """Return the factor on each token's loss that limits pi / mu to `high`: min(1, high mu / pi).
 
-    Together with a weight D and a loss in S A, the token's advantage A is then multiplied by `min(D
-    S, high)`. This is V-trace's rho-bar (arXiv 1802.01561) on the whole ratio, so it does not
-    matter how that divides into D and S. The factor has no gradient, and is 1 for tokens that were
-    not sampled.
+    pi / mu is the product of the discrepancy D and the staleness ratio S. Together with a weight D
+    and a loss in S A, the token's advantage A is then multiplied by `min(D S, high)`. This is
+    V-trace's rho-bar (arXiv 1802.01561) on the whole ratio. The factor has no gradient, and is 1
+    for tokens that were not sampled.
     """
     if not high > 0:
         raise ValueError(f"high must be > 0, got {high}")
@@ -366,8 +373,9 @@ def summary(
 ) -> dict[str, float]:
     """Return metrics of a correction: weights, kept shares, and percentiles of log D and log S.
 
-    Percentiles (nearest rank) keep the sign. Shares and means are over all sampled tokens, also the
-    dropped ones. Empty if there are none.
+    D is the discrepancy between trainer and engine, S the staleness ratio. Percentiles (nearest
+    rank) keep the sign. Shares and means are over all sampled tokens, also the dropped ones. Empty
+    if there are none.
     """
     if not sampled.any():
         return {}

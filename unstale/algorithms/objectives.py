@@ -30,9 +30,13 @@ class Surrogate(NamedTuple):
 
     loss: Tensor
     clipped_low: Tensor
-    """True where S is below the trust region, so that the loss does not change with S."""
+    """True where the staleness ratio S is below the trust region, so that the loss does not change
+    with S.
+    """
     clipped_high: Tensor
-    """True where S is above the trust region, so that the loss does not change with S."""
+    """True where the staleness ratio S is above the trust region, so that the loss does not change
+    with S.
+    """
 
     @property
     def clipped(self) -> Tensor:
@@ -45,7 +49,7 @@ class ObjectiveSpec:
 
     surrogate: Callable[..., Surrogate]
     per_sequence: bool = False
-    """True if the objective needs S as the geometric mean over the sequence."""
+    """True if the objective needs the staleness ratio S as the geometric mean over the sequence."""
     trains_zero_advantage: bool = False
     """True if a token with advantage 0 can have a gradient, so that it must not be skipped."""
 
@@ -78,8 +82,8 @@ def ppo_clip(
 ) -> Surrogate:
     """PPO's clipped loss: -min(S A, clip(S, 1 - clip_low, 1 + clip_high) A).
 
-    A is the advantage. See arXiv 1707.06347, eq. 7; different limits on the two sides are from
-    arXiv 2503.14476. Clipped tokens have no gradient.
+    S is the staleness ratio pi / pi_old and A the advantage. See arXiv 1707.06347, eq. 7; different
+    limits on the two sides are from arXiv 2503.14476. Clipped tokens have no gradient.
     """
     advantage = _of_actions(advantage, sampled)
     ratio = bounded_exp(log_staleness)
@@ -104,7 +108,8 @@ def dual_clip(  # noqa: PLR0913 - two clips
     """PPO's clipped loss, limited to `dual_clip * |A|` where the advantage A is negative.
 
     Without this limit (arXiv 1912.09729) the loss is unbounded for a token with A < 0 whose
-    probability grew. `dual_clip` is a value of S above 1. Raises ValueError otherwise.
+    probability grew. `dual_clip` is a value above 1 of the staleness ratio pi / pi_old. Raises
+    ValueError otherwise.
     """
     if not dual_clip > 1:
         raise ValueError(f"dual_clip must be > 1 (1 stops fresh tokens too), got {dual_clip}")
@@ -168,10 +173,10 @@ def sapo(
 ) -> Surrogate:
     """SAPO: -4 / tau * sigmoid(tau (S - 1)) A, a soft limit instead of a clip.
 
-    From soft adaptive policy optimization (arXiv 2511.20347). A is the advantage, and tau is
-    `tau_pos` where A > 0, else `tau_neg`. At S = 1 the gradient is that of -S A. It becomes smaller
-    on both sides of 1, faster for a greater tau. The paper divides the loss by `sequence_mean`.
-    Raises ValueError if a tau is not > 0.
+    From soft adaptive policy optimization (arXiv 2511.20347). S is the staleness ratio pi / pi_old,
+    A the advantage, and tau is `tau_pos` where A > 0, else `tau_neg`. At S = 1 the gradient is that
+    of -S A. It becomes smaller on both sides of 1, faster for a greater tau. The paper divides the
+    loss by `sequence_mean`. Raises ValueError if a tau is not > 0.
     """
     if not (tau_pos > 0 and tau_neg > 0):
         raise ValueError(f"tau_pos and tau_neg must be > 0, got {tau_pos} and {tau_neg}")
@@ -191,10 +196,10 @@ def dro(
 ) -> Surrogate:
     """DRO: -(A log S - dro_beta / 2 (log S)^2), which fits `dro_beta` log S to the advantage A.
 
-    From direct reward optimization (arXiv 2405.19107) and arXiv 2501.12599. The loss plus A^2 / (2
-    dro_beta) is (A - dro_beta log S)^2 / (2 dro_beta). No importance weight is needed: the gradient
-    of a token is its score times `dro_beta log S - A`. In the papers S is the ratio of a whole
-    sequence (unit `sequence`, aggregated by `sum`).
+    S is the staleness ratio pi / pi_old; in the papers it is the ratio of a whole sequence (unit
+    `sequence`, aggregated by `sum`). From direct reward optimization (arXiv 2405.19107) and arXiv
+    2501.12599. The loss plus A^2 / (2 dro_beta) is (A - dro_beta log S)^2 / (2 dro_beta). No
+    importance weight is needed: the gradient of a token is its score times `dro_beta log S - A`.
     """
     advantage = _of_actions(advantage, sampled)
     return _unclipped(dro_beta / 2 * log_staleness.square() - log_staleness * advantage)
@@ -210,8 +215,8 @@ def kl_penalty(
 ) -> Surrogate:
     """PPO with a KL penalty instead of a clip: -(S A - kl_penalty / 2 (log S)^2).
 
-    A is the advantage. See arXiv 1707.06347, section 4; (log S)^2 / 2 is the k2 estimator of the
-    KL.
+    S is the staleness ratio pi / pi_old and A the advantage. See arXiv 1707.06347, section 4; (log
+    S)^2 / 2 is the k2 estimator of the KL.
     """
     gain = bounded_exp(log_staleness) * _of_actions(advantage, sampled)
     return _unclipped(kl_penalty / 2 * log_staleness.square() - gain)
@@ -224,7 +229,10 @@ def none(
     *,
     sampled: Bool[Tensor, "*shape"] | None = None,
 ) -> Surrogate:
-    """REINFORCE with an importance weight and no trust region: -S A, where A is the advantage."""
+    """REINFORCE with an importance weight and no trust region: -S A.
+
+    S is the staleness ratio pi / pi_old and A the advantage.
+    """
     return _unclipped(-bounded_exp(log_staleness) * _of_actions(advantage, sampled))
 
 

@@ -53,7 +53,9 @@ from unstale.trainer.local import Rules
 from unstale.weights.recording import RECORDED, Recorded
 
 POINTS = 400
-"""Number of tokens per route whose ratios are kept for plots, as a pair (log D, log S)."""
+"""Number of tokens per old-logit route whose ratios D (discrepancy) and S (staleness) are kept for
+plots.
+"""
 
 
 def audit(

@@ -60,23 +60,27 @@ class CorrectionConfig(Section):
     selector: ClassVar[str] = "control"
 
     control: CorrectionControl = "mask_weight"
-    """Use of D: as a weight on the loss of a token, as a reason to drop a token, or not at all."""
+    """Use of the discrepancy D: as a weight on the loss of a token, as a reason to drop a token, or
+    not at all.
+    """
     low: Share = 0.5
-    """Lower limit of D. The control decides what happens to tokens below it."""
+    """Lower limit of the discrepancy D. The control decides what happens to tokens below it."""
     high: Annotated[float, Range(1)] = 2.0
-    """Upper limit of D. The control decides what happens to tokens above it."""
+    """Upper limit of the discrepancy D. The control decides what happens to tokens above it."""
     normalize: bool = False
     """Divide the weights by their mean over the tokens of the batch that the correction kept."""
     unit: Unit = "token"
-    """The tokens over which D is aggregated: one token, a turn, a segment of one version, or a
-    sequence.
+    """The tokens over which the discrepancy is aggregated: one token, a turn, a segment of one
+    version, or a sequence.
     """
     aggregate: Aggregate = "mean"
     """The aggregate over a unit: `mean` is the geometric mean of its ratios, `sum` their product,
     `max` the ratio farthest from 1.
     """
     token_veto_threshold: Share = 0.0
-    """Drop a whole sequence if D of any of its tokens is below this value; 0 drops none."""
+    """Drop a whole sequence if the discrepancy D of any of its tokens is below this value; 0 drops
+    none.
+    """
 
     def check_combination(self) -> None:
         self.refuse_unread(["normalize"])
@@ -89,35 +93,44 @@ class ObjectiveConfig(Section):
     selector: ClassVar[str] = "kind"
 
     kind: ObjectiveKind = "ppo_clip"
-    """The loss of a token, which limits how far S may move from 1."""
+    """The loss of a token, which limits how far the staleness ratio S = pi / pi_old may move from
+    1.
+    """
     clip_low: Share = 0.2
-    """A token has no gradient to lower S below 1 - clip_low. `cispo` limits the weight S instead.
-    `gspo` needs about 3e-4.
+    """A token has no gradient to lower the staleness ratio S below 1 - clip_low. `cispo` limits the
+    weight S instead. `gspo` needs about 3e-4.
     """
     clip_high: NonNegative = 0.28
-    """A token has no gradient to raise S above 1 + clip_high. `cispo` limits the weight S instead.
-    `gspo` needs about 4e-4.
+    """A token has no gradient to raise the staleness ratio S above 1 + clip_high. `cispo` limits
+    the weight S instead. `gspo` needs about 4e-4.
     """
     dual_clip: float = 3.0
     """Only for `dual_clip`: limit of the loss where the advantage A is negative, as a multiple of
     |A|.
     """
     kl_penalty: NonNegative = 1.0
-    """Only for `kl_penalty`: the coefficient c of S A - c / 2 (log S)^2, where A is the advantage.
+    """Only for `kl_penalty`: the coefficient c of S A - c / 2 (log S)^2, where S is the staleness
+    ratio and A the advantage.
     """
     tau_pos: Positive = 1.0
-    """Only for `sapo`: the rate at which the gradient fades as S leaves 1, for positive advantages.
+    """Only for `sapo`: the rate at which the gradient fades as the staleness ratio leaves 1, for
+    positive advantages.
     """
     tau_neg: Positive = 1.05
-    """Only for `sapo`: the rate at which the gradient fades as S leaves 1, for negative advantages.
+    """Only for `sapo`: the rate at which the gradient fades as the staleness ratio leaves 1, for
+    negative advantages.
     """
     dro_beta: Positive = 0.05
-    """Only for `dro`: the coefficient c of A log S - c / 2 (log S)^2, where A is the advantage."""
+    """Only for `dro`: the coefficient c of A log S - c / 2 (log S)^2, where S is the staleness
+    ratio and A the advantage.
+    """
     ratio_cap: NonNegative = 0.0
-    """Limit of the whole ratio pi / mu = D S, which weights a token's loss; 0 sets no limit."""
+    """Limit of the whole importance ratio pi / mu, by which a token's loss is weighted; 0 sets no
+    limit.
+    """
     unit: Unit = "token"
-    """The tokens over which S is aggregated: one token, a turn, a segment of one version, or a
-    sequence.
+    """The tokens over which the staleness ratio is aggregated: one token, a turn, a segment of one
+    version, or a sequence.
     """
     aggregate: Aggregate = "mean"
     """The aggregate over a unit: `mean` is the geometric mean of its ratios, `sum` their product,

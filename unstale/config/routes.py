@@ -123,8 +123,8 @@ class OldLogpsConfig(Section):
     fixed: ClassVar[Mapping[str, str]] = {}
     """Options of this route that must not change when a run is resumed: name -> reason."""
     to_free_s: ClassVar[Mapping[str, Any]] = {}
-    """Options by full name, with values that let S differ from 1. The linter suggests them where S
-    would always be 1.
+    """Options by full name, with values that let the staleness ratio S differ from 1. The linter
+    suggests them where S would always be 1.
     """
     exactness: ClassVar[str] = "no: a stand-in (--audit.share 0.05 measures how wrong)"
     """The linter's answer to the question whether the route is exact, unless it is a plain yes."""

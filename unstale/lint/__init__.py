@@ -28,7 +28,7 @@ class Verdict:
 
     recipe: str
     factors: tuple[Factor, Factor]
-    """The two ratios D and S, with their meaning."""
+    """The discrepancy D and the staleness ratio S, with their meaning."""
     facts: Mapping[str, str]
     """Sentences about the configuration, by name, in reading order."""
     refusals: tuple[Finding, ...]

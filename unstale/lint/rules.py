@@ -38,7 +38,7 @@ MIN_CLIP = 1e-3
 PRODUCT_CLIP = 0.5
 """Smallest useful clip range for the product of a sequence's ratios."""
 WIDEST_BAND = 10.0
-"""Largest upper limit of D in the correction at which D still limits staleness."""
+"""Largest upper limit of the discrepancy D at which a limit on D still limits staleness."""
 _MIXED_CACHE = "tokens sampled with keys and values of older weights belong to no version's policy"
 _BASELINE: Fix = {"old_logps.baseline": True}
 _BAND: Fix = {"correction.low": 0.5, "correction.high": 2.0}
@@ -51,7 +51,7 @@ _SEQUENCE_RATIO: Fix = {
     "objective.clip_high": 4e-4,
     "objective.loss_aggregation": "sequence_mean",
 }
-"""The settings of the GSPO paper."""
+"""Options by which the staleness ratio is that of a whole sequence, as in the GSPO paper."""
 
 
 def _exact_route(config: RunConfig) -> Fix:
@@ -215,7 +215,7 @@ def _clip_of_a_token(config: RunConfig) -> Finding | None:
 
 
 def _is_per_sequence(config: RunConfig) -> bool:
-    """Return True if S is the ratio of a whole sequence."""
+    """Return True if the staleness ratio S is computed for whole sequences."""
     return config.objective.kind == "gspo" or config.objective.unit == "sequence"
 
 
@@ -263,16 +263,16 @@ def _mixed_cache(config: RunConfig) -> Finding | None:
 
 
 def _noise_of_d(config: RunConfig) -> float:
-    """Return the typical size of log D of a token, if engine and trainer work correctly."""
+    """Return the typical size of a token's log discrepancy if engine and trainer work correctly."""
     stale = not config.old_logps.exact and config.schedule.staleness_bound > 0
     bfloat16 = "bfloat16" in (config.trainer.dtype, config.engine.dtype)
     return NOISE if bfloat16 or stale else ROUNDING
 
 
 def _noise(config: RunConfig, ratio: str) -> float:
-    """Return the typical size of numerical noise in log D or log S of a unit.
+    """Return the typical size of numerical noise in the log of a ratio, `D` or `S`.
 
-    A unit is the tokens over which the ratio is aggregated.
+    It is that of a unit, which is the tokens over which the ratio is aggregated.
     """
     bfloat16 = config.trainer.dtype == "bfloat16"
     rule = config.correction if ratio == "D" else config.objective
@@ -316,11 +316,14 @@ def _narrow_threshold(config: RunConfig) -> Finding | None:
 
 
 CLIPPED = ("ppo_clip", "dual_clip", "gspo", "cispo")
-"""Objectives that clip S."""
+"""Objectives that clip the staleness ratio S."""
 
 
 def _thresholds(config: RunConfig) -> Iterator[tuple[str, float]]:
-    """Yield "D" or "S" and the size of the log ratio, for every threshold of the configuration."""
+    """Yield every threshold of the configuration: "D" or "S", and the size of the log ratio.
+
+    D is the discrepancy and S the staleness ratio.
+    """
     d = config.correction
     s = config.objective
     if d.control != "none" and not d_is_one(config):
@@ -367,7 +370,10 @@ def _veto(config: RunConfig, low: float, high: float, wrong: str) -> Finding | N
 
 
 def _wide_reach(config: RunConfig) -> Finding | None:
-    """Warn if the clip on S lets tokens pass although their whole ratio pi / mu is beyond it."""
+    """Warn if tokens pass the clip on S although their whole ratio pi / mu is beyond it.
+
+    S is the staleness ratio pi / prox.
+    """
     rule = config.objective
     old = config.old_logps
     if rule.kind not in CLIPPED or old.baseline or s_is_one(config):
@@ -403,12 +409,12 @@ def _passes(config: RunConfig, ratio: float, clip: float) -> bool:
 
 
 def _beyond(s: float, clip: float) -> bool:
-    """Return True if S is at the clip or further from 1."""
+    """Return True if the staleness ratio `s` is at the clip or further from 1."""
     return s >= clip if clip > 1 else s <= clip
 
 
 def _bandless(config: RunConfig) -> Finding | None:
-    """Warn if all staleness is in D, and no limit applies to D."""
+    """Warn if all staleness is in the ratio D = prox / mu, and no limit applies to D."""
     rule = config.correction
     stale = config.schedule.staleness_bound > 0 and config.old_logps.weight_of_now(config) == 1
     if not stale or rule.control == "none":

@@ -1,4 +1,4 @@
-"""Explain a configuration: what its ratios D and S contain, their limits, and the costs."""
+"""Explain a configuration: what discrepancy D and staleness ratio S contain, and the costs."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,7 @@ from unstale.config.routes import live_versions
 
 @dataclass(frozen=True, slots=True)
 class Factor:
-    """One of the two ratios, D or S, whose product is pi / mu."""
+    """One of the two ratios whose product is pi / mu: discrepancy D or staleness ratio S."""
 
     name: str
     numerator: str
@@ -20,7 +20,7 @@ class Factor:
 
 
 def factors(config: RunConfig) -> tuple[Factor, Factor]:
-    """Return the ratios D and S, with what they contain under the configuration."""
+    """Return the discrepancy D and the staleness ratio S, with what they contain here."""
     proxy = config.old_logps.meaning(config)
     return (
         Factor("D", proxy.symbol, "mu", proxy.d, _bound_on_d(config)),
@@ -48,15 +48,19 @@ def facts(config: RunConfig) -> dict[str, str]:
 
 
 def d_is_one(config: RunConfig) -> bool:
-    """Return True if D is always 1, because the route returns the engine's log-probability."""
+    """Return True if the discrepancy D is always 1.
+
+    It is 1 if the old-logit route returns the engine's log-probability.
+    """
     return config.old_logps.weight_of_now(config) == 0
 
 
 def s_is_one(config: RunConfig) -> bool:
-    """Return True if S is always 1, because the route returns the current log-probability.
+    """Return True if the staleness ratio S is always 1.
 
-    A route that computes its values in every training pass always does. Any other computes them
-    once per batch, and the policy changes after the first minibatch.
+    It is 1 if the route returns the current log-probability as the old one. A route that computes
+    its values in every training pass always does. Any other computes them once per batch, and the
+    policy changes after the first minibatch.
     """
     old = config.old_logps
     moves_away = not old.needs.inline and config.trainer.minibatches_per_batch > 1
@@ -64,7 +68,7 @@ def s_is_one(config: RunConfig) -> bool:
 
 
 def bounds_s(config: RunConfig) -> bool:
-    """Return True if the objective limits S."""
+    """Return True if the objective limits the staleness ratio S."""
     rule = config.objective
     return rule.kind != "none" and not (rule.kind == "kl_penalty" and rule.kl_penalty == 0)
 
@@ -139,7 +143,7 @@ def _unbounded(config: RunConfig) -> str:
 
 
 def _caps_ratio(config: RunConfig) -> bool:
-    """Return True if `ratio_cap` limits the whole ratio D S, by which a token is then weighted."""
+    """Return True if the option `ratio_cap` limits pi / mu, which weights tokens."""
     weighted = config.correction.control not in ("none", "mask") or d_is_one(config)
     return weighted and config.objective.ratio_cap > 0
 

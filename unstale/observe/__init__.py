@@ -37,7 +37,7 @@ class RunRecorder(Protocol):
     def learnt(
         self, step: int, *, points: Iterable[Mapping[str, Any]], events: Iterable[Mapping[str, Any]]
     ) -> None:
-        """Record the ratios D and S of some tokens of a batch, and the route's events.
+        """Record discrepancy and staleness ratio of some tokens of a batch, and route events.
 
         A route is a method to compute old log-probabilities.
         """

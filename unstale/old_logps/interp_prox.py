@@ -125,7 +125,7 @@ class InterpProxSpec(OldLogpsConfig):
         return InterpProx(scorer, mix, alpha=self.alpha, fresh=self._fresh)
 
     def _factors(self, a: str, rest: str) -> tuple[str, str, str]:
-        """Return a formula for the old policy and the meanings of D and S, for the linter.
+        """Return a formula for the old policy, and what the two ratios contain, for the linter.
 
         `a` and `rest` are the weights of the current policy and of the engine's policy.
         """

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 class RolloutRoute(OldLogps):
     """A route that uses the engine's log-probability in place of the trainer's. Never exact.
 
-    S then also contains the numerical differences between engine and trainer, and a clip on S acts
-    on them too.
+    The staleness ratio then also contains the numerical differences between engine and trainer, and
+    a clip acts on them too.
     """
 
     def logps(self, batch: Batch, now: Tensor) -> tuple[Tensor, Tensor]:

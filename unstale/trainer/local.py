@@ -47,8 +47,8 @@ class Rules:
     def correct(self, old_logp: Tensor, batch: Batch) -> Control:
         """Return the correction of each token: first the token veto, then the control.
 
-        The veto drops sequences with an impossible token. The control uses D of the token's unit,
-        which is the tokens over which D is aggregated.
+        The veto drops sequences with an impossible token. The control drops or weights tokens by
+        the discrepancy, which may be aggregated over a unit of several tokens.
         """
         config = self.correction
         log_d = corrections.log_discrepancy(old_logp, batch.behavior_logp, sampled=batch.sampled)
@@ -64,7 +64,10 @@ class Rules:
         return apply_control(unit_log_d, control, **config.selected_options())
 
     def surrogate(self, logp: Tensor, old_logp: Tensor, batch: Batch) -> Surrogate:
-        """Return the loss of each token from S of its unit, before weights are applied."""
+        """Return the loss of each token from its staleness ratio, before weights are applied.
+
+        The ratio may be aggregated over a unit of several tokens.
+        """
         config = self.objective
         spec = objectives.OBJECTIVES[config.kind]
         log_s = corrections.log_staleness(

@@ -324,7 +324,7 @@ class VersionStore:
         return current ^ words(tensor).to(current.device)
 
     def _adopt(self, tensors: Mapping[str, Tensor]) -> None:
-        """Use these tensors as the full copy. Tied tensors are used once."""
+        """Use these tensors as the store's full copy of the weights. Tied tensors are used once."""
         first: dict[Any, str] = {}
         for name, tensor in tensors.items():
             memory = (

@@ -318,7 +318,7 @@ def density_axes(points: Sequence[tuple[float, float]]) -> tuple[Axis, Axis]:
 
 
 def _band(run: Gathered) -> list[float]:
-    """Return the limits of log D outside of which the correction drops a token."""
+    """Return the limits of the log discrepancy outside of which the correction drops a token."""
     if run.setting("correction.control") not in ("mask", "mask_weight"):
         return []
     ends = [number(run.setting(f"correction.{end}")) for end in ("low", "high")]
@@ -326,7 +326,7 @@ def _band(run: Gathered) -> list[float]:
 
 
 def _clip(run: Gathered) -> list[float]:
-    """Return the limits of log S outside of which the objective clips a token."""
+    """Return the limits of the log staleness ratio outside of which the objective clips a token."""
     if run.setting("objective.kind") not in ("ppo_clip", "dual_clip", "gspo", "cispo"):
         return []
     low, high = (number(run.setting(f"objective.clip_{end}")) for end in ("low", "high"))

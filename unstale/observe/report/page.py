@@ -201,7 +201,7 @@ def _tiles(run: Gathered, tokens: float) -> list[tuple[str, str, str]]:
 
 
 def _meanings(run: Gathered) -> tuple[str, str]:
-    """Return what the ratios D and S contain with the old-logit route of the run."""
+    """Return what discrepancy D and staleness ratio S contain with the route of the run."""
     if run.exact:
         return "discrepancy", "staleness"
     if run.route == "rollout":

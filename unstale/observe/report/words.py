@@ -319,7 +319,7 @@ def is_exact(setting: Any) -> bool:
 
 
 def factor_names(route: str, *, exact: bool) -> tuple[str, str]:
-    """Return a sentence on what log D contains under a route, and one on log S."""
+    """Return a sentence on what the discrepancy contains under a route, and one on staleness."""
     if exact:
         return (
             "log D compares engine and trainer with the same weights. It shows differences in "
