@@ -25,6 +25,7 @@ from unstale.config import (
 )
 from unstale.durability.checkpoint import Checkpoints, Stateful
 from unstale.durability.journal import JOURNAL, Journal
+from unstale.durability.journal.route_files import ROUTES, RouteFiles
 from unstale.durability.resume import ResumeState
 from unstale.engines import Engine
 from unstale.engines.pool import EnginePool, Recovery, supervise
@@ -147,8 +148,15 @@ def load_policy(config: RunConfig) -> Policy:
     lora = None
     if options.lora_rank:
         lora = Lora(options.lora_rank, options.lora_alpha, options.lora_targets, config.seed)
-    policy = Policy.load(config.policy_folder, dtype=options.dtype, lora=lora)
+    policy = Policy.load(
+        config.policy_folder,
+        dtype=options.dtype,
+        lora=lora,
+        independent_rows=config.deterministic,
+    )
     policy.set_forward_options(ForwardOptions.of(options))
+    if options.routing_replay:
+        policy.replay_routes()
     return policy
 
 
@@ -160,7 +168,10 @@ def build(
     pending = PendingPieces()
     piece_arrived = asyncio.Event()
     folder = outputs.log.path
-    journal = Journal(folder / JOURNAL)
+    routes = None
+    if config.trainer.routing_replay:
+        routes = RouteFiles(folder / ROUTES, keep=config.checkpoint.keep)
+    journal = Journal(folder / JOURNAL, routes=routes)
     checkpoints = build_checkpoints(config, machine, folder)
     recorder = Recorder(
         outputs, journal=journal, decode=lambda tokens: str(policy.tokenizer.decode(tokens))
@@ -390,6 +401,7 @@ def build_engine(config: RunConfig, merging: Merging | None) -> EnginePool:
                 keep_cache=options.keep_cache,
                 deltas=sends_deltas and shares_deltas(config),
                 merging=merging,
+                record_routes=config.trainer.routing_replay,
                 lockstep=config.deterministic,
             )
         )

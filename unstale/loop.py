@@ -173,7 +173,7 @@ async def take_step(run: RunComponents, step: int, publication: "Publication") -
 
     run.log.sample(step, groups)
     scored = run.advantage(groups)
-    batch = collate(scored)
+    batch = collate(scored, replay_routes=run.config.trainer.routing_replay)
     lag = run.trainer.lag(batch.version)
     metrics: dict[str, Any] = {
         "version": run.trainer.version,

@@ -13,6 +13,8 @@ from enum import IntEnum
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal
 
+from unstale.expert_routes import ExpertRoutes, RouteTable, link
+
 if TYPE_CHECKING:  # environments and the command line import this module without loading torch
     from torch import Tensor
 
@@ -71,7 +73,7 @@ class Sampled:
     `behavior_logp` has the log-probability of each token in the distribution that it was sampled
     from. If a weight update interrupts a reply, the reply has one such piece for each version.
     `clean` is False if the engine kept its KV cache over a weight update. Then no single version
-    sampled the tokens.
+    sampled the tokens. `routes` are the experts that an MoE model chose, if they are recorded.
 
     >>> Sampled((7, 9), (-0.1, -0.7), version=3).version
     3
@@ -82,6 +84,7 @@ class Sampled:
     version: int
     clean: bool = True
     provenance: Provenance = Provenance.SAMPLED
+    routes: ExpertRoutes | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if len(self.tokens) != len(self.behavior_logp):
@@ -93,6 +96,25 @@ class Sampled:
 
 
 Piece = ContextPiece | Sampled
+
+
+def link_routes(piece: Sampled, before: "Sequence[Piece]") -> Sampled:
+    """Return a piece whose routes include those of the earlier pieces of its version.
+
+    `before` are all earlier pieces of the episode.
+    """
+    earlier = next(
+        (
+            other.routes
+            for other in reversed(before)
+            if isinstance(other, Sampled) and other.version == piece.version
+        ),
+        None,
+    )
+    if piece.routes is None and earlier is None:
+        return piece
+    stop = sum(len(other.tokens) for other in before) + len(piece.tokens)
+    return replace(piece, routes=link(piece.routes, earlier, stop=stop))
 
 
 @dataclass(frozen=True, slots=True)
@@ -344,6 +366,8 @@ class Batch:
     clean: "Tensor"
     advantage: "Tensor"
     episodes: tuple[int, ...]
+    routes: RouteTable | None = None
+    """The experts to replay. None if the run does not replay them."""
 
     @property
     def num_sequences(self) -> int:
@@ -376,11 +400,15 @@ class Batch:
         tensors = [field.name for field in fields(self) if field.type == "Tensor"]
         rows = {name: getattr(self, name)[index] for name in tensors}
         episodes = tuple(self.episodes[i] for i in sequences)
-        return Batch(offsets=tuple(offsets), episodes=episodes, **rows), index
+        routes = self.routes.select(sequences, index) if self.routes else None
+        return Batch(offsets=tuple(offsets), episodes=episodes, routes=routes, **rows), index
 
 
-def collate(credited: Sequence[ScoredTrajectory]) -> Batch:
-    """Concatenate trajectories with advantages into one batch. No padding is added."""
+def collate(credited: Sequence[ScoredTrajectory], *, replay_routes: bool = False) -> Batch:
+    """Concatenate trajectories with advantages into one batch. No padding is added.
+
+    With `replay_routes` the batch has the expert routes that the engine recorded.
+    """
     import torch
 
     if not credited:
@@ -418,7 +446,27 @@ def collate(credited: Sequence[ScoredTrajectory]) -> Batch:
         clean=clean.bool(),
         advantage=torch.tensor(advantage, dtype=torch.float32),
         episodes=tuple(item.trajectory.episode for item in credited),
+        routes=_route_table(credited) if replay_routes else None,
     )
+
+
+def _route_table(credited: Sequence[ScoredTrajectory]) -> RouteTable:
+    """Return the routes of trajectories, and the tokens whose rows were all recorded."""
+    import torch
+
+    sequences = []
+    complete = [torch.empty(0, dtype=torch.bool)]
+    for item in credited:
+        versions: dict[int, ExpertRoutes] = {}
+        whole = torch.zeros(len(item.trajectory), dtype=torch.bool)
+        for start, piece, _ in walk(item.trajectory.pieces):
+            if isinstance(piece, Sampled) and piece.routes:
+                versions[piece.version] = piece.routes
+                # The row of a token predicts the next one.
+                whole[start : min(start + len(piece.tokens), piece.routes.covered() + 1)] = True
+        sequences.append(versions)
+        complete.append(whole)
+    return RouteTable(tuple(sequences), torch.cat(complete))
 
 
 def _advantages(item: ScoredTrajectory, start: int, count: int, turn: int) -> list[float]:

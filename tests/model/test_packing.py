@@ -189,7 +189,7 @@ def test_passes_count_what_they_run_and_keep_siblings_together() -> None:
         groups = pack_shared(packed, budget, packed.lengths)
         assert sorted(i for group in groups for i in group) == list(range(7))
         for group in groups:
-            part, _ = cut(packed.tokens, [packed.spans()[i] for i in group])
+            part, _ = cut(packed, [packed.spans()[i] for i in group])
             assert len(group) == 1 or build_prefix_tree(part, share=True).num_tokens <= budget
     assert sorted(map(sorted, pack_shared(packed, 84, packed.lengths))) == [[0, 2, 3, 5], [1, 4, 6]]
     assert pack_shared(put(), 10, ()) == []

@@ -8,6 +8,7 @@ is not flushed during a step.
 """
 
 import asyncio
+import base64
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -71,6 +72,7 @@ class FakeSglang(FakeServer):
         self._deterministic = bool(self._flags.pop("deterministic", True))
         self._max_running = int(self._flags.pop("max_running", 64))
         self._version = "default"
+        self._routes: dict[str, torch.Tensor] = {}
         self._cached: set[tuple[int, ...]] = set()
         self._readers = 0
         self._writing = asyncio.Lock()
@@ -102,6 +104,7 @@ class FakeSglang(FakeServer):
         match method, target:
             case "GET", "/server_info":
                 room = self._flags["context_length"] - 6
+                self._flags["enable_return_routed_experts"] = self.recorder is not None
                 states = [{**self._flags, "weight_version": self._version}]
                 top = {"weight_version": "default", "max_req_input_len": room, "version": "0.5.23"}
                 return 200, {**self._flags, **top, "internal_states": states}
@@ -158,6 +161,8 @@ class FakeSglang(FakeServer):
             "sampling_params",
             "return_logprob",
             "stream",
+            "return_routed_experts",
+            "routed_experts_start_len",
         }:
             return 400, {"error": f"unknown field {sorted(unknown)}"}
         asked = (
@@ -183,7 +188,12 @@ class FakeSglang(FakeServer):
         try:
             await asyncio.sleep(self.frontend_s)
             asked["max_new_tokens"] = min(asked["max_new_tokens"], room - len(context) - 2)
-            return 200, await self._schedule(body["rid"], context, asked)
+            reply = await self._schedule(body["rid"], context, asked)
+            if self.recorder and body.get("return_routed_experts") and reply["output_ids"]:
+                rows = self._routes.pop(body["rid"])[body.get("routed_experts_start_len", 0) :]
+                encoded = base64.b64encode(rows.int().numpy().tobytes()).decode()
+                reply["meta_info"]["routed_experts"] = encoded
+            return 200, reply
         finally:
             self._readers -= 1
 
@@ -200,6 +210,8 @@ class FakeSglang(FakeServer):
             await self._run(req, asked)
         finally:
             del self.running[rid]
+        if speech.routes:
+            self._routes[rid] = torch.cat(speech.routes)
         self.cache(context)
         meta = {
             "id": rid,
@@ -239,7 +251,7 @@ class FakeSglang(FakeServer):
             if self.frozen:
                 continue
             aborted = req.speech.aborted
-            token, logp, raw = req.speech.next(self.policy, self.head)
+            token, logp, raw = self.step(req.speech)
             req.ids.append(token)
             req.said.append((raw if self._original else logp, token, None))
             if aborted:

@@ -5,15 +5,19 @@ entrypoints/scale_out/token_in_token_out, v1/engine/core.
 """
 
 import asyncio
+import base64
+import io
 from collections.abc import Awaitable, Mapping
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors.torch import load_file
 
 from tests.support.fake_server import FakeServer, Speech, _Connected, gumbel
+from unstale.model.policy import Policy
 from unstale.testing import tiny_policy
 
 _BLOCK = 16
@@ -23,9 +27,14 @@ class FakeVllm(FakeServer):
     """A fake vLLM server on a socket in `folder`."""
 
     def __init__(
-        self, folder: Path, *, max_model_len: int = 2048, raw_logprobs: bool = False
+        self,
+        folder: Path,
+        policy: Policy | None = None,
+        *,
+        max_model_len: int = 2048,
+        raw_logprobs: bool = False,
     ) -> None:
-        super().__init__(tiny_policy(seed=99))
+        super().__init__(policy or tiny_policy(seed=99))
         self.url = f"unix:{folder}/fake"
         self._path = folder / "fake"
         self._max_model_len = max_model_len
@@ -104,7 +113,7 @@ class FakeVllm(FakeServer):
                 await asyncio.sleep(0.001)
                 if self._paused or self.frozen or speech.aborted:
                     continue
-                token, logprob, raw = speech.next(self.policy, self.head)
+                token, logprob, raw = self.step(speech)
                 said.append((token, raw if self._raw else logprob))
                 versions.append(self._version)
                 if token in asked["stop_token_ids"] or len(said) == asked["max_tokens"]:
@@ -125,6 +134,11 @@ class FakeVllm(FakeServer):
             },
             "weight_versions": spans,
         }
+        if self.recorder and speech.routes:
+            rows = torch.cat(speech.routes)[asked.get("routed_experts_prompt_start", 0) :]
+            file = io.BytesIO()
+            np.save(file, rows.to(torch.uint8).numpy())
+            choice["routed_experts"] = base64.b64encode(file.getvalue()).decode()
         self.cache(context)
         usage = {
             "prompt_tokens": len(body["token_ids"]),

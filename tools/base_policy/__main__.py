@@ -4,6 +4,7 @@ import argparse
 import shutil
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -24,12 +25,21 @@ def main() -> None:
         default=0,
         help="steps per stage, for a short version; 0 runs the whole recipe",
     )
+    parser.add_argument(
+        "--experts",
+        type=int,
+        default=0,
+        help="make a Qwen3-MoE with this many experts in each layer; 0 makes the dense model",
+    )
+    parser.add_argument("--workers", type=int, default=SHIPPED.workers, help="training processes")
     options = parser.parse_args()
-    if options.steps and not options.out:
-        parser.error("--steps makes a short version and needs --out FOLDER")
+    if (options.steps or options.experts) and not options.out:
+        parser.error("--steps and --experts make another model and need --out FOLDER")
     out: Path = options.out or shipped
     start = time.perf_counter()
-    recipe = shortened(SHIPPED, options.steps) if options.steps else SHIPPED
+    recipe = replace(SHIPPED, experts=options.experts, workers=options.workers)
+    if options.steps:
+        recipe = shortened(recipe, options.steps)
     with tempfile.TemporaryDirectory() as made:  # an interrupted run changes nothing
         make(recipe, Path(made))
         shutil.copytree(made, out, dirs_exist_ok=True)

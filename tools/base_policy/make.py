@@ -31,6 +31,8 @@ class Recipe:
     vocab_size: int = 1024
     corpus: int = 150
     workers: int = 2
+    experts: int = 0
+    """Experts in each layer of a Qwen3-MoE; 0 makes the dense model."""
     stages: tuple[Stage, ...] = (
         Stage(name="look-ups", steps=1000, learning_rate=2e-3, drills=1.0),
         Stage(name="sessions", steps=1700, learning_rate=2e-3, drills=0.4, sessions=0.4),
@@ -40,10 +42,17 @@ class Recipe:
     @property
     def hash(self) -> str:
         """The hash of the recipe and of the constants in the code."""
-        text = json.dumps(
-            {"recipe": asdict(self), "faults": asdict(FAULTS), "init": [STD, GAIN]}, sort_keys=True
-        )
+        settings = {"recipe": self.settings, "faults": asdict(FAULTS), "init": [STD, GAIN]}
+        text = json.dumps(settings, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()
+
+    @property
+    def settings(self) -> dict[str, object]:
+        """The settings by name. A dense model has no `experts`."""
+        settings = asdict(self)
+        if not self.experts:
+            del settings["experts"]
+        return settings
 
 
 SHIPPED = Recipe()
@@ -77,7 +86,8 @@ def _work(rank: int, recipe: Recipe, folder: str, meeting: str) -> None:
     threads = torch.get_num_threads()
     join(place, meeting)
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    model, practice = make_model(tokenizer, recipe.seed), Practice(tokenizer)
+    model = make_model(tokenizer, recipe.seed, experts=recipe.experts)
+    practice = Practice(tokenizer)
     losses: dict[str, list[float]] = {}
     with _progress(recipe.stages, quiet=rank > 0) as report:
         for stage in recipe.stages:
@@ -119,7 +129,7 @@ def save(model: nn.Module, recipe: Recipe, losses: dict[str, list[float]], folde
     thinned = {name: [round(loss, 4) for loss in values] for name, values in losses.items()}
     record = {
         "hash": recipe.hash,
-        "recipe": asdict(recipe),
+        "recipe": recipe.settings,
         "faults": asdict(FAULTS),
         "losses": thinned,
     }

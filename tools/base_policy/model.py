@@ -4,16 +4,26 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 HEAD = 32
 STD = 0.06
 GAIN = 1.5
 """Initial norm weight of queries and keys: sharp attention learns look-ups sooner."""
+EXPERT = 256
+"""Width of an expert in the shape with experts. A token has one, weighted by its probability."""
 
 
-def make_model(tokenizer: Any, seed: int) -> Qwen3ForCausalLM:
+def make_model(tokenizer: Any, seed: int, *, experts: int = 0) -> PreTrainedModel:
     """Return a seeded Qwen3 of 1.1 million parameters with two heads that attend backwards.
+
+    With `experts` it is a Qwen3-MoE with as many experts in each layer, one of them for a token.
 
     To look up the number behind a name, a model needs a head that attends one token back and, in a
     higher layer, one that attends to its own token. The first takes long to form from noise. Qwen3
@@ -22,21 +32,31 @@ def make_model(tokenizer: Any, seed: int) -> Qwen3ForCausalLM:
     Training may change all of it.
     """
     torch.manual_seed(seed)
-    config = Qwen3Config(
-        vocab_size=len(tokenizer),
-        hidden_size=128,
-        intermediate_size=512,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=HEAD,
-        max_position_embeddings=2048,
-        tie_word_embeddings=True,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        bos_token_id=None,
-    )
-    model = Qwen3ForCausalLM(config)
+    shape: dict[str, Any] = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": 128,
+        "intermediate_size": 512,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": HEAD,
+        "max_position_embeddings": 2048,
+        "tie_word_embeddings": True,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+        "bos_token_id": None,
+    }
+    model: PreTrainedModel
+    if experts:
+        routed: dict[str, Any] = {
+            "num_experts": experts,
+            "num_experts_per_tok": 1,
+            "moe_intermediate_size": EXPERT,
+            "norm_topk_prob": False,
+        }
+        model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**shape, **routed))
+    else:
+        model = Qwen3ForCausalLM(Qwen3Config(**shape))
     # On a CPU, the backward pass through short sequences is much faster with eager attention.
     model.set_attn_implementation("eager")
     generator = torch.Generator().manual_seed(seed)
@@ -46,8 +66,9 @@ def make_model(tokenizer: Any, seed: int) -> Qwen3ForCausalLM:
                 parameter.normal_(std=STD, generator=generator)
             elif "q_norm" in name or "k_norm" in name:
                 parameter.fill_(GAIN)
-        model.model.embed_tokens.weight[:, 0] = 5 * STD
-        attention = model.model.layers[0].self_attn
+        body: Any = model.base_model
+        body.embed_tokens.weight[:, 0] = 5 * STD
+        attention = body.layers[0].self_attn
         key = torch.zeros(HEAD)
         key[:6] = 1.0
         attention.k_proj.weight[:HEAD] *= 0.1

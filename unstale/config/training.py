@@ -56,6 +56,8 @@ class TrainerConfig(Section):
     """Compile the model with torch.compile. The start takes half a minute longer, later passes are
     faster.
     """
+    routing_replay: bool = False
+    """Replay the experts that the engine chose, for an MoE policy. See docs/moe.md."""
     threads: Count = 0
     """CPU threads of the trainer; 0 takes all cores that the engine processes leave."""
 

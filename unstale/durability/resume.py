@@ -92,7 +92,7 @@ def load_resume_state(
         journal.rewind(row.checkpoint, everything=config.deterministic)
     if config.deterministic:
         checkpoints.remove_after(row.version)
-    with Journal.read(run) as reader:
+    with Journal.read(run, routes=config.trainer.routing_replay) as reader:
         checkpoints.prune({row.name for row in reader.checkpoints()})
         admitted, place, episodes = reader.counts()
         state = ResumeState(

@@ -5,6 +5,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol, TypeVar
 
+from unstale.expert_routes import ExpertRoutes
 from unstale.records import Sampled
 from unstale.weights.store import Delta
 from unstale.weights.store import Update as Update
@@ -32,12 +33,30 @@ class SamplingParams:
     seed: int = 0
     top_p: float = 1.0
     top_k: int = 0
+    known_routes: tuple[int, int] = (-1, 0)
+    """`(version, rows)`: the reply may leave out as many first rows of its expert routes, if it is
+    of this version."""
+
+    def first_route(self, version: int) -> int:
+        """Return the position of the first row to return with a reply of this version."""
+        known, rows = self.known_routes
+        return rows if known == version else 0
 
     def __post_init__(self) -> None:
         if self.max_tokens < 1:
             raise ValueError(f"max_tokens must be >= 1, got {self.max_tokens}")
         if not self.temperature >= 0:
             raise ValueError(f"temperature must be >= 0 (0 is greedy), got {self.temperature}")
+
+
+def without_known_routes(piece: Sampled, params: SamplingParams) -> Sampled:
+    """Return a piece without the rows of expert routes that its request left out."""
+    routes = piece.routes
+    first = params.first_route(piece.version)
+    if routes is None or first <= routes.start:
+        return piece
+    rest = ExpertRoutes(first, routes.experts[first - routes.start :].copy())
+    return replace(piece, routes=rest)
 
 
 def check_request(

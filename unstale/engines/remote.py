@@ -9,6 +9,7 @@ those of the trainer's model under the same weights. See docs/engines.md.
 import asyncio
 import contextlib
 import itertools
+import json
 import secrets
 import time
 from abc import ABC, abstractmethod
@@ -37,6 +38,7 @@ from unstale.engines.http import Http, HttpError
 from unstale.engines.registry import EngineOptions
 from unstale.engines.usage import UsageCounters
 from unstale.engines.vllm_server import VllmServer
+from unstale.expert_routes import ExpertRoutes, num_experts, pack_experts
 from unstale.records import Sampled
 from unstale.weights.codec import advance
 from unstale.weights.store import Delta
@@ -82,6 +84,8 @@ class ServerReply:
     finish_reason: str
     cached_tokens: int
     """Number of context tokens that the server found in its prefix cache."""
+    routes: str = ""
+    """Expert routes as the server encodes them, from the first row that was asked for."""
 
 
 class RemoteEngine(ABC):
@@ -111,6 +115,10 @@ class RemoteEngine(ABC):
             options.model_folder, dtype=DTYPES[options.dtype], merging=options.merging
         )
         options.check_context(self._reference.max_positions)
+        config = json.loads((options.model_folder / "config.json").read_text())
+        self._num_experts = num_experts(config)
+        if options.record_routes and not self._num_experts:
+            raise ValueError("trainer.routing_replay must be false: the policy has no experts")
         self._weights = SharedWeights()
         self._was_reached = False
         self._request_ids = (f"{secrets.token_hex(4)}-{number}" for number in itertools.count())
@@ -156,6 +164,10 @@ class RemoteEngine(ABC):
     @abstractmethod
     def _parse_reply(self, body: Any) -> ServerReply: ...
 
+    @abstractmethod
+    def _decode_routes(self, routes: str) -> Any:
+        """Return the array `[tokens, layers, k]` of `ServerReply.routes`."""
+
     async def start(self) -> None:
         """Start the server, or connect to a running one. Raises ValueError if it cannot be used."""
         if self._session is not None:
@@ -195,7 +207,23 @@ class RemoteEngine(ABC):
             session.finish(request_id)
         piece = self._checked_piece(reply, params, version)
         clean = session.usage.count(tokens, piece.tokens, cached=reply.cached_tokens)
-        return Reply(replace(piece, clean=clean), _STOPS[reply.finish_reason])
+        routes = None
+        if self.options.record_routes and reply.routes:
+            stop = len(tokens) + len(piece.tokens)
+            first = params.first_route(version)
+            try:  # in a thread: for long texts they are megabytes
+                routes = await asyncio.to_thread(self._read_routes, reply.routes, first, stop)
+            except ValueError as error:
+                raise self._fail(session, f"malformed expert routes: {error}") from error
+        piece = replace(piece, clean=clean, routes=routes)
+        return Reply(piece, _STOPS[reply.finish_reason])
+
+    def _read_routes(self, encoded: str, first: int, stop: int) -> ExpertRoutes:
+        """Return the routes from row `first` of a text of `stop` tokens. Raises ValueError."""
+        routes = ExpertRoutes(first, pack_experts(self._decode_routes(encoded), self._num_experts))
+        if routes.stop > stop:
+            raise ValueError(f"{routes.stop} rows for {stop} tokens")
+        return routes
 
     async def interrupt(self) -> None:
         session = self._live_session()
@@ -309,6 +337,12 @@ class RemoteEngine(ABC):
         piece = self._checked_piece(reply, _PROBE_PARAMS, version)
         if not piece.tokens:
             raise self._fail(session, "the reply to the probe has no tokens")
+        if self.options.record_routes and not reply.routes:
+            reason = (
+                "trainer.routing_replay is set, but the server returns no expert routes: start it "
+                "with --enable-return-routed-experts"
+            )
+            raise self._fail(session, reason)
         expected = await asyncio.to_thread(
             self._reference.logps,
             self._weights.weights,

@@ -55,6 +55,8 @@ class VllmServer:
             f"--max-model-len={options.max_context}",
             f"--worker-extension-cls={extension}",
         ]
+        if options.record_routes:
+            self._arguments.append("--enable-return-routed-experts")
         if not torch.cuda.is_available():
             self._arguments.append("--enforce-eager")
         elif options.gpu_memory_utilization:

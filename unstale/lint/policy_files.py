@@ -1,13 +1,15 @@
-"""The size of the initial policy, read from the files of its folder."""
+"""Facts of the initial policy, read from the files of its folder."""
 
 import json
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from safetensors import safe_open
 
 from unstale.config import ConfigError, RunConfig
+from unstale.expert_routes import num_experts
 
 
 def local_folder(config: RunConfig) -> Path:
@@ -33,9 +35,21 @@ def num_weights(folder: Path) -> int:
 
 def width(folder: Path) -> int | None:
     """Return the hidden size in a model folder's config.json. None if it has none."""
-    try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None  # loading the policy will report this error
+    config = _read(folder)
     size = {**config, **config.get("text_config", {})}.get("hidden_size")
     return size if isinstance(size, int) else None
+
+
+def experts(folder: Path) -> int | None:
+    """Return the number of experts in a model folder's config.json; None without a config.json."""
+    config = _read(folder)
+    return num_experts(config) if config else None
+
+
+def _read(folder: Path) -> dict[str, Any]:
+    """Return the config.json of a model folder, empty if there is none."""
+    try:
+        config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}  # loading the policy will report it
+    return config

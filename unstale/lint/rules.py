@@ -4,13 +4,14 @@ The ratios are D = prox / mu and S = pi / prox, see `unstale.lint`.
 """
 
 import math
+import shlex
 from collections.abc import Iterator, Sequence
 
 from unstale.config import RunConfig
 from unstale.config.routes import age_of_average, live_versions
 from unstale.lint import learning
 from unstale.lint.finding import Finding, Fix, Rule, use_route
-from unstale.lint.policy_files import local_folder, num_weights
+from unstale.lint.policy_files import experts, local_folder, num_weights
 from unstale.lint.semantics import bounds_s, d_is_one, over, s_is_one
 
 NOISE = 0.02
@@ -438,6 +439,50 @@ def _timed(config: RunConfig) -> Finding | None:
     return Finding("a deterministic run that ends by the clock", why, fixes)
 
 
+def _dense_replay(config: RunConfig) -> Finding | None:
+    if not config.trainer.routing_replay or experts(local_folder(config)) != 0:
+        return None
+    why = "its model has no experts, so there is nothing to replay"
+    return Finding("routing replay of a dense policy", why, ({"trainer.routing_replay": False},))
+
+
+def _unrecorded_routes(config: RunConfig) -> Finding | None:
+    """Refuse vLLM flags under which it records no expert routes, or only some."""
+    if not config.trainer.routing_replay or config.engine.backend != "vllm":
+        return None
+    words = " ".join(shlex.split(config.engine.args)).replace("=", " ").replace("_", "-").split()
+    found = [word for word in words if word.startswith(_NO_ROUTES)]
+    if not found:
+        return None
+    why = "vLLM records expert routes only with prefix caching and without these kinds of splitting"
+    fixes = ({"engine.args": ""}, {"trainer.routing_replay": False})
+    return Finding(f"routing replay with {', '.join(found)} in engine.args", why, fixes)
+
+
+_NO_ROUTES = (
+    "--no-enable-prefix-caching",
+    "--pipeline-parallel-size",
+    "-pp",
+    "--decode-context-parallel-size",
+    "-dcp",
+    "--kv-transfer-config",
+)
+
+
+def _free_experts(config: RunConfig) -> Finding | None:
+    """Warn of an MoE whose trainer chooses experts of its own, under a route that is exact."""
+    if config.trainer.routing_replay or not config.old_logps.partly_exact:
+        return None
+    if not experts(local_folder(config)):
+        return None
+    why = (
+        "engine and trainer round differently, so they choose other experts for some tokens, and D "
+        "includes the difference"
+    )
+    fixes = ({"trainer.routing_replay": True},)
+    return Finding("an MoE policy without routing replay", why, fixes)
+
+
 REFUSALS: Sequence[Rule] = (
     _idle_clip,
     _idle_control,
@@ -452,6 +497,8 @@ REFUSALS: Sequence[Rule] = (
     _gspo_unit,
     _timed,
     _certain_veto,
+    _dense_replay,
+    _unrecorded_routes,
     learning.no_comparison,
     learning.infinite,
 )
@@ -465,6 +512,7 @@ WARNINGS: Sequence[Rule] = (
     _noisy_veto,
     _wide_reach,
     _bandless,
+    _free_experts,
     learning.far_bound,
     learning.slow_adapters,
     learning.wide_adapters,

@@ -92,8 +92,9 @@ def wanted_spans(spans: Sequence[tuple[int, int]], where: Tensor) -> list[tuple[
     return cut_spans
 
 
-def cut(tokens: Tensor, spans: Sequence[tuple[int, int]]) -> tuple[Packed, Tensor]:
-    """Return some spans of `tokens` as packed sequences, and the positions of their tokens."""
+def cut(packed: Packed, spans: Sequence[tuple[int, int]]) -> tuple[Packed, Tensor]:
+    """Return some spans of tokens as packed sequences, and the positions of their tokens."""
     index = torch.cat([torch.empty(0, dtype=torch.long), *(torch.arange(*span) for span in spans)])
     offsets = accumulate((end - start for start, end in spans), initial=0)
-    return Packed(tokens[index], tuple(offsets)), index
+    routes = packed.routes if packed.routes is None else packed.routes[index]
+    return Packed(packed.tokens[index], tuple(offsets), routes), index

@@ -5,6 +5,7 @@ computed once (`prefix_tree`).
 """
 
 import copy
+import json
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,9 +19,11 @@ from transformers import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from unstale.config import ConfigError
+from unstale.expert_routes import num_experts
 from unstale.model import linear, sharding
 from unstale.model import lora as adapters
 from unstale.model.attention import ATTENTION
+from unstale.model.experts import RouteLayers, replay_routes
 from unstale.model.forward import ForwardOptions, Scored, checkpoint_layers, run_model
 from unstale.model.head import LogpQuery, query_head, wide
 from unstale.model.loading import DTYPES, load_model, load_tokenizer, no_progress_bars, vocab_size
@@ -71,9 +74,13 @@ class Policy:
         self._version = 0
         self.at_version = True
         self.version_gaps: VersionGaps = ()
-        self._plain_head = check_packing(
+        packability = check_packing(
             _use_packing(sharding.shorter_copy(model)) if self._is_sharded else model
         )
+        self._plain_head = packability.plain_head
+        self.packing_noise = packability.noise
+        """Largest change in nats of a log-probability by what it is packed with; see
+        `has_experts`."""
         if self._is_sharded:
             sharding.prepare_passes(model, plain_head=self._plain_head)
         if not self._plain_head:
@@ -84,10 +91,13 @@ class Policy:
                 stacklevel=2,
             )
         self.passes = ForwardOptions()
+        self.independent_rows = False
+        """True if the model was loaded with this option."""
+        self._route_layers: RouteLayers | None = None
         self._body: Callable[..., Any] = self._whole
 
     @classmethod
-    def load(
+    def load(  # noqa: PLR0913 - the options of a policy
         cls,
         folder: Path | str,
         *,
@@ -95,11 +105,14 @@ class Policy:
         device: str | None = None,
         lora: Lora | None = None,
         peers: Peers = ALONE,
+        independent_rows: bool = False,
     ) -> Self:
         """Load a Hugging Face causal-LM folder from the local disk.
 
         If `device` is None, the model is loaded to the GPU, or to the CPU if there is none. `lora`
-        adds adapters. With several `peers`, each loads its part to its own device.
+        adds adapters. With several `peers`, each loads its part to its own device. With
+        `independent_rows` an MoE model computes each token's experts apart. Then no value depends
+        on what it is packed with, but it takes more memory and time.
         """
         folder = Path(folder)
         if not folder.is_dir():
@@ -114,7 +127,11 @@ class Policy:
                 folder, passes=DTYPES[dtype], wide=lora is None, count=peers.count
             )
         else:
-            model = load_model(folder, DTYPES[dtype])
+            routed = num_experts(json.loads((folder / "config.json").read_text())) > 0
+            options = (
+                {"experts_implementation": "batched_mm"} if routed and independent_rows else {}
+            )
+            model = load_model(folder, DTYPES[dtype], **options)
         rows = vocab_size(model.get_input_embeddings())
         if len(tokenizer) > rows:
             raise ConfigError(
@@ -126,6 +143,7 @@ class Policy:
         base = adapters.base_checksum(folder) if lora else 0
         policy = cls(model, tokenizer, lora=lora, base=base, peers=peers)
         policy._dtype = DTYPES[dtype]
+        policy.independent_rows = independent_rows
         return policy
 
     @property
@@ -155,6 +173,29 @@ class Policy:
             checkpoint_layers(self.model)
         self.passes = passes
         self._compile()
+
+    @property
+    def has_experts(self) -> bool:
+        """True for an MoE model. Only then packing may change how a value rounds."""
+        return num_experts(self.model.config.to_dict()) > 0
+
+    @property
+    def replays_routes(self) -> bool:
+        """True if the model's routers replay the expert routes of a batch."""
+        return self._route_layers is not None
+
+    def replay_routes(self) -> None:
+        """Replay recorded expert routes, here and in copies that `twin` makes later.
+
+        ConfigError if the model does not support it.
+        """
+        if self._is_sharded:
+            raise ConfigError(
+                "trainer.routing_replay must be false with several trainers: it needs the trainer "
+                "of one process"
+            )
+        if self._route_layers is None:
+            self._route_layers = replay_routes(self.model)
 
     def _compile(self) -> None:
         compiled = self.passes.compile
@@ -383,7 +424,7 @@ class Policy:
         `where`) limits it to some tokens and gives it no gradient. This costs little and is enough
         for a metric.
         """
-        run = self.prefix_tree(batch)
+        run = self.prefix_tree(batch, where)
         wanted = run.follows if where is None else run.follows & where.cpu()
         index = wanted.nonzero().squeeze(1)
         logp = torch.zeros(len(run.place), dtype=wide(self.dtype), device=self.device)
@@ -431,14 +472,15 @@ class Policy:
         longer. Each sequence is run only up to its last token in `where`.
         """
         logp = torch.zeros(len(batch.tokens), dtype=wide(self.dtype))
-        spans = wanted_spans(batch.spans(), where)
+        packed = self._packed(batch, where)
+        spans = wanted_spans(packed.spans(), where)
         forwarded = 0
-        passes = self.pack(batch, spans, max_tokens_per_microbatch, where=where)
+        passes = self.pack(packed, spans, max_tokens_per_microbatch, where=where)
         costs = [sum(spans[i][1] - spans[i][0] for i in members) for members in passes]
         with self._weights_in_model():
             for number, counts in self.peers.deal(costs):
-                packed, index = cut(batch.tokens, [spans[i] for i in passes[number]])
-                run = self.prefix_tree(packed)
+                part, index = cut(packed, [spans[i] for i in passes[number]])
+                run = self.prefix_tree(part)
                 values = self.logps(run, temperature=temperature, where=where[index])
                 if counts and self.peers.reports:
                     logp[index] = values.cpu()
@@ -463,19 +505,32 @@ class Policy:
         """
         if self.passes.share_prompts:
             wanted = [int(where[start:end].sum()) for start, end in spans]
-            return pack_shared(cut(batch.tokens, spans)[0], max_tokens_per_microbatch, wanted)
+            packed = cut(self._packed(batch, where), spans)[0]
+            return pack_shared(packed, max_tokens_per_microbatch, wanted)
         return pack([end - start for start, end in spans], max_tokens_per_microbatch)
 
-    def prefix_tree(self, batch: Batch | Packed | PrefixTree) -> PrefixTree:
+    def prefix_tree(
+        self, batch: Batch | Packed | PrefixTree, where: Tensor | None = None
+    ) -> PrefixTree:
         """Return packed sequences as a prefix tree, in which shared prefixes appear once.
 
-        A prefix tree is returned unchanged.
+        A prefix tree is returned unchanged. `where` (`[T]` bool) are the tokens whose
+        log-probability is needed, by default all that were sampled. The rows of expert routes
+        depend on them (`RouteTable.rows`).
         """
         if isinstance(batch, PrefixTree):
             return batch
-        return build_prefix_tree(
-            Packed(batch.tokens, batch.offsets), share=self.passes.share_prompts
-        )
+        return build_prefix_tree(self._packed(batch, where), share=self.passes.share_prompts)
+
+    def _packed(self, batch: Batch | Packed, where: Tensor | None) -> Packed:
+        """Return the sequences of a batch, with the expert routes that its tokens replay."""
+        if isinstance(batch, Packed):
+            return batch
+        routes = None
+        if self._route_layers and batch.routes:
+            rows = batch.routes.rows(batch, batch.sampled if where is None else where)
+            routes = self._route_layers.select(rows)
+        return Packed(batch.tokens, batch.offsets, routes)
 
 
 def _use_packing(model: PreTrainedModel) -> PreTrainedModel:

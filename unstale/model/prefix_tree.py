@@ -7,6 +7,7 @@ attend to the segment in one call.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -26,6 +27,8 @@ class Packed:
 
     tokens: Tensor
     offsets: tuple[int, ...]
+    routes: Tensor | None = None
+    """`[T, layers, k]`: the experts that each token replays."""
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -71,6 +74,8 @@ class PrefixTree:
     segments: tuple[Segment, ...]
     num_tokens: int
     """The number of tokens without padding."""
+    routes: Tensor | None = None
+    """`[N, layers, k]`: the experts that each token replays."""
     masks: dict[tuple[int, int, int | None], Tensor] = field(default_factory=dict, compare=False)
     """Attention masks that the layers share, by `(queries, depth, window)`."""
     context: ContextGroup | None = None
@@ -87,21 +92,33 @@ class PrefixTree:
 
 
 def build_prefix_tree(packed: Packed, *, share: bool) -> PrefixTree:
-    """Return the prefix tree of packed sequences. Without `share`, no prefix is shared."""
+    """Return the prefix tree of packed sequences. Without `share`, no prefix is shared.
+
+    Sequences share a token only if they also replay the same experts for it.
+    """
     tokens = packed.tokens.cpu()
+    routes = packed.routes
     place = torch.arange(len(tokens))
     follows = torch.ones(len(place), dtype=torch.bool)
     follows[[start for start, end in packed.spans() if end > start]] = False
     if share:
-        builder = _Builder(tokens.split(packed.lengths), place.split(packed.lengths))
+        keys = tokens
+        if routes is not None:  # bytes: as whole numbers they would take eight times the memory
+            keys = torch.cat([_as_bytes(tokens), _as_bytes(routes)], 1)
+        builder = _Builder(keys.split(packed.lengths), place.split(packed.lengths))
         builder.build()
-        tokens = torch.cat([tokens[:0], *builder.tokens])
+        source = torch.cat([place[:0], *builder.sources])
+        tokens = tokens[source]
+        routes = routes if routes is None else routes[source]
         segments = builder.segments
     else:
         segments = [Segment(start, end, end) for start, end in packed.spans() if end > start]
     num_tokens = len(tokens)
     if padding := -num_tokens % ROUND:
         tokens = torch.cat([tokens, tokens.new_zeros(padding)])
+        if routes is not None:
+            absent = torch.iinfo(routes.dtype).max
+            routes = torch.cat([routes, routes.new_full((padding, *routes.shape[1:]), absent)])
         segments.append(Segment(num_tokens, num_tokens + padding, num_tokens + padding))
     positions = [torch.arange(s.end - s.start) + s.depth for s in segments]
     return PrefixTree(
@@ -111,7 +128,13 @@ def build_prefix_tree(packed: Packed, *, share: bool) -> PrefixTree:
         follows,
         tuple(segments),
         num_tokens,
+        routes,
     )
+
+
+def _as_bytes(rows: Tensor) -> Tensor:
+    """Return the bytes `[T, n]` of each row."""
+    return rows.contiguous().reshape(len(rows), -1).view(torch.uint8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,11 +149,13 @@ class _Branch:
 class _Builder:
     """Builds a prefix tree: a depth-first walk that stores segments and the index of each token."""
 
-    def __init__(self, sequences: Sequence[Tensor], places: Sequence[Tensor]) -> None:
-        self._sequences = sequences
+    def __init__(self, keys: Sequence[Tensor], places: Sequence[Tensor]) -> None:
+        """`keys` are `[T]` or `[T, n]` numbers of each sequence: equal keys can be shared."""
+        self._sequences = keys
         self._places = places
-        self.tokens: list[Tensor] = []
-        """The tokens of each segment that is stored so far."""
+        self._starts = [*accumulate(map(len, keys), initial=0)]
+        self.sources: list[Tensor] = []
+        """The positions, among the packed tokens, of each segment that is stored so far."""
         self.segments: list[Segment] = []
         self._size = 0
 
@@ -159,7 +184,8 @@ class _Builder:
             self._size, self._size + end - begin, self._size + end - begin, branch.path
         )
         self._size = segment.end
-        self.tokens.append(self._sequences[branch.members[0]][begin:end])
+        first = self._starts[branch.members[0]]
+        self.sources.append(torch.arange(first + begin, first + end))
         for member in branch.members:
             self._places[member][begin:end] = torch.arange(segment.start, segment.end)
         self.segments.append(segment)
@@ -188,7 +214,7 @@ class _Builder:
         length = len(first)
         for other in others:
             length = min(length, len(other))
-            differs = (other[:length] != first[:length]).nonzero()
+            differs = (other[:length] != first[:length]).reshape(length, -1).any(1).nonzero()
             if len(differs):
                 length = int(differs[0])
         return length

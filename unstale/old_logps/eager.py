@@ -11,7 +11,7 @@ from unstale.config.checks import ConfigError
 from unstale.config.routes import Meaning, Needs, OldLogpsConfig, RouteDocs, register_route
 from unstale.old_logps import OldLogps, has_clean_behavior
 from unstale.old_logps.ewma_prox import EwmaProxSpec
-from unstale.old_logps.scoring.queue import ScoreQueue, key_of
+from unstale.old_logps.scoring.queue import ScoreQueue, key_of, text_of
 from unstale.old_logps.snapshot_old import SnapshotOldSpec
 
 if TYPE_CHECKING:
@@ -126,7 +126,7 @@ class Eager(OldLogps):
         while self._arrived:
             piece = self._arrived.popleft()
             self._waiting.setdefault(piece.piece.version, ScoreQueue()).put(
-                key_of(piece), piece.tokens
+                key_of(piece), text_of(piece)
             )
 
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from unstale.config.routes import ExactSpec, Needs, RouteDocs, register_route
 from unstale.old_logps import OldLogps, has_clean_behavior
-from unstale.old_logps.scoring.queue import PieceKey, Pieces, key_of
+from unstale.old_logps.scoring.queue import PieceKey, Pieces, key_of, text_of
 from unstale.weights.child_process import Bytes, Child, ChildFrozen, Frames, Header, frame
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ class OldLogitModel(OldLogps):
         """The version of the weights that the process has loaded. -1 before the first."""
         self._scorer = scorer
         self._lockstep = lockstep
-        self._held: dict[PieceKey, Sequence[int]] = {}
+        self._held: Pieces = {}
         """Pieces that have arrived but are sent later, because of `lockstep`."""
         self._unscored: dict[PieceKey, None] = {}
         """Pieces that were sent to the process and have no score yet, in the order of sending."""
@@ -112,9 +112,9 @@ class OldLogitModel(OldLogps):
 
     def arrived(self, piece: PendingPiece) -> None:
         if self._lockstep:
-            self._held[key_of(piece)] = piece.tokens
+            self._held[key_of(piece)] = text_of(piece)
         else:
-            self._send_pieces({key_of(piece): piece.tokens})
+            self._send_pieces({key_of(piece): text_of(piece)})
 
     def logps(self, batch: Batch, now: Tensor) -> tuple[Tensor, Tensor]:
         """Wait for the scores of the batch and return them.
@@ -178,7 +178,7 @@ class OldLogitModel(OldLogps):
 
     def _send_pieces(self, pieces: Pieces) -> None:
         self._unscored.update(dict.fromkeys(pieces))
-        self._send({"op": "pieces", "pieces": list(pieces.items())})
+        self._writer.submit(lambda: self._write(_pieces_message(pieces)))
 
     def _score_all(self) -> float:
         """Send the pieces held back by `lockstep` and wait for all scores.
@@ -242,6 +242,20 @@ class OldLogitModel(OldLogps):
             for key, _logps in header["answers"]:
                 del self._unscored[PieceKey(*key)]
         return True
+
+
+def _pieces_message(pieces: Pieces) -> bytes:
+    """Return a message with pieces. Its body holds their expert routes end to end."""
+    rows: list[tuple[PieceKey, Sequence[int], list[Any] | None]] = []
+    body: list[Bytes] = []
+    for key, (tokens, routes) in pieces.items():
+        if routes is None:
+            rows.append((key, tokens, None))
+            continue
+        experts = routes.rows(len(tokens))
+        rows.append((key, tokens, [str(experts.dtype), *experts.shape]))
+        body.append(experts.tobytes())
+    return b"".join(frame({"op": "pieces", "pieces": rows}, body))
 
 
 @register_route

@@ -51,6 +51,7 @@ class Generator:
                 stop_tokens=stop_tokens,
                 temperature=self.config.temperature,
                 seed=transcript.seed,
+                known_routes=transcript.known_routes(),
             )
             reply = await self.engine.sample(transcript.tokens, params)
             if reply.piece.tokens:

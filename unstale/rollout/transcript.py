@@ -19,6 +19,7 @@ from unstale.records import (
     Piece,
     Sampled,
     Trajectory,
+    link_routes,
 )
 from unstale.rollout.seeds import derive_seed
 
@@ -188,6 +189,8 @@ class Transcript:
 
     def append(self, piece: Piece) -> None:
         """Write a new piece to the journal, then add it to the tokens."""
+        if isinstance(piece, Sampled):
+            piece = link_routes(piece, self.pieces)
         if self._opens_at_reply and isinstance(piece, Sampled):
             self._open(again=False)
         self.writer.write_piece(len(self.pieces), piece)
@@ -195,6 +198,11 @@ class Transcript:
         self._add(piece)
         if isinstance(piece, Sampled):
             self._on_piece(PendingPiece(self.episode, self.tokens, start, piece))
+
+    def known_routes(self) -> tuple[int, int]:
+        """Return the version of the last sampled piece, and how many rows of routes it has."""
+        last = next((p for p in reversed(self.pieces) if isinstance(p, Sampled)), None)
+        return (last.version, last.routes.covered()) if last and last.routes else (-1, 0)
 
     def write_outcome(self, outcome: Trajectory | Failure) -> None:
         """Write the outcome of the attempt to the journal, unless it already has one."""

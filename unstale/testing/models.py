@@ -12,7 +12,14 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from torch import Tensor
 from torch.nn import Module
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from unstale.durability.checkpoint import Checkpoints, Progress
 from unstale.model.loading import DTYPES
@@ -21,32 +28,48 @@ from unstale.model.policy import Policy
 from unstale.records import ContextPiece, Piece, Sampled, ScoredTrajectory, Task, Trajectory
 
 
-def tiny_policy(*, seed: int = 0, dtype: str = "float32", lora: Lora | None = None) -> Policy:
+def tiny_policy(
+    *, seed: int = 0, dtype: str = "float32", lora: Lora | None = None, experts: int = 0
+) -> Policy:
     """Return a small random Qwen3 model with 64 words, on the CPU.
 
-    Its distribution over words is not uniform.
+    Its distribution over words is not uniform. With `experts` it is a Qwen3-MoE with as many
+    experts in each layer, two of them for a token. No value then depends on what it is packed with.
     """
     words = {f"w{i}": i for i in range(64)}
     inner = Tokenizer(WordLevel(words, unk_token="w0"))
     inner.pre_tokenizer = Whitespace()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="w1")
     tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
-    config = Qwen3Config(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        tie_word_embeddings=True,
-        initializer_range=0.3,
-    )
+    shape: dict[str, Any] = {
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "tie_word_embeddings": True,
+        "initializer_range": 0.3,
+    }
+    model: PreTrainedModel
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = Qwen3ForCausalLM(config)
+        if experts:
+            routed: dict[str, Any] = {
+                "num_experts": experts,
+                "num_experts_per_tok": 2,
+                "norm_topk_prob": True,
+            }
+            config = Qwen3MoeConfig(**shape, **routed, moe_intermediate_size=32)
+            model = Qwen3MoeForCausalLM(config)
+            model.set_experts_implementation("batched_mm")
+        else:
+            model = Qwen3ForCausalLM(Qwen3Config(**shape))
     Module.to(model, DTYPES[dtype])
-    return Policy(model, tokenizer, lora=lora)
+    policy = Policy(model, tokenizer, lora=lora)
+    policy.independent_rows = experts > 0
+    return policy
 
 
 def plain_logps(policy: Policy, tokens: Sequence[int], *, temperature: float = 1.0) -> Tensor:

@@ -212,6 +212,7 @@ class LocalTrainer:
                 )
             )
         self._metrics.prepare_s = time.perf_counter() - began
+        self._metrics.extra |= self._describe_experts(batch)
         self._metrics.extra |= self.audit(scored, old_logp)
         return minibatches
 
@@ -332,6 +333,16 @@ class LocalTrainer:
         self.policy.version = state["version"]
         self.policy.at_version = state["at_version"]
         self.policy.version_gaps = tuple((first, skipped) for first, skipped in state["jumps"])
+
+    def _describe_experts(self, batch: Batch) -> dict[str, float]:
+        """Return the metrics that only an MoE policy has."""
+        metrics = {}
+        if self.policy.has_experts:
+            metrics["trainer/packing_noise"] = self.policy.packing_noise
+        if batch.routes:
+            complete = batch.routes.complete[batch.sampled].double().mean()
+            metrics["routes/missing_share"] = 1 - complete.item()
+        return metrics
 
     def _score_old(self, batch: Batch, lag: Tensor) -> tuple[Tensor, Control]:
         """Return the old log-probabilities and the corrections of a batch.

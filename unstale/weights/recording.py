@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from unstale.config import ConfigError
+from unstale.expert_routes import ExpertRoutes, RouteTable
 from unstale.records import Batch
 
 RECORDED = "recorded"
@@ -30,6 +31,9 @@ WENT_WRONG = "went_wrong.safetensors"
 
 _LISTS = ("offsets", "episodes")
 """Names of the columns of a batch that are tuples instead of tensors."""
+
+_ROUTES = ("routes.complete", "routes.places", "routes.experts")
+"""Columns of a batch with expert routes: places are rows (sequence, version, start, count)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,14 +159,45 @@ class WentWrong:
 
 def _columns(batch: Batch) -> dict[str, Tensor]:
     columns = {field.name: getattr(batch, field.name) for field in fields(Batch)}
-    return columns | {name: torch.tensor(columns[name], dtype=torch.long) for name in _LISTS}
+    table = columns.pop("routes")
+    columns |= {name: torch.tensor(columns[name], dtype=torch.long) for name in _LISTS}
+    return columns | _route_columns(table) if table else columns
 
 
 def _batch(columns: Mapping[str, Tensor]) -> Batch:
-    values: dict[str, Any] = dict(columns)
+    values: dict[str, Any] = {key: value for key, value in columns.items() if key not in _ROUTES}
     for name in _LISTS:
         values[name] = tuple(columns[name].tolist())
+    if _ROUTES[0] in columns:
+        complete, places, experts = (columns[name] for name in _ROUTES)
+        values["routes"] = _route_table(complete, places, experts, len(values["episodes"]))
     return Batch(**values)
+
+
+def _route_columns(table: RouteTable) -> dict[str, Tensor]:
+    places = []
+    experts = [torch.empty(0, dtype=torch.uint8)]
+    for sequence, versions in enumerate(table.sequences):
+        for version, routes in versions.items():
+            for record in routes.chain():
+                places.append((sequence, version, record.start, len(record.experts)))
+                experts.append(torch.from_numpy(record.experts))
+    rows = torch.cat(experts[1:]) if places else experts[0].reshape(0, 0, 0)
+    values = (table.complete, torch.tensor(places, dtype=torch.long).reshape(-1, 4), rows)
+    return dict(zip(_ROUTES, values, strict=True))
+
+
+def _route_table(
+    complete: Tensor, places: Tensor, experts: Tensor, num_sequences: int
+) -> RouteTable:
+    sequences: list[dict[int, ExpertRoutes]] = [{} for _ in range(num_sequences)]
+    first = 0
+    for sequence, version, start, count in places.tolist():
+        versions = sequences[sequence]
+        rows = experts[first : first + count].numpy()
+        versions[version] = ExpertRoutes(start, rows, versions.get(version))
+        first += count
+    return RouteTable(tuple(sequences), complete)
 
 
 def _name(number: int) -> str:

@@ -6,13 +6,14 @@ The database is opened read-only, and nothing that it contains is executed.
 import json
 import sqlite3
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Self, get_args
 from urllib.parse import quote
 
+from unstale.durability.journal.route_files import RouteFiles
 from unstale.durability.journal.tables import (
     ATTEMPTS,
     COLUMNS,
@@ -30,9 +31,11 @@ from unstale.records import (
     Group,
     GroupRequest,
     Piece,
+    Sampled,
     Stop,
     Task,
     Trajectory,
+    link_routes,
 )
 
 GroupEnd = Literal["open", "finished", "consumed", "failed"]
@@ -95,13 +98,14 @@ class JournalReader:
     Use it as a context manager, or call `close`.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, routes: RouteFiles | None = None) -> None:
         """Open a journal.
 
-        Raises FileNotFoundError if there is no file, and `JournalError` if the file is not a
-        journal.
+        `routes` are the files with the expert routes of pieces, if they are needed. Raises
+        FileNotFoundError if there is no file, and `JournalError` if the file is not a journal.
         """
         self.path = path
+        self._routes = routes
         if not path.is_file():
             raise FileNotFoundError(f"{path.parent} holds no journal: {path.name} is missing")
         with ExitStack() as on_error:
@@ -344,7 +348,20 @@ class JournalReader:
                 raise ValueError("positions are not contiguous")
             if any(seal("pieces", *row[:-1]) != row[-1] for row in rows):
                 raise ValueError("a piece changed after it was written")
-            return tuple(to_piece(*row[2:-2]) for row in rows)
+            pieces = tuple(to_piece(*row[2:-2]) for row in rows)
+        return self._with_routes(episode, pieces) if self._routes else pieces
+
+    def _with_routes(self, episode: int, pieces: Sequence[Piece]) -> tuple[Piece, ...]:
+        assert self._routes is not None
+        ((group,),) = self.rows("SELECT number FROM episodes WHERE episode = ?", episode)
+        records = self._routes.read(group)
+        linked: list[Piece] = []
+        for position, piece in enumerate(pieces):
+            if isinstance(piece, Sampled):
+                found = self._routes.find(records, episode, position, piece)
+                piece = link_routes(replace(piece, routes=found), linked)
+            linked.append(piece)
+        return tuple(linked)
 
     def _episode_records(self, number: int, task: Task) -> tuple[EpisodeRecord, ...]:
         """Return the last attempt at each episode of a group that was not trained on, in order."""

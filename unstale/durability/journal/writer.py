@@ -12,14 +12,17 @@ import sqlite3
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, replace
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from threading import Event, Thread
 from typing import Any, Self
 
 from unstale.durability.journal.reader import JournalReader, holds_journal, require_tables
+from unstale.durability.journal.route_files import ROUTES, RouteFiles
 from unstale.durability.journal.tables import (
     FORMAT,
     JOURNAL,
@@ -35,7 +38,7 @@ from unstale.durability.journal.tables import (
     piece_row,
     to_utf8,
 )
-from unstale.records import Failure, Group, GroupRequest, Piece, Trajectory
+from unstale.records import Failure, Group, GroupRequest, Piece, Sampled, Trajectory
 
 WINDOW_S = 0.2
 """Largest time in seconds until a record is committed. Callers of `barrier` do not wait that long,
@@ -58,8 +61,10 @@ class Journal:
     of the disk or the file is raised as `JournalError` at once by `watch`, and by every `barrier`.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, routes: RouteFiles | None = None) -> None:
+        """`routes` are the files for expert routes, which the journal closes."""
         self.path = path
+        self._routes = routes
         self._queue: queue.SimpleQueue[_Item] = queue.SimpleQueue()
         self._awaited = Event()
         self._thread: Thread | None = None
@@ -83,9 +88,12 @@ class Journal:
         """
 
     @staticmethod
-    def read(run: Path) -> JournalReader:
-        """Open the journal of a run folder for reading. The run may still be active."""
-        return JournalReader(run / JOURNAL)
+    def read(run: Path, *, routes: bool = False) -> JournalReader:
+        """Open the journal of a run folder for reading. The run may still be active.
+
+        With `routes` sampled pieces have their expert routes.
+        """
+        return JournalReader(run / JOURNAL, RouteFiles(run / ROUTES) if routes else None)
 
     def __enter__(self) -> Self:
         """Open the database, or create it."""
@@ -95,6 +103,11 @@ class Journal:
             self._highest_version = _max(connection, "SELECT max(version) FROM versions")
             self._counts = dict(connection.execute("SELECT name, num_rows FROM counts"))
             self._file = _FileState.of(self.path)
+            if self._routes:
+                self._routes.on_error = lambda error: self._fail(journal_error(self.path, error))
+                rows = "SELECT checkpoint, number FROM consumed ORDER BY checkpoint"
+                for _, consumed in groupby(connection.execute(rows), key=itemgetter(0)):
+                    self._routes.consumed([number for _, number in consumed])
         except (sqlite3.Error, OSError) as error:
             raise journal_error(self.path, error) from error
         # a daemon thread, because a disk that does not answer must not keep the process alive
@@ -121,6 +134,8 @@ class Journal:
         """
         if self._thread is None:
             return
+        if self._routes:
+            self._routes.close()
         had_failed = self._failure.done()
         thread = self._thread
         self._thread = None
@@ -150,7 +165,7 @@ class Journal:
         """
         if not again:
             self._insert("episodes", episode, number, sibling, seed, time.time())
-        return _EpisodeWriter(self, episode)
+        return _EpisodeWriter(self, number, episode)
 
     async def finish(self, group: Group) -> None:
         """Record that every episode of a group has ended, and commit."""
@@ -181,9 +196,12 @@ class Journal:
         self._checkpoint += 1
         records = [insert("checkpoints", self._checkpoint, step, version, name, time.time())]
         records += [insert("consumed", *row, self._checkpoint) for row in self._trained_on]
+        consumed = [number for number, *_ in self._trained_on]
         self._trained_on = []
         self.transaction(records)
         await self.barrier()
+        if self._routes:
+            self._routes.consumed(consumed)
 
     def rewind(self, checkpoint: int, *, everything: bool) -> None:
         """Make an earlier checkpoint the current one. Groups trained on after it are free again.
@@ -234,6 +252,8 @@ class Journal:
         """Block the calling thread until everything written before is committed."""
         if self._thread is None:
             raise journal_error(self.path, "it is not open")
+        if self._routes:
+            self._routes.flush()
         mark: Future[None] = Future()
         self._queue.put(mark)
         self._awaited.set()
@@ -250,6 +270,11 @@ class Journal:
     async def watch(self) -> None:
         """Wait until the journal fails, and raise its error."""
         await asyncio.wrap_future(self._failure)
+
+    def _fail(self, error: JournalError) -> None:
+        """End the run with this error, unless it ends with an earlier one."""
+        with suppress(InvalidStateError):
+            self._failure.set_exception(error)
 
     def _insert(self, table: str, *values: Any) -> None:
         self.transaction([insert(table, *values, self._checkpoint)])
@@ -295,11 +320,11 @@ class Journal:
             connection.execute("COMMIT")
             self._file = self._file.require_same(self.path)
         except JournalError as error:
-            self._failure.set_exception(error)
+            self._fail(error)
         except (sqlite3.Error, OverflowError, UnicodeError) as error:
             with suppress(sqlite3.Error):  # SQLite may already have rolled back
                 connection.execute("ROLLBACK")
-            self._failure.set_exception(_commit_error(self.path, error))
+            self._fail(_commit_error(self.path, error))
 
     def _gather(self) -> list[_Item]:
         """Return the entries queued within `WINDOW_S` of the first one, or until a `barrier`.
@@ -321,9 +346,12 @@ class _EpisodeWriter:
     """Writes one attempt at an episode to the journal while the attempt runs."""
 
     journal: Journal
+    group: int
     episode: int
 
     def write_piece(self, position: int, piece: Piece) -> None:
+        if self.journal._routes and isinstance(piece, Sampled):
+            self.journal._routes.write(self.group, self.episode, position, piece)
         checkpoint = self.journal._checkpoint
         self.journal.transaction([piece_row(self.episode, position, piece, checkpoint)])
 

@@ -9,6 +9,7 @@ from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from time import perf_counter, process_time
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -18,6 +19,10 @@ from torch import Tensor
 from unstale.engines import ReplyStop
 from unstale.engines.embedded.runner import Chunk, Runner, Step
 from unstale.engines.embedded.sampling import draw, uniforms
+from unstale.expert_routes import pack_experts
+
+if TYPE_CHECKING:
+    from unstale.expert_routes import Experts
 
 MAX_CHUNK_TOKENS = 512
 """Largest number of context tokens computed in one step. An interrupt waits until the step ends, so
@@ -53,20 +58,31 @@ class FinishedReply:
     stop: ReplyStop
     clean: bool = True
     """False if a part of the context's keys and values was computed with older weights."""
+    experts: "Experts | None" = None
+    """`[rows, layers, k]`, the experts of the first tokens of the sequence, if recorded."""
 
 
 class Batcher:
     """Decides what the model (a `Runner`) computes in the next step, and samples. Not thread-safe.
 
     With `keep_cache`, cached contexts are still used after a change of the weights. Replies to such
-    contexts have `clean` False.
+    contexts have `clean` False. With `num_experts` the runner must record expert routes.
     """
 
     def __init__(
-        self, runner: Runner, *, max_slots: int, max_context: int, keep_cache: bool = False
+        self,
+        runner: Runner,
+        *,
+        max_slots: int,
+        max_context: int,
+        keep_cache: bool = False,
+        num_experts: int = 0,
     ) -> None:
         self.runner = runner
         self._keep_cache = keep_cache
+        self._num_experts = num_experts
+        self._experts: "Experts | None" = None
+        """`[slots, max_context, layers, k]`, of all cached tokens, if they are recorded."""
         self._queue: deque[SampleRequest] = deque()
         self._active: dict[int, SampleRequest] = {}
         self._tokens = np.full((max_slots, max_context), -1, dtype=np.int32)
@@ -142,6 +158,8 @@ class Batcher:
         self._admit()
         step, sampling = self._plan()
         logits = self.runner.forward(step)
+        if self._num_experts:
+            self._record_experts(step)
         slots = np.concatenate([step.rows.numpy(), [chunk.slot for chunk in step.chunks]]).astype(
             np.int64
         )
@@ -163,6 +181,16 @@ class Batcher:
         self.counters["reprefill_tokens"] += reprefilled
         self.counters["reprefill_s"] += duration_s * reprefilled / len(step.tokens)
         return self._ended(slots[sampling])
+
+    def _record_experts(self, step: Step) -> None:
+        """Store the experts of the tokens that the runner has computed."""
+        rows = pack_experts(self.runner.take_experts().numpy(), self._num_experts)
+        if self._experts is None:
+            self._experts = np.zeros((*self._tokens.shape, *rows.shape[1:]), rows.dtype)
+        lengths = [chunk.end - chunk.start for chunk in step.chunks]
+        of_chunks = np.repeat([chunk.slot for chunk in step.chunks], lengths)
+        slots = np.concatenate([step.rows.numpy(), of_chunks]).astype(np.int64)
+        self._experts[slots, step.positions.numpy()] = rows
 
     def _admit(self) -> None:
         """Give waiting requests a slot, in order of arrival.
@@ -202,6 +230,8 @@ class Batcher:
             source = best
             have = int(cached[best])
             self.runner.copy_prefix(best, slot, have)
+            if self._experts is not None:
+                self._experts[slot, :have] = self._experts[best, :have]
         else:
             self.runner.keep(slot, have)
         self._cached[slot] = have
@@ -310,7 +340,11 @@ class Batcher:
         reply = slice(len(request.tokens), int(self._length[slot]))
         tokens = self._tokens[slot, reply].tolist()
         logp = self._logp[slot, reply].tolist()
-        return FinishedReply(request.id, tokens, logp, stop, clean=not self._older[slot])
+        clean = not self._older[slot]
+        experts = None
+        if self._experts is not None:
+            experts = self._experts[slot, : self._cached[slot]].copy()
+        return FinishedReply(request.id, tokens, logp, stop, clean, experts)
 
 
 def _common_prefix(slots: NDArray[np.int32], tokens: NDArray[np.int32]) -> NDArray[np.int64]:

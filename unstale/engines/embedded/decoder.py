@@ -253,6 +253,9 @@ class Qwen3Runner:
             down=self._packed(weight("mlp.down_proj")),
         )
 
+    def take_experts(self) -> Tensor:
+        raise RuntimeError("a dense model has no experts")
+
     def keep(self, slot: int, count: int) -> None:
         self._copy(self._pages.hold(slot, count))
 

@@ -9,10 +9,13 @@ import asyncio
 import contextlib
 import itertools
 import json
+import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
+
+import numpy as np
 
 from unstale.engines import (
     NOT_STARTED,
@@ -23,9 +26,11 @@ from unstale.engines import (
     check_load,
     check_request,
     check_resume,
+    without_known_routes,
 )
 from unstale.engines.embedded.worker import READY
 from unstale.engines.registry import EngineOptions, EngineSpec
+from unstale.expert_routes import ExpertRoutes
 from unstale.records import Sampled
 from unstale.weights.child_process import BEAT_S, Bytes, Child, ChildFrozen, Frames, Header, frame
 from unstale.weights.codec import file_of, file_parts
@@ -109,7 +114,8 @@ class EmbeddedEngine:
         ]
         child.send({"op": "sample", "request": fields})
         try:
-            return await future
+            reply = await future
+            return replace(reply, piece=without_known_routes(reply.piece, params))
         except asyncio.CancelledError:
             if self._replies.pop(number, None):
                 child.send({"op": "cancel", "id": number})
@@ -219,13 +225,24 @@ class EmbeddedEngine:
             return self._running and bool(self._replies)
         return bool(self._replies or self._answers)
 
-    def _on_message(self, header: Header) -> None:
+    def _on_message(self, header: Header, body: bytearray) -> None:
         for name, amount in header.get("counters", {}).items():
             self._counters[name] += amount
         match header["op"]:
             case "replies":
-                for number, tokens, behavior_logp, stop, clean in header["replies"]:
-                    piece = Sampled(tuple(tokens), tuple(behavior_logp), header["version"], clean)
+                first = 0
+                for number, tokens, behavior_logp, stop, clean, about in header["replies"]:
+                    routes = None
+                    if about is not None:
+                        routes = _read_routes(about, body, first)
+                        first += routes.experts.nbytes
+                    piece = Sampled(
+                        tuple(tokens),
+                        tuple(behavior_logp),
+                        header["version"],
+                        clean,
+                        routes=routes,
+                    )
                     _resolve(self._replies.pop(number, None), Reply(piece, stop))
             case "done":
                 answer = ValueError(header["error"]) if header["error"] else header
@@ -252,6 +269,13 @@ class EmbeddedEngine:
             futures.clear()
 
 
+def _read_routes(about: Sequence[Any], body: bytearray, first: int) -> ExpertRoutes:
+    """Return the routes of a reply, from the dtype and shape and the bytes from `first` on."""
+    dtype, *shape = about
+    experts = np.frombuffer(body, dtype, math.prod(shape), first).reshape(shape)
+    return ExpertRoutes(0, experts.copy())
+
+
 def _resolve(future: "asyncio.Future[Any] | None", result: Reply | Header | Exception) -> None:
     """Set the result or the error of a future, unless it was cancelled."""
     if future is None or future.done():
@@ -273,7 +297,7 @@ class _Child(Child, asyncio.Protocol):
     def __init__(
         self,
         options: EngineOptions,
-        on_message: Callable[[Header], None],
+        on_message: Callable[[Header, bytearray], None],
         on_lost: Callable[["_Child", str], None],
     ) -> None:
         super().__init__(
@@ -322,8 +346,8 @@ class _Child(Child, asyncio.Protocol):
         super().kill()
 
     def data_received(self, data: bytes) -> None:
-        for header, _ in self._frames.feed(data):
-            self._on_message(header)
+        for header, body in self._frames.feed(data):
+            self._on_message(header, body)
 
     def connection_lost(self, exc: Exception | None) -> None:
         if exc is None or isinstance(exc, OSError):
@@ -357,8 +381,8 @@ class _LockstepChild(_Child):
         """Process messages up to the answer with this number, and none after it."""
         data = b""
         while self._answered < number and self.socket.fileno() >= 0:
-            for header, _ in self._frames.feed(data):
-                self._on_message(header)
+            for header, body in self._frames.feed(data):
+                self._on_message(header, body)
                 self._answered = max(self._answered, header.get("id", READY))
                 if self._answered >= number:
                     return

@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from unstale.engines.embedded.runner import Chunk, Step, check_update, tied_parameters
+from unstale.model.experts import RouteRecorder
 from unstale.model.loading import load_model
 
 _PROBE_TOLERANCE = 1e-3
@@ -92,7 +93,13 @@ class TransformersRunner:
     """
 
     def __init__(
-        self, folder: Path, *, dtype: torch.dtype, max_slots: int, max_context: int
+        self,
+        folder: Path,
+        *,
+        dtype: torch.dtype,
+        max_slots: int,
+        max_context: int,
+        record_routes: bool = False,
     ) -> None:
         self._model = load_model(folder, torch.float32).eval()
         config = self._model.config
@@ -112,6 +119,7 @@ class TransformersRunner:
         parameters = self._model.named_parameters()
         self._shapes = {name: tuple(parameter.shape) for name, parameter in parameters}
         self._tied = tied_parameters(self._model)
+        self._recorder = RouteRecorder(self._model) if record_routes else None
 
     def _reset(self) -> None:
         self._layers = [
@@ -132,6 +140,11 @@ class TransformersRunner:
     def copy_prefix(self, source: int, target: int, count: int) -> None:
         for layer in self._layers:
             layer.copy_prefix(source, target, count)
+
+    def take_experts(self) -> Tensor:
+        if self._recorder is None:
+            raise RuntimeError("this runner does not record experts: make it with record_routes")
+        return self._recorder.take()
 
     def forward(self, step: Step) -> Tensor:
         num_rows = len(step.rows)

@@ -84,6 +84,13 @@ class Runner(Protocol):
         """Load these weights. Raises ValueError, and changes nothing, if they do not fit."""
         ...
 
+    def take_experts(self) -> Tensor:
+        """Return the experts `[T, layers, k]` of the last forward pass.
+
+        Called after each pass, if the runner was made to record them.
+        """
+        ...
+
 
 def tied_parameters(model: nn.Module) -> dict[str, str]:
     """Return aliases in a model's state, each with the name of the repeated parameter."""

@@ -20,6 +20,7 @@ from torch import Tensor
 from unstale.engines.embedded.batcher import Batcher, FinishedReply, SampleRequest
 from unstale.engines.embedded.decoder import Qwen3Runner, supports
 from unstale.engines.embedded.runner import DTYPES, Runner
+from unstale.expert_routes import num_experts
 from unstale.model.lora import Base, Merging
 from unstale.weights.child_process import Frames, Header, frame
 from unstale.weights.codec import advance, loads, tensors_of
@@ -45,8 +46,14 @@ def main(descriptor: int, options: str) -> None:
         worker.serve()
 
 
-def build_runner(
-    folder: Path, *, dtype: str, max_slots: int, max_context: int, device: str = ""
+def build_runner(  # noqa: PLR0913 - the limits and the kind of runner
+    folder: Path,
+    *,
+    dtype: str,
+    max_slots: int,
+    max_context: int,
+    device: str = "",
+    record_routes: bool = False,
 ) -> Runner:
     """Return the fast decoder if it supports the model, otherwise transformers' forward pass.
 
@@ -62,7 +69,11 @@ def build_runner(
     from unstale.engines.embedded.fallback import TransformersRunner
 
     return TransformersRunner(
-        folder, dtype=DTYPES[dtype], max_slots=max_slots, max_context=max_context
+        folder,
+        dtype=DTYPES[dtype],
+        max_slots=max_slots,
+        max_context=max_context,
+        record_routes=record_routes,
     )
 
 
@@ -81,8 +92,15 @@ class _EngineWorker:
         """Return to the state of a new process. Messages that were not read yet remain."""
         options = self._options
         limits = {"max_slots": options["max_running"], "max_context": options["max_context"]}
-        runner = build_runner(Path(options["model_folder"]), dtype=options["dtype"], **limits)
-        self._batcher = Batcher(runner, **limits, keep_cache=options["keep_cache"])
+        folder = Path(options["model_folder"])
+        records = options["record_routes"]
+        runner = build_runner(folder, dtype=options["dtype"], record_routes=records, **limits)
+        experts = num_experts(json.loads((folder / "config.json").read_text())) if records else 0
+        if records and not experts:
+            raise ValueError("trainer.routing_replay must be false: the policy has no experts")
+        self._batcher = Batcher(
+            runner, **limits, keep_cache=options["keep_cache"], num_experts=experts
+        )
         self._full_weights: dict[str, Tensor] = {}
         """The weights of this version as they were sent, kept if the next update may be a delta to
         them.
@@ -119,12 +137,12 @@ class _EngineWorker:
                 if self._working and not self._lockstep:
                     self._reply(self._batcher.step())
 
-    def _send(self, header: Header) -> None:
+    def _send(self, header: Header, body: bytes = b"") -> None:
         """Send a message, together with the counters since the last message."""
         counters = {**self._batcher.counters, "idle_s": self._idle_s}
         self._batcher.counters.clear()
         self._idle_s = 0.0
-        self._connection.sendall(b"".join(frame({**header, "counters": counters})))
+        self._connection.sendall(b"".join(frame({**header, "counters": counters}, [body])))
 
     def _handle(self, header: Header, body: bytearray) -> None:
         """Carry out a command of the run.
@@ -171,8 +189,14 @@ class _EngineWorker:
     def _reply(self, finished: list[FinishedReply]) -> None:
         if not finished:
             return
-        replies = [
-            [reply.id, reply.tokens, reply.behavior_logp, reply.stop, reply.clean]
-            for reply in finished
-        ]
-        self._send({"op": "replies", "version": self._version, "replies": replies})
+        replies = []
+        body = b""
+        for reply in finished:
+            experts = reply.experts
+            about = None
+            if experts is not None:
+                about = [str(experts.dtype), *experts.shape]
+                body += experts.tobytes()
+            fields = [reply.id, reply.tokens, reply.behavior_logp, reply.stop, reply.clean]
+            replies.append([*fields, about])
+        self._send({"op": "replies", "version": self._version, "replies": replies}, body)

@@ -1,9 +1,13 @@
 """The backend `sglang`: an SGLang server that already runs on this host. See docs/engines.md."""
 
+import base64
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from unstale.engines import SamplingParams
 from unstale.engines.prefixes import BLOCK
@@ -37,6 +41,11 @@ class SglangEngine(RemoteEngine):
             raise ValueError(
                 f"engine.keep_cache needs cache pages of {BLOCK} tokens: start {self.url} with "
                 f"--page-size {BLOCK}, not {info['page_size']}"
+            )
+        if self.options.record_routes and not info.get("enable_return_routed_experts"):
+            raise ValueError(
+                f"trainer.routing_replay needs expert routes: start {self.url} with "
+                "--enable-return-routed-experts"
             )
         return int(info["max_req_input_len"])
 
@@ -94,6 +103,7 @@ class SglangEngine(RemoteEngine):
                 versions=reply.versions + moved,
                 finish_reason=more.finish_reason,
                 cached_tokens=reply.cached_tokens,
+                routes=more.routes,  # of the whole text
             )
         return reply
 
@@ -106,12 +116,16 @@ class SglangEngine(RemoteEngine):
             "temperature": params.temperature,
             "sampling_seed": params.seed & (2**63 - 1),
         }
-        return {
+        body = {
             "rid": request_id,
             "input_ids": list(tokens),
             "sampling_params": sampling,
             "return_logprob": True,
         }
+        if self.options.record_routes:
+            body["return_routed_experts"] = True
+            body["routed_experts_start_len"] = params.first_route(self._version)
+        return body
 
     def _parse_reply(self, body: Mapping[str, Any]) -> ServerReply:
         tokens = tuple(body["output_ids"])
@@ -129,7 +143,15 @@ class SglangEngine(RemoteEngine):
             finish_reason=finish_reason,
             # missing if the request was aborted while it waited
             cached_tokens=meta.get("cached_tokens", 0),
+            routes=meta.get("routed_experts") or "",
         )
+
+    def _decode_routes(self, routes: str) -> Any:
+        """Return int32 numbers in base64 as an array. The model's configuration has its shape."""
+        config = json.loads((self.options.model_folder / "config.json").read_text())
+        config = {**config, **(config.get("text_config") or {})}
+        numbers = np.frombuffer(base64.b64decode(routes, validate=True), "<i4")
+        return numbers.reshape(-1, config["num_hidden_layers"], config["num_experts_per_tok"])
 
 
 SPEC = EngineSpec(SglangEngine, needs_urls=True)

@@ -1,9 +1,13 @@
 """The backend `vllm`: a vLLM server that the run starts, or one that already runs on this host."""
 
+import base64
+import io
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from unstale.engines import SamplingParams
 from unstale.engines.embedded.shared_weights import WEIGHTS
@@ -74,6 +78,8 @@ class VllmEngine(RemoteEngine):
             "logprobs": 0,
             "detokenize": False,
         }
+        if self.options.record_routes:
+            sampling["routed_experts_prompt_start"] = params.first_route(self._version)
         return {"request_id": request_id, "token_ids": list(tokens), "sampling_params": sampling}
 
     def _parse_reply(self, body: Mapping[str, Any]) -> ServerReply:
@@ -87,7 +93,12 @@ class VllmEngine(RemoteEngine):
             versions=tuple((span["version"], span["end"]) for span in versions),
             finish_reason=choice["finish_reason"],
             cached_tokens=prompt_details.get("cached_tokens") or 0,
+            routes=choice.get("routed_experts") or "",
         )
+
+    def _decode_routes(self, routes: str) -> Any:
+        """Return a NumPy file in base64 as an array."""
+        return np.load(io.BytesIO(base64.b64decode(routes, validate=True)), allow_pickle=False)
 
 
 SPEC = EngineSpec(VllmEngine)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from unstale.model.prefix_tree import Packed
-from unstale.old_logps.scoring.queue import PieceKey, Pieces, by_key, key_of
+from unstale.old_logps.scoring.queue import PieceKey, Pieces, PieceText, by_key, key_of
 from unstale.old_logps.scoring.scorer import Scorer, Weights
 from unstale.records import Batch, PendingPiece
 
@@ -18,27 +18,47 @@ def score_pieces(
 ) -> dict[PieceKey, Tensor]:
     """Score pieces (runs of sampled tokens) with the weights of `version`. Return logps by piece.
 
-    `version` None means the trainer's current weights. All pieces of an episode are scored in one
-    sequence: the longest text among them, since it contains the shorter ones. The order of `pieces`
-    does not affect the values.
+    `version` None means the trainer's current weights. All pieces are of one version. All pieces of
+    an episode are scored in one sequence: the longest text among them, since it contains the
+    shorter ones. The order of `pieces` does not affect the values.
     """
     if not pieces:
         return {}
-    sequences: dict[int, Sequence[int]] = {}
-    for key, tokens in sorted(pieces.items()):
-        sequences[key.episode] = max(sequences.get(key.episode, ()), tokens, key=len)
-    offsets = tuple(accumulate(map(len, sequences.values()), initial=0))
+    sequences: dict[int, PieceText] = {}
+    for key, text in sorted(pieces.items(), key=lambda item: item[0]):
+        longest = sequences.setdefault(key.episode, text)
+        if len(text.tokens) > len(longest.tokens):
+            sequences[key.episode] = text
+    lengths = [len(text.tokens) for text in sequences.values()]
+    offsets = tuple(accumulate(lengths, initial=0))
     begins = dict(zip(sequences, offsets[:-1], strict=True))
-    flat = [token for tokens in sequences.values() for token in tokens]
-    packed = Packed(torch.tensor(flat), offsets)
+    flat = [token for text in sequences.values() for token in text.tokens]
+    packed = Packed(torch.tensor(flat), offsets, stack_routes([*sequences.values()]))
     where = torch.zeros(len(flat), dtype=torch.bool)
     spans = {}
-    for key, tokens in pieces.items():
+    for key, text in pieces.items():
         begin = begins[key.episode]
-        spans[key] = slice(begin + key.start, begin + len(tokens))
+        spans[key] = slice(begin + key.start, begin + len(text.tokens))
         where[spans[key]] = True
     scored = scorer.score(packed, where, version)
     return {key: scored.logp[span].clone() for key, span in spans.items()}
+
+
+def stack_routes(texts: Sequence[PieceText]) -> Tensor | None:
+    """Return the rows `[T, layers, k]` of all texts end to end, None if no text has any."""
+    examples = (torch.from_numpy(text.routes.experts[:0]) for text in texts if text.routes)
+    example = next(examples, None)
+    if example is None:
+        return None
+    parts = []
+    for text in texts:
+        count = len(text.tokens)
+        if text.routes:
+            parts.append(torch.from_numpy(text.routes.rows(count)))
+        else:
+            absent = torch.iinfo(example.dtype).max
+            parts.append(example.new_full((count, *example.shape[1:]), absent))
+    return torch.cat(parts)
 
 
 class LogpCache:

@@ -60,8 +60,14 @@ class LocalScorer:
         """Make a scorer from the arguments that `export` returned, in another process."""
         lora = exported["lora"] and Lora(**exported["lora"])
         policy = Policy.load(
-            exported["folder"], dtype=exported["dtype"], device=exported["device"], lora=lora
+            exported["folder"],
+            dtype=exported["dtype"],
+            device=exported["device"],
+            lora=lora,
+            independent_rows=exported["independent_rows"],
         )
+        if exported["replays_routes"]:
+            policy.replay_routes()
         policy.set_forward_options(ForwardOptions(**exported["forward_options"]))
         return cls(policy, exported["temperature"], exported["max_tokens"])
 
@@ -156,6 +162,8 @@ class LocalScorer:
             "device": str(policy.device),
             "lora": policy.lora and asdict(policy.lora),
             "forward_options": asdict(policy.passes),
+            "independent_rows": policy.independent_rows,
+            "replays_routes": policy.replays_routes,
             "temperature": self.temperature,
             "max_tokens": self.max_tokens,
         }

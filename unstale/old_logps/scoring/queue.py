@@ -4,6 +4,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
+    from unstale.expert_routes import ExpertRoutes
     from unstale.records import PendingPiece
 
 
@@ -19,12 +20,24 @@ def key_of(piece: "PendingPiece") -> PieceKey:
     return PieceKey(piece.piece.version, piece.episode, piece.start)
 
 
-Pieces = dict[PieceKey, Sequence[int]]
-"""Pieces to be scored. The value of a key is the episode's tokens up to the end of the piece."""
+class PieceText(NamedTuple):
+    """The episode's tokens up to the end of a piece."""
+
+    tokens: Sequence[int]
+    routes: "ExpertRoutes | None" = None
+    """The experts that the piece's version chose for them."""
+
+
+Pieces = dict[PieceKey, PieceText]
+"""Pieces to be scored."""
+
+
+def text_of(piece: "PendingPiece") -> PieceText:
+    return PieceText(piece.tokens, piece.piece.routes)
 
 
 def by_key(pieces: "Iterable[PendingPiece]") -> Pieces:
-    return {key_of(piece): piece.tokens for piece in pieces}
+    return {key_of(piece): text_of(piece) for piece in pieces}
 
 
 class ScoreQueue:
@@ -36,8 +49,8 @@ class ScoreQueue:
     def __bool__(self) -> bool:
         return bool(self._episodes)
 
-    def put(self, key: PieceKey, tokens: Sequence[int]) -> None:
-        self._episodes.setdefault(key.episode, {})[key] = tokens
+    def put(self, key: PieceKey, text: PieceText) -> None:
+        self._episodes.setdefault(key.episode, {})[key] = text
 
     def take(self, max_tokens: int) -> Pieces:
         """Remove and return the pieces of one forward pass, longest waiting episodes first.
@@ -47,7 +60,7 @@ class ScoreQueue:
         """
         taken: Pieces = {}
         for episode, pieces in list(self._episodes.items()):
-            length = max(map(len, pieces.values()))
+            length = max(len(text.tokens) for text in pieces.values())
             if taken and length > max_tokens:
                 break
             taken |= self._episodes.pop(episode)

@@ -6,16 +6,20 @@ connection.
 """
 
 import json
+import math
 import os
 import select
 import socket
 from collections import deque
+from collections.abc import Iterator
 
+import numpy as np
 import torch
 
+from unstale.expert_routes import ExpertRoutes
 from unstale.old_logps.scoring.cache import score_pieces
 from unstale.old_logps.scoring.local_scorer import LocalScorer
-from unstale.old_logps.scoring.queue import PieceKey, ScoreQueue
+from unstale.old_logps.scoring.queue import PieceKey, PieceText, ScoreQueue
 from unstale.weights.child_process import Frames, Header, frame
 from unstale.weights.codec import tensors_of
 
@@ -82,9 +86,8 @@ class _ScoringWorker:
             if header["op"] == "load":
                 self._versions.append((header["version"], body))
                 continue
-            for fields, tokens in header["pieces"]:
-                key = PieceKey(*fields)
-                self._pieces.setdefault(key.version, ScoreQueue()).put(key, tokens)
+            for key, text in _read_pieces(header, body):
+                self._pieces.setdefault(key.version, ScoreQueue()).put(key, text)
         return bool(data)
 
     def _score(self, queue: ScoreQueue) -> None:
@@ -102,3 +105,16 @@ class _ScoringWorker:
 
     def _reply(self, header: Header) -> None:
         self._replies += b"".join(frame(header))
+
+
+def _read_pieces(header: Header, body: bytearray) -> Iterator[tuple[PieceKey, PieceText]]:
+    """Yield the pieces of a message, whose body holds their expert routes end to end."""
+    start = 0
+    for fields, tokens, about in header["pieces"]:
+        routes = None
+        if about is not None:
+            dtype, *shape = about
+            experts = np.frombuffer(body, dtype, math.prod(shape), start).reshape(shape)
+            start += experts.nbytes
+            routes = ExpertRoutes(0, experts.copy())
+        yield PieceKey(*fields), PieceText(tokens, routes)

@@ -1,0 +1,101 @@
+"""Test the files with expert routes: what is written is read, and damage is a missing record."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from unstale.durability.journal.route_files import RouteFiles
+from unstale.expert_routes import ExpertRoutes
+from unstale.records import Sampled
+
+
+def piece(first: int, *, version: int = 0, experts: int = 8, token: int = 5) -> Sampled:
+    """Return four tokens with the routes of rows `first` to `first + 3`."""
+    rows = (np.arange(24) + first).reshape(4, 3, 2) % experts
+    routes = ExpertRoutes(first, rows.astype(np.uint8 if experts < 255 else np.int16))
+    return Sampled((token,) * 4, (-1.0,) * 4, version, routes=routes)
+
+
+def written(folder: Path, *pieces: Sampled) -> RouteFiles:
+    """Write pieces at positions 0, 2, 4, ... of episode 7 in group 3."""
+    files = RouteFiles(folder / "routes")
+    for number, each in enumerate(pieces):
+        files.write(3, 7, 2 * number, each)
+    files.close()
+    return RouteFiles(folder / "routes")
+
+
+def found(files: RouteFiles, position: int, each: Sampled) -> ExpertRoutes | None:
+    return files.find(files.read(3), 7, position, each)
+
+
+@pytest.mark.parametrize("experts", [8, 500])
+def test_what_is_written_is_read(tmp_path: Path, experts: int) -> None:
+    pieces = [piece(0, experts=experts), piece(9, version=1, experts=experts)]
+    files = written(tmp_path, *pieces)
+    for number, each in enumerate(pieces):
+        routes = found(files, 2 * number, each)
+        assert routes and each.routes and routes.start == each.routes.start
+        assert routes.experts.dtype == each.routes.experts.dtype
+        assert (routes.experts == each.routes.experts).all()
+    assert files.read(4) == {}
+
+
+def test_other_tokens_or_another_version_have_no_routes(tmp_path: Path) -> None:
+    files = written(tmp_path, piece(0))
+    assert found(files, 0, piece(0))
+    assert found(files, 0, piece(0, token=6)) is None
+    assert found(files, 0, piece(0, version=1)) is None
+    assert found(files, 2, piece(0)) is None
+
+
+def test_the_last_record_of_a_piece_counts(tmp_path: Path) -> None:
+    files = RouteFiles(tmp_path)
+    for first in (0, 5):
+        files.write(3, 7, 0, piece(first))
+    files.flush()
+    routes = found(files, 0, piece(0))
+    assert routes and routes.start == 5
+
+
+def test_any_damage_or_cut_loses_records_and_never_changes_one(tmp_path: Path) -> None:
+    pieces = [piece(0), piece(9, version=1)]
+    files = written(tmp_path, *pieces)
+    path = tmp_path / "routes" / "group-000003.bin"
+    whole = path.read_bytes()
+
+    def sound() -> int:
+        number = 0
+        for place, each in enumerate(pieces):
+            routes = found(files, 2 * place, each)
+            assert routes is None or (routes.experts == each.routes.experts).all()  # type: ignore[union-attr]
+            number += routes is not None
+        return number
+
+    for size in range(len(whole)):
+        path.write_bytes(whole[:size])
+        assert sound() == (size >= len(whole) // 2)
+    for place in range(0, len(whole), 3):
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 64]) + whole[place + 1 :])
+        assert sound() < 2
+
+
+def test_files_of_old_checkpoints_are_removed(tmp_path: Path) -> None:
+    files = RouteFiles(tmp_path, keep=2)
+    for group in range(4):
+        files.write(group, 7, 0, piece(0))
+    for group in range(4):
+        files.consumed([group])
+    files.close()
+    assert sorted(path.stem for path in tmp_path.iterdir()) == ["group-000002", "group-000003"]
+
+
+def test_a_full_disk_is_reported(tmp_path: Path) -> None:
+    (tmp_path / "routes").write_text("a file where the folder should be")
+    errors: list[OSError] = []
+    files = RouteFiles(tmp_path / "routes")
+    files.on_error = errors.append
+    files.write(3, 7, 0, piece(0))
+    files.close()
+    assert len(errors) == 1

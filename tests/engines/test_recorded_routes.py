@@ -1,0 +1,143 @@
+"""Test the expert routes that engines record: embedded, vLLM and SGLang (fakes of their servers).
+
+In float32 they are the experts that the trainer chooses under the same weights. A request may leave
+out rows that its caller has. A server that records none, or sends nonsense, is refused.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.support.fake_server import FakeServer
+from tests.support.fake_sglang import FakeSglang
+from tests.support.fake_vllm import FakeVllm
+from unstale.engines import Engine, EngineDied, Reply, SamplingParams
+from unstale.engines.embedded.engine import EmbeddedEngine
+from unstale.engines.registry import EngineOptions
+from unstale.engines.servers.sglang import SglangEngine
+from unstale.engines.servers.vllm import VllmEngine
+from unstale.model.experts import RouteRecorder
+from unstale.testing import tiny_policy
+
+EXPERTS = 8
+PROMPT = [3, 1, 4, 1, 5]
+PARAMS = SamplingParams(6, ())
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("moe")
+    tiny_policy(seed=5, experts=EXPERTS).save(folder)
+    return folder
+
+
+@pytest.fixture(params=["embedded", "vllm", "sglang"])
+def engine(model: Path, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Engine]:
+    options = EngineOptions(model, dtype="float32", max_context=256, record_routes=True)
+    if request.param == "embedded":
+        yield EmbeddedEngine(options)
+        return
+    with serve(request.param, tmp_path) as server:
+        server.record_routes()
+        yield attach(server, options)
+
+
+def serve(kind: str, folder: Path) -> FakeServer:
+    policy = tiny_policy(seed=99, experts=EXPERTS)
+    return FakeVllm(folder, policy) if kind == "vllm" else FakeSglang(policy)
+
+
+def attach(server: FakeServer, options: EngineOptions) -> Engine:
+    made = VllmEngine if isinstance(server, FakeVllm) else SglangEngine
+    return made(replace(options, url=server.url))
+
+
+def replies(engine: Engine, story: Callable[[], Awaitable[list[Reply]]]) -> list[Reply]:
+    async def running() -> list[Reply]:
+        try:
+            async with asyncio.timeout(60):
+                await engine.start()
+                await engine.load(tiny_policy(seed=5, experts=EXPERTS).weights(), 0)
+                await engine.resume()
+                return await story()
+        finally:
+            await engine.close()
+
+    return asyncio.run(running())
+
+
+@torch.no_grad()
+def chosen(tokens: list[int]) -> np.ndarray[Any, Any]:
+    """Return the experts of the trainer's model."""
+    policy = tiny_policy(seed=5, experts=EXPERTS)
+    recorder = RouteRecorder(policy.model)
+    policy.model(input_ids=torch.tensor([tokens]), use_cache=False)
+    return recorder.take().numpy()
+
+
+def test_engines_return_the_experts_of_every_token_but_the_last(engine: Engine) -> None:
+    async def story() -> list[Reply]:
+        first = await engine.sample(PROMPT, PARAMS)
+        text = [*PROMPT, *first.piece.tokens, 7]
+        known = replace(PARAMS, known_routes=(0, len(text) - 2))
+        other = replace(PARAMS, known_routes=(1, len(text) - 2))  # of another version
+        return [first, *[await engine.sample(text, each) for each in (known, other)]]
+
+    first, known, other = replies(engine, story)
+    text = [*PROMPT, *first.piece.tokens, 7]
+    assert first.piece.routes and known.piece.routes and other.piece.routes
+    assert first.piece.routes.start == other.piece.routes.start == 0
+    assert known.piece.routes.start == len(text) - 2
+    for reply, context in ((first, PROMPT), (known, text), (other, text)):
+        routes = reply.piece.routes
+        assert routes is not None
+        expected = chosen([*context, *reply.piece.tokens])[routes.start : -1]
+        assert (np.sort(routes.experts) == np.sort(expected)).all()
+
+
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+def test_a_server_that_records_nothing_is_refused(model: Path, tmp_path: Path, kind: str) -> None:
+    options = EngineOptions(model, dtype="float32", max_context=256, record_routes=True)
+    with serve(kind, tmp_path) as server:
+        engine = attach(server, options)
+
+        async def story() -> list[Reply]:
+            return [await engine.sample(PROMPT, PARAMS)]
+
+        with pytest.raises((EngineDied, ValueError), match="--enable-return-routed-experts"):
+            replies(engine, story)
+
+
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+def test_routes_that_cannot_be_read_end_the_engine(
+    model: Path, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = EngineOptions(model, dtype="float32", max_context=256, record_routes=True)
+    with serve(kind, tmp_path) as server:
+        server.record_routes()
+        engine = attach(server, options)
+
+        async def story() -> list[Reply]:
+            rows = torch.zeros(40, 1, 2, dtype=torch.long)
+            monkeypatch.setattr(server.recorder, "take", lambda: rows)
+            return [await engine.sample(PROMPT, PARAMS)]
+
+        with pytest.raises(EngineDied, match="malformed expert routes"):
+            replies(engine, story)
+
+
+def test_a_dense_model_is_refused(tmp_path: Path) -> None:
+    tiny_policy().save(tmp_path)
+    options = EngineOptions(tmp_path, dtype="float32", max_context=256, record_routes=True)
+
+    async def story() -> list[Reply]:
+        raise AssertionError("the engine started")
+
+    with pytest.raises(ValueError, match="the policy has no experts"):
+        replies(EmbeddedEngine(options), story)

@@ -1,0 +1,156 @@
+"""Test runs with an MoE policy whose expert routes are replayed.
+
+In a deterministic float32 run of 20 steps, trajectories have two versions, every token is exact and
+D is 1 up to 1e-5. Every exact route replays. A resumed run has the routes of its episodes from side
+files; routes that are lost are counted, and their tokens are never exact.
+"""
+
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cli.test_run import quiet
+from tests.support.fake_sglang import FakeSglang
+from unstale.cli import session
+from unstale.config import (
+    AuditConfig,
+    CheckpointConfig,
+    EngineConfig,
+    EvalConfig,
+    OldLogpsConfig,
+    RunConfig,
+    ScheduleConfig,
+    TaskConfig,
+    TrainerConfig,
+)
+from unstale.durability.journal.route_files import ROUTES
+from unstale.testing import tiny_policy
+
+Rows = list[dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("moe")
+    policy = tiny_policy(seed=5, experts=8)
+    policy.tokenizer.chat_template = (
+        "{% for message in messages %}w2 {{ message['content'] }}w1 {% endfor %}"
+        "{% if add_generation_prompt %}w2 {% endif %}"
+    )
+    policy.save(folder)
+    return folder
+
+
+def configure(model: Path, runs: Path, **changes: Any) -> RunConfig:
+    config = RunConfig(
+        recipe="moe",
+        policy=str(model),
+        runs=runs,
+        name="run",
+        steps=20,
+        deterministic=True,
+        engine=EngineConfig(
+            dtype="float32", max_context=256, max_completion_tokens=24, max_running=16
+        ),
+        task=TaskConfig(env="tests.support.toy:ToyTasks"),
+        schedule=ScheduleConfig(max_staleness=2, groups_per_step=2, group_size=2),
+        trainer=TrainerConfig(lr=1e-3, routing_replay=True),
+        old_logps=OldLogpsConfig(route="snapshot_old"),
+        audit=AuditConfig(share=1.0),
+        eval=EvalConfig(tasks=0),
+    )
+    return replace(config, **changes)
+
+
+@pytest.fixture(scope="module")
+def rows(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rows]:
+    config = configure(model, tmp_path_factory.mktemp("runs"))
+    yield session.train(config, console=quiet()).metrics
+
+
+def test_every_token_of_an_asynchronous_run_is_exact(rows: Rows) -> None:
+    assert [row["step"] for row in rows] == list(range(1, 21))
+    assert max(row["schedule/staleness_max"] for row in rows) == 2
+    assert max(row["schedule/mixed_version_share"] for row in rows) > 0
+    assert {row["old_logps/exact_share"] for row in rows} == {1.0}
+    assert {row["routes/missing_share"] for row in rows} == {0.0}
+    assert max(row["audit/logp_error_abs_mean"] for row in rows) == 0.0
+    assert max(row["trainer/packing_noise"] for row in rows) == 0.0
+
+
+def test_engine_and_trainer_agree_in_float32(rows: Rows) -> None:
+    assert max(row["correction/log_d_abs_p99"] for row in rows) < 1e-5
+
+
+@pytest.mark.parametrize("route", ["interrupt_sync", "eager", "old_logit_model"])
+def test_every_exact_route_replays(model: Path, tmp_path: Path, route: str) -> None:
+    config = configure(
+        model,
+        tmp_path,
+        steps=5,
+        old_logps=OldLogpsConfig(route=route),
+        checkpoint=CheckpointConfig(every=3),
+    )
+    rows = session.train(config, console=quiet()).metrics
+    assert max(row["schedule/mixed_version_share"] for row in rows) > 0
+    assert {row["old_logps/exact_share"] for row in rows} == {1.0}
+    assert max(row["audit/logp_error_abs_mean"] for row in rows) < 1e-6
+
+
+def resumed(model: Path, folder: Path, change: Callable[[Path], None]) -> Rows:
+    """Stop a run after 4 of 6 steps, change its folder, and return the rows of all steps."""
+    config = configure(model, folder, steps=4, checkpoint=CheckpointConfig(every=2))
+    session.train(config, console=quiet())
+    change(folder / "run" / ROUTES)
+    return session.resume(folder / "run", replace(config, steps=6), console=quiet()).metrics
+
+
+def test_a_resumed_run_replays_the_routes_of_its_episodes(model: Path, tmp_path: Path) -> None:
+    rows = resumed(model, tmp_path, lambda routes: None)
+    assert [row["step"] for row in rows] == list(range(1, 7))
+    assert {row["routes/missing_share"] for row in rows} == {0.0}
+    kept = sorted(path.stem for path in (tmp_path / "run" / ROUTES).iterdir())
+    assert "group-000003" not in kept, "the first checkpoint's groups are removed"
+    assert "group-000004" in kept, "a run may resume from the checkpoint before the last"
+
+
+def test_lost_routes_are_counted_and_never_exact(model: Path, tmp_path: Path) -> None:
+    rows = resumed(model, tmp_path, shutil.rmtree)
+    lost = [row["routes/missing_share"] for row in rows]
+    assert lost[:4] == [0.0] * 4 and 0 < lost[4] <= 1
+    for row in rows:
+        assert row["old_logps/exact_share"] == pytest.approx(1 - row["routes/missing_share"])
+
+
+def test_without_replay_the_run_says_nothing_of_routes(model: Path, tmp_path: Path) -> None:
+    config = configure(model, tmp_path, steps=2)
+    config = replace(config, trainer=replace(config.trainer, routing_replay=False))
+    rows = session.train(config, console=quiet()).metrics
+    assert all("routes/missing_share" not in row for row in rows)
+    assert not (tmp_path / "run" / ROUTES).exists()
+
+
+def test_an_asynchronous_run_on_two_servers_is_exact(model: Path, tmp_path: Path) -> None:
+    servers = [FakeSglang(tiny_policy(seed=99, experts=8)) for _ in range(2)]
+    with servers[0], servers[1]:
+        for server in servers:
+            server.record_routes()
+        engine = EngineConfig(
+            backend="sglang",
+            urls=f"{servers[0].url} {servers[1].url}",
+            dtype="float32",
+            max_context=256,
+            max_completion_tokens=16,
+        )
+        config = configure(model, tmp_path, steps=4, deterministic=False, engine=engine)
+        rows = session.train(config, console=quiet()).metrics
+    assert max(row["schedule/mixed_version_share"] for row in rows) > 0
+    for row in rows:
+        missing = row["routes/missing_share"]
+        assert row["old_logps/exact_share"] == pytest.approx(1 - missing) and missing < 0.2
+        assert row["correction/log_d_abs_mean"] < 1e-4
+        assert row["audit/logp_error_abs_mean"] < 1e-5

@@ -1,0 +1,131 @@
+"""Files beside the journal with the expert routes of sampled pieces, one file for each group.
+
+Routes take a hundred times the space of tokens, so they are not in the database. The files are not
+synced to the disk: routes that a crash of the machine loses are missing when the run resumes.
+"""
+
+import math
+import struct
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+from unstale.expert_routes import ExpertRoutes
+from unstale.records import Sampled
+
+ROUTES = "routes"
+"""The folder of the files in a run folder."""
+
+_MAGIC = b"UXR1"
+_HEADER = struct.Struct("<4sqqqqIIIIII")
+"""Magic, episode, position, version, start, rows, layers, k, bytes of an index, two checksums."""
+_SEAL = struct.Struct("<I")
+_DTYPES = {1: "uint8", 2: "int16"}
+
+
+class _Key(NamedTuple):
+    """The piece that a record belongs to."""
+
+    episode: int
+    position: int
+    version: int
+    tokens: int
+    """Checksum of the piece's tokens."""
+
+
+class RouteFiles:
+    """Writes and reads the files. One thread writes, so that callers never wait for the disk."""
+
+    def __init__(self, folder: Path, *, keep: int = 2) -> None:
+        """Keep the files of groups that the last `keep` checkpoints consumed."""
+        self.folder = folder
+        self._keep = keep
+        self.on_error: Callable[[OSError], None] = lambda error: None
+        """Called in the thread if a file cannot be written."""
+        self._consumed: deque[list[int]] = deque()
+        """The groups of each checkpoint whose files are kept, the oldest first."""
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="routes")
+
+    def write(self, group: int, episode: int, position: int, piece: Sampled) -> None:
+        """Append the routes of a piece, without those of earlier pieces."""
+        if piece.routes is not None:
+            self._thread.submit(self._append, group, _key(episode, position, piece), piece.routes)
+
+    def flush(self) -> None:
+        """Wait until everything written before is in the files."""
+        self._thread.submit(lambda: None).result()
+
+    def close(self) -> None:
+        self._thread.shutdown()
+
+    def consumed(self, groups: Iterable[int]) -> None:
+        """Note the groups of a new checkpoint, and remove the files of the oldest one."""
+        self._consumed.append([*groups])
+        while len(self._consumed) > self._keep:
+            self._thread.submit(self._remove, self._consumed.popleft())
+
+    def read(self, group: int) -> dict[_Key, ExpertRoutes]:
+        """Return the records of a group, up to the first damaged one. Later records count."""
+        try:
+            data = self._path(group).read_bytes()
+        except FileNotFoundError:
+            return {}
+        return dict(_records(data))
+
+    @staticmethod
+    def find(
+        records: dict[_Key, ExpertRoutes], episode: int, position: int, piece: Sampled
+    ) -> ExpertRoutes | None:
+        """Return the recorded routes of a piece. None if there are none for these tokens."""
+        return records.get(_key(episode, position, piece))
+
+    def _path(self, group: int) -> Path:
+        return self.folder / f"group-{group:06d}.bin"
+
+    def _append(self, group: int, key: _Key, routes: ExpertRoutes) -> None:
+        try:
+            self.folder.mkdir(exist_ok=True)
+            with self._path(group).open("ab") as file:
+                file.write(_pack(key, routes))
+        except OSError as error:
+            self.on_error(error)
+
+    def _remove(self, groups: Iterable[int]) -> None:
+        for group in groups:
+            self._path(group).unlink(missing_ok=True)
+
+
+def _key(episode: int, position: int, piece: Sampled) -> _Key:
+    tokens = struct.pack(f"<{len(piece.tokens)}I", *piece.tokens)
+    return _Key(episode, position, piece.version, zlib.crc32(tokens))
+
+
+def _pack(key: _Key, routes: ExpertRoutes) -> bytes:
+    data = routes.experts.tobytes()
+    shape = (*routes.experts.shape, routes.experts.itemsize)
+    header = _HEADER.pack(_MAGIC, *key[:3], routes.start, *shape, key.tokens, zlib.crc32(data))
+    return header + _SEAL.pack(zlib.crc32(header)) + data
+
+
+def _records(data: bytes) -> Iterator[tuple[_Key, ExpertRoutes]]:
+    """Yield the records whose checksums hold. Nothing after a damaged header can be read."""
+    import numpy as np
+
+    at = 0
+    while at + _HEADER.size + _SEAL.size <= len(data):
+        header = data[at : at + _HEADER.size]
+        (seal,) = _SEAL.unpack_from(data, at + _HEADER.size)
+        magic, episode, position, version, start, *shape, width, tokens, checksum = _HEADER.unpack(
+            header
+        )
+        if magic != _MAGIC or zlib.crc32(header) != seal:
+            return
+        at += _HEADER.size + _SEAL.size
+        end = at + math.prod(shape) * width
+        if zlib.crc32(data[at:end]) == checksum:
+            experts = np.frombuffer(data[at:end], _DTYPES[width]).reshape(shape)
+            yield _Key(episode, position, version, tokens), ExpertRoutes(start, experts.copy())
+        at = end

@@ -1,0 +1,161 @@
+"""Expert routes: the experts that an MoE model chose for each token, recorded by the engine.
+
+A row holds the experts of one token in every MoE layer. Rows belong to one version of the weights:
+after a weight update the engine computes the context anew, and may choose other experts for it.
+Training replays the rows (R3, arXiv 2510.11370).
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # environments and the command line import records without torch and numpy
+    import numpy as np
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+    from unstale.records import Batch
+
+    Experts = NDArray[np.uint8] | NDArray[np.int16]
+    """Expert indices in the smallest dtype. Its largest value marks a missing row."""
+
+
+_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""Names of the number of experts in the configurations of transformers."""
+
+
+def num_experts(config: Mapping[str, Any]) -> int:
+    """Return the number of experts of a layer in a model's config.json, 0 for a dense model."""
+    config = {**config, **(config.get("text_config") or {})}
+    return max(int(config.get(name) or 0) for name in _COUNTS)
+
+
+def pack_experts(experts: Any, num_experts: int) -> "Experts":
+    """Return expert indices `[tokens, layers, k]` in the smallest dtype.
+
+    A row with an index that is no expert, such as -1, becomes a missing row. ValueError for an
+    array of another rank.
+    """
+    import numpy as np
+
+    experts = np.asarray(experts)
+    if experts.ndim != 3:
+        raise ValueError(f"expert routes must be [tokens, layers, k], got {list(experts.shape)}")
+    dtype = np.uint8 if num_experts < missing(np.uint8) else np.int16
+    absent = ((experts < 0) | (experts >= num_experts)).any((1, 2))
+    packed: Experts = experts.astype(dtype)
+    packed[absent] = missing(dtype)
+    return packed
+
+
+def missing(dtype: Any) -> int:
+    """Return the value that marks a missing row in an array of this dtype."""
+    import numpy as np
+
+    return int(np.iinfo(dtype).max)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ExpertRoutes:
+    """The rows that one version computed for the first tokens of an episode.
+
+    `before` holds the rows that an earlier reply of the same version returned already. Where two
+    records overlap, the earlier one counts.
+    """
+
+    start: int
+    """The position in the episode of the first row of `experts`."""
+    experts: "Experts"
+    """`[rows, layers, k]`."""
+    before: "ExpertRoutes | None" = None
+
+    @property
+    def stop(self) -> int:
+        """The position after the last row."""
+        return self.start + len(self.experts)
+
+    def chain(self) -> "list[ExpertRoutes]":
+        """Return the earlier records and this one, the earliest first."""
+        records: list[ExpertRoutes] = []
+        record: ExpertRoutes | None = self
+        while record is not None:
+            records.append(record)
+            record = record.before
+        return records[::-1]
+
+    def covered(self) -> int:
+        """Return how many of the episode's first rows are present without a gap."""
+        count = 0
+        for record in self.chain():
+            if record.start <= count < record.stop:
+                absent = record.experts[count - record.start :, 0, 0] == missing(
+                    record.experts.dtype
+                )
+                count += int(absent.argmax()) if absent.any() else len(absent)
+        return count
+
+    def rows(self, count: int) -> "Experts":
+        """Return the rows of the episode's first `count` tokens, `[count, layers, k]`."""
+        import numpy as np
+
+        rows: Experts = np.full(
+            (count, *self.experts.shape[1:]), missing(self.experts.dtype), self.experts.dtype
+        )
+        for record in reversed(self.chain()):
+            kept = record.experts[: max(0, count - record.start)]
+            rows[record.start : record.start + len(kept)] = kept
+        return rows
+
+
+def link(
+    routes: ExpertRoutes | None, before: ExpertRoutes | None, *, stop: int
+) -> ExpertRoutes | None:
+    """Return a reply's routes without rows from `stop` on, linked to those of an earlier reply.
+
+    `before` are the routes of the same version and episode, if there are any.
+    """
+    if routes is None:
+        return before
+    return ExpertRoutes(routes.start, routes.experts[: max(0, stop - routes.start)], before)
+
+
+@dataclass(frozen=True, slots=True)
+class RouteTable:
+    """The expert routes of a batch."""
+
+    sequences: tuple[Mapping[int, ExpertRoutes], ...]
+    """For each sequence, the routes of each version."""
+    complete: "Tensor"
+    """`[T]` bool: every row that the log-probability of the token depends on was recorded."""
+
+    def select(self, sequences: Sequence[int], index: "Tensor") -> "RouteTable":
+        """Return the table of some sequences, whose tokens are at `index` in the batch."""
+        return RouteTable(tuple(self.sequences[i] for i in sequences), self.complete[index])
+
+    def rows(self, batch: "Batch", where: "Tensor") -> "Tensor":
+        """Return the row of each token `[T, layers, k]` for a pass that scores `where`.
+
+        Each token replays the row of the version that sampled the next token of `where` in its
+        sequence, because it is computed for that one. So if `where` are tokens of one version, all
+        rows are of that version. Without any record `layers` and `k` are 0.
+        """
+        import torch
+
+        none = torch.empty(0, 0, 0, dtype=torch.uint8)
+        records = (routes for versions in self.sequences for routes in versions.values())
+        example = next((torch.from_numpy(routes.experts[:0]) for routes in records), none)
+        rows = example.new_full(
+            (len(batch.tokens), *example.shape[1:]), torch.iinfo(example.dtype).max
+        )
+        for versions, (start, end) in zip(self.sequences, batch.spans(), strict=True):
+            wanted = where[start:end].nonzero().squeeze(1)
+            following = torch.searchsorted(wanted, torch.arange(end - start), right=True)
+            # -1: no token of `where` follows.
+            version_of = torch.cat([batch.version[start:end][wanted], torch.tensor([-1])])
+            version = version_of[following]
+            for number in version.unique().tolist():
+                if number in versions:
+                    chosen = version == number
+                    recorded = torch.from_numpy(versions[number].rows(end - start))
+                    rows[start:end][chosen] = recorded[chosen]
+        return rows

@@ -1,0 +1,135 @@
+"""Expert routes in a model: record the experts that its routers choose, or replay recorded ones.
+
+Replayed experts are weighted by the current probabilities, so gradients reach the router.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from unstale.config import ConfigError
+from unstale.model.attention import running
+
+
+def find_routers(model: nn.Module) -> list[nn.Module]:
+    """Return the routers of a model, in the order of its layers. ConfigError if there are none.
+
+    A router returns `(logits [N, experts], weights [N, k], indices [N, k])`.
+    """
+    routers = [
+        module
+        for module in model.modules()
+        if type(module).__name__.lower().endswith("topkrouter") and hasattr(module, "top_k")
+    ]
+    if not routers:
+        raise ConfigError(
+            f"trainer.routing_replay must be false: {type(model).__name__} has no routers of "
+            "experts that can be replayed"
+        )
+    return routers
+
+
+class RouteRecorder:
+    """Collects the experts that the routers of a model choose."""
+
+    def __init__(self, model: nn.Module) -> None:
+        routers = find_routers(model)
+        self._chosen: list[list[Tensor]] = [[] for _ in routers]
+        for layer, router in enumerate(routers):
+            router.register_forward_hook(partial(self._record, layer))
+
+    def _record(self, layer: int, router: nn.Module, inputs: Any, output: Any) -> None:
+        self._chosen[layer].append(output[2])
+
+    def take(self) -> Tensor:
+        """Return the experts `[N, layers, k]` of all tokens computed since the last call."""
+        rows = torch.stack([torch.cat(chosen) for chosen in self._chosen], 1)
+        for chosen in self._chosen:
+            chosen.clear()
+        return rows
+
+
+@dataclass(frozen=True, slots=True)
+class RouteLayers:
+    """The shape of a model's expert routes."""
+
+    num_layers: int
+    routed: tuple[int, ...]
+    """The layers that have a router."""
+    k: int
+    """Experts of a token in a layer."""
+
+    def select(self, rows: Tensor) -> Tensor | None:
+        """Return the rows `[N, layers, k]` of the routed layers, None if nothing was recorded.
+
+        Servers may also send rows of layers without a router. ValueError for another shape.
+        """
+        if not rows.shape[1]:
+            return None
+        if rows.shape[2] == self.k and rows.shape[1] == len(self.routed):
+            return rows
+        if rows.shape[2] == self.k and rows.shape[1] == self.num_layers:
+            return rows[:, list(self.routed)]
+        raise ValueError(
+            f"the engine recorded {rows.shape[2]} experts in {rows.shape[1]} layers; the policy "
+            f"has {self.k} in {len(self.routed)} of its {self.num_layers} layers"
+        )
+
+
+def replay_routes(model: PreTrainedModel) -> RouteLayers:
+    """Make the routers replay the routes of the current prefix tree, if it has some.
+
+    ConfigError if a router weights its experts by another
+    rule than softmax probabilities of all experts, normalized over the chosen ones where the model
+    does so.
+    """
+    routers = find_routers(model)
+    for place, router in enumerate(routers):
+        _check_weights(router)
+        router.register_forward_hook(partial(_replay, place))
+    layers: Any = model.base_model.layers
+    routed = [i for i, layer in enumerate(layers) if any(m in routers for m in layer.modules())]
+    k: Any = routers[0].top_k
+    return RouteLayers(len(layers), tuple(routed), k)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # or every tree would be compiled
+def _replay(place: int, router: nn.Module, inputs: Any, output: Any) -> Any:
+    """Replace the experts that a router chose. Missing rows keep its own choice."""
+    run = running.get()
+    if run is None or run.routes is None:
+        return None
+    logits, weights, own = output
+    recorded = run.routes[:, place].to(own.device, non_blocking=True)
+    absent = recorded == torch.iinfo(recorded.dtype).max
+    experts = torch.where(absent, own, recorded.to(own.dtype))
+    return logits, _weights(router, logits, experts).to(weights.dtype), experts
+
+
+def _weights(router: nn.Module, logits: Tensor, experts: Tensor) -> Tensor:
+    """Return the weights `[N, k]` of experts, from the current logits."""
+    chosen = logits.softmax(-1, dtype=torch.float32).gather(-1, experts)
+    if getattr(router, "norm_topk_prob", True):
+        chosen = chosen / chosen.sum(-1, keepdim=True)
+    return chosen
+
+
+@torch.no_grad()
+def _check_weights(router: nn.Module) -> None:
+    """Raise ConfigError if `_weights` does not give the weights of the router's own choice."""
+    weight: Any = router.weight
+    noise = torch.Generator().manual_seed(0)
+    hidden = 10 * torch.randn(8, weight.shape[1], generator=noise).to(weight)
+    forward: Callable[[Tensor], Any] = router.forward
+    logits, weights, experts = forward(hidden)
+    expected = _weights(router, logits, experts).to(weights.dtype)
+    if weights.shape != expected.shape or not torch.allclose(weights, expected):
+        raise ConfigError(
+            f"trainer.routing_replay must be false: {type(router).__name__} weights its experts "
+            "by a rule that cannot be replayed"
+        )
