@@ -7,6 +7,7 @@ journal as without isolation, also after a resume.
 
 import asyncio
 import os
+import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,6 +19,7 @@ from tests.rollout.test_external import World
 from tests.rollout.test_hostile_envs import LetterChat
 from tests.support import hostile_envs as hostile
 from tests.support.hostile_envs import HOSTILE, ISOLATED
+from tests.support.sandbox_attacks import alive
 from unstale.cli import session
 from unstale.cli.failures import RunFailed
 from unstale.config import (
@@ -85,12 +87,12 @@ class Isolated:
         task = Task("toy", "train", number)
         return await rollout.episode(task, env_seed=7, noise_seed=8)
 
-    def run(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+    def run(self, work: Callable[[], Coroutine[Any, Any, T]], *, virtual: bool = False) -> T:
         async def main() -> T:
             async with self.tasks:
                 return await work()
 
-        return virtual_clock.run(main())
+        return virtual_clock.run(main(), virtual=virtual)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -125,6 +127,7 @@ ENDS_WORKER = {
     hostile.ClosesDescriptors: "during step of toy/train/18",
     hostile.SendsRubbish: "a worker process sent a wrong message during step of toy/train/19",
     hostile.SendsALongFrame: "a message of 9,187,201,95",
+    hostile.LeavesAProgram: "a worker process ended with exit code 0 during step of toy/train/26",
     hostile.HoldsMemory: "GB of memory during step of toy/train/22; task.worker_memory_gb is 0.125",
 }
 """Environments that end their worker, and a part of the message."""
@@ -201,6 +204,21 @@ def test_episodes_beside_a_crash_fail_once_and_then_work() -> None:
     assert all("SIGSEGV during" in reason for reason in world.ended) and len(world.ended) == 3
 
 
+def test_under_a_virtual_clock_a_bad_environment_fails_alone_too() -> None:
+    world = Isolated()
+    kinds = [hostile.Crashes, hostile.Sleeps, hostile.SwallowsCancellation]
+
+    async def main() -> list[Failure | Trajectory]:
+        bad = [await world.play(at(kind)) for kind in kinds]
+        return [*bad, await world.play(GOOD)]
+
+    crashed, blocked, endless, good = world.run(main, virtual=True)
+    assert isinstance(crashed, Failure) and "ended with SIGSEGV during step" in crashed.error
+    assert isinstance(blocked, Failure) and "EventLoopBlocked" in blocked.error
+    assert isinstance(endless, Failure) and "no answer within 30 s" in endless.error
+    assert isinstance(good, Trajectory)
+
+
 def test_code_that_cancels_the_calls_of_others_is_named() -> None:
     world = Isolated()
 
@@ -221,12 +239,15 @@ def test_programs_of_an_environment_end_with_its_worker_and_no_worker_outlives_t
     async def main() -> None:
         seen.extend(each._process.pid for each in world.tasks.workers._shared)
         assert isinstance(await world.play(GOOD), Trajectory)
+        assert isinstance(await world.play(at(hostile.LeavesAProgram)), Failure)
 
     world.run(main)
+    deadline = time.monotonic() + 10
+    while alive("unstale-left"):  # a killed process takes a moment to end
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
     assert len(seen) == 3
-    for pid in seen:
-        with pytest.raises(ProcessLookupError):
-            os.killpg(pid, 0)
+    assert not [pid for pid in seen if Path(f"/proc/{pid}").exists()]
 
 
 MIXED = "tests.support.isolated_envs:Mixed"

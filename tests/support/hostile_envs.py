@@ -4,6 +4,7 @@ import asyncio
 import ctypes
 import os
 import re
+import subprocess
 import sys
 import threading
 import time
@@ -191,6 +192,12 @@ class LeaksThreads(Env):
         return await super().step(reply)
 
 
+class LeavesAProgram(Env):
+    def step(self, reply: Message) -> Turn:  # type: ignore[override]
+        subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)", "unstale-left"])
+        os._exit(0)
+
+
 class CancelsEverything(Env):
     async def step(self, reply: Message) -> Turn:
         for task in asyncio.all_tasks():
@@ -256,6 +263,7 @@ ISOLATED = (
     LeaksThreads,
     Waits,
     CancelsEverything,
+    LeavesAProgram,
 )
 
 

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import resource
+import select
 import signal
 import socket
 import subprocess
@@ -175,7 +176,7 @@ class Worker:
         for future in (*waiting, self._ready):
             if not future.done():
                 future.set_exception(WorkerEnded(reason))
-        self._ready.exception()  # it may have no reader
+                future.exception()  # nothing may wait for it any more
         self._calls.clear()
         self._on_end(self)
 
@@ -217,20 +218,20 @@ class Worker:
 
     def _died(self) -> None:
         """End a worker that has closed its socket."""
-        try:
-            code = self._process.wait(_KILL_S)
-        except subprocess.TimeoutExpired:
+        end = _wait_for_end(self._process.pid)
+        if end is None:
             self.end(f"a worker process closed its connection{self._during()}")
             return
-        outcome = f"exit code {code}" if code >= 0 else signal.Signals(-code).name
+        is_exit = end.si_code == os.CLD_EXITED
+        outcome = f"exit code {end.si_status}" if is_exit else signal.Signals(end.si_status).name
         self.end(f"a worker process ended with {outcome}{self._during()}{self._last_words()}")
 
     def _abort(self) -> None:
         """End a silent worker by SIGABRT, on which Python prints its present line of code."""
         limit = SILENT_S if self._ready.done() else START_S
-        with suppress(ProcessLookupError, subprocess.TimeoutExpired):
-            self._process.send_signal(signal.SIGABRT)
-            self._process.wait(_ABORT_S)
+        with suppress(ProcessLookupError):
+            os.kill(self._process.pid, signal.SIGABRT)
+        _wait_for_end(self._process.pid, _ABORT_S)
         self.end(
             f"a worker process gave no sign of life for {limit:.0f} s{self._during()}"
             f"{self._last_words()}"
@@ -276,6 +277,20 @@ def _start(options: Row, descriptor: int, output: int) -> "subprocess.Popen[byte
         start_new_session=True,
         env={**threads, **os.environ},
     )
+
+
+def _wait_for_end(pid: int, timeout_s: float = _KILL_S) -> os.waitid_result | None:
+    """Return the result of a child process that ends, or None if it does not end.
+
+    The process is not reaped, so its number and that of its group are not reused.
+    """
+    descriptor = os.pidfd_open(pid)
+    try:
+        if not select.select([descriptor], [], [], timeout_s)[0]:
+            return None
+        return os.waitid(os.P_PIDFD, descriptor, os.WEXITED | os.WNOWAIT)
+    finally:
+        os.close(descriptor)
 
 
 def _usage(pid: int) -> tuple[float, int, int]:
@@ -357,12 +372,11 @@ class LockstepWorker(Worker):
         await self._ready
 
     def _send(self, row: Row) -> None:
-        if not self._ready.done():
+        with OCCUPANCY.waiting(START_S + THREAD_S + SILENT_S):
             self._read_until(self._ready.done)
-        if self.ended:
-            return
-        self._is_idle = False
-        with OCCUPANCY.waiting(2 * THREAD_S + SILENT_S):
+            if self.ended:
+                return
+            self._is_idle = False
             try:
                 self._socket.sendall(b"".join(frame({**row, "now": self._loop.time()})))
             except OSError:
