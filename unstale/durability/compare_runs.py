@@ -117,7 +117,7 @@ def _is_measured(name: str) -> bool:
 
 
 def _limit(where: str, found: Iterable[str]) -> list[str]:
-    """Return the first `MAX_LISTED` differences with their location, and the number of others."""
+    """Return at most `MAX_LISTED` differences with their location, and the number of the others."""
     texts = list(found)
     listed = [f"{where}: {text}" for text in texts[:MAX_LISTED]]
     if len(texts) > MAX_LISTED:

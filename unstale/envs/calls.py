@@ -111,7 +111,10 @@ class CallForm:
 
 @dataclass(frozen=True, slots=True)
 class JsonCalls(CallForm):
-    """Calls as JSON objects with a name and, under `key`, arguments. In a list if `is_list`."""
+    """Tool calls written as JSON objects with a name and, under `key`, arguments.
+
+    With `is_list` they are in one JSON list.
+    """
 
     key: str = "arguments"
     is_list: bool = False
@@ -161,7 +164,7 @@ class JsonCalls(CallForm):
 
 @dataclass(frozen=True, slots=True)
 class NamedCalls(CallForm):
-    """Calls as a name, the text `between`, and the arguments as JSON."""
+    """Tool calls written as a name, the text `between`, and the arguments as JSON."""
 
     _: KW_ONLY
     between: str
@@ -189,7 +192,7 @@ class NamedCalls(CallForm):
 
 @dataclass(frozen=True, slots=True)
 class TaggedCalls(CallForm):
-    """Calls with a tag for each argument.
+    """Tool calls written with a tag for each argument.
 
     The values are text. The schemas of the tools give their types.
     """
@@ -240,9 +243,9 @@ class TaggedCalls(CallForm):
 
 @dataclass(frozen=True, slots=True)
 class PythonCalls(CallForm):
-    """Calls as a list of Python calls, with keyword arguments that are literals.
+    """Tool calls written as a list of Python calls, with keyword arguments that are literals.
 
-    JSON's words `true`, `false` and `null` are allowed.
+    JSON's words `true`, `false` and `null` are allowed as well.
     """
 
     @property

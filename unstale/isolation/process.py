@@ -28,8 +28,8 @@ from unstale.weights.child_process import Frames, frame
 START_S = 120.0
 """Seconds in which a new worker must have created its task set."""
 SILENT_S = 12.0
-"""Seconds without a message after which a worker is ended. Its own watchdog needs less time, and
-names the environment that blocks.
+"""Seconds without a message after which a worker is ended. The worker has a watchdog, which ends it
+earlier with a message that names the environment that blocks.
 """
 TICK_S = 1.0
 """Seconds between two checks that a worker is alive and within its limits."""

@@ -146,7 +146,10 @@ class OldLogitModel(OldLogps):
         return spent
 
     def state(self) -> Mapping[str, Any]:
-        """Wait until all pieces of the published versions have scores, then return the scores."""
+        """Return the scores for a checkpoint.
+
+        First wait until all pieces (runs of sampled tokens) of the published versions have scores.
+        """
         self._score_all()
         return {"answers": self.cache.state()}
 

@@ -74,7 +74,10 @@ class SimulationResult:
 
     @property
     def bottleneck(self) -> str:
-        """A sentence with the bottleneck, and advice if options of the schedule can help."""
+        """A sentence that names the bottleneck.
+
+        It has advice if options of the schedule can help.
+        """
         waiting = Waiting(
             trainer=self.trainer_wait_share,
             engine=max(0.0, 1 - self.engine_busy_share),

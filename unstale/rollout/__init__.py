@@ -26,9 +26,7 @@ class GroupRollout(Protocol):
         ...
 
     async def group(self, request: GroupRequest, *, size: int, open_writer: OpenWriter) -> Group:
-        """Run `size` episodes of one task.
-
-        Episodes that were started before a resume are completed.
+        """Run `size` episodes of one task. Complete those that were started before a resume.
 
         `open_writer` opens the journal's record of an episode.
         """

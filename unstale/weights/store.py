@@ -134,7 +134,8 @@ class VersionStore:
     def keep(self, live: Collection[int]) -> None:
         """Drop all versions that are not in `live`, except the newest.
 
-        Join the deltas around them.
+        Deltas (differences between adjacent versions) are joined where a version between them is
+        dropped.
         """
         kept = [
             version

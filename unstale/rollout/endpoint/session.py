@@ -138,9 +138,9 @@ class AgentSession:
             self._add_pending(-1)
 
     def _add_pending(self, change: int) -> None:
-        """Change the number of pending calls.
+        """Add `change` to the number of pending calls.
 
-        The agent's time limit runs only while there are none.
+        The agent's time limit between two calls runs only while no call is pending.
         """
         self._count_time()
         self._num_pending += change
