@@ -329,11 +329,12 @@ def veto(
     sequence: Int[Tensor, "*shape"],
     below: float,
 ) -> Control:
-    """Drop each sequence in which D of some sampled token is below `below`; 0 drops none.
+    """Drop each sequence that has a sampled token with a discrepancy below `below`; 0 drops none.
 
-    `log_discrepancy` is per token, not aggregated. Tokens that an earlier control dropped count
-    too. One token that the trainer finds impossible shows that engine and trainer had different
-    contexts, which affects the whole sequence.
+    The discrepancy is old_logp - behavior_logp as a ratio. `log_discrepancy` is per token, not
+    aggregated. Tokens that an earlier control dropped count too. One token that the trainer finds
+    impossible shows that engine and trainer had different contexts, which affects the whole
+    sequence.
     """
     if not 0 <= below <= 1:
         raise ValueError(f"below must be between 0 and 1, got {below}")

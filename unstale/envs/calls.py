@@ -80,7 +80,7 @@ class CallForm:
 
     @property
     def first_character(self) -> str:
-        """The first character of a call, in a format without tags."""
+        """The first character of a tool call, in a format that has no tags around calls."""
         return "{"
 
     def read_all(self, text: str, schemas: Schemas) -> tuple[str, tuple[ToolCall, ...]]:

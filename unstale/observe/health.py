@@ -45,7 +45,7 @@ class Finding:
     step: int
     """The first step of the batches because of which the check failed."""
     steps: int
-    """Number of steps of the run in which the check found its sign."""
+    """Number of steps of the run whose metrics show what the check looks for."""
 
 
 def _value(row: Row, name: str) -> float:

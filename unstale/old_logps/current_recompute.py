@@ -51,7 +51,7 @@ class CurrentRecompute(OldLogps):
 @register_route
 @dataclass(frozen=True, kw_only=True)
 class CurrentRecomputeSpec(OldLogpsConfig):
-    """The route that scores with the trainer's weights at the start of the step."""
+    """Options of the route that scores with the trainer's weights at the start of the step."""
 
     route: str = "current_recompute"
     makes: ClassVar[type[OldLogps]] = CurrentRecompute

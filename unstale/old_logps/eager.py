@@ -133,7 +133,10 @@ class Eager(OldLogps):
 @register_route
 @dataclass(frozen=True, kw_only=True)
 class EagerSpec(SnapshotOldSpec, EwmaProxSpec):
-    """The route that scores while the trainer waits. A second route scores the other tokens."""
+    """Options of the route `eager`, which scores tokens while the trainer waits for episodes.
+
+    A second route scores the other tokens.
+    """
 
     route: str = "eager"
     makes: ClassVar[type[OldLogps]] = Eager

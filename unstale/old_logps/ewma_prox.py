@@ -79,7 +79,7 @@ class EwmaProx(OldLogps):
 @register_route
 @dataclass(frozen=True, kw_only=True)
 class EwmaProxSpec(OldLogpsConfig):
-    """The route that scores with a moving average of the weights, with fixed decay."""
+    """Options of the route that scores with a moving average of the weights, with fixed decay."""
 
     route: str = "ewma_prox"
     makes: ClassVar[type[OldLogps]] = EwmaProx

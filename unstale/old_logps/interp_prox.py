@@ -141,7 +141,7 @@ _docs = partial(RouteDocs, exact="no", holds="nothing", costs="nothing")
 @register_route
 @dataclass(frozen=True, kw_only=True)
 class InterpProxLoglinearSpec(InterpProxSpec):
-    """The route with `old_logp = log mu + alpha (log pi - log mu)`.
+    """Options of the route with `old_logp = log mu + alpha (log pi - log mu)`.
 
     mu is the engine's policy that sampled, pi the current policy.
     """
@@ -168,7 +168,7 @@ class InterpProxLoglinearSpec(InterpProxSpec):
 @register_route
 @dataclass(frozen=True, kw_only=True)
 class InterpProxLinearSpec(InterpProxSpec):
-    """The route with `old_logp = log((1 - alpha) mu + alpha pi)`.
+    """Options of the route with `old_logp = log((1 - alpha) mu + alpha pi)`.
 
     mu is the engine's policy that sampled, pi the current policy.
     """

@@ -83,7 +83,7 @@ class InterruptSync(OldLogps):
 @register_route
 @dataclass(frozen=True, kw_only=True)
 class InterruptSyncSpec(ExactSpec):
-    """The route that scores with the trainer's weights while generation is paused."""
+    """Options of the route that scores with the trainer's weights while generation is paused."""
 
     route: str = "interrupt_sync"
     makes: ClassVar[type[OldLogps]] = InterruptSync

@@ -264,7 +264,7 @@ def _pieces_message(pieces: Pieces) -> bytes:
 @register_route
 @dataclass(frozen=True, kw_only=True)
 class OldLogitModelSpec(ExactSpec):
-    """The route that scores with a second model in another process."""
+    """Options of the route that scores with a second model in another process."""
 
     route: str = "old_logit_model"
     makes: ClassVar[type[OldLogps]] = OldLogitModel

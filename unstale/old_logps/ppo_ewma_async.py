@@ -172,7 +172,7 @@ def staleness_targets(lag: Tensor, number: int) -> list[float]:
 @register_route
 @dataclass(frozen=True, kw_only=True)
 class PpoEwmaAsyncSpec(OldLogpsConfig):
-    """The route that scores with moving averages whose age follows the staleness of the data."""
+    """Options of the route that scores with moving averages of the weights, as old as the data."""
 
     route: str = "ppo_ewma_async"
     makes: ClassVar[type[OldLogps]] = PpoEwmaAsync

@@ -36,7 +36,7 @@ class RolloutRoute(OldLogps):
 @register_route
 @dataclass(frozen=True, kw_only=True)
 class RolloutSpec(OldLogpsConfig):
-    """The route that uses the engine's log-probability."""
+    """Options of the route `rollout`, which uses the engine's log-probability as the old one."""
 
     route: str = "rollout"
     makes: ClassVar = RolloutRoute

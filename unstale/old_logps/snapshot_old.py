@@ -80,7 +80,7 @@ class SnapshotOld(OldLogps):
 @register_route
 @dataclass(frozen=True, kw_only=True)
 class SnapshotOldSpec(ExactSpec):
-    """The route that keeps the weights of every version that unused tokens come from."""
+    """Options of the route that keeps the weights of every version that unused tokens come from."""
 
     route: str = "snapshot_old"
     makes: ClassVar[type[OldLogps]] = SnapshotOld

@@ -27,7 +27,8 @@ class Costs(Protocol):
         """
 
     def old_logps_s(self, tokens: int, versions: float) -> float:
-        """Return the seconds in which the route computes the old log-probabilities of a batch.
+        """Return the seconds in which the old-logit route computes old log-probabilities of a
+        batch.
 
         `versions` is the mean number of versions that sampled a sequence.
         """

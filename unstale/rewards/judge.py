@@ -64,7 +64,9 @@ class JudgeEndpoint:
     """The URL without `/chat/completions`, such as `http://127.0.0.1:8000/v1`."""
     model: str
     key: str = field(default="", repr=False)
-    """The API key, sent as a bearer token. Read it from an environment variable."""
+    """The API key, sent as a bearer token. Do not write it in code; read it from an environment
+    variable.
+    """
     timeout_s: float = 15.0
     """Seconds in which one call must be answered. All `retries` + 1 calls should fit into
     `rollout.timeout_s`.

@@ -110,7 +110,9 @@ class Batcher:
         """
         self._steps = 0
         self.counters: defaultdict[str, float] = defaultdict(float)
-        """Counters since the engine's process last sent them."""
+        """Counters, such as the number of sampled tokens, since the engine's process last sent
+        them.
+        """
 
     @property
     def has_work(self) -> bool:

@@ -255,7 +255,10 @@ def stack_plot(
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """A dot of a track plot. The text `written` appears under the mouse pointer."""
+    """A dot in a plot with one row per track.
+
+    The text `written` appears under the mouse pointer.
+    """
 
     value: float
     colour: str

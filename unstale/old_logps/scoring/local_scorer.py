@@ -43,7 +43,7 @@ class LocalScorer:
         self._stored: Policy | None = None
         """The model into which the store of past versions loads one version at a time."""
         self._averaged: Policy | None = None
-        """The model into which averages are loaded for scoring."""
+        """The model into which moving averages of the weights are loaded for scoring."""
         self._loaded: LocalAverage | None = None
         """The average whose weights `_averaged` has at present."""
         self._read: Callable[[int], Policy] | None = None
