@@ -14,6 +14,9 @@ from typing import cast
 import torch
 
 from unstale.algorithms.advantages import ESTIMATORS
+from unstale.cluster.engine_host import HostOptions
+from unstale.cluster.engine_host_weights import WeightPosts
+from unstale.cluster.hosted_engine import HostedEngine, make_host_pool
 from unstale.config import (
     AdvantageConfig,
     ConfigError,
@@ -178,8 +181,16 @@ def build(
     )
     if config.audit.record:
         machine.auditor.recording = Recording(folder / RECORDED, base=policy.base)
-    recovery = Recovery(checkpoints.weights, config.engine.restarts, recorder.event)
+    dtype = policy.travel_dtype(DTYPES[config.engine.dtype])
+    posts = None
+    if config.cluster.engine_hosts:
+        posts = WeightPosts(checkpoints.weights, dtype=dtype)
+    weights = posts.at if posts else checkpoints.weights
+    recovery = Recovery(weights, config.engine.restarts, recorder.event)
     engine = supervise(machine.generator.engine, recovery)
+    for each in engine.engines:
+        if isinstance(each, HostedEngine):
+            each.on_event = recorder.event
     generator = replace(machine.generator, engine=engine)
 
     make_rollout = build_rollout(config, taskset, on_event=recorder.event)
@@ -216,9 +227,10 @@ def build(
         trainer=machine.trainer,
         publisher=DirectPublisher(
             engine,
-            dtype=policy.travel_dtype(DTYPES[config.engine.dtype]),
+            dtype=dtype,
             store=store if isinstance(store, VersionStore) and shares_deltas(config) else None,
             put=checkpoints.write_version,
+            post=posts.post if posts else None,
         ),
         journal=journal,
         checkpoints=checkpoints,
@@ -286,6 +298,8 @@ def trainer_threads(config: RunConfig) -> int:
     if config.deterministic:
         return 1
     engine_threads = config.engine.threads * config.engine.processes
+    if config.cluster.engine_hosts:  # on other machines, unless Ray runs on this one alone
+        engine_threads *= 0 if config.cluster.address else config.cluster.engine_hosts
     return max(1, cores() - engine_threads - config.old_logps.needs.own_process)
 
 
@@ -386,27 +400,29 @@ def build_engine(config: RunConfig, merging: Merging | None) -> EnginePool:
         raise ConfigError(f"engine.backend = {options.backend} needs engine.urls")
     urls = options.urls.split() or [""] * options.processes
     max_running = math.ceil(options.max_running / options.processes)
-    sends_deltas = len(urls) == 1 and (merging is None or spec.adapter_deltas)
-    engines = [
-        spec.make(
-            EngineOptions(
-                config.policy_folder,
-                url=url,
-                args=tuple(shlex.split(options.args)),
-                gpu_memory_utilization=gpu_memory_utilization(config),
-                dtype=cast(Dtype, options.dtype),
-                threads=options.threads,
-                max_running=max_running,
-                max_context=options.max_context,
-                keep_cache=options.keep_cache,
-                deltas=sends_deltas and shares_deltas(config),
-                merging=merging,
-                record_routes=config.trainer.routing_replay,
-                lockstep=config.deterministic,
-            )
+    is_single = len(urls) == 1 and not config.cluster.engine_hosts
+    sends_deltas = is_single and (merging is None or spec.adapter_deltas)
+    every = tuple(
+        EngineOptions(
+            config.policy_folder,
+            url=url,
+            args=tuple(shlex.split(options.args)),
+            gpu_memory_utilization=gpu_memory_utilization(config),
+            dtype=cast(Dtype, options.dtype),
+            threads=options.threads,
+            max_running=max_running,
+            max_context=options.max_context,
+            keep_cache=options.keep_cache,
+            deltas=sends_deltas and shares_deltas(config),
+            merging=merging,
+            record_routes=config.trainer.routing_replay,
+            lockstep=config.deterministic,
         )
         for url in urls
-    ]
+    )
+    if config.cluster.engine_hosts:
+        return make_host_pool(config.cluster, HostOptions(spec.make, every, options.restarts))
+    engines = [spec.make(each) for each in every]
     return EnginePool(engines, max_running=max_running, keep_cache=options.keep_cache)
 
 
@@ -418,7 +434,8 @@ def gpu_memory_utilization(config: RunConfig) -> float:
     trainer and engine do not fit together.
     """
     options = config.engine
-    is_started = options.backend == "vllm" and not options.urls and torch.cuda.is_available()
+    elsewhere = options.urls or config.cluster.engine_hosts
+    is_started = options.backend == "vllm" and not elsewhere and torch.cuda.is_available()
     if options.gpu_memory_utilization or not is_started:
         return options.gpu_memory_utilization
     sizes = {name: dtype.itemsize for name, dtype in DTYPES.items()}

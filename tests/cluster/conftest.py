@@ -4,9 +4,34 @@
 """
 
 import os
+from collections.abc import Iterator
 from importlib.util import find_spec
+from typing import Any
 
-# Ray reads both when it is imported.
-os.environ.update(RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER="0", RAY_USAGE_STATS_ENABLED="0")
+import pytest
+
+from unstale.cluster import session
+
+# Ray reads these when it is imported or starts.
+os.environ.update(
+    RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER="0", RAY_USAGE_STATS_ENABLED="0", RAY_worker_niceness="0"
+)
 
 collect_ignore_glob = [] if find_spec("ray") else ["test_*.py"]
+
+NODE_MEMORY = 100 << 20
+"""Bytes of the object store of each node."""
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Any]:
+    """A Ray cluster of one machine, with a head on which nothing is placed."""
+    from ray.cluster_utils import Cluster
+
+    session.disconnect()
+    head = {"num_cpus": 0, "object_store_memory": NODE_MEMORY, "include_dashboard": False}
+    nodes = Cluster(initialize_head=True, head_node_args=head)
+    session.connect(nodes.address)
+    yield nodes
+    session.disconnect()
+    nodes.shutdown()

@@ -15,6 +15,7 @@ import pytest
 from torch import Tensor
 
 from unstale.engines import Engine, EngineDied, SamplingParams, Update
+from unstale.engines import pool as pool_module
 from unstale.engines.embedded.engine import EmbeddedEngine
 from unstale.engines.pool import EnginePool, Recovery
 from unstale.engines.registry import EngineOptions
@@ -399,5 +400,84 @@ def test_a_delta_without_its_base_becomes_full_weights(
         finally:
             await engine.close()
         assert _said(pieces) == wanted[3]
+
+    asyncio.run(live())
+
+
+def test_an_elastic_pool_starts_with_one_engine_and_the_others_join() -> None:
+    """Nothing waits for an engine that starts. It joins with the version of that moment."""
+    gate = asyncio.Event()
+    events: list[tuple[str, int]] = []
+
+    class Late(_Fake):
+        async def start(self) -> None:
+            await gate.wait()
+            await super().start()
+
+    async def live() -> None:
+        first, late = _Fake(), Late()
+        weights: Any = {"from": "disk"}
+        recovery = Recovery(
+            lambda version: weights,
+            restarts=0,
+            on_event=lambda kind, *, engine, **_: events.append((kind, engine)),
+        )
+        pool = EnginePool([first, late], recovery, patience_s=60)
+        await pool.start()
+        for version in (0, 1):
+            await _publish(pool, version)
+        assert [piece.version for piece in await _speak(pool, [0], 3)] == [1]
+        assert late.told == [] and events == [("engine_joined", 0)]
+        gate.set()
+        await asyncio.sleep(0.01)
+        assert late.told == ["start", "disk 1", "resume"]
+        await _publish(pool, 2)
+        assert late.told[3:] == ["interrupt", "trainer 2", "resume"]
+        await pool.close()
+
+    asyncio.run(live())
+    assert events == [("engine_joined", 0), ("engine_joined", 1)]
+
+
+def test_an_elastic_pool_does_not_wait_for_a_slow_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine that lags behind in an update is lost, and loads the version again by itself."""
+    monkeypatch.setattr(pool_module, "MAX_LAG_S", 0.05)
+    gate = asyncio.Event()
+
+    class Slow(_Fake):
+        async def load(self, update: Update, version: int) -> None:
+            if version == 1:
+                await gate.wait()
+            await super().load(update, version)
+
+    async def live() -> None:
+        slow = Slow()
+        weights: Any = {"from": "disk"}
+        engines = [_Fake(), slow]
+        pool = EnginePool(engines, Recovery(lambda version: weights, restarts=1), patience_s=60)
+        await pool.start()
+        await asyncio.sleep(0.01)
+        for version in (0, 1):
+            await _publish(pool, version)
+        assert [piece.version for piece in await _speak(pool, [0], 3)] == [1]
+        assert pool.metrics()["crashes"] == 1
+        gate.set()
+        await asyncio.sleep(0.01)
+        assert slow.told[-3:] == ["start", "disk 1", "resume"]
+        await pool.close()
+
+    asyncio.run(live())
+
+
+def test_an_elastic_pool_gives_up_when_no_engine_was_up_for_too_long() -> None:
+    class Never(_Fake):
+        async def start(self) -> None:
+            await asyncio.Event().wait()
+
+    async def live() -> None:
+        pool = EnginePool([Never()], patience_s=0.05)
+        with pytest.raises(EngineDied, match=r"no engine was ready for 0\.05 s"):
+            await pool.start()
+        await pool.close()
 
     asyncio.run(live())

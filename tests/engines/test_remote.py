@@ -19,7 +19,7 @@ from tests.support.fake_sglang import FakeSglang
 from tests.support.fake_vllm import FakeVllm
 from unstale import config
 from unstale.build import build_engine
-from unstale.engines import Engine, EngineDied, Reply, SamplingParams, rates, remote
+from unstale.engines import Engine, EngineDied, Reply, SamplingParams, rates, remote, session
 from unstale.engines.embedded import shared_weights
 from unstale.engines.http import Http
 from unstale.engines.pool import CACHED_TOKENS_PER_REPLY, MAX_EXTRA_REPLIES, EnginePool, Recovery
@@ -259,7 +259,7 @@ def test_the_probe_refuses_to_sample(model: Path, tmp_path: Path, kind: Kind, fa
 def test_a_server_that_is_gone_is_noticed(
     model: Path, server: FakeServer, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
-    monkeypatch.setattr(remote, "CHECK_S", 0.05)
+    monkeypatch.setattr(session, "CHECK_S", 0.05)
     engine = attached(model, server)
 
     async def story() -> None:

@@ -41,8 +41,9 @@ def connect(
     machine belongs. Raises `ConfigError` if Ray is not installed, or does not answer at the
     address.
     """
-    if not address and _LOOPBACK_ONLY not in os.environ:
-        os.environ[_LOOPBACK_ONLY] = "0"  # ray reads it when it is imported
+    if not address:  # Ray reads these when it is imported and when it starts
+        os.environ.setdefault(_LOOPBACK_ONLY, "0")
+        os.environ.setdefault("RAY_worker_niceness", "0")  # not behind the trainer's threads
     ray = import_ray()
     if ray.is_initialized():
         return ray

@@ -12,6 +12,7 @@ from unstale.config.algorithm import (
     ObjectiveConfig,
 )
 from unstale.config.checks import ConfigError, JsonObject, NonNegative, PositiveInt, Range, Section
+from unstale.config.cluster import ClusterConfig
 from unstale.config.hub import model_folder
 from unstale.config.routes import OldLogpsConfig
 from unstale.config.sampling import (
@@ -86,6 +87,7 @@ class RunConfig(Section):
     audit: AuditConfig = field(default_factory=AuditConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
 
     @property
     def policy_folder(self) -> Path:
@@ -116,6 +118,11 @@ class RunConfig(Section):
             raise ConfigError(
                 "checkpoint.minutes must be 0 in a deterministic run, because it depends on the "
                 f"clock; got {self.checkpoint.minutes:g}. Set checkpoint.every"
+            )
+        if self.deterministic and self.cluster.engine_hosts:
+            raise ConfigError(
+                "deterministic needs cluster.engine_hosts = 0 (a virtual clock does not wait for "
+                f"other processes), got {self.cluster.engine_hosts}"
             )
         num_sequences = self.schedule.groups_per_step * self.schedule.group_size
         if self.trainer.minibatches_per_batch > num_sequences:

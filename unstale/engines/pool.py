@@ -5,7 +5,7 @@ engines that die.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -22,6 +22,11 @@ used.
 CACHED_TOKENS_PER_REPLY = 128
 """Number of cached tokens that are worth one additional reply on an engine. For a small model,
 computing them takes as long as the wait.
+"""
+MAX_LAG_S = 120.0
+"""Seconds that a call waits for the other engines of an elastic pool once one has answered.
+
+An engine that takes longer is lost. It then loads the weights without anybody waiting for it.
 """
 
 
@@ -69,7 +74,12 @@ class EnginePool:
     and none can be restarted.
 
     Each engine samples up to `max_running` replies at once. With `keep_cache`, engines keep their
-    KV caches when the weights change.
+    caches when the weights change.
+
+    With `patience_s` the pool is elastic. `start` waits for one engine only. The others join when
+    they have started and loaded the current version. No call waits for an engine that starts, nor
+    more than `MAX_LAG_S` longer than for the fastest. `EngineDied` is raised when no engine was up
+    for `patience_s` seconds.
     """
 
     def __init__(
@@ -79,6 +89,7 @@ class EnginePool:
         *,
         max_running: int = 1 << 30,
         keep_cache: bool = False,
+        patience_s: float = 0.0,
     ) -> None:
         # An engine that restarts has no weights to which a delta applies, and the others must not
         # wait.
@@ -88,6 +99,7 @@ class EnginePool:
         self._recovery = recovery
         self.max_running = max_running
         self.keep_cache = keep_cache
+        self.patience_s = patience_s
         self._version = -1
         self._running = False
         """The state that every engine must reach, together with `_version`: True if engines
@@ -108,9 +120,14 @@ class EnginePool:
         self._deaths = 0
         self._reported_restarts = self._restarts
         for member in self._members:
-            member.up = True
+            member.up = not self.patience_s
             member.cached = CachedPrefixes()
-        await self._call_all(lambda engine: engine.start())
+        if self.patience_s:
+            for member in self._members:
+                self._begin_start(member, None)
+            await self._wait_until_up()
+        else:
+            await self._call_all(lambda engine: engine.start())
 
     async def sample(self, tokens: Sequence[int], params: SamplingParams) -> Reply:
         while True:
@@ -184,8 +201,8 @@ class EnginePool:
         largest is returned.
         """
         counters = [member.engine.metrics() for member in self._up or self._members]
-        totals = {"crashes": float(self._deaths)}
-        totals["restarts"] = float(self._restarts - self._reported_restarts)
+        restarts = float(self._restarts - self._reported_restarts)
+        own = totals = {"crashes": float(self._deaths), "restarts": restarts}
         self._deaths = 0
         self._reported_restarts = self._restarts
         for name in dict.fromkeys(name for each in counters for name in each):
@@ -195,7 +212,7 @@ class EnginePool:
             elif name.endswith(("_s", "_mean")) and name != "cpu_s":
                 totals[name] = sum(values) / len(values)
             else:
-                totals[name] = sum(values)
+                totals[name] = own.get(name, 0.0) + sum(values)
         return totals
 
     @property
@@ -222,16 +239,35 @@ class EnginePool:
         """
         members = self._up
         lives = [member.lives for member in members]
-        results = await asyncio.gather(
-            *(call(member.engine) for member in members), return_exceptions=True
-        )
+        calls = [asyncio.ensure_future(call(member.engine)) for member in members]
+        if self.patience_s:
+            await self._cancel_stragglers(calls)
+        results = await asyncio.gather(*calls, return_exceptions=True)
         for member, life, result in zip(members, lives, results, strict=True):
-            if isinstance(result, EngineDied):
+            if isinstance(result, asyncio.CancelledError):
+                late = f"no answer {MAX_LAG_S:g} s after another engine had answered"
+                self._lose(member, life, EngineDied(late))
+            elif isinstance(result, EngineDied):
                 self._lose(member, life, result)
         for result in results:
-            if isinstance(result, BaseException) and not isinstance(result, EngineDied):
+            lost = isinstance(result, EngineDied | asyncio.CancelledError)
+            if isinstance(result, BaseException) and not lost:
                 raise result
         await self._wait_until_up()
+
+    async def _cancel_stragglers(self, calls: "Sequence[asyncio.Future[None]]") -> None:
+        """Wait for one call that succeeds, then `MAX_LAG_S` for the others. Cancel the rest."""
+        pending = {*calls}
+        answered = False
+        try:
+            while pending and not answered:
+                ended, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+                answered = any(call.exception() is None for call in ended)
+            if pending:
+                await asyncio.wait(pending, timeout=MAX_LAG_S)
+        finally:
+            for call in calls:
+                call.cancel()
 
     async def _wait_until_up(self) -> None:
         """Wait until an engine works. Raise the last error if none will."""
@@ -239,7 +275,15 @@ class EnginePool:
             restarts = [member.restart for member in self._members if member.restart is not None]
             if not restarts:
                 raise self._error
-            await asyncio.wait(restarts, return_when=asyncio.FIRST_COMPLETED)
+            ended, _ = await asyncio.wait(
+                restarts, timeout=self.patience_s or None, return_when=asyncio.FIRST_COMPLETED
+            )
+            if self.patience_s and self._version < 0:
+                _raise_refusals(ended)
+            if not ended:
+                raise EngineDied(
+                    f"no engine was ready for {self.patience_s:g} s; the last error: {self._error}"
+                ) from self._error
 
     def _lose(self, member: _Member, lives: int, died: EngineDied) -> None:
         """Begin to restart an engine that died.
@@ -251,6 +295,9 @@ class EnginePool:
         member.up = False
         self._deaths += 1
         self._report_loss(member, died)
+        self._begin_start(member, died)
+
+    def _begin_start(self, member: _Member, died: EngineDied | None) -> None:
         member.restart = asyncio.ensure_future(self._restart(member, died))
         member.restart.add_done_callback(partial(self._restart_ended, member))
 
@@ -258,14 +305,17 @@ class EnginePool:
         self._error = error
         self._recovery.on_event("engine_lost", engine=self._members.index(member), cause=str(error))
 
-    async def _restart(self, member: _Member, died: EngineDied) -> None:
+    async def _restart(self, member: _Member, died: EngineDied | None) -> None:
         """Restart an engine and load the pool's version. Repeat if it dies meanwhile.
 
-        It runs in a separate task, so that the cancellation of a request does not cancel the
-        restart. Raises `EngineDied` when no restart is left.
+        `died` is None for a first start, which does not count as a restart. It runs in a separate
+        task, so that the cancellation of a request does not cancel the restart. Raises `EngineDied`
+        when no restart is left.
         """
+        event = "engine_back" if died else "engine_joined"
         while not member.up:
-            self._count_restart(member, died)
+            if died is not None:
+                self._count_restart(member, died)
             try:
                 await member.engine.start()
                 await self._bring_up_to_date(member.engine)
@@ -276,7 +326,7 @@ class EnginePool:
                 member.up = True
         member.lives += 1
         member.cached = CachedPrefixes()
-        self._recovery.on_event("engine_back", engine=self._members.index(member))
+        self._recovery.on_event(event, engine=self._members.index(member))
 
     def _count_restart(self, member: _Member, died: EngineDied) -> None:
         if not self._recovery.restarts:
@@ -328,6 +378,14 @@ class EnginePool:
             await asyncio.wait(restarts)
 
 
+def _raise_refusals(starts: Collection[asyncio.Task[None]]) -> None:
+    """Raise the error of an engine that refuses its settings: it would refuse them again."""
+    for start in starts:
+        error = None if start.cancelled() else start.exception()
+        if error is not None and not isinstance(error, EngineDied):
+            raise error
+
+
 def supervise(engine: Engine, recovery: Recovery) -> EnginePool:
     """Return a pool that restarts the engine, or the engines of a pool, when they die."""
     if not isinstance(engine, EnginePool):
@@ -337,4 +395,5 @@ def supervise(engine: Engine, recovery: Recovery) -> EnginePool:
         recovery,
         max_running=engine.max_running,
         keep_cache=engine.keep_cache,
+        patience_s=engine.patience_s,
     )

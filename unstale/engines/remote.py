@@ -11,14 +11,16 @@ import contextlib
 import itertools
 import json
 import secrets
-import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Awaitable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 import torch
+from torch import Tensor
 
 from unstale.engines import (
     NOT_STARTED,
@@ -36,6 +38,7 @@ from unstale.engines.embedded.runner import DTYPES
 from unstale.engines.embedded.shared_weights import SharedWeights
 from unstale.engines.http import Http, HttpError
 from unstale.engines.registry import EngineOptions
+from unstale.engines.session import EngineSession, deadline
 from unstale.engines.usage import UsageCounters
 from unstale.engines.vllm_server import VllmServer
 from unstale.expert_routes import ExpertRoutes, num_experts, pack_experts
@@ -43,8 +46,6 @@ from unstale.records import Sampled
 from unstale.weights.codec import advance
 from unstale.weights.store import Delta
 
-CHECK_S = 2.0
-"""Seconds between health checks while replies are pending."""
 HANG_S = 60.0
 """Seconds without an answer after which a server is treated as dead."""
 LOAD_S = 600.0
@@ -172,7 +173,7 @@ class RemoteEngine(ABC):
         """Start the server, or connect to a running one. Raises ValueError if it cannot be used."""
         if self._session is not None:
             self._session.end("the engine was started again")
-        session = self._session = _Session(keep_cache=self.options.keep_cache)
+        session = self._session = _Session(self._check_health, keep_cache=self.options.keep_cache)
         self._version = -1
         if self.server is not None and not self.server.alive:
             await asyncio.to_thread(self.server.start)
@@ -241,22 +242,29 @@ class RemoteEngine(ABC):
         sampling = session.open.is_set()
         check_load(update, version, self._version, sampling=sampling, deltas=self.takes_deltas)
         try:
-            await asyncio.to_thread(self._write_weights, update)
+            shared = await asyncio.to_thread(self._share, update)
             await self._pause(keep_cache=self.options.keep_cache)
-            await self._load_weights(self._weights.folder, version)
-            probe_error = await self._probe(session, version)
+            await self._load_weights(shared.folder, version)
+            probe_error = await self._probe(session, version, shared.weights)
         finally:
             if not self.takes_deltas:
                 self._weights.close()
         self._version = version
         session.usage.loaded(probe_error)
 
-    def _write_weights(self, update: Update) -> None:
-        """Write the weights to the file for the server, or apply a delta to the file."""
+    def _share(self, update: Update) -> SharedWeights:
+        """Write the weights to the file for the server, or apply a delta to it.
+
+        A file that has exactly what the server loads is used as it is.
+        """
         if isinstance(update, Delta):
             advance(self._weights.weights, update)
-        else:
-            self._weights.write(self._reference.cast(update))
+            return self._weights
+        weights = self._reference.cast(update)
+        if isinstance(update, SharedWeights) and update.holds(weights):
+            return update
+        self._weights.write(weights)
+        return self._weights
 
     async def resume(self) -> None:
         session = self._live_session()
@@ -325,7 +333,9 @@ class RemoteEngine(ABC):
             logps = (0.0,) * len(tokens)
         return Sampled(tokens, logps, version)
 
-    async def _probe(self, session: "_Session", version: int) -> float:
+    async def _probe(
+        self, session: "_Session", version: int, weights: Mapping[str, Tensor]
+    ) -> float:
         """Sample a few tokens, and compare their log-probabilities with the trainer's model.
 
         Return the mean absolute error in nats. Raises `ProbeFailed` if it exceeds `TOLERANCE`.
@@ -345,7 +355,7 @@ class RemoteEngine(ABC):
             raise self._fail(session, reason)
         expected = await asyncio.to_thread(
             self._reference.logps,
-            self._weights.weights,
+            weights,
             [*prompt, *piece.tokens],
             temperature=_PROBE_PARAMS.temperature,
         )
@@ -413,16 +423,11 @@ class RemoteEngine(ABC):
             else:
                 return
 
-    @contextlib.asynccontextmanager
-    async def _deadline(
+    def _deadline(
         self, session: "_Session", seconds: float, failure: str
-    ) -> AsyncIterator[None]:
+    ) -> AbstractAsyncContextManager[None]:
         """Raise `EngineDied` with the reason `failure` if the context's body takes too long."""
-        try:
-            async with asyncio.timeout(seconds):
-                yield
-        except TimeoutError:
-            raise self._fail(session, f"{failure} within {seconds:g} s") from None
+        return deadline(seconds, partial(self._fail, session), failure)
 
     def _live_session(self) -> "_Session":
         if self._session is None:
@@ -433,30 +438,13 @@ class RemoteEngine(ABC):
 
     async def _while_alive(self, session: "_Session", awaitable: Awaitable[_T]) -> _T:
         """Wait for a result while the server works. Raises `EngineDied` when it does not."""
-        task = asyncio.ensure_future(awaitable)
         try:
-            while not task.done():
-                await asyncio.wait(
-                    (task, session.ended), timeout=CHECK_S, return_when=asyncio.FIRST_COMPLETED
-                )
-                if session.error:
-                    raise EngineDied(session.error)
-                if not task.done() and session.pending:
-                    await self._check_health(session)
-            return task.result()
+            return await session.while_alive(awaitable)
         except OSError as error:
             raise self._fail(session, str(error)) from error
-        finally:
-            task.cancel()
-            await asyncio.wait((task,))
-            if not task.cancelled():
-                task.exception()  # marks the error as retrieved
 
     async def _check_health(self, session: "_Session") -> None:
         """Raise `EngineDied` if the server is frozen or has another version than was loaded."""
-        if time.monotonic() < session.checked_at + CHECK_S:
-            return
-        session.checked_at = time.monotonic()
         async with self._deadline(session, HANG_S, "its engine did not answer"):
             with _malformed_as_connection_error():
                 version = await self._loaded_version()
@@ -489,33 +477,18 @@ def _malformed_as_connection_error() -> Iterator[None]:
         raise ConnectionError(f"malformed answer: {error!r}") from error
 
 
-class _Session:
+class _Session(EngineSession):
     """The state of a remote engine from one start to the next."""
 
-    def __init__(self, *, keep_cache: bool) -> None:
-        self.error = ""
-        """Why the session ended. Empty while it has not."""
-        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.open = asyncio.Event()
-        """Set while the engine may sample, between `resume` and `interrupt`."""
-        self.pending: set[str] = set()
-        self.quiet = asyncio.Event()
-        """Set while no request is pending."""
-        self.checked_at = 0.0
+    def __init__(self, check_health: "Callable[[_Session], Awaitable[None]]", *, keep_cache: bool):
+        super().__init__(partial(check_health, self))
         self.usage = UsageCounters(keep_cache=keep_cache)
-
-    def end(self, error: str) -> None:
-        self.error = self.error or error
-        if not self.ended.done():
-            self.ended.set_result(None)
 
     def begin(self, request_id: str) -> None:
         self.usage.begin()
-        self.pending.add(request_id)
-        self.quiet.clear()
+        super().begin(request_id)
 
     def finish(self, request_id: str) -> None:
-        self.pending.discard(request_id)
+        super().finish(request_id)
         if not self.pending:
             self.usage.end()
-            self.quiet.set()

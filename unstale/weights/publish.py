@@ -61,13 +61,25 @@ there is one.
 """
 
 
+class PostedWeights(Mapping[str, Tensor]):
+    """All weights of a version, which engines on other machines fetch from elsewhere."""
+
+    nbytes: int
+    """Bytes that an engine fetches if it has the previous version."""
+
+
+Post = Callable[[int, Mapping[str, Tensor], Delta | None], PostedWeights]
+"""A function that puts a version where engines fetch it. Its arguments are those of `Put`."""
+
+
 class DirectPublisher:
     """A publisher that passes weights to one engine, in the precision `dtype`.
 
     `store` is the version store of the old-logit route, if it has one. It also returns the delta,
     which is the compressed difference from the previous version. The engine gets the delta instead
     of the weights if it accepts deltas, has the previous version, and the delta is smaller. `put`
-    saves every version to disk before the engine gets it.
+    saves every version to disk before the engine gets it. With `post`, the engine gets what it
+    returns, and fetches the weights from there.
     """
 
     def __init__(
@@ -77,12 +89,14 @@ class DirectPublisher:
         dtype: torch.dtype,
         store: VersionStore | None = None,
         put: Put | None = None,
+        post: Post | None = None,
     ) -> None:
         self.bytes = 0
         self._engine = engine
         self._dtype = dtype
         self._store = store
         self._put = put
+        self._post = post
         self._loaded = -1
         """The version of the weights that the engine has."""
         self._prepared: tuple[Update, int] | None = None
@@ -92,8 +106,13 @@ class DirectPublisher:
         delta = self._delta(source.version, weights, live)
         if self._put is not None:
             self._put(source.version, weights, delta)
-        update = delta or _cast(weights, self._dtype)
-        self.bytes = update.nbytes if isinstance(update, Delta) else _size(update)
+        if self._post is not None:
+            posted = self._post(source.version, weights, delta)
+            update: Update = posted
+            self.bytes = posted.nbytes
+        else:
+            update = delta or _cast(weights, self._dtype)
+            self.bytes = update.nbytes if isinstance(update, Delta) else _size(update)
         self._prepared = update, source.version
 
     async def publish(self) -> None:
@@ -119,7 +138,8 @@ class DirectPublisher:
         self._store.keep(live)
         self._store.put(version, weights)
         older = self._store.versions[: self._store.versions.index(version)]
-        if not self._engine.takes_deltas or self._loaded not in older:
+        takes_deltas = self._post is not None or self._engine.takes_deltas
+        if not takes_deltas or self._loaded not in older:
             return None
         delta = self._store.delta(version)
         return delta if delta.base == self._loaded and delta.nbytes < _size(weights) else None

@@ -6,24 +6,25 @@ The file is in `/dev/shm`, or in the folder for temporary files if `/dev/shm` ha
 import mmap
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
 from torch import Tensor
 
+from unstale.weights.child_process import Bytes
 from unstale.weights.codec import file_of, tensors_of
 from unstale.weights.leftovers import hold_lock, remove_leftovers
 
 WEIGHTS = "model.safetensors"
 MEMORY = Path("/dev/shm")
 _PREFIX = "unstale-weights-"
-_MAX_HEADER_BYTES = 1 << 20
-"""Largest size of a file's header. Names and shapes need less."""
+_SPARE_BYTES = 1 << 20
+"""Space that is left free for other files of the servers."""
 
 
-class SharedWeights:
-    """A folder with one weight file that is mapped into memory.
+class SharedWeights(Mapping[str, Tensor]):
+    """A folder with one weight file that is mapped into memory, as a mapping of its tensors.
 
     `weights` are tensors in that memory, so a change in place changes the file. `close` removes the
     file. If this process is killed, the next process of the same user removes the folder.
@@ -40,13 +41,35 @@ class SharedWeights:
 
         Raises OSError if there is too little space.
         """
+        self.write_file(file_of(weights))
+
+    def write_file(self, parts: Sequence[Bytes]) -> None:
+        """Write a safetensors file given in parts, the header first.
+
+        Raises OSError like `write`.
+        """
         if not self.weights:
-            self._make_folder(sum(tensor.nbytes for tensor in weights.values()))
+            self._make_folder(sum(map(len, parts[1:])))
         self.weights = {}
         path = self.folder / WEIGHTS
         with path.open("wb") as file:
-            file.writelines(file_of(weights))
+            file.writelines(parts)
         self.weights = _map_file(path)
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.weights[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.weights)
+
+    def __len__(self) -> int:
+        return len(self.weights)
+
+    def holds(self, weights: Mapping[str, Tensor]) -> bool:
+        """Return True if these are the tensors of the file, all of them and no copies."""
+        return weights.keys() == self.weights.keys() and all(
+            tensor.data_ptr() == self.weights[name].data_ptr() for name, tensor in weights.items()
+        )
 
     def close(self) -> None:
         self.weights = {}
@@ -57,7 +80,7 @@ class SharedWeights:
         for parent in parents:
             remove_leftovers(parent, _PREFIX)
         free = {parent: shutil.disk_usage(parent).free for parent in parents}
-        fitting = [parent for parent in parents if free[parent] > num_bytes + _MAX_HEADER_BYTES]
+        fitting = [parent for parent in parents if free[parent] > num_bytes + _SPARE_BYTES]
         if not fitting:
             space = " and ".join(f"{count:,} in {parent}" for parent, count in free.items())
             raise OSError(

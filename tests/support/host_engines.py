@@ -1,0 +1,47 @@
+"""Engines for engine hosts in tests. They run in a Ray actor and log what they load to files."""
+
+import asyncio
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from unstale.engines import SamplingParams, Update
+from unstale.engines.registry import EngineOptions
+from unstale.engines.scripted import ScriptedEngine
+from unstale.weights.codec import checksum
+from unstale.weights.store import Delta
+
+
+def digits(tokens: Sequence[int], params: SamplingParams) -> list[int]:
+    """Return tokens that depend on the length so far."""
+    return [2 + (len(tokens) + index) ** 2 % 61 for index in range(params.max_tokens)]
+
+
+class LoggedEngine(ScriptedEngine):
+    """A scripted engine. Each load adds `version checksum pid` to the file `log`.
+
+    A load waits while the file `hold` exists.
+    """
+
+    def __init__(self, log: Path, hold: Path, options: EngineOptions) -> None:
+        super().__init__(digits)
+        self._log = log
+        self._hold = hold
+
+    async def load(self, update: Update, version: int) -> None:
+        assert not isinstance(update, Delta)
+        while self._hold.exists():  # noqa: ASYNC110 - another process removes it
+            await asyncio.sleep(0.02)
+        await super().load(update, version)
+        with self._log.open("a") as log:
+            log.write(f"{version} {checksum(update)} {os.getpid()}\n")
+
+
+class SlowEngine(ScriptedEngine):
+    """A scripted engine whose tokens take time."""
+
+    def __init__(self, options: EngineOptions) -> None:
+        super().__init__(digits, token_delay=self._wait)
+
+    async def _wait(self, tokens: Sequence[int], params: SamplingParams) -> None:
+        await asyncio.sleep(0.01)

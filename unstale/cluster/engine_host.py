@@ -1,0 +1,200 @@
+"""The engines of one machine, inside a Ray actor there.
+
+The actor starts the engines or attaches to their servers, and keeps the weights in shared memory.
+It restarts an engine that dies from there, without the rest of the run. The other end is
+`HostedEngine`.
+"""
+
+import asyncio
+import socket
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+import unstale
+from unstale.engines import Engine, EngineDied, Reply, SamplingParams
+from unstale.engines.embedded.shared_weights import SharedWeights
+from unstale.engines.pool import EnginePool, Recovery
+from unstale.engines.registry import EngineOptions
+from unstale.records import Sampled
+from unstale.weights.codec import advance, loads
+
+Part = NDArray[Any]
+"""A part of a file, as bytes."""
+Event = tuple[str, Mapping[str, Any]]
+"""The kind and the fields of an event for the run's log."""
+
+
+@dataclass(frozen=True, slots=True)
+class HostOptions:
+    """The options of the engines of one host."""
+
+    make: Callable[[EngineOptions], Engine]
+    engines: tuple[EngineOptions, ...]
+    restarts: int = 0
+    """Restarts of engines on this host, while the host itself works."""
+    release: str = unstale.__version__
+    """The version of this package in the process that trains."""
+
+    def make_pool(self, recovery: Recovery) -> EnginePool:
+        """Return the engines. Raises ValueError if this machine cannot run them."""
+        machine = socket.gethostname()
+        if self.release != unstale.__version__:
+            raise ValueError(
+                f"{machine} has unstale {unstale.__version__}, but the run has {self.release}: "
+                "install the same version on every machine"
+            )
+        for options in self.engines:
+            if not options.model_folder.is_dir():
+                raise ValueError(
+                    f"{machine} has no model folder {options.model_folder}: every engine host "
+                    "needs it under this path, for instance on a shared file system"
+                )
+        first = self.engines[0]
+        return EnginePool(
+            [self.make(options) for options in self.engines],
+            recovery,
+            max_running=first.max_running,
+            keep_cache=first.keep_cache,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class HostReport:
+    """The news of a host since its last report."""
+
+    machine: str
+    held: int
+    """The version of the weights in shared memory, -1 for none."""
+    counters: Mapping[str, float]
+    """Those of `Engine.metrics`. Empty except after an interrupt."""
+    events: Sequence[Event]
+
+
+class EngineHost:
+    """The engines of one machine. Ray runs one such actor on each engine host.
+
+    `epoch` numbers the times between an interrupt and the next. A request of an earlier epoch than
+    the host's arrived after the interrupt that should have ended it, and returns no tokens.
+    """
+
+    def __init__(self, options: HostOptions) -> None:
+        self._options = options
+        self._pool: EnginePool | None = None
+        self._weights = _HeldWeights()
+        self._events: list[Event] = []
+        self._epoch = -1
+        self._version = -1
+        self._samples: set[asyncio.Task[Reply]] = set()
+
+    async def ping(self) -> None:
+        """Do nothing. An answer shows that the host works."""
+
+    async def start(self, epoch: int) -> HostReport:
+        """Start the engines, or start them again. The weights in shared memory stay."""
+        self._epoch = epoch
+        self._version = -1
+        if self._pool is None:
+            recovery = Recovery(self._weights.copy, self._options.restarts, self._on_event)
+            self._pool = await asyncio.to_thread(self._options.make_pool, recovery)
+        await self._pool.start()
+        self._pool.metrics()  # counters of an earlier start are dropped
+        return self._report()
+
+    async def sample(self, epoch: int, tokens: Sequence[int], params: SamplingParams) -> Reply:
+        pool = self._started()
+        if epoch != self._epoch:
+            return self._nothing()
+        task = asyncio.ensure_future(pool.sample(tokens, params))
+        self._samples.add(task)
+        try:
+            return await task
+        except asyncio.CancelledError:
+            if epoch == self._epoch:  # the caller has cancelled the request
+                raise
+            return self._nothing()
+        finally:
+            task.cancel()
+            self._samples.discard(task)
+
+    async def interrupt(self, epoch: int) -> HostReport:
+        """Interrupt the engines. Requests that still wait for an engine then return no tokens."""
+        pool = self._started()
+        self._epoch = epoch
+        await pool.interrupt()
+        await asyncio.sleep(0)  # lets interrupted replies return
+        for task in self._samples:
+            task.cancel()
+        return self._report(pool.metrics())
+
+    async def load(
+        self, version: int, full: Sequence[Part] | None, *deltas: Sequence[Part]
+    ) -> HostReport:
+        """Load a version from full weights, if they are given, and the deltas after them.
+
+        Raises ValueError for weights that do not fit, or deltas of other weights. The host then
+        needs full weights.
+        """
+        await asyncio.to_thread(self._weights.change, version, full, deltas)
+        await self._started().load(self._weights.shared, version)
+        self._version = version
+        return self._report()
+
+    async def resume(self) -> HostReport:
+        await self._started().resume()
+        return self._report()
+
+    async def close(self) -> None:
+        if self._pool is not None:
+            await self._pool.close()
+        self._weights.shared.close()
+
+    def _started(self) -> EnginePool:
+        if self._pool is None:
+            raise EngineDied("the engine host was not started")
+        return self._pool
+
+    def _nothing(self) -> Reply:
+        return Reply(Sampled((), (), self._version), "interrupted")
+
+    def _on_event(self, kind: str, **fields: Any) -> None:
+        self._events.append((kind, fields))
+
+    def _report(self, counters: Mapping[str, float] | None = None) -> HostReport:
+        events, self._events = self._events, []
+        return HostReport(socket.gethostname(), self._weights.version, counters or {}, events)
+
+
+class _HeldWeights:
+    """The weights of one version in shared memory, from which all engines of a host load."""
+
+    def __init__(self) -> None:
+        self.shared = SharedWeights()
+        self.version = -1
+        self._lock = threading.Lock()
+
+    def change(
+        self, version: int, full: Sequence[Part] | None, deltas: Sequence[Sequence[Part]]
+    ) -> None:
+        """Turn the weights into those of `version`. ValueError if the deltas do not lead there."""
+        with self._lock:
+            self.version = -1
+            if full is not None:
+                self.shared.write_file([part.data for part in full])
+            for parts in deltas:
+                advance(self.shared.weights, loads(b"".join(part.data for part in parts)))
+            self.version = version
+
+    def copy(self, version: int) -> dict[str, Tensor]:
+        """Return a copy, for an engine that loads it while the weights may change."""
+        with self._lock:
+            if self.version != version:
+                raise EngineDied(
+                    f"the host holds version {self.version}, and the engine needs {version}"
+                )
+            return {name: torch.clone(tensor) for name, tensor in self.shared.items()}

@@ -1,0 +1,291 @@
+"""The engine hosts of a run, as engines of its pool."""
+
+import asyncio
+import itertools
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from unstale.cluster.engine_host import EngineHost, HostOptions, HostReport
+from unstale.cluster.engine_host_weights import Reference, VersionOfWeights, put
+from unstale.cluster.session import connect, import_ray
+from unstale.config import ClusterConfig
+from unstale.engines import (
+    NOT_STARTED,
+    REQUIRED_COUNTERS,
+    EngineDied,
+    Reply,
+    SamplingParams,
+    Update,
+    check_load,
+    check_request,
+    check_resume,
+)
+from unstale.engines.pool import EnginePool
+from unstale.engines.session import EngineSession, deadline
+from unstale.weights.codec import dumps, file_of
+from unstale.weights.store import Delta
+
+RESOURCE = "engine_host"
+"""The Ray resource of machines for engines: `ray start --resources '{"engine_host": 1}'`."""
+HANG_S = 60.0
+"""Seconds without an answer after which a host counts as dead."""
+LOAD_S = 1200.0
+"""Seconds after which a start or a load fails. They may start servers or move all weights."""
+CLOSE_S = 20.0
+"""Seconds in which a host may end its servers before it is killed."""
+_PLACEMENTS = 4
+_MAX_CONCURRENT = 100_000
+"""Calls that a host serves at once. The pool limits the replies, so this is no limit."""
+
+Handle = Any
+"""A handle of a Ray actor `EngineHost`."""
+
+
+def make_host_pool(cluster: ClusterConfig, options: HostOptions) -> EnginePool:
+    """Connect to Ray and return a pool of engine hosts, which are not started yet.
+
+    Raises `ConfigError` if Ray cannot be used.
+    """
+    count = cluster.engine_hosts
+    connect(cluster.address, resources={RESOURCE: count})
+    first = options.engines[0]
+    capacity = first.max_running * len(options.engines)
+    hosts = [HostedEngine(number, options, partial(place, options)) for number in range(count)]
+    return EnginePool(
+        hosts,
+        max_running=capacity,
+        keep_cache=first.keep_cache,
+        patience_s=cluster.patience_s,
+    )
+
+
+def place(options: HostOptions) -> Handle:
+    """Ask Ray for an actor on a machine with a free `RESOURCE`. It may have to wait for one."""
+    actor = import_ray().remote(EngineHost)
+    placed = actor.options(
+        num_cpus=0, resources={RESOURCE: 1}, max_restarts=0, max_concurrency=_MAX_CONCURRENT
+    )
+    return placed.remote(options)
+
+
+class HostedEngine:
+    """An `Engine` made of all engines of one host.
+
+    `start` waits until Ray has a machine for the host. If a host dies, or does not answer, `start`
+    uses the same process if it answers again, and then only sends the weights that it lacks.
+    Otherwise it asks for another.
+    """
+
+    takes_deltas = True
+
+    def __init__(self, number: int, options: HostOptions, place: Callable[[], Handle]) -> None:
+        self._number = number
+        self._options = options.engines[0]
+        self._place = place
+        self._host: Handle | None = None
+        self._placed = False
+        self._session: EngineSession | None = None
+        self._epochs = itertools.count()
+        self._epoch = next(self._epochs)
+        self._request_ids = map(str, itertools.count())
+        self._held = -1
+        """The version that the host has in shared memory, -1 if unknown."""
+        self._version = -1
+        """The version that its engines have loaded."""
+        self._counters: Counter[str] = Counter()
+        self._machine = ""
+        self.on_event: Callable[..., None] = lambda kind, **_: None
+        """Called with the events of the host's own engines."""
+
+    async def start(self) -> None:
+        """Start the host's engines. Raises ValueError if its machine cannot run them."""
+        if self._session is not None:
+            self._session.end("the engine was started again")
+        session = self._session = EngineSession(self._check_health)
+        self._version = -1
+        self._counters.clear()
+        if self._placed:
+            try:
+                await self._control("start", self._epoch, timeout_s=HANG_S)
+            except EngineDied:
+                self._drop()
+                session = self._session = EngineSession(self._check_health)
+            else:
+                return
+        self._held = -1
+        await self._wait_until_placed(session)
+        await self._control("start", self._epoch, timeout_s=LOAD_S)
+
+    async def sample(self, tokens: Sequence[int], params: SamplingParams) -> Reply:
+        check_request(tokens, params, max_context=self._options.max_context)
+        session = self._live_session()
+        while not session.open.is_set():
+            await session.while_alive(session.open.wait())
+        request_id = next(self._request_ids)
+        session.begin(request_id)
+        try:
+            reply: Reply = await self._call("sample", self._epoch, tuple(tokens), params)
+        finally:
+            session.finish(request_id)
+        if reply.piece.tokens and reply.piece.version != self._version:
+            raise self._fail(
+                session,
+                f"it returned tokens of version {reply.piece.version}, "
+                f"but {self._version} was loaded",
+            )
+        return reply
+
+    async def interrupt(self) -> None:
+        session = self._live_session()
+        session.open.clear()
+        self._epoch = next(self._epochs)
+        await self._control("interrupt", self._epoch, timeout_s=HANG_S)
+        async with deadline(HANG_S, partial(self._fail, session), "interrupted replies not back"):
+            while session.pending:
+                await session.while_alive(session.quiet.wait())
+
+    async def load(self, update: Update, version: int) -> None:
+        """Send the host what it lacks, and make its engines load it."""
+        session = self._live_session()
+        sampling = session.open.is_set()
+        check_load(update, version, self._version, sampling=sampling, deltas=True)
+        held, self._held = self._held, -1  # if this fails, the host needs full weights
+        try:
+            full, deltas = await asyncio.to_thread(_objects, update, held)
+        except LookupError as error:
+            raise self._fail(session, f"its weights are gone: {error}") from error
+        await self._control("load", version, full, *deltas, timeout_s=LOAD_S)
+        self._version = version
+
+    async def resume(self) -> None:
+        session = self._live_session()
+        check_resume(self._version)
+        await self._control("resume", timeout_s=HANG_S)
+        session.open.set()
+
+    async def close(self) -> None:
+        """End the host's engines and its process."""
+        if self._session is not None:
+            self._session.end("the engine is closed")
+        if self._host is not None and self._placed:
+            ray = import_ray()
+            try:
+                async with asyncio.timeout(CLOSE_S):
+                    await self._host.close.remote()
+            except (TimeoutError, ray.exceptions.RayError):
+                pass  # it is killed below
+        self._drop()
+
+    def metrics(self) -> Mapping[str, float]:
+        """Return the counters up to the host's last interrupt."""
+        counters = dict.fromkeys(REQUIRED_COUNTERS, 0.0) | dict(self._counters)
+        self._counters.clear()
+        return counters
+
+    def _drop(self) -> None:
+        """Kill the host's process, or withdraw the request for one."""
+        if self._host is not None and import_ray().is_initialized():
+            import_ray().kill(self._host)
+        self._host = None
+        self._placed = False
+
+    async def _wait_until_placed(self, session: EngineSession) -> None:
+        """Wait for a machine, without a limit: nobody waits for this engine meanwhile.
+
+        For some seconds Ray may choose a machine that is already dead, so ask again.
+        """
+        exceptions = import_ray().exceptions
+        for last in (False,) * (_PLACEMENTS - 1) + (True,):
+            if self._host is None:
+                self._host = self._place()
+            try:
+                await session.while_alive(_result(self._host.ping.remote()))
+            except exceptions.RayError as error:
+                self._drop()
+                if last:
+                    raise self._fail(session, _summary(error)) from error
+            else:
+                self._placed = True
+                return
+
+    async def _control(self, method: str, *args: Any, timeout_s: float) -> None:
+        """Call a method of the host that returns a report."""
+        session = self._live_session()
+        async with deadline(timeout_s, partial(self._fail, session), f"no answer to {method}"):
+            report: HostReport = await self._call(method, *args)
+        self._machine = report.machine
+        self._held = report.held
+        self._counters.update(report.counters)
+        for kind, fields in report.events:
+            self.on_event(kind, **{**fields, "host": self._number})
+
+    async def _call(self, method: str, *args: Any) -> Any:
+        """Call a method of the host. Raises what it raises, or `EngineDied` if the host is lost."""
+        session = self._live_session()
+        exceptions = import_ray().exceptions
+        if self._host is None:
+            raise EngineDied(NOT_STARTED)
+        reference = getattr(self._host, method).remote(*args)
+        try:
+            return await session.while_alive(_result(reference))
+        except asyncio.CancelledError:
+            import_ray().cancel(reference)
+            raise
+        except exceptions.RayTaskError as error:
+            cause = error.cause
+            if not isinstance(cause, Exception) or isinstance(
+                cause, EngineDied | exceptions.RayError
+            ):
+                raise self._fail(session, _summary(cause or error)) from error
+            raise cause from None
+        except exceptions.RayError as error:
+            raise self._fail(session, _summary(error)) from error
+
+    async def _check_health(self) -> None:
+        """Raise `EngineDied` if the host does not answer."""
+        session = self._live_session()
+        exceptions = import_ray().exceptions
+        if self._host is None:
+            return
+        try:
+            async with deadline(HANG_S, partial(self._fail, session), "no answer"):
+                await self._host.ping.remote()
+        except exceptions.RayError as error:
+            raise self._fail(session, _summary(error)) from error
+
+    def _live_session(self) -> EngineSession:
+        if self._session is None:
+            raise RuntimeError(NOT_STARTED)
+        if self._session.error:
+            raise EngineDied(self._session.error)
+        return self._session
+
+    def _fail(self, session: EngineSession, reason: str) -> EngineDied:
+        """Make all calls fail until the next start. Return the error to raise."""
+        where = f" on {self._machine}" if self._machine else ""
+        session.end(f"engine host {self._number}{where}: {reason}")
+        return EngineDied(session.error)
+
+
+async def _result(reference: Reference) -> Any:
+    return await reference
+
+
+def _objects(update: Update, held: int) -> tuple[Reference | None, Sequence[Reference]]:
+    """Return full weights or None and the deltas after them, in Ray's store.
+
+    `held` is the version that the host holds.
+    """
+    if isinstance(update, VersionOfWeights):
+        return update.objects(held)
+    if isinstance(update, Delta):
+        return None, [put([dumps(update)])]
+    return put(file_of(update)), []
+
+
+def _summary(error: BaseException) -> str:
+    """Return the first and the last line of an error. Ray's messages have many lines."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return " ... ".join(dict.fromkeys([*lines[:1], *lines[-1:]])) or repr(error)

@@ -1,0 +1,86 @@
+"""The state of an engine in other processes, and waiting for calls that its death must end."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import TypeVar
+
+from unstale.engines import EngineDied
+
+CHECK_S = 2.0
+"""Seconds between two health checks while replies are pending."""
+_T = TypeVar("_T")
+
+
+class EngineSession:
+    """The state of an engine in other processes, from one start to the next.
+
+    `check_health` is awaited every `CHECK_S` seconds while replies are pending. It must raise
+    `EngineDied` for an engine that does not work.
+    """
+
+    def __init__(self, check_health: Callable[[], Awaitable[None]]) -> None:
+        self.error = ""
+        """The reason why the session ended."""
+        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.open = asyncio.Event()
+        """Set while the engine may sample, from `resume` to `interrupt`."""
+        self.pending: set[str] = set()
+        self.quiet = asyncio.Event()
+        """Set while no request is pending."""
+        self._check_health = check_health
+        self._checked_at = 0.0
+
+    def end(self, error: str) -> None:
+        self.error = self.error or error
+        if not self.ended.done():
+            self.ended.set_result(None)
+
+    def begin(self, request_id: str) -> None:
+        self.pending.add(request_id)
+        self.quiet.clear()
+
+    def finish(self, request_id: str) -> None:
+        self.pending.discard(request_id)
+        if not self.pending:
+            self.quiet.set()
+
+    async def while_alive(self, awaitable: Awaitable[_T]) -> _T:
+        """Await a result. Raises `EngineDied` once the session has ended."""
+        task = asyncio.ensure_future(awaitable)
+        try:
+            while not task.done():
+                await asyncio.wait(
+                    (task, self.ended), timeout=CHECK_S, return_when=asyncio.FIRST_COMPLETED
+                )
+                if self.error:
+                    raise EngineDied(self.error)
+                if not task.done() and self.pending and self._check_due():
+                    await self._check_health()
+            return task.result()
+        finally:
+            task.cancel()
+            await asyncio.wait((task,))
+            if not task.cancelled():
+                task.exception()  # marks it as retrieved
+
+    def _check_due(self) -> bool:
+        """Return True if the last check is too long ago, and count this as a check."""
+        now = time.monotonic()
+        due = now >= self._checked_at + CHECK_S
+        if due:
+            self._checked_at = now
+        return due
+
+
+@asynccontextmanager
+async def deadline(
+    seconds: float, died: Callable[[str], EngineDied], what: str
+) -> AsyncIterator[None]:
+    """Raise `died("<what> within <seconds> s")` if the block takes longer."""
+    try:
+        async with asyncio.timeout(seconds):
+            yield
+    except TimeoutError:
+        raise died(f"{what} within {seconds:g} s") from None
