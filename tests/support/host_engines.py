@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from unstale.engines import SamplingParams, Update
+from unstale.engines.embedded.engine import EmbeddedEngine
 from unstale.engines.registry import EngineOptions
 from unstale.engines.scripted import ScriptedEngine
 from unstale.weights.codec import checksum
@@ -45,3 +46,15 @@ class SlowEngine(ScriptedEngine):
 
     async def _wait(self, tokens: Sequence[int], params: SamplingParams) -> None:
         await asyncio.sleep(0.01)
+
+
+class EngineWithPid(EmbeddedEngine):
+    """An embedded engine that writes the id of its process to a file."""
+
+    def __init__(self, path: Path, options: EngineOptions) -> None:
+        super().__init__(options)
+        self._path = path
+
+    async def start(self) -> None:
+        await super().start()
+        self._path.write_text(str(self.pid))
