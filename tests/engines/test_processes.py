@@ -21,6 +21,7 @@ from unstale import build
 from unstale.build import build_engine
 from unstale.cli import session
 from unstale.config import (
+    ClusterConfig,
     ConfigError,
     EngineConfig,
     EvalConfig,
@@ -51,6 +52,24 @@ def test_what_cannot_be_asked_for(wrong: dict[str, Any], why: str) -> None:
 def test_several_are_not_deterministic() -> None:
     with pytest.raises(ConfigError, match=r"deterministic needs .* engine.processes = 1"):
         RunConfig(recipe="x", deterministic=True, engine=EngineConfig(processes=2))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "why"),
+    [
+        ({"address": "head:6379"}, "cluster.address is read only with cluster.engine_hosts > 0"),
+        ({"engine_hosts": 1, "address": "ray://head:1"}, "must be host:port or auto, got 'ray:"),
+        ({"engine_hosts": -1}, "cluster.engine_hosts must be >= 0, got -1"),
+    ],
+)
+def test_wrong_options_of_a_cluster_are_refused(wrong: dict[str, Any], why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        ClusterConfig(**wrong)
+
+
+def test_engine_hosts_are_not_deterministic() -> None:
+    with pytest.raises(ConfigError, match=r"deterministic needs cluster.engine_hosts = 0"):
+        RunConfig(recipe="x", deterministic=True, cluster=ClusterConfig(engine_hosts=1))
 
 
 def configured(folder: Path | str, **engine: Any) -> RunConfig:
