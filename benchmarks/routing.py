@@ -97,7 +97,16 @@ def main() -> None:
     parser.add_argument("--groups", type=int, default=12, help="groups of 8 episodes to play")
     options = parser.parse_args()
     lines = [
-        *columns("engine", "tokens", "other experts", "", "mean", "p99", "largest", f"> {LARGE:g}")
+        *columns(
+            "engine",
+            "tokens",
+            "other experts",
+            "experts in training",
+            "mean",
+            "p99",
+            "largest",
+            f"> {LARGE:g}",
+        )
     ]
     for dtype in ("bfloat16", "float32"):
         config = configure(options.policy, cast(Dtype, dtype))
