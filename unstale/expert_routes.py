@@ -1,8 +1,8 @@
-"""Expert routes: the experts that an MoE model chose for each token, recorded by the engine.
+"""Expert routes: which experts of an MoE model each token used, as the engine recorded them.
 
-A row holds the experts of one token in every MoE layer. Rows belong to one version of the weights:
-after a weight update the engine computes the context anew, and may choose other experts for it.
-Training replays the rows (R3, arXiv 2510.11370).
+A row has the experts of one token in every MoE layer. It belongs to one version of the weights:
+after a weight update the engine computes the context again, and may choose other experts for it.
+Training uses the recorded experts (R3, arXiv 2510.11370).
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,20 +21,20 @@ if TYPE_CHECKING:  # environments and the command line import records without to
 
 
 _COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
-"""Names of the number of experts in the configurations of transformers."""
+"""The names under which configurations of transformers give the number of experts."""
 
 
 def num_experts(config: Mapping[str, Any]) -> int:
-    """Return the number of experts of a layer in a model's config.json, 0 for a dense model."""
+    """Return the number of experts in a layer, from a model's config.json. 0 for a dense model."""
     config = {**config, **(config.get("text_config") or {})}
     return max(int(config.get(name) or 0) for name in _COUNTS)
 
 
 def pack_experts(experts: Any, num_experts: int) -> "Experts":
-    """Return expert indices `[tokens, layers, k]` in the smallest dtype.
+    """Return expert numbers `[tokens, layers, k]` in the smallest dtype that can hold them.
 
-    A row with an index that is no expert, such as -1, becomes a missing row. ValueError for an
-    array of another rank.
+    A row with an invalid number, such as -1, becomes a missing row. Raises ValueError for an array
+    with another number of dimensions.
     """
     import numpy as np
 
@@ -49,7 +49,7 @@ def pack_experts(experts: Any, num_experts: int) -> "Experts":
 
 
 def missing(dtype: Any) -> int:
-    """Return the value that marks a missing row in an array of this dtype."""
+    """Return the number that marks a missing row in an array of this dtype."""
     import numpy as np
 
     return int(np.iinfo(dtype).max)
@@ -57,25 +57,25 @@ def missing(dtype: Any) -> int:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ExpertRoutes:
-    """The rows that one version computed for the first tokens of an episode.
+    """The expert routes that one version of the weights computed for tokens of an episode.
 
-    `before` holds the rows that an earlier reply of the same version returned already. Where two
-    records overlap, the earlier one counts.
+    `before` has the rows that an earlier reply of the same version returned. Where two records
+    overlap, the earlier one counts.
     """
 
     start: int
-    """The position in the episode of the first row of `experts`."""
+    """The position in the episode of the first token with a row in `experts`."""
     experts: "Experts"
-    """`[rows, layers, k]`."""
+    """`[rows, layers, k]`: the numbers of the k experts of each token in each MoE layer."""
     before: "ExpertRoutes | None" = None
 
     @property
     def stop(self) -> int:
-        """The position after the last row."""
+        """The position in the episode after the last token with a row."""
         return self.start + len(self.experts)
 
     def chain(self) -> "list[ExpertRoutes]":
-        """Return the earlier records and this one, the earliest first."""
+        """Return the earlier records and this one, earliest first."""
         records: list[ExpertRoutes] = []
         record: ExpertRoutes | None = self
         while record is not None:
@@ -84,7 +84,7 @@ class ExpertRoutes:
         return records[::-1]
 
     def covered(self) -> int:
-        """Return how many of the episode's first rows are present without a gap."""
+        """Return how many of the episode's first tokens have a row, without a gap."""
         count = 0
         for record in self.chain():
             if record.start <= count < record.stop:
@@ -110,7 +110,7 @@ class ExpertRoutes:
 def link(
     routes: ExpertRoutes | None, before: ExpertRoutes | None, *, stop: int
 ) -> ExpertRoutes | None:
-    """Return a reply's routes without rows from `stop` on, linked to those of an earlier reply.
+    """Return a reply's expert routes up to token `stop`, linked to those of an earlier reply.
 
     `before` are the routes of the same version and episode, if there are any.
     """
@@ -121,15 +121,15 @@ def link(
 
 @dataclass(frozen=True, slots=True)
 class RouteTable:
-    """The expert routes of a batch."""
+    """The expert routes of a batch: which experts each token used."""
 
     sequences: tuple[Mapping[int, ExpertRoutes], ...]
-    """For each sequence, the routes of each version."""
+    """For each sequence, the expert routes of each version that computed it."""
     complete: "Tensor"
-    """`[T]` bool: every row that the log-probability of the token depends on was recorded."""
+    """`[T]` bool: True if every row on which the token's log-probability depends was recorded."""
 
     def select(self, sequences: Sequence[int], index: "Tensor") -> "RouteTable":
-        """Return the table of some sequences, whose tokens are at `index` in the batch."""
+        """Return the routes of some sequences, whose tokens are at `index` in the batch."""
         return RouteTable(tuple(self.sequences[i] for i in sequences), self.complete[index])
 
     def rows(self, batch: "Batch", where: "Tensor") -> "Tensor":

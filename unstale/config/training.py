@@ -57,7 +57,9 @@ class TrainerConfig(Section):
     faster.
     """
     routing_replay: bool = False
-    """Replay the experts that the engine chose, for an MoE policy. See docs/moe.md."""
+    """For an MoE policy: use in training the experts that the engine chose for each token. See
+    docs/moe.md.
+    """
     threads: Count = 0
     """CPU threads of the trainer; 0 takes all cores that the engine processes leave."""
 

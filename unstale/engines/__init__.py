@@ -34,11 +34,12 @@ class SamplingParams:
     top_p: float = 1.0
     top_k: int = 0
     known_routes: tuple[int, int] = (-1, 0)
-    """`(version, rows)`: the reply may leave out as many first rows of its expert routes, if it is
-    of this version."""
+    """`(version, rows)`: if the reply is of this version, it may leave out that many first rows of
+    its expert routes. A row is one token.
+    """
 
     def first_route(self, version: int) -> int:
-        """Return the position of the first row to return with a reply of this version."""
+        """Return the first token whose expert routes a reply of this version must return."""
         known, rows = self.known_routes
         return rows if known == version else 0
 
@@ -50,7 +51,7 @@ class SamplingParams:
 
 
 def without_known_routes(piece: Sampled, params: SamplingParams) -> Sampled:
-    """Return a piece without the rows of expert routes that its request left out."""
+    """Return a piece without those expert routes that its request left out."""
     routes = piece.routes
     first = params.first_route(piece.version)
     if routes is None or first <= routes.start:

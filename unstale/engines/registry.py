@@ -51,7 +51,7 @@ class EngineOptions:
     merging: Merging | None = None
     """If given, updates are LoRA adapters, which the engine adds to the model's weights."""
     record_routes: bool = False
-    """Return the experts of an MoE model with every reply."""
+    """Return the experts that an MoE model chose, with every reply."""
     lockstep: bool = False
     """Compute one step every `STEP_S` seconds on the event loop's clock (embedded engine only).
     Results then depend only on the order of calls, so that a run is deterministic.

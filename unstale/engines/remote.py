@@ -86,7 +86,7 @@ class ServerReply:
     cached_tokens: int
     """Number of context tokens that the server found in its prefix cache."""
     routes: str = ""
-    """Expert routes as the server encodes them, from the first row that was asked for."""
+    """Expert routes in the encoding of the server, from the first token that was asked for."""
 
 
 class RemoteEngine(ABC):
@@ -167,7 +167,7 @@ class RemoteEngine(ABC):
 
     @abstractmethod
     def _decode_routes(self, routes: str) -> Any:
-        """Return the array `[tokens, layers, k]` of `ServerReply.routes`."""
+        """Return `ServerReply.routes` as an array of expert numbers, `[tokens, layers, k]`."""
 
     async def start(self) -> None:
         """Start the server, or connect to a running one. Raises ValueError if it cannot be used."""
@@ -220,7 +220,10 @@ class RemoteEngine(ABC):
         return Reply(piece, _STOPS[reply.finish_reason])
 
     def _read_routes(self, encoded: str, first: int, stop: int) -> ExpertRoutes:
-        """Return the routes from row `first` of a text of `stop` tokens. Raises ValueError."""
+        """Return the expert routes of a text of `stop` tokens, from the token `first` on.
+
+        Raises ValueError if they are invalid.
+        """
         routes = ExpertRoutes(first, pack_experts(self._decode_routes(encoded), self._num_experts))
         if routes.stop > stop:
             raise ValueError(f"{routes.stop} rows for {stop} tokens")

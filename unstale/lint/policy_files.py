@@ -1,4 +1,4 @@
-"""Facts of the initial policy, read from the files of its folder."""
+"""Facts about the initial policy, read from the files of its folder."""
 
 import json
 import math

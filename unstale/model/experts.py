@@ -1,6 +1,6 @@
-"""Expert routes in a model: record the experts that its routers choose, or replay recorded ones.
+"""Expert routes in a model: record the experts that its routers choose, or use recorded ones.
 
-Replayed experts are weighted by the current probabilities, so gradients reach the router.
+Recorded experts are weighted by the current probabilities of the router, so gradients reach it.
 """
 
 from collections.abc import Callable
@@ -56,13 +56,13 @@ class RouteRecorder:
 
 @dataclass(frozen=True, slots=True)
 class RouteLayers:
-    """The shape of a model's expert routes."""
+    """Which layers of a model have experts, and how many experts a token uses."""
 
     num_layers: int
     routed: tuple[int, ...]
-    """The layers that have a router."""
+    """The indices of the layers that have a router."""
     k: int
-    """Experts of a token in a layer."""
+    """Number of experts that a token uses in a layer."""
 
     def select(self, rows: Tensor) -> Tensor | None:
         """Return the rows `[N, layers, k]` of the routed layers, None if nothing was recorded.
@@ -100,7 +100,7 @@ def replay_routes(model: PreTrainedModel) -> RouteLayers:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # or every tree would be compiled
 def _replay(place: int, router: nn.Module, inputs: Any, output: Any) -> Any:
-    """Replace the experts that a router chose. Missing rows keep its own choice."""
+    """Replace the experts that a router chose by recorded ones. Missing rows keep its choice."""
     run = running.get()
     if run is None or run.routes is None:
         return None
@@ -112,7 +112,7 @@ def _replay(place: int, router: nn.Module, inputs: Any, output: Any) -> Any:
 
 
 def _weights(router: nn.Module, logits: Tensor, experts: Tensor) -> Tensor:
-    """Return the weights `[N, k]` of experts, from the current logits."""
+    """Return the weights `[N, k]` of the given experts, from the router's current logits."""
     chosen = logits.softmax(-1, dtype=torch.float32).gather(-1, experts)
     if getattr(router, "norm_topk_prob", True):
         chosen = chosen / chosen.sum(-1, keepdim=True)
@@ -121,7 +121,7 @@ def _weights(router: nn.Module, logits: Tensor, experts: Tensor) -> Tensor:
 
 @torch.no_grad()
 def _check_weights(router: nn.Module) -> None:
-    """Raise ConfigError if `_weights` does not give the weights of the router's own choice."""
+    """Raise ConfigError if `_weights` differs from how the model's router weights its experts."""
     weight: Any = router.weight
     noise = torch.Generator().manual_seed(0)
     hidden = 10 * torch.randn(8, weight.shape[1], generator=noise).to(weight)

@@ -176,18 +176,18 @@ class Policy:
 
     @property
     def has_experts(self) -> bool:
-        """True for an MoE model. Only then packing may change how a value rounds."""
+        """True for an MoE model. Only in such a model can packing change how a value rounds."""
         return num_experts(self.model.config.to_dict()) > 0
 
     @property
     def replays_routes(self) -> bool:
-        """True if the model's routers replay the expert routes of a batch."""
+        """True if forward passes use the recorded experts of a batch."""
         return self._route_layers is not None
 
     def replay_routes(self) -> None:
-        """Replay recorded expert routes, here and in copies that `twin` makes later.
+        """Use recorded experts in forward passes, here and in copies that `twin` makes later.
 
-        ConfigError if the model does not support it.
+        Raises ConfigError if the model does not support it.
         """
         if self._is_sharded:
             raise ConfigError(
@@ -523,7 +523,7 @@ class Policy:
         return build_prefix_tree(self._packed(batch, where), share=self.passes.share_prompts)
 
     def _packed(self, batch: Batch | Packed, where: Tensor | None) -> Packed:
-        """Return the sequences of a batch, with the expert routes that its tokens replay."""
+        """Return the sequences of a batch, with the recorded experts of their tokens."""
         if isinstance(batch, Packed):
             return batch
         routes = None

@@ -101,8 +101,9 @@ class JournalReader:
     def __init__(self, path: Path, routes: RouteFiles | None = None) -> None:
         """Open a journal.
 
-        `routes` are the files with the expert routes of pieces, if they are needed. Raises
-        FileNotFoundError if there is no file, and `JournalError` if the file is not a journal.
+        `routes` are the files that record which experts of an MoE model sampled tokens used, if
+        they are needed. Raises FileNotFoundError if there is no file, and `JournalError` if the
+        file is not a journal.
         """
         self.path = path
         self._routes = routes

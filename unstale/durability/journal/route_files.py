@@ -1,7 +1,8 @@
-"""Files beside the journal with the expert routes of sampled pieces, one file for each group.
+"""Files next to the journal that record the experts of an MoE model for sampled tokens.
 
-Routes take a hundred times the space of tokens, so they are not in the database. The files are not
-synced to the disk: routes that a crash of the machine loses are missing when the run resumes.
+There is one file for each group. These expert routes take a hundred times the space of tokens, so
+they are not in the database. The files are not flushed to disk. If a crash of the machine loses
+routes, they are missing when the run resumes.
 """
 
 import math
@@ -17,17 +18,19 @@ from unstale.expert_routes import ExpertRoutes
 from unstale.records import Sampled
 
 ROUTES = "routes"
-"""The folder of the files in a run folder."""
+"""Name of the folder with the files of expert routes, in a run folder."""
 
 _MAGIC = b"UXR1"
 _HEADER = struct.Struct("<4sqqqqIIIIII")
-"""Magic, episode, position, version, start, rows, layers, k, bytes of an index, two checksums."""
+"""Format of a record's header: magic number, episode, position, version, start, rows, layers,
+experts per token, bytes of an expert's number, two checksums.
+"""
 _SEAL = struct.Struct("<I")
 _DTYPES = {1: "uint8", 2: "int16"}
 
 
 class _Key(NamedTuple):
-    """The piece that a record belongs to."""
+    """Identifies the piece (run of tokens) to which a record belongs."""
 
     episode: int
     position: int
@@ -37,20 +40,23 @@ class _Key(NamedTuple):
 
 
 class RouteFiles:
-    """Writes and reads the files. One thread writes, so that callers never wait for the disk."""
+    """Writes and reads the files of expert routes.
+
+    One thread writes, so that callers never wait for the disk.
+    """
 
     def __init__(self, folder: Path, *, keep: int = 2) -> None:
-        """Keep the files of groups that the last `keep` checkpoints consumed."""
+        """Keep the files of the groups on which the last `keep` checkpoints were trained."""
         self.folder = folder
         self._keep = keep
         self.on_error: Callable[[OSError], None] = lambda error: None
-        """Called in the thread if a file cannot be written."""
+        """A function called in the writing thread if a file cannot be written."""
         self._consumed: deque[list[int]] = deque()
-        """The groups of each checkpoint whose files are kept, the oldest first."""
+        """The groups of each checkpoint whose files are kept, oldest checkpoint first."""
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="routes")
 
     def write(self, group: int, episode: int, position: int, piece: Sampled) -> None:
-        """Append the routes of a piece, without those of earlier pieces."""
+        """Append the expert routes of a piece, without those that earlier pieces have."""
         if piece.routes is not None:
             self._thread.submit(self._append, group, _key(episode, position, piece), piece.routes)
 
@@ -62,13 +68,19 @@ class RouteFiles:
         self._thread.shutdown()
 
     def consumed(self, groups: Iterable[int]) -> None:
-        """Note the groups of a new checkpoint, and remove the files of the oldest one."""
+        """Note the groups that a new checkpoint was trained on.
+
+        Remove the files of the oldest one.
+        """
         self._consumed.append([*groups])
         while len(self._consumed) > self._keep:
             self._thread.submit(self._remove, self._consumed.popleft())
 
     def read(self, group: int) -> dict[_Key, ExpertRoutes]:
-        """Return the records of a group, up to the first damaged one. Later records count."""
+        """Return the records of a group, up to the first damaged one.
+
+        If several records are of the same piece, the last counts.
+        """
         try:
             data = self._path(group).read_bytes()
         except FileNotFoundError:
@@ -79,7 +91,7 @@ class RouteFiles:
     def find(
         records: dict[_Key, ExpertRoutes], episode: int, position: int, piece: Sampled
     ) -> ExpertRoutes | None:
-        """Return the recorded routes of a piece. None if there are none for these tokens."""
+        """Return the recorded expert routes of a piece, or None if these tokens have none."""
         return records.get(_key(episode, position, piece))
 
     def _path(self, group: int) -> Path:
@@ -111,7 +123,7 @@ def _pack(key: _Key, routes: ExpertRoutes) -> bytes:
 
 
 def _records(data: bytes) -> Iterator[tuple[_Key, ExpertRoutes]]:
-    """Yield the records whose checksums hold. Nothing after a damaged header can be read."""
+    """Yield the records with correct checksums. What follows a damaged header cannot be read."""
     import numpy as np
 
     at = 0

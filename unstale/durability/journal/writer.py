@@ -62,7 +62,10 @@ class Journal:
     """
 
     def __init__(self, path: Path, *, routes: RouteFiles | None = None) -> None:
-        """`routes` are the files for expert routes, which the journal closes."""
+        """Prepare the journal.
+
+        `routes` are the files for expert routes, which the journal closes.
+        """
         self.path = path
         self._routes = routes
         self._queue: queue.SimpleQueue[_Item] = queue.SimpleQueue()
@@ -91,7 +94,7 @@ class Journal:
     def read(run: Path, *, routes: bool = False) -> JournalReader:
         """Open the journal of a run folder for reading. The run may still be active.
 
-        With `routes` sampled pieces have their expert routes.
+        With `routes`, sampled pieces have the recorded experts of an MoE model.
         """
         return JournalReader(run / JOURNAL, RouteFiles(run / ROUTES) if routes else None)
 

@@ -59,7 +59,9 @@ class FinishedReply:
     clean: bool = True
     """False if a part of the context's keys and values was computed with older weights."""
     experts: "Experts | None" = None
-    """`[rows, layers, k]`, the experts of the first tokens of the sequence, if recorded."""
+    """`[rows, layers, k]`: the k experts of the first tokens of the sequence, if they are
+    recorded.
+    """
 
 
 class Batcher:
@@ -82,7 +84,9 @@ class Batcher:
         self._keep_cache = keep_cache
         self._num_experts = num_experts
         self._experts: "Experts | None" = None
-        """`[slots, max_context, layers, k]`, of all cached tokens, if they are recorded."""
+        """`[slots, max_context, layers, k]`: the k experts of each cached token, if they are
+        recorded.
+        """
         self._queue: deque[SampleRequest] = deque()
         self._active: dict[int, SampleRequest] = {}
         self._tokens = np.full((max_slots, max_context), -1, dtype=np.int32)
@@ -185,7 +189,7 @@ class Batcher:
         return self._ended(slots[sampling])
 
     def _record_experts(self, step: Step) -> None:
-        """Store the experts of the tokens that the runner has computed."""
+        """Store the experts of the tokens that the model has computed in this step."""
         rows = pack_experts(self.runner.take_experts().numpy(), self._num_experts)
         if self._experts is None:
             self._experts = np.zeros((*self._tokens.shape, *rows.shape[1:]), rows.dtype)

@@ -270,7 +270,10 @@ class EmbeddedEngine:
 
 
 def _read_routes(about: Sequence[Any], body: bytearray, first: int) -> ExpertRoutes:
-    """Return the routes of a reply, from the dtype and shape and the bytes from `first` on."""
+    """Return the expert routes of a reply from their bytes.
+
+    The header has their dtype, shape and first token.
+    """
     dtype, *shape = about
     experts = np.frombuffer(body, dtype, math.prod(shape), first).reshape(shape)
     return ExpertRoutes(0, experts.copy())

@@ -147,7 +147,7 @@ class SglangEngine(RemoteEngine):
         )
 
     def _decode_routes(self, routes: str) -> Any:
-        """Return int32 numbers in base64 as an array. The model's configuration has its shape."""
+        """Return expert routes from int32 numbers in base64. Their shape is that of the model."""
         config = json.loads((self.options.model_folder / "config.json").read_text())
         config = {**config, **(config.get("text_config") or {})}
         numbers = np.frombuffer(base64.b64decode(routes, validate=True), "<i4")

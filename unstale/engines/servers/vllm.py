@@ -97,7 +97,7 @@ class VllmEngine(RemoteEngine):
         )
 
     def _decode_routes(self, routes: str) -> Any:
-        """Return a NumPy file in base64 as an array."""
+        """Return expert routes from a NumPy file in base64."""
         return np.load(io.BytesIO(base64.b64decode(routes, validate=True)), allow_pickle=False)
 
 
