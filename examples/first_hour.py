@@ -4,8 +4,9 @@
     python examples/first_hour.py --short    # two tiny ones, a minute on a CPU
 
 For a Qwen3 and a Llama it writes a model folder, a JSONL file, a reward function and a TOML file.
-Then it lints, trains, kills the run, resumes it, evaluates it and exports its trajectories, each
-with the command that a user types, and prints how long each took.
+Then it lints, trains with Weights & Biases offline, kills the run (SIGKILL), resumes and evaluates
+it, exports its trajectories, and puts the policy with a model card into a folder. Each is the
+command that a user types. At the end it prints a table of the minutes that each took.
 """
 
 import argparse
@@ -13,14 +14,19 @@ import json
 import os
 import random
 import shlex
+import signal
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+KINDS = ("qwen3", "llama")
 STEPS = 4
+METRICS = "metrics.jsonl"
 REWARD = '''
 def reward(reply: str, row: dict) -> float:
     """Return 1 for the answer. Otherwise return the share of digits, so that every model learns."""
@@ -31,6 +37,7 @@ def reward(reply: str, row: dict) -> float:
 RUN = f"""
 recipe = "llm"
 steps = {STEPS}
+trackers = "wandb"
 
 [task]
 env = "dataset:sums.jsonl"
@@ -108,61 +115,98 @@ def write_inputs(folder: Path) -> None:
 
 
 class Shell:
-    """Runs `unstale` in a folder, and prints each command with its duration."""
+    """Runs `unstale` in a folder, prints each command and keeps its duration."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self.seconds: dict[str, float] = {}
+        """Durations by the name of a stage, in order."""
 
-    def begin(self, words: str) -> "subprocess.Popen[str]":
-        return subprocess.Popen(
+    @contextmanager
+    def stage(self, name: str, words: str) -> Iterator["subprocess.Popen[str]"]:
+        """Start a command, and keep its duration as that of a stage."""
+        began = time.monotonic()
+        with subprocess.Popen(
             [sys.executable, "-m", "unstale", *shlex.split(words)],
             cwd=self.folder,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            env={**os.environ, "COLUMNS": "100"},
-        )
+            env={**os.environ, "COLUMNS": "100", "WANDB_MODE": "offline"},
+        ) as process:
+            yield process
+        self.seconds[name] = time.monotonic() - began
+        say(f"{self.seconds[name]:6.1f} s  {name:<16} unstale {words}")
 
-    def run(self, words: str) -> str:
+    def run(self, name: str, words: str) -> str:
         """Return the standard output. Raises RuntimeError if the command fails."""
-        began = time.monotonic()
-        with self.begin(words) as process:
+        with self.stage(name, words) as process:
             output, errors = process.communicate()
         if process.returncode:
             raise RuntimeError(f"unstale {words}\n{output}{errors}")
-        say(f"{time.monotonic() - began:6.1f} s  unstale {words}")
         return output
 
-    def kill_after_a_step(self, words: str, metrics: Path) -> None:
+    def kill_after_a_step(self, name: str, words: str, metrics: Path) -> None:
         """Begin a run and kill it as soon as it has logged a step."""
-        began = time.monotonic()
-        with self.begin(words) as process:
+        with self.stage(name, words) as process:
             while not metrics.is_file() or '"step":1' not in metrics.read_text().replace(" ", ""):
                 if process.poll() is not None:
                     raise RuntimeError(f"unstale {words}\n{''.join(process.communicate())}")
                 time.sleep(0.05)
-            process.kill()
-        say(f"{time.monotonic() - began:6.1f} s  unstale {words}    (killed)")
+            process.send_signal(signal.SIGKILL)
+            process.communicate()
 
 
-def first_hour(kind: str, folder: Path, *, short: bool) -> dict[str, Any]:
-    """Do everything for one model. Return the result of its evaluation."""
-    write_model(kind, folder / "models" / kind, short=short)
+def first_hour(kind: str, folder: Path, *, short: bool) -> dict[str, float]:
+    """Do everything for one model. Return the seconds of each stage."""
     shell = Shell(folder)
     run = folder / "runs" / kind
-    shell.run("lint run.toml")
+    began = time.monotonic()
+    write_model(kind, folder / "models" / kind, short=short)
+    shell.seconds["write a model"] = time.monotonic() - began
+    shell.run("lint", "lint run.toml")
     shell.kill_after_a_step(
-        f"train run.toml --policy models/{kind} --name {kind}", run / "metrics.jsonl"
+        "train, killed", f"train run.toml --policy models/{kind} --name {kind}", run / METRICS
     )
-    shell.run(f"train --resume runs/{kind} --reward sums:reward")
-    steps = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
-    if steps[-1] != STEPS or sorted(set(steps)) != steps:
-        raise RuntimeError(f"the resumed run has the steps {steps}")
-    result: dict[str, Any] = json.loads(shell.run(f"eval runs/{kind} --reward sums:reward --json"))
-    shell.run(f"export-trajectories runs/{kind} --content text --out {kind}.jsonl")
+    shell.run("resume", f"train --resume runs/{kind} --reward sums:reward")
+    told = shell.run("evaluate", f"eval runs/{kind} --reward sums:reward --json")
+    shell.run("export", f"export-trajectories runs/{kind} --content text --out {kind}.jsonl")
+    shell.run("push", f"push-to-hub runs/{kind} --folder pushed/{kind}")
+    check(kind, folder)
     episodes = len((folder / f"{kind}.jsonl").read_text().splitlines())
-    say(f"          {kind}: held-out success {result['avg@1']['value']:.0%}, {episodes} episodes")
-    return result
+    success = json.loads(told)["avg@1"]["value"]
+    say(f"          {kind}: held-out success {success:.0%}, {episodes} episodes")
+    return shell.seconds
+
+
+def check(kind: str, folder: Path) -> None:
+    """Raise RuntimeError unless every file is there and the policy has changed."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    run, pushed = folder / "runs" / kind, folder / "pushed" / kind
+    steps = [json.loads(line)["step"] for line in (run / METRICS).read_text().splitlines()]
+    if steps != list(range(STEPS + 1)):
+        raise RuntimeError(f"the resumed run has the steps {steps}")
+    if len(list(run.glob("wandb-*/wandb/offline-run-*/run-*.wandb"))) != 2:
+        raise RuntimeError("Weights & Biases has not written a file for each part of the run")
+    if not (pushed / "README.md").is_file():
+        raise RuntimeError(f"{pushed} has no model card")
+    before = AutoModelForCausalLM.from_pretrained(folder / "models" / kind).state_dict()
+    after = AutoModelForCausalLM.from_pretrained(pushed).state_dict()
+    if all(torch.equal(weights.float(), after[name].float()) for name, weights in before.items()):
+        raise RuntimeError("training has changed no weight")
+
+
+def table(seconds: dict[str, dict[str, float]]) -> str:
+    """Return the minutes of each stage by model as a Markdown table."""
+    lines = [f"| stage | {' | '.join(seconds)} |", "|---" * (1 + len(seconds)) + "|"]
+    for stage in next(iter(seconds.values())):
+        minutes = [f"{each[stage] / 60:.2f}" for each in seconds.values()]
+        lines.append(f"| {stage} | {' | '.join(minutes)} |")
+    totals = [f"{sum(each.values()) / 60:.2f}" for each in seconds.values()]
+    lines.append(f"| all | {' | '.join(totals)} |")
+    return "\n".join(lines)
 
 
 def say(text: str) -> None:
@@ -178,9 +222,8 @@ def main() -> None:
     folder = chosen.folder or Path(tempfile.mkdtemp(prefix="first-hour-"))
     folder.mkdir(parents=True, exist_ok=True)
     write_inputs(folder)
-    for kind in ("qwen3", "llama"):
-        first_hour(kind, folder, short=chosen.short)
-    say(f"everything is in {folder}")
+    seconds = {kind: first_hour(kind, folder, short=chosen.short) for kind in KINDS}
+    say(f"\nMinutes of each stage:\n\n{table(seconds)}\n\neverything is in {folder}")
 
 
 if __name__ == "__main__":

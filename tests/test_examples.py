@@ -21,3 +21,6 @@ def test_the_first_hour_of_a_new_user(tmp_path: Path) -> None:
         assert re.search(rf"{kind}: held-out success \d+%, \d+ episodes", done.stdout)
         assert (tmp_path / "runs" / kind / "policy" / "model.safetensors").is_file()
         assert (tmp_path / "runs" / kind / "report.html").is_file()
+        assert (tmp_path / "pushed" / kind / "README.md").is_file()
+    assert "| stage | qwen3 | llama |" in done.stdout
+    assert re.search(r"^\| all \| \d+\.\d\d \| \d+\.\d\d \|$", done.stdout, re.MULTILINE)

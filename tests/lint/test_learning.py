@@ -45,7 +45,6 @@ FIXED = (
     "trainer.compile",
     "trainer.threads",
     "trainer.lora_targets",
-    "trainer.lora_alpha",
     "trainer.optimizer",
 )
 """Options of speed, and those that the linter does not read: a wrong name ends a run at once."""
@@ -170,7 +169,8 @@ def initial_policy(options: TrainerConfig) -> Policy:
 def learns(config: RunConfig) -> bool:
     """Return True if a gradient changes the weights within three scripted steps."""
     options = config.trainer
-    kind = TrainerConfig(dtype=options.dtype, lora_rank=options.lora_rank)
+    adapters = {"lora_rank": options.lora_rank, "lora_alpha": options.lora_alpha}
+    kind = TrainerConfig(dtype=options.dtype, **adapters)
     policy = copy.deepcopy(initial_policy(kind))
     trainer, _ = build_trainer(config, policy, build_scorer(config, policy))
     before = {name: each.clone() for name, each in trainer.state()["weights"].items()}

@@ -54,7 +54,7 @@ PROXIES = {
         "(pi / mu)^0.25",
         "(pi / mu)^0.75",
     ),
-    "interp_prox_linear": ("(1-a) mu + a pi", "a part of pi / mu", "the other part"),
+    "interp_prox_linear": ("(1-a) mu + a pi", "a part of pi / mu", "the rest of pi / mu"),
     "interp_prox_linear --old_logps.alpha 0": (
         "1 mu + 0 pi",
         "1 by construction",

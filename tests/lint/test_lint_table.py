@@ -144,6 +144,17 @@ HEARD += (
     "--old_logps.route rollout --correction.control clamp --correction.normalize true",
     "--engine.temperature 1e-4",
     "--engine.temperature 1e4",
+    "--trainer.lora_rank 8 --trainer.lora_alpha 1e-6",
+    "--trainer.lora_rank 100 --trainer.lora_alpha 1e-6",
+    "--trainer.lora_rank 8 --trainer.lora_alpha 1e6",
+    "--objective.kl_coef 1e9",
+    "--objective.entropy_coef 1e9",
+    "--objective.kl_coef 1e9 --objective.entropy_coef 1e9",
+    "--objective.kind kl_penalty --objective.kl_penalty 1e9",
+    "--objective.kind dro --objective.dro_beta 1e9",
+    "--minutes 1e-6",
+    "--trainer.optimizer Adagrad --trainer.lr 0.5",
+    "--trainer.optimizer SGD --trainer.lr 1e-30",
 )
 
 SILENT += (
@@ -171,6 +182,11 @@ SILENT += (
     "--objective.kind sapo",
     "--trainer.warmup_steps 115",
     "--trainer.lora_rank 128 --trainer.lr 1e-3",
+    "--trainer.lora_rank 8 --trainer.lora_alpha 1",
+    "--trainer.lora_rank 1 --trainer.lora_alpha 64",
+    "--objective.kind kl_penalty --objective.kl_penalty 10",
+    "--objective.kind dro",
+    "--minutes 1",
     "--old_logps.route ewma_prox --correction.control truncate",
     "--old_logps.route ewma_prox --schedule.max_staleness 1",
 )

@@ -23,6 +23,7 @@ from unstale.observe.report.page import write_report
 
 HEALTHY = {
     "trainer/tokens_with_gradient": 100.0,
+    "trainer/grad_norm": 0.1,
     "reward/mean": 0.5,
     "reward/std": 0.5,
     "reward/missing_share": 0.0,
@@ -34,6 +35,7 @@ SIGNS = {
     "no_advantage": ({"trainer/tokens_with_gradient": 0.0}, 3, "schedule.group_size"),
     "constant_rewards": ({"reward/std": 0.0, "reward/mean": 0.25}, 3, "every reward was 0.25"),
     "missing_rewards": ({"reward/missing_share": 0.25}, 1, "25% of the episodes"),
+    "faint_gradient": ({"trainer/grad_norm": 1e-24}, 3, "Scale the rewards"),
     "entropy_collapse": ({"policy/entropy_mean": 0.05}, 3, "0.05 nats"),
     "kept_share": ({"correction/kept_share": 0.49}, 1, "kept 49% of the tokens"),
     "all_truncated": ({"completion/truncated_share": 1.0}, 1, "engine.max_completion_tokens"),
@@ -65,7 +67,9 @@ def test_there_is_a_test_of_every_check() -> None:
     assert [check.name for check in CHECKS] == list(SIGNS)
 
 
-@pytest.mark.parametrize("name", ["no_advantage", "constant_rewards", "entropy_collapse"])
+@pytest.mark.parametrize(
+    "name", ["no_advantage", "constant_rewards", "faint_gradient", "entropy_collapse"]
+)
 def test_two_batches_in_a_row_may_be_chance(name: str) -> None:
     sign = SIGNS[name][0]
     assert not examine(rows({}, {}, {}, sign, sign, {}, sign, sign)).findings

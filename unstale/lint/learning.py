@@ -34,6 +34,16 @@ TEMPERATURES = (0.01, 50.0)
 noise that hardly depends on the weights.
 """
 
+ADAPTER_SCALES = (0.01, 1000.0)
+"""Sensible values of alpha / rank. Below, adapters hardly change the output. Above, they ruin it.
+
+Usual are 0.5 to 64.
+"""
+MAX_COEFFICIENT = 1000.0
+"""Largest sensible coefficient of a term of the loss: advantages are about 1."""
+MIN_MINUTES = 0.1
+"""Shortest sensible time limit. An engine takes seconds to start."""
+
 NO_LIMIT = (
     "correction.high",
     "minutes",
@@ -135,6 +145,22 @@ def wide_adapters(config: RunConfig) -> Finding | None:
     )
 
 
+def wrong_adapter_scale(config: RunConfig) -> Finding | None:
+    options = config.trainer
+    lowest, highest = ADAPTER_SCALES
+    scale = options.lora_alpha / options.lora_rank if options.lora_rank else 1.0
+    if lowest <= scale <= highest:
+        return None
+    why = (
+        "the adapters hardly change the policy" if scale < lowest else "a step destroys the policy"
+    )
+    return Finding(
+        f"the output of adapters is multiplied by {scale:.2g} (trainer.lora_alpha / lora_rank)",
+        why,
+        ({"trainer.lora_alpha": 32.0}, {"trainer.lora_alpha": 2.0 * options.lora_rank}),
+    )
+
+
 def wrong_rate(config: RunConfig) -> Finding | None:
     """Warn of a learning rate that destroys a model of this size, or never changes it."""
     rate = config.trainer.lr
@@ -155,7 +181,8 @@ def wrong_rate(config: RunConfig) -> Finding | None:
 
 def _is_adam(config: RunConfig) -> bool:
     """Return True if an optimizer step has about the size of the learning rate, like Adam's."""
-    return any(name in config.trainer.optimizer for name in ("Adam", "RMSprop", "Rprop"))
+    names = ("Adam", "Adagrad", "RMSprop", "Rprop")
+    return any(name in config.trainer.optimizer for name in names)
 
 
 def _rate_of_adam(config: RunConfig) -> float:
@@ -225,6 +252,31 @@ def large_constant(config: RunConfig) -> Finding | None:
         f"the loss of each sequence is divided by {rule.constant:g}",
         f"a sequence has at most {most} tokens (engine.max_context), so the loss is about 0",
         ({"objective.constant": float(most)},),
+    )
+
+
+def dominant_term(config: RunConfig) -> Finding | None:
+    """Warn of a term of the loss that outweighs the rewards, such as the KL to the first policy."""
+    rule = config.objective
+    terms = {"kl_coef": 0.0, "entropy_coef": 0.0}
+    terms |= {"kl_penalty": {"kl_penalty": 1.0}, "dro": {"dro_beta": 0.05}}.get(rule.kind, {})
+    large = {name: value for name, value in terms.items() if getattr(rule, name) > MAX_COEFFICIENT}
+    if not large:
+        return None
+    return Finding(
+        ", ".join(f"objective.{name} {getattr(rule, name):g}" for name in large),
+        "this term outweighs the advantages, which are about 1 in size, in every gradient",
+        ({f"objective.{name}": value for name, value in large.items()},),
+    )
+
+
+def short_time(config: RunConfig) -> Finding | None:
+    if not 0 < config.minutes < MIN_MINUTES:
+        return None
+    return Finding(
+        f"a time limit of {60 * config.minutes:.2g} s",
+        "the run ends before its first steps",
+        ({"minutes": 0.0},),
     )
 
 

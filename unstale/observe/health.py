@@ -17,6 +17,9 @@ COLLAPSED, NO_ENTROPY = 0.1, 1e-3
 per token.
 """
 
+FAINT = 1e-7
+"""Gradient norm below which weights hardly change: Adam's epsilon is 1e-8 for every weight."""
+
 Row = Mapping[str, Any]
 
 
@@ -77,6 +80,16 @@ CHECKS = (
         "{reward/missing_share} of the episodes ended without a reward, which counts as 0. The "
         "last Turn of an episode (done) must have rewards.",
         in_a_row=1,
+    ),
+    Check(
+        "faint_gradient",
+        "gradients are large enough to change weights",
+        lambda row, _: (
+            _value(row, "trainer/tokens_with_gradient") > 0
+            and _value(row, "trainer/grad_norm") < FAINT
+        ),
+        "the gradient had a norm of {trainer/grad_norm}, which the optimizer's epsilon outweighs. "
+        "Scale the rewards so that good and bad answers differ by about 1.",
     ),
     Check(
         "entropy_collapse",
