@@ -407,9 +407,10 @@ class RemoteEngine(ABC):
     async def _post(
         self, path: str, body: Any = None, *, timeout_s: float | None = None, retry_on: str = ""
     ) -> None:
-        """Send a command. Raises `EngineDied` if the server refuses it or takes over `timeout_s`.
+        """Send a command to the server.
 
-        A refusal that contains the text `retry_on` is repeated until then.
+        Raises `EngineDied` if the server refuses it or takes longer than `timeout_s`. If the
+        refusal contains the text `retry_on`, the command is sent again until `timeout_s` is over.
         """
         session = self._live_session()
         async with self._deadline(session, timeout_s or HANG_S, f"no answer to {path}"):

@@ -52,7 +52,7 @@ class Finding:
 
 
 def _value(row: Row, name: str) -> float:
-    """Return a metric, or NaN if it is missing. All comparisons with NaN are false."""
+    """Return a metric as a number, or NaN if it is missing. All comparisons with NaN are false."""
     value = number(row.get(name))
     return math.nan if value is None else value
 

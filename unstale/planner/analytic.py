@@ -157,10 +157,10 @@ class TrainingSetup:
 
     @property
     def engine_sizes(self) -> list[int]:
-        """The numbers of devices that are enough for an engine.
+        """The numbers of devices with which an engine has enough memory.
 
-        They have memory for the model, and for the contexts of `MIN_EPISODES` mean episodes or of
-        the longest one.
+        It must hold the model, and the contexts of `MIN_EPISODES` mean episodes or of the longest
+        one.
         """
         needed = max(MIN_EPISODES * self.episodes.tokens, self.episodes.longest)
         return [

@@ -262,10 +262,10 @@ class Suggestion:
     """
 
     def rate(self, candidate: Candidate) -> float:
-        """Return the throughput of one of `routes`.
+        """Return the throughput of the candidate for an old-logit route.
 
-        If it was not simulated, the suggestion's throughput is multiplied by the ratio of the two
-        estimates.
+        If it was not simulated, it is the suggestion's simulated throughput, multiplied by the
+        ratio of the formula's estimates for the two candidates.
         """
         if candidate.name in self.simulated:
             return self.simulated[candidate.name].rate

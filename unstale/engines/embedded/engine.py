@@ -270,9 +270,9 @@ class EmbeddedEngine:
 
 
 def _read_routes(about: Sequence[Any], body: bytearray, first: int) -> ExpertRoutes:
-    """Return the expert routes of a reply from their bytes.
+    """Return the expert routes of a reply from the bytes of a message.
 
-    The header has their dtype, shape and first token.
+    `about` has their dtype and shape, and `first` is where they begin in `body`.
     """
     dtype, *shape = about
     experts = np.frombuffer(body, dtype, math.prod(shape), first).reshape(shape)

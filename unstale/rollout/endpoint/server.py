@@ -53,7 +53,9 @@ MODEL = "policy"
 
 BACKLOG = 512
 ACCEPTED_AT_ONCE = 8
-"""Number of connections accepted before they are counted. asyncio would accept all that wait."""
+"""Number of connections accepted before the limit on connections is checked. asyncio would accept
+all that wait, even beyond the limit.
+"""
 
 FindSession = Callable[[str], AgentSession]
 """A function that returns the session of an episode by its name. It raises `Refused` if there is
