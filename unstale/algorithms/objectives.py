@@ -45,7 +45,7 @@ class Surrogate(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ObjectiveSpec:
-    """An objective function, with facts about it that other parts of the package need."""
+    """An objective function, the unit of its ratios, and whether tokens with advantage 0 count."""
 
     surrogate: Callable[..., Surrogate]
     per_sequence: bool = False

@@ -204,9 +204,11 @@ class Replay:
         rules: Rules,
         advance: Callable[[], None],
     ) -> "Replay":
-        """Score every token with the weights that sampled it, once for all routes.
+        """Compute the true `old_logp` of every recorded token, to which all routes are compared.
 
-        `scorer` computes log-probabilities with the weights of `policy`.
+        For each step, the recorded weights of every version are loaded in turn. `scorer` computes
+        log-probabilities with the weights in `policy`. `advance` is called after each step, for
+        the progress bar.
         """
         noise = 0.0
         truths: dict[int, list[Truth]] = defaultdict(list)

@@ -82,7 +82,10 @@ when a file is written.
 
 
 def dumps(value: Any, indent: int | None = None) -> str:
-    """Return valid JSON, even for NaN and infinity. Control characters are escaped."""
+    """Return valid JSON, in which NaN and infinity are null.
+
+    All control characters are escaped, also those that JSON allows, so that a terminal can show it.
+    """
     text = json.dumps(plain(value), allow_nan=False, ensure_ascii=False, indent=indent)
     return _STEERING.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
 

@@ -77,7 +77,7 @@ class VllmServer:
     def start(self) -> None:
         """End the present process, if there is one, and start a new one.
 
-        It answers requests later.
+        The call does not wait until the server can answer requests.
         """
         self._end()
         self._killed = False

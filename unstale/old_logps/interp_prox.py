@@ -70,7 +70,10 @@ class InterpProx(OldLogps):
 
 @dataclass(frozen=True, kw_only=True)
 class InterpProxSpec(OldLogpsConfig):
-    """Options of the two routes that mix the engine's policy with the current policy."""
+    """Options of `interp_prox_linear` and `interp_prox_loglinear`.
+
+    Both estimate `old_logp` by a mixture of `behavior_logp` and `logp`.
+    """
 
     alpha: Annotated[float | None, Range(0, 1)] = None
     """Only for `interp_prox_*`: weight of the current policy in the mixture. None means (d - 1) / d

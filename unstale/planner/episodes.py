@@ -184,7 +184,7 @@ class SimulatedRollout:
         del self.episodes[episode.number]
 
     def length(self, number: int) -> int:
-        """Return the number of tokens that an episode has so far."""
+        """Return the number of tokens that episode `number` has so far."""
         return self.episodes[number].reply.context
 
     def _sampled(self, version: int) -> Sampled:

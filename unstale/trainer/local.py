@@ -299,7 +299,7 @@ class LocalTrainer:
         return metrics
 
     def _total_costs(self) -> dict[str, float]:
-        """Return the costs of the route. Bytes are added up over all ranks."""
+        """Return the costs that the route reports for this step, with the bytes of all ranks."""
         costs = dict(self.old.costs())
         ranks = self._peers.gather({name: costs[name] for name in costs if "bytes" in name})
         return costs | {name: sum(rank[name] for rank in ranks) for name in ranks[0]}

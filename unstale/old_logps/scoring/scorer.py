@@ -168,8 +168,9 @@ class Scorer(Protocol):
     def score_versions(self, batch: Batch, where: Tensor, *, use_trained: bool = False) -> Scored:
         """Return log-probabilities `[T]` of tokens at `where`, each by the version that sampled it.
 
-        Kept weights are used. With `use_trained`, tokens of the current version are scored by the
-        trainer's model until the next optimizer step.
+        The weights of a version come from the version store. With `use_trained`, the tokens of the
+        current version are scored by the trainer's model instead, if no optimizer step has changed
+        it since that version was published.
         """
         ...
 

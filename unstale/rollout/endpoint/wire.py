@@ -291,7 +291,7 @@ def pieces(recorded: Sequence[Piece]) -> list[dict[str, Any]]:
 
 
 def chat_logprobs(tokens: Sequence[tuple[str, float]]) -> dict[str, Any]:
-    """Return an answer's tokens and log-probabilities, in the format of a chat answer."""
+    """Return an answer's tokens and log-probabilities, as `logprobs` of an OpenAI chat answer."""
     return {
         "content": [
             {
