@@ -39,7 +39,7 @@ from unstale.old_logps import OldLogps, interrupt_sync
 from unstale.old_logps.eager import Eager
 from unstale.old_logps.interrupt_sync import InterruptSync
 from unstale.old_logps.old_logit_model import OldLogitModel, OldLogitModelDied
-from unstale.old_logps.scoring.cache import key_of, score_pieces
+from unstale.old_logps.scoring.cache import by_key, score_pieces
 from unstale.old_logps.scoring.local_scorer import LocalScorer
 from unstale.records import Batch, PendingPiece, Sampled, collate, walk
 from unstale.rollout.episode import Rollout
@@ -136,7 +136,7 @@ def test_exact_routes_equal_independent_full_copies(
 
 def test_pieces_of_one_episode_share_one_sequence() -> None:
     policy = tiny_policy()
-    pieces = {key_of(piece): piece.tokens for piece in pieces_of(2) if piece.episode == 4}
+    pieces = by_key(piece for piece in pieces_of(2) if piece.episode == 4)
     assert sorted(place.start for place in pieces) == [12, 18]
     scorer = LocalScorer(policy, 1.0, 48)
     answers = score_pieces(scorer, pieces)
