@@ -17,6 +17,7 @@ from unstale.algorithms.advantages import ESTIMATORS
 from unstale.cluster.engine_host import HostOptions
 from unstale.cluster.engine_host_weights import WeightPosts
 from unstale.cluster.hosted_engine import HostedEngine, make_host_pool
+from unstale.cluster.ranks_worker import Rank
 from unstale.config import (
     AdvantageConfig,
     ConfigError,
@@ -44,6 +45,7 @@ from unstale.loop import RunComponents
 from unstale.model.forward import ForwardOptions
 from unstale.model.loading import DTYPES
 from unstale.model.lora import Lora, Merging
+from unstale.model.peers import ALONE, Peers
 from unstale.model.policy import Policy
 from unstale.observe.recorder import Outputs, Recorder
 from unstale.observe.trackers import find_trackers
@@ -145,7 +147,7 @@ def build_scorer(config: RunConfig, policy: Policy) -> Scorer:
     return LocalScorer(policy, config.engine.temperature, config.trainer.max_tokens_per_microbatch)
 
 
-def load_policy(config: RunConfig) -> Policy:
+def load_policy(config: RunConfig, peers: Peers = ALONE) -> Policy:
     """Load the model that a run starts from, with adapters if the run trains LoRA."""
     options = config.trainer
     lora = None
@@ -155,6 +157,7 @@ def load_policy(config: RunConfig) -> Policy:
         config.policy_folder,
         dtype=options.dtype,
         lora=lora,
+        peers=peers,
         independent_rows=config.deterministic,
     )
     policy.set_forward_options(ForwardOptions.of(options))
@@ -321,6 +324,14 @@ def build_checkpoints(config: RunConfig, machine: Components, run: Path) -> Chec
         "auditor": machine.auditor,
     }
     return Checkpoints(run, parts, keep=config.checkpoint.keep)
+
+
+def build_rank(config: RunConfig, peers: Peers) -> Rank:
+    """Return the components of one of several trainer ranks. All ranks must call it."""
+    torch.set_num_threads(trainer_threads(config))
+    policy = load_policy(config, peers)
+    trainer, auditor = build_trainer(config, policy, build_scorer(config, policy))
+    return Rank(policy, trainer, auditor)
 
 
 def build_queue(config: ScheduleConfig, life: ResumeState) -> StalenessQueue:

@@ -245,6 +245,14 @@ class Policy:
         self.version_gaps = (*self.version_gaps, (version, version - batches))
         self._version = version
 
+    def follow_version(self, version: int, version_gaps: VersionGaps) -> None:
+        """Take over the numbers of the driver's policy, which stands for this one's weights."""
+        if version_gaps != self.version_gaps:  # a resume gave the same weights a new number
+            self.version_gaps = version_gaps
+            self._version = version
+        elif version != self._version:
+            self.version = version
+
     def lag(self, version: Tensor | int) -> Tensor:
         """Return the number of batches between each of `version` and the policy's own version."""
         return lag_of(torch.as_tensor(version), at=self._version, version_gaps=self.version_gaps)

@@ -14,13 +14,12 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from unstale.records import Batch
-    from unstale.trainer.records import Minibatch
 
 
 class Trainer(Protocol):
     """A trainer of one policy. It also counts the versions of the policy's weights.
 
-    `prepare`, `backward`, `step` and `state` run in the trainer's thread, one at a time. The other
+    `prepare`, `backward` and `step` run in the trainer's thread, one at a time. The other
     methods are called while that thread is idle, or read only values that no step changes.
     """
 
@@ -47,11 +46,14 @@ class Trainer(Protocol):
         """
         ...
 
-    def prepare(self, batch: Batch) -> Sequence[Minibatch]:
-        """Compute old log-probabilities and corrections of a batch. Divide it into steps."""
+    def prepare(self, batch: Batch) -> Sequence[Any]:
+        """Compute old log-probabilities and corrections of a batch. Divide it into steps.
+
+        Each element of the result is for one call of `backward`.
+        """
         ...
 
-    def backward(self, minibatch: Minibatch) -> None:
+    def backward(self, minibatch: Any) -> None:
         """Compute the gradient of a minibatch's loss and add it to the weights' gradients.
 
         Raises FloatingPointError if the loss is not finite.
@@ -74,14 +76,6 @@ class Trainer(Protocol):
 
         log_d is the discrepancy between trainer and engine, log_s the change by newer weights.
         """
-        ...
-
-    def state(self) -> Mapping[str, Any]:
-        """Return the state of the trainer for a checkpoint. The next step changes its tensors."""
-        ...
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Load the state that `state()` returned, when a run resumes from a checkpoint."""
         ...
 
 

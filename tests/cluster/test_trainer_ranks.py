@@ -1,0 +1,131 @@
+"""Test trainer ranks that are Ray actors.
+
+They train as one process does. A rank that is killed is noticed, and new ranks continue from the
+checkpoint, bit for bit.
+"""
+
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from unstale.build import build_rank, load_policy
+from unstale.cluster.ranks import (
+    RankedAuditor,
+    RankedCheckpoints,
+    RankedOldLogps,
+    RankedTrainer,
+    Ranks,
+    RanksDied,
+)
+from unstale.config import AuditConfig, OldLogpsConfig, RunConfig, TrainerConfig
+from unstale.durability.checkpoint import Progress
+from unstale.model.peers import ALONE
+from unstale.records import Batch, collate
+from unstale.testing import episode, tiny_policy
+
+
+def batch_of(step: int) -> Batch:
+    """Return a batch with tokens of the last two versions."""
+    plans = [[9, (6, max(0, step - 1)), 4, (5, step)] for _ in range(6)]
+    return collate(
+        [episode(10 * step + i, plan, advantage=i - 2.5) for i, plan in enumerate(plans)]
+    )
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> RunConfig:
+    tiny_policy(seed=3).save(tmp_path / "policy")
+    return RunConfig(
+        recipe="",
+        policy=str(tmp_path / "policy"),
+        steps=4,
+        deterministic=True,
+        old_logps=OldLogpsConfig(route="snapshot_old"),
+        audit=AuditConfig(share=0.5),
+        trainer=TrainerConfig(lr=1e-4, max_tokens_per_microbatch=48),
+    )
+
+
+class Driver:
+    """The components of a training loop over ranks."""
+
+    def __init__(self, ranks: Ranks, config: RunConfig, run: Path) -> None:
+        self.ranks = ranks
+        self.trainer = RankedTrainer(ranks, load_policy(config))
+        self.old = RankedOldLogps(self.trainer, config.old_logps.needs)
+        self.auditor = RankedAuditor(self.trainer)
+        self.checkpoints = RankedCheckpoints(self.trainer, run)
+
+    def step(self) -> None:
+        """Publish the version and train on a batch, which makes the next."""
+        version = self.trainer.version
+        self.old.published({max(0, version - 1), version})
+        self.auditor.published({max(0, version - 1), version})
+        for minibatch in self.trainer.prepare(batch_of(version)):
+            self.trainer.backward(minibatch)
+            self.trainer.step()
+        assert self.trainer.metrics()["old_logps/exact_share"] == 1.0
+        assert self.trainer.metrics()["audit/logp_error_abs_mean"] == 0.0
+        self.trainer.start_version()
+
+
+@contextmanager
+def driver(count: int, config: RunConfig, run: Path) -> Iterator[Driver]:
+    ranks = Ranks(count)
+    try:
+        ranks.make(partial(build_rank, config))
+        yield Driver(ranks, config, run)
+    finally:
+        ranks.close()
+
+
+def learn_alone(config: RunConfig) -> dict[str, Tensor]:
+    rank = build_rank(config, ALONE)
+    for version in range(4):
+        live = {max(0, version - 1), version}
+        rank.published(live)
+        rank.audit_published(live)
+        for number in range(rank.prepare(batch_of(version))):
+            rank.backward(number)
+            rank.step()
+        rank.policy.version += 1
+    return {name: tensor.clone() for name, tensor in rank.whole_weights().items()}
+
+
+def test_killed_ranks_are_replaced_by_others_that_continue_bitwise(
+    config: RunConfig, tmp_path: Path
+) -> None:
+    alone = learn_alone(config)
+    with driver(2, config, tmp_path) as run:
+        for _ in range(2):
+            run.step()
+        name = run.checkpoints.save(Progress(2), run.trainer)
+        for _ in range(2):
+            run.step()
+        undisturbed = run.trainer.weights()
+        assert run.trainer.version == 4
+        os.kill(run.ranks.call("pid"), signal.SIGKILL)
+        with pytest.raises(RanksDied, match="a trainer rank died"):
+            run.step()
+    for name_of, tensor in alone.items():
+        assert (undisturbed[name_of] - tensor).abs().max() < 1e-6
+    with driver(2, config, tmp_path) as run:
+        run.checkpoints.restore(run.checkpoints.load(name))
+        assert run.trainer.version == 2
+        for _ in range(2):
+            run.step()
+        again = run.trainer.weights()
+    assert all(torch.equal(again[name], tensor) for name, tensor in undisturbed.items())
+    with driver(3, config, tmp_path) as run:
+        run.checkpoints.restore(run.checkpoints.load(name))
+        for _ in range(2):
+            run.step()
+        other = run.trainer.weights()
+    assert all((other[name] - t).abs().max() < 1e-6 for name, t in undisturbed.items())

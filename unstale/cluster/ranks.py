@@ -1,0 +1,289 @@
+"""The driver's side of a trainer with several ranks, which are Ray actors.
+
+    Ranks                calls a method on every rank at once; the first rank's answer counts
+    RankedTrainer        a `Trainer`
+    RankedOldLogps       a route to old log-probabilities
+    RankedAuditor        the audit
+    RankedCheckpoints    checkpoints that the ranks write
+
+The components of the training loop have these classes if the trainer has ranks.
+"""
+
+import datetime
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from unstale.cluster import session
+from unstale.cluster.ranks_worker import MakeRank, Rank, StepResults
+from unstale.config.routes import Needs
+from unstale.durability.checkpoint import Checkpoint, Checkpoints, Progress
+from unstale.model.peers import Peers
+from unstale.model.policy import Policy
+from unstale.old_logps import OldLogps
+from unstale.old_logps.scoring.scorer import Weights
+from unstale.records import Batch, PendingPiece
+from unstale.weights.publish import VersionedWeights
+
+START_S = 600.0
+"""Longest time for all ranks to start and load the model."""
+LEAST_CALL_S = 120.0
+SLOWER = 10
+"""A call may take this many times as long as the longest call of that name, or `LEAST_CALL_S`."""
+_GROUP_S = 3600.0
+"""Time after which a rank's collective fails. The driver ends the ranks long before."""
+
+
+class RanksDied(RuntimeError):
+    """A rank ended or did not answer. Its run can begin again from the last checkpoint."""
+
+
+class _RankActor:
+    """A Ray actor for one rank. It only forwards calls."""
+
+    def __init__(self) -> None:
+        self._rank: Rank | None = None
+
+    def address(self) -> str:
+        """Return an address on this machine at which the ranks can meet."""
+        import socket
+
+        import ray
+
+        host = str(ray.util.get_node_ip_address())
+        with socket.socket() as probe:
+            probe.bind((host, 0))
+            return f"tcp://{host}:{probe.getsockname()[1]}"
+
+    def join(self, address: str, rank: int, count: int) -> None:
+        """Join the process group of all ranks."""
+        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+        dist.init_process_group(
+            backend,
+            init_method=address,
+            rank=rank,
+            world_size=count,
+            timeout=datetime.timedelta(seconds=_GROUP_S),
+        )
+
+    def make(self, make: MakeRank) -> None:
+        if self._rank is not None:
+            self._rank.close()
+        self._rank = None  # frees its memory before the next is made
+        self._rank = make(Peers.of_group())
+
+    def run(self, calls: Sequence[tuple[str, Sequence[Any]]]) -> Any:
+        """Run calls of `Rank` methods in order. Return the last one's result on the first rank."""
+        result = None
+        for name, arguments in calls:
+            result = getattr(self._rank, name)(*arguments)
+        return result if dist.get_rank() == 0 else None
+
+
+class Ranks:
+    """The trainer ranks of a run. `call` is for any thread, and runs one call at a time."""
+
+    def __init__(self, count: int, *, address: str = "") -> None:
+        """Start the ranks on Ray, each with one GPU if the cluster has GPUs.
+
+        Raises `RanksDied` if they do not start within `START_S`.
+        """
+        self._ray: ModuleType = session.connect(address)
+        gpus = 1 if self._ray.cluster_resources().get("GPU", 0) else 0
+        actor = self._ray.remote(max_restarts=0, num_cpus=gpus, num_gpus=gpus)(_RankActor)
+        self._actors = [actor.remote() for _ in range(count)]
+        self._lock = threading.Lock()
+        self._later: deque[tuple[str, Sequence[Any]]] = deque()
+        """Calls to run before the next one, in order."""
+        self._longest: dict[str, float] = {}
+        (meeting,) = self._wait([self._actors[0].address.remote()], START_S, "start")
+        joins = [each.join.remote(meeting, rank, count) for rank, each in enumerate(self._actors)]
+        self._wait(joins, START_S, "start")
+
+    def make(self, make: MakeRank) -> None:
+        """Make the components of every rank, in place of earlier ones."""
+        self._later.clear()
+        self._wait([each.make.remote(make) for each in self._actors], START_S, "load the model")
+
+    @property
+    def count(self) -> int:
+        return len(self._actors)
+
+    def later(self, name: str, *arguments: Any) -> None:
+        """Call a method on every rank before the next `call`. Does not block."""
+        self._later.append((name, arguments))
+
+    def call(self, name: str, *arguments: Any) -> Any:
+        """Call a method on every rank, after those of `later`. Return the first rank's answer.
+
+        Raises the error that a rank raised, or `RanksDied`, after which the ranks are ended.
+        """
+        with self._lock:
+            calls = [self._later.popleft() for _ in range(len(self._later))]
+            calls.append((name, arguments))
+            shared = self._ray.put(calls)  # once, not once for each rank
+            limit = max(LEAST_CALL_S, SLOWER * self._longest.get(name, 0.0))
+            began = time.monotonic()
+            answers = self._wait([each.run.remote(shared) for each in self._actors], limit, name)
+            self._longest[name] = max(self._longest.get(name, 0.0), time.monotonic() - began)
+            return answers[0]
+
+    def close(self) -> None:
+        """End all ranks."""
+        for actor in self._actors:
+            self._ray.kill(actor)
+
+    def _wait(self, pending: Sequence[Any], limit_s: float, name: str) -> list[Any]:
+        """Return all answers. The first error is raised: other ranks may wait for that rank."""
+        left = list(pending)
+        deadline = time.monotonic() + limit_s
+        while left:
+            done, left = self._ray.wait(
+                left, num_returns=1, timeout=max(0.0, deadline - time.monotonic())
+            )
+            if not done:
+                self.close()
+                raise RanksDied(
+                    f"{len(left)} of {self.count} trainer ranks did not answer within "
+                    f"{limit_s:.0f} s ({name})"
+                )
+            try:
+                self._ray.get(done)
+            except self._ray.exceptions.RayActorError as error:
+                self.close()
+                reason = str(error).splitlines()[0]
+                raise RanksDied(f"a trainer rank died ({name}): {reason}") from None
+            except self._ray.exceptions.RayTaskError as error:
+                raise error.cause from None
+        return list(self._ray.get(list(pending)))
+
+
+class RankedTrainer:
+    """A `Trainer` whose model and optimizer are divided among ranks."""
+
+    def __init__(self, ranks: Ranks, policy: Policy) -> None:
+        """`policy` is the driver's: it numbers the versions. Its weights are the initial ones."""
+        self.ranks = ranks
+        self.policy = policy
+        self.results = StepResults({}, [], [], [])
+        """The results of the last batch."""
+        self._steps_left = 0
+
+    def call(self, name: str, *arguments: Any) -> Any:
+        """Call a method on every rank, which first takes over the policy's version number."""
+        self.ranks.later("follow_version", self.policy.version, self.policy.version_gaps)
+        return self.ranks.call(name, *arguments)
+
+    @property
+    def version(self) -> int:
+        return self.policy.version
+
+    def start_version(self) -> None:
+        self.policy.version += 1
+
+    def lag(self, version: Tensor) -> Tensor:
+        return self.policy.lag(version)
+
+    def weights(self) -> Mapping[str, Tensor]:
+        """Return copies of the whole weights, in main memory."""
+        weights: dict[str, Tensor] = self.call("whole_weights")
+        return weights
+
+    def prepare(self, batch: Batch) -> Sequence[int]:
+        """Return the numbers of the minibatches. Their data stay on the ranks."""
+        self._steps_left = self.call("prepare", batch)
+        return range(self._steps_left)
+
+    def backward(self, minibatch: int) -> None:
+        self.call("backward", minibatch)
+
+    def step(self) -> None:
+        self.call("step")
+        self._steps_left -= 1
+        if not self._steps_left:
+            self.results = self.call("results")
+
+    def metrics(self) -> Mapping[str, float]:
+        return self.results.metrics
+
+    def points(self) -> list[dict[str, float]]:
+        return self.results.points
+
+
+class RankedOldLogps(OldLogps):
+    """A route to old log-probabilities on ranks, each with its part of the weights."""
+
+    def __init__(self, trainer: RankedTrainer, needs: Needs) -> None:
+        self.needs = needs
+        self._trainer = trainer
+        self._call: Callable[..., Any] = trainer.call
+
+    def publishing(self) -> None:
+        self._call("publishing")
+
+    def published(self, live: Collection[int]) -> None:
+        self._call("published", tuple(live))
+
+    def arrived(self, piece: PendingPiece) -> None:
+        self._trainer.ranks.later("arrived", piece)
+
+    def idle(self) -> bool:
+        return bool(self._call("idle"))
+
+    def closing(self, unscored: Sequence[PendingPiece]) -> None:
+        self._call("closing", tuple(unscored))
+
+    def events(self) -> list[dict[str, Any]]:
+        return self._trainer.results.events
+
+    def recover(self, past: Mapping[int, Sequence[PendingPiece]], weights: Weights) -> None:
+        """Recover route and audit. The ranks read the weights of versions from disk themselves."""
+        self._call("recover", {version: tuple(pieces) for version, pieces in past.items()})
+
+
+class RankedAuditor:
+    """The audit on ranks."""
+
+    def __init__(self, trainer: RankedTrainer) -> None:
+        self._trainer = trainer
+
+    def published(self, live: Collection[int]) -> None:
+        self._trainer.call("audit_published", tuple(live))
+
+    def points(self) -> list[dict[str, float]]:
+        return self._trainer.results.audit_points
+
+    def recover(self, past: Mapping[int, Sequence[PendingPiece]], weights: Weights) -> None:
+        """Do nothing: the route's `recover` also recovers the audit on the ranks."""
+
+
+class RankedCheckpoints(Checkpoints):
+    """Checkpoints that the ranks write and read. Every rank must reach the run folder."""
+
+    def __init__(self, trainer: RankedTrainer, run: Path, *, keep: int = 2) -> None:
+        super().__init__(run, {}, keep=keep)
+        self._trainer = trainer
+        trainer.ranks.later("open_run", run.absolute(), keep)
+
+    def snapshot(self, progress: Progress, source: VersionedWeights) -> Checkpoint:
+        self._trainer.call("snapshot", progress)
+        return Checkpoint(progress, source.version, {}, {})
+
+    def write(self, checkpoint: Checkpoint) -> str:
+        return str(self._trainer.call("write"))
+
+    def load(self, name: str) -> Checkpoint:
+        progress, version = self._trainer.call("load", name)
+        return Checkpoint(progress, version, {}, {})
+
+    def restore(self, checkpoint: Checkpoint) -> None:
+        policy = self._trainer.policy
+        policy.version, policy.version_gaps = self._trainer.call("restore")

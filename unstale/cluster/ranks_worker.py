@@ -1,0 +1,141 @@
+"""One rank of a trainer with several ranks: the components that its driver calls.
+
+All ranks get the same calls in the same order. Only the first rank's answers are used.
+"""
+
+import os
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from unstale.durability.checkpoint import Checkpoint, Checkpoints, Progress, Stateful
+from unstale.model.peers import Peers
+from unstale.model.policy import Policy
+from unstale.model.versions import VersionGaps
+from unstale.old_logps import OldLogps
+from unstale.records import Batch, PendingPiece
+from unstale.trainer.auditor import Auditor
+from unstale.trainer.local import LocalTrainer
+from unstale.trainer.records import Minibatch
+
+
+@dataclass(frozen=True, slots=True)
+class StepResults:
+    """What the driver asks after the last optimizer step of a batch."""
+
+    metrics: Mapping[str, float]
+    points: list[dict[str, float]]
+    audit_points: list[dict[str, float]]
+    events: list[dict[str, Any]]
+
+
+@dataclass(slots=True)
+class Rank:
+    """The trainer, route, audit and checkpoints of one rank."""
+
+    policy: Policy
+    trainer: LocalTrainer
+    auditor: Auditor
+    _checkpoints: Checkpoints | None = field(default=None, init=False)
+    _minibatches: Sequence[Minibatch] = field(default=(), init=False)
+    _snapshot: Checkpoint | None = field(default=None, init=False)
+    """The checkpoint to write, or the one that was read."""
+
+    @property
+    def _old(self) -> OldLogps:
+        return self.trainer.old
+
+    def pid(self) -> int:
+        return os.getpid()
+
+    def follow_version(self, version: int, version_gaps: VersionGaps) -> None:
+        self.policy.follow_version(version, version_gaps)
+
+    def open_run(self, run: Path, keep: int) -> None:
+        """Write checkpoints to a run folder, and read versions from it."""
+        parts: dict[str, Stateful] = {
+            "trainer": self.trainer,
+            "old": self._old,
+            "auditor": self.auditor,
+        }
+        self._checkpoints = Checkpoints(run, parts, keep=keep, peers=self.policy.peers)
+
+    @property
+    def checkpoints(self) -> Checkpoints:
+        assert self._checkpoints is not None, "call open_run first"
+        return self._checkpoints
+
+    def prepare(self, batch: Batch) -> int:
+        """Return the number of optimizer steps."""
+        self._minibatches = self.trainer.prepare(batch)
+        return len(self._minibatches)
+
+    def backward(self, number: int) -> None:
+        self.trainer.backward(self._minibatches[number])
+
+    def step(self) -> None:
+        self.trainer.step()
+
+    def results(self) -> StepResults:
+        self._minibatches = ()
+        return StepResults(
+            self.trainer.metrics(), self.trainer.points(), self.auditor.points(), self._old.events()
+        )
+
+    def whole_weights(self) -> dict[str, Tensor]:
+        """Return the forward weights. On other ranks than the first the result is empty."""
+        is_first = self.policy.peers.rank == 0
+        return {name: tensor for name, tensor in self.policy.whole_weights() if is_first}
+
+    def publishing(self) -> None:
+        self._old.publishing()
+
+    def published(self, live: Collection[int]) -> None:
+        self._old.published(live)
+
+    def audit_published(self, live: Collection[int]) -> None:
+        self.auditor.published(live)
+
+    def arrived(self, piece: PendingPiece) -> None:
+        self._old.arrived(piece)
+
+    def idle(self) -> bool:
+        return self._old.idle()
+
+    def closing(self, unscored: Sequence[PendingPiece]) -> None:
+        self._old.closing(unscored)
+
+    def snapshot(self, progress: Progress) -> None:
+        self._snapshot = self.checkpoints.snapshot(progress, self.trainer)
+
+    def write(self) -> str:
+        assert self._snapshot is not None
+        name = self.checkpoints.write(self._snapshot)
+        self._snapshot = None
+        return name
+
+    def load(self, name: str) -> tuple[Progress, int]:
+        """Read this rank's part of a checkpoint. Return its progress and version."""
+        self._snapshot = self.checkpoints.load(name)
+        return self._snapshot.progress, self._snapshot.version
+
+    def restore(self) -> tuple[int, VersionGaps]:
+        """Restore the checkpoint that was read. Return the policy's version and its gaps."""
+        assert self._snapshot is not None
+        self.checkpoints.restore(self._snapshot)
+        self._snapshot = None
+        return self.policy.version, self.policy.version_gaps
+
+    def recover(self, past: Mapping[int, Sequence[PendingPiece]]) -> None:
+        self._old.recover(past, self.checkpoints.weights)
+        self.auditor.recover(past, self.checkpoints.weights)
+
+    def close(self) -> None:
+        self._old.close()
+
+
+MakeRank = Callable[[Peers], Rank]
+"""Makes the components of one rank, which has joined its process group. It can be pickled."""
