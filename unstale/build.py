@@ -5,6 +5,7 @@ import math
 import shlex
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
@@ -17,6 +18,13 @@ from unstale.algorithms.advantages import ESTIMATORS
 from unstale.cluster.engine_host import HostOptions
 from unstale.cluster.engine_host_weights import WeightPosts
 from unstale.cluster.hosted_engine import HostedEngine, make_host_pool
+from unstale.cluster.ranks import (
+    RankedAuditor,
+    RankedCheckpoints,
+    RankedOldLogps,
+    RankedTrainer,
+    Ranks,
+)
 from unstale.cluster.ranks_worker import Rank
 from unstale.config import (
     AdvantageConfig,
@@ -78,21 +86,46 @@ class Components:
     policy: Policy
     taskset: Taskset
     generator: Generator
-    scorer: Scorer
-    """Computes log-probabilities for the old-logit route. The audit has a second scorer."""
+    scorer: Scorer | None
+    """Computes log-probabilities for the old-logit route. The audit has a second scorer. None if
+    the route is on trainer ranks.
+    """
     old: OldLogps
-    auditor: Auditor
-    trainer: LocalTrainer
+    auditor: Auditor | RankedAuditor
+    trainer: LocalTrainer | RankedTrainer
+
+    @property
+    def ranks(self) -> Ranks | None:
+        """The trainer ranks. None if the trainer is in this process."""
+        return self.trainer.ranks if isinstance(self.trainer, RankedTrainer) else None
+
+    def save_policy(self, folder: Path) -> None:
+        """Save the trained policy as a Hugging Face folder."""
+        if isinstance(self.trainer, RankedTrainer):
+            self.policy.load_weights(self.trainer.weights())
+        self.policy.save(folder)
 
 
-def build_machine(config: RunConfig, engine: Engine | None = None) -> Components:
+def build_machine(
+    config: RunConfig, engine: Engine | None = None, ranks: Ranks | None = None
+) -> Components:
     """Return the components that sample and train, as `config` describes them.
 
-    If `engine` is given, it replaces the engine that `config` describes. Raises `ConfigError` for
+    If `engine` is given, it replaces the engine that `config` describes. If `ranks` are given, the
+    trainer uses them instead of new ones. Raises `ConfigError` for
     every mistake that can be found before the engine starts.
     """
     find_trackers(config.trackers)  # raises ConfigError for an unknown or missing tracker
     policy, taskset, generator = build_sampler(config, engine)
+    if config.cluster.trainers:
+        ranks = ranks or Ranks(config.cluster.trainers, address=config.cluster.address)
+        with ExitStack() as on_error:
+            on_error.callback(ranks.close)
+            ranks.make(partial(build_rank, config))
+            on_error.pop_all()
+        ranked = RankedTrainer(ranks, policy)
+        old = RankedOldLogps(ranked, config.old_logps.needs)
+        return Components(policy, taskset, generator, None, old, RankedAuditor(ranked), ranked)
     scorer = build_scorer(config, policy)
     trainer, auditor = build_trainer(config, policy, scorer)
     return Components(policy, taskset, generator, scorer, trainer.old, auditor, trainer)
@@ -147,17 +180,23 @@ def build_scorer(config: RunConfig, policy: Policy) -> Scorer:
     return LocalScorer(policy, config.engine.temperature, config.trainer.max_tokens_per_microbatch)
 
 
-def load_policy(config: RunConfig, peers: Peers = ALONE) -> Policy:
-    """Load the model that a run starts from, with adapters if the run trains LoRA."""
+def load_policy(config: RunConfig, peers: Peers | None = None) -> Policy:
+    """Load the model that a run starts from, with adapters if the run trains LoRA.
+
+    `peers` are the trainer ranks that share it. Without them it is the run's own, which is in main
+    memory if the run has trainer ranks.
+    """
     options = config.trainer
     lora = None
     if options.lora_rank:
         lora = Lora(options.lora_rank, options.lora_alpha, options.lora_targets, config.seed)
+    device = "cpu" if config.cluster.trainers and peers is None else None
     policy = Policy.load(
         config.policy_folder,
         dtype=options.dtype,
+        device=device,
         lora=lora,
-        peers=peers,
+        peers=peers or ALONE,
         independent_rows=config.deterministic,
     )
     policy.set_forward_options(ForwardOptions.of(options))
@@ -182,7 +221,7 @@ def build(
     recorder = Recorder(
         outputs, journal=journal, decode=lambda tokens: str(policy.tokenizer.decode(tokens))
     )
-    if config.audit.record:
+    if config.audit.record and isinstance(machine.auditor, Auditor):
         machine.auditor.recording = Recording(folder / RECORDED, base=policy.base)
     dtype = policy.travel_dtype(DTYPES[config.engine.dtype])
     posts = None
@@ -202,7 +241,7 @@ def build(
         _Listeners(old, pending, piece_arrived, recorder),
         life,
     )
-    store = machine.scorer.store
+    store = machine.scorer.store if machine.scorer else None
     held_out = held_out_tasks(taskset, config.eval.tasks)
     evaluation = None
     if held_out:
@@ -303,7 +342,9 @@ def trainer_threads(config: RunConfig) -> int:
     engine_threads = config.engine.threads * config.engine.processes
     if config.cluster.engine_hosts:  # on other machines, unless Ray runs on this one alone
         engine_threads *= 0 if config.cluster.address else config.cluster.engine_hosts
-    return max(1, cores() - engine_threads - config.old_logps.needs.own_process)
+    free = cores() - engine_threads - config.old_logps.needs.own_process
+    here = 1 if config.cluster.address else max(1, config.cluster.trainers)
+    return max(1, free // here)
 
 
 def _own_threads(count: int) -> None:
@@ -318,6 +359,9 @@ def _own_threads(count: int) -> None:
 
 def build_checkpoints(config: RunConfig, machine: Components, run: Path) -> Checkpoints:
     """Return the writer of checkpoints of the trainer, the old-logit route and the auditor."""
+    if isinstance(machine.trainer, RankedTrainer):
+        return RankedCheckpoints(machine.trainer, run, keep=config.checkpoint.keep)
+    assert isinstance(machine.auditor, Auditor)
     parts: dict[str, Stateful] = {
         "trainer": machine.trainer,
         "old": machine.old,

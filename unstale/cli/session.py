@@ -17,6 +17,7 @@ from unstale.cli.failures import RunFailed, exhausted, literal, print_failure
 from unstale.cli.process import limit_threads, rare_garbage_collection, sigterm_as_ctrl_c
 from unstale.cli.resume import config_changes, load_config
 from unstale.cli.survivors import write_survivors
+from unstale.cluster.ranks import RanksDied
 from unstale.config import ConfigError, RunConfig
 from unstale.durability import virtual_clock
 from unstale.durability.checkpoint import CHECKPOINTS, CheckpointError
@@ -49,6 +50,7 @@ from unstale.observe.trackers import TrackedRun, Trackers
 from unstale.planner.footprint import predict_footprint
 from unstale.rollout.timeouts import first_error
 from unstale.trainer.failed_batch import save_failed_batch
+from unstale.trainer.local import LocalTrainer
 from unstale.trainer.records import NOT_FINITE
 from unstale.weights.child_process import cores
 
@@ -222,8 +224,9 @@ def _run_to_end(session: "RunSession", console: Console) -> Run:
         error = first_error(failures)
         with suppress(OSError):  # the disk may be the cause
             log.failed("".join(traceback.format_exception(error)))
-        if isinstance(error, NOT_FINITE) and session.machine:
-            console.print(save_failed_batch(session.machine.trainer, folder), highlight=False)
+        trainer = session.machine.trainer if session.machine else None
+        if isinstance(error, NOT_FINITE) and isinstance(trainer, LocalTrainer):
+            console.print(save_failed_batch(trainer, folder), highlight=False)
         detail = _failure(error, folder)
         raise RunFailed(detail) from error
     except asyncio.CancelledError:
@@ -236,7 +239,8 @@ def _run_to_end(session: "RunSession", console: Console) -> Run:
     finally:
         session.close()
         if reason != "failed" and session.machine:
-            session.machine.policy.save(folder / POLICY)
+            session.machine.save_policy(folder / POLICY)
+        session.end_ranks()
         with suppress(OSError, JournalError, ConfigError) if reason == "failed" else nullcontext():
             log.event("stopped", reason=reason, detail=detail)
             log.close()
@@ -261,7 +265,8 @@ class RunSession:
 
     An ordinary run is one segment. A deterministic run ends a segment at every checkpoint and loads
     that checkpoint from disk for the next segment, as a resumed run does. So both compute the same
-    numbers. Only the engine's process is kept between segments.
+    numbers. Only the processes of engine and trainer ranks are kept between segments. If a trainer
+    rank dies, the next segment begins at the last checkpoint with new processes.
     """
 
     def __init__(
@@ -280,12 +285,28 @@ class RunSession:
         self.log = log
         self._trackers = trackers or Trackers()
         self._is_new = machine is not None
+        self._restarts = 0
 
     def run_segment(self, display: LiveDisplay) -> bool:
         """Train up to the end of the run or, if it is deterministic, to the next checkpoint.
 
         Return True at the end of the run.
         """
+        try:
+            return self._run_segment(display)
+        except (RanksDied, ExceptionGroup) as error:
+            died = error if isinstance(error, RanksDied) else error.subgroup(RanksDied)
+            if died is None or self._restarts == self.config.cluster.restarts:
+                raise
+            reason = str(first_error(died))
+        self._restarts += 1
+        self.log.event("trainer_died", reason=reason, restarts=self._restarts)
+        self.close()
+        self.end_ranks()
+        self.machine = None
+        return False
+
+    def _run_segment(self, display: LiveDisplay) -> bool:
         config = self.config
         folder = self.log.path
         if self._is_new and self.machine:
@@ -298,7 +319,11 @@ class RunSession:
         else:
             display.phase("reading the checkpoint and the journal")
             previous = self.machine
-            machine = build_machine(config, previous.generator.engine if previous else None)
+            machine = build_machine(
+                config,
+                previous.generator.engine if previous else None,
+                previous.ranks if previous else None,
+            )
             checkpoints = build_checkpoints(config, machine, folder)
             stored = load_resume_state(
                 folder,
@@ -330,6 +355,11 @@ class RunSession:
         """Close the engine, which is still open if the run failed between two segments."""
         if self.machine and self.config.deterministic:
             virtual_clock.run(self.machine.generator.engine.close())
+
+    def end_ranks(self) -> None:
+        """End the trainer ranks, if there are any."""
+        if self.machine and self.machine.ranks:
+            self.machine.ranks.close()
 
 
 async def _supervise(parts: RunComponents) -> bool:

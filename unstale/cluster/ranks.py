@@ -10,6 +10,8 @@ The components of the training loop have these classes if the trainer has ranks.
 """
 
 import datetime
+import os
+import tempfile
 import threading
 import time
 from collections import deque
@@ -21,6 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import FileStore, TCPStore  # type: ignore[attr-defined]
 
 from unstale.cluster import session
 from unstale.cluster.ranks_worker import MakeRank, Rank, StepResults
@@ -42,6 +45,9 @@ _GROUP_S = 3600.0
 """Time after which a rank's collective fails. The driver ends the ranks long before."""
 
 
+_LOOPBACK = "127.0.0.1"
+
+
 class RanksDied(RuntimeError):
     """A rank ended or did not answer. Its run can begin again from the last checkpoint."""
 
@@ -51,24 +57,33 @@ class _RankActor:
 
     def __init__(self) -> None:
         self._rank: Rank | None = None
+        self._store: Any = None
 
-    def address(self) -> str:
-        """Return an address on this machine at which the ranks can meet."""
-        import socket
+    def meet(self, count: int) -> str:
+        """Make the store at which the ranks meet, on the first rank. Return its address.
 
+        If Ray is on loopback only, it is a file: a store on a port listens on every interface.
+        """
         import ray
 
         host = str(ray.util.get_node_ip_address())
-        with socket.socket() as probe:
-            probe.bind((host, 0))
-            return f"tcp://{host}:{probe.getsockname()[1]}"
+        if host == _LOOPBACK:
+            folder = tempfile.mkdtemp(prefix="unstale-ranks-")
+            return f"{folder}/group"
+        self._store = TCPStore(host, 0, count, is_master=True, wait_for_workers=False)
+        return f"{host}:{self._store.port}"
 
     def join(self, address: str, rank: int, count: int) -> None:
         """Join the process group of all ranks."""
-        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+        host, _, port = address.rpartition(":")
+        if not host:
+            os.environ.update(GLOO_SOCKET_IFNAME="lo", NCCL_SOCKET_IFNAME="lo")
+            self._store = FileStore(address, count)
+        elif self._store is None:
+            self._store = TCPStore(host, int(port), count, is_master=False)
         dist.init_process_group(
-            backend,
-            init_method=address,
+            "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo",
+            store=self._store,
             rank=rank,
             world_size=count,
             timeout=datetime.timedelta(seconds=_GROUP_S),
@@ -104,7 +119,7 @@ class Ranks:
         self._later: deque[tuple[str, Sequence[Any]]] = deque()
         """Calls to run before the next one, in order."""
         self._longest: dict[str, float] = {}
-        (meeting,) = self._wait([self._actors[0].address.remote()], START_S, "start")
+        (meeting,) = self._wait([self._actors[0].meet.remote(count)], START_S, "start")
         joins = [each.join.remote(meeting, rank, count) for rank, each in enumerate(self._actors)]
         self._wait(joins, START_S, "start")
 

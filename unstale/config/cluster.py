@@ -1,4 +1,4 @@
-"""Options of a run on several machines."""
+"""Options of a run on several processes or machines that Ray starts."""
 
 import re
 from dataclasses import dataclass
@@ -8,21 +8,37 @@ from unstale.config.checks import ConfigError, Count, Positive, Section
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterConfig(Section):
-    """Processes of the run on other machines, which Ray starts. See docs/scale-out.md."""
+    """Processes of the run that Ray starts, here or on other machines. See docs/scale-out.md."""
 
     engine_hosts: Count = 0
     """Machines that sample, each with the engines of `engine.*`; 0 samples on this one."""
+    trainers: Count = 0
+    """Trainer ranks that divide the model, each with one GPU if there are any; 0 trains in the
+    process of the run (docs/trainer-ranks.md).
+    """
     address: str = ""
     """Ray cluster as `host:port` or `auto`; empty starts a Ray of this machine alone."""
     patience_s: Positive = 600.0
     """Seconds without any engine host after which the run stops."""
+    restarts: Count = 10
+    """Times that a run with dead trainer ranks continues from its last checkpoint on new ranks."""
 
     def check_combination(self) -> None:
         known = re.fullmatch(r"auto|[^\s:/]+:\d+|\[[0-9a-fA-F:]+\]:\d+", self.address)
         if self.address and not known:
             raise ConfigError(f"cluster.address must be host:port or auto, got {self.address!r}")
-        if self.address and not self.engine_hosts:
-            raise ConfigError("cluster.address is read only with cluster.engine_hosts > 0")
+        if self.address and not (self.engine_hosts or self.trainers):
+            raise ConfigError(
+                "cluster.address is read only with cluster.engine_hosts > 0 or cluster.trainers > 0"
+            )
+        if self.engine_hosts and self.trainers:
+            raise ConfigError(
+                "cluster.engine_hosts and cluster.trainers must not both be set, "
+                f"got {self.engine_hosts} and {self.trainers}: no test covers the two together"
+            )
 
     def applies(self, option: str) -> bool:
-        return option == "engine_hosts" or self.engine_hosts > 0
+        if option in ("engine_hosts", "trainers"):
+            return True
+        readers = {"patience_s": self.engine_hosts, "restarts": self.trainers}
+        return readers.get(option, self.engine_hosts + self.trainers) > 0

@@ -124,9 +124,25 @@ class RunConfig(Section):
                 "deterministic needs cluster.engine_hosts = 0 (a virtual clock does not wait for "
                 f"other processes), got {self.cluster.engine_hosts}"
             )
+        self._check_trainers()
         num_sequences = self.schedule.groups_per_step * self.schedule.group_size
         if self.trainer.minibatches_per_batch > num_sequences:
             raise ConfigError(
                 f"trainer.minibatches_per_batch must be <= {num_sequences} "
                 f"(the sequences of a batch), got {self.trainer.minibatches_per_batch}"
             )
+
+    def _check_trainers(self) -> None:
+        """Raise `ConfigError` for options that trainer ranks do not have."""
+        refused = {
+            "old_logps.route = old_logit_model": self.old_logps.needs.own_process,
+            "audit.record": self.audit.record,
+            "trainer.compile": self.trainer.compile,
+            "trainer.routing_replay": self.trainer.routing_replay,
+        }
+        for option, is_set in refused.items():
+            if self.cluster.trainers and is_set:
+                raise ConfigError(
+                    f"{option} needs cluster.trainers = 0, got {self.cluster.trainers}: trainer "
+                    "ranks do not have it"
+                )

@@ -1,0 +1,114 @@
+"""Test whole runs whose trainer has ranks.
+
+A deterministic run with two ranks is bitwise the same again, also if a rank is killed meanwhile and
+nobody does anything. A resume may have another number of ranks.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from io import StringIO
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from unstale.cli import session
+from unstale.cluster.ranks import RankedTrainer
+from unstale.config import (
+    CheckpointConfig,
+    ClusterConfig,
+    ConfigError,
+    EvalConfig,
+    RunConfig,
+    ScheduleConfig,
+)
+from unstale.durability.compare_runs import differences
+from unstale.durability.run_folder import EVENTS, RunFolder
+from unstale.recipes.retail import retail
+
+
+def config(runs: Path, name: str, *, trainers: int = 2, steps: int = 4) -> RunConfig:
+    base = retail()
+    return replace(
+        base,
+        runs=runs,
+        name=name,
+        steps=steps,
+        minutes=0,
+        deterministic=True,
+        schedule=ScheduleConfig(max_staleness=1, groups_per_step=2, group_size=4),
+        eval=EvalConfig(tasks=0),
+        checkpoint=CheckpointConfig(every=2),
+        engine=replace(base.engine, dtype="float32"),
+        trainer=replace(
+            base.trainer, dtype="float32", max_tokens_per_microbatch=512, warmup_steps=0
+        ),
+        cluster=ClusterConfig(trainers=trainers),
+    )
+
+
+def train(made: RunConfig) -> Path:
+    return session.train(made, console=Console(file=StringIO())).folder
+
+
+def test_a_run_whose_rank_is_killed_continues_and_is_bitwise_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    undisturbed = train(config(tmp_path, "undisturbed"))
+    step, steps = RankedTrainer.step, []
+
+    def step_and_kill(trainer: RankedTrainer) -> None:
+        step(trainer)
+        steps.append(trainer.version)
+        if len(steps) == 3:
+            os.kill(trainer.call("pid"), signal.SIGKILL)
+
+    monkeypatch.setattr(RankedTrainer, "step", step_and_kill)
+    killed = train(config(tmp_path, "killed"))
+    assert len(steps) == 5
+    kinds = [row["kind"] for row in RunFolder(killed).rows(EVENTS)]
+    assert kinds.count("trainer_died") == 1
+    assert differences(undisturbed, killed) == []
+    rows = RunFolder(killed).metrics()
+    assert [row["old_logps/exact_share"] for row in rows if row["step"]] == [1.0] * 4
+    assert any(row["trainer/grad_norm"] > 0 for row in rows if row["step"])
+
+
+def test_a_run_is_resumed_with_another_number_of_ranks(tmp_path: Path) -> None:
+    made = replace(config(tmp_path, "run", steps=2), deterministic=False)
+    folder = train(made)
+    fewer = replace(made, steps=3, cluster=ClusterConfig(trainers=1))
+    session.resume(folder, fewer, console=Console(file=StringIO()))
+    local = replace(made, steps=4, cluster=ClusterConfig())
+    session.resume(folder, local, console=Console(file=StringIO()))
+    rows = RunFolder(folder).metrics()
+    assert [row["old_logps/exact_share"] for row in rows if row["step"]] == [1.0] * 4
+
+
+def test_a_killed_driver_leaves_a_run_that_a_resume_completes_bitwise(tmp_path: Path) -> None:
+    undisturbed = train(config(tmp_path, "undisturbed"))
+    code = (
+        "import sys, pathlib; from tests.cluster import test_trainer_run as t; "
+        "t.train(t.config(pathlib.Path(sys.argv[1]), 'killed'))"
+    )
+    folder = tmp_path / "killed"
+    driver = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], start_new_session=True)
+    try:
+        while not folder.is_dir() or len(RunFolder(folder).metrics()) < 3:
+            assert driver.poll() is None, "the driver must not end by itself"
+            time.sleep(0.2)
+    finally:
+        driver.kill()
+        driver.wait()
+    session.resume(folder, config(tmp_path, "killed"), console=Console(file=StringIO()))
+    assert differences(undisturbed, folder) == []
+
+
+def test_a_deterministic_run_keeps_its_number_of_ranks(tmp_path: Path) -> None:
+    folder = train(config(tmp_path, "run", trainers=1, steps=1))
+    with pytest.raises(ConfigError, match=r"cluster\.trainers cannot change from 1 to 2"):
+        session.resume(folder, config(tmp_path, "run", trainers=2, steps=2))
