@@ -58,3 +58,15 @@ class EngineWithPid(EmbeddedEngine):
     async def start(self) -> None:
         await super().start()
         self._path.write_text(str(self.pid))
+
+
+class LongEngine(ScriptedEngine):
+    """A scripted engine whose replies have as many tokens as they may."""
+
+    def __init__(self, options: EngineOptions) -> None:
+        super().__init__(words)
+
+
+def words(tokens: Sequence[int], params: SamplingParams) -> list[int]:
+    """Return tokens of the base policy's vocabulary that end no reply."""
+    return [300 + (len(tokens) + index) ** 2 % 97 for index in range(params.max_tokens)]

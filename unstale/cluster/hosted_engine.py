@@ -198,10 +198,12 @@ class HostedEngine:
         """
         exceptions = import_ray().exceptions
         for last in (False,) * (_PLACEMENTS - 1) + (True,):
-            if self._host is None:
-                self._host = self._place()
+            host: Any = self._host
+            if host is None:
+                host = await asyncio.to_thread(self._place)  # it pickles a class
+            self._host = host
             try:
-                await session.while_alive(_result(self._host.ping.remote()))
+                await session.while_alive(_result(host.ping.remote()))
             except exceptions.RayError as error:
                 self._drop()
                 if last:
