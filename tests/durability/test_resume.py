@@ -696,7 +696,7 @@ def test_code_that_a_run_folder_names_is_not_imported_unless_it_is_named_again(
     )
     assert "task.env cannot change from harm:Tasks to other:Tasks" in said
     said = complaint(capsys, "train", "--resume", str(tmp_path / "run"), "--task.env", "harm:Tasks")
-    assert "task.env 'harm:Tasks' cannot be made: import of harm halted" in said
+    assert "'harm:Tasks' cannot be made: ModuleNotFoundError: import of harm halted" in said
 
 
 KNOBS = [

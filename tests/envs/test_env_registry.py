@@ -1,12 +1,13 @@
 """Test the registry of environments.
 
 One file declares an environment and its options, and it trains. The options are in the help and are
-refused for other environments. Names and options are listed without importing torch.
+refused for other environments. Names and options are listed without importing torch. Any error in a
+module of the user's own is one line that names the file and the line.
 """
 
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,8 @@ from unstale.cli.recipe_options import options_help
 from unstale.config import ConfigError, make_task
 from unstale.config.options import override
 from unstale.envs.registry import build_taskset, shipped_envs
-from unstale.recipes import RECIPES
+from unstale.observe.trackers import find_trackers
+from unstale.recipes import RECIPES, make_recipe
 from unstale.testing import check_env
 
 FILE = '''
@@ -113,3 +115,33 @@ def test_names_and_options_are_known_without_torch() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     envs_, libraries = "['calculator', 'dataset', 'python', 'retail']", "['gymnasium', 'openenv', "
     assert done.stdout.startswith(f"{envs_} {libraries}") and done.stdout.endswith("False\n")
+
+
+USES: dict[str, Callable[[str], object]] = {
+    "task.env": lambda name: build_taskset(make_task(name)),
+    "task.reward": lambda name: build_taskset(make_task("dataset:rows.jsonl", reward=name)),
+    "recipe": make_recipe,
+    "trackers": find_trackers,
+}
+
+
+MISTAKES = {
+    "no_colon": ("x = 1\ndef made()\n    pass\n", r"SyntaxError: .* \(no_colon.py, line 2\)"),
+    "no_name": ("x = 1\nmade = y\n", r"NameError: .*'y'.* \(no_name.py, line 2\)"),
+    "leaves": ("exit(3)\n", "SystemExit: 3 "),
+    "nothing": ("", "AttributeError: module 'nothing' has no attribute 'made'"),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize("name", MISTAKES)
+def test_an_error_in_a_module_of_ones_own_is_one_line(
+    use: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text, says = MISTAKES[name]
+    (tmp_path / f"{name}.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    with pytest.raises(ConfigError, match=rf"{use}.*{name}:made.*: {says}") as raised:
+        USES[use](f"{name}:made")
+    assert "\n" not in str(raised.value)

@@ -284,8 +284,8 @@ def test_a_tracker_that_fails_is_dropped_with_a_warning(tmp_path: Path) -> None:
             "tensorboard,x",
             r"cannot hold 'x'; there are: mlflow, prometheus, tensorboard, wandb, MODULE:FACT",
         ),
-        ("no_module:x", "no_module:x cannot be imported: No module named 'no_module'"),
-        ("json:x", "json:x cannot be imported: module 'json' has no attribute 'x'"),
+        ("no_module:x", "x cannot be imported: ModuleNotFoundError: No module named 'no_module'"),
+        ("json:x", "x cannot be imported: AttributeError: module 'json' has no attribute 'x'"),
     ],
 )
 def test_an_unknown_tracker_is_refused_before_anything_starts(

@@ -9,7 +9,6 @@ import inspect
 import json
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from importlib import import_module
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from unstale.config import ConfigError, TaskConfig, install, nearest
 from unstale.config.checks import Share
 from unstale.envs import ListedTasks, Message, Turn
 from unstale.envs.guard import call
-from unstale.envs.registry import EnvSpec
+from unstale.envs.registry import EnvSpec, import_user_code
 from unstale.envs.strict_json import refuse_constant
 from unstale.records import Task
 
@@ -236,17 +235,17 @@ def _hub_rows(name: str, subset: str, split: str) -> list[Row]:
 
 def load_reward(name: str) -> RewardFunction:
     """Return the function that `module:function` names. Raises `ConfigError` if there is none."""
-    module, _, attribute = name.partition(":")
-    if not attribute:
+    if not name.partition(":")[2]:
         raise ConfigError(
             f"task.reward must be module:function, a function of (reply, row), got {name!r}; "
             "for a column `answer` there are unstale.rewards:exact_answer and :numeric_answer"
         )
+    problem = f"task.reward {name!r} cannot be used"
+    reward: RewardFunction = import_user_code(name, problem)
     try:
-        reward: RewardFunction = getattr(import_module(module), attribute)
         inspect.signature(reward).bind("reply", {})
-    except (ImportError, AttributeError, TypeError, ValueError) as error:
-        raise ConfigError(f"task.reward {name!r} cannot be used: {error}") from error
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{problem}: {error}") from error
     return reward
 
 

@@ -7,6 +7,7 @@ extra that installs the library has the library's name.
 - `MODULE:FACTORY`: a function or class of the user's code, called without arguments.
 """
 
+import importlib
 import pkgutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -96,29 +97,58 @@ def build_taskset(config: TaskConfig) -> Taskset:
     if spec := find_spec(config.env):
         return spec.make(config)
     module, _, name = config.env.partition(":")
-    adapter = libraries().get(module)
-    try:
-        factory = getattr(import_module(adapter or module), "TASKSET" if adapter else name)
-    except (ImportError, AttributeError) as error:
-        is_missing = adapter and isinstance(error, ModuleNotFoundError)
-        hint = f" ({install(module)})" if is_missing else ""
-        raise ConfigError(f"task.env {config.env!r} cannot be made: {error}{hint}") from error
-    with user_code(f"task.env {config.env!r} cannot be made"):
-        taskset: Taskset = factory(name) if adapter else factory()
+    problem = f"task.env {config.env!r} cannot be made"
+    taskset: Taskset
+    if adapter := libraries().get(module):
+        try:
+            factory = import_module(adapter).TASKSET
+        except ImportError as error:
+            hint = f" ({install(module)})" if isinstance(error, ModuleNotFoundError) else ""
+            raise ConfigError(f"{problem}: {error}{hint}") from error
+        with user_code(problem):
+            taskset = factory(name)
+    else:
+        factory = import_user_code(config.env, problem)
+        with user_code(problem):
+            taskset = factory()
     return taskset
+
+
+def import_user_code(name: str, problem: str) -> Any:
+    """Import what `module:attribute` names.
+
+    Raises `ConfigError` that begins with `problem`, for any error in the module.
+    """
+    module, _, attribute = name.partition(":")
+    with user_code(problem):
+        return getattr(import_module(module), attribute)
 
 
 @contextmanager
 def user_code(problem: str) -> Iterator[None]:
-    """Turn any error of a task set's code into `ConfigError`, with its place, within a context."""
+    """Turn any error of user code into `ConfigError`, with its place, within a context."""
     try:
         yield
     except (ConfigError, KeyboardInterrupt):
         raise
     except BaseException as error:
-        place = extract_tb(error.__traceback__)[-1]
-        where = f"{Path(place.filename).name}, line {place.lineno}"
-        raise ConfigError(f"{problem}: {describe(error)} ({where})") from error
+        raise ConfigError(f"{problem}: {describe(error)}{_place(error)}") from error
+
+
+def _place(error: BaseException) -> str:
+    """Return the file and line of user code that raised an error, in brackets.
+
+    "" if the text of the error has them (a `SyntaxError`), or no user code ran.
+    """
+    places = [
+        frame
+        for frame in extract_tb(error.__traceback__)
+        if frame.filename not in (__file__, importlib.__file__)
+        and not frame.filename.startswith("<frozen importlib")
+    ]
+    if isinstance(error, SyntaxError) or not places:
+        return ""
+    return f" ({Path(places[-1].filename).name}, line {places[-1].lineno})"
 
 
 def check_taskset(taskset: Taskset, seed: int, num_tasks: int) -> None:

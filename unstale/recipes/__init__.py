@@ -10,6 +10,7 @@ from collections.abc import Callable
 from importlib import import_module
 
 from unstale.config import ConfigError, RunConfig, nearest
+from unstale.envs.registry import import_user_code, user_code
 from unstale.recipes.calculator import calculator
 from unstale.recipes.llm import llm
 from unstale.recipes.retail import retail
@@ -33,15 +34,18 @@ def make_recipe(name: str) -> RunConfig:
     `name` is a key of `RECIPES`, or `module:function` of any importable module. Raises
     `ConfigError` if there is no such recipe.
     """
-    module, colon, function = name.partition(":")
+    colon = ":" in name
     if not colon and name not in RECIPES:
         raise ConfigError(f"unknown recipe {name!r}{nearest(name, list(RECIPES))}")
     if not colon:
         return RECIPES[name]()
-    try:
-        config = getattr(import_module(module), function)()
-    except (ImportError, AttributeError, TypeError, ValueError) as error:
-        raise ConfigError(f"the recipe {name!r} cannot be used: {error}") from error
+    problem = f"the recipe {name!r} cannot be used"
+    recipe = import_user_code(name, problem)
+    with user_code(problem):
+        try:
+            config = recipe()
+        except ConfigError as error:
+            raise ConfigError(f"{problem}: {error}") from error
     if not isinstance(config, RunConfig):
         raise ConfigError(f"the recipe {name!r} returned a {type(config).__name__}, no RunConfig")
     return config

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from unstale.config import ConfigError, install, nearest
+from unstale.envs.registry import import_user_code
 
 if TYPE_CHECKING:  # `records` imports torch
     from unstale.records import Group
@@ -86,12 +87,10 @@ def find_trackers(option: str) -> dict[str, Callable[[TrackedRun], Sink]]:
 
 
 def _find(name: str) -> Callable[[TrackedRun], Sink]:
-    module, _, factory = name.partition(":")
-    if factory:
-        try:
-            return getattr(import_module(module), factory)
-        except (ImportError, AttributeError) as error:
-            raise ConfigError(f"trackers: {name} cannot be imported: {error}") from error
+    if name.partition(":")[2]:
+        make: Callable[[TrackedRun], Sink]
+        make = import_user_code(name, f"trackers: {name} cannot be imported")
+        return make
     if name not in tracker_names():
         known = [*tracker_names(), "MODULE:FACTORY"]
         raise ConfigError(f"trackers cannot hold {name!r}{nearest(name, known)}")
