@@ -123,6 +123,20 @@ def test_own_rewards_may_be_named_async_or_wrong(
         taskset(path, reward="own_reward:one")
 
 
+def test_blank_lines_and_empty_lists_of_follow_ups_are_no_mistakes(tmp_path: Path) -> None:
+    rows: list[object] = [{**row, "more": ["Why?"] if n else None} for n, row in enumerate(ROWS)]
+    path = write_jsonl(tmp_path / "rows.jsonl", rows)
+    path.write_text(path.read_text().replace("\n", "\n \t\n"))
+    tasks = taskset(path, follow_up_column="more")
+    assert sum(len(rows) for rows in tasks.data.values()) == len(ROWS)  # type: ignore[attr-defined]
+    path = write_jsonl(path, [{**row, "more": None} for row in ROWS])
+    rewards = asyncio.run(play(taskset(path, follow_up_column="more"), "none"))[1]
+    assert rewards == {"reward": 0.0}
+    path = write_jsonl(path, [{**row, "more": 3} for row in ROWS])
+    with pytest.raises(ConfigError, match="more must be a list of texts"):
+        taskset(path, follow_up_column="more")
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -131,6 +145,7 @@ def test_own_rewards_may_be_named_async_or_wrong(
         ('["prompt"]\n', r"line 1: expected an object, got \['prompt'\]"),
         ('{"question": "a"}\n', r"row 1 .* no column 'prompt' \(task.prompt_column\)"),
         ('{"prompt": 3}\n', r"prompt must be text, or messages"),
+        ('{"prompt": null}\n', r"row 1 of dataset:.*: prompt is empty \(null\)$"),
         ('{"prompt": []}\n', r"prompt must end with a user message"),
         ('{"prompt": "a"}\n', r"1 rows and none for"),
         ("", r"0 rows and none for"),

@@ -130,6 +130,8 @@ class RowEnv:
 def _opening(row: Row, options: DatasetConfig) -> tuple[Message, ...]:
     """Return the first messages of a row. Raises ValueError for a prompt of another form."""
     prompt = _column(row, options.prompt_column, "task.prompt_column")
+    if prompt is None:
+        raise ValueError(f"{options.prompt_column} is empty (null)")
     if isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]
     messages = [Message("system", options.system)] if options.system else []
@@ -151,7 +153,10 @@ def _follow_ups(row: Row, options: DatasetConfig) -> Sequence[str]:
     if not options.follow_up_column:
         return ()
     texts = _column(row, options.follow_up_column, "task.follow_up_column")
-    if isinstance(texts, str) or not all(isinstance(text, str) for text in texts):
+    if texts is None:
+        return ()
+    is_list = isinstance(texts, Sequence) and not isinstance(texts, str)
+    if not is_list or not all(isinstance(text, str) for text in texts):
         raise ValueError(f"{options.follow_up_column} must be a list of texts")
     return tuple(texts)
 
@@ -161,7 +166,7 @@ def _column(row: Row, column: str, option: str) -> Any:
 
     Raises ValueError with the name of the option that names the column, if there is no such column.
     """
-    if row.get(column) is None:
+    if column not in row:
         raise ValueError(f"no column {column!r} ({option}){nearest(column, list(row))}")
     return row[column]
 
@@ -199,7 +204,9 @@ def load_rows(source: str, *, subset: str = "", split: str = "train") -> list[Ro
             raise ConfigError(f"{path} must be a list of objects; for one object a line use .jsonl")
         return list(_objects(enumerate(values, start=1), path, "item"))
     lines = enumerate(path.read_bytes().splitlines(), start=1)
-    values = ((number, _json(line, f"{path}, line {number}")) for number, line in lines if line)
+    values = (
+        (number, _json(line, f"{path}, line {number}")) for number, line in lines if line.strip()
+    )
     return list(_objects(values, path, "line"))
 
 
