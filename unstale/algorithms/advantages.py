@@ -86,7 +86,9 @@ def rloo(groups: Sequence[Group]) -> list[ScoredTrajectory]:
 
 @estimator
 def opo(groups: Sequence[Group]) -> list[ScoredTrajectory]:
-    """OPO (arXiv 2505.23585): the reward minus the mean of the group, weighted by length.
+    """OPO (arXiv 2505.23585): the reward minus the group's mean reward.
+
+    In this mean, each episode counts in proportion to its length.
 
     The length of an episode is the number of tokens that the policy sampled.
     """

@@ -79,7 +79,7 @@ CONFIG = argument(
     help="a file with the options below, one table per section; the command line wins. "
     "It may also stand in the recipe's place",
 )
-"""A command with this argument also takes the options of a recipe."""
+"""The argument `--config`. A command that has it also takes every field of `RunConfig`."""
 
 
 def _console(chosen: argparse.Namespace) -> Console:

@@ -14,10 +14,10 @@ _T = TypeVar("_T")
 
 
 class EngineSession:
-    """The state of an engine in other processes, from one start to the next.
+    """What the run knows of an engine in other processes, from one start to the next.
 
-    `check_health` is awaited every `CHECK_S` seconds while replies are pending. It must raise
-    `EngineDied` for an engine that does not work.
+    The caller's function `check_health` is awaited every `CHECK_S` seconds while replies are
+    pending. It must raise `EngineDied` for an engine that does not work.
     """
 
     def __init__(self, check_health: Callable[[], Awaitable[None]]) -> None:

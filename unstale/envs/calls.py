@@ -423,7 +423,10 @@ def _named_form(text: str) -> NamedCalls | None:
 
 
 def _python_form(text: str) -> PythonCalls | None:
-    """Return the format if `text` is a list of Python calls: its tags."""
+    """Return the format of a list of Python calls, which is the tags around the list.
+
+    `text` is what a chat template wrote for a tool call. None if it is no such list.
+    """
     opens, bracket, rest = text.partition(f"[{PROBE.name}(")
     _, end, closes = rest.rpartition("]")
     return PythonCalls(opens.strip(), closes.strip()) if bracket and end else None

@@ -1,5 +1,6 @@
 """The problems that the linter finds, and the changes of options that remove them."""
 
+import shlex
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -106,6 +107,8 @@ def _words(fix: Fix) -> str:
 
     >>> _words({"trainer.lr": 3e-4, "old_logps.baseline": True})
     '--trainer.lr 0.0003 --old_logps.baseline true'
+    >>> _words({"engine.args": ""})
+    "--engine.args ''"
     """
     return " ".join(f"--{name} {_word(value)}" for name, value in fix.items())
 
@@ -113,4 +116,6 @@ def _words(fix: Fix) -> str:
 def _word(value: Any) -> str:
     if isinstance(value, bool) or value is None:
         return str(value).lower()
-    return f"{value!r}".removesuffix(".0") if isinstance(value, float) else str(value)
+    if isinstance(value, float):
+        return f"{value!r}".removesuffix(".0")
+    return shlex.quote(str(value))

@@ -28,7 +28,7 @@ class _Pass:
 
 @dataclass(frozen=True, slots=True)
 class Packability:
-    """The result of the check."""
+    """Whether log-probabilities in a packed pass are those of each sequence alone, and why not."""
 
     plain_head: bool
     """Logits are the head applied to the last hidden state."""
@@ -73,7 +73,8 @@ def check_packing(model: PreTrainedModel) -> Packability:
 def _probes(vocabulary: int) -> tuple[list[Tensor], list[Tensor]]:
     """Return four short sequences, and the same four with the first and the last one changed.
 
-    The last two sequences share a prefix.
+    If packing keeps sequences apart, the results of the middle two are the same in both. The third
+    and the fourth share a prefix, which tests the prefix tree.
     """
     trunk = torch.arange(MIN_SHARED) % vocabulary
     first = trunk[:3]

@@ -49,7 +49,8 @@ def load_shard(folder: Path, *, passes: torch.dtype, wide: bool, count: int) -> 
 def prepare_passes(model: PreTrainedModel, *, plain_head: bool) -> None:
     """Prepare a sharded model for `run_pass`. Call this after `requires_grad` is set.
 
-    A pass must run as one forward pass of the whole model, because that gathers the parameters.
+    It makes `run_pass` a forward call of the whole model. Only such a call gathers the parameters;
+    layers that are called directly would compute with this rank's parts.
     """
     head: Any = model.get_output_embeddings()
     if plain_head:

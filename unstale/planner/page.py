@@ -57,14 +57,11 @@ def describe(rated: SimulatedCandidate) -> str:
     window = ""
     if schedule.lookahead_window > 1:
         window = f", taken from the {schedule.lookahead_window} oldest of the queue"
-    unsupported = ""
-    if placement.trainers > 1 and not setup.device.is_core:
-        unsupported = " with a trainer on several GPUs (the present one uses one, and is slower)"
     checkpointing = "; gradient checkpointing" if setup.gradient_checkpointing else ""
     return (
         f"{placement}{checkpointing}; route {candidate.name}; "
         f"{schedule.groups_per_step} groups of {schedule.group_size} a step{window}, at most "
-        f"{schedule.staleness_bound} versions old. {rated.rate:,.0f} trained tokens/s{unsupported} "
+        f"{schedule.staleness_bound} versions old. {rated.rate:,.0f} trained tokens/s "
         f"(+-{rated.spread:.0%}), a step in {rated.result.mean_step_s:.3g} s"
     )
 
@@ -185,6 +182,9 @@ def command(candidate: Candidate) -> str:
     options["trainer.dtype"] = "float32" if setup.device.is_core else "bfloat16"
     options["trainer.lr"] = setup.lr
     options["trainer.gradient_checkpointing"] = str(setup.gradient_checkpointing).lower()
+    needs = candidate.costs.route.needs
+    if setup.is_sharded(candidate.placement.trainers) and not needs.own_process:
+        options["cluster.trainers"] = candidate.placement.trainers
     policy = "base" if setup.model.name == SHIPPED_POLICY.name else "FOLDER"
     words = " ".join(f"--{name} {value}" for name, value in options.items())
     return f"unstale train llm --policy {policy} {words}"
@@ -204,6 +204,13 @@ def missing(candidate: Candidate) -> Iterator[str]:
             '--engine.backend vllm --engine.urls "URL ..." (docs/engines.md). Otherwise the small '
             "embedded engine samples"
         )
+    if setup.is_sharded(placement.trainers):
+        yield (
+            "several trainer ranks were tested on CPUs only, and send whole weights to the servers "
+            "(docs/trainer-ranks.md)"
+        )
+        if candidate.costs.route.needs.own_process:
+            yield f"{candidate.name} needs one trainer (cluster.trainers 0): or use another --route"
 
 
 def route_rows(suggestion: Suggestion) -> list[Row]:

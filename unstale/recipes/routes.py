@@ -23,7 +23,10 @@ from unstale.envs.retail import RetailConfig
 
 
 def route_recipe(name: str) -> Callable[..., RunConfig]:
-    """Return the recipe of a route: the customer-service desk with tokens up to 6 versions old."""
+    """Return a recipe that shows one old-logit route at work.
+
+    It trains on the customer-service desk, with tokens up to 6 versions old.
+    """
     route = routes()[name]
 
     def recipe(**changes: Any) -> RunConfig:

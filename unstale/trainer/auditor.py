@@ -148,7 +148,10 @@ def packing_noise(scorer: Scorer, batch: Batch, logp: Tensor, version: int | Non
 
 
 def spread(count: int, wanted: int, *, turn: float) -> list[int]:
-    """Return `wanted` of the indices 0 to `count - 1`, evenly spaced, shifted by `turn` (0 to 1).
+    """Return `wanted` evenly spaced indices below `count`, or all of them if there are fewer.
+
+    `turn` (0 to 1) shifts them by this part of the distance between two, so that audits in a row
+    do not choose the same ones.
 
     >>> spread(10, 3, turn=0.0), spread(10, 3, turn=0.9), spread(2, 5, turn=0.5)
     ([0, 3, 6], [3, 6, 9], [0, 1])
