@@ -114,7 +114,12 @@ def test_nothing_is_called_that_runs_what_it_reads() -> None:
         "FileSystemWriter",
         "getattr_static",
     }
-    found = {(path, name) for path, name, _ in calls() if name in direct | unpickling}
+    found = {
+        (path, name)
+        for path, name, call in calls()
+        if name in direct | unpickling
+        and not (name == "np.load" and "allow_pickle=False" in ast.unparse(call))
+    }
     assert found == set()
     keywords = {
         (path, word.arg, ast.unparse(word.value))

@@ -93,6 +93,6 @@ def agents() -> ExternalAgent:
 
 
 def cannot_be_made_in_a_worker() -> Mixed:
-    if "unstale.isolation.worker" in sys.modules:
+    if "pytest" not in sys.modules:  # in a worker process
         raise OSError("no licence")
     return Mixed()

@@ -165,9 +165,12 @@ class RemoteEngine(ABC):
     @abstractmethod
     def _parse_reply(self, body: Any) -> ServerReply: ...
 
-    @abstractmethod
     def _decode_routes(self, routes: str) -> Any:
-        """Return `ServerReply.routes` as an array of expert numbers, `[tokens, layers, k]`."""
+        """Return `ServerReply.routes` as an array of expert numbers, `[tokens, layers, k]`.
+
+        A backend whose replies have `routes` must define it.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not decode expert routes")
 
     async def start(self) -> None:
         """Start the server, or connect to a running one. Raises ValueError if it cannot be used."""
