@@ -5,9 +5,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from unstale.durability.journal.route_files import RouteFiles
+from unstale.durability.journal import JOURNAL, Journal
+from unstale.durability.journal.route_files import ROUTES, RouteFiles
 from unstale.expert_routes import ExpertRoutes
-from unstale.records import Sampled
+from unstale.records import GroupRequest, Sampled, Task
+
+TASK = Task("retail", "train", 17)
 
 
 def piece(first: int, *, version: int = 0, experts: int = 8, token: int = 5) -> Sampled:
@@ -79,6 +82,35 @@ def test_any_damage_or_cut_loses_records_and_never_changes_one(tmp_path: Path) -
     for place in range(0, len(whole), 3):
         path.write_bytes(whole[:place] + bytes([whole[place] ^ 64]) + whole[place + 1 :])
         assert sound() < 2
+
+
+@pytest.mark.parametrize("lost", [1, 30, 80])
+def test_records_after_a_kill_while_writing_can_be_read(tmp_path: Path, lost: int) -> None:
+    written(tmp_path, piece(0), piece(9, version=1))
+    path = tmp_path / "routes" / "group-000003.bin"
+    size = path.stat().st_size
+    path.write_bytes(path.read_bytes()[:-lost])
+    files = RouteFiles(tmp_path / "routes")
+    for place in (4, 6):
+        files.write(3, 7, place, piece(place))
+    files.close()
+    assert {key.position for key in files.read(3)} == {0, 4, 6}
+    assert path.stat().st_size == size // 2 * 3
+
+
+def test_a_reader_reads_the_file_of_a_group_once(tmp_path: Path) -> None:
+    with Journal(tmp_path / JOURNAL, routes=RouteFiles(tmp_path / ROUTES)) as journal:
+        journal.add_request(GroupRequest(3, TASK, seed=5, place=6))
+        for episode in (7, 8):
+            page = journal.begin(3, episode - 7, episode=episode, seed=1)
+            page.write_piece(0, piece(episode))
+        journal.flush()
+    with Journal.read(tmp_path, routes=True) as reader:
+        for episode in (7, 8):
+            (read,) = reader.pieces(episode)
+            assert isinstance(read, Sampled) and read.routes
+            assert read.routes.start == episode
+            (tmp_path / ROUTES / "group-000003.bin").unlink(missing_ok=True)
 
 
 def test_files_of_old_checkpoints_are_removed(tmp_path: Path) -> None:

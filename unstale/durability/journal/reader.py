@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, Self, get_args
 from urllib.parse import quote
 
-from unstale.durability.journal.route_files import RouteFiles
+from unstale.durability.journal.route_files import RouteFiles, RouteKey
 from unstale.durability.journal.tables import (
     ATTEMPTS,
     COLUMNS,
@@ -25,6 +25,7 @@ from unstale.durability.journal.tables import (
     seal,
     to_piece,
 )
+from unstale.expert_routes import ExpertRoutes
 from unstale.records import (
     EpisodeRecord,
     Failure,
@@ -107,6 +108,8 @@ class JournalReader:
         """
         self.path = path
         self._routes = routes
+        self._group_routes: tuple[int, dict[RouteKey, ExpertRoutes]] | None = None
+        """The group whose routes were read last, and its records."""
         if not path.is_file():
             raise FileNotFoundError(f"{path.parent} holds no journal: {path.name} is missing")
         with ExitStack() as on_error:
@@ -355,7 +358,9 @@ class JournalReader:
     def _with_routes(self, episode: int, pieces: Sequence[Piece]) -> tuple[Piece, ...]:
         assert self._routes is not None
         ((group,),) = self.rows("SELECT number FROM episodes WHERE episode = ?", episode)
-        records = self._routes.read(group)
+        if self._group_routes is None or self._group_routes[0] != group:
+            self._group_routes = group, self._routes.read(group)
+        records = self._group_routes[1]
         linked: list[Piece] = []
         for position, piece in enumerate(pieces):
             if isinstance(piece, Sampled):

@@ -6,6 +6,7 @@ routes, they are missing when the run resumes.
 """
 
 import math
+import os
 import struct
 import zlib
 from collections import deque
@@ -29,7 +30,7 @@ _SEAL = struct.Struct("<I")
 _DTYPES = {1: "uint8", 2: "int16"}
 
 
-class _Key(NamedTuple):
+class RouteKey(NamedTuple):
     """Identifies the piece (run of tokens) to which a record belongs."""
 
     episode: int
@@ -53,10 +54,16 @@ class RouteFiles:
         """A function called in the writing thread if a file cannot be written."""
         self._consumed: deque[list[int]] = deque()
         """The groups of each checkpoint whose files are kept, oldest checkpoint first."""
+        self._opened: set[int] = set()
+        """Groups whose files end with a whole record. Only the writing thread uses it."""
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="routes")
 
     def write(self, group: int, episode: int, position: int, piece: Sampled) -> None:
-        """Append the expert routes of a piece, without those that earlier pieces have."""
+        """Append the expert routes of a piece, without those that earlier pieces have.
+
+        If an earlier process was killed while it wrote to the file, the damaged end of the file is
+        removed first.
+        """
         if piece.routes is not None:
             self._thread.submit(self._append, group, _key(episode, position, piece), piece.routes)
 
@@ -76,7 +83,7 @@ class RouteFiles:
         while len(self._consumed) > self._keep:
             self._thread.submit(self._remove, self._consumed.popleft())
 
-    def read(self, group: int) -> dict[_Key, ExpertRoutes]:
+    def read(self, group: int) -> dict[RouteKey, ExpertRoutes]:
         """Return the records of a group, up to the first damaged one.
 
         If several records are of the same piece, the last counts.
@@ -85,11 +92,11 @@ class RouteFiles:
             data = self._path(group).read_bytes()
         except FileNotFoundError:
             return {}
-        return dict(_records(data))
+        return {key: routes for key, routes, _ in _records(data)}
 
     @staticmethod
     def find(
-        records: dict[_Key, ExpertRoutes], episode: int, position: int, piece: Sampled
+        records: dict[RouteKey, ExpertRoutes], episode: int, position: int, piece: Sampled
     ) -> ExpertRoutes | None:
         """Return the recorded expert routes of a piece, or None if these tokens have none."""
         return records.get(_key(episode, position, piece))
@@ -97,33 +104,50 @@ class RouteFiles:
     def _path(self, group: int) -> Path:
         return self.folder / f"group-{group:06d}.bin"
 
-    def _append(self, group: int, key: _Key, routes: ExpertRoutes) -> None:
+    def _append(self, group: int, key: RouteKey, routes: ExpertRoutes) -> None:
         try:
             self.folder.mkdir(exist_ok=True)
-            with self._path(group).open("ab") as file:
+            path = self._path(group)
+            if group not in self._opened and path.exists():
+                _remove_damaged_end(path)
+            self._opened.add(group)
+            with path.open("ab") as file:
                 file.write(_pack(key, routes))
         except OSError as error:
+            self._opened.discard(group)  # a part of the record may be in the file
             self.on_error(error)
 
     def _remove(self, groups: Iterable[int]) -> None:
         for group in groups:
+            self._opened.discard(group)
             self._path(group).unlink(missing_ok=True)
 
 
-def _key(episode: int, position: int, piece: Sampled) -> _Key:
+def _key(episode: int, position: int, piece: Sampled) -> RouteKey:
     tokens = struct.pack(f"<{len(piece.tokens)}I", *piece.tokens)
-    return _Key(episode, position, piece.version, zlib.crc32(tokens))
+    return RouteKey(episode, position, piece.version, zlib.crc32(tokens))
 
 
-def _pack(key: _Key, routes: ExpertRoutes) -> bytes:
+def _pack(key: RouteKey, routes: ExpertRoutes) -> bytes:
     data = routes.experts.tobytes()
     shape = (*routes.experts.shape, routes.experts.itemsize)
     header = _HEADER.pack(_MAGIC, *key[:3], routes.start, *shape, key.tokens, zlib.crc32(data))
     return header + _SEAL.pack(zlib.crc32(header)) + data
 
 
-def _records(data: bytes) -> Iterator[tuple[_Key, ExpertRoutes]]:
-    """Yield the records with correct checksums. What follows a damaged header cannot be read."""
+def _remove_damaged_end(path: Path) -> None:
+    """Truncate a file to the end of its last valid record."""
+    data = path.read_bytes()
+    size = max((end for *_, end in _records(data)), default=0)
+    if size < len(data):
+        os.truncate(path, size)
+
+
+def _records(data: bytes) -> Iterator[tuple[RouteKey, ExpertRoutes, int]]:
+    """Yield the records with correct checksums, each with the place of its end in `data`.
+
+    What follows a damaged header cannot be read.
+    """
     import numpy as np
 
     at = 0
@@ -139,5 +163,6 @@ def _records(data: bytes) -> Iterator[tuple[_Key, ExpertRoutes]]:
         end = at + math.prod(shape) * width
         if zlib.crc32(data[at:end]) == checksum:
             experts = np.frombuffer(data[at:end], _DTYPES[width]).reshape(shape)
-            yield _Key(episode, position, version, tokens), ExpertRoutes(start, experts.copy())
+            key = RouteKey(episode, position, version, tokens)
+            yield key, ExpertRoutes(start, experts.copy()), end
         at = end
