@@ -124,11 +124,12 @@ def refusals(peers: Peers) -> list[str]:
 
 
 def test_what_cannot_be_divided_is_refused() -> None:
+    must = "the number of ranks that divide the tokens of a pass must divide the"
     assert run_ranks(3, refusals)[0] == [
-        "cluster.context must divide the 3 trainer ranks and 32, got 2",
+        f"{must} 3 trainer ranks and 32, got 2",
         "31 tokens cannot be divided among 3 ranks",
-        "cluster.context must divide the 4 attention heads, got 3",
-        "cluster.context must divide the 2 key-value heads, or be a multiple of them; got 3",
+        f"{must} 4 attention heads, got 3",
+        f"{must} 2 key-value heads, or be a multiple of them; got 3",
     ]
 
 

@@ -82,7 +82,8 @@ class ContextGroup:
         heads = query.shape[1]
         if heads % self.size:
             raise ConfigError(
-                f"cluster.context must divide the {heads} attention heads, got {self.size}"
+                "the number of ranks that divide the tokens of a pass must divide the "
+                f"{heads} attention heads, got {self.size}"
             )
         key, value = (self._divisible(each) for each in keys)
         out = attend(*(self._to_heads(each) for each in (query, key, value)))
@@ -95,8 +96,8 @@ class ContextGroup:
             return keys
         if self.size % heads:
             raise ConfigError(
-                f"cluster.context must divide the {heads} key-value heads, or be a multiple of "
-                f"them; got {self.size}"
+                "the number of ranks that divide the tokens of a pass must divide the "
+                f"{heads} key-value heads, or be a multiple of them; got {self.size}"
             )
         return keys.repeat_interleave(self.size // heads, 1)
 

@@ -43,7 +43,8 @@ class Peers:
         rank, count = dist.get_rank(), dist.get_world_size()
         if context < 1 or count % context or ROUND % context:
             raise ConfigError(
-                f"cluster.context must divide the {count} trainer ranks and {ROUND}, got {context}"
+                "the number of ranks that divide the tokens of a pass must divide the "
+                f"{count} trainer ranks and {ROUND}, got {context}"
             )
         if context == 1:
             return cls(rank, count)
