@@ -416,8 +416,10 @@ def shares_deltas(config: RunConfig) -> bool:
     """Return True if the route's weight differences can also be sent to the engines.
 
     A delta is the lossless difference of the weights of two versions. It is then computed only
-    once.
+    once. Trainer ranks have deltas of their parts only, so whole weights are sent.
     """
+    if config.cluster.trainers:
+        return False
     same_precision = config.engine.dtype == config.trainer.dtype
     return config.old_logps.shares_deltas and (same_precision or config.trainer.lora_rank > 0)
 

@@ -6,16 +6,20 @@ checkpoint, bit for bit.
 
 import os
 import signal
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from unstale.build import build_rank, load_policy
+from unstale.cluster import session
 from unstale.cluster.ranks import (
     RankedAuditor,
     RankedCheckpoints,
@@ -24,7 +28,7 @@ from unstale.cluster.ranks import (
     Ranks,
     RanksDied,
 )
-from unstale.config import AuditConfig, OldLogpsConfig, RunConfig, TrainerConfig
+from unstale.config import AuditConfig, ConfigError, OldLogpsConfig, RunConfig, TrainerConfig
 from unstale.durability.checkpoint import Progress
 from unstale.model.peers import ALONE
 from unstale.records import Batch, collate
@@ -84,6 +88,41 @@ def driver(count: int, config: RunConfig, run: Path) -> Iterator[Driver]:
         yield Driver(ranks, config, run)
     finally:
         ranks.close()
+
+
+def make_peerless() -> Any:
+    """Return a `MakeRank` for ranks of which the second dies while the first waits for it."""
+
+    class Peerless:  # here, because Ray then pickles it by value
+        def wait(self) -> None:
+            if dist.get_rank() == 1:
+                time.sleep(0.5)
+                os.kill(os.getpid(), signal.SIGKILL)
+            dist.barrier()
+
+        def fail(self) -> None:
+            raise ValueError(f"rank {dist.get_rank()} has no data")
+
+    return lambda peers: Peerless()
+
+
+def test_a_rank_that_dies_in_a_collective_is_not_an_error_of_another() -> None:
+    ranks = Ranks(2)
+    try:
+        ranks.make(make_peerless())
+        with pytest.raises(ValueError, match="has no data"):
+            ranks.call("fail")
+        with pytest.raises(RanksDied, match=r"a trainer rank died \(wait\)"):
+            ranks.call("wait")
+    finally:
+        ranks.close()
+
+
+def test_more_trainers_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    ray = session.connect()
+    monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 8.0, "GPU": 2.0})
+    with pytest.raises(ConfigError, match=r"must be at most 2 \(the GPUs .*got 3"):
+        Ranks(3)
 
 
 def learn_alone(config: RunConfig) -> dict[str, Tensor]:

@@ -25,3 +25,21 @@ def test_log_probabilities_are_those_of_one_process(count: int, dtype: str, tmp_
     whole = _scores(Peers(), tmp_path, dtype)
     for scores in run_ranks(count, _scores, tmp_path, dtype):
         assert torch.equal(scores, whole)
+
+
+def _expert_options(peers: Peers, folder: Path) -> tuple[list[str], bool]:
+    """Return how policy and twin compute experts, and whether packing changes a log-probability."""
+    policy = Policy.load(folder, peers=peers, independent_rows=True)
+    models = (policy.model, policy.twin().model)
+    batch = collate([episode(i, [20, (5 + i, 0), 4, (3, 0)]) for i in range(5)])
+    apart, together = (
+        policy.score(batch, batch.sampled, temperature=1.0, max_tokens_per_microbatch=size).logp
+        for size in (40, 400)
+    )
+    return [str(m.config._experts_implementation) for m in models], torch.equal(apart, together)
+
+
+def test_a_sharded_moe_model_computes_rows_independently(tmp_path: Path) -> None:
+    tiny_policy(seed=3, experts=4).save(tmp_path)
+    for implementations, same in run_ranks(2, _expert_options, tmp_path):
+        assert implementations == ["batched_mm", "batched_mm"] and same

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from tests.durability.test_resume import Toy, config, played
 from unstale.cli import session
-from unstale.config import AuditConfig, ConfigError, OldLogpsConfig
+from unstale.config import AuditConfig, ClusterConfig, ConfigError, OldLogpsConfig
 from unstale.planner.footprint import PROCESS_BYTES, predict_footprint
 from unstale.testing import tiny_policy
 
@@ -43,6 +43,18 @@ def test_the_trainer_takes_20_bytes_a_float32_weight_and_the_deltas() -> None:
     assert bare.checkpoint == 12 * weights
     audited = predict_footprint(replace(plain, audit=AuditConfig(share=0.5)), policy)
     assert audited.trainer > bare.trainer and audited.checkpoint > bare.checkpoint
+
+
+def test_versions_of_trainer_ranks_are_counted_whole() -> None:
+    policy = tiny_policy()
+    made = replace(config(), audit=AuditConfig(), old_logps=OldLogpsConfig(route="snapshot_old"))
+    alone = replace(made, engine=replace(made.engine, dtype=made.trainer.dtype))
+    ranks = replace(alone, cluster=ClusterConfig(trainers=2))
+    copy = sum(weight.numel() * weight.itemsize for weight in policy.weights().values())
+    found = predict_footprint(ranks, policy)
+    every = ranks.checkpoint.every
+    assert found.disk == pytest.approx(copy + found.kept * (found.checkpoint + every * copy))
+    assert found.disk > predict_footprint(alone, policy).disk
 
 
 def test_a_disk_that_is_too_full_is_refused_before_anything_is_written(

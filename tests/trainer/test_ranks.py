@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from tests.support.ranks import run_ranks
@@ -65,6 +66,9 @@ SHARDED_ROUTES = sorted(routes().keys() - {"old_logit_model"})
 @dataclass
 class Outcome:
     weights: dict[str, Tensor]
+    """The optimizer's weights, in float32."""
+    moved: float
+    """The largest change of a weight."""
     exact: list[bool]
     """Whether the old log-probabilities of each version are those it had when it was current."""
     metrics: list[Mapping[str, float]]
@@ -90,6 +94,7 @@ def learn(peers: Peers, folder: Path, config: RunConfig) -> Outcome:
     lora = LORA if options.lora_rank else None
     policy = Policy.load(folder, dtype=options.dtype, lora=lora, peers=peers)
     trainer, auditor = build_trainer(config, policy, build_scorer(config, policy))
+    initial = masters(trainer)
     truth: dict[tuple[int, int], Tensor] = {}
     exact, metrics = [], []
     for step in range(STEPS):
@@ -110,9 +115,17 @@ def learn(peers: Peers, folder: Path, config: RunConfig) -> Outcome:
             trainer.backward(minibatch)
             trainer.step()
         metrics.append(trainer.metrics())
-    weights = {name: tensor.clone() for name, tensor in policy.whole_weights()}
+    weights = masters(trainer)
+    moved = max((weights[name] - tensor).abs().max().item() for name, tensor in initial.items())
     trainer.old.close()
-    return Outcome(weights, exact, metrics)
+    return Outcome(weights, moved, exact, metrics)
+
+
+def masters(trainer: LocalTrainer) -> dict[str, Tensor]:
+    """Return copies of the optimizer's whole weights."""
+    weights = {name: gather_whole(tensor) for name, tensor in trainer.state()["weights"].items()}
+    assert all(tensor.dtype == torch.float32 for tensor in weights.values())
+    return {name: tensor.clone() for name, tensor in weights.items()}
 
 
 def current_logps(trainer: LocalTrainer, batch: Batch, version: int) -> Tensor:
@@ -150,7 +163,9 @@ def test_ranks_learn_what_one_process_learns(count: int, variant: str, folder: P
         other = rank[variant]
         error = max((one.weights[n] - t).abs().max().item() for n, t in other.weights.items())
         wide = VARIANTS[variant].trainer.dtype == "float32"
-        assert error <= (0 if count == 1 else 1e-6 if wide else 2**-6)
+        # Most rounding is in the passes. In bfloat16 the largest error was 8e-6.
+        assert error <= (0 if count == 1 else 1e-6 if wide else 3e-5)
+        assert other.moved > 1e-4
         assert all(other.exact) and len(other.exact) == len(one.exact)
         for name in ("trainer/grad_norm", "objective/loss", "correction/kept_share"):
             values = [[row[name] for row in each.metrics] for each in (one, other)]
@@ -327,6 +342,20 @@ def refused(peers: Peers, folder: Path, run: Path, name: str) -> str:
     with pytest.raises(CheckpointError) as caught:
         Checkpoints(run, parts, peers=peers).load(name)
     return str(caught.value)
+
+
+def save_without_peer(peers: Peers, folder: Path, run: Path) -> None:
+    trainer, parts = components(peers, folder, SMALL)
+    if peers.rank == 1:
+        dist.destroy_process_group()  # the first rank's connection to this one ends
+        return
+    with pytest.raises(RuntimeError, match="gloo") as caught:
+        Checkpoints(run, parts, peers=peers).save(Progress(), trainer.policy)
+    assert not isinstance(caught.value, CheckpointError)
+
+
+def test_a_peer_that_ended_is_no_error_of_a_checkpoint(folder: Path, tmp_path: Path) -> None:
+    run_ranks(2, save_without_peer, folder, tmp_path)
 
 
 def test_a_damaged_part_of_one_rank_is_refused_by_all(folder: Path, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from unstale.build import shares_deltas
-from unstale.config import EngineConfig, OldLogpsConfig, RunConfig, TrainerConfig
+from unstale.config import ClusterConfig, EngineConfig, OldLogpsConfig, RunConfig, TrainerConfig
 from unstale.engines import Engine, Reply, SamplingParams, Update
 from unstale.engines.embedded.engine import EmbeddedEngine
 from unstale.engines.registry import EngineOptions
@@ -267,3 +267,4 @@ def test_a_run_shares_deltas_where_route_and_engine_have_one_precision(
         trainer=TrainerConfig(dtype=trainer),
     )
     assert shares_deltas(config) == shares
+    assert not shares_deltas(replace(config, cluster=ClusterConfig(trainers=2)))

@@ -96,6 +96,8 @@ def train(config: RunConfig, *, console: Console | None = None, command: str = "
     name = config.name or f"{recipe}-seed{config.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
     folder = config.runs / name
     _check_footprint(config, machine.policy, folder, console)
+    if machine.ranks and not machine.ranks.on_gpus:
+        console.print("the trainer ranks use CPUs: the Ray cluster has no GPU", highlight=False)
     if (folder / JOURNAL).exists():
         raise ConfigError(
             f"{folder} already holds a run ({JOURNAL}); resume it (--resume {folder}), "

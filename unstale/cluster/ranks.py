@@ -27,6 +27,7 @@ from torch.distributed import FileStore, TCPStore  # type: ignore[attr-defined]
 
 from unstale.cluster import session
 from unstale.cluster.ranks_worker import MakeRank, Rank, StepResults
+from unstale.config import ConfigError
 from unstale.config.routes import Needs
 from unstale.durability.checkpoint import Checkpoint, Checkpoints, Progress
 from unstale.model.peers import Peers
@@ -38,9 +39,14 @@ from unstale.weights.publish import VersionedWeights
 
 START_S = 600.0
 """Longest time for all ranks to start and load the model."""
+FIRST_CALL_S = 1800.0
+"""Longest time of the first call of each name."""
 LEAST_CALL_S = 120.0
 SLOWER = 10
-"""A call may take this many times as long as the longest call of that name, or `LEAST_CALL_S`."""
+"""A later call may take this many times as long as the longest one of that name, or `LEAST_CALL_S`.
+"""
+_NOTICE_S = 5.0
+"""Longest time in which Ray notices that a process ended."""
 _GROUP_S = 3600.0
 """Time after which a rank's collective fails. The driver ends the ranks long before."""
 
@@ -72,6 +78,9 @@ class _RankActor:
             return f"{folder}/group"
         self._store = TCPStore(host, 0, count, is_master=True, wait_for_workers=False)
         return f"{host}:{self._store.port}"
+
+    def ping(self) -> None:
+        """Do nothing. Ray raises an error instead if this process ended."""
 
     def join(self, address: str, rank: int, count: int) -> None:
         """Join the process group of all ranks."""
@@ -109,10 +118,18 @@ class Ranks:
     def __init__(self, count: int, *, address: str = "") -> None:
         """Start the ranks on Ray, each with one GPU if the cluster has GPUs.
 
-        Raises `RanksDied` if they do not start within `START_S`.
+        Raises `ConfigError` if the cluster has GPUs, but too few, and `RanksDied` if the ranks do
+        not start within `START_S`.
         """
         self._ray: ModuleType = session.connect(address)
-        gpus = 1 if self._ray.cluster_resources().get("GPU", 0) else 0
+        available = int(self._ray.cluster_resources().get("GPU", 0))
+        if 0 < available < count:
+            raise ConfigError(
+                f"cluster.trainers must be at most {available} (the GPUs of the Ray cluster), "
+                f"got {count}. Lower it, or add GPUs"
+            )
+        self.on_gpus = available > 0
+        gpus = int(self.on_gpus)
         actor = self._ray.remote(max_restarts=0, num_cpus=gpus, num_gpus=gpus)(_RankActor)
         self._actors = [actor.remote() for _ in range(count)]
         self._lock = threading.Lock()
@@ -145,10 +162,11 @@ class Ranks:
             calls = [self._later.popleft() for _ in range(len(self._later))]
             calls.append((name, arguments))
             shared = self._ray.put(calls)  # once, not once for each rank
-            limit = max(LEAST_CALL_S, SLOWER * self._longest.get(name, 0.0))
+            longest = self._longest.get(name)
+            limit = FIRST_CALL_S if longest is None else max(LEAST_CALL_S, SLOWER * longest)
             began = time.monotonic()
             answers = self._wait([each.run.remote(shared) for each in self._actors], limit, name)
-            self._longest[name] = max(self._longest.get(name, 0.0), time.monotonic() - began)
+            self._longest[name] = max(longest or 0.0, time.monotonic() - began)
             return answers[0]
 
     def close(self) -> None:
@@ -157,11 +175,16 @@ class Ranks:
             self._ray.kill(actor)
 
     def _wait(self, pending: Sequence[Any], limit_s: float, name: str) -> list[Any]:
-        """Return all answers. The first error is raised: other ranks may wait for that rank."""
+        """Return all answers. The first error is raised: other ranks may wait for that rank.
+
+        Raises `RanksDied` instead if a rank ended, because the other ranks then fail, too.
+        """
+        ray = self._ray
         left = list(pending)
+        answers = {}
         deadline = time.monotonic() + limit_s
         while left:
-            done, left = self._ray.wait(
+            done, left = ray.wait(
                 left, num_returns=1, timeout=max(0.0, deadline - time.monotonic())
             )
             if not done:
@@ -171,14 +194,37 @@ class Ranks:
                     f"{limit_s:.0f} s ({name})"
                 )
             try:
-                self._ray.get(done)
-            except self._ray.exceptions.RayActorError as error:
-                self.close()
-                reason = str(error).splitlines()[0]
-                raise RanksDied(f"a trainer rank died ({name}): {reason}") from None
-            except self._ray.exceptions.RayTaskError as error:
+                answers[done[0]] = ray.get(done[0], timeout=limit_s)
+            except ray.exceptions.RayTaskError as error:
+                self._require_alive(name)
                 raise error.cause from None
-        return list(self._ray.get(list(pending)))
+            except ray.exceptions.RayError as error:
+                raise self._died(error, name) from None
+        return [answers[each] for each in pending]
+
+    def _require_alive(self, name: str) -> None:
+        """Raise `RanksDied` if Ray notices soon that a rank ended.
+
+        A rank that is busy does not answer meanwhile, and counts as alive.
+        """
+        left = [actor.ping.remote() for actor in self._actors]
+        deadline = time.monotonic() + _NOTICE_S
+        while left:
+            done, left = self._ray.wait(
+                left, num_returns=1, timeout=max(0.0, deadline - time.monotonic())
+            )
+            if not done:
+                return
+            try:
+                self._ray.get(done[0], timeout=_NOTICE_S)
+            except self._ray.exceptions.RayError as error:
+                raise self._died(error, name) from None
+
+    def _died(self, error: Exception, name: str) -> RanksDied:
+        """End all ranks. Return the error that says why."""
+        self.close()
+        reason = (str(error).splitlines() or [repr(error)])[0]
+        return RanksDied(f"a trainer rank died ({name}): {reason}")
 
 
 class RankedTrainer:

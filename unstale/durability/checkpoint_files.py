@@ -21,6 +21,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
+from torch.distributed import DistError
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import (
     HuggingFaceStorageReader,
@@ -298,6 +299,7 @@ def wrap_file_errors(path: Path, action: str = "read") -> Iterator[None]:
     """Turn errors of a file's content into a `CheckpointError` that names the file.
 
     An existing file that cannot be read stays an OSError, because its content may be undamaged.
+    For the same reason, an error of the connection to another rank is not changed.
     """
     try:
         yield
@@ -313,6 +315,8 @@ def wrap_file_errors(path: Path, action: str = "read") -> Iterator[None]:
         RuntimeError,
         OverflowError,
     ) as error:
+        if isinstance(error, DistError) or "gloo" in str(error):  # gloo's errors have no class
+            raise
         is_missing = isinstance(error, FileNotFoundError | NotADirectoryError | IsADirectoryError)
         if isinstance(error, OSError) and action == "read" and not is_missing:
             raise

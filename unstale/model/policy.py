@@ -122,15 +122,12 @@ class Policy:
                 f"policy: {folder} is not a Hugging Face model folder: it has no config.json"
             )
         tokenizer = load_tokenizer(folder)
+        options = _expert_options(folder, independent_rows=independent_rows)
         if peers.count > 1:
             model = sharding.load_shard(
-                folder, passes=DTYPES[dtype], wide=lora is None, count=peers.count
+                folder, passes=DTYPES[dtype], wide=lora is None, count=peers.count, **options
             )
         else:
-            routed = num_experts(json.loads((folder / "config.json").read_text())) > 0
-            options = (
-                {"experts_implementation": "batched_mm"} if routed and independent_rows else {}
-            )
             model = load_model(folder, DTYPES[dtype], **options)
         rows = vocab_size(model.get_input_embeddings())
         if len(tokenizer) > rows:
@@ -288,11 +285,10 @@ class Policy:
             twin._held = {name: _host_copy(tensor) for name, tensor in self.weights().items()}
             return twin
         if self._is_sharded:
+            folder = Path(str(self.model.name_or_path))
+            options = _expert_options(folder, independent_rows=self.independent_rows)
             model = sharding.load_shard(
-                Path(str(self.model.name_or_path)),
-                passes=self.dtype,
-                wide=False,
-                count=self.peers.count,
+                folder, passes=self.dtype, wide=False, count=self.peers.count, **options
             )
             twin.model = _use_packing(model).requires_grad_(False)
             sharding.prepare_passes(twin.model, plain_head=self._plain_head)
@@ -539,6 +535,12 @@ class Policy:
             rows = batch.routes.rows(batch, batch.sampled if where is None else where)
             routes = self._route_layers.select(rows)
         return Packed(batch.tokens, batch.offsets, routes)
+
+
+def _expert_options(folder: Path, *, independent_rows: bool) -> dict[str, str]:
+    """Return the options with which an MoE model is loaded. They are empty for other models."""
+    routed = num_experts(json.loads((folder / "config.json").read_text())) > 0
+    return {"experts_implementation": "batched_mm"} if routed and independent_rows else {}
 
 
 def _use_packing(model: PreTrainedModel) -> PreTrainedModel:

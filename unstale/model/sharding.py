@@ -26,16 +26,20 @@ from unstale.model.prefix_tree import PrefixTree
 MAX_CHECKED_LAYERS = 2
 
 
-def load_shard(folder: Path, *, passes: torch.dtype, wide: bool, count: int) -> PreTrainedModel:
+def load_shard(
+    folder: Path, *, passes: torch.dtype, wide: bool, count: int, **options: Any
+) -> PreTrainedModel:
     """Load this rank's part of a model. Its forward passes are in the dtype `passes`.
 
     With `wide` the parameters are float32, because an optimizer needs that, with the values that
-    they have in `passes`. All `count` ranks of the process group must call this. Raises ConfigError
-    for the reasons of `load_model`.
+    they have in `passes`. All `count` ranks of the process group must call this. `options` are
+    those of `load_model`. Raises ConfigError for the same reasons.
     """
     mixed = wide and passes == torch.bfloat16
     config = DistributedConfig(fsdp_size=count, fsdp_mixed_precision=mixed)
-    model = load_model(folder, torch.float32 if mixed else passes, distributed_config=config)
+    model = load_model(
+        folder, torch.float32 if mixed else passes, distributed_config=config, **options
+    )
     for parameter in model.parameters() if mixed else ():
         part = local(parameter.detach())
         part.copy_(part.to(passes))
