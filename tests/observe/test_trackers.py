@@ -296,6 +296,18 @@ def test_an_unknown_tracker_is_refused_before_anything_starts(
     assert not (tmp_path / "run").exists()
 
 
+def unreachable(run: TrackedRun) -> Sink:
+    raise ConnectionError("no route to host")
+
+
+def test_a_tracker_that_cannot_start_leaves_the_name_of_the_run_free(tmp_path: Path) -> None:
+    config = small(tmp_path, trackers=f"{__name__}:unreachable")
+    says = r"unreachable cannot start: ConnectionError: no route to host \(test_trackers.py, line"
+    with pytest.raises(ConfigError, match=says):
+        session.train(config, console=quiet())
+    assert session.train(replace(config, trackers=""), console=quiet()).metrics
+
+
 @pytest.mark.parametrize("name", tracker_names())
 def test_a_missing_package_is_named_with_the_command_that_installs_it(
     name: str, monkeypatch: pytest.MonkeyPatch

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from unstale.config import ConfigError, install, nearest
-from unstale.envs.registry import import_user_code
+from unstale.envs.registry import import_user_code, user_code
 
 if TYPE_CHECKING:  # `records` imports torch
     from unstale.records import Group
@@ -123,7 +123,8 @@ class Trackers:
         sinks = {}
         with ExitStack() as opened:
             for name, make in find_trackers(option).items():
-                sinks[name] = make(run)
+                with user_code(f"trackers: {name} cannot start"):
+                    sinks[name] = make(run)
                 opened.callback(sinks[name].close)
             opened.pop_all()
         return cls(sinks)
