@@ -41,9 +41,9 @@ TEXT = "<b>one</b>\n* two \N{GREEK SMALL LETTER PI}"
 OPTIONS = {"seed": 3, "trainer": {"lr": 1e-6}}
 
 
-def open_tracker(name: str, folder: Path) -> Sink:
+def open_tracker(name: str, folder: Path, first_step: int = 0) -> Sink:
     folder.mkdir(exist_ok=True)
-    return find_trackers(name)[name](TrackedRun(folder, OPTIONS))
+    return find_trackers(name)[name](TrackedRun(folder, OPTIONS, first_step=first_step))
 
 
 def write_twice(name: str, folder: Path) -> None:
@@ -53,7 +53,7 @@ def write_twice(name: str, folder: Path) -> None:
     sink.text(1, "sample", TEXT)
     sink.write(2, {"reward/mean": 0.5})
     sink.close()
-    sink = open_tracker(name, folder)
+    sink = open_tracker(name, folder, 2)
     sink.write(2, {"reward/mean": 0.5})
     sink.write(3, {"reward/mean": 0.75})
     sink.close()
@@ -66,11 +66,11 @@ def test_tensorboard(tmp_path: Path) -> None:
     write_twice("tensorboard", tmp_path / "run")
     events = EventAccumulator(str(tmp_path / "run" / "tensorboard"))
     events.Reload()
-    assert {event.step: event.value for event in events.Scalars("reward/mean")} == {
-        1: 0.25,
-        2: 0.5,
-        3: 0.75,
-    }
+    assert [(event.step, event.value) for event in events.Scalars("reward/mean")] == [
+        (1, 0.25),
+        (2, 0.5),
+        (3, 0.75),
+    ]
     (sample,) = events.Tensors("sample/text_summary")
     assert sample.tensor_proto.string_val[0].decode() == (
         "    <b>one</b>\n    * two \N{GREEK SMALL LETTER PI}"
@@ -250,6 +250,16 @@ def test_a_run_in_segments_opens_a_tracker_once(tmp_path: Path) -> None:
     (memory,) = OPENED
     OPENED.clear()
     assert [step for step, _ in memory.rows] == [0, 1, 2, 3] and memory.closed
+
+
+def test_a_tracker_of_a_resumed_run_is_told_its_first_step(tmp_path: Path) -> None:
+    config = small(tmp_path, trackers="tests.support.tracker:make_memory")
+    run = session.train(config, console=quiet())
+    session.resume(run.folder, replace(config, steps=4), console=quiet())
+    first, second = OPENED
+    OPENED.clear()
+    assert (first.first_step, second.first_step) == (0, 3)
+    assert [step for step, _ in second.rows] == [3, 4]
 
 
 def test_only_finite_numbers_are_sent() -> None:

@@ -9,6 +9,7 @@ from unstale import Sink, TrackedRun
 @dataclass
 class Memory:
     fails: bool = False
+    first_step: int = 0
     rows: list[tuple[int, Mapping[str, float]]] = field(default_factory=list)
     texts: list[tuple[int, str, str]] = field(default_factory=list)
     closed: bool = False
@@ -30,5 +31,5 @@ OPENED: list[Memory] = []
 
 def make_memory(run: TrackedRun) -> Sink:
     assert run.config["recipe"] == "toy" and run.folder.name == "run"
-    OPENED.append(Memory())
+    OPENED.append(Memory(first_step=run.first_step))
     return OPENED[-1]

@@ -141,7 +141,7 @@ def resume(folder: Path, config: RunConfig, *, console: Console | None = None) -
             )
         # A run without a checkpoint ended before its first one, so it begins again.
         machine = None if checkpoints else build_machine(config)
-        with closing(_open_trackers(config, folder, console)) as trackers:
+        with closing(_open_trackers(config, folder, console, step)) as trackers:
             try:
                 log = RunLog.reopen(folder, config)
             except (OSError, BrokenFile) as error:
@@ -150,11 +150,13 @@ def resume(folder: Path, config: RunConfig, *, console: Console | None = None) -
             return _run_to_end(RunSession(config, log, machine, trackers), console)
 
 
-def _open_trackers(config: RunConfig, folder: Path, console: Console) -> Trackers:
+def _open_trackers(
+    config: RunConfig, folder: Path, console: Console, first_step: int = 0
+) -> Trackers:
     def note(text: str) -> None:
         console.print(literal(text), highlight=False)
 
-    return Trackers.open(config.trackers, TrackedRun(folder, plain(config), note))
+    return Trackers.open(config.trackers, TrackedRun(folder, plain(config), note, first_step))
 
 
 def _read_progress(folder: Path) -> tuple[list[CheckpointRow], int]:

@@ -63,6 +63,8 @@ class TrackedRun:
     """All options of the run, as in `config.json`."""
     note: Callable[[str], None] = lambda text: None
     """A function that prints a line on the terminal of the run."""
+    first_step: int = 0
+    """The first step that will be written. Later ones may be stored already, if the run resumes."""
 
     def stored_id(self, tracker: str) -> str:
         """Return the tracker's identifier of this run. "" if the tracker has no such run yet."""

@@ -10,7 +10,12 @@ PACKAGE = "torch.utils.tensorboard"
 
 
 def open_sink(package: Any, run: TrackedRun) -> Sink:
-    return _TensorBoard(package.SummaryWriter(str(run.folder / "tensorboard")))
+    """Write to new event files.
+
+    TensorBoard does not show steps in older files that will be written again.
+    """
+    folder = str(run.folder / "tensorboard")
+    return _TensorBoard(package.SummaryWriter(folder, purge_step=run.first_step))
 
 
 @dataclass(frozen=True, slots=True)
