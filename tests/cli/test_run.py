@@ -270,7 +270,8 @@ def test_ctrl_c_and_sigterm_save_and_say_where_to_look(tmp_path: Path, by: signa
     assert "Traceback" not in errors
     assert (tmp_path / "run" / "policy" / "model.safetensors").exists()
     assert str(tmp_path / "run" / "report.html") in output.replace("\n", "")
-    reason = f"Ctrl-C: to continue: unstale train --resume {tmp_path / 'run'}"
+    command = f"unstale train --resume {tmp_path / 'run'} --task.env tests.support.toy:ToyTasks"
+    reason = f"Ctrl-C: to continue: {command}"
     assert output.splitlines()[-1] == reason
     page = (tmp_path / "run" / "report.html").read_text()
     assert reason.replace("Ctrl-C: ", "Ended by Ctrl-C; ") in page

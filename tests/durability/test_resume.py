@@ -8,6 +8,7 @@ cannot replay, snapshots, finished groups, quarantined tasks and changed options
 
 import asyncio
 import queue
+import shlex
 import subprocess
 import sys
 import time
@@ -27,7 +28,13 @@ from tests.cli.test_run import small
 from tests.test_loop import Numbers, Quiet, TwoTurns, configure, toy_machine
 from unstale.build import Components, build_old_logps
 from unstale.cli import main, recipe_options, session
-from unstale.cli.resume import config_changes, load_config
+from unstale.cli.main import parse
+from unstale.cli.resume import (
+    config_changes,
+    load_config,
+    require_named_trackers,
+    resume_command,
+)
 from unstale.cli.session import RunSession
 from unstale.config import (
     AuditConfig,
@@ -38,6 +45,7 @@ from unstale.config import (
     TrainerConfig,
     make_task,
 )
+from unstale.config.options import override
 from unstale.durability import checkpoint, checkpoint_files, compare_runs, virtual_clock
 from unstale.durability.checkpoint import Checkpoints
 from unstale.durability.journal import JOURNAL, TOKEN_SAMPLES, Journal, check, writer
@@ -682,6 +690,27 @@ def test_what_cannot_be_gone_on_with_is_one_line(
     )
     (tmp_path / "early" / "config.json").write_text('{"recipe": 3}')
     assert "config.json" in complaint(capsys, "train", "--resume", "early")
+
+
+def test_the_printed_command_names_own_code_again(tmp_path: Path) -> None:
+    reward = {"env": "dataset:my data.jsonl", "reward": "harm:mine"}
+    for name, changes in (
+        ("plain", {"task": make_task("retail")}),
+        ("own task", {"task": TaskConfig(env="harm:Tasks")}),
+        ("reward", {"task": make_task(**reward)}),
+        ("both", {"task": make_task(**reward), "trackers": "csv,harm:make tracker"}),
+    ):
+        run = tmp_path / name
+        made = RunLog.create(run, replace(small(tmp_path, **changes), name=name))
+        made.close()
+        program, *words = shlex.split(resume_command(run))
+        chosen = parse(words)
+        assert (program, chosen.verb, chosen.resume) == ("unstale", "train", run)
+        stored = load_config(run, named=chosen.values)
+        require_named_trackers(stored, chosen.values)
+        assert not config_changes(stored, override(stored, chosen.values))
+    assert resume_command(tmp_path / "plain") == f"unstale train --resume {tmp_path}/plain"
+    assert resume_command(tmp_path / "none") == f"unstale train --resume {tmp_path}/none"
 
 
 def test_code_that_a_run_folder_names_is_not_imported_unless_it_is_named_again(

@@ -84,9 +84,16 @@ def load_config(run: Path, *, named: Mapping[str, Any]) -> RunConfig:
     if folder.gaps:
         raise ConfigError(f"{run} cannot be resumed or evaluated: {'; '.join(folder.gaps)}")
     config = stored_config(row)
-    unnamed = [f"--{name} {value}" for name, value in _code(config.task) if name not in named]
+    unnamed = [
+        word
+        for name, value in _code(config.task)
+        if name not in named
+        for word in (f"--{name}", value)
+    ]
     if unnamed and named.get("task.env", config.task.env) == config.task.env:
-        raise ConfigError(f"{run / CONFIG} names your own code. To run it, add {' '.join(unnamed)}")
+        raise ConfigError(
+            f"{run / CONFIG} names your own code. To run it, add {shlex.join(unnamed)}"
+        )
     return replace(config, runs=run.parent, name=run.name)
 
 
@@ -100,6 +107,24 @@ def require_named_trackers(config: RunConfig, named: Mapping[str, Any]) -> None:
             f"{config.runs / config.name / CONFIG} names your own code as a tracker. To run it, "
             f"add --trackers {shlex.quote(config.trackers)}; or give other trackers"
         )
+
+
+def resume_command(run: Path) -> str:
+    """Return the command that resumes the run in a folder, quoted for a shell.
+
+    It names the user's own code, which `load_config` and `require_named_trackers` demand. If the
+    configuration in the folder cannot be read, the command names none, and says why when it is run.
+    """
+    words = ["unstale", "train", "--resume", str(run)]
+    try:
+        config = stored_config(RunFolder(run).config())
+    except ConfigError:
+        return shlex.join(words)
+    for name, value in _code(config.task):
+        words += [f"--{name}", value]
+    if ":" in config.trackers:
+        words += ["--trackers", config.trackers]
+    return shlex.join(words)
 
 
 def _code(task: TaskConfig) -> Iterator[tuple[str, str]]:

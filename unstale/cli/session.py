@@ -15,7 +15,7 @@ from unstale.build import Components, build, build_checkpoints, build_machine
 from unstale.cli.evaluate import POLICY
 from unstale.cli.failures import RunFailed, exhausted, literal, print_failure
 from unstale.cli.process import limit_threads, rare_garbage_collection, sigterm_as_ctrl_c
-from unstale.cli.resume import config_changes, load_config
+from unstale.cli.resume import config_changes, load_config, resume_command
 from unstale.cli.survivors import write_survivors
 from unstale.cluster.ranks import RanksDied
 from unstale.config import ConfigError, RunConfig
@@ -100,7 +100,7 @@ def train(config: RunConfig, *, console: Console | None = None, command: str = "
         console.print("the trainer ranks use CPUs: the Ray cluster has no GPU", highlight=False)
     if (folder / JOURNAL).exists():
         raise ConfigError(
-            f"{folder} already holds a run ({JOURNAL}); resume it (--resume {folder}), "
+            f"{folder} already holds a run ({JOURNAL}): resume it ({resume_command(folder)}), "
             "choose another name or remove it"
         )
     try:
@@ -237,7 +237,7 @@ def _run_to_end(session: "RunSession", console: Console) -> Run:
         detail = f"{OCCUPANCY.canceller or 'some code'} cancelled the tasks of the run"
         raise RunFailed(detail) from None
     except KeyboardInterrupt:
-        reason, detail = "Ctrl-C", f"to continue: unstale train --resume {folder}"
+        reason, detail = "Ctrl-C", f"to continue: {resume_command(folder)}"
         console.print("[yellow]stopping[/]")
         raise
     finally:

@@ -132,7 +132,7 @@ def status(run: Gathered) -> tuple[str, str]:
 
 def _end(run: Gathered) -> str:
     """Return the reason why the run ended. Empty if it is not known."""
-    reason, detail = (str(run.stopped.get(name, ""))[:300] for name in ("reason", "detail"))
+    reason, detail = (str(run.stopped.get(name, ""))[:1000] for name in ("reason", "detail"))
     if reason == "failed":
         return f"The run failed: {detail}" if detail else ""
     ended = f"Ended by {reason}; {detail}" if reason == "Ctrl-C" else f"Ended: {detail or reason}"
