@@ -389,6 +389,21 @@ def test_eval_reads_the_configuration_of_the_run(
     assert (config.engine, config.task, config.eval.tasks) == (trained.engine, trained.task, 8)
 
 
+@pytest.mark.parametrize("file", ["events.jsonl", "journal.sqlite"])
+def test_a_run_without_a_policy_is_to_be_resumed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], file: str
+) -> None:
+    RunLog.create(tmp_path / "run", RECIPES["retail"](runs=tmp_path)).close()
+    (tmp_path / "run" / "events.jsonl").unlink(missing_ok=True)
+    (tmp_path / "run" / file).touch()
+    run = str(tmp_path / "run")
+    out = str(tmp_path / "out")
+    for words in (["eval", run], ["serve", run], ["push-to-hub", run, "--folder", out]):
+        said = complaint(capsys, *words)
+        assert f"{run} has no trained policy" in said
+        assert f"resume it with unstale train --resume {run}" in said
+
+
 def test_eval_refuses_another_task_unless_told(
     tmp_path: Path, evaluated: list[RunConfig], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -13,8 +13,11 @@ from unstale.build import build_rollout, build_sampler
 from unstale.cli.failures import RunFailed
 from unstale.cli.grades import EvalResult
 from unstale.cli.process import limit_threads, sigterm_as_ctrl_c
+from unstale.cli.resume import resume_command
 from unstale.config import ConfigError, RunConfig
 from unstale.durability import virtual_clock
+from unstale.durability.journal import JOURNAL
+from unstale.durability.run_folder import EVENTS
 from unstale.engines.pool import Recovery, supervise
 from unstale.envs.registry import held_out_tasks
 from unstale.model.loading import DTYPES
@@ -31,9 +34,20 @@ POLICY = "policy"
 T = TypeVar("T")
 
 
-def is_run(trained: Path) -> bool:
-    """Return True for a run folder with a trained policy, False for a model folder."""
-    return (trained / POLICY).is_dir()
+def policy_folder(trained: Path) -> Path:
+    """Return the folder of the policy in a run folder, or `trained` itself if it is no run.
+
+    Raises `ConfigError` for a run without a trained policy.
+    """
+    if (trained / POLICY).is_dir():
+        return trained / POLICY
+    if any((trained / name).exists() for name in (EVENTS, JOURNAL)):
+        raise ConfigError(
+            f"{trained} has no trained policy: a run saves it at its end, and this one is in "
+            "progress, was killed or failed. Wait for its end if it is in progress, otherwise "
+            f"resume it with {resume_command(trained)}"
+        )
+    return trained
 
 
 def evaluate(
@@ -48,8 +62,7 @@ def evaluate(
         raise ConfigError(f"eval.tasks must be >= 1 to evaluate, got {config.eval.tasks}")
     if attempts < 1:
         raise ConfigError(f"attempts must be >= 1, got {attempts}")
-    folder = trained / POLICY if is_run(trained) else trained
-    config = replace(config, policy=str(folder))
+    config = replace(config, policy=str(policy_folder(trained)))
     limit_threads()
     policy, taskset, sampler = build_sampler(config)
 

@@ -8,7 +8,7 @@ from tempfile import TemporaryDirectory
 
 from huggingface_hub import HfApi, ModelCardData
 
-from unstale.cli.evaluate import POLICY
+from unstale.cli.evaluate import POLICY, policy_folder
 from unstale.config import ConfigError
 from unstale.durability.machine import commit, versions
 from unstale.observe.report.gather import Gathered, HeldOutSuccess, gather
@@ -28,7 +28,8 @@ def push_to_hub(
     run = Path(run)
     if not folder and not repo:
         raise ConfigError("push-to-hub needs --folder, --repo, or both")
-    if not (run / POLICY / "config.json").is_file():
+    policy = policy_folder(run)
+    if policy == run or not (policy / "config.json").is_file():
         raise ConfigError(f"{run} has no {POLICY} folder: a run saves its policy when it ends")
     if (
         folder
@@ -38,7 +39,7 @@ def push_to_hub(
         raise ConfigError(f"{folder} is not an empty folder")
     with TemporaryDirectory() as made:
         whole = Path(folder) if folder else Path(made)
-        shutil.copytree(run / POLICY, whole, dirs_exist_ok=True)
+        shutil.copytree(policy, whole, dirs_exist_ok=True)
         (whole / CARD).write_text(model_card(run, repo), encoding="utf-8")
         return _upload(whole, repo, private=not public) if repo else str(whole)
 

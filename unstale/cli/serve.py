@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 
 from unstale.build import build_sampler
-from unstale.cli.evaluate import POLICY, is_run, run_until_complete, running_generator
+from unstale.cli.evaluate import policy_folder, run_until_complete, running_generator
 from unstale.cli.failures import literal
 from unstale.cli.process import limit_threads
 from unstale.config import ConfigError, RunConfig
@@ -63,7 +63,7 @@ def serve(
 
     Raises `ConfigError` for wrong settings, and `RunFailed` if the engine fails.
     """
-    folder = trained / POLICY if is_run(trained) else trained
+    folder = policy_folder(trained)
     config = replace(config, policy=str(folder), rollout=replace(config.rollout, max_turns=1 << 30))
     limit_threads()
     policy, taskset, generator = build_sampler(config)

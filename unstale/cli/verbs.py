@@ -186,10 +186,10 @@ def _compare(chosen: argparse.Namespace) -> int:
 
 def _configure_trained(chosen: argparse.Namespace) -> "RunConfig":
     """Return the configuration for a run folder or model folder that is evaluated or served."""
-    from unstale.cli.evaluate import is_run
+    from unstale.cli.evaluate import policy_folder
     from unstale.cli.resume import load_config, require_same_task
 
-    if not is_run(chosen.trained):
+    if policy_folder(chosen.trained) == chosen.trained:
         return configure(chosen)
     values = file_values(chosen)
     if chosen.recipe is None and "recipe" not in values:
