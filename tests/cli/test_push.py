@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from huggingface_hub import ModelCard
 
@@ -78,6 +79,8 @@ class Hub:
     def create_repo(self, repo: str, *, private: bool, exist_ok: bool) -> str:
         if repo == "lab/forbidden":
             raise OSError("403 Forbidden:\nno right")
+        if repo == "lab/unreachable":
+            raise httpx.ConnectError("no route to the hub")
         self.calls.append((repo, private))
         return f"https://hub/{repo}"
 
@@ -94,3 +97,5 @@ def test_the_hub_gets_the_same_files(run: Path, monkeypatch: pytest.MonkeyPatch)
     assert {"README.md", "config.json", "model.safetensors", "tokenizer.json"} <= set(names)
     with pytest.raises(ConfigError, match="cannot be written on the hub: 403 Forbidden: no right"):
         push.push_to_hub(run, repo="lab/forbidden")
+    with pytest.raises(ConfigError, match="cannot be written on the hub: no route to the hub"):
+        push.push_to_hub(run, repo="lab/unreachable")

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import httpx
 import huggingface_hub
 import pytest
 
@@ -58,6 +59,8 @@ def test_a_download_is_tried_only_when_asked_for(
         asked.append(local_files_only)
         if local_files_only or repository == "lab/none":
             raise OSError("404\nno such repository")
+        if repository == "lab/slow":
+            raise httpx.ReadTimeout("no answer")
         return str(tmp_path / "fetched")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
@@ -67,6 +70,8 @@ def test_a_download_is_tried_only_when_asked_for(
     assert folder_of("lab/new", download=True) == tmp_path / "fetched"
     with pytest.raises(ConfigError, match="lab/none cannot be downloaded: 404 no such repository"):
         folder_of("lab/none", download=True)
+    with pytest.raises(ConfigError, match="lab/slow cannot be downloaded: no answer"):
+        folder_of("lab/slow", download=True)
 
 
 def test_paths_stay_paths(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from httpx import HTTPError
 from huggingface_hub import HfApi, ModelCardData
 
 from unstale.cli.evaluate import POLICY, policy_folder
@@ -49,7 +50,7 @@ def _upload(folder: Path, repo: str, *, private: bool) -> str:
     try:
         address = api.create_repo(repo, private=private, exist_ok=True)
         api.upload_folder(repo_id=repo, folder_path=folder, commit_message="Upload the policy")
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, HTTPError) as error:
         reason = re.sub(r"\s+", " ", str(error))[:200]
         raise ConfigError(f"{repo} cannot be written on the hub: {reason}") from error
     return str(address)

@@ -28,6 +28,7 @@ def model_folder(policy: str, *, download: bool) -> Path:
 @cache
 def _snapshot(repository: str, revision: str | None, download: bool) -> Path:
     import huggingface_hub
+    from httpx import HTTPError  # huggingface_hub passes on the errors of its client
 
     def fetch(*, local_files_only: bool) -> Path:
         folder = huggingface_hub.snapshot_download(
@@ -49,6 +50,6 @@ def _snapshot(repository: str, revision: str | None, download: bool) -> Path:
             ) from error
     try:
         return fetch(local_files_only=False)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, HTTPError) as error:
         reason = re.sub(r"\s+", " ", str(error))[:200]
         raise ConfigError(f"policy: {repository} cannot be downloaded: {reason}") from error
