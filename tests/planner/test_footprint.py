@@ -11,7 +11,13 @@ from rich.console import Console
 
 from tests.durability.test_resume import Toy, config, played
 from unstale.cli import session
-from unstale.config import AuditConfig, ClusterConfig, ConfigError, OldLogpsConfig
+from unstale.config import (
+    AuditConfig,
+    CheckpointConfig,
+    ClusterConfig,
+    ConfigError,
+    OldLogpsConfig,
+)
 from unstale.planner.footprint import PROCESS_BYTES, predict_footprint
 from unstale.testing import tiny_policy
 
@@ -52,9 +58,22 @@ def test_versions_of_trainer_ranks_are_counted_whole() -> None:
     ranks = replace(alone, cluster=ClusterConfig(trainers=2))
     copy = sum(weight.numel() * weight.itemsize for weight in policy.weights().values())
     found = predict_footprint(ranks, policy)
-    every = ranks.checkpoint.every
-    assert found.disk == pytest.approx(copy + found.kept * (found.checkpoint + every * copy))
+    versions = min(found.kept * ranks.checkpoint.every, ranks.steps + 1)
+    assert found.disk == pytest.approx(copy + found.kept * found.checkpoint + versions * copy)
     assert found.disk > predict_footprint(alone, policy).disk
+
+
+def test_a_short_run_needs_no_more_disk_than_its_steps_write() -> None:
+    policy = tiny_policy()
+    made = replace(config(), audit=AuditConfig(), old_logps=OldLogpsConfig(route="rollout"))
+    short = replace(made, steps=4, checkpoint=CheckpointConfig(every=1000))
+    predicted = predict_footprint(short, policy)
+    weights = sum(weight.numel() for weight in policy.model.parameters())
+    assert predicted.kept == 2, "one before the first step, one at the end"
+    assert predicted.disk <= 2 * predicted.checkpoint + (5 + 1) * 4 * weights
+    assert predict_footprint(replace(short, steps=10_000), policy).kept == 3
+    timed = replace(short, checkpoint=CheckpointConfig(every=1000, minutes=1.0))
+    assert predict_footprint(timed, policy).kept == 3
 
 
 def test_a_disk_that_is_too_full_is_refused_before_anything_is_written(

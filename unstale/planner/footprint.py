@@ -1,5 +1,6 @@
 """Predict the memory and disk space that a run needs, before it starts."""
 
+import math
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -95,8 +96,10 @@ def predict_footprint(config: RunConfig, policy: Policy) -> Footprint:
     kept_copies = (live + needs.snapshots) * delta if config.audit.share else 0.0
     checkpoint = trained * (master + moments) + averages + deltas + kept_copies
     version = delta if shares_deltas(config) else copy
-    kept = config.checkpoint.keep + 1
-    versions = version * kept * config.checkpoint.every
+    every = config.checkpoint.every
+    most = config.steps if config.checkpoint.minutes else math.ceil(config.steps / every)
+    kept = min(config.checkpoint.keep + 1, most + 1)  # one is written before the first step
+    versions = version * min(kept * every, config.steps + 1)
     return Footprint(
         weights=total,
         trainer=trainer,
