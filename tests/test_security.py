@@ -161,7 +161,6 @@ def test_code_is_imported_by_name_in_few_places() -> None:
         "config/routes.py",
         "config/sampling.py",
         "engines/registry.py",
-        "envs/dataset.py",
         "envs/registry.py",
         "observe/trackers/__init__.py",
         "recipes/__init__.py",
