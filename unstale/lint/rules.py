@@ -470,7 +470,7 @@ _NO_ROUTES = (
 
 
 def _free_experts(config: RunConfig) -> Finding | None:
-    """Warn of an MoE whose trainer chooses experts of its own, under a route that is exact."""
+    """Warn of an MoE whose trainer chooses experts itself, under an exact route."""
     if config.trainer.routing_replay or not config.old_logps.partly_exact:
         return None
     if not experts(local_folder(config)):

@@ -86,8 +86,8 @@ class ContextGroup:
                 f"{heads} attention heads, got {self.size}"
             )
         key, value = (self._divisible(each) for each in keys)
-        out = attend(*(self._to_heads(each) for each in (query, key, value)))
-        return self._to_tokens(out)
+        out = attend(*(self._swap(each) for each in (query, key, value)))
+        return self._swap(out)
 
     def _divisible(self, keys: Tensor) -> Tensor:
         """Repeat key or value heads if there are fewer of them than ranks."""
@@ -101,37 +101,17 @@ class ContextGroup:
             )
         return keys.repeat_interleave(self.size // heads, 1)
 
-    def _to_heads(self, tensor: Tensor) -> Tensor:
-        """Exchange tokens for heads: `[1, h, n, d]` of n tokens become `[1, h / size, N, d]`.
-
-        Before, a rank has all h heads of its n tokens. Afterwards it has some heads of all N
-        tokens.
-        """
-        batch, heads, length, width = tensor.shape
-        divided = tensor.view(batch, self.size, heads // self.size, length, width)
-        swapped = self._swap(divided.permute(1, 0, 2, 3, 4))
-        return swapped.permute(1, 2, 0, 3, 4).flatten(2, 3)
-
-    def _to_tokens(self, tensor: Tensor) -> Tensor:
-        """Exchange heads for tokens: `[1, N, h / size, d]` of all tokens become `[1, n, h, d]`.
-
-        Before, a rank has some heads of all N tokens. Afterwards it has all h heads of its n
-        tokens.
-        """
-        batch, length, heads, width = tensor.shape
-        divided = tensor.view(batch, self.size, length // self.size, heads, width)
-        swapped = self._swap(divided.permute(1, 0, 2, 3, 4))
-        return swapped.permute(1, 2, 0, 3, 4).flatten(2, 3)
-
     def _swap(self, tensor: Tensor) -> Tensor:
-        """Send part `i` `[size, ...]` to rank `i`.
+        """Divide dimension 1 of `[1, a, b, d]` among the ranks. Join their parts in dimension 2.
 
-        Return the parts that other ranks sent to this one.
+        The result is `[1, a / size, size * b, d]`. So all heads of a slice of the tokens become all
+        tokens of a share of the heads, and after attention the reverse.
         """
-        flat = tensor.contiguous().flatten()
+        parts = tensor.unflatten(1, (self.size, -1)).movedim(1, 0)
+        flat = parts.flatten()
         sizes = [flat.numel() // self.size] * self.size
         received = all_to_all_single_autograd(flat, sizes, sizes, self.group)
-        return received.view(tensor.shape)
+        return received.view(parts.shape).movedim(0, 2).flatten(2, 3)
 
 
 class _Assemble(torch.autograd.Function):

@@ -89,8 +89,12 @@ class TrainingSetup:
         The optimizer's state, the float32 weights and the models of the old-logit route are
         sharded. The activations of a microbatch are not.
         """
-        sharded = STATE_BYTES * self.model.parameters + route.device_bytes(self.model)
+        sharded = self.sharded_bytes(route)
         return sharded / devices + self.computed_bytes(devices) + self.activation_bytes
+
+    def sharded_bytes(self, route: RouteCost) -> float:
+        """Return the bytes that are divided among the trainer's devices, on all of them."""
+        return STATE_BYTES * self.model.parameters + route.device_bytes(self.model)
 
     def computed_bytes(self, devices: int) -> float:
         """Return the bytes of bfloat16 weights that the trainer needs on each of its devices.

@@ -419,7 +419,7 @@ def _too_few(request: PlanRequest, name: str, schedule: ScheduleConfig) -> str:
     gb = 1e9
     route = route_cost(name)
     unsharded = setup.activation_bytes + setup.computed_bytes(2)
-    sharded = STATE_BYTES * setup.model.parameters + route.device_bytes(setup.model)
+    sharded = setup.sharded_bytes(route)
     trainers = 1
     if not setup.fits(1, route):
         trainers = max(2, math.ceil(sharded / max(1.0, setup.memory - unsharded)))
