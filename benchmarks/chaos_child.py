@@ -70,6 +70,10 @@ class Place:
     inside: bool = False
     """For `Journal._commit`: kill between the statements of the transaction."""
 
+    def __post_init__(self) -> None:
+        if not hasattr(self.owner, self.name):
+            raise ValueError(f"{self.owner.__name__} has no {self.name} to kill a run at")
+
     def arm(self, call: int, moment: float) -> None:
         """Prepare the kill at call number `call`, after the fraction `moment` of `span_s`."""
         function, calls = getattr(self.owner, self.name), 0
@@ -134,7 +138,7 @@ TARGETS: dict[str, tuple[Place, ...]] = {
     ),
     "checkpoint": (
         Place(checkpoint, "write_checkpoint", 2, 0.3),
-        Place(checkpoint_files, "_holds", 2),
+        Place(checkpoint_files, "read_back", 2),
         Place(Journal, "checkpoint", 2),
         Place(Journal, "checkpoint", 2, 0.01),
         Place(Checkpoints, "prune", 2),
