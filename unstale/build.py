@@ -4,8 +4,6 @@ import asyncio
 import math
 import shlex
 from collections.abc import Callable, Collection, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
@@ -15,16 +13,10 @@ from typing import cast
 import torch
 
 from unstale.algorithms.advantages import ESTIMATORS
-from unstale.cluster.engine_host import HostOptions
-from unstale.cluster.engine_host_weights import WeightPosts
-from unstale.cluster.hosted_engine import HostedEngine, make_host_pool
-from unstale.cluster.ranks import (
-    RankedAuditor,
-    RankedCheckpoints,
-    RankedOldLogps,
-    RankedTrainer,
-    Ranks,
-)
+from unstale.cluster.components import build_ranked, make_posts, report_events
+from unstale.cluster.gpus import gpu_memory_utilization
+from unstale.cluster.hosted_engine import make_host_pool
+from unstale.cluster.ranks import RankedAuditor, RankedCheckpoints, RankedTrainer, Ranks
 from unstale.cluster.ranks_worker import Rank
 from unstale.config import (
     AdvantageConfig,
@@ -42,13 +34,11 @@ from unstale.durability.resume import ResumeState
 from unstale.engines import Engine
 from unstale.engines.pool import EnginePool, Recovery, supervise
 from unstale.engines.registry import EngineOptions, engine_spec
-from unstale.engines.vllm_server import gpu_share
 from unstale.envs import Taskset, sandbox
 from unstale.envs.chat import Chat
 from unstale.envs.external import ExternalAgent
 from unstale.envs.registry import build_taskset, check_taskset, held_out_tasks
 from unstale.isolation import IsolatedTasks, isolate
-from unstale.lint.policy_files import num_weights
 from unstale.loop import RunComponents
 from unstale.model.forward import ForwardOptions
 from unstale.model.loading import DTYPES
@@ -67,8 +57,7 @@ from unstale.rollout.generator import Generator
 from unstale.rollout.staleness_queue import PendingPieces, StalenessQueue
 from unstale.trainer.auditor import Auditor
 from unstale.trainer.local import LocalTrainer, Rules
-from unstale.trainer.threads import LocalThread
-from unstale.weights.child_process import cores
+from unstale.trainer.threads import LocalThread, trainer_threads, use_threads
 from unstale.weights.publish import DirectPublisher
 from unstale.weights.recording import RECORDED, Recording
 from unstale.weights.store import VersionStore
@@ -112,20 +101,14 @@ def build_machine(
     """Return the components that sample and train, as `config` describes them.
 
     If `engine` is given, it replaces the engine that `config` describes. If `ranks` are given, the
-    trainer uses them instead of new ones. Raises `ConfigError` for
-    every mistake that can be found before the engine starts.
+    trainer uses them instead of new ones. Raises `ConfigError` for every mistake that can be found
+    before the engine starts.
     """
     find_trackers(config.trackers)  # raises ConfigError for an unknown or missing tracker
     policy, taskset, generator = build_sampler(config, engine)
     if config.cluster.trainers:
-        ranks = ranks or Ranks(config.cluster.trainers, address=config.cluster.address)
-        with ExitStack() as on_error:
-            on_error.callback(ranks.close)
-            ranks.make(partial(build_rank, config))
-            on_error.pop_all()
-        ranked = RankedTrainer(ranks, policy)
-        old = RankedOldLogps(ranked, config.old_logps.needs)
-        return Components(policy, taskset, generator, None, old, RankedAuditor(ranked), ranked)
+        ranked = build_ranked(config, policy, partial(build_rank, config), ranks)
+        return Components(policy, taskset, generator, None, *ranked)
     scorer = build_scorer(config, policy)
     trainer, auditor = build_trainer(config, policy, scorer)
     return Components(policy, taskset, generator, scorer, trainer.old, auditor, trainer)
@@ -224,15 +207,11 @@ def build(
     if config.audit.record and isinstance(machine.auditor, Auditor):
         machine.auditor.recording = Recording(folder / RECORDED, base=policy.base)
     dtype = policy.travel_dtype(DTYPES[config.engine.dtype])
-    posts = None
-    if config.cluster.engine_hosts:
-        posts = WeightPosts(checkpoints.weights, dtype=dtype)
+    posts = make_posts(config.cluster, checkpoints.weights, dtype)
     weights = posts.at if posts else checkpoints.weights
     recovery = Recovery(weights, config.engine.restarts, recorder.event)
     engine = supervise(machine.generator.engine, recovery)
-    for each in engine.engines:
-        if isinstance(each, HostedEngine):
-            each.on_event = recorder.event
+    report_events(engine, recorder.event)
     generator = replace(machine.generator, engine=engine)
 
     make_rollout = build_rollout(config, taskset, on_event=recorder.event)
@@ -277,7 +256,7 @@ def build(
         journal=journal,
         checkpoints=checkpoints,
         log=recorder,
-        trainer_thread=LocalThread("trainer", partial(_own_threads, trainer_threads(config))),
+        trainer_thread=LocalThread("trainer", partial(use_threads, trainer_threads(config))),
         io_thread=LocalThread("io"),
         piece_arrived=piece_arrived,
     )
@@ -327,34 +306,6 @@ def _training_rollout(
         for piece in request.opens():
             listeners.pending.add(piece)
     return rollout
-
-
-def trainer_threads(config: RunConfig) -> int:
-    """Return the number of CPU threads of the trainer.
-
-    All processes of a run share the cores. If together they have more threads than cores, every
-    process becomes many times slower.
-    """
-    if config.trainer.threads:
-        return config.trainer.threads
-    if config.deterministic:
-        return 1
-    engine_threads = config.engine.threads * config.engine.processes
-    if config.cluster.engine_hosts:  # on other machines, unless Ray runs on this one alone
-        engine_threads *= 0 if config.cluster.address else config.cluster.engine_hosts
-    free = cores() - engine_threads - config.old_logps.needs.own_process
-    here = 1 if config.cluster.address else max(1, config.cluster.trainers)
-    return max(1, free // here)
-
-
-def _own_threads(count: int) -> None:
-    """Set the number of torch threads of the calling thread, and 1 for threads that start later.
-
-    A new thread takes the number that was set last in any thread of the process.
-    """
-    torch.set_num_threads(count)
-    torch.get_num_threads()  # makes the setting take effect in this thread
-    ThreadPoolExecutor(1).submit(torch.set_num_threads, 1).result()
 
 
 def build_checkpoints(config: RunConfig, machine: Components, run: Path) -> Checkpoints:
@@ -478,34 +429,9 @@ def build_engine(config: RunConfig, merging: Merging | None) -> EnginePool:
         for url in urls
     )
     if config.cluster.engine_hosts:
-        return make_host_pool(config.cluster, HostOptions(spec.make, every, options.restarts))
+        return make_host_pool(config.cluster, spec.make, every, restarts=options.restarts)
     engines = [spec.make(each) for each in every]
     return EnginePool(engines, max_running=max_running, keep_cache=options.keep_cache)
-
-
-def gpu_memory_utilization(config: RunConfig) -> float:
-    """Return the share of GPU memory for a vLLM server that this run starts.
-
-    The option `engine.gpu_memory_utilization` comes first. If it is 0, the server gets what the
-    trainer leaves. The result is 0 if the run starts no server on a GPU. Raises `ValueError` if
-    trainer and engine do not fit together.
-    """
-    options = config.engine
-    elsewhere = options.urls or config.cluster.engine_hosts
-    is_started = options.backend == "vllm" and not elsewhere and torch.cuda.is_available()
-    if options.gpu_memory_utilization or not is_started:
-        return options.gpu_memory_utilization
-    sizes = {name: dtype.itemsize for name, dtype in DTYPES.items()}
-    model = sizes[config.trainer.dtype]
-    # 16 bytes: weights, gradient and two moments in float32
-    optimizer = 0 if config.trainer.lora_rank else 16
-    copies = 1 + config.old_logps.needs.own_process
-    return gpu_share(
-        num_weights(config.policy_folder),
-        total=torch.cuda.mem_get_info()[1],
-        trainer_bytes=optimizer + copies * model,
-        engine_bytes=sizes[options.dtype],
-    )
 
 
 def build_rollout(

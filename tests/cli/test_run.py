@@ -23,7 +23,6 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import unstale
-from unstale import build
 from unstale.cli import session
 from unstale.cli.evaluate import evaluate
 from unstale.config import (
@@ -38,6 +37,7 @@ from unstale.config import (
 )
 from unstale.durability.journal import Journal, conversation, trained_episodes
 from unstale.durability.journal.conversations import load_decoder
+from unstale.trainer import threads as cpu_threads
 
 ROOT = Path(__file__).parents[2]
 
@@ -297,8 +297,8 @@ def test_the_trainer_leaves_a_core_to_every_other_process(
 ) -> None:
     config = small(tmp_path, old_logps=OldLogpsConfig(route=route))  # type: ignore[arg-type]
     for count, left in ((4, threads), (1, 1)):
-        monkeypatch.setattr(build, "cores", lambda count=count: count)
-        assert build.trainer_threads(config) == left
+        monkeypatch.setattr(cpu_threads, "cores", lambda count=count: count)
+        assert cpu_threads.trainer_threads(config) == left
 
 
 def test_the_loop_runs_beside_a_loop_of_the_callers(tmp_path: Path) -> None:

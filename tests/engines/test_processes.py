@@ -17,7 +17,6 @@ import pytest
 from rich.console import Console
 from torch import Tensor
 
-from unstale import build
 from unstale.build import build_engine
 from unstale.cli import session
 from unstale.config import (
@@ -34,6 +33,7 @@ from unstale.engines import Engine, Reply, SamplingParams
 from unstale.engines.embedded.engine import EmbeddedEngine
 from unstale.engines.pool import Recovery, supervise
 from unstale.testing import nudge, tiny_policy
+from unstale.trainer import threads
 
 
 @pytest.mark.parametrize(
@@ -97,9 +97,9 @@ def test_replies_are_shared_out_among_several_and_one_takes_deltas(folder: Path)
 def test_the_trainer_takes_the_cores_that_all_of_them_leave(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(build, "cores", lambda: 16)
+    monkeypatch.setattr(threads, "cores", lambda: 16)
     for engine, left in (({"processes": 3, "threads": 2}, 10), ({"processes": 8, "threads": 2}, 1)):
-        assert build.trainer_threads(configured(folder, **engine)) == left
+        assert threads.trainer_threads(configured(folder, **engine)) == left
 
 
 def weights_of(version: int) -> Mapping[str, Tensor]:

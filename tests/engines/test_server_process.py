@@ -20,8 +20,8 @@ import pytest
 import torch
 from rich.console import Console
 
-from unstale.build import gpu_memory_utilization
 from unstale.cli.session import train
+from unstale.cluster.gpus import gpu_memory_utilization
 from unstale.config import SHIPPED_POLICY, ConfigError, EngineConfig, RunConfig
 from unstale.engines.registry import EngineOptions
 from unstale.engines.vllm_server import VllmServer, gpu_share, server_environment

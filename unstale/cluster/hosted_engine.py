@@ -14,6 +14,7 @@ from unstale.config import ClusterConfig
 from unstale.engines import (
     NOT_STARTED,
     REQUIRED_COUNTERS,
+    Engine,
     EngineDied,
     Reply,
     SamplingParams,
@@ -23,6 +24,7 @@ from unstale.engines import (
     check_resume,
 )
 from unstale.engines.pool import EnginePool
+from unstale.engines.registry import EngineOptions
 from unstale.engines.session import EngineSession, deadline
 from unstale.weights.codec import dumps, file_of
 from unstale.weights.store import Delta
@@ -43,15 +45,23 @@ Handle = Any
 """A handle of a Ray actor `EngineHost`."""
 
 
-def make_host_pool(cluster: ClusterConfig, options: HostOptions) -> EnginePool:
+def make_host_pool(
+    cluster: ClusterConfig,
+    make: Callable[[EngineOptions], Engine],
+    engines: tuple[EngineOptions, ...],
+    *,
+    restarts: int,
+) -> EnginePool:
     """Connect to Ray and return a pool of engine hosts, which are not started yet.
 
-    Raises `ConfigError` if Ray cannot be used.
+    Each host makes `engines` by `make`, and restarts them `restarts` times. Raises `ConfigError` if
+    Ray cannot be used.
     """
+    options = HostOptions(make, engines, restarts)
     count = cluster.engine_hosts
     connect(cluster.address, resources={RESOURCE: count})
-    first = options.engines[0]
-    capacity = first.max_running * len(options.engines)
+    first = engines[0]
+    capacity = first.max_running * len(engines)
     hosts = [HostedEngine(number, options, partial(place, options)) for number in range(count)]
     return EnginePool(
         hosts,

@@ -6,6 +6,11 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol, TypeVar, TypeVarTuple, Unpack
 
+import torch
+
+from unstale.config import RunConfig
+from unstale.weights.child_process import cores
+
 _T = TypeVar("_T")
 _Args = TypeVarTuple("_Args")
 
@@ -45,3 +50,31 @@ def return_freed_memory() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
+
+
+def trainer_threads(config: RunConfig) -> int:
+    """Return the number of CPU threads of the trainer.
+
+    All processes of a run share the cores. If together they have more threads than cores, every
+    process becomes many times slower.
+    """
+    if config.trainer.threads:
+        return config.trainer.threads
+    if config.deterministic:
+        return 1
+    engine_threads = config.engine.threads * config.engine.processes
+    if config.cluster.engine_hosts:  # on other machines, unless Ray runs on this one alone
+        engine_threads *= 0 if config.cluster.address else config.cluster.engine_hosts
+    free = cores() - engine_threads - config.old_logps.needs.own_process
+    here = 1 if config.cluster.address else max(1, config.cluster.trainers)
+    return max(1, free // here)
+
+
+def use_threads(count: int) -> None:
+    """Set the number of torch threads of the calling thread, and 1 for threads that start later.
+
+    A new thread takes the number that was set last in any thread of the process.
+    """
+    torch.set_num_threads(count)
+    torch.get_num_threads()  # makes the setting take effect in this thread
+    ThreadPoolExecutor(1).submit(torch.set_num_threads, 1).result()

@@ -1,0 +1,51 @@
+"""The components of a run that are on trainer ranks or engine hosts."""
+
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+
+import torch
+from torch import Tensor
+
+from unstale.cluster.engine_host_weights import WeightPosts
+from unstale.cluster.hosted_engine import HostedEngine
+from unstale.cluster.ranks import RankedAuditor, RankedOldLogps, RankedTrainer, Ranks
+from unstale.cluster.ranks_worker import MakeRank
+from unstale.config import ClusterConfig, RunConfig
+from unstale.engines.pool import EnginePool
+from unstale.model.policy import Policy
+
+
+def build_ranked(
+    config: RunConfig, policy: Policy, make: MakeRank, ranks: Ranks | None = None
+) -> tuple[RankedOldLogps, RankedAuditor, RankedTrainer]:
+    """Return the old-logit route, the audit and the trainer on ranks.
+
+    `make` makes the components of one rank. If `ranks` are given, they are used instead of new
+    ones. `policy` is the driver's. Raises `ConfigError` if the ranks cannot be placed. The ranks
+    are ended if they cannot make their components.
+    """
+    cluster = config.cluster
+    ranks = ranks or Ranks(cluster.trainers, address=cluster.address)
+    with ExitStack() as on_error:
+        on_error.callback(ranks.close)
+        ranks.make(make)
+        on_error.pop_all()
+    trainer = RankedTrainer(ranks, policy)
+    return RankedOldLogps(trainer, config.old_logps.needs), RankedAuditor(trainer), trainer
+
+
+def make_posts(
+    cluster: ClusterConfig, read: Callable[[int], Mapping[str, Tensor]], dtype: torch.dtype
+) -> WeightPosts | None:
+    """Return the place where engine hosts fetch weights. None if the run has no engine hosts.
+
+    `read` returns the full weights of a version on disk.
+    """
+    return WeightPosts(read, dtype=dtype) if cluster.engine_hosts else None
+
+
+def report_events(engine: EnginePool, on_event: Callable[..., None]) -> None:
+    """Call `on_event` with the events of engines on engine hosts."""
+    for each in engine.engines:
+        if isinstance(each, HostedEngine):
+            each.on_event = on_event
