@@ -56,6 +56,7 @@ from unstale.rollout.evaluation import evaluate
 from unstale.rollout.generator import Generator
 from unstale.rollout.staleness_queue import PendingPieces, StalenessQueue
 from unstale.trainer.auditor import Auditor
+from unstale.trainer.failed_batch import save_failed_batch
 from unstale.trainer.local import LocalTrainer, Rules
 from unstale.trainer.threads import LocalThread, trainer_threads, use_threads
 from unstale.weights.publish import DirectPublisher
@@ -93,6 +94,12 @@ class Components:
         if isinstance(self.trainer, RankedTrainer):
             self.policy.load_weights(self.trainer.weights())
         self.policy.save(folder)
+
+    def save_failed_batch(self, folder: Path) -> str:
+        """Save the batch at which the trainer stopped. Return a message for the terminal."""
+        if isinstance(self.trainer, RankedTrainer):
+            return self.trainer.save_failed_batch(folder)
+        return save_failed_batch(self.trainer, folder)
 
 
 def build_machine(
@@ -204,8 +211,11 @@ def build(
     recorder = Recorder(
         outputs, journal=journal, decode=lambda tokens: str(policy.tokenizer.decode(tokens))
     )
-    if config.audit.record and isinstance(machine.auditor, Auditor):
-        machine.auditor.recording = Recording(folder / RECORDED, base=policy.base)
+    if config.audit.record:
+        if isinstance(machine.auditor, RankedAuditor):
+            machine.auditor.record(folder / RECORDED)
+        else:
+            machine.auditor.recording = Recording(folder / RECORDED, base=policy.base)
     dtype = policy.travel_dtype(DTYPES[config.engine.dtype])
     posts = make_posts(config.cluster, checkpoints.weights, dtype)
     weights = posts.at if posts else checkpoints.weights

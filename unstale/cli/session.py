@@ -49,8 +49,6 @@ from unstale.observe.report.page import write_report
 from unstale.observe.trackers import TrackedRun, Trackers
 from unstale.planner.footprint import predict_footprint
 from unstale.rollout.timeouts import first_error
-from unstale.trainer.failed_batch import save_failed_batch
-from unstale.trainer.local import LocalTrainer
 from unstale.trainer.records import NOT_FINITE
 from unstale.weights.child_process import cores
 
@@ -228,9 +226,8 @@ def _run_to_end(session: "RunSession", console: Console) -> Run:
         error = first_error(failures)
         with suppress(OSError):  # the disk may be the cause
             log.failed("".join(traceback.format_exception(error)))
-        trainer = session.machine.trainer if session.machine else None
-        if isinstance(error, NOT_FINITE) and isinstance(trainer, LocalTrainer):
-            console.print(save_failed_batch(trainer, folder), highlight=False)
+        if isinstance(error, NOT_FINITE) and session.machine:
+            console.print(session.machine.save_failed_batch(folder), highlight=False)
         detail = _failure(error, folder)
         raise RunFailed(detail) from error
     except asyncio.CancelledError:

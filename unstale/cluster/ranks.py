@@ -278,6 +278,13 @@ class RankedTrainer:
     def points(self) -> list[dict[str, float]]:
         return self.results.points
 
+    def save_failed_batch(self, folder: Path) -> str:
+        """Save the batch at which the ranks stopped. Return a message for the terminal."""
+        try:
+            return str(self.call("save_failed_batch", folder.absolute()))
+        except RanksDied as error:
+            return f"the batch could not be saved: {error}"
+
 
 class RankedOldLogps(OldLogps):
     """A route to old log-probabilities on ranks, each with its part of the weights."""
@@ -318,6 +325,10 @@ class RankedAuditor:
 
     def published(self, live: Collection[int]) -> None:
         self._trainer.call("audit_published", tuple(live))
+
+    def record(self, folder: Path) -> None:
+        """Record every version and batch for `unstale audit`. Every rank must reach `folder`."""
+        self._trainer.ranks.later("record", folder.absolute())
 
     def points(self) -> list[dict[str, float]]:
         return self._trainer.results.audit_points

@@ -18,8 +18,10 @@ from unstale.model.versions import VersionGaps
 from unstale.old_logps import OldLogps
 from unstale.records import Batch, PendingPiece
 from unstale.trainer.auditor import Auditor
+from unstale.trainer.failed_batch import save_failed_batch
 from unstale.trainer.local import LocalTrainer
 from unstale.trainer.records import Minibatch
+from unstale.weights.recording import Recording
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +91,14 @@ class Rank:
         """Return the forward weights. On other ranks than the first the result is empty."""
         is_first = self.policy.peers.rank == 0
         return {name: tensor for name, tensor in self.policy.whole_weights() if is_first}
+
+    def record(self, folder: Path) -> None:
+        """Record every version and batch for `unstale audit`. The first rank writes."""
+        peers = self.policy.peers
+        self.auditor.recording = Recording(folder, base=self.policy.base, writes=peers.rank == 0)
+
+    def save_failed_batch(self, folder: Path) -> str:
+        return save_failed_batch(self.trainer, folder)
 
     def publishing(self) -> None:
         self._old.publishing()

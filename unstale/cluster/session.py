@@ -20,6 +20,8 @@ _CONNECT_S = 10.0
 def import_ray() -> ModuleType:
     """Return the module `ray`. Raises `ConfigError` with the command that installs it."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # ray reads it when it is imported
+    # The first error of several ranks ends the run. Ray would print those of the others.
+    os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
     try:
         import ray
     except ModuleNotFoundError as error:

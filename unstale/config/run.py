@@ -134,15 +134,15 @@ class RunConfig(Section):
 
     def _check_trainers(self) -> None:
         """Raise `ConfigError` for options that trainer ranks do not have."""
+        missing = "trainer ranks do not have it"
+        untested = "torch.compile of a divided model was never tested on GPUs"
         refused = {
-            "old_logps.route = old_logit_model": self.old_logps.needs.own_process,
-            "audit.record": self.audit.record,
-            "trainer.compile": self.trainer.compile,
-            "trainer.routing_replay": self.trainer.routing_replay,
+            "old_logps.route = old_logit_model": (self.old_logps.needs.own_process, missing),
+            "trainer.compile": (self.trainer.compile, untested),
+            "trainer.routing_replay": (self.trainer.routing_replay, missing),
         }
-        for option, is_set in refused.items():
+        for option, (is_set, reason) in refused.items():
             if self.cluster.trainers and is_set:
                 raise ConfigError(
-                    f"{option} needs cluster.trainers = 0, got {self.cluster.trainers}: trainer "
-                    "ranks do not have it"
+                    f"{option} needs cluster.trainers = 0, got {self.cluster.trainers}: {reason}"
                 )

@@ -317,7 +317,8 @@ class Policy:
         All ranks must iterate to the end.
         """
         for name, tensor in self._tensors().items():
-            yield name, sharding.gather_whole(tensor).to("cpu", self.dtype)
+            dtype = self.dtype if self._is_sharded else tensor.dtype
+            yield name, sharding.gather_whole(tensor).to("cpu", dtype)
 
     def parts_of(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return this rank's parts of the given whole weights."""

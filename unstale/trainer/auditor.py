@@ -185,7 +185,7 @@ class Auditor:
     def published(self, live: Collection[int]) -> None:
         """Keep a copy of the current weights, and drop the versions that are not in `live`."""
         if self.recording:
-            self.recording.version(self._scorer.version, self._scorer.weights())
+            self.recording.version(self._scorer.version, self._scorer.whole_weights())
         if self._share:
             began = time.perf_counter()
             self._scorer.keep(live)

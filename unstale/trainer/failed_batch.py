@@ -12,7 +12,7 @@ from unstale.weights.recording import WENT_WRONG, WentWrong
 def save_failed_batch(trainer: LocalTrainer, folder: Path) -> str:
     """Save the last batch and the trainer's weights in `folder`.
 
-    Return a message for the terminal.
+    Return a message for the terminal. All ranks of a trainer must call this; the first one writes.
     """
     failed = trainer.failed_batch
     if failed is None:
@@ -29,7 +29,11 @@ def save_failed_batch(trainer: LocalTrainer, folder: Path) -> str:
         "version": str(trainer.policy.version),
         "base": str(trainer.policy.base),
     }
-    record = WentWrong(minibatch.batch, columns, trainer.policy.weights(), about)
+    is_first = trainer.policy.peers.rank == 0
+    weights = {name: tensor for name, tensor in trainer.policy.whole_weights() if is_first}
+    record = WentWrong(minibatch.batch, columns, weights, about)
+    if not is_first:
+        return ""
     try:
         record.save(folder / WENT_WRONG)
     except (OSError, SafetensorError) as error:

@@ -9,7 +9,7 @@ Each file is written under another name and then renamed, so no file is ever inc
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -50,22 +50,29 @@ class TrainedOn:
 class Recording:
     """Writes a recording, with one file for each version and each batch."""
 
-    def __init__(self, folder: Path, *, base: int = 0) -> None:
+    def __init__(self, folder: Path, *, base: int = 0, writes: bool = True) -> None:
         """Create the folders of a recording.
 
-        `base` is the checksum of the frozen weights if the run trains LoRA adapters, else 0.
+        `base` is the checksum of the frozen weights if the run trains LoRA adapters, else 0. Only
+        one of several trainer ranks `writes`.
         """
         self._versions = folder / "versions"
         self._batches = folder / "batches"
         self._base = base
-        self._versions.mkdir(parents=True, exist_ok=True)
-        self._batches.mkdir(parents=True, exist_ok=True)
+        self._writes = writes
+        if writes:
+            self._versions.mkdir(parents=True, exist_ok=True)
+            self._batches.mkdir(parents=True, exist_ok=True)
 
-    def version(self, number: int, weights: Mapping[str, Tensor]) -> None:
-        """Write the weights of a version to its file."""
-        _write(self._versions / _name(number), weights, {"base": str(self._base)})
+    def version(self, number: int, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Write the weights of a version to its file. `weights` is iterated in any case."""
+        whole = {name: tensor for name, tensor in weights if self._writes}
+        if self._writes:
+            _write(self._versions / _name(number), whole, {"base": str(self._base)})
 
     def batch(self, trained: TrainedOn) -> None:
+        if not self._writes:
+            return
         columns = _columns(trained.batch)
         about = {
             "step": str(trained.step),

@@ -153,6 +153,9 @@ class LocalScorer:
     def weights(self) -> Mapping[str, Tensor]:
         return self.policy.weights()
 
+    def whole_weights(self) -> Iterator[tuple[str, Tensor]]:
+        return self.policy.whole_weights()
+
     def export(self, folder: Path | str) -> dict[str, Any]:
         policy = self.policy
         policy.save(folder, base=True)

@@ -5,7 +5,7 @@ Routes and the audit use a `Scorer` and never a model. So it does not matter whe
 its own scorer.
 """
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol
@@ -206,6 +206,13 @@ class Scorer(Protocol):
 
     def weights(self) -> Mapping[str, Tensor]:
         """Return the trainer's weights by name. Copy them before the next optimizer step."""
+        ...
+
+    def whole_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the trainer's weights in main memory with their names, whole on every rank.
+
+        All ranks must iterate to the end.
+        """
         ...
 
     def export(self, folder: Path | str) -> dict[str, Any]:

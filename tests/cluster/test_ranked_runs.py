@@ -1,0 +1,128 @@
+"""Test that whole runs with trainer ranks have what runs without ranks have.
+
+One rank gives bitwise the run without ranks. A run of two ranks with adapters records, audits,
+evaluates and saves its policy. A batch at which the ranks stop is saved and computed again.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from io import StringIO
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+
+from unstale.cli import session
+from unstale.cli.audit import audit
+from unstale.cli.evaluate import POLICY, evaluate
+from unstale.cli.failures import RunFailed
+from unstale.cli.replay import replay
+from unstale.cluster.ranks import RankedTrainer
+from unstale.config import (
+    AuditConfig,
+    CheckpointConfig,
+    ClusterConfig,
+    EvalConfig,
+    OldLogpsConfig,
+    RunConfig,
+    ScheduleConfig,
+)
+from unstale.durability.compare_runs import differences
+from unstale.durability.run_folder import RunFolder
+from unstale.recipes.retail import retail
+from unstale.records import Batch
+from unstale.weights.recording import RECORDED, WENT_WRONG, Recorded
+
+
+def config(runs: Path, name: str, *, trainers: int, steps: int = 2) -> RunConfig:
+    base = retail()
+    return replace(
+        base,
+        runs=runs,
+        name=name,
+        steps=steps,
+        minutes=0,
+        deterministic=True,
+        schedule=ScheduleConfig(max_staleness=1, groups_per_step=2, group_size=4),
+        audit=AuditConfig(share=1.0),
+        eval=EvalConfig(tasks=0),
+        checkpoint=CheckpointConfig(every=2),
+        engine=replace(base.engine, dtype="float32"),
+        trainer=replace(
+            base.trainer, dtype="float32", max_tokens_per_microbatch=512, warmup_steps=0
+        ),
+        cluster=ClusterConfig(trainers=trainers),
+    )
+
+
+def train(made: RunConfig, console: Console | None = None) -> Path:
+    return session.train(made, console=console or Console(file=StringIO())).folder
+
+
+def require_exact(folder: Path) -> None:
+    rows = [row for row in RunFolder(folder).metrics() if row["step"]]
+    assert [row["old_logps/exact_share"] for row in rows] == [1.0] * len(rows)
+    assert [row["audit/logp_error_abs_mean"] for row in rows] == [0.0] * len(rows)
+    assert any(row["trainer/grad_norm"] > 0 for row in rows)
+
+
+def test_one_rank_gives_bitwise_the_run_without_ranks(tmp_path: Path) -> None:
+    """Weights, checkpoints, versions, journal and metrics are compared."""
+    folders = []
+    for name, trainers in (("local", 0), ("rank", 1)):
+        made = config(tmp_path, name, trainers=trainers, steps=3)
+        # Without deltas, because ranks send whole weights: publish/bytes would differ.
+        old_logps = OldLogpsConfig(route="snapshot_old", storage="full")
+        recorded = replace(made.audit, record=True)
+        folders.append(train(replace(made, old_logps=old_logps, audit=recorded)))
+    assert differences(*folders) == []
+    require_exact(folders[1])
+    local, rank = (Recorded(folder / RECORDED) for folder in folders)
+    assert local.versions == rank.versions == [0, 1, 2, 3] and local.steps == rank.steps == [
+        1,
+        2,
+        3,
+    ]
+    for version in local.versions:
+        one, other = local.weights(version), rank.weights(version)
+        assert all(torch.equal(one[name], tensor) for name, tensor in other.items())
+        assert one.keys() == other.keys()
+
+
+def test_two_ranks_with_adapters_record_audit_and_evaluate(tmp_path: Path) -> None:
+    made = config(tmp_path, "run", trainers=2)
+    folder = train(
+        replace(
+            made,
+            trainer=replace(made.trainer, lora_rank=4),
+            audit=replace(made.audit, record=True),
+            eval=EvalConfig(tasks=4),
+        )
+    )
+    require_exact(folder)
+    assert (folder / POLICY / "adapter").is_dir()
+    quiet = Console(file=StringIO())
+    (row,) = audit(folder, routes=["snapshot_old"], console=quiet)["routes"]
+    assert row["exact_fraction"] == 1.0 and row["claimed_error_max"] == 0.0
+    result = evaluate(folder, replace(made, eval=EvalConfig(tasks=4)), console=quiet)
+    assert result.success == RunFolder(folder).metrics()[-1]["eval/success_rate"]
+
+
+def test_a_batch_at_which_ranks_stop_is_saved_and_computed_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepare = RankedTrainer.prepare
+
+    def prepare_infinite(trainer: RankedTrainer, batch: Batch) -> Sequence[int]:
+        infinite = torch.full_like(batch.advantage, torch.inf)
+        return prepare(trainer, replace(batch, advantage=infinite))
+
+    monkeypatch.setattr(RankedTrainer, "prepare", prepare_infinite)
+    text = StringIO()
+    folder = tmp_path / "run"
+    with pytest.raises(RunFailed, match="FloatingPointError"):
+        train(config(tmp_path, "run", trainers=2), Console(file=text, soft_wrap=True))
+    assert "unstale replay" in text.getvalue()
+    assert (folder / WENT_WRONG).is_file()
+    assert replay(folder, console=Console(file=StringIO()))
