@@ -35,3 +35,17 @@ def cluster() -> Iterator[Any]:
     yield nodes
     session.disconnect()
     nodes.shutdown()
+
+
+@pytest.fixture(autouse=True)
+def connected() -> None:
+    """Ray on this machine, if no other is connected: runs in one process then start it once."""
+    session.connect(object_store_memory=NODE_MEMORY)
+
+
+@pytest.fixture
+def disconnected(connected: None) -> Iterator[None]:
+    """No connection to Ray, at the beginning and at the end of a test."""
+    session.disconnect()
+    yield
+    session.disconnect()

@@ -2,19 +2,11 @@
 
 import socket
 import sys
-from collections.abc import Iterator
 
 import pytest
 
 from unstale.cluster import session
 from unstale.config import ConfigError
-
-
-@pytest.fixture
-def disconnected() -> Iterator[None]:
-    session.disconnect()
-    yield
-    session.disconnect()
 
 
 def test_without_ray_the_message_has_the_command_that_installs_it(
@@ -52,3 +44,14 @@ def test_an_address_without_a_cluster_is_refused(disconnected: None) -> None:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         with pytest.raises(ConfigError, match=f"cluster.address.*{address}.*ray start --head"):
             session.connect(address)
+
+
+def test_a_connection_is_used_again_but_not_for_another_address() -> None:
+    ray = session.connect()
+    address = ray.get_runtime_context().gcs_address
+    port = address.rpartition(":")[2]
+    for same in (address, f"localhost:{port}", "auto"):
+        assert session.connect(same) is ray
+    for other in ("127.0.0.1:1", f"nowhere.invalid:{port}"):
+        with pytest.raises(ConfigError, match=f"address is {other}, but .* at {address}: use that"):
+            session.connect(other)

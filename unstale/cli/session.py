@@ -18,6 +18,7 @@ from unstale.cli.process import limit_threads, rare_garbage_collection, sigterm_
 from unstale.cli.resume import config_changes, load_config, resume_command
 from unstale.cli.survivors import write_survivors
 from unstale.cluster.ranks import RanksDied
+from unstale.cluster.session import end_after
 from unstale.config import ConfigError, RunConfig
 from unstale.durability import virtual_clock
 from unstale.durability.checkpoint import CHECKPOINTS, CheckpointError
@@ -79,6 +80,7 @@ class Run:
         return Policy.load(self.folder / POLICY)
 
 
+@end_after()
 def train(config: RunConfig, *, console: Console | None = None, command: str = "") -> Run:
     """Run `config` to its end, with progress on the terminal.
 
@@ -116,6 +118,7 @@ def train(config: RunConfig, *, console: Console | None = None, command: str = "
             return _run_to_end(RunSession(config, log, machine, trackers), console)
 
 
+@end_after()
 def resume(folder: Path, config: RunConfig, *, console: Console | None = None) -> Run:
     """Continue the run in `folder` from its newest undamaged checkpoint. Otherwise like `train`.
 

@@ -11,6 +11,7 @@ The components of the training loop have these classes if the trainer has ranks.
 
 import datetime
 import os
+import shutil
 import tempfile
 import threading
 import time
@@ -18,7 +19,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 import torch.distributed as dist
@@ -35,6 +36,7 @@ from unstale.model.policy import Policy
 from unstale.old_logps import OldLogps
 from unstale.old_logps.scoring.scorer import Weights
 from unstale.records import Batch, PendingPiece
+from unstale.weights.leftovers import hold_lock, remove_leftovers
 from unstale.weights.publish import VersionedWeights
 
 START_S = 600.0
@@ -52,6 +54,8 @@ _GROUP_S = 3600.0
 
 
 _LOOPBACK = "127.0.0.1"
+_PREFIX = "unstale-ranks-"
+"""Start of the names of temporary folders in which ranks of one machine meet."""
 
 
 class RanksDied(RuntimeError):
@@ -64,6 +68,8 @@ class _RankActor:
     def __init__(self) -> None:
         self._rank: Rank | None = None
         self._store: Any = None
+        self._lock: TextIO | None = None
+        """Lock of the folder in which the ranks meet."""
 
     def meet(self, count: int) -> str:
         """Make the store at which the ranks meet, on the first rank. Return its address.
@@ -74,7 +80,9 @@ class _RankActor:
 
         host = str(ray.util.get_node_ip_address())
         if host == _LOOPBACK:
-            folder = tempfile.mkdtemp(prefix="unstale-ranks-")
+            remove_leftovers(Path(tempfile.gettempdir()), _PREFIX)
+            folder = Path(tempfile.mkdtemp(prefix=_PREFIX))
+            self._lock = hold_lock(folder)
             return f"{folder}/group"
         self._store = TCPStore(host, 0, count, is_master=True, wait_for_workers=False)
         return f"{host}:{self._store.port}"
@@ -136,7 +144,12 @@ class Ranks:
         self._later: deque[tuple[str, Sequence[Any]]] = deque()
         """Calls to run before the next one, in order."""
         self._longest: dict[str, float] = {}
+        self._folder: Path | None = None
+        """Folder in which the ranks meet, if they are all on this machine."""
+        session.at_end(self.close)
         (meeting,) = self._wait([self._actors[0].meet.remote(count)], START_S, "start")
+        if Path(meeting).is_absolute():
+            self._folder = Path(meeting).parent
         joins = [each.join.remote(meeting, rank, count) for rank, each in enumerate(self._actors)]
         self._wait(joins, START_S, "start")
 
@@ -171,8 +184,10 @@ class Ranks:
 
     def close(self) -> None:
         """End all ranks."""
-        for actor in self._actors:
+        for actor in self._actors if self._ray.is_initialized() else ():
             self._ray.kill(actor)
+        if self._folder:
+            shutil.rmtree(self._folder, ignore_errors=True)
 
     def _wait(self, pending: Sequence[Any], limit_s: float, name: str) -> list[Any]:
         """Return all answers. The first error is raised: other ranks may wait for that rank.

@@ -3,7 +3,9 @@
 import logging
 import os
 import socket
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from types import ModuleType
 from typing import Any
 
@@ -15,6 +17,8 @@ _LOOPBACK_ONLY = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 loopback only.
 """
 _CONNECT_S = 10.0
+_at_end: ExitStack | None = None
+"""Functions to call at the end of the present run. None outside of a run."""
 
 
 def import_ray() -> ModuleType:
@@ -35,19 +39,21 @@ def import_ray() -> ModuleType:
 def connect(
     address: str = "", *, resources: Mapping[str, float] | None = None, **options: Any
 ) -> ModuleType:
-    """Connect this process to Ray and return the module `ray`. A second call does nothing.
+    """Connect this process to Ray and return the module `ray`.
 
     Without an address, a new Ray session is started. It listens on loopback only and ends with this
     process. `resources` are its custom resources, and `options` are arguments of `ray.init`. An
     address is `host:port`, or `auto` for the cluster that `RAY_ADDRESS` names or to which this
-    machine belongs. Raises `ConfigError` if Ray is not installed, or does not answer at the
-    address.
+    machine belongs. If this process is connected already, that connection is used. Raises
+    `ConfigError` if Ray is not installed, does not answer at the address, or this process is
+    connected to Ray at another address.
     """
     if not address:  # Ray reads these when it is imported and when it starts
         os.environ.setdefault(_LOOPBACK_ONLY, "0")
         os.environ.setdefault("RAY_worker_niceness", "0")  # not behind the trainer's threads
     ray = import_ray()
     if ray.is_initialized():
+        _require_same(ray, address)
         return ray
     quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
     if address:
@@ -83,8 +89,61 @@ def _join(ray: ModuleType, address: str, options: Mapping[str, Any]) -> None:
         ) from error
 
 
+def _require_same(ray: ModuleType, address: str) -> None:
+    """Raise `ConfigError` if this process is connected to Ray at another address."""
+    current = ray.get_runtime_context().gcs_address
+    if address not in ("", "auto") and not _resolve(address) & _resolve(current):
+        raise ConfigError(
+            f"cluster.address is {address}, but this process is connected to Ray at {current}: use "
+            "that address, or call ray.shutdown() first"
+        )
+
+
+def _resolve(address: str) -> set[tuple[str, int]]:
+    """Return the numeric addresses and the port that `host:port` stands for. Empty if unknown."""
+    host, _, port = address.rpartition(":")
+    try:
+        found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
+    except OSError:
+        return set()
+    return {(str(place[0]), int(port)) for *_, place in found}
+
+
+@contextmanager
+def end_after() -> Iterator[None]:
+    """Return a context for one run. It can also decorate a function.
+
+    At its end the functions of `at_end` are called. Then Ray is disconnected, unless it was
+    connected before.
+    """
+    global _at_end
+    was_connected = _is_connected()
+    before = _at_end
+    try:
+        with ExitStack() as _at_end:
+            yield
+    finally:
+        _at_end = before
+        if _is_connected() and not was_connected:
+            disconnect()
+
+
+def at_end(function: Callable[[], object]) -> None:
+    """Call a function at the end of the present run (`end_after`), also after an error."""
+    if _at_end is not None:
+        _at_end.callback(function)
+
+
 def disconnect() -> None:
-    """Leave the Ray session. If `connect` started it, end it."""
-    ray = import_ray()
-    if ray.is_initialized():
-        ray.shutdown()
+    """Leave the Ray session, which ends the actors of this process.
+
+    If `connect` started the session, end it.
+    """
+    if _is_connected():
+        import_ray().shutdown()
+
+
+def _is_connected() -> bool:
+    """Return True if this process is connected to Ray. Ray is not imported for it."""
+    ray = sys.modules.get("ray")
+    return ray is not None and bool(ray.is_initialized())

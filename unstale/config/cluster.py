@@ -31,11 +31,6 @@ class ClusterConfig(Section):
             raise ConfigError(
                 "cluster.address is read only with cluster.engine_hosts > 0 or cluster.trainers > 0"
             )
-        if self.engine_hosts and self.trainers:
-            raise ConfigError(
-                "cluster.engine_hosts and cluster.trainers must not both be set, "
-                f"got {self.engine_hosts} and {self.trainers}: no test covers the two together"
-            )
 
     def applies(self, option: str) -> bool:
         if option in ("engine_hosts", "trainers"):

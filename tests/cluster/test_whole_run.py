@@ -1,0 +1,77 @@
+"""Trainer ranks together with engine hosts, on a Ray that begins and ends with the run."""
+
+import asyncio
+import tempfile
+from dataclasses import replace
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from tests.engines.test_processes import configured
+from unstale.cli import session
+from unstale.cluster.hosted_engine import HostedEngine
+from unstale.cluster.ranks import Ranks, RanksDied
+from unstale.config import ClusterConfig, ConfigError, RunConfig
+from unstale.durability.journal import JOURNAL, Journal
+from unstale.durability.run_folder import EVENTS, RunFolder
+
+
+def config(runs: Path, **cluster: int) -> RunConfig:
+    base = configured("base", restarts=4)
+    return replace(base, runs=runs, steps=3, cluster=ClusterConfig(**cluster))
+
+
+def test_two_ranks_and_a_host_that_is_killed_train_together(
+    disconnected: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import ray
+
+    monkeypatch.setenv("RAY_TMPDIR", tempfile.gettempdir())
+    monkeypatch.setenv("TMPDIR", str(tmp_path))  # of the processes that Ray starts
+    load = HostedEngine.load
+    versions: list[int] = []
+
+    async def kill_at_version_2(engine: HostedEngine, update: Any, version: int) -> None:
+        versions.append(version)
+        if versions.count(2) == 1 and version == 2:
+            await asyncio.to_thread(ray.kill, engine._host)
+        await load(engine, update, version)
+
+    monkeypatch.setattr(HostedEngine, "load", kill_at_version_2)
+    run = session.train(
+        config(tmp_path, trainers=2, engine_hosts=1), console=Console(file=StringIO())
+    )
+    assert versions == [0, 1, 2, 2, 3]
+    assert [row["version"] for row in run.metrics] == [0, 1, 2]
+    for row in run.metrics:
+        assert row["old_logps/exact_share"] == 1 and row["rollout/failed_episodes"] == 0
+        assert row["correction/log_d_abs_mean"] < 1e-4
+    kinds = [row["kind"] for row in RunFolder(run.folder).rows(EVENTS)]
+    assert kinds.count("engine_lost") == kinds.count("engine_back") == 1
+    with Journal.read(run.folder) as journal:
+        assert journal.unsound() == []
+    assert not ray.is_initialized(), "the run has ended its Ray"
+    assert not list(tmp_path.glob("unstale-ranks-*"))
+
+
+def test_an_error_in_the_options_ends_the_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = config(tmp_path, trainers=1)
+    (tmp_path / made.name).mkdir()
+    (tmp_path / made.name / JOURNAL).touch()
+    started: list[Ranks] = []
+    make = Ranks.make
+
+    def make_and_note(ranks: Ranks, *arguments: Any) -> None:
+        make(ranks, *arguments)
+        started.append(ranks)
+
+    monkeypatch.setattr(Ranks, "make", make_and_note)
+    with pytest.raises(ConfigError, match="already holds a run"):
+        session.train(made, console=Console(file=StringIO()))
+    with pytest.raises(RanksDied):
+        started[0].call("pid")
