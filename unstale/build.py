@@ -16,7 +16,7 @@ from unstale.algorithms.advantages import ESTIMATORS
 from unstale.cluster.components import build_ranked, make_posts, report_events
 from unstale.cluster.gpus import gpu_memory_utilization
 from unstale.cluster.hosted_engine import make_host_pool
-from unstale.cluster.ranks import RankedAuditor, RankedCheckpoints, RankedTrainer, Ranks
+from unstale.cluster.ranks import Notify, RankedAuditor, RankedCheckpoints, RankedTrainer, Ranks
 from unstale.cluster.ranks_worker import Rank
 from unstale.config import (
     AdvantageConfig,
@@ -103,18 +103,22 @@ class Components:
 
 
 def build_machine(
-    config: RunConfig, engine: Engine | None = None, ranks: Ranks | None = None
+    config: RunConfig,
+    engine: Engine | None = None,
+    ranks: Ranks | None = None,
+    *,
+    notify: Notify = lambda text: None,
 ) -> Components:
     """Return the components that sample and train, as `config` describes them.
 
     If `engine` is given, it replaces the engine that `config` describes. If `ranks` are given, the
-    trainer uses them instead of new ones. Raises `ConfigError` for every mistake that can be found
-    before the engine starts.
+    trainer uses them instead of new ones. `notify` is called with what new ranks wait for. Raises
+    `ConfigError` for every mistake that can be found before the engine starts.
     """
     find_trackers(config.trackers)  # raises ConfigError for an unknown or missing tracker
     policy, taskset, generator = build_sampler(config, engine)
     if config.cluster.trainers:
-        ranked = build_ranked(config, policy, partial(build_rank, config), ranks)
+        ranked = build_ranked(config, policy, partial(build_rank, config), ranks, notify=notify)
         return Components(policy, taskset, generator, None, *ranked)
     scorer = build_scorer(config, policy)
     trainer, auditor = build_trainer(config, policy, scorer)

@@ -17,7 +17,7 @@ from unstale.cli.failures import RunFailed, exhausted, literal, print_failure
 from unstale.cli.process import limit_threads, rare_garbage_collection, sigterm_as_ctrl_c
 from unstale.cli.resume import config_changes, load_config, resume_command
 from unstale.cli.survivors import write_survivors
-from unstale.cluster.ranks import RanksDied
+from unstale.cluster.ranks import NodesMissing, RanksDied
 from unstale.cluster.session import end_after
 from unstale.config import ConfigError, RunConfig
 from unstale.durability import virtual_clock
@@ -91,7 +91,7 @@ def train(config: RunConfig, *, console: Console | None = None, command: str = "
     """
     console = console or Console(soft_wrap=True)
     _check(config, console)
-    machine = build_machine(config)
+    machine = _build_first(config, console)
     recipe = config.recipe.rpartition(":")[2]
     name = config.name or f"{recipe}-seed{config.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
     folder = config.runs / name
@@ -141,7 +141,7 @@ def resume(folder: Path, config: RunConfig, *, console: Console | None = None) -
                 f"--steps is {config.steps}, but the run in {folder} is at step {step}"
             )
         # A run without a checkpoint ended before its first one, so it begins again.
-        machine = None if checkpoints else build_machine(config)
+        machine = None if checkpoints else _build_first(config, console)
         with closing(_open_trackers(config, folder, console, step)) as trackers:
             try:
                 log = RunLog.reopen(folder, config)
@@ -149,6 +149,28 @@ def resume(folder: Path, config: RunConfig, *, console: Console | None = None) -
                 raise ConfigError(f"{folder} cannot be resumed: {error}") from error
             log.event("resumed", step=step, changed=changes, cores=cores())
             return _run_to_end(RunSession(config, log, machine, trackers), console)
+
+
+def _build_first(config: RunConfig, console: Console) -> Components:
+    """Return the components of a run that has trained nothing yet.
+
+    Trainer ranks that die meanwhile are started again. Raises `RunFailed` if they cannot start.
+    """
+
+    def note(text: str) -> None:
+        console.print(literal(text), highlight=False)
+
+    restarts = 0
+    while True:
+        try:
+            return build_machine(config, notify=note)
+        except RanksDied as error:
+            if restarts == config.cluster.restarts:
+                raise RunFailed(str(error)) from error
+            restarts += 1
+            note(f"{error}. Starting the trainer ranks again ({restarts})")
+        except NodesMissing as error:
+            raise RunFailed(str(error)) from error
 
 
 def _open_trackers(
@@ -242,8 +264,11 @@ def _run_to_end(session: "RunSession", console: Console) -> Run:
         raise
     finally:
         session.close()
-        if reason != "failed" and session.machine:
-            session.machine.save_policy(folder / POLICY)
+        if reason == "Ctrl-C":
+            try:
+                session.save_policy()
+            except RanksDied as error:
+                console.print(f"the policy was not saved: {literal(error)}", highlight=False)
         session.end_ranks()
         with suppress(OSError, JournalError, ConfigError) if reason == "failed" else nullcontext():
             log.event("stopped", reason=reason, detail=detail)
@@ -290,44 +315,55 @@ class RunSession:
         self._trackers = trackers or Trackers()
         self._is_new = machine is not None
         self._restarts = 0
+        self._ranks = machine.ranks if machine else None
+        """The trainer ranks, also while none runs: they remember whether they need GPUs."""
 
     def run_segment(self, display: LiveDisplay) -> bool:
         """Train up to the end of the run or, if it is deterministic, to the next checkpoint.
 
-        Return True at the end of the run.
+        Return True at the end of the run, when the policy is saved.
         """
         try:
-            return self._run_segment(display)
+            done = self._run_segment(display)
+            if done:
+                self.save_policy()
         except (RanksDied, ExceptionGroup) as error:
-            died = error if isinstance(error, RanksDied) else error.subgroup(RanksDied)
-            if died is None or self._restarts == self.config.cluster.restarts:
-                raise
-            reason = str(first_error(died))
+            self._end_life(error)
+            return False
+        return done
+
+    def save_policy(self) -> None:
+        """Save the trained policy. Raises `RanksDied` if a trainer rank died."""
+        if self.machine:
+            self.machine.save_policy(self.log.path / POLICY)
+
+    def _end_life(self, error: RanksDied | ExceptionGroup) -> None:
+        """End engine and ranks after the death of a rank. Raises other errors again."""
+        died = error if isinstance(error, RanksDied) else error.subgroup(RanksDied)
+        if died is None or self._restarts == self.config.cluster.restarts:
+            raise error
         self._restarts += 1
+        reason = str(first_error(died))
         self.log.event("trainer_died", reason=reason, restarts=self._restarts)
         self.close()
         self.end_ranks()
         self.machine = None
-        return False
 
     def _run_segment(self, display: LiveDisplay) -> bool:
         config = self.config
         folder = self.log.path
-        if self._is_new and self.machine:
-            self._is_new = False
+        if self._is_new:
+            machine = self.machine or self._build(display)
             display.phase("starting the engine")
-            policy = self.machine.policy
-            checkpoints = build_checkpoints(config, self.machine, folder)
+            policy = machine.policy
+            checkpoints = build_checkpoints(config, machine, folder)
             policy.tokenizer.backend_tokenizer.save(str(folder / TOKENIZER))
             state = init_run(folder, checkpoints, policy)
+            self._is_new = False
         else:
             display.phase("reading the checkpoint and the journal")
             previous = self.machine
-            machine = build_machine(
-                config,
-                previous.generator.engine if previous else None,
-                previous.ranks if previous else None,
-            )
+            machine = self._build(display)
             checkpoints = build_checkpoints(config, machine, folder)
             stored = load_resume_state(
                 folder,
@@ -342,12 +378,24 @@ class RunSession:
             if previous is None:
                 self.log.rewind(stored.metrics)
             del stored, previous  # their tensors take as much memory as the trainer
-            self.machine = machine
+        self.machine = machine
         outputs = Outputs(self.log, display, self._trackers)
-        parts = build(config, self.machine, outputs, state)
+        parts = build(config, machine, outputs, state)
         return virtual_clock.run(
             _supervise(parts), virtual=config.deterministic, on_stuck=self._end_stuck
         )
+
+    def _build(self, display: LiveDisplay) -> Components:
+        """Return new components, but with the engine and the ranks that still work."""
+
+        def note(text: str) -> None:
+            display.phase(text)
+            self.log.event("waiting", reason=text)
+
+        engine = self.machine.generator.engine if self.machine else None
+        machine = build_machine(self.config, engine, self._ranks, notify=note)
+        self._ranks = machine.ranks
+        return machine
 
     def _end_stuck(self, reason: str) -> None:
         """Log the end of a run whose event loop is blocked for ever. Called in another thread."""
@@ -362,8 +410,8 @@ class RunSession:
 
     def end_ranks(self) -> None:
         """End the trainer ranks, if there are any."""
-        if self.machine and self.machine.ranks:
-            self.machine.ranks.close()
+        if self._ranks:
+            self._ranks.close()
 
 
 async def _supervise(parts: RunComponents) -> bool:

@@ -8,7 +8,13 @@ from torch import Tensor
 
 from unstale.cluster.engine_host_weights import WeightPosts
 from unstale.cluster.hosted_engine import HostedEngine
-from unstale.cluster.ranks import RankedAuditor, RankedOldLogps, RankedTrainer, Ranks
+from unstale.cluster.ranks import (
+    Notify,
+    RankedAuditor,
+    RankedOldLogps,
+    RankedTrainer,
+    Ranks,
+)
 from unstale.cluster.ranks_worker import MakeRank
 from unstale.config import ClusterConfig, RunConfig
 from unstale.engines.pool import EnginePool
@@ -16,19 +22,24 @@ from unstale.model.policy import Policy
 
 
 def build_ranked(
-    config: RunConfig, policy: Policy, make: MakeRank, ranks: Ranks | None = None
+    config: RunConfig,
+    policy: Policy,
+    make: MakeRank,
+    ranks: Ranks | None = None,
+    *,
+    notify: Notify = lambda text: None,
 ) -> tuple[RankedOldLogps, RankedAuditor, RankedTrainer]:
     """Return the old-logit route, the audit and the trainer on ranks.
 
     `make` makes the components of one rank. If `ranks` are given, they are used instead of new
-    ones. `policy` is the driver's. Raises `ConfigError` if the ranks cannot be placed. The ranks
-    are ended if they cannot make their components.
+    ones. `policy` is the driver's. `notify` is called with what new ranks wait for. Raises what
+    `Ranks.make` raises; the ranks are then ended.
     """
     cluster = config.cluster
-    ranks = ranks or Ranks(cluster.trainers, address=cluster.address)
+    ranks = ranks or Ranks(cluster.trainers, address=cluster.address, patience_s=cluster.patience_s)
     with ExitStack() as on_error:
         on_error.callback(ranks.close)
-        ranks.make(make)
+        ranks.make(make, notify)
         on_error.pop_all()
     trainer = RankedTrainer(ranks, policy)
     return RankedOldLogps(trainer, config.old_logps.needs), RankedAuditor(trainer), trainer

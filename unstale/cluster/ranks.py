@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any, TextIO
+from typing import Any, TextIO, cast
 
 import torch
 import torch.distributed as dist
@@ -51,15 +51,23 @@ _NOTICE_S = 5.0
 """Longest time in which Ray notices that a process ended."""
 _GROUP_S = 3600.0
 """Time after which a rank's collective fails. The driver ends the ranks long before."""
-
+_PLACE_S = 2
+"""Seconds for Ray to reserve GPUs and cores. After them the run says what it waits for."""
 
 _LOOPBACK = "127.0.0.1"
 _PREFIX = "unstale-ranks-"
 """Start of the names of temporary folders in which ranks of one machine meet."""
 
+Notify = Callable[[str], None]
+"""Prints or logs a sentence."""
+
 
 class RanksDied(RuntimeError):
     """A rank ended or did not answer. Its run can begin again from the last checkpoint."""
+
+
+class NodesMissing(RuntimeError):
+    """The Ray cluster had no room for the ranks for too long. The run can be resumed later."""
 
 
 class _RankActor:
@@ -123,23 +131,27 @@ class _RankActor:
 class Ranks:
     """The trainer ranks of a run. `call` is for any thread, and runs one call at a time."""
 
-    def __init__(self, count: int, *, address: str = "") -> None:
-        """Start the ranks on Ray, each with one GPU if the cluster has GPUs.
+    def __init__(self, count: int, *, address: str = "", patience_s: float = 600.0) -> None:
+        """Connect to Ray. The ranks start in `make`, each with one GPU if the cluster has GPUs.
 
-        Raises `ConfigError` if the cluster has GPUs, but too few, and `RanksDied` if the ranks do
-        not start within `START_S`.
+        At an address, the ranks wait for further nodes for at most `patience_s`. Raises
+        `ConfigError` if Ray has this machine alone, with too few GPUs.
         """
+        self.count = count
         self._ray: ModuleType = session.connect(address)
-        available = int(self._ray.cluster_resources().get("GPU", 0))
-        if 0 < available < count:
+        self._address = address
+        self._patience_s = patience_s
+        available = self._resources()["GPU"]
+        if 0 < available < count and not address:
             raise ConfigError(
-                f"cluster.trainers must be at most {available} (the GPUs of the Ray cluster), "
-                f"got {count}. Lower it, or add GPUs"
+                f"cluster.trainers must be at most {available} (the GPUs of this machine), "
+                f"got {count}. Lower it, or give cluster.address"
             )
         self.on_gpus = available > 0
-        gpus = int(self.on_gpus)
-        actor = self._ray.remote(max_restarts=0, num_cpus=gpus, num_gpus=gpus)(_RankActor)
-        self._actors = [actor.remote() for _ in range(count)]
+        """True if each rank has a GPU. New ranks of the same run then wait for GPUs, too."""
+        self._actors: list[Any] = []
+        self._group: Any = None
+        """The reservation of GPUs and cores for all ranks in a cluster."""
         self._lock = threading.Lock()
         self._later: deque[tuple[str, Sequence[Any]]] = deque()
         """Calls to run before the next one, in order."""
@@ -147,20 +159,92 @@ class Ranks:
         self._folder: Path | None = None
         """Folder in which the ranks meet, if they are all on this machine."""
         session.at_end(self.close)
-        (meeting,) = self._wait([self._actors[0].meet.remote(count)], START_S, "start")
-        if Path(meeting).is_absolute():
-            self._folder = Path(meeting).parent
-        joins = [each.join.remote(meeting, rank, count) for rank, each in enumerate(self._actors)]
-        self._wait(joins, START_S, "start")
 
-    def make(self, make: MakeRank) -> None:
-        """Make the components of every rank, in place of earlier ones."""
+    def make(self, make: MakeRank, notify: Notify = lambda text: None) -> None:
+        """Make the components of every rank, in place of earlier ones. Start ranks that are ended.
+
+        `notify` is called with what the ranks wait for. Raises `NodesMissing` if there is no room
+        for them, and `RanksDied` if they do not start within `START_S`.
+        """
         self._later.clear()
+        if not self._actors:
+            self._start(notify)
         self._wait([each.make.remote(make) for each in self._actors], START_S, "load the model")
 
+    def _start(self, notify: Notify) -> None:
+        options: dict[str, Any] = {"num_cpus": int(self.on_gpus), "num_gpus": int(self.on_gpus)}
+        places: list[dict[str, Any]] = [{} for _ in range(self.count)]
+        if self._address:
+            self._group = self._reserve(notify)
+            options = {f"num_{name.lower()}s": 1 for name in self._needs}
+            strategy = self._ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy
+            places = [
+                {"scheduling_strategy": strategy(self._group, placement_group_bundle_index=rank)}
+                for rank in range(self.count)
+            ]
+        actor = self._ray.remote(max_restarts=0, **options)(_RankActor)
+        self._actors = [actor.options(**place).remote() for place in places]
+        (meeting,) = self._wait([self._actors[0].meet.remote(self.count)], START_S, "start")
+        if Path(meeting).is_absolute():
+            self._folder = Path(meeting).parent
+        joins = [
+            each.join.remote(meeting, rank, self.count) for rank, each in enumerate(self._actors)
+        ]
+        self._wait(joins, START_S, "start")
+
+    def _reserve(self, notify: Notify) -> Any:
+        """Return a placement group with GPUs and cores for all ranks. Wait for nodes.
+
+        A node that died counts as a node until Ray notices, for up to half a minute.
+        """
+        placement = self._ray.util.placement_group
+        until = time.monotonic() + self._patience_s
+        asked: tuple[str, ...] = ()
+        text, group = "", cast(Any, None)
+        try:
+            while True:
+                self.on_gpus = self.on_gpus or self._resources()["GPU"] > 0
+                if asked != self._needs:
+                    if group is not None:
+                        self._ray.util.remove_placement_group(group)
+                    asked = self._needs
+                    group = placement([dict.fromkeys(asked, 1)] * self.count, strategy="PACK")
+                if group.wait(max(1, min(_PLACE_S, int(until - time.monotonic())))):
+                    reserved, group = group, None
+                    return reserved
+                if time.monotonic() >= until:
+                    raise NodesMissing(
+                        f"after {self._patience_s:g} s (cluster.patience_s), {self._shortage()}. "
+                        f"Add machines with `ray start --address {self._address}`, and resume the "
+                        "run"
+                    )
+                text, before = self._shortage(), text
+                if text != before:
+                    notify(f"waiting for machines for at most {self._patience_s:g} s: {text}")
+        finally:
+            if group is not None:
+                self._ray.util.remove_placement_group(group)
+
     @property
-    def count(self) -> int:
-        return len(self._actors)
+    def _needs(self) -> tuple[str, ...]:
+        """The Ray resources of which each rank in a cluster takes one."""
+        return ("GPU", "CPU") if self.on_gpus else ("CPU",)
+
+    def _resources(self) -> dict[str, int]:
+        """Return the GPUs and cores of the Ray cluster, used ones included."""
+        found = self._ray.cluster_resources()
+        return {name: int(found.get(name, 0)) for name in ("GPU", "CPU")}
+
+    def _shortage(self) -> str:
+        free = self._ray.available_resources()
+        total = self._resources()
+        names = {"GPU": "GPUs", "CPU": "cores"}
+        has = [f"{int(free.get(name, 0))} of {total[name]} {names[name]}" for name in self._needs]
+        each = {1: "one core", 2: "one GPU and one core"}[len(self._needs)]
+        return (
+            f"{self.count} trainer ranks need {each} each, and the Ray cluster {self._address} has "
+            f"{' and '.join(has)} free"
+        )
 
     def later(self, name: str, *arguments: Any) -> None:
         """Call a method on every rank before the next `call`. Does not block."""
@@ -172,6 +256,8 @@ class Ranks:
         Raises the error that a rank raised, or `RanksDied`, after which the ranks are ended.
         """
         with self._lock:
+            if not self._actors:
+                raise RanksDied(f"the trainer ranks are ended ({name})")
             calls = [self._later.popleft() for _ in range(len(self._later))]
             calls.append((name, arguments))
             shared = self._ray.put(calls)  # once, not once for each rank
@@ -183,9 +269,14 @@ class Ranks:
             return answers[0]
 
     def close(self) -> None:
-        """End all ranks."""
-        for actor in self._actors if self._ray.is_initialized() else ():
-            self._ray.kill(actor)
+        """End all ranks. `make` starts others."""
+        actors, self._actors = self._actors, []
+        group, self._group = self._group, None
+        if self._ray.is_initialized():
+            for actor in actors:
+                self._ray.kill(actor)
+            if group is not None:
+                self._ray.util.remove_placement_group(group)
         if self._folder:
             shutil.rmtree(self._folder, ignore_errors=True)
 

@@ -19,7 +19,9 @@ class ClusterConfig(Section):
     address: str = ""
     """Ray cluster as `host:port` or `auto`; empty starts a Ray of this machine alone."""
     patience_s: Positive = 600.0
-    """Seconds without any engine host after which the run stops."""
+    """Seconds that the run waits for machines: for any engine host, or for the trainer ranks in the
+    cluster at `address`. It then stops and can be resumed.
+    """
     restarts: Count = 10
     """Times that a run with dead trainer ranks continues from its last checkpoint on new ranks."""
 
@@ -35,5 +37,8 @@ class ClusterConfig(Section):
     def applies(self, option: str) -> bool:
         if option in ("engine_hosts", "trainers"):
             return True
-        readers = {"patience_s": self.engine_hosts, "restarts": self.trainers}
+        readers = {
+            "patience_s": self.engine_hosts or (self.trainers if self.address else 0),
+            "restarts": self.trainers,
+        }
         return readers.get(option, self.engine_hosts + self.trainers) > 0

@@ -1,0 +1,84 @@
+"""Test a trainer whose machines die. Each rank takes one core of a node: two nodes are needed."""
+
+from dataclasses import replace
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from tests.cluster.conftest import NODE_MEMORY
+from tests.cluster.test_trainer_run import config
+from unstale.cli import session
+from unstale.cli.failures import RunFailed
+from unstale.cluster.ranks import RankedTrainer
+from unstale.config import ClusterConfig
+from unstale.durability.journal import Journal
+from unstale.durability.run_folder import EVENTS, RunFolder, RunLog
+
+Node = Any
+
+
+def add_node(cluster: Any) -> Node:
+    """Add a machine that has room for one trainer rank."""
+    return cluster.add_node(num_cpus=1, object_store_memory=NODE_MEMORY)
+
+
+class KillAfter:
+    """Kill a node after the optimizer steps of these numbers, which count over all lives."""
+
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, cluster: Any, victims: dict[int, Node]
+    ) -> None:
+        self._step = RankedTrainer.step
+        self._cluster = cluster
+        self._victims = victims
+        self._steps = 0
+        monkeypatch.setattr(RankedTrainer, "step", lambda trainer: self._step_and_kill(trainer))
+
+    def _step_and_kill(self, trainer: RankedTrainer) -> None:
+        self._step(trainer)
+        self._steps += 1
+        if self._steps in self._victims:
+            self._cluster.remove_node(self._victims[self._steps], allow_graceful=False)
+
+
+def test_a_run_waits_for_a_node_in_place_of_one_that_died(
+    cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run waits until the new node is there. Without one it ends, and can be resumed."""
+    nodes = [add_node(cluster) for _ in range(2)]
+    added: list[Node] = []
+    log_event = RunLog.event
+
+    def add_node_at_first_wait(log: RunLog, kind: str, **fields: Any) -> None:
+        log_event(log, kind, **fields)
+        if kind == "waiting" and not added:
+            added.append(add_node(cluster))
+
+    monkeypatch.setattr(RunLog, "event", add_node_at_first_wait)
+    KillAfter(monkeypatch, cluster, {3: nodes[1], 5: nodes[0]})
+    made = config(tmp_path, "run")
+    cluster_options = ClusterConfig(trainers=2, address=cluster.address, patience_s=40.0)
+    made = replace(made, deterministic=False, cluster=cluster_options)
+    with pytest.raises(
+        RunFailed, match=r"after 40 s \(cluster.patience_s\), 2 trainer ranks need "
+    ):
+        session.train(made, console=Console(file=StringIO()))
+    events = list(RunFolder(tmp_path / "run").rows(EVENTS))
+    kinds = [row["kind"] for row in events if row["kind"] in ("trainer_died", "waiting")]
+    assert kinds.count("trainer_died") == 2
+    first, second = [i for i, kind in enumerate(kinds) if kind == "trainer_died"]
+    assert second > first + 1 and len(kinds) > second + 1, "each death was followed by a wait"
+    waits = [row["reason"] for row in events if row["kind"] == "waiting"]
+    assert all("2 trainer ranks need one core each" in text for text in waits)
+
+    last = add_node(cluster)
+    session.resume(tmp_path / "run", made, console=Console(file=StringIO()))
+    rows = RunFolder(tmp_path / "run").metrics()
+    assert [row["old_logps/exact_share"] for row in rows if row["step"]] == [1.0] * 4
+    with Journal.read(tmp_path / "run") as journal:
+        assert journal.unsound() == []
+    for node in (added[0], last):
+        cluster.remove_node(node)
