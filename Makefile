@@ -6,7 +6,7 @@ export GOMP_SPINCOUNT := 10000
 
 .PHONY: setup demo test test-engines test-adapters test-cluster conversations check base-policy bench bench-agent bench-demo bench-retail bench-compare \
 	bench-audit bench-resume bench-endpoint bench-peers bench-generate bench-train bench-memory bench-schedule bench-async \
-	bench-async-learning bench-routes bench-publish bench-simulate bench-gpu chaos report fuzz sizes wheel docs
+	bench-async-learning bench-routes bench-publish bench-simulate bench-gpu chaos chaos-cluster report fuzz sizes wheel docs
 
 setup: .venv/.ready
 
@@ -52,8 +52,10 @@ test-adapters: $(ADAPTERS:%=.venv-adapters/%/.ready)
 	touch $@
 
 # Test trainer ranks and engine hosts with Ray, in an environment on top of .venv (minutes, 300 MB of disk).
+# A test that takes ten minutes hangs: the stacks of all threads are printed, and the tests end.
 test-cluster: .venv-cluster/.ready
-	PYTHONPATH=$(CURDIR) .venv-cluster/bin/python -m pytest tests/cluster
+	PYTHONPATH=$(CURDIR) .venv-cluster/bin/python -m pytest tests/cluster \
+		-o faulthandler_timeout=600 -o faulthandler_exit_on_timeout=true
 
 .venv-cluster/.ready: .venv/.ready constraints.txt
 	$(PYTHON) -m venv .venv-cluster
@@ -177,6 +179,10 @@ bench-endpoint: setup
 N ?= 100
 chaos: setup
 	$(BIN)/python benchmarks/chaos.py --kills $(N)
+
+# Kill ranks, drivers, engine hosts and nodes of runs on Ray (30 minutes): make chaos-cluster ARGS="--ranks 4 --drivers 0"
+chaos-cluster: .venv-cluster/.ready
+	PYTHONPATH=$(CURDIR) .venv-cluster/bin/python benchmarks/cluster_chaos.py $(ARGS)
 
 # Fuzz all readers of untrusted input (minutes). Without atheris the inputs are random.
 fuzz: setup

@@ -54,6 +54,19 @@ def test_scheduling_code_does_not_poll() -> None:
     assert not [path.name for path in files if timers.search(path.read_text())]
 
 
+def test_every_wait_for_ray_has_a_limit() -> None:
+    """A call of `get` or `wait` of Ray without a time-out can hang for ever."""
+    endless = []
+    for path in (ROOT / "unstale" / "cluster").glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+                name = ast.unparse(node.func)
+                limits = {word.arg for word in node.keywords}
+                if name.endswith(("ray.get", "ray.wait")) and "timeout" not in limits:
+                    endless.append(f"{path.name}:{node.lineno} {name}")
+    assert not endless
+
+
 def test_no_source_file_has_an_open_task() -> None:
     words = ("TO" + "DO", "FIX" + "ME", "XX" + "X")
     assert not [str(path) for path in SOURCES if any(word in path.read_text() for word in words)]

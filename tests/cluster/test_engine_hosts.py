@@ -20,6 +20,7 @@ from torch import Tensor
 from tests.cluster.conftest import NODE_MEMORY
 from tests.engines.test_processes import configured, said, say
 from tests.support.host_engines import EngineWithPid, LoggedEngine, SlowEngine, digits
+from tests.support.waits import LIMIT_S, until
 from unstale.cli import session
 from unstale.cluster.engine_host import HostOptions
 from unstale.cluster.engine_host_weights import VersionOfWeights, WeightPosts
@@ -34,9 +35,6 @@ from unstale.engines.registry import EngineOptions
 from unstale.testing import check_engine, tiny_policy
 from unstale.weights.codec import checksum
 from unstale.weights.store import VersionStore
-
-PATIENCE_S = 300.0
-"""Seconds after which a test fails. Processes start slowly on a busy machine."""
 
 
 @pytest.fixture(scope="module")
@@ -93,26 +91,19 @@ class Events:
 
     def __init__(self) -> None:
         self.seen: Counter[tuple[str, int]] = Counter()
-        self._changed = asyncio.Condition()
 
     def __call__(self, kind: str, *, engine: int, **_: Any) -> None:
         self.seen[kind, engine] += 1
-        self._notify = asyncio.ensure_future(self._wake())
-
-    async def _wake(self) -> None:
-        async with self._changed:
-            self._changed.notify_all()
 
     async def wait(self, kind: str, engine: int) -> None:
-        async with self._changed:
-            await self._changed.wait_for(lambda: self.seen[kind, engine])
+        await until(lambda: self.seen[kind, engine] > 0, f"{kind} of engine {engine}")
 
 
 @asynccontextmanager
 async def running(pool: EnginePool) -> AsyncIterator[EnginePool]:
     """Start a pool. Close it at the end of the context."""
     try:
-        async with asyncio.timeout(PATIENCE_S):
+        async with asyncio.timeout(LIMIT_S):
             await pool.start()
             yield pool
     finally:
@@ -145,13 +136,12 @@ def test_a_late_host_gets_full_weights_and_then_the_deltas_it_missed(
             hosted(folder, 1, make=partial(LoggedEngine, late_log, hold)),
         ]
         recovery = Recovery(weights.posts.at, restarts=0, on_event=events)
-        async with running(EnginePool(engines, recovery, patience_s=PATIENCE_S)) as pool:
+        async with running(EnginePool(engines, recovery, patience_s=LIMIT_S)) as pool:
             for version in (0, 1):
                 await weights.publish(pool, version)
             assert weights.reads == [] and events.seen == {("engine_joined", 0): 1}
             node = add_node(cluster)
-            while weights.reads != [1]:  # noqa: ASYNC110 - read by another thread
-                await asyncio.sleep(0.05)
+            await until(lambda: weights.reads == [1], "the late host to read version 1")
             for version in (2, 3):
                 await weights.publish(pool, version)
             reply = await pool.sample([5, 6], SamplingParams(4, ()))
@@ -182,7 +172,7 @@ def test_a_killed_node_costs_no_token_and_a_new_one_takes_its_place(
         events = Events()
         engines = [hosted(folder, number, make=SlowEngine) for number in range(2)]
         recovery = Recovery(weights.posts.at, restarts=1, on_event=events)
-        async with running(EnginePool(engines, recovery, patience_s=PATIENCE_S)) as pool:
+        async with running(EnginePool(engines, recovery, patience_s=LIMIT_S)) as pool:
             await weights.publish(pool, 0)
             for number in range(2):
                 await events.wait("engine_joined", number)
@@ -217,7 +207,7 @@ def test_a_host_whose_engines_died_starts_them_again_and_fetches_nothing(
         pid = tmp_path / "pid"
         engine = hosted(folder, restarts=0, make=partial(EngineWithPid, pid))
         recovery = Recovery(weights.posts.at, restarts=1, on_event=events)
-        async with running(EnginePool([engine], recovery, patience_s=PATIENCE_S)) as pool:
+        async with running(EnginePool([engine], recovery, patience_s=LIMIT_S)) as pool:
             for version in (0, 1):
                 await weights.publish(pool, version)
             expected = said(await say(pool, 3, length=200))
@@ -236,7 +226,7 @@ def test_a_machine_without_the_model_is_named_at_once(first_node: Any, tmp_path:
     engines = [hosted(tmp_path / "absent", number) for number in range(2)]
 
     async def live() -> None:
-        pool = EnginePool(engines, patience_s=PATIENCE_S)
+        pool = EnginePool(engines, patience_s=LIMIT_S)
         with pytest.raises(ValueError, match=r"has no model folder .*absent: every engine host"):
             async with running(pool):
                 pass
@@ -261,8 +251,7 @@ def test_a_run_goes_on_when_a_node_with_engines_dies(
         """Kill a node in the middle of an update, once both hosts sample."""
         if version == 2 and nodes:
             node = nodes.pop()
-            while len(loaded) < 2:  # noqa: ASYNC110 - the second host joins meanwhile
-                await asyncio.sleep(0.05)
+            await until(lambda: len(loaded) == 2, "the second host to join")
             await asyncio.to_thread(cluster.remove_node, node, allow_graceful=False)
         await load(engine, update, version)
         loaded.add(engine)

@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
@@ -16,6 +15,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from tests.support.waits import LIMIT_S, wait_until
 from unstale.cli import session
 from unstale.cluster.ranks import RankedTrainer
 from unstale.config import (
@@ -96,14 +96,17 @@ def test_a_killed_driver_leaves_a_run_that_a_resume_completes_bitwise(tmp_path: 
         "t.train(t.config(pathlib.Path(sys.argv[1]), 'killed'))"
     )
     folder = tmp_path / "killed"
+
+    def has_trained() -> bool:
+        assert driver.poll() is None, "the driver must not end by itself"
+        return folder.is_dir() and len(RunFolder(folder).metrics()) >= 3
+
     driver = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], start_new_session=True)
     try:
-        while not folder.is_dir() or len(RunFolder(folder).metrics()) < 3:
-            assert driver.poll() is None, "the driver must not end by itself"
-            time.sleep(0.2)
+        wait_until(has_trained, "two steps of the driver")
     finally:
         driver.kill()
-        driver.wait()
+        driver.wait(LIMIT_S)
     session.resume(folder, config(tmp_path, "killed"), console=Console(file=StringIO()))
     assert differences(undisturbed, folder) == []
 

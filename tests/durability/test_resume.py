@@ -74,7 +74,7 @@ class Toy:
     taskset: Callable[[], Numbers] = lambda: Numbers(count())
     machines: list[Components] = field(default_factory=list)
 
-    def machine(self, config: RunConfig, engine: object = None, ranks: object = None) -> Components:
+    def machine(self, config: RunConfig, *kept: object, **_: object) -> Components:
         def route(scorer: Scorer, engine: ScriptedEngine) -> OldLogps:
             return build_old_logps(config.old_logps, scorer, lockstep=config.deterministic)
 

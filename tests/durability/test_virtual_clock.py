@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from unstale.durability.virtual_clock import WORK_S, Stalled, run
+from unstale.envs.guard import UnjoinedThreads
 
 HOUR = 3600.0
 
@@ -126,6 +127,21 @@ def test_a_wait_that_can_never_end_is_an_error_and_cleans_up() -> None:
     with pytest.raises(Stalled, match="deadlock in a deterministic run"):
         run(main(), virtual=True)
     assert left == ["left"] * 3
+
+
+def test_the_end_waits_for_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """asyncio ends the default executor in a thread, which is slow on a busy machine."""
+    shutdown = ThreadPoolExecutor.shutdown
+
+    def slowly(executor: ThreadPoolExecutor, *args: bool, **options: bool) -> None:
+        time.sleep(0.05)
+        shutdown(executor, *args, **options)
+
+    async def main() -> int:
+        return await asyncio.to_thread(lambda: 3)
+
+    monkeypatch.setattr(UnjoinedThreads, "shutdown", slowly)
+    assert run(main(), virtual=True) == 3
 
 
 def test_two_runs_are_the_same_whatever_the_threads_did() -> None:

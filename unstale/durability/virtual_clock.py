@@ -66,6 +66,12 @@ class VirtualLoop(RunLoop):
         self.call_later(WORK_S, _set_result, work, result)
         return result
 
+    async def shutdown_default_executor(self, timeout: float | None = None) -> None:
+        """Do nothing, because no call uses that executor.
+
+        asyncio would end it in a thread, for which virtual time cannot wait.
+        """
+
     def close(self) -> None:
         super().close()
         self._thread.shutdown()

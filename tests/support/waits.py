@@ -1,0 +1,25 @@
+"""Waits of tests for other processes and threads. Each has a limit and says what it waited for."""
+
+import asyncio
+import time
+from collections.abc import Callable
+
+LIMIT_S = 300.0
+"""Processes start slowly on a busy machine."""
+_TICK_S = 0.05
+
+
+def wait_until(claim: Callable[[], bool], what: str) -> None:
+    """Wait until `claim` is true. Fails after `LIMIT_S`, and says that it waited for `what`."""
+    until = time.monotonic() + LIMIT_S
+    while not claim():
+        assert time.monotonic() < until, f"waited {LIMIT_S:g} s for {what}"
+        time.sleep(_TICK_S)
+
+
+async def until(claim: Callable[[], bool], what: str) -> None:
+    """Like `wait_until`, but the event loop continues meanwhile."""
+    limit = time.monotonic() + LIMIT_S
+    while not claim():
+        assert time.monotonic() < limit, f"waited {LIMIT_S:g} s for {what}"
+        await asyncio.sleep(_TICK_S)
