@@ -1,15 +1,20 @@
 """Test the predicted footprint: it is printed before a run, close to the real one, and checked."""
 
+import gc
 import shutil
 from collections import namedtuple
+from contextlib import closing
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 
 import pytest
 from rich.console import Console
+from torch import Tensor
 
 from tests.durability.test_resume import Toy, config, played
+from tests.lint.test_learning import sample
+from unstale.build import build_advantage, build_scorer, build_trainer, load_policy
 from unstale.cli import session
 from unstale.config import (
     AuditConfig,
@@ -17,8 +22,12 @@ from unstale.config import (
     ClusterConfig,
     ConfigError,
     OldLogpsConfig,
+    RunConfig,
+    TrainerConfig,
 )
+from unstale.config.routes import live_versions
 from unstale.planner.footprint import PROCESS_BYTES, predict_footprint
+from unstale.records import collate
 from unstale.testing import tiny_policy
 
 Usage = namedtuple("Usage", "total used free")
@@ -85,3 +94,52 @@ def test_a_disk_that_is_too_full_is_refused_before_anything_is_written(
     with played(Toy()), pytest.raises(ConfigError, match=says):
         session.train(made, console=Console(file=StringIO()))
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("dtype, deltas", [("float32", 2.0), ("bfloat16", 0.2)])
+def test_a_trainer_holds_at_most_24_bytes_a_weight(dtype: str, deltas: float) -> None:
+    """Count them before an optimizer step, when there are gradients, moments and a past version.
+
+    All tensors of the process are counted, whoever refers to them.
+    """
+    earlier = every_tensor()
+    made = RunConfig(
+        recipe="generated",
+        old_logps=OldLogpsConfig(route="snapshot_old"),
+        trainer=TrainerConfig(dtype=dtype, lr=1e-6),
+        audit=AuditConfig(share=0.0),
+    )
+    policy = load_policy(made)
+    trainer, _ = build_trainer(made, policy, build_scorer(made, policy))
+    weights = sum(weight.numel() for weight in policy.model.parameters())
+    with closing(trainer.old):
+        for step in range(2):
+            trainer.old.publishing()
+            trainer.old.published(live=set(range(step + 1)))
+            groups = sample(made, policy, [step])
+            (minibatch,) = trainer.prepare(collate(build_advantage(made.advantage)(groups)))
+            trainer.backward(minibatch)
+            if step == 0:
+                trainer.step()
+                trainer.start_version()
+        known = {tensor.untyped_storage().data_ptr() for tensor in earlier}
+        memory = {
+            tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
+            for tensor in every_tensor()
+        }
+        held = sum(size for place, size in memory.items() if place not in known) / weights
+        kept = trainer.metrics()["old_logps/memory_bytes"] / weights
+    copies = {"float32": 4 + 4, "bfloat16": 2 + 4 + 2}[dtype]  # with a master, and one to score
+    assert held == pytest.approx(copies + 4 + 8, abs=0.3)  # gradients, two moments
+    assert 0 < kept < deltas and held + kept < 24
+    assert predict_footprint(made, policy).trainer - PROCESS_BYTES == pytest.approx(
+        (held + live_versions(made) * kept) * weights, rel=0.1
+    )
+
+
+def every_tensor() -> list[Tensor]:
+    """Return all tensors that Python code refers to, and their gradients."""
+    gc.collect()
+    tensors = [each for each in gc.get_objects() if issubclass(type(each), Tensor)]
+    grads = [tensor.grad for tensor in tensors if tensor.is_leaf]
+    return tensors + [grad for grad in grads if grad is not None]

@@ -31,7 +31,14 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_sharded
 from torch.distributed.checkpoint.state_dict_saver import save as save_sharded
 
 from unstale.model.sharding import is_sharded
-from unstale.weights.codec import Encoded, apply, encode, file_of, words
+from unstale.weights.codec import (
+    Encoded,
+    apply,
+    encode,
+    file_of,
+    read_tensors,
+    words,
+)
 
 FORMAT = 3
 MANIFEST = "manifest.json"
@@ -49,7 +56,7 @@ POLICY_PREFIX = "/policy/"
 precision.
 """
 
-MIN_FILE_BYTES = 32 << 20
+MIN_FILE_BYTES = 8 << 20
 MAX_FILES = 64
 """The trainer's state is written in about this many files at most, one after the other. Writing a
 file takes memory for two copies of it.
@@ -376,14 +383,12 @@ def read_back(paths: Iterable[Path], written: Mapping[str, Tensor]) -> bool:
     for path in paths:
         if path.suffix != ".safetensors":
             continue
-        with safe_open(path, framework="pt") as file:
-            for key in file.keys():  # noqa: SIM118
-                tensor = unread.pop(key, None)
-                read = file.get_tensor(key)
-                if tensor is None or not _alike(tensor, read):
-                    return False
-                if not torch.equal(words(tensor), words(read)):
-                    return False
+        for key, read in read_tensors(path):
+            tensor = unread.pop(key, None)
+            if tensor is None or not _alike(tensor, read):
+                return False
+            if not torch.equal(words(tensor), words(read)):
+                return False
     return not unread
 
 

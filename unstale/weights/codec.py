@@ -19,9 +19,10 @@ import json
 import math
 import struct
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from mmap import mmap
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -302,6 +303,27 @@ def tensors_of(data: bytes | bytearray | mmap) -> dict[str, Tensor]:
         return {name: _tensor_at(data, start, **entry) for name, entry in header.items()}
     except (struct.error, KeyError, TypeError, AttributeError, RuntimeError) as error:
         raise ValueError(f"these {len(data):,} bytes are no tensors: {error!r}") from error
+
+
+def read_tensors(path: Path) -> Iterator[tuple[str, Tensor]]:
+    """Yield the name and value of each tensor of a safetensors file, with one in memory at a time.
+
+    The file is not mapped, because its pages would count as memory of the process. Raises
+    ValueError if it is damaged.
+    """
+    with path.open("rb") as file:
+        try:
+            (size,) = _HEADER.unpack(file.read(_HEADER.size))
+            header = json.loads(file.read(size))
+            header.pop("__metadata__", None)
+            for name, entry in header.items():
+                first, last = entry["data_offsets"]
+                file.seek(_HEADER.size + size + first)
+                data = bytearray(last - first)
+                file.readinto(data)
+                yield name, _tensor_at(data, -first, **entry)
+        except (struct.error, KeyError, TypeError, AttributeError, RuntimeError) as error:
+            raise ValueError(f"{path} is not a safetensors file: {error!r}") from error
 
 
 def _tensor_at(

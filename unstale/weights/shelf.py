@@ -4,35 +4,49 @@ import os
 import tempfile
 from pathlib import Path
 
-from unstale.weights.codec import Delta, dumps, loads
+from unstale.weights.codec import Delta, file_parts, loads
 
 
 class Shelf:
     """Stores the delta of each version, in memory or in files of a temporary folder.
 
     A delta is the difference of the weights from the previous version. The temporary folder is
-    inside `folder`. Files are in safetensors format and are never incomplete.
+    inside `folder`. Files are in safetensors format and are never incomplete. In memory a delta is
+    held once, as the bytes of such a file: checkpoints write them without a copy.
     """
 
     def __init__(self, folder: Path | None = None) -> None:
         self._folder = folder
         self._place: tempfile.TemporaryDirectory[str] | None = None
-        self._held: dict[int, Delta | Path] = {}
+        self._held: dict[int, bytearray | Path] = {}
+        self._deltas: dict[int, Delta] = {}
+        """The deltas in memory, as views of the bytes in `_held`."""
         self._sizes: dict[int, int] = {}
 
     def put(self, version: int, delta: Delta) -> None:
         """Store the delta of a version. It replaces an earlier one."""
-        self._held[version] = self._write(version, delta) if self._folder else delta
         self._sizes[version] = delta.nbytes
+        if self._folder:
+            self._held[version] = self._write(version, delta)
+            return
+        file = bytearray().join(file_parts(delta))
+        self._held[version] = file
+        self._deltas[version] = loads(memoryview(file))
 
     def get(self, version: int) -> Delta:
         held = self._held[version]
-        return loads(held.read_bytes()) if isinstance(held, Path) else held
+        return loads(held.read_bytes()) if isinstance(held, Path) else self._deltas[version]
+
+    def file(self, version: int) -> bytearray:
+        """Return the delta of a version as the bytes of a safetensors file, to be read only."""
+        held = self._held[version]
+        return bytearray(held.read_bytes()) if isinstance(held, Path) else held
 
     def drop(self, version: int) -> None:
         """Delete the delta of a version, if there is one."""
         held = self._held.pop(version, None)
         self._sizes.pop(version, None)
+        self._deltas.pop(version, None)
         if isinstance(held, Path):
             held.unlink()
 
@@ -53,6 +67,7 @@ class Shelf:
         """Delete all deltas and their files."""
         self._held = {}
         self._sizes = {}
+        self._deltas = {}
         if self._place is not None:
             self._place.cleanup()
             self._place = None
@@ -62,6 +77,7 @@ class Shelf:
             self._place = tempfile.TemporaryDirectory(prefix="versions-", dir=self._folder)
         path = Path(self._place.name) / f"{version:08d}.safetensors"
         aside = path.with_suffix(".partial")
-        aside.write_bytes(dumps(delta))
+        with aside.open("wb") as file:
+            file.writelines(file_parts(delta))
         os.replace(aside, path)
         return path

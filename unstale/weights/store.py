@@ -18,7 +18,6 @@ from unstale.weights.codec import (
     apply,
     checksum,
     encode,
-    file_parts,
     loads,
     require_fit,
     whole,
@@ -191,8 +190,8 @@ class VersionStore:
     def state(self) -> Mapping[str, Any]:
         """Return the contents of the store for a checkpoint.
 
-        Deltas are the bytes of safetensors files. The full copy is not copied, so it changes when
-        the store loads another version.
+        Deltas are the bytes of safetensors files. Nothing in memory is copied, so the full copy
+        changes when the store loads another version.
         """
         return {
             "full": self._full,
@@ -202,9 +201,7 @@ class VersionStore:
             "movable": dict(self._movable),
             "checksum": checksum(self._movable),
             "shelf": {
-                version: torch.frombuffer(
-                    bytearray().join(file_parts(self._shelf.get(version))), dtype=torch.uint8
-                )
+                version: torch.frombuffer(self._shelf.file(version), dtype=torch.uint8)
                 for version in self._shelf.versions
             },
         }
