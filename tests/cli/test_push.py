@@ -4,9 +4,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 from huggingface_hub import ModelCard
+from huggingface_hub.errors import HTTPError
 
 import unstale
 from tests.support.fake_run import fake_run
@@ -80,7 +80,7 @@ class Hub:
         if repo == "lab/forbidden":
             raise OSError("403 Forbidden:\nno right")
         if repo == "lab/unreachable":
-            raise httpx.ConnectError("no route to the hub")
+            raise HTTPError("no route to the hub")
         self.calls.append((repo, private))
         return f"https://hub/{repo}"
 

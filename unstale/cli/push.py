@@ -6,11 +6,11 @@ from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from httpx import HTTPError
 from huggingface_hub import HfApi, ModelCardData
 
 from unstale.cli.evaluate import POLICY, policy_folder
 from unstale.config import ConfigError
+from unstale.config.hub import hub_errors
 from unstale.durability.machine import commit, versions
 from unstale.observe.report.gather import Gathered, HeldOutSuccess, gather
 
@@ -47,12 +47,9 @@ def push_to_hub(
 
 def _upload(folder: Path, repo: str, *, private: bool) -> str:
     api = HfApi()
-    try:
+    with hub_errors(f"{repo} cannot be written on the hub"):
         address = api.create_repo(repo, private=private, exist_ok=True)
         api.upload_folder(repo_id=repo, folder_path=folder, commit_message="Upload the policy")
-    except (OSError, ValueError, HTTPError) as error:
-        reason = re.sub(r"\s+", " ", str(error))[:200]
-        raise ConfigError(f"{repo} cannot be written on the hub: {reason}") from error
     return str(address)
 
 

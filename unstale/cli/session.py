@@ -203,6 +203,10 @@ def _is_finished(folder: Path) -> bool:
 
 
 def _check(config: RunConfig, console: Console) -> None:
+    """Raise `ConfigError` for a configuration that the linter refuses. Print its warnings."""
+    if config.policy_download:
+        check(config).require()
+        _ = config.policy_folder  # download the model: some warnings depend on its size
     verdict = check(config)
     verdict.require()
     for warning in verdict.warnings:

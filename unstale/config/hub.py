@@ -1,7 +1,10 @@
 """Find a model of the Hugging Face hub in the local cache, or download it."""
 
+import json
 import re
-from functools import cache
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from functools import cache, partial
 from pathlib import Path
 
 from unstale.config.checks import ConfigError
@@ -10,14 +13,16 @@ _NAME = re.compile(r"(?P<repository>[A-Za-z0-9][\w.-]*/[\w.-]+)(?:@(?P<revision>
 _FILES = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.txt", "*.model", "*.jinja"]
 _IGNORED = ["*/*", "consolidated*"]
 """Patterns of files that are not downloaded, such as the same weights in another format."""
+_TOKENIZER = ("tokenizer.json", "*.model", "vocab.*", "tekken.json")
+"""Patterns of files with a vocabulary. A tokenizer has at least one of them."""
 
 
 def model_folder(policy: str, *, download: bool) -> Path:
     """Return the local folder of a model.
 
     `policy` is a path, or the hub name `organisation/name` with or without `@revision`. With
-    `download` a model that the local cache lacks is fetched from the hub. Raises `ConfigError` if
-    the model is neither a folder nor in the cache.
+    `download`, files that the local cache lacks are fetched from the hub. Raises `ConfigError` if
+    the model is neither a folder nor complete in the cache.
     """
     name = _NAME.fullmatch(policy)
     if Path(policy).exists() or not name:
@@ -25,31 +30,86 @@ def model_folder(policy: str, *, download: bool) -> Path:
     return _snapshot(name["repository"], name["revision"], download)
 
 
+@contextmanager
+def hub_errors(what: str) -> Iterator[None]:
+    """Raise `ConfigError` for an error of the hub or the network. Its text begins with `what`."""
+    # HTTPError is the base class of its client's errors: httpx or httpx2, by its version
+    from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]
+
+    try:
+        yield
+    except (OSError, ValueError, HTTPError) as error:
+        reason = re.sub(r"\s+", " ", str(error))[:200] or type(error).__name__
+        raise ConfigError(f"{what}: {reason}") from error
+
+
 @cache
 def _snapshot(repository: str, revision: str | None, download: bool) -> Path:
     import huggingface_hub
-    from httpx import HTTPError  # huggingface_hub passes on the errors of its client
 
-    def fetch(*, local_files_only: bool) -> Path:
-        folder = huggingface_hub.snapshot_download(
-            repository,
-            revision=revision,
-            local_files_only=local_files_only,
-            allow_patterns=_FILES,
-            ignore_patterns=_IGNORED,
-        )
-        return Path(str(folder))
-
+    fetch = partial(
+        huggingface_hub.snapshot_download,
+        repository,
+        revision=revision,
+        allow_patterns=_FILES,
+        ignore_patterns=_IGNORED,
+    )
+    cache_folder = huggingface_hub.constants.HF_HUB_CACHE
+    problem = f"there is no folder {repository}, and no such model in the cache {cache_folder}"
     try:
-        return fetch(local_files_only=True)
+        folder: str | None = fetch(local_files_only=True)
     except (OSError, ValueError) as error:
-        if not download:
-            raise ConfigError(
-                f"policy: there is no folder {repository}, and no such model in the cache "
-                f"{huggingface_hub.constants.HF_HUB_CACHE}. --policy-download fetches it"
-            ) from error
-    try:
-        return fetch(local_files_only=False)
-    except (OSError, ValueError, HTTPError) as error:
-        reason = re.sub(r"\s+", " ", str(error))[:200]
-        raise ConfigError(f"policy: {repository} cannot be downloaded: {reason}") from error
+        folder = getattr(error, "snapshot_path", None)  # set if the hub's library misses a file
+    if folder:
+        missing = _missing(Path(folder), _listed(repository, revision))
+        if not missing:
+            return Path(folder)
+        problem = f"the model {repository} in {folder} is incomplete, without {_words(missing)}"
+    if not download:
+        raise ConfigError(f"policy: {problem}. --policy-download fetches what is missing")
+    with hub_errors(f"policy: {repository} cannot be downloaded"):
+        fetched = Path(fetch(local_files_only=False))
+    if missing := _missing(fetched):
+        raise ConfigError(
+            f"policy: after the download, {fetched} is still without {_words(missing)}. Check that "
+            f"the hub can be reached, and that it has these files of {repository}"
+        )
+    return fetched
+
+
+def _listed(repository: str, revision: str | None) -> list[str]:
+    """Return the names of a model's files on the hub, if an earlier download saved the list."""
+    from huggingface_hub import get_cached_repo_tree
+    from huggingface_hub.errors import CachedRepoTreeNotFoundError
+    from huggingface_hub.utils import filter_repo_objects  # type: ignore[attr-defined]
+
+    with suppress(CachedRepoTreeNotFoundError):
+        names = [file.path for file in get_cached_repo_tree(repository, revision=revision)]
+        return list(filter_repo_objects(names, allow_patterns=_FILES, ignore_patterns=_IGNORED))
+    return []
+
+
+def _missing(folder: Path, listed: list[str] | None = None) -> list[str]:
+    """Return the files that a model folder lacks: those in `listed`, and those every model needs.
+
+    A file counts as missing if it is a link to nothing, as after an interrupted download.
+    """
+    needed = {*(listed or []), "config.json"}
+    for index in folder.glob("*.safetensors.index.json"):
+        with suppress(OSError, ValueError, KeyError):  # loading the policy reports a damaged index
+            needed |= set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+    missing = {name for name in needed if not (folder / name).is_file()}
+
+    def has(*patterns: str) -> bool:
+        return any(path.is_file() for pattern in patterns for path in folder.glob(pattern))
+
+    if not has("*.safetensors") and not any(name.endswith(".safetensors") for name in missing):
+        missing.add("*.safetensors")
+    if not has(*_TOKENIZER) and not any(name.startswith("tokenizer") for name in missing):
+        missing.add("tokenizer.json")
+    return sorted(missing)
+
+
+def _words(names: list[str]) -> str:
+    """Return the first names, and the number of the others."""
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} others" if len(names) > 4 else "")

@@ -22,7 +22,7 @@ RATE_TIMES_WEIGHTS = 1e4
 usual rate, which is 5e-4 for a million weights and 1e-6 for a billion and more.
 """
 MIN_LARGEST_RATE = 2e-5
-"""Largest sensible learning rate of Adam for very large models."""
+"""Largest sensible learning rate of Adam for very large models, and for those of unknown size."""
 RATE_RANGE = 1e4
 """If the learning rate is smaller than the largest sensible one by this factor, a run of usual
 length shows no effect.
@@ -167,14 +167,19 @@ def wrong_rate(config: RunConfig) -> Finding | None:
     if not math.isfinite(rate):
         return None
     size = num_weights(local_folder(config))
-    model = f"{size / 1e6:.3g}M weights" if size else "this model"
     usual: Fix = {"trainer.lr": _usual_rate(config)}
+    named = f"usual is about {usual['trainer.lr']:g}"
     if rate > _largest_rate(config):
-        why = f"steps of this size destroy {model}: usual is about {usual['trainer.lr']:g}"
+        why = f"steps of this size destroy {size / 1e6:.3g}M weights: {named}"
+        if not size:
+            why = (
+                f"steps of this size destroy a large model: {named} (this model's size is unknown)"
+            )
         return Finding(f"a learning rate of {rate:g}", why, (usual,))
     if not config.trainer.lora_rank and rate < _smallest_rate(config):
-        why = f"it hardly changes {model} in any run: usual is about {usual['trainer.lr']:g}"
+        model = f"{size / 1e6:.3g}M weights" if size else "any model"
         fixes = (usual, {**usual, "trainer.grad_clip": 1.0})
+        why = f"it hardly changes {model} in any run: {named}"
         return Finding(f"a learning rate of {rate:g}", why, fixes)
     return None
 
@@ -189,8 +194,6 @@ def _rate_of_adam(config: RunConfig) -> float:
     """Return the usual learning rate of Adam for the model, rounded to one digit."""
     lora = bool(config.trainer.lora_rank)
     usual = _largest_rate_of_adam(config) / 20
-    if not num_weights(local_folder(config)):
-        usual = MIN_LARGEST_RATE / 20
     return float(f"{max(usual, 10 * LORA_RATE if lora else 0):.0e}")
 
 
@@ -199,7 +202,7 @@ def _usual_rate(config: RunConfig) -> float:
 
 
 def _largest_rate_of_adam(config: RunConfig) -> float:
-    size = max(1, num_weights(local_folder(config)))
+    size = num_weights(local_folder(config)) or math.inf
     largest = min(0.1, max(MIN_LARGEST_RATE, RATE_TIMES_WEIGHTS / size))
     return largest * (10 if config.trainer.lora_rank else 1)
 
