@@ -41,6 +41,7 @@ from unstale.rollout.endpoint.conversation import (
     HistoryMessage,
     first_difference,
     parse_reply,
+    with_call_ids,
 )
 from unstale.rollout.endpoint.session import AgentSession, generation_options
 
@@ -58,6 +59,9 @@ def chat_of(template: str = "") -> Chat:
 def flat(pieces: Any) -> tuple[int, ...]:
     return tuple(token for piece in pieces for token in piece.tokens)
 
+
+Ids = tuple[str, ...]
+"""The ids of the tool calls of a reply."""
 
 TEXTS = (
     "ok",
@@ -89,23 +93,28 @@ class Harness:
         self.chat, self.tokenizer, self.draw = chat, tokenizer, random.Random(seed)
         self.conversation = Conversation(chat)
         self.histories: list[tuple[list[dict[str, Any]], tuple[Any, ...]]] = []
-        self.known: dict[str, set[tuple[tuple[int, ...], bool]]] = defaultdict(set)
+        self.known: dict[str, set[tuple[tuple[int, ...], bool, Ids]]] = defaultdict(set)
         self.contexts: dict[int, tuple[int, ...]] = {}
         self.kept: list[Piece] = []
-        self.spoken: dict[str, tuple[tuple[int, ...], bool]] = {}
+        self.spoken: dict[str, tuple[tuple[int, ...], bool, Ids]] = {}
         self.version = 0
-        self.forks = self.refused = 0
+        self.forks = self.refused = self.mismatched = 0
         self.given_up: tuple[list[dict[str, Any]], tuple[Any, ...]] | None = None
 
     def text(self) -> str:
         return "".join(self.draw.choice(TEXTS) for _ in range(self.draw.randrange(1, 4)))
 
-    def told(self) -> list[dict[str, Any]]:
-        if self.draw.random() < 0.4:
+    def told(self, after: dict[str, Any]) -> list[dict[str, Any]]:
+        ids = [call["id"] for call in after.get("tool_calls") or ()]
+        if ids:
+            self.draw.shuffle(ids)
+            if self.draw.random() < 0.1:
+                ids = self.draw.choice((ids[1:], [*ids, ids[0]], [*ids[1:], "another"]))
             return [
-                {"role": "tool", "tool_call_id": "x", "content": self.text()}
-                for _ in range(self.draw.choice((1, 2)))
-            ]
+                {"role": "tool", "tool_call_id": each, "content": self.text()} for each in ids
+            ] or [{"role": "user", "content": "?"}]
+        if after["role"] == "assistant" and self.draw.random() < 0.2:
+            return [{"role": "tool", "content": self.text()}]
         content: Any = self.text()
         if self.draw.random() < 0.2:
             content = [{"type": "text", "text": content[:2]}, {"type": "text", "text": content[2:]}]
@@ -133,6 +142,8 @@ class Harness:
                 turned, indent=self.draw.choice((None, 1)), ensure_ascii=False
             )
             call["index"] = None
+            if self.draw.random() < 0.2:
+                call["id"] += self.draw.choice(("x", " of another form"))
         return {**record, "refusal": None, "annotations": []}
 
     def next(self) -> tuple[list[dict[str, Any]], tuple[Any, ...]]:
@@ -145,11 +156,12 @@ class Harness:
         history, tools = self.draw.choice(self.histories[-3:])
         history, kind = list(history), self.draw.random()
         if kind < 0.65:
-            return history + self.told(), tools
+            return history + self.told(history[-1]), tools
         if kind < 0.7:
             return history[:-1], tools
         if kind < 0.75:
-            return history + self.told(), self.draw.choice(((), (TOOL,), (TOOL, OTHER)))
+            others = self.draw.choice(((), (TOOL,), (TOOL, OTHER)))
+            return history + self.told(history[-1]), others
         at = self.draw.randrange(len(history))
         if kind < 0.85:
             history[at] = {**history[at], "content": self.text() + "!"}
@@ -167,7 +179,8 @@ class Harness:
             history = [
                 one for one in history if one["role"] not in ("system", "developer")
             ] or self.opening()
-        return history + (self.told() if history[-1]["role"] == "assistant" else []), tools
+        last = history[-1]
+        return history + (self.told(last) if last["role"] == "assistant" else []), tools
 
     def sample(self) -> list[int]:
         """Return an arbitrary reply of a policy."""
@@ -208,7 +221,12 @@ class Harness:
     def ask(self) -> None:
         history, tools = self.next()
         body = json.loads(json.dumps({"messages": history, "tools": list(tools)}))
-        call = wire.read_chat(body, temperature=1.0).call
+        try:
+            call = wire.read_chat(body, temperature=1.0).call
+        except schemas.Refused as error:
+            assert "messages[" in str(error), "only results that do not match their calls"
+            self.mismatched += 1
+            return
         before = [list(branch.pieces) for branch in self.conversation.branches]
         try:
             asked = self.conversation.ask(call)
@@ -232,11 +250,13 @@ class Harness:
         self.speak(branch, self.sample() + [self.draw.choice(self.chat.stop_tokens)] * ended)
         tokens = flat(branch.pieces[since:])
         said = parse_reply(self.chat, self.chat.text(tokens), tools=bool(tools))
+        said = with_call_ids(said, f"{len(self.kept)}")
         self.conversation.add_answer(branch, (said,), ended=ended)
-        record = wire.message(said, "call_{}".format)
+        record = wire.message(said)
         self.histories.append(([*history, self.again(record)], tools))
-        self.known[_said([*call.history, said], tools)].add((flat(branch.pieces), ended))
-        self.spoken[_said([said], ())] = tokens, ended
+        ids = tuple(call.id for call in said.message.tool_calls)
+        self.known[_said([*call.history, said], tools)].add((flat(branch.pieces), ended, ids))
+        self.spoken[_said([said], ())] = tokens, ended, ids
 
     def check_fork(self, asked: Continuation, before: list[list[Piece]]) -> None:
         """Check that a branch starts with its parent's tokens as context and changes no other
@@ -255,16 +275,16 @@ class Harness:
         """Return the longest known history and the messages after it."""
         assert isinstance(call.history, tuple)
         history = list(call.history)
-        starts: set[tuple[tuple[int, ...], bool | None]] = {((), None)}
+        starts: set[tuple[tuple[int, ...], bool | None, Ids]] = {((), None, ())}
         rest = history
         for cut in range(len(history), 0, -1):
             if found := self.known.get(_said(history[:cut], tools)):
                 starts, rest = set(found), history[cut:]
                 break
-        return {tokens + self.written(rest, tools, ended) for tokens, ended in starts}
+        return {tokens + self.written(rest, tools, ended, ids) for tokens, ended, ids in starts}
 
     def written(
-        self, rest: list[Any], tools: tuple[Any, ...], ended: bool | None
+        self, rest: list[Any], tools: tuple[Any, ...], ended: bool | None, ids: Ids
     ) -> tuple[int, ...]:
         chat, tokens, waiting = self.chat.with_tools(tools), (), []
         for one in [*rest, None]:
@@ -272,13 +292,14 @@ class Harness:
             if one and not spoken:
                 waiting.append(replace(one.message, thoughts=one.thoughts or ""))
                 continue
+            calls = [ToolCall("", {}, id=each) for each in ids]
             tokens += (
                 chat.encode_prompt(waiting)
                 if ended is None
-                else chat.encode_continuation(waiting, ended=ended)
+                else chat.encode_continuation(waiting, ended=ended, calls=calls)
             )
             if spoken:
-                tokens, ended, waiting = tokens + spoken[0], spoken[1], []
+                tokens, ended, ids, waiting = tokens + spoken[0], spoken[1], spoken[2], []
         return tokens
 
     def check(self) -> None:
@@ -311,14 +332,15 @@ TEMPLATES = {"qwen": QWEN, "thinking": THINKING}
 @pytest.mark.parametrize("template", [*DIALECTS, *TEMPLATES])
 def test_whatever_a_harness_does_every_token_keeps_its_context(template: str) -> None:
     tokenizer = tokenizer_of(template, TEMPLATES.get(template, ""))
-    chat, forks, refused = Chat(tokenizer, (), ends=ends_of(tokenizer)), 0, 0
+    chat, forks, refused, mismatched = Chat(tokenizer, (), ends=ends_of(tokenizer)), 0, 0, 0
     for seed in range(CONVERSATIONS):
         harness = Harness(chat, tokenizer, seed)
         for _ in range(harness.draw.randrange(2, 10)):
             harness.ask()
         harness.check()
         forks, refused = forks + harness.forks, refused + harness.refused
-    assert forks > CONVERSATIONS
+        mismatched += harness.mismatched
+    assert forks > CONVERSATIONS and mismatched
     refusing = ("llama3.1", "llama3.2", "llama-function", "llama-pythonic", "glm")
     assert bool(refused) == (template in refusing), (
         "Llama's write no tools without a question or no two calls at once, GLM's no two replies"
@@ -407,6 +429,17 @@ def test_nobody_gets_in_without_the_key_or_an_episode() -> None:
 
 
 SAID = [{"role": "user", "content": "x"}]
+
+
+def results(*ids: str | None, calls: Sequence[str] = "ab") -> list[dict[str, Any]]:
+    """Return a reply with `calls`, and results with `ids`."""
+    made = [{"id": each, "function": {"name": "f", "arguments": "{}"}} for each in calls]
+    return [
+        {"role": "assistant", "content": "", "tool_calls": made},
+        *({"role": "tool", "tool_call_id": each, "content": "x"} for each in ids),
+    ]
+
+
 REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"temperature": 0.7}, "temperature", "temperature must be the run's, 1"),
     ({"temperature": "hot"}, "temperature", "must be a number"),
@@ -463,14 +496,80 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
                 *SAID,
                 {
                     "role": "assistant",
-                    "tool_calls": [{"function": {"name": "a", "arguments": "{"}}],
+                    "tool_calls": [{"id": "a", "function": {"name": "a", "arguments": "{"}}],
                 },
             ]
         },
         "messages[1].tool_calls[0]",
         "not a JSON object",
     ),
+    *[
+        ({"messages": [*SAID, *messages]}, param, words)
+        for messages, param, words in (
+            (results("b"), "messages[1]", "has tool calls without a result: a."),
+            (results("b", "c"), "messages[3].tool_call_id", "has this id: they have a, b"),
+            (results("a", "a"), "messages[3].tool_call_id", "messages[2] has the same id"),
+            (results("a", "b", "b"), "messages[4].tool_call_id", "messages[3] has the same id"),
+            (results(None, "b"), "messages[2].tool_call_id", "missing: it must be a or b"),
+            (results("a", calls="aa"), "messages[1]", "two calls with the same id: a, a"),
+            (results("a", calls=""), "messages[2].tool_call_id", "id: it has no calls"),
+            (results("a")[1:], "messages[1].tool_call_id", "messages[0] has this id"),
+            ([*results(), *SAID], "messages[1]", "without a result: a, b"),
+            (results(calls=["", "b"]), "messages[1].tool_calls[0].id", "not empty"),
+        )
+    ],
+    ({"messages": results("a")[1:]}, "messages[0]", "no call comes before it"),
 ]
+
+
+def test_results_in_any_order_continue_the_conversation_in_the_order_of_the_calls() -> None:
+    def say(tokens: Sequence[int], params: SamplingParams) -> list[int]:
+        return rest_of("Done." if "<tool_response>" in CHAT.text(tokens) else CALL * 2, tokens)
+
+    async def act(client: httpx.AsyncClient, world: World) -> None:
+        asked = {"messages": ASK["messages"], "tools": [TOOL]}
+        first = (await client.post("chat/completions", json=asked)).json()["choices"][0]["message"]
+        ids = [call["id"] for call in first["tool_calls"]]
+        assert len(set(ids)) == 2
+        told = [
+            {"role": "tool", "tool_call_id": each, "content": f"{ids.index(each)}!"}
+            for each in reversed(ids)
+        ]
+        body = {**asked, "messages": [*asked["messages"], first, *told]}
+        assert (await client.post("chat/completions", json=body)).status_code == 200
+
+    trajectory = visit(World(say), act)
+    text = CHAT.text(trajectory.pieces[2].tokens, whole=True)
+    assert not trajectory.branches and 0 < text.index("0!") < text.index("1!")
+
+
+@pytest.mark.parametrize("dialect", ["mistral-ids", "mistral-v3"])
+def test_templates_with_ids_get_those_that_the_policy_wrote_or_the_endpoint_gave(
+    dialect: str,
+) -> None:
+    tokenizer = tokenizer_of(dialect)
+    chat = Chat(tokenizer, (), ends=ends_of(tokenizer))
+    v3 = '[TOOL_CALLS] [{"name": "f"%s}, {"name": "g"%s}]'
+    calls = "[TOOL_CALLS]f%s[ARGS]{}[TOOL_CALLS]g%s[ARGS]{}" if dialect == "mistral-ids" else v3
+    written = "[CALL_ID]%s" if dialect == "mistral-ids" else ', "id": "%s"'
+    for ids in (("a1B2c3D4e", "zzzzzzzzz"), ("same", "same"), ("", "")):
+        conversation = Conversation(chat)
+        body = {**ASK, "tools": [TOOL, OTHER]}
+        place = conversation.ask(wire.read_chat(body, temperature=1.0).call)
+        place.branch.pieces.extend(place.context)
+        parts = [written % each if each or dialect == "mistral-ids" else "" for each in ids]
+        tokens = (*chat.encode(calls % tuple(parts)), chat.stop_tokens[0])
+        reply = with_call_ids(parse_reply(chat, chat.text(tokens), tools=True), "0/9")
+        place.branch.pieces.append(Sampled(tokens, (0.0,) * len(tokens), 0))
+        conversation.add_answer(place.branch, (reply,), ended=True)
+        record = wire.message(reply)
+        given = [call["id"] for call in record["tool_calls"]]
+        assert given == [*ids] if len(ids[0]) == 9 else len({*given, *ids}) > len({*given})
+        told = [{"role": "tool", "tool_call_id": each, "content": "x"} for each in given]
+        body = {**body, "messages": [*ASK["messages"], record, *reversed(told)]}
+        after = conversation.ask(wire.read_chat(body, temperature=1.0).call)
+        text = chat.text(after.context[0].tokens, whole=True)
+        assert not after.fork and 0 < text.index(given[0]) < text.index(given[1])
 
 
 def test_what_cannot_be_done_is_refused_in_words() -> None:
@@ -690,7 +789,7 @@ def test_what_is_streamed_is_how_the_answer_begins_wherever_it_is_cut(template: 
         for end in range(len(tokens) + 1):
             text = chat.text(tokens[:end])
             cut = min((text.index(stop) for stop in stops if stop in text), default=None)
-            told = wire.message(parse_reply(chat, text[:cut], tools=asked.calls), "call_{}".format)
+            told = wire.message(parse_reply(chat, text[:cut], tools=asked.calls))
             for name, known in answer_format.final_text(text, asked).items():
                 sent[name] = max(known, sent.get(name, ""), key=len)
                 assert (told.get(name) or "").startswith(sent[name]), (text, told, sent)
@@ -868,8 +967,8 @@ def test_a_call_that_cannot_be_written_back_is_text() -> None:
     for depth in (1, 50, 98, 150, *range(600, 1000, 10), 5000):
         nested = '{"a": ' + "[" * depth + "]" * depth + "}"
         text = f'<tool_call>\n{{"name": "f", "arguments": {nested}}}\n</tool_call>'
-        said = parse_reply(CHAT, text, tools=True)
-        told = wire.message(said, "call_{}".format)
+        said = with_call_ids(parse_reply(CHAT, text, tools=True), "")
+        told = wire.message(said)
         assert bool(told.get("tool_calls")) == (depth < 99)
         assert told["content"] == (None if depth < 99 else text)
         (again,) = wire.read_chat({"messages": [told]}, temperature=1.0).call.history

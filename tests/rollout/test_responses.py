@@ -25,6 +25,7 @@ from unstale.envs.calculator import TOOL, calculate
 from unstale.envs.external import ExternalAgent
 from unstale.records import GroupRequest
 from unstale.rollout.endpoint import wire
+from unstale.rollout.endpoint.conversation import with_call_ids
 from unstale.rollout.endpoint.responses import ResponseFormat, read_response
 from unstale.rollout.endpoint.server import RecordingEndpoint
 from unstale.rollout.metrics import describe
@@ -106,7 +107,8 @@ def test_a_stream_has_the_items_of_the_whole_answer() -> None:
 @pytest.mark.parametrize("text", ["Hm.\n</think>\n\nYes.", f"Hm.\n</think>\n\n{CALL}", "Yes."])
 def test_thoughts_text_and_calls_of_a_reply_are_read_back_as_one_message(text: str) -> None:
     chat = chat_of(THINKING if "</think>" in text else QWEN)
-    answer = wire.Choice(wire.HistoryMessage(*reversed(chat.parse_text(text))), "stop", (), 1, 0)
+    reply = with_call_ids(wire.HistoryMessage(*reversed(chat.parse_text(text))), "0/1")
+    answer = wire.Choice(reply, "stop", (), 1)
     request = read_response({"input": "one", "tools": [FUNCTION]}, temperature=1.0)
     whole_answer = ResponseFormat("policy", chat).whole([answer], request)
     items = [{"role": "user", "content": "one"}, *whole_answer["output"]]
@@ -136,9 +138,29 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0]", "is not an item of type"),
     ({"input": [{"role": "tool", "content": "x"}]}, "input[0].role", "no such role"),
     (
-        {"input": [{"type": "function_call", "name": "f", "arguments": "{"}]},
+        {"input": [{"type": "function_call", "name": "f", "arguments": "{", "call_id": "a"}]},
         "input",
         "not a JSON object",
+    ),
+    (
+        {"input": [{"type": "function_call", "name": "f", "arguments": "{}"}]},
+        "input[0].call_id",
+        "is missing",
+    ),
+    (
+        {"input": [{"type": "function_call_output", "output": "x", "call_id": "a"}]},
+        "input",
+        "no call comes before it",
+    ),
+    (
+        {
+            "input": [
+                {"type": "function_call", "name": "f", "arguments": "{}", "call_id": "a"},
+                {"type": "function_call_output", "output": "x", "call_id": "b"},
+            ]
+        },
+        "input",
+        "no tool call of messages[0] has this id: they have a",
     ),
     ({"n": 2}, "n", "unknown field"),
 ]

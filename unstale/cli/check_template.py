@@ -28,7 +28,7 @@ from unstale.envs.chat import DAY, STAND_IN, Chat
 from unstale.model.loading import load_tokenizer
 from unstale.records import Sampled
 from unstale.rollout.endpoint import wire
-from unstale.rollout.endpoint.conversation import Conversation, parse_reply
+from unstale.rollout.endpoint.conversation import Conversation, parse_reply, with_call_ids
 
 TOOLS: tuple[dict[str, Any], ...] = (
     {
@@ -372,7 +372,15 @@ def _recognizes(chat: Chat, messages: Messages) -> Problem | None:
     at = 0
     while at < len(messages):
         prompt = list(takewhile(lambda message: message.role != "assistant", messages[at:]))
-        history += [{"role": message.role, "content": message.content} for message in prompt]
+        calls = history[-1].get("tool_calls", ()) if history else ()
+        if sum(message.role == "tool" for message in prompt) != len(calls):
+            return None  # calls are not parsed as they were written, which another check finds
+        ids = iter(call["id"] for call in calls)
+        history += [
+            {"role": message.role, "content": message.content}
+            | ({"tool_call_id": next(ids)} if message.role == "tool" else {})
+            for message in prompt
+        ]
         at += len(prompt)
         body = {"messages": history, "tools": list(TOOLS)}
         place = conversation.ask(wire.read_chat(body, temperature=1.0).call)
@@ -384,9 +392,9 @@ def _recognizes(chat: Chat, messages: Messages) -> Problem | None:
         if at < len(messages):
             tokens = _reply_tokens(chat, messages[at])
             place.branch.pieces.append(Sampled(tokens, (0.0,) * len(tokens), 0))
-            answer = parse_reply(chat, chat.text(tokens), tools=True)
+            answer = with_call_ids(parse_reply(chat, chat.text(tokens), tools=True), f"{at}")
             conversation.add_answer(place.branch, (answer,), ended=True)
-            history.append(wire.message(answer, "call_{}".format))
+            history.append(wire.message(answer))
         at += 1
     return None
 

@@ -41,6 +41,8 @@ class ToolCall:
     name: str
     arguments: Mapping[str, Any]
     error: str = ""
+    id: str = field(default="", compare=False)
+    """The id of the call. Empty if the policy wrote none; most chat templates have no ids."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
+from hashlib import sha256
 from os.path import commonprefix
 from typing import Any
 
@@ -37,16 +38,31 @@ _BARE = re.compile(r'\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:')
 _SEPARATOR = re.compile(r"[\s;,]*")
 _BARE_PYTHON = re.compile(r"\[\s*[A-Za-z_][\w.]*\(")
 _JSON_WORDS = {"true": True, "false": False, "null": None}
+_ID_LENGTH = 9
 _EXCERPT = 40
 """Number of characters of a malformed call that an error message shows."""
 
 
-def call_id(index: int) -> str:
-    """Return the id of a tool call from its position in the message.
+def call_id(index: int, given: str = "") -> str:
+    """Return the id with which a chat template writes a tool call and its result.
 
-    It has 9 characters, because Mistral's templates require that.
+    It is the `given` id. Without one, it is made from the call's position in the message. It has
+    9 letters or digits, because Mistral's templates require that. A `given` id in another form is
+    replaced by its hash.
     """
-    return f"{index:09d}"
+    if not given:
+        return f"{index:0{_ID_LENGTH}d}"
+    return given if is_call_id(given) else hashed_id(given)
+
+
+def is_call_id(text: str) -> bool:
+    """Return True if every chat template can write `text` as the id of a tool call."""
+    return len(text) == _ID_LENGTH and text.isascii() and text.isalnum()
+
+
+def hashed_id(text: str) -> str:
+    """Return an id of a tool call that depends on `text` alone."""
+    return sha256(text.encode(errors="replace")).hexdigest()[:_ID_LENGTH]
 
 
 def schemas_of(tools: Iterable[Mapping[str, Any]]) -> Schemas:
@@ -159,7 +175,8 @@ class JsonCalls(CallForm):
             return _malformed('the call has no "name"')
         if not isinstance(arguments, dict):
             return _malformed(f'"{self.key}" is not a JSON object')
-        return ToolCall(name, arguments)
+        written_id = record.get("id")
+        return ToolCall(name, arguments, id=written_id if isinstance(written_id, str) else "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,17 +194,19 @@ class NamedCalls(CallForm):
         return f"NAME{self.between.replace(call_id(0), 'ID')}{{...}}"
 
     def read(self, text: str, schemas: Schemas) -> tuple[ToolCall, ...]:
-        between = r"\s*[^\s\[\]<>{}]*?\s*".join(map(_spaced, self.between.split(call_id(0))))
-        found = re.match(rf"\s*([^\s<>{{}}\[\]]+?)\s*{between}(.*)", text, re.DOTALL)
+        around_id = map(_spaced, self.between.split(call_id(0), 1))
+        between = r"\s*(?P<id>[^\s\[\]<>{}]*?)\s*".join(around_id)
+        pattern = rf"\s*(?P<name>[^\s<>{{}}\[\]]+?)\s*{between}(?P<arguments>.*)"
+        found = re.match(pattern, text, re.DOTALL)
         if not found:
             return (_malformed(f"the call is not {self.body}: {text[:_EXCERPT]!r}"),)
         try:
-            arguments = _DECODER.decode(found[2])
+            arguments = _DECODER.decode(found["arguments"])
         except (ValueError, RecursionError) as error:
             return (_malformed(f"the arguments are not JSON: {error}"),)
         if not isinstance(arguments, dict):
             return (_malformed("the arguments are not a JSON object"),)
-        return (ToolCall(found[1], arguments),)
+        return (ToolCall(found["name"], arguments, id=found.groupdict().get("id", "")),)
 
 
 @dataclass(frozen=True, slots=True)

@@ -132,12 +132,15 @@ class Chat:
         text, seam = self._render(messages, add_generation_prompt=add_generation_prompt)
         return text if marked else text.replace(seam, "")
 
-    def encode_continuation(self, messages: Sequence[Message], *, ended: bool) -> tuple[int, ...]:
+    def encode_continuation(
+        self, messages: Sequence[Message], *, ended: bool, calls: Sequence[ToolCall] = ()
+    ) -> tuple[int, ...]:
         """Return the tokens between two replies: the messages, and the start of the next reply.
 
         If `ended` is False, the previous reply was cut off, and its end token is added first.
+        `calls` are the tool calls of the previous reply. Their results get their ids.
         """
-        text, seam = self._render([_QUESTION, _REPLY, *messages])
+        text, seam = self._render([_QUESTION, _REPLY, *messages], reply_calls=calls)
         _, placeholder, after = text.partition(STAND_IN)
         end = next(filter(after.startswith, self._ends), None)
         if not placeholder or end is None:
@@ -330,13 +333,18 @@ class Chat:
         return min((text.partition(end)[0] for end in self._ends), key=len).strip()
 
     def _render(
-        self, messages: Sequence[Message], *, add_generation_prompt: bool = True
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool = True,
+        reply_calls: Sequence[ToolCall] = (),
     ) -> tuple[str, str]:
         """Return the conversation as text, and the separator that splits control tokens.
 
-        These are texts in the content of messages that look like control tokens.
+        These are texts in the content of messages that look like control tokens. `reply_calls` are
+        the tool calls of a reply in whose place a placeholder is.
         """
-        record = json.dumps(_as_dicts(messages), ensure_ascii=False)
+        record = json.dumps(_as_dicts(messages, reply_calls), ensure_ascii=False)
         all_text = f"{record}{self._tools_json}{self._template}"
         seam = _SEAM * (1 + max(map(len, re.findall(f"{_SEAM}+", all_text)), default=0))
         tools = self._tools
@@ -380,25 +388,36 @@ def _check_variables(tokenizer: Any, template: str, variables: Mapping[str, Any]
             raise ValueError(f"chat_template_kwargs: the chat template does not read {name!r}")
 
 
-def _as_dicts(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Return the messages in the form that templates expect, with ids for the calls of a reply."""
+def _as_dicts(
+    messages: Sequence[Message], reply_calls: Sequence[ToolCall] = ()
+) -> list[dict[str, Any]]:
+    """Return the messages in the form that templates expect.
+
+    Every call of a reply has an id. The results after a reply are in the order of its calls, and
+    get the same ids. `reply_calls` are the calls of the placeholder `_REPLY`.
+    """
     records: list[dict[str, Any]] = []
     num_answers = 0
+    ids: list[str] = []
     for message in messages:
         record: dict[str, Any] = {"role": message.role, "content": message.content}
         if message.thoughts:
             record["reasoning_content"] = message.thoughts
+        if message.role != "tool":
+            calls = reply_calls if message is _REPLY else message.tool_calls
+            ids = [call_id(index, call.id) for index, call in enumerate(calls)]
         if message.tool_calls:
             record["tool_calls"] = [
                 {
-                    "id": call_id(index),
+                    "id": an_id,
                     "type": "function",
                     "function": {"name": call.name, "arguments": dict(call.arguments)},
                 }
-                for index, call in enumerate(message.tool_calls)
+                for an_id, call in zip(ids, message.tool_calls, strict=True)
             ]
         if message.role == "tool":
-            record["tool_call_id"] = call_id(num_answers)
+            has_call = num_answers < len(ids)
+            record["tool_call_id"] = ids[num_answers] if has_call else call_id(num_answers)
         num_answers = num_answers + 1 if message.role == "tool" else 0
         records.append(record)
     return records

@@ -25,7 +25,7 @@ MAX_ERROR = 1000
 
 
 def message_row(message: Message) -> Row:
-    calls = [[call.name, dict(call.arguments), call.error] for call in message.tool_calls]
+    calls = [[call.name, dict(call.arguments), call.error, call.id] for call in message.tool_calls]
     return {
         "role": message.role,
         "content": message.content,
@@ -49,8 +49,8 @@ def read_message(row: Any) -> Message:
 
 def _read_call(row: Any) -> ToolCall:
     match row:
-        case [str(name), dict(arguments), str(error)]:
-            return ToolCall(name, arguments, error)
+        case [str(name), dict(arguments), str(error), str(call_id)]:
+            return ToolCall(name, arguments, error, call_id)
     raise ValueError(f"no tool call: {str(row)[:80]}")
 
 

@@ -329,12 +329,15 @@ class Rollout:
             if simulated:
                 simulated.replaying = transcript.replaying
             with stage(f"step {len(turn_rewards) + 1}", self.config.timeout_s):
-                step = caller.turn(env.step, chat.parse(reply))
+                message = chat.parse(reply)
+                step = caller.turn(env.step, message)
                 turn = combine_rewards(self.taskset, await self.wait_times.on("tool_wait", step))
                 turn_rewards.append(turn.reward)
                 if not turn.done:
                     self._check_size(turn)
-                    text = chat.encode_continuation(turn.messages, ended=ended)
+                    text = chat.encode_continuation(
+                        turn.messages, ended=ended, calls=message.tool_calls
+                    )
                     self._check_size(turn, len(text))
                     transcript.add_context(ContextPiece(text))
                     if resumable:

@@ -7,7 +7,6 @@ import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from functools import partial
 from typing import Any, ClassVar
 
 from starlette.responses import Response
@@ -155,7 +154,7 @@ class ChatFormat(AnswerFormat):
         }
 
     def content_of(self, choice: Choice) -> Fields:
-        return wire.message(choice.message, partial(call_id, choice))
+        return wire.message(choice.message)
 
     def final_text(self, text: str, request: CompletionRequest) -> dict[str, str]:
         text = _without_open_end(text, request)
@@ -269,14 +268,6 @@ def _unsent(content: Fields, sent: Mapping[str, str]) -> list[Fields]:
     if calls := content.get("tool_calls"):
         parts.append({"tool_calls": [{"index": at, **call} for at, call in enumerate(calls)]})
     return parts
-
-
-def call_id(choice: Choice, index: int) -> str:
-    """Return the id of a tool call.
-
-    It must be the same in a replay, because some agents repeat it.
-    """
-    return f"call_{choice.branch}_{choice.num_prompt_tokens}_{index}"
 
 
 def _without_open_end(text: str, request: CompletionRequest) -> str:

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from unstale.envs import Message
+from unstale.envs import Message, ToolCall
+from unstale.envs.calls import hashed_id, is_call_id
 from unstale.envs.chat import Chat
 from unstale.records import ContextPiece, Piece, Provenance, Sampled
 
@@ -31,7 +32,8 @@ class Unanswerable(ValueError):
 class HistoryMessage:
     """One message of an agent's history.
 
-    `thoughts` is None if the agent left out the reasoning text.
+    The results of tool calls follow the calls in their order. `thoughts` is None if the agent left
+    out the reasoning text.
     """
 
     message: Message
@@ -39,7 +41,10 @@ class HistoryMessage:
 
     @cached_property
     def key(self) -> str:
-        """A text that is equal for two messages with the same role, content and tool calls."""
+        """A text that is equal for two messages with the same role, content and tool calls.
+
+        The ids of calls do not matter.
+        """
         calls = [[call.name, call.arguments] for call in self.message.tool_calls]
         content = [self.message.role, self.message.content, calls]
         return json.dumps(content, sort_keys=True, default=dict)
@@ -155,6 +160,14 @@ class Continuation:
     """True if the request continues an answer whose client had disconnected."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Before:
+    """What a prompt needs of the answer before it: if it has its end token, and its tool calls."""
+
+    ended: bool
+    calls: Sequence[ToolCall]
+
+
 class Conversation:
     """The calls of one episode, in branches. A call with an edited history starts a new branch."""
 
@@ -181,7 +194,7 @@ class Conversation:
         if isinstance(last, HistoryMessage) and last.message.role == "assistant":
             raise Unanswerable("the last message is the assistant's: there is nothing to answer")
         shared = match.branch.exchanges[: match.exchanges] if match else []
-        context = self._render(call, prompt, ended=shared[-1].ended if shared else None)
+        context = self._render(call, prompt, shared[-1] if shared else None)
         if match and not match.difference:
             branch = match.branch
             branch.exchanges.append(Exchange(prompt, len(branch.pieces) + len(context)))
@@ -227,42 +240,49 @@ class Conversation:
         return max((_match(branch, call) for branch in self.branches), key=rank, default=None)
 
     def _render(
-        self, call: Call, prompt: History, *, ended: bool | None
+        self, call: Call, prompt: History, after: Exchange | None
     ) -> tuple[ContextPiece, ...]:
         """Tokenize a prompt. Answers in it that this episode sampled keep their recorded tokens.
 
-        `ended` is None at the start of a conversation. Otherwise the prompt follows an answer, and
-        `ended` says if the tokens of that answer include the end token.
+        The prompt follows the answer of `after`. That is None at the start of a conversation.
         """
         if isinstance(prompt, str):
             return (ContextPiece(self._chat.encode(prompt)),) if prompt else ()
         pieces: list[ContextPiece] = []
         messages: list[Message] = []
+        before = after and _Before(after.ended, _calls_of(after.answer))
         for each in prompt:
             if not isinstance(each, HistoryMessage):
                 return (ContextPiece(tuple(token for token in prompt if isinstance(token, int))),)
             answer = self._answers.get(each.key)
             if answer and messages and first_difference((answer[0],), (each,)) is None:
-                pieces.append(self._write(call, messages, ended))
+                pieces.append(self._write(call, messages, before))
                 pieces.append(ContextPiece(answer[1], Provenance.REWRITTEN))
                 messages = []
-                ended = answer[2]
+                before = _Before(answer[2], answer[0].message.tool_calls)
             else:
                 messages.append(replace(each.message, thoughts=each.thoughts or ""))
         if messages:
-            pieces.append(self._write(call, messages, ended))
+            pieces.append(self._write(call, messages, before))
         return tuple(pieces)
 
-    def _write(self, call: Call, messages: Sequence[Message], ended: bool | None) -> ContextPiece:
+    def _write(
+        self, call: Call, messages: Sequence[Message], before: "_Before | None"
+    ) -> ContextPiece:
         chat = call.chat(self._chat)
         tokens = (
             chat.encode_prompt(messages)
-            if ended is None
-            else chat.encode_continuation(messages, ended=ended)
+            if before is None
+            else chat.encode_continuation(messages, ended=before.ended, calls=before.calls)
         )
         # The agent itself wrote this assistant message. No engine sampled it.
         placed = any(message.role == "assistant" for message in messages)
         return ContextPiece(tokens, Provenance.FORCED if placed else Provenance.ENVIRONMENT)
+
+
+def _calls_of(answer: History | None) -> tuple[ToolCall, ...]:
+    last = answer[-1] if answer else None
+    return last.message.tool_calls if isinstance(last, HistoryMessage) else ()
 
 
 def _as_context(pieces: Sequence[Piece]) -> tuple[ContextPiece, ...]:
@@ -346,6 +366,21 @@ def parse_reply(chat: Chat, text: str, *, tools: bool, plain: bool = False) -> H
     if any(call.error or _is_too_deep(call.arguments) for call in message.tool_calls):
         thoughts, message = chat.parse_text(text, calls=False)
     return HistoryMessage(message, thoughts)
+
+
+def with_call_ids(reply: HistoryMessage, place: str) -> HistoryMessage:
+    """Return a reply whose tool calls have ids: those that the policy wrote, or new ones.
+
+    New ids depend on `place` alone, which must be another for each reply. So they are the same in a
+    replay, which some agents need.
+    """
+    calls = reply.message.tool_calls
+    if len({call.id for call in calls if is_call_id(call.id)}) == len(calls):
+        return reply
+    calls = tuple(
+        replace(call, id=hashed_id(f"{place}/{index}")) for index, call in enumerate(calls)
+    )
+    return replace(reply, message=replace(reply.message, tool_calls=calls))
 
 
 def _is_too_deep(value: Any, depth: int = MAX_DEPTH) -> bool:

@@ -108,10 +108,11 @@ def _add_item(messages: list[dict[str, Any]], item: Any, path: str) -> None:
                 messages.append(last)
             function = {"name": item["name"], "arguments": item["arguments"]}
             last.setdefault("tool_calls", []).append(
-                {"id": item.get("call_id"), "type": "function", "function": function}
+                {"id": item["call_id"], "type": "function", "function": function}
             )
         case "function_call_output":
-            messages.append({"role": "tool", "content": _text(item["output"])})
+            content = _text(item["output"])
+            messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": content})
 
 
 def _text(content: str | Sequence[Mapping[str, str]]) -> str:

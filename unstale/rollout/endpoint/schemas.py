@@ -119,7 +119,8 @@ _PART = _object(
     ("type", "text"), others=False, type=_only("only text is supported", "text"), text=_STRING
 )
 _CALL = _object(
-    ("function",),
+    ("id", "function"),
+    id=_NOT_EMPTY,
     function=_object(("name", "arguments"), name=_STRING, arguments=_STRING),
 )
 _TOOL = _object(
@@ -133,7 +134,7 @@ _ROLE_FIELDS: Mapping[str, Mapping[str, Schema]] = {
         "reasoning_content": _STRING,
         "reasoning": _STRING,
     },
-    "tool": {"tool_call_id": _ANY},
+    "tool": {"tool_call_id": _NOT_EMPTY},
 }
 MESSAGES: Mapping[str, Schema] = {
     role: _object(
@@ -218,10 +219,16 @@ ITEMS: Mapping[str, Schema] = {
     ),
     "reasoning": _item("reasoning", summary=_THOUGHTS, content=_THOUGHTS, encrypted_content=_ANY),
     "function_call": _item(
-        "function_call", "name", "arguments", name=_STRING, arguments=_STRING, call_id=_ANY
+        "function_call",
+        "name",
+        "arguments",
+        "call_id",
+        name=_STRING,
+        arguments=_STRING,
+        call_id=_NOT_EMPTY,
     ),
     "function_call_output": _item(
-        "function_call_output", "output", output=_SENT_TEXT, call_id=_ANY
+        "function_call_output", "output", "call_id", output=_SENT_TEXT, call_id=_NOT_EMPTY
     ),
 }
 """The schema of an input item of `/v1/responses`, by its type."""

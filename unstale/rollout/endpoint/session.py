@@ -21,6 +21,7 @@ from unstale.rollout.endpoint.conversation import (
     History,
     Unanswerable,
     parse_reply,
+    with_call_ids,
 )
 from unstale.rollout.endpoint.schemas import Refused
 from unstale.rollout.endpoint.wire import Choice, CompletionRequest
@@ -297,12 +298,14 @@ class AgentSession:
         chat = call.chat(self.chat)
         text = chat.text(tokens)
         cut = min((text.index(stop) for stop in request.stops if stop in text), default=None)
+        start = branch.exchanges[-1].start
+        num_prompt_tokens = sum(len(piece.tokens) for piece in branch.pieces[:start])
         message = parse_reply(chat, text[:cut], tools=request.calls, plain=not call.is_chat)
+        message = with_call_ids(message, f"{branch.number}/{num_prompt_tokens}")
         answer: History = (message,)
         if not call.is_chat:
             as_text = isinstance(call.history, str)
             answer = chat.text(tokens, whole=True) if as_text else tuple(tokens)
-        start = branch.exchanges[-1].start
         logps = [
             (chat.text([token], whole=True) if request.logprobs else "", logp)
             for piece in branch.pieces[start:]
@@ -313,8 +316,7 @@ class AgentSession:
         finish = "stop" if ended or cut is not None else "length"
         if message.message.tool_calls:
             finish = "tool_calls"
-        num_prompt_tokens = sum(len(piece.tokens) for piece in branch.pieces[:start])
-        return Choice(message, finish, tuple(logps), num_prompt_tokens, branch.number)
+        return Choice(message, finish, tuple(logps), num_prompt_tokens)
 
     def _break(self, error: NotReplayed) -> Refused:
         self.broken = str(error)

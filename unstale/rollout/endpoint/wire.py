@@ -3,9 +3,9 @@
 import json
 import math
 import reprlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 from unstale.config import EndpointConfig
@@ -94,7 +94,6 @@ class Choice:
     finish: str
     tokens: tuple[tuple[str, float], ...]
     num_prompt_tokens: int
-    branch: int
 
 
 def load(data: bytes) -> dict[str, Any]:
@@ -126,6 +125,7 @@ def read_chat(
     history = tuple(
         _read_message(record, f"messages[{index}]") for index, record in enumerate(body["messages"])
     )
+    history = _in_order_of_calls(body["messages"], history)
     late = [index for index, each in enumerate(history) if index and each.message.role == "system"]
     if late and not config.lenient:
         raise Refused(
@@ -248,6 +248,67 @@ def _read_message(record: Any, path: str) -> HistoryMessage:
     return HistoryMessage(Message(role_in_template, text, calls), thoughts)
 
 
+def _in_order_of_calls(
+    records: Sequence[Mapping[str, Any]], history: Sequence[HistoryMessage]
+) -> tuple[HistoryMessage, ...]:
+    """Return the messages with the results after each reply in the order of its tool calls.
+
+    Most chat templates write no ids, so the order tells the policy which result is which. Raises
+    `Refused` unless each call has one result. `records` are the messages as they were sent. A reply
+    without tool calls may be followed by results without ids, for agents that read calls out of
+    the text themselves.
+    """
+    begins = [at for at, each in enumerate(history) if each.message.role != "tool"]
+    if begins[:1] != [0]:
+        raise Refused(
+            "messages[0] is the result of a tool call, but no call comes before it",
+            param="messages[0]",
+        )
+    ordered: list[HistoryMessage] = []
+    for begin, end in pairwise((*begins, len(history))):
+        ids = [call.id for call in history[begin].message.tool_calls]
+        results = {at: records[at].get("tool_call_id") for at in range(begin + 1, end)}
+        is_last = begin + 1 == len(history)  # refused later: there is nothing to answer
+        places = [] if is_last else _places_in_order(ids, results, f"messages[{begin}]")
+        ordered += [history[begin], *(history[at] for at in places)]
+    return tuple(ordered)
+
+
+def _places_in_order(
+    ids: Sequence[str], results: Mapping[int, str | None], reply: str
+) -> Sequence[int]:
+    """Return the places of the results of a reply in the order of its calls, whose ids are `ids`.
+
+    `results` has the id of each result, by its place. Raises `Refused` if they do not match.
+    """
+    if not ids and not any(results.values()):
+        return [*results]
+    if len(set(ids)) < len(ids):
+        raise Refused(
+            f"{reply}.tool_calls has two calls with the same id: {', '.join(ids)}", param=reply
+        )
+    place_of: dict[str, int] = {}
+    for place, result in results.items():
+        param = f"messages[{place}].tool_call_id"
+        if result is None:
+            raise Refused(f"{param} is missing: it must be {' or '.join(ids)}", param=param)
+        if result not in ids:
+            known = f"they have {', '.join(ids)}" if ids else "it has no calls"
+            message = f"{param} is {result!r}, but no tool call of {reply} has this id: {known}"
+            raise Refused(message, param=param)
+        if result in place_of:
+            message = f"{param} is {result!r}, but messages[{place_of[result]}] has the same id"
+            raise Refused(f"{message}: each tool call has one result", param=param)
+        place_of[result] = place
+    if missing := [each for each in ids if each not in place_of]:
+        raise Refused(
+            f"{reply} has tool calls without a result: {', '.join(missing)}. A message of role "
+            "tool with the tool_call_id of each must come directly after it",
+            param=reply,
+        )
+    return [place_of[each] for each in ids]
+
+
 def _read_call(call: Any, path: str) -> ToolCall:
     function = call["function"]
     try:
@@ -256,11 +317,11 @@ def _read_call(call: Any, path: str) -> ToolCall:
         arguments = None
     if not isinstance(arguments, dict):
         raise Refused(f"{path}.function.arguments is not a JSON object", param=path)
-    return ToolCall(function["name"], arguments)
+    return ToolCall(function["name"], arguments, id=call["id"])
 
 
-def message(answer: HistoryMessage, call_id: Callable[[int], str]) -> dict[str, Any]:
-    """Return an answer as a JSON record. `call_id` returns the id of a tool call by its index."""
+def message(answer: HistoryMessage) -> dict[str, Any]:
+    """Return an answer as a JSON record."""
     content = answer.message.content
     calls = answer.message.tool_calls
     record: dict[str, Any] = {"role": "assistant", "content": content or (None if calls else "")}
@@ -269,11 +330,11 @@ def message(answer: HistoryMessage, call_id: Callable[[int], str]) -> dict[str, 
     if calls:
         record["tool_calls"] = [
             {
-                "id": call_id(index),
+                "id": call.id,
                 "type": "function",
                 "function": {"name": call.name, "arguments": json.dumps(dict(call.arguments))},
             }
-            for index, call in enumerate(calls)
+            for call in calls
         ]
     return record
 
