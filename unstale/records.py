@@ -47,7 +47,7 @@ HAS_BEHAVIOR = frozenset({Provenance.SAMPLED, Provenance.REPLAYED})
 NO_VERSION = -1
 """Version number of tokens that no engine sampled, such as a prompt."""
 
-Stop = Literal["done", "max_turns", "max_tokens"]
+Stop = Literal["done", "max_turns", "max_tokens", "invalid_format"]
 """The reason why an episode ended: the environment ended it, or a limit was reached."""
 
 

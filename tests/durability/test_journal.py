@@ -21,6 +21,7 @@ from dataclasses import replace
 from io import StringIO
 from itertools import count
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -53,6 +54,7 @@ from unstale.records import (
     Piece,
     Provenance,
     Sampled,
+    Stop,
     Task,
     Trajectory,
 )
@@ -126,7 +128,7 @@ pieces = st.lists(sampled() | st.builds(ContextPiece, tokens, others), max_size=
             Trajectory,
             pieces,
             names,
-            st.sampled_from(["done", "max_turns", "max_tokens"]),
+            st.sampled_from(get_args(Stop)),
             st.just(TASK),
             st.integers(0, 2**63 - 1),
             turn_rewards=st.lists(st.floats(allow_nan=False), max_size=3).map(tuple),
@@ -401,6 +403,7 @@ def test_the_tables_refuse_what_may_not_be(
 KILLED = """
 import asyncio, os, signal
 from pathlib import Path
+from typing import get_args
 from tests.durability.test_journal import group, request, record, train_on
 from unstale.durability.journal import JOURNAL, Journal
 journal = Journal(Path(os.environ["RUN"]) / JOURNAL).__enter__()

@@ -231,7 +231,8 @@ def test_a_format_that_no_reply_has_ends_the_episode_without_reward() -> None:
         return 1.0
 
     trajectory = whole(lenient("no", "[1]", "{").play(agent))
-    assert (trajectory.stop, trajectory.reward, codes) == ("max_turns", 0.0, ["invalid_format"])
+    assert (trajectory.stop, trajectory.reward) == ("invalid_format", 0.0)
+    assert codes == ["invalid_format"]
     assert trajectory.facts["format_retries"] == 2 and len(trajectory.branches) == 2
 
 

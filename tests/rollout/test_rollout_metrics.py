@@ -24,6 +24,10 @@ def test_episodes_and_rewards() -> None:
     bad = played(0.0, 2, stop="max_turns", rewards={"r": -0.5, "s": 0.5})
     cut = played(0.0, 4, stop="max_tokens", rewards={})
     groups = [Group(TASK, (good, bad)), Group(TASK, (cut,), (Failure(TASK, "begin", "x"),))]
+    unparsed = played(0.0, stop="invalid_format", rewards={})
+    figures = describe([Group(TASK, (good, unparsed))])
+    assert figures["completion/invalid_format_share"] == 0.5
+    assert figures["completion/truncated_share"] == figures["reward/missing_share"] == 0
     figures = describe(groups)
     assert figures["rollout/episodes"] == 3 and figures["rollout/failed_episodes"] == 1
     assert figures["rollout/success_rate"] == pytest.approx(1 / 3)

@@ -116,6 +116,15 @@ CHECKS = (
         "engine.max_completion_tokens, engine.max_context or rollout.max_turns.",
         in_a_row=1,
     ),
+    Check(
+        "invalid_formats",
+        "replies have the requested format",
+        lambda row, _: _value(row, "completion/invalid_format_share") > 0.5,
+        "{completion/invalid_format_share} of the episodes ended because no reply had the "
+        "response_format that the agent asked for, so they got no reward. Raise "
+        "endpoint.format_retries, show an example of the format in the prompt, or ask for a "
+        "simpler schema.",
+    ),
 )
 
 

@@ -30,9 +30,10 @@ def describe(groups: Sequence[Group]) -> dict[str, float]:
         "reward/missing_share": _mean(
             each.stop == "done" and not each.rewards for each in finished
         ),
-        "completion/truncated_share": _mean(stop != "done" for stop in stops),
+        "completion/truncated_share": _mean(stop in ("max_turns", "max_tokens") for stop in stops),
         "completion/max_turns_share": _mean(stop == "max_turns" for stop in stops),
         "completion/max_tokens_share": _mean(stop == "max_tokens" for stop in stops),
+        "completion/invalid_format_share": _mean(stop == "invalid_format" for stop in stops),
     }
     lengths = sorted(_num_sampled(trajectory) for trajectory in finished)
     metrics["completion/tokens_mean"] = _mean(lengths)

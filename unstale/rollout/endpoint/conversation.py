@@ -250,7 +250,7 @@ class Conversation:
             return (ContextPiece(self._chat.encode(prompt)),) if prompt else ()
         pieces: list[ContextPiece] = []
         messages: list[Message] = []
-        before = after and _Before(after.ended, _calls_of(after.answer))
+        before = _Before(after.ended, _calls_of(after.answer)) if after else None
         for each in prompt:
             if not isinstance(each, HistoryMessage):
                 return (ContextPiece(tuple(token for token in prompt if isinstance(token, int))),)

@@ -51,7 +51,9 @@ class AgentSession:
     calls: asyncio.TaskGroup
     on_event: Callable[..., None] = lambda kind, **_: None
     stop: Stop = "done"
-    """The limit because of which the last call was refused. "done" if none was."""
+    """The reason why the last call was refused: a limit, or no reply of the requested format.
+    "done" if none was.
+    """
     broken: str = ""
     """Why an episode cannot continue after a resume. Empty if it can."""
     closed: bool = False
@@ -267,7 +269,7 @@ class AgentSession:
                     (place,) = self._place_all(replace(request, choices=1))
             except Refused as error:
                 return error
-        self.stop = "max_turns"
+        self.stop = "invalid_format"
         return Refused(
             f"none of {wanted.retries + 1} replies has the requested response_format "
             f"(endpoint.format_retries = {wanted.retries})",
