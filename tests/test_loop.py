@@ -42,6 +42,7 @@ from unstale.engines.scripted import Delay, ScriptedEngine
 from unstale.envs import Message, Taskset, Turn
 from unstale.loop import RunComponents
 from unstale.observe.recorder import Outputs
+from unstale.observe.trackers import RunOutcome
 from unstale.old_logps import Needs, OldLogps
 from unstale.old_logps.scoring.local_scorer import LocalScorer
 from unstale.old_logps.scoring.scorer import Scorer
@@ -236,7 +237,7 @@ def closing_worker(parts: RunComponents) -> Iterator[None]:
         yield
     finally:
         parts.close()
-        parts.log.close()
+        parts.log.close(RunOutcome("finished"))
 
 
 def run(parts: RunComponents) -> list[dict[str, Any]]:

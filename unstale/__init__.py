@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from unstale.config import ConfigError, RunConfig
     from unstale.envs.external import ExternalAgent
     from unstale.model.policy import Policy
-    from unstale.observe.trackers import Sink, TrackedRun
+    from unstale.observe.trackers import RunOutcome, Sink, TrackedRun
     from unstale.records import (
         Batch,
         ContextPiece,
@@ -47,6 +47,7 @@ _HOMES = {
     "Run": "unstale.cli.session",
     "RunConfig": "unstale.config",
     "RunFailed": "unstale.cli.failures",
+    "RunOutcome": "unstale.observe.trackers",
     "Sink": "unstale.observe.trackers",
     "TrackedRun": "unstale.observe.trackers",
     "evaluate": "unstale.cli.evaluate",
@@ -66,6 +67,7 @@ __all__ = [
     "Run",
     "RunConfig",
     "RunFailed",
+    "RunOutcome",
     "Sampled",
     "ScoredTrajectory",
     "Sink",

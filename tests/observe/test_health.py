@@ -20,6 +20,7 @@ from unstale.durability.run_folder import RunFolder, RunLog, dumps
 from unstale.observe.health import CHECKS, examine
 from unstale.observe.recorder import Outputs, Recorder
 from unstale.observe.report.page import write_report
+from unstale.observe.trackers import RunOutcome
 
 HEALTHY = {
     "trainer/tokens_with_gradient": 100.0,
@@ -39,6 +40,7 @@ SIGNS = {
     "entropy_collapse": ({"policy/entropy_mean": 0.05}, 3, "0.05 nats"),
     "kept_share": ({"correction/kept_share": 0.49}, 1, "kept 49% of the tokens"),
     "all_truncated": ({"completion/truncated_share": 1.0}, 1, "engine.max_completion_tokens"),
+    "invalid_formats": ({"completion/invalid_format_share": 0.75}, 3, "endpoint.format_retries"),
 }
 
 
@@ -96,7 +98,7 @@ def test_a_finding_is_an_event_and_a_line_once_also_after_a_resume(tmp_path: Pat
         recorder = Recorder(Outputs(log, display))
         for step in steps:
             recorder.write(step, bad)
-        recorder.close()
+        recorder.close(RunOutcome("finished"))
         log.close()
         shown += display.notes
     assert [note.split(". ")[0] for note in shown] == [

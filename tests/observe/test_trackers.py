@@ -29,15 +29,16 @@ from rich.console import Console
 from tests.cli.test_run import quiet, small
 from tests.observe.test_health import HEALTHY, Notes
 from tests.support.tracker import OPENED, Memory
-from unstale import Sink, TrackedRun
+from unstale import RunFailed, RunOutcome, Sink, TrackedRun
 from unstale.cli import session
-from unstale.cli.resume import load_config, require_named_trackers
-from unstale.config import CheckpointConfig, ConfigError, install
+from unstale.cli.resume import load_config, require_named_trackers, resume_command
+from unstale.config import CheckpointConfig, ConfigError, EvalConfig, TaskConfig, install
 from unstale.durability.run_folder import RunFolder, RunLog
 from unstale.observe.recorder import Outputs, Recorder
 from unstale.observe.trackers import Trackers, find_trackers, tracker_names
 
 TEXT = "<b>one</b>\n* two \N{GREEK SMALL LETTER PI}"
+FINISHED = RunOutcome("finished", "all 3 steps are done")
 OPTIONS = {"seed": 3, "trainer": {"lr": 1e-6}}
 
 
@@ -52,11 +53,11 @@ def write_twice(name: str, folder: Path) -> None:
     sink.write(1, {"reward/mean": 0.25, "trainer/lr": 1e-6})
     sink.text(1, "sample", TEXT)
     sink.write(2, {"reward/mean": 0.5})
-    sink.close()
+    sink.close(RunOutcome("stopped", "Ctrl-C"))
     sink = open_tracker(name, folder, 2)
     sink.write(2, {"reward/mean": 0.5})
     sink.write(3, {"reward/mean": 0.75})
-    sink.close()
+    sink.close(FINISHED)
 
 
 def test_tensorboard(tmp_path: Path) -> None:
@@ -92,23 +93,34 @@ def test_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert client.get_metric_history(run.info.run_id, "trainer/lr")[0].value == 1e-6
     sample = client.download_artifacts(run.info.run_id, "sample/step000001.txt", str(tmp_path))
     assert Path(sample).read_text("utf-8") == TEXT
+    for kind, status in (("stopped", "KILLED"), ("failed", "FAILED"), (None, "RUNNING")):
+        sink = open_tracker("mlflow", tmp_path / "run", 3)
+        if kind:
+            sink.close(RunOutcome(kind, "no disk"))
+        found = client.get_run(run.info.run_id)
+        assert found.info.status == status
+        assert found.data.tags["outcome"] == f"{kind or 'failed'}: no disk"
 
 
 def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wandb = pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
     write_twice("wandb", tmp_path / "run")
+    open_tracker("wandb", tmp_path / "run").close(RunOutcome("failed", "no disk"))
     wandb.teardown()  # ends the process that writes the files
-    rows, configs, ids = [], {}, set()
+    rows, configs, ids, ends = [], {}, set(), []
     for record in wandb_records(tmp_path / "run"):
         if record.HasField("run"):
             ids.add(record.run.run_id)
             configs |= {each.key: json.loads(each.value_json) for each in record.run.config.update}
+        if record.HasField("exit"):
+            ends.append(record.exit.exit_code)
         if record.HasField("history"):
             items = record.history.item
             rows.append({"/".join(each.nested_key) or each.key: each.value_json for each in items})
     values = {(int(row["step"]), float(row["reward/mean"])) for row in rows if "reward/mean" in row}
     assert values == {(1, 0.25), (2, 0.5), (3, 0.75)}
+    assert sorted(ends) == [0, 1, 255]
     assert ids == {(tmp_path / "run" / "wandb.id").read_text().strip()}
     assert (configs["seed"], configs["trainer"]) == (3, {"lr": 1e-6})
     (page,) = (tmp_path / "run").rglob("sample*.html")
@@ -181,7 +193,7 @@ def test_prometheus(tmp_path: Path) -> None:
         ("unstale_reward_a_b", "reward/a b", "first"): 1,
         ("unstale_reward_a_b", "reward/a_b", "first"): 2,
     }
-    sink.close()
+    sink.close(FINISHED)
     with pytest.raises(OSError, match="refused"):
         urlopen(url, timeout=10)
 
@@ -197,7 +209,7 @@ def test_silent_connections_hold_neither_prometheus_nor_its_end(tmp_path: Path) 
         assert len(gauges(url)) == 2
         for _ in range(2):
             opened.enter_context(socket.create_connection(address)).sendall(b"G")
-        sink.close()
+        sink.close(FINISHED)
 
 
 def test_a_run_says_where_prometheus_finds_its_metrics(tmp_path: Path) -> None:
@@ -215,7 +227,7 @@ def test_a_port_in_use_is_refused(tmp_path: Path) -> None:
     config = small(tmp_path, trackers="prometheus", prometheus_port=port)
     with pytest.raises(ConfigError, match=rf"cannot use port {port} of 127.0.0.1: Address already"):
         session.train(config, console=quiet())
-    sink.close()
+    sink.close(FINISHED)
     session.train(replace(config, name="run"), console=quiet())
 
 
@@ -223,7 +235,7 @@ def test_a_run_sends_metrics_and_a_text_to_your_own_tracker(tmp_path: Path) -> N
     config = small(tmp_path, trackers="tests.support.tracker:make_memory")
     run = session.train(config, console=quiet())
     memory = OPENED.pop()
-    assert [step for step, _ in memory.rows] == [0, 1, 2, 3] and memory.closed
+    assert [step for step, _ in memory.rows] == [0, 1, 2, 3] and memory.outcome == FINISHED
     for (step, sent), row in zip(memory.rows, run.metrics, strict=True):
         numbers = {name: value for name, value in row.items() if isinstance(value, int | float)}
         assert {"step": step, **sent} == numbers
@@ -249,7 +261,31 @@ def test_a_run_in_segments_opens_a_tracker_once(tmp_path: Path) -> None:
     )
     (memory,) = OPENED
     OPENED.clear()
-    assert [step for step, _ in memory.rows] == [0, 1, 2, 3] and memory.closed
+    assert [step for step, _ in memory.rows] == [0, 1, 2, 3] and memory.outcome == FINISHED
+
+
+def test_a_tracker_receives_the_outcome_of_a_run_that_failed_or_was_stopped(
+    tmp_path: Path,
+) -> None:
+    failing = small(
+        tmp_path,
+        task=TaskConfig(env="tests.support.toy:BrokenTasks"),
+        eval=EvalConfig(tasks=0),
+        trackers="tests.support.tracker:make_memory",
+    )
+    with pytest.raises(RunFailed, match="all 4 episodes of a batch failed") as failed:
+        session.train(failing, console=quiet())
+    stopped = small(
+        tmp_path, name="stopped", steps=99, trackers="tests.support.tracker:make_interrupting"
+    )
+    with pytest.raises(KeyboardInterrupt):
+        session.train(stopped, console=quiet())
+    outcomes = [memory.outcome for memory in OPENED]
+    OPENED.clear()
+    assert outcomes == [
+        RunOutcome("failed", str(failed.value)),
+        RunOutcome("stopped", f"to continue: {resume_command(tmp_path / 'stopped')}"),
+    ]
 
 
 def test_a_tracker_of_a_resumed_run_is_told_its_first_step(tmp_path: Path) -> None:
@@ -266,7 +302,7 @@ def test_only_finite_numbers_are_sent() -> None:
     memory = Memory()
     trackers = Trackers({"memory": memory})
     trackers.write(1, {"step": 1, "a": 2, "gap": None, "bins": {"0": 1}, "nan": float("nan")})
-    trackers.close()
+    trackers.close(FINISHED)
     assert memory.rows == [(1, {"a": 2.0})]
 
 
@@ -276,7 +312,7 @@ def test_a_tracker_that_fails_is_dropped_with_a_warning(tmp_path: Path) -> None:
     recorder = Recorder(Outputs(log, display, Trackers({"broken": broken, "memory": memory})))
     for step in range(1, 4):
         recorder.write(step, HEALTHY)
-    recorder.close()
+    recorder.close(FINISHED)
     log.close()
     assert len(memory.rows) == 3
     assert display.notes == [

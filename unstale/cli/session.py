@@ -3,6 +3,7 @@
 import asyncio
 import time
 import traceback
+from collections.abc import Mapping
 from contextlib import closing, nullcontext, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -44,10 +45,11 @@ from unstale.envs.guard import OCCUPANCY
 from unstale.lint import check
 from unstale.loop import RunComponents
 from unstale.model.policy import Policy
+from unstale.observe import RunRecorder
 from unstale.observe.live import LiveDisplay
 from unstale.observe.recorder import Outputs
 from unstale.observe.report.page import write_report
-from unstale.observe.trackers import TrackedRun, Trackers
+from unstale.observe.trackers import OutcomeKind, RunOutcome, TrackedRun, Trackers
 from unstale.planner.footprint import predict_footprint
 from unstale.rollout.timeouts import first_error
 from unstale.trainer.records import NOT_FINITE
@@ -60,6 +62,17 @@ FAILURES = (
 """Errors that end a run with a message of one line. The second row has those raised when files,
 memory or threads run out.
 """
+
+
+TRACKERS_S = 10.0
+"""Largest number of seconds to wait for trackers if the process must end."""
+
+OUTCOMES: Mapping[str, OutcomeKind] = {
+    "finished": "finished",
+    "Ctrl-C": "stopped",
+    "failed": "failed",
+}
+"""The outcome that trackers get, by the reason why a run ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,6 +288,7 @@ def _run_to_end(session: "RunSession", console: Console) -> Run:
                 console.print(f"the policy was not saved: {literal(error)}", highlight=False)
         session.end_ranks()
         with suppress(OSError, JournalError, ConfigError) if reason == "failed" else nullcontext():
+            session.close_trackers(RunOutcome(OUTCOMES[reason], detail))
             log.event("stopped", reason=reason, detail=detail)
             log.close()
             write_survivors(folder)
@@ -321,6 +335,7 @@ class RunSession:
         self._restarts = 0
         self._ranks = machine.ranks if machine else None
         """The trainer ranks, also while none runs: they remember whether they need GPUs."""
+        self._recorder: RunRecorder | None = None
 
     def run_segment(self, display: LiveDisplay) -> bool:
         """Train up to the end of the run or, if it is deterministic, to the next checkpoint.
@@ -385,6 +400,7 @@ class RunSession:
         self.machine = machine
         outputs = Outputs(self.log, display, self._trackers)
         parts = build(config, machine, outputs, state)
+        self._recorder = parts.log
         return virtual_clock.run(
             _supervise(parts), virtual=config.deterministic, on_stuck=self._end_stuck
         )
@@ -406,6 +422,14 @@ class RunSession:
         self.log.failed(reason)
         self.log.event("stopped", reason="failed")
         print_failure("the run failed", reason)
+        self._trackers.close(RunOutcome("failed", reason), TRACKERS_S)
+
+    def close_trackers(self, outcome: RunOutcome) -> None:
+        """Close the trackers. Log those that fail."""
+        if self._recorder:
+            self._recorder.close(outcome)
+        else:
+            self._trackers.close(outcome)
 
     def close(self) -> None:
         """Close the engine, which is still open if the run failed between two segments."""
@@ -421,7 +445,7 @@ class RunSession:
 async def _supervise(parts: RunComponents) -> bool:
     """Run the training loop and end its threads. Return True at the end of the run.
 
-    Engine and trackers are closed, unless another segment follows that uses them.
+    The engine is closed, unless another segment follows that uses it.
     """
     done = True
     try:
@@ -437,5 +461,4 @@ async def _supervise(parts: RunComponents) -> bool:
         parts.old_logps.close()
         if done:
             await parts.engine.close()
-            parts.log.close()
     return done

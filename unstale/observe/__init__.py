@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:  # `records` imports torch
+    from unstale.observe.trackers import RunOutcome
     from unstale.records import Group
 
 
@@ -43,4 +44,4 @@ class RunRecorder(Protocol):
         """
         ...
 
-    def close(self) -> None: ...
+    def close(self, outcome: RunOutcome) -> None: ...

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from unstale.durability.run_folder import METRICS, RunLog, read_jsonl
 from unstale.observe.health import examine
-from unstale.observe.trackers import Trackers
+from unstale.observe.trackers import RunOutcome, Trackers
 
 if TYPE_CHECKING:  # `records` imports torch, which a report does not need
     from unstale.records import Failure, Group
@@ -83,9 +83,9 @@ class Recorder:
         """
         self._trackers.sample(step, groups, self._decode)
 
-    def close(self) -> None:
+    def close(self, outcome: RunOutcome) -> None:
         """Close the trackers. Journal and run folder are closed by the caller who opened them."""
-        self._trackers.close()
+        self._trackers.close(outcome)
         self._report_failed_trackers()
 
     def _report_failed_trackers(self) -> None:

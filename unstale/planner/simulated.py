@@ -16,6 +16,7 @@ from torch import Tensor
 
 from unstale.config import ScheduleConfig
 from unstale.durability.checkpoint import Checkpoint, Progress
+from unstale.observe.trackers import RunOutcome
 from unstale.old_logps import Needs, OldLogps
 from unstale.planner.clock import SimulatedClock
 from unstale.planner.costs import Costs
@@ -335,4 +336,4 @@ class SimulatedRecorder:
         self, step: int, *, points: Iterable[Mapping[str, Any]], events: Iterable[Mapping[str, Any]]
     ) -> None: ...
 
-    def close(self) -> None: ...
+    def close(self, outcome: RunOutcome) -> None: ...

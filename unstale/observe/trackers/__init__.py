@@ -14,13 +14,13 @@ import pkgutil
 import re
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Literal, Protocol, Self
 
 from unstale.config import ConfigError, install, nearest
 from unstale.envs.registry import import_user_code, user_code
@@ -30,6 +30,21 @@ if TYPE_CHECKING:  # `records` imports torch
 
 TEXT_EVERY = 10
 """Number of steps from one sample text to the next. The first is of step 1."""
+
+
+OutcomeKind = Literal["finished", "stopped", "failed"]
+
+
+@dataclass(frozen=True, slots=True)
+class RunOutcome:
+    """How a run ended: it finished, the user stopped it (Ctrl-C, SIGTERM), or it failed."""
+
+    kind: OutcomeKind
+    detail: str = ""
+    """The reason in words, such as the error."""
+
+
+_ENDED_EARLY = RunOutcome("failed", "the run ended before it began to train")
 
 
 class Sink(Protocol):
@@ -48,8 +63,11 @@ class Sink(Protocol):
         """Write a text with its name, such as a sampled conversation."""
         ...
 
-    def close(self) -> None:
-        """Write what is pending and close. No method is called afterwards."""
+    def close(self, outcome: RunOutcome) -> None:
+        """Write what is pending, store how the run ended, and close.
+
+        No method is called afterwards.
+        """
         ...
 
 
@@ -127,7 +145,7 @@ class Trackers:
             for name, make in find_trackers(option).items():
                 with user_code(f"trackers: {name} cannot start"):
                     sinks[name] = make(run)
-                opened.callback(sinks[name].close)
+                opened.callback(sinks[name].close, RunOutcome("failed", "a tracker did not start"))
             opened.pop_all()
         return cls(sinks)
 
@@ -163,12 +181,20 @@ class Trackers:
             if error and self.sinks.pop(name, None):
                 yield name, error
 
-    def close(self) -> None:
-        """Close the trackers after all that was sent is written. A second call does nothing."""
+    def close(
+        self,
+        outcome: RunOutcome = _ENDED_EARLY,
+        timeout_s: float | None = None,
+    ) -> None:
+        """Close the trackers after all that was sent is written. A second call does nothing.
+
+        After `timeout_s` seconds, trackers that are not closed yet are not waited for.
+        """
         if not self._is_closed:
             self._is_closed = True
-            self._call(lambda sink: sink.close())
-            self._thread.shutdown()
+            self._call(lambda sink: sink.close(outcome))
+            wait([call for _, call in self._calls], timeout_s)
+            self._thread.shutdown(wait=timeout_s is None)
 
     def _call(self, action: Callable[[Sink], None]) -> None:
         for name, sink in self.sinks.items():

@@ -10,13 +10,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from unstale.observe.report.gather import flatten
-from unstale.observe.trackers import Sink, TrackedRun
+from unstale.observe.trackers import RunOutcome, Sink, TrackedRun
 
 PACKAGE = "mlflow"
 MAX_VALUE = 500
 """Number of characters of a parameter that every server accepts."""
 MAX_PARAMETERS = 100
 """Number of parameters that a server accepts in one request."""
+
+STATUS = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
+"""MLflow's name of each outcome of a run."""
 
 
 def open_sink(package: Any, run: TrackedRun) -> Sink:
@@ -41,6 +44,7 @@ def open_sink(package: Any, run: TrackedRun) -> Sink:
         for start in range(0, len(parameters), MAX_PARAMETERS):
             client.log_batch(identifier, params=parameters[start : start + MAX_PARAMETERS])
         run.store_id("mlflow", identifier)
+    client.update_run(identifier, "RUNNING")
     return _MLflow(package, client, identifier)
 
 
@@ -60,5 +64,6 @@ class _MLflow:
     def text(self, step: int, name: str, text: str) -> None:
         self.client.log_text(self.identifier, text, f"{name}/step{step:06d}.txt")
 
-    def close(self) -> None:
-        self.client.set_terminated(self.identifier)
+    def close(self, outcome: RunOutcome) -> None:
+        self.client.set_tag(self.identifier, "outcome", f"{outcome.kind}: {outcome.detail}")
+        self.client.set_terminated(self.identifier, STATUS[outcome.kind])

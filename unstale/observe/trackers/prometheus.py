@@ -13,7 +13,7 @@ from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
 from unstale.config import ConfigError
-from unstale.observe.trackers import Sink, TrackedRun
+from unstale.observe.trackers import RunOutcome, Sink, TrackedRun
 
 PACKAGE = "prometheus_client"
 HOST = "127.0.0.1"
@@ -82,7 +82,7 @@ class _Prometheus:
     def text(self, step: int, name: str, text: str) -> None:
         """Do nothing, because Prometheus stores only numbers."""
 
-    def close(self) -> None:
+    def close(self, outcome: RunOutcome) -> None:
         self._server.stop()
         self._thread.join()
         self._server.server_close()

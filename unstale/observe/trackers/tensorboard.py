@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from unstale.observe.trackers import Sink, TrackedRun
+from unstale.observe.trackers import RunOutcome, Sink, TrackedRun
 
 PACKAGE = "torch.utils.tensorboard"
 
@@ -31,5 +31,5 @@ class _TensorBoard:
         # TensorBoard shows texts as Markdown. Indented lines are shown unchanged.
         self.writer.add_text(name, "\n".join(f"    {line}" for line in text.splitlines()), step)
 
-    def close(self) -> None:
+    def close(self, outcome: RunOutcome) -> None:
         self.writer.close()

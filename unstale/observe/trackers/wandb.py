@@ -11,9 +11,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from unstale.config import ConfigError
-from unstale.observe.trackers import Sink, TrackedRun
+from unstale.observe.trackers import RunOutcome, Sink, TrackedRun
 
 PACKAGE = "wandb"
+
+EXIT_CODES = {"finished": 0, "stopped": 255, "failed": 1}
+"""The exit code that stands for each outcome of a run. wandb itself uses 255 after Ctrl-C."""
 
 
 def open_sink(package: Any, run: TrackedRun) -> Sink:
@@ -58,5 +61,6 @@ class _WandB:
         page = self.package.Html(f"<pre>{html.escape(text)}</pre>", inject=False)
         self.run.log({"step": step, name: page})
 
-    def close(self) -> None:
-        self.run.finish()
+    def close(self, outcome: RunOutcome) -> None:
+        self.run.summary["outcome"] = f"{outcome.kind}: {outcome.detail}"
+        self.run.finish(EXIT_CODES[outcome.kind])
