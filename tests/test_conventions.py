@@ -79,15 +79,17 @@ def test_public_names_are_sorted_and_importable() -> None:
 
 
 @pytest.mark.parametrize(
-    "statement",
+    ("modules", "heavy"),
     [
-        "import unstale.cli.main",
-        "import unstale.observe.report.page",
-        "from unstale import recipes",
+        (
+            "unstale.cli.main, unstale.observe.report.page, unstale.recipes",
+            {"torch", "transformers", "ray", "vllm"},
+        ),
+        # The engine's process, which every run starts.
+        ("unstale.engines.embedded.worker", {"torch._dynamo", "transformers", "scipy"}),
     ],
 )
-def test_light_modules_do_not_import_torch(statement: str) -> None:
-    heavy = "{'torch', 'transformers', 'ray', 'vllm'}"
-    code = f"{statement}\nimport sys\nassert not {heavy} & set(sys.modules)"
+def test_light_modules_import_nothing_heavy(modules: str, heavy: set[str]) -> None:
+    code = f"import {modules}\nimport sys\nassert not {heavy} & set(sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy
-from scipy.stats import bootstrap
 
 from unstale.observe.statistics import wilson
 
@@ -90,6 +89,8 @@ def mean_over_tasks(values: Sequence[float]) -> TaskMean:
     value = sum(values) / len(values)
     if len(set(values)) == 1 or set(values) <= {0.0, 1.0}:
         return TaskMean(value, *wilson(value, len(values)), "Wilson")
+    from scipy.stats import bootstrap  # half a second, which most commands need not spend
+
     interval = bootstrap(
         (values,),
         numpy.mean,

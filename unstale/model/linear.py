@@ -17,7 +17,6 @@ It compiles code for each new shape, which takes milliseconds.
 """
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def supported(dtype: torch.dtype) -> bool:
     """Return True if oneDNN is enabled in torch and can multiply this dtype on this CPU."""
     return bool(torch.backends.mkldnn.enabled) and _works(dtype)
