@@ -15,6 +15,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import cache
 from io import StringIO
 from pathlib import Path
 
@@ -36,11 +37,17 @@ from unstale.weights.recording import WENT_WRONG, WentWrong
 
 ROOT = Path(__file__).parent.parent
 SOURCES = sorted((ROOT / "unstale").rglob("*.py"))
-NODES = [
-    (str(path.relative_to(ROOT / "unstale")), node)
-    for path in SOURCES
-    for node in ast.walk(ast.parse(path.read_text("utf-8")))
-]
+
+
+@cache
+def nodes() -> list[tuple[str, ast.AST]]:
+    """Return every node of the package's syntax trees, each with the name of its file."""
+    found = []
+    for path in SOURCES:
+        name = str(path.relative_to(ROOT / "unstale"))
+        found += [(name, node) for node in ast.walk(ast.parse(path.read_text("utf-8")))]
+    return found
+
 
 RUNS_WHAT_IT_READS = {
     "pickle",
@@ -69,7 +76,7 @@ LISTENS = {
 
 def imported() -> Iterator[tuple[str, str]]:
     """Return every module that a file imports, with its parent packages."""
-    for path, node in NODES:
+    for path, node in nodes():
         names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
         if isinstance(node, ast.ImportFrom) and node.module:
             names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
@@ -79,7 +86,7 @@ def imported() -> Iterator[tuple[str, str]]:
 
 def calls() -> Iterator[tuple[str, str, ast.Call]]:
     """Return every call by its dotted name."""
-    for path, node in NODES:
+    for path, node in nodes():
         if isinstance(node, ast.Call):
             yield path, ast.unparse(node.func), node
 
