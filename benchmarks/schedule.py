@@ -60,7 +60,9 @@ class NumberChat:
     def encode_prompt(self, messages: Sequence[Message]) -> tuple[int, ...]:
         return tuple(range(1000, 1000 + OPENING))
 
-    def encode_continuation(self, messages: Sequence[Message], *, ended: bool) -> tuple[int, ...]:
+    def encode_continuation(
+        self, messages: Sequence[Message], *, ended: bool, calls: Sequence[object] = ()
+    ) -> tuple[int, ...]:
         return tuple(range(2000, 2000 + ANSWER))
 
     def parse(self, tokens: Sequence[int]) -> Message:

@@ -66,7 +66,9 @@ class NumberChat:
     def encode_prompt(self, messages: Sequence[Message]) -> tuple[int, ...]:
         return (5, 2 + int(messages[0].content) % 7)
 
-    def encode_continuation(self, messages: Sequence[Message], *, ended: bool) -> tuple[int, ...]:
+    def encode_continuation(
+        self, messages: Sequence[Message], *, ended: bool, calls: Sequence[object] = ()
+    ) -> tuple[int, ...]:
         return (4,)
 
     def parse(self, tokens: Sequence[int]) -> Message:

@@ -47,7 +47,9 @@ class LetterChat:
     def encode_prompt(self, messages: Sequence[Message]) -> tuple[int, ...]:
         return tuple(map(ord, messages[0].content))
 
-    def encode_continuation(self, messages: Sequence[Message], *, ended: bool) -> tuple[int, ...]:
+    def encode_continuation(
+        self, messages: Sequence[Message], *, ended: bool, calls: Sequence[object] = ()
+    ) -> tuple[int, ...]:
         return tuple(map(ord, ("" if ended else ".") + messages[0].content))
 
     def parse(self, tokens: Sequence[int]) -> Message:

@@ -51,7 +51,9 @@ class LetterChat:
     def encode_prompt(self, messages: Sequence[Message]) -> tuple[int, ...]:
         return tuple(ord(letter) for message in messages for letter in message.content)
 
-    def encode_continuation(self, messages: Sequence[Message], *, ended: bool) -> tuple[int, ...]:
+    def encode_continuation(
+        self, messages: Sequence[Message], *, ended: bool, calls: Sequence[object] = ()
+    ) -> tuple[int, ...]:
         return self.encode_prompt(messages)
 
     def parse(self, tokens: Sequence[int]) -> Message:
