@@ -193,6 +193,7 @@ def load_policy(config: RunConfig, peers: Peers | None = None) -> Policy:
         peers=peers or ALONE,
         independent_rows=config.deterministic,
     )
+    policy.check_context(config.cluster.context)
     policy.set_forward_options(ForwardOptions.of(options))
     if options.routing_replay:
         policy.replay_routes()
@@ -338,7 +339,7 @@ def build_checkpoints(config: RunConfig, machine: Components, run: Path) -> Chec
 def build_rank(config: RunConfig, peers: Peers) -> Rank:
     """Return the components of one of several trainer ranks. All ranks must call it."""
     torch.set_num_threads(trainer_threads(config))
-    policy = load_policy(config, peers)
+    policy = load_policy(config, peers.in_context_groups(config.cluster.context))
     trainer, auditor = build_trainer(config, policy, build_scorer(config, policy))
     return Rank(policy, trainer, auditor)
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
+from safetensors.torch import load_file
 
 from tests.support.waits import LIMIT_S, wait_until
 from unstale.cli import session
@@ -31,7 +32,9 @@ from unstale.durability.run_folder import EVENTS, RunFolder
 from unstale.recipes.retail import retail
 
 
-def config(runs: Path, name: str, *, trainers: int = 2, steps: int = 4) -> RunConfig:
+def config(
+    runs: Path, name: str, *, trainers: int = 2, context: int = 1, steps: int = 4
+) -> RunConfig:
     base = retail()
     return replace(
         base,
@@ -45,9 +48,13 @@ def config(runs: Path, name: str, *, trainers: int = 2, steps: int = 4) -> RunCo
         checkpoint=CheckpointConfig(every=2),
         engine=replace(base.engine, dtype="float32"),
         trainer=replace(
-            base.trainer, dtype="float32", max_tokens_per_microbatch=512, warmup_steps=0
+            base.trainer,
+            dtype="float32",
+            max_tokens_per_microbatch=512,
+            warmup_steps=0,
+            lr_schedule="constant",
         ),
-        cluster=ClusterConfig(trainers=trainers),
+        cluster=ClusterConfig(trainers=trainers, context=context),
     )
 
 
@@ -55,10 +62,15 @@ def train(made: RunConfig) -> Path:
     return session.train(made, console=Console(file=StringIO())).folder
 
 
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run in which nothing was killed."""
+    return train(config(tmp_path_factory.mktemp("runs"), "undisturbed"))
+
+
 def test_a_run_whose_rank_is_killed_continues_and_is_bitwise_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, undisturbed: Path
 ) -> None:
-    undisturbed = train(config(tmp_path, "undisturbed"))
     step, steps = RankedTrainer.step, []
 
     def step_and_kill(trainer: RankedTrainer) -> None:
@@ -78,6 +90,27 @@ def test_a_run_whose_rank_is_killed_continues_and_is_bitwise_the_same(
     assert any(row["trainer/grad_norm"] > 0 for row in rows if row["step"])
 
 
+def test_ranks_that_divide_each_pass_train_as_ranks_that_do_not(
+    tmp_path: Path, undisturbed: Path
+) -> None:
+    """The run is resumed from a checkpoint after half of its steps."""
+    half = train(config(tmp_path, "run", context=2, steps=2))
+    config_of_all = config(tmp_path, "run", context=2)
+    session.resume(half, config_of_all, console=Console(file=StringIO()))
+    weights = [load_file(run / "policy" / "model.safetensors") for run in (undisturbed, half)]
+    error = max((weights[1][name] - tensor).abs().max() for name, tensor in weights[0].items())
+    assert error <= 1e-6
+    rows = [row for row in RunFolder(half).metrics() if row["step"]]
+    assert [row["old_logps/exact_share"] for row in rows] == [1.0] * 4
+    expected = [row for row in RunFolder(undisturbed).metrics() if row["step"]]
+    for name in ("trainer/grad_norm", "objective/loss", "trainer/microbatches"):
+        assert [row[name] for row in rows] == pytest.approx(
+            [row[name] for row in expected], rel=1e-5
+        )
+    with pytest.raises(ConfigError, match=r"cluster\.context cannot change from 2 to 1"):
+        session.resume(half, config(tmp_path, "run", steps=5))
+
+
 def test_a_run_is_resumed_with_another_number_of_ranks(tmp_path: Path) -> None:
     made = replace(config(tmp_path, "run", steps=2), deterministic=False)
     folder = train(made)
@@ -89,8 +122,9 @@ def test_a_run_is_resumed_with_another_number_of_ranks(tmp_path: Path) -> None:
     assert [row["old_logps/exact_share"] for row in rows if row["step"]] == [1.0] * 4
 
 
-def test_a_killed_driver_leaves_a_run_that_a_resume_completes_bitwise(tmp_path: Path) -> None:
-    undisturbed = train(config(tmp_path, "undisturbed"))
+def test_a_killed_driver_leaves_a_run_that_a_resume_completes_bitwise(
+    tmp_path: Path, undisturbed: Path
+) -> None:
     code = (
         "import sys, pathlib; from tests.cluster import test_trainer_run as t; "
         "t.train(t.config(pathlib.Path(sys.argv[1]), 'killed'))"

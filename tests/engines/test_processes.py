@@ -60,6 +60,9 @@ def test_several_are_not_deterministic() -> None:
         ({"address": "head:6379"}, "cluster.address is read only with cluster.engine_hosts > 0"),
         ({"engine_hosts": 1, "address": "ray://head:1"}, "must be host:port or auto, got 'ray:"),
         ({"engine_hosts": -1}, "cluster.engine_hosts must be >= 0, got -1"),
+        ({"context": 2}, r"cluster.context must divide cluster.trainers \(0\), got 2"),
+        ({"context": 2, "trainers": 3}, r"must divide cluster.trainers \(3\), got 2"),
+        ({"context": 0, "trainers": 2}, "cluster.context must be >= 1, got 0"),
     ],
 )
 def test_wrong_options_of_a_cluster_are_refused(wrong: dict[str, Any], why: str) -> None:

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from benchmarks.long_context import TINY, saved_bytes, shape_of
 from tests.support.ranks import run_ranks
 from unstale.config import ConfigError
 from unstale.model.context import ContextGroup
@@ -21,6 +22,7 @@ from unstale.model.prefix_tree import PrefixTree
 from unstale.records import Batch, collate
 from unstale.testing import episode, tiny_policy
 
+EXPERTS = 8
 LOGP_ERROR = 1e-6
 GRADIENT_ERROR = 1e-6
 
@@ -50,15 +52,30 @@ def gradients_of(policy: Policy) -> dict[str, Tensor]:
     }
 
 
-def compare_with_one_process(peers: Peers, checkpointing: bool) -> tuple[float, float, int]:
+def replaying(policy: Policy, run: PrefixTree) -> PrefixTree:
+    """Return the tree with random experts to replay, and missing rows where no token is."""
+    policy.replay_routes()
+    layers = policy.model.config.num_hidden_layers
+    random = torch.Generator().manual_seed(2)
+    routes = torch.stack(
+        [torch.randperm(EXPERTS, generator=random)[:2] for _ in range(len(run.tokens) * layers)]
+    )
+    routes = routes.view(-1, layers, 2).to(torch.uint8)
+    routes[run.num_tokens :] = torch.iinfo(torch.uint8).max
+    return replace(run, routes=routes)
+
+
+def compare_with_one_process(peers: Peers, how: str) -> tuple[float, float, int]:
     """Return the largest error of a log-probability, the largest relative error of the gradient
     of a weight matrix (by its norm), and the number of tokens of this rank."""
     assert dist.group.WORLD
-    policy = tiny_policy(seed=5)
-    if checkpointing:
+    policy = tiny_policy(seed=5, experts=EXPERTS * (how == "experts"))
+    if how:
         policy.set_forward_options(ForwardOptions(gradient_checkpointing=True))
     batch = siblings()
     run = policy.prefix_tree(batch)
+    if policy.has_experts:
+        run = replaying(policy, run)
     index = (run.follows & batch.sampled).nonzero().squeeze(1)
     weights = torch.linspace(-1, 1, len(index))
     expected = policy.logps(run, temperature=0.7, where=batch.sampled)[index]
@@ -79,10 +96,13 @@ def compare_with_one_process(peers: Peers, checkpointing: bool) -> tuple[float, 
     return float((found - expected).detach().abs().max()), worst, tokens.stop - tokens.start
 
 
-@pytest.mark.parametrize(("ranks", "checkpointing"), [(2, False), (2, True), (4, False)])
-def test_a_divided_pass_equals_that_of_one_process(ranks: int, checkpointing: bool) -> None:
-    """With 4 ranks and 2 key-value heads, each key-value head is on two ranks."""
-    found = run_ranks(ranks, compare_with_one_process, checkpointing)
+@pytest.mark.parametrize(("ranks", "how"), [(2, ""), (2, "checkpointing"), (2, "experts"), (4, "")])
+def test_a_divided_pass_equals_that_of_one_process(ranks: int, how: str) -> None:
+    """With 4 ranks and 2 key-value heads, each key-value head is on two ranks.
+
+    With experts, recorded ones are replayed, also where a layer is computed again.
+    """
+    found = run_ranks(ranks, compare_with_one_process, how)
     tokens = len(tiny_policy().prefix_tree(siblings()).tokens)
     for logp_error, gradient_error, num_tokens in found:
         assert logp_error < LOGP_ERROR and gradient_error < GRADIENT_ERROR
@@ -109,8 +129,8 @@ def refusals(peers: Peers) -> list[str]:
     assert dist.group.WORLD
     group = ContextGroup.of(dist.group.WORLD)
     said = []
-    with pytest.raises(ConfigError) as uneven:
-        Peers.of_group(context=2)
+    with pytest.raises(ValueError, match="groups") as uneven:
+        peers.in_context_groups(2)
     said.append(str(uneven.value))
     with pytest.raises(ValueError, match="divided") as error:
         group.slice_of(peers.count * 10 + 1)
@@ -124,45 +144,58 @@ def refusals(peers: Peers) -> list[str]:
 
 
 def test_what_cannot_be_divided_is_refused() -> None:
-    must = "the number of ranks that divide the tokens of a pass must divide the"
     assert run_ranks(3, refusals)[0] == [
-        f"{must} 3 trainer ranks and 32, got 2",
+        "3 ranks cannot be divided into groups of 2",
         "31 tokens cannot be divided among 3 ranks",
-        f"{must} 4 attention heads, got 3",
-        f"{must} 2 key-value heads, or be a multiple of them; got 3",
+        "cluster.context must divide the 4 attention heads, got 3",
+        "cluster.context must divide the 2 key-value heads, or be a multiple of them; got 3",
     ]
 
 
-def saved_bytes(policy: Policy, run: PrefixTree) -> int:
-    """Return the bytes that a forward pass of the layers keeps for the backward pass."""
-    seen: dict[int, int] = {}
-    weights = {parameter.untyped_storage().data_ptr() for parameter in policy.model.parameters()}
-
-    def count(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in weights:
-            seen[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    kept = []
-    with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
-        kept.append(run_model(policy.model.base_model, run, torch.tensor([0]), True))
-    return sum(seen.values())
+def test_a_model_whose_heads_do_not_suit_the_ranks_is_refused() -> None:
+    policy = tiny_policy()
+    for ranks in (1, 2, 4):
+        policy.check_context(ranks)
+    for ranks, why in ((3, "32, because a pass is padded"), (8, "the 4 attention heads, got 8")):
+        with pytest.raises(ConfigError, match=f"cluster.context must divide {why}"):
+            policy.check_context(ranks)
 
 
-def test_a_long_context_keeps_the_layers_inputs_only() -> None:
+def kept_per_token(tokens: int, *, context: int, layers: int = 2) -> float:
+    """Return the bytes that each further token keeps in a computed pass with recomputation."""
+    sizes = [
+        saved_bytes(
+            shape_of(TINY, layers),
+            count,
+            context=context,
+            gradient_checkpointing=True,
+            fake=False,
+        )
+        for count in (1024, tokens)
+    ]
+    return (sizes[1] - sizes[0]) / (tokens - 1024)
+
+
+@pytest.mark.parametrize(
+    "tokens", [4096, pytest.param(131_072, marks=pytest.mark.slow)], ids=["short", "long"]
+)
+@pytest.mark.parametrize("context", [1, 4])
+def test_a_long_context_keeps_the_layers_inputs_only(tokens: int, context: int) -> None:
     """Each further token adds one hidden state per layer, and less than 4 for the final norm.
 
     So 131,072 tokens of Qwen3-4B (36 layers of width 2560 in bfloat16) keep 24 GB, divided by the
     ranks of the context group.
     """
-    policy = tiny_policy()
-    policy.set_forward_options(ForwardOptions(gradient_checkpointing=True))
-    config = policy.model.config
-    sizes = []
-    for tokens in (1024, 4096):
-        tree = policy.prefix_tree(collate([episode(1, [tokens - 1, (1, 0)])]))
-        sizes.append(saved_bytes(policy, tree))
-    per_token = (sizes[1] - sizes[0]) / 3072
-    inputs = 4 * config.num_hidden_layers * config.hidden_size
-    assert inputs <= per_token <= inputs + 4 * (3 * config.hidden_size + 4)
+    per_token = context * kept_per_token(tokens, context=context)
+    inputs = 4 * TINY.layers * TINY.hidden
+    assert inputs <= per_token <= inputs + 4 * (3 * TINY.hidden + 4)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_what_is_counted_without_values_is_what_a_computed_pass_keeps(checkpointing: bool) -> None:
+    """Integers and float32 copies of norms are as long in bfloat16, everything else half."""
+    options = {"context": 2, "gradient_checkpointing": checkpointing}
+    computed, counted = (
+        saved_bytes(shape_of(TINY, 2), 2048, fake=fake, **options) for fake in (False, True)
+    )
+    assert computed / 2 < counted < computed

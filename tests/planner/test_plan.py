@@ -16,12 +16,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
+from benchmarks.long_context import saved_bytes, shape_of
 from unstale.cli.main import main, parse
 from unstale.cli.recipe_options import configure
-from unstale.config import ConfigError
+from unstale.config import ConfigError, ScheduleConfig
 from unstale.config.routes import routes
 from unstale.planner import deltas
 from unstale.planner.analytic import REDUCE_S, AnalyticCosts, Placement, TrainingSetup, placements
+from unstale.planner.candidates import PlanRequest, candidates
 from unstale.planner.costs import LinearCosts
 from unstale.planner.hardware import DEVICES, Device, Shares
 from unstale.planner.measured import core_of_run
@@ -32,7 +34,6 @@ from unstale.planner.simulate import Constant, EpisodeShape, LogNormal, TurnShap
 from unstale.planner.suggest import (
     AVERAGE,
     NEAR,
-    PlanRequest,
     SimulatedCandidate,
     Suggestion,
     suggest,
@@ -297,7 +298,7 @@ def test_training_and_engines_take_the_memory_that_is_added_up_by_hand() -> None
         episodes=EpisodeStats(tokens=4096, longest=4096, attended=2048, prompt=400),
         gradient_checkpointing=True,
     )
-    layer = 2 * (4 * 2048 + 2 * 36 * 128 + 4 * 8 * 768)
+    layer = 2 * (8 * 2048 + (6 * 32 + 5 * 4) * 128 + 8 * (2 * 2048 + 4 * 768))
     activations = 4096 * (48 * 2 * 2048 + layer)
     assert setup.trainer_bytes(16, route_cost("rollout")) == pytest.approx(
         16 * model.parameters / 16 + model.gathered_bytes(2) + activations
@@ -552,7 +553,13 @@ def test_the_command_answers_programs_and_people(capsys: pytest.CaptureFixture[s
         assert left.value.code == 0
         printed = capsys.readouterr().out
         assert "--schedule.max_staleness 1" in printed and "snapshot_old" in printed
-    assert json.loads(printed)["place"] == {"trainers": 1, "engines": 1, "tp": 1, "scorers": 0}
+    assert json.loads(printed)["place"] == {
+        "trainers": 1,
+        "engines": 1,
+        "tp": 1,
+        "scorers": 0,
+        "context": 1,
+    }
     for wrong, message in (
         (["--route", "snapsht_old"], "did you mean snapshot_old"),
         (["--gpus", "1"], ">= 2"),
@@ -580,3 +587,124 @@ def test_a_run_is_read_as_a_device(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         device.flops == pytest.approx(token / 2e-6) and shares.decode == 1 and shares.step_s == 1e-3
     )
     assert device.flops * shares.matmul == pytest.approx(3 * token / 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "devices", "by_hand"),
+    [
+        ("4B", 4, ((0.09, 0.2), 10, 4.0)),
+        ("4B", 24, ((0.02, 0.03), 1.7, 0.7)),
+        ("30B-A3B", 8, ((0.4, 0.8), 38, 15.3)),
+        ("30B-A3B", 24, ((0.1, 0.3), 13, 5.1)),
+        ("30B-A3B", 32, ((0.09, 0.2), 9.5, 3.8)),
+    ],
+)
+def test_main_memory_of_a_rank_is_that_of_the_arithmetic_by_hand(
+    name: str, devices: int, by_hand: tuple[tuple[float, float], float, float]
+) -> None:
+    """GB a rank: 4 deltas of 2 to 5% changed weights, 5 whole copies, and float32 weights put aside
+    in place, to which the bfloat16 weights of the past version are added."""
+    (low, high), full, aside = by_hand
+    model = PRESETS[name]
+
+    def gb(rate: float, **options: Any) -> float:
+        route = route_cost("snapshot_old", **options)
+        assert route.device_bytes(model) == model.copy_bytes * (options.get("placement") != "own")
+        return route.main_bytes(model, live=5, rate=rate) / devices / 1e9
+
+    rates = [
+        rate for rate in np.geomspace(1e-6, 1e-5, 50) if 0.02 < deltas.changed_share(rate) < 0.05
+    ]
+    chain = [gb(rate) for rate in rates]
+    assert 0.8 * low <= min(chain) and max(chain) <= 1.35 * high
+    assert gb(1e-6, storage="full") == pytest.approx(full, rel=0.03)
+    own = gb(1e-6, placement="own") - gb(1e-6)
+    assert own == pytest.approx(1.5 * aside, rel=0.05)
+
+
+def long_passes(name: str, longest: int, **rest: Any) -> TrainingSetup:
+    episodes = EpisodeStats(tokens=longest, longest=longest, attended=longest / 2, prompt=100)
+    return replace(asked().setup, model=PRESETS[name], episodes=episodes, **rest)
+
+
+def test_a_pass_of_131072_tokens_keeps_what_is_added_up_by_hand() -> None:
+    """4B: 36 layer inputs of 2560 in bfloat16 are 24.2 GB, and one layer keeps 23.4 GB more."""
+    setup = long_passes("4B", 131_072, gradient_checkpointing=True)
+    layer = 2 * (8 * 2560 + (6 * 32 + 5 * 8) * 128 + 4 * 9728)
+    assert setup.activation_bytes == 131_072 * (36 * 2 * 2560 + layer)
+    assert setup.activation_bytes / 1e9 == pytest.approx(24.2 + 23.4, abs=0.1)
+    for context in (2, 4, 8):
+        divided = replace(setup, context=context)
+        assert divided.activation_bytes == setup.activation_bytes / context
+    assert setup.context_sizes == [1, 2, 4, 8, 16, 32]
+    assert replace(setup, model=PRESETS["14B"]).context_sizes == [1, 2, 4, 8]  # 40 heads
+    moe = long_passes("30B-A3B", 131_072, gradient_checkpointing=True)
+    each = 2 * (8 * 2048 + (6 * 32 + 5 * 4) * 128 + 8 * (2 * 2048 + 4 * 768))
+    assert moe.activation_bytes == 131_072 * (48 * 2 * 2048 + each)
+
+
+@pytest.mark.parametrize(
+    ("name", "trainers", "needed"),
+    [("4B", 4, 1), ("4B", 2, 2), ("30B-A3B", 12, 4), ("30B-A3B", 16, 2), ("32B", 24, 4)],
+)
+def test_the_smallest_context_that_fits_is_used(name: str, trainers: int, needed: int) -> None:
+    """131,072 tokens on H100s with the second model of snapshot_old, and gradient checkpointing."""
+    route = route_cost("snapshot_old")
+    setup = long_passes(name, 131_072, gradient_checkpointing=True)
+    fitting = [
+        size for size in setup.context_sizes if replace(setup, context=size).fits(trainers, route)
+    ]
+    assert fitting[0] == needed
+    work = Workload(prompt_tokens=Constant(100), reply_tokens=Constant(130_972))
+    request = PlanRequest(setup=setup, workload=work, devices=trainers + 8, group_size=2)
+    found = [
+        each.costs.setup
+        for each in candidates(request, "snapshot_old", ScheduleConfig(group_size=2))
+        if each.placement.trainers == trainers
+    ]
+    assert found and {each.context for each in found} == {needed}
+    if needed > 1:
+        assert all(each.gradient_checkpointing for each in found)
+
+
+def test_devices_that_divide_a_pass_exchange_heads_and_gather_more_often() -> None:
+    """4B on 8 devices of a node: per token and layer q, k, v and the output, of 128 x 2 bytes."""
+    setup = long_passes("4B", 131_072)
+    shapes = {"route": route_cost("snapshot_old"), "batch": 1e6, "live": 3}
+    alone = AnalyticCosts(setup=setup, placement=Placement(8, 4, 2), **shapes)
+    pair = replace(alone, setup=replace(setup, context=2))
+    tokens = 8 * 131_072
+    sent = tokens / 8 * 36 * (2 * 32 + 2 * 8) * 128 * 2 / 2
+    exchange_s = sent / (0.8 * 450e9)
+    assert pair.train_compute_s(tokens) - alone.train_compute_s(tokens) == pytest.approx(
+        2 * exchange_s
+    )
+    assert pair.train_transfer_s(tokens) == pytest.approx(2 * alone.train_transfer_s(tokens))
+
+
+def test_a_plan_for_long_episodes_names_the_context() -> None:
+    """30B-A3B with 131,072 tokens on 16 H100s: 12 train, of which 4 divide each pass."""
+    work = Workload(prompt_tokens=Constant(72), reply_tokens=Constant(131_000))
+    episodes = EpisodeStats.of(work, group_size=2)
+    setup = replace(asked().setup, model=PRESETS["30B-A3B"], episodes=episodes)
+    request = replace(asked(devices=16), setup=setup, workload=work, route="snapshot_old")
+    told = as_json(suggest(replace(request, lags=(1,), groups=(2,))))
+    assert told["place"]["context"] == 4 and "4 GPUs divide each pass" in told["suggestion"]
+    assert "--cluster.context 4" in told["command"]
+    assert "--trainer.share_prompts false" in told["command"]
+    config = configure(parse(told["command"].split()[1:]))
+    assert config.cluster.trainers % config.cluster.context == 0
+    assert any("131,072 tokens, divided by 4 GPUs" in reason for reason in told["reasons"])
+
+
+@pytest.mark.parametrize("name", ["0.6B", "4B", "30B-A3B"])
+def test_a_layer_keeps_the_bytes_that_a_pass_of_the_real_model_keeps(name: str) -> None:
+    """Counted at the real widths, without computing: tensors that autograd saves, by layer."""
+    model = PRESETS[name]
+    counted = [saved_bytes(shape_of(model, layers), 1024) for layers in (1, 2)]
+    layer = (counted[1] - counted[0]) / 1024
+    # The kernel for CPUs keeps the attention output once.
+    once = 2 * model.heads * model.head_dim
+    assert layer == pytest.approx(model.layer_bytes - once, rel=0.01)
+    inputs = [saved_bytes(shape_of(model, n), 1024, gradient_checkpointing=True) for n in (1, 2)]
+    assert (inputs[1] - inputs[0]) / 1024 == 2 * model.hidden

@@ -175,20 +175,26 @@ def test_ranks_learn_what_one_process_learns(count: int, variant: str, folder: P
     assert one.metrics[-1]["trainer/microbatches"] > 3
 
 
-def learn_in_context_groups(peers: Peers, folder: Path) -> Outcome:
-    return learn(Peers.of_group(context=2), folder, BASE)
+def learn_in_context_groups(peers: Peers, folder: Path, variant: str) -> Outcome:
+    return learn(peers.in_context_groups(2), folder, VARIANTS[variant])
 
 
-@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize(
+    ("count", "variant"),
+    [(2, "plain"), (2, "own"), (2, "lora"), (2, "two steps a batch"), (4, "plain")],
+)
 def test_ranks_that_divide_each_pass_learn_what_one_process_learns(
-    count: int, folder: Path
+    count: int, variant: str, folder: Path
 ) -> None:
-    """4 ranks are two groups of two. Old log-probabilities stay exact, bit for bit."""
+    """4 ranks are two groups of two. Old log-probabilities stay exact, bit for bit.
+
+    The variant with two steps recomputes activations.
+    """
     (alone,) = outcomes(folder, 0)
-    one = alone["plain"]
-    for other in run_ranks(count, learn_in_context_groups, folder):
+    one = alone[variant]
+    for other in run_ranks(count, learn_in_context_groups, folder, variant):
         error = max((one.weights[n] - t).abs().max().item() for n, t in other.weights.items())
-        assert error <= 1e-6 and all(other.exact)
+        assert error <= 1e-6 and all(other.exact) and len(other.exact) == len(one.exact)
         for name in ("trainer/grad_norm", "objective/loss", "correction/kept_share"):
             values = [[row[name] for row in each.metrics] for each in (one, other)]
             assert values[1] == pytest.approx(values[0], rel=1e-5, abs=1e-6)

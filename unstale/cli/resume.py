@@ -55,7 +55,8 @@ def config_changes(before: RunConfig, now: RunConfig) -> list[str]:
     changed = []
     fixed = FIXED | {f"old_logps.{name}": why for name, why in now.old_logps.fixed.items()}
     if now.deterministic:
-        fixed["cluster.trainers"] = "sums over another number of ranks round differently"
+        for name in ("cluster.trainers", "cluster.context"):
+            fixed[name] = "sums over another number of ranks round differently"
     for name, (old, new) in changed_options(before, now).items():
         if name in ("runs", "name", "recipe"):
             continue

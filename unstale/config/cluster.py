@@ -3,7 +3,7 @@
 import re
 from dataclasses import dataclass
 
-from unstale.config.checks import ConfigError, Count, Positive, Section
+from unstale.config.checks import ConfigError, Count, Positive, PositiveInt, Section
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -15,6 +15,10 @@ class ClusterConfig(Section):
     trainers: Count = 0
     """Trainer ranks that divide the model, each with one GPU if there are any; 0 trains in the
     process of the run (docs/trainer-ranks.md).
+    """
+    context: PositiveInt = 1
+    """Trainer ranks that divide the tokens of each pass, for long episodes; 1 divides none
+    (docs/long-context.md).
     """
     address: str = ""
     """Ray cluster as `host:port` or `auto`; empty starts a Ray of this machine alone."""
@@ -33,11 +37,17 @@ class ClusterConfig(Section):
             raise ConfigError(
                 "cluster.address is read only with cluster.engine_hosts > 0 or cluster.trainers > 0"
             )
+        if self.context > 1 and (not self.trainers or self.trainers % self.context):
+            raise ConfigError(
+                f"cluster.context must divide cluster.trainers ({self.trainers}), "
+                f"got {self.context}"
+            )
 
     def applies(self, option: str) -> bool:
         if option in ("engine_hosts", "trainers"):
             return True
         readers = {
+            "context": self.trainers,
             "patience_s": self.engine_hosts or (self.trainers if self.address else 0),
             "restarts": self.trainers,
         }

@@ -79,27 +79,15 @@ class ContextGroup:
         result is `[1, n, heads, width]`. Raises ConfigError if the heads cannot be divided among
         the ranks.
         """
-        heads = query.shape[1]
-        if heads % self.size:
-            raise ConfigError(
-                "the number of ranks that divide the tokens of a pass must divide the "
-                f"{heads} attention heads, got {self.size}"
-            )
-        key, value = (self._divisible(each) for each in keys)
+        check_heads(query.shape[1], keys[0].shape[1], self.size)
+        key, value = (self._repeat(each) for each in keys)
         out = attend(*(self._swap(each) for each in (query, key, value)))
         return self._swap(out)
 
-    def _divisible(self, keys: Tensor) -> Tensor:
+    def _repeat(self, keys: Tensor) -> Tensor:
         """Repeat key or value heads if there are fewer of them than ranks."""
         heads = keys.shape[1]
-        if heads % self.size == 0:
-            return keys
-        if self.size % heads:
-            raise ConfigError(
-                "the number of ranks that divide the tokens of a pass must divide the "
-                f"{heads} key-value heads, or be a multiple of them; got {self.size}"
-            )
-        return keys.repeat_interleave(self.size // heads, 1)
+        return keys if heads >= self.size else keys.repeat_interleave(self.size // heads, 1)
 
     def _swap(self, tensor: Tensor) -> Tensor:
         """Divide dimension 1 of `[1, a, b, d]` among the ranks. Join their parts in dimension 2.
@@ -112,6 +100,17 @@ class ContextGroup:
         sizes = [flat.numel() // self.size] * self.size
         received = all_to_all_single_autograd(flat, sizes, sizes, self.group)
         return received.view(parts.shape).movedim(0, 2).flatten(2, 3)
+
+
+def check_heads(heads: int, key_heads: int, ranks: int) -> None:
+    """Raise ConfigError unless attention and key-value heads can be divided among the ranks."""
+    if heads % ranks:
+        raise ConfigError(f"cluster.context must divide the {heads} attention heads, got {ranks}")
+    if key_heads % ranks and ranks % key_heads:
+        raise ConfigError(
+            f"cluster.context must divide the {key_heads} key-value heads, or be a multiple of "
+            f"them; got {ranks}"
+        )
 
 
 class _Assemble(torch.autograd.Function):

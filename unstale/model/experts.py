@@ -105,7 +105,7 @@ def _replay(place: int, router: nn.Module, inputs: Any, output: Any) -> Any:
     if run is None or run.routes is None:
         return None
     logits, weights, own = output
-    recorded = run.routes[:, place].to(own.device, non_blocking=True)
+    recorded = run.routes[run.own_tokens, place].to(own.device, non_blocking=True)
     absent = recorded == torch.iinfo(recorded.dtype).max
     experts = torch.where(absent, own, recorded.to(own.dtype))
     return logits, _weights(router, logits, experts).to(weights.dtype), experts

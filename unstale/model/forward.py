@@ -50,7 +50,7 @@ def run_model(body: Callable[..., Any], run: PrefixTree, rows: Tensor, plain_hea
     If the model's head is more than one linear map (`plain_head` False), return logits `[rows, V]`.
     If the tree has a context group, `rows` are places in this rank's slice of the tokens.
     """
-    tokens = run.context.slice_of(len(run.tokens)) if run.context else slice(None)
+    tokens = run.own_tokens
     token = running.set(run)
     try:
         out = body(

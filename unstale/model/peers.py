@@ -5,16 +5,14 @@ Every rank must call the same methods in the same order, each with its own value
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from unstale.config import ConfigError
 from unstale.model.context import ContextGroup
-from unstale.model.prefix_tree import ROUND
 
 T = TypeVar("T")
 
@@ -34,25 +32,22 @@ class Peers:
     """
 
     @classmethod
-    def of_group(cls, *, context: int = 1) -> "Peers":
-        """Return the ranks of the process group that this process has joined.
+    def of_group(cls) -> "Peers":
+        """Return the ranks of the process group that this process has joined."""
+        return cls(dist.get_rank(), dist.get_world_size())
 
-        `context` is the number of ranks that divide the tokens of a pass. Raises ConfigError unless
-        it divides the number of ranks and `ROUND`.
+    def in_context_groups(self, size: int) -> "Peers":
+        """Return these ranks in groups of `size`, which divide the tokens of each pass.
+
+        All ranks must call this. Raises ValueError unless `size` divides their number.
         """
-        rank, count = dist.get_rank(), dist.get_world_size()
-        if context < 1 or count % context or ROUND % context:
-            raise ConfigError(
-                "the number of ranks that divide the tokens of a pass must divide the "
-                f"{count} trainer ranks and {ROUND}, got {context}"
-            )
-        if context == 1:
-            return cls(rank, count)
-        groups = [
-            dist.new_group(list(range(first, first + context)))
-            for first in range(0, count, context)
-        ]
-        return cls(rank, count, ContextGroup.of(groups[rank // context]))
+        if self.count % size:
+            raise ValueError(f"{self.count} ranks cannot be divided into groups of {size}")
+        if size == 1:
+            return self
+        starts = range(0, self.count, size)
+        groups = [dist.new_group(list(range(start, start + size))) for start in starts]
+        return replace(self, context=ContextGroup.of(groups[self.rank // size]))
 
     @property
     def reports(self) -> bool:

@@ -23,6 +23,7 @@ from unstale.expert_routes import num_experts
 from unstale.model import linear, sharding
 from unstale.model import lora as adapters
 from unstale.model.attention import ATTENTION
+from unstale.model.context import check_heads
 from unstale.model.experts import RouteLayers, replay_routes
 from unstale.model.forward import ForwardOptions, Scored, checkpoint_layers, run_model
 from unstale.model.head import LogpQuery, query_head, wide
@@ -31,7 +32,7 @@ from unstale.model.lora import Lora, Merging
 from unstale.model.packing import cut, pack, pack_shared, wanted_spans
 from unstale.model.packing_check import check_packing
 from unstale.model.peers import ALONE, Peers
-from unstale.model.prefix_tree import Packed, PrefixTree, build_prefix_tree
+from unstale.model.prefix_tree import ROUND, Packed, PrefixTree, build_prefix_tree
 from unstale.model.versions import VersionGaps, lag_of, num_batches
 from unstale.records import Batch
 
@@ -193,6 +194,19 @@ class Policy:
             )
         if self._route_layers is None:
             self._route_layers = replay_routes(self.model)
+
+    def check_context(self, ranks: int) -> None:
+        """Raise ConfigError unless that many ranks can divide the tokens of a pass."""
+        if ranks == 1:
+            return
+        if ROUND % ranks:
+            raise ConfigError(
+                f"cluster.context must divide {ROUND}, because a pass is padded to a multiple of "
+                f"{ROUND} tokens; got {ranks}"
+            )
+        config: Any = self.model.config.get_text_config()
+        heads = config.num_attention_heads
+        check_heads(heads, getattr(config, "num_key_value_heads", None) or heads, ranks)
 
     def _compile(self) -> None:
         compiled = self.passes.compile

@@ -17,6 +17,7 @@ from unstale.model.context import ContextGroup
 MIN_SHARED = 16
 """Shortest prefix that is shared. Sharing fewer tokens takes longer than computing them twice."""
 
+
 ROUND = 32
 """The length of every pass is a multiple of this number, so that few different shapes occur."""
 
@@ -80,6 +81,11 @@ class PrefixTree:
     """Attention masks that the layers share, by `(queries, depth, window)`."""
     context: ContextGroup | None = None
     """The ranks that divide the tokens of the pass. None if this process runs all tokens."""
+
+    @property
+    def own_tokens(self) -> slice:
+        """The range of `tokens` that this process runs."""
+        return self.context.slice_of(len(self.tokens)) if self.context else slice(None)
 
     def mask(self, queries: int, depth: int, window: int | None, device: torch.device) -> Tensor:
         """Return the keys to which each query attends: `[queries, depth + queries]` bool."""

@@ -51,6 +51,9 @@ increased until it has.
 """
 ENGINE_SIZES = (1, 2, 4, 8)
 """Numbers of devices that a single engine may use (tensor parallelism)."""
+CONTEXT_SIZES = (1, 2, 4, 8, 16, 32)
+"""Numbers of trainer ranks that may divide the tokens of a pass: the values of `cluster.context`.
+"""
 _SPLITS = 16
 """The numbers of training devices that are tried are multiples of the number of devices divided by
 this.
@@ -67,6 +70,8 @@ class TrainingSetup:
     lr: float
     episodes: EpisodeStats
     gradient_checkpointing: bool = False
+    context: int = 1
+    """Number of training devices that divide the tokens of a microbatch: `cluster.context`."""
 
     @property
     def flops(self) -> float:
@@ -87,7 +92,7 @@ class TrainingSetup:
         """Return the bytes of memory that the trainer needs on each of its devices.
 
         The optimizer's state, the float32 weights and the models of the old-logit route are
-        sharded. The activations of a microbatch are not.
+        sharded. The activations of a microbatch are divided by `context`.
         """
         sharded = self.sharded_bytes(route)
         return sharded / devices + self.computed_bytes(devices) + self.activation_bytes
@@ -126,7 +131,7 @@ class TrainingSetup:
 
     @property
     def pass_tokens(self) -> int:
-        """The number of tokens in a microbatch on one device. An episode is not divided."""
+        """The number of tokens in a microbatch. `context` devices share it."""
         return max(PASS_TOKENS, math.ceil(self.episodes.longest))
 
     def fits(self, devices: int, route: RouteCost) -> bool:
@@ -134,21 +139,29 @@ class TrainingSetup:
 
     @property
     def activation_bytes(self) -> float:
-        """The bytes of the activations of one microbatch.
+        """The bytes of the activations of one microbatch on each of its `context` devices.
 
-        A layer keeps its input, the inputs of its norms, queries, keys, values, attention output,
-        and four times the width of its MLP. With gradient checkpointing, one layer at a time keeps
-        all of these, and the others keep only their input.
+        With gradient checkpointing, one layer at a time keeps everything that its backward pass
+        needs, and the others keep only their input.
         """
         model = self.model
-        width = model.active * model.expert_ffn if model.experts else model.ffn
-        layer = WORD * (
-            4 * model.hidden + 2 * (model.heads + model.kv_heads) * model.head_dim + 4 * width
-        )
-        token = model.layers * layer
+        token = model.layers * model.layer_bytes
         if self.gradient_checkpointing:
-            token = model.layers * WORD * model.hidden + layer
-        return token * self.pass_tokens
+            token = model.layers * WORD * model.hidden + model.layer_bytes
+        return token * self.pass_tokens / self.context
+
+    @property
+    def context_sizes(self) -> list[int]:
+        """The numbers of devices that can divide a microbatch: each gets some attention heads.
+
+        Cores share their memory, so they divide none.
+        """
+        heads, key_heads = self.model.heads, self.model.kv_heads
+        return [
+            size
+            for size in CONTEXT_SIZES[: 1 if self.device.is_core else None]
+            if heads % size == 0 and (key_heads % size == 0 or size % key_heads == 0)
+        ]
 
     def context_tokens(self, tp: int) -> float:
         """Return how many tokens of context fit into the memory of an engine with `tp` devices.
@@ -215,7 +228,8 @@ def placements(
         for trainers in range(1, devices, stride):
             scorers = scoring_devices(setup, route, trainers, max_staleness=max_staleness)
             engines, left = divmod(devices - trainers - scorers, tp)
-            if engines > 0 and left < stride and setup.fits(trainers + left, route):
+            fits = (trainers + left) % setup.context == 0 and setup.fits(trainers + left, route)
+            if engines > 0 and left < stride and fits:
                 yield Placement(trainers + left, engines, tp, scorers)
 
 
@@ -223,7 +237,7 @@ def colocated_placements(
     setup: TrainingSetup, route: RouteCost, *, devices: int
 ) -> Iterator[Placement]:
     """Yield divisions in which all devices alternate between training and sampling."""
-    if setup.fits(devices, route):
+    if devices % setup.context == 0 and setup.fits(devices, route):
         for tp in setup.engine_sizes:
             if tp <= devices:
                 yield Placement(devices, devices // tp, tp, colocated=True)
@@ -291,7 +305,7 @@ class AnalyticCosts:
     def train_compute_s(self, tokens: int) -> float:
         """Return the seconds of computing in a forward and a backward pass."""
         passes = 4 if self.setup.gradient_checkpointing else 3
-        return passes * self.forward_s(tokens)
+        return passes * self.forward_s(tokens) + (passes - 1) * self._exchange_s(tokens)
 
     def train_transfer_s(self, tokens: int) -> float:
         """Return the seconds of the transfers between the trainer's devices, as part of `train_s`.
@@ -314,7 +328,8 @@ class AnalyticCosts:
         forwards = route.forward_passes(
             versions, prompt_fraction=self.setup.episodes.prompt_fraction
         )
-        scoring = forwards * max(self.forward_s(tokens), self._gather_s(tokens, trainers))
+        forward_s = self.forward_s(tokens) + self._exchange_s(tokens)
+        scoring = forwards * max(forward_s, self._gather_s(tokens, trainers))
         if route.needs.own_process:
             scorers = self.placement.scorers
             alone_s = self.forward_s(tokens) * trainers / scorers
@@ -377,15 +392,30 @@ class AnalyticCosts:
     def _gather_s(self, tokens: float, devices: int) -> float:
         """Return the seconds in which `devices` devices gather the weights for a forward pass.
 
-        Every device has the same number of microbatches, and gathers the weights in bfloat16 for
-        each of them. The time is 0 for one device.
+        Every device takes part in the same number of microbatches, and gathers the weights in
+        bfloat16 for each of them. The time is 0 for one device.
         """
         setup = self.setup
         if not setup.is_sharded(devices):
             return 0.0
-        microbatches = math.ceil(tokens / (devices * setup.pass_tokens))
+        groups = max(1, devices // setup.context)
+        microbatches = math.ceil(tokens / (groups * setup.pass_tokens))
         received = setup.model.copy_bytes * (devices - 1) / devices
         return microbatches * received / setup.ring_bandwidth(devices)
+
+    def _exchange_s(self, tokens: float) -> float:
+        """Return the seconds in which devices exchange tokens for heads in a forward pass.
+
+        They exchange queries, keys, values and the attention output of each layer. A backward pass
+        exchanges their gradients, which takes as long. Devices that divide a microbatch are in one
+        node if they fit.
+        """
+        setup = self.setup
+        model, size = setup.model, setup.context
+        heads = 2 * model.heads + 2 * max(model.kv_heads, size)
+        sent = WORD * model.layers * heads * model.head_dim * (size - 1) / size
+        link = setup.device.link if size <= setup.device.node else setup.device.network
+        return tokens / self.placement.trainers * sent / (link * setup.shares.link)
 
     @property
     def optimizer_s(self) -> float:

@@ -1,6 +1,7 @@
 """Show a suggested configuration as text, as a table and as JSON."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import fields
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
@@ -9,18 +10,24 @@ from rich.table import Table
 from rich.text import Text
 
 from unstale.config import SHIPPED_POLICY
+from unstale.config.routes import routes
 from unstale.observe.report.words import KEEPS_PACE
 from unstale.planner.analytic import STATE_BYTES
+from unstale.planner.candidates import Candidate
+from unstale.planner.route_costs import route_cost
 from unstale.planner.suggest import (
     AVERAGE,
     NEAR,
-    Candidate,
     SimulatedCandidate,
     Suggestion,
     describe_schedule,
 )
 
 _GB = 1e9
+_LONG = 32_768
+"""Tokens of a pass above which prompts should not be shared on GPUs. The attention mask of a shared
+prompt takes the square of that many bytes.
+"""
 _NOTES = (
     "exact: the route gives each token its log-probability under the version that sampled it. "
     "GPU GB: memory that the route needs on all training GPUs together (or on its own GPUs); "
@@ -58,6 +65,8 @@ def describe(rated: SimulatedCandidate) -> str:
     if schedule.lookahead_window > 1:
         window = f", taken from the {schedule.lookahead_window} oldest of the queue"
     checkpointing = "; gradient checkpointing" if setup.gradient_checkpointing else ""
+    if setup.context > 1:
+        checkpointing += f"; {setup.context} GPUs divide each pass"
     return (
         f"{placement}{checkpointing}; route {candidate.name}; "
         f"{schedule.groups_per_step} groups of {schedule.group_size} a step{window}, at most "
@@ -113,7 +122,8 @@ def _engine_memory(candidate: Candidate) -> str:
     running = candidate.max_running
     context = round(running * costs.setup.episodes.tokens / 2)
     return (
-        f"An engine holds {model.copy_bytes / _GB:.3g} GB of weights and {running} replies "
+        f"An engine holds {model.copy_bytes / _GB:.3g} GB of weights (a server's host as many in "
+        f"/dev/shm) and {running} replies "
         f"({model.kv_bytes / 1e6:.3g} MB per token of context); a decoding step of all of them "
         f"takes {1e3 * costs.step_s(running, context):.3g} ms"
     )
@@ -128,12 +138,20 @@ def _trainer_memory(candidate: Candidate) -> Iterator[str]:
         return
     state = STATE_BYTES * setup.model.parameters / devices
     route = costs.route.device_bytes(setup.model) / devices
+    divided = f", divided by {setup.context} GPUs" if setup.context > 1 else ""
     yield (
         f"A training GPU holds {state / _GB:.3g} GB of float32 weights, gradients and moments, "
         f"{setup.computed_bytes(devices) / _GB:.3g} GB of gathered layers, "
-        f"{setup.activation_bytes / _GB:.3g} GB of activations and {route / _GB:.3g} GB for the "
-        "route"
+        f"{setup.activation_bytes / _GB:.3g} GB of activations (a pass of "
+        f"{setup.pass_tokens:,} tokens{divided}) and {route / _GB:.3g} GB for the route"
     )
+    if "placement" in {option.name for option in fields(routes()[candidate.name])}:
+        own = route_cost(candidate.name, placement="own")
+        main = own.main_bytes(setup.model, live=costs.live, rate=setup.lr) / devices
+        yield (
+            "With old_logps.placement own, the route takes no memory of a GPU and, for each GPU, "
+            f"{main / _GB:.3g} GB of main memory"
+        )
     batch = round(costs.batch)
     waits_s = costs.train_transfer_s(batch) - costs.train_compute_s(batch)
     if waits_s > 0:
@@ -185,6 +203,9 @@ def command(candidate: Candidate) -> str:
     needs = candidate.costs.route.needs
     if setup.is_sharded(candidate.placement.trainers) and not needs.own_process:
         options["cluster.trainers"] = candidate.placement.trainers
+        options["cluster.context"] = setup.context
+    if setup.pass_tokens > _LONG and not setup.device.is_core:
+        options["trainer.share_prompts"] = "false"
     policy = "base" if setup.model.name == SHIPPED_POLICY.name else "FOLDER"
     words = " ".join(f"--{name} {value}" for name, value in options.items())
     return f"unstale train llm --policy {policy} {words}"
@@ -224,7 +245,7 @@ def _route_row(suggestion: Suggestion, candidate: Candidate) -> Row:
     model = costs.setup.model
     placement = costs.placement
     own_model = model.copy_bytes * route.needs.resident_models * route.needs.own_process
-    main = route.delta_bytes(model, live=costs.live, rate=costs.setup.lr)
+    main = route.main_bytes(model, live=costs.live, rate=costs.setup.lr)
     paused_s = (candidate.route_s + costs.optimizer_s) * route.needs.closing
     mark = "*" if candidate.name in suggestion.simulated else " "
     return {
@@ -278,6 +299,7 @@ def as_json(suggestion: Suggestion) -> dict[str, Any]:
             "engines": best.placement.engines,
             "tp": best.placement.tp,
             "scorers": best.placement.scorers,
+            "context": best.costs.setup.context,
         },
         "expected": _choice_row(suggestion.best),
         "synchronous": _choice_row(suggestion.synchronous),

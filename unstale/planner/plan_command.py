@@ -17,7 +17,7 @@ from unstale.planner.models import PRESETS, Model
 from unstale.planner.workload import Distribution, EpisodeStats, Workload
 
 if TYPE_CHECKING:
-    from unstale.planner.suggest import PlanRequest
+    from unstale.planner.candidates import PlanRequest
 
 _ABOUT = """Suggest a configuration, with reasons: the devices that train and that sample, the
 staleness, the batch and the route to old log-probabilities. Prints the predicted throughput, and
@@ -108,7 +108,7 @@ def _plan(chosen: argparse.Namespace) -> int:
 
 def _request(chosen: argparse.Namespace) -> "PlanRequest":
     from unstale.planner.analytic import TrainingSetup
-    from unstale.planner.suggest import PlanRequest
+    from unstale.planner.candidates import PlanRequest
 
     if chosen.route is not None and chosen.route not in routes():
         raise ConfigError(f"unknown route {chosen.route!r}{nearest(chosen.route, list(routes()))}")

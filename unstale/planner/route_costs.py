@@ -4,6 +4,7 @@ A route is a method to obtain old log-probabilities.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 from unstale.config import OldLogpsConfig
 from unstale.config.routes import Needs
@@ -15,10 +16,14 @@ _FLOAT32 = 4
 
 @dataclass(frozen=True, slots=True)
 class RouteCost:
-    """The costs of an old-logit route with its default options."""
+    """The costs of an old-logit route."""
 
     needs: Needs
     exact: bool
+    in_place: bool = False
+    """True if past versions are scored in the trained model (`old_logps.placement = own`)."""
+    stores_copies: bool = False
+    """True if each version is kept whole, not as a delta (`old_logps.storage = full`)."""
 
     def forward_passes(self, versions: float, *, prompt_fraction: float = 0.0) -> float:
         """Return how many tokens the route's forward passes compute per token of a trajectory.
@@ -42,6 +47,17 @@ class RouteCost:
         """
         return (live - 1) * delta_bytes(model.parameters, rate) if self.needs.snapshots else 0.0
 
+    def main_bytes(self, model: Model, *, live: int, rate: float) -> float:
+        """Return the bytes of main memory that the route takes on all training ranks together.
+
+        They are `live` versions, as deltas or whole. In place, the past version that is loaded is
+        in main memory too and, while it is scored, the trained float32 weights.
+        """
+        kept = self.delta_bytes(model, live=live, rate=rate)
+        if self.stores_copies:
+            kept = live * model.copy_bytes
+        return kept + (WORD + _FLOAT32) * model.parameters * self.in_place
+
     def device_bytes(self, model: Model) -> float:
         """Return the bytes that the route adds to training, on all trainer devices together."""
         copies = 0 if self.needs.own_process else self.needs.resident_models
@@ -56,6 +72,12 @@ class RouteCost:
         return model.parameters * self.needs.averages * moved
 
 
-def route_cost(name: str) -> RouteCost:
-    config = OldLogpsConfig(route=name)
-    return RouteCost(config.needs, config.exact)
+def route_cost(name: str, **options: Any) -> RouteCost:
+    """Return the costs of a route. `options` are those of `old_logps` that are not the default."""
+    config = OldLogpsConfig(route=name, **options)
+    return RouteCost(
+        config.needs,
+        config.exact,
+        in_place=getattr(config, "placement", "twin") == "own",
+        stores_copies=getattr(config, "storage", "delta") == "full",
+    )
