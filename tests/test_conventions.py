@@ -4,6 +4,8 @@ import ast
 import re
 import subprocess
 import sys
+import tomllib
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -70,6 +72,28 @@ def test_every_wait_for_ray_has_a_limit() -> None:
 def test_no_source_file_has_an_open_task() -> None:
     words = ("TO" + "DO", "FIX" + "ME", "XX" + "X")
     assert not [str(path) for path in SOURCES if any(word in path.read_text() for word in words)]
+
+
+def imported_packages() -> set[str]:
+    """Return the packages that the code imports, in the spelling of package registries."""
+    names: set[str] = set()
+    for path in SOURCES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                names |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.level == 0:
+                names.add(node.module or "")
+    packages = {name.partition(".")[0].replace("_", "-") for name in names}
+    return packages - {name.replace("_", "-") for name in sys.stdlib_module_names} - {"unstale"}
+
+
+def test_every_imported_package_is_declared() -> None:
+    """An import that only another package brings along breaks when that package drops it."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    declared = [*project["dependencies"], *chain(*project["optional-dependencies"].values())]
+    names = {re.split(r"[\[<>=]", each)[0].lower() for each in declared}
+    of_other_environments = {"vllm", "tau2", "loguru"}  # docs/engines.md, docs/libraries.md
+    assert imported_packages() - names == of_other_environments
 
 
 def test_public_names_are_sorted_and_importable() -> None:
