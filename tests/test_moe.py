@@ -19,6 +19,7 @@ from unstale.cli import session
 from unstale.config import (
     AuditConfig,
     CheckpointConfig,
+    ConfigError,
     EngineConfig,
     EvalConfig,
     OldLogpsConfig,
@@ -154,3 +155,14 @@ def test_an_asynchronous_run_on_two_servers_is_exact(model: Path, tmp_path: Path
         assert row["old_logps/exact_share"] == pytest.approx(1 - missing) and missing < 0.2
         assert row["correction/log_d_abs_mean"] < 1e-4
         assert row["audit/logp_error_abs_mean"] < 1e-5
+
+
+@pytest.mark.parametrize("targets", ["all-linear", "q_proj v_proj"])
+def test_adapters_are_refused_before_the_run_starts(
+    model: Path, tmp_path: Path, targets: str
+) -> None:
+    trainer = TrainerConfig(lr=1e-3, lora_rank=2, lora_targets=targets)
+    says = "lora_rank is 2, but the policy has 8 experts in a layer: adapters of such a policy"
+    with pytest.raises(ConfigError, match=says):
+        session.train(configure(model, tmp_path / "runs", trainer=trainer), console=quiet())
+    assert not (tmp_path / "runs").exists()

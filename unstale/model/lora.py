@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from unstale.config import ConfigError, install
+from unstale.expert_routes import num_experts
 
 ALL = "all-linear"
 _A, _B, _ADAPTER = ".lora_A.weight", ".lora_B.weight", "default"
@@ -123,11 +124,17 @@ def base_checksum(folder: Path) -> int:
     return _checksum(_read(folder))
 
 
-def inject(model: nn.Module, lora: Lora) -> None:
+def inject(model: Any, lora: Lora) -> None:
     """Freeze all weights of a model and add adapters to the layers that `lora` names.
 
-    Raises ConfigError for a layer that cannot have an adapter.
+    Raises ConfigError for a layer that cannot have an adapter, and for a model with experts.
     """
+    if experts := num_experts(model.config.to_dict()):
+        raise ConfigError(
+            f"trainer.lora_rank is {lora.rank}, but the policy has {experts} experts in a layer: "
+            "adapters of such a policy are not supported. Set trainer.lora_rank to 0, or choose a "
+            "dense policy"
+        )
     try:
         from peft import LoraConfig, inject_adapter_in_model
     except ModuleNotFoundError as error:
