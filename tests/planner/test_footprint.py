@@ -3,7 +3,7 @@
 import gc
 import shutil
 from collections import namedtuple
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
@@ -26,7 +26,7 @@ from unstale.config import (
     TrainerConfig,
 )
 from unstale.config.routes import live_versions
-from unstale.planner.footprint import PROCESS_BYTES, predict_footprint
+from unstale.planner.footprint import PROCESS_BYTES, predict_footprint, require_disk_to_resume
 from unstale.records import collate
 from unstale.testing import tiny_policy
 
@@ -94,6 +94,33 @@ def test_a_disk_that_is_too_full_is_refused_before_anything_is_written(
     with played(Toy()), pytest.raises(ConfigError, match=says):
         session.train(made, console=Console(file=StringIO()))
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_run_is_not_resumed_on_a_disk_without_space_for_its_rest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = replace(config(), runs=tmp_path, name="run", steps=4)
+    made = replace(made, checkpoint=CheckpointConfig(every=2))
+    with played(Toy()):
+        session.train(made, console=Console(file=StringIO()))
+    run = tmp_path / "run"
+    sizes = [
+        sum(path.stat().st_size for path in each.rglob("*") if path.is_file())
+        for each in (run / "checkpoints").iterdir()
+    ]
+    longer = replace(made, steps=5)
+    assert len(sizes) == 2
+    says = r"run has 0\.00 GB free, but the rest of the run needs about .* GB \(1 more checkpoints"
+    for free, refused in ((max(sizes), True), (10**9, False)):
+        usage = Usage(10**12, 10**12 - free, free)
+        monkeypatch.setattr(shutil, "disk_usage", lambda path, usage=usage: usage)
+        with pytest.raises(ConfigError, match=says) if refused else nullcontext():
+            require_disk_to_resume(longer, run, 4)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(10**12, 10**12 - 9, 9))
+    before = sorted(run.rglob("*"))
+    with played(Toy()), pytest.raises(ConfigError, match="the rest of the run needs about"):
+        session.resume(run, longer, console=Console(file=StringIO()))
+    assert sorted(run.rglob("*")) == before
 
 
 @pytest.mark.parametrize("dtype, deltas", [("float32", 2.0), ("bfloat16", 0.2)])

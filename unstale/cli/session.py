@@ -50,7 +50,7 @@ from unstale.observe.live import LiveDisplay
 from unstale.observe.recorder import Outputs
 from unstale.observe.report.page import write_report
 from unstale.observe.trackers import OutcomeKind, RunOutcome, TrackedRun, Trackers
-from unstale.planner.footprint import predict_footprint
+from unstale.planner.footprint import predict_footprint, require_disk_to_resume
 from unstale.rollout.timeouts import first_error
 from unstale.trainer.records import NOT_FINITE
 from unstale.weights.child_process import cores
@@ -155,6 +155,10 @@ def resume(folder: Path, config: RunConfig, *, console: Console | None = None) -
             )
         # A run without a checkpoint ended before its first one, so it begins again.
         machine = None if checkpoints else _build_first(config, console)
+        if machine:
+            _check_footprint(config, machine.policy, folder, console)
+        else:
+            require_disk_to_resume(config, folder, step)
         with closing(_open_trackers(config, folder, console, step)) as trackers:
             try:
                 log = RunLog.reopen(folder, config)

@@ -8,6 +8,7 @@ from pathlib import Path
 from unstale.build import shares_deltas
 from unstale.config import ConfigError, RunConfig
 from unstale.config.routes import live_versions
+from unstale.durability.checkpoint import CHECKPOINTS, VERSIONS
 from unstale.model.policy import Policy
 from unstale.planner.deltas import delta_bytes
 from unstale.planner.models import WORD
@@ -62,15 +63,51 @@ class Footprint:
         """Raise `ConfigError` if the disk has too little space. `folder` need not exist yet."""
         while not folder.is_dir() and folder != folder.parent:
             folder = folder.parent
-        usage = shutil.disk_usage(folder)
-        free = usage.free
-        if usage.total and free < self.disk:
+        lacking = _lacking_disk(folder, self.disk)
+        if lacking:
             raise ConfigError(
-                f"{folder} has {free / _GB:.2f} GB free, but the run needs about "
-                f"{self.disk / _GB:.2f} GB ({self.kept} checkpoints of "
-                f"{self.checkpoint / _GB:.2f} GB, and versions). Free some space, choose another "
-                "disk with --runs, or lower checkpoint.every"
+                f"{lacking}, but the run needs about {self.disk / _GB:.2f} GB ({self.kept} "
+                f"checkpoints of {self.checkpoint / _GB:.2f} GB, and versions). Free some space, "
+                "choose another disk with --runs, or lower checkpoint.every"
             )
+
+
+def require_disk_to_resume(config: RunConfig, run: Path, step: int) -> None:
+    """Raise `ConfigError` if the disk has too little space for the steps after `step` of a run.
+
+    The sizes of its files so far tell what a further checkpoint, version and policy take. Files
+    that are removed meanwhile are subtracted. The journal is not counted.
+    """
+    checkpoints = [_size(path) for path in (run / CHECKPOINTS).glob("step*") if not path.suffix]
+    checkpoint = max(checkpoints, default=0)
+    if step == 0:  # the optimizer's moments are not in it yet
+        checkpoint *= 1 + _MOMENTS.get(config.trainer.optimizer, 2)
+    versions = [path.stat().st_size for path in (run / VERSIONS).glob("*") if path.is_file()]
+    policy = sum(path.stat().st_size for path in config.policy_folder.glob("*.safetensors"))
+    rest = config.steps - step
+    every = config.checkpoint.every
+    written = rest if config.checkpoint.minutes else math.ceil(rest / every)
+    kept = config.checkpoint.keep + 1
+    new_checkpoints = max(0, min(written, kept - len(checkpoints)))
+    new_versions = max(0, min(rest, kept * every - len(versions)))
+    needed = new_checkpoints * checkpoint + new_versions * max(versions, default=0) + policy
+    if lacking := _lacking_disk(run, needed):
+        raise ConfigError(
+            f"{lacking}, but the rest of the run needs about {needed / _GB:.2f} GB "
+            f"({new_checkpoints} more checkpoints of {checkpoint / _GB:.2f} GB, {new_versions} "
+            f"versions, and the policy). Free some space, or lower checkpoint.every"
+        )
+
+
+def _lacking_disk(folder: Path, needed: float) -> str:
+    """Return a text with the free space of a disk. Empty if that is enough, or not known."""
+    usage = shutil.disk_usage(folder)
+    is_enough = not usage.total or usage.free >= needed
+    return "" if is_enough else f"{folder} has {usage.free / _GB:.2f} GB free"
+
+
+def _size(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
 def predict_footprint(config: RunConfig, policy: Policy) -> Footprint:
