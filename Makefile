@@ -3,6 +3,8 @@ PYTHON ?= python3
 BIN := .venv/bin
 export OMP_WAIT_POLICY := PASSIVE
 export GOMP_SPINCOUNT := 10000
+# Compile each module once, even where the environment says otherwise: tests start many processes.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: setup demo test test-engines test-adapters test-cluster conversations check base-policy bench bench-agent bench-demo bench-retail bench-compare \
 	bench-audit bench-resume bench-endpoint bench-peers bench-generate bench-train bench-memory bench-schedule bench-async \
@@ -21,7 +23,7 @@ demo: setup
 	$(BIN)/unstale train retail
 
 test: setup
-	$(BIN)/pytest -n 2 --dist loadfile
+	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 # Test against a real vLLM server, in its own environment (minutes, 3 GB of disk).
 test-engines: .venv-engines/.ready

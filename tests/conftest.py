@@ -2,10 +2,15 @@
 
 import os
 import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
 
 os.environ.setdefault("UNSTALE_ALLOW_WEAK_SANDBOX", "1")  # machines of tests may be root's
 os.environ.update(OMP_WAIT_POLICY="PASSIVE", OMP_NUM_THREADS="1")  # before torch loads
 
+import pytest
 from hypothesis import settings
 from jaxtyping import install_import_hook
 
@@ -26,3 +31,46 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 settings.register_profile("unstale", deadline=None)  # tests do not measure time
 settings.load_profile("unstale")
+
+ROOT = Path(__file__).parents[1]
+LONG_FILES = [
+    ROOT / "tests" / name
+    for name in (
+        "trainer/test_ranks.py",
+        "durability/test_chaos.py",
+        "test_examples.py",
+        "isolation/test_isolation.py",
+        "test_moe.py",
+        "durability/test_faults.py",
+        "benchmarks/test_speed.py",
+        "benchmarks/test_scale.py",
+        "test_docs.py",
+        "engines/test_pool.py",
+        "old_logps/test_exact_routes.py",
+        "durability/test_recover.py",
+        "durability/test_resume.py",
+    )
+]
+"""The files that take longest. They begin first: otherwise one worker would run the last of them
+while the other has nothing left to do.
+"""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    order = {path: number for number, path in enumerate(LONG_FILES)}
+    items.sort(key=lambda item: order.get(item.path, len(order)))
+
+
+@pytest.fixture(scope="module")
+def forked_children() -> Iterator[None]:
+    """Fork the engines and scorers of these tests, which saves their imports.
+
+    Other tests start them as the package does.
+    """
+    from tests.support.forked import ForkedChild
+    from unstale.weights import child_process
+
+    with pytest.MonkeyPatch.context() as patch:
+        popen = SimpleNamespace(Popen=ForkedChild, DEVNULL=subprocess.DEVNULL)
+        patch.setattr(child_process, "subprocess", popen)
+        yield

@@ -2,10 +2,7 @@
 
 import json
 import math
-import os
 import re
-import subprocess
-import sys
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -13,6 +10,7 @@ from typing import Any
 import torch
 
 from tests.rewards.test_judge import Model, model
+from tests.support.forked import run_forked
 from unstale.config import install
 
 __all__ = ["model"]  # a fixture
@@ -27,22 +25,12 @@ def blocks(name: str, language: str) -> list[str]:
 def test_the_example_task_trains(tmp_path: Path) -> None:
     tasks, script = blocks("docs/your-own-task.md", "python")
     (tmp_path / "order_desk.py").write_text(tasks)
-    (tmp_path / "train.py").write_text(script)
     check = (
         "from unstale.testing import check_env; from order_desk import EchoTasks; "
         "check_env(EchoTasks())"
     )
-    path = {**os.environ, "PYTHONPATH": str(ROOT)}
-    subprocess.run([sys.executable, "-c", check], cwd=tmp_path, env=path, check=True)
-    done = subprocess.run(
-        [sys.executable, "train.py"],
-        cwd=tmp_path,
-        env=path,
-        check=True,
-        capture_output=True,
-        text=True,
-    )
-    success, report = done.stdout.strip().splitlines()[-1].split(" ", 1)
+    run_forked(check, cwd=tmp_path)
+    success, report = run_forked(script, cwd=tmp_path).strip().splitlines()[-1].split(" ", 1)
     assert 0 <= float(success) <= 1 and (tmp_path / report).exists()
 
 
@@ -59,12 +47,7 @@ def test_every_command_of_the_readme_exists() -> None:
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     assert verbs <= targets
     for verb in set(re.findall(r"^unstale ([a-z-]+)", readme, re.MULTILINE)):
-        subprocess.run(
-            [sys.executable, "-m", "unstale.cli.main", verb, "--help"],
-            cwd=ROOT,
-            check=True,
-            capture_output=True,
-        )
+        run_forked([verb, "--help"])
 
 
 def test_links_in_the_docs_resolve() -> None:
@@ -93,12 +76,7 @@ def test_install_hints_install_from_the_checkout() -> None:
 def test_the_examples_for_other_trainers_run() -> None:
     """Padded: one token of four has D = 2.5 and no gradient. Packed: gradients computed by hand."""
     padded, packed = blocks("docs/other-trainers.md", "python")
-    done = [
-        subprocess.run(
-            [sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True, text=True
-        ).stdout
-        for code in (padded, packed)
-    ]
+    done = [run_forked(code, cwd=ROOT) for code in (padded, packed)]
     kept, gradient = re.fullmatch(r"kept (.*), gradient \[(.*)\]\n", done[0]).groups()  # type: ignore[union-attr]
     assert kept == "75%" and [float(value) == 0 for value in gradient.split(", ")] == [
         False,
@@ -143,19 +121,8 @@ def test_the_reward_examples_run(model: Model, tmp_path: Path) -> None:
         "from capitals import *; from unstale.testing import check_env; check_env(CapitalTasks())\n"
     )
     both += "print(round(CapitalTasks.combine({'answer': 1.0, 'brief': 1.0}), 3))"
-    path = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = [
-        subprocess.run(
-            [sys.executable, "-c", code],
-            cwd=tmp_path,
-            env=path,
-            check=True,
-            capture_output=True,
-            text=True,
-        )
-        for code in (rules, judge, both)
-    ]
-    assert [each.stdout for each in done] == [
+    done = [run_forked(code, cwd=tmp_path) for code in (rules, judge, both)]
+    assert done == [
         "0.0 1.0\n1.0 1.0\n1.0\n0.75\n",
         "0.7 as it should be 1\n",
         "1.1\n",
@@ -166,19 +133,10 @@ def test_the_reward_examples_run(model: Model, tmp_path: Path) -> None:
 def test_the_example_data_trains(tmp_path: Path) -> None:
     (tmp_path / "sums.py").write_text(blocks("docs/your-own-data.md", "python")[0])
     (tmp_path / "run.toml").write_text(blocks("docs/your-own-data.md", "toml")[0])
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     printed = []
     for line in blocks("docs/your-own-data.md", "sh")[0].splitlines():
-        program, *arguments = line.split()
-        module = ["-m", "unstale"] if program == "unstale" else []
-        done = subprocess.run(
-            [sys.executable, *module, *arguments],
-            cwd=tmp_path,
-            env=environment,
-            check=True,
-            capture_output=True,
-            text=True,
-        )
-        printed.append(done.stdout)
+        program, *words = line.split()
+        code = (tmp_path / words[0]).read_text() if program == "python" else ""
+        printed.append(run_forked(code or words, cwd=tmp_path))
     _, trained, evaluated = printed
     assert "step 2/2" in trained and json.loads(evaluated)["task"] == "dataset:sums.jsonl"

@@ -31,6 +31,8 @@ from unstale.config import (
 from unstale.durability.journal.route_files import ROUTES
 from unstale.testing import tiny_policy
 
+pytestmark = pytest.mark.usefixtures("forked_children")
+
 Rows = list[dict[str, Any]]
 
 
@@ -102,16 +104,27 @@ def test_every_exact_route_replays(model: Path, tmp_path: Path, route: str) -> N
     assert max(row["audit/logp_error_abs_mean"] for row in rows) < 1e-6
 
 
-def resumed(model: Path, folder: Path, change: Callable[[Path], None]) -> Rows:
-    """Stop a run after 4 of 6 steps, change its folder, and return the rows of all steps."""
+@pytest.fixture(scope="module")
+def stopped(model: Path, tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
+    """Return the configuration of a run of 6 steps that was stopped after 4."""
+    folder = tmp_path_factory.mktemp("stopped")
     config = configure(model, folder, steps=4, checkpoint=CheckpointConfig(every=2))
     session.train(config, console=quiet())
+    return replace(config, steps=6)
+
+
+def resumed(stopped: RunConfig, folder: Path, change: Callable[[Path], None]) -> Rows:
+    """Change a copy of the stopped run's folder, and return the rows of all steps."""
+    shutil.copytree(stopped.runs / "run", folder / "run")
     change(folder / "run" / ROUTES)
-    return session.resume(folder / "run", replace(config, steps=6), console=quiet()).metrics
+    config = replace(stopped, runs=folder)
+    return session.resume(folder / "run", config, console=quiet()).metrics
 
 
-def test_a_resumed_run_replays_the_routes_of_its_episodes(model: Path, tmp_path: Path) -> None:
-    rows = resumed(model, tmp_path, lambda routes: None)
+def test_a_resumed_run_replays_the_routes_of_its_episodes(
+    stopped: RunConfig, tmp_path: Path
+) -> None:
+    rows = resumed(stopped, tmp_path, lambda routes: None)
     assert [row["step"] for row in rows] == list(range(1, 7))
     assert {row["routes/missing_share"] for row in rows} == {0.0}
     kept = sorted(path.stem for path in (tmp_path / "run" / ROUTES).iterdir())
@@ -119,8 +132,8 @@ def test_a_resumed_run_replays_the_routes_of_its_episodes(model: Path, tmp_path:
     assert "group-000004" in kept, "a run may resume from the checkpoint before the last"
 
 
-def test_lost_routes_are_counted_and_never_exact(model: Path, tmp_path: Path) -> None:
-    rows = resumed(model, tmp_path, shutil.rmtree)
+def test_lost_routes_are_counted_and_never_exact(stopped: RunConfig, tmp_path: Path) -> None:
+    rows = resumed(stopped, tmp_path, shutil.rmtree)
     lost = [row["routes/missing_share"] for row in rows]
     assert lost[:4] == [0.0] * 4 and 0 < lost[4] <= 1
     for row in rows:

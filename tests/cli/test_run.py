@@ -9,8 +9,6 @@ import asyncio
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,6 +21,7 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import unstale
+from tests.support.forked import Forked
 from unstale.cli import session
 from unstale.cli.evaluate import evaluate
 from unstale.config import (
@@ -194,7 +193,7 @@ def test_a_run_that_its_time_limit_ends_says_so(tmp_path: Path) -> None:
 
 
 @contextmanager
-def started(folder: Path, steps: int, *knobs: str) -> Iterator[subprocess.Popen[str]]:
+def started(folder: Path, steps: int, *knobs: str) -> Iterator[Forked]:
     """Start a run in a process that is killed at the end of the test."""
     arguments = [
         "train",
@@ -219,20 +218,11 @@ def started(folder: Path, steps: int, *knobs: str) -> Iterator[subprocess.Popen[
         "8",
         *knobs,
     ]
-    with subprocess.Popen(
-        [sys.executable, "-m", "unstale.cli.main", *arguments],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as process:
-        try:
-            yield process
-        finally:
-            process.kill()
+    with Forked(arguments, cwd=ROOT) as process:
+        yield process
 
 
-def wait_for_steps(folder: Path, number: int, process: "subprocess.Popen[str]") -> None:
+def wait_for_steps(folder: Path, number: int, process: Forked) -> None:
     metrics = folder / "run" / "metrics.jsonl"
     while not metrics.exists() or len(metrics.read_text().splitlines()) < number:
         assert process.poll() is None, process.communicate()

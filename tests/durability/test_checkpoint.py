@@ -8,8 +8,6 @@ and later publications, also after pruning.
 import json
 import math
 import os
-import subprocess
-import sys
 import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -19,6 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.support.forked import run_forked
 from unstale.durability import checkpoint_files
 from unstale.durability.checkpoint import CheckpointError, Checkpoints, Progress
 from unstale.model.policy import Policy
@@ -446,7 +445,7 @@ def test_a_checkpoint_takes_at_most_13_bytes_a_weight_besides_the_deltas(
 
 
 MEMORY = """
-import sys
+import os
 from pathlib import Path
 import torch
 from tests.durability.test_checkpoint import Grown
@@ -457,7 +456,7 @@ def status(key):
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key))
 
 torch.set_num_threads(1)
-run, count = Path(sys.argv[1]), 12_000_000
+run, count = Path(os.environ["RUN"]), 12_000_000
 grown = Grown(torch.float32, count)
 checkpoints = Checkpoints(run, grown.parts())
 small = Grown(torch.float32, 8)
@@ -472,7 +471,5 @@ print((status("VmHWM:") - before) / count)
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="measures with /proc")
 def test_a_checkpoint_and_a_version_are_written_without_copies_of_the_model(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", MEMORY, str(tmp_path)], capture_output=True, text=True, check=True
-    )
-    assert float(done.stdout) < 10  # bytes a weight; it was 38
+    told = run_forked(MEMORY, env={**os.environ, "RUN": str(tmp_path)})
+    assert float(told) < 10  # bytes a weight; it was 38

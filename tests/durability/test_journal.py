@@ -30,6 +30,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from tests.cli.test_run import small
+from tests.support.forked import Forked
 from tests.test_loop import make, run
 from unstale.cli import main, session
 from unstale.config import ConfigError, install
@@ -417,11 +418,8 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_after_sigkill_everything_up_to_the_barrier_is_there(tmp_path: Path) -> None:
-    environment = {**os.environ, "RUN": str(tmp_path), "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, "-c", KILLED], env=environment, capture_output=True, text=True
-    )
-    assert done.returncode == -signal.SIGKILL, done.stderr
+    with Forked(KILLED, cwd=ROOT, env={**os.environ, "RUN": str(tmp_path)}) as process:
+        assert process.wait() == -signal.SIGKILL, process.output()
     with Journal.read(tmp_path) as read:
         assert check(read) == []
         assert [read.consumed(step) for step in range(20)] == [

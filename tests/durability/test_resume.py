@@ -9,7 +9,6 @@ cannot replay, snapshots, finished groups, quarantined tasks and changed options
 import asyncio
 import queue
 import shlex
-import subprocess
 import sys
 import time
 from collections import Counter
@@ -25,6 +24,7 @@ import pytest
 from rich.console import Console
 
 from tests.cli.test_run import small
+from tests.support.forked import Forked
 from tests.test_loop import Numbers, Quiet, TwoTurns, configure, toy_machine
 from unstale.build import Components, build_old_logps
 from unstale.cli import main, recipe_options, session
@@ -767,11 +767,7 @@ def test_a_run_killed_with_sigkill_and_resumed_is_the_run_that_was_not(tmp_path:
 
     whole = session.train(parse(*begin("whole")), console=Console(file=StringIO()))
     metrics = tmp_path / "killed" / "metrics.jsonl"
-    with subprocess.Popen(
-        [sys.executable, "-m", "unstale.cli.main", *begin("killed")],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-    ) as process:
+    with Forked(begin("killed")) as process:
         while not metrics.exists() or len(metrics.read_text().splitlines()) < 1:
             assert process.poll() is None, process.communicate()
             time.sleep(0.01)

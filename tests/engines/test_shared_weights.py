@@ -1,9 +1,7 @@
 """Test weights shared by memory with servers on this host, updated in place by deltas."""
 
 import os
-import signal
-import subprocess
-import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.support.forked import Forked
 from unstale.engines.embedded import shared_weights
 from unstale.engines.embedded.shared_weights import WEIGHTS, SharedWeights
 from unstale.testing import nudge, tiny_policy
@@ -77,33 +76,35 @@ def test_without_room_in_memory_it_is_on_disk_and_without_any_room_says_so(
 
 
 _PROGRAM = """
-import sys, torch
+import os, time, torch
 from unstale.engines.embedded.shared_weights import SharedWeights
 shared = SharedWeights()
 shared.write({"w": torch.ones(3)})
 print(shared.folder, flush=True)
-sys.stdin.read()
+while not os.path.exists(os.environ["END"]):
+    time.sleep(0.01)
 """
 
 
-def test_the_next_process_removes_what_a_killed_one_left() -> None:
-    def begin() -> tuple["subprocess.Popen[str]", Path]:
-        process = subprocess.Popen(
-            [sys.executable, "-c", _PROGRAM],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        assert process.stdout is not None
-        return process, Path(process.stdout.readline().strip())
+def test_the_next_process_removes_what_a_killed_one_left(tmp_path: Path) -> None:
+    end = tmp_path / "end"
 
-    (killed, left), (living, kept) = begin(), begin()
-    with killed, living:
-        os.kill(killed.pid, signal.SIGKILL)
+    def folder(process: Forked) -> Path:
+        while not (told := process.output()[0]).endswith("\n"):
+            assert process.poll() is None, process.output()
+            time.sleep(0.01)
+        return Path(told.strip())
+
+    env = {**os.environ, "END": str(end)}
+    with Forked(_PROGRAM, env=env) as killed, Forked(_PROGRAM, env=env) as living:
+        left, kept = folder(killed), folder(living)
+        killed.kill()
         killed.wait()
         assert (left / WEIGHTS).exists()
         shared = SharedWeights()
         shared.write({"w": torch.ones(3)})
         assert shared.folder.is_dir() and not left.exists() and (kept / WEIGHTS).exists()
         shared.close()
+        end.touch()
+        assert living.wait(60) == 0
     assert not kept.exists()

@@ -12,8 +12,6 @@ within five seconds. In lockstep its speed changes no bit.
 import asyncio
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
@@ -29,6 +27,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.support.forked import run_forked
 from tests.test_loop import make, run
 from unstale.build import build_old_logps
 from unstale.config import CorrectionConfig, OldLogpsConfig, TrainerConfig
@@ -46,6 +45,8 @@ from unstale.rollout.episode import Rollout
 from unstale.testing import checkpoint_round_trip, episode, nudge, plain_logps, tiny_policy
 from unstale.trainer.local import LocalTrainer
 from unstale.weights import child_process
+
+pytestmark = pytest.mark.usefixtures("forked_children")
 
 ROUTES = {
     "snapshot_old, delta": OldLogpsConfig(route="snapshot_old", storage="delta"),
@@ -484,10 +485,7 @@ def test_the_process_ends_when_its_parent_is_gone() -> None:
         "route.published(()); print(route.pid, flush=True); os._exit(0)"
     )
     root = Path(__file__).parents[2]
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=root, check=True, capture_output=True, text=True
-    )
-    wait_until_gone(int(done.stdout))
+    wait_until_gone(int(run_forked(program, cwd=root)))
 
 
 class Witness:

@@ -6,8 +6,6 @@ connections than it has descriptors.
 
 import asyncio
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import httpx2 as httpx
@@ -16,6 +14,7 @@ import pytest
 from tests.rollout.test_endpoint import ASK, talker
 from tests.rollout.test_external import World, whole
 from tests.support.crowded import NUM_STRANGERS
+from tests.support.forked import Forked
 from unstale.rollout.endpoint import connections
 
 
@@ -24,15 +23,11 @@ def test_a_crowd_of_strangers_is_refused_and_the_run_never_notices(tmp_path: Pat
 
     The connections that are still open are within the share of strangers.
     """
-    run = subprocess.run(
-        [sys.executable, "-m", "tests.support.crowded", str(tmp_path)],
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert (run.returncode, run.stderr) == (0, "")
-    result = json.loads(run.stdout)
+    program = f"from tests.support import crowded; crowded.main({str(tmp_path)!r})"
+    with Forked(program, cwd=Path(__file__).parents[2]) as process:
+        printed, errors = process.communicate(timeout=300)
+        assert (process.returncode, errors) == (0, "")
+    result = json.loads(printed)
     strangers = result["strangers"]
     assert sum(strangers.values()) == NUM_STRANGERS
     assert strangers.keys() <= {"503", "closed", "open"}

@@ -12,8 +12,6 @@ import json
 import os
 import random
 import signal
-import subprocess
-import sys
 import threading
 import time
 import urllib.error
@@ -30,6 +28,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from tests.cli.test_run import quiet, small
+from tests.support.forked import Forked, run_forked
 from tests.support.scripted_agents import SUMS, in_a_process, patient, with_sdk
 from unstale.algorithms import advantages
 from unstale.build import build_rollout
@@ -664,14 +663,6 @@ SDK, SMOL, CHECKED, OPENAI_AGENTS = [
 ]
 
 
-def run_python(code: str, folder: Path) -> None:
-    path = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=folder, env=path, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-
-
 def test_an_agent_of_a_library_becomes_trajectories_and_may_be_killed(tmp_path: Path) -> None:
     """smolagents as in the docs: its second call is a branch that rewrites the history."""
     pytest.importorskip("smolagents")
@@ -700,7 +691,7 @@ def test_an_agent_of_a_library_becomes_trajectories_and_may_be_killed(tmp_path: 
 
 def test_the_check_of_the_docs_runs(tmp_path: Path) -> None:
     (tmp_path / "sums.py").write_text(SDK)
-    run_python(CHECKED, tmp_path)
+    run_forked(CHECKED, cwd=tmp_path)
 
 
 def test_the_example_of_the_docs_runs(tmp_path: Path) -> None:
@@ -715,27 +706,17 @@ unstale.train(RunConfig(
     engine=EngineConfig(max_completion_tokens=16, max_context=256),
 ))
 """
-    run_python(code, tmp_path)
+    run_forked(code, cwd=tmp_path)
     assert (tmp_path / "runs" / "run" / "report.html").exists()
 
 
 def test_serve_answers_until_it_is_stopped() -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "unstale.cli.main",
-        "serve",
-        str(SHIPPED_POLICY),
-        "calculator",
-        "--token",
-        "secret",
-    ]
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    ) as serving:
-        assert serving.stdout is not None
+    words = ["serve", str(SHIPPED_POLICY), "calculator", "--token", "secret"]
+    with Forked(words) as serving:
         try:
-            lines = [serving.stdout.readline() for _ in range(2)]
+            while len(lines := serving.output()[0].splitlines()) < 2:
+                assert serving.poll() is None, serving.output()
+                time.sleep(0.01)
             url = lines[0].split()[-1]
             assert lines[1].split() == ["API", "key", "secret"]
             body = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 3}
@@ -746,10 +727,7 @@ def test_serve_answers_until_it_is_stopped() -> None:
                 post(url, "another", body)
         finally:
             serving.send_signal(signal.SIGINT)
-            try:
-                assert serving.wait(20) == 130
-            finally:
-                serving.kill()  # else one that does not end is waited for without end
+            assert serving.wait(20) == 130
 
 
 ANSWERS = (CALL, "It is 30.")

@@ -1,6 +1,6 @@
 """A run with 1,024 file descriptors, to which strangers open 1,100 connections without the token.
 
-`python -m tests.support.crowded FOLDER` trains one step and prints what strangers and agents got.
+`main` trains one step and prints what strangers and agents got.
 """
 
 import asyncio
@@ -79,12 +79,12 @@ def tasks() -> ExternalAgent:
     return ExternalAgent(agent, ["one", "two"], name="crowded")
 
 
-def main(folder: Path) -> None:
+def main(folder: str) -> None:
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (LIMIT, hard))
     config = RunConfig(
         recipe="crowded",
-        runs=folder,
+        runs=Path(folder),
         name="run",
         steps=1,
         task=TaskConfig(env="tests.support.crowded:tasks"),
@@ -93,15 +93,10 @@ def main(folder: Path) -> None:
         eval=EvalConfig(tasks=0),
     )
     run = session.train(config, console=Console(file=StringIO()))
-    module = sys.modules["tests.support.crowded"]  # this one is __main__
     result = {
-        "strangers": Counter(module.strangers),
-        "statuses": module.statuses,
+        "strangers": Counter(strangers),
+        "statuses": statuses,
         "steps": [row["step"] for row in run.metrics],
         "failed": run.metrics[-1]["rollout/failed_episodes"],
     }
     sys.stdout.write(json.dumps(result))
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

@@ -1,7 +1,6 @@
 """Run a function on several ranks of a process group, each in a separate process."""
 
 import datetime
-import multiprocessing
 import pickle
 import traceback
 from collections.abc import Callable
@@ -12,11 +11,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tests.support.forked import CONTEXT
 from unstale.model.peers import Peers
 
 PATIENCE = datetime.timedelta(seconds=120)
-_CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["unstale.build", "unstale.testing", "unstale.model.sharding"])
 
 
 def run_ranks(count: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
@@ -30,9 +28,9 @@ def run_ranks(count: int, function: Callable[..., Any], *arguments: Any) -> list
     with TemporaryDirectory() as folder:
         try:
             for rank in range(count):
-                ours, theirs = _CONTEXT.Pipe(duplex=False)
+                ours, theirs = CONTEXT.Pipe(duplex=False)
                 place = (f"file://{folder}/group", rank, count)
-                process = _CONTEXT.Process(target=_work, args=(theirs, place, work), daemon=True)
+                process = CONTEXT.Process(target=_work, args=(theirs, place, work), daemon=True)
                 process.start()
                 theirs.close()
                 pipes.append(ours)
