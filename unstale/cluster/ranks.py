@@ -140,7 +140,7 @@ class Ranks:
         self.count = count
         self._ray: ModuleType = session.connect(address)
         self._address = address
-        self._patience_s = patience_s
+        self.patience_s = patience_s
         available = self._resources()["GPU"]
         if 0 < available < count and not address:
             raise ConfigError(
@@ -198,7 +198,7 @@ class Ranks:
         A node that died counts as a node until Ray notices, for up to half a minute.
         """
         placement = self._ray.util.placement_group
-        until = time.monotonic() + self._patience_s
+        until = time.monotonic() + self.patience_s
         asked: tuple[str, ...] = ()
         text, group = "", cast(Any, None)
         try:
@@ -214,13 +214,13 @@ class Ranks:
                     return reserved
                 if time.monotonic() >= until:
                     raise NodesMissing(
-                        f"after {self._patience_s:g} s (cluster.patience_s), {self._shortage()}. "
+                        f"after {self.patience_s:g} s (cluster.patience_s), {self._shortage()}. "
                         f"Add machines with `ray start --address {self._address}`, and resume the "
                         "run"
                     )
                 text, before = self._shortage(), text
                 if text != before:
-                    notify(f"waiting for machines for at most {self._patience_s:g} s: {text}")
+                    notify(f"waiting for machines for at most {self.patience_s:g} s: {text}")
         finally:
             if group is not None:
                 self._ray.util.remove_placement_group(group)
