@@ -52,6 +52,8 @@ SMALL = shlex.split(
 RANKS = (*SMALL, "--deterministic", "true", "--cluster.trainers", "2")
 HOSTS = (*SMALL, "--cluster.engine_hosts", "2", "--task.latency_s", "0.3")
 STEPS = 10
+HOST_STEPS = 6
+"""Runs with engine hosts have this many times as many steps: they train while a host starts."""
 HUNG_S = 400.0
 """Seconds without a new event after which a run counts as hung."""
 ORPHAN_S = 30.0
@@ -216,6 +218,8 @@ class Prey:
     """Returns True for an event that shows the recovery."""
     reference: Path | None = None
     """The folder of the run that a deterministic run must equal."""
+    times: int = 1
+    """The runs have this many times the steps of the others."""
 
 
 @dataclass(slots=True)
@@ -227,8 +231,15 @@ class Chaos:
     steps: int
     numbers: Iterator[int] = field(default_factory=lambda: iter(range(1, 10_000)))
 
-    def arguments(self, folder: Path, options: Sequence[str]) -> list[str]:
-        steps = ("--steps", str(self.steps), "--runs", str(folder.parent), "--name", folder.name)
+    def arguments(self, folder: Path, options: Sequence[str], times: int = 1) -> list[str]:
+        steps = (
+            "--steps",
+            str(times * self.steps),
+            "--runs",
+            str(folder.parent),
+            "--name",
+            folder.name,
+        )
         return ["retail", *options, *steps]
 
     def delay(self) -> tuple[bool, float]:
@@ -236,15 +247,15 @@ class Chaos:
         starting = self.draw.random() < START_SHARE
         return starting, self.draw.uniform(0, START_SPAN_S if starting else SPAN_S)
 
-    def finish(self, series: Series, number: int, run: RunProcess, reference: Path | None) -> None:
+    def finish(self, series: Series, number: int, run: RunProcess, prey: Prey) -> None:
         """Check a run that has ended."""
         witness = Witness(keeps=False)
         if code := run.process.wait(HUNG_S):
             witness.end.wrong.append(f"it ended with {code}: {run.last_words()}")
         else:
-            witness.finish(run.folder, self.steps)
-            if reference:
-                witness.end.wrong += differences(reference, run.folder)
+            witness.finish(run.folder, prey.times * self.steps)
+            if prey.reference:
+                witness.end.wrong += differences(prey.reference, run.folder)
         series.ends[number] = witness.end
         tell(f"run {number} ended, {'; '.join(witness.end.wrong) or 'sound'}")
         if not witness.end.wrong:
@@ -258,12 +269,12 @@ class Chaos:
         while len(series.kills) < wanted and not series.failures:
             number = next(self.numbers)
             folder = self.runs / f"run{number:03d}"
-            run = RunProcess(self.arguments(folder, prey.options), folder)
+            run = RunProcess(self.arguments(folder, prey.options, prey.times), folder)
             try:
                 for kill in self._disturb(run, number, prey, wanted - len(series.kills)):
                     series.kills.append(kill)
                     tell(f"{len(series.kills):4d}/{wanted} {series.title}: killed in run {number}")
-                self.finish(series, number, run, prey.reference)
+                self.finish(series, number, run, prey)
             except TimeoutError as error:
                 series.ends[number] = Ended([f"{error}: {run.last_words()}"])
             finally:
@@ -314,6 +325,7 @@ def kill_one(draw: random.Random, name: str) -> Callable[[RunProcess], bool]:
 
 def kill_drivers(chaos: Chaos, series: Series, wanted: int, reference: Path) -> None:
     """Kill the processes of deterministic runs, and resume them until they end."""
+    prey = Prey(RANKS, lambda run: False, "", is_step, reference)
     while len(series.kills) < wanted and not series.failures:
         number = next(chaos.numbers)
         folder = chaos.runs / f"run{number:03d}"
@@ -339,7 +351,7 @@ def kill_drivers(chaos: Chaos, series: Series, wanted: int, reference: Path) -> 
                     arguments = chaos.arguments(folder, RANKS)
                 series.restarts += 1
                 run = RunProcess(arguments, folder)
-            chaos.finish(series, number, run, reference)
+            chaos.finish(series, number, run, prey)
             series.ends[number].wrong += witness.end.wrong
             series.ends[number].lost += witness.end.lost
             series.ends[number].twice += witness.end.twice
@@ -434,7 +446,9 @@ def kill_nodes(chaos: Chaos, wanted: int, reference: Path) -> tuple[Series, Seri
         chaos.hunt(trainers, wanted - of_hosts, prey)
         nodes.use(num_cpus=1, resources={"engine_host": 1})
         chaos.hunt(
-            engines, of_hosts, Prey((*HOSTS, *address), nodes.strike, "engine_lost", is_host_back)
+            engines,
+            of_hosts,
+            Prey((*HOSTS, *address), nodes.strike, "engine_lost", is_host_back, times=HOST_STEPS),
         )
     finally:
         nodes.close()
@@ -503,7 +517,9 @@ def main() -> None:
         kill_drivers(chaos, drivers, chosen.drivers, reference)
     if chosen.hosts:
         strike = kill_one(chaos.draw, "ray::EngineHost")
-        chaos.hunt(hosts, chosen.hosts, Prey(HOSTS, strike, "engine_lost", is_host_back))
+        chaos.hunt(
+            hosts, chosen.hosts, Prey(HOSTS, strike, "engine_lost", is_host_back, times=HOST_STEPS)
+        )
     if chosen.nodes:
         nodes = kill_nodes(chaos, chosen.nodes, reference)
     write(chosen, [ranks, drivers, hosts, *nodes], time.monotonic() - began)
