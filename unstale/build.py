@@ -14,6 +14,7 @@ import torch
 
 from unstale.algorithms.advantages import ESTIMATORS
 from unstale.cluster.components import build_ranked, make_posts, report_events
+from unstale.cluster.env_hosts import remote_workers
 from unstale.cluster.gpus import gpu_memory_utilization
 from unstale.cluster.hosted_engine import make_host_pool
 from unstale.cluster.ranks import Notify, RankedAuditor, RankedCheckpoints, RankedTrainer, Ranks
@@ -138,7 +139,10 @@ def build_sampler(
     taskset = build_taskset(config.task)
     check_taskset(taskset, config.seed, config.steps * config.schedule.groups_per_step)
     held_out_tasks(taskset, config.eval.tasks)
-    taskset = isolate(taskset, config.task)
+    if config.task.isolate == "ray":
+        taskset = isolate(taskset, config.task, remote_workers(config.cluster))
+    else:
+        taskset = isolate(taskset, config.task)
     policy = load_policy(config)
     build_rollout(config, taskset)  # raises ConfigError if a package for the task set is missing
     return policy, taskset, build_generator(config, policy, taskset, engine)

@@ -67,7 +67,7 @@ def test_several_are_not_deterministic() -> None:
 )
 def test_wrong_options_of_a_cluster_are_refused(wrong: dict[str, Any], why: str) -> None:
     with pytest.raises(ConfigError, match=why):
-        ClusterConfig(**wrong)
+        RunConfig(recipe="x", cluster=ClusterConfig(**wrong))
 
 
 def test_engine_hosts_are_not_deterministic() -> None:

@@ -33,10 +33,6 @@ class ClusterConfig(Section):
         known = re.fullmatch(r"auto|[^\s:/]+:\d+|\[[0-9a-fA-F:]+\]:\d+", self.address)
         if self.address and not known:
             raise ConfigError(f"cluster.address must be host:port or auto, got {self.address!r}")
-        if self.address and not (self.engine_hosts or self.trainers):
-            raise ConfigError(
-                "cluster.address is read only with cluster.engine_hosts > 0 or cluster.trainers > 0"
-            )
         if self.context > 1 and (not self.trainers or self.trainers % self.context):
             raise ConfigError(
                 f"cluster.context must divide cluster.trainers ({self.trainers}), "

@@ -124,12 +124,28 @@ class RunConfig(Section):
                 "deterministic needs cluster.engine_hosts = 0 (a virtual clock does not wait for "
                 f"other processes), got {self.cluster.engine_hosts}"
             )
+        self._check_cluster()
         self._check_trainers()
         num_sequences = self.schedule.groups_per_step * self.schedule.group_size
         if self.trainer.minibatches_per_batch > num_sequences:
             raise ConfigError(
                 f"trainer.minibatches_per_batch must be <= {num_sequences} "
                 f"(the sequences of a batch), got {self.trainer.minibatches_per_batch}"
+            )
+
+    def _check_cluster(self) -> None:
+        on_ray = self.task.isolate == "ray"
+        if self.deterministic and on_ray:
+            raise ConfigError(
+                "task.isolate = ray needs deterministic = false: a virtual clock does not wait for "
+                "other machines. Use task.isolate = process"
+            )
+        if self.cluster.address and not (
+            self.cluster.engine_hosts or self.cluster.trainers or on_ray
+        ):
+            raise ConfigError(
+                "cluster.address is read only with cluster.engine_hosts > 0, cluster.trainers > 0 "
+                "or task.isolate = ray"
             )
 
     def _check_trainers(self) -> None:

@@ -23,7 +23,11 @@ from unstale.config.checks import (
 )
 
 Dtype = Literal["float32", "bfloat16"]
-ISOLATION = {"none": (), "process": ("workers", "worker_memory_gb")}
+ISOLATION = {
+    "none": (),
+    "process": ("workers", "worker_memory_gb"),
+    "ray": ("workers", "worker_memory_gb"),
+}
 """The values of `task.isolate`, each with the options that only it uses."""
 
 
@@ -67,8 +71,8 @@ class TaskConfig(Section):
     `module:factory` for your own.
     """
     isolate: Annotated[str, OneOf(lambda: ISOLATION)] = "none"
-    """`process` runs environments in separate worker processes. A worker that hangs or crashes is
-    ended, and the run continues.
+    """`process` runs environments in separate worker processes, and `ray` on the machines of a Ray
+    cluster (docs/scale-out.md). A worker that hangs or crashes is ended, and the run continues.
     """
     workers: PositiveInt = 2
     """Number of worker processes for environments. Each runs many episodes at once."""

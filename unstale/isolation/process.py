@@ -17,7 +17,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from unstale.envs import EnvError
 from unstale.envs.guard import OCCUPANCY, THREAD_S
@@ -59,6 +59,23 @@ class WorkerEnded(EnvError):
     """Error: the worker process in which an episode ran has ended."""
 
 
+class EpisodeWorker(Protocol):
+    """A worker process as task sets use it. `Worker` says what the attributes mean."""
+
+    ended: str
+    retired: str
+    suspects: set[str]
+    num_episodes: int
+
+    async def ready(self) -> None: ...
+
+    async def call(self, episode: int, method: str, task: Task, **fields: Any) -> Row: ...
+
+    def release(self) -> None: ...
+
+    def end(self, reason: str) -> None: ...
+
+
 class PendingCall(NamedTuple):
     """A call to an environment that has no answer yet."""
 
@@ -73,7 +90,9 @@ class Worker:
     `on_end` is called once, when the process has ended.
     """
 
-    def __init__(self, options: Row, memory_gb: float, on_end: Callable[["Worker"], None]) -> None:
+    def __init__(
+        self, options: Row, memory_gb: float, on_end: Callable[[EpisodeWorker], None]
+    ) -> None:
         """Start the process. Raises `OSError` if it cannot be started."""
         self.ended = ""
         """The reason why the process has ended."""
@@ -308,7 +327,9 @@ def _usage(pid: int) -> tuple[float, int, int]:
 class ConcurrentWorker(Worker):
     """A worker whose messages are read by the event loop while other work continues."""
 
-    def __init__(self, options: Row, memory_gb: float, on_end: Callable[[Worker], None]) -> None:
+    def __init__(
+        self, options: Row, memory_gb: float, on_end: Callable[[EpisodeWorker], None]
+    ) -> None:
         super().__init__({**options, "lockstep": False}, memory_gb, on_end)
         self._unsent = bytearray()
         self._socket.setblocking(False)
@@ -362,7 +383,9 @@ class LockstepWorker(Worker):
     the same order as without worker processes.
     """
 
-    def __init__(self, options: Row, memory_gb: float, on_end: Callable[[Worker], None]) -> None:
+    def __init__(
+        self, options: Row, memory_gb: float, on_end: Callable[[EpisodeWorker], None]
+    ) -> None:
         super().__init__({**options, "lockstep": True}, memory_gb, on_end)
         self._socket.settimeout(TICK_S)
         self._is_idle = True

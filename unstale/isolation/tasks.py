@@ -11,7 +11,12 @@ from unstale.durability.virtual_clock import VirtualLoop
 from unstale.envs import Env, EnvError, Message, Taskset, Turn
 from unstale.envs.external import ExternalAgent
 from unstale.envs.guard import OCCUPANCY, DescribedError
-from unstale.isolation.process import ConcurrentWorker, LockstepWorker, Worker, WorkerEnded
+from unstale.isolation.process import (
+    ConcurrentWorker,
+    EpisodeWorker,
+    LockstepWorker,
+    WorkerEnded,
+)
 from unstale.isolation.wire import (
     MAX_CHARACTERS,
     Row,
@@ -28,22 +33,41 @@ workers.
 """
 _ALONE = "its only episode has ended"
 
+StartWorker = Callable[[Row, float, Callable[[EpisodeWorker], None]], EpisodeWorker]
+"""Starts a worker process with options, a limit of its memory in GB, and a function that is called
+when it has ended. Raises `OSError` if it cannot be started.
+"""
 
-def isolate(taskset: Taskset, config: TaskConfig) -> Taskset:
-    """Return the task set unchanged, or with worker processes if `config.isolate` is `process`.
 
-    Worker processes create the task set again from `config`. Raises `ConfigError` if another
-    process cannot import its code.
+def start_here(
+    options: Row, memory_gb: float, on_end: Callable[[EpisodeWorker], None]
+) -> EpisodeWorker:
+    """Start a worker process on this machine. With virtual time it is a `LockstepWorker`."""
+    is_virtual = isinstance(asyncio.get_running_loop(), VirtualLoop)
+    worker_class = LockstepWorker if is_virtual else ConcurrentWorker
+    return worker_class(options, memory_gb, on_end)
+
+
+def isolate(taskset: Taskset, config: TaskConfig, start: StartWorker = start_here) -> Taskset:
+    """Return the task set unchanged if `config.isolate` is `none`, otherwise with worker processes.
+
+    `start` starts them. They create the task set again from `config`. Raises `ConfigError` if
+    another process cannot import its code, or if another machine cannot run it.
     """
     if config.isolate == "none":
         return taskset
     for name, value in asdict(config).items():
         if isinstance(value, str) and value.startswith("__main__:"):
             raise ConfigError(
-                f"task.{name} = {value} cannot be used with task.isolate = process: worker "
-                "processes cannot import __main__. Move the code to a module"
+                f"task.{name} = {value} cannot be used with task.isolate = {config.isolate}: "
+                "worker processes cannot import __main__. Move the code to a module"
             )
-    return IsolatedTasks(taskset, Workers(config))
+    if config.isolate == "ray" and isinstance(taskset, ExternalAgent):
+        raise ConfigError(
+            "task.isolate = ray cannot run an ExternalAgent: the endpoint that it calls listens on "
+            "this machine alone. Use task.isolate = process"
+        )
+    return IsolatedTasks(taskset, Workers(config, start))
 
 
 class Workers:
@@ -53,15 +77,16 @@ class Workers:
     Their next episodes get a worker without other episodes, so that they cannot end those.
     """
 
-    def __init__(self, config: TaskConfig) -> None:
+    def __init__(self, config: TaskConfig, start: StartWorker = start_here) -> None:
         self.on_event: Callable[..., None] = lambda kind, **_: None
         """A function called with "worker_ended" and the reason when a worker is ended, for the
         run's log.
         """
         self._config = config
-        self._shared: list[Worker] = []
-        self._alone: list[Worker] = []
-        self._draining: list[Worker] = []
+        self._start_worker = start
+        self._shared: list[EpisodeWorker] = []
+        self._alone: list[EpisodeWorker] = []
+        self._draining: list[EpisodeWorker] = []
         self._suspects: set[str] = set()
         self._is_open = False
 
@@ -78,7 +103,7 @@ class Workers:
         for worker in (*self._shared, *self._alone, *self._draining):
             worker.end("the run has ended")
 
-    def assign(self, task: str) -> Worker:
+    def assign(self, task: str) -> EpisodeWorker:
         """Return the worker for a new episode. Raises `EnvError` if none can be started."""
         if not self._is_open:
             raise RuntimeError("the task set is isolated: enter it before the first episode")
@@ -110,13 +135,11 @@ class Workers:
         while len(self._shared) < self._config.workers:
             self._shared.append(self._start())
 
-    def _start(self) -> Worker:
+    def _start(self) -> EpisodeWorker:
         options = {"task": asdict(self._config)}
-        is_virtual = isinstance(asyncio.get_running_loop(), VirtualLoop)
-        worker_class = LockstepWorker if is_virtual else ConcurrentWorker
-        return worker_class(options, self._config.worker_memory_gb, self._on_end)
+        return self._start_worker(options, self._config.worker_memory_gb, self._on_end)
 
-    def _on_end(self, worker: Worker) -> None:
+    def _on_end(self, worker: EpisodeWorker) -> None:
         for workers in (self._shared, self._alone, self._draining):
             if worker in workers:
                 workers.remove(worker)
@@ -174,7 +197,7 @@ class IsolatedEnv:
         self._task = task
         self._seed = seed
         self._episode = episode
-        self._worker: Worker | None = None
+        self._worker: EpisodeWorker | None = None
         self._snapshot: str | None = None
 
     async def begin(self) -> Turn:
@@ -229,7 +252,7 @@ class IsolatedEnv:
             self._worker = self._workers.assign(self._task.key)
         return await self._answer(self._worker, method, replaying=self.replaying, **fields)
 
-    async def _answer(self, worker: Worker, method: str, **fields: Any) -> Row:
+    async def _answer(self, worker: EpisodeWorker, method: str, **fields: Any) -> Row:
         answer = await worker.call(self._episode, method, self._task, seed=self._seed, **fields)
         self.code_name = read_line(answer, "code")
         blocked_s = float(answer["blocked_s"])

@@ -1,0 +1,209 @@
+"""Environments on other machines: worker processes that Ray actors start there.
+
+`RemoteWorker` is the run's side of one worker, in place of `isolation.process.Worker`. The other
+end is `EnvHost`, which watches its worker process as a run does on its own machine.
+"""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from unstale.cluster.session import connect, import_ray
+from unstale.config import ClusterConfig
+from unstale.isolation.process import ConcurrentWorker, EpisodeWorker, WorkerEnded
+from unstale.isolation.tasks import StartWorker
+from unstale.isolation.wire import Row
+from unstale.records import Task
+
+_PLACE_AGAIN_S = 1.0
+_MAX_CONCURRENT = 100_000
+"""Calls that a host serves at once. The run limits its episodes, so this is no limit."""
+
+
+@dataclass(frozen=True, slots=True)
+class HostAnswer:
+    """The answer to a call, and the state of the worker process afterwards."""
+
+    row: Row | None
+    """None if the process ended before it answered."""
+    ended: str
+    retired: str
+    suspects: frozenset[str]
+
+
+class EnvHost:
+    """A Ray actor with one worker process for environments."""
+
+    def __init__(self, options: Row, memory_gb: float) -> None:
+        self._options = options
+        self._memory_gb = memory_gb
+        self._worker: ConcurrentWorker | None = None
+
+    async def ping(self) -> None:
+        """Do nothing. An answer shows that the actor has a machine."""
+
+    async def start(self) -> HostAnswer:
+        """Start the process. The answer has no row if it cannot make the task set."""
+        self._worker = ConcurrentWorker(self._options, self._memory_gb, lambda worker: None)
+        self._worker.num_episodes = 1  # never 0: the run decides when it ends
+        try:
+            await self._worker.ready()
+        except WorkerEnded:
+            return self._answer(None)
+        return self._answer({})
+
+    async def call(
+        self, num_episodes: int, episode: int, method: str, task: Task, fields: Row
+    ) -> HostAnswer:
+        """Call a method of an environment. `num_episodes` is the number in this process."""
+        assert self._worker is not None, "call start first"
+        self._worker.num_episodes = 1 + num_episodes
+        try:
+            return self._answer(await self._worker.call(episode, method, task, **fields))
+        except WorkerEnded:
+            return self._answer(None)
+
+    def _answer(self, row: Row | None) -> HostAnswer:
+        worker = self._worker
+        assert worker is not None
+        return HostAnswer(row, worker.ended, worker.retired, frozenset(worker.suspects))
+
+
+class RemoteWorker:
+    """A worker process for environments on a machine that Ray chooses.
+
+    If the machine dies, the calls fail as if the process had ended, and no task is suspected.
+    """
+
+    def __init__(
+        self,
+        patience_s: float,
+        options: Row,
+        memory_gb: float,
+        on_end: Callable[[EpisodeWorker], None],
+    ) -> None:
+        self.ended = ""
+        self.retired = ""
+        self.suspects: set[str] = set()
+        self.num_episodes = 0
+        self._patience_s = patience_s
+        self._on_end = on_end
+        self._calls: set[asyncio.Future[HostAnswer]] = set()
+        self._options = options
+        self._memory_gb = memory_gb
+        self._host: Any = None
+        self._started = asyncio.ensure_future(self._start())
+
+    async def ready(self) -> None:
+        """Wait until the worker has created its task set. Raises `WorkerEnded` if it cannot."""
+        await asyncio.shield(self._started)
+        if self.ended:
+            raise WorkerEnded(self.ended)
+
+    async def call(self, episode: int, method: str, task: Task, **fields: Any) -> Row:
+        """Call a method of an environment in the worker and return the answer.
+
+        Raises `WorkerEnded` if the process or its machine ends first.
+        """
+        await self.ready()
+        answer = await self._ask("call", self.num_episodes, episode, method, task, fields)
+        self.retired = self.retired or answer.retired
+        assert answer.row is not None
+        return answer.row
+
+    def release(self) -> None:
+        """End one episode. A worker to be replaced ends with its last episode."""
+        self.num_episodes -= 1
+        if self.retired and not self.num_episodes:
+            self.end(self.retired)
+
+    def end(self, reason: str) -> None:
+        """End the actor, and with it the process. Its calls fail with `reason`."""
+        if self.ended:
+            return
+        self.ended = reason
+        self._drop()
+        for call in self._calls:
+            call.cancel()
+        self._on_end(self)
+
+    async def _start(self) -> None:
+        """Wait for a machine and for the process on it. On an error the worker is ended."""
+        try:
+            async with asyncio.timeout(self._patience_s):
+                await self._place()
+            await self._ask("start")  # the host limits it
+        except TimeoutError:
+            self.end(
+                f"no machine was ready for environments within {self._patience_s:g} s "
+                "(cluster.patience_s): each worker needs one free core of the Ray cluster"
+            )
+        except WorkerEnded:
+            pass  # `ready` raises it
+
+    async def _place(self) -> None:
+        """Ask for an actor until one answers. Ray may choose a machine that has just died."""
+        ray = import_ray()
+        actor = ray.remote(EnvHost)
+        placed = actor.options(
+            num_cpus=1,
+            max_restarts=0,
+            max_concurrency=_MAX_CONCURRENT,
+            scheduling_strategy="SPREAD",
+        )
+        while not self.ended:
+            self._host = await asyncio.to_thread(placed.remote, self._options, self._memory_gb)
+            try:
+                await _result(self._host.ping.remote())
+            except ray.exceptions.RayError:
+                self._drop()
+                await asyncio.sleep(_PLACE_AGAIN_S)
+            else:
+                return
+
+    def _drop(self) -> None:
+        host, self._host = self._host, None
+        if host is not None and import_ray().is_initialized():
+            import_ray().kill(host)
+
+    async def _ask(self, method: str, *arguments: Any) -> HostAnswer:
+        """Call a method of the actor. Raises `WorkerEnded` if there is no answer."""
+        if self.ended:
+            raise WorkerEnded(self.ended)
+        exceptions = import_ray().exceptions
+        reference = getattr(self._host, method).remote(*arguments)
+        call = asyncio.ensure_future(_result(reference))
+        self._calls.add(call)
+        try:
+            answer = await call
+        except asyncio.CancelledError:
+            if self.ended:  # by `end`
+                raise WorkerEnded(self.ended) from None
+            import_ray().cancel(reference)
+            raise
+        except exceptions.RayError as error:
+            reason = (str(error).splitlines() or [repr(error)])[0]
+            self.end(f"the machine of a worker process does not answer: {reason}")
+            raise WorkerEnded(self.ended) from None
+        finally:
+            self._calls.discard(call)
+        if answer.row is None:
+            self.suspects = set(answer.suspects)
+            self.end(answer.ended)
+            raise WorkerEnded(self.ended)
+        return answer
+
+
+async def _result(reference: Any) -> Any:
+    return await reference
+
+
+def remote_workers(cluster: ClusterConfig) -> StartWorker:
+    """Connect to Ray. Return a function that starts a worker on a machine of the cluster.
+
+    Raises `ConfigError` if Ray cannot be used.
+    """
+    connect(cluster.address)
+    return partial(RemoteWorker, cluster.patience_s)
