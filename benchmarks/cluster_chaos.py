@@ -58,6 +58,7 @@ HUNG_S = 400.0
 """Seconds without a new event after which a run counts as hung."""
 ORPHAN_S = 30.0
 """Seconds within which all processes of a killed driver must end."""
+AGENTS = ("ray::DashboardAgent", "ray::RuntimeEnvAgent")
 START_SHARE = 0.25
 """Share of the kills that are made while a life starts. The others hit training."""
 START_SPAN_S = 10.0
@@ -181,17 +182,24 @@ def descendants(pid: int) -> list[int]:
 
 
 def end_orphans(limit_s: float) -> int:
-    """Wait until all processes below this one ended. End the others, and return their number."""
+    """Wait until all processes below this one ended. End the others, and return their number.
+
+    Ray's own agents are ended at once: they try for a minute to report to the head that is gone.
+    """
     until = time.monotonic() + limit_s
-    with suppress(ChildProcessError):  # until there are none
-        while time.monotonic() < until:
-            if os.waitpid(-1, os.WNOHANG)[0] == 0:
-                time.sleep(_TICK_S)
-    left = descendants(os.getpid())
-    for pid in left:
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-    return len(left)
+    while True:
+        with suppress(ChildProcessError):  # until there are none
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        left = descendants(os.getpid())
+        others = [pid for pid in left if not title(pid).startswith(AGENTS)]
+        if others and time.monotonic() < until:
+            time.sleep(_TICK_S)
+            continue
+        for pid in left:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        return len(others)
 
 
 def is_step(row: Mapping[str, Any]) -> bool:
