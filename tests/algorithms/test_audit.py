@@ -50,6 +50,8 @@ from unstale.trainer.auditor import Auditor, Truth, packing_noise, score_truth
 from unstale.trainer.local import Rules
 from unstale.weights.recording import Recorded, Recording, TrainedOn
 
+pytestmark = pytest.mark.usefixtures("forked_children")
+
 NOISE = 1e-5
 SCORING = (1.0, 4096)
 RULES = Rules(CorrectionConfig(low=0.9, high=1.1), ObjectiveConfig())

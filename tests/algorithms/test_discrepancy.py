@@ -27,6 +27,8 @@ from unstale.rollout.generator import Generator
 from unstale.testing import nudge
 from unstale.weights.publish import DirectPublisher
 
+pytestmark = pytest.mark.usefixtures("forked_children")
+
 
 @dataclass(frozen=True)
 class Seen:

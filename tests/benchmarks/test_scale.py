@@ -12,7 +12,6 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -23,6 +22,7 @@ from hypothesis import strategies as st
 
 import unstale
 from benchmarks.schedule import STALENESS, ScriptedRun, measure
+from tests.support.forked import CONTEXT
 from unstale.cli.process import YOUNG_OBJECTS, rare_garbage_collection
 from unstale.durability.journal import JOURNAL, Journal
 from unstale.records import Group, PendingPiece, Sampled, Task
@@ -151,9 +151,8 @@ def left(turns: int) -> int:
 
 
 def test_episodes_leave_nothing_for_the_garbage_collector() -> None:
-    with ProcessPoolExecutor(
-        1, get_context("spawn")
-    ) as apart:  # threads of other tests leave something, too
+    # In another process, because threads of other tests leave something, too.
+    with ProcessPoolExecutor(1, CONTEXT) as apart:
         few, many = apart.map(left, (200, 2_000))
     assert many - few < 100  # of 360 episodes more; what was cut short at the end is the same
 

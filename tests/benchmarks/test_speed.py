@@ -162,6 +162,7 @@ def test_the_trainer_s_time_is_told_by_part(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_the_gpu_s_script_runs_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    monkeypatch.setattr(gpu, "REPLY", 16)
     shape = (
         "--layers 1 --hidden 16 --inner 16 --heads 2 --kv-heads 1 --head-dim 8 --vocab 64 "
         "--sequences 2 --length 20"

@@ -38,6 +38,8 @@ from unstale.durability.journal import Journal, conversation, trained_episodes
 from unstale.durability.journal.conversations import load_decoder
 from unstale.trainer import threads as cpu_threads
 
+pytestmark = pytest.mark.usefixtures("forked_children")
+
 ROOT = Path(__file__).parents[2]
 
 REQUIRED = {

@@ -33,6 +33,8 @@ from unstale.trainer.auditor import Auditor, Truth
 from unstale.weights.recording import Recorded, Recording, TrainedOn
 from unstale.weights.store import StoreFull
 
+pytestmark = pytest.mark.usefixtures("forked_children")
+
 SCORING = (0.7, 48)
 EXACT = sorted(ROUTES)
 

@@ -24,6 +24,8 @@ from unstale.records import Sampled
 from unstale.weights import child_process
 from unstale.weights.store import VersionStore
 
+pytestmark = pytest.mark.usefixtures("forked_children")
+
 
 def _count(tokens: Sequence[int], params: SamplingParams) -> list[int]:
     return [len(tokens) + index for index in range(params.max_tokens)]

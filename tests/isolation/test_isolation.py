@@ -146,20 +146,26 @@ DO_NOT_FAIL = (hostile.LeaksThreads, hostile.Waits, hostile.CancelsEverything)
 
 @pytest.fixture(scope="module")
 def outcomes() -> dict[type, tuple[Failure | Trajectory, list[str]]]:
-    """Play one episode of each environment, each followed by a good one on the same rollout."""
-    world = Isolated()
+    """Play one episode of each environment, each followed by a good one on the same rollout.
 
-    async def main() -> dict[type, tuple[Failure | Trajectory, list[str]]]:
-        found = {}
-        for number, kind in enumerate(ISOLATED):
-            num_ended = len(world.ended)
-            outcome = await world.play(number, 1.0 if kind in TIMED_OUT else PATIENT_S)
-            good = await world.play(GOOD + number)
-            assert isinstance(good, Trajectory) and good.reward == 1.0, (kind, good)
-            found[kind] = outcome, world.ended[num_ended:]
-        return found
+    Two rollouts play at the same time, because most environments only wait until their time is up.
+    """
+    found: dict[type, tuple[Failure | Trajectory, list[str]]] = {}
 
-    return world.run(main)
+    async def play(world: Isolated, kinds: Sequence[type]) -> None:
+        async with world.tasks:
+            for kind in kinds:
+                num_ended = len(world.ended)
+                outcome = await world.play(at(kind), 1.0 if kind in TIMED_OUT else PATIENT_S)
+                good = await world.play(GOOD + at(kind))
+                assert isinstance(good, Trajectory) and good.reward == 1.0, (kind, good)
+                found[kind] = outcome, world.ended[num_ended:]
+
+    async def main() -> None:
+        await asyncio.gather(play(Isolated(), ISOLATED[::2]), play(Isolated(), ISOLATED[1::2]))
+
+    virtual_clock.run(main(), virtual=False)
+    return found
 
 
 STAGES = {kind: (stage, message) for kind, stage, message in HOSTILE}

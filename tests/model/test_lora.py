@@ -67,6 +67,8 @@ from unstale.trainer.local import LocalTrainer
 from unstale.weights.publish import DirectPublisher
 from unstale.weights.store import VersionStore
 
+pytestmark = pytest.mark.usefixtures("forked_children")
+
 LORA = Lora(rank=4, seed=5)
 WITH_KL = RunConfig(recipe="", steps=2, correction=WIDE, objective=ObjectiveConfig(kl_coef=0.1))
 TOKENS = list(range(2, 40))

@@ -37,6 +37,8 @@ from unstale.durability.run_folder import RunFolder, RunLog
 from unstale.observe.recorder import Outputs, Recorder
 from unstale.observe.trackers import Trackers, find_trackers, tracker_names
 
+pytestmark = pytest.mark.usefixtures("forked_children")
+
 TEXT = "<b>one</b>\n* two \N{GREEK SMALL LETTER PI}"
 FINISHED = RunOutcome("finished", "all 3 steps are done")
 OPTIONS = {"seed": 3, "trainer": {"lr": 1e-6}}
