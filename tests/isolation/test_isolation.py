@@ -6,6 +6,7 @@ journal as without isolation, also after a resume.
 """
 
 import asyncio
+import json
 import os
 import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
@@ -22,7 +23,9 @@ from tests.support.hostile_envs import HOSTILE, ISOLATED
 from tests.support.sandbox_attacks import alive
 from unstale.cli import session
 from unstale.cli.failures import RunFailed
+from unstale.cli.main import main
 from unstale.config import (
+    SHIPPED_POLICY,
     CheckpointConfig,
     ConfigError,
     EngineConfig,
@@ -314,6 +317,15 @@ def test_an_external_agent_runs_in_a_worker() -> None:
     assert trajectory.num_turns == 2
     assert trajectory.rewards.keys() == {"right", "process"}
     assert trajectory.rewards["process"] not in (0, os.getpid())
+
+
+def test_an_evaluation_runs_environments_in_workers(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["eval", str(SHIPPED_POLICY), "calculator", "--eval.tasks", "2", "--json"]
+    words += ["--task.env", "tests.support.isolated_envs:WhereTasks", "--task.isolate", "process"]
+    with pytest.raises(SystemExit) as end:
+        main([*words, "--engine.max_completion_tokens", "2"])
+    assert not end.value.code
+    assert json.loads(capsys.readouterr().out)["avg@1"]["value"] == 1.0
 
 
 def test_a_task_set_that_workers_cannot_make_ends_the_run_with_one_line(tmp_path: Path) -> None:

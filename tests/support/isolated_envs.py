@@ -83,6 +83,25 @@ class Mixed(NumberedTasks):
         return max(rewards.values())
 
 
+class Where(Plain):
+    """One reply. The reward is 1 in a worker process, else 0."""
+
+    def step(self, reply: Message) -> Turn:
+        return Turn((), done=True, rewards={"worker": float(in_a_worker())})
+
+
+class WhereTasks(NumberedTasks):
+    name = "where"
+    tools = ()
+
+    def env(self, task: Task, seed: int) -> Where:
+        return Where(task, seed)
+
+
+def in_a_worker() -> bool:
+    return "pytest" not in sys.modules
+
+
 def agent(base_url: str, task: str, seed: int, api_key: str) -> dict[str, float]:
     """Return the reward, and the number of this process."""
     return {"right": urllib_agent.main(base_url, task, api_key), "process": float(os.getpid())}
@@ -93,6 +112,6 @@ def agents() -> ExternalAgent:
 
 
 def cannot_be_made_in_a_worker() -> Mixed:
-    if "pytest" not in sys.modules:  # in a worker process
+    if in_a_worker():
         raise OSError("no licence")
     return Mixed()
