@@ -181,8 +181,8 @@ def build_scorer(config: RunConfig, policy: Policy) -> Scorer:
 def load_policy(config: RunConfig, peers: Peers | None = None) -> Policy:
     """Load the model that a run starts from, with adapters if the run trains LoRA.
 
-    `peers` are the trainer ranks that share it. Without them it is the run's own, which is in main
-    memory if the run has trainer ranks.
+    `peers` are the trainer ranks among which it is divided. Without `peers` the model is whole. It
+    is then in main memory if the run has trainer ranks, because only they need it on a GPU.
     """
     options = config.trainer
     lora = None

@@ -99,7 +99,7 @@ Piece = ContextPiece | Sampled
 
 
 def link_routes(piece: Sampled, before: "Sequence[Piece]") -> Sampled:
-    """Return a piece whose routes include those of the earlier pieces of its version.
+    """Return a piece whose expert routes include those of the earlier pieces of its version.
 
     `before` are all earlier pieces of the episode.
     """
@@ -451,7 +451,10 @@ def collate(credited: Sequence[ScoredTrajectory], *, replay_routes: bool = False
 
 
 def _route_table(credited: Sequence[ScoredTrajectory]) -> RouteTable:
-    """Return the routes of trajectories, and the tokens whose rows were all recorded."""
+    """Return the experts that the engine used for the tokens of some trajectories.
+
+    `complete` is True for the tokens whose experts were recorded in every layer.
+    """
     import torch
 
     sequences = []

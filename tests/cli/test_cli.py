@@ -77,7 +77,7 @@ def complaint(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         ),
         (("lint", "retial"), "unknown recipe 'retial'; did you mean retail?"),
         (("train",), "train needs a recipe (calculator, llm, retail"),
-        (("trian", "retail"), "unknown verb 'trian'; did you mean train?"),
+        (("trian", "retail"), "unknown command 'trian'; did you mean train?"),
         (
             ("train", "retail", "--schedule.window", "3"),
             "schedule.window is now schedule.lookahead_window",
@@ -90,6 +90,23 @@ def complaint(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         (("train", "retail", "--steps"), "--steps needs a value"),
         (("report", "runs/x", "--seed", "3"), "unknown argument --seed"),
         (("report", "no-such-run"), "no-such-run is not a run folder"),
+        (("report",), "missing: run; see unstale report --help"),
+        (("report", "a", "b"), "'b' is not expected here: options begin with --"),
+        (("report", __file__), "is not a run folder: it is a file"),
+        (("journal", "nope"), "nope holds no journal: it does not exist"),
+        (("journal", __file__), "holds no journal: it is a file"),
+        (("export", "runs/x"), "unknown command 'export'; did you mean export-trajectories?"),
+        (
+            ("export-trajectories", "x", "--format", "csv"),
+            "--format: must be one of ",
+        ),
+        (("eval", "nope"), "nope is neither a run folder nor a model folder: it does not exist"),
+        (("eval", "base"), "so the task is not known: name a recipe, as in `unstale eval base"),
+        (("eval", "nope", "--k", "x"), "--k: must be a whole number, got 'x'"),
+        (("eval", "nope", "--k", "3", "--attempts", "2"), "--k must be at most --attempts (2)"),
+        (("lint", "retail", "--lr", "1"), "unknown argument --lr; did you mean --trainer.lr?"),
+        (("plan", "--model", "8B", "--gpus", "1.5"), "--gpus: must be a whole number, got '1.5'"),
+        (("simulate", "--set", "fleet.engines"), "--set must be NAME=VALUE, got 'fleet.engines'"),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_2(
@@ -206,9 +223,9 @@ def test_a_file_sets_options_and_the_command_line_wins(tmp_path: Path) -> None:
     "text, says",
     [
         ("[trainer]\nlrr = 1", "run.toml: unknown option trainer.lrr; did you mean trainer.lr"),
-        ("[trainer]\nlr = 'x'", "run.toml, trainer.lr cannot be 'x': expected float"),
+        ("[trainer]\nlr = 'x'", "run.toml, trainer.lr must be a number, got 'x'"),
         ("[schedule]\nwindow = 4", "schedule.window is now schedule.lookahead_window"),
-        ("trainer = 3", "run.toml, trainer is not a table of options"),
+        ("trainer = 3", "run.toml, trainer must be a table of options, got 3"),
         ("trainer lr", "run.toml is not valid TOML"),
     ],
 )
@@ -252,8 +269,8 @@ def test_the_configuration_of_a_run_can_be_given_back(tmp_path: Path, config: Ru
     [
         ("run.json", '{"recipe": "of_a_script", "steps": 3}', "unknown recipe 'of_a_script'"),
         ("run.json", '{"steps": ', "run.json is not valid JSON"),
-        ("run.json", '{"trainer": {"lr": "x"}}', "run.json, trainer.lr cannot be 'x'"),
-        ("run.json", "[]", "run.json is not a table of options"),
+        ("run.json", '{"trainer": {"lr": "x"}}', "run.json, trainer.lr must be a number, got 'x'"),
+        ("run.json", "[]", "run.json must be a table of options, got []"),
         ("run.toml", "steps = 3", "no recipe is given"),
         ("other.toml", None, "cannot read"),
     ],

@@ -765,11 +765,17 @@ def said(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> 
 
 
 def test_the_verb_shows_what_is_in_it(
-    ran: tuple[Path, list[tuple[int, list[Group]]]], capsys: pytest.CaptureFixture[str]
+    ran: tuple[Path, list[tuple[int, list[Group]]]],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     text = said(capsys, "journal", str(ran[0]))
     assert (
         re.search(r"trained on\W+24\b", text) and "0 to 12" in text and "no problems found" in text
+    )
+    out = str(tmp_path / "none" / "rows.jsonl")
+    assert f"--out {out} cannot be written: No such file" in said(
+        capsys, "export-trajectories", str(ran[0]), "--out", out, code=2
     )
 
 

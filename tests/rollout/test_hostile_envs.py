@@ -378,5 +378,5 @@ main.main()
 
 def test_a_leaked_thread_does_not_keep_the_process() -> None:
     result = run_python(LEAKS_A_THREAD)
-    assert result.returncode == 2 and "unknown verb 'trian'" in result.stderr
+    assert result.returncode == 2 and "unknown command 'trian'" in result.stderr
     assert "threads of user code never end: leaked" in result.stderr

@@ -100,7 +100,9 @@ def beta_for_age(weight: float, age: float, *, target: float, beta_max: float) -
 
 
 def nearest_age(lag: Int[Tensor, "*shape"], ages: list[float]) -> Int[Tensor, "*shape"]:
-    """Return for each token the index of the age nearest to its lag; the first one of two equal.
+    """Return for each token the index of the age nearest to its lag.
+
+    If two ages are equally near, it is the index of the first.
 
     >>> nearest_age(torch.tensor([0, 1, 2, 5]), [0.5, 3.0]).tolist()
     [0, 0, 1, 1]

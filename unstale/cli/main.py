@@ -1,6 +1,7 @@
 """The command line. A wrong command gives one line and exit code 2. Importing it loads no torch."""
 
 import argparse
+import re
 import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
@@ -19,6 +20,15 @@ from unstale.config import ConfigError, nearest
 
 INTERRUPTED = 130
 """Exit code after Ctrl-C, as in shells."""
+
+_PLAIN = {
+    r"^argument ": "",
+    r"the following arguments are required: (.*)": r"missing: \1",
+    r"invalid int value: (.*)": r"must be a whole number, got \1",
+    r"invalid float value: (.*)": r"must be a number, got \1",
+    r"invalid choice: (.*) \(choose from (.*)\)": r"must be one of \2, got \1",
+}
+"""Messages of argparse as regular expressions, and what is written in their place."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -54,7 +64,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     values: dict[str, Any] = {}
     verb = verbs.get(words[0]) if words else None
     if verb is None and words and not words[0].startswith("-"):
-        raise ConfigError(f"unknown verb {words[0]!r}{nearest(words[0], list(verbs))}")
+        raise ConfigError(f"unknown command {words[0]!r}{nearest(words[0], list(verbs))}")
     if verb is not None and verb.get_default("takes_options"):
         words, values = split_options(words)
         if "-h" in words or "--help" in words:
@@ -87,7 +97,10 @@ class _Parser(argparse.ArgumentParser):
         return own + of_recipe if self.get_default("takes_options") else own
 
     def error(self, message: str) -> NoReturn:
-        raise ConfigError(message)
+        """Raise argparse's message as a `ConfigError`, in plain words."""
+        for pattern, words in _PLAIN.items():
+            message = re.sub(pattern, words, message)
+        raise ConfigError(f"{message}; see {self.prog} --help")
 
 
 def make_parser() -> tuple[_Parser, dict[str, _Parser]]:
@@ -96,7 +109,9 @@ def make_parser() -> tuple[_Parser, dict[str, _Parser]]:
         prog="unstale", description="Asynchronous reinforcement learning for LLM agents."
     )
     parser.add_argument("--version", action="version", version=f"unstale {__version__}")
-    verbs = parser.add_subparsers(dest="verb", required=True, parser_class=_Parser, metavar="VERB")
+    verbs = parser.add_subparsers(
+        dest="verb", required=True, parser_class=_Parser, metavar="COMMAND"
+    )
     for name in sorted(VERBS):
         VERBS[name](verbs)
     return parser, verbs.choices

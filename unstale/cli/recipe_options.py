@@ -66,6 +66,8 @@ def split_options(words: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
 def refuse_unknown(word: str, known: Sequence[str] = ()) -> NoReturn:
     """Raise `ConfigError` for an unknown word. The message has its new name, or similar names."""
     name = word.partition("=")[0]
+    if not word.startswith("-"):
+        raise ConfigError(f"{word!r} is not expected here: options begin with --")
     refuse_renamed(name.removeprefix("--").replace("-", "_"), "command line")
     known = known or [f"--{each}" for each in option_names()]
     raise ConfigError(f"unknown argument {word}{nearest(name, known)}")
@@ -102,7 +104,8 @@ def configure_recipe(recipe: str | None, values: Mapping[str, Any]) -> RunConfig
     """
     name = recipe or values.get("recipe")
     if name is None:
-        raise ConfigError(f"no recipe is given; there are: {', '.join(RECIPES)}, MODULE:FUNCTION")
+        known = ", ".join(RECIPES)
+        raise ConfigError(f"no recipe is given; there are: {known}, MODULE:FUNCTION")
     values = {**values, "recipe": name}
     if recipe is None:
         config = override(RunConfig(recipe=name), values)

@@ -53,7 +53,7 @@ def verb(name: str, about: str, *arguments: Argument) -> Callable[[Act], Act]:
 
     def register(act: Act) -> Act:
         def add(verbs: Any) -> None:
-            parser = verbs.add_parser(name, help=about)
+            parser = verbs.add_parser(name, help=about, description=f"{about.capitalize()}.")
             for names, options in arguments:
                 parser.add_argument(*names, **options)
             parser.set_defaults(act=act, takes_options=CONFIG in arguments)
@@ -77,7 +77,7 @@ CONFIG = argument(
     type=Path,
     metavar="FILE",
     help="a file with the options below, one table per section; the command line wins. "
-    "It may also stand in the recipe's place",
+    "It may also be given in place of the recipe",
 )
 """The argument `--config`. A command that has it also takes every field of `RunConfig`."""
 
@@ -184,14 +184,30 @@ def _compare(chosen: argparse.Namespace) -> int:
     return 0
 
 
+def _require_model(folder: Path) -> None:
+    """Raise `ConfigError` unless `folder` is a model folder, or `base`."""
+    if str(folder) == "base" or (folder / "config.json").is_file():
+        return
+    problem = "it does not exist"
+    if folder.exists():
+        problem = "it has no config.json" if folder.is_dir() else "it is a file"
+    raise ConfigError(f"{folder} is neither a run folder nor a model folder: {problem}")
+
+
 def _configure_trained(chosen: argparse.Namespace) -> "RunConfig":
     """Return the configuration for a run folder or model folder that is evaluated or served."""
     from unstale.cli.evaluate import policy_folder
     from unstale.cli.resume import load_config, require_same_task
 
-    if policy_folder(chosen.trained) == chosen.trained:
-        return configure(chosen)
     values = file_values(chosen)
+    if policy_folder(chosen.trained) == chosen.trained:
+        if chosen.recipe is None and "recipe" not in values:
+            _require_model(chosen.trained)
+            raise ConfigError(
+                f"{chosen.trained} is a model folder, so the task is not known: name a recipe, as "
+                f"in `unstale {chosen.verb} {chosen.trained} retail`"
+            )
+        return configure(chosen)
     if chosen.recipe is None and "recipe" not in values:
         return override(load_config(chosen.trained, named=values), values)
     config = configure(chosen)
@@ -214,11 +230,13 @@ def _configure_trained(chosen: argparse.Namespace) -> "RunConfig":
     JSON,
 )
 def _eval(chosen: argparse.Namespace) -> int:
-    config = _configure_trained(chosen)
     attempts = max(chosen.k) if chosen.attempts is None else chosen.attempts
-    if min(chosen.k) < 1 or max(chosen.k) > attempts:
-        words = " ".join(map(str, chosen.k))
-        raise ConfigError(f"--k must be between 1 and --attempts ({attempts}), got {words}")
+    words = " ".join(map(str, chosen.k))
+    if min(chosen.k) < 1:
+        raise ConfigError(f"--k must be >= 1, got {words}")
+    if max(chosen.k) > attempts:
+        raise ConfigError(f"--k must be at most --attempts ({attempts}), got {words}")
+    config = _configure_trained(chosen)
     from unstale.cli.evaluate import evaluate
 
     result = evaluate(chosen.trained, config, attempts=attempts, console=_console(chosen))
@@ -276,9 +294,10 @@ def _export_trajectories(chosen: argparse.Namespace) -> int:
             raise ConfigError(str(error)) from error
         rows = export_rows(journal, chosen.content, decode)
         if chosen.format == "parquet":
-            write_parquet(rows, chosen.content, chosen.out)
+            with _write_errors(chosen.out):
+                write_parquet(rows, chosen.content, chosen.out)
         elif chosen.out:
-            with chosen.out.open("w", encoding="utf-8") as file:
+            with _write_errors(chosen.out), chosen.out.open("w", encoding="utf-8") as file:
                 write_jsonl(rows, file)
         else:
             try:
@@ -288,6 +307,15 @@ def _export_trajectories(chosen: argparse.Namespace) -> int:
                 # the reader has closed the pipe: write nothing more, not even at exit
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
+
+
+@contextmanager
+def _write_errors(path: Path) -> "Iterator[None]":
+    """Raise `ConfigError` if the file of `--out` cannot be written."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"--out {path} cannot be written: {error.strerror or error}") from error
 
 
 @verb("journal", "check and summarize a run's journal", OPEN_RUN, JSON)

@@ -37,7 +37,7 @@ class HostOptions:
     make: Callable[[EngineOptions], Engine]
     engines: tuple[EngineOptions, ...]
     restarts: int = 0
-    """Restarts of engines on this host, while the host itself works."""
+    """Number of restarts of engines on this host, after which the host counts as failed."""
     release: str = unstale.__version__
     """The version of this package in the process that trains."""
 

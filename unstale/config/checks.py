@@ -44,8 +44,8 @@ class Range:
 class OneOf:
     """A rule in an option's type: its value is one of several names, such as those of the routes.
 
-    `table()` returns the names. It maps each name to the options that are used only with some
-    names.
+    `table()` returns a mapping. Its keys are the names. The value of a name has the options that
+    are used with it, and are not used with every name.
     """
 
     table: Callable[[], Mapping[str, Collection[str]]]
@@ -190,8 +190,17 @@ def check_value(name: str, value: Any, kind: Any) -> None:
 def nearest(word: str, known: Sequence[str]) -> str:
     """Return the end of an error message: the known words most like `word`, or all known words.
 
+    These are options that `word` names without their section, then words that begin with `word`,
+    then words that are spelled alike.
+
     >>> nearest("snapsht_old", ["rollout", "snapshot_old"])
     '; did you mean snapshot_old?'
+    >>> nearest("--lr", ["--trainer.lr", "--runs"])
+    '; did you mean --trainer.lr?'
     """
-    close = get_close_matches(word, known, n=2, cutoff=0.5)
+    name = word.removeprefix("--")
+    close = [each for each in known if each.endswith(f".{name}")]
+    if not close and len(name) > 3:
+        close = [each for each in known if each.startswith(word)]
+    close = close[:2] or get_close_matches(word, known, n=2, cutoff=0.5)
     return f"; did you mean {' or '.join(close)}?" if close else f"; there are: {', '.join(known)}"

@@ -17,6 +17,8 @@ from unstale.config.checks import ConfigError, JsonObject, OneOf, nearest, optio
 from unstale.config.renamed import refuse_renamed
 from unstale.config.sampling import make_task
 
+_WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
+"""Types of options in words, for error messages."""
 MAX_EXACT_INT = 1 << 53
 """Largest integer up to which every integer has an exact float. A larger number in a file is
 refused where a float is expected.
@@ -107,8 +109,8 @@ class Option:
         is_exact = type(value) is int and float in self.kinds and abs(value) <= MAX_EXACT_INT
         if type(value) in self.kinds or is_exact:
             return value
-        expected = " or ".join(sorted(kind.__name__ for kind in self.kinds))
-        raise ConfigError(f"{where} cannot be {value!r}: expected {expected}")
+        expected = " or ".join(sorted(_WORDS.get(kind, kind.__name__) for kind in self.kinds))
+        raise ConfigError(f"{where} must be {expected}, got {value!r}")
 
 
 @cache
@@ -181,14 +183,14 @@ def read_values(row: Any, source: str) -> dict[str, Any]:
 
 def _leaves(row: Any, source: str) -> Iterator[tuple[str, Any]]:
     if not isinstance(row, dict):
-        raise ConfigError(f"{source} is not a table of options")
+        raise ConfigError(f"{source} must be a table of options, got {row!r:.40}")
     for name, value in row.items():
         if name not in sections():
             yield name, value
         elif isinstance(value, dict):
             yield from ((f"{name}.{field}", each) for field, each in value.items())
         else:
-            raise ConfigError(f"{source}, {name} is not a table of options")
+            raise ConfigError(f"{source}, {name} must be a table of options, got {value!r:.40}")
 
 
 def read_file(path: Path) -> dict[str, Any]:

@@ -45,7 +45,7 @@ class RunConfig(Section):
     the package.
     """
     policy_download: bool = False
-    """Download the policy from the Hugging Face hub if the local cache lacks it."""
+    """Download the policy from the Hugging Face hub if the local cache lacks it or a part of it."""
     chat_template_kwargs: Annotated[str, JsonObject()] = ""
     """Variables of the chat template as a JSON object, such as {"enable_thinking": false}."""
     allow_weak_sandbox: bool = False

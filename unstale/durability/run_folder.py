@@ -244,7 +244,8 @@ class RunFolder:
         self.path = path
         self.gaps: list[str] = []
         if not path.is_dir():
-            raise ConfigError(f"{path} is not a run folder: it does not exist")
+            problem = "it is a file" if path.exists() else "it does not exist"
+            raise ConfigError(f"{path} is not a run folder: {problem}")
         if not any((path / name).exists() for name in (CONFIG, METRICS, EVENTS)):
             raise ConfigError(
                 f"{path} is not a run folder: it has no {CONFIG}, {METRICS} or {EVENTS}"

@@ -326,7 +326,10 @@ class Chat:
         return None
 
     def _written_calls(self, calls: Sequence[ToolCall], with_text: str) -> str:
-        """Return what the template writes for tool calls in place of a reply's text."""
+        """Return the text that the template writes for tool calls, without the text around them.
+
+        `with_text` is the same conversation with a text in place of the calls.
+        """
         reply = Message("assistant", "", tuple(calls))
         text, _ = self._render([_QUESTION, reply, _QUESTION])
         text = text[len(commonprefix([text, with_text])) :]  # noqa: RUF071 - by character

@@ -28,8 +28,8 @@ from unstale.isolation.wire import (
 from unstale.records import Task
 
 MAX_ALONE = 8
-"""Largest number of workers that run a single suspected episode each. Further suspects share these
-workers.
+"""Largest number of workers that run one episode each, of tasks suspected of ending a worker. More
+such episodes share these workers.
 """
 _ALONE = "its only episode has ended"
 

@@ -56,7 +56,7 @@ class RouteRecorder:
 
 @dataclass(frozen=True, slots=True)
 class RouteLayers:
-    """Which layers of a model have experts, and how many experts a token uses."""
+    """The layers of a model that have experts, and the number of experts that a token uses."""
 
     num_layers: int
     routed: tuple[int, ...]

@@ -193,7 +193,9 @@ class _Tile(NamedTuple):
     rows: slice
     logits: Tensor
     place: Tensor
-    """`[R, 1]`: the column of each target token in `logits`. Limited to the columns that exist."""
+    """`[R, 1]`: the column of each target token in `logits`. A token in another part of the
+    vocabulary gets the nearest column, and `inside` is False.
+    """
     inside: Tensor
     """`[R]` bool: True if the target token is in this part of the vocabulary."""
 

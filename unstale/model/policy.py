@@ -257,7 +257,10 @@ class Policy:
         self._version = version
 
     def follow_version(self, version: int, version_gaps: VersionGaps) -> None:
-        """Take over the numbers of the driver's policy, which stands for this one's weights."""
+        """Use the version numbers of the policy object in the run's main process.
+
+        Trainer ranks call this, because the main process counts the versions.
+        """
         if version_gaps != self.version_gaps:  # a resume gave the same weights a new number
             self.version_gaps = version_gaps
             self._version = version

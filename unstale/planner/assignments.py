@@ -34,7 +34,9 @@ def parse_assignments(
     """
     values = {}
     for word in words:
-        name, _, text = word.partition("=")
+        name, has_value, text = word.partition("=")
+        if not has_value:
+            raise ConfigError(f"{option} must be NAME=VALUE, got {word!r}")
         if name not in kinds:
             raise ConfigError(f"{option} cannot have {name!r}{nearest(name, list(kinds))}")
         try:

@@ -57,23 +57,31 @@ def add(verbs: Any) -> None:
     )
     shares = ", ".join(f"{name}={value:g}" for name, value in asdict(Shares()).items())
     shares = f"shares that programs reach of the data sheet's figures. Now: {shares}"
-    lag = "largest staleness of a token in versions; of several, the smallest that is fast enough"
+    lag = (
+        "largest staleness of a token, in versions. Of several values, the smallest is chosen "
+        "whose throughput is within 5%% of the best"
+    )
+    groups = "task groups per step. Several values are compared"
+    rate = "learning rate. The size of weight differences (deltas) depends on it"
     window = "look-ahead window. Now: strict order, or half a batch if that gives 5%% more"
-    like = "run folder; its measured speed of a core of this machine replaces --device"
+    like = (
+        "a run folder: plan for cores of this machine, at the speed that the run measured, in "
+        "place of --device"
+    )
     option("--model", sizes, required=True)
-    number("--gpus", "devices in all (cores with --like)", 2, required=True, metavar="N")
+    number("--gpus", "number of devices, or of cores with --like", 2, required=True, metavar="N")
     option("--device", ", ".join(DEVICES), default="H100")
     option("--shares", shares, default="", metavar="NAME=VALUE,...")
     number("--lag", lag, 0, nargs="+", default=[1, 2, 4], metavar="S")
-    number("--groups", "groups a step, or choices", 1, nargs="+", default=[16], metavar="G")
-    number("--group-size", "episodes of a group", 1, default=8, metavar="N")
+    number("--groups", groups, 1, nargs="+", default=[16], metavar="G")
+    number("--group-size", "episodes per group", 1, default=8, metavar="N")
     number("--window", window, 1, metavar="W")
     option("--route", f"{', '.join(routes())}. Now: the exact one with the highest throughput")
-    number("--lr", "learning rate, which decides the size of deltas", 1e-12, default=1e-6)
+    number("--lr", rate, 1e-12, default=1e-6)
     for name, (_, default, metavar, text) in _WORKLOAD.items():
         option(name, text, default=default, metavar=metavar)
     number("--longest", "tokens of the longest episode", 1, default=16384, metavar="TOKENS")
-    rounds = "simulated rounds of lag + 1 steps, after the queue is full"
+    rounds = "length of a simulation, in rounds of lag + 1 steps after the queue is full"
     number("--rounds", rounds, 2, default=10, metavar="N")
     option("--like", like, type=Path, metavar="RUN")
     option("--json", "print JSON", action="store_true")
@@ -91,6 +99,7 @@ def _at_least(low: float) -> Callable[[str], float]:
             raise argparse.ArgumentTypeError(f"must be >= {low}, got {text}")
         return value
 
+    number.__name__ = type(low).__name__  # argparse names it in its message
     return number
 
 

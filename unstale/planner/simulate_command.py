@@ -58,6 +58,10 @@ def add(verbs: Any) -> None:
     parser = verbs.add_parser(
         "simulate", help="simulate a schedule on a virtual clock", allow_abbrev=False
     )
+    parser.description = (
+        "Simulate the schedule of a run on a virtual clock, with the times of its parts as costs.\n"
+        "Prints the throughput, the staleness, and what limits the speed."
+    )
     parser.epilog = _epilog()
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.set_defaults(act=_simulate)

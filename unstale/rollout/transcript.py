@@ -200,7 +200,10 @@ class Transcript:
             self._on_piece(PendingPiece(self.episode, self.tokens, start, piece))
 
     def known_routes(self) -> tuple[int, int]:
-        """Return the version of the last sampled piece, and how many rows of routes it has."""
+        """Return the version of the last sampled piece, and how many tokens' experts it has.
+
+        Without recorded experts, return (-1, 0).
+        """
         last = next((p for p in reversed(self.pieces) if isinstance(p, Sampled)), None)
         return (last.version, last.routes.covered()) if last and last.routes else (-1, 0)
 

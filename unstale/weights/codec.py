@@ -164,9 +164,9 @@ def encode(difference: Tensor) -> Encoded:
 
 
 def whole(tensor: Tensor, *, copy: bool = True) -> Encoded:
-    """Return a whole tensor in the format of a difference, uncompressed.
+    """Return a tensor as its difference from zeros, uncompressed.
 
-    Without `copy`, it shares the tensor's memory where possible.
+    Without `copy`, the result shares the tensor's memory where possible.
     """
     bits = words(tensor)
     count = bits.numel()

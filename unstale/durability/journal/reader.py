@@ -111,7 +111,10 @@ class JournalReader:
         self._group_routes: tuple[int, dict[RouteKey, ExpertRoutes]] | None = None
         """The group whose routes were read last, and its records."""
         if not path.is_file():
-            raise FileNotFoundError(f"{path.parent} holds no journal: {path.name} is missing")
+            problem = f"{path.name} is missing"
+            if not path.parent.is_dir():
+                problem = "it is a file" if path.parent.exists() else "it does not exist"
+            raise FileNotFoundError(f"{path.parent} holds no journal: {problem}")
         with ExitStack() as on_error:
             with self.wrap_errors():
                 _roll_back(path)

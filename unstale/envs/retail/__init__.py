@@ -68,7 +68,7 @@ def _delays(mean_s: float, sigma: float, random: Random) -> Iterator[float]:
 
 
 class RetailEnv:
-    """One episode at the desk: one customer."""
+    """One episode: the policy serves one customer at the help desk of a shop."""
 
     def __init__(self, scenario: Scenario, delays: Iterator[float]) -> None:
         self.replaying = False
