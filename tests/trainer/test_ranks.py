@@ -34,7 +34,7 @@ from unstale.records import Batch, collate
 from unstale.testing import check_old_logps, episode, tiny_policy
 from unstale.trainer.local import LocalTrainer
 
-STEPS = 6
+STEPS = 4
 LORA = Lora(4)
 SNAPSHOT = OldLogpsConfig(route="snapshot_old")
 BASE = RunConfig(
@@ -58,7 +58,7 @@ VARIANTS: Mapping[str, RunConfig] = {
     "inline": replace(SMALL, old_logps=OldLogpsConfig(route="interp_prox_linear")),
 }
 
-VARIANTS_OF = {1: ("plain", "bfloat16"), 2: tuple(VARIANTS), 3: ("plain", "bfloat16", "lora")}
+VARIANTS_OF = {1: ("bfloat16",), 2: tuple(VARIANTS), 3: ("plain", "lora")}
 """The variants that run on this number of ranks."""
 SHARDED_ROUTES = sorted(routes().keys() - {"old_logit_model"})
 
@@ -312,16 +312,29 @@ SAVED = {
 }
 
 
-@pytest.mark.parametrize(("before", "after"), [(2, 1), (2, 2), (2, 3), (1, 2)])
+def save_all(peers: Peers, folder: Path, run: Path) -> dict[str, tuple[str, list[Tensor]]]:
+    return {kind: save(peers, folder, run / kind, config) for kind, config in SAVED.items()}
+
+
+def load_all(
+    peers: Peers, folder: Path, run: Path, names: Mapping[str, str]
+) -> dict[str, tuple[list[Tensor], dict[str, Tensor]]]:
+    return {kind: load(peers, folder, run / kind, names[kind], SAVED[kind]) for kind in SAVED}
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, (1, 2, 3)), (1, (2,))])
 def test_a_checkpoint_of_some_ranks_is_read_by_others(
-    before: int, after: int, folder: Path, tmp_path: Path
+    before: int, after: tuple[int, ...], folder: Path, tmp_path: Path
 ) -> None:
-    for kind, config in SAVED.items():
-        run = tmp_path / kind
-        name, saved = run_ranks(before, save, folder, run, config)[0]
-        for loaded, weights in run_ranks(after, load, folder, run, name, config):
-            assert all(torch.equal(*pair) for pair in zip(saved, loaded, strict=True))
-            assert all(torch.equal(*pair) for pair in zip(weights.values(), loaded, strict=False))
+    saved = run_ranks(before, save_all, folder, tmp_path)[0]
+    names = {kind: name for kind, (name, _) in saved.items()}
+    for count in after:
+        for rank in run_ranks(count, load_all, folder, tmp_path, names):
+            for kind, (loaded, weights) in rank.items():
+                restored = zip(saved[kind][1], loaded, strict=True)
+                assert all(torch.equal(*pair) for pair in restored)
+                pairs = zip(weights.values(), loaded, strict=False)
+                assert all(torch.equal(*pair) for pair in pairs)
 
 
 def save_new(peers: Peers, folder: Path, run: Path) -> str:
