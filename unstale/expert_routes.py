@@ -6,7 +6,7 @@ Training uses the recorded experts (R3, arXiv 2510.11370).
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # environments and the command line import records without torch and numpy
@@ -34,12 +34,12 @@ def pack_experts(experts: Any, num_experts: int) -> "Experts":
     """Return expert numbers `[tokens, layers, k]` in the smallest dtype that can hold them.
 
     A row with an invalid number, such as -1, becomes a missing row. Raises ValueError for an array
-    with another number of dimensions.
+    of another shape.
     """
     import numpy as np
 
     experts = np.asarray(experts)
-    if experts.ndim != 3:
+    if experts.ndim != 3 or 0 in experts.shape[1:]:
         raise ValueError(f"expert routes must be [tokens, layers, k], got {list(experts.shape)}")
     dtype = np.uint8 if num_experts < missing(np.uint8) else np.int16
     absent = ((experts < 0) | (experts >= num_experts)).any((1, 2))
@@ -68,6 +68,16 @@ class ExpertRoutes:
     experts: "Experts"
     """`[rows, layers, k]`: the numbers of the k experts of each token in each MoE layer."""
     before: "ExpertRoutes | None" = None
+    covered: int = field(init=False)
+    """How many of the episode's first tokens have a row, without a gap."""
+
+    def __post_init__(self) -> None:
+        count = self.before.covered if self.before else 0
+        if self.start <= count < self.stop:
+            rows = self.experts[count - self.start :, 0, 0]
+            absent = rows == missing(rows.dtype)
+            count += int(absent.argmax()) if absent.any() else len(absent)
+        object.__setattr__(self, "covered", count)
 
     @property
     def stop(self) -> int:
@@ -82,17 +92,6 @@ class ExpertRoutes:
             records.append(record)
             record = record.before
         return records[::-1]
-
-    def covered(self) -> int:
-        """Return how many of the episode's first tokens have a row, without a gap."""
-        count = 0
-        for record in self.chain():
-            if record.start <= count < record.stop:
-                absent = record.experts[count - record.start :, 0, 0] == missing(
-                    record.experts.dtype
-                )
-                count += int(absent.argmax()) if absent.any() else len(absent)
-        return count
 
     def rows(self, count: int) -> "Experts":
         """Return the rows of the episode's first `count` tokens, `[count, layers, k]`."""
@@ -141,12 +140,8 @@ class RouteTable:
         """
         import torch
 
-        none = torch.empty(0, 0, 0, dtype=torch.uint8)
         records = (routes for versions in self.sequences for routes in versions.values())
-        example = next((torch.from_numpy(routes.experts[:0]) for routes in records), none)
-        rows = example.new_full(
-            (len(batch.tokens), *example.shape[1:]), torch.iinfo(example.dtype).max
-        )
+        rows = no_rows(next(records, None), len(batch.tokens))
         for versions, (start, end) in zip(self.sequences, batch.spans(), strict=True):
             wanted = where[start:end].nonzero().squeeze(1)
             following = torch.searchsorted(wanted, torch.arange(end - start), right=True)
@@ -159,3 +154,17 @@ class RouteTable:
                     recorded = torch.from_numpy(versions[number].rows(end - start))
                     rows[start:end][chosen] = recorded[chosen]
         return rows
+
+
+def no_rows(example: ExpertRoutes | None, count: int) -> "Tensor":
+    """Return `count` missing rows, of the shape and dtype of a record.
+
+    Without a record, a row has no layers.
+    """
+    import torch
+
+    if example is None:
+        return torch.empty(count, 0, 0, dtype=torch.uint8)
+    # Copied, because an array may be in memory that cannot be written.
+    kind = torch.from_numpy(example.experts[:0].copy())
+    return kind.new_full((count, *kind.shape[1:]), torch.iinfo(kind.dtype).max)

@@ -466,7 +466,7 @@ def _route_table(credited: Sequence[ScoredTrajectory]) -> RouteTable:
             if isinstance(piece, Sampled) and piece.routes:
                 versions[piece.version] = piece.routes
                 # The row of a token predicts the next one.
-                whole[start : min(start + len(piece.tokens), piece.routes.covered() + 1)] = True
+                whole[start : min(start + len(piece.tokens), piece.routes.covered + 1)] = True
         sequences.append(versions)
         complete.append(whole)
     return RouteTable(tuple(sequences), torch.cat(complete))

@@ -1,4 +1,7 @@
-"""Long replies of engine hosts do not stall the event loop of a run, nor send it large messages."""
+"""Long replies of engine hosts do not stall the event loop of a run, nor send it large messages.
+
+The expert routes of a reply, which an MoE policy replays, exceed the largest message.
+"""
 
 import asyncio
 import json
@@ -12,11 +15,11 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from tests.cluster.conftest import NODE_MEMORY
 from tests.engines.test_processes import configured
-from tests.support.host_engines import LongEngine
+from tests.support.host_engines import EXPERTS, ROUTED, LongEngine
 from unstale import build
 from unstale.cli import session
 from unstale.cluster.hosted_engine import RESOURCE, HostedEngine
@@ -32,13 +35,15 @@ MAX_STALL_S = 0.05
 
 @pytest.fixture
 def long_policy(tmp_path: Path) -> Path:
-    """A tiny model with the base policy's tokenizer and many positions."""
+    """A tiny MoE model with the base policy's tokenizer and many positions."""
     folder = tmp_path / "policy"
     shutil.copytree(SHIPPED_POLICY, folder)
     written = json.loads((folder / "config.json").read_text())
-    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "head_dim": 8}
+    sizes = {"hidden_size": 8, "moe_intermediate_size": 8, "num_hidden_layers": 1, "head_dim": 8}
     heads = {"num_attention_heads": 1, "num_key_value_heads": 1}
-    config = Qwen3Config(
+    config = Qwen3MoeConfig(
+        num_experts=EXPERTS,
+        num_experts_per_tok=ROUTED,
         vocab_size=written["vocab_size"],
         max_position_embeddings=2 * TOKENS,
         tie_word_embeddings=True,
@@ -46,7 +51,7 @@ def long_policy(tmp_path: Path) -> Path:
         **heads,
     )
     torch.manual_seed(0)
-    Qwen3ForCausalLM(config).save_pretrained(folder)
+    Qwen3MoeForCausalLM(config).save_pretrained(folder)
     return folder
 
 
@@ -90,11 +95,14 @@ def test_replies_of_16k_tokens_stall_nothing(
             audit=AuditConfig(share=0.0),
             rollout=replace(config.rollout, max_turns=1, timeout_s=600.0),
             schedule=ScheduleConfig(max_staleness=1, groups_per_step=1, group_size=2),
-            trainer=TrainerConfig(max_tokens_per_microbatch=20_000, gradient_checkpointing=True),
+            trainer=TrainerConfig(
+                max_tokens_per_microbatch=20_000, gradient_checkpointing=True, routing_replay=True
+            ),
             cluster=ClusterConfig(engine_hosts=1, address=cluster.address),
         ),
         console=Console(file=StringIO()),
     )
     assert run.metrics[-1]["trainer/action_tokens"] == 2 * TOKENS
-    assert 100_000 < max(sizes) < MAX_MESSAGE_BYTES
+    assert {row["routes/missing_share"] for row in run.metrics} == {0.0}
+    assert 100_000 < max(sizes) < MAX_MESSAGE_BYTES < TOKENS * ROUTED
     assert max(stalls) < MAX_STALL_S

@@ -1,10 +1,12 @@
 """Test the expert routes that engines record: embedded, vLLM and SGLang (fakes of their servers).
 
 In float32 they are the experts that the trainer chooses under the same weights. A request may leave
-out rows that its caller has. A server that records none, or sends nonsense, is refused.
+out rows that its caller has. An interrupt waits for rows that are still decoded. A server that
+records none, or sends nonsense, is refused.
 """
 
 import asyncio
+import threading
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -130,6 +132,45 @@ def test_routes_that_cannot_be_read_end_the_engine(
 
         with pytest.raises(EngineDied, match="malformed expert routes"):
             replies(engine, story)
+
+
+class SlowDecoding(SglangEngine):
+    """An engine that decodes routes only when it is allowed to."""
+
+    def __init__(self, options: EngineOptions) -> None:
+        super().__init__(options)
+        self.decoding = threading.Event()
+        self.allowed = threading.Event()
+
+    def _decode_routes(self, routes: str) -> Any:
+        self.decoding.set()
+        assert self.allowed.wait(60)
+        return super()._decode_routes(routes)
+
+
+def test_an_interrupt_waits_for_replies_whose_routes_are_decoded(
+    model: Path, tmp_path: Path
+) -> None:
+    """Otherwise a route that scores all pieces of a version would miss one."""
+    options = EngineOptions(model, dtype="float32", max_context=256, record_routes=True)
+    order: list[str] = []
+    with serve("sglang", tmp_path) as server:
+        server.record_routes()
+        engine = SlowDecoding(replace(options, url=server.url))
+
+        async def story() -> list[Reply]:
+            sampling = asyncio.ensure_future(engine.sample(PROMPT, PARAMS))
+            sampling.add_done_callback(lambda _: order.append("reply"))
+            await asyncio.to_thread(engine.decoding.wait, 60)
+            interrupting = asyncio.ensure_future(engine.interrupt())
+            interrupting.add_done_callback(lambda _: order.append("interrupt"))
+            await asyncio.wait((interrupting,), timeout=0.3)
+            engine.allowed.set()
+            await interrupting
+            return [await sampling]
+
+        (reply,) = replies(engine, story)
+    assert order == ["reply", "interrupt"] and reply.piece.routes
 
 
 def test_a_dense_model_is_refused(tmp_path: Path) -> None:

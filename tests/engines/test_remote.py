@@ -6,7 +6,11 @@ SGLang alone are in test_sglang.py.
 """
 
 import asyncio
+import json
+import socket
+import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -743,3 +747,36 @@ def test_http_answers(tmp_path: Path, answer: bytes, expected: Any) -> None:
             asyncio.run(story())
     else:
         assert asyncio.run(story()) == expected
+
+
+def test_a_long_answer_is_parsed_beside_the_event_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    numbers = [0.125] * 500_000
+    content = json.dumps(numbers).encode()
+    began = time.thread_time()
+    json.loads(content)
+    parsing_s = time.thread_time() - began
+    stalls: list[float] = []
+    run_callback = asyncio.events.Handle._run
+
+    def timed(handle: asyncio.Handle) -> None:
+        began = time.thread_time()
+        run_callback(handle)
+        stalls.append(time.thread_time() - began)
+
+    def serve(listener: socket.socket) -> None:
+        connection, _ = listener.accept()
+        with connection:
+            connection.recv(1 << 16)
+            head = f"HTTP/1.1 200 OK\r\nContent-Length: {len(content)}\r\n\r\n"
+            connection.sendall(head.encode() + content)
+
+    with socket.socket(socket.AF_UNIX) as listener, ThreadPoolExecutor(1) as server:
+        listener.bind(f"{tmp_path}/s")
+        listener.listen()
+        serving = server.submit(serve, listener)
+        monkeypatch.setattr(asyncio.events.Handle, "_run", timed)
+        assert asyncio.run(Http(f"unix:{tmp_path}/s").call("GET", "/")) == numbers
+        serving.result()
+    assert max(stalls) < parsing_s / 2

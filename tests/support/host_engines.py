@@ -3,12 +3,16 @@
 import asyncio
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
-from unstale.engines import SamplingParams, Update
+import numpy as np
+
+from unstale.engines import Reply, SamplingParams, Update
 from unstale.engines.embedded.engine import EmbeddedEngine
 from unstale.engines.registry import EngineOptions
 from unstale.engines.scripted import ScriptedEngine
+from unstale.expert_routes import ExpertRoutes, pack_experts
 from unstale.weights.codec import checksum
 from unstale.weights.store import Delta
 
@@ -60,11 +64,27 @@ class EngineWithPid(EmbeddedEngine):
         self._path.write_text(str(self.pid))
 
 
+ROUTED = 96
+"""Experts that a token of a `LongEngine` uses, in its only layer."""
+EXPERTS = 128
+
+
 class LongEngine(ScriptedEngine):
-    """A scripted engine whose replies have as many tokens as they may."""
+    """A scripted engine whose replies have as many tokens as they may, and routes if recorded."""
 
     def __init__(self, options: EngineOptions) -> None:
         super().__init__(words)
+        self._record_routes = options.record_routes
+
+    async def sample(self, tokens: Sequence[int], params: SamplingParams) -> Reply:
+        reply = await super().sample(tokens, params)
+        if not self._record_routes:
+            return reply
+        first = params.first_route(reply.piece.version)
+        place = np.arange(first, len(tokens) + len(reply.piece.tokens) - 1)
+        experts = (place[:, None, None] + np.arange(ROUTED)) % EXPERTS
+        routes = ExpertRoutes(first, pack_experts(experts, EXPERTS))
+        return replace(reply, piece=replace(reply.piece, routes=routes))
 
 
 def words(tokens: Sequence[int], params: SamplingParams) -> list[int]:

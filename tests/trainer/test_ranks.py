@@ -1,8 +1,8 @@
 """Test the trainer on several ranks, each with its part of the weights.
 
-A step is that of one process but for the rounding of sums. Old log-probabilities are exact, bit for
-bit, by every route that promises it. Every route keeps its contract. A number that is not finite on
-one rank is an error on all.
+A step is that of one process but for the rounding of sums, also with replayed expert routes. Old
+log-probabilities are exact, bit for bit, by every route that promises it. Every route keeps its
+contract. A number that is not finite on one rank is an error on all.
 """
 
 from collections.abc import Mapping
@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -26,11 +27,12 @@ from unstale.config import (
 )
 from unstale.config.routes import routes
 from unstale.durability.checkpoint import CheckpointError, Checkpoints, Progress, Stateful
+from unstale.expert_routes import ExpertRoutes
 from unstale.model.lora import Lora
 from unstale.model.peers import ALONE, Peers
 from unstale.model.policy import Policy
 from unstale.model.sharding import gather_whole
-from unstale.records import Batch, collate
+from unstale.records import Batch, Piece, Sampled, ScoredTrajectory, collate
 from unstale.testing import check_old_logps, episode, tiny_policy
 from unstale.trainer.local import LocalTrainer
 
@@ -56,7 +58,11 @@ VARIANTS: Mapping[str, RunConfig] = {
         objective=ObjectiveConfig(kl_coef=0.01, entropy_coef=0.01),
     ),
     "inline": replace(SMALL, old_logps=OldLogpsConfig(route="interp_prox_linear")),
+    "replay": replace(
+        SMALL, trainer=replace(BASE.trainer, routing_replay=True, gradient_checkpointing=True)
+    ),
 }
+EXPERTS = 8
 
 VARIANTS_OF = {1: ("bfloat16",), 2: tuple(VARIANTS), 3: ("plain", "lora")}
 """The variants that run on this number of ranks."""
@@ -74,25 +80,46 @@ class Outcome:
     metrics: list[Mapping[str, float]]
 
 
-def batch_of(step: int, *, first: int = 0) -> Batch:
-    """Return a batch with tokens of the last three versions."""
+def batch_of(step: int, *, replay: bool = False) -> Batch:
+    """Return a batch with tokens of the last three versions, each with routes of its own."""
     plans = [
-        [20 + i % 3, (12, max(first, step - 2)), 5, (9, max(first, step - 1)), (7, step)]
-        for i in range(7)
+        [20 + i % 3, (12, max(0, step - 2)), 5, (9, max(0, step - 1)), (7, step)] for i in range(7)
     ]
-    return collate(
-        [
-            episode(100 * step + i, plan, advantage=1.0 if i % 2 else -1.0)
-            for i, plan in enumerate(plans)
-        ]
-    )
+    episodes = [
+        episode(100 * step + i, plan, advantage=1.0 if i % 2 else -1.0)
+        for i, plan in enumerate(plans)
+    ]
+    return collate([*map(with_routes, episodes)], replay_routes=replay)
+
+
+def with_routes(item: ScoredTrajectory) -> ScoredTrajectory:
+    """Return an episode whose sampled pieces have random routes of two layers."""
+    pieces: list[Piece] = []
+    stop = 0
+    for piece in item.trajectory.pieces:
+        stop += len(piece.tokens)
+        if isinstance(piece, Sampled):
+            noise = np.random.default_rng([item.trajectory.episode, piece.version])
+            chosen = noise.random((stop - 1, 2, EXPERTS)).argsort(-1)[:, :, :2]
+            piece = replace(piece, routes=ExpertRoutes(0, chosen.astype(np.uint8)))
+        pieces.append(piece)
+    return replace(item, trajectory=replace(item.trajectory, pieces=tuple(pieces)))
 
 
 def learn(peers: Peers, folder: Path, config: RunConfig) -> Outcome:
     """Train for some steps, on batches whose tokens are up to two versions old."""
     options = config.trainer
     lora = LORA if options.lora_rank else None
-    policy = Policy.load(folder, dtype=options.dtype, lora=lora, peers=peers)
+    replay = options.routing_replay
+    policy = Policy.load(
+        folder / "moe" if replay else folder,
+        dtype=options.dtype,
+        lora=lora,
+        peers=peers,
+        independent_rows=replay,
+    )
+    if replay:
+        policy.replay_routes()
     trainer, auditor = build_trainer(config, policy, build_scorer(config, policy))
     initial = masters(trainer)
     truth: dict[tuple[int, int], Tensor] = {}
@@ -103,8 +130,8 @@ def learn(peers: Peers, folder: Path, config: RunConfig) -> Outcome:
         trainer.old.published(live)
         auditor.published(live)
         for later in range(step, min(step + 3, STEPS)) if config.old_logps.exact else ():
-            truth[later, step] = current_logps(trainer, batch_of(later), step)
-        batch = batch_of(step)
+            truth[later, step] = current_logps(trainer, batch_of(later, replay=replay), step)
+        batch = batch_of(step, replay=replay)
         minibatches = trainer.prepare(batch)
         if config.old_logps.exact:
             old_logp, _ = trainer.old.logps(batch, torch.empty(0))
@@ -115,6 +142,7 @@ def learn(peers: Peers, folder: Path, config: RunConfig) -> Outcome:
             trainer.backward(minibatch)
             trainer.step()
         metrics.append(trainer.metrics())
+        assert not replay or metrics[-1]["routes/missing_share"] == 0.0
     weights = masters(trainer)
     moved = max((weights[name] - tensor).abs().max().item() for name, tensor in initial.items())
     trainer.old.close()
@@ -142,6 +170,7 @@ def learn_all(peers: Peers, folder: Path, variants: tuple[str, ...]) -> dict[str
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("policy")
     tiny_policy(seed=3).save(path)
+    tiny_policy(seed=3, experts=EXPERTS).save(path / "moe")
     return path
 
 
@@ -181,7 +210,7 @@ def learn_in_context_groups(peers: Peers, folder: Path, variant: str) -> Outcome
 
 @pytest.mark.parametrize(
     ("count", "variant"),
-    [(2, "plain"), (2, "own"), (2, "lora"), (2, "two steps a batch"), (4, "plain")],
+    [(2, "plain"), (2, "own"), (2, "lora"), (2, "two steps a batch"), (2, "replay"), (4, "plain")],
 )
 def test_ranks_that_divide_each_pass_learn_what_one_process_learns(
     count: int, variant: str, folder: Path

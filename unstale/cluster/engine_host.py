@@ -9,7 +9,7 @@ import asyncio
 import socket
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 import unstale
+from unstale.cluster.posted_routes import PostedRoutes
 from unstale.engines import Engine, EngineDied, Reply, SamplingParams
 from unstale.engines.embedded.shared_weights import SharedWeights
 from unstale.engines.pool import EnginePool, Recovery
@@ -76,6 +77,14 @@ class HostReport:
     events: Sequence[Event]
 
 
+@dataclass(frozen=True, slots=True)
+class HostReply:
+    """A reply without its expert routes, and where these are."""
+
+    reply: Reply
+    routes: PostedRoutes | None = None
+
+
 class EngineHost:
     """The engines of one machine. Ray runs one such actor on each engine host.
 
@@ -106,14 +115,15 @@ class EngineHost:
         self._pool.metrics()  # counters of an earlier start are dropped
         return self._report()
 
-    async def sample(self, epoch: int, tokens: Sequence[int], params: SamplingParams) -> Reply:
+    async def sample(self, epoch: int, tokens: Sequence[int], params: SamplingParams) -> HostReply:
         pool = self._started()
         if epoch != self._epoch:
             return self._nothing()
         task = asyncio.ensure_future(pool.sample(tokens, params))
         self._samples.add(task)
         try:
-            return await task
+            reply = await task
+            return await asyncio.to_thread(_post, reply) if reply.piece.routes else HostReply(reply)
         except asyncio.CancelledError:
             if epoch == self._epoch:  # the caller has cancelled the request
                 raise
@@ -159,8 +169,8 @@ class EngineHost:
             raise EngineDied("the engine host was not started")
         return self._pool
 
-    def _nothing(self) -> Reply:
-        return Reply(Sampled((), (), self._version), "interrupted")
+    def _nothing(self) -> HostReply:
+        return HostReply(Reply(Sampled((), (), self._version), "interrupted"))
 
     def _on_event(self, kind: str, **fields: Any) -> None:
         self._events.append((kind, fields))
@@ -168,6 +178,13 @@ class EngineHost:
     def _report(self, counters: Mapping[str, float] | None = None) -> HostReport:
         events, self._events = self._events, []
         return HostReport(socket.gethostname(), self._weights.version, counters or {}, events)
+
+
+def _post(reply: Reply) -> HostReply:
+    """Move the expert routes of a reply to Ray's object store."""
+    assert reply.piece.routes is not None
+    piece = replace(reply.piece, routes=None)
+    return HostReply(replace(reply, piece=piece), PostedRoutes.post(reply.piece.routes))
 
 
 class _HeldWeights:

@@ -4,10 +4,11 @@ import asyncio
 import itertools
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from unstale.cluster.engine_host import EngineHost, HostOptions, HostReport
+from unstale.cluster.engine_host import EngineHost, HostOptions, HostReply, HostReport
 from unstale.cluster.engine_host_weights import Reference, VersionOfWeights, put
 from unstale.cluster.session import connect, import_ray
 from unstale.config import ClusterConfig
@@ -136,7 +137,8 @@ class HostedEngine:
         request_id = next(self._request_ids)
         session.begin(request_id)
         try:
-            reply: Reply = await self._call("sample", self._epoch, tuple(tokens), params)
+            answer: HostReply = await self._call("sample", self._epoch, tuple(tokens), params)
+            reply = await self._with_routes(session, answer)
         finally:
             session.finish(request_id)
         if reply.piece.tokens and reply.piece.version != self._version:
@@ -146,6 +148,16 @@ class HostedEngine:
                 f"but {self._version} was loaded",
             )
         return reply
+
+    async def _with_routes(self, session: EngineSession, answer: HostReply) -> Reply:
+        """Return a reply with its expert routes, which do not pass through the event loop."""
+        if answer.routes is None:
+            return answer.reply
+        try:
+            routes = await session.while_alive(asyncio.to_thread(answer.routes.fetch))
+        except ValueError as error:
+            raise self._fail(session, str(error)) from error
+        return replace(answer.reply, piece=replace(answer.reply.piece, routes=routes))
 
     async def interrupt(self) -> None:
         session = self._live_session()

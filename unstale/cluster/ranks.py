@@ -407,7 +407,8 @@ class RankedOldLogps(OldLogps):
         self._call("published", tuple(live))
 
     def arrived(self, piece: PendingPiece) -> None:
-        self._trainer.ranks.later("arrived", piece)
+        if self.needs.idle:  # other routes have no use for it, and expert routes are large
+            self._trainer.ranks.later("arrived", piece)
 
     def idle(self) -> bool:
         return bool(self._call("idle"))

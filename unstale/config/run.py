@@ -155,7 +155,6 @@ class RunConfig(Section):
         refused = {
             "old_logps.route = old_logit_model": (self.old_logps.needs.own_process, missing),
             "trainer.compile": (self.trainer.compile, untested),
-            "trainer.routing_replay": (self.trainer.routing_replay, missing),
         }
         for option, (is_set, reason) in refused.items():
             if self.cluster.trainers and is_set:

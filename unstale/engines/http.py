@@ -12,6 +12,8 @@ from typing import Any
 from urllib.parse import quote, urlsplit
 
 MAX_BODY_BYTES = 1 << 28
+LARGE_BODY_BYTES = 1 << 16
+"""A longer body is parsed in a thread, so that the event loop does not wait."""
 
 
 class HttpError(OSError):
@@ -104,6 +106,8 @@ async def _read_response(reader: asyncio.StreamReader, max_bytes: int) -> Any:
     content = await _read_body(reader, headers, max_bytes)
     if status >= 300:
         raise HttpError(status, content.decode(errors="replace"))
+    if len(content) > LARGE_BODY_BYTES:
+        return await asyncio.to_thread(json.loads, content)
     return json.loads(content) if content else None
 
 

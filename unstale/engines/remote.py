@@ -7,6 +7,7 @@ those of the trainer's model under the same weights. See docs/engines.md.
 """
 
 import asyncio
+import base64
 import contextlib
 import itertools
 import json
@@ -63,6 +64,8 @@ _MIN_LOGP = -9999.0
 """The value that vLLM sends for a token that has no log-probability."""
 _MAX_LOGP = 1e-3
 """How far above 0, in nats, a log-probability may be by rounding."""
+_BASE64_PART = 1 << 20
+"""Characters that are decoded at once, a multiple of 4."""
 _STOPS: dict[str, ReplyStop] = {"stop": "stop", "length": "length", "abort": "interrupted"}
 _T = TypeVar("_T")
 
@@ -207,20 +210,26 @@ class RemoteEngine(ABC):
         session.begin(request_id)
         try:
             reply = await self._while_alive(session, self.generate(request_id, tokens, params))
-        finally:
+            routes = None
+            if self.options.record_routes and reply.routes:
+                stop = len(tokens) + len(reply.tokens)
+                first = params.first_route(version)
+                routes = await self._routes_in_thread(session, reply.routes, first, stop)
+        finally:  # after the routes: a caller of `interrupt` may need every piece of this version
             session.finish(request_id)
         piece = self._checked_piece(reply, params, version)
         clean = session.usage.count(tokens, piece.tokens, cached=reply.cached_tokens)
-        routes = None
-        if self.options.record_routes and reply.routes:
-            stop = len(tokens) + len(piece.tokens)
-            first = params.first_route(version)
-            try:  # in a thread: for long texts they are megabytes
-                routes = await asyncio.to_thread(self._read_routes, reply.routes, first, stop)
-            except ValueError as error:
-                raise self._fail(session, f"malformed expert routes: {error}") from error
-        piece = replace(piece, clean=clean, routes=routes)
-        return Reply(piece, _STOPS[reply.finish_reason])
+        return Reply(replace(piece, clean=clean, routes=routes), _STOPS[reply.finish_reason])
+
+    async def _routes_in_thread(
+        self, session: "_Session", encoded: str, first: int, stop: int
+    ) -> ExpertRoutes:
+        """Call `_read_routes` in a thread, because routes of long texts are megabytes."""
+        read = asyncio.to_thread(self._read_routes, encoded, first, stop)
+        try:
+            return await self._while_alive(session, read)
+        except ValueError as error:
+            raise self._fail(session, f"malformed expert routes: {error}") from error
 
     def _read_routes(self, encoded: str, first: int, stop: int) -> ExpertRoutes:
         """Return the expert routes of a text of `stop` tokens, from the token `first` on.
@@ -473,6 +482,19 @@ class RemoteEngine(ABC):
             self.server.kill()
         session.end(f"{self.NAME} at {self.url}: {reason}{log}")
         return EngineDied(session.error)
+
+
+def decode_base64(text: str) -> bytes:
+    """Return the bytes of a base64 text. Raises ValueError if it is invalid.
+
+    It is decoded in parts: another thread can only run between two of them.
+    """
+    encoded = text.encode()
+    parts = [
+        base64.b64decode(encoded[start : start + _BASE64_PART], validate=True)
+        for start in range(0, len(encoded), _BASE64_PART)
+    ]
+    return b"".join(parts)
 
 
 @contextlib.contextmanager

@@ -3,17 +3,18 @@
 Recorded experts are weighted by the current probabilities of the router, so gradients reach it.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 from transformers import PreTrainedModel
 
 from unstale.config import ConfigError
 from unstale.model.attention import running
+from unstale.model.sharding import gather_whole
 
 
 def find_routers(model: nn.Module) -> list[nn.Module]:
@@ -84,9 +85,9 @@ class RouteLayers:
 def replay_routes(model: PreTrainedModel) -> RouteLayers:
     """Make the routers replay the routes of the current prefix tree, if it has some.
 
-    ConfigError if a router weights its experts by another
-    rule than softmax probabilities of all experts, normalized over the chosen ones where the model
-    does so.
+    If the model is divided among ranks, all ranks must call this. ConfigError if a router weights
+    its experts by another rule than softmax probabilities of all experts, normalized over the
+    chosen ones where the model does so.
     """
     routers = find_routers(model)
     for place, router in enumerate(routers):
@@ -121,12 +122,15 @@ def _weights(router: nn.Module, logits: Tensor, experts: Tensor) -> Tensor:
 
 @torch.no_grad()
 def _check_weights(router: nn.Module) -> None:
-    """Raise ConfigError if `_weights` differs from how the model's router weights its experts."""
-    weight: Any = router.weight
+    """Raise ConfigError if `_weights` differs from how the model's router weights its experts.
+
+    If the router is divided among ranks, all ranks must call this.
+    """
+    tensors = {name: gather_whole(tensor) for name, tensor in router.state_dict().items()}
     noise = torch.Generator().manual_seed(0)
+    weight = tensors["weight"]
     hidden = 10 * torch.randn(8, weight.shape[1], generator=noise).to(weight)
-    forward: Callable[[Tensor], Any] = router.forward
-    logits, weights, experts = forward(hidden)
+    logits, weights, experts = functional_call(router, tensors, hidden)
     expected = _weights(router, logits, experts).to(weights.dtype)
     if weights.shape != expected.shape or not torch.allclose(weights, expected):
         raise ConfigError(

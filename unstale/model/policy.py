@@ -185,13 +185,8 @@ class Policy:
     def replay_routes(self) -> None:
         """Use recorded experts in forward passes, here and in copies that `twin` makes later.
 
-        Raises ConfigError if the model does not support it.
+        All peers must call this. Raises ConfigError if the model does not support it.
         """
-        if self._is_sharded:
-            raise ConfigError(
-                "trainer.routing_replay must be false with several trainers: it needs the trainer "
-                "of one process"
-            )
         if self._route_layers is None:
             self._route_layers = replay_routes(self.model)
 
@@ -309,6 +304,8 @@ class Policy:
             )
             twin.model = _use_packing(model).requires_grad_(False)
             sharding.prepare_passes(twin.model, plain_head=self._plain_head)
+            if self._route_layers:
+                replay_routes(twin.model)
             twin._write(self.weights())
             return twin
         copied = adapters.twin(self.model) if self.lora else copy.deepcopy(self.model)

@@ -205,7 +205,7 @@ class Transcript:
         Without recorded experts, return (-1, 0).
         """
         last = next((p for p in reversed(self.pieces) if isinstance(p, Sampled)), None)
-        return (last.version, last.routes.covered()) if last and last.routes else (-1, 0)
+        return (last.version, last.routes.covered) if last and last.routes else (-1, 0)
 
     def write_outcome(self, outcome: Trajectory | Failure) -> None:
         """Write the outcome of the attempt to the journal, unless it already has one."""

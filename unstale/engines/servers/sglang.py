@@ -1,6 +1,5 @@
 """The backend `sglang`: an SGLang server that already runs on this host. See docs/engines.md."""
 
-import base64
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -12,7 +11,7 @@ import numpy as np
 from unstale.engines import SamplingParams
 from unstale.engines.prefixes import BLOCK
 from unstale.engines.registry import EngineSpec
-from unstale.engines.remote import LOAD_S, RemoteEngine, ServerReply
+from unstale.engines.remote import LOAD_S, RemoteEngine, ServerReply, decode_base64
 
 
 class SglangEngine(RemoteEngine):
@@ -150,7 +149,7 @@ class SglangEngine(RemoteEngine):
         """Return expert routes from int32 numbers in base64. Their shape is that of the model."""
         config = json.loads((self.options.model_folder / "config.json").read_text())
         config = {**config, **(config.get("text_config") or {})}
-        numbers = np.frombuffer(base64.b64decode(routes, validate=True), "<i4")
+        numbers = np.frombuffer(decode_base64(routes), "<i4")
         return numbers.reshape(-1, config["num_hidden_layers"], config["num_experts_per_tok"])
 
 

@@ -1,6 +1,5 @@
 """The backend `vllm`: a vLLM server that the run starts, or one that already runs on this host."""
 
-import base64
 import io
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
@@ -12,7 +11,7 @@ import numpy as np
 from unstale.engines import SamplingParams
 from unstale.engines.embedded.shared_weights import WEIGHTS
 from unstale.engines.registry import EngineOptions, EngineSpec
-from unstale.engines.remote import LOAD_S, RemoteEngine, ServerReply
+from unstale.engines.remote import LOAD_S, RemoteEngine, ServerReply, decode_base64
 from unstale.engines.vllm_server import EXTENSION, VllmServer
 
 
@@ -98,7 +97,7 @@ class VllmEngine(RemoteEngine):
 
     def _decode_routes(self, routes: str) -> Any:
         """Return expert routes from a NumPy file in base64."""
-        return np.load(io.BytesIO(base64.b64decode(routes, validate=True)), allow_pickle=False)
+        return np.load(io.BytesIO(decode_base64(routes)), allow_pickle=False)
 
 
 SPEC = EngineSpec(VllmEngine)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from unstale.expert_routes import no_rows
 from unstale.model.prefix_tree import Packed
 from unstale.old_logps.scoring.queue import PieceKey, Pieces, PieceText, by_key, key_of
 from unstale.old_logps.scoring.scorer import Scorer, Weights
@@ -46,18 +47,14 @@ def score_pieces(
 
 def stack_routes(texts: Sequence[PieceText]) -> Tensor | None:
     """Return the rows `[T, layers, k]` of all texts end to end, None if no text has any."""
-    examples = (torch.from_numpy(text.routes.experts[:0]) for text in texts if text.routes)
-    example = next(examples, None)
+    example = next((text.routes for text in texts if text.routes), None)
     if example is None:
         return None
     parts = []
     for text in texts:
         count = len(text.tokens)
-        if text.routes:
-            parts.append(torch.from_numpy(text.routes.rows(count)))
-        else:
-            absent = torch.iinfo(example.dtype).max
-            parts.append(example.new_full((count, *example.shape[1:]), absent))
+        recorded = torch.from_numpy(text.routes.rows(count)) if text.routes else None
+        parts.append(no_rows(example, count) if recorded is None else recorded)
     return torch.cat(parts)
 
 
