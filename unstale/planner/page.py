@@ -203,7 +203,8 @@ def command(candidate: Candidate) -> str:
     needs = candidate.costs.route.needs
     if setup.is_sharded(candidate.placement.trainers) and not needs.own_process:
         options["cluster.trainers"] = candidate.placement.trainers
-        options["cluster.context"] = setup.context
+        if setup.context > 1:
+            options["cluster.context"] = setup.context
     if setup.pass_tokens > _LONG and not setup.device.is_core:
         options["trainer.share_prompts"] = "false"
     policy = "base" if setup.model.name == SHIPPED_POLICY.name else "FOLDER"
