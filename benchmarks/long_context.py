@@ -176,21 +176,23 @@ def model_rows(names: Sequence[str], tokens: int) -> list[str]:
 def main(words: Sequence[str] | None = None) -> Path:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--tokens", type=int, default=TOKENS)
+    parser.add_argument("--computed", type=int, default=TOKENS, help="tokens of the tiny model")
     parser.add_argument("--models", nargs="*", choices=list(PRESETS), default=["4B", "30B-A3B"])
     chosen = parser.parse_args(words)
     tokens = chosen.tokens
     lines = [
-        f"Memory that one pass of {tokens:,} tokens keeps until its backward pass, on each rank. "
-        "Weights, gradients and logits are not included.",
+        "Memory that one pass keeps until its backward pass, on each rank. Weights, gradients and "
+        "logits are not included.",
         "",
-        f"## A tiny model ({TINY.layers} layers of width {TINY.hidden}, float32), computed",
+        f"## A tiny model ({TINY.layers} layers of width {TINY.hidden}, float32): a computed pass of "
+        f"{chosen.computed:,} tokens",
         "",
         "This process is the first rank. With 4 ranks, the exchanges with the others carry no "
         "values.",
         "",
-        *tiny_rows(tokens),
+        *tiny_rows(chosen.computed),
         "",
-        "## Real widths in bfloat16, counted",
+        f"## Real widths in bfloat16, counted: {tokens:,} tokens",
         "",
         f"Passes of {COUNTED:,} tokens with one and two layers were counted without values. Their "
         "difference is taken for each further layer, and the sum is scaled to the length. The last "

@@ -178,9 +178,10 @@ class Ranks:
             self._group = self._reserve(notify)
             options = {f"num_{name.lower()}s": 1 for name in self._needs}
             strategy = self._ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy
+            table = self._ray.util.placement_group_table(self._group)
             places = [
-                {"scheduling_strategy": strategy(self._group, placement_group_bundle_index=rank)}
-                for rank in range(self.count)
+                {"scheduling_strategy": strategy(self._group, placement_group_bundle_index=bundle)}
+                for bundle in order_by_node(table["bundles_to_node_id"])
             ]
         actor = self._ray.remote(max_restarts=0, **options)(_RankActor)
         self._actors = [actor.options(**place).remote() for place in places]
@@ -331,6 +332,21 @@ class Ranks:
         self.close()
         reason = (str(error).splitlines() or [repr(error)])[0]
         return RanksDied(f"a trainer rank died ({name}): {reason}")
+
+
+def order_by_node(nodes: Mapping[int, str]) -> list[int]:
+    """Return the bundles of a placement group in an order in which those of a node are adjacent.
+
+    `nodes` has the node of each bundle. Ranks that divide a pass are adjacent, so they are on one
+    node if they fit there.
+
+    >>> order_by_node({0: "b", 1: "a", 2: "b", 3: "a"})
+    [0, 2, 1, 3]
+    """
+    first: dict[str, int] = {}
+    for bundle in sorted(nodes):
+        first.setdefault(nodes[bundle], bundle)
+    return sorted(nodes, key=lambda bundle: (first[nodes[bundle]], bundle))
 
 
 class RankedTrainer:
