@@ -184,8 +184,8 @@ def main(words: Sequence[str] | None = None) -> Path:
         "Memory that one pass keeps until its backward pass, on each rank. Weights, gradients and "
         "logits are not included.",
         "",
-        f"## A tiny model ({TINY.layers} layers of width {TINY.hidden}, float32): a computed pass of "
-        f"{chosen.computed:,} tokens",
+        f"## A tiny model ({TINY.layers} layers of width {TINY.hidden}, float32): computed passes "
+        f"of {chosen.computed:,} tokens",
         "",
         "This process is the first rank. With 4 ranks, the exchanges with the others carry no "
         "values.",
