@@ -20,7 +20,7 @@ from torch import Tensor
 from tests.cluster.conftest import NODE_MEMORY
 from tests.engines.test_processes import configured, said, say
 from tests.support.host_engines import EngineWithPid, LoggedEngine, SlowEngine, digits
-from tests.support.waits import LIMIT_S, until
+from tests.support.waits import LIMIT_S, until, wait_until
 from unstale.cli import session
 from unstale.cluster.engine_host import HostOptions
 from unstale.cluster.engine_host_weights import VersionOfWeights, WeightPosts
@@ -57,7 +57,13 @@ def add_node(cluster: Any) -> Any:
 def hosted(folder: Path, number: int = 0, *, restarts: int = 2, **options: Any) -> HostedEngine:
     each = EngineOptions(folder, dtype="float32", max_running=8, max_context=1536)
     engines = HostOptions(options.get("make", EmbeddedEngine), (each,), restarts=restarts)
-    return HostedEngine(number, engines, partial(place, engines))
+    ready = options.get("ready", lambda: None)
+
+    def place_when_ready() -> Any:
+        ready()
+        return place(engines)
+
+    return HostedEngine(number, engines, place_when_ready)
 
 
 class Weights:
@@ -103,7 +109,7 @@ class Events:
 async def running(pool: EnginePool) -> AsyncIterator[EnginePool]:
     """Start a pool. Close it at the end of the context."""
     try:
-        async with asyncio.timeout(LIMIT_S):
+        async with asyncio.timeout(1.5 * LIMIT_S):  # later than `until`, which says why
             await pool.start()
             yield pool
     finally:
@@ -118,11 +124,22 @@ def test_a_late_host_gets_full_weights_and_then_the_deltas_it_missed(
     cluster: Any, first_node: Any, folder: Path, tmp_path: Path
 ) -> None:
     """The second host loads version 1 while versions 2 and 3 are published without it."""
+    import ray
+
     weights = Weights()
     log, never, hold = tmp_path / "first", tmp_path / "never", tmp_path / "hold"
     late_log = tmp_path / "late"
     hold.touch()
     fetched: list[tuple[bool, int]] = []
+
+    def free() -> float:
+        return float(ray.available_resources().get(RESOURCE, 0))
+
+    def first_has_place() -> None:
+        """Wait until the first host has the only node."""
+        wait_until(lambda: free() == 0, "the first host")
+
+    wait_until(lambda: free() == 1, "the host of an earlier test to leave its node")
 
     def objects(update: VersionOfWeights, held: int) -> Any:
         found = weights.posts.objects(held, update._version)
@@ -133,7 +150,7 @@ def test_a_late_host_gets_full_weights_and_then_the_deltas_it_missed(
         events = Events()
         engines = [
             hosted(folder, 0, make=partial(LoggedEngine, log, never)),
-            hosted(folder, 1, make=partial(LoggedEngine, late_log, hold)),
+            hosted(folder, 1, make=partial(LoggedEngine, late_log, hold), ready=first_has_place),
         ]
         recovery = Recovery(weights.posts.at, restarts=0, on_event=events)
         async with running(EnginePool(engines, recovery, patience_s=LIMIT_S)) as pool:
