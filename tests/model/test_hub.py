@@ -197,7 +197,7 @@ def test_the_learning_rate_is_judged_by_the_size_of_the_downloaded_model(
     assert warning.why.endswith("usual is about 1e-06 (this model's size is unknown)")
     assert not served
 
-    def stop(config: RunConfig) -> None:
+    def stop(config: RunConfig, **_: object) -> None:
         raise ConfigError("here the model would be loaded")
 
     monkeypatch.setattr(session, "build_machine", stop)
