@@ -6,10 +6,14 @@
 The embedded engine plays retail tasks and records the experts that it chose. The trainer scores the
 same tokens in float32 under the same weights, with its own choice of experts and with the recorded
 one. D is the ratio of the two programs' probabilities; it should be 1.
+
+The dense base policy has the same shape and no choice of experts. Its row shows what rounding alone
+does. Without FOLDER only that is measured.
 """
 
 import argparse
 import asyncio
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
@@ -19,7 +23,7 @@ from torch import Tensor
 
 from benchmarks.tables import CONSOLE, columns, row, write
 from unstale.build import build_rollout, build_sampler
-from unstale.config import Dtype, RunConfig, ScheduleConfig
+from unstale.config import SHIPPED_POLICY, Dtype, RunConfig, ScheduleConfig
 from unstale.engines import Engine
 from unstale.model.experts import RouteRecorder
 from unstale.model.policy import Policy
@@ -32,13 +36,13 @@ LARGE = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """The tokens of one engine, and `|log D|` of each with and without replay."""
+    """The tokens of one engine, and `|log D|` of each."""
 
     engine: Dtype
     other_experts: float
     """Share of (token, layer) for which the trainer alone chooses another set of experts."""
-    plain: Tensor
-    replayed: Tensor
+    sizes: Mapping[str, Tensor]
+    """`|log D|` of each token, by the experts that the trainer uses."""
 
 
 def measure(config: RunConfig, groups: int) -> Measured:
@@ -62,17 +66,20 @@ def measure(config: RunConfig, groups: int) -> Measured:
         finally:
             await engine.close()
 
-    batch = collate(asyncio.run(play()), replay_routes=True)
-    assert batch.routes is not None and bool(batch.routes.complete[batch.sampled].all())
-    plain = replace(batch, routes=None)
-    behavior = batch.behavior_logp[batch.sampled]
-    sizes = [(score(policy, each)[batch.sampled] - behavior).abs() for each in (plain, batch)]
-    return Measured(cast(Dtype, config.engine.dtype), other_experts(policy, batch), *sizes)
+    engine = cast(Dtype, config.engine.dtype)
+    batch = collate(asyncio.run(play()), replay_routes=config.trainer.routing_replay)
+    if batch.routes is None:
+        return Measured(engine, 0.0, {"none (dense)": size(policy, batch)})
+    assert bool(batch.routes.complete[batch.sampled].all())
+    plain = size(policy, replace(batch, routes=None))
+    sizes = {"own": plain, "replayed": size(policy, batch)}
+    return Measured(engine, other_experts(policy, batch), sizes)
 
 
-def score(policy: Policy, batch: Batch) -> Tensor:
+def size(policy: Policy, batch: Batch) -> Tensor:
+    """Return `|log D|` of the sampled tokens."""
     scored = policy.score(batch, batch.sampled, temperature=1.0, max_tokens_per_microbatch=1024)
-    return scored.logp
+    return (scored.logp - batch.behavior_logp)[batch.sampled].abs()
 
 
 @torch.no_grad()
@@ -93,7 +100,9 @@ def other_experts(policy: Policy, batch: Batch) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.routing", description=__doc__)
-    parser.add_argument("policy", type=Path, help="model folder of an MoE policy")
+    parser.add_argument(
+        "policy", type=Path, nargs="?", help="model folder of an MoE policy; none: dense only"
+    )
     parser.add_argument("--groups", type=int, default=12, help="groups of 8 episodes to play")
     options = parser.parse_args()
     lines = [
@@ -108,31 +117,33 @@ def main() -> None:
             f"> {LARGE:g}",
         )
     ]
-    for dtype in ("bfloat16", "float32"):
-        config = configure(options.policy, cast(Dtype, dtype))
-        measured = measure(config, options.groups)
-        for name, size in (("own", measured.plain), ("replayed", measured.replayed)):
-            lines.append(line(measured, name, size))
-            CONSOLE.print(lines[-1])
+    policies = [options.policy] if options.policy else []
+    for policy in [*policies, SHIPPED_POLICY]:
+        for dtype in ("bfloat16", "float32"):
+            config = configure(policy, cast(Dtype, dtype), replay=policy != SHIPPED_POLICY)
+            measured = measure(config, options.groups)
+            for name, sizes in measured.sizes.items():
+                lines.append(line(measured, name, sizes))
+                CONSOLE.print(lines[-1])
     write("routing", "Routing replay", lines)
 
 
-def configure(policy: Path, engine: Dtype) -> RunConfig:
+def configure(policy: Path, engine: Dtype, *, replay: bool) -> RunConfig:
     config = retail(policy=str(policy), schedule=ScheduleConfig(group_size=8))
-    trainer = replace(config.trainer, routing_replay=True)
+    trainer = replace(config.trainer, routing_replay=replay)
     return replace(config, trainer=trainer, engine=replace(config.engine, dtype=engine))
 
 
-def line(measured: Measured, experts: str, size: Tensor) -> str:
+def line(measured: Measured, experts: str, sizes: Tensor) -> str:
     return row(
         measured.engine,
-        f"{len(size)}",
+        f"{len(sizes)}",
         f"{measured.other_experts:.2%}",
         experts,
-        f"{size.mean():.2g}",
-        f"{size.double().quantile(0.99):.2g}",
-        f"{size.max():.2g}",
-        f"{(size > LARGE).double().mean():.3%}",
+        f"{sizes.mean():.2g}",
+        f"{sizes.double().quantile(0.99):.2g}",
+        f"{sizes.max():.2g}",
+        f"{(sizes > LARGE).double().mean():.3%}",
     )
 
 

@@ -337,7 +337,9 @@ def build_checkpoints(config: RunConfig, machine: Components, run: Path) -> Chec
         "old": machine.old,
         "auditor": machine.auditor,
     }
-    return Checkpoints(run, parts, keep=config.checkpoint.keep)
+    # With the placement `own`, scoring changes the trained weights while a checkpoint is written.
+    copies = getattr(config.old_logps, "placement", "twin") == "own"
+    return Checkpoints(run, parts, keep=config.checkpoint.keep, copies=copies)
 
 
 def build_rank(config: RunConfig, peers: Peers) -> Rank:

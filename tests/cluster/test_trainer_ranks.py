@@ -1,13 +1,14 @@
 """Test trainer ranks that are Ray actors.
 
-They train as one process does. A rank that is killed is noticed, and new ranks continue from the
-checkpoint, bit for bit.
+They train as one process does, also while a checkpoint is written. A rank that is killed is
+noticed, and new ranks continue from the checkpoint, bit for bit.
 """
 
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -28,9 +29,10 @@ from unstale.cluster.ranks import (
     Ranks,
     RanksDied,
 )
+from unstale.cluster.ranks_worker import Rank
 from unstale.config import AuditConfig, ConfigError, OldLogpsConfig, RunConfig, TrainerConfig
 from unstale.durability.checkpoint import Progress
-from unstale.model.peers import ALONE
+from unstale.model.peers import ALONE, Peers
 from unstale.records import Batch, collate
 from unstale.testing import episode, tiny_policy
 
@@ -81,13 +83,31 @@ class Driver:
 
 
 @contextmanager
-def driver(count: int, config: RunConfig, run: Path) -> Iterator[Driver]:
+def driver(
+    count: int, config: RunConfig, run: Path, build: Callable[..., Rank] = build_rank
+) -> Iterator[Driver]:
     ranks = Ranks(count)
     try:
-        ranks.make(partial(build_rank, config))
+        ranks.make(partial(build, config))
         yield Driver(ranks, config, run)
     finally:
         ranks.close()
+
+
+def make_slow_writer(hold: Path) -> Callable[..., Rank]:
+    """Return a `build_rank` for ranks that write no checkpoint while the file `hold` exists."""
+
+    class SlowWriter(Rank):  # here, because Ray then pickles it by value
+        def write(self) -> str:
+            while hold.exists():
+                time.sleep(0.02)
+            return Rank.write(self)
+
+    def build(config: RunConfig, peers: Peers) -> Rank:
+        rank = build_rank(config, peers)
+        return SlowWriter(rank.policy, rank.trainer, rank.auditor)
+
+    return build
 
 
 def make_peerless() -> Any:
@@ -142,12 +162,19 @@ def test_killed_ranks_are_replaced_by_others_that_continue_bitwise(
     config: RunConfig, tmp_path: Path
 ) -> None:
     alone = learn_alone(config)
-    with driver(2, config, tmp_path) as run:
+    hold = tmp_path / "hold"
+    with driver(2, config, tmp_path, make_slow_writer(hold)) as run:
         for _ in range(2):
             run.step()
-        name = run.checkpoints.save(Progress(2), run.trainer)
-        for _ in range(2):
-            run.step()
+        hold.touch()
+        snapshot = run.checkpoints.snapshot(Progress(2), run.trainer)
+        with ThreadPoolExecutor(1) as files:
+            writing = files.submit(run.checkpoints.write, snapshot)
+            for _ in range(2):  # the ranks train on while the checkpoint is written
+                run.step()
+            assert not writing.done()
+            hold.unlink()
+            name = writing.result()
         undisturbed = run.trainer.weights()
         assert run.trainer.version == 4
         os.kill(run.ranks.call("pid"), signal.SIGKILL)

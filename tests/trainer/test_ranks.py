@@ -5,7 +5,10 @@ log-probabilities are exact, bit for bit, by every route that promises it. Every
 contract. A number that is not finite on one rank is an error on all.
 """
 
+import errno
+import os
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -26,6 +29,7 @@ from unstale.config import (
     TrainerConfig,
 )
 from unstale.config.routes import routes
+from unstale.durability import checkpoint_shards
 from unstale.durability.checkpoint import CheckpointError, Checkpoints, Progress, Stateful
 from unstale.expert_routes import ExpertRoutes
 from unstale.model.lora import Lora
@@ -400,6 +404,43 @@ def save_without_peer(peers: Peers, folder: Path, run: Path) -> None:
     with pytest.raises(RuntimeError, match="gloo") as caught:
         Checkpoints(run, parts, peers=peers).save(Progress(), trainer.policy)
     assert not isinstance(caught.value, CheckpointError)
+
+
+def save_without_manifest(peers: Peers, folder: Path, run: Path) -> None:
+    """Write a checkpoint, the parts of another without its manifest, and then all of it."""
+    trainer, parts = components(peers, folder, SMALL)
+    trainer.old.published([0])
+    checkpoints = Checkpoints(run, parts, peers=peers.for_another_thread(), copies=True)
+    name = checkpoints.save(Progress(), trainer.policy)
+    snapshot = checkpoints.snapshot(Progress(1), trainer.policy)
+    saved = masters(trainer)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoint_shards, "write_manifest", out_of_space)
+        with pytest.raises(CheckpointError, match="No space left"):
+            checkpoints.write(snapshot)
+    left = run / "checkpoints" / "step000001-version000000.part" / "trainer"
+    assert len([*left.iterdir()]) == peers.count
+    assert checkpoints.names == [name]
+    checkpoints.restore(checkpoints.load(name))
+    with ThreadPoolExecutor(1) as files:  # over the parts that are left
+        writing = files.submit(checkpoints.write, snapshot)
+        for minibatch in trainer.prepare(batch_of(0)):
+            trainer.backward(minibatch)
+            trainer.step()
+    checkpoints.restore(checkpoints.load(writing.result()))
+    assert all(torch.equal(saved[name], tensor) for name, tensor in masters(trainer).items())
+
+
+def out_of_space(*_: object) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_parts_without_a_manifest_are_no_checkpoint(folder: Path, tmp_path: Path) -> None:
+    """A run that ends between the two continues from the checkpoint before.
+
+    The next one is written by another thread while the ranks train.
+    """
+    run_ranks(2, save_without_manifest, folder, tmp_path)
 
 
 def test_a_peer_that_ended_is_no_error_of_a_checkpoint(folder: Path, tmp_path: Path) -> None:

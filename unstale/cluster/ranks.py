@@ -57,6 +57,8 @@ _PLACE_S = 2
 _LOOPBACK = "127.0.0.1"
 _PREFIX = "unstale-ranks-"
 """Start of the names of temporary folders in which ranks of one machine meet."""
+_FILES = "files"
+"""Name of the second thread of a rank."""
 
 Notify = Callable[[str], None]
 """Prints or logs a sentence."""
@@ -183,7 +185,9 @@ class Ranks:
                 {"scheduling_strategy": strategy(self._group, placement_group_bundle_index=bundle)}
                 for bundle in order_by_node(table["bundles_to_node_id"])
             ]
-        actor = self._ray.remote(max_restarts=0, **options)(_RankActor)
+        actor = self._ray.remote(max_restarts=0, concurrency_groups={_FILES: 1}, **options)(
+            _RankActor
+        )
         self._actors = [actor.options(**place).remote() for place in places]
         (meeting,) = self._wait([self._actors[0].meet.remote(self.count)], START_S, "start")
         if Path(meeting).is_absolute():
@@ -268,6 +272,15 @@ class Ranks:
             answers = self._wait([each.run.remote(shared) for each in self._actors], limit, name)
             self._longest[name] = max(longest or 0.0, time.monotonic() - began)
             return answers[0]
+
+    def call_beside(self, name: str, *arguments: Any) -> Any:
+        """Call a method on every rank, each in a second thread. Other calls run meanwhile.
+
+        Calls of `call_beside` run one at a time. Raises the same errors as `call`.
+        """
+        shared = self._ray.put([(name, arguments)])
+        runs = [each.run.options(concurrency_group=_FILES) for each in self._actors]
+        return self._wait([run.remote(shared) for run in runs], FIRST_CALL_S, name)[0]
 
     def close(self) -> None:
         """End all ranks. `make` starts others."""
@@ -461,7 +474,10 @@ class RankedAuditor:
 
 
 class RankedCheckpoints(Checkpoints):
-    """Checkpoints that the ranks write and read. Every rank must reach the run folder."""
+    """Checkpoints that the ranks write and read. Every rank must reach the run folder.
+
+    The ranks copy their state for a snapshot, and continue while the copy is written.
+    """
 
     def __init__(self, trainer: RankedTrainer, run: Path, *, keep: int = 2) -> None:
         super().__init__(run, {}, keep=keep)
@@ -473,7 +489,7 @@ class RankedCheckpoints(Checkpoints):
         return Checkpoint(progress, source.version, {}, {})
 
     def write(self, checkpoint: Checkpoint) -> str:
-        return str(self._trainer.call("write"))
+        return str(self._trainer.ranks.call_beside("write"))
 
     def load(self, name: str) -> Checkpoint:
         progress, version = self._trainer.call("load", name)

@@ -63,7 +63,8 @@ class Rank:
             "old": self._old,
             "auditor": self.auditor,
         }
-        self._checkpoints = Checkpoints(run, parts, keep=keep, peers=self.policy.peers)
+        peers = self.policy.peers.for_another_thread()
+        self._checkpoints = Checkpoints(run, parts, keep=keep, peers=peers, copies=True)
 
     @property
     def checkpoints(self) -> Checkpoints:
@@ -122,6 +123,7 @@ class Rank:
         self._snapshot = self.checkpoints.snapshot(progress, self.trainer)
 
     def write(self) -> str:
+        """Write the snapshot. Other methods, except `snapshot`, may run in another thread."""
         assert self._snapshot is not None
         name = self.checkpoints.write(self._snapshot)
         self._snapshot = None

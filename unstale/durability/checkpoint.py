@@ -26,6 +26,7 @@ from unstale.durability.checkpoint_files import (
     Checkpoint,
     CheckpointError,
     Progress,
+    copied,
     flush_to_disk,
     read_checkpoint,
     read_manifest,
@@ -80,28 +81,40 @@ class Checkpoints:
 
     `parts` are the components to save, by name. `keep` is the number of checkpoints that `prune`
     keeps. If the components are divided among `peers`, all ranks call `snapshot`, `write`, `load`
-    and `restore` together. Call `snapshot` and `write_version` in the trainer's thread. `write` and
-    `weights` may run in other threads, with one `write` at a time.
+    and `restore` together. With `copies`, a snapshot has copies of the trainer's state and of the
+    weights, in main memory. Call `snapshot` and `write_version` in the trainer's thread. `write`
+    and `weights` may run in other threads, with one `write` at a time.
     """
 
     def __init__(
-        self, run: Path, parts: Mapping[str, Stateful], *, keep: int = 2, peers: Peers = ALONE
+        self,
+        run: Path,
+        parts: Mapping[str, Stateful],
+        *,
+        keep: int = 2,
+        peers: Peers = ALONE,
+        copies: bool = False,
     ) -> None:
         self._folder = run / CHECKPOINTS
         self._versions = run / VERSIONS
         self._parts = parts
         self._keep = keep
         self._peers = peers
+        self._copies = copies
 
     def snapshot(self, progress: Progress, source: VersionedWeights) -> Checkpoint:
         """Collect the state of the run for a checkpoint.
 
-        The weights must not change until the checkpoint is written.
+        Without `copies`, the weights must not change until the checkpoint is written.
         """
         weights = source.weights()
         states = {name: part.state() for name, part in self._parts.items()}
         others = {name: subtract(states[name], weights) for name in states if name != TRAINER}
-        return Checkpoint(progress, source.version, states | others, weights)
+        states |= others
+        if self._copies:
+            states |= {name: copied(states[name]) for name in states.keys() & {TRAINER}}
+            weights = copied(weights)
+        return Checkpoint(progress, source.version, states, weights)
 
     def save(self, progress: Progress, source: VersionedWeights) -> str:
         """Collect the state of the run, write it as a checkpoint, and return its name."""

@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.hf_storage import (
 from torch.distributed.checkpoint.state_dict_loader import load as load_sharded
 from torch.distributed.checkpoint.state_dict_saver import save as save_sharded
 
-from unstale.model.sharding import is_sharded
+from unstale.model.sharding import host_copy, is_sharded
 from unstale.weights.codec import (
     Encoded,
     apply,
@@ -81,8 +81,8 @@ class Progress:
 class Checkpoint:
     """The full state of a run at one moment, except its episodes, which the journal has.
 
-    It holds the trainer's own tensors, not copies. So it must be written before the next optimizer
-    step.
+    It holds the components' own tensors, or copies of the trainer's. It must be written before the
+    next optimizer step.
     """
 
     progress: Progress
@@ -117,6 +117,18 @@ def subtract(state: Any, weights: Mapping[str, Tensor], name: str = "") -> Any:
             return {key: subtract(item, weights, str(key)) for key, item in state.items()}
         case list() | tuple():
             return [subtract(item, weights) for item in state]
+    return state
+
+
+def copied(state: Any) -> Any:
+    """Return a state with copies of its tensors in main memory."""
+    match state:
+        case Tensor():
+            return host_copy(state)
+        case Mapping():
+            return {key: copied(item) for key, item in state.items()}
+        case list() | tuple():
+            return [copied(item) for item in state]
     return state
 
 

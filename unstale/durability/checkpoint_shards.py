@@ -43,7 +43,7 @@ from unstale.durability.checkpoint_files import (
     write_manifest,
     write_tensors,
 )
-from unstale.model.peers import Peers
+from unstale.model.peers import ALONE, Peers
 from unstale.model.sharding import is_sharded, local, part_of
 from unstale.weights.codec import words
 from unstale.weights.store import VersionStore
@@ -78,12 +78,13 @@ def write_parts(checkpoint: Checkpoint, folder: Path, peers: Peers) -> None:
             tensors[POLICY_PREFIX + name] = weight.detach().cpu().contiguous()
     writer = HuggingFaceStorageWriter(str(folder / TRAINER), save_distributed=True)
     with plain_errors():
-        save_sharded(dict(trained), storage_writer=writer)
+        save_sharded(dict(trained), storage_writer=writer, process_group=peers.group)
     own = folder / state_file(peers.rank)
     with peers.fail_together(_FILE_ERRORS):
         write_tensors(own, tensors)
         flush_to_disk(own)
-    found = _load({name: torch.zeros_like(tensor) for name, tensor in trained.items()}, folder)
+    found = {name: torch.zeros_like(tensor) for name, tensor in trained.items()}
+    _load(found, folder, peers)
     with peers.fail_together(_FILE_ERRORS):
         same = all(torch.equal(words(local(found[name])), words(parts[name])) for name in parts)
         if not same or not read_back([own], tensors):
@@ -109,7 +110,7 @@ def read_parts(folder: Path, body: Mapping[str, Any], layout: Layout, peers: Pee
         for name in files[peers.rank :: peers.count]:
             verify_file(folder, name, body)
     targets = {name: _target(name, shape, layout) for name, shape in body["shapes"].items()}
-    trained = _load(targets, folder, alone=peers.count == 1)
+    trained = _load(targets, folder, peers)
     written = [{"states": body["states"], "policy": body["policy"]}, *body.get("parts", [])]
     with peers.fail_together(_FILE_ERRORS):
         if len(written) == peers.count:
@@ -134,16 +135,15 @@ def read_whole_policy(folder: Path, body: Mapping[str, Any]) -> dict[str, Tensor
         for name, shape in body["shapes"].items()
         if name.startswith(WEIGHTS_PREFIX)
     }
-    return forward_weights(
-        body, load_file(folder / state_file(0)) | _load(wanted, folder, alone=True)
-    )
+    return forward_weights(body, load_file(folder / state_file(0)) | _load(wanted, folder))
 
 
-def _load(targets: dict[str, Tensor], folder: Path, *, alone: bool = False) -> dict[str, Tensor]:
+def _load(targets: dict[str, Tensor], folder: Path, peers: Peers = ALONE) -> dict[str, Tensor]:
     """Read the trainer's tensors into `targets`: all ranks together, or one process alone."""
+    alone = peers.count == 1
     reader = HuggingFaceStorageReader(str(folder / TRAINER))
     with plain_errors():
-        load_sharded(targets, storage_reader=reader, no_dist=alone)
+        load_sharded(targets, storage_reader=reader, no_dist=alone, process_group=peers.group)
     return targets
 
 

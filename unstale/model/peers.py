@@ -6,7 +6,7 @@ Every rank must call the same methods in the same order, each with its own value
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -14,12 +14,15 @@ from torch import Tensor
 
 from unstale.model.context import ContextGroup
 
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class Peers:
-    """The ranks of torch's default process group. By default, a single process without a group.
+    """The ranks of a process group. By default, a single process without a group.
 
     Tensors given to the methods are on the CPU.
     """
@@ -30,6 +33,8 @@ class Peers:
     """The ranks that divide the tokens of each forward pass with this one. None if a pass runs on
     one rank.
     """
+    group: "ProcessGroup | None" = None
+    """The group with which the methods communicate. None for torch's default process group."""
 
     @classmethod
     def of_group(cls) -> "Peers":
@@ -48,6 +53,15 @@ class Peers:
         starts = range(0, self.count, size)
         groups = [dist.new_group(list(range(start, start + size))) for start in starts]
         return replace(self, context=ContextGroup.of(groups[self.rank // size]))
+
+    def for_another_thread(self) -> "Peers":
+        """Return the same ranks with a new group, which another thread may use at the same time.
+
+        It exchanges values in main memory only.
+        """
+        if self.count == 1:
+            return self
+        return replace(self, group=dist.new_group(backend="gloo"))
 
     @property
     def reports(self) -> bool:
@@ -80,7 +94,7 @@ class Peers:
     def sum(self, tensor: Tensor) -> Tensor:
         """Return the sum over all ranks of tensors of one shape."""
         if self.count > 1:
-            dist.all_reduce(tensor)
+            dist.all_reduce(tensor, group=self.group)
         return tensor
 
     def gather(self, value: T) -> list[T]:
@@ -88,7 +102,7 @@ class Peers:
         if self.count == 1:
             return [value]
         values: list[Any] = [None] * self.count
-        dist.all_gather_object(values, value)
+        dist.all_gather_object(values, value, group=self.group)
         return values
 
     @contextmanager

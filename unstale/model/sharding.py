@@ -96,6 +96,14 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def host_copy(tensor: Tensor) -> Tensor:
+    """Return a copy in main memory. It is divided among ranks as the tensor is."""
+    copied = local(tensor).detach().to("cpu", copy=True)
+    if not isinstance(tensor, DTensor):
+        return copied
+    return DTensor(copied, tensor._spec, requires_grad=False)
+
+
 def is_sharded(tensor: Tensor) -> bool:
     return isinstance(tensor, DTensor)
 

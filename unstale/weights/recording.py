@@ -188,7 +188,7 @@ def _route_columns(table: RouteTable) -> dict[str, Tensor]:
         for version, routes in versions.items():
             for record in routes.chain():
                 places.append((sequence, version, record.start, len(record.experts)))
-                experts.append(torch.from_numpy(record.experts))
+                experts.append(torch.tensor(record.experts))
     rows = torch.cat(experts[1:]) if places else experts[0].reshape(0, 0, 0)
     values = (table.complete, torch.tensor(places, dtype=torch.long).reshape(-1, 4), rows)
     return dict(zip(_ROUTES, values, strict=True))
