@@ -7,8 +7,8 @@ The embedded engine plays retail tasks and records the experts that it chose. Th
 same tokens in float32 under the same weights, with its own choice of experts and with the recorded
 one. D is the ratio of the two programs' probabilities; it should be 1.
 
-The dense base policy has the same shape and no choice of experts. Its row shows what rounding alone
-does. Without FOLDER only that is measured.
+The dense base policy has the same width and depth, and no experts. Its row shows what rounding
+alone does. Without FOLDER only that is measured.
 """
 
 import argparse
