@@ -19,6 +19,7 @@ from unstale.cluster.gpus import gpu_memory_utilization
 from unstale.cluster.hosted_engine import make_host_pool
 from unstale.cluster.ranks import Notify, RankedAuditor, RankedCheckpoints, RankedTrainer, Ranks
 from unstale.cluster.ranks_worker import Rank
+from unstale.cluster.scoring_ranks import ScoringRank
 from unstale.config import (
     AdvantageConfig,
     ConfigError,
@@ -119,7 +120,8 @@ def build_machine(
     find_trackers(config.trackers)  # raises ConfigError for an unknown or missing tracker
     policy, taskset, generator = build_sampler(config, engine)
     if config.cluster.trainers:
-        ranked = build_ranked(config, policy, partial(build_rank, config), ranks, notify=notify)
+        makes = partial(build_rank, config), partial(build_scoring_rank, config)
+        ranked = build_ranked(config, policy, makes, ranks, notify=notify)
         return Components(policy, taskset, generator, None, *ranked)
     scorer = build_scorer(config, policy)
     trainer, auditor = build_trainer(config, policy, scorer)
@@ -149,13 +151,15 @@ def build_sampler(
 
 
 def build_trainer(
-    config: RunConfig, policy: Policy, scorer: Scorer
+    config: RunConfig, policy: Policy, scorer: Scorer, *, on_rank: bool = False
 ) -> tuple[LocalTrainer, Auditor]:
     """Return the trainer, and the auditor that measures the errors of its old log-probabilities.
 
     The trainer's `old` is the old-logit route, which may have a process. The caller must close it.
+    With `on_rank` it is the part of the route that a trainer rank has.
     """
-    old = build_old_logps(config.old_logps, scorer, lockstep=config.deterministic)
+    make = config.old_logps.make_on_rank if on_rank else config.old_logps.make
+    old: OldLogps = make(scorer, lockstep=config.deterministic)
     rules = Rules(config.correction, config.objective)
     auditor = Auditor(build_scorer(config, policy), old, rules, share=config.audit.share)
     return LocalTrainer(policy, config, old, auditor.look), auditor
@@ -178,11 +182,12 @@ def build_scorer(config: RunConfig, policy: Policy) -> Scorer:
     return LocalScorer(policy, config.engine.temperature, config.trainer.max_tokens_per_microbatch)
 
 
-def load_policy(config: RunConfig, peers: Peers | None = None) -> Policy:
+def load_policy(config: RunConfig, peers: Peers | None = None, *, trained: bool = True) -> Policy:
     """Load the model that a run starts from, with adapters if the run trains LoRA.
 
-    `peers` are the trainer ranks among which it is divided. Without `peers` the model is whole. It
-    is then in main memory if the run has trainer ranks, because only they need it on a GPU.
+    `peers` are the ranks among which it is divided. Without `peers` the model is whole. It is then
+    in main memory if the run has trainer ranks, because only they need it on a GPU. A policy that
+    is not `trained` only scores.
     """
     options = config.trainer
     lora = None
@@ -196,6 +201,7 @@ def load_policy(config: RunConfig, peers: Peers | None = None) -> Policy:
         lora=lora,
         peers=peers or ALONE,
         independent_rows=config.deterministic,
+        trained=trained,
     )
     policy.check_context(config.cluster.context)
     policy.set_forward_options(ForwardOptions.of(options))
@@ -346,8 +352,15 @@ def build_rank(config: RunConfig, peers: Peers) -> Rank:
     """Return the components of one of several trainer ranks. All ranks must call it."""
     torch.set_num_threads(trainer_threads(config))
     policy = load_policy(config, peers.in_context_groups(config.cluster.context))
-    trainer, auditor = build_trainer(config, policy, build_scorer(config, policy))
+    trainer, auditor = build_trainer(config, policy, build_scorer(config, policy), on_rank=True)
     return Rank(policy, trainer, auditor)
+
+
+def build_scoring_rank(config: RunConfig, peers: Peers) -> ScoringRank:
+    """Return one of several ranks that only score. All ranks must call it."""
+    torch.set_num_threads(1)
+    policy = load_policy(config, peers, trained=False)
+    return ScoringRank(policy, build_scorer(config, policy))
 
 
 def build_queue(config: ScheduleConfig, life: ResumeState) -> StalenessQueue:

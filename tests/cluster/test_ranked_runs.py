@@ -1,9 +1,12 @@
 """Test that whole runs with trainer ranks have what runs without ranks have.
 
-One rank gives bitwise the run without ranks. A run of two ranks with adapters records, audits,
-evaluates and saves its policy. A batch at which the ranks stop is saved and computed again.
+One rank gives bitwise the run without ranks. A second model has ranks of its own. A run of two
+ranks with adapters records, audits, evaluates and saves its policy. A batch at which the ranks stop
+is saved and computed again.
 """
 
+import os
+import signal
 from collections.abc import Sequence
 from dataclasses import replace
 from io import StringIO
@@ -29,7 +32,7 @@ from unstale.config import (
     ScheduleConfig,
 )
 from unstale.durability.compare_runs import differences
-from unstale.durability.run_folder import RunFolder
+from unstale.durability.run_folder import EVENTS, RunFolder
 from unstale.recipes.retail import retail
 from unstale.records import Batch
 from unstale.weights.recording import RECORDED, WENT_WRONG, Recorded
@@ -60,24 +63,29 @@ def train(made: RunConfig, console: Console | None = None) -> Path:
     return session.train(made, console=console or Console(file=StringIO())).folder
 
 
-def require_exact(folder: Path) -> None:
+def require_exact(folder: Path, *, error: float = 0.0) -> None:
+    """`error` is the largest mean error, by other passes in which the audit scores again."""
     rows = [row for row in RunFolder(folder).metrics() if row["step"]]
     assert [row["old_logps/exact_share"] for row in rows] == [1.0] * len(rows)
-    assert [row["audit/logp_error_abs_mean"] for row in rows] == [0.0] * len(rows)
+    assert max(row["audit/logp_error_abs_mean"] for row in rows) <= error
     assert any(row["trainer/grad_norm"] > 0 for row in rows)
 
 
-def test_one_rank_gives_bitwise_the_run_without_ranks(tmp_path: Path) -> None:
-    """Weights, checkpoints, versions, journal and metrics are compared."""
+@pytest.mark.parametrize("route", ["snapshot_old", "old_logit_model"])
+def test_one_rank_gives_bitwise_the_run_without_ranks(route: str, tmp_path: Path) -> None:
+    """Weights, checkpoints, versions, journal and metrics are compared.
+
+    Both routes send whole weights to the engine, as ranks do: publish/bytes would differ.
+    """
+    options = {"storage": "full"} if route == "snapshot_old" else {}
     folders = []
     for name, trainers in (("local", 0), ("rank", 1)):
         made = config(tmp_path, name, trainers=trainers, steps=3)
-        # Without deltas, because ranks send whole weights: publish/bytes would differ.
-        old_logps = OldLogpsConfig(route="snapshot_old", storage="full")
+        old_logps = OldLogpsConfig(route=route, **options)
         recorded = replace(made.audit, record=True)
         folders.append(train(replace(made, old_logps=old_logps, audit=recorded)))
     assert differences(*folders) == []
-    require_exact(folders[1])
+    require_exact(folders[1], error=0.0 if route == "snapshot_old" else 1e-7)
     local, rank = (Recorded(folder / RECORDED) for folder in folders)
     assert local.versions == rank.versions == [0, 1, 2, 3] and local.steps == rank.steps == [
         1,
@@ -88,6 +96,35 @@ def test_one_rank_gives_bitwise_the_run_without_ranks(tmp_path: Path) -> None:
         one, other = local.weights(version), rank.weights(version)
         assert all(torch.equal(one[name], tensor) for name, tensor in other.items())
         assert one.keys() == other.keys()
+
+
+def test_a_second_model_on_ranks_is_exact_and_replaced_when_it_dies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step, killed = RankedTrainer.step, []
+
+    def step_and_kill(trainer: RankedTrainer) -> None:
+        step(trainer)
+        if trainer.version == 1 and not killed:
+            assert trainer.ranks.scorers is not None
+            killed.append(trainer.ranks.scorers.call("pid"))
+            os.kill(killed[0], signal.SIGKILL)
+
+    monkeypatch.setattr(RankedTrainer, "step", step_and_kill)
+    made = config(tmp_path, "run", trainers=2, steps=3)
+    folder = train(
+        replace(
+            made,
+            deterministic=False,
+            checkpoint=CheckpointConfig(every=1),
+            old_logps=OldLogpsConfig(route="old_logit_model", ranks=2),
+            trainer=replace(made.trainer, dtype="bfloat16"),
+        )
+    )
+    require_exact(folder, error=1e-3)
+    events = [row for row in RunFolder(folder).rows(EVENTS) if row["kind"] == "trainer_died"]
+    assert len(killed) == len(events) == 1
+    assert events[0]["reason"].startswith("an old-logit rank died")
 
 
 def test_two_ranks_with_adapters_record_audit_and_evaluate(tmp_path: Path) -> None:

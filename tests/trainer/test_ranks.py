@@ -23,6 +23,8 @@ from tests.support.ranks import run_ranks
 from unstale.build import build_old_logps, build_scorer, build_trainer
 from unstale.config import (
     AuditConfig,
+    ClusterConfig,
+    ConfigError,
     ObjectiveConfig,
     OldLogpsConfig,
     RunConfig,
@@ -36,8 +38,17 @@ from unstale.model.lora import Lora
 from unstale.model.peers import ALONE, Peers
 from unstale.model.policy import Policy
 from unstale.model.sharding import gather_whole
-from unstale.records import Batch, Piece, Sampled, ScoredTrajectory, collate
-from unstale.testing import check_old_logps, episode, tiny_policy
+from unstale.old_logps.scoring.local_scorer import LocalScorer
+from unstale.records import (
+    Batch,
+    PendingPiece,
+    Piece,
+    Sampled,
+    ScoredTrajectory,
+    collate,
+    walk,
+)
+from unstale.testing import check_old_logps, episode, nudge, tiny_policy
 from unstale.trainer.local import LocalTrainer
 
 STEPS = 4
@@ -71,6 +82,14 @@ EXPERTS = 8
 VARIANTS_OF = {1: ("bfloat16",), 2: tuple(VARIANTS), 3: ("plain", "lora")}
 """The variants that run on this number of ranks."""
 SHARDED_ROUTES = sorted(routes().keys() - {"old_logit_model"})
+"""Routes without a second model on ranks of its own. `tests/cluster` tests that one."""
+EXACT_SETTINGS = (
+    SNAPSHOT,
+    OldLogpsConfig(route="snapshot_old", placement="own"),
+    OldLogpsConfig(route="snapshot_old", storage="full"),
+    OldLogpsConfig(route="interrupt_sync"),
+    OldLogpsConfig(route="eager"),
+)
 
 
 @dataclass
@@ -277,6 +296,9 @@ def check_routes(peers: Peers, folder: Path) -> None:
         check(peers, folder, OldLogpsConfig(route=route))
     check(peers, folder, OldLogpsConfig(route="snapshot_old", placement="own"))
     check(peers, folder, OldLogpsConfig(route="snapshot_old", storage="full"), LORA)
+    for config in EXACT_SETTINGS:
+        check_any_order(peers, folder, config)
+    check_second_model(peers, folder)
 
 
 def check(peers: Peers, folder: Path, config: OldLogpsConfig, lora: Lora | None = None) -> None:
@@ -285,6 +307,60 @@ def check(peers: Peers, folder: Path, config: OldLogpsConfig, lora: Lora | None 
         lora=lora,
         make_policy=lambda: Policy.load(folder, lora=lora, peers=peers),
     )
+
+
+def check_any_order(peers: Peers, folder: Path, config: OldLogpsConfig) -> None:
+    """Check that a batch of any version is scored, bit for bit, as when it was current."""
+    policy = Policy.load(folder, peers=peers)
+    old = build_old_logps(config, LocalScorer(policy, 1.0, 32))
+    batches, truth = [], []
+    for version in range(4):
+        policy.version = version
+        old.publishing()
+        old.published(range(version + 1))
+        episodes = [episode(10 * version + i, [5 + i, (6, version)]) for i in range(3)]
+        pieces = [piece for each in episodes for piece in pending(each)]
+        for piece in pieces:
+            old.arrived(piece)
+        batch = collate(episodes)
+        scored = policy.score(batch, batch.sampled, temperature=1.0, max_tokens_per_microbatch=32)
+        batches.append(batch)
+        truth.append(scored.logp)
+        old.closing(pieces)
+        nudge(policy, seed=version + 1)
+    for version in (2, 0, 3, 1, 3, 0):
+        values, exact = old.logps(batches[version], torch.empty(0))
+        assert torch.equal(values, truth[version]), f"{config}, version {version}"
+        assert torch.equal(exact, batches[version].sampled)
+    old.close()
+
+
+def check_second_model(peers: Peers, folder: Path) -> None:
+    """Check that a model that only scores takes whole weights, and scores as the trained one."""
+    trained = Policy.load(folder, dtype="bfloat16", peers=peers)
+    second = Policy.load(folder, dtype="bfloat16", peers=peers, trained=False)
+    assert second.num_bytes == sum(tensor.nbytes for tensor in second.weights().values())
+    nudge(trained, seed=1)
+    second.load_whole_weights(trained.whole_weights())
+    batch = batch_of(0)
+    logps = [
+        policy.score(batch, batch.sampled, temperature=1.0, max_tokens_per_microbatch=64).logp
+        for policy in (trained, second)
+    ]
+    assert torch.equal(*logps) and bool(logps[0].any())
+    with pytest.raises(ValueError, match="missing"):
+        second.load_whole_weights([])
+
+
+def pending(scored: ScoredTrajectory) -> list[PendingPiece]:
+    trajectory = scored.trajectory
+    return [
+        PendingPiece(
+            trajectory.episode, trajectory.tokens[: start + len(piece.tokens)], start, piece
+        )
+        for start, piece, _ in walk(trajectory.pieces)
+        if isinstance(piece, Sampled)
+    ]
 
 
 def test_every_route_keeps_its_contract_on_two_ranks(tmp_path: Path) -> None:
@@ -456,3 +532,13 @@ def test_a_damaged_part_of_one_rank_is_refused_by_all(folder: Path, tmp_path: Pa
     files[1].write_bytes(content)
     for message in run_ranks(2, refused, folder, tmp_path, name):
         assert f"trainer/{files[1].name} was changed after it was written" in message
+
+
+def test_options_that_ranks_lack_are_refused_with_the_reason() -> None:
+    two = ClusterConfig(trainers=2)
+    with pytest.raises(ConfigError, match=r"trainer.compile needs .*got 2: torch.compile .*GPU"):
+        RunConfig(recipe="", cluster=two, trainer=TrainerConfig(compile=True))
+    scored = OldLogpsConfig(route="old_logit_model", ranks=2)
+    with pytest.raises(ConfigError, match=r"old_logps.ranks must be 1 .*got 2.*cluster.trainers"):
+        RunConfig(recipe="", old_logps=scored)
+    assert RunConfig(recipe="", cluster=two, old_logps=scored).old_logps.scoring_ranks == 2

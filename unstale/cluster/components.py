@@ -16,6 +16,7 @@ from unstale.cluster.ranks import (
     Ranks,
 )
 from unstale.cluster.ranks_worker import MakeRank
+from unstale.cluster.scoring_ranks import RankedOldLogitModel, RanksLink
 from unstale.config import ClusterConfig, RunConfig
 from unstale.engines.pool import EnginePool
 from unstale.model.policy import Policy
@@ -24,25 +25,41 @@ from unstale.model.policy import Policy
 def build_ranked(
     config: RunConfig,
     policy: Policy,
-    make: MakeRank,
+    makes: tuple[MakeRank, MakeRank],
     ranks: Ranks | None = None,
     *,
     notify: Notify = lambda text: None,
 ) -> tuple[RankedOldLogps, RankedAuditor, RankedTrainer]:
     """Return the old-logit route, the audit and the trainer on ranks.
 
-    `make` makes the components of one rank. If `ranks` are given, they are used instead of new
-    ones. `policy` is the driver's. `notify` is called with what new ranks wait for. Raises what
+    `makes` make the components of one trainer rank, and those of one rank that only scores, if the
+    route has such ranks. If `ranks` are given, they are used instead of new ones.
+    `policy` is the driver's. `notify` is called with what new ranks wait for. Raises what
     `Ranks.make` raises; the ranks are then ended.
     """
     cluster = config.cluster
-    ranks = ranks or Ranks(cluster.trainers, address=cluster.address, patience_s=cluster.patience_s)
+    ranks = ranks or Ranks(
+        cluster.trainers,
+        address=cluster.address,
+        patience_s=cluster.patience_s,
+        scorers=config.old_logps.scoring_ranks,
+    )
     with ExitStack() as on_error:
         on_error.callback(ranks.close)
-        ranks.make(make, notify)
+        ranks.make(makes[0], notify)
+        if ranks.scorers:
+            ranks.scorers.make(makes[1], notify)
         on_error.pop_all()
     trainer = RankedTrainer(ranks, policy)
-    return RankedOldLogps(trainer, config.old_logps.needs), RankedAuditor(trainer), trainer
+    return _ranked_route(config, trainer), RankedAuditor(trainer), trainer
+
+
+def _ranked_route(config: RunConfig, trainer: RankedTrainer) -> RankedOldLogps:
+    needs, scorers = config.old_logps.needs, trainer.ranks.scorers
+    if scorers is None:
+        return RankedOldLogps(trainer, needs)
+    link = RanksLink(scorers, max_tokens=config.trainer.max_tokens_per_microbatch)
+    return RankedOldLogitModel(trainer, needs, link, lockstep=config.deterministic)
 
 
 def make_posts(

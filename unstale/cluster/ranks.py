@@ -133,22 +133,31 @@ class _RankActor:
 class Ranks:
     """The trainer ranks of a run. `call` is for any thread, and runs one call at a time."""
 
-    def __init__(self, count: int, *, address: str = "", patience_s: float = 600.0) -> None:
+    def __init__(
+        self,
+        count: int,
+        *,
+        address: str = "",
+        patience_s: float = 600.0,
+        scorers: int = 0,
+        name: str = "trainer",
+    ) -> None:
         """Connect to Ray. The ranks start in `make`, each with one GPU if the cluster has GPUs.
 
-        At an address, the ranks wait for further nodes for at most `patience_s`. Raises
+        At an address, the ranks wait for further nodes for at most `patience_s`. `scorers` is the
+        number of further ranks for a model that only scores. `name` is for messages. Raises
         `ConfigError` if Ray has this machine alone, with too few GPUs.
         """
         self.count = count
         self._ray: ModuleType = session.connect(address)
         self._address = address
         self.patience_s = patience_s
+        self._name = name
+        self.scorers: Ranks | None = None
+        """The ranks of the model that only scores. They end with these ranks."""
         available = self._resources()["GPU"]
-        if 0 < available < count and not address:
-            raise ConfigError(
-                f"cluster.trainers must be at most {available} (the GPUs of this machine), "
-                f"got {count}. Lower it, or give cluster.address"
-            )
+        if not address:
+            _require_gpus(available, count, scorers)
         self.on_gpus = available > 0
         """True if each rank has a GPU. New ranks of the same run then wait for GPUs, too."""
         self._actors: list[Any] = []
@@ -161,6 +170,8 @@ class Ranks:
         self._folder: Path | None = None
         """Folder in which the ranks meet, if they are all on this machine."""
         session.at_end(self.close)
+        if scorers:
+            self.scorers = Ranks(scorers, address=address, patience_s=patience_s, name="old-logit")
 
     def make(self, make: MakeRank, notify: Notify = lambda text: None) -> None:
         """Make the components of every rank, in place of earlier ones. Start ranks that are ended.
@@ -247,8 +258,8 @@ class Ranks:
         has = [f"{int(free.get(name, 0))} of {total[name]} {names[name]}" for name in self._needs]
         each = {1: "one core", 2: "one GPU and one core"}[len(self._needs)]
         return (
-            f"{self.count} trainer ranks need {each} each, and the Ray cluster {self._address} has "
-            f"{' and '.join(has)} free"
+            f"{self.count} {self._name} ranks need {each} each, and the Ray cluster "
+            f"{self._address} has {' and '.join(has)} free"
         )
 
     def later(self, name: str, *arguments: Any) -> None:
@@ -262,7 +273,7 @@ class Ranks:
         """
         with self._lock:
             if not self._actors:
-                raise RanksDied(f"the trainer ranks are ended ({name})")
+                raise RanksDied(f"the {self._name} ranks are ended ({name})")
             calls = [self._later.popleft() for _ in range(len(self._later))]
             calls.append((name, arguments))
             shared = self._ray.put(calls)  # once, not once for each rank
@@ -283,7 +294,9 @@ class Ranks:
         return self._wait([run.remote(shared) for run in runs], FIRST_CALL_S, name)[0]
 
     def close(self) -> None:
-        """End all ranks. `make` starts others."""
+        """End all ranks, also those that only score. `make` starts others."""
+        if self.scorers:
+            self.scorers.close()
         actors, self._actors = self._actors, []
         group, self._group = self._group, None
         if self._ray.is_initialized():
@@ -310,7 +323,7 @@ class Ranks:
             if not done:
                 self.close()
                 raise RanksDied(
-                    f"{len(left)} of {self.count} trainer ranks did not answer within "
+                    f"{len(left)} of {self.count} {self._name} ranks did not answer within "
                     f"{limit_s:.0f} s ({name})"
                 )
             try:
@@ -344,7 +357,23 @@ class Ranks:
         """End all ranks. Return the error that says why."""
         self.close()
         reason = (str(error).splitlines() or [repr(error)])[0]
-        return RanksDied(f"a trainer rank died ({name}): {reason}")
+        article = "an" if self._name[0] in "aeiou" else "a"
+        return RanksDied(f"{article} {self._name} rank died ({name}): {reason}")
+
+
+def _require_gpus(available: int, trainers: int, scorers: int) -> None:
+    """Raise `ConfigError` if this machine has GPUs, but too few."""
+    if not 0 < available < trainers + scorers:
+        return
+    if not scorers:
+        raise ConfigError(
+            f"cluster.trainers must be at most {available} (the GPUs of this machine), "
+            f"got {trainers}. Lower it, or give cluster.address"
+        )
+    raise ConfigError(
+        f"cluster.trainers + old_logps.ranks must be at most {available} (the GPUs of this "
+        f"machine), got {trainers} + {scorers}. Lower one, or give cluster.address"
+    )
 
 
 def order_by_node(nodes: Mapping[int, str]) -> list[int]:
@@ -371,6 +400,8 @@ class RankedTrainer:
         self.policy = policy
         self.results = StepResults({}, [], [], [])
         """The results of the last batch."""
+        self.collect: Callable[[Batch | None], None] = lambda batch: None
+        """Is called before the ranks need old log-probabilities of a batch, or all (None)."""
         self._steps_left = 0
 
     def call(self, name: str, *arguments: Any) -> Any:
@@ -395,6 +426,7 @@ class RankedTrainer:
 
     def prepare(self, batch: Batch) -> Sequence[int]:
         """Return the numbers of the minibatches. Their data stay on the ranks."""
+        self.collect(batch)
         self._steps_left = self.call("prepare", batch)
         return range(self._steps_left)
 
@@ -485,6 +517,7 @@ class RankedCheckpoints(Checkpoints):
         trainer.ranks.later("open_run", run.absolute(), keep)
 
     def snapshot(self, progress: Progress, source: VersionedWeights) -> Checkpoint:
+        self._trainer.collect(None)
         self._trainer.call("snapshot", progress)
         return Checkpoint(progress, source.version, {}, {})
 

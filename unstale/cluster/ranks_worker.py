@@ -4,7 +4,7 @@ All ranks get the same calls in the same order. Only the first rank's answers ar
 """
 
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from unstale.model.peers import Peers
 from unstale.model.policy import Policy
 from unstale.model.versions import VersionGaps
 from unstale.old_logps import OldLogps
+from unstale.old_logps.old_logit_model import SecondModelScores
 from unstale.records import Batch, PendingPiece
 from unstale.trainer.auditor import Auditor
 from unstale.trainer.failed_batch import save_failed_batch
@@ -49,6 +50,11 @@ class Rank:
     @property
     def _old(self) -> OldLogps:
         return self.trainer.old
+
+    @property
+    def _scores(self) -> SecondModelScores:
+        assert isinstance(self._old, SecondModelScores)
+        return self._old
 
     def pid(self) -> int:
         return os.getpid()
@@ -113,6 +119,23 @@ class Rank:
     def arrived(self, piece: PendingPiece) -> None:
         self._old.arrived(piece)
 
+    def put_weights(self) -> dict[str, Any]:
+        """Put the whole forward weights into Ray's object store. Return references to them.
+
+        On other ranks than the first the result is empty.
+        """
+        import ray
+
+        is_first = self.policy.peers.rank == 0
+        whole = self.policy.whole_weights()
+        return {name: ray.put(tensor) for name, tensor in whole if is_first}
+
+    def add_scores(self, rows: Iterable[Any], forward_tokens: int) -> None:
+        self._scores.add_scores(rows, forward_tokens)
+
+    def add_waits(self, publish_s: float, score_s: float) -> None:
+        self._scores.add_waits(publish_s, score_s)
+
     def idle(self) -> bool:
         return self._old.idle()
 
@@ -149,5 +172,7 @@ class Rank:
         self._old.close()
 
 
-MakeRank = Callable[[Peers], Rank]
-"""Makes the components of one rank, which has joined its process group. It can be pickled."""
+MakeRank = Callable[[Peers], Any]
+"""Makes the object whose methods one rank calls, such as a `Rank`, after the rank has joined its
+process group. It can be pickled.
+"""

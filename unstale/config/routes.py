@@ -192,6 +192,11 @@ class OldLogpsConfig(Section):
         """True if the route keeps differences between versions that engines could also load."""
         return False
 
+    @property
+    def scoring_ranks(self) -> int:
+        """The number of ranks besides the trainer's that score, in a run with trainer ranks."""
+        return 0
+
     def updates_per_version(self, run: "RunConfig") -> int:
         """Return how often the route updates its moving average while one version is current."""
         return 1
@@ -228,6 +233,12 @@ class OldLogpsConfig(Section):
         With `lockstep` its results do not depend on the speed of another process.
         """
         return self.makes(scorer)
+
+    def make_on_rank(self, scorer: Any, *, lockstep: bool) -> Any:
+        """Create the part of the route that each trainer rank has. It is the whole route, unless
+        the route has `scoring_ranks`.
+        """
+        return self.make(scorer, lockstep=lockstep)
 
     @classmethod
     def classes(cls) -> "Sequence[type[OldLogpsConfig]]":

@@ -150,12 +150,22 @@ class RunConfig(Section):
 
     def _check_trainers(self) -> None:
         """Raise `ConfigError` for options that trainer ranks do not have."""
+        lacks_ranks = self.old_logps.needs.own_process and not self.old_logps.scoring_ranks
         missing = "trainer ranks do not have it"
         untested = "torch.compile of a divided model was never tested on GPUs"
         refused = {
-            "old_logps.route = old_logit_model": (self.old_logps.needs.own_process, missing),
+            f"old_logps.route = {self.old_logps.route}": (lacks_ranks, missing),
             "trainer.compile": (self.trainer.compile, untested),
+            f"trainer.routing_replay with the route {self.old_logps.route}": (
+                self.trainer.routing_replay and self.old_logps.scoring_ranks > 0,
+                "no test covers the two on ranks",
+            ),
         }
+        if self.old_logps.scoring_ranks > 1 and not self.cluster.trainers:
+            raise ConfigError(
+                "old_logps.ranks must be 1 without trainer ranks, got "
+                f"{self.old_logps.scoring_ranks}. Set cluster.trainers, too"
+            )
         for option, (is_set, reason) in refused.items():
             if self.cluster.trainers and is_set:
                 raise ConfigError(

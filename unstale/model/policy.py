@@ -7,7 +7,7 @@ computed once (`prefix_tree`).
 import copy
 import json
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -107,13 +107,15 @@ class Policy:
         lora: Lora | None = None,
         peers: Peers = ALONE,
         independent_rows: bool = False,
+        trained: bool = True,
     ) -> Self:
         """Load a Hugging Face causal-LM folder from the local disk.
 
         If `device` is None, the model is loaded to the GPU, or to the CPU if there is none. `lora`
         adds adapters. With several `peers`, each loads its part to its own device. With
         `independent_rows` an MoE model computes each token's experts apart. Then no value depends
-        on what it is packed with, but it takes more memory and time.
+        on what it is packed with, but it takes more memory and time. A policy that is not `trained`
+        only scores, and has no float32 weights for an optimizer.
         """
         folder = Path(folder)
         if not folder.is_dir():
@@ -126,7 +128,11 @@ class Policy:
         options = _expert_options(folder, independent_rows=independent_rows)
         if peers.count > 1:
             model = sharding.load_shard(
-                folder, passes=DTYPES[dtype], wide=lora is None, count=peers.count, **options
+                folder,
+                passes=DTYPES[dtype],
+                wide=trained and lora is None,
+                count=peers.count,
+                **options,
             )
         else:
             model = load_model(folder, DTYPES[dtype], **options)
@@ -138,6 +144,8 @@ class Policy:
             )
         if peers.count == 1:
             nn.Module.to(model, device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        if not trained:
+            model.requires_grad_(False)
         base = adapters.base_checksum(folder) if lora else 0
         policy = cls(model, tokenizer, lora=lora, base=base, peers=peers)
         policy._dtype = DTYPES[dtype]
@@ -334,6 +342,14 @@ class Policy:
             dtype = self.dtype if self._is_sharded else tensor.dtype
             yield name, sharding.gather_whole(tensor).to("cpu", dtype)
 
+    @property
+    def num_bytes(self) -> int:
+        """The size of this process's part of the model, in the precision of forward passes."""
+        parts = [sharding.local(parameter.detach()) for parameter in self.model.parameters()]
+        if self._is_sharded:  # the optimizer's weights may be wider
+            return sum(part.numel() for part in parts) * self.dtype.itemsize
+        return sum(part.nbytes for part in parts)
+
     def parts_of(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return this rank's parts of the given whole weights."""
         return sharding.parts_of(weights, self._tensors()) if self._is_sharded else dict(weights)
@@ -356,6 +372,21 @@ class Policy:
         if wrong:
             raise ValueError(f"weights do not fit the model: {wrong[:4]}")
         self._write(weights)
+        self.at_version = False
+
+    def load_whole_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Copy whole weights into the model, one after the other. `at_version` becomes False.
+
+        A sharded model takes this rank's part of each. Raises ValueError unless the names match.
+        """
+        tensors = self._tensors()
+        for name, whole in weights:
+            if name not in tensors:
+                raise ValueError(f"weights do not match the model, which has no {name}")
+            tensor = tensors.pop(name)
+            sharding.local(tensor).copy_(sharding.part_of(whole, tensor))
+        if tensors:
+            raise ValueError(f"weights do not match the model: {sorted(tensors)[:4]} are missing")
         self.at_version = False
 
     def _write(self, weights: Mapping[str, Tensor]) -> None:

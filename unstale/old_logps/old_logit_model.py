@@ -7,17 +7,18 @@ from __future__ import annotations
 
 import tempfile
 import threading
-import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from socket import MSG_DONTWAIT
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from unstale.config.checks import PositiveInt
 from unstale.config.routes import ExactSpec, Needs, RouteDocs, register_route
 from unstale.old_logps import OldLogps, has_clean_behavior
-from unstale.old_logps.scoring.queue import PieceKey, Pieces, key_of, text_of
-from unstale.weights.child_process import Bytes, Child, ChildFrozen, Frames, Header, frame
+from unstale.old_logps.scoring.queue import PieceKey, Pieces
+from unstale.old_logps.scoring.second_model import Reply, SecondModel
+from unstale.weights.child_process import Bytes, Child, ChildFrozen, Frames, frame
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -36,7 +37,70 @@ class OldLogitModelDied(RuntimeError):
     """
 
 
-class OldLogitModel(OldLogps):
+class SecondModelScores(OldLogps):
+    """The scores of a second model, kept until their batch needs them.
+
+    Trainer ranks have this part of the route. The process of the run has the second model, and
+    calls `add_scores` and `add_waits`.
+    """
+
+    needs = Needs(resident_models=1, own_process=True, forwards="versions")
+
+    def __init__(self, scorer: Scorer) -> None:
+        from unstale.old_logps.scoring.cache import LogpCache
+
+        self.cache = LogpCache(scorer)
+        self._scorer = scorer
+        self._publish_wait_s = 0.0
+        self._score_wait_s = 0.0
+
+    def add_scores(self, rows: Iterable[Any], forward_tokens: int) -> None:
+        """Receive rows `[key, log-probabilities]`, and the number of tokens in their passes."""
+        self.cache.add_rows(rows)
+        self._scorer.forward_tokens += forward_tokens
+
+    def add_waits(self, publish_s: float, score_s: float) -> None:
+        """Receive the seconds that publications and batches waited for the second model."""
+        self._publish_wait_s += publish_s
+        self._score_wait_s += score_s
+
+    def published(self, live: Collection[int]) -> None:
+        self.cache.keep({*live, self._scorer.version})
+
+    def logps(self, batch: Batch, now: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the scores of the batch.
+
+        Raises LookupError if a sampled token of the batch has none.
+        """
+        why = "their pieces never arrived, or long before this batch"
+        return self.cache.require(batch, why=why), has_clean_behavior(batch)
+
+    def costs(self) -> Mapping[str, float]:
+        spent = {
+            "forward_tokens": float(self._scorer.take_forward_tokens()),
+            "publish_wait_s": self._publish_wait_s,
+            "score_wait_s": self._score_wait_s,
+            "model_bytes": float(self._scorer.model_bytes),
+        }
+        self._publish_wait_s = 0.0
+        self._score_wait_s = 0.0
+        return spent
+
+    def state(self) -> Mapping[str, Any]:
+        return {"answers": self.cache.state()}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self.cache.restore(state["answers"])
+
+    def recover(self, past: Mapping[int, Sequence[PendingPiece]], weights: Weights) -> None:
+        """Score pieces that have no score with the trainer's model.
+
+        The second model gets its first weights only at the first publication.
+        """
+        self.cache.recover(past, weights)
+
+
+class OldLogitModel(SecondModelScores):
     """A route with a second model in another process: it scores a version, then loads the next.
 
     The process needs the memory of one model. The trainer's thread sends it the weights of each
@@ -45,52 +109,31 @@ class OldLogitModel(OldLogps):
     process had loaded the previous version. `score_wait_s` is the time that batches waited for
     scores.
 
-    A writer thread sends all messages in order, so the trainer's thread never waits for the socket.
-    The trainer's thread reads the replies. The process starts at the first publication.
-
-    With `lockstep` no result depends on the speed of the process: pieces (runs of sampled tokens)
-    are sent in a fixed order when the next version is published or a batch needs them. The trainer
-    then waits for all scores.
+    The process starts at the first publication. With `lockstep` no result depends on its speed
+    (`SecondModel`).
     """
 
-    needs = Needs(resident_models=1, own_process=True, forwards="versions")
-
     def __init__(self, scorer: Scorer, *, lockstep: bool = False) -> None:
-        from unstale.old_logps.scoring.cache import LogpCache
-
-        self.cache = LogpCache(scorer)
-        self.loaded = -1
-        """The version of the weights that the process has loaded. -1 before the first."""
-        self._scorer = scorer
-        self._lockstep = lockstep
-        self._held: Pieces = {}
-        """Pieces that have arrived but are sent later, because of `lockstep`."""
-        self._unscored: dict[PieceKey, None] = {}
-        """Pieces that were sent to the process and have no score yet, in the order of sending."""
-        self._sent = -1
-        """The version of the weights that was sent last. -1 before the first."""
-        self._child: Child | None = None
-        self._started = threading.Event()
-        self._writer = ThreadPoolExecutor(1, thread_name_prefix="old-logit-writer")
-        self._folder: tempfile.TemporaryDirectory[str] | None = None
-        self._frames = Frames()
-        self._wait_s = 0.0
-        self._answer_wait_s = 0.0
+        super().__init__(scorer)
+        self._link = _ChildLink(scorer)
+        self._model = SecondModel(self._link, self.add_scores, lockstep=lockstep)
 
     @property
     def pid(self) -> int:
         """The process id of the second model. Raises RuntimeError before the first publication."""
-        if self._child is None:
-            raise RuntimeError("the old-logit process starts at the first publication")
-        return self._child.pid
+        return self._link.pid
+
+    @property
+    def loaded(self) -> int:
+        """The version of the weights that the process has loaded. -1 before the first."""
+        return self._model.loaded
 
     def publishing(self) -> None:
         """Wait until the process has loaded the version that was published last.
 
-        It has then scored all pieces of earlier versions, because it scores them before it loads
-        new weights.
+        It has then scored all pieces of earlier versions.
         """
-        self._wait_s += self._read_until(lambda: self.loaded == self._sent)
+        self.add_waits(self._model.wait_until_loaded(), 0.0)
 
     def published(self, live: Collection[int]) -> None:
         """Send the weights of the current version to the process.
@@ -100,21 +143,13 @@ class OldLogitModel(OldLogps):
         from unstale.weights.codec import file_of
 
         version = self._scorer.version
-        if self._lockstep:
-            self._wait_s += self._score_all()
-        self.cache.keep({*live, version})
-        if version == self._sent:
-            return
-        if self._child is None:
-            self._start()
-        self._send({"op": "load", "version": version}, file_of(self._scorer.weights()))
-        self._sent = version
+        self.add_waits(self._model.finish_version(), 0.0)
+        super().published(live)
+        if version != self._model.sent:
+            self._model.load(version, file_of(self._scorer.weights()))
 
     def arrived(self, piece: PendingPiece) -> None:
-        if self._lockstep:
-            self._held[key_of(piece)] = text_of(piece)
-        else:
-            self._send_pieces({key_of(piece): text_of(piece)})
+        self._model.arrived(piece)
 
     def logps(self, batch: Batch, now: Tensor) -> tuple[Tensor, Tensor]:
         """Wait for the scores of the batch and return them.
@@ -122,46 +157,80 @@ class OldLogitModel(OldLogps):
         Raises LookupError if a sampled token of the batch was never passed to `arrived`.
         """
         current = self._scorer.version if self._scorer.at_version else -1
-        episodes = set(batch.episodes)
-
-        def of_batch(key: PieceKey) -> bool:
-            return key.episode in episodes and key.version != current
-
-        if self._lockstep:
-            self._answer_wait_s += self._score_all()
-        else:
-            self._answer_wait_s += self._read_until(lambda: not self._is_due(of_batch))
-        why = "their pieces never arrived, or long before this batch"
-        return self.cache.require(batch, why=why), has_clean_behavior(batch)
-
-    def costs(self) -> Mapping[str, float]:
-        spent = {
-            "forward_tokens": float(self._scorer.take_forward_tokens()),
-            "publish_wait_s": self._wait_s,
-            "score_wait_s": self._answer_wait_s,
-            "model_bytes": float(self._scorer.model_bytes),
-        }
-        self._wait_s = 0.0
-        self._answer_wait_s = 0.0
-        return spent
+        self.add_waits(0.0, self._model.wait_for(pieces_of(batch, current=current)))
+        return super().logps(batch, now)
 
     def state(self) -> Mapping[str, Any]:
         """Return the scores for a checkpoint.
 
         First wait until all pieces (runs of sampled tokens) of the published versions have scores.
         """
-        self._score_all()
-        return {"answers": self.cache.state()}
+        self._model.score_all()
+        return super().state()
 
-    def restore(self, state: Mapping[str, Any]) -> None:
-        self.cache.restore(state["answers"])
+    def close(self) -> None:
+        self._link.close()
 
-    def recover(self, past: Mapping[int, Sequence[PendingPiece]], weights: Weights) -> None:
-        """Score pieces that have no score, in this process.
 
-        The process of the second model starts only at the first publication.
+def pieces_of(batch: Batch, *, current: int) -> Callable[[PieceKey], bool]:
+    """Return a function that is true for pieces of a batch that the second model must score.
+
+    The trainer scores those of the version `current`.
+    """
+    episodes = set(batch.episodes)
+    return lambda key: key.episode in episodes and key.version != current
+
+
+class _ChildLink:
+    """The connection to a second model in a child process, which starts with the first weights.
+
+    A writer thread sends all messages in order, so no caller waits for the socket. The trainer's
+    thread reads the replies.
+    """
+
+    def __init__(self, scorer: Scorer) -> None:
+        self._scorer = scorer
+        self._child: Child | None = None
+        self._started = threading.Event()
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="old-logit-writer")
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._frames = Frames()
+
+    @property
+    def pid(self) -> int:
+        if self._child is None:
+            raise RuntimeError("the old-logit process starts at the first publication")
+        return self._child.pid
+
+    def load(self, version: int, weights: Sequence[Bytes]) -> None:
+        """Send weights in safetensors format. They are copied before this method returns."""
+        if self._child is None:
+            self._start()
+        message = b"".join(frame({"op": "load", "version": version}, weights))
+        self._writer.submit(self._write, message)
+
+    def score(self, pieces: Pieces) -> None:
+        self._writer.submit(lambda: self._write(_pieces_message(pieces)))
+
+    def receive(self, *, wait: bool) -> list[Reply] | None:
+        """Receive bytes once and return the replies that are complete.
+
+        Raises `OldLogitModelDied` if the process has ended.
         """
-        self.cache.recover(past, weights)
+        child = self._child
+        if child is None:
+            return None
+        try:
+            data = child.recv(_READ_BYTES) if wait else child.socket.recv(_READ_BYTES, MSG_DONTWAIT)
+        except BlockingIOError:
+            return None
+        except ChildFrozen as error:
+            raise OldLogitModelDied(str(error)) from error
+        except ConnectionResetError:
+            data = b""
+        if not data:
+            raise OldLogitModelDied(child.last_words())
+        return [header for header, _ in self._frames.feed(data)]
 
     def close(self) -> None:
         self._started.set()
@@ -179,72 +248,14 @@ class OldLogitModel(OldLogps):
         self._child = Child("old-logit", "unstale.old_logps.scoring.worker", exported, threads=1)
         self._started.set()
 
-    def _send_pieces(self, pieces: Pieces) -> None:
-        self._unscored.update(dict.fromkeys(pieces))
-        self._writer.submit(lambda: self._write(_pieces_message(pieces)))
-
-    def _score_all(self) -> float:
-        """Send the pieces held back by `lockstep` and wait for all scores.
-
-        Return the seconds it took.
-        """
-        due = {key: self._held.pop(key) for key in sorted(self._held) if key.version <= self._sent}
-        if due:
-            self._send_pieces(due)
-        return self._read_until(lambda: not self._is_due(lambda key: True))
-
-    def _send(self, header: Header, body: Sequence[Bytes] = ()) -> None:
-        """Pass a message to the writer thread. `body` is copied before this method returns."""
-        self._writer.submit(self._write, b"".join(frame(header, body)))
-
     def _write(self, message: bytes) -> None:
         """Write a message to the process. Runs in the writer thread.
 
-        If the connection is broken, `_read` raises the error later.
+        If the connection is broken, `receive` raises the error later.
         """
         self._started.wait()
         if self._child is not None:
             self._child.socket.sendall(message)
-
-    def _is_due(self, wanted: Callable[[PieceKey], bool]) -> bool:
-        """Return True if a sent piece for which `wanted` is true has no score yet.
-
-        Pieces of versions that the process has not loaded are not counted.
-        """
-        return any(key.version <= self._sent and wanted(key) for key in self._unscored.copy())
-
-    def _read_until(self, done: Callable[[], bool]) -> float:
-        """Read replies of the process until `done()` is true. Return the seconds it took."""
-        began = time.perf_counter()
-        while self._child is not None and self._read(self._child, wait=not done()):
-            pass
-        return time.perf_counter() - began
-
-    def _read(self, child: Child, *, wait: bool) -> bool:
-        """Receive bytes once and handle the replies that are complete.
-
-        Return False if no byte had arrived. With `wait`, wait for bytes. Raises `OldLogitModelDied`
-        if the process has ended.
-        """
-        try:
-            data = child.recv(_READ_BYTES) if wait else child.socket.recv(_READ_BYTES, MSG_DONTWAIT)
-        except BlockingIOError:
-            return False
-        except ChildFrozen as error:
-            raise OldLogitModelDied(str(error)) from error
-        except ConnectionResetError:
-            data = b""
-        if not data:
-            raise OldLogitModelDied(child.last_words())
-        for header, _ in self._frames.feed(data):
-            if header["op"] == "loaded":
-                self.loaded = header["version"]
-                continue
-            self.cache.add_rows(header["answers"])
-            self._scorer.forward_tokens += header["forward_tokens"]
-            for key, _logps in header["answers"]:
-                del self._unscored[PieceKey(*key)]
-        return True
 
 
 def _pieces_message(pieces: Pieces) -> bytes:
@@ -267,6 +278,9 @@ class OldLogitModelSpec(ExactSpec):
     """Options of the route that scores with a second model in another process."""
 
     route: str = "old_logit_model"
+    ranks: PositiveInt = 1
+    """Ranks of the second model, each with one GPU if there are any. Only with `cluster.trainers`.
+    """
     makes: ClassVar[type[OldLogps]] = OldLogitModel
 
     docs: ClassVar = RouteDocs(
@@ -285,5 +299,12 @@ class OldLogitModelSpec(ExactSpec):
             "version before"
         )
 
+    @property
+    def scoring_ranks(self) -> int:
+        return self.ranks
+
     def make(self, scorer: Scorer, *, lockstep: bool) -> OldLogitModel:
         return OldLogitModel(scorer, lockstep=lockstep)
+
+    def make_on_rank(self, scorer: Scorer, *, lockstep: bool) -> SecondModelScores:
+        return SecondModelScores(scorer)

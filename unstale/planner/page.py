@@ -200,11 +200,13 @@ def command(candidate: Candidate) -> str:
     options["trainer.dtype"] = "float32" if setup.device.is_core else "bfloat16"
     options["trainer.lr"] = setup.lr
     options["trainer.gradient_checkpointing"] = str(setup.gradient_checkpointing).lower()
-    needs = candidate.costs.route.needs
-    if setup.is_sharded(candidate.placement.trainers) and not needs.own_process:
-        options["cluster.trainers"] = candidate.placement.trainers
+    placement = candidate.placement
+    if setup.is_sharded(placement.trainers):
+        options["cluster.trainers"] = placement.trainers
         if setup.context > 1:
             options["cluster.context"] = setup.context
+        if placement.scorers:
+            options["old_logps.ranks"] = placement.scorers
     if setup.pass_tokens > _LONG and not setup.device.is_core:
         options["trainer.share_prompts"] = "false"
     policy = "base" if setup.model.name == SHIPPED_POLICY.name else "FOLDER"
@@ -231,8 +233,6 @@ def missing(candidate: Candidate) -> Iterator[str]:
             "several trainer ranks were tested on CPUs only, and send whole weights to the servers "
             "(docs/trainer-ranks.md)"
         )
-        if candidate.costs.route.needs.own_process:
-            yield f"{candidate.name} needs one trainer (cluster.trainers 0): or use another --route"
 
 
 def route_rows(suggestion: Suggestion) -> list[Row]:

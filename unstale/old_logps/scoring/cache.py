@@ -11,6 +11,7 @@ from unstale.expert_routes import no_rows
 from unstale.model.prefix_tree import Packed
 from unstale.old_logps.scoring.queue import PieceKey, Pieces, PieceText, by_key, key_of
 from unstale.old_logps.scoring.scorer import Scorer, Weights
+from unstale.old_logps.scoring.second_model import Reply
 from unstale.records import Batch, PendingPiece
 
 
@@ -43,6 +44,13 @@ def score_pieces(
         where[spans[key]] = True
     scored = scorer.score(packed, where, version)
     return {key: scored.logp[span].clone() for key, span in spans.items()}
+
+
+def answer(scorer: Scorer, pieces: Pieces) -> Reply:
+    """Score pieces with the current weights. Return the reply of a second model."""
+    logps = score_pieces(scorer, pieces)
+    rows = [[key, logp.tolist()] for key, logp in logps.items()]
+    return {"op": "answers", "answers": rows, "forward_tokens": scorer.take_forward_tokens()}
 
 
 def stack_routes(texts: Sequence[PieceText]) -> Tensor | None:

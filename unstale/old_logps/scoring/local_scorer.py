@@ -89,7 +89,8 @@ class LocalScorer:
 
     @property
     def model_bytes(self) -> int:
-        return sum(parameter.nbytes for parameter in self.policy.model.parameters())
+        """The size of the copy in this process: of this rank's part if the model is divided."""
+        return self.policy.num_bytes
 
     def lag(self, version: Tensor) -> Tensor:
         return self.policy.lag(version)

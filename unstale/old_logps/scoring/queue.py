@@ -1,7 +1,8 @@
 """A queue of tokens to be scored. Importing this module does not import torch."""
 
+from collections import deque
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from unstale.expert_routes import ExpertRoutes
@@ -66,3 +67,44 @@ class ScoreQueue:
             taken |= self._episodes.pop(episode)
             max_tokens -= length
         return taken
+
+
+class ScoringOrder:
+    """The work of a second model in order: all pieces of a version, then the next version.
+
+    `max_tokens` is the size of one forward pass.
+    """
+
+    def __init__(self, max_tokens: int) -> None:
+        self._max_tokens = max_tokens
+        self._loaded = -1
+        self._pieces: dict[int, ScoreQueue] = {}
+        self._versions: deque[tuple[int, Any]] = deque()
+        """Versions to be loaded, oldest first, with their weights."""
+
+    def __bool__(self) -> bool:
+        """True if there is work to do now. Pieces of later versions do not count."""
+        return bool(self._versions) or bool(self._pieces.get(self._loaded))
+
+    def add_pieces(self, pieces: Pieces) -> None:
+        """Add pieces. Raises RuntimeError if a newer version than theirs is loaded already."""
+        for key, text in pieces.items():
+            if key.version < self._loaded:
+                raise RuntimeError(
+                    f"a piece of version {key.version} came when version {self._loaded} was loaded"
+                )
+            self._pieces.setdefault(key.version, ScoreQueue()).put(key, text)
+
+    def add_version(self, version: int, weights: Any) -> None:
+        self._versions.append((version, weights))
+
+    def take_pieces(self) -> Pieces:
+        """Remove and return the next pieces to be scored with the loaded weights, if any."""
+        queue = self._pieces.get(self._loaded)
+        return queue.take(self._max_tokens) if queue else {}
+
+    def take_version(self) -> tuple[int, Any]:
+        """Remove and return the next version to be loaded, and its weights."""
+        self._pieces.pop(self._loaded, None)
+        self._loaded, weights = self._versions.popleft()
+        return self._loaded, weights

@@ -10,16 +10,15 @@ import math
 import os
 import select
 import socket
-from collections import deque
 from collections.abc import Iterator
 
 import numpy as np
 import torch
 
 from unstale.expert_routes import ExpertRoutes
-from unstale.old_logps.scoring.cache import score_pieces
+from unstale.old_logps.scoring.cache import answer
 from unstale.old_logps.scoring.local_scorer import LocalScorer
-from unstale.old_logps.scoring.queue import PieceKey, PieceText, ScoreQueue
+from unstale.old_logps.scoring.queue import PieceKey, Pieces, PieceText, ScoringOrder
 from unstale.weights.child_process import Frames, Header, frame
 from unstale.weights.codec import tensors_of
 
@@ -45,11 +44,7 @@ class _ScoringWorker:
         self._connection = connection
         self._scorer = scorer
         self._frames = Frames()
-        self._loaded = -1
-        self._pieces: dict[int, ScoreQueue] = {}
-        """Pieces (runs of sampled tokens) to be scored, by version."""
-        self._versions: deque[tuple[int, bytearray]] = deque()
-        """Versions to be loaded, oldest first, with the bytes of their weights."""
+        self._order = ScoringOrder(scorer.max_tokens)
         self._replies = bytearray()
 
     def serve(self) -> None:
@@ -58,23 +53,17 @@ class _ScoringWorker:
         Returns when the other end closes the connection.
         """
         while True:
-            busy = bool(self._pieces.get(self._loaded)) or bool(self._versions)
             writing = [self._connection] if self._replies else []
-            timeout = 0 if busy else None
+            timeout = 0 if self._order else None
             readable, writable, _ = select.select([self._connection], writing, [], timeout)
             if readable and not self._receive():
                 return
-            oldest = min(self._pieces, default=self._loaded)
-            if oldest < self._loaded:
-                raise RuntimeError(
-                    f"a piece of version {oldest} came when version {self._loaded} was loaded"
-                )
             if writable:
                 del self._replies[: self._connection.send(self._replies)]
-            if self._pieces.get(self._loaded):
-                self._score(self._pieces[self._loaded])
-            elif self._versions:
-                self._load(*self._versions.popleft())
+            if pieces := self._order.take_pieces():
+                self._score(pieces)
+            elif self._order:
+                self._load(*self._order.take_version())
 
     def _receive(self) -> bool:
         """Read all messages that have arrived. Return False if the connection is closed."""
@@ -84,23 +73,17 @@ class _ScoringWorker:
             return False
         for header, body in self._frames.feed(data):
             if header["op"] == "load":
-                self._versions.append((header["version"], body))
-                continue
-            for key, text in _read_pieces(header, body):
-                self._pieces.setdefault(key.version, ScoreQueue()).put(key, text)
+                self._order.add_version(header["version"], body)
+            else:
+                self._order.add_pieces(dict(_read_pieces(header, body)))
         return bool(data)
 
-    def _score(self, queue: ScoreQueue) -> None:
+    def _score(self, pieces: Pieces) -> None:
         """Score about one forward pass of pieces with the weights that are loaded now."""
-        logps = score_pieces(self._scorer, queue.take(self._scorer.max_tokens))
-        rows = [[key, logp.tolist()] for key, logp in logps.items()]
-        forward_tokens = self._scorer.take_forward_tokens()
-        self._reply({"op": "answers", "answers": rows, "forward_tokens": forward_tokens})
+        self._reply(answer(self._scorer, pieces))
 
     def _load(self, version: int, body: bytearray) -> None:
-        self._pieces.pop(self._loaded, None)
         self._scorer.policy.load_weights(tensors_of(body))
-        self._loaded = version
         self._reply({"op": "loaded", "version": version})
 
     def _reply(self, header: Header) -> None:

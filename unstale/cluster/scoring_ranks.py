@@ -1,0 +1,156 @@
+"""The second model of the route `old_logit_model`, divided among ranks of its own.
+
+ScoringRank          one rank of the second model
+RanksLink            the driver's connection to these ranks
+RankedOldLogitModel  the route in the driver: passes scores on to the trainer ranks
+"""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from unstale.cluster.ranks import RankedOldLogps, RankedTrainer, Ranks
+from unstale.old_logps.old_logit_model import pieces_of
+from unstale.old_logps.scoring.cache import answer
+from unstale.old_logps.scoring.queue import Pieces, ScoringOrder
+from unstale.old_logps.scoring.second_model import Reply, SecondModel
+
+if TYPE_CHECKING:
+    from unstale.config.routes import Needs
+    from unstale.model.policy import Policy
+    from unstale.old_logps.scoring.scorer import Scorer
+    from unstale.records import Batch, PendingPiece
+
+FETCH_S = 600.0
+"""Longest time to fetch one weight from Ray's object store, perhaps on another machine."""
+
+
+class ScoringRank:
+    """One rank of the second model. All ranks get the same calls in the same order."""
+
+    def __init__(self, policy: Policy, scorer: Scorer) -> None:
+        self._policy = policy
+        self._scorer = scorer
+
+    def load(self, references: Mapping[str, Any]) -> None:
+        """Load weights by their references in Ray's object store, one at a time."""
+        import ray
+
+        self._policy.load_whole_weights(
+            (name, ray.get(reference, timeout=FETCH_S)) for name, reference in references.items()
+        )
+
+    def score(self, pieces: Pieces) -> Reply:
+        """Score pieces with the loaded weights."""
+        return answer(self._scorer, pieces)
+
+    def pid(self) -> int:
+        return os.getpid()
+
+    def close(self) -> None:
+        """Do nothing. The memory is freed with the last reference to this object."""
+
+
+class RanksLink:
+    """The connection to a second model that is on ranks. A thread calls the ranks in order."""
+
+    def __init__(self, ranks: Ranks, *, max_tokens: int) -> None:
+        """`max_tokens` is the size of one forward pass of a rank."""
+        self._ranks = ranks
+        self._order = ScoringOrder(max_tokens * ranks.count)
+        """Only the thread uses it."""
+        self._messages: deque[Callable[[], None]] = deque()
+        """Functions that add what was sent to `_order`."""
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="old-logit-ranks")
+        self._calls: deque[Future[Reply | None]] = deque()
+
+    def load(self, version: int, weights: Mapping[str, Any]) -> None:
+        """Send references to the weights of a version."""
+        self._send(partial(self._order.add_version, version, weights))
+
+    def score(self, pieces: Pieces) -> None:
+        self._send(partial(self._order.add_pieces, pieces))
+
+    def receive(self, *, wait: bool) -> list[Reply] | None:
+        """Return complete replies. Raises `RanksDied` if a rank ended."""
+        replies: list[Reply] = []
+        while self._calls and (self._calls[0].done() or (wait and not replies)):
+            reply = self._calls.popleft().result()
+            if reply is not None:
+                replies.append(reply)
+        return replies or None
+
+    def close(self) -> None:
+        """Wait for the current call of the ranks, and make no further one."""
+        self._thread.shutdown(cancel_futures=True)
+
+    def _send(self, message: Callable[[], None]) -> None:
+        self._messages.append(message)
+        self._calls.append(self._thread.submit(self._work))
+
+    def _work(self) -> Reply | None:
+        """Score one forward pass or load one version. Repeat in a further call if work is left."""
+        while self._messages:
+            self._messages.popleft()()
+        reply: Reply | None = None
+        if pieces := self._order.take_pieces():
+            reply = self._ranks.call("score", pieces)
+        elif self._order:
+            version, weights = self._order.take_version()
+            self._ranks.call("load", weights)
+            reply = {"op": "loaded", "version": version}
+        if self._order:
+            self._calls.append(self._thread.submit(self._work))
+        return reply
+
+
+class RankedOldLogitModel(RankedOldLogps):
+    """The route `old_logit_model` with trainer ranks, and a second model on ranks of its own.
+
+    The trainer ranks keep the scores. They receive them with the next call.
+    """
+
+    def __init__(
+        self, trainer: RankedTrainer, needs: Needs, link: RanksLink, *, lockstep: bool
+    ) -> None:
+        super().__init__(trainer, needs)
+        self._link = link
+        self._model = SecondModel(link, self._add_scores, lockstep=lockstep)
+        trainer.collect = self.collect
+
+    def publishing(self) -> None:
+        """Wait until the second model has loaded the version that was published last."""
+        self._add_waits(self._model.wait_until_loaded(), 0.0)
+
+    def published(self, live: Collection[int]) -> None:
+        """Send the weights of the current version from the trainer ranks to the second model."""
+        self._add_waits(self._model.finish_version(), 0.0)
+        super().published(live)
+        version = self._trainer.version
+        if version != self._model.sent:
+            self._model.load(version, self._trainer.call("put_weights"))
+
+    def arrived(self, piece: PendingPiece) -> None:
+        self._model.arrived(piece)
+
+    def collect(self, batch: Batch | None) -> None:
+        """Wait for the scores of a batch, or of everything sent if it is None."""
+        if batch is None:
+            self._model.score_all()
+            return
+        wanted = pieces_of(batch, current=self._trainer.version)
+        self._add_waits(0.0, self._model.wait_for(wanted))
+
+    def close(self) -> None:
+        self._link.close()
+
+    def _add_scores(self, rows: Iterable[Any], forward_tokens: int) -> None:
+        self._trainer.ranks.later("add_scores", rows, forward_tokens)
+
+    def _add_waits(self, publish_s: float, score_s: float) -> None:
+        self._trainer.ranks.later("add_waits", publish_s, score_s)

@@ -1,0 +1,129 @@
+"""The exchange with a second model, which scores tokens of each version outside the trainer.
+
+The model is in another process or on ranks of its own. It scores all pieces (runs of sampled
+tokens) of a version, and then loads the next version.
+"""
+
+import time
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, Protocol
+
+from unstale.old_logps.scoring.queue import PieceKey, Pieces, key_of, text_of
+
+if TYPE_CHECKING:
+    from unstale.records import PendingPiece
+
+Reply = dict[str, Any]
+"""`{"op": "loaded", "version": v}`, or `{"op": "answers", "answers": rows, "forward_tokens": n}`
+with one row `[key, log-probabilities]` for each piece.
+"""
+
+
+class Link(Protocol):
+    """A connection to a second model, which handles messages in the order of sending."""
+
+    def load(self, version: int, weights: Any) -> None:
+        """Send the weights of a version. Returns before the model has them."""
+        ...
+
+    def score(self, pieces: Pieces) -> None:
+        """Send pieces to be scored. Must not block, because the event loop calls it."""
+        ...
+
+    def receive(self, *, wait: bool) -> list[Reply] | None:
+        """Return complete replies. None if nothing has arrived; with `wait`, wait for something.
+
+        Also returns None if the model has not been started. Raises an error if it has ended.
+        """
+        ...
+
+
+class SecondModel:
+    """The versions and pieces that were sent to a second model, and what it has answered.
+
+    With `lockstep` no result depends on the speed of the model: pieces are sent in a fixed order
+    when the next version is published or a batch needs them, and the caller waits for all scores.
+    """
+
+    def __init__(
+        self, link: Link, add_scores: Callable[[Iterable[Any], int], None], *, lockstep: bool
+    ) -> None:
+        """`add_scores` receives the rows of an answer, and the number of tokens in its passes."""
+        self.loaded = -1
+        """The version of the weights that the model has loaded. -1 before the first."""
+        self.sent = -1
+        """The version of the weights that was sent last. -1 before the first."""
+        self._link = link
+        self._add_scores = add_scores
+        self._lockstep = lockstep
+        self._held: Pieces = {}
+        """Pieces that have arrived but are sent later, because of `lockstep`."""
+        self._unscored: dict[PieceKey, None] = {}
+        """Pieces that were sent and have no score yet, in the order of sending."""
+
+    def load(self, version: int, weights: Any) -> None:
+        """Send the weights of a version."""
+        self._link.load(version, weights)
+        self.sent = version
+
+    def arrived(self, piece: "PendingPiece") -> None:
+        """Send a piece, or keep it for later with `lockstep`. Does not block."""
+        if self._lockstep:
+            self._held[key_of(piece)] = text_of(piece)
+        else:
+            self._send({key_of(piece): text_of(piece)})
+
+    def finish_version(self) -> float:
+        """With `lockstep`, wait for all scores. Return the seconds it took."""
+        return self.score_all() if self._lockstep else 0.0
+
+    def score_all(self) -> float:
+        """Send the pieces held back by `lockstep` and wait for all scores.
+
+        Return the seconds it took.
+        """
+        due = {key: self._held.pop(key) for key in sorted(self._held) if key.version <= self.sent}
+        if due:
+            self._send(due)
+        return self._receive_until(lambda: not self._is_due(lambda key: True))
+
+    def wait_for(self, wanted: Callable[[PieceKey], bool]) -> float:
+        """Wait for the scores of pieces for which `wanted` is true. Return the seconds it took."""
+        if self._lockstep:
+            return self.score_all()
+        return self._receive_until(lambda: not self._is_due(wanted))
+
+    def wait_until_loaded(self) -> float:
+        """Wait until the model has loaded the version sent last. Return the seconds it took.
+
+        It has then scored all pieces of earlier versions, because it scores them before it loads
+        new weights.
+        """
+        return self._receive_until(lambda: self.loaded == self.sent)
+
+    def _send(self, pieces: Pieces) -> None:
+        self._unscored.update(dict.fromkeys(pieces))
+        self._link.score(pieces)
+
+    def _is_due(self, wanted: Callable[[PieceKey], bool]) -> bool:
+        """Return True if a sent piece for which `wanted` is true has no score yet.
+
+        Pieces of versions that were not sent are not counted.
+        """
+        return any(key.version <= self.sent and wanted(key) for key in self._unscored.copy())
+
+    def _receive_until(self, done: Callable[[], bool]) -> float:
+        """Receive replies until `done()` is true. Return the seconds it took."""
+        began = time.perf_counter()
+        while (replies := self._link.receive(wait=not done())) is not None:
+            for reply in replies:
+                self._take(reply)
+        return time.perf_counter() - began
+
+    def _take(self, reply: Reply) -> None:
+        if reply["op"] == "loaded":
+            self.loaded = reply["version"]
+            return
+        self._add_scores(reply["answers"], reply["forward_tokens"])
+        for key, _logps in reply["answers"]:
+            del self._unscored[PieceKey(*key)]
