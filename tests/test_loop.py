@@ -122,7 +122,7 @@ class Log:
 
     def phase(self, text: str, *, done: int = 0, total: int = 0) -> None: ...
 
-    def close(self) -> None:
+    def close(self, outcome: RunOutcome) -> None:
         self.folder.close()
 
     def sample(self, step: int, groups: Any) -> None: ...
