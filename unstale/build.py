@@ -13,11 +13,11 @@ from typing import cast
 import torch
 
 from unstale.algorithms.advantages import ESTIMATORS
-from unstale.cluster.components import build_ranked, make_posts, report_events
+from unstale.cluster.components import build_ranked, make_host_pool, make_posts, report_events
 from unstale.cluster.env_hosts import remote_workers
-from unstale.cluster.gpus import gpu_memory_utilization
-from unstale.cluster.hosted_engine import make_host_pool
+from unstale.cluster.gpus import gpu_memory_utilization, run_gpus
 from unstale.cluster.ranks import Notify, RankedAuditor, RankedCheckpoints, RankedTrainer, Ranks
+from unstale.cluster.ranks_publish import RankedPublisher
 from unstale.cluster.ranks_worker import Rank
 from unstale.cluster.scoring_ranks import ScoringRank
 from unstale.config import (
@@ -50,7 +50,7 @@ from unstale.model.policy import Policy
 from unstale.observe.recorder import Outputs, Recorder
 from unstale.observe.trackers import find_trackers
 from unstale.old_logps import OldLogps
-from unstale.old_logps.scoring.local_scorer import LocalScorer
+from unstale.old_logps.scoring.local_scorer import LocalScorer, delta_store
 from unstale.old_logps.scoring.scorer import Scorer
 from unstale.records import Failure, Group, GroupRequest, PendingPiece, ScoredTrajectory
 from unstale.rollout.episode import Rollout
@@ -61,9 +61,8 @@ from unstale.trainer.auditor import Auditor
 from unstale.trainer.failed_batch import save_failed_batch
 from unstale.trainer.local import LocalTrainer, Rules
 from unstale.trainer.threads import LocalThread, trainer_threads, use_threads
-from unstale.weights.publish import DirectPublisher
+from unstale.weights.publish import DirectPublisher, Publisher
 from unstale.weights.recording import RECORDED, Recording
-from unstale.weights.store import VersionStore
 
 MAX_SKIPPED = 100_000
 """Number of skipped tasks in a row at which the run stops. No usable task is then assumed to be
@@ -232,7 +231,9 @@ def build(
         else:
             machine.auditor.recording = Recording(folder / RECORDED, base=policy.base)
     dtype = policy.travel_dtype(DTYPES[config.engine.dtype])
-    posts = make_posts(config.cluster, checkpoints.weights, dtype)
+    posts = make_posts(
+        config.cluster, checkpoints.weights, policy.dtype if machine.ranks else dtype
+    )
     weights = posts.at if posts else checkpoints.weights
     recovery = Recovery(weights, config.engine.restarts, recorder.event)
     engine = supervise(machine.generator.engine, recovery)
@@ -245,7 +246,6 @@ def build(
         _Listeners(old, pending, piece_arrived, recorder),
         life,
     )
-    store = machine.scorer.store if machine.scorer else None
     held_out = held_out_tasks(taskset, config.eval.tasks)
     evaluation = None
     if held_out:
@@ -257,6 +257,17 @@ def build(
             on_blocked=recorder.blocked,
         )
         evaluation = partial(evaluate, evaluation_rollout, held_out, seed=config.seed)
+    publisher: Publisher
+    if isinstance(machine.trainer, RankedTrainer):
+        publisher = RankedPublisher(engine, machine.trainer, dtype=dtype, posts=posts)
+    else:
+        publisher = DirectPublisher(
+            engine,
+            dtype=dtype,
+            store=delta_store(machine.scorer) if shares_deltas(config) else None,
+            put=checkpoints.write_version,
+            post=posts.post if posts else None,
+        )
     return RunComponents(
         config=config,
         progress=life.progress,
@@ -271,13 +282,7 @@ def build(
         old_logps=old,
         auditor=machine.auditor,
         trainer=machine.trainer,
-        publisher=DirectPublisher(
-            engine,
-            dtype=dtype,
-            store=store if isinstance(store, VersionStore) and shares_deltas(config) else None,
-            put=checkpoints.write_version,
-            post=posts.post if posts else None,
-        ),
+        publisher=publisher,
         journal=journal,
         checkpoints=checkpoints,
         log=recorder,
@@ -352,8 +357,10 @@ def build_rank(config: RunConfig, peers: Peers) -> Rank:
     """Return the components of one of several trainer ranks. All ranks must call it."""
     torch.set_num_threads(trainer_threads(config))
     policy = load_policy(config, peers.in_context_groups(config.cluster.context))
-    trainer, auditor = build_trainer(config, policy, build_scorer(config, policy), on_rank=True)
-    return Rank(policy, trainer, auditor)
+    scorer = build_scorer(config, policy)
+    trainer, auditor = build_trainer(config, policy, scorer, on_rank=True)
+    store = delta_store(scorer) if config.old_logps.shares_deltas else None
+    return Rank(policy, trainer, auditor, store)
 
 
 def build_scoring_rank(config: RunConfig, peers: Peers) -> ScoringRank:
@@ -452,6 +459,7 @@ def build_engine(config: RunConfig, merging: Merging | None) -> EnginePool:
             gpu_memory_utilization=gpu_memory_utilization(config),
             dtype=cast(Dtype, options.dtype),
             threads=options.threads,
+            gpus=run_gpus(config).engines,
             max_running=max_running,
             max_context=options.max_context,
             keep_cache=options.keep_cache,
@@ -463,7 +471,7 @@ def build_engine(config: RunConfig, merging: Merging | None) -> EnginePool:
         for url in urls
     )
     if config.cluster.engine_hosts:
-        return make_host_pool(config.cluster, spec.make, every, restarts=options.restarts)
+        return make_host_pool(config, spec.make, every)
     engines = [spec.make(each) for each in every]
     return EnginePool(engines, max_running=max_running, keep_cache=options.keep_cache)
 

@@ -38,13 +38,14 @@ def cluster() -> Iterator[Any]:
 
 
 @pytest.fixture(autouse=True)
-def connected() -> None:
+def connected(request: pytest.FixtureRequest) -> None:
     """Ray on this machine, if no other is connected: runs in one process then start it once."""
-    session.connect(object_store_memory=NODE_MEMORY)
+    if "disconnected" not in request.fixturenames:
+        session.connect(object_store_memory=NODE_MEMORY)
 
 
 @pytest.fixture
-def disconnected(connected: None) -> Iterator[None]:
+def disconnected() -> Iterator[None]:
     """No connection to Ray, at the beginning and at the end of a test."""
     session.disconnect()
     yield

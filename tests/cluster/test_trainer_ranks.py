@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tests.cluster.conftest import NODE_MEMORY
 from unstale.build import build_rank, load_policy
 from unstale.cluster import session
 from unstale.cluster.ranks import (
@@ -136,6 +137,29 @@ def test_a_rank_that_dies_in_a_collective_is_not_an_error_of_another() -> None:
             ranks.call("wait")
     finally:
         ranks.close()
+
+
+def make_reporter() -> Any:
+    """Return a `MakeRank` for ranks that report the GPUs of all of them."""
+
+    class Reporter:  # here, because Ray then pickles it by value
+        def gpus(self) -> list[str]:
+            found = [""] * dist.get_world_size()
+            dist.all_gather_object(found, os.environ["CUDA_VISIBLE_DEVICES"])
+            return found
+
+    return lambda peers: Reporter()
+
+
+def test_each_rank_has_one_of_the_gpus_of_the_trainer(disconnected: None) -> None:
+    session.connect(gpus=["4", "6"], num_gpus=2, object_store_memory=NODE_MEMORY)
+    ranks = Ranks(2)
+    try:
+        ranks.make(make_reporter())
+        assert sorted(ranks.call("gpus")) == ["4", "6"]
+    finally:
+        ranks.close()
+    assert os.environ.get("CUDA_VISIBLE_DEVICES", "") == ""
 
 
 def test_more_trainers_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,6 +26,7 @@ from unstale.config import (
     TrainerConfig,
 )
 from unstale.config.routes import live_versions
+from unstale.model.lora import Lora
 from unstale.planner.footprint import PROCESS_BYTES, predict_footprint, require_disk_to_resume
 from unstale.records import collate
 from unstale.testing import tiny_policy
@@ -60,16 +61,46 @@ def test_the_trainer_takes_20_bytes_a_float32_weight_and_the_deltas() -> None:
     assert audited.trainer > bare.trainer and audited.checkpoint > bare.checkpoint
 
 
-def test_versions_of_trainer_ranks_are_counted_whole() -> None:
+def test_trainer_ranks_divide_the_memory_and_write_differences() -> None:
     policy = tiny_policy()
     made = replace(config(), audit=AuditConfig(), old_logps=OldLogpsConfig(route="snapshot_old"))
     alone = replace(made, engine=replace(made.engine, dtype=made.trainer.dtype))
-    ranks = replace(alone, cluster=ClusterConfig(trainers=2))
-    copy = sum(weight.numel() * weight.itemsize for weight in policy.weights().values())
-    found = predict_footprint(ranks, policy)
-    versions = min(found.kept * ranks.checkpoint.every, ranks.steps + 1)
-    assert found.disk == pytest.approx(copy + found.kept * found.checkpoint + versions * copy)
-    assert found.disk > predict_footprint(alone, policy).disk
+    one = predict_footprint(alone, policy)
+    head = policy.model.get_output_embeddings().weight.numel()
+    body = sum(weight.numel() for weight in policy.model.parameters()) - head
+    gathered = 4 * (head + 2 * body / policy.model.config.num_hidden_layers)
+    for count in (1, 2, 4):
+        ranks = replace(alone, cluster=ClusterConfig(trainers=count))
+        found = predict_footprint(ranks, policy)
+        assert found.disk == one.disk and found.checkpoint == one.checkpoint
+        divided = (one.trainer - PROCESS_BYTES) / count + gathered * (count > 1)
+        assert found.trainer - PROCESS_BYTES == pytest.approx(divided)
+        assert found.driver - PROCESS_BYTES == 4 * (head + body)
+        assert f"{count} trainer ranks of 0.7, the run's process 0.7, engines" in str(found)
+        memory = count * found.trainer + found.driver + found.engines
+        assert f"expected memory {memory / 1e9:.1f} GB (" in str(found)
+    cluster = ClusterConfig(trainers=4, engine_hosts=2, address="head:6379")
+    found = predict_footprint(replace(alone, cluster=cluster, deterministic=False), policy)
+    line = "expected memory 0.7 GB (the run's process 0.7, engines 0.0), and 4 trainer ranks of 0.7"
+    assert line in str(found) and found.engines == 0
+
+
+@pytest.mark.parametrize("lora", [None, Lora(4)])
+def test_a_rank_in_bfloat16_has_16_bytes_a_weight_and_a_published_copy(lora: Lora | None) -> None:
+    """Its float32 part is also what the passes gather. Adapters are whole on every rank."""
+    policy = tiny_policy(dtype="bfloat16", lora=lora)
+    route = OldLogpsConfig(route="rollout")
+    made = replace(
+        config(), audit=AuditConfig(), old_logps=route, cluster=ClusterConfig(trainers=4)
+    )
+    total = sum(weight.numel() for weight in policy.model.parameters())
+    trained = sum(weight.numel() for weight in policy.weights().values())
+    head = policy.model.get_output_embeddings().weight.numel()
+    layers = 2 * (total - head) / policy.model.config.num_hidden_layers
+    divided = 2 * (total - trained) if lora else 18 * total
+    whole = 20 * trained if lora else 0
+    found = predict_footprint(made, policy).trainer - PROCESS_BYTES
+    assert found == pytest.approx(divided / 4 + whole + 2 * (head + layers))
 
 
 def test_a_short_run_needs_no_more_disk_than_its_steps_write() -> None:

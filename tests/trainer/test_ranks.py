@@ -21,6 +21,8 @@ from torch import Tensor
 
 from tests.support.ranks import run_ranks
 from unstale.build import build_old_logps, build_scorer, build_trainer
+from unstale.cluster.ranks_worker import PublishedPart, Rank
+from unstale.cluster.weight_objects import Part, read_delta
 from unstale.config import (
     AuditConfig,
     ClusterConfig,
@@ -32,13 +34,19 @@ from unstale.config import (
 )
 from unstale.config.routes import routes
 from unstale.durability import checkpoint_shards
-from unstale.durability.checkpoint import CheckpointError, Checkpoints, Progress, Stateful
+from unstale.durability.checkpoint import (
+    VERSIONS,
+    CheckpointError,
+    Checkpoints,
+    Progress,
+    Stateful,
+)
 from unstale.expert_routes import ExpertRoutes
 from unstale.model.lora import Lora
 from unstale.model.peers import ALONE, Peers
 from unstale.model.policy import Policy
 from unstale.model.sharding import gather_whole
-from unstale.old_logps.scoring.local_scorer import LocalScorer
+from unstale.old_logps.scoring.local_scorer import LocalScorer, delta_store
 from unstale.records import (
     Batch,
     PendingPiece,
@@ -50,6 +58,7 @@ from unstale.records import (
 )
 from unstale.testing import check_old_logps, episode, nudge, tiny_policy
 from unstale.trainer.local import LocalTrainer
+from unstale.weights.codec import advance
 
 STEPS = 4
 LORA = Lora(4)
@@ -463,6 +472,80 @@ def load_new(peers: Peers, folder: Path, run: Path, name: str) -> bool:
 def test_a_checkpoint_before_the_first_step_is_read_by_others(folder: Path, tmp_path: Path) -> None:
     name = run_ranks(2, save_new, folder, tmp_path)[0]
     assert all(run_ranks(3, load_new, folder, tmp_path, name))
+
+
+Published = list[tuple[PublishedPart, list[Part], dict[str, Tensor]]]
+"""What a rank has published of each version, and the whole weights of the version."""
+
+
+def publish(peers: Peers, folder: Path, run: Path, config: RunConfig) -> Published:
+    """Publish four versions, of which the third is whole. Return each with the true weights."""
+    policy = Policy.load(
+        folder,
+        dtype=config.trainer.dtype,
+        lora=LORA if config.trainer.lora_rank else None,
+        peers=peers,
+    )
+    scorer = build_scorer(config, policy)
+    trainer, auditor = build_trainer(config, policy, scorer)
+    shares = config.old_logps.shares_deltas
+    rank = Rank(policy, trainer, auditor, delta_store(scorer) if shares else None)
+    rank.open_run(run, 2)
+    rank.checkpoints.save(Progress(), policy)
+    found = []
+    for step, base in enumerate((-1, 0, -1, 2)):
+        policy.version = step
+        live = range(max(0, step - 2), step + 1)
+        size, part = rank.publish(live, base)
+        rank.published(live)
+        rank.audit_published(live)
+        whole = {name: tensor.clone() for name, tensor in policy.whole_weights()}
+        found.append((size, [each.copy() for each in part], whole))
+        for number in range(rank.prepare(batch_of(step))):
+            rank.backward(number)
+            rank.step()
+    return found
+
+
+def publish_all(
+    peers: Peers, folder: Path, runs: Path, variants: tuple[str, ...]
+) -> dict[str, Published]:
+    return {name: publish(peers, folder, runs / name, VARIANTS[name]) for name in variants}
+
+
+def test_ranks_publish_differences_of_their_parts(folder: Path, tmp_path: Path) -> None:
+    """Applied one rank after the other, they are the weights, bit for bit, also on disk."""
+    variants = ("plain", "inline", "lora")
+    ranks_of = run_ranks(3, publish_all, folder, tmp_path, variants)
+    for variant in variants:
+        run = tmp_path / variant
+        ranks = [each[variant] for each in ranks_of]
+        weights: dict[str, Tensor] = {}
+        sizes = []
+        for version, parts in enumerate(zip(*ranks, strict=True)):
+            whole = parts[0][2]
+            bases = {size.base for size, *_ in parts}
+            assert bases == {(-1, 0, -1, 2)[version]}
+            if bases == {-1}:
+                weights = {name: torch.zeros_like(tensor) for name, tensor in whole.items()}
+            for size, part, _ in parts:
+                if size.words:
+                    advance(weights, read_delta(part))
+            assert sum(size.words for size, *_ in parts) == sum(t.numel() for t in whole.values())
+            assert all(torch.equal(weights[name], tensor) for name, tensor in whole.items())
+            stored = Checkpoints(run, {}).weights(version)
+            assert all(torch.equal(stored[name], tensor) for name, tensor in whole.items())
+            sizes.append(sum(size.nbytes for size, *_ in parts))
+        assert sizes[1] < sizes[0] == sizes[2]
+        kinds = {path.suffix for path in (run / VERSIONS).iterdir()}
+        assert kinds == {".safetensors" if variant == "lora" else ".parts"}
+        damaged = run / VERSIONS / "000001.parts"
+        if damaged.is_dir():
+            next(damaged.iterdir()).unlink()
+            with pytest.raises(CheckpointError, match="its 2 parts are not whole weights"):
+                Checkpoints(run, {}).weights(1)
+        Checkpoints(run, {}).remove_after(0)
+        assert Checkpoints(run, {}).versions == [0]
 
 
 def refused(peers: Peers, folder: Path, run: Path, name: str) -> str:

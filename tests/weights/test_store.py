@@ -48,6 +48,7 @@ DTYPES = (
     torch.bool,
     torch.complex64,
 )
+PARTED = (torch.bfloat16, torch.float32, torch.complex64)
 ODD = {
     2: [0x7FC1, 0x7F81, -0x8000, 1, -0x7FFF, 0x7F80, -0x80, 0x3F80],
     4: [0x7FC00001, 0x7F800001, -0x80000000, 1, 0x7F800000, -0x800000, 0x3F800000],
@@ -500,6 +501,27 @@ def test_a_stream_that_claims_more_than_belongs_there_is_not_unpacked() -> None:
     beyond = encode(torch.tensor([0] * 99 + [1], dtype=torch.int16).repeat(9))
     with pytest.raises(ValueError, match="position 899 is outside a tensor of 800"):
         apply(replace(beyond, words=800), torch.zeros(800, dtype=torch.int16))
+
+
+def test_deltas_of_parts_change_their_parts_only() -> None:
+    before = {name: torch.randn(5, 3).to(dtype) for name, dtype in zip("abc", PARTED, strict=True)}
+    after = {name: tensor + 1 for name, tensor in before.items()}
+    weights = {name: tensor.clone() for name, tensor in before.items()}
+    for rows in (slice(0, 3), slice(3, 5), slice(5, 5)):
+        whole_rows = {name: words(after[name]).numel() // 5 for name in after}
+        starts = {name: rows.start * width for name, width in whole_rows.items()}
+        old, new = ({n: t[rows] for n, t in each.items()} for each in (before, after))
+        encoded = {name: encode(words(old[name]) ^ words(new[name])) for name in new}
+        part = loads(dumps(Delta(1, 2, checksum(new), encoded, starts)))
+        assert part.starts == starts
+        untouched = bits({name: tensor[rows.stop :] for name, tensor in weights.items()})
+        advance(weights, part)
+        assert bits({name: tensor[rows.stop :] for name, tensor in weights.items()}) == untouched
+    assert bits(weights) == bits(after)
+    for wrong in ({"a": 7}, {"a": -1}, {"a": True}, {"a": "0"}, {"d": 0}):
+        with pytest.raises(ValueError, match=r"not a part of a, which has 15|parts of other weigh"):
+            advance(weights, Delta(1, 2, 0, {"a": encode(torch.ones(9).int())}, wrong))
+    assert bits(weights) == bits(after)
 
 
 def test_a_delta_that_breaks_half_way_leaves_the_weights_as_they_were() -> None:

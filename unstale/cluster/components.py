@@ -1,25 +1,59 @@
 """The components of a run that are on trainer ranks or engine hosts."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from unstale.cluster.engine_host import HostOptions
 from unstale.cluster.engine_host_weights import WeightPosts
-from unstale.cluster.hosted_engine import HostedEngine
-from unstale.cluster.ranks import (
-    Notify,
-    RankedAuditor,
-    RankedOldLogps,
-    RankedTrainer,
-    Ranks,
-)
+from unstale.cluster.gpus import host_gpus, run_gpus
+from unstale.cluster.hosted_engine import RESOURCE, HostedEngine, place
+from unstale.cluster.ranks import Notify, RankedAuditor, RankedOldLogps, RankedTrainer, Ranks
 from unstale.cluster.ranks_worker import MakeRank
 from unstale.cluster.scoring_ranks import RankedOldLogitModel, RanksLink
+from unstale.cluster.session import connect
 from unstale.config import ClusterConfig, RunConfig
+from unstale.engines import Engine
 from unstale.engines.pool import EnginePool
+from unstale.engines.registry import EngineOptions
 from unstale.model.policy import Policy
+
+
+def connect_run(config: RunConfig) -> None:
+    """Connect to Ray for the ranks and hosts of a run. Raises `ConfigError` if it cannot be used.
+
+    A Ray that is started for this run gives the ranks only their GPUs.
+    """
+    cluster = config.cluster
+    resources = {RESOURCE: cluster.engine_hosts} if cluster.engine_hosts else {}
+    connect(cluster.address, resources=resources, gpus=run_gpus(config).trainers)
+
+
+def make_host_pool(
+    config: RunConfig,
+    make: Callable[[EngineOptions], Engine],
+    engines: Sequence[EngineOptions],
+) -> EnginePool:
+    """Connect to Ray and return a pool of engine hosts, which are not started yet.
+
+    Each host makes `engines` by `make`. Raises `ConfigError` if Ray cannot be used.
+    """
+    connect_run(config)
+    hosts = []
+    for number in range(config.cluster.engine_hosts):
+        own = [replace(each, gpus=host_gpus(config, number)) for each in engines]
+        options = HostOptions(make, tuple(own), config.engine.restarts)
+        hosts.append(HostedEngine(number, options, partial(place, options)))
+    return EnginePool(
+        hosts,
+        max_running=engines[0].max_running * len(engines),
+        keep_cache=engines[0].keep_cache,
+        patience_s=config.cluster.patience_s,
+    )
 
 
 def build_ranked(
@@ -38,6 +72,7 @@ def build_ranked(
     `Ranks.make` raises; the ranks are then ended.
     """
     cluster = config.cluster
+    connect_run(config)
     ranks = ranks or Ranks(
         cluster.trainers,
         address=cluster.address,

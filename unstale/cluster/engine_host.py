@@ -13,20 +13,18 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 import unstale
 from unstale.cluster.posted_routes import PostedRoutes
+from unstale.cluster.weight_objects import Part, read_delta
 from unstale.engines import Engine, EngineDied, Reply, SamplingParams
 from unstale.engines.embedded.shared_weights import SharedWeights
 from unstale.engines.pool import EnginePool, Recovery
 from unstale.engines.registry import EngineOptions
 from unstale.records import Sampled
-from unstale.weights.codec import advance, loads
+from unstale.weights.codec import advance
 
-Part = NDArray[Any]
-"""A part of a file, as bytes."""
 Event = tuple[str, Mapping[str, Any]]
 """The kind and the fields of an event for the run's log."""
 
@@ -147,8 +145,9 @@ class EngineHost:
     ) -> HostReport:
         """Load a version from full weights, if they are given, and the deltas after them.
 
-        Raises ValueError for weights that do not fit, or deltas of other weights. The host then
-        needs full weights.
+        Full weights of several trainer ranks are a file of zeros and a delta from each rank. Raises
+        ValueError for weights that do not fit, or deltas of other weights. The host then needs full
+        weights.
         """
         await asyncio.to_thread(self._weights.change, version, full, deltas)
         await self._started().load(self._weights.shared, version)
@@ -204,7 +203,7 @@ class _HeldWeights:
             if full is not None:
                 self.shared.write_file([part.data for part in full])
             for parts in deltas:
-                advance(self.shared.weights, loads(b"".join(part.data for part in parts)))
+                advance(self.shared.weights, read_delta(parts))
             self.version = version
 
     def copy(self, version: int) -> dict[str, Tensor]:

@@ -2,26 +2,26 @@
 
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from unstale.cluster.session import import_ray
-from unstale.weights.child_process import Bytes
-from unstale.weights.codec import dumps, file_of
+from unstale.cluster.weight_objects import Reference, put, put_delta
+from unstale.weights.codec import file_of
 from unstale.weights.publish import PostedWeights
 from unstale.weights.store import Delta
 
-Reference = Any
-"""A reference to an object in Ray's store: a list of arrays of bytes, one after the other."""
 
+@dataclass(frozen=True, slots=True)
+class PostedStep:
+    """What leads from version `base` to `version`. With a base of -1 it begins from zeros."""
 
-def put(parts: Sequence[Bytes]) -> Reference:
-    """Put bytes that are given in parts into the object store. Copies them once."""
-    ray = import_ray()
-    return ray.put([np.frombuffer(part, np.uint8) for part in parts if len(part)])
+    base: int
+    version: int
+    nbytes: int
+    deltas: Sequence[Reference]
+    """One delta, or one of each trainer rank's part."""
 
 
 class VersionOfWeights(PostedWeights):
@@ -67,9 +67,10 @@ class WeightPosts:
     def __init__(self, read: Callable[[int], Mapping[str, Tensor]], *, dtype: torch.dtype) -> None:
         self._read_from_disk = read
         self._dtype = dtype
-        self._deltas: list[tuple[Delta, Reference]] = []
+        self._steps: list[PostedStep] = []
         """A chain: each begins at the version to which the one before leads."""
-        self._full: tuple[int, Reference] | None = None
+        self._full: tuple[int, Reference, Sequence[Reference]] | None = None
+        """Version and file of the full weights, and the deltas from that file to the version."""
         self._full_bytes = 0
         self._lock = threading.Lock()
         """Guards the fields. It is never held during a transfer."""
@@ -81,17 +82,19 @@ class WeightPosts:
     ) -> VersionOfWeights:
         """Put a version into the store: its delta if there is one, otherwise all its weights."""
         if delta is None:
-            self._post_full(version, weights)
-            return VersionOfWeights(self, version, self._full_bytes)
-        reference = put([dumps(delta)])
-        with self._lock:
-            self._full = None
-            if self._deltas and self._deltas[-1][0].version != delta.base:
-                self._deltas.clear()
-            self._deltas.append((delta, reference))
-            while sum(each.nbytes for each, _ in self._deltas) > self._full_bytes > 0:
-                del self._deltas[0]
-        return VersionOfWeights(self, version, delta.nbytes)
+            cast = {name: tensor.detach().to(self._dtype) for name, tensor in weights.items()}
+            return self._post_full(version, put(file_of(cast)), [], _size(cast))
+        return self._post(PostedStep(delta.base, version, delta.nbytes, [put_delta(delta)]))
+
+    def post_parts(self, step: PostedStep, layout: Mapping[str, Tensor]) -> VersionOfWeights:
+        """Post a version of which each trainer rank has put its part into the store.
+
+        `layout` has the names, sizes and dtypes of the full weights.
+        """
+        if step.base != -1:
+            return self._post(step)
+        zeros = put(file_of(layout)[:1])
+        return self._post_full(step.version, zeros, step.deltas, _size(layout))
 
     def at(self, version: int) -> VersionOfWeights:
         """Return a version that was posted, or that only the disk has."""
@@ -115,18 +118,29 @@ class WeightPosts:
                 return found
             reference = put(file_of(self.read(version)))
             with self._lock:
-                newest = self._deltas[-1][0].version if self._deltas else version
+                newest = self._steps[-1].version if self._steps else version
                 if version >= newest:
-                    self._full = version, reference
+                    self._full = version, reference, []
         return reference, []
 
-    def _post_full(self, version: int, weights: Mapping[str, Tensor]) -> None:
-        cast = {name: tensor.detach().to(self._dtype) for name, tensor in weights.items()}
-        reference = put(file_of(cast))
+    def _post(self, step: PostedStep) -> VersionOfWeights:
         with self._lock:
-            self._deltas.clear()
-            self._full = version, reference
-            self._full_bytes = sum(tensor.nbytes for tensor in cast.values())
+            self._full = None
+            if self._steps and self._steps[-1].version != step.base:
+                self._steps.clear()
+            self._steps.append(step)
+            while sum(each.nbytes for each in self._steps) > self._full_bytes > 0:
+                del self._steps[0]
+        return VersionOfWeights(self, step.version, step.nbytes)
+
+    def _post_full(
+        self, version: int, file: Reference, deltas: Sequence[Reference], nbytes: int
+    ) -> VersionOfWeights:
+        with self._lock:
+            self._steps.clear()
+            self._full = version, file, deltas
+            self._full_bytes = nbytes
+        return VersionOfWeights(self, version, nbytes)
 
     def _find(self, held: int, version: int) -> tuple[Reference | None, list[Reference]] | None:
         deltas = self._path(held, version)
@@ -134,16 +148,21 @@ class WeightPosts:
             return None, deltas
         if self._full is None:
             return None
-        deltas = self._path(self._full[0], version)
-        return None if deltas is None else (self._full[1], deltas)
+        at, file, from_zeros = self._full
+        deltas = self._path(at, version)
+        return None if deltas is None else (file, [*from_zeros, *deltas])
 
     def _path(self, held: int, version: int) -> list[Reference] | None:
         """Return the deltas from version `held` to `version`, None if they are not in the store."""
         if held == version:
             return []
-        versions = [delta.base for delta, _ in self._deltas[:1]]
-        versions += [delta.version for delta, _ in self._deltas]
+        versions = [step.base for step in self._steps[:1]]
+        versions += [step.version for step in self._steps]
         if not (held in versions and version in versions and held < version):
             return None
-        steps = self._deltas[versions.index(held) : versions.index(version)]
-        return [reference for _, reference in steps]
+        steps = self._steps[versions.index(held) : versions.index(version)]
+        return [reference for step in steps for reference in step.deltas]
+
+
+def _size(weights: Mapping[str, Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in weights.values())

@@ -1,22 +1,141 @@
-"""The GPUs of a run, and the share of their memory that its engines get."""
+"""The GPUs of this machine, divided among trainer ranks and engines."""
+
+import argparse
+import os
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
-from unstale.config import RunConfig
+from unstale.config import ConfigError, RunConfig
 from unstale.engines.vllm_server import gpu_share
 from unstale.lint.policy_files import num_weights
 from unstale.model.loading import DTYPES
+
+_PARALLEL = (
+    ("--tensor-parallel-size", "-tp"),
+    ("--pipeline-parallel-size", "-pp"),
+    ("--data-parallel-size", "-dp"),
+)
+"""Options of a vLLM server. It takes as many GPUs as their product."""
+
+
+@dataclass(frozen=True, slots=True)
+class GpuShares:
+    """The GPUs of the trainer ranks and of the engines, as in `CUDA_VISIBLE_DEVICES`.
+
+    If both are empty, nothing is divided.
+    """
+
+    trainers: tuple[str, ...] = ()
+    """GPUs of the trainer ranks and of the ranks of the old-logit model."""
+    engines: tuple[str, ...] = ()
+
+    @property
+    def apart(self) -> bool:
+        """True if no GPU has both a trainer rank and an engine."""
+        return bool(self.trainers) and not set(self.trainers) & set(self.engines)
+
+
+def divide_gpus(
+    gpus: Sequence[str], *, trainers: int, scorers: int = 0, engines: int
+) -> GpuShares:
+    """Return the first GPUs for the ranks, one each, and the others for the engines.
+
+    The ranks are the trainer ranks and the `scorers` ranks of the old-logit model. `engines` is the
+    number of GPUs that the engines need. A single GPU is for one rank and the engine. Raises
+    `ConfigError` if there are too few.
+
+    >>> divide_gpus("0123", trainers=2, engines=1)
+    GpuShares(trainers=('0', '1'), engines=('2', '3'))
+    >>> divide_gpus("0", trainers=1, engines=1)
+    GpuShares(trainers=('0',), engines=('0',))
+    """
+    if not gpus:
+        return GpuShares()
+    ranks = trainers + scorers
+    if ranks == len(gpus) == 1 and engines <= 1:
+        return GpuShares(tuple(gpus), tuple(gpus))
+    if ranks + engines > len(gpus):
+        most = len(gpus) - engines - scorers
+        lower = f"Set cluster.trainers to at most {most}" if most > 0 else "Lower both"
+        scoring = f", {scorers} ranks of the old-logit model (old_logps.ranks)" if scorers else ""
+        raise ConfigError(
+            f"{trainers} trainer ranks (cluster.trainers){scoring} and engines on {engines} GPUs "
+            f"need {ranks + engines} GPUs, but this machine has {len(gpus)}. {lower}, or sample on "
+            "other GPUs (engine.urls, or cluster.engine_hosts with cluster.address)"
+        )
+    return GpuShares(tuple(gpus[:ranks]), tuple(gpus[ranks:]))
+
+
+def run_gpus(config: RunConfig) -> GpuShares:
+    """Return how the GPUs of this machine are divided.
+
+    Nothing is divided if the run has no trainer ranks, or if the cluster of `cluster.address`
+    places them.
+    """
+    cluster = config.cluster
+    if not cluster.trainers or cluster.address:
+        return GpuShares()
+    engines = engine_gpus(config) * max(1, cluster.engine_hosts)
+    scorers = config.old_logps.scoring_ranks
+    return divide_gpus(
+        _visible_gpus(), trainers=cluster.trainers, scorers=scorers, engines=engines
+    )
+
+
+def host_gpus(config: RunConfig, number: int) -> tuple[str, ...]:
+    """Return the GPUs of one of several engine hosts of this machine. Empty if it may use all."""
+    each = engine_gpus(config)
+    return run_gpus(config).engines[number * each : (number + 1) * each]
+
+
+def engine_gpus(config: RunConfig) -> int:
+    """Return how many GPUs the engines of one machine take, if it has GPUs.
+
+    Raises `ConfigError` if `engine.args` has something else than a number there.
+    """
+    options = config.engine
+    if options.urls:
+        return 0
+    parser = argparse.ArgumentParser(add_help=False, exit_on_error=False)
+    for name, short in _PARALLEL:
+        parser.add_argument(name, short, type=int, default=1)
+    args = shlex.split(options.args)
+    for i, arg in enumerate(args):
+        name, equals, value = arg.partition("=")
+        args[i] = name.replace("_", "-") + equals + value
+    try:
+        found = parser.parse_known_args(args)[0]
+    except argparse.ArgumentError as error:
+        raise ConfigError(f"engine.args: {error}") from error
+    product: int = (
+        found.tensor_parallel_size * found.pipeline_parallel_size * found.data_parallel_size
+    )
+    return product
+
+
+def _visible_gpus() -> list[str]:
+    """Return the GPUs that this process may use, without making use of one."""
+    if not torch.cuda.is_available():
+        return []
+    count = torch.cuda.device_count()
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if named is None:
+        return [str(number) for number in range(count)]
+    return [each.strip() for each in named.split(",")][:count]
 
 
 def gpu_memory_utilization(config: RunConfig) -> float:
     """Return the share of GPU memory for a vLLM server that this run starts.
 
     The option `engine.gpu_memory_utilization` comes first. If it is 0, the server gets what the
-    trainer leaves. The result is 0 if the run starts no server on a GPU. Raises `ValueError` if
-    trainer and engine do not fit together.
+    trainer leaves. The result is 0 if the run starts no server on a GPU, or the server has GPUs for
+    itself. Raises `ValueError` if trainer and engine do not fit together.
     """
     options = config.engine
-    elsewhere = options.urls or config.cluster.engine_hosts
+    elsewhere = options.urls or config.cluster.engine_hosts or run_gpus(config).apart
     is_started = options.backend == "vllm" and not elsewhere and torch.cuda.is_available()
     if options.gpu_memory_utilization or not is_started:
         return options.gpu_memory_utilization

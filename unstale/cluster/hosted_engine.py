@@ -9,13 +9,12 @@ from functools import partial
 from typing import Any
 
 from unstale.cluster.engine_host import EngineHost, HostOptions, HostReply, HostReport
-from unstale.cluster.engine_host_weights import Reference, VersionOfWeights, put
-from unstale.cluster.session import connect, import_ray
-from unstale.config import ClusterConfig
+from unstale.cluster.engine_host_weights import VersionOfWeights
+from unstale.cluster.session import import_ray
+from unstale.cluster.weight_objects import Reference, put, put_delta
 from unstale.engines import (
     NOT_STARTED,
     REQUIRED_COUNTERS,
-    Engine,
     EngineDied,
     Reply,
     SamplingParams,
@@ -24,10 +23,8 @@ from unstale.engines import (
     check_request,
     check_resume,
 )
-from unstale.engines.pool import EnginePool
-from unstale.engines.registry import EngineOptions
 from unstale.engines.session import EngineSession, deadline
-from unstale.weights.codec import dumps, file_of
+from unstale.weights.codec import file_of
 from unstale.weights.store import Delta
 
 RESOURCE = "engine_host"
@@ -44,32 +41,6 @@ _MAX_CONCURRENT = 100_000
 
 Handle = Any
 """A handle of a Ray actor `EngineHost`."""
-
-
-def make_host_pool(
-    cluster: ClusterConfig,
-    make: Callable[[EngineOptions], Engine],
-    engines: tuple[EngineOptions, ...],
-    *,
-    restarts: int,
-) -> EnginePool:
-    """Connect to Ray and return a pool of engine hosts, which are not started yet.
-
-    Each host makes `engines` by `make`, and restarts them `restarts` times. Raises `ConfigError` if
-    Ray cannot be used.
-    """
-    options = HostOptions(make, engines, restarts)
-    count = cluster.engine_hosts
-    connect(cluster.address, resources={RESOURCE: count})
-    first = engines[0]
-    capacity = first.max_running * len(engines)
-    hosts = [HostedEngine(number, options, partial(place, options)) for number in range(count)]
-    return EnginePool(
-        hosts,
-        max_running=capacity,
-        keep_cache=first.keep_cache,
-        patience_s=cluster.patience_s,
-    )
 
 
 def place(options: HostOptions) -> Handle:
@@ -305,7 +276,7 @@ def _objects(update: Update, held: int) -> tuple[Reference | None, Sequence[Refe
     if isinstance(update, VersionOfWeights):
         return update.objects(held)
     if isinstance(update, Delta):
-        return None, [put([dumps(update)])]
+        return None, [put_delta(update)]
     return put(file_of(update)), []
 
 

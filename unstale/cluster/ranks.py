@@ -28,6 +28,7 @@ from torch.distributed import FileStore, TCPStore  # type: ignore[attr-defined]
 
 from unstale.cluster import session
 from unstale.cluster.ranks_worker import MakeRank, Rank, StepResults
+from unstale.cluster.weight_objects import Reference
 from unstale.config import ConfigError
 from unstale.config.routes import Needs
 from unstale.durability.checkpoint import Checkpoint, Checkpoints, Progress
@@ -128,6 +129,13 @@ class _RankActor:
         for name, arguments in calls:
             result = getattr(self._rank, name)(*arguments)
         return result if dist.get_rank() == 0 else None
+
+    def run_parts(self, calls: Sequence[tuple[str, Sequence[Any]]]) -> tuple[Any, Any]:
+        """Run calls of `Rank` methods in order. Return the last one's two results on every rank."""
+        *before, (name, arguments) = calls
+        self.run(before)
+        first, second = getattr(self._rank, name)(*arguments)
+        return first, second
 
 
 class Ranks:
@@ -271,6 +279,26 @@ class Ranks:
 
         Raises the error that a rank raised, or `RanksDied`, after which the ranks are ended.
         """
+        return self._call(lambda actor, calls: actor.run.remote(calls), name, arguments)[0]
+
+    def call_parts(self, name: str, *arguments: Any) -> tuple[list[Any], list[Reference]]:
+        """Call a method that returns two results on every rank. Return those of all ranks.
+
+        The second results stay in Ray's store. Raises errors like `call`.
+        """
+        parts: list[Reference] = []
+
+        def begin(actor: Any, calls: Any) -> Any:
+            answer, part = actor.run_parts.options(num_returns=2).remote(calls)
+            parts.append(part)
+            return answer
+
+        return self._call(begin, name, arguments), parts
+
+    def _call(
+        self, begin: Callable[[Any, Any], Any], name: str, arguments: Sequence[Any]
+    ) -> list[Any]:
+        """Begin a call on every rank, after those of `later`. Return all answers."""
         with self._lock:
             if not self._actors:
                 raise RanksDied(f"the {self._name} ranks are ended ({name})")
@@ -280,9 +308,16 @@ class Ranks:
             longest = self._longest.get(name)
             limit = FIRST_CALL_S if longest is None else max(LEAST_CALL_S, SLOWER * longest)
             began = time.monotonic()
-            answers = self._wait([each.run.remote(shared) for each in self._actors], limit, name)
+            answers = self._wait([begin(each, shared) for each in self._actors], limit, name)
             self._longest[name] = max(longest or 0.0, time.monotonic() - began)
-            return answers[0]
+            return answers
+
+    def fetch(self, part: Reference, limit_s: float) -> Any:
+        """Return a result of `call_parts`. Raises `RanksDied` if its machine died meanwhile."""
+        try:
+            return self._ray.get(part, timeout=limit_s)
+        except self._ray.exceptions.RayError as error:
+            raise self._died(error, "fetch weights") from None
 
     def call_beside(self, name: str, *arguments: Any) -> Any:
         """Call a method on every rank, each in a second thread. Other calls run meanwhile.
@@ -406,8 +441,16 @@ class RankedTrainer:
 
     def call(self, name: str, *arguments: Any) -> Any:
         """Call a method on every rank, which first takes over the policy's version number."""
-        self.ranks.later("follow_version", self.policy.version, self.policy.version_gaps)
+        self._send_version()
         return self.ranks.call(name, *arguments)
+
+    def call_parts(self, name: str, *arguments: Any) -> tuple[list[Any], list[Reference]]:
+        """Call a method on every rank like `call`. Return the results of `Ranks.call_parts`."""
+        self._send_version()
+        return self.ranks.call_parts(name, *arguments)
+
+    def _send_version(self) -> None:
+        self.ranks.later("follow_version", self.policy.version, self.policy.version_gaps)
 
     @property
     def version(self) -> int:

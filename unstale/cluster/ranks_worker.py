@@ -5,12 +5,13 @@ All ranks get the same calls in the same order. Only the first rank's answers ar
 
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
+from unstale.cluster.weight_objects import Part, arrays
 from unstale.durability.checkpoint import Checkpoint, Checkpoints, Progress, Stateful
 from unstale.model.peers import Peers
 from unstale.model.policy import Policy
@@ -22,7 +23,9 @@ from unstale.trainer.auditor import Auditor
 from unstale.trainer.failed_batch import save_failed_batch
 from unstale.trainer.local import LocalTrainer
 from unstale.trainer.records import Minibatch
+from unstale.weights.codec import all_of, file_parts
 from unstale.weights.recording import Recording
+from unstale.weights.store import Delta, VersionStore
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +38,16 @@ class StepResults:
     events: list[dict[str, Any]]
 
 
+@dataclass(frozen=True, slots=True)
+class PublishedPart:
+    """A rank's part of a version, as it is sent to the engines."""
+
+    base: int
+    """The version from which it is a difference. -1 if it is the whole part."""
+    words: int
+    nbytes: int
+
+
 @dataclass(slots=True)
 class Rank:
     """The trainer, route, audit and checkpoints of one rank."""
@@ -42,6 +55,10 @@ class Rank:
     policy: Policy
     trainer: LocalTrainer
     auditor: Auditor
+    store: VersionStore | None = None
+    """The version store of the route, if it keeps differences between versions."""
+    _published: VersionStore = field(default_factory=VersionStore, init=False)
+    """The version that was published last, for routes without such a store."""
     _checkpoints: Checkpoints | None = field(default=None, init=False)
     _minibatches: Sequence[Minibatch] = field(default=(), init=False)
     _snapshot: Checkpoint | None = field(default=None, init=False)
@@ -107,6 +124,26 @@ class Rank:
     def save_failed_batch(self, folder: Path) -> str:
         return save_failed_batch(self.trainer, folder)
 
+    def publish(self, live: Collection[int], base: int) -> tuple[PublishedPart, list[Part]]:
+        """Write this rank's part of the current version to disk, and return it for the engines.
+
+        It is the difference from version `base` if the store has that, otherwise all of the part.
+        `live` are older versions that must be kept. The result shares memory with the weights.
+        """
+        weights = self.policy.weights()
+        version = self.policy.version
+        store = self.store or self._published
+        # versions that are no longer needed must not count against the memory limit
+        store.keep(live if self.store else ())
+        store.put(version, weights)
+        delta = _delta_from(store, base, version) or all_of(version, weights)
+        delta = replace(delta, starts=self.policy.part_starts())
+        self.checkpoints.write_delta(delta)
+        if delta.starts is None and self.policy.peers.rank:  # the first rank returns the whole
+            return PublishedPart(delta.base, 0, 0), []
+        words = sum(encoded.words for encoded in delta.tensors.values())
+        return PublishedPart(delta.base, words, delta.nbytes), arrays(file_parts(delta))
+
     def publishing(self) -> None:
         self._old.publishing()
 
@@ -170,6 +207,14 @@ class Rank:
 
     def close(self) -> None:
         self._old.close()
+
+
+def _delta_from(store: VersionStore, base: int, version: int) -> Delta | None:
+    """Return the difference of two versions, if it is what the store has."""
+    if version not in store.versions[1:]:
+        return None
+    delta = store.delta(version)
+    return delta if delta.base == base else None
 
 
 MakeRank = Callable[[Peers], Any]

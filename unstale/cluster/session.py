@@ -4,12 +4,13 @@ import logging
 import os
 import socket
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from types import ModuleType
 from typing import Any
 
 from unstale.config import ConfigError, install
+from unstale.weights.child_process import visible_gpus
 
 _LOOPBACK = "127.0.0.1"
 _LOOPBACK_ONLY = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
@@ -37,16 +38,20 @@ def import_ray() -> ModuleType:
 
 
 def connect(
-    address: str = "", *, resources: Mapping[str, float] | None = None, **options: Any
+    address: str = "",
+    *,
+    resources: Mapping[str, float] | None = None,
+    gpus: Sequence[str] = (),
+    **options: Any,
 ) -> ModuleType:
     """Connect this process to Ray and return the module `ray`.
 
     Without an address, a new Ray session is started. It listens on loopback only and ends with this
-    process. `resources` are its custom resources, and `options` are arguments of `ray.init`. An
-    address is `host:port`, or `auto` for the cluster that `RAY_ADDRESS` names or to which this
-    machine belongs. If this process is connected already, that connection is used. Raises
-    `ConfigError` if Ray is not installed, does not answer at the address, or this process is
-    connected to Ray at another address.
+    process. `resources` are its custom resources, `gpus` the GPUs that its processes may use (all
+    if it is empty), and `options` are arguments of `ray.init`. An address is `host:port`, or `auto`
+    for the cluster that `RAY_ADDRESS` names or to which this machine belongs. If this process is
+    connected already, that connection is used. Raises `ConfigError` if Ray is not installed, does
+    not answer at the address, or this process is connected to Ray at another address.
     """
     if not address:  # Ray reads these when it is imported and when it starts
         os.environ.setdefault(_LOOPBACK_ONLY, "0")
@@ -59,12 +64,13 @@ def connect(
     if address:
         _join(ray, address, quiet | options)
     else:
-        _start(ray, quiet | {"resources": dict(resources or {})} | options)
+        _start(ray, quiet | {"resources": dict(resources or {})} | options, gpus)
     return ray
 
 
-def _start(ray: ModuleType, options: Mapping[str, Any]) -> None:
-    started = ray.init(address="local", include_dashboard=False, **options)
+def _start(ray: ModuleType, options: Mapping[str, Any], gpus: Sequence[str]) -> None:
+    with _environment(visible_gpus(gpus)):
+        started = ray.init(address="local", include_dashboard=False, **options)
     address = started.address_info["node_ip_address"]
     if address != _LOOPBACK:
         ray.shutdown()
@@ -73,6 +79,19 @@ def _start(ray: ModuleType, options: Mapping[str, Any]) -> None:
             f"only: unset {_LOOPBACK_ONLY}, and do not import ray before the run starts; or call "
             "ray.init() yourself, and the run uses that Ray"
         )
+
+
+@contextmanager
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Return a context with these environment variables, for processes that start in it."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name)
+            os.environ.update({} if value is None else {name: value})
 
 
 def _join(ray: ModuleType, address: str, options: Mapping[str, Any]) -> None:

@@ -5,7 +5,8 @@
         trainer/             weights and optimizer: torch's distributed checkpoint, as safetensors
         state.safetensors    every other tensor; copies of the weights are differences from them
     versions/000013.safetensors
-                             a later version: its difference from the previous one, or all of it
+                             a later version: its difference from the previous one, or all of it;
+                             a folder 000013.parts with a file of each rank, if ranks divide it
 
 Everything is written under a temporary name, flushed to disk and then renamed. A checkpoint is also
 read back and compared before it is renamed.
@@ -13,7 +14,7 @@ read back and compared before it is renamed.
 
 import re
 import shutil
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
@@ -42,7 +43,7 @@ from unstale.durability.checkpoint_shards import (
     write_parts,
 )
 from unstale.model.peers import ALONE, Peers
-from unstale.weights.codec import advance, checksum, file_parts, loads, whole
+from unstale.weights.codec import advance, all_of, file_parts, loads, words
 from unstale.weights.publish import VersionedWeights
 from unstale.weights.store import Delta
 
@@ -60,7 +61,7 @@ CHECKPOINTS = "checkpoints"
 VERSIONS = "versions"
 
 _CHECKPOINT_NAME = re.compile(r"step\d+-version(\d+)")
-_VERSION_NAME = re.compile(r"(\d+)\.safetensors")
+_VERSION_NAME = re.compile(r"(\d+)\.(?:safetensors|parts)")
 
 
 class Stateful(Protocol):
@@ -186,13 +187,13 @@ class Checkpoints:
         oldest = min(version for version, _ in self._list_checkpoints())
         for version, path in self._list_versions():
             if version <= oldest:
-                path.unlink()
+                _remove(path)
 
     def remove_after(self, version: int) -> None:
         """Remove the versions after `version`, because a deterministic run publishes them again."""
         for number, path in self._list_versions():
             if number > version:
-                path.unlink()
+                _remove(path)
 
     def write_version(
         self, version: int, weights: Mapping[str, Tensor], delta: Delta | None = None
@@ -203,18 +204,35 @@ class Checkpoints:
         version of a checkpoint is written too, because the checkpoint may turn out to be damaged
         later.
         """
-        if delta is None:
-            tensors = {name: whole(tensor, copy=False) for name, tensor in weights.items()}
-            delta = Delta(-1, version, checksum(weights), tensors)
-        partial = self._versions / f"{version:06d}.part"
+        self.write_delta(delta or all_of(version, weights))
+
+    def write_delta(self, delta: Delta) -> None:
+        """Write a version like `write_version`. With several ranks, all of them call this.
+
+        Each rank writes its parts, or the first rank writes the whole.
+        """
+        is_divided = delta.starts is not None
+        partial = self._versions / f"{delta.version:06d}.part"
+        final = partial.with_suffix(".parts" if is_divided else ".safetensors")
+        own = partial / f"{self._peers.rank:05d}.safetensors" if is_divided else partial
         with wrap_file_errors(partial, "written"):
-            self._versions.mkdir(exist_ok=True)
-            flush_to_disk(self._versions.parent)
-            with partial.open("wb") as file:
-                file.writelines(file_parts(delta))
-            flush_to_disk(partial)
-            partial.rename(partial.with_suffix(".safetensors"))
-            flush_to_disk(self._versions)
+            with self._first_rank() as is_first:
+                if is_first:
+                    self._versions.mkdir(exist_ok=True)
+                    flush_to_disk(self._versions.parent)
+                    _remove(partial)
+                    (partial if is_divided else self._versions).mkdir(exist_ok=True)
+            with self._peers.fail_together((OSError,)):
+                if is_divided or self._peers.rank == 0:
+                    with own.open("wb") as file:
+                        file.writelines(file_parts(delta))
+                    flush_to_disk(own)
+            with self._first_rank() as is_first:
+                if is_first:
+                    flush_to_disk(partial)
+                    _remove(final)
+                    partial.rename(final)
+                    flush_to_disk(self._versions)
 
     def weights(self, version: int) -> dict[str, Tensor]:
         """Return the weights of a version, from a checkpoint and the differences after it.
@@ -232,7 +250,8 @@ class Checkpoints:
             if not current < number <= version:
                 continue
             with wrap_file_errors(path):
-                weights = _advance(weights, loads(path.read_bytes()), current)
+                files = sorted(path.iterdir()) if path.is_dir() else [path]
+                weights = _advance(weights, [loads(each.read_bytes()) for each in files], current)
             current = number
         if current != version:
             raise LookupError(
@@ -257,17 +276,34 @@ class Checkpoints:
         return _list_by_version(self._versions, _VERSION_NAME)
 
 
-def _advance(weights: dict[str, Tensor], delta: Delta, current: int) -> dict[str, Tensor]:
-    """Apply a difference (delta) to the weights of version `current`. Return the new weights.
+def _advance(
+    weights: dict[str, Tensor], deltas: Sequence[Delta], current: int
+) -> dict[str, Tensor]:
+    """Apply a difference to the weights of version `current`. Return the new weights.
 
-    A delta with base -1 holds all weights, as their difference from zeros.
+    It is one delta, or a delta of each rank's parts. A delta with base -1 holds all weights, as
+    their difference from zeros.
     """
-    if delta.base == -1:
+    if len({(delta.base, delta.version) for delta in deltas}) != 1:
+        raise ValueError(f"its {len(deltas)} parts are not of one version")
+    base = deltas[0].base
+    if base == -1:
         weights = {name: torch.zeros_like(tensor) for name, tensor in weights.items()}
-    elif delta.base != current:
-        raise ValueError(f"it starts from version {delta.base}, but the one before it is {current}")
-    advance(weights, delta)
+    elif base != current:
+        raise ValueError(f"it starts from version {base}, but the one before it is {current}")
+    given = sum(encoded.words for delta in deltas for encoded in delta.tensors.values())
+    if given != sum(words(tensor).numel() for tensor in weights.values()):
+        raise ValueError(f"its {len(deltas)} parts are not whole weights")
+    for delta in deltas:
+        advance(weights, delta)
     return weights
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def _list_by_version(folder: Path, pattern: re.Pattern[str]) -> list[tuple[int, Path]]:

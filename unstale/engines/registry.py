@@ -31,6 +31,8 @@ class EngineOptions:
     """Precision of generation. Weights are converted when they are loaded."""
     threads: int = 1
     """Number of CPU threads of the process."""
+    gpus: tuple[str, ...] = ()
+    """The GPUs that the process may use, as in `CUDA_VISIBLE_DEVICES`. Empty leaves all of them."""
     max_running: int = 128
     """Number of replies sampled at once. Further requests wait. The embedded engine keeps as many
     contexts in its cache. If it is slightly larger than the number of concurrent episodes, the

@@ -16,6 +16,7 @@ import torch
 
 from unstale.engines import NOT_STARTED
 from unstale.engines.registry import EngineOptions
+from unstale.weights.child_process import visible_gpus
 from unstale.weights.leftovers import hold_lock, remove_leftovers
 
 EXTENSION = "unstale.engines.vllm_worker.Extension"
@@ -38,6 +39,7 @@ class VllmServer:
         self._resources = contextlib.ExitStack()
         self.url = f"unix:{self._folder}/http"
         self._threads = options.threads
+        self._gpus = options.gpus
         self._process: subprocess.Popen[bytes] | None = None
         self._killed = False
         self._arguments = [
@@ -95,7 +97,8 @@ class VllmServer:
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
-                env=server_environment(self._folder, threads=self._threads),
+                env=server_environment(self._folder, threads=self._threads)
+                | visible_gpus(self._gpus),
             )
 
     def describe_exit(self) -> str:

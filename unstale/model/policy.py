@@ -333,6 +333,16 @@ class Policy:
             return self._live()
         return {name: tensor.to(self.dtype) for name, tensor in self._live().items()}
 
+    def part_starts(self) -> dict[str, int] | None:
+        """Return where each part of `weights` begins in its whole weight, as a flat list.
+
+        None if this process has whole weights, like adapters.
+        """
+        tensors = self._tensors()
+        if not any(map(sharding.is_sharded, tensors.values())):
+            return None
+        return {name: sharding.first_number(tensor) for name, tensor in tensors.items()}
+
     def whole_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield each whole weight of the forward pass in main memory, with its name.
 

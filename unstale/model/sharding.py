@@ -6,6 +6,7 @@ summed over the ranks in float32.
 """
 
 import copy
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MethodType
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.distributed.configuration_utils import DistributedConfig
 
@@ -102,6 +104,19 @@ def host_copy(tensor: Tensor) -> Tensor:
     if not isinstance(tensor, DTensor):
         return copied
     return DTensor(copied, tensor._spec, requires_grad=False)
+
+
+def first_number(tensor: Tensor) -> int:
+    """Return the index in a whole tensor, as a flat list, of the first number of this rank's part.
+
+    Parts are divided along the first dimension.
+    """
+    if not isinstance(tensor, DTensor):
+        return 0
+    _, (row, *_) = compute_local_shape_and_global_offset(
+        tensor.shape, tensor.device_mesh, tensor.placements
+    )
+    return int(row) * math.prod(tensor.shape[1:])
 
 
 def is_sharded(tensor: Tensor) -> bool:

@@ -4,6 +4,7 @@ import math
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from unstale.build import shares_deltas
 from unstale.config import ConfigError, RunConfig
@@ -41,7 +42,7 @@ class Footprint:
 
     weights: int
     trainer: float
-    """Memory of the trainer's process in bytes."""
+    """Memory of the trainer's process, or of each trainer rank, in bytes."""
     engines: float
     """Memory of the engine processes on this machine in bytes."""
     checkpoint: float
@@ -50,12 +51,26 @@ class Footprint:
     """Largest size of checkpoints, versions and trained policy together in bytes."""
     kept: int
     """Number of checkpoints on disk while the newest is being written."""
+    ranks: int = 0
+    """Number of trainer ranks. 0 if the trainer is in the process of the run."""
+    driver: float = 0.0
+    """Memory of the process of a run with trainer ranks, in bytes."""
+    elsewhere: bool = False
+    """True if the ranks may be on other machines. Their memory is then not in the sum."""
 
     def __str__(self) -> str:
-        memory = self.trainer + self.engines
+        trainers = max(1, self.ranks) * self.trainer
+        memory = (0.0 if self.elsewhere else trainers) + self.driver + self.engines
+        trainer = f"trainer {self.trainer / _GB:.1f}"
+        place = ""
+        if self.ranks:
+            ranks = f"{self.ranks} trainer ranks of {self.trainer / _GB:.1f}"
+            place = f", and {ranks} GB in the cluster" if self.elsewhere else ""
+            own = f"the run's process {self.driver / _GB:.1f}"
+            trainer = own if self.elsewhere else f"{ranks}, {own}"
         return (
-            f"expected memory {memory / _GB:.1f} GB (trainer {self.trainer / _GB:.1f}, engines "
-            f"{self.engines / _GB:.1f}) and activations; disk {self.disk / _GB:.1f} GB: "
+            f"expected memory {memory / _GB:.1f} GB ({trainer}, engines "
+            f"{self.engines / _GB:.1f}){place} and activations; disk {self.disk / _GB:.1f} GB: "
             f"{self.kept} checkpoints of {self.checkpoint / _GB:.2f} GB, versions and the journal"
         )
 
@@ -130,9 +145,19 @@ def predict_footprint(config: RunConfig, policy: Policy) -> Footprint:
     averages = needs.averages * _WIDE * trained
     state = trained * (_GRADIENT + moments + (master if width < _WIDE else 0))
     trainer = PROCESS_BYTES + total * width + state + copies * copy + averages + deltas
+    ranks = config.cluster.trainers
+    if ranks and not config.old_logps.shares_deltas:
+        trainer += copy  # of the last published version
+    if ranks > 1:
+        whole = trainer - PROCESS_BYTES
+        if policy.lora:  # adapters are whole on every rank
+            whole -= (total - trained) * width * (1 - 1 / ranks)
+        else:  # the parts in the optimizer's precision are also those of the passes
+            whole = (whole - total * width * (width < _WIDE)) / ranks
+        trainer = PROCESS_BYTES + whole + width * _gathered_weights(policy)
     kept_copies = (live + needs.snapshots) * delta if config.audit.share else 0.0
     checkpoint = trained * (master + moments) + averages + deltas + kept_copies
-    version = delta if shares_deltas(config) else copy
+    version = delta if ranks or shares_deltas(config) else copy
     every = config.checkpoint.every
     most = config.steps if config.checkpoint.minutes else math.ceil(config.steps / every)
     kept = min(config.checkpoint.keep + 1, most + 1)  # one is written before the first step
@@ -144,7 +169,22 @@ def predict_footprint(config: RunConfig, policy: Policy) -> Footprint:
         checkpoint=checkpoint,
         disk=kept * checkpoint + versions + total * width,
         kept=kept,
+        ranks=ranks,
+        driver=PROCESS_BYTES + total * width if ranks else 0.0,
+        elsewhere=bool(ranks and config.cluster.address),
     )
+
+
+def _gathered_weights(policy: Policy) -> float:
+    """Return how many weights a rank gathers for a pass: embedding, head, and two layers."""
+    model: Any = policy.model
+    ends = {}
+    for module in (model.get_input_embeddings(), model.get_output_embeddings()):
+        ends[id(module.weight)] = module.weight.numel()  # tied ones count once
+    total = sum(weight.numel() for weight in model.parameters())
+    outside = sum(ends.values())
+    num_layers: int = model.config.num_hidden_layers
+    return float(outside + 2 * (total - outside) / num_layers)
 
 
 def _delta_bytes(config: RunConfig, weights: int, width: int) -> float:
@@ -160,4 +200,9 @@ def _engine_bytes(config: RunConfig, total: int, copy: int) -> float:
     if engine.backend != "embedded":
         return 0.0
     held = copy if shares_deltas(config) else 0  # the weights that deltas are applied to
-    return engine.processes * (PROCESS_BYTES + total * _DTYPE_BYTES[engine.dtype] + held)
+    engines = engine.processes * (PROCESS_BYTES + total * _DTYPE_BYTES[engine.dtype] + held)
+    if not config.cluster.engine_hosts:
+        return engines
+    if config.cluster.address:
+        return 0.0
+    return config.cluster.engine_hosts * (PROCESS_BYTES + copy + engines)

@@ -117,7 +117,10 @@ class Child:
     seconds, even while it computes. `check` reads the heartbeats.
     """
 
-    def __init__(self, name: str, module: str, options: Header, *, threads: int) -> None:
+    def __init__(
+        self, name: str, module: str, options: Header, *, threads: int, gpus: Sequence[str] = ()
+    ) -> None:
+        """Start the process with some CPU threads. `gpus` are those of `visible_gpus`."""
         self.name = name
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the process
         self.socket, child_socket = socket.socketpair()
@@ -138,7 +141,7 @@ class Child:
                 stdout=subprocess.DEVNULL,
                 stderr=self._stderr,
                 start_new_session=True,
-                env=_environment(threads),
+                env=_environment(threads) | visible_gpus(gpus),
             )
 
     @property
@@ -221,6 +224,14 @@ class Child:
 def cores() -> int:
     """Return the number of CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def visible_gpus(gpus: Sequence[str]) -> dict[str, str]:
+    """Return the environment variable that lets a process use these GPUs only.
+
+    Without GPUs it is empty, and the process uses those of this one.
+    """
+    return {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}
 
 
 def _environment(threads: int) -> dict[str, str]:

@@ -109,10 +109,35 @@ class Delta:
     checksum: int
     """The checksum of the weights of `version`, to check them after the delta is applied."""
     tensors: Mapping[str, Encoded]
+    starts: Mapping[str, int] | None = None
+    """For a delta of parts of tensors: the word at which each part begins in its tensor. None for a
+    delta of all tensors as wholes.
+    """
 
     @property
     def nbytes(self) -> int:
         return sum(encoded.nbytes for encoded in self.tensors.values())
+
+    def targets(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Return the tensors that the delta changes: all of them, or the words of their parts.
+
+        Raises ValueError if a part does not fit.
+        """
+        if self.starts is None:
+            return tensors
+        if self.starts.keys() != self.tensors.keys() or self.starts.keys() - tensors.keys():
+            unknown = sorted((self.starts.keys() ^ self.tensors.keys()) - tensors.keys())
+            raise ValueError(f"the delta is of parts of other weights: {unknown[:4]}")
+        parts = {}
+        for name, encoded in self.tensors.items():
+            start, flat = self.starts[name], words(tensors[name]).view(-1)
+            if type(start) is not int or not 0 <= start <= len(flat) - encoded.words:
+                raise ValueError(
+                    f"{encoded.words} words from word {start!r} on are not a part of {name}, which "
+                    f"has {len(flat)}"
+                )
+            parts[name] = flat[start : start + encoded.words]
+        return parts
 
     def check_way(self, held: int, wanted: int) -> None:
         """Raise ValueError unless the delta turns version `held` into version `wanted`."""
@@ -175,6 +200,12 @@ def whole(tensor: Tensor, *, copy: bool = True) -> Encoded:
     return Encoded("raw", count, bits.element_size(), count, streams)
 
 
+def all_of(version: int, weights: Mapping[str, Tensor]) -> Delta:
+    """Return all weights of a version as a delta from zeros, uncompressed. Its base is -1."""
+    tensors = {name: whole(tensor, copy=False) for name, tensor in weights.items()}
+    return Delta(-1, version, checksum(weights), tensors)
+
+
 def apply(encoded: Encoded, target: Tensor) -> None:
     """Apply a difference to the `words` of a tensor, in place."""
     _check_fit(encoded, target)
@@ -202,9 +233,10 @@ def apply(encoded: Encoded, target: Tensor) -> None:
 def advance(tensors: Mapping[str, Tensor], delta: Delta) -> None:
     """Turn the weights of `delta.base` into those of `delta.version`, in place.
 
-    Raises ValueError, and leaves the tensors unchanged, if the delta does not fit or the result has
-    another checksum.
+    A delta of parts changes these parts only. Raises ValueError, and leaves the tensors unchanged,
+    if the delta does not fit or the result has another checksum.
     """
+    tensors = delta.targets(tensors)
     require_fit(delta, tensors)
     targets = {name: words(tensor) for name, tensor in tensors.items()}
     applied = []
@@ -247,12 +279,14 @@ def file_parts(delta: Delta) -> list[Bytes]:
             "changed": encoded.changed,
             "streams": len(encoded.streams),
         }
-    about = {
+    about: dict[str, Any] = {
         "base": delta.base,
         "version": delta.version,
         "checksum": delta.checksum,
         "tensors": tensors,
     }
+    if delta.starts is not None:
+        about["starts"] = dict(delta.starts)
     text = json.dumps(about)
     return _file(streams, {"delta": f"{_seal(text, delta.tensors)} {text}"})
 
@@ -275,6 +309,15 @@ def file_of(weights: Mapping[str, Tensor]) -> list[Bytes]:
             raise ValueError(f"{name} is {tensor.dtype}, which is not one of {allowed}")
         parts.append((name, _NAMES[tensor.dtype], tuple(tensor.shape), _bytes(tensor)))
     return _file(parts, {})
+
+
+def file_size(header: Bytes) -> int:
+    """Return the size of a safetensors file from its first part, which is its header."""
+    (size,) = _HEADER.unpack_from(header)
+    entries = json.loads(bytes(header[_HEADER.size : _HEADER.size + size]))
+    entries.pop("__metadata__", None)
+    ends = [entry["data_offsets"][1] for entry in entries.values()]
+    return _HEADER.size + int(size) + max(ends, default=0)
 
 
 def _file(parts: Sequence[Part], metadata: Mapping[str, str]) -> list[Bytes]:

@@ -111,7 +111,7 @@ class DirectPublisher:
             update: Update = posted
             self.bytes = posted.nbytes
         else:
-            update = delta or _cast(weights, self._dtype)
+            update = delta or cast(weights, self._dtype)
             self.bytes = update.nbytes if isinstance(update, Delta) else _size(update)
         self._prepared = update, source.version
 
@@ -149,7 +149,7 @@ def _size(weights: Mapping[str, Tensor]) -> int:
     return sum(tensor.nbytes for tensor in weights.values())
 
 
-def _cast(weights: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+def cast(weights: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
     """Return the weights in main memory, where all engines read them.
 
     They are copied only if their place or precision differs. The trainer does not change its

@@ -308,6 +308,7 @@ class _Child(Child, asyncio.Protocol):
             "unstale.engines.embedded.worker",
             asdict(options) | {"model_folder": str(options.model_folder.resolve())},
             threads=options.threads,
+            gpus=options.gpus,
         )
         self._on_message = on_message
         self._on_lost = on_lost

@@ -13,7 +13,7 @@ from pathlib import Path
 from torch import Tensor
 
 from unstale.weights.child_process import Bytes
-from unstale.weights.codec import file_of, tensors_of
+from unstale.weights.codec import file_of, file_size, tensors_of
 from unstale.weights.leftovers import hold_lock, remove_leftovers
 
 WEIGHTS = "model.safetensors"
@@ -46,14 +46,16 @@ class SharedWeights(Mapping[str, Tensor]):
     def write_file(self, parts: Sequence[Bytes]) -> None:
         """Write a safetensors file given in parts, the header first.
 
-        Raises OSError like `write`.
+        If the header is the only part, all numbers are 0. Raises OSError like `write`.
         """
+        size = file_size(parts[0])
         if not self.weights:
-            self._make_folder(sum(map(len, parts[1:])))
+            self._make_folder(size)
         self.weights = {}
         path = self.folder / WEIGHTS
         with path.open("wb") as file:
             file.writelines(parts)
+            file.truncate(size)
         self.weights = _map_file(path)
 
     def __getitem__(self, name: str) -> Tensor:

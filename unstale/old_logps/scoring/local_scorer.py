@@ -19,9 +19,15 @@ from unstale.model.policy import Placement, Policy
 from unstale.model.prefix_tree import Packed
 from unstale.model.versions import VersionGaps
 from unstale.old_logps.scoring.average import Average
-from unstale.old_logps.scoring.scorer import MakeStore, Weights, WeightStore
+from unstale.old_logps.scoring.scorer import MakeStore, Scorer, Weights, WeightStore
 from unstale.records import Batch
 from unstale.weights.store import VersionStore
+
+
+def delta_store(scorer: Scorer | None) -> VersionStore | None:
+    """Return the version store of a route, if it has one in this process."""
+    store = scorer.store if scorer else None
+    return store if isinstance(store, VersionStore) else None
 
 
 class LocalScorer:

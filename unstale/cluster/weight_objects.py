@@ -1,0 +1,36 @@
+"""Weights as objects in Ray's store: the parts of a safetensors file, as arrays of bytes."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from unstale.cluster.session import import_ray
+from unstale.weights.child_process import Bytes
+from unstale.weights.codec import file_parts, loads
+from unstale.weights.store import Delta
+
+Part = NDArray[Any]
+"""A part of a file, as bytes."""
+Reference = Any
+"""A reference to an object in Ray's store: a list of `Part`, one after the other."""
+
+
+def arrays(parts: Sequence[Bytes]) -> list[Part]:
+    """Return the parts of a file as arrays, which Ray copies once. They share memory with it."""
+    return [np.frombuffer(part, np.uint8) for part in parts if len(part)]
+
+
+def put(parts: Sequence[Bytes]) -> Reference:
+    """Put bytes that are given in parts into the object store. Copies them once."""
+    return import_ray().put(arrays(parts))
+
+
+def put_delta(delta: Delta) -> Reference:
+    return put(file_parts(delta))
+
+
+def read_delta(parts: Sequence[Part]) -> Delta:
+    """Return the delta from an object. Raises ValueError if it is damaged."""
+    return loads(memoryview(b"".join(part.data for part in parts)))
