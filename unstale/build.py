@@ -13,7 +13,7 @@ from typing import cast
 import torch
 
 from unstale.algorithms.advantages import ESTIMATORS
-from unstale.cluster.components import build_ranked, make_host_pool, make_posts, report_events
+from unstale.cluster import components
 from unstale.cluster.env_hosts import remote_workers
 from unstale.cluster.gpus import gpu_memory_utilization, run_gpus
 from unstale.cluster.ranks import Notify, RankedAuditor, RankedCheckpoints, RankedTrainer, Ranks
@@ -120,7 +120,7 @@ def build_machine(
     policy, taskset, generator = build_sampler(config, engine)
     if config.cluster.trainers:
         makes = partial(build_rank, config), partial(build_scoring_rank, config)
-        ranked = build_ranked(config, policy, makes, ranks, notify=notify)
+        ranked = components.build_ranked(config, policy, makes, ranks, notify=notify)
         return Components(policy, taskset, generator, None, *ranked)
     scorer = build_scorer(config, policy)
     trainer, auditor = build_trainer(config, policy, scorer)
@@ -141,6 +141,7 @@ def build_sampler(
     check_taskset(taskset, config.seed, config.steps * config.schedule.groups_per_step)
     held_out_tasks(taskset, config.eval.tasks)
     if config.task.isolate == "ray":
+        components.connect_run(config)
         taskset = isolate(taskset, config.task, remote_workers(config.cluster))
     else:
         taskset = isolate(taskset, config.task)
@@ -231,13 +232,12 @@ def build(
         else:
             machine.auditor.recording = Recording(folder / RECORDED, base=policy.base)
     dtype = policy.travel_dtype(DTYPES[config.engine.dtype])
-    posts = make_posts(
-        config.cluster, checkpoints.weights, policy.dtype if machine.ranks else dtype
-    )
+    posted = policy.dtype if machine.ranks else dtype
+    posts = components.make_posts(config.cluster, checkpoints.weights, posted)
     weights = posts.at if posts else checkpoints.weights
     recovery = Recovery(weights, config.engine.restarts, recorder.event)
     engine = supervise(machine.generator.engine, recovery)
-    report_events(engine, recorder.event)
+    components.report_events(engine, recorder.event)
     generator = replace(machine.generator, engine=engine)
 
     make_rollout = build_rollout(config, taskset, on_event=recorder.event)
@@ -257,17 +257,15 @@ def build(
             on_blocked=recorder.blocked,
         )
         evaluation = partial(evaluate, evaluation_rollout, held_out, seed=config.seed)
-    publisher: Publisher
+    publisher: Publisher = DirectPublisher(
+        engine,
+        dtype=dtype,
+        store=delta_store(machine.scorer) if shares_deltas(config) else None,
+        put=checkpoints.write_version,
+        post=posts.post if posts else None,
+    )
     if isinstance(machine.trainer, RankedTrainer):
         publisher = RankedPublisher(engine, machine.trainer, dtype=dtype, posts=posts)
-    else:
-        publisher = DirectPublisher(
-            engine,
-            dtype=dtype,
-            store=delta_store(machine.scorer) if shares_deltas(config) else None,
-            put=checkpoints.write_version,
-            post=posts.post if posts else None,
-        )
     return RunComponents(
         config=config,
         progress=life.progress,
@@ -471,7 +469,7 @@ def build_engine(config: RunConfig, merging: Merging | None) -> EnginePool:
         for url in urls
     )
     if config.cluster.engine_hosts:
-        return make_host_pool(config, spec.make, every)
+        return components.make_host_pool(config, spec.make, every)
     engines = [spec.make(each) for each in every]
     return EnginePool(engines, max_running=max_running, keep_cache=options.keep_cache)
 

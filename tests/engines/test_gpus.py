@@ -1,13 +1,16 @@
 """Trainer ranks and engines of one machine use different GPUs."""
 
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from unstale.build import build_engine
+from tests.engines.test_processes import configured
+from unstale.build import build_engine, build_sampler
+from unstale.cluster import components, env_hosts
 from unstale.cluster.gpus import (
     GpuShares,
     divide_gpus,
@@ -16,7 +19,7 @@ from unstale.cluster.gpus import (
     host_gpus,
     run_gpus,
 )
-from unstale.config import ClusterConfig, ConfigError, EngineConfig, RunConfig
+from unstale.config import ClusterConfig, ConfigError, EngineConfig, RunConfig, TaskConfig
 from unstale.engines.registry import EngineOptions
 from unstale.engines.vllm_server import VllmServer
 
@@ -103,3 +106,21 @@ def test_a_run_divides_the_visible_gpus(
             server.start()
         server.close()
     assert [env["CUDA_VISIBLE_DEVICES"] for env in started] == ["5,4", "7,6,5,4"]
+
+
+def test_the_first_connection_to_ray_has_what_hosts_and_environments_need(
+    four_gpus: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Later ones use it as it is."""
+    connections: list[dict[str, Any]] = []
+    for module in (components, env_hosts):
+        monkeypatch.setattr(
+            module, "connect", lambda address, **options: connections.append(options)
+        )
+    made = replace(
+        configured("base"),
+        task=TaskConfig(env="tests.support.toy:ToyTasks", isolate="ray"),
+        cluster=ClusterConfig(trainers=2, engine_hosts=2),
+    )
+    build_sampler(made)
+    assert connections[0] == {"resources": {"engine_host": 2}, "gpus": ("7", "6")}
