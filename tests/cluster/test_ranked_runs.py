@@ -73,15 +73,11 @@ def require_exact(folder: Path, *, error: float = 0.0) -> None:
 
 @pytest.mark.parametrize("route", ["snapshot_old", "old_logit_model"])
 def test_one_rank_gives_bitwise_the_run_without_ranks(route: str, tmp_path: Path) -> None:
-    """Weights, checkpoints, versions, journal and metrics are compared.
-
-    Both routes send whole weights to the engine, as ranks do: publish/bytes would differ.
-    """
-    options = {"storage": "full"} if route == "snapshot_old" else {}
+    """Weights, checkpoints, versions, journal and metrics are compared."""
     folders = []
     for name, trainers in (("local", 0), ("rank", 1)):
         made = config(tmp_path, name, trainers=trainers, steps=3)
-        old_logps = OldLogpsConfig(route=route, **options)
+        old_logps = OldLogpsConfig(route=route)
         recorded = replace(made.audit, record=True)
         folders.append(train(replace(made, old_logps=old_logps, audit=recorded)))
     assert differences(*folders) == []

@@ -38,9 +38,7 @@ class GpuShares:
         return bool(self.trainers) and not set(self.trainers) & set(self.engines)
 
 
-def divide_gpus(
-    gpus: Sequence[str], *, trainers: int, scorers: int = 0, engines: int
-) -> GpuShares:
+def divide_gpus(gpus: Sequence[str], *, trainers: int, scorers: int = 0, engines: int) -> GpuShares:
     """Return the first GPUs for the ranks, one each, and the others for the engines.
 
     The ranks are the trainer ranks and the `scorers` ranks of the old-logit model. `engines` is the
@@ -80,9 +78,7 @@ def run_gpus(config: RunConfig) -> GpuShares:
         return GpuShares()
     engines = engine_gpus(config) * max(1, cluster.engine_hosts)
     scorers = config.old_logps.scoring_ranks
-    return divide_gpus(
-        _visible_gpus(), trainers=cluster.trainers, scorers=scorers, engines=engines
-    )
+    return divide_gpus(_visible_gpus(), trainers=cluster.trainers, scorers=scorers, engines=engines)
 
 
 def host_gpus(config: RunConfig, number: int) -> tuple[str, ...]:
