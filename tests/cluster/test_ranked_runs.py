@@ -73,14 +73,20 @@ def require_exact(folder: Path, *, error: float = 0.0) -> None:
 
 @pytest.mark.parametrize("route", ["snapshot_old", "old_logit_model"])
 def test_one_rank_gives_bitwise_the_run_without_ranks(route: str, tmp_path: Path) -> None:
-    """Weights, checkpoints, versions, journal and metrics are compared."""
+    """Weights, checkpoints, versions, journal and metrics are compared.
+
+    With `old_logit_model` only the run without ranks sends whole weights to the engine.
+    """
     folders = []
     for name, trainers in (("local", 0), ("rank", 1)):
         made = config(tmp_path, name, trainers=trainers, steps=3)
         old_logps = OldLogpsConfig(route=route)
         recorded = replace(made.audit, record=True)
         folders.append(train(replace(made, old_logps=old_logps, audit=recorded)))
-    assert differences(*folders) == []
+    found = differences(*folders)
+    if route == "old_logit_model":
+        found = [text for text in found if "/publish/bytes is " not in text]
+    assert found == []
     require_exact(folders[1], error=0.0 if route == "snapshot_old" else 1e-7)
     local, rank = (Recorded(folder / RECORDED) for folder in folders)
     assert local.versions == rank.versions == [0, 1, 2, 3] and local.steps == rank.steps == [
