@@ -99,6 +99,10 @@ ONLY_IN_WORDS = (
     "is not an item of type",
     "temperature must be the run's",
     "no reply fits",
+    "is the result of a tool call, but no call",
+    "has two calls with the same id",
+    "tool_call_id is",
+    "has tool calls without a result",
 )
 """Parts of refusals for reasons that a schema cannot express."""
 KEYS = ("one", "two", "three", "a%20b", "%ff", "-unknown")

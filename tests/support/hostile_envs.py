@@ -156,7 +156,7 @@ class SendsRubbish(Env):
     """It writes to every open file, also to the connection to the run."""
 
     async def step(self, reply: Message) -> Turn:
-        for descriptor in range(3, 20):
+        for descriptor in range(3, 1000):
             with suppress(OSError):
                 os.write(descriptor, bytes(100))
         await asyncio.sleep(60)
@@ -165,7 +165,7 @@ class SendsRubbish(Env):
 
 class SendsALongFrame(Env):
     async def step(self, reply: Message) -> Turn:
-        for descriptor in range(3, 20):
+        for descriptor in range(3, 1000):
             with suppress(OSError):
                 os.write(descriptor, b"\x7f" * 12)
         await asyncio.sleep(60)
