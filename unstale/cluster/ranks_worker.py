@@ -56,7 +56,7 @@ class Rank:
     trainer: LocalTrainer
     auditor: Auditor
     store: VersionStore | None = None
-    """The version store of the route, if it keeps differences between versions."""
+    """Past versions that the old-logit route keeps. None if it keeps no differences of versions."""
     _published: VersionStore = field(default_factory=VersionStore, init=False)
     """The version that was published last, for routes without such a store."""
     _checkpoints: Checkpoints | None = field(default=None, init=False)

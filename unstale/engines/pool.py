@@ -379,7 +379,10 @@ class EnginePool:
 
 
 def _raise_refusals(starts: Collection[asyncio.Task[None]]) -> None:
-    """Raise the error of an engine that refuses its settings: it would refuse them again."""
+    """Raise the first error of `starts` that is not an engine's death.
+
+    Such an engine rejects its settings, and would reject them again after a restart.
+    """
     for start in starts:
         error = None if start.cancelled() else start.exception()
         if error is not None and not isinstance(error, EngineDied):

@@ -78,7 +78,11 @@ class EngineSession:
 async def deadline(
     seconds: float, died: Callable[[str], EngineDied], what: str
 ) -> AsyncIterator[None]:
-    """Raise `died("<what> within <seconds> s")` if the block takes longer."""
+    """Limit a `with` block to `seconds`. If it takes longer, raise an `EngineDied`.
+
+    `died` makes this error from the text "<what> within <seconds> s". `what` says what did not
+    happen, such as "no answer".
+    """
     try:
         async with asyncio.timeout(seconds):
             yield

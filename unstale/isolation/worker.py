@@ -49,7 +49,10 @@ _PDEATHSIG = 1
 
 
 def main(descriptor: int, options: Row) -> None:
-    """Answer calls of the run at the other end of a socket until it closes. Never returns."""
+    """Answer calls that the run sends over a socket. Runs in a worker process.
+
+    The process exits when the socket is closed, so this never returns.
+    """
     _end_with(options["parent"])
     connection = _Connection(descriptor)
     try:

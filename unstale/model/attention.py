@@ -147,10 +147,10 @@ def _blocks_index(starts: Sequence[int], length: int) -> slice | Tensor:
 
 @cache
 def _flash() -> tuple[Any, ...]:
-    """Return torch's flash attention for CPUs and its gradient.
+    """Return torch's flash attention for CPUs, and the function of its gradient.
 
-    Both also handle the logarithm of the softmax's denominator. Empty if this version of torch has
-    none.
+    The first also returns the logarithm of the softmax's denominator, and the second takes it. The
+    result is empty if this version of torch does not have both.
     """
     name = "_scaled_dot_product_flash_attention_for_cpu"
     functions = [getattr(torch.ops.aten, each, None) for each in (name, f"{name}_backward")]

@@ -79,7 +79,7 @@ class Suggestion:
     training.
     """
     choices: tuple[SimulatedCandidate, ...]
-    """The candidates for different schedules that were simulated."""
+    """The best candidate for each schedule that was tried. All of them were simulated."""
     splits: tuple[SimulatedCandidate, ...]
     """The candidates for different divisions of the devices that were simulated, with the suggested
     schedule.

@@ -389,9 +389,10 @@ class LocalTrainer:
         )
 
     def _norm(self, batch: Batch, steps: list[list[int]], keep: Tensor) -> Tensor:
-        """Return the factor of each token's loss, `[T]`: 1 / divisor of its optimizer step.
+        """Return the weight of each token in the loss, `[T]`: 1 / the divisor of the loss.
 
-        With `minibatches_per_batch` above 1, the batch has several optimizer steps.
+        `steps` are the sequences of each optimizer step. Each step has its own divisor, such as its
+        number of trained tokens.
         """
         indices = []
         norms = []

@@ -87,7 +87,10 @@ class ScoringOrder:
         return bool(self._versions) or bool(self._pieces.get(self._loaded))
 
     def add_pieces(self, pieces: Pieces) -> None:
-        """Add pieces. Raises RuntimeError if a newer version than theirs is loaded already."""
+        """Add pieces (runs of tokens that one version sampled) to score.
+
+        Raises `RuntimeError` if the model has loaded a newer version than the one of a piece.
+        """
         for key, text in pieces.items():
             if key.version < self._loaded:
                 raise RuntimeError(

@@ -41,7 +41,7 @@ class AnswerFormat:
 
     id_prefix = "cmpl"
     kinds = ("text_completion", "text_completion")
-    """Values of the field `object`: in a whole answer, and in each message of a stream."""
+    """Values of OpenAI's field `object`: in a plain answer, and in each chunk of a stream."""
     opening: ClassVar[Fields] = {}
     """The first part of each choice in a stream. Empty if there is none."""
     logprobs_of = staticmethod(wire.text_logprobs)
