@@ -8,7 +8,7 @@ export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: setup demo test test-engines test-adapters test-cluster conversations check base-policy bench bench-agent bench-demo bench-retail bench-compare \
 	bench-audit bench-resume bench-endpoint bench-peers bench-generate bench-train bench-memory bench-schedule bench-async \
-	bench-async-learning bench-routes bench-publish bench-simulate bench-gpu chaos chaos-cluster report fuzz sizes wheel docs
+	bench-async-learning bench-routes bench-publish bench-simulate bench-gpu gpu-check chaos chaos-cluster report fuzz sizes wheel docs
 
 setup: .venv/.ready
 
@@ -146,6 +146,11 @@ bench-simulate: .venv/.bench
 # All GPU measurements (25 minutes), in the environment that has a CUDA torch: make bench-gpu BIN=/usr/bin
 bench-gpu:
 	$(BIN)/python -m benchmarks.gpu $(ARGS)
+
+# Check the goals for trainer ranks on the GPUs of this machine, in an environment that has a CUDA torch and Ray:
+# make gpu-check BIN=/usr/bin. On CPUs it can only be tried: make gpu-check BIN=.venv-cluster/bin ARGS=--tiny
+gpu-check:
+	PYTHONPATH=$(CURDIR) $(BIN)/python -m benchmarks.gpu_check $(ARGS)
 
 bench-demo: setup
 	$(BIN)/python benchmarks/demo.py

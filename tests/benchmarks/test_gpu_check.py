@@ -1,0 +1,126 @@
+"""Test `make gpu-check`: what the ranks measure, and when a goal is met.
+
+The script as a whole runs in `tests/cluster/test_gpu_check_run.py`, because it needs Ray.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.gpu_check import (
+    GOALS,
+    TINY,
+    Check,
+    Finding,
+    Goal,
+    Learned,
+    judge,
+    largest_difference,
+    make_rank,
+    make_size,
+    planned_bytes,
+    random_batch,
+    rank_config,
+)
+from tests.support.ranks import run_ranks
+from unstale.model.peers import Peers
+
+STEPS = 3
+GOAL = {goal.number: goal for goal in GOALS}
+LEARNED = Learned(
+    losses=[-0.25] * 4,
+    grad_norms=[1.0] * 4,
+    exact=1.0,
+    log_d=0.01,
+    tokens_per_s=[1.0, 1.0, 900.0, 900.0],
+    publish_s=[9.0, 9.0, 0.4, 0.4],
+    restore_s=[0.0, 9.0, 0.4, 0.4],
+    peak_bytes=30_000_000_000,
+    checksums=(1, 2),
+)
+
+
+def learn_twice(peers: Peers, folder: Path) -> list[Learned]:
+    """Train two new ranks, one after the other, and return what they measured."""
+    size = make_size(TINY, folder, "cpu", 4, 40)
+    config = rank_config(size, peers.count, STEPS)
+    batch = random_batch(size, 0)
+    return [make_rank(config, peers).learn(size, batch, STEPS) for _ in range(2)]
+
+
+def test_ranks_measure_their_steps(tmp_path: Path) -> None:
+    size = make_size(TINY, tmp_path, "cpu", 4, 40)
+    size.policy().save(size.folder)
+    one = run_ranks(1, learn_twice, tmp_path)[0][0]
+    (first, second), (peer, _) = run_ranks(2, learn_twice, tmp_path)
+    assert first.checksums == second.checksums == peer.checksums and len(first.checksums) == 2
+    assert first.losses == second.losses and first.exact == 1.0
+    assert largest_difference(one.losses, first.losses) < 1e-3
+    assert largest_difference(one.grad_norms, first.grad_norms) < 0.02
+    assert all(loss < -0.1 for loss in one.losses)
+    assert len(first.losses) == len(first.publish_s) == STEPS
+    assert all(each > 0 for each in (*first.tokens_per_s, *first.publish_s, *first.restore_s[1:]))
+    assert first.restore_s[0] == 0.0
+
+
+class Told(Check):
+    """A check with given measurements: of one rank, of all ranks, and of all ranks again."""
+
+    def __init__(self, gpus: int, *measured: Learned, **options: Any) -> None:
+        super().__init__(Path(), gpus, **options)
+        self._told = measured or (LEARNED,) * 3
+
+    def learn(self, count: int, *, turn: int = 1) -> Learned:
+        return self._told[0 if count == 1 else turn]
+
+
+def result(number: int, check: Check) -> str:
+    """Return the verdict in the row of a goal."""
+    return judge(GOAL[number], check).strip("| ").rpartition(" | ")[2]
+
+
+@pytest.mark.parametrize("number", [1, 4, 8])
+def test_a_goal_is_met_only_with_as_many_gpus_as_it_needs(number: int) -> None:
+    needed = GOAL[number].gpus
+    assert result(number, Told(needed)) == "met"
+    assert result(number, Told(needed - 1)) == f"not possible here: needs {needed} GPUs"
+    assert result(number, Told(0)) == f"not possible here: needs {needed} GPUs"
+    assert result(number, Told(8, is_tiny=True)).startswith("not judged")
+
+
+@pytest.mark.parametrize(
+    ("number", "changes"),
+    [
+        (1, {"losses": [-0.25, -0.25, -0.25, -0.2506]}),
+        (1, {"grad_norms": [1.0, 1.0, 1.02, 1.0]}),
+        (1, {"exact": 0.99}),
+        (1, {"log_d": 0.0102}),
+        (4, {"restore_s": [0.0, 0.0, 0.0, 0.6]}),
+        (4, {"publish_s": [0.0, 0.0, 0.6, 0.0]}),
+        (8, {"checksums": (1, 3)}),
+    ],
+)
+def test_a_goal_is_missed(number: int, changes: dict[str, Any]) -> None:
+    again = replace(LEARNED, **changes)
+    first = LEARNED if number == 8 else again
+    assert result(number, Told(8, LEARNED, first, again)) == "missed"
+
+
+def test_the_speed_is_compared_with_a_peer() -> None:
+    planned = round(planned_bytes(Told(2), 2))
+    fitting = replace(LEARNED, peak_bytes=planned)
+    assert result(2, Told(2, LEARNED, fitting)) == "no peer installed"
+    assert result(2, Told(2, LEARNED, fitting, torchtitan=1000.0)) == "met"
+    assert result(2, Told(2, LEARNED, fitting, torchtitan=1001.0)) == "missed"
+    too_much = replace(LEARNED, peak_bytes=2 * planned)
+    assert result(2, Told(2, LEARNED, too_much, torchtitan=1000.0)) == "missed"
+
+
+def test_an_error_ends_one_goal() -> None:
+    def fail(check: Check) -> Finding:
+        raise RuntimeError("out of memory")
+
+    found = judge(Goal(9, "a goal", 1, fail), Told(1))
+    assert "**Broke off:** RuntimeError: out of memory" in found and "not measured" in found
