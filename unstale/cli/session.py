@@ -288,7 +288,7 @@ def _run_to_end(session: "RunSession", console: Console) -> Run:
         if reason == "Ctrl-C":
             try:
                 session.save_policy()
-            except RanksDied as error:
+            except (RanksDied, OSError) as error:
                 console.print(f"the policy was not saved: {literal(error)}", highlight=False)
         session.end_ranks()
         with suppress(OSError, JournalError, ConfigError) if reason == "failed" else nullcontext():

@@ -96,7 +96,8 @@ def _missing(folder: Path, listed: list[str] | None = None) -> list[str]:
     """
     needed = {*(listed or []), "config.json"}
     for index in folder.glob("*.safetensors.index.json"):
-        with suppress(OSError, ValueError, KeyError):  # loading the policy reports a damaged index
+        # Loading the policy reports a damaged index.
+        with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
             needed |= set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
     missing = {name for name in needed if not (folder / name).is_file()}
 

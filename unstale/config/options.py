@@ -17,7 +17,14 @@ from unstale.config.checks import ConfigError, JsonObject, OneOf, nearest, optio
 from unstale.config.renamed import refuse_renamed
 from unstale.config.sampling import make_task
 
-_WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
+_WORDS = {
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    str: "a text",
+    Path: "a path",
+    type(None): "null",
+}
 """Types of options in words, for error messages."""
 MAX_EXACT_INT = 1 << 53
 """Largest integer up to which every integer has an exact float. A larger number in a file is

@@ -44,7 +44,7 @@ class RunOutcome:
     """The reason in words, such as the error."""
 
 
-_ENDED_EARLY = RunOutcome("failed", "the run ended before it began to train")
+_ENDED_EARLY = RunOutcome("failed", "the run ended without giving a reason")
 
 
 class Sink(Protocol):

@@ -65,5 +65,6 @@ class _MLflow:
         self.client.log_text(self.identifier, text, f"{name}/step{step:06d}.txt")
 
     def close(self, outcome: RunOutcome) -> None:
-        self.client.set_tag(self.identifier, "outcome", f"{outcome.kind}: {outcome.detail}")
-        self.client.set_terminated(self.identifier, STATUS[outcome.kind])
+        self.client.set_terminated(self.identifier, STATUS[outcome.kind])  # first: it matters most
+        detail = f"{outcome.kind}: {outcome.detail}"[:MAX_VALUE]
+        self.client.set_tag(self.identifier, "outcome", detail)

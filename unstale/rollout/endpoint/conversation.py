@@ -162,7 +162,7 @@ class Continuation:
 
 @dataclass(frozen=True, slots=True)
 class _Before:
-    """What a prompt needs of the answer before it: if it has its end token, and its tool calls."""
+    """The end and the tool calls of the answer before a prompt."""
 
     ended: bool
     calls: Sequence[ToolCall]
