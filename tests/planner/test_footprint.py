@@ -4,7 +4,7 @@ import gc
 import shutil
 from collections import namedtuple
 from collections.abc import Sequence
-from contextlib import closing, nullcontext, suppress
+from contextlib import closing, nullcontext
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 from torch import Tensor
+from torch.nn import Parameter
 
 from tests.durability.test_resume import Toy, config, played
 from tests.lint.test_learning import sample
@@ -148,6 +149,16 @@ def test_a_run_is_not_resumed_on_a_disk_without_space_for_its_rest(
         monkeypatch.setattr(shutil, "disk_usage", lambda path, usage=usage: usage)
         with pytest.raises(ConfigError, match=says) if refused else nullcontext():
             require_disk_to_resume(longer, run, 4)
+    # Trainer ranks write a version as a folder, with a file of each rank.
+    parts = run / "versions" / "000009.parts"
+    parts.mkdir()
+    for rank in range(2):
+        (parts / f"rank-{rank}").write_bytes(bytes(10**6))
+    usage = Usage(10**12, 10**12 - max(sizes), 2 * 10**6)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    with pytest.raises(ConfigError, match=r"\d+ versions"):
+        require_disk_to_resume(longer, run, 4)
+    shutil.rmtree(parts)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(10**12, 10**12 - 9, 9))
     before = sorted(run.rglob("*"))
     with played(Toy()), pytest.raises(ConfigError, match="the rest of the run needs about"):
@@ -194,21 +205,15 @@ def test_a_trainer_holds_at_most_24_bytes_a_weight(dtype: str, deltas: float) ->
 
 
 def places_and_sizes(tensors: Sequence[Tensor]) -> dict[int, int]:
-    """Return the size in bytes of each tensor's memory by its address.
-
-    Tensors without memory are left out, such as those that torch's compiler keeps for its own use.
-    """
-    found = {}
-    for tensor in tensors:
-        with suppress(RuntimeError, NotImplementedError):
-            storage = tensor.untyped_storage()
-            found[storage.data_ptr()] = storage.nbytes()
-    return found
+    """Return the size in bytes of each tensor's memory by its address."""
+    storages = [tensor.untyped_storage() for tensor in tensors]
+    return {storage.data_ptr(): storage.nbytes() for storage in storages}
 
 
 def every_tensor() -> list[Tensor]:
     """Return all tensors that Python code refers to, and their gradients."""
     gc.collect()
-    tensors = [each for each in gc.get_objects() if issubclass(type(each), Tensor)]
+    # not subclasses: torch's compiler keeps tensors without memory
+    tensors = [each for each in gc.get_objects() if type(each) in (Tensor, Parameter)]
     grads = [tensor.grad for tensor in tensors if tensor.is_leaf]
     return tensors + [grad for grad in grads if grad is not None]

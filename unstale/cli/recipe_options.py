@@ -37,10 +37,13 @@ def option_names() -> list[str]:
 def split_options(words: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
     """Divide the words of a command into options by name and all other words.
 
-    The other words are the first result. A boolean option without a value is true.
+    The other words are the first result. A boolean option without a value is true. A value may
+    begin with `--` if it is a text of several words.
 
     >>> split_options(["train", "retail", "--trainer.lr=1e-5", "--steps", "3"])
     (['train', 'retail'], {'trainer.lr': 1e-05, 'steps': 3})
+    >>> split_options(["--engine.args", "--max-num-seqs 8", "--steps", "3"])
+    ([], {'engine.args': '--max-num-seqs 8', 'steps': 3})
     """
     rest: list[str] = []
     values: dict[str, Any] = {}
@@ -55,12 +58,17 @@ def split_options(words: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
             continue
         option = options()[SHORT.get(name, name)]
         if not has_value:
-            is_last = not remaining or remaining[0].startswith("--")
-            if is_last and bool not in option.kinds:
-                raise ConfigError(f"--{name} needs a value")
-            text = "true" if is_last else remaining.popleft()
+            lacks_value = not remaining or _is_option(remaining[0])
+            if lacks_value and bool not in option.kinds:
+                raise ConfigError(f"--{name} needs a value. One that begins with -- follows a =")
+            text = "true" if lacks_value else remaining.popleft()
         values[option.name] = option.parse(text)
     return rest, values
+
+
+def _is_option(word: str) -> bool:
+    """Return True if a word of a command names an option. Names have no spaces."""
+    return word.startswith("--") and " " not in word.partition("=")[0]
 
 
 def refuse_unknown(word: str, known: Sequence[str] = ()) -> NoReturn:

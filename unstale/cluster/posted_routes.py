@@ -10,7 +10,7 @@ from unstale.cluster.session import import_ray
 from unstale.expert_routes import ExpertRoutes
 
 FETCH_S = 60.0
-"""Seconds after which routes that do not arrive are given up."""
+"""Longest time in seconds that routes may take to arrive."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,11 +30,14 @@ class PostedRoutes:
     def fetch(self) -> ExpertRoutes | None:
         """Return a copy of the routes. None if they were lost with their host.
 
-        Blocks, so call it in a thread. Raises ValueError if the checksum differs.
+        Blocks, so call it in a thread. Raises ValueError if the checksum differs, or if the routes
+        do not arrive within `FETCH_S`.
         """
         ray = import_ray()
         try:
             experts = ray.get(self.reference, timeout=FETCH_S)
+        except ray.exceptions.GetTimeoutError:
+            raise ValueError(f"its expert routes did not arrive within {FETCH_S:g} s") from None
         except ray.exceptions.RayError:
             return None
         if zlib.crc32(experts.data) != self.checksum:

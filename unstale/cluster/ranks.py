@@ -300,17 +300,22 @@ class Ranks:
     ) -> list[Any]:
         """Begin a call on every rank, after those of `later`. Return all answers."""
         with self._lock:
-            if not self._actors:
-                raise RanksDied(f"the {self._name} ranks are ended ({name})")
+            actors = self._require_actors(name)
             calls = [self._later.popleft() for _ in range(len(self._later))]
             calls.append((name, arguments))
             shared = self._ray.put(calls)  # once, not once for each rank
             longest = self._longest.get(name)
             limit = FIRST_CALL_S if longest is None else max(LEAST_CALL_S, SLOWER * longest)
             began = time.monotonic()
-            answers = self._wait([begin(each, shared) for each in self._actors], limit, name)
+            answers = self._wait([begin(each, shared) for each in actors], limit, name)
             self._longest[name] = max(longest or 0.0, time.monotonic() - began)
             return answers
+
+    def _require_actors(self, name: str) -> Sequence[Any]:
+        """Return the actors. Raises `RanksDied` if they are ended, perhaps by another thread."""
+        if not (actors := self._actors):
+            raise RanksDied(f"the {self._name} ranks are ended ({name})")
+        return actors
 
     def fetch(self, part: Reference, limit_s: float) -> Any:
         """Return a result of `call_parts`. Raises `RanksDied` if its machine died meanwhile."""
@@ -324,8 +329,9 @@ class Ranks:
 
         Calls of `call_beside` run one at a time. Raises the same errors as `call`.
         """
+        actors = self._require_actors(name)
         shared = self._ray.put([(name, arguments)])
-        runs = [each.run.options(concurrency_group=_FILES) for each in self._actors]
+        runs = [each.run.options(concurrency_group=_FILES) for each in actors]
         return self._wait([run.remote(shared) for run in runs], FIRST_CALL_S, name)[0]
 
     def close(self) -> None:
@@ -375,7 +381,7 @@ class Ranks:
 
         A rank that is busy does not answer meanwhile, and counts as alive.
         """
-        left = [actor.ping.remote() for actor in self._actors]
+        left = [actor.ping.remote() for actor in self._require_actors(name)]
         deadline = time.monotonic() + _NOTICE_S
         while left:
             done, left = self._ray.wait(

@@ -23,7 +23,7 @@ class RankedPublisher(DirectPublisher):
     Each rank writes its part of a version to disk, as the difference from the version before, and
     returns it as an object in Ray's store. Engine hosts fetch these objects from `posts`. Without
     engine hosts, they change the driver's copy of the weights, which engines of this machine load
-    in the precision `dtype`. No rank ever holds whole weights.
+    in the precision `dtype`. No rank gathers whole weights for it.
     """
 
     def __init__(

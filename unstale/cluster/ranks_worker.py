@@ -183,7 +183,10 @@ class Rank:
         self._snapshot = self.checkpoints.snapshot(progress, self.trainer)
 
     def write(self) -> str:
-        """Write the snapshot. Other methods, except `snapshot`, may run in another thread."""
+        """Write the snapshot. Another thread may train and score meanwhile.
+
+        `snapshot` and `publish` must not run meanwhile: they use the same tensors and group.
+        """
         assert self._snapshot is not None
         name = self.checkpoints.write(self._snapshot)
         self._snapshot = None

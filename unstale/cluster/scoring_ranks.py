@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
+from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 from unstale.cluster.ranks import RankedOldLogps, RankedTrainer, Ranks
@@ -68,6 +69,8 @@ class RanksLink:
         """Functions that add what was sent to `_order`."""
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="old-logit-ranks")
         self._calls: deque[Future[Reply | None]] = deque()
+        self._submitting = Lock()
+        """Keeps `_calls` in the order in which the thread runs them."""
 
     def load(self, version: int, weights: Mapping[str, Any]) -> None:
         """Send references to the weights of a version."""
@@ -91,7 +94,11 @@ class RanksLink:
 
     def _send(self, message: Callable[[], None]) -> None:
         self._messages.append(message)
-        self._calls.append(self._thread.submit(self._work))
+        self._submit()
+
+    def _submit(self) -> None:
+        with self._submitting:
+            self._calls.append(self._thread.submit(self._work))
 
     def _work(self) -> Reply | None:
         """Score one forward pass or load one version. Repeat in a further call if work is left."""
@@ -105,7 +112,7 @@ class RanksLink:
             self._ranks.call("load", weights)
             reply = {"op": "loaded", "version": version}
         if self._order:
-            self._calls.append(self._thread.submit(self._work))
+            self._submit()
         return reply
 
 

@@ -6,6 +6,7 @@ Every rank must call the same methods in the same order, each with its own value
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -50,18 +51,17 @@ class Peers:
             raise ValueError(f"{self.count} ranks cannot be divided into groups of {size}")
         if size == 1:
             return self
-        starts = range(0, self.count, size)
-        groups = [dist.new_group(list(range(start, start + size))) for start in starts]
+        groups = _divided_groups(dist.group.WORLD, self.count, size)
         return replace(self, context=ContextGroup.of(groups[self.rank // size]))
 
     def for_another_thread(self) -> "Peers":
-        """Return the same ranks with a new group, which another thread may use at the same time.
+        """Return the same ranks with a second group, which one other thread may use meanwhile.
 
-        It exchanges values in main memory only.
+        All ranks must call this. The group exchanges values in main memory only.
         """
         if self.count == 1:
             return self
-        return replace(self, group=dist.new_group(backend="gloo"))
+        return replace(self, group=_second_group(dist.group.WORLD))
 
     @property
     def reports(self) -> bool:
@@ -126,3 +126,16 @@ class Peers:
 
 ALONE = Peers()
 """The `Peers` of a process that does not share its model with others."""
+
+
+@cache
+def _divided_groups(world: "ProcessGroup", count: int, size: int) -> "tuple[ProcessGroup, ...]":
+    """Return groups of `size` neighbouring ranks. A process makes them once, with the others."""
+    starts = range(0, count, size)
+    return tuple(dist.new_group(list(range(start, start + size))) for start in starts)
+
+
+@cache
+def _second_group(world: "ProcessGroup") -> "ProcessGroup":
+    """Return a further group of all ranks. A process makes it once, with the others."""
+    return dist.new_group(backend="gloo")

@@ -97,7 +97,7 @@ def require_disk_to_resume(config: RunConfig, run: Path, step: int) -> None:
     checkpoint = max(checkpoints, default=0)
     if step == 0:  # the optimizer's moments are not in it yet
         checkpoint *= 1 + _MOMENTS.get(config.trainer.optimizer, 2)
-    versions = [path.stat().st_size for path in (run / VERSIONS).glob("*") if path.is_file()]
+    versions = [_size(path) for path in (run / VERSIONS).glob("*") if path.suffix != ".part"]
     policy = sum(path.stat().st_size for path in config.policy_folder.glob("*.safetensors"))
     rest = config.steps - step
     every = config.checkpoint.every
@@ -121,8 +121,10 @@ def _lacking_disk(folder: Path, needed: float) -> str:
     return "" if is_enough else f"{folder} has {usage.free / _GB:.2f} GB free"
 
 
-def _size(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+def _size(path: Path) -> int:
+    """Return the bytes of a file, or of all files of a folder."""
+    files = [path] if path.is_file() else [each for each in path.rglob("*") if each.is_file()]
+    return sum(each.stat().st_size for each in files)
 
 
 def predict_footprint(config: RunConfig, policy: Policy) -> Footprint:

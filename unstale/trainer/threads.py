@@ -65,9 +65,11 @@ def trainer_threads(config: RunConfig) -> int:
     engine_threads = config.engine.threads * config.engine.processes
     if config.cluster.engine_hosts:  # on other machines, unless Ray runs on this one alone
         engine_threads *= 0 if config.cluster.address else config.cluster.engine_hosts
-    free = cores() - engine_threads - config.old_logps.needs.own_process
-    here = 1 if config.cluster.address else max(1, config.cluster.trainers)
-    return max(1, free // here)
+    ranks_here = 0 if config.cluster.address else config.cluster.trainers
+    needs = config.old_logps.needs
+    scorers = config.old_logps.scoring_ranks if ranks_here else int(needs.own_process)
+    free = cores() - engine_threads - scorers
+    return max(1, free // max(1, ranks_here))
 
 
 def use_threads(count: int) -> None:
