@@ -207,6 +207,8 @@ def test_help_hides_options_that_the_choices_do_not_read(
         ("--trainer.lora_rank=4", "--trainer.lora_alpha"),
     ):
         assert option not in shown() and option in shown(choice)
+    with_ray = shown("--task.isolate=ray")
+    assert "--cluster.address" in with_ray and "--cluster.patience_s" in with_ray
     assert int(re.findall(r"(\d+) more options", shown())[0]) > 20
 
 

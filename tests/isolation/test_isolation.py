@@ -42,6 +42,7 @@ from unstale.engines.scripted import ScriptedEngine
 from unstale.envs import Message, Turn
 from unstale.envs.registry import build_taskset
 from unstale.isolation import IsolatedTasks, isolate, process
+from unstale.isolation.tasks import StartWorker, start_here
 from unstale.isolation.wire import read_turn, turn_row
 from unstale.records import Failure, Task, Trajectory
 from unstale.rollout import episode
@@ -58,14 +59,16 @@ PATIENT_S = 30.0
 class Isolated:
     """A rollout of `hostile_envs.isolated_tasks` in worker processes."""
 
-    def __init__(self, *, workers: int = 1, retries: int = 0) -> None:
+    def __init__(
+        self, *, workers: int = 1, retries: int = 0, start: StartWorker = start_here
+    ) -> None:
         config = TaskConfig(
             env="tests.support.hostile_envs:isolated_tasks",
             isolate="process",
             workers=workers,
             worker_memory_gb=0.125,
         )
-        tasks = isolate(build_taskset(config), config)
+        tasks = isolate(build_taskset(config), config, start)
         assert isinstance(tasks, IsolatedTasks)
         self.tasks = tasks
         self.retries = retries

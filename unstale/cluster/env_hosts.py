@@ -96,6 +96,11 @@ class RemoteWorker:
         self._host: Any = None
         self._started = asyncio.ensure_future(self._start())
 
+    @property
+    def is_ready(self) -> bool:
+        """True once `ready` returns or raises at once."""
+        return self._started.done()
+
     async def ready(self) -> None:
         """Wait until the worker has created its task set. Raises `WorkerEnded` if it cannot."""
         await asyncio.shield(self._started)
@@ -142,6 +147,9 @@ class RemoteWorker:
             )
         except WorkerEnded:
             pass  # `ready` raises it
+        except (import_ray().exceptions.RayError, OSError, RuntimeError, TypeError) as error:
+            # TypeError: Ray cannot serialize the options
+            self.end(f"no worker process can be started on another machine: {_line(error)}")
 
     async def _place(self) -> None:
         """Ask for an actor until one answers. Ray may choose a machine that has just died."""
@@ -155,6 +163,9 @@ class RemoteWorker:
         )
         while not self.ended:
             self._host = await asyncio.to_thread(placed.remote, self._options, self._memory_gb)
+            if self.ended:  # meanwhile
+                self._drop()
+                return
             try:
                 await _result(self._host.ping.remote())
             except ray.exceptions.RayError:
@@ -172,32 +183,43 @@ class RemoteWorker:
         """Call a method of the actor. Raises `WorkerEnded` if there is no answer."""
         if self.ended:
             raise WorkerEnded(self.ended)
-        exceptions = import_ray().exceptions
-        reference = getattr(self._host, method).remote(*arguments)
-        call = asyncio.ensure_future(_result(reference))
-        self._calls.add(call)
+        ray = import_ray()
         try:
-            answer = await call
-        except asyncio.CancelledError:
-            if self.ended:  # by `end`
-                raise WorkerEnded(self.ended) from None
-            import_ray().cancel(reference)
-            raise
-        except exceptions.RayError as error:
-            reason = (str(error).splitlines() or [repr(error)])[0]
-            self.end(f"the machine of a worker process does not answer: {reason}")
+            reference = getattr(self._host, method).remote(*arguments)
+            answer = await self._result_of(reference)
+        except (ray.exceptions.RayError, OSError, RuntimeError) as error:
+            self.end(f"the machine of a worker process does not answer: {_line(error)}")
             raise WorkerEnded(self.ended) from None
-        finally:
-            self._calls.discard(call)
         if answer.row is None:
             self.suspects = set(answer.suspects)
             self.end(answer.ended)
             raise WorkerEnded(self.ended)
         return answer
 
+    async def _result_of(self, reference: Any) -> HostAnswer:
+        """Wait for the result of a call, or until `end` cancels it."""
+        call = asyncio.ensure_future(_result(reference))
+        self._calls.add(call)
+        try:
+            await asyncio.wait([call])
+        except asyncio.CancelledError:  # of the caller, not of the call
+            call.cancel()
+            if not self.ended:
+                import_ray().cancel(reference)
+            raise
+        finally:
+            self._calls.discard(call)
+        if call.cancelled():
+            raise WorkerEnded(self.ended)
+        return call.result()
+
 
 async def _result(reference: Any) -> Any:
     return await reference
+
+
+def _line(error: Exception) -> str:
+    return (str(error).splitlines() or [repr(error)])[0]
 
 
 def remote_workers(cluster: ClusterConfig) -> StartWorker:

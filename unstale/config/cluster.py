@@ -23,8 +23,9 @@ class ClusterConfig(Section):
     address: str = ""
     """Ray cluster as `host:port` or `auto`; empty starts a Ray of this machine alone."""
     patience_s: Positive = 600.0
-    """Seconds that the run waits for machines: for any engine host, or for the trainer ranks in the
-    cluster at `address`. It then stops and can be resumed.
+    """Seconds that the run waits for machines: for any engine host, for the trainer ranks in the
+    cluster at `address`, or for environments. It then stops and can be resumed. For environments
+    it stops only at its start; later, the episodes that waited for them fail.
     """
     restarts: Count = 10
     """Times that a run with dead trainer ranks continues from its last checkpoint on new ranks."""
@@ -40,11 +41,5 @@ class ClusterConfig(Section):
             )
 
     def applies(self, option: str) -> bool:
-        if option in ("engine_hosts", "trainers"):
-            return True
-        readers = {
-            "context": self.trainers,
-            "patience_s": self.engine_hosts or (self.trainers if self.address else 0),
-            "restarts": self.trainers,
-        }
-        return readers.get(option, self.engine_hosts + self.trainers) > 0
+        # `address` and `patience_s` are also read with task.isolate = ray
+        return option not in ("context", "restarts") or self.trainers > 0

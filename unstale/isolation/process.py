@@ -67,6 +67,9 @@ class EpisodeWorker(Protocol):
     suspects: set[str]
     num_episodes: int
 
+    @property
+    def is_ready(self) -> bool: ...
+
     async def ready(self) -> None: ...
 
     async def call(self, episode: int, method: str, task: Task, **fields: Any) -> Row: ...
@@ -123,12 +126,17 @@ class Worker:
                 self._output.close()
                 raise
 
+    @property
+    def is_ready(self) -> bool:
+        """True once `ready` returns or raises at once."""
+        return self._ready.done()
+
     async def ready(self) -> None:
         """Wait until the worker has created its task set.
 
         Raises `WorkerEnded` if the process ends first.
         """
-        await self._ready
+        await asyncio.shield(self._ready)  # for several episodes, of which one may be cancelled
 
     async def call(self, episode: int, method: str, task: Task, **fields: Any) -> Row:
         """Call a method of an environment in the worker and return the answer.

@@ -1,7 +1,7 @@
 """A task set whose environments run in worker processes."""
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import asdict
 from itertools import count
 from typing import Any, Self
@@ -198,7 +198,13 @@ class IsolatedEnv:
         self._seed = seed
         self._episode = episode
         self._worker: EpisodeWorker | None = None
+        self._was_called = False
         self._snapshot: str | None = None
+
+    def worker_start(self) -> Awaitable[None] | None:
+        """Assign a worker. Return an awaitable of its start, or None if it has started."""
+        self._worker = self._workers.assign(self._task.key)
+        return None if self._worker.is_ready else self._worker.ready()
 
     async def begin(self) -> Turn:
         return await self._turn("begin")
@@ -219,7 +225,7 @@ class IsolatedEnv:
         if worker is None:
             return
         try:
-            if not worker.ended:
+            if self._was_called and not worker.ended:
                 is_over = False
                 try:
                     answer = await self._answer(worker, "close")
@@ -250,6 +256,7 @@ class IsolatedEnv:
         """
         if self._worker is None:
             self._worker = self._workers.assign(self._task.key)
+        self._was_called = True
         return await self._answer(self._worker, method, replaying=self.replaying, **fields)
 
     async def _answer(self, worker: EpisodeWorker, method: str, **fields: Any) -> Row:

@@ -7,7 +7,7 @@ counted as failed. Any other error ends the run.
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import (
     AbstractAsyncContextManager,
     AsyncExitStack,
@@ -16,7 +16,7 @@ from contextlib import (
     suppress,
 )
 from functools import partial
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from unstale.config import RolloutConfig
 from unstale.engines import Stopwatch
@@ -71,6 +71,17 @@ CLOSE_S = 5.0
 """Seconds in which `close` of an environment must return."""
 
 
+@runtime_checkable
+class HasWorker(Protocol):
+    """An environment that runs in a worker process. `rollout.timeout_s` excludes its start."""
+
+    def worker_start(self) -> Awaitable[None] | None:
+        """Assign a worker. Return an awaitable of its start, or None if it has started.
+
+        Raises `EnvError` if none can be started, and the awaitable does if the start fails.
+        """
+
+
 class EpisodeFailed(Exception):
     """Error in the code of an environment.
 
@@ -83,7 +94,7 @@ class TooManyFailures(RuntimeError):
 
 
 @contextmanager
-def stage(name: str, timeout_s: float) -> Iterator[None]:
+def stage(name: str, timeout_s: float) -> Iterator[PersistentTimeout]:
     """Turn errors and time-outs of environment code within a context into `EpisodeFailed(name)`.
 
     This includes SystemExit and similar exceptions. Only the cancellation of the episode is not
@@ -95,7 +106,7 @@ def stage(name: str, timeout_s: float) -> Iterator[None]:
         task.stage = name
     try:
         with timeout:
-            yield
+            yield timeout
     except EpisodeFailed:
         raise  # an inner context has already named the stage
     except BaseException as error:
@@ -257,10 +268,12 @@ class Rollout:
         recorded text.
         """
         async with AsyncExitStack() as cleanup:
-            with stage("begin", self.config.timeout_s):
+            with stage("begin", self.config.timeout_s) as timeout:
                 env = self.taskset.env(task, env_seed)
                 caller = self.caller(env, task)
                 cleanup.push_async_exit(partial(self._close, caller))
+                if isinstance(env, HasWorker) and (start := env.worker_start()):
+                    await timeout.without_limit(start)
                 turn, turn_rewards = await self._begin(transcript, caller)
             if self.generator.reply_budget(len(transcript.tokens)) < 1:
                 raise ValueError(

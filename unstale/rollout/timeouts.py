@@ -1,7 +1,7 @@
 """Time-outs and cancellation of asyncio tasks that run the code of environments."""
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Awaitable, Coroutine
 from typing import Any, TypeVar
 
 from unstale.envs import EnvError
@@ -112,6 +112,12 @@ class PersistentTimeout:
         self.task.cancel()
         self._num_cancelled += 1
         self._timer = self._loop.call_later(CANCEL_INTERVAL_S, self._cancel)
+
+    async def without_limit(self, work: Awaitable[None]) -> None:
+        """Wait for `work`, however long it takes. `timeout_s` starts again when it is done."""
+        self._timer.cancel()
+        await work
+        self._timer = self._loop.call_later(self._timeout_s, self._cancel)
 
     def __enter__(self) -> None: ...
 
