@@ -290,7 +290,8 @@ def _hold_against_the_embedded_engine(run: Path) -> None:
     log-probabilities."""
     rows = audit(run, routes=EXACT, console=_quiet())["routes"]
     assert sorted(row["route"] for row in rows) == sorted(EXACT)
-    assert all(row["exact_fraction"] == 1 and row["claimed_error_max"] < 1e-5 for row in rows)
+    # the largest of thousands of tokens, in float32 and in passes of other sizes
+    assert all(row["exact_fraction"] == 1 and row["claimed_error_max"] < 3e-5 for row in rows)
     recorded, policy = Recorded(run / RECORDED), Policy.load(SHIPPED_POLICY)
     runner = build_runner(SHIPPED_POLICY, dtype="float32", max_slots=1, max_context=768)
     apart = []
