@@ -61,6 +61,9 @@ class VllmServer:
             self._arguments.append("--enable-return-routed-experts")
         if not torch.cuda.is_available():
             self._arguments.append("--enforce-eager")
+            # vLLM 0.32 on CPUs ends at a prompt in parts: it sets the offset of a random generator,
+            # which CPU generators do not have.
+            self._arguments.append("--no-enable-chunked-prefill")
         elif options.gpu_memory_utilization:
             share = f"--gpu-memory-utilization={options.gpu_memory_utilization}"
             self._arguments.append(share)
