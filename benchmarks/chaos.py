@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 from datetime import date
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NoReturn
 
 from chaos_child import CLOCK, TARGETS
 from rich.console import Console
@@ -411,6 +411,15 @@ def several_versions(folder: Path) -> str:
     return f"{mixed:.0%} of {len(rows)} trajectories hold tokens of several versions; {told}"
 
 
+def finish(out: Path, lines: Sequence[str], failures: Sequence[str]) -> NoReturn:
+    """Write and print the lines of a table and what was wrong; exit with 1 if anything was."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    text = "\n".join([*lines, "", *(f"* wrong: {each}" for each in failures)])
+    out.write_text(text.rstrip() + "\n")
+    CONSOLE.print(f"{out.read_text()}\n{out}", markup=False)
+    sys.exit(1 if failures else 0)
+
+
 def tell(text: str) -> None:
     CONSOLE.print(f"{time.strftime('%H:%M:%S')} {text}", markup=False)
 
@@ -521,12 +530,7 @@ def main() -> None:
         *table(third, "run ended sound"),
         "Seconds to a trained step are those of a process that has imported the package already.",
     ]
-    failures = first.failures + second.failures + third.failures
-    lines += ["", *(f"* wrong: {text}" for text in failures)]
-    chosen.out.parent.mkdir(parents=True, exist_ok=True)
-    chosen.out.write_text("\n".join(lines).rstrip() + "\n")
-    CONSOLE.print(f"{chosen.out.read_text()}\n{chosen.out}", markup=False)
-    sys.exit(1 if failures else 0)
+    finish(chosen.out, lines, first.failures + second.failures + third.failures)
 
 
 if __name__ == "__main__":

@@ -39,6 +39,7 @@ ORPHAN_S = 10.0
 """Seconds within which the processes of a killed run must end."""
 HUNG_S = 300.0
 """Seconds after which a run counts as hung."""
+
 _CHILD_SUBREAPER = 36
 """Option of prctl: this process becomes the parent of processes whose parent died."""
 
@@ -289,11 +290,14 @@ def _end_orphans() -> int:
     return left
 
 
-def main() -> None:
-    with suppress(
-        OSError, AttributeError
-    ):  # only Linux can say what a dead process has left behind
+def adopt_orphans() -> None:
+    """Make this process the parent of processes whose parent died. Only Linux can do that."""
+    with suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def main() -> None:
+    adopt_orphans()
     for line in sys.stdin:
         order = json.loads(line)
         began = time.monotonic()

@@ -17,7 +17,6 @@ table under benchmarks/results/.
 """
 
 import argparse
-import ctypes
 import os
 import random
 import secrets
@@ -36,7 +35,8 @@ from statistics import median
 from threading import Timer
 from typing import Any
 
-from chaos import CONSOLE, Ended, Witness, tell
+from chaos import Ended, Witness, finish, tell
+from chaos_child import adopt_orphans
 
 from unstale.durability.compare_runs import differences
 from unstale.durability.machine import commit, machine, versions
@@ -67,8 +67,6 @@ SPAN_S = 4.0
 JOIN_S = 5.0
 """Longest time in seconds until another machine takes the place of a killed one."""
 _TICK_S = 0.05
-_CHILD_SUBREAPER = 36
-"""Option of prctl: this process becomes the parent of processes whose parent died."""
 
 
 @dataclass(slots=True)
@@ -89,7 +87,7 @@ class Series:
 
     title: str
     columns: tuple[str, str]
-    """What `noticed_s` and `back_s` mean."""
+    """The events that `noticed_s` and `back_s` measure, in words."""
     kills: list[Kill] = field(default_factory=list)
     ends: dict[int, Ended] = field(default_factory=dict)
     restarts: int = 0
@@ -214,7 +212,7 @@ def is_host_back(row: Mapping[str, Any]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Prey:
-    """What is killed in the runs of one series."""
+    """The runs of one series, and the processes of them that are killed."""
 
     options: Sequence[str]
     """Options of the runs."""
@@ -232,7 +230,7 @@ class Prey:
 
 @dataclass(slots=True)
 class Chaos:
-    """What all series share."""
+    """The folder, the random numbers and the options of all series."""
 
     runs: Path
     draw: random.Random
@@ -501,8 +499,7 @@ def main() -> None:
     parser.add_argument("--runs", type=Path, default=Path("runs") / f"cluster-chaos-{date.today()}")
     parser.add_argument("--out", type=Path, default=RESULTS / f"{date.today()}-cluster-chaos.md")
     chosen = parser.parse_args()
-    with suppress(OSError, AttributeError):  # only Linux can say what a dead process left behind
-        ctypes.CDLL(None).prctl(_CHILD_SUBREAPER, 1, 0, 0, 0)
+    adopt_orphans()
     runs, began = chosen.runs.resolve(), time.monotonic()
     shutil.rmtree(runs, ignore_errors=True)
     runs.mkdir(parents=True)
@@ -537,7 +534,6 @@ def write(chosen: argparse.Namespace, series: Sequence[Series], seconds: float) 
     """Write the table, print it, and exit with 1 if anything was lost."""
     counts = ("ranks", "drivers", "hosts", "nodes", "steps", "seed")
     options = " ".join(f"--{name} {getattr(chosen, name)}" for name in counts)
-    failures = [text for each in series for text in each.failures]
     meanings = [
         f"* {each.title}: {each.columns[0]}; {each.columns[1]}" for each in series if each.kills
     ]
@@ -553,13 +549,8 @@ def write(chosen: argparse.Namespace, series: Sequence[Series], seconds: float) 
         "if it is bitwise equal to the one that nobody killed. What was noticed, and what is back:",
         "",
         *meanings,
-        "",
-        *(f"* wrong: {text}" for text in failures),
     ]
-    chosen.out.parent.mkdir(parents=True, exist_ok=True)
-    chosen.out.write_text("\n".join(lines).rstrip() + "\n")
-    CONSOLE.print(f"{chosen.out.read_text()}\n{chosen.out}", markup=False)
-    sys.exit(1 if failures else 0)
+    finish(chosen.out, lines, [text for each in series for text in each.failures])
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ import torch
 
 from benchmarks import publish
 from benchmarks.gpu import PROMPT, REPLY, Big, collect
-from benchmarks.routes import MIXED, episodes, settle
+from benchmarks.routes import MIXED, episodes, scored, settle
 from benchmarks.tables import CONSOLE, columns, row, write
 from unstale.build import build_rank
 from unstale.cluster.ranks import Ranks
@@ -55,8 +55,6 @@ from unstale.records import (
     Batch,
     ContextPiece,
     ScoredTrajectory,
-    Task,
-    Trajectory,
     collate,
 )
 from unstale.weights.codec import checksum
@@ -201,28 +199,21 @@ async def sample_batch(size: Big) -> list[ScoredTrajectory]:
         )
     finally:
         await engine.close()
-    made = []
-    for number, (prompt, sampled) in enumerate(zip(prompts, replies, strict=True)):
-        trajectory = Trajectory(
-            (ContextPiece(prompt), sampled.piece),
-            {"reward": 0.0},
-            "done",
-            Task("random", "train", number),
-            seed=number,
-            episode=number,
-        )
-        made.append(ScoredTrajectory(trajectory, (1.0 if number % 2 else -1.0,)))
-    return made
+    pairs = zip(prompts, replies, strict=True)
+    return [
+        scored((ContextPiece(prompt), sampled.piece), number)
+        for number, (prompt, sampled) in enumerate(pairs)
+    ]
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What was measured for a goal."""
+    """The figure that was measured for a goal, with its verdict."""
 
     figure: str
     met: bool
     open: str = ""
-    """What is missing for a verdict. A goal that has this is missed or open, but never met."""
+    """The reason why there is no verdict. A goal that has one is missed or open, but never met."""
 
 
 @dataclass

@@ -200,16 +200,21 @@ def episodes(size: Size, plan: Plan, *, version: int, first: int) -> list[Scored
                 else None
             )
             pieces.append(own or ContextPiece(tokens))
-        trajectory = Trajectory(
-            tuple(pieces),
-            {"reward": 0.0},
-            "done",
-            Task("random", "train", number),
-            seed=number,
-            episode=number,
-        )
-        made.append(ScoredTrajectory(trajectory, (1.0 if number % 2 else -1.0,)))
+        made.append(scored(pieces, number))
     return made
+
+
+def scored(pieces: Sequence[Piece], number: int) -> ScoredTrajectory:
+    """Return a trajectory with an advantage of 1 or -1, by its number."""
+    trajectory = Trajectory(
+        tuple(pieces),
+        {"reward": 0.0},
+        "done",
+        Task("random", "train", number),
+        seed=number,
+        episode=number,
+    )
+    return ScoredTrajectory(trajectory, (1.0 if number % 2 else -1.0,))
 
 
 def pieces_of(

@@ -257,15 +257,17 @@ def build(
             on_blocked=recorder.blocked,
         )
         evaluation = partial(evaluate, evaluation_rollout, held_out, seed=config.seed)
-    publisher: Publisher = DirectPublisher(
-        engine,
-        dtype=dtype,
-        store=delta_store(machine.scorer) if shares_deltas(config) else None,
-        put=checkpoints.write_version,
-        post=posts.post if posts else None,
-    )
+    publisher: Publisher
     if isinstance(machine.trainer, RankedTrainer):
         publisher = RankedPublisher(engine, machine.trainer, dtype=dtype, posts=posts)
+    else:
+        publisher = DirectPublisher(
+            engine,
+            dtype=dtype,
+            store=delta_store(machine.scorer) if shares_deltas(config) else None,
+            put=checkpoints.write_version,
+            post=posts.post if posts else None,
+        )
     return RunComponents(
         config=config,
         progress=life.progress,
@@ -346,8 +348,8 @@ def build_checkpoints(config: RunConfig, machine: Components, run: Path) -> Chec
         "old": machine.old,
         "auditor": machine.auditor,
     }
-    # With the placement `own`, scoring changes the trained weights while a checkpoint is written.
-    copies = getattr(config.old_logps, "placement", "twin") == "own"
+    # A route may change the trained weights while a checkpoint is written.
+    copies = config.old_logps.needs.trained_weights
     return Checkpoints(run, parts, keep=config.checkpoint.keep, copies=copies)
 
 

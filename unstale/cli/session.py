@@ -6,6 +6,7 @@ import traceback
 from collections.abc import Mapping
 from contextlib import closing, nullcontext, suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -173,10 +174,7 @@ def _build_first(config: RunConfig, console: Console) -> Components:
 
     Trainer ranks that die meanwhile are started again. Raises `RunFailed` if they cannot start.
     """
-
-    def note(text: str) -> None:
-        console.print(literal(text), highlight=False)
-
+    note = partial(_note, console)
     restarts = 0
     while True:
         try:
@@ -193,10 +191,12 @@ def _build_first(config: RunConfig, console: Console) -> Components:
 def _open_trackers(
     config: RunConfig, folder: Path, console: Console, first_step: int = 0
 ) -> Trackers:
-    def note(text: str) -> None:
-        console.print(literal(text), highlight=False)
+    run = TrackedRun(folder, plain(config), partial(_note, console), first_step)
+    return Trackers.open(config.trackers, run)
 
-    return Trackers.open(config.trackers, TrackedRun(folder, plain(config), note, first_step))
+
+def _note(console: Console, text: str) -> None:
+    console.print(literal(text), highlight=False)
 
 
 def _read_progress(folder: Path) -> tuple[list[CheckpointRow], int]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from unstale.cluster.session import connect, import_ray
+from unstale.cluster.session import connect, first_line, import_ray
 from unstale.config import ClusterConfig
 from unstale.isolation.process import ConcurrentWorker, EpisodeWorker, WorkerEnded
 from unstale.isolation.tasks import StartWorker
@@ -149,7 +149,7 @@ class RemoteWorker:
             pass  # `ready` raises it
         except (import_ray().exceptions.RayError, OSError, RuntimeError, TypeError) as error:
             # TypeError: Ray cannot serialize the options
-            self.end(f"no worker process can be started on another machine: {_line(error)}")
+            self.end(f"no worker process can be started on another machine: {first_line(error)}")
 
     async def _place(self) -> None:
         """Ask for an actor until one answers. Ray may choose a machine that has just died."""
@@ -188,7 +188,7 @@ class RemoteWorker:
             reference = getattr(self._host, method).remote(*arguments)
             answer = await self._result_of(reference)
         except (ray.exceptions.RayError, OSError, RuntimeError) as error:
-            self.end(f"the machine of a worker process does not answer: {_line(error)}")
+            self.end(f"the machine of a worker process does not answer: {first_line(error)}")
             raise WorkerEnded(self.ended) from None
         if answer.row is None:
             self.suspects = set(answer.suspects)
@@ -216,10 +216,6 @@ class RemoteWorker:
 
 async def _result(reference: Any) -> Any:
     return await reference
-
-
-def _line(error: Exception) -> str:
-    return (str(error).splitlines() or [repr(error)])[0]
 
 
 def remote_workers(cluster: ClusterConfig) -> StartWorker:

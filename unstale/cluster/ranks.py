@@ -397,9 +397,8 @@ class Ranks:
     def _died(self, error: Exception, name: str) -> RanksDied:
         """End all ranks. Return the error that says why."""
         self.close()
-        reason = (str(error).splitlines() or [repr(error)])[0]
         article = "an" if self._name[0] in "aeiou" else "a"
-        return RanksDied(f"{article} {self._name} rank died ({name}): {reason}")
+        return RanksDied(f"{article} {self._name} rank died ({name}): {session.first_line(error)}")
 
 
 def _require_gpus(available: int, trainers: int, scorers: int) -> None:

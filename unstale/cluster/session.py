@@ -101,11 +101,16 @@ def _join(ray: ModuleType, address: str, options: Mapping[str, Any]) -> None:
             socket.create_connection((host.strip("[]"), int(port)), _CONNECT_S).close()
         ray.init(address=address, **options)
     except (ConnectionError, RuntimeError, ValueError, OSError) as error:
-        reason = (str(error).splitlines() or [repr(error)])[0]
         raise ConfigError(
-            f"cluster.address: no Ray cluster can be used at {address!r}: {reason}. Start one with "
-            "`ray start --head`; RAY_AUTH_TOKEN or ~/.ray/auth_token must hold its token"
+            f"cluster.address: no Ray cluster can be used at {address!r}: {first_line(error)}. "
+            "Start one with `ray start --head`; RAY_AUTH_TOKEN or ~/.ray/auth_token must hold its "
+            "token"
         ) from error
+
+
+def first_line(error: Exception) -> str:
+    """Return the first line of an error of Ray. The others are a traceback of another process."""
+    return (str(error).splitlines() or [repr(error)])[0]
 
 
 def _require_same(ray: ModuleType, address: str) -> None:

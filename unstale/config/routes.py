@@ -45,6 +45,9 @@ class Needs:
     """
     resident_models: int = 0
     """Number of additional models that the route holds in memory."""
+    trained_weights: bool = False
+    """True if the route puts past versions into the trained model for a moment to score with them.
+    """
     averages: int = 0
     """Number of moving averages of the weights that the route holds, each a float32 copy."""
     closing: bool = False

@@ -113,7 +113,7 @@ class Checkpoints:
         others = {name: subtract(states[name], weights) for name in states if name != TRAINER}
         states |= others
         if self._copies:
-            states |= {name: copied(states[name]) for name in states.keys() & {TRAINER}}
+            states[TRAINER] = copied(states[TRAINER])
             weights = copied(weights)
         return Checkpoint(progress, source.version, states, weights)
 

@@ -17,7 +17,6 @@ from unstale.model.context import ContextGroup
 MIN_SHARED = 16
 """Shortest prefix that is shared. Sharing fewer tokens takes longer than computing them twice."""
 
-
 ROUND = 32
 """The length of every pass is a multiple of this number, so that few different shapes occur."""
 

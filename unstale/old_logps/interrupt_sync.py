@@ -8,21 +8,22 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from unstale.config.routes import ExactSpec, Needs, RouteDocs, register_route
 from unstale.old_logps import OldLogps, has_clean_behavior
+from unstale.old_logps.scoring.cached_route import CachedRoute
 from unstale.old_logps.scoring.queue import by_key
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from unstale.config import RunConfig
-    from unstale.old_logps.scoring.scorer import Scorer, Weights
+    from unstale.old_logps.scoring.scorer import Scorer
     from unstale.records import Batch, PendingPiece
 
 
-class InterruptSync(OldLogps):
+class InterruptSync(CachedRoute):
     """A route that scores with the trainer's weights before an optimizer step changes them.
 
     The values are exact. It needs no memory for old weights, but generation is paused from the call
@@ -33,10 +34,7 @@ class InterruptSync(OldLogps):
     needs = Needs(closing=True, forwards="versions")
 
     def __init__(self, scorer: Scorer) -> None:
-        from unstale.old_logps.scoring.cache import LogpCache
-
-        self._scorer = scorer
-        self.cache = LogpCache(scorer)
+        super().__init__(scorer)
         self._paused_at: float | None = None
         self._stall_s = 0.0
         self._closing_s = 0.0
@@ -45,7 +43,7 @@ class InterruptSync(OldLogps):
         if self._paused_at is not None:
             self._stall_s += time.perf_counter() - self._paused_at
             self._paused_at = None
-        self.cache.keep({*live, self._scorer.version})
+        super().published(live)
 
     def closing(self, unscored: Sequence[PendingPiece]) -> None:
         self._paused_at = began = time.perf_counter()
@@ -69,15 +67,6 @@ class InterruptSync(OldLogps):
         self._stall_s = 0.0
         self._closing_s = 0.0
         return spent
-
-    def state(self) -> Mapping[str, Any]:
-        return {"answers": self.cache.state()}
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        self.cache.restore(state["answers"])
-
-    def recover(self, past: Mapping[int, Sequence[PendingPiece]], weights: Weights) -> None:
-        self.cache.recover(past, weights)
 
 
 @register_route

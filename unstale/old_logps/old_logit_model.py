@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from unstale.config.checks import PositiveInt
 from unstale.config.routes import ExactSpec, Needs, RouteDocs, register_route
 from unstale.old_logps import OldLogps, has_clean_behavior
+from unstale.old_logps.scoring.cached_route import CachedRoute
 from unstale.old_logps.scoring.queue import PieceKey, Pieces
 from unstale.old_logps.scoring.second_model import Reply, SecondModel
 from unstale.weights.child_process import Bytes, Child, ChildFrozen, Frames, frame
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from unstale.config import RunConfig
-    from unstale.old_logps.scoring.scorer import Scorer, Weights
+    from unstale.old_logps.scoring.scorer import Scorer
     from unstale.records import Batch, PendingPiece
 
 _READ_BYTES = 1 << 20
@@ -37,8 +38,11 @@ class OldLogitModelDied(RuntimeError):
     """
 
 
-class SecondModelScores(OldLogps):
+class SecondModelScores(CachedRoute):
     """The scores of a second model, kept until their batch needs them.
+
+    After a resume the trainer's model computes those that are missing: the second model gets its
+    first weights only at the first publication.
 
     Trainer ranks have this part of the route. The process of the run has the second model, and
     calls `add_scores` and `add_waits`.
@@ -47,10 +51,7 @@ class SecondModelScores(OldLogps):
     needs = Needs(resident_models=1, own_process=True, forwards="versions")
 
     def __init__(self, scorer: Scorer) -> None:
-        from unstale.old_logps.scoring.cache import LogpCache
-
-        self.cache = LogpCache(scorer)
-        self._scorer = scorer
+        super().__init__(scorer)
         self._publish_wait_s = 0.0
         self._score_wait_s = 0.0
 
@@ -63,9 +64,6 @@ class SecondModelScores(OldLogps):
         """Receive the seconds that publications and batches waited for the second model."""
         self._publish_wait_s += publish_s
         self._score_wait_s += score_s
-
-    def published(self, live: Collection[int]) -> None:
-        self.cache.keep({*live, self._scorer.version})
 
     def logps(self, batch: Batch, now: Tensor) -> tuple[Tensor, Tensor]:
         """Return the scores of the batch.
@@ -85,19 +83,6 @@ class SecondModelScores(OldLogps):
         self._publish_wait_s = 0.0
         self._score_wait_s = 0.0
         return spent
-
-    def state(self) -> Mapping[str, Any]:
-        return {"answers": self.cache.state()}
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        self.cache.restore(state["answers"])
-
-    def recover(self, past: Mapping[int, Sequence[PendingPiece]], weights: Weights) -> None:
-        """Score pieces that have no score with the trainer's model.
-
-        The second model gets its first weights only at the first publication.
-        """
-        self.cache.recover(past, weights)
 
 
 class OldLogitModel(SecondModelScores):

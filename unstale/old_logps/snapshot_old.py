@@ -145,4 +145,5 @@ def _needs(twin: Needs, placement: Literal["twin", "own"]) -> Needs:
 
     `needs` are those with a second model.
     """
-    return replace(twin, resident_models=0) if placement == "own" else twin
+    own = replace(twin, resident_models=0, trained_weights=True)
+    return own if placement == "own" else twin

@@ -108,8 +108,8 @@ def find_trackers(option: str) -> dict[str, Callable[[TrackedRun], Sink]]:
 
 def _find(name: str) -> Callable[[TrackedRun], Sink]:
     if name.partition(":")[2]:
-        make: Callable[[TrackedRun], Sink]
-        make = import_user_code(name, f"trackers: {name} cannot be imported")
+        problem = f"trackers: {name} cannot be imported"
+        make: Callable[[TrackedRun], Sink] = import_user_code(name, problem)
         return make
     if name not in tracker_names():
         known = [*tracker_names(), "MODULE:FACTORY"]

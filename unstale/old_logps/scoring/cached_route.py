@@ -1,0 +1,35 @@
+"""The part that routes share which keep the scores of pieces until their batch needs them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from unstale.old_logps import OldLogps
+
+if TYPE_CHECKING:
+    from unstale.old_logps.scoring.scorer import Scorer, Weights
+    from unstale.records import PendingPiece
+
+
+class CachedRoute(OldLogps):
+    """A route that has scores of pieces (runs of sampled tokens) before their batch is trained."""
+
+    def __init__(self, scorer: Scorer) -> None:
+        from unstale.old_logps.scoring.cache import LogpCache  # it imports torch
+
+        self.cache = LogpCache(scorer)
+        self._scorer = scorer
+
+    def published(self, live: Collection[int]) -> None:
+        self.cache.keep({*live, self._scorer.version})
+
+    def state(self) -> Mapping[str, Any]:
+        return {"answers": self.cache.state()}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self.cache.restore(state["answers"])
+
+    def recover(self, past: Mapping[int, Sequence[PendingPiece]], weights: Weights) -> None:
+        """Score pieces that have no score with the trainer's model."""
+        self.cache.recover(past, weights)
