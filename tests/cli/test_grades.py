@@ -120,9 +120,9 @@ def test_attempts_at_a_task_differ_in_their_replies_alone() -> None:
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (("--k", "0"), "--k must be >= 1, got 0"),
+        (("--k", "0"), "--k: must be between 1 and 10000, got 0"),
         (("--k", "1", "8", "--attempts", "4"), "--k must be at most --attempts (4), got 1 8"),
-        (("--k", "2", "--attempts", "-1"), "--k must be at most --attempts (-1), got 2"),
+        (("--k", "2", "--attempts", "-1"), "--attempts: must be between 1 and 10000, got -1"),
     ],
 )
 def test_k_is_at_most_what_is_attempted(

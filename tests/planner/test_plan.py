@@ -562,9 +562,9 @@ def test_the_command_answers_programs_and_people(capsys: pytest.CaptureFixture[s
     }
     for wrong, message in (
         (["--route", "snapsht_old"], "did you mean snapshot_old"),
-        (["--gpus", "1"], ">= 2"),
+        (["--gpus", "1"], "--gpus: must be between 2 and 1000000, got 1"),
         (["--reply", "x"], "--reply"),
-        (["--rounds", "1"], "--rounds: must be >= 2, got 1"),
+        (["--rounds", "1"], "--rounds: must be between 2 and 1000, got 1"),
         (["--window", "2"], "needs --lag 2"),
     ):
         with pytest.raises(SystemExit) as left:

@@ -21,7 +21,7 @@ from rich.table import Table
 from unstale.cli.failures import exit_after
 from unstale.cli.recipe_options import configure, file_values, print_json
 from unstale.config import ConfigError, install
-from unstale.config.checks import JsonObject
+from unstale.config.checks import JsonObject, bounded
 from unstale.config.options import override
 from unstale.planner import plan_command, simulate_command
 from unstale.recipes import RECIPES
@@ -82,6 +82,10 @@ CONFIG = argument(
 """The argument `--config`. A command that has it also takes every field of `RunConfig`."""
 
 
+COUNT = bounded(int, 1, 10_000)
+"""The type of an argument that is a number of runs or attempts."""
+
+
 def _console(chosen: argparse.Namespace) -> Console:
     """Return the console for progress and tables. With `--json` it is not standard output."""
     return Console(stderr=chosen.json, soft_wrap=True)
@@ -95,7 +99,7 @@ def _console(chosen: argparse.Namespace) -> Console:
     argument(
         "--alpha",
         nargs="+",
-        type=float,
+        type=bounded(float, 0, 1),
         default=[0.5],
         help="constant weights of interp_prox_* (default: 0.5)",
     ),
@@ -116,7 +120,7 @@ def _audit(chosen: argparse.Namespace) -> int:
     argument("folder", type=Path, help="a model folder, or the folder of its tokenizer"),
     argument(
         "--conversations",
-        type=int,
+        type=bounded(int, 1, 10**9),
         default=1000,
         metavar="N",
         help="conversations to try (default: 1000)",
@@ -157,8 +161,8 @@ def _check_template(chosen: argparse.Namespace) -> int:
         metavar="'NAME: OPTION=VALUE ...'",
         help="one variant for each of these",
     ),
-    argument("--seeds", type=int, default=3, metavar="N", help="runs per variant (default: 3)"),
-    argument("--jobs", type=int, default=1, metavar="N", help="runs at a time (default: 1)"),
+    argument("--seeds", type=COUNT, default=3, metavar="N", help="runs per variant (default: 3)"),
+    argument("--jobs", type=COUNT, default=1, metavar="N", help="runs at a time (default: 1)"),
     argument("--report", type=Path, metavar="FOLDER", help="only write the page again"),
     JSON,
 )
@@ -222,18 +226,16 @@ def _configure_trained(chosen: argparse.Namespace) -> "RunConfig":
     OWN_RECIPE,
     CONFIG,
     argument(
-        "--k", nargs="+", type=int, default=[1], metavar="K", help="report pass@k (default: 1)"
+        "--k", nargs="+", type=COUNT, default=[1], metavar="K", help="report pass@k (default: 1)"
     ),
     argument(
-        "--attempts", type=int, metavar="N", help="attempts per task (default: the largest k)"
+        "--attempts", type=COUNT, metavar="N", help="attempts per task (default: the largest k)"
     ),
     JSON,
 )
 def _eval(chosen: argparse.Namespace) -> int:
     attempts = max(chosen.k) if chosen.attempts is None else chosen.attempts
     words = " ".join(map(str, chosen.k))
-    if min(chosen.k) < 1:
-        raise ConfigError(f"--k must be >= 1, got {words}")
     if max(chosen.k) > attempts:
         raise ConfigError(f"--k must be at most --attempts ({attempts}), got {words}")
     config = _configure_trained(chosen)
@@ -447,7 +449,11 @@ def _same(chosen: argparse.Namespace) -> int:
     OWN_RECIPE,
     CONFIG,
     argument(
-        "--port", type=int, default=0, metavar="N", help="port on loopback; 0 takes a free one"
+        "--port",
+        type=bounded(int, 0, 65535),
+        default=0,
+        metavar="N",
+        help="port on loopback; 0 takes a free one",
     ),
     argument(
         "--token",

@@ -1,5 +1,6 @@
 """Check the values of options. The type of an option holds the values that it may have."""
 
+import argparse
 import json
 import math
 import re
@@ -8,6 +9,9 @@ from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
 from functools import cache
 from typing import Annotated, Any, ClassVar, Literal, Self, get_args, get_origin, get_type_hints
+
+MAX_EXACT_INT = 1 << 53
+"""Largest finite number that an option may have: up to it, every integer has an exact float."""
 
 
 class ConfigError(ValueError):
@@ -32,12 +36,12 @@ class Range:
         if self.above > -math.inf:
             return f"> {self.above:g}"
         if self.high < math.inf:
-            return f"between {self.low:g} and {self.high:g}"
+            return f"between {self.low:.10g} and {self.high:.10g}"
         return f">= {self.low:g}"
 
     def check(self, name: str, value: float) -> None:
         if not (self.low <= value <= self.high and value > self.above):
-            raise ConfigError(f"{name} must be {self}, got {value}")
+            raise ConfigError(f"{name} must be {self}, got {_shortened(value)}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +75,34 @@ class JsonObject:
             is_object = False
         if not is_object:
             raise ConfigError(f'{name} must be a JSON object such as {{"a": 1}}, got {value!r}')
+
+
+def bounded(kind: type[int] | type[float], low: float, high: float) -> Callable[[str], float]:
+    """Return the `type` of an argparse argument that is a number from `low` to `high`."""
+
+    def number(text: str) -> float:
+        value = kind(text)
+        try:
+            Range(low, high).check("", value)
+        except ConfigError as error:
+            raise argparse.ArgumentTypeError(str(error).strip()) from error
+        return value
+
+    number.__name__ = kind.__name__  # argparse names it in its message
+    return number
+
+
+def check_size(name: str, value: Any) -> None:
+    """Raise `ConfigError` if `value` is a finite number that is too large for an option."""
+    if type(value) in (int, float) and MAX_EXACT_INT < abs(value) < math.inf:
+        raise ConfigError(
+            f"{name} must be at most {MAX_EXACT_INT} in size, got {_shortened(value)}"
+        )
+
+
+def _shortened(value: float) -> str:
+    digits = str(value)
+    return digits if len(digits) <= 30 else f"{digits[:10]}... ({len(digits)} digits)"
 
 
 Count = Annotated[int, Range(0)]
@@ -180,6 +212,7 @@ def option_types(section: Any) -> dict[str, Any]:
 
 def check_value(name: str, value: Any, kind: Any) -> None:
     """Raise `ConfigError` if `value` is not allowed by the option's type `kind`."""
+    check_size(name, value)
     if get_origin(kind) is Literal and value not in get_args(kind):
         raise ConfigError(f"{name} cannot be {value!r}{nearest(str(value), get_args(kind))}")
     for rule in getattr(kind, "__metadata__", ()):

@@ -13,7 +13,14 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 from unstale.config import OldLogpsConfig, RunConfig, TaskConfig
-from unstale.config.checks import ConfigError, JsonObject, OneOf, nearest, option_types
+from unstale.config.checks import (
+    MAX_EXACT_INT,
+    ConfigError,
+    JsonObject,
+    OneOf,
+    nearest,
+    option_types,
+)
 from unstale.config.renamed import refuse_renamed
 from unstale.config.sampling import make_task
 
@@ -26,10 +33,6 @@ _WORDS = {
     type(None): "null",
 }
 """Types of options in words, for error messages."""
-MAX_EXACT_INT = 1 << 53
-"""Largest integer up to which every integer has an exact float. A larger number in a file is
-refused where a float is expected.
-"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +102,7 @@ class Option:
             return self.kinds[0](text)
         except ValueError:
             expected = "a whole number" if self.kinds[0] is int else "a number"
-            raise ConfigError(f"--{self.name} must be {expected}, got {text!r}") from None
+            raise ConfigError(f"--{self.name} must be {expected}, got {text!r:.60}") from None
 
     def read(self, value: Any, where: str) -> Any:
         """Return the option's value from a value in a JSON or TOML file.

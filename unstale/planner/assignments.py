@@ -1,11 +1,10 @@
 """Parse NAME=VALUE words of the command line. Imports no torch."""
 
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from typing import Any, get_type_hints
 
-from unstale.config.checks import ConfigError, nearest
+from unstale.config.checks import MAX_EXACT_INT, ConfigError, nearest
 from unstale.planner.workload import Constant, Distribution, LogNormal
 
 _EXPECTED = {
@@ -13,6 +12,8 @@ _EXPECTED = {
     int: "a whole number of 0 or more",
     float: "a number of 0 or more",
 }
+MAX_SIGMA = 10
+_DISTRIBUTION = f"N, MEAN~SIGMA or MEAN~SIGMA<MAX, with SIGMA at most {MAX_SIGMA}"
 
 
 def value_kinds(cls: Any) -> dict[str, Any]:
@@ -42,8 +43,8 @@ def parse_assignments(
         try:
             values[name] = _parse(kinds[name], text)
         except (ValueError, KeyError) as error:
-            expected = _EXPECTED.get(kinds[name], "N, MEAN~SIGMA or MEAN~SIGMA<MAX")
-            raise ConfigError(f"{option}: {name} must be {expected}, got {text!r}") from error
+            expected = _EXPECTED.get(kinds[name], _DISTRIBUTION)
+            raise ConfigError(f"{option}: {name} must be {expected}, got {text!r:.60}") from error
     return values
 
 
@@ -55,7 +56,7 @@ def _parse(kind: Any, text: str) -> Any:
     if kind == Distribution:
         return _parse_distribution(text)
     value = kind(text)
-    if not 0 <= value < math.inf:
+    if not 0 <= value <= MAX_EXACT_INT:
         raise ValueError(text)
     return value
 
@@ -64,7 +65,10 @@ def _parse_distribution(text: str) -> Distribution:
     mean, has_sigma, spread = text.partition("~")
     if not has_sigma:
         return Constant(_parse(float, mean))
-    sigma, has_max, maximum = spread.partition("<")
+    width, has_max, maximum = spread.partition("<")
+    sigma = _parse(float, width)
+    if sigma > MAX_SIGMA:
+        raise ValueError(width)
     if has_max:
-        return LogNormal.capped(_parse(float, mean), _parse(float, sigma), _parse(float, maximum))
-    return LogNormal(_parse(float, mean), _parse(float, sigma))
+        return LogNormal.capped(_parse(float, mean), sigma, _parse(float, maximum))
+    return LogNormal(_parse(float, mean), sigma)

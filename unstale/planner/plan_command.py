@@ -2,7 +2,6 @@
 
 import argparse
 import json
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from unstale.config import ConfigError, nearest
+from unstale.config.checks import bounded, check_value, option_types
 from unstale.config.routes import routes
 from unstale.planner.assignments import parse_assignments
 from unstale.planner.hardware import DEVICES, Device, Shares
@@ -49,8 +49,8 @@ def add(verbs: Any) -> None:
             help = f"{help}. Now: {shown}"
         parser.add_argument(name, help=help, **options)
 
-    def number(name: str, help: str, low: float, **options: Any) -> None:
-        option(name, help, type=_at_least(low), **options)
+    def number(name: str, help: str, low: int, high: int, **options: Any) -> None:
+        option(name, help, type=bounded(int, low, high), **options)
 
     sizes = (
         f"a model folder, `base`, Qwen3's {', '.join(PRESETS)}, or layers=36,hidden=2560,ffn=..."
@@ -69,38 +69,24 @@ def add(verbs: Any) -> None:
         "place of --device"
     )
     option("--model", sizes, required=True)
-    number("--gpus", "number of devices, or of cores with --like", 2, required=True, metavar="N")
+    gpus = "number of devices, or of cores with --like"
+    number("--gpus", gpus, 2, 10**6, required=True, metavar="N")
     option("--device", ", ".join(DEVICES), default="H100")
     option("--shares", shares, default="", metavar="NAME=VALUE,...")
-    number("--lag", lag, 0, nargs="+", default=[1, 2, 4], metavar="S")
-    number("--groups", groups, 1, nargs="+", default=[16], metavar="G")
-    number("--group-size", "episodes per group", 1, default=8, metavar="N")
-    number("--window", window, 1, metavar="W")
+    number("--lag", lag, 0, 1000, nargs="+", default=[1, 2, 4], metavar="S")
+    number("--groups", groups, 1, 10**4, nargs="+", default=[16], metavar="G")
+    number("--group-size", "episodes per group", 1, 10**4, default=8, metavar="N")
+    number("--window", window, 1, 10**4, metavar="W")
     option("--route", f"{', '.join(routes())}. Now: the exact one with the highest throughput")
-    number("--lr", rate, 1e-12, default=1e-6)
+    option("--lr", rate, type=bounded(float, 1e-12, 1), default=1e-6)
     for name, (_, default, metavar, text) in _WORKLOAD.items():
         option(name, text, default=default, metavar=metavar)
-    number("--longest", "tokens of the longest episode", 1, default=16384, metavar="TOKENS")
+    longest = "tokens of the longest episode"
+    number("--longest", longest, 2, 10**9, default=16384, metavar="TOKENS")
     rounds = "length of a simulation, in rounds of lag + 1 steps after the queue is full"
-    number("--rounds", rounds, 2, default=10, metavar="N")
+    number("--rounds", rounds, 2, 1000, default=10, metavar="N")
     option("--like", like, type=Path, metavar="RUN")
     option("--json", "print JSON", action="store_true")
-
-
-def _at_least(low: float) -> Callable[[str], float]:
-    """Return a parser of numbers from the command line that must be at least `low`.
-
-    If `low` is an integer, only integers are accepted.
-    """
-
-    def number(text: str) -> float:
-        value = type(low)(text)
-        if not value >= low:
-            raise argparse.ArgumentTypeError(f"must be >= {low}, got {text}")
-        return value
-
-    number.__name__ = type(low).__name__  # argparse names it in its message
-    return number
 
 
 def _plan(chosen: argparse.Namespace) -> int:
@@ -149,7 +135,11 @@ def workload_of(chosen: argparse.Namespace) -> Workload:
     """Return the workload that the options describe."""
     words = [f"{option}={getattr(chosen, option[2:].replace('-', '_'))}" for option in _WORKLOAD]
     values = parse_assignments("plan", words, dict.fromkeys(_WORKLOAD, Distribution))
-    fields = {_WORKLOAD[option][0]: value for option, value in values.items()}
+    fields = {}
+    for option, value in values.items():
+        field = _WORKLOAD[option][0]
+        check_value(option, value, option_types(Workload)[field])
+        fields[field] = value
     return Workload(**fields, max_tokens=chosen.longest)
 
 

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
-from unstale.config import ConfigError, OldLogpsConfig, ScheduleConfig
+from unstale.config import MAX_SEED, ConfigError, OldLogpsConfig, ScheduleConfig
+from unstale.config.checks import bounded
 from unstale.durability.run_folder import plain
 from unstale.planner.assignments import parse_assignments, value_kinds
 from unstale.planner.costs import LinearCosts
@@ -76,12 +77,12 @@ def add(verbs: Any) -> None:
     )
     add(
         "--steps",
-        type=int,
-        default=0,
+        type=bounded(int, 2, 10**6),
         metavar="N",
         help="simulated steps. Now: 20 after the queue is full",
     )
-    add("--seed", type=int, default=0, metavar="N", help="seed of the random draws. Now: 0")
+    seed = "seed of the random draws. Now: 0"
+    add("--seed", type=bounded(int, 0, MAX_SEED), default=0, metavar="N", help=seed)
     add("--json", action="store_true", help="print JSON")
 
 

@@ -5,12 +5,21 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from statistics import NormalDist, fmean
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from unstale.config.checks import Count, NonNegative, PositiveInt, Section, Share
+from unstale.config.checks import (
+    ConfigError,
+    Count,
+    NonNegative,
+    Positive,
+    PositiveInt,
+    Range,
+    Section,
+    Share,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +96,26 @@ def _capped_mean(log_mean: float, sigma: float, max: float) -> float:
 Distribution = Constant | LogNormal
 
 
+@dataclass(frozen=True, slots=True)
+class MeanRange:
+    """A rule in an option's type: its value is a distribution with a mean from `low` to `high`."""
+
+    low: float
+    high: float = 1e9
+
+    def check(self, name: str, value: Distribution) -> None:
+        Range(self.low, self.high).check(f"the mean of {name}", mean_of(value))
+
+
+def mean_of(distribution: Distribution) -> float:
+    """Return the mean of a distribution, without the cut at its maximum."""
+    return distribution.value if isinstance(distribution, Constant) else distribution.mean
+
+
+AtLeastOne = Annotated[Distribution, MeanRange(1)]
+AtLeastZero = Annotated[Distribution, MeanRange(0)]
+
+
 class TurnShape(NamedTuple):
     """The size of a turn: tokens of the reply and of the environment's answer, and tool calls."""
 
@@ -114,29 +143,37 @@ class EpisodeShape(NamedTuple):
 class Workload(Section):
     """The distribution of episodes, or recorded groups of episodes from which to draw."""
 
-    prompt_tokens: Distribution = Constant(512)
+    prompt_tokens: AtLeastOne = Constant(512)
     """Number of tokens in the prompt, which the episodes of a group share."""
-    turns: Distribution = Constant(1)
+    turns: Annotated[Distribution, MeanRange(1, 10_000)] = Constant(1)
     """Number of replies in an episode."""
-    reply_tokens: Distribution = field(default_factory=lambda: LogNormal(1024.0, 0.8))
+    reply_tokens: AtLeastOne = field(default_factory=lambda: LogNormal(1024.0, 0.8))
     """Number of tokens in a reply."""
     prompt_share: Share = 0.5
     """Share of the variance of log reply lengths that is between groups and not within them.
     Episodes of a group have similar lengths, because they have the same prompt. The default is an
     assumption.
     """
-    tool_tokens: Distribution = Constant(0)
+    tool_tokens: AtLeastZero = Constant(0)
     """Number of tokens in the environment's answer to a reply."""
-    tool_s: Distribution = Constant(0)
+    tool_s: AtLeastZero = Constant(0)
     """Seconds that a tool call takes."""
     recorded: tuple[tuple[EpisodeShape, ...], ...] = ()
     """Recorded groups from which to draw. They replace all distributions except `tool_s`."""
-    max_tokens: int = 1 << 30
+    max_tokens: Annotated[int, Range(2)] = 1 << 30
     """Largest number of tokens in an episode."""
-    timeout_s: float = math.inf
+    timeout_s: Positive = math.inf
     """Seconds after which a tool call fails, as `rollout.timeout_s`."""
-    retries: int = 1
+    retries: Count = 1
     """How often a failed episode is started again, as `rollout.retries`."""
+
+    def check_combination(self) -> None:
+        prompt = mean_of(self.prompt_tokens)
+        if not self.recorded and prompt >= self.max_tokens:
+            raise ConfigError(
+                f"the prompt must be shorter than the longest episode ({self.max_tokens} tokens), "
+                f"got {prompt:g} tokens"
+            )
 
     def group(self, random: np.random.Generator, size: int) -> list[EpisodeShape]:
         """Draw the episodes of one group."""
@@ -145,7 +182,7 @@ class Workload(Section):
             if len(siblings) == size:
                 return list(siblings)
             return [siblings[int(index)] for index in random.integers(len(siblings), size=size)]
-        prompt = _integers(self.prompt_tokens.draw(random, 1), 1)[0]
+        prompt = min(self.max_tokens - 1, *_integers(self.prompt_tokens.draw(random, 1), 1))
         turns = _integers(self.turns.draw(random, size), 1)
         replies = self.reply_tokens.draw(random, sum(turns), common=self.prompt_share)
         answers = self.tool_tokens.draw(random, sum(turns))
