@@ -127,6 +127,16 @@ def test_thoughts_text_and_calls_of_a_reply_are_read_back_as_one_message(text: s
     assert streamed == list(range(len(kinds)))
 
 
+ASKED = {"role": "user", "content": "one"}
+LEADING = [{"role": "system", "content": "a"}, {"role": "developer", "content": "b"}]
+THOUGHT = {"type": "reasoning", "summary": [], "content": [{"type": "x", "text": "Hm."}]}
+CALLED = {"type": "function_call", "name": "f", "arguments": "{}", "call_id": "a"}
+
+
+def answered(call: str) -> dict[str, str]:
+    return {"type": "function_call_output", "output": "x", "call_id": call}
+
+
 REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"previous_response_id": "resp_1"}, "previous_response_id", "send the whole input"),
     ({"background": True}, "background", "the client that waits for it"),
@@ -139,8 +149,8 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"input": [{"role": "tool", "content": "x"}]}, "input[0].role", "no such role"),
     (
         {"input": [{"type": "function_call", "name": "f", "arguments": "{", "call_id": "a"}]},
-        "input",
-        "not a JSON object",
+        "input[0]",
+        "input[0].arguments is not a JSON object",
     ),
     (
         {"input": [{"type": "function_call", "name": "f", "arguments": "{}"}]},
@@ -149,19 +159,46 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ),
     (
         {"input": [{"type": "function_call_output", "output": "x", "call_id": "a"}]},
-        "input",
-        "no call comes before it",
+        "input[0]",
+        "input[0] is the result of a tool call, but no call comes before it",
     ),
     (
-        {
-            "input": [
-                {"type": "function_call", "name": "f", "arguments": "{}", "call_id": "a"},
-                {"type": "function_call_output", "output": "x", "call_id": "b"},
-            ]
-        },
-        "input",
-        "no tool call of messages[0] has this id: they have a",
+        {"input": [ASKED, CALLED, answered("b")]},
+        "input[2].call_id",
+        "input[2].call_id is 'b', but no tool call of input[1] has this id: they have a",
     ),
+    (
+        {"input": [ASKED, CALLED, answered("messages[9]")]},
+        "input[2].call_id",
+        "input[2].call_id is 'messages[9]', but no tool call of input[1] has this id",
+    ),
+    (
+        {"input": [ASKED, CALLED, CALLED, answered("a")]},
+        "input[1]",
+        "input[1] has two calls with the same id: a, a",
+    ),
+    (
+        {"input": [*LEADING, ASKED, THOUGHT, CALLED, {**CALLED, "call_id": "b", "arguments": "["}]},
+        "input[5]",
+        "input[5].arguments is not a JSON object",
+    ),
+    (
+        {"instructions": "Sum.", "input": [*LEADING, ASKED, CALLED, ASKED]},
+        "input[3]",
+        "input[3] has tool calls without a result: a. A function_call_output with the call_id of",
+    ),
+    (
+        {"input": [ASKED, CALLED, answered("a"), answered("a")]},
+        "input[3].call_id",
+        "input[3].call_id is 'a', but input[2] has the same id: each tool call has one result",
+    ),
+    (
+        {"input": [ASKED, {"role": "system", "content": "x"}]},
+        "input[1]",
+        "there is at most one system message, and it comes first",
+    ),
+    ({"input": [ASKED, {"role": "assistant", "content": "x"}]}, "input", "nothing to answer"),
+    ({"input": "long " * 5000}, "input", "no reply fits"),
     ({"n": 2}, "n", "unknown field"),
 ]
 

@@ -4,8 +4,9 @@ A request is translated into a chat request. So it is checked, answered and reco
 endpoint does not store responses: a client must send the whole input with each call.
 """
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from typing import Any
 
@@ -26,6 +27,15 @@ _SAME_IN_CHAT = (
     "tool_choice",
     "parallel_tool_calls",
 )
+_MESSAGE = re.compile(r"messages\[(\d+)\](?:\.tool_calls(?:\[(\d+)\])?)?")
+"""A message or tool call of a chat request, in an error."""
+_CHAT_TERMS = {
+    "A message of role tool with the tool_call_id": "A function_call_output with the call_id",
+    "tool_call_id": "call_id",
+    "max_completion_tokens": "max_output_tokens",
+    ".function.": ".",
+}
+"""Terms of chat requests in errors, and those of Responses requests."""
 
 
 def read_response(
@@ -42,35 +52,66 @@ def read_response(
     overridden = wire.overridden_options(body, RESPONSE, temperature, config)
     body = wire.without(body, *overridden)
     require(body, RESPONSE, "")
-    chat = _as_chat(body)
+    chat, fields = _as_chat(body)
     if isinstance(requested, dict) and is_json_format(requested):
         chat["response_format"] = {"type": requested["type"], "json_schema": requested}
     try:
         request = wire.read_chat(chat, temperature=temperature, config=config)
     except Refused as error:
-        if not str(error.param).startswith("messages"):
-            raise
-        message = f"the input as chat messages: {error}"
-        raise Refused(message, code=error.code, param="input") from None
-    return replace(request, overridden=overridden)
+        param = fields.rename(error.param) if error.param else None
+        raise Refused(fields.rename(str(error)), code=error.code, param=param) from None
+    return replace(request, overridden=overridden, field="input")
 
 
-def _as_chat(body: Mapping[str, Any]) -> dict[str, Any]:
-    """Translate the body of a Responses request into the body of a chat request."""
+@dataclass(frozen=True, slots=True)
+class _Fields:
+    """The fields of a Responses request from which chat messages were made."""
+
+    of_message: list[str] = field(default_factory=list)
+    """The field of each message, such as `input[2]`. The items of one reply have the first's."""
+    of_calls: dict[int, list[str]] = field(default_factory=dict)
+    """The fields of the tool calls of a message, by the message's index."""
+
+    def rename(self, text: str) -> str:
+        """Return an error about a chat request in terms of the Responses request."""
+        for name, own in _CHAT_TERMS.items():
+            text = text.replace(name, own)
+        return _MESSAGE.sub(self._own, text)
+
+    def _own(self, found: re.Match[str]) -> str:
+        index, call = found.groups()
+        try:
+            own = self.of_message if call is None else self.of_calls[int(index)]
+            return own[int(call or index)]
+        except LookupError:  # a text of the client, such as an id
+            return found.group()
+
+
+def _as_chat(body: Mapping[str, Any]) -> tuple[dict[str, Any], _Fields]:
+    """Translate the body of a Responses request into the body of a chat request.
+
+    Also return the fields of the messages, for errors.
+    """
     items = body["input"]
-    if isinstance(items, str):
-        items = [{"role": "user", "content": items}]
     messages: list[dict[str, Any]] = []
+    fields = _Fields()
     if body.get("instructions"):
         messages.append({"role": "system", "content": body["instructions"]})
+        fields.of_message.append("instructions")
+    if isinstance(items, str):
+        messages.append({"role": "user", "content": items})
+        fields.of_message.append("input")
+        items = ()
     for index, item in enumerate(items):
-        _add_item(messages, item, f"input[{index}]")
-    leading = list(takewhile(lambda each: each["role"] in ("system", "developer"), messages))
-    if len(leading) > 1:
-        content = "\n\n".join(each["content"] for each in leading)
-        messages[: len(leading)] = [{"role": "system", "content": content}]
+        path = f"input[{index}]"
+        _add_item(messages, item, path)
+        if len(messages) > len(fields.of_message):
+            fields.of_message.append(path)
+        if item.get("type") == "function_call":
+            fields.of_calls.setdefault(len(messages) - 1, []).append(path)
+    _merge_instructions(messages, fields)
     names = ("name", "description", "parameters", "strict")
-    return {
+    chat = {
         "messages": messages,
         "tools": [
             {
@@ -83,6 +124,21 @@ def _as_chat(body: Mapping[str, Any]) -> dict[str, Any]:
         "logprobs": _LOGPROBS in (body.get("include") or ()),
         **{name: body[name] for name in _SAME_IN_CHAT if name in body},
     }
+    return chat, fields
+
+
+def _merge_instructions(messages: list[dict[str, Any]], fields: _Fields) -> None:
+    """Merge the system messages at the start into one."""
+    leading = list(takewhile(lambda each: each["role"] in ("system", "developer"), messages))
+    if len(leading) < 2:
+        return
+    content = "\n\n".join(each["content"] for each in leading)
+    messages[: len(leading)] = [{"role": "system", "content": content}]
+    del fields.of_message[1 : len(leading)]
+    merged = len(leading) - 1
+    moved = {index - merged: calls for index, calls in fields.of_calls.items()}
+    fields.of_calls.clear()
+    fields.of_calls.update(moved)
 
 
 def _add_item(messages: list[dict[str, Any]], item: Any, path: str) -> None:

@@ -15,7 +15,6 @@ from unstale.envs.chat import Chat
 from unstale.records import ContextPiece, Piece, Sampled, Stop
 from unstale.rollout.endpoint.conversation import (
     Branch,
-    Call,
     Continuation,
     Conversation,
     History,
@@ -169,13 +168,13 @@ class AgentSession:
         call = request.call
         places: list[Continuation] = []
         try:
-            self._check_size(call)
+            self._check_size(request)
             for _ in range(request.choices):
                 place = self._conversation.ask(call)
                 places.append(place)
                 if not place.resumed:
                     pieces = (*place.branch.pieces, *place.context)
-                    self._require_budget(sum(len(piece.tokens) for piece in pieces))
+                    self._require_budget(request, sum(len(piece.tokens) for piece in pieces))
             self._count_replies(sum(not place.resumed for place in places))
         except (Refused, TemplateError, ValueError, TypeError, RecursionError) as error:
             for place in reversed(places):
@@ -185,7 +184,7 @@ class AgentSession:
             reason = str(error)[:300]
             if not isinstance(error, Unanswerable):
                 reason = f"the chat template cannot write these messages: {reason}"
-            raise Refused(reason, param="messages") from None
+            raise Refused(reason, param=request.field) from None
         for place in places:
             transcript = self._transcripts.get(place.branch.number) or self._claim(place)
             try:
@@ -195,19 +194,23 @@ class AgentSession:
                 raise self._break(error) from error
         return places
 
-    def _check_size(self, call: Call) -> None:
+    def _check_size(self, request: CompletionRequest) -> None:
         """Raise `Refused` for a prompt that is certainly too long.
 
         It is checked before tokenizing, which would block the event loop.
         """
+        call = request.call
         history = () if isinstance(call.history, str) else call.history
         tokens = [token for token in history if isinstance(token, int)]
         if tokens and not self.chat.are_token_ids(tokens):
             raise Refused("the prompt has token ids that are not in the vocabulary", param="prompt")
         characters = call.num_characters(tools=bool(call.tools) and self.chat.renders_tools)
-        self._require_budget(len(tokens) or -(-characters // self.chat.longest_token), "at least ")
+        num_tokens = len(tokens) or -(-characters // self.chat.longest_token)
+        self._require_budget(request, num_tokens, "at least ")
 
-    def _require_budget(self, num_tokens: int, qualifier: str = "") -> None:
+    def _require_budget(
+        self, request: CompletionRequest, num_tokens: int, qualifier: str = ""
+    ) -> None:
         if self.rollout.generator.reply_budget(num_tokens) < 1:
             self.stop = "max_tokens"
             limit = self.rollout.generator.config.max_context
@@ -215,7 +218,7 @@ class AgentSession:
                 f"the context has {qualifier}{num_tokens} tokens; with engine.max_context = "
                 f"{limit} no reply fits",
                 code="context_length_exceeded",
-                param="messages",
+                param=request.field,
             )
 
     def _count_replies(self, replies: int) -> None:

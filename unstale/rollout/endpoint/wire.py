@@ -84,6 +84,8 @@ class CompletionRequest:
     format: ReplyFormat | None = None
     overridden: tuple[str, ...] = ()
     """Names of the options of the request that are ignored (`endpoint.lenient`)."""
+    field: str = "messages"
+    """The request's field with the context of the answer, for errors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +164,7 @@ def read_completion(
     call = Call(prompt if isinstance(prompt, str) else tuple(map(int, prompt)))
     logprobs = body.get("logprobs") is not None
     request = _request(body, call, temperature, logprobs=logprobs, calls=False)
-    return replace(request, overridden=overridden)
+    return replace(request, overridden=overridden, field="prompt")
 
 
 def _as_user(each: HistoryMessage) -> HistoryMessage:
