@@ -34,6 +34,7 @@ from unstale.cli import session
 from unstale.cli.resume import load_config, require_named_trackers, resume_command
 from unstale.config import CheckpointConfig, ConfigError, EvalConfig, TaskConfig, install
 from unstale.durability.run_folder import RunFolder, RunLog
+from unstale.engines.embedded.engine import EmbeddedEngine
 from unstale.observe.recorder import Outputs, Recorder
 from unstale.observe.trackers import Trackers, find_trackers, tracker_names
 
@@ -288,6 +289,61 @@ def test_a_tracker_receives_the_outcome_of_a_run_that_failed_or_was_stopped(
         RunOutcome("failed", str(failed.value)),
         RunOutcome("stopped", f"to continue: {resume_command(tmp_path / 'stopped')}"),
     ]
+
+
+def test_a_tracker_receives_the_outcome_of_a_run_whose_policy_cannot_be_saved(
+    tmp_path: Path,
+) -> None:
+    config = small(
+        tmp_path,
+        steps=1,
+        eval=EvalConfig(tasks=0),
+        trackers="tests.support.tracker:make_obstructing",
+    )
+    with pytest.raises(RunFailed, match=r"the model cannot be written to \S+policy: ") as failed:
+        session.train(config, console=quiet())
+    output = StringIO()
+    with pytest.raises(KeyboardInterrupt):
+        session.train(replace(config, steps=99, name="stopped"), console=Console(file=output))
+    assert "the policy was not saved: the model cannot be written" in output.getvalue()
+    outcomes = [memory.outcome for memory in OPENED]
+    OPENED.clear()
+    told = f"to continue: {resume_command(tmp_path / 'stopped')}"
+    assert outcomes == [RunOutcome("failed", str(failed.value)), RunOutcome("stopped", told)]
+    for name, reason in (("run", "failed"), ("stopped", "Ctrl-C")):
+        *_, last = RunFolder(tmp_path / name).rows("events.jsonl")
+        assert (last["kind"], last["reason"]) == ("stopped", reason)
+        assert (tmp_path / name / "report.html").is_file()
+
+
+def test_a_tracker_receives_the_outcome_of_a_run_whose_engine_cannot_be_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    close = EmbeddedEngine.close
+
+    async def fail(engine: EmbeddedEngine) -> None:
+        await close(engine)
+        raise error
+
+    monkeypatch.setattr(EmbeddedEngine, "close", fail)
+    config = small(
+        tmp_path,
+        steps=1,
+        eval=EvalConfig(tasks=0),
+        deterministic=True,
+        trackers="tests.support.tracker:make_memory",
+    )
+    error: Exception = RuntimeError("the process does not answer")
+    with pytest.raises(RunFailed, match="the process does not answer"):
+        session.train(config, console=quiet())
+    error = LookupError("a mistake")
+    with pytest.raises(LookupError, match="a mistake"):
+        session.resume(tmp_path / "run", replace(config, steps=2), console=quiet())
+    outcomes = [memory.outcome for memory in OPENED]
+    OPENED.clear()
+    assert [outcome and outcome.kind for outcome in outcomes] == ["failed", "failed"]
+    *_, last = RunFolder(tmp_path / "run").rows("events.jsonl")
+    assert (last["kind"], last["reason"]) == ("stopped", "failed")
 
 
 def test_a_tracker_of_a_resumed_run_is_told_its_first_step(tmp_path: Path) -> None:

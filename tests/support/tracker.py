@@ -45,3 +45,10 @@ def make_interrupting(run: TrackedRun) -> Sink:
     """Return a tracker that sends Ctrl-C at step 1."""
     OPENED.append(Memory(interrupts=True))
     return OPENED[-1]
+
+
+def make_obstructing(run: TrackedRun) -> Sink:
+    """Return a tracker of a run whose policy cannot be saved: a folder has the name of its file."""
+    (run.folder / "policy" / "model.safetensors").mkdir(parents=True)
+    OPENED.append(Memory(interrupts=run.folder.name == "stopped"))
+    return OPENED[-1]

@@ -3,8 +3,8 @@
 import asyncio
 import time
 import traceback
-from collections.abc import Mapping
-from contextlib import closing, nullcontext, suppress
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, closing, nullcontext, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -36,6 +36,7 @@ from unstale.durability.resume import init_run, load_resume_state, restore
 from unstale.durability.run_folder import (
     ERROR,
     EVENTS,
+    REPORT,
     TOKENIZER,
     BrokenFile,
     RunFolder,
@@ -284,23 +285,37 @@ def _run_to_end(session: "RunSession", console: Console) -> Run:
         console.print("[yellow]stopping[/]")
         raise
     finally:
-        session.close()
-        if reason == "Ctrl-C":
-            try:
-                session.save_policy()
-            except (RanksDied, OSError) as error:
-                console.print(f"the policy was not saved: {literal(error)}", highlight=False)
-        session.end_ranks()
-        with suppress(OSError, JournalError, ConfigError) if reason == "failed" else nullcontext():
+        with ExitStack() as ending:  # the last is called first, and all are called whatever fails
+            ending.callback(_record_end, session, console, reason, detail)
+            ending.callback(_try, "the trainer ranks were not ended", session.end_ranks, console)
+            if reason == "Ctrl-C":
+                ending.callback(_try, "the policy was not saved", session.save_policy, console)
+            ending.callback(_try, "the engine was not closed", session.close, console)
+    return Run(folder, folder / REPORT)
+
+
+def _try(problem: str, action: Callable[[], None], console: Console) -> None:
+    """Call a function at the end of a run. Print the problem if it fails."""
+    try:
+        action()
+    except FAILURES as error:
+        console.print(f"{problem}: {literal(first_error(error))}", highlight=False)
+
+
+def _record_end(session: "RunSession", console: Console, reason: str, detail: str) -> None:
+    """Send the outcome of a run to trackers and run folder, and write the report."""
+    log = session.log
+    with suppress(OSError, JournalError, ConfigError) if reason == "failed" else nullcontext():
+        try:
             session.close_trackers(RunOutcome(OUTCOMES[reason], detail))
+        finally:
             log.event("stopped", reason=reason, detail=detail)
             log.close()
-            write_survivors(folder)
-            report = write_report(folder)
-            console.print(f"run folder {folder}\nreport     {report}", highlight=False)
-            if reason != "failed":  # the caller prints the error of a failed run at the very end
-                console.print(literal(f"{reason}: {detail}"), highlight=False)
-    return Run(folder, report)
+        write_survivors(log.path)
+        report = write_report(log.path)
+        console.print(f"run folder {log.path}\nreport     {report}", highlight=False)
+        if reason != "failed":  # the caller prints the error of a failed run at the very end
+            console.print(literal(f"{reason}: {detail}"), highlight=False)
 
 
 def _why_finished(config: RunConfig, folder: Path) -> str:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, Self, cast
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
@@ -445,15 +446,19 @@ class Policy:
 
         With LoRA, the saved weights include the adapters, which are also saved alone in the
         subfolder `adapter` in PEFT's format. With `base` the model is saved without adapters.
+        Raises `OSError` if a file cannot be written.
         """
         whole = self.model
         if self.merging:
             whole = adapters.plain(self.model, scale=0.0 if base else self.merging.scale)
-            if not base:
+        try:
+            if self.merging and not base:
                 adapters.save_adapter(self.model, Path(folder) / "adapter")
-        with no_progress_bars():
-            whole.save_pretrained(folder)
-            self.tokenizer.save_pretrained(folder)
+            with no_progress_bars():
+                whole.save_pretrained(folder)
+                self.tokenizer.save_pretrained(folder)
+        except SafetensorError as error:
+            raise OSError(f"the model cannot be written to {folder}: {error}") from error
 
     def logps(
         self, batch: Batch | Packed | PrefixTree, *, temperature: float, where: Tensor | None = None
