@@ -482,7 +482,7 @@ def test_every_option_has_a_docstring() -> None:
 
 @pytest.mark.parametrize(
     "knobs, code, says",
-    [((), 0, "nothing to refuse"), (("--old_logps.route", "rollout"), 2, "refused")],
+    [((), 0, "no problem found"), (("--old_logps.route", "rollout"), 2, "refused")],
 )
 def test_lint_shows_its_page_and_tells_by_its_exit_code(
     capsys: pytest.CaptureFixture[str], knobs: tuple[str, ...], code: int, says: str

@@ -411,7 +411,8 @@ def test_the_page_fits_100_columns_and_shows_brackets_as_they_are() -> None:
     words = " ".join(text.replace("│", " ").split())
     assert "[0.5," in words
     assert "S is identically 1" in words and "--trainer.minibatches_per_batch 2" in words
-    assert "nothing to refuse" in shown(configured())
+    assert shown(configured()).endswith("no problem found\n")
+    assert shown(configured("--trainer.lr 10")).endswith("accepted, with warnings\n")
 
 
 def test_train_refuses_before_anything_is_made(tmp_path: Path) -> None:

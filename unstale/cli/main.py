@@ -106,7 +106,9 @@ class _Parser(argparse.ArgumentParser):
 def make_parser() -> tuple[_Parser, dict[str, _Parser]]:
     """Return the parser of the command line, and the parser of each command by name."""
     parser = _Parser(
-        prog="unstale", description="Asynchronous reinforcement learning for LLM agents."
+        prog="unstale",
+        description="Asynchronous reinforcement learning for LLM agents.",
+        epilog="`unstale COMMAND --help` explains a command and its options.",
     )
     parser.add_argument("--version", action="version", version=f"unstale {__version__}")
     verbs = parser.add_subparsers(

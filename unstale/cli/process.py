@@ -15,8 +15,8 @@ every torch operation. With Python's default of 5 ms it is a third slower while 
 """
 
 YOUNG_OBJECTS = 100_000
-"""Number of objects allocated between two garbage collections. Python's default of 700 would cost a
-quarter of every turn.
+"""Number of objects allocated between two garbage collections. Python's default of 700 would take a
+quarter of the time of every turn.
 """
 
 

@@ -258,7 +258,7 @@ def _eval(chosen: argparse.Namespace) -> int:
 
 @contextmanager
 def _open_journal(run: Path) -> "Iterator[JournalReader]":
-    """Open the journal of a run folder. A damaged journal ends the command with exit code 1."""
+    """Open the journal of a run folder. An unreadable one ends the command with exit code 1."""
     from unstale.durability.journal import Journal, JournalError
 
     try:
@@ -267,7 +267,7 @@ def _open_journal(run: Path) -> "Iterator[JournalReader]":
     except OSError as error:
         raise ConfigError(str(error)) from error
     except JournalError as error:
-        exit_after("damaged", error, code=1)
+        exit_after("cannot be read", error, code=1)
 
 
 @verb(

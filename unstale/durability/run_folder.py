@@ -76,8 +76,8 @@ def show_controls(text: str) -> str:
 
 
 _STEERING = re.compile("[\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
-"""Pattern of the characters of `_CONTROL` that JSON may contain unescaped. Surrogates are replaced
-when a file is written.
+"""Control characters that JSON may contain unescaped: those of terminals above 0x7e, and those that
+change the direction of text.
 """
 
 

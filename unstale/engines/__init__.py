@@ -183,9 +183,9 @@ def rates(counters: Mapping[str, float]) -> dict[str, float]:
 
 
 class Stopwatch:
-    """A sum of seconds for each named activity.
+    """The seconds spent on each of several named activities.
 
-    The times of concurrent activities are all added.
+    Activities that run at the same time are counted in full.
     """
 
     def __init__(self, *names: str) -> None:

@@ -47,8 +47,8 @@ class EngineOptions:
     marked as not clean.
     """
     deltas: bool = False
-    """Accept differences (deltas) between versions. This needs memory for one more copy of the
-    weights.
+    """Let the engine load a version as its difference (delta) from the one before. The engine then
+    keeps one more copy of the weights.
     """
     merging: Merging | None = None
     """If given, updates are LoRA adapters, which the engine adds to the model's weights."""

@@ -46,8 +46,8 @@ _TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError)
 _MAX_CACHED = 64
 """Largest number of `Chat` objects with other tools that a `Chat` keeps."""
 _SEAM = "\ue000"
-"""A character that is put into content that looks like a control token. The content is then encoded
-in two parts and not as that token.
+"""A character that is inserted into a text such as `<|im_end|>` in a message. It divides the text,
+so that the tokenizer does not encode it as a control token. It is removed afterwards.
 """
 
 

@@ -80,7 +80,8 @@ def page(verdict: Verdict) -> RenderableType:
         reason = (Text(title, style), f"{finding.wrong}: {finding.why}.")
         parts += ["", _rows([reason, (Text("fix", "cyan"), finding.fix)])]
     if not verdict.refusals:
-        parts += ["", Text("nothing to refuse", "bold green")]
+        result = "no problem found" if not verdict.warnings else "accepted, with warnings"
+        parts += ["", Text(result, "bold green")]
     return Group(*parts)
 
 

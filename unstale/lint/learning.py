@@ -24,7 +24,7 @@ usual rate, which is 5e-4 for a million weights and 1e-6 for a billion and more.
 MIN_LARGEST_RATE = 2e-5
 """Largest sensible learning rate of Adam for very large models, and for those of unknown size."""
 RATE_RANGE = 1e4
-"""If the learning rate is smaller than the largest sensible one by this factor, a run of usual
+"""The largest sensible learning rate divided by the smallest one. With a lower rate, a run of usual
 length shows no effect.
 """
 ROUNDING = 1e-8

@@ -167,7 +167,8 @@ def _versions(config: RunConfig) -> str:
 def _audit(config: RunConfig) -> str:
     share = config.audit.share
     kept = f"full copies of up to {live_versions(config)} versions"
-    return f"; the audit: {kept}, and {share:.3g} of each batch scored again" if share else ""
+    scored = f"{100 * share:.3g}% of the sequences scored again"
+    return f"; the audit: {kept}, and {scored}" if share else ""
 
 
 def _exactness(config: RunConfig) -> str:

@@ -48,7 +48,9 @@ class SimulatedReply:
 
 
 _SPARE = 0.01
-"""Share of the memory that stays free when a reply starts. Otherwise it would be evicted soon."""
+"""Share of an engine's memory for contexts that must be free after a reply has started. With less,
+the reply would soon lose its cached context.
+"""
 
 
 class SimulatedEngine:

@@ -169,7 +169,9 @@ class Child:
             )
 
     def recv(self, size: int) -> bytes:
-        """Wait for bytes and return them. Return b"" after the process has ended.
+        """Return the next bytes, at most `size`, that the process sends. Wait for them.
+
+        Return b"" after the process has ended.
 
         Raises `ChildFrozen` if the heartbeat stops.
         """

@@ -130,7 +130,10 @@ class JournalReader:
                 self.rows("SELECT count(*) FROM sqlite_master")
                 self._connection.create_function("seal", -1, seal, deterministic=True)
             if version != FORMAT:
-                raise journal_error(path, f"its format is {version}, this release reads {FORMAT}")
+                raise journal_error(
+                    path,
+                    f"its format is {version}, this release reads {FORMAT}",
+                )
             with self.wrap_errors():
                 require_tables(path, self._connection)
             on_error.pop_all()
