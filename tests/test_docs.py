@@ -3,6 +3,8 @@
 import json
 import math
 import re
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ import torch
 
 from tests.rewards.test_judge import Model, model
 from tests.support.forked import run_forked
+from unstale import __version__
 from unstale.config import install
 
 __all__ = ["model"]  # a fixture
@@ -20,6 +23,16 @@ ROOT = Path(__file__).parent.parent
 
 def blocks(name: str, language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", (ROOT / name).read_text(), re.DOTALL)
+
+
+def run_python(*words: str) -> str:
+    """Return the standard output of a new Python process, which is not forked."""
+    command = [sys.executable, *words]
+    return subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+
+
+def test_the_package_runs_as_a_module() -> None:
+    assert run_python("-m", "unstale", "--version") == f"unstale {__version__}\n"
 
 
 def test_the_example_task_trains(tmp_path: Path) -> None:
@@ -76,7 +89,7 @@ def test_install_hints_install_from_the_checkout() -> None:
 def test_the_examples_for_other_trainers_run() -> None:
     """Padded: one token of four has D = 2.5 and no gradient. Packed: gradients computed by hand."""
     padded, packed = blocks("docs/other-trainers.md", "python")
-    done = [run_forked(code, cwd=ROOT) for code in (padded, packed)]
+    done = [run_python("-c", padded), run_forked(packed, cwd=ROOT)]
     kept, gradient = re.fullmatch(r"kept (.*), gradient \[(.*)\]\n", done[0]).groups()  # type: ignore[union-attr]
     assert kept == "75%" and [float(value) == 0 for value in gradient.split(", ")] == [
         False,
