@@ -267,6 +267,7 @@ def build(
             store=delta_store(machine.scorer) if shares_deltas(config) else None,
             put=checkpoints.write_version,
             post=posts.post if posts else None,
+            in_place=config.engine.transfer == "nccl" and not config.trainer.lora_rank,
         )
     return RunComponents(
         config=config,
@@ -449,7 +450,8 @@ def build_engine(config: RunConfig, merging: Merging | None) -> EnginePool:
         raise ConfigError(f"engine.backend = {options.backend} needs engine.urls")
     urls = options.urls.split() or [""] * options.processes
     max_running = math.ceil(options.max_running / options.processes)
-    is_single = len(urls) == 1 and not config.cluster.engine_hosts
+    over_file = options.transfer == "file" and not config.cluster.engine_hosts
+    is_single = len(urls) == 1 and over_file
     sends_deltas = is_single and (merging is None or spec.adapter_deltas)
     every = tuple(
         EngineOptions(
@@ -464,6 +466,7 @@ def build_engine(config: RunConfig, merging: Merging | None) -> EnginePool:
             max_context=options.max_context,
             keep_cache=options.keep_cache,
             deltas=sends_deltas and shares_deltas(config),
+            transfer=options.transfer,
             merging=merging,
             record_routes=config.trainer.routing_replay,
             lockstep=config.deterministic,

@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.support.fake_server import FakeServer, Speech, _Connected, gumbel
+from tests.support.gloo_groups import GlooWorkers
 from unstale.model.policy import Policy
 from unstale.testing import tiny_policy
 
@@ -43,6 +44,8 @@ class FakeVllm(FakeServer):
         self._cached: set[tuple[int, ...]] = set()
         """Openings of contexts, in whole blocks."""
         self._paused = False
+        self.workers: GlooWorkers | None = None
+        """Set by tests of weight transfers: the workers, with gloo in place of NCCL."""
 
     def listen(self, connected: _Connected) -> Awaitable[asyncio.Server]:
         self._path.unlink(missing_ok=True)
@@ -88,7 +91,33 @@ class FakeVllm(FakeServer):
             case "POST", "/update_weight_version":
                 self._version = self._version if self.forgetful else body["new_version"]
                 return 200, {"success": True, "new_version": body["new_version"]}
+        if self.workers is not None:
+            return await self._transfer(self.workers, path, body)
         return 404, {"detail": "Not Found"}
+
+    async def _transfer(self, workers: GlooWorkers, path: str, body: Any) -> tuple[int, Any]:
+        """Answer the requests of a weight transfer. A wrong order of them is an error."""
+        try:
+            match path:
+                case "/get_world_size":
+                    return 200, {"world_size": workers.count}
+                case "/init_weight_transfer_engine":
+                    await asyncio.to_thread(workers.join, body["init_info"])
+                case "/start_weight_update":
+                    assert self._paused
+                    workers.start()
+                case "/update_weights":
+                    await asyncio.to_thread(workers.receive, **body["update_info"])
+                case "/finish_weight_update":
+                    weights = await asyncio.to_thread(workers.finish)
+                    if body is not None:
+                        self.load(weights)
+                        self._version = self._version if self.forgetful else body["weight_version"]
+                case "/shutdown_weight_transfer_engine":
+                    workers.leave()
+        except RuntimeError as error:
+            return 500, {"error": str(error)}
+        return 200, {"message": "done"}
 
     async def _generate(self, body: Mapping[str, Any]) -> tuple[int, Any]:
         asked, context = body["sampling_params"], list(body["token_ids"])

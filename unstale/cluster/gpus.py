@@ -70,15 +70,23 @@ def divide_gpus(gpus: Sequence[str], *, trainers: int, scorers: int = 0, engines
 def run_gpus(config: RunConfig) -> GpuShares:
     """Return how the GPUs of this machine are divided.
 
-    Nothing is divided if the run has no trainer ranks, or if the cluster of `cluster.address`
-    places them.
+    Nothing is divided if the cluster of `cluster.address` places the trainer ranks. Without ranks
+    nothing is divided either, unless a server gets weights by NCCL: it needs GPUs for itself.
     """
     cluster = config.cluster
-    if not cluster.trainers or cluster.address:
-        return GpuShares()
     engines = engine_gpus(config) * max(1, cluster.engine_hosts)
-    scorers = config.old_logps.scoring_ranks
-    return divide_gpus(_visible_gpus(), trainers=cluster.trainers, scorers=scorers, engines=engines)
+    over_nccl = config.engine.transfer == "nccl" and engines > 0
+    if cluster.address or not (cluster.trainers or over_nccl):
+        return GpuShares()
+    gpus = _visible_gpus()
+    if over_nccl and len(gpus) == 1:
+        raise ConfigError(
+            "engine.transfer = nccl needs one GPU for the trainer and others for the server, but "
+            "this machine has 1: set engine.transfer = file"
+        )
+    scorers = config.old_logps.scoring_ranks if cluster.trainers else 0
+    trainers = max(1, cluster.trainers)
+    return divide_gpus(gpus, trainers=trainers, scorers=scorers, engines=engines)
 
 
 def host_gpus(config: RunConfig, number: int) -> tuple[str, ...]:

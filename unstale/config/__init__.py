@@ -30,6 +30,7 @@ from unstale.config.sampling import EngineConfig as EngineConfig
 from unstale.config.sampling import RolloutConfig as RolloutConfig
 from unstale.config.sampling import ScheduleConfig as ScheduleConfig
 from unstale.config.sampling import TaskConfig as TaskConfig
+from unstale.config.sampling import Transfer as Transfer
 from unstale.config.sampling import fast_dtype as fast_dtype
 from unstale.config.sampling import make_task as make_task
 from unstale.config.sampling import staleness_bound as staleness_bound

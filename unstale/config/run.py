@@ -140,6 +140,12 @@ class RunConfig(Section):
                 "task.isolate = ray needs deterministic = false: a virtual clock does not wait for "
                 "other machines. Use task.isolate = process"
             )
+        if self.engine.transfer == "nccl" and (self.cluster.engine_hosts or self.cluster.address):
+            raise ConfigError(
+                "engine.transfer = nccl needs cluster.engine_hosts = 0 and no cluster.address, got "
+                f"{self.cluster.engine_hosts} and {self.cluster.address!r}: the process of the run "
+                "sends the weights to GPUs of the same machine"
+            )
         if self.cluster.address and not (
             self.cluster.engine_hosts or self.cluster.trainers or on_ray
         ):

@@ -23,6 +23,7 @@ from unstale.config.checks import (
 )
 
 Dtype = Literal["float32", "bfloat16"]
+Transfer = Literal["file", "nccl"]
 ISOLATION = {
     "none": (),
     "process": ("workers", "worker_memory_gb"),
@@ -157,6 +158,10 @@ class EngineConfig(Section):
     """
     dtype: Literal["auto", "float32", "bfloat16"] = "bfloat16"
     """Precision of generation. `auto` picks the faster one on this machine."""
+    transfer: Transfer = "file"
+    """How vLLM servers get new weights: in a file in memory, or by NCCL from the trainer's GPU to
+    other GPUs of this machine.
+    """
     threads: PositiveInt = 1
     """CPU threads of each engine process; the trainer uses the other cores."""
     processes: PositiveInt = 1
@@ -200,6 +205,10 @@ class EngineConfig(Section):
             raise ConfigError(
                 "engine.args and engine.gpu_memory_utilization are for a vLLM server that the run "
                 "starts: set engine.backend = vllm and no engine.urls"
+            )
+        if self.transfer == "nccl" and self.backend != "vllm":
+            raise ConfigError(
+                f"engine.transfer = nccl needs engine.backend = vllm, got {self.backend}"
             )
         try:
             shlex.split(self.args)

@@ -10,7 +10,7 @@ from dataclasses import KW_ONLY, dataclass
 from importlib import import_module
 from pathlib import Path
 
-from unstale.config import Dtype
+from unstale.config import Dtype, Transfer
 from unstale.engines import Engine
 from unstale.model.lora import Merging
 
@@ -50,6 +50,8 @@ class EngineOptions:
     """Let the engine load a version as its difference (delta) from the one before. The engine then
     keeps one more copy of the weights.
     """
+    transfer: Transfer = "file"
+    """How a vLLM server gets weights: in a file in memory, or by NCCL from the trainer's GPU."""
     merging: Merging | None = None
     """If given, updates are LoRA adapters, which the engine adds to the model's weights."""
     record_routes: bool = False

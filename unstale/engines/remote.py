@@ -257,15 +257,20 @@ class RemoteEngine(ABC):
         sampling = session.open.is_set()
         check_load(update, version, self._version, sampling=sampling, deltas=self.takes_deltas)
         try:
-            shared = await asyncio.to_thread(self._share, update)
-            await self._pause(keep_cache=self.options.keep_cache)
-            await self._load_weights(shared.folder, version)
-            probe_error = await self._probe(session, version, shared.weights)
+            weights = await self._send_weights(update, version)
+            probe_error = await self._probe(session, version, weights)
         finally:
             if not self.takes_deltas:
                 self._weights.close()
         self._version = version
         session.usage.loaded(probe_error)
+
+    async def _send_weights(self, update: Update, version: int) -> Mapping[str, Tensor]:
+        """Pause the server and make it load an update. Return the whole weights."""
+        shared = await asyncio.to_thread(self._share, update)
+        await self._pause(keep_cache=self.options.keep_cache)
+        await self._load_weights(shared.folder, version)
+        return shared.weights
 
     def _share(self, update: Update) -> SharedWeights:
         """Write the weights to the file for the server, or apply a delta to it.
@@ -322,7 +327,7 @@ class RemoteEngine(ABC):
             if error.status in (400, 422):
                 raise ValueError(str(error)) from error
             raise
-        with _malformed_as_connection_error():
+        with malformed_as_connection_error():
             reply = self._parse_reply(body)
             if reply.finish_reason not in _STOPS:
                 raise ValueError(f"unknown finish reason {reply.finish_reason!r}")
@@ -462,7 +467,7 @@ class RemoteEngine(ABC):
     async def _check_health(self, session: "_Session") -> None:
         """Raise `EngineDied` if the server is frozen or has another version than was loaded."""
         async with self._deadline(session, HANG_S, "its engine did not answer"):
-            with _malformed_as_connection_error():
+            with malformed_as_connection_error():
                 version = await self._loaded_version()
         if session.pending and version != str(self._version):
             reason = f"it reports version {version}, but {self._version} was loaded"
@@ -498,7 +503,7 @@ def decode_base64(text: str) -> bytes:
 
 
 @contextlib.contextmanager
-def _malformed_as_connection_error() -> Iterator[None]:
+def malformed_as_connection_error() -> Iterator[None]:
     """Turn errors from a malformed answer into connection errors, within a context."""
     try:
         yield

@@ -59,6 +59,8 @@ class VllmServer:
         ]
         if options.record_routes:
             self._arguments.append("--enable-return-routed-experts")
+        if options.transfer == "nccl":
+            self._arguments.append('--weight-transfer-config={"backend": "nccl"}')
         if not torch.cuda.is_available():
             self._arguments.append("--enforce-eager")
             # vLLM 0.32 on CPUs ends at a prompt in parts: it sets the offset of a random generator,

@@ -79,10 +79,11 @@ class DirectPublisher:
     which is the compressed difference from the previous version. The engine gets the delta instead
     of the weights if it accepts deltas, has the previous version, and the delta is smaller. `put`
     saves every version to disk before the engine gets it. With `post`, the engine gets what it
-    returns, and fetches the weights from there.
+    returns, and fetches the weights from there. With `in_place`, whole weights stay on the
+    trainer's device.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - the options of a publication
         self,
         engine: WeightReceiver,
         *,
@@ -90,6 +91,7 @@ class DirectPublisher:
         store: VersionStore | None = None,
         put: Put | None = None,
         post: Post | None = None,
+        in_place: bool = False,
     ) -> None:
         self.bytes = 0
         self._engine = engine
@@ -97,6 +99,7 @@ class DirectPublisher:
         self._store = store
         self._put = put
         self._post = post
+        self._device = None if in_place else "cpu"
         self._loaded = -1
         """The version of the weights that the engine has."""
         self._prepared: tuple[Update, int] | None = None
@@ -111,7 +114,7 @@ class DirectPublisher:
             update: Update = posted
             self.bytes = posted.nbytes
         else:
-            update = delta or cast(weights, self._dtype)
+            update = delta or cast(weights, self._dtype, device=self._device)
             self.bytes = update.nbytes if isinstance(update, Delta) else _size(update)
         self._prepared = update, source.version
 
@@ -149,10 +152,12 @@ def _size(weights: Mapping[str, Tensor]) -> int:
     return sum(tensor.nbytes for tensor in weights.values())
 
 
-def cast(weights: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return the weights in main memory, where all engines read them.
+def cast(
+    weights: Mapping[str, Tensor], dtype: torch.dtype, *, device: str | None = "cpu"
+) -> dict[str, Tensor]:
+    """Return the weights in a precision, in main memory unless `device` is None.
 
     They are copied only if their place or precision differs. The trainer does not change its
     weights before the version is published.
     """
-    return {name: tensor.detach().to("cpu", dtype) for name, tensor in weights.items()}
+    return {name: tensor.detach().to(device, dtype) for name, tensor in weights.items()}

@@ -1,18 +1,44 @@
 """The backend `vllm`: a vLLM server that the run starts, or one that already runs on this host."""
 
+import asyncio
 import io
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
-from unstale.engines import SamplingParams
+from unstale.engines import Engine, SamplingParams, Update
 from unstale.engines.embedded.shared_weights import WEIGHTS
+from unstale.engines.http import HttpError
 from unstale.engines.registry import EngineOptions, EngineSpec
-from unstale.engines.remote import LOAD_S, RemoteEngine, ServerReply, decode_base64
+from unstale.engines.remote import (
+    LOAD_S,
+    RemoteEngine,
+    ServerReply,
+    decode_base64,
+    malformed_as_connection_error,
+)
 from unstale.engines.vllm_server import EXTENSION, VllmServer
+from unstale.engines.vllm_transfer import (
+    MakeGroup,
+    TransferGroup,
+    join_request,
+    nccl_groups,
+    run_in_thread,
+    send,
+    update_request,
+)
+
+TRANSFER_S = 300.0
+"""Seconds after which a transfer by NCCL fails. It also limits how long workers may take to join
+the group.
+"""
 
 
 class VllmEngine(RemoteEngine):
@@ -100,4 +126,108 @@ class VllmEngine(RemoteEngine):
         return np.load(io.BytesIO(decode_base64(routes)), allow_pickle=False)
 
 
-SPEC = EngineSpec(VllmEngine)
+class NcclVllmEngine(VllmEngine):
+    """A vLLM engine that sends weights to its server by NCCL, not in a file.
+
+    The trainer and the workers of the server form a group. It lasts until a transfer fails, which
+    also ends the engine, or until the engine is started again.
+    """
+
+    def __init__(
+        self,
+        options: EngineOptions,
+        *,
+        extension: str = EXTENSION,
+        make_group: MakeGroup | None = None,
+    ) -> None:
+        """Raises ValueError if there is no NCCL here, unless `make_group` is given."""
+        self._make_group = make_group or nccl_groups()
+        self._group: TransferGroup | None = None
+        super().__init__(options, extension=extension)
+
+    async def _handshake(self) -> int:
+        self._end_group()
+        return await super()._handshake()
+
+    async def close(self) -> None:
+        self._end_group()
+        await super().close()
+
+    async def _send_weights(self, update: Update, version: int) -> Mapping[str, Tensor]:
+        assert isinstance(update, Mapping), "check_load refuses deltas"
+        weights = await asyncio.to_thread(self._reference.cast, update)
+        await self._pause(keep_cache=self.options.keep_cache)
+        with ExitStack() as on_error:
+            on_error.callback(self._end_group)
+            group = self._group or await self._join_group()
+            await self._post("/start_weight_update")
+            sending = partial(send, group, weights)
+            await self._post_during("/update_weights", update_request(weights), sending)
+            finish = {"weight_version": str(version)}
+            await self._post("/finish_weight_update", finish, timeout_s=LOAD_S)
+            on_error.pop_all()
+        await self._post("/resume")
+        return weights
+
+    async def _join_group(self) -> TransferGroup:
+        """Make a group with all workers of the server."""
+        session = self._live_session()
+        if self.server is None:
+            await self._end_earlier_transfers()
+        size = 1 + await self._while_alive(session, self._num_workers())
+        self._group = group = await asyncio.to_thread(self._make_group)
+        joining = partial(group.join, size)
+        await self._post_during("/init_weight_transfer_engine", join_request(group, size), joining)
+        return group
+
+    async def _num_workers(self) -> int:
+        with malformed_as_connection_error():
+            return int((await self._http.call("GET", "/get_world_size"))["world_size"])
+
+    async def _end_earlier_transfers(self) -> None:
+        """End what an earlier run may have left on a server that this engine did not start.
+
+        The server refuses to finish a transfer that did not begin.
+        """
+        for path in ("/finish_weight_update", "/shutdown_weight_transfer_engine"):
+            async with self._deadline(self._live_session(), LOAD_S, f"no answer to {path}"):
+                try:
+                    await self._http.call("POST", path)
+                except HttpError:
+                    continue
+
+    async def _post_during(self, path: str, body: Any, call: Callable[[], None]) -> None:
+        """Send a request while `call` runs in a thread, and wait for both.
+
+        Raises `EngineDied` if one fails, or if they take longer than `TRANSFER_S`. The thread may
+        run on until the group is closed.
+        """
+        session = self._live_session()
+        request = asyncio.ensure_future(self._http.call("POST", path, body))
+        thread = run_in_thread(call)
+
+        async def both() -> None:
+            await asyncio.wait((request, thread), return_when=asyncio.FIRST_EXCEPTION)
+            for each in (request, thread):
+                if each.done():
+                    each.result()
+
+        try:
+            async with self._deadline(session, TRANSFER_S, f"{path} did not end"):
+                await self._while_alive(session, both())
+        finally:
+            request.cancel()
+
+    def _end_group(self) -> None:
+        """Close the group, without waiting for its end."""
+        group, self._group = self._group, None
+        if group is not None:
+            threading.Thread(target=group.close, name="end of transfers", daemon=True).start()
+
+
+def make_engine(options: EngineOptions) -> Engine:
+    """Return an engine that sends weights as `options.transfer` says."""
+    return NcclVllmEngine(options) if options.transfer == "nccl" else VllmEngine(options)
+
+
+SPEC = EngineSpec(make_engine)

@@ -1,0 +1,165 @@
+"""Sending weights from the trainer's GPU to the workers of a vLLM server, by vLLM's NCCL transfer.
+
+The trainer and the workers of one server form a group, in which the trainer has rank 0. An HTTP
+request makes the workers receive, and a thread of the trainer sends meanwhile. The request has a
+time limit. NCCL has none, so the thread must never delay the end of the run.
+
+The weights are whole before the first is sent. So the collectives of trainer ranks never wait for
+those of the group.
+"""
+
+import asyncio
+import base64
+import contextlib
+import threading
+from collections.abc import Callable, Mapping
+from importlib.util import find_spec
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+PACKET_BYTES = 1 << 28
+"""Bytes after which a packet of weights is sent. Each side keeps up to two packets on its GPU."""
+
+
+class TransferGroup(Protocol):
+    """The trainer and all workers of a server. Methods block; other threads may call `close`."""
+
+    id: str
+    """The text with which workers join the group: 128 bytes in base64 for NCCL."""
+    device: torch.device
+    """The device of the data to broadcast."""
+
+    def join(self, size: int) -> None:
+        """Join the group as rank 0. Waits for all `size` members."""
+        ...
+
+    def broadcast(self, data: Tensor) -> None:
+        """Send bytes to all workers. Returns when the memory of `data` may be used again."""
+        ...
+
+    def close(self) -> None:
+        """End the group, and a `broadcast` that waits for a dead worker."""
+        ...
+
+
+MakeGroup = Callable[[], TransferGroup]
+
+
+class NcclGroup:
+    """A group over NCCL, with the first GPU of this process as the trainer's."""
+
+    def __init__(self) -> None:
+        from vllm.distributed.device_communicators.pynccl_wrapper import NCCLLibrary
+
+        self.id = base64.b64encode(bytes(NCCLLibrary().ncclGetUniqueId().internal)).decode()
+        self.device = torch.device("cuda", 0)
+        self._stream = torch.cuda.Stream(self.device)
+        self._communicator: Any = None
+
+    def join(self, size: int) -> None:
+        from vllm.distributed.weight_transfer.nccl_common import uid_init_process_group
+
+        communicator = uid_init_process_group(
+            base64.b64decode(self.id), rank=0, world_size=size, device=self.device.index
+        )
+        if communicator.disabled:
+            raise RuntimeError("vLLM's NCCL is disabled: unset VLLM_DISABLE_PYNCCL")
+        self._communicator = communicator
+
+    def broadcast(self, data: Tensor) -> None:
+        self._stream.wait_stream(torch.cuda.current_stream(self.device))
+        self._communicator.broadcast(data, src=0, stream=self._stream)
+        self._stream.synchronize()
+
+    def close(self) -> None:
+        if self._communicator is not None:
+            self._communicator.destroy()
+
+
+def nccl_groups() -> MakeGroup:
+    """Return the function that makes NCCL groups. Raises ValueError if NCCL cannot be used here."""
+    if not torch.cuda.is_available():
+        raise ValueError(
+            "engine.transfer = nccl sends weights from a GPU of the trainer, and torch finds no "
+            "CUDA GPU here: set engine.transfer = file"
+        )
+    if find_spec("vllm") is None:
+        raise ValueError(
+            "engine.transfer = nccl needs vLLM in the environment of the trainer, too: install it "
+            "there, or set engine.transfer = file"
+        )
+    return NcclGroup
+
+
+def join_request(group: TransferGroup, size: int) -> dict[str, Any]:
+    """Return the body of the request with which the workers join a group of `size` members."""
+    return {
+        "init_info": {
+            "nccl_unique_id_b64": group.id,
+            "rank_offset": 1,
+            "world_size": size,
+            "packed": True,
+            "packed_buffer_size_bytes": PACKET_BYTES,
+            "packed_num_buffers": 2,
+        }
+    }
+
+
+def update_request(weights: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Return the body of the request with which the workers receive `weights`, in this order."""
+    return {
+        "update_info": {
+            "names": list(weights),
+            "dtype_names": [str(each.dtype).removeprefix("torch.") for each in weights.values()],
+            "shapes": [list(each.shape) for each in weights.values()],
+        }
+    }
+
+
+def send(group: TransferGroup, weights: Mapping[str, Tensor]) -> None:
+    """Send weights in packets. A packet ends after the tensor with which it exceeds its size."""
+    packet: list[Tensor] = []
+    size = 0
+    for tensor in weights.values():
+        data = tensor.to(group.device).contiguous().view(-1).view(torch.uint8)
+        packet.append(data)
+        size += data.numel()
+        if size > PACKET_BYTES:
+            group.broadcast(torch.cat(packet))
+            packet, size = [], 0
+    if packet:
+        group.broadcast(torch.cat(packet))
+
+
+def run_in_thread(call: Callable[[], None]) -> "asyncio.Future[None]":
+    """Run a function in a new thread, which the end of the process does not wait for.
+
+    The result is a ConnectionError if the function raises an error.
+    """
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[None] = loop.create_future()
+    future.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
+
+    def report(error: str) -> None:
+        if future.done():
+            return
+        if error:
+            future.set_exception(ConnectionError(f"the transfer of weights failed: {error}"))
+        else:
+            future.set_result(None)
+
+    def run() -> None:
+        error = "its thread ended"
+        try:
+            call()
+            error = ""
+        except (RuntimeError, OSError, ValueError) as raised:
+            error = str(raised)
+        finally:
+            with contextlib.suppress(RuntimeError):  # the event loop may be closed
+                loop.call_soon_threadsafe(report, error)
+
+    threading.Thread(target=run, name="transfer", daemon=True).start()
+    return future
