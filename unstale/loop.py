@@ -332,7 +332,8 @@ class Publication:
         """
         run = self._run
         began = time.monotonic()
-        return_freed_memory()  # of gradients and activations
+        if self._checkpoint_due:
+            return_freed_memory()  # of gradients and activations, before the copy
         # Before the snapshot: the version store's copy is then equal to the weights it saves.
         run.publisher.prepare(run.trainer, live)
         snapshot = None

@@ -85,12 +85,10 @@ class Turn:
     def __post_init__(self) -> None:
         set_field = partial(object.__setattr__, self)
         set_field("messages", _messages(self.messages))
-        if isinstance(self.rewards, Mapping):
-            set_field("rewards", _numbers("rewards", self.rewards))
-        else:
-            set_field(
-                "rewards", {"reward": _number("rewards", self.rewards, " or numbers by name")}
-            )
+        rewards = self.rewards
+        if not isinstance(rewards, dict | Mapping):
+            rewards = {"reward": _number("rewards", rewards, or_else=" or numbers by name")}
+        set_field("rewards", _numbers("rewards", rewards))
         set_field("reward", _number("reward", self.reward))
         set_field("facts", _numbers("facts", self.facts))
 
@@ -107,12 +105,12 @@ def _messages(messages: Any) -> tuple[Message, ...]:
 
 
 def _numbers(name: str, values: Any) -> dict[str, float]:
-    if not isinstance(values, Mapping):
+    if not isinstance(values, dict | Mapping):
         raise EnvError(f"Turn.{name} must be numbers by name, got {short_repr(values)}")
-    return {str(key): _number(f"{name}[{short_repr(key)}]", value) for key, value in values.items()}
+    return {str(key): _number(name, value, key) for key, value in values.items()}
 
 
-def _number(name: str, value: Any, or_else: str = "") -> float:
+def _number(name: str, value: Any, key: Any = None, *, or_else: str = "") -> float:
     """Return a number, or a scalar of NumPy or torch, as float.
 
     Raises `EnvError` for other values.
@@ -125,7 +123,8 @@ def _number(name: str, value: Any, or_else: str = "") -> float:
             return float(number)
     except (AttributeError, TypeError, ValueError, RuntimeError, OverflowError):
         pass
-    raise EnvError(f"Turn.{name} must be a finite number{or_else}, got {short_repr(value)}")
+    where = name if key is None else f"{name}[{short_repr(key)}]"
+    raise EnvError(f"Turn.{where} must be a finite number{or_else}, got {short_repr(value)}")
 
 
 class Env(Protocol):

@@ -43,9 +43,11 @@ class LocalThread:
 
 
 def return_freed_memory() -> None:
-    """Return freed memory to the system. Takes milliseconds.
+    """Return freed memory to the system.
 
     The C library of Linux keeps it in pieces that later blocks often do not fit: 4 bytes a weight.
+    A call takes milliseconds, but the next pass must get its memory again: in the demo that is a
+    tenth of a step. So it is for moments at which memory is scarce.
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
