@@ -3,8 +3,9 @@
 Staleness keeps its bound with one straggler in seven. `closing` gets every unscored piece of the
 version while generation is paused. A route is notified of a version, in the trainer's thread,
 before any engine loads it and after all did. The next batch is prepared during publication and
-checkpoint until weights change. An exhausted task set, a failed rollout and a failed route end the
-run with their own error, after the step before is logged.
+checkpoint until weights change. A large batch is built while episodes continue. An exhausted task
+set, a failed rollout and a failed route end the run with their own error, after the step before is
+logged.
 """
 
 import asyncio
@@ -303,6 +304,35 @@ def test_a_route_hears_of_a_version_before_any_engine_has_it_and_when_all_do(
     assert heard == [
         call for v in range(4) for call in (("publishing", v, v - 1), ("published", v, v))
     ]
+
+
+@pytest.mark.parametrize("large", [True, False])
+def test_episodes_continue_while_a_large_batch_is_built(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, large: bool
+) -> None:
+    parts = make(tmp_path, count(), steps=2)
+    trainers = asyncio.run(parts.trainer_thread.run(threading.get_ident))
+    if large:
+        monkeypatch.setattr(loop, "LARGE_BATCH_TOKENS", 2 * 3 * 2 * REPLY)  # less than a batch
+    builders: set[int] = set()
+    event_loops: list[asyncio.AbstractEventLoop] = []
+    arrived, real = parts.rollout.on_piece, loop.collate
+
+    def on_piece(piece: PendingPiece) -> None:
+        event_loops.append(asyncio.get_running_loop())
+        arrived(piece)
+
+    def collate(*arguments: Any, **options: Any) -> Batch:
+        builders.add(threading.get_ident())
+        continued = threading.Event()
+        event_loops[-1].call_soon_threadsafe(continued.set)
+        assert not large or continued.wait(20), "the event loop waits for the batch"
+        return real(*arguments, **options)
+
+    parts.rollout.on_piece = on_piece
+    monkeypatch.setattr(loop, "collate", collate)
+    run(parts)
+    assert builders == {trainers if large else threading.get_ident()}
 
 
 class Keeps(OldLogps):

@@ -409,42 +409,45 @@ def collate(credited: Sequence[ScoredTrajectory], *, replay_routes: bool = False
 
     With `replay_routes` the batch has the expert routes that the engine recorded.
     """
+    import numpy as np
     import torch
 
     if not credited:
         raise ValueError("nothing to collate: no group of this step has a trajectory")
-    tokens: list[int] = []
-    behavior_logp: list[float] = []
-    advantage: list[float] = []
+    # Numbers are converted piece by piece, because a conversion blocks all other threads.
+    tokens = [torch.empty(0, dtype=torch.long)]
+    behavior_logp = [torch.empty(0, dtype=torch.float32)]
+    advantage = [torch.empty(0, dtype=torch.float32)]
     pieces: list[tuple[int, ...]] = []
     offsets = [0]
     for item in credited:
         for start, piece, turn in walk(item.trajectory.pieces):
             count = len(piece.tokens)
             provenance = int(piece.provenance)
-            tokens += piece.tokens
-            advantage += _advantages(item, start, count, turn)
+            tokens.append(torch.from_numpy(np.array(piece.tokens, np.int64)))
+            advantage.append(_advantages(item, start, count, turn))
             if isinstance(piece, Sampled):
-                behavior_logp += piece.behavior_logp
+                logps = np.array(piece.behavior_logp, np.float32)
+                behavior_logp.append(torch.from_numpy(logps))
                 pieces.append((count, True, piece.version, turn, provenance, piece.clean))
             else:
-                behavior_logp += [0.0] * count
+                behavior_logp.append(torch.zeros(count, dtype=torch.float32))
                 pieces.append((count, False, NO_VERSION, turn, provenance, True))
-        offsets.append(len(tokens))
+        offsets.append(offsets[-1] + len(item.trajectory))
     counts, *columns = torch.tensor(pieces, dtype=torch.long).reshape(-1, 6).T
     sampled, version, turns, provenances, clean = (
         torch.repeat_interleave(column, counts) for column in columns
     )
     return Batch(
-        tokens=torch.tensor(tokens, dtype=torch.long),
+        tokens=torch.cat(tokens),
         offsets=tuple(offsets),
         sampled=sampled.bool(),
-        behavior_logp=torch.tensor(behavior_logp, dtype=torch.float32),
+        behavior_logp=torch.cat(behavior_logp),
         version=version,
         turn=turns,
         provenance=provenances,
         clean=clean.bool(),
-        advantage=torch.tensor(advantage, dtype=torch.float32),
+        advantage=torch.cat(advantage),
         episodes=tuple(item.trajectory.episode for item in credited),
         routes=_route_table(credited) if replay_routes else None,
     )
@@ -472,11 +475,16 @@ def _route_table(credited: Sequence[ScoredTrajectory]) -> RouteTable:
     return RouteTable(tuple(sequences), torch.cat(complete))
 
 
-def _advantages(item: ScoredTrajectory, start: int, count: int, turn: int) -> list[float]:
+def _advantages(item: ScoredTrajectory, start: int, count: int, turn: int) -> "Tensor":
+    """Return the advantage of each token of a piece, float32."""
+    import torch
+
     if turn < 0:
-        return [0.0] * count
-    if len(item.advantage) == 1:
-        return [item.advantage[0]] * count
-    if len(item.advantage) == item.trajectory.num_turns:
-        return [item.advantage[turn]] * count
-    return list(item.advantage[start : start + count])
+        values: tuple[float, ...] = (0.0,)
+    elif len(item.advantage) == 1:
+        values = item.advantage
+    elif len(item.advantage) == item.trajectory.num_turns:
+        values = (item.advantage[turn],)
+    else:
+        values = item.advantage[start : start + count]
+    return torch.tensor(values, dtype=torch.float32).expand(count)

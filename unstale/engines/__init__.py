@@ -5,7 +5,6 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol, TypeVar
 
-from unstale.expert_routes import ExpertRoutes
 from unstale.records import Sampled
 from unstale.weights.store import Delta
 from unstale.weights.store import Update as Update
@@ -48,16 +47,6 @@ class SamplingParams:
             raise ValueError(f"max_tokens must be >= 1, got {self.max_tokens}")
         if not self.temperature >= 0:
             raise ValueError(f"temperature must be >= 0 (0 is greedy), got {self.temperature}")
-
-
-def without_known_routes(piece: Sampled, params: SamplingParams) -> Sampled:
-    """Return a piece without those expert routes that its request left out."""
-    routes = piece.routes
-    first = params.first_route(piece.version)
-    if routes is None or first <= routes.start:
-        return piece
-    rest = ExpertRoutes(first, routes.experts[first - routes.start :].copy())
-    return replace(piece, routes=rest)
 
 
 def check_request(

@@ -12,7 +12,7 @@ from functools import partial
 from torch import Tensor
 
 from unstale.engines import Engine, EngineDied, Reply, SamplingParams, Update
-from unstale.engines.prefixes import CachedPrefixes
+from unstale.engines.prefixes import CachedPrefixes, hash_blocks
 from unstale.records import Sampled
 
 MAX_EXTRA_REPLIES = 8
@@ -130,14 +130,15 @@ class EnginePool:
             await self._call_all(lambda engine: engine.start())
 
     async def sample(self, tokens: Sequence[int], params: SamplingParams) -> Reply:
+        blocks = self._hash_blocks(tokens)
         while True:
             starts = self._starts
             await self._wait_until_up()
-            member = self._route(tokens)
+            member = self._route(blocks)
             lives = member.lives
             member.num_running += 1
             # set before the wait, so that siblings are sent to this engine, too
-            member.cached.add(tokens)
+            member.cached.add(blocks)
             try:
                 reply = await member.engine.sample(tokens, params)
             except EngineDied as died:
@@ -145,7 +146,7 @@ class EnginePool:
                     raise
                 self._lose(member, lives, died)
             else:
-                member.cached.add([*tokens, *reply.piece.tokens])
+                member.cached.add(self._hash_blocks([*tokens, *reply.piece.tokens], blocks))
                 return reply
             finally:
                 member.num_running -= 1
@@ -219,15 +220,22 @@ class EnginePool:
     def _up(self) -> list[_Member]:
         return [member for member in self._members if member.up]
 
-    def _route(self, tokens: Sequence[int]) -> _Member:
-        """Return the engine for a request: one that has enough of it cached, or the least busy."""
+    def _hash_blocks(self, tokens: Sequence[int], known: Sequence[int] = ()) -> list[int]:
+        """Return the blocks of a context, by which `_route` chooses among several engines."""
+        return hash_blocks(tokens, known) if len(self._members) > 1 else []
+
+    def _route(self, blocks: Sequence[int]) -> _Member:
+        """Return the engine for a request: one that has enough of it cached, or the least busy.
+
+        `blocks` are those of the request's context.
+        """
         least = min(member.num_running for member in self._up)
         most = min(least + MAX_EXTRA_REPLIES, max(least, self.max_running - 1))
         candidates = [member for member in self._up if member.num_running <= most]
         return max(
             candidates,
             key=lambda member: (
-                member.cached.length(tokens) - CACHED_TOKENS_PER_REPLY * member.num_running,
+                member.cached.length(blocks) - CACHED_TOKENS_PER_REPLY * member.num_running,
                 -member.num_running,
             ),
         )

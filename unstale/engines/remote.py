@@ -11,6 +11,7 @@ import base64
 import contextlib
 import itertools
 import json
+import math
 import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
@@ -345,10 +346,11 @@ class RemoteEngine(ABC):
             if stamped != {str(version)} or reply.versions[-1][1] != len(tokens):
                 reason = f"{len(tokens)} tokens of version {version} are stamped {reply.versions}"
                 raise self._fail(session, reason)
-        in_range = all(_MIN_LOGP < logp < _MAX_LOGP for _, logp in reply.logps)
-        if not in_range or tuple(token for token, _ in reply.logps) != tokens:
+        drawn, logps = zip(*reply.logps, strict=True) if reply.logps else ((), ())
+        if drawn != tokens or not _in_range(logps):
             raise self._fail(session, "the server sampled tokens without a log-probability")
-        logps = tuple(min(0.0, logp) for _, logp in reply.logps)
+        if max(logps, default=-1.0) >= 0:
+            logps = tuple(min(0.0, logp) for logp in logps)
         if params.temperature == 0:  # greedy sampling: the chosen token has probability 1
             logps = (0.0,) * len(tokens)
         return Sampled(tokens, logps, version)
@@ -487,6 +489,13 @@ class RemoteEngine(ABC):
             self.server.kill()
         session.end(f"{self.NAME} at {self.url}: {reason}{log}")
         return EngineDied(session.error)
+
+
+def _in_range(logps: Sequence[float]) -> bool:
+    """Return True if these may be log-probabilities of sampled tokens. NaN may not."""
+    if not logps:
+        return True
+    return math.isfinite(sum(logps)) and min(logps) > _MIN_LOGP and max(logps) < _MAX_LOGP
 
 
 def decode_base64(text: str) -> bytes:

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Sequence
 
-from unstale.engines.prefixes import CachedPrefixes
+from unstale.engines.prefixes import CachedPrefixes, hash_blocks
 
 _COUNTERS = (
     "sampled_tokens",
@@ -62,8 +62,9 @@ class UsageCounters:
         """
         if not reply:
             return True
-        current = self._current.length(context)
-        older = self._older.length(context)
+        blocks = hash_blocks(context)
+        current = self._current.length(blocks)
+        older = self._older.length(blocks)
         self._counters["sampled_tokens"] += len(reply)
         self._counters["prefill_tokens"] += len(context) - cached
         self._counters["reprefill_tokens"] += max(0, older - max(cached, current))
@@ -71,7 +72,7 @@ class UsageCounters:
         # If an older cache of the same context exists, the server may use either one for the next
         # reply.
         if clean and (not self._keep_cache or older <= cached):
-            self._current.add([*context, *reply])
+            self._current.add(hash_blocks([*context, *reply], blocks))
         return clean
 
     def read(self) -> dict[str, float]:

@@ -7,7 +7,7 @@ on the number of tickets, the order and the look-ahead window, so one object has
 
 import asyncio
 from bisect import bisect_left, insort
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from operator import itemgetter
 
@@ -211,18 +211,20 @@ def measure_staleness(
 
     `lag` is the staleness of each token, `[T]`, in versions.
     """
-    ages = Counter(lag[batch.sampled].tolist())
-    oldest = max(ages, default=0)
-    if oldest > bound or min(ages, default=0) < 0:
-        raise StalenessError(f"tokens of age {min(ages)} to {oldest}; the bound is 0 to {bound}")
-    tokens = sum(ages.values())
+    ages = lag[batch.sampled]
+    youngest, oldest = (int(ages.min()), int(ages.max())) if len(ages) else (0, 0)
+    if oldest > bound or youngest < 0:
+        raise StalenessError(f"tokens of age {youngest} to {oldest}; the bound is 0 to {bound}")
+    tokens = len(ages)
+    counts = {age: count for age, count in enumerate(ages.bincount().tolist()) if count}
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     mixed = sum(len(trajectory.versions) > 1 for trajectory in trajectories)
     return {
         "schedule/staleness_max": oldest,
-        "schedule/staleness_mean": sum(age * count for age, count in ages.items()) / max(tokens, 1),
+        "schedule/staleness_mean": sum(age * count for age, count in counts.items())
+        / max(tokens, 1),
         "schedule/staleness_bound": bound,
-        "schedule/staleness_histogram": {str(age): count for age, count in sorted(ages.items())},
+        "schedule/staleness_histogram": {str(age): count for age, count in counts.items()},
         "schedule/mixed_version_share": mixed / max(len(trajectories), 1),
         "schedule/stale_kv_share": (~batch.clean[batch.sampled]).double().sum().item()
         / max(tokens, 1),

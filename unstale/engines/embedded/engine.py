@@ -9,10 +9,10 @@ import asyncio
 import contextlib
 import itertools
 import json
-import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,14 +21,15 @@ from unstale.engines import (
     NOT_STARTED,
     EngineDied,
     Reply,
+    ReplyStop,
     SamplingParams,
     Update,
     check_load,
     check_request,
     check_resume,
-    without_known_routes,
 )
-from unstale.engines.embedded.worker import READY
+from unstale.engines.embedded.posted_routes import PostedRoutes
+from unstale.engines.embedded.worker import LOGP, READY, TOKEN
 from unstale.engines.registry import EngineOptions, EngineSpec
 from unstale.expert_routes import ExpertRoutes
 from unstale.records import Sampled
@@ -53,6 +54,16 @@ _COUNTERS = (
 )
 
 
+@dataclass(frozen=True, slots=True)
+class _Message:
+    """A reply as the process sends it."""
+
+    piece: Sampled
+    stop: ReplyStop
+    routes: Sequence[Any] | None
+    """The dtype and shape of the expert routes in the reply's file. None if it has no file."""
+
+
 class EmbeddedEngine:
     """An engine in a child process. It must be started, used and closed on one event loop.
 
@@ -72,7 +83,7 @@ class EmbeddedEngine:
         """The program that runs the model, such as the decoder or transformers. Set by `start`."""
         self.vocab_size = 0
         self._numbers = itertools.count()
-        self._replies: dict[int, asyncio.Future[Reply]] = {}
+        self._replies: dict[int, asyncio.Future[_Message]] = {}
         self._answers: dict[int, asyncio.Future[Header]] = {}
         self._counters = dict.fromkeys(_COUNTERS, 0.0)
         self._error = ""
@@ -81,6 +92,10 @@ class EmbeddedEngine:
         self._running = False
         self._child: _Child | None = None
         self._next_poll: asyncio.TimerHandle | None = None
+        self._routes: PostedRoutes | None = None
+        self._unread: set[int] = set()
+        """The replies whose expert routes arrived in a file that was not read yet."""
+        self._all_read = asyncio.Event()
 
     async def start(self) -> None:
         """Start the process, or reset the running one. Wait until it can receive weights.
@@ -104,26 +119,50 @@ class EmbeddedEngine:
         child = self._live_child()
         number = next(self._numbers)
         future = self._expect(self._replies, number)
-        fields = [
-            number,
-            list(tokens),
-            params.max_tokens,
-            params.stop_tokens,
-            params.temperature,
-            params.seed,
-        ]
-        child.send({"op": "sample", "request": fields})
+        fields = [number, params.max_tokens, params.stop_tokens, params.temperature, params.seed]
+        text = np.array(tokens, np.int32).tobytes()
+        child.send({"op": "sample", "request": fields}, [text])
         try:
             reply = await future
-            return replace(reply, piece=without_known_routes(reply.piece, params))
+            piece = reply.piece
+            if self._routes and reply.routes:
+                first = params.first_route(piece.version)
+                piece = replace(piece, routes=await self._read_routes(number, reply.routes, first))
+            return Reply(piece, reply.stop)
         except asyncio.CancelledError:
             if self._replies.pop(number, None):
                 child.send({"op": "cancel", "id": number})
             raise
+        finally:
+            self._forget_routes(number)
+
+    async def _read_routes(self, number: int, about: Sequence[Any], first: int) -> ExpertRoutes:
+        """Return the expert routes of a reply from the token `first` on.
+
+        They are read in a thread. With `lockstep` they are not, because the virtual clock would
+        advance.
+        """
+        assert self._routes
+        take = partial(self._routes.take, number, about, first)
+        try:
+            return take() if self._options.lockstep else await asyncio.to_thread(take)
+        except OSError as error:
+            self._end(f"the expert routes of a reply cannot be read: {error}")
+            raise EngineDied(self._error) from error
+
+    def _forget_routes(self, number: int) -> None:
+        """Remove the file of a reply's routes, if there is one. `interrupt` may wait for it."""
+        if number in self._unread and self._routes:
+            self._routes.drop(number)
+            self._unread.remove(number)
+            self._all_read.set()
 
     async def interrupt(self) -> None:
         self._running = False
         await self._command({"op": "interrupt"})
+        while self._unread:  # a caller may need every piece of this version
+            self._all_read.clear()
+            await self._all_read.wait()
 
     async def load(self, update: Update, version: int) -> None:
         """Load weights as `Engine.load` does. The tensors must not change before this returns."""
@@ -149,6 +188,9 @@ class EmbeddedEngine:
                 await asyncio.to_thread(self._child.wait)
             finally:
                 self._child.wait()
+        if self._routes is not None:
+            self._routes.close()
+            self._routes = None
 
     def metrics(self) -> Mapping[str, float]:
         """Return the counters since the last call.
@@ -174,8 +216,11 @@ class EmbeddedEngine:
         if self._child is not None:
             self._child.kill()
             self._child.wait()
+        if self._options.record_routes and self._routes is None:
+            self._routes = PostedRoutes()
         child_class = _LockstepChild if self._options.lockstep else _Child
-        self._child = child_class(self._options, self._on_message, self._on_lost)
+        folder = str(self._routes.folder) if self._routes else ""
+        self._child = child_class(self._options, folder, self._on_message, self._on_lost)
         ready = self._expect(self._answers, READY)
         await self._child.connect()
         self._child.listen(READY)
@@ -229,24 +274,29 @@ class EmbeddedEngine:
         for name, amount in header.get("counters", {}).items():
             self._counters[name] += amount
         match header["op"]:
-            case "replies":
-                first = 0
-                for number, tokens, behavior_logp, stop, clean, about in header["replies"]:
-                    routes = None
-                    if about is not None:
-                        routes = _read_routes(about, body, first)
-                        first += routes.experts.nbytes
-                    piece = Sampled(
-                        tuple(tokens),
-                        tuple(behavior_logp),
-                        header["version"],
-                        clean,
-                        routes=routes,
-                    )
-                    _resolve(self._replies.pop(number, None), Reply(piece, stop))
+            case "reply":
+                self._on_reply(header, body)
             case "done":
                 answer = ValueError(header["error"]) if header["error"] else header
                 _resolve(self._answers.pop(header["id"], None), answer)
+
+    def _on_reply(self, header: Header, body: bytearray) -> None:
+        number, about = header["reply"], header["routes"]
+        count = len(body) // (TOKEN.itemsize + LOGP.itemsize)
+        tokens = np.frombuffer(body, TOKEN, count)
+        behavior_logp = np.frombuffer(body, LOGP, count, tokens.nbytes)
+        piece = Sampled(
+            tuple(tokens.tolist()),
+            tuple(behavior_logp.tolist()),
+            header["version"],
+            header["clean"],
+        )
+        if about:
+            self._unread.add(number)
+        future = self._replies.pop(number, None)
+        if future is None:  # the request was cancelled
+            self._forget_routes(number)
+        _resolve(future, _Message(piece, header["stop"], about))
 
     def _on_lost(self, child: "_Child", error: str) -> None:
         """Fail all calls, because the process has ended.
@@ -269,17 +319,7 @@ class EmbeddedEngine:
             futures.clear()
 
 
-def _read_routes(about: Sequence[Any], body: bytearray, first: int) -> ExpertRoutes:
-    """Return the expert routes of a reply from the bytes of a message.
-
-    `about` has their dtype and shape, and `first` is where they begin in `body`.
-    """
-    dtype, *shape = about
-    experts = np.frombuffer(body, dtype, math.prod(shape), first).reshape(shape)
-    return ExpertRoutes(0, experts.copy())
-
-
-def _resolve(future: "asyncio.Future[Any] | None", result: Reply | Header | Exception) -> None:
+def _resolve(future: "asyncio.Future[Any] | None", result: _Message | Header | Exception) -> None:
     """Set the result or the error of a future, unless it was cancelled."""
     if future is None or future.done():
         return
@@ -300,13 +340,18 @@ class _Child(Child, asyncio.Protocol):
     def __init__(
         self,
         options: EngineOptions,
+        routes_folder: str,
         on_message: Callable[[Header, bytearray], None],
         on_lost: Callable[["_Child", str], None],
     ) -> None:
         super().__init__(
             "engine",
             "unstale.engines.embedded.worker",
-            asdict(options) | {"model_folder": str(options.model_folder.resolve())},
+            asdict(options)
+            | {
+                "model_folder": str(options.model_folder.resolve()),
+                "routes_folder": routes_folder,
+            },
             threads=options.threads,
             gpus=options.gpus,
         )

@@ -14,11 +14,13 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from unstale.engines.embedded.batcher import Batcher, FinishedReply, SampleRequest
 from unstale.engines.embedded.decoder import Qwen3Runner, supports
+from unstale.engines.embedded.posted_routes import post
 from unstale.engines.embedded.runner import DTYPES, Runner
 from unstale.expert_routes import num_experts
 from unstale.model.lora import Base, Merging
@@ -28,6 +30,8 @@ from unstale.weights.codec import advance, loads, tensors_of
 _READ_BYTES = 1 << 20
 READY = -1
 """Number of the message that a new process sends when it can receive commands."""
+TOKEN, LOGP = np.dtype(np.int32), np.dtype(np.float32)
+"""Number formats of the body of a message: tokens, and log-probabilities after them."""
 
 
 def main(descriptor: int, options: str) -> None:
@@ -152,7 +156,9 @@ class _EngineWorker:
         error = ""
         match header["op"]:
             case "sample":
-                return self._batcher.submit(SampleRequest(*header["request"]))
+                number, *fields = header["request"]
+                tokens = np.frombuffer(body, TOKEN).tolist()
+                return self._batcher.submit(SampleRequest(number, tokens, *fields))
             case "cancel":
                 return self._batcher.cancel(header["id"])
             case "step":
@@ -187,16 +193,18 @@ class _EngineWorker:
         return ""
 
     def _reply(self, finished: list[FinishedReply]) -> None:
-        if not finished:
-            return
-        replies = []
-        body = b""
+        """Send each reply in a message, and its expert routes in a file."""
         for reply in finished:
-            experts = reply.experts
-            about = None
-            if experts is not None:
-                about = [str(experts.dtype), *experts.shape]
-                body += experts.tobytes()
-            fields = [reply.id, reply.tokens, reply.behavior_logp, reply.stop, reply.clean]
-            replies.append([*fields, about])
-        self._send({"op": "replies", "version": self._version, "replies": replies}, body)
+            routes = None
+            if reply.experts is not None:
+                routes = post(self._options["routes_folder"], reply.id, reply.experts)
+            header = {
+                "op": "reply",
+                "reply": reply.id,
+                "version": self._version,
+                "stop": reply.stop,
+                "clean": reply.clean,
+                "routes": routes,
+            }
+            logps = np.array(reply.behavior_logp, LOGP)
+            self._send(header, np.array(reply.tokens, TOKEN).tobytes() + logps.tobytes())
