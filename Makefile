@@ -6,7 +6,7 @@ export GOMP_SPINCOUNT := 10000
 # Compile each module once, even where the environment says otherwise: tests start many processes.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup demo test test-engines test-adapters test-cluster conversations check base-policy bench bench-agent bench-demo bench-retail bench-compare \
+.PHONY: setup demo test test-engines test-adapters test-cluster conversations check base-policy bench bench-agent bench-demo bench-desks bench-compare \
 	bench-audit bench-resume bench-endpoint bench-peers bench-generate bench-train bench-memory bench-schedule bench-async \
 	bench-async-learning bench-routes bench-publish bench-simulate bench-gpu gpu-check chaos chaos-cluster report fuzz sizes wheel docs
 
@@ -159,8 +159,8 @@ bench-demo: setup
 bench-agent: setup
 	$(BIN)/python benchmarks/agent.py
 
-bench-retail: setup
-	$(BIN)/python benchmarks/retail_degenerate.py
+bench-desks: setup
+	$(BIN)/python benchmarks/desks_degenerate.py
 
 # Compare the routes at high staleness, without the audit (hours). An interrupted comparison resumes.
 bench-compare: setup

@@ -60,7 +60,7 @@ from unstale.config import (
 from unstale.durability.journal import Journal
 from unstale.durability.machine import cores
 from unstale.durability.run_folder import EVENTS, METRICS, RunFolder
-from unstale.envs.retail import RetailConfig
+from unstale.envs.desk import DeskConfig
 from unstale.observe.statistics import wilson
 
 FILE = Path(__file__).parent / "workloads.toml"
@@ -97,7 +97,7 @@ class Workload:
             seed=seed,
             steps=steps,
             minutes=0.0,
-            task=RetailConfig(latency_s=self.latency_s, latency_sigma=self.latency_sigma),
+            task=DeskConfig(latency_s=self.latency_s, latency_sigma=self.latency_sigma),
             schedule=ScheduleConfig(
                 max_staleness=0 if synchronous else self.max_staleness,
                 lookahead_window=1 if synchronous else self.lookahead_window,

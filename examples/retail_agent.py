@@ -15,12 +15,11 @@ from typing import Any
 
 import openai
 
+from unstale.envs.desk.customer import Customer
+from unstale.envs.desk.database import Desk, DeskError
+from unstale.envs.desk.expert import goal
 from unstale.envs.external import ExternalAgent
-from unstale.envs.retail import RetailTasks, system_text
-from unstale.envs.retail.customer import Customer
-from unstale.envs.retail.database import Desk, DeskError
-from unstale.envs.retail.rules import goal
-from unstale.envs.retail.tools import call_tool
+from unstale.envs.retail import RetailTasks
 from unstale.records import Task
 
 DESK = RetailTasks(level=1)
@@ -33,7 +32,7 @@ async def agent(base_url: str, task: Task, seed: int, api_key: str) -> dict[str,
     scenario, random = DESK.scenario(task), Random(seed)
     desk, customer = scenario.desk.copy(), Customer(scenario)
     messages: list[Any] = [
-        {"role": "system", "content": system_text(DESK.level)},
+        {"role": "system", "content": DESK.domain.prompt(DESK.level)},
         {"role": "user", "content": customer.opening()},
     ]
     # On loopback: loading certificates would block the event loop.
@@ -54,13 +53,13 @@ async def agent(base_url: str, task: Task, seed: int, api_key: str) -> dict[str,
             if not reply.tool_calls:
                 text = customer.answer(reply.content, writes=len(desk.writes))
                 messages.append({"role": "user", "content": text})
-    return {"success": float(desk.orders == goal(scenario))}
+    return {"success": float(not desk.changes(goal(scenario)))}
 
 
 def answer(desk: Desk, call: Any) -> str:
     """Return the result of a tool call as text."""
     try:
-        return call_tool(desk, call.name, json.loads(call.arguments))
+        return DESK.domain.tools.call(desk, call.name, json.loads(call.arguments))
     except DeskError as error:
         return f"Error: {error}"
 

@@ -12,8 +12,8 @@ from unstale.config import SHIPPED_POLICY
 from unstale.envs import EnvError, Message
 from unstale.envs.calculator import CalculatorTasks, calculate
 from unstale.envs.chat import Chat
-from unstale.envs.retail import RetailEnv, RetailTasks
-from unstale.envs.retail.tools import ARGUMENTS
+from unstale.envs.desk import DeskEnv
+from unstale.envs.retail import RETAIL, Order, RetailTasks
 from unstale.records import Task
 
 
@@ -51,7 +51,8 @@ def _reply(draws: Draws, known: Sequence[str]) -> str:
         "email",
         "expression",
     )
-    wanted = ({**ARGUMENTS, "calculate": ("expression",)}).get(name, ())
+    tool = RETAIL.tools.tools.get(name)
+    wanted = tool.arguments if tool else ("expression",) if name == "calculate" else ()
     arguments: Any = {
         key: draws.choice((*known, *known, "12", 12, "final", *NUMBERS))
         if draws.number(5) < 4
@@ -80,12 +81,8 @@ def tool_call(data: bytes) -> None:
     chat = _chat(env)
     live = tasks.env(Task(env, "train", draws.number(4)), 0)
 
-    desk = live._desk if isinstance(live, RetailEnv) else None
-    known = (
-        sorted({*desk.orders, *(item for order in desk.orders.values() for item in order.items)})
-        if desk
-        else ()
-    )
+    orders = live.desk[Order] if isinstance(live, DeskEnv) else {}
+    known = sorted({*orders, *(item for order in orders.values() for item in order.items)})
 
     async def play() -> None:
         await live.begin()

@@ -17,8 +17,8 @@ from transformers import AutoTokenizer
 import unstale
 from unstale.envs import Message, ToolCall
 from unstale.envs.chat import Chat
+from unstale.envs.desk.expert import expert_replies
 from unstale.envs.retail import RetailTasks
-from unstale.envs.retail.rules import expert_replies
 
 SHIPPED = Path(unstale.__file__).parent / "recipes" / "base_policy"
 TASKS = RetailTasks()

@@ -42,7 +42,7 @@ class Recipe:
     @property
     def hash(self) -> str:
         """The hash of the recipe and of the constants in the code."""
-        settings = {"recipe": self.settings, "faults": asdict(FAULTS), "init": [STD, GAIN]}
+        settings = {"recipe": self.settings, "faults": FAULTS, "init": [STD, GAIN]}
         text = json.dumps(settings, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()
 
@@ -130,7 +130,7 @@ def save(model: nn.Module, recipe: Recipe, losses: dict[str, list[float]], folde
     record = {
         "hash": recipe.hash,
         "recipe": recipe.settings,
-        "faults": asdict(FAULTS),
+        "faults": FAULTS,
         "losses": thinned,
     }
     (folder / "recipe.json").write_text(json.dumps(record, indent=1) + "\n")

@@ -7,20 +7,28 @@ reinforcement learning can remove.
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
 
 from unstale.envs import Message
-from unstale.envs.retail import RetailTasks, system_text
-from unstale.envs.retail.customer import Customer
-from unstale.envs.retail.database import Order
-from unstale.envs.retail.records import order_record, variants_record
-from unstale.envs.retail.rules import NO_FAULTS, Faults, call_message, expert_replies
-from unstale.envs.retail.tasks import Scenario, scenario
-from unstale.envs.retail.tools import ARGUMENTS, call_tool
-from unstale.envs.retail.wording import COLOURS, NAMES, PAYMENTS, QUESTIONS, TERSE_ANSWERS, WISHES
+from unstale.envs.desk.customer import Customer
+from unstale.envs.desk.database import Desk, User
+from unstale.envs.desk.domain import Scenario
+from unstale.envs.desk.expert import NO_FAULTS, call_message, expert_replies
+from unstale.envs.retail import (
+    COLOURS,
+    FACTS,
+    NAMES,
+    PAYMENTS,
+    RETAIL,
+    WISHES,
+    Item,
+    Order,
+    RetailTasks,
+    variants,
+)
 
 OTHER_WEIGHT = 0.03
 """Loss weight of text that the assistant did not write."""
@@ -34,15 +42,17 @@ class Example:
     weights: tuple[float, ...]
 
 
-def transcript(level: int, split: str, index: int, faults: Faults = NO_FAULTS) -> list[Message]:
+def transcript(
+    level: int, split: str, index: int, faults: Mapping[str, float] = NO_FAULTS
+) -> list[Message]:
     """Return a conversation of the scripted expert, as the environment would play it."""
-    facts = scenario(level, split, index)
+    facts = RETAIL.scenario(level, split, index)
     desk, customer = facts.desk.copy(), Customer(facts)
-    messages = [Message("system", system_text(level)), Message("user", customer.opening())]
+    messages = [Message("system", RETAIL.prompt(level)), Message("user", customer.opening())]
     for reply in expert_replies(facts, faults, index):
         messages.append(reply)
         for call in reply.tool_calls:
-            messages.append(Message("tool", call_tool(desk, call.name, call.arguments)))
+            messages.append(Message("tool", RETAIL.tools.call(desk, call.name, call.arguments)))
         if not reply.tool_calls:
             messages.append(
                 Message("user", customer.answer(reply.content, writes=len(desk.writes)))
@@ -65,21 +75,23 @@ class Practice:
         ]
         self._digits = frozenset(token for tokens in pairs for token in tokens)
 
-    def demonstration(self, split: str, index: int, faults: Faults = NO_FAULTS) -> Example:
+    def demonstration(
+        self, split: str, index: int, faults: Mapping[str, float] = NO_FAULTS
+    ) -> Example:
         return self.conversation(transcript(1, split, index, faults))
 
     def drill(self, index: int) -> Example:
         """Return plain look-ups: a record, then its names with their numbers, repeated."""
         random = Random(f"drill/{index}")
-        facts = scenario(1, "drill", index)
-        order = random.choice(list(facts.desk.orders.values()))
-        pairs = [(facts.desk.items[item].name, item) for item in order.items]
-        pairs += [(payment.kind, payment.id) for payment in facts.desk.users[order.user].payments]
-        text = order_record(facts.desk, order)
+        facts = RETAIL.scenario(1, "drill", index)
+        order = random.choice(list(facts.desk[Order].values()))
+        pairs = [(facts.desk[Item][item].name, item) for item in order.items]
+        pairs += [(payment.kind, payment.id) for payment in facts.desk[User][order.user].payments]
+        text = _read(facts.desk, order)
         if random.random() < 0.5:
-            item = facts.desk.items[order.items[0]]
-            pairs += [(other.colour, other.id) for other in facts.desk.variants(item)]
-            text += "\n" + variants_record(facts.desk, item)
+            item = facts.desk[Item][order.items[0]]
+            pairs += [(other.colour, other.id) for other in variants(facts.desk, item)]
+            text += "\n" + _read(facts.desk, item)
         body = ", ".join(f"{name} {number}" for name, number in random.choices(pairs, k=30))
         known = self._tokenizer.encode(f"{text}\n", add_special_tokens=False)
         questions = self._tokenizer.encode(f" {body}", add_special_tokens=False)
@@ -91,18 +103,18 @@ class Practice:
     def dictation(self, index: int, rounds: int = 8) -> Example:
         """Return look-ups in a conversation: a customer names an item, a call has its number."""
         random = Random(f"dictation/{index}")
-        facts = scenario(1, "dictation", index)
-        order = random.choice(list(facts.desk.orders.values()))
-        payments = facts.desk.users[order.user].payments
-        messages = [Message("system", system_text(1)), *_opening(facts, order, random)]
+        facts = RETAIL.scenario(1, "dictation", index)
+        order = random.choice(list(facts.desk[Order].values()))
+        payments = facts.desk[User][order.user].payments
+        messages = [Message("system", RETAIL.prompt(1)), *_opening(facts, order, random)]
         for _ in range(rounds):
-            item = facts.desk.items[random.choice(order.items)]
-            messages.append(Message("user", random.choice(TERSE_ANSWERS["item"]).format(item.name)))
+            item = facts.desk[Item][random.choice(order.items)]
+            messages.append(Message("user", random.choice(FACTS["item"].terse).format(item.name)))
             messages.append(call_message("list_variants", item_id=item.id))
             if random.random() < 0.4:
                 payment = random.choice(payments)
                 messages.append(
-                    Message("user", random.choice(TERSE_ANSWERS["payment"]).format(payment.kind))
+                    Message("user", random.choice(FACTS["payment"].terse).format(payment.kind))
                 )
                 messages.append(
                     call_message(
@@ -114,18 +126,19 @@ class Practice:
     def session(self, index: int, rounds: int = 3) -> Example:
         """Return a conversation with several requests about one order."""
         random = Random(f"session/{index}")
-        facts = scenario(1, "session", index)
-        order = random.choice(list(facts.desk.orders.values()))
+        facts = RETAIL.scenario(1, "session", index)
+        order = random.choice(list(facts.desk[Order].values()))
         goods = random.random() < 0.85
         order = replace(order, status="delivered" if goods else "pending")
-        owner = facts.desk.users[order.user]
-        facts.desk.users[order.user] = replace(owner, account="personal")
+        facts.desk.put(order)
+        owner = facts.desk[User][order.user]
+        facts.desk[User][order.user] = replace(owner, account="personal")
         wishes = [
             random.choice(("return", "exchange")) if goods else "redirect" for _ in range(rounds)
         ]
-        messages = [Message("system", system_text(1))]
+        messages = [Message("system", RETAIL.prompt(1))]
         for place, wish in enumerate(wishes):
-            messages.append(Message("user", random.choice(WISHES[wish])))
+            messages.append(Message("user", random.choice(WISHES[wish].terse)))
             if place == 0:
                 messages += _opening(facts, order, random)
             messages += _round(facts, order, wish, random)
@@ -160,9 +173,9 @@ def corpus(count: int) -> Iterator[str]:
     words = [
         *NAMES,
         *COLOURS,
-        *PAYMENTS,
-        *ARGUMENTS,
-        "gift",
+        *PAYMENTS[1:],
+        *RETAIL.tools.tools,
+        PAYMENTS[0],
         "sale",
         "final",
         *map(str, range(10, 100)),
@@ -173,37 +186,44 @@ def corpus(count: int) -> Iterator[str]:
         yield "personal"
 
 
+def _read(desk: Desk, record: Order | Item) -> str:
+    """Return the answer of the tool that reads an order, or the other variants of an item."""
+    name, key = (
+        ("get_order", "order_id") if isinstance(record, Order) else ("list_variants", "item_id")
+    )
+    return RETAIL.tools.call(desk, name, {key: record.id})
+
+
 def _opening(facts: Scenario, order: Order, random: Random) -> list[Message]:
-    answer = random.choice(TERSE_ANSWERS["order"]).format(order.id)
+    answer = random.choice(FACTS["order"].terse).format(order.id)
     return [
-        Message("assistant", QUESTIONS["order"]),
+        Message("assistant", FACTS["order"].question),
         Message("user", answer),
         call_message("get_order", order_id=order.id),
-        Message("tool", order_record(facts.desk, order)),
+        Message("tool", _read(facts.desk, order)),
     ]
 
 
 def _question(kind: str, what: str, random: Random) -> list[Message]:
-    answer = random.choice(TERSE_ANSWERS[kind]).format(what)
-    return [Message("assistant", QUESTIONS[kind]), Message("user", answer)]
+    answer = random.choice(FACTS[kind].terse).format(what)
+    return [Message("assistant", FACTS[kind].question), Message("user", answer)]
 
 
 def _round(facts: Scenario, order: Order, wish: str, random: Random) -> list[Message]:
     """Return the messages of one request, from its details to its confirmation."""
     desk = facts.desk
-    payments = desk.users[order.user].payments
+    payments = desk[User][order.user].payments
     if wish == "redirect":
         point = str(random.randrange(10, 100))
         call = call_message("redirect_order", order_id=order.id, point_id=point)
         return [*_question("point", point, random), call, *_closing("ok", "Done.")]
-    item = desk.items[random.choice(order.items)]
+    item = desk[Item][random.choice(order.items)]
     opened = _question("item", item.name, random)
     if wish == "exchange":
-        variants = desk.variants(item)
-        new = random.choice(variants)
+        new = random.choice(variants(desk, item))
         listed = [
             call_message("list_variants", item_id=item.id),
-            Message("tool", variants_record(desk, item)),
+            Message("tool", _read(desk, item)),
         ]
         call = call_message("exchange_item", order_id=order.id, item_id=item.id, new_item_id=new.id)
         return [

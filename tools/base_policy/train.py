@@ -16,19 +16,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tools.base_policy.practice import Example, Practice
-from unstale.envs.retail.rules import Faults
 
-FAULTS = Faults(
-    status=0.6,
-    account=0.6,
-    final=0.65,
-    sale=0.65,
-    item=0.7,
-    payment=0.65,
-    variant=0.65,
-    point=0.65,
-    cancel=0.1,
-)
+FAULTS = {
+    "status": 0.6,
+    "account": 0.6,
+    "final": 0.65,
+    "sale": 0.65,
+    "item": 0.7,
+    "payment": 0.65,
+    "variant": 0.65,
+    "point": 0.65,
+    "cancel": 0.1,
+}
 """Fault rates. Most are above one half, so that the greedy policy fails too. All are below 1, so
 that reinforcement learning sees correct behaviour."""
 

@@ -10,7 +10,7 @@ from unstale.config import (
     ScheduleConfig,
     TrainerConfig,
 )
-from unstale.envs.retail import RetailConfig
+from unstale.envs.desk import DeskConfig
 
 
 def retail(**changes: Any) -> RunConfig:
@@ -24,7 +24,7 @@ def retail(**changes: Any) -> RunConfig:
         recipe="retail",
         steps=115,
         minutes=8.0,
-        task=RetailConfig(level="1", latency_s=0.6),
+        task=DeskConfig(level="1", latency_s=0.6),
         schedule=ScheduleConfig(max_staleness=2, groups_per_step=16, group_size=8),
         engine=EngineConfig(max_running=400, max_context=512),
         trainer=TrainerConfig(lr=5e-4, lr_schedule="linear", warmup_steps=5),

@@ -19,7 +19,7 @@ from unstale.config import (
 )
 from unstale.config.options import override
 from unstale.config.routes import routes
-from unstale.envs.retail import RetailConfig
+from unstale.envs.desk import DeskConfig
 
 
 def route_recipe(name: str) -> Callable[..., RunConfig]:
@@ -33,7 +33,7 @@ def route_recipe(name: str) -> Callable[..., RunConfig]:
         config = RunConfig(
             recipe=f"route_{name}",
             steps=80,
-            task=RetailConfig(level="1", latency_s=0.6),
+            task=DeskConfig(level="1", latency_s=0.6),
             schedule=ScheduleConfig(max_staleness=6, groups_per_step=8, group_size=8),
             engine=EngineConfig(max_running=400, max_context=512),
             trainer=TrainerConfig(lr=5e-4, lr_schedule="constant", warmup_steps=5),

@@ -2,8 +2,7 @@
 
 from random import Random
 
-from unstale.envs.retail.tasks import Scenario
-from unstale.envs.retail.wording import FREE_ANSWERS, FREE_WISHES, HEARD, TERSE_ANSWERS, WISHES
+from unstale.envs.desk.domain import EMAIL, Scenario
 
 PATIENCE = 3
 """Number of unhelpful replies after which the customer leaves."""
@@ -14,9 +13,8 @@ class Customer:
 
     def __init__(self, scenario: Scenario) -> None:
         self._scenario = scenario
-        is_terse = scenario.level == 1
-        self._wishes = WISHES if is_terse else FREE_WISHES
-        self._answers = TERSE_ANSWERS if is_terse else FREE_ANSWERS
+        self._facts = {"email": EMAIL, **scenario.domain.facts}
+        self._is_terse = scenario.level == 1
         self._current = 0
         """Index of the request about which the customer talks now."""
         self._answered: set[str] = set()
@@ -25,7 +23,8 @@ class Customer:
 
     def opening(self) -> str:
         """Return the words with which the customer makes the present request."""
-        return self._choose("wish", self._wishes[self._scenario.requests[self._current].wish])
+        wish = self._scenario.domain.wishes[self._scenario.requests[self._current].wish]
+        return self._choose("wish", wish.terse if self._is_terse else wish.free)
 
     def answer(self, text: str, *, writes: int) -> str:
         """Answer the agent.
@@ -47,14 +46,16 @@ class Customer:
         known = self._scenario.known_facts(self._scenario.requests[self._current])
         kinds = [
             kind
-            for kind, words in HEARD.items()
-            if kind in known and any(word in text for word in words)
+            for kind, fact in self._facts.items()
+            if kind in known and any(word in text for word in fact.heard)
         ]
         if not kinds:
             return self._be_unhelped("I do not know.")
         # the first question that was not answered yet
         kind = min(kinds, key=self._answered.__contains__)
-        answer = self._choose(kind, self._answers[kind]).format(known[kind])
+        fact = self._facts[kind]
+        texts = fact.terse if self._is_terse else fact.free
+        answer = self._choose(kind, texts).format(known[kind])
         if kind in self._answered:
             return self._be_unhelped(answer, farewell="I have told you. Bye.")
         self._answered.add(kind)

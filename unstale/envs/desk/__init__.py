@@ -1,0 +1,153 @@
+"""Customer-service desks: an agent with tools, a policy and a simulated customer.
+
+A desk is a `Domain`: its records, tools, rules, requests and words. This package has the parts that
+all desks share: the database, tool calls, the customer, the scripted expert and the reward.
+
+The reward is 1 if the database at the end is as the policy requires. A scripted expert succeeds in
+every episode. Agents that always make the same call, or a random one, succeed in less than 15%
+(`benchmarks/desks_degenerate.py`). Refusing a request or handing it over changes the database, so
+it is right only where the rules require it.
+"""
+
+import asyncio
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from random import Random
+from typing import Any, Literal
+
+from unstale.config import TaskConfig
+from unstale.config.checks import NonNegative
+from unstale.envs import Message, NumberedTasks, ToolCall, Turn
+from unstale.envs.desk.customer import Customer
+from unstale.envs.desk.database import DeskError
+from unstale.envs.desk.domain import LEVELS, Domain, Scenario
+from unstale.envs.desk.expert import goal
+from unstale.envs.registry import EnvSpec, shipped_envs
+from unstale.records import Task
+
+
+class DeskTasks(NumberedTasks):
+    """The tasks of a desk. Tool calls take `latency_s` seconds on average (log-normal)."""
+
+    def __init__(
+        self,
+        domain: Domain,
+        *,
+        level: int = 1,
+        latency_s: float = 0.0,
+        latency_sigma: float = 1.0,
+    ) -> None:
+        if level not in LEVELS:
+            raise ValueError(f"level must be one of {LEVELS}, got {level}")
+        if latency_s < 0 or latency_sigma < 0:
+            raise ValueError(
+                f"latency_s and latency_sigma must be >= 0, got {latency_s} and {latency_sigma}"
+            )
+        self.domain = domain
+        self.name = domain.name
+        self.level = level
+        self.latency_s = latency_s
+        self.latency_sigma = latency_sigma
+        names = [name for name in domain.tools.tools if level > 2 or name != "find_user"]
+        self.tools: tuple[Mapping[str, Any], ...] = tuple(map(domain.tools.schema, names))
+
+    def scenario(self, task: Task) -> Scenario:
+        """Return the facts of a task, for the expert, tests and statistics."""
+        return self.domain.scenario(self.level, task.split, task.index)
+
+    def env(self, task: Task, seed: int) -> "DeskEnv":
+        random = Random(f"{task.key}/{seed}/latency")
+        return DeskEnv(self.scenario(task), _delays(self.latency_s, self.latency_sigma, random))
+
+
+def _delays(mean_s: float, sigma: float, random: Random) -> Iterator[float]:
+    """Yield log-normal delays in seconds, with mean `mean_s`."""
+    while mean_s:
+        yield mean_s * math.exp(random.gauss(0, sigma) - sigma**2 / 2)
+
+
+class DeskEnv:
+    """One episode: the policy serves one customer at a desk."""
+
+    def __init__(self, scenario: Scenario, delays: Iterator[float]) -> None:
+        self.replaying = False
+        self.scenario = scenario
+        self.desk = scenario.desk.copy()
+        self._delays = delays
+        self._customer = Customer(scenario)
+        self._counts = {"turns": 0, "tool_calls": 0, "tool_errors": 0}
+
+    async def begin(self) -> Turn:
+        system = Message("system", self.scenario.domain.prompt(self.scenario.level))
+        return Turn((system, Message("user", self._customer.opening())))
+
+    async def step(self, reply: Message) -> Turn:
+        self._counts["turns"] += 1
+        if not reply.tool_calls:
+            text = self._customer.answer(reply.content, writes=len(self.desk.writes))
+            return self._turn((Message("user", text),), done=self._customer.gone)
+        answers = []
+        for call in reply.tool_calls:
+            delay = next(self._delays, 0.0)
+            if delay and not self.replaying:
+                await asyncio.sleep(delay)
+            answers.append(Message("tool", self._carry_out(call)))
+        over = bool(self.desk.writes) and self.desk.writes[-1] == "hand_over"
+        return self._turn(tuple(answers), done=over)
+
+    def _carry_out(self, call: ToolCall) -> str:
+        self._counts["tool_calls"] += 1
+        try:
+            if call.error:
+                raise DeskError(call.error)
+            return self.scenario.domain.tools.call(self.desk, call.name, call.arguments)
+        except DeskError as error:
+            self._counts["tool_errors"] += 1
+            return f"Error: {error}"
+
+    def _turn(self, messages: tuple[Message, ...], *, done: bool) -> Turn:
+        facts = {name: float(count) for name, count in self._counts.items()}
+        if not done:
+            return Turn(messages, facts=facts)
+        success = not self.desk.changes(goal(self.scenario))
+        return Turn(messages, done=True, rewards={"success": float(success)}, facts=facts)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeskConfig(TaskConfig):
+    """The tasks of a customer-service desk."""
+
+    env: str = "retail"
+    level: Literal["1", "2", "3"] = "1"
+    """Level of difficulty. 1 suits a small model, 2 and 3 larger ones."""
+    latency_s: NonNegative = 0.0
+    """Mean duration of a tool call in seconds (log-normal distribution); 0 turns delays off."""
+    latency_sigma: NonNegative = 0.5
+    """Standard deviation of the logarithm of a tool call's duration."""
+
+
+def desk_spec(domain: Domain) -> EnvSpec:
+    """Return the declaration of a desk as an environment."""
+    return EnvSpec(domain.name, partial(_make, domain), DeskConfig)
+
+
+def _make(domain: Domain, options: DeskConfig) -> DeskTasks:
+    return DeskTasks(
+        domain,
+        level=int(options.level),
+        latency_s=options.latency_s,
+        latency_sigma=options.latency_sigma,
+    )
+
+
+def shipped_desks(**options: Any) -> dict[str, DeskTasks]:
+    """Return the tasks of all desks of the package by name. `options` are those of `DeskConfig`."""
+    desks = {}
+    for name, spec in shipped_envs().items():
+        if spec.options is DeskConfig:
+            tasks = spec.make(DeskConfig(env=name, **options))
+            assert isinstance(tasks, DeskTasks)
+            desks[name] = tasks
+    return desks

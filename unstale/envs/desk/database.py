@@ -1,0 +1,135 @@
+"""The database of a desk: records by type and number, and the text in which tools return them."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar
+
+
+class Record(Protocol):
+    """A frozen record with a number. Equal records are the same state."""
+
+    @property
+    def id(self) -> str: ...
+
+
+R = TypeVar("R", bound=Record)
+
+
+class DeskError(Exception):
+    """Error of a tool call that cannot be made. The agent receives its text."""
+
+
+@dataclass(frozen=True, slots=True)
+class Payment:
+    id: str
+    kind: str
+
+
+@dataclass(frozen=True, slots=True)
+class User:
+    id: str
+    name: str
+    email: str
+    account: str
+    payments: tuple[Payment, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """The notes about the case with this number: refusals and the hand-over."""
+
+    id: str
+    refused: tuple[str, ...] = ()
+    """Reasons of the requests that were refused, sorted."""
+    handed_over: bool = False
+
+
+@dataclass(slots=True)
+class Desk:
+    """The database of one episode. The reward compares it with the correct one.
+
+    `desk[Order]` is the table of all records of type `Order`, by number.
+    """
+
+    terse: bool = True
+    """True if tools answer in short lines instead of JSON."""
+    tables: dict[type, dict[str, Any]] = field(default_factory=dict)
+    writes: list[str] = field(default_factory=list)
+    """Names of the calls that changed the database, in order."""
+
+    def __getitem__(self, kind: type[R]) -> dict[str, R]:
+        return self.tables.setdefault(kind, {})
+
+    def get(self, kind: type[R], number: str) -> R:
+        """Return a record. Raises `DeskError` if the number does not exist."""
+        if number not in self[kind]:
+            raise DeskError(f"no {kind.__name__.lower()} {number}")
+        return self[kind][number]
+
+    def put(self, record: Record) -> None:
+        """Add a record, or replace the one with the same number."""
+        self[type(record)][record.id] = record
+
+    def note(self, number: str) -> Note:
+        """Return the notes about a case. There may be none yet."""
+        return self[Note].get(number, Note(number))
+
+    def copy(self) -> "Desk":
+        """Return a copy without the list of writes. It shares the records, which are frozen."""
+        return Desk(self.terse, {kind: dict(table) for kind, table in self.tables.items()})
+
+    def changes(self, other: "Desk") -> dict[tuple[type, str], tuple[Any, Any]]:
+        """Return the records that differ, as `(mine, other)` by type and number.
+
+        None stands for a record that does not exist.
+        """
+        mine, theirs = (
+            {(kind, key): row for kind, table in desk.tables.items() for key, row in table.items()}
+            for desk in (self, other)
+        )
+        return {
+            key: (mine.get(key), theirs.get(key))
+            for key in {**mine, **theirs}
+            if mine.get(key) != theirs.get(key)
+        }
+
+    def text(self, record: Mapping[str, Any]) -> str:
+        """Return a record as the agent reads it: JSON, or a short line."""
+        return short_line(record) if self.terse else json.dumps(record)
+
+
+def numbered(text: str, what: str) -> str:
+    """Return a number that a customer named. Raises `DeskError` unless it has 2 or 4 digits."""
+    if not (len(text) in (2, 4) and text.isascii() and text.isdigit()):
+        raise DeskError(f"no {what} {text}")
+    return text
+
+
+def short_line(record: Mapping[str, Any]) -> str:
+    """Return a record in few tokens. None and False are left out.
+
+    Each name and number follows a space, and a number follows its name. Calls and the customer's
+    answers are written the same way. So the tokenizer makes the same token of a name or number
+    everywhere, and the policy can copy it.
+
+    >>> short_line({"status": "open", "flight_id": 12, "bags": [{"id": 34, "name": "Ada"}]})
+    'open, flight 12; bags: Ada 34'
+    """
+    text = ""
+    for key, value in record.items():
+        if isinstance(value, list):
+            rows = (" ".join(_words(row)) for row in value)
+            text += f"; {key.replace('_', ' ')}: {', '.join(rows) or 'none'}"
+        elif isinstance(value, int) and not isinstance(value, bool):
+            text += f", {key.removesuffix('_id').replace('_', ' ')} {value}"
+        else:
+            text += "".join(f", {word}" for word in _words({key: value}))
+    return text[2:]
+
+
+def _words(row: Mapping[str, Any]) -> list[str]:
+    """Return the texts of a row, then its numbers."""
+    texts = [key if value is True else value for key, value in row.items()]
+    words = [text.replace("_", " ") for text in texts if isinstance(text, str)]
+    return words + [str(number) for number in texts if type(number) is int]

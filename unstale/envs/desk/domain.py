@@ -1,0 +1,179 @@
+"""The declaration of a desk: its records, tools, rules, requests and words."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any
+
+from unstale.envs.desk.database import Desk, Record, User
+from unstale.envs.desk.draw import Draw
+from unstale.envs.desk.tools import Toolbox
+
+LEVELS = (1, 2, 3)
+"""Levels of difficulty. 1 has short lines and one request, for the demo. 2 has free wording, JSON
+records and all rules, which are in the prompt. 3 is like 2, but the agent must identify the
+customer by email, and some customers have a second request.
+"""
+
+Call = tuple[str, dict[str, str]]
+"""A tool call: its name and its arguments."""
+Step = str | Call
+"""One step of the expert: a tool call, or the kind of fact for which it asks the customer."""
+Ignores = Callable[[str], bool]
+"""A function of a rule's name. It returns True if the expert ignores that rule now."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fact:
+    """A kind of fact that the customer knows. `{}` in an answer is the fact."""
+
+    question: str
+    """The question by which the scripted expert asks for it."""
+    heard: tuple[str, ...]
+    """Words by which the customer recognises a question about it."""
+    terse: tuple[str, ...]
+    """Answers at level 1."""
+    free: tuple[str, ...]
+    """Answers at higher levels."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """The words with which a customer makes a kind of request."""
+
+    terse: tuple[str, ...]
+    free: tuple[str, ...]
+
+
+EMAIL = Fact(
+    "Your email?",
+    ("email", "e-mail", "mail address"),
+    ("{}",),
+    ("My email is {}.", "Sure, it's {}", "You have me as {}, I think."),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A request of the customer."""
+
+    kind: str
+    wish: str
+    case: str
+    """Number of the record that the request is about."""
+    wants: Mapping[str, str] = field(default_factory=dict)
+    """The values that the customer means, such as the number of an item, by name."""
+    known: Mapping[str, str] = field(default_factory=dict)
+    """What the customer answers, in words, by kind of fact."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """The facts of one episode.
+
+    `desk` is the database at the start, to be copied before use.
+    """
+
+    domain: "Domain"
+    level: int
+    desk: Desk
+    user: User
+    requests: tuple[Request, ...]
+    seed: int
+
+    def known_facts(self, request: Request) -> dict[str, str]:
+        """Return what the customer can answer about a request, by kind of fact."""
+        facts = {"email": self.user.email} if self.level > 2 else {}
+        return {**facts, self.domain.tools.case_name: request.case, **request.known}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Domain:
+    """A kind of desk. `Case` below is the type of record that requests are about."""
+
+    name: str
+    case: type[Record]
+    tools: Toolbox
+    """The tools. One that reads is `get_<case>`: it gives the record of a case."""
+    kinds: Mapping[str, float]
+    """Share of each kind of request. The kind named like the special account is that customer's
+    request, whose case must be handed over.
+    """
+    handed_over: tuple[str, ...]
+    """Other kinds whose case must be handed over. Such a request is the customer's last."""
+    wishes: Mapping[str, Wish]
+    facts: Mapping[str, Fact]
+    """Kinds of facts in the order in which the customer tries to recognise questions."""
+    brief: str
+    """The system prompt at level 1, short because a small base model already knows the rules."""
+    policy: str
+    """The system prompt at higher levels, with the rules and `{identify}`."""
+    add_stock: Callable[[Draw], None]
+    """Adds the records that belong to no customer, such as the items of a shop."""
+    draw_case: Callable[[Draw, User], Any]
+    """Returns a random case of a user, which is not in the database yet."""
+    draw_request: Callable[[Draw, str, User], Request]
+    """Returns a request of a kind. Adds a case that fits it to the database."""
+    decide: Callable[[Scenario, Request, Ignores], list[Step]]
+    """Returns the expert's steps from the moment when it knows the case. The last one is the call
+    that the rules require. The number of the case may be left out of arguments.
+    """
+    faults: Sequence[str]
+    """Names of the rules that `decide` can ignore, in addition to `account`."""
+    accounts: tuple[str, str] = ("personal", "business")
+    """The usual kind of account, and the special one."""
+    payments: Sequence[str] = ()
+    """Payment methods of customers, if they have any: the first, and one of the others."""
+
+    def prompt(self, level: int) -> str:
+        """Return the system prompt of a level."""
+        if level == 1:
+            return self.brief
+        if level == 2:
+            identify = "The customer is identified already. Ask for the "
+            return self.policy.format(identify=f"{identify}{self.tools.case_name} number.")
+        return self.policy.format(
+            identify="Identify the customer first: ask for the email address and look it up with "
+            "find_user."
+        )
+
+    def scenario(self, level: int, split: str, index: int) -> Scenario:
+        """Return the scenario of a task. It depends only on the arguments."""
+        random = Random(f"{self.name}/{level}/{split}/{index}")
+        draw = Draw(random, level)
+        desk = draw.desk
+        num_requests = 2 if level > 2 and random.random() < 0.4 else 1
+        kinds = random.choices(list(self.kinds), weights=list(self.kinds.values()), k=num_requests)
+        special = self.accounts[1]
+        if special in kinds:
+            kinds = [special]
+        # A hand-over ends the episode, so it comes last.
+        kinds.sort(key=self.handed_over.__contains__)
+        draw.add_users(self.accounts, kinds == [special], self.payments)
+        self.add_stock(draw)
+        customer = next(iter(desk[User].values()))
+        requests = tuple(self.draw_request(draw, kind, customer) for kind in kinds)
+        for user in desk[User].values():
+            desk.put(self.draw_case(draw, user))
+        shuffled = list(desk[self.case].items())
+        random.shuffle(shuffled)
+        desk.tables[self.case] = dict(shuffled)
+        return Scenario(self, level, desk, customer, requests, random.getrandbits(32))
+
+    def steps(self, scenario: Scenario, request: Request, ignores: Ignores) -> list[Step]:
+        """Return the expert's steps from the moment when it knows the case, with whole calls."""
+        if scenario.user.account == self.accounts[1] and not ignores("account"):
+            steps: list[Step] = [("hand_over", {})]
+        else:
+            steps = self.decide(scenario, request, ignores)
+        return [step if isinstance(step, str) else self._whole(*step, request) for step in steps]
+
+    def _whole(self, name: str, arguments: dict[str, str], request: Request) -> Call:
+        number = {self.tools.case_id: request.case}
+        takes_case = self.tools.case_id in self.tools.tools[name].arguments
+        return name, {**number, **arguments} if takes_case else arguments
+
+
+def refuse(reason: str) -> Call:
+    """Return the call that refuses a request."""
+    return "refuse", {"reason": reason}

@@ -1,0 +1,54 @@
+"""Random numbers and customers of a scenario."""
+
+from collections.abc import Sequence
+from random import Random
+
+from unstale.envs.desk.database import Desk, Payment, User
+
+PEOPLE = (
+    "Ada Lindqvist", "Bela Horvat", "Chidi Okafor", "Dana Petrov", "Emre Yilmaz", "Farah Nasser",
+    "Goran Ilic", "Hana Sato", "Ivo Marek", "Jun Park", "Kofi Mensah", "Lena Vogel", "Mina Rossi",
+    "Nils Berg", "Olga Duarte",
+)  # fmt: skip
+
+
+class Draw:
+    """The random choices of one scenario, and the database that they fill."""
+
+    def __init__(self, random: Random, level: int) -> None:
+        self.random = random
+        self.level = level
+        self.desk = Desk(terse=level == 1)
+        self._used: set[str] = set()
+
+    def number(self) -> str:
+        """Return a number that the scenario does not use yet.
+
+        It has two digits at level 1, four at higher levels.
+        """
+        while True:
+            number = str(self.random.randrange(*((10, 100) if self.level == 1 else (1000, 10000))))
+            if number not in self._used:
+                self._used.add(number)
+                return number
+
+    def numbered(self, names: Sequence[str]) -> dict[str, str]:
+        """Return a new number for each name, by number."""
+        return {self.number(): name for name in names}
+
+    def add_users(
+        self, accounts: tuple[str, str], is_special: bool, payments: Sequence[str]
+    ) -> None:
+        """Add three users. The first is the customer.
+
+        Each has the first payment method of `payments`, and one of the others. `accounts` are the
+        usual and the special kind of account; `is_special` says which one the customer has.
+        """
+        random = self.random
+        for place, name in enumerate(random.sample(PEOPLE, 3)):
+            kinds = [payments[0], random.choice(payments[1:])] if payments else []
+            random.shuffle(kinds)
+            wallet = tuple(Payment(self.number(), kind) for kind in kinds)
+            special = is_special if place == 0 else random.random() < 0.2
+            email = name.lower().replace(" ", ".") + "@example.com"
+            self.desk.put(User(self.number(), name, email, accounts[special], wallet))
