@@ -15,6 +15,7 @@ import pytest
 
 from tests.cli.test_run import quiet
 from tests.support.fake_sglang import FakeSglang
+from tests.support.moe import save_moe
 from unstale.cli import session
 from unstale.config import (
     AuditConfig,
@@ -39,12 +40,7 @@ Rows = list[dict[str, Any]]
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("moe")
-    policy = tiny_policy(seed=5, experts=8)
-    policy.tokenizer.chat_template = (
-        "{% for message in messages %}w2 {{ message['content'] }}w1 {% endfor %}"
-        "{% if add_generation_prompt %}w2 {% endif %}"
-    )
-    policy.save(folder)
+    save_moe(folder)
     return folder
 
 
@@ -59,7 +55,7 @@ def configure(model: Path, runs: Path, **changes: Any) -> RunConfig:
         engine=EngineConfig(
             dtype="float32", max_context=256, max_completion_tokens=24, max_running=16
         ),
-        task=TaskConfig(env="tests.support.toy:ToyTasks"),
+        task=TaskConfig(env="tests.support.moe:EvenTasks"),
         schedule=ScheduleConfig(max_staleness=2, groups_per_step=2, group_size=2),
         trainer=TrainerConfig(lr=1e-3, routing_replay=True),
         old_logps=OldLogpsConfig(route="snapshot_old"),
@@ -83,6 +79,7 @@ def test_every_token_of_an_asynchronous_run_is_exact(rows: Rows) -> None:
     assert {row["routes/missing_share"] for row in rows} == {0.0}
     assert max(row["audit/logp_error_abs_mean"] for row in rows) == 0.0
     assert max(row["trainer/packing_noise"] for row in rows) == 0.0
+    assert min(row["trainer/grad_norm"] for row in rows) > 0, "every version has other weights"
 
 
 def test_engine_and_trainer_agree_in_float32(rows: Rows) -> None:
@@ -102,6 +99,7 @@ def test_every_exact_route_replays(model: Path, tmp_path: Path, route: str) -> N
     assert max(row["schedule/mixed_version_share"] for row in rows) > 0
     assert {row["old_logps/exact_share"] for row in rows} == {1.0}
     assert max(row["audit/logp_error_abs_mean"] for row in rows) < 1e-6
+    assert min(row["trainer/grad_norm"] for row in rows) > 0
 
 
 @pytest.fixture(scope="module")
@@ -167,7 +165,7 @@ def test_an_asynchronous_run_on_two_servers_is_exact(model: Path, tmp_path: Path
         missing = row["routes/missing_share"]
         assert row["old_logps/exact_share"] == pytest.approx(1 - missing) and missing < 0.2
         assert row["correction/log_d_abs_mean"] < 1e-4
-        assert row["audit/logp_error_abs_mean"] < 1e-5
+        assert row["audit/logp_error_abs_mean"] < 1e-5 and row["trainer/grad_norm"] > 0
 
 
 @pytest.mark.parametrize("targets", ["all-linear", "q_proj v_proj"])

@@ -16,7 +16,8 @@ from unstale.algorithms.advantages import ESTIMATORS
 from unstale.cluster import components
 from unstale.cluster.env_hosts import remote_workers
 from unstale.cluster.gpus import gpu_memory_utilization, run_gpus
-from unstale.cluster.ranks import Notify, RankedAuditor, RankedCheckpoints, RankedTrainer, Ranks
+from unstale.cluster.ranked_trainer import RankedAuditor, RankedCheckpoints, RankedTrainer
+from unstale.cluster.ranks import Notify, Ranks
 from unstale.cluster.ranks_publish import RankedPublisher
 from unstale.cluster.ranks_worker import Rank
 from unstale.cluster.scoring_ranks import ScoringRank
@@ -93,7 +94,7 @@ class Components:
     def save_policy(self, folder: Path) -> None:
         """Save the trained policy as a Hugging Face folder."""
         if isinstance(self.trainer, RankedTrainer):
-            self.policy.load_weights(self.trainer.weights())
+            self.trainer.update_policy()
         self.policy.save(folder)
 
     def save_failed_batch(self, folder: Path) -> str:

@@ -337,11 +337,11 @@ def test_a_recording_gives_back_what_was_written(tmp_path: Path) -> None:
     policy = tiny_policy(dtype="bfloat16")
     batch = collate([episode(7, [3, (4, 0), 2, (5, 1)]), episode(9, [2, (3, 1, False)])])
     recording = Recording(tmp_path)
-    recording.version(1, policy.weights().items())
+    recording.version(1, policy.whole_weights())
     recording.batch(TrainedOn(5, 1, batch))
     with pytest.raises(FileNotFoundError, match=r"lacks versions \[0\]"):
         Recorded(tmp_path)
-    recording.version(0, policy.weights().items())
+    recording.version(0, policy.whole_weights())
     recorded = Recorded(tmp_path)
     assert (recorded.versions, recorded.steps) == ([0, 1], [5])
     again = recorded.batch(5)

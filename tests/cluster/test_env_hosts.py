@@ -100,9 +100,25 @@ def test_environments_on_nodes_survive_the_death_of_one(cluster: Any) -> None:
         cluster.remove_node(node)
 
 
-def test_an_environment_that_ends_its_process_fails_alone(cluster: Any) -> None:
+def test_an_environment_that_ends_its_process_fails_alone(
+    cluster: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another worker takes its place, even if Ray fails to end the actor."""
+    import ray
+
     node = add_node(cluster)
     tasks = on_ray(cluster, "hostile_envs:isolated_tasks", workers=1)
+    ended: list[str] = []
+    tasks.workers.on_event = lambda kind, reason, **_: ended.append(reason)
+    kill, refused = ray.kill, []
+
+    def refuse_once(actor: Any) -> None:
+        if not refused:
+            refused.append(actor._actor_id)
+            raise ray.exceptions.RaySystemError("the connection is broken")
+        kill(actor)
+
+    monkeypatch.setattr(ray, "kill", refuse_once)
 
     async def main() -> None:
         async with tasks:
@@ -111,6 +127,8 @@ def test_an_environment_that_ends_its_process_fails_alone(cluster: Any) -> None:
             with pytest.raises(EnvError, match="a worker process ended with exit code 3 during"):
                 await env.step(REPLY)
             await env.close()
+            assert len(refused) == len(ended) == 1
+            assert "(and Ray could not end its actor: " in ended[0]
             env = tasks.env(Task("toy", "train", 1000), 5)
             assert (await env.begin()).messages
             await env.close()

@@ -16,51 +16,17 @@ import pytest
 import torch
 from rich.console import Console
 
-from unstale.cli import session
+from tests.support.ranked_runs import config, train
 from unstale.cli.audit import audit
 from unstale.cli.evaluate import POLICY, evaluate
 from unstale.cli.failures import RunFailed
 from unstale.cli.replay import replay
-from unstale.cluster.ranks import RankedTrainer
-from unstale.config import (
-    AuditConfig,
-    CheckpointConfig,
-    ClusterConfig,
-    EvalConfig,
-    OldLogpsConfig,
-    RunConfig,
-    ScheduleConfig,
-)
+from unstale.cluster.ranked_trainer import RankedTrainer
+from unstale.config import AuditConfig, CheckpointConfig, EvalConfig, OldLogpsConfig
 from unstale.durability.compare_runs import differences
 from unstale.durability.run_folder import EVENTS, RunFolder
-from unstale.recipes.retail import retail
 from unstale.records import Batch
 from unstale.weights.recording import RECORDED, WENT_WRONG, Recorded
-
-
-def config(runs: Path, name: str, *, trainers: int, steps: int = 2) -> RunConfig:
-    base = retail()
-    return replace(
-        base,
-        runs=runs,
-        name=name,
-        steps=steps,
-        minutes=0,
-        deterministic=True,
-        schedule=ScheduleConfig(max_staleness=1, groups_per_step=2, group_size=4),
-        audit=AuditConfig(share=1.0),
-        eval=EvalConfig(tasks=0),
-        checkpoint=CheckpointConfig(every=2),
-        engine=replace(base.engine, dtype="float32"),
-        trainer=replace(
-            base.trainer, dtype="float32", max_tokens_per_microbatch=512, warmup_steps=0
-        ),
-        cluster=ClusterConfig(trainers=trainers),
-    )
-
-
-def train(made: RunConfig, console: Console | None = None) -> Path:
-    return session.train(made, console=console or Console(file=StringIO())).folder
 
 
 def require_exact(folder: Path, *, error: float = 0.0) -> None:
@@ -81,7 +47,7 @@ def test_one_rank_gives_bitwise_the_run_without_ranks(route: str, tmp_path: Path
     for name, trainers in (("local", 0), ("rank", 1)):
         made = config(tmp_path, name, trainers=trainers, steps=3)
         old_logps = OldLogpsConfig(route=route)
-        recorded = replace(made.audit, record=True)
+        recorded = AuditConfig(share=1.0, record=True)
         folders.append(train(replace(made, old_logps=old_logps, audit=recorded)))
     found = differences(*folders)
     if route == "old_logit_model":
@@ -113,11 +79,12 @@ def test_a_second_model_on_ranks_is_exact_and_replaced_when_it_dies(
             os.kill(killed[0], signal.SIGKILL)
 
     monkeypatch.setattr(RankedTrainer, "step", step_and_kill)
-    made = config(tmp_path, "run", trainers=2, steps=3)
+    made = config(tmp_path, "run", steps=3)
     folder = train(
         replace(
             made,
             deterministic=False,
+            audit=AuditConfig(share=1.0),
             checkpoint=CheckpointConfig(every=1),
             old_logps=OldLogpsConfig(route="old_logit_model", ranks=2),
             trainer=replace(made.trainer, dtype="bfloat16"),
@@ -130,12 +97,12 @@ def test_a_second_model_on_ranks_is_exact_and_replaced_when_it_dies(
 
 
 def test_two_ranks_with_adapters_record_audit_and_evaluate(tmp_path: Path) -> None:
-    made = config(tmp_path, "run", trainers=2)
+    made = config(tmp_path, "run", steps=2)
     folder = train(
         replace(
             made,
             trainer=replace(made.trainer, lora_rank=4),
-            audit=replace(made.audit, record=True),
+            audit=AuditConfig(share=1.0, record=True),
             eval=EvalConfig(tasks=4),
         )
     )
@@ -161,7 +128,7 @@ def test_a_batch_at_which_ranks_stop_is_saved_and_computed_again(
     text = StringIO()
     folder = tmp_path / "run"
     with pytest.raises(RunFailed, match="FloatingPointError"):
-        train(config(tmp_path, "run", trainers=2), Console(file=text, soft_wrap=True))
+        train(config(tmp_path, "run", steps=2), Console(file=text, soft_wrap=True))
     assert "unstale replay" in text.getvalue()
     assert (folder / WENT_WRONG).is_file()
     assert replay(folder, console=Console(file=StringIO()))

@@ -1,4 +1,7 @@
-"""Test a trainer whose machines die. Each rank takes one core of a node: two nodes are needed."""
+"""Test a run whose machines die: those of the trainer ranks, and that of the engines.
+
+Each rank takes one core of a node, and the engine host has another node.
+"""
 
 from dataclasses import replace
 from io import StringIO
@@ -9,13 +12,13 @@ import pytest
 from rich.console import Console
 
 from tests.cluster.conftest import NODE_MEMORY
-from tests.cluster.test_trainer_run import config
+from tests.support.ranked_runs import config, require_complete
 from tests.support.waits import LIMIT_S
 from unstale.cli import session
 from unstale.cli.failures import RunFailed
-from unstale.cluster.ranks import RankedTrainer
+from unstale.cluster.hosted_engine import RESOURCE
+from unstale.cluster.ranked_trainer import RankedTrainer
 from unstale.config import ClusterConfig
-from unstale.durability.journal import Journal
 from unstale.durability.run_folder import EVENTS, RunFolder, RunLog
 
 Node = Any
@@ -24,6 +27,11 @@ Node = Any
 def add_node(cluster: Any) -> Node:
     """Add a machine that has room for one trainer rank."""
     return cluster.add_node(num_cpus=1, object_store_memory=NODE_MEMORY)
+
+
+def add_engine_node(cluster: Any) -> Node:
+    """Add a machine that may run one engine host."""
+    return cluster.add_node(num_cpus=0, resources={RESOURCE: 1}, object_store_memory=NODE_MEMORY)
 
 
 class KillAfter:
@@ -47,28 +55,38 @@ class KillAfter:
             self._cluster.remove_node(self._victims[self._steps], allow_graceful=False)
 
 
-def test_a_run_waits_for_a_node_in_place_of_one_that_died(
+def test_a_run_waits_for_nodes_in_place_of_those_that_died(
     cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The run waits until the new node is there. Without one it ends, and can be resumed."""
+    """The node of the engines dies first, and then one of a rank.
+
+    The run waits until the new nodes are there. Without one it ends, and can be resumed. Nothing is
+    lost and nothing is trained on twice.
+    """
     nodes = [add_node(cluster) for _ in range(2)]
-    added: list[Node] = []
+    engine_node = add_engine_node(cluster)
+    added: dict[str, Node] = {}
+    adds = {"waiting": add_node, "engine_lost": add_engine_node}
     log_event = RunLog.event
 
-    def add_node_at_first_wait(log: RunLog, kind: str, **fields: Any) -> None:
+    def add_node_when_one_is_missing(log: RunLog, kind: str, **fields: Any) -> None:
         log_event(log, kind, **fields)
-        if kind == "waiting" and not added:
-            added.append(add_node(cluster))
+        if kind in adds and kind not in added:
+            added[kind] = adds[kind](cluster)
 
-    monkeypatch.setattr(RunLog, "event", add_node_at_first_wait)
-    KillAfter(monkeypatch, cluster, {3: nodes[1], 5: nodes[0]})
+    monkeypatch.setattr(RunLog, "event", add_node_when_one_is_missing)
+    KillAfter(monkeypatch, cluster, {1: engine_node, 3: nodes[1], 5: nodes[0]})
     made = config(tmp_path, "run")
-    cluster_options = ClusterConfig(trainers=2, address=cluster.address, patience_s=LIMIT_S)
+    cluster_options = ClusterConfig(
+        trainers=2, engine_hosts=1, address=cluster.address, patience_s=LIMIT_S
+    )
     made = replace(made, deterministic=False, cluster=cluster_options)
     with pytest.raises(RunFailed, match=r"after 3 s \(cluster.patience_s\), 2 trainer ranks need "):
         session.train(made, console=Console(file=StringIO()))
     events = list(RunFolder(tmp_path / "run").rows(EVENTS))
-    kinds = [row["kind"] for row in events if row["kind"] in ("trainer_died", "waiting")]
+    found = [row["kind"] for row in events]
+    assert found.count("engine_lost") == found.count("engine_back") == 1
+    kinds = [kind for kind in found if kind in ("trainer_died", "waiting")]
     assert kinds.count("trainer_died") == 2
     first, second = [i for i, kind in enumerate(kinds) if kind == "trainer_died"]
     assert second > first + 1 and len(kinds) > second + 1, "each death was followed by a wait"
@@ -79,7 +97,6 @@ def test_a_run_waits_for_a_node_in_place_of_one_that_died(
     session.resume(tmp_path / "run", made, console=Console(file=StringIO()))
     rows = RunFolder(tmp_path / "run").metrics()
     assert [row["old_logps/exact_share"] for row in rows if row["step"]] == [1.0] * 4
-    with Journal.read(tmp_path / "run") as journal:
-        assert journal.unsound() == []
-    for node in (added[0], last):
+    require_complete(tmp_path / "run", steps=4)
+    for node in (*added.values(), last):
         cluster.remove_node(node)

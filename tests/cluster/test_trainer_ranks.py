@@ -22,14 +22,13 @@ from torch import Tensor
 from tests.cluster.conftest import NODE_MEMORY
 from unstale.build import build_rank, load_policy
 from unstale.cluster import session
-from unstale.cluster.ranks import (
+from unstale.cluster.ranked_trainer import (
     RankedAuditor,
     RankedCheckpoints,
     RankedOldLogps,
     RankedTrainer,
-    Ranks,
-    RanksDied,
 )
+from unstale.cluster.ranks import Ranks, RanksDied
 from unstale.cluster.ranks_worker import Rank
 from unstale.config import AuditConfig, ConfigError, OldLogpsConfig, RunConfig, TrainerConfig
 from unstale.durability.checkpoint import Progress
@@ -165,7 +164,7 @@ def test_each_rank_has_one_of_the_gpus_of_the_trainer(disconnected: None) -> Non
 def test_more_trainers_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     ray = session.connect()
     monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 8.0, "GPU": 2.0})
-    with pytest.raises(ConfigError, match=r"must be at most 2 \(the GPUs .*got 3"):
+    with pytest.raises(ConfigError, match=r"3 trainer ranks .* need 3 GPUs, but .* has 2"):
         Ranks(3)
 
 
@@ -179,7 +178,7 @@ def learn_alone(config: RunConfig) -> dict[str, Tensor]:
             rank.backward(number)
             rank.step()
         rank.policy.version += 1
-    return {name: tensor.clone() for name, tensor in rank.whole_weights().items()}
+    return {name: tensor.clone() for name, tensor in rank.policy.whole_weights()}
 
 
 def test_killed_ranks_are_replaced_by_others_that_continue_bitwise(

@@ -16,50 +16,16 @@ import pytest
 from rich.console import Console
 from safetensors.torch import load_file
 
+from tests.support.ranked_runs import config, train
 from tests.support.waits import LIMIT_S, wait_until
 from unstale.cli import session
-from unstale.cluster.ranks import RankedTrainer
+from unstale.cluster.ranked_trainer import RankedTrainer
 from unstale.config import (
-    CheckpointConfig,
     ClusterConfig,
     ConfigError,
-    EvalConfig,
-    RunConfig,
-    ScheduleConfig,
 )
 from unstale.durability.compare_runs import differences
 from unstale.durability.run_folder import EVENTS, RunFolder
-from unstale.recipes.retail import retail
-
-
-def config(
-    runs: Path, name: str, *, trainers: int = 2, context: int = 1, steps: int = 4
-) -> RunConfig:
-    base = retail()
-    return replace(
-        base,
-        runs=runs,
-        name=name,
-        steps=steps,
-        minutes=0,
-        deterministic=True,
-        schedule=ScheduleConfig(max_staleness=1, groups_per_step=2, group_size=4),
-        eval=EvalConfig(tasks=0),
-        checkpoint=CheckpointConfig(every=2),
-        engine=replace(base.engine, dtype="float32"),
-        trainer=replace(
-            base.trainer,
-            dtype="float32",
-            max_tokens_per_microbatch=512,
-            warmup_steps=0,
-            lr_schedule="constant",
-        ),
-        cluster=ClusterConfig(trainers=trainers, context=context),
-    )
-
-
-def train(made: RunConfig) -> Path:
-    return session.train(made, console=Console(file=StringIO())).folder
 
 
 @pytest.fixture(scope="module")
@@ -126,8 +92,8 @@ def test_a_killed_driver_leaves_a_run_that_a_resume_completes_bitwise(
     tmp_path: Path, undisturbed: Path
 ) -> None:
     code = (
-        "import sys, pathlib; from tests.cluster import test_trainer_run as t; "
-        "t.train(t.config(pathlib.Path(sys.argv[1]), 'killed'))"
+        "import sys, pathlib; from tests.support.ranked_runs import config, train; "
+        "train(config(pathlib.Path(sys.argv[1]), 'killed'))"
     )
     folder = tmp_path / "killed"
 

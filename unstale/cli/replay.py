@@ -56,7 +56,7 @@ def _again(config: RunConfig, wrong: WentWrong) -> None:
     policy = load_policy(config)
     policy.require_base(int(wrong.about.get("base", 0)))
     try:
-        policy.load_weights(wrong.weights)
+        policy.load_weights(dict(wrong.weights))
     except ValueError as error:
         raise ConfigError(f"the saved weights do not fit the run's policy: {error}") from error
     policy.version = int(wrong.about["version"])

@@ -12,7 +12,8 @@ from unstale.cluster.engine_host import HostOptions
 from unstale.cluster.engine_host_weights import WeightPosts
 from unstale.cluster.gpus import host_gpus, run_gpus
 from unstale.cluster.hosted_engine import RESOURCE, HostedEngine, place
-from unstale.cluster.ranks import Notify, RankedAuditor, RankedOldLogps, RankedTrainer, Ranks
+from unstale.cluster.ranked_trainer import RankedAuditor, RankedOldLogps, RankedTrainer
+from unstale.cluster.ranks import Notify, Ranks
 from unstale.cluster.ranks_worker import MakeRank
 from unstale.cluster.scoring_ranks import RankedOldLogitModel, RanksLink
 from unstale.cluster.session import connect

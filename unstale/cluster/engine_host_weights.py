@@ -2,26 +2,14 @@
 
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from unstale.cluster.weight_objects import Reference, put, put_delta
-from unstale.weights.codec import file_of
+from unstale.cluster.weight_objects import PostedStep, Reference, put, put_delta
+from unstale.weights.codec import file_header, file_of
 from unstale.weights.publish import PostedWeights
 from unstale.weights.store import Delta
-
-
-@dataclass(frozen=True, slots=True)
-class PostedStep:
-    """What leads from version `base` to `version`. With a base of -1 it begins from zeros."""
-
-    base: int
-    version: int
-    nbytes: int
-    deltas: Sequence[Reference]
-    """One delta, or one of each trainer rank's part."""
 
 
 class VersionOfWeights(PostedWeights):
@@ -93,7 +81,7 @@ class WeightPosts:
         """
         if step.base != -1:
             return self._post(step)
-        zeros = put(file_of(layout)[:1])
+        zeros = put([file_header(layout)[0]])
         return self._post_full(step.version, zeros, step.deltas, _size(layout))
 
     def at(self, version: int) -> VersionOfWeights:

@@ -125,11 +125,18 @@ class RemoteWorker:
             self.end(self.retired)
 
     def end(self, reason: str) -> None:
-        """End the actor, and with it the process. Its calls fail with `reason`."""
+        """End the actor, and with it the process. Its calls fail with `reason`.
+
+        If Ray cannot end it, the worker is ended all the same, and `reason` gets Ray's error. Ray
+        ends an actor that nothing refers to.
+        """
         if self.ended:
             return
         self.ended = reason
-        self._drop()
+        try:
+            self._drop()
+        except (import_ray().exceptions.RayError, OSError, RuntimeError) as error:
+            self.ended = f"{reason} (and Ray could not end its actor: {first_line(error)})"
         for call in self._calls:
             call.cancel()
         self._on_end(self)

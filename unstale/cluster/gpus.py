@@ -58,11 +58,15 @@ def divide_gpus(gpus: Sequence[str], *, trainers: int, scorers: int = 0, engines
     if ranks + engines > len(gpus):
         most = len(gpus) - engines - scorers
         lower = f"Set cluster.trainers to at most {most}" if most > 0 else "Lower both"
-        scoring = f", {scorers} ranks of the old-logit model (old_logps.ranks)" if scorers else ""
+        users = [f"{trainers} trainer ranks (cluster.trainers)"]
+        users += [f"{scorers} ranks of the old-logit model (old_logps.ranks)"] * bool(scorers)
+        users += [f"engines on {engines} GPUs"] * bool(engines)
+        more = "use the machines of a cluster (cluster.address)"
+        if engines:
+            more = "sample on other GPUs (engine.urls, or cluster.engine_hosts in a cluster)"
         raise ConfigError(
-            f"{trainers} trainer ranks (cluster.trainers){scoring} and engines on {engines} GPUs "
-            f"need {ranks + engines} GPUs, but this machine has {len(gpus)}. {lower}, or sample on "
-            "other GPUs (engine.urls, or cluster.engine_hosts with cluster.address)"
+            f"{' and '.join(users)} need {ranks + engines} GPUs, but this machine has "
+            f"{len(gpus)}. {lower}, or {more}"
         )
     return GpuShares(tuple(gpus[:ranks]), tuple(gpus[ranks:]))
 

@@ -1,12 +1,6 @@
-"""The driver's side of a trainer with several ranks, which are Ray actors.
+"""Trainer ranks, which are Ray actors: starting them, calling them, and noticing their death.
 
-    Ranks                calls a method on every rank at once; the first rank's answer counts
-    RankedTrainer        a `Trainer`
-    RankedOldLogps       a route to old log-probabilities
-    RankedAuditor        the audit
-    RankedCheckpoints    checkpoints that the ranks write
-
-The components of the training loop have these classes if the trainer has ranks.
+`Ranks` calls a method on every rank at once, and the first rank's answer counts.
 """
 
 import datetime
@@ -16,29 +10,21 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TextIO, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed import FileStore, TCPStore  # type: ignore[attr-defined]
 
 from unstale.cluster import session
-from unstale.cluster.ranks_worker import MakeRank, Rank, StepResults
+from unstale.cluster.gpus import divide_gpus
+from unstale.cluster.ranks_worker import MakeRank, Rank
 from unstale.cluster.weight_objects import Reference
-from unstale.config import ConfigError
-from unstale.config.routes import Needs
-from unstale.durability.checkpoint import Checkpoint, Checkpoints, Progress
 from unstale.model.peers import Peers
-from unstale.model.policy import Policy
-from unstale.old_logps import OldLogps
-from unstale.old_logps.scoring.scorer import Weights
-from unstale.records import Batch, PendingPiece
 from unstale.weights.leftovers import hold_lock, remove_leftovers
-from unstale.weights.publish import VersionedWeights
 
 START_S = 600.0
 """Longest time for all ranks to start and load the model."""
@@ -165,7 +151,8 @@ class Ranks:
         """The ranks of the model that only scores. They end with these ranks."""
         available = self._resources()["GPU"]
         if not address:
-            _require_gpus(available, count, scorers)
+            gpus = list(map(str, range(available)))
+            divide_gpus(gpus, trainers=count, scorers=scorers, engines=0)
         self.on_gpus = available > 0
         """True if each rank has a GPU. New ranks of the same run then wait for GPUs, too."""
         self._actors: list[Any] = []
@@ -401,21 +388,6 @@ class Ranks:
         return RanksDied(f"{article} {self._name} rank died ({name}): {session.first_line(error)}")
 
 
-def _require_gpus(available: int, trainers: int, scorers: int) -> None:
-    """Raise `ConfigError` if this machine has GPUs, but too few."""
-    if not 0 < available < trainers + scorers:
-        return
-    if not scorers:
-        raise ConfigError(
-            f"cluster.trainers must be at most {available} (the GPUs of this machine), "
-            f"got {trainers}. Lower it, or give cluster.address"
-        )
-    raise ConfigError(
-        f"cluster.trainers + old_logps.ranks must be at most {available} (the GPUs of this "
-        f"machine), got {trainers} + {scorers}. Lower one, or give cluster.address"
-    )
-
-
 def order_by_node(nodes: Mapping[int, str]) -> list[int]:
     """Return the bundles of a placement group in an order in which those of a node are adjacent.
 
@@ -429,153 +401,3 @@ def order_by_node(nodes: Mapping[int, str]) -> list[int]:
     for bundle in sorted(nodes):
         first.setdefault(nodes[bundle], bundle)
     return sorted(nodes, key=lambda bundle: (first[nodes[bundle]], bundle))
-
-
-class RankedTrainer:
-    """A `Trainer` whose model and optimizer are divided among ranks."""
-
-    def __init__(self, ranks: Ranks, policy: Policy) -> None:
-        """`policy` is the driver's: it numbers the versions. Its weights are the initial ones."""
-        self.ranks = ranks
-        self.policy = policy
-        self.results = StepResults({}, [], [], [])
-        """The results of the last batch."""
-        self.collect: Callable[[Batch | None], None] = lambda batch: None
-        """Is called before the ranks need old log-probabilities of a batch, or all (None)."""
-        self._steps_left = 0
-
-    def call(self, name: str, *arguments: Any) -> Any:
-        """Call a method on every rank, which first takes over the policy's version number."""
-        self._send_version()
-        return self.ranks.call(name, *arguments)
-
-    def call_parts(self, name: str, *arguments: Any) -> tuple[list[Any], list[Reference]]:
-        """Call a method on every rank like `call`. Return the results of `Ranks.call_parts`."""
-        self._send_version()
-        return self.ranks.call_parts(name, *arguments)
-
-    def _send_version(self) -> None:
-        self.ranks.later("follow_version", self.policy.version, self.policy.version_gaps)
-
-    @property
-    def version(self) -> int:
-        return self.policy.version
-
-    def start_version(self) -> None:
-        self.policy.version += 1
-
-    def lag(self, version: Tensor) -> Tensor:
-        return self.policy.lag(version)
-
-    def weights(self) -> Mapping[str, Tensor]:
-        """Return copies of the whole weights, in main memory."""
-        weights: dict[str, Tensor] = self.call("whole_weights")
-        return weights
-
-    def prepare(self, batch: Batch) -> Sequence[int]:
-        """Return the numbers of the minibatches. Their data stay on the ranks."""
-        self.collect(batch)
-        self._steps_left = self.call("prepare", batch)
-        return range(self._steps_left)
-
-    def backward(self, minibatch: int) -> None:
-        self.call("backward", minibatch)
-
-    def step(self) -> None:
-        self.call("step")
-        self._steps_left -= 1
-        if not self._steps_left:
-            self.results = self.call("results")
-
-    def metrics(self) -> Mapping[str, float]:
-        return self.results.metrics
-
-    def points(self) -> list[dict[str, float]]:
-        return self.results.points
-
-    def save_failed_batch(self, folder: Path) -> str:
-        """Save the batch at which the ranks stopped. Return a message for the terminal."""
-        try:
-            return str(self.call("save_failed_batch", folder.absolute()))
-        except RanksDied as error:
-            return f"the batch could not be saved: {error}"
-
-
-class RankedOldLogps(OldLogps):
-    """A route to old log-probabilities on ranks, each with its part of the weights."""
-
-    def __init__(self, trainer: RankedTrainer, needs: Needs) -> None:
-        self.needs = needs
-        self._trainer = trainer
-        self._call: Callable[..., Any] = trainer.call
-
-    def publishing(self) -> None:
-        self._call("publishing")
-
-    def published(self, live: Collection[int]) -> None:
-        self._call("published", tuple(live))
-
-    def arrived(self, piece: PendingPiece) -> None:
-        if self.needs.idle:  # other routes have no use for it, and expert routes are large
-            self._trainer.ranks.later("arrived", piece)
-
-    def idle(self) -> bool:
-        return bool(self._call("idle"))
-
-    def closing(self, unscored: Sequence[PendingPiece]) -> None:
-        self._call("closing", tuple(unscored))
-
-    def events(self) -> list[dict[str, Any]]:
-        return self._trainer.results.events
-
-    def recover(self, past: Mapping[int, Sequence[PendingPiece]], weights: Weights) -> None:
-        """Recover route and audit. The ranks read the weights of versions from disk themselves."""
-        self._call("recover", {version: tuple(pieces) for version, pieces in past.items()})
-
-
-class RankedAuditor:
-    """The audit on ranks."""
-
-    def __init__(self, trainer: RankedTrainer) -> None:
-        self._trainer = trainer
-
-    def published(self, live: Collection[int]) -> None:
-        self._trainer.call("audit_published", tuple(live))
-
-    def record(self, folder: Path) -> None:
-        """Record every version and batch for `unstale audit`. Every rank must reach `folder`."""
-        self._trainer.ranks.later("record", folder.absolute())
-
-    def points(self) -> list[dict[str, float]]:
-        return self._trainer.results.audit_points
-
-    def recover(self, past: Mapping[int, Sequence[PendingPiece]], weights: Weights) -> None:
-        """Do nothing: the route's `recover` also recovers the audit on the ranks."""
-
-
-class RankedCheckpoints(Checkpoints):
-    """Checkpoints that the ranks write and read. Every rank must reach the run folder.
-
-    The ranks copy their state for a snapshot, and continue while the copy is written.
-    """
-
-    def __init__(self, trainer: RankedTrainer, run: Path, *, keep: int = 2) -> None:
-        super().__init__(run, {}, keep=keep)
-        self._trainer = trainer
-        trainer.ranks.later("open_run", run.absolute(), keep)
-
-    def snapshot(self, progress: Progress, source: VersionedWeights) -> Checkpoint:
-        self._trainer.collect(None)
-        self._trainer.call("snapshot", progress)
-        return Checkpoint(progress, source.version, {}, {})
-
-    def write(self, checkpoint: Checkpoint) -> str:
-        return str(self._trainer.ranks.call_beside("write"))
-
-    def load(self, name: str) -> Checkpoint:
-        progress, version = self._trainer.call("load", name)
-        return Checkpoint(progress, version, {}, {})
-
-    def restore(self, checkpoint: Checkpoint) -> None:
-        policy = self._trainer.policy
-        policy.version, policy.version_gaps = self._trainer.call("restore")

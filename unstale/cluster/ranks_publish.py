@@ -1,20 +1,13 @@
 """Publication of weights that are divided among trainer ranks."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 
 import torch
-from torch import Tensor
 
-from unstale.cluster.engine_host_weights import PostedStep, WeightPosts
-from unstale.cluster.ranks import RankedTrainer
-from unstale.cluster.ranks_worker import PublishedPart
-from unstale.cluster.weight_objects import read_delta
-from unstale.weights.codec import advance, words
+from unstale.cluster.engine_host_weights import WeightPosts
+from unstale.cluster.ranked_trainer import RankedTrainer
 from unstale.weights.publish import DirectPublisher, VersionedWeights, WeightReceiver, cast
 from unstale.weights.store import Update
-
-FETCH_S = 600.0
-"""Longest time to fetch one rank's part of a version."""
 
 
 class RankedPublisher(DirectPublisher):
@@ -39,31 +32,12 @@ class RankedPublisher(DirectPublisher):
         self._posts = posts
 
     def prepare(self, source: VersionedWeights, live: Collection[int] = ()) -> None:
-        answers, objects = self._trainer.call_parts("publish", tuple(live), self._loaded)
-        parts: list[PublishedPart] = answers
         weights = self._trainer.policy.weights()
-        given = sum(part.words for part in parts)
-        wanted = sum(words(tensor).numel() for tensor in weights.values())
-        bases = {part.base for part in parts}
-        if given != wanted or len(bases) != 1:
-            raise RuntimeError(
-                f"the trainer ranks published {given} of {wanted} words, as differences from the "
-                f"versions {sorted(bases)}"
-            )
-        self.bytes = sum(part.nbytes for part in parts)
-        deltas = [each for each, part in zip(objects, parts, strict=True) if part.words]
-        step = PostedStep(bases.pop(), source.version, self.bytes, deltas)
+        step = self._trainer.post("publish", tuple(live), self._loaded)
+        self.bytes = step.nbytes
         if self._posts:
             update: Update = self._posts.post_parts(step, weights)
         else:
-            self._take(step, weights)
+            self._trainer.advance(weights, step)
             update = cast(weights, self._dtype)
         self._prepared = update, source.version
-
-    def _take(self, step: PostedStep, weights: Mapping[str, Tensor]) -> None:
-        """Turn the weights of the step's base into those of its version, in place."""
-        if step.base == -1:
-            for tensor in weights.values():
-                words(tensor).zero_()
-        for delta in step.deltas:
-            advance(weights, read_delta(self._trainer.ranks.fetch(delta, FETCH_S)))

@@ -9,8 +9,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from unstale.cluster.weight_objects import Part, arrays
 from unstale.durability.checkpoint import Checkpoint, Checkpoints, Progress, Stateful
 from unstale.model.peers import Peers
@@ -40,7 +38,7 @@ class StepResults:
 
 @dataclass(frozen=True, slots=True)
 class PublishedPart:
-    """A rank's part of a version, as it is sent to the engines."""
+    """The size of a rank's part of a version."""
 
     base: int
     """The version from which it is a difference. -1 if it is the whole part."""
@@ -111,11 +109,6 @@ class Rank:
             self.trainer.metrics(), self.trainer.points(), self.auditor.points(), self._old.events()
         )
 
-    def whole_weights(self) -> dict[str, Tensor]:
-        """Return the forward weights. On other ranks than the first the result is empty."""
-        is_first = self.policy.peers.rank == 0
-        return {name: tensor for name, tensor in self.policy.whole_weights() if is_first}
-
     def record(self, folder: Path) -> None:
         """Record every version and batch for `unstale audit`. The first rank writes."""
         peers = self.policy.peers
@@ -125,7 +118,7 @@ class Rank:
         return save_failed_batch(self.trainer, folder)
 
     def publish(self, live: Collection[int], base: int) -> tuple[PublishedPart, list[Part]]:
-        """Write this rank's part of the current version to disk, and return it for the engines.
+        """Write this rank's part of the current version to disk, and return it.
 
         It is the difference from version `base` if the store has that, otherwise all of the part.
         `live` are older versions that must be kept. The result shares memory with the weights.
@@ -139,6 +132,14 @@ class Rank:
         delta = _delta_from(store, base, version) or all_of(version, weights)
         delta = replace(delta, starts=self.policy.part_starts())
         self.checkpoints.write_delta(delta)
+        return self._returned(delta)
+
+    def weight_part(self) -> tuple[PublishedPart, list[Part]]:
+        """Return this rank's part of the current weights. It shares memory with the weights."""
+        delta = all_of(self.policy.version, self.policy.weights())
+        return self._returned(replace(delta, starts=self.policy.part_starts()))
+
+    def _returned(self, delta: Delta) -> tuple[PublishedPart, list[Part]]:
         if delta.starts is None and self.policy.peers.rank:  # the first rank returns the whole
             return PublishedPart(delta.base, 0, 0), []
         words = sum(encoded.words for encoded in delta.tensors.values())
@@ -155,17 +156,6 @@ class Rank:
 
     def arrived(self, piece: PendingPiece) -> None:
         self._old.arrived(piece)
-
-    def put_weights(self) -> dict[str, Any]:
-        """Put the whole forward weights into Ray's object store. Return references to them.
-
-        On other ranks than the first the result is empty.
-        """
-        import ray
-
-        is_first = self.policy.peers.rank == 0
-        whole = self.policy.whole_weights()
-        return {name: ray.put(tensor) for name, tensor in whole if is_first}
 
     def add_scores(self, rows: Iterable[Any], forward_tokens: int) -> None:
         self._scores.add_scores(rows, forward_tokens)

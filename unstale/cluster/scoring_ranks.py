@@ -9,26 +9,27 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 
-from unstale.cluster.ranks import RankedOldLogps, RankedTrainer, Ranks
+from unstale.cluster.ranked_trainer import RankedOldLogps, RankedTrainer
+from unstale.cluster.ranks import Ranks
+from unstale.cluster.weight_objects import FETCH_S, PostedStep, read_delta
 from unstale.old_logps.old_logit_model import pieces_of
 from unstale.old_logps.scoring.cache import answer
 from unstale.old_logps.scoring.queue import Pieces, ScoringOrder
 from unstale.old_logps.scoring.second_model import Reply, SecondModel
+from unstale.weights.codec import advance_overlap, words
 
 if TYPE_CHECKING:
     from unstale.config.routes import Needs
     from unstale.model.policy import Policy
     from unstale.old_logps.scoring.scorer import Scorer
     from unstale.records import Batch, PendingPiece
-
-FETCH_S = 600.0
-"""Longest time to fetch one weight from Ray's object store, perhaps on another machine."""
+    from unstale.weights.store import Delta
 
 
 class ScoringRank:
@@ -37,14 +38,38 @@ class ScoringRank:
     def __init__(self, policy: Policy, scorer: Scorer) -> None:
         self._policy = policy
         self._scorer = scorer
+        self._version = -1
+        """The version of the weights. -1 before the first."""
 
-    def load(self, references: Mapping[str, Any]) -> None:
-        """Load weights by their references in Ray's object store, one at a time."""
+    def load(self, step: PostedStep) -> None:
+        """Load the weights of a version, which are in Ray's object store."""
         import ray
 
-        self._policy.load_whole_weights(
-            (name, ray.get(reference, timeout=FETCH_S)) for name, reference in references.items()
-        )
+        parts = (read_delta(ray.get(part, timeout=FETCH_S)) for part in step.deltas)
+        self.advance(step.base, step.version, parts)
+
+    def advance(self, base: int, version: int, parts: Iterable[Delta]) -> None:
+        """Turn the weights of version `base` into those of `version`.
+
+        `parts` are the differences of the trainer ranks' parts, of which this rank takes the words
+        of its own part. Raises ValueError if the model has another version, or if words are
+        missing.
+        """
+        weights = self._policy.weights()
+        starts = self._policy.part_starts() or dict.fromkeys(weights, 0)
+        if base == -1:
+            for tensor in weights.values():
+                words(tensor).zero_()
+        elif base != self._version:
+            raise ValueError(
+                f"the difference is from version {base}, but the model has version {self._version}"
+            )
+        given = sum(advance_overlap(weights, starts, part) for part in parts)
+        wanted = sum(words(tensor).numel() for tensor in weights.values())
+        if given != wanted:
+            raise ValueError(f"the trainer ranks gave {given} of the {wanted} words of this rank")
+        self._policy.at_version = False
+        self._version = version
 
     def score(self, pieces: Pieces) -> Reply:
         """Score pieces with the loaded weights."""
@@ -72,9 +97,9 @@ class RanksLink:
         self._submitting = Lock()
         """Keeps `_calls` in the order in which the thread runs them."""
 
-    def load(self, version: int, weights: Mapping[str, Any]) -> None:
-        """Send references to the weights of a version."""
-        self._send(partial(self._order.add_version, version, weights))
+    def load(self, version: int, step: PostedStep) -> None:
+        """Send what leads from the version that was sent before to this one."""
+        self._send(partial(self._order.add_version, version, step))
 
     def score(self, pieces: Pieces) -> None:
         self._send(partial(self._order.add_pieces, pieces))
@@ -108,8 +133,8 @@ class RanksLink:
         if pieces := self._order.take_pieces():
             reply = self._ranks.call("score", pieces)
         elif self._order:
-            version, weights = self._order.take_version()
-            self._ranks.call("load", weights)
+            version, step = self._order.take_version()
+            self._ranks.call("load", step)
             reply = {"op": "loaded", "version": version}
         if self._order:
             self._submit()
@@ -135,12 +160,15 @@ class RankedOldLogitModel(RankedOldLogps):
         self._add_waits(self._model.wait_until_loaded(), 0.0)
 
     def published(self, live: Collection[int]) -> None:
-        """Send the weights of the current version from the trainer ranks to the second model."""
+        """Load the current version into the second model, from the parts that the ranks posted.
+
+        No rank gathers whole weights.
+        """
         self._add_waits(self._model.finish_version(), 0.0)
         super().published(live)
         version = self._trainer.version
         if version != self._model.sent:
-            self._model.load(version, self._trainer.call("put_weights"))
+            self._model.load(version, self._trainer.step_from(self._model.sent))
 
     def arrived(self, piece: PendingPiece) -> None:
         self._model.arrived(piece)

@@ -1,6 +1,7 @@
 """Weights as objects in Ray's store: the parts of a safetensors file, as arrays of bytes."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,20 @@ Part = NDArray[Any]
 """A part of a file, as bytes."""
 Reference = Any
 """A reference to an object in Ray's store: a list of `Part`, one after the other."""
+
+FETCH_S = 600.0
+"""Longest time to fetch an object with weights, perhaps from another machine."""
+
+
+@dataclass(frozen=True, slots=True)
+class PostedStep:
+    """What leads from version `base` to `version`. With a base of -1 it begins from zeros."""
+
+    base: int
+    version: int
+    nbytes: int
+    deltas: Sequence[Reference]
+    """One delta, or one of each trainer rank's part."""
 
 
 def arrays(parts: Sequence[Bytes]) -> list[Part]:

@@ -7,7 +7,7 @@ computed once (`prefix_tree`).
 import copy
 import json
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -35,6 +35,7 @@ from unstale.model.packing_check import check_packing
 from unstale.model.peers import ALONE, Peers
 from unstale.model.prefix_tree import ROUND, Packed, PrefixTree, build_prefix_tree
 from unstale.model.versions import VersionGaps, lag_of, num_batches
+from unstale.model.whole_weights import WholeWeights
 from unstale.records import Batch
 
 Placement = Literal["twin", "own"]
@@ -344,14 +345,21 @@ class Policy:
             return None
         return {name: sharding.first_number(tensor) for name, tensor in tensors.items()}
 
-    def whole_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield each whole weight of the forward pass in main memory, with its name.
+    def whole_weights(self) -> WholeWeights:
+        """Return the whole weights of the forward pass, to be read one at a time."""
+        tensors = self._tensors()
+        dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
+        if self._is_sharded:  # the optimizer's weights may be wider
+            dtypes = dict.fromkeys(tensors, self.dtype)
 
-        All ranks must iterate to the end.
-        """
-        for name, tensor in self._tensors().items():
-            dtype = self.dtype if self._is_sharded else tensor.dtype
-            yield name, sharding.gather_whole(tensor).to("cpu", dtype)
+        def read(name: str) -> Tensor:
+            return sharding.gather_whole(tensors[name].to(dtypes[name])).cpu()
+
+        layout = {
+            name: torch.empty(tensor.shape, dtype=dtypes[name], device="meta")
+            for name, tensor in tensors.items()
+        }
+        return WholeWeights(layout, read)
 
     @property
     def num_bytes(self) -> int:
@@ -383,21 +391,6 @@ class Policy:
         if wrong:
             raise ValueError(f"weights do not fit the model: {wrong[:4]}")
         self._write(weights)
-        self.at_version = False
-
-    def load_whole_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Copy whole weights into the model, one after the other. `at_version` becomes False.
-
-        A sharded model takes this rank's part of each. Raises ValueError unless the names match.
-        """
-        tensors = self._tensors()
-        for name, whole in weights:
-            if name not in tensors:
-                raise ValueError(f"weights do not match the model, which has no {name}")
-            tensor = tensors.pop(name)
-            sharding.local(tensor).copy_(sharding.part_of(whole, tensor))
-        if tensors:
-            raise ValueError(f"weights do not match the model: {sorted(tensors)[:4]} are missing")
         self.at_version = False
 
     def _write(self, weights: Mapping[str, Tensor]) -> None:

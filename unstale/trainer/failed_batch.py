@@ -3,8 +3,6 @@
 from dataclasses import fields
 from pathlib import Path
 
-from safetensors import SafetensorError
-
 from unstale.trainer.local import LocalTrainer
 from unstale.weights.recording import WENT_WRONG, WentWrong
 
@@ -29,13 +27,12 @@ def save_failed_batch(trainer: LocalTrainer, folder: Path) -> str:
         "version": str(trainer.policy.version),
         "base": str(trainer.policy.base),
     }
-    is_first = trainer.policy.peers.rank == 0
-    weights = {name: tensor for name, tensor in trainer.policy.whole_weights() if is_first}
-    record = WentWrong(minibatch.batch, columns, weights, about)
-    if not is_first:
+    weights = trainer.policy.whole_weights()
+    if trainer.policy.peers.rank:
+        weights.skip()
         return ""
     try:
-        record.save(folder / WENT_WRONG)
-    except (OSError, SafetensorError) as error:
+        WentWrong(minibatch.batch, columns, weights, about).save(folder / WENT_WRONG)
+    except OSError as error:
         return f"the batch could not be saved: {error}"
     return f"the batch was saved; to compute it again: unstale replay {folder}"

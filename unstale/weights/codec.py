@@ -59,8 +59,8 @@ _HEADER = struct.Struct("<Q")
 
 Array = npt.NDArray[Any]
 Kind = Literal["sparse", "packed", "raw"]
-Part = tuple[str, str, tuple[int, ...], Bytes]
-"""One tensor of a safetensors file: name, dtype, shape and bytes."""
+Entry = tuple[str, str, tuple[int, ...], int]
+"""One tensor of a safetensors file: name, dtype, shape and number of bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +160,7 @@ def checksum(tensors: Mapping[str, Tensor]) -> int:
     """Return the CRC-32 of the bits of all tensors, in the order of their names."""
     crc = 0
     for name in sorted(tensors):
-        crc = zlib.crc32(_bytes(tensors[name]), crc)
+        crc = zlib.crc32(bytes_of(tensors[name]), crc)
     return crc
 
 
@@ -195,7 +195,7 @@ def whole(tensor: Tensor, *, copy: bool = True) -> Encoded:
     """
     bits = words(tensor)
     count = bits.numel()
-    data = _bytes(tensor)
+    data = bytes_of(tensor)
     streams: tuple[Bytes, ...] = (bytes(data) if copy else data,) if count else ()
     return Encoded("raw", count, bits.element_size(), count, streams)
 
@@ -255,6 +255,31 @@ def advance(tensors: Mapping[str, Tensor], delta: Delta) -> None:
         raise
 
 
+def advance_overlap(parts: Mapping[str, Tensor], starts: Mapping[str, int], delta: Delta) -> int:
+    """Apply a delta to the words that it has in common with parts of the same tensors, in place.
+
+    `starts` has the word at which each part begins in its whole tensor. Return the number of common
+    words. The delta's checksum is of other parts, so it is not compared.
+    """
+    common = 0
+    for name, encoded in delta.tensors.items():
+        if name not in parts:
+            raise ValueError(f"the delta is of other weights: {name} is not among them")
+        target = words(parts[name]).view(-1)
+        here, there = starts[name], delta.starts[name] if delta.starts else 0
+        first, last = max(here, there), min(here + len(target), there + encoded.words)
+        if first >= last:
+            continue
+        common += last - first
+        if encoded.streams:
+            difference = torch.zeros(encoded.words, dtype=target.dtype)
+            apply(encoded, difference)
+            target[first - here : last - here] ^= difference[first - there : last - there].to(
+                target.device
+            )
+    return common
+
+
 def dumps(delta: Delta) -> bytes:
     """Return a delta as the bytes of a safetensors file.
 
@@ -265,11 +290,13 @@ def dumps(delta: Delta) -> bytes:
 
 def file_parts(delta: Delta) -> list[Bytes]:
     """Return the bytes of `dumps` in parts, without copying the compressed streams."""
-    streams: list[Part] = []
+    streams: list[Bytes] = []
+    entries: list[Entry] = []
     tensors = {}
     for name, encoded in delta.tensors.items():
-        streams += [
-            (f"{name}/{i}", "U8", (len(stream),), stream)
+        streams += encoded.streams
+        entries += [
+            (f"{name}/{i}", "U8", (len(stream),), len(stream))
             for i, stream in enumerate(encoded.streams)
         ]
         tensors[name] = {
@@ -288,7 +315,7 @@ def file_parts(delta: Delta) -> list[Bytes]:
     if delta.starts is not None:
         about["starts"] = dict(delta.starts)
     text = json.dumps(about)
-    return _file(streams, {"delta": f"{_seal(text, delta.tensors)} {text}"})
+    return [_header(entries, {"delta": f"{_seal(text, delta.tensors)} {text}"}), *streams]
 
 
 def file_of(weights: Mapping[str, Tensor]) -> list[Bytes]:
@@ -301,14 +328,31 @@ def file_of(weights: Mapping[str, Tensor]) -> list[Bytes]:
     >>> load(file)["a"].tolist()
     [1.5, 2.0]
     """
-    parts = []
+    header, starts = file_header(weights)
+    return [header, *(bytes_of(weights[name]) for name in starts)]
+
+
+def file_header(
+    layout: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
+) -> tuple[bytes, dict[str, int]]:
+    """Return the header of a safetensors file, and where each tensor begins in the file, in order.
+
+    `layout` has tensors of the same dtypes and shapes, which may have no values (device `meta`).
+    """
+    entries = []
     # Wide elements first, so that each tensor is aligned to its element size.
-    for name, tensor in sorted(weights.items(), key=lambda item: -item[1].element_size()):
+    for name, tensor in sorted(layout.items(), key=lambda item: -item[1].element_size()):
         if tensor.dtype not in _NAMES:
             allowed = ", ".join(map(str, _NAMES))
             raise ValueError(f"{name} is {tensor.dtype}, which is not one of {allowed}")
-        parts.append((name, _NAMES[tensor.dtype], tuple(tensor.shape), _bytes(tensor)))
-    return _file(parts, {})
+        entries.append((name, _NAMES[tensor.dtype], tuple(tensor.shape), tensor.nbytes))
+    header = _header(entries, metadata or {})
+    starts = {}
+    end = len(header)
+    for name, *_, size in entries:
+        starts[name] = end
+        end += size
+    return header, starts
 
 
 def file_size(header: Bytes) -> int:
@@ -320,16 +364,16 @@ def file_size(header: Bytes) -> int:
     return _HEADER.size + int(size) + max(ends, default=0)
 
 
-def _file(parts: Sequence[Part], metadata: Mapping[str, str]) -> list[Bytes]:
+def _header(entries: Sequence[Entry], metadata: Mapping[str, str]) -> bytes:
     header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
     end = 0
-    for name, dtype, shape, data in parts:
+    for name, dtype, shape, size in entries:
         start = end
-        end += len(data)
+        end += size
         header[name] = {"dtype": dtype, "shape": shape, "data_offsets": (start, end)}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _HEADER.size)
-    return [_HEADER.pack(len(text)) + text, *(data for *_, data in parts)]
+    return _HEADER.pack(len(text)) + text
 
 
 def tensors_of(data: bytes | bytearray | mmap) -> dict[str, Tensor]:
@@ -446,7 +490,7 @@ def _check_fit(encoded: Encoded, target: Tensor) -> None:
         )
 
 
-def _bytes(tensor: Tensor) -> memoryview:
+def bytes_of(tensor: Tensor) -> memoryview:
     """Return the bytes of a tensor on the CPU, sharing its memory where possible."""
     return words(tensor).cpu().contiguous().numpy().reshape(-1).view(np.uint8).data
 

@@ -9,19 +9,22 @@ Each file is written under another name and then renamed, so no file is ever inc
 """
 
 import json
-from collections.abc import Iterable, Mapping
+from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from unstale.config import ConfigError
 from unstale.expert_routes import ExpertRoutes, RouteTable
+from unstale.model.whole_weights import WholeWeights
 from unstale.records import Batch
+from unstale.weights.codec import bytes_of, file_header
 
 RECORDED = "recorded"
 """Name of the folder with the recording, in a run folder."""
@@ -31,6 +34,9 @@ WENT_WRONG = "went_wrong.safetensors"
 
 _LISTS = ("offsets", "episodes")
 """Names of the columns of a batch that are tuples instead of tensors."""
+
+_WEIGHT = "weight/"
+"""Begin of the names of weights in the file with a batch that went wrong."""
 
 _ROUTES = ("routes.complete", "routes.places", "routes.experts")
 """Columns of a batch with expert routes: places are rows (sequence, version, start, count)."""
@@ -64,11 +70,12 @@ class Recording:
             self._versions.mkdir(parents=True, exist_ok=True)
             self._batches.mkdir(parents=True, exist_ok=True)
 
-    def version(self, number: int, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Write the weights of a version to its file. `weights` is iterated in any case."""
-        whole = {name: tensor for name, tensor in weights if self._writes}
+    def version(self, number: int, weights: WholeWeights) -> None:
+        """Write the weights of a version to its file, one tensor at a time."""
         if self._writes:
-            _write(self._versions / _name(number), whole, {"base": str(self._base)})
+            _write(self._versions / _name(number), weights, {"base": str(self._base)})
+        else:
+            weights.skip()
 
     def batch(self, trained: TrainedOn) -> None:
         if not self._writes:
@@ -79,7 +86,7 @@ class Recording:
             "version": str(trained.version),
             "jumps": json.dumps(trained.version_gaps),
         }
-        _write(self._batches / _name(trained.step), columns, about)
+        _write(self._batches / _name(trained.step), _held(columns), about)
 
 
 class Recorded:
@@ -132,18 +139,20 @@ class WentWrong:
 
     batch: Batch
     columns: Mapping[str, Tensor]
-    weights: Mapping[str, Tensor]
+    weights: WholeWeights
     about: Mapping[str, str]
 
     def save(self, path: Path) -> None:
-        groups = {"batch": _columns(self.batch), "column": self.columns, "weight": self.weights}
-        # Copies, because columns may share memory, which the format does not allow.
-        tensors = {
-            f"{group}/{name}": tensor.clone()
-            for group, held in groups.items()
-            for name, tensor in held.items()
-        }
-        _write(path, tensors, dict(self.about))
+        """Write the file, one weight at a time."""
+        columns = {f"batch/{name}": tensor for name, tensor in _columns(self.batch).items()}
+        columns |= {f"column/{name}": tensor for name, tensor in self.columns.items()}
+        layout = {f"{_WEIGHT}{name}": like for name, like in self.weights.layout.items()}
+
+        def read(name: str) -> Tensor:
+            own = columns.get(name)
+            return self.weights.read(name.removeprefix(_WEIGHT)) if own is None else own
+
+        _write(path, WholeWeights(columns | layout, read), dict(self.about))
 
     @classmethod
     def load(cls, path: Path) -> "WentWrong":
@@ -161,7 +170,7 @@ class WentWrong:
             for key in file.keys():  # noqa: SIM118
                 group, _, name = key.partition("/")
                 groups[group][name] = file.get_tensor(key)
-        return cls(_batch(groups["batch"]), groups["column"], groups["weight"], about)
+        return cls(_batch(groups["batch"]), groups["column"], _held(groups["weight"]), about)
 
 
 def _columns(batch: Batch) -> dict[str, Tensor]:
@@ -215,8 +224,29 @@ def _numbers(folder: Path) -> list[int]:
     return sorted(int(path.stem) for path in folder.glob("*.safetensors"))
 
 
-def _write(path: Path, tensors: Mapping[str, Tensor], about: dict[str, str]) -> None:
+def _held(tensors: Mapping[str, Tensor]) -> WholeWeights:
+    """Return tensors that are all in memory, to be written like others."""
+    return WholeWeights(tensors, tensors.__getitem__)
+
+
+def _write(path: Path, tensors: WholeWeights, about: dict[str, str]) -> None:
+    """Write a safetensors file with one tensor at a time in memory.
+
+    If that fails, the tensors that are left are read all the same, because other ranks wait.
+    """
     part = path.with_suffix(".part")
-    contiguous = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    save_file(contiguous, part, metadata=about)
-    part.replace(path)
+    left = iter(tensors)
+    try:
+        header, starts = file_header(tensors.layout, about)
+        with part.open("wb") as file:
+
+            def write(item: tuple[str, Tensor]) -> None:
+                name, tensor = item
+                file.seek(starts[name])
+                file.write(bytes_of(tensor))
+
+            file.write(header)
+            deque(map(write, left), maxlen=0)  # a loop's variable would keep each tensor too long
+        part.replace(path)
+    finally:
+        deque(left, maxlen=0)

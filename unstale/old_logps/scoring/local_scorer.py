@@ -18,6 +18,7 @@ from unstale.model.lora import Lora
 from unstale.model.policy import Placement, Policy
 from unstale.model.prefix_tree import Packed
 from unstale.model.versions import VersionGaps
+from unstale.model.whole_weights import WholeWeights
 from unstale.old_logps.scoring.average import Average
 from unstale.old_logps.scoring.scorer import MakeStore, Scorer, Weights, WeightStore
 from unstale.records import Batch
@@ -160,7 +161,7 @@ class LocalScorer:
     def weights(self) -> Mapping[str, Tensor]:
         return self.policy.weights()
 
-    def whole_weights(self) -> Iterator[tuple[str, Tensor]]:
+    def whole_weights(self) -> WholeWeights:
         return self.policy.whole_weights()
 
     def export(self, folder: Path | str) -> dict[str, Any]:

@@ -5,7 +5,7 @@ Routes and the audit use a `Scorer` and never a model. So it does not matter whe
 its own scorer.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol
@@ -17,6 +17,7 @@ from unstale.model.forward import Scored
 from unstale.model.policy import Placement
 from unstale.model.prefix_tree import Packed
 from unstale.model.versions import VersionGaps
+from unstale.model.whole_weights import WholeWeights
 from unstale.records import Batch
 
 Weights = Callable[[int], Mapping[str, Tensor]]
@@ -208,11 +209,8 @@ class Scorer(Protocol):
         """Return the trainer's weights by name. Copy them before the next optimizer step."""
         ...
 
-    def whole_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the trainer's weights in main memory with their names, whole on every rank.
-
-        All ranks must iterate to the end.
-        """
+    def whole_weights(self) -> WholeWeights:
+        """Return the trainer's whole weights, to be read one at a time."""
         ...
 
     def export(self, folder: Path | str) -> dict[str, Any]:

@@ -1,0 +1,225 @@
+"""The driver's side of the components that trainer ranks have.
+
+    RankedTrainer        a `Trainer`
+    RankedOldLogps       a route to old log-probabilities
+    RankedAuditor        the audit
+    RankedCheckpoints    checkpoints that the ranks write
+
+The components of the training loop have these classes if the trainer has ranks.
+"""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from unstale.cluster.ranks import Ranks, RanksDied
+from unstale.cluster.ranks_worker import PublishedPart, StepResults
+from unstale.cluster.weight_objects import FETCH_S, PostedStep, read_delta
+from unstale.config.routes import Needs
+from unstale.durability.checkpoint import Checkpoint, Checkpoints, Progress
+from unstale.model.policy import Policy
+from unstale.old_logps import OldLogps
+from unstale.old_logps.scoring.scorer import Weights
+from unstale.records import Batch, PendingPiece
+from unstale.weights import codec
+from unstale.weights.codec import words
+from unstale.weights.publish import VersionedWeights
+
+
+class RankedTrainer:
+    """A `Trainer` whose model and optimizer are divided among ranks."""
+
+    def __init__(self, ranks: Ranks, policy: Policy) -> None:
+        """`policy` is the driver's: it numbers the versions. Its weights are the initial ones."""
+        self.ranks = ranks
+        self.policy = policy
+        self.results = StepResults({}, [], [], [])
+        """The results of the last batch."""
+        self.collect: Callable[[Batch | None], None] = lambda batch: None
+        """Is called before the ranks need old log-probabilities of a batch, or all (None)."""
+        self._steps_left = 0
+        self._posted: PostedStep | None = None
+        """What the ranks posted last. Kept for ranks that only score: it occupies Ray's store."""
+
+    def call(self, name: str, *arguments: Any) -> Any:
+        """Call a method on every rank, which first takes over the policy's version number."""
+        self._send_version()
+        return self.ranks.call(name, *arguments)
+
+    def post(self, name: str, *arguments: Any) -> PostedStep:
+        """Call a method on every rank that returns its part of the current version.
+
+        The parts are then in Ray's store. No rank has more than its part.
+        """
+        self._send_version()
+        answers, objects = self.ranks.call_parts(name, *arguments)
+        parts: list[PublishedPart] = answers
+        given = sum(part.words for part in parts)
+        wanted = sum(words(tensor).numel() for tensor in self.policy.weights().values())
+        bases = {part.base for part in parts}
+        if given != wanted or len(bases) != 1:
+            raise RuntimeError(
+                f"the trainer ranks returned {given} of {wanted} words, as differences from the "
+                f"versions {sorted(bases)}"
+            )
+        size = sum(part.nbytes for part in parts)
+        deltas = [each for each, part in zip(objects, parts, strict=True) if part.words]
+        step = PostedStep(bases.pop(), self.version, size, deltas)
+        if self.ranks.scorers:
+            self._posted = step
+        return step
+
+    def step_from(self, base: int) -> PostedStep:
+        """Return what leads from version `base` to the current one, or from zeros to it.
+
+        It is what the ranks posted last, if that fits. Otherwise they post all of their parts.
+        """
+        posted = self._posted
+        if posted and posted.version == self.version and posted.base in (base, -1):
+            return posted
+        return self.post("weight_part")
+
+    def advance(self, weights: Mapping[str, Tensor], step: PostedStep) -> None:
+        """Turn the weights of the step's base into those of its version, in place.
+
+        This process fetches the part of one rank after the other.
+        """
+        if step.base == -1:
+            for tensor in weights.values():
+                words(tensor).zero_()
+        for part in step.deltas:
+            codec.advance(weights, read_delta(self.ranks.fetch(part, FETCH_S)))
+
+    def _send_version(self) -> None:
+        self.ranks.later("follow_version", self.policy.version, self.policy.version_gaps)
+
+    @property
+    def version(self) -> int:
+        return self.policy.version
+
+    def start_version(self) -> None:
+        self.policy.version += 1
+
+    def lag(self, version: Tensor) -> Tensor:
+        return self.policy.lag(version)
+
+    def weights(self) -> Mapping[str, Tensor]:
+        """Return copies of the whole weights, in the main memory of this process."""
+        weights = {name: torch.empty_like(t) for name, t in self.policy.weights().items()}
+        self.advance(weights, self.post("weight_part"))
+        return weights
+
+    def update_policy(self) -> None:
+        """Give the driver's policy the weights of the ranks."""
+        self.advance(self.policy.weights(), self.post("weight_part"))
+
+    def prepare(self, batch: Batch) -> Sequence[int]:
+        """Return the numbers of the minibatches. Their data stay on the ranks."""
+        self.collect(batch)
+        self._steps_left = self.call("prepare", batch)
+        return range(self._steps_left)
+
+    def backward(self, minibatch: int) -> None:
+        self.call("backward", minibatch)
+
+    def step(self) -> None:
+        self.call("step")
+        self._steps_left -= 1
+        if not self._steps_left:
+            self.results = self.call("results")
+
+    def metrics(self) -> Mapping[str, float]:
+        return self.results.metrics
+
+    def points(self) -> list[dict[str, float]]:
+        return self.results.points
+
+    def save_failed_batch(self, folder: Path) -> str:
+        """Save the batch at which the ranks stopped. Return a message for the terminal."""
+        try:
+            return str(self.call("save_failed_batch", folder.absolute()))
+        except RanksDied as error:
+            return f"the batch could not be saved: {error}"
+
+
+class RankedOldLogps(OldLogps):
+    """A route to old log-probabilities on ranks, each with its part of the weights."""
+
+    def __init__(self, trainer: RankedTrainer, needs: Needs) -> None:
+        self.needs = needs
+        self._trainer = trainer
+        self._call: Callable[..., Any] = trainer.call
+
+    def publishing(self) -> None:
+        self._call("publishing")
+
+    def published(self, live: Collection[int]) -> None:
+        self._call("published", tuple(live))
+
+    def arrived(self, piece: PendingPiece) -> None:
+        if self.needs.idle:  # other routes have no use for it, and expert routes are large
+            self._trainer.ranks.later("arrived", piece)
+
+    def idle(self) -> bool:
+        return bool(self._call("idle"))
+
+    def closing(self, unscored: Sequence[PendingPiece]) -> None:
+        self._call("closing", tuple(unscored))
+
+    def events(self) -> list[dict[str, Any]]:
+        return self._trainer.results.events
+
+    def recover(self, past: Mapping[int, Sequence[PendingPiece]], weights: Weights) -> None:
+        """Recover route and audit. The ranks read the weights of versions from disk themselves."""
+        self._call("recover", {version: tuple(pieces) for version, pieces in past.items()})
+
+
+class RankedAuditor:
+    """The audit on ranks."""
+
+    def __init__(self, trainer: RankedTrainer) -> None:
+        self._trainer = trainer
+
+    def published(self, live: Collection[int]) -> None:
+        self._trainer.call("audit_published", tuple(live))
+
+    def record(self, folder: Path) -> None:
+        """Record every version and batch for `unstale audit`. Every rank must reach `folder`."""
+        self._trainer.ranks.later("record", folder.absolute())
+
+    def points(self) -> list[dict[str, float]]:
+        return self._trainer.results.audit_points
+
+    def recover(self, past: Mapping[int, Sequence[PendingPiece]], weights: Weights) -> None:
+        """Do nothing: the route's `recover` also recovers the audit on the ranks."""
+
+
+class RankedCheckpoints(Checkpoints):
+    """Checkpoints that the ranks write and read. Every rank must reach the run folder.
+
+    The ranks copy their state for a snapshot, and continue while the copy is written.
+    """
+
+    def __init__(self, trainer: RankedTrainer, run: Path, *, keep: int = 2) -> None:
+        super().__init__(run, {}, keep=keep)
+        self._trainer = trainer
+        trainer.ranks.later("open_run", run.absolute(), keep)
+
+    def snapshot(self, progress: Progress, source: VersionedWeights) -> Checkpoint:
+        self._trainer.collect(None)
+        self._trainer.call("snapshot", progress)
+        return Checkpoint(progress, source.version, {}, {})
+
+    def write(self, checkpoint: Checkpoint) -> str:
+        return str(self._trainer.ranks.call_beside("write"))
+
+    def load(self, name: str) -> Checkpoint:
+        progress, version = self._trainer.call("load", name)
+        return Checkpoint(progress, version, {}, {})
+
+    def restore(self, checkpoint: Checkpoint) -> None:
+        policy = self._trainer.policy
+        policy.version, policy.version_gaps = self._trainer.call("restore")

@@ -1,0 +1,29 @@
+"""The weights of a whole model, of which only one at a time is in memory."""
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class WholeWeights:
+    """The weights of a whole model, which are read one after the other.
+
+    If the model is divided among ranks, reading a weight gathers it. All ranks must then iterate
+    over all weights, or call `skip`.
+    """
+
+    layout: Mapping[str, Tensor]
+    """A tensor of the dtype and shape of each weight. It may have no values (device `meta`)."""
+    read: Callable[[str], Tensor]
+    """Returns a weight by its name, in main memory."""
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        for name in self.layout:
+            yield name, self.read(name)
+
+    def skip(self) -> None:
+        """Read all weights without using them, because other ranks use them."""
+        deque(self, maxlen=0)
