@@ -28,6 +28,7 @@ from unstale.config import (
     TrainerConfig,
 )
 from unstale.config.routes import live_versions
+from unstale.durability.checkpoint import Checkpoints, Progress
 from unstale.model.lora import Lora
 from unstale.planner.footprint import PROCESS_BYTES, predict_footprint, require_disk_to_resume
 from unstale.records import collate
@@ -75,7 +76,8 @@ def test_trainer_ranks_divide_the_memory_and_write_differences() -> None:
         ranks = replace(alone, cluster=ClusterConfig(trainers=count))
         found = predict_footprint(ranks, policy)
         assert found.disk == one.disk and found.checkpoint == one.checkpoint
-        divided = (one.trainer - PROCESS_BYTES) / count + gathered * (count > 1)
+        copied = (4 + 8 + 4) * (head + body)  # weights, moments and weights of a pass
+        divided = (one.trainer - PROCESS_BYTES + copied) / count + gathered * (count > 1)
         assert found.trainer - PROCESS_BYTES == pytest.approx(divided)
         assert found.driver - PROCESS_BYTES == 4 * (head + body)
         assert f"{count} trainer ranks of 0.7, the run's process 0.7, engines" in str(found)
@@ -88,8 +90,11 @@ def test_trainer_ranks_divide_the_memory_and_write_differences() -> None:
 
 
 @pytest.mark.parametrize("lora", [None, Lora(4)])
-def test_a_rank_in_bfloat16_has_16_bytes_a_weight_and_a_published_copy(lora: Lora | None) -> None:
-    """Its float32 part is also what the passes gather. Adapters are whole on every rank."""
+def test_a_rank_in_bfloat16_has_16_bytes_a_weight_and_two_copies(lora: Lora | None) -> None:
+    """Its float32 part is also what the passes gather. Adapters are whole on every rank.
+
+    One copy is of the published version, the other is what a checkpoint is written from.
+    """
     policy = tiny_policy(dtype="bfloat16", lora=lora)
     route = OldLogpsConfig(route="rollout")
     made = replace(
@@ -99,10 +104,65 @@ def test_a_rank_in_bfloat16_has_16_bytes_a_weight_and_a_published_copy(lora: Lor
     trained = sum(weight.numel() for weight in policy.weights().values())
     head = policy.model.get_output_embeddings().weight.numel()
     layers = 2 * (total - head) / policy.model.config.num_hidden_layers
-    divided = 2 * (total - trained) if lora else 18 * total
-    whole = 20 * trained if lora else 0
+    copied = (4 + 8 + 2) * trained  # by a checkpoint: float32 weights, moments, bfloat16 weights
+    divided = 2 * (total - trained) if lora else 18 * total + copied
+    whole = 20 * trained + copied if lora else 0
     found = predict_footprint(made, policy).trainer - PROCESS_BYTES
     assert found == pytest.approx(divided / 4 + whole + 2 * (head + layers))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_checkpoint_of_ranks_copies_what_is_predicted(dtype: str, tmp_path: Path) -> None:
+    made = RunConfig(
+        recipe="generated",
+        old_logps=OldLogpsConfig(route="snapshot_old"),
+        trainer=TrainerConfig(dtype=dtype, lr=1e-6),
+        audit=AuditConfig(share=0.0),
+    )
+    policy = load_policy(made)
+    trainer, _ = build_trainer(made, policy, build_scorer(made, policy))
+    with closing(trainer.old):
+        trainer.old.publishing()
+        trainer.old.published(live={0})
+        groups = sample(made, policy, [0])
+        (minibatch,) = trainer.prepare(collate(build_advantage(made.advantage)(groups)))
+        trainer.backward(minibatch)
+        trainer.step()
+        parts = {"trainer": trainer, "old": trainer.old}
+        checkpoints = Checkpoints(tmp_path, parts, copies=True)
+        before = places_and_sizes(every_tensor())
+        snapshot = checkpoints.snapshot(Progress(1), trainer)
+        added = places_and_sizes(every_tensor())
+    copied = sum(size for place, size in added.items() if place not in before)
+    assert snapshot.version == 0
+    ranks = replace(made, cluster=ClusterConfig(trainers=1))
+    local, on_rank = (predict_footprint(each, policy).trainer for each in (made, ranks))
+    assert on_rank - local == pytest.approx(copied, rel=0.02)
+
+
+def test_the_second_model_of_a_route_is_counted_in_its_own_processes() -> None:
+    """Each rank has its part, gathered layers, and what one trainer rank sends of a version."""
+    policy = tiny_policy(dtype="bfloat16")
+    route = OldLogpsConfig(route="old_logit_model")
+    made = replace(config(), audit=AuditConfig(), old_logps=route, deterministic=False)
+    total = 2 * sum(weight.numel() for weight in policy.model.parameters())
+    head = 2 * policy.model.get_output_embeddings().weight.numel()
+    gathered = head + 2 * (total - head) / policy.model.config.num_hidden_layers
+    alone = predict_footprint(made, policy)
+    assert alone.scorers == 1 and alone.scorer - PROCESS_BYTES == pytest.approx(2 * total)
+    assert "(trainer 0.7, 1 old-logit model of 0.7, engines" in str(alone)
+    three = OldLogpsConfig(route="old_logit_model", ranks=3)
+    ranks = replace(made, old_logps=three, cluster=ClusterConfig(trainers=2))
+    found = predict_footprint(ranks, policy)
+    assert found.scorer - PROCESS_BYTES == pytest.approx(total / 3 + gathered + total / 2)
+    assert "2 trainer ranks of 0.7, 3 old-logit ranks of 0.7, the run's process 0.7" in str(found)
+    memory = 2 * found.trainer + 3 * found.scorer + found.driver + found.engines
+    assert f"expected memory {memory / 1e9:.1f} GB (" in str(found)
+    elsewhere = replace(ranks, cluster=ClusterConfig(trainers=2, address="head:6379"))
+    line = "and 2 trainer ranks of 0.7 and 3 old-logit ranks of 0.7 GB in the cluster"
+    assert line in str(predict_footprint(elsewhere, policy))
+    other = replace(made, old_logps=OldLogpsConfig(route="rollout"))
+    assert predict_footprint(other, policy).scorers == 0
 
 
 def test_a_short_run_needs_no_more_disk_than_its_steps_write() -> None:

@@ -22,7 +22,14 @@ from unstale.cli.recipe_options import configure
 from unstale.config import ConfigError, ScheduleConfig
 from unstale.config.routes import routes
 from unstale.planner import deltas
-from unstale.planner.analytic import REDUCE_S, AnalyticCosts, Placement, TrainingSetup, placements
+from unstale.planner.analytic import (
+    REDUCE_S,
+    AnalyticCosts,
+    Placement,
+    TrainingSetup,
+    placements,
+    scoring_devices,
+)
 from unstale.planner.candidates import PlanRequest, candidates
 from unstale.planner.costs import LinearCosts
 from unstale.planner.hardware import DEVICES, Device, Shares
@@ -620,6 +627,32 @@ def test_main_memory_of_a_rank_is_that_of_the_arithmetic_by_hand(
     assert gb(1e-6, storage="full") == pytest.approx(full, rel=0.03)
     own = gb(1e-6, placement="own") - gb(1e-6)
     assert own == pytest.approx(1.5 * aside, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("name", "trainers", "scorers", "by_hand"),
+    [("4B", 4, 1, (14.1, 8.0)), ("30B-A3B", 24, 2, (17.8, 34.2)), ("30B-A3B", 8, 8, (53.4, 11.3))],
+)
+def test_memory_of_checkpoints_and_of_scoring_gpus_is_added_up_by_hand(
+    name: str, trainers: int, scorers: int, by_hand: tuple[float, float]
+) -> None:
+    """GB: 14 bytes a parameter divided by trainers, and 2 by scorers, with gathered layers."""
+    setup = replace(asked().setup, model=PRESETS[name])
+    copied, scoring = by_hand
+    assert setup.checkpoint_bytes(trainers) / 1e9 == pytest.approx(copied, rel=0.01)
+    activations = setup.pass_tokens * setup.model.layer_bytes
+    held = (setup.scorer_bytes(scorers) - activations) / 1e9
+    assert held == pytest.approx(scoring, rel=0.01)
+    assert setup.checkpoint_bytes(1) == 0
+
+
+def test_scoring_gpus_have_memory_for_a_whole_pass() -> None:
+    """They do not divide it: 131,072 tokens of 30B-A3B take two H100s to score."""
+    route = route_cost("old_logit_model")
+    short, long = (long_passes("30B-A3B", tokens, context=4) for tokens in (4096, 131_072))
+    counts = [scoring_devices(each, route, 1, max_staleness=1) for each in (short, long)]
+    assert counts == [1, 2]
+    assert long.scorer_bytes(1) > long.memory >= long.scorer_bytes(2)
 
 
 def long_passes(name: str, longest: int, **rest: Any) -> TrainingSetup:

@@ -18,6 +18,10 @@ from unstale.planner.workload import EpisodeStats
 
 STATE_BYTES = 16
 """Bytes per trained parameter: float32 weight 4, gradient 4, two moments 8."""
+CHECKPOINT_BYTES = 14
+"""Bytes of main memory per trained parameter while a checkpoint is written, for the copy that it is
+written from: float32 weight 4, two moments 8, bfloat16 weight 2.
+"""
 _GATHERED_LAYERS = 2
 """Number of layers whose whole weights a device of a sharded trainer has: the present and the next
 one.
@@ -110,6 +114,24 @@ class TrainingSetup:
         if not self.is_sharded(devices):
             return self.model.copy_bytes
         return self.model.gathered_bytes(_GATHERED_LAYERS)
+
+    def scorer_bytes(self, devices: int) -> float:
+        """Return the bytes of memory that each of `devices` devices needs which only score.
+
+        They divide the bfloat16 weights and gather layers as training devices do. They do not
+        divide a pass, of which they have one layer's activations at a time.
+        """
+        gathered = self.model.gathered_bytes(_GATHERED_LAYERS) if self.is_sharded(devices) else 0
+        activations = self.pass_tokens * self.model.layer_bytes
+        return self.model.copy_bytes / devices + gathered + activations
+
+    def checkpoint_bytes(self, devices: int) -> float:
+        """Return the bytes of main memory for the copy of a checkpoint, for each training device.
+
+        A trainer on one device makes no copy.
+        """
+        copied = CHECKPOINT_BYTES * self.model.parameters / devices
+        return copied if self.is_sharded(devices) else 0.0
 
     def is_sharded(self, devices: int) -> bool:
         """Return True if the trainer is sharded.
@@ -229,6 +251,7 @@ def placements(
             scorers = scoring_devices(setup, route, trainers, max_staleness=max_staleness)
             engines, left = divmod(devices - trainers - scorers, tp)
             fits = (trainers + left) % setup.context == 0 and setup.fits(trainers + left, route)
+            fits = fits and (not scorers or setup.scorer_bytes(scorers) <= setup.memory)
             if engines > 0 and left < stride and fits:
                 yield Placement(trainers + left, engines, tp, scorers)
 
@@ -248,13 +271,18 @@ def scoring_devices(
 ) -> int:
     """Return how many devices the old-logit route needs in addition to `trainers` training devices.
 
-    They must have memory for the model. They must score a batch in the time in which `trainers`
-    devices train on it, which is that of three forward passes. A trajectory is assumed to be
-    sampled by two versions.
+    They must have memory for the model, gathered layers and a pass; if no number of them has, the
+    result is the number that has it for the model. They must score a batch in the time in which
+    `trainers` devices train on it, which is that of three forward passes. A trajectory is assumed
+    to be sampled by two versions.
     """
     if not route.needs.own_process:
         return 0
     holders = math.ceil(setup.model.copy_bytes / setup.memory)
+    if setup.scorer_bytes(holders) > setup.memory:
+        beside = setup.scorer_bytes(2) - setup.model.copy_bytes / 2
+        room = setup.memory - beside
+        holders = max(2, math.ceil(setup.model.copy_bytes / room)) if room > 0 else holders
     versions = min(2, max_staleness + 1)
     forwards = route.forward_passes(versions, prompt_fraction=setup.episodes.prompt_fraction)
     return max(holders, math.ceil(trainers * forwards / 3))

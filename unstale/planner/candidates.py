@@ -260,10 +260,10 @@ def _too_few(request: PlanRequest, name: str, schedule: ScheduleConfig) -> str:
     unsharded = setup.activation_bytes + setup.computed_bytes(2)
     sharded = setup.sharded_bytes(route)
     divided = f" (with cluster.context {setup.context})" if setup.context > 1 else ""
-    if not trainers:
+    scorers = scoring_devices(setup, route, trainers, max_staleness=schedule.max_staleness)
+    if not trainers or (scorers and setup.scorer_bytes(scorers) > setup.memory):
         advice = "Use shorter episodes (--longest) or larger devices"
     elif sizes := setup.engine_sizes:
-        scorers = scoring_devices(setup, route, trainers, max_staleness=schedule.max_staleness)
         advice = f"Use --gpus {trainers + scorers + sizes[0]}"
     else:
         advice = f"Use larger devices: an engine has at most {max(ENGINE_SIZES)}"

@@ -42,7 +42,8 @@ class Footprint:
 
     weights: int
     trainer: float
-    """Memory of the trainer's process, or of each trainer rank, in bytes."""
+    """Memory of the trainer's process, or of each trainer rank while it writes a checkpoint, in
+    bytes."""
     engines: float
     """Memory of the engine processes on this machine in bytes."""
     checkpoint: float
@@ -57,21 +58,30 @@ class Footprint:
     """Memory of the process of a run with trainer ranks, in bytes."""
     elsewhere: bool = False
     """True if the ranks may be on other machines. Their memory is then not in the sum."""
+    scorers: int = 0
+    """Number of processes of the second model of `old_logit_model`."""
+    scorer: float = 0.0
+    """Memory of each of these processes while it loads a version, in bytes."""
 
     def __str__(self) -> str:
-        trainers = max(1, self.ranks) * self.trainer
-        memory = (0.0 if self.elsewhere else trainers) + self.driver + self.engines
-        trainer = f"trainer {self.trainer / _GB:.1f}"
-        place = ""
+        ranks = max(1, self.ranks) * self.trainer + self.scorers * self.scorer
+        memory = (0.0 if self.elsewhere else ranks) + self.driver + self.engines
+        parts = [f"trainer {self.trainer / _GB:.1f}"]
         if self.ranks:
-            ranks = f"{self.ranks} trainer ranks of {self.trainer / _GB:.1f}"
-            place = f", and {ranks} GB in the cluster" if self.elsewhere else ""
-            own = f"the run's process {self.driver / _GB:.1f}"
-            trainer = own if self.elsewhere else f"{ranks}, {own}"
+            parts = [f"{self.ranks} trainer ranks of {self.trainer / _GB:.1f}"]
+        if self.scorers:
+            kind = "old-logit ranks" if self.ranks else "old-logit model"
+            parts += [f"{self.scorers} {kind} of {self.scorer / _GB:.1f}"]
+        place = ""
+        if self.elsewhere:
+            place = f", and {' and '.join(parts)} GB in the cluster"
+            parts = []
+        parts += [f"the run's process {self.driver / _GB:.1f}"] * bool(self.ranks)
+        parts += [f"engines {self.engines / _GB:.1f}"]
         return (
-            f"expected memory {memory / _GB:.1f} GB ({trainer}, engines "
-            f"{self.engines / _GB:.1f}){place} and activations; disk {self.disk / _GB:.1f} GB: "
-            f"{self.kept} checkpoints of {self.checkpoint / _GB:.2f} GB, versions and the journal"
+            f"expected memory {memory / _GB:.1f} GB ({', '.join(parts)}){place} and activations; "
+            f"disk {self.disk / _GB:.1f} GB: {self.kept} checkpoints of "
+            f"{self.checkpoint / _GB:.2f} GB, versions and the journal"
         )
 
     def require_disk(self, folder: Path) -> None:
@@ -148,6 +158,8 @@ def predict_footprint(config: RunConfig, policy: Policy) -> Footprint:
     state = trained * (_GRADIENT + moments + (master if width < _WIDE else 0))
     trainer = PROCESS_BYTES + total * width + state + copies * copy + averages + deltas
     ranks = config.cluster.trainers
+    if ranks:
+        trainer += trained * (master + moments) + copy  # what a checkpoint is written from
     if ranks and not config.old_logps.shares_deltas:
         trainer += copy  # of the last published version
     if ranks > 1:
@@ -174,7 +186,23 @@ def predict_footprint(config: RunConfig, policy: Policy) -> Footprint:
         ranks=ranks,
         driver=PROCESS_BYTES + total * width if ranks else 0.0,
         elsewhere=bool(ranks and config.cluster.address),
+        **_scoring_footprint(config, policy, total=total * width, sent=copy / max(1, ranks)),
     )
+
+
+def _scoring_footprint(
+    config: RunConfig, policy: Policy, *, total: float, sent: float
+) -> dict[str, Any]:
+    """Return `Footprint.scorers` and `Footprint.scorer`.
+
+    `total` are the bytes of the model, and `sent` those of a version that arrive at once: all, or
+    the part of one trainer rank.
+    """
+    if not config.old_logps.needs.own_process:
+        return {}
+    count = config.old_logps.scoring_ranks if config.cluster.trainers else 1
+    gathered = policy.dtype.itemsize * _gathered_weights(policy) * (count > 1)
+    return {"scorers": count, "scorer": PROCESS_BYTES + total / count + gathered + sent}
 
 
 def _gathered_weights(policy: Policy) -> float:

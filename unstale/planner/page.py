@@ -134,6 +134,12 @@ def _trainer_memory(candidate: Candidate) -> Iterator[str]:
     costs = candidate.costs
     setup = costs.setup
     devices = candidate.placement.trainers
+    if scorers := candidate.placement.scorers:
+        yield (
+            f"A scoring GPU holds {setup.model.copy_bytes / scorers / _GB:.3g} GB of weights, and "
+            f"{setup.scorer_bytes(scorers) / _GB:.3g} GB with gathered layers and the activations "
+            "of a layer"
+        )
     if not setup.is_sharded(devices):
         return
     state = STATE_BYTES * setup.model.parameters / devices
@@ -144,6 +150,11 @@ def _trainer_memory(candidate: Candidate) -> Iterator[str]:
         f"{setup.computed_bytes(devices) / _GB:.3g} GB of gathered layers, "
         f"{setup.activation_bytes / _GB:.3g} GB of activations (a pass of "
         f"{setup.pass_tokens:,} tokens{divided}) and {route / _GB:.3g} GB for the route"
+    )
+    copied = setup.checkpoint_bytes(devices)
+    yield (
+        f"While a checkpoint is written, its copy takes {copied / _GB:.3g} GB of main memory for "
+        "each training GPU"
     )
     if "placement" in {option.name for option in fields(routes()[candidate.name])}:
         own = route_cost(candidate.name, placement="own")
