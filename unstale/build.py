@@ -205,7 +205,7 @@ def load_policy(config: RunConfig, peers: Peers | None = None, *, trained: bool 
         trained=trained,
     )
     policy.check_context(config.cluster.context)
-    policy.set_forward_options(ForwardOptions.of(options))
+    policy.set_forward_options(ForwardOptions.of(config))
     if options.routing_replay:
         policy.replay_routes()
     return policy
@@ -461,6 +461,7 @@ def build_engine(config: RunConfig, merging: Merging | None) -> EnginePool:
             args=tuple(shlex.split(options.args)),
             gpu_memory_utilization=gpu_memory_utilization(config),
             dtype=cast(Dtype, options.dtype),
+            quantise=options.quantise,
             threads=options.threads,
             gpus=run_gpus(config).engines,
             max_running=max_running,

@@ -124,6 +124,11 @@ class RunConfig(Section):
                 "deterministic needs cluster.engine_hosts = 0 (a virtual clock does not wait for "
                 f"other processes), got {self.cluster.engine_hosts}"
             )
+        if self.trainer.quantise not in ("none", engine.quantise):
+            raise ConfigError(
+                f"trainer.quantise must be none or {engine.quantise} (engine.quantise), got "
+                f"{self.trainer.quantise}: the trainer rounds only as the engine does"
+            )
         self._check_cluster()
         self._check_trainers()
         num_sequences = self.schedule.groups_per_step * self.schedule.group_size

@@ -24,6 +24,7 @@ from unstale.config.checks import (
 
 Dtype = Literal["float32", "bfloat16"]
 Transfer = Literal["file", "nccl"]
+Quantise = Literal["none", "fp8", "int8", "int4"]
 ISOLATION = {
     "none": (),
     "process": ("workers", "worker_memory_gb"),
@@ -162,6 +163,9 @@ class EngineConfig(Section):
     """How vLLM servers get new weights: in a file in memory, or by NCCL from the trainer's GPU to
     other GPUs of this machine.
     """
+    quantise: Quantise = "none"
+    """Number format to which the engine rounds weights and activations. See docs/quantisation.md.
+    """
     threads: PositiveInt = 1
     """CPU threads of each engine process; the trainer uses the other cores."""
     processes: PositiveInt = 1
@@ -194,6 +198,11 @@ class EngineConfig(Section):
         if self.dtype == "auto":
             # The chosen precision replaces `auto`, so that the run folder records it.
             object.__setattr__(self, "dtype", fast_dtype())
+        if self.quantise != "none" and self.backend != "embedded":
+            raise ConfigError(
+                f"engine.quantise must be none with engine.backend = {self.backend}, got "
+                f"{self.quantise}: only the embedded engine rounds weights"
+            )
         if self.max_running < self.processes:
             raise ConfigError(
                 f"engine.max_running must be >= {self.processes} (engine.processes), "

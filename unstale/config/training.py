@@ -12,7 +12,7 @@ from unstale.config.checks import (
     Range,
     Section,
 )
-from unstale.config.sampling import Dtype
+from unstale.config.sampling import Dtype, Quantise
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +60,10 @@ class TrainerConfig(Section):
     """For an MoE policy: use in training the experts that the engine chose for each token. See
     docs/moe.md.
     """
+    quantise: Quantise = "none"
+    """Number format to which the trainer's passes round weights and activations: that of
+    engine.quantise, or none.
+    """
     threads: Count = 0
     """CPU threads of the trainer; 0 takes all cores that the engine processes leave."""
 
@@ -70,6 +74,13 @@ class TrainerConfig(Section):
             raise ConfigError(
                 "trainer.lora_alpha and lora_targets need trainer.lora_rank > 0, got 0"
             )
+
+        for option, is_set in (("lora_rank", self.lora_rank > 0), ("compile", self.compile)):
+            if self.quantise != "none" and is_set:
+                raise ConfigError(
+                    f"trainer.quantise must be none with trainer.{option}, got {self.quantise}: "
+                    "passes that round weights do not have it"
+                )
 
     def applies(self, option: str) -> bool:
         return option not in ("lora_alpha", "lora_targets") or self.lora_rank > 0

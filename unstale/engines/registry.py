@@ -29,6 +29,10 @@ class EngineOptions:
     """Share of GPU memory for the process. 0 leaves the default of the server."""
     dtype: Dtype = "bfloat16"
     """Precision of generation. Weights are converted when they are loaded."""
+    quantise: str = "none"
+    """The format of `unstale.model.quantisation.FORMATS` to which weights are rounded when they are
+    loaded, and activations in each layer. `none` rounds nothing.
+    """
     threads: int = 1
     """Number of CPU threads of the process."""
     gpus: tuple[str, ...] = ()

@@ -10,14 +10,14 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from unstale.config import ConfigError, TrainerConfig
+from unstale.config import ConfigError, RunConfig
 from unstale.model.attention import running
 from unstale.model.prefix_tree import PrefixTree
 
 
 @dataclass(frozen=True, slots=True)
 class ForwardOptions:
-    """Options of a forward pass. They change the results only by the rounding of sums."""
+    """Options of a forward pass. All but `quantise` change results only by the rounding of sums."""
 
     share_prompts: bool = True
     """Compute a prefix that several sequences share only once."""
@@ -27,10 +27,21 @@ class ForwardOptions:
     """
     compile: bool = False
     """Compile the model with torch.compile before its first forward pass."""
+    quantise: str = "none"
+    """The format of `quantisation.FORMATS` to which weights and activations are rounded."""
+    published_dtype: str = "float32"
+    """The dtype in which engines receive weights. Weights are rounded to it before `quantise`."""
 
     @classmethod
-    def of(cls, config: TrainerConfig) -> "ForwardOptions":
-        return cls(config.share_prompts, config.gradient_checkpointing, config.compile)
+    def of(cls, config: RunConfig) -> "ForwardOptions":
+        options = config.trainer
+        return cls(
+            options.share_prompts,
+            options.gradient_checkpointing,
+            options.compile,
+            options.quantise,
+            config.engine.dtype,
+        )
 
 
 @dataclass(frozen=True, slots=True)

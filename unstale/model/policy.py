@@ -34,6 +34,7 @@ from unstale.model.packing import cut, pack, pack_shared, wanted_spans
 from unstale.model.packing_check import check_packing
 from unstale.model.peers import ALONE, Peers
 from unstale.model.prefix_tree import ROUND, Packed, PrefixTree, build_prefix_tree
+from unstale.model.quantisation import quantise_passes
 from unstale.model.versions import VersionGaps, lag_of, num_batches
 from unstale.model.whole_weights import WholeWeights
 from unstale.records import Batch
@@ -179,6 +180,8 @@ class Policy:
             )
         if passes.gradient_checkpointing and not self.passes.gradient_checkpointing:
             checkpoint_layers(self.model)
+        if passes.quantise != self.passes.quantise:
+            quantise_passes(self.model, passes.quantise, DTYPES[passes.published_dtype])
         self.passes = passes
         self._compile()
 
@@ -316,6 +319,7 @@ class Policy:
             sharding.prepare_passes(twin.model, plain_head=self._plain_head)
             if self._route_layers:
                 replay_routes(twin.model)
+            quantise_passes(twin.model, self.passes.quantise, DTYPES[self.passes.published_dtype])
             twin._write(self.weights())
             return twin
         copied = adapters.twin(self.model) if self.lora else copy.deepcopy(self.model)

@@ -146,7 +146,7 @@ class LocalTrainer:
         self.skips_zero_advantage = not self.rules.trains_zero_advantage
         """True if sequences in which every advantage is 0 need no forward and backward pass."""
         self._temperature = config.engine.temperature
-        policy.set_forward_options(ForwardOptions.of(config.trainer))
+        policy.set_forward_options(ForwardOptions.of(config))
         self.steps = 0
         self._peers = policy.peers
         self._forward = {name: p for name, p in policy.model.named_parameters() if p.requires_grad}

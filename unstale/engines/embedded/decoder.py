@@ -31,6 +31,7 @@ from unstale.engines.embedded.kernels import Kernels
 from unstale.engines.embedded.pages import PAGE, Inputs, Pages, StepShape, placed, plan, runs, tiled
 from unstale.engines.embedded.runner import Step, check_update
 from unstale.model import linear
+from unstale.model.quantisation import FORMATS, quantised
 
 RUN = 8
 """Number of successive prompt tokens for which `kernels.c` reads the cache once."""
@@ -152,7 +153,7 @@ class Qwen3Runner:
 
     name = "qwen3 decoder"
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - the limits and the number formats
         self,
         config: Mapping[str, Any],
         *,
@@ -160,12 +161,19 @@ class Qwen3Runner:
         max_slots: int,
         max_context: int,
         device: str = "cpu",
+        quantise: str = "none",
     ) -> None:
         self.sizes = sizes = ModelSizes.read(config)
         self.vocab_size = sizes.vocab
         self._dtype = dtype
         self._device = torch.device(device)
         self._linear, self._packed = _linear_for(self._device, dtype)
+        self._quantise = quantise
+        self._project = self._linear
+        """The same as `_linear`, for the layers whose weights and inputs are quantised."""
+        if quantise != "none":
+            product, rounded = self._linear, FORMATS[quantise].activations
+            self._project = lambda x, weight: product(rounded(x), weight)
         self._kernels, self.warning = _kernels_for(self._device, dtype, sizes)
         self._helpers = ThreadPoolExecutor(max(torch.get_num_threads() - 1, 1))
         self._layers: list[_Layer] = []
@@ -213,7 +221,8 @@ class Qwen3Runner:
         check_update(update, sizes.shapes(), tied)
 
         def weight(name: str) -> Tensor:
-            return update[name].to(self._device, self._dtype, copy=True)
+            converted = update[name].to(self._device, self._dtype, copy=True)
+            return quantised(name, converted, self._quantise)
 
         self._graphs.clear()
         self._layers = []  # the old weights are freed before the new ones take memory
@@ -302,16 +311,16 @@ class Qwen3Runner:
         more = torch.zeros_like(x)
         for layer, keys, values in zip(self._layers, self._keys, self._values, strict=True):
             kernels.norm(x, more, layer.norm_1, h, wide, sizes.hidden, eps)
-            qkv = self._linear(h, layer.qkv)
+            qkv = self._project(h, layer.qkv)
             placing = (layer.qk_norm, self._rotations, step.positions, cells)
             kernels.turn(qkv, *placing, query, keys, values, count, eps)
             attention = (query, keys, values, of, of.shape[1], begins, counts, slots, held, mixed)
             self._each_thread(partial(kernels.attend, *attention), len(begins))
             kernels.norm(
-                x, self._linear(mixed, layer.out), layer.norm_2, h, wide, sizes.hidden, eps
+                x, self._project(mixed, layer.out), layer.norm_2, h, wide, sizes.hidden, eps
             )
-            kernels.gated(self._linear(h, layer.gate_up), gated, wide, sizes.inner)
-            more = self._linear(gated, layer.down)
+            kernels.gated(self._project(h, layer.gate_up), gated, wide, sizes.inner)
+            more = self._project(gated, layer.down)
         ends = [*range(len(step.rows)), *(span.stop - 1 for _, span in step.spans())]
         if step.chunks:
             padded_ends = ends + ends[-1:] * (tiled(len(ends)) - len(ends))
@@ -351,7 +360,7 @@ class Qwen3Runner:
         x = F.embedding(inputs.tokens, self._embed)
         for index, layer in enumerate(self._layers):
             h = F.rms_norm(x, (sizes.hidden,), layer.norm_1, sizes.eps)
-            qkv = self._linear(h, layer.qkv).view(
+            qkv = self._project(h, layer.qkv).view(
                 len(x), sizes.heads + 2 * sizes.kv_heads, sizes.head_dim
             )
             qk = qkv[:, : -sizes.kv_heads].float()
@@ -362,10 +371,10 @@ class Qwen3Runner:
             self._keys[index].transpose(1, 2)[cells[0], cells[1]] = qk[:, sizes.heads :]
             self._values[index][cells[0], cells[1]] = value
             mixed = self._attend(index, qk[:, : sizes.heads], inputs, masks=masks)
-            x = x + self._linear(mixed, layer.out)
+            x = x + self._project(mixed, layer.out)
             h = F.rms_norm(x, (sizes.hidden,), layer.norm_2, sizes.eps)
-            gate, up = self._linear(h, layer.gate_up).chunk(2, dim=-1)
-            x = x + self._linear(F.silu(gate) * up, layer.down)
+            gate, up = self._project(h, layer.gate_up).chunk(2, dim=-1)
+            x = x + self._project(F.silu(gate) * up, layer.down)
         if shape.ends:
             x = x[inputs.ends]
         x = F.rms_norm(x, (sizes.hidden,), self._norm, sizes.eps)

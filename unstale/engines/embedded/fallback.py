@@ -16,6 +16,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from unstale.engines.embedded.runner import Chunk, Step, check_update, tied_parameters
 from unstale.model.experts import RouteRecorder
 from unstale.model.loading import load_model
+from unstale.model.quantisation import quantised, round_activations
 
 _PROBE_TOLERANCE = 1e-3
 
@@ -92,7 +93,7 @@ class TransformersRunner:
     Sequences that sample one token form one batch. Parts of prompts are computed one by one.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - the limits and the number formats
         self,
         folder: Path,
         *,
@@ -100,6 +101,7 @@ class TransformersRunner:
         max_slots: int,
         max_context: int,
         record_routes: bool = False,
+        quantise: str = "none",
     ) -> None:
         self._model = load_model(folder, torch.float32).eval()
         config = self._model.config
@@ -115,6 +117,8 @@ class TransformersRunner:
         self._reset()
         self._probe(max_context)
         self._model.to(dtype)
+        self._quantise = quantise
+        round_activations(self._model, quantise)
         self._reset()
         parameters = self._model.named_parameters()
         self._shapes = {name: tuple(parameter.shape) for name, parameter in parameters}
@@ -132,7 +136,8 @@ class TransformersRunner:
         check_update(update, self._shapes, self._tied)
         with torch.no_grad():
             for name, parameter in self._model.named_parameters():
-                parameter.copy_(update[name])
+                converted = update[name].to(parameter.dtype)
+                parameter.copy_(quantised(name, converted, self._quantise))
 
     def keep(self, slot: int, count: int) -> None:
         """Do nothing. This cache keeps the memory of all slots, so none can be freed."""

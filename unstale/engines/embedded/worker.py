@@ -58,6 +58,7 @@ def build_runner(  # noqa: PLR0913 - the limits and the kind of runner
     max_context: int,
     device: str = "",
     record_routes: bool = False,
+    quantise: str = "none",
 ) -> Runner:
     """Return the fast decoder if it supports the model, otherwise transformers' forward pass.
 
@@ -68,7 +69,7 @@ def build_runner(  # noqa: PLR0913 - the limits and the kind of runner
     if supports(config):
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         limits = {"max_slots": max_slots, "max_context": max_context}
-        return Qwen3Runner(config, dtype=DTYPES[dtype], device=device, **limits)
+        return Qwen3Runner(config, dtype=DTYPES[dtype], device=device, quantise=quantise, **limits)
     # imported here, because transformers takes longer to import than everything else
     from unstale.engines.embedded.fallback import TransformersRunner
 
@@ -78,6 +79,7 @@ def build_runner(  # noqa: PLR0913 - the limits and the kind of runner
         max_slots=max_slots,
         max_context=max_context,
         record_routes=record_routes,
+        quantise=quantise,
     )
 
 
@@ -98,7 +100,13 @@ class _EngineWorker:
         limits = {"max_slots": options["max_running"], "max_context": options["max_context"]}
         folder = Path(options["model_folder"])
         records = options["record_routes"]
-        runner = build_runner(folder, dtype=options["dtype"], record_routes=records, **limits)
+        runner = build_runner(
+            folder,
+            dtype=options["dtype"],
+            record_routes=records,
+            quantise=options["quantise"],
+            **limits,
+        )
         experts = num_experts(json.loads((folder / "config.json").read_text())) if records else 0
         if records and not experts:
             raise ValueError("trainer.routing_replay must be false: the policy has no experts")

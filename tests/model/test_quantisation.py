@@ -1,0 +1,254 @@
+"""Test that engine and trainer round weights and activations to the same numbers.
+
+Every rounded number is the nearest that its format can represent with the scale of its block. Only
+matrices in layers are rounded. The gradient is that of a layer with the rounded weights. A dense
+and an MoE policy agree with an engine of the same format, and disagree with it without. In whole
+runs every exact route is exact with the rounded passes.
+"""
+
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.cli.test_run import quiet
+from unstale.cli import session
+from unstale.config import (
+    AuditConfig,
+    ConfigError,
+    EngineConfig,
+    EvalConfig,
+    OldLogpsConfig,
+    RunConfig,
+    ScheduleConfig,
+    TaskConfig,
+    TrainerConfig,
+)
+from unstale.engines.embedded.batcher import Batcher, SampleRequest
+from unstale.engines.embedded.worker import build_runner
+from unstale.model.forward import ForwardOptions
+from unstale.model.policy import Policy
+from unstale.model.quantisation import FORMATS, quantise_passes
+from unstale.testing import plain_logps, tiny_policy
+
+KINDS = ("fp8", "int8", "int4")
+BLOCKS = {"fp8": (128, 128), "int8": (1, 10**6), "int4": (1, 32)}
+
+
+def values_of(kind: str) -> Tensor:
+    """Return all numbers that a format can represent with the scale 1."""
+    if kind != "fp8":
+        largest = {"int8": 127, "int4": 7}[kind]
+        return torch.arange(-largest, largest + 1).float()
+    # 4 bits of exponent with bias 7, 3 bits of mantissa; the highest code is NaN
+    numbers = [
+        (8 + mantissa) * 2.0 ** (exponent - 10) if exponent else mantissa * 2.0**-9
+        for exponent, mantissa in product(range(16), range(8))
+        if (exponent, mantissa) != (15, 7)
+    ]
+    return torch.tensor(sorted({*numbers, *(-number for number in numbers)}))
+
+
+def matrix(rows: int, columns: int, *, seed: int = 0) -> Tensor:
+    noise = torch.Generator().manual_seed(seed)
+    return (
+        torch.randn(rows, columns, generator=noise)
+        * torch.rand(rows, columns, generator=noise).exp2()
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_number_is_the_nearest_of_its_format(kind: str) -> None:
+    weight = matrix(150, 140)
+    rounded = FORMATS[kind].weight(weight)
+    allowed = values_of(kind)
+    height, width = BLOCKS[kind]
+    for top, left in product(range(0, 150, height), range(0, 140, width)):
+        block = weight[top : top + height, left : left + width]
+        scale = block.abs().max() / allowed.max()
+        distance = (block / scale).flatten()[:, None] - allowed
+        nearest = allowed[distance.abs().argmin(1)].view(block.shape) * scale
+        found = rounded[top : top + height, left : left + width]
+        # halfway between two values, either may be chosen
+        error = (found - block).abs() - (nearest - block).abs()
+        assert error.max() <= 1e-6 * block.abs().max()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rounding_twice_changes_nothing_and_zeros_remain(kind: str) -> None:
+    rounded = FORMATS[kind].weight(matrix(40, 70))
+    assert torch.equal(FORMATS[kind].weight(rounded), rounded)
+    assert not FORMATS[kind].weight(torch.zeros(3, 5)).any()
+    stacked = torch.stack([matrix(40, 70, seed=1), 50 * matrix(40, 70, seed=2)])
+    apart = torch.stack([FORMATS[kind].weight(expert) for expert in stacked])
+    assert torch.equal(FORMATS[kind].weight(stacked), apart)
+
+
+def test_each_token_is_rounded_apart_from_its_neighbours() -> None:
+    rows = torch.stack([matrix(1, 200)[0], 1e4 * matrix(1, 200, seed=1)[0]])
+    for kind in ("fp8", "int8"):
+        both = FORMATS[kind].activations(rows)
+        assert torch.equal(both[:1], FORMATS[kind].activations(rows[:1]))
+        assert 0 < (both - rows).abs().max() / rows.abs().max() < 0.05
+    assert torch.equal(FORMATS["int4"].activations(rows), rows)
+
+
+def test_only_matrices_in_layers_are_rounded() -> None:
+    policy = tiny_policy(experts=4)
+    before = {name: tensor.clone() for name, tensor in policy.model.state_dict().items()}
+    quantise_passes(policy.model, "int4", torch.float32)
+    for name, tensor in policy.model.state_dict().items():
+        assert torch.equal(tensor, before[name])
+    kept = "embed_tokens lm_head norm gate.weight"
+    for name, _ in policy.model.named_parameters():
+        path, _, last = name.rpartition(".")
+        used = getattr(policy.model.get_submodule(path), last)
+        is_kept = any(part in name for part in kept.split())
+        assert torch.equal(used, before[name]) == is_kept, name
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_gradient_is_that_of_the_rounded_weights(kind: str) -> None:
+    model = nn.ModuleDict({"layers": nn.ModuleList([nn.Linear(48, 40)])})
+    layer: Any = model["layers"][0]  # type: ignore[index]
+    rows = matrix(6, 48).requires_grad_()
+    plain = nn.Linear(48, 40)
+    rounded_rows = FORMATS[kind].activations(rows.detach()).requires_grad_()
+    with torch.no_grad():
+        plain.weight.copy_(FORMATS[kind].weight(layer.weight))
+        plain.bias.copy_(layer.bias)
+    quantise_passes(model, kind, torch.float32)
+    layer(rows).square().sum().backward()
+    expected = plain(rounded_rows)
+    expected.square().sum().backward()
+    torch.testing.assert_close(layer(rows), expected)
+    torch.testing.assert_close(dict(layer.named_parameters())["weight"].grad, plain.weight.grad)
+    torch.testing.assert_close(rows.grad, rounded_rows.grad)
+
+
+def sampled(folder: Path, policy: Policy, kind: str, dtype: str) -> list[tuple[list[int], Tensor]]:
+    """Sample four replies from an engine. Return their tokens and their log-probabilities."""
+    limits = {"max_slots": 4, "max_context": 128}
+    batcher = Batcher(
+        build_runner(folder, dtype=dtype, quantise=kind, **limits), **limits, keep_cache=False
+    )
+    with torch.inference_mode():
+        batcher.load(dict(policy.model.state_dict()))
+        for number in range(4):
+            prompt = tuple(range(2 + number, 12 + number))
+            batcher.submit(SampleRequest(number, prompt, 40, (), 1.0, seed=number))
+        replies = {}
+        while batcher.has_work:
+            replies |= {reply.id: reply for reply in batcher.step()}
+    return [
+        ([*range(2 + number, 12 + number), *reply.tokens], torch.tensor(reply.behavior_logp))
+        for number, reply in sorted(replies.items())
+    ]
+
+
+def log_d(policy: Policy, replies: list[tuple[list[int], Tensor]]) -> Tensor:
+    """Return |log D| of all sampled tokens."""
+    differences = [
+        plain_logps(policy, tokens)[-len(behavior_logp) :] - behavior_logp
+        for tokens, behavior_logp in replies
+    ]
+    return torch.cat(differences).abs()
+
+
+@pytest.mark.parametrize("experts", [0, 4], ids=["dense", "moe"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_same_format_on_both_sides_removes_the_discrepancy(
+    tmp_path: Path, kind: str, experts: int
+) -> None:
+    policy = tiny_policy(experts=experts)
+    policy.save(tmp_path)
+    replies = sampled(tmp_path, policy, kind, "float32")
+    engine_only = log_d(policy, replies)
+    policy.set_forward_options(ForwardOptions(quantise=kind))
+    both = log_d(policy, replies)
+    assert engine_only.mean() > 5e-3
+    assert both.median() < 1e-5
+    assert both.mean() < 0.05 * engine_only.mean()
+
+
+def test_the_trainer_rounds_the_weights_that_the_engine_received(tmp_path: Path) -> None:
+    policy = tiny_policy()
+    policy.save(tmp_path)
+    replies = sampled(tmp_path, policy, "int4", "bfloat16")
+    means = []
+    for dtype in ("float32", "bfloat16"):
+        fresh = Policy.load(tmp_path)
+        fresh.set_forward_options(ForwardOptions(quantise="int4", published_dtype=dtype))
+        means.append(log_d(fresh, replies).mean())
+    assert means[1] < 0.8 * means[0]
+
+
+def configure(policy: Policy, folder: Path, **changes: Any) -> RunConfig:
+    policy.tokenizer.chat_template = (
+        "{% for message in messages %}w2 {{ message['content'] }}w1 {% endfor %}"
+        "{% if add_generation_prompt %}w2 {% endif %}"
+    )
+    policy.save(folder / "model")
+    config = RunConfig(
+        recipe="quantised",
+        policy=str(folder / "model"),
+        runs=folder,
+        name="run",
+        steps=5,
+        deterministic=True,
+        engine=EngineConfig(
+            dtype="float32", max_context=256, max_completion_tokens=24, max_running=16
+        ),
+        task=TaskConfig(env="tests.support.toy:ToyTasks"),
+        schedule=ScheduleConfig(max_staleness=2, groups_per_step=2, group_size=2),
+        trainer=TrainerConfig(lr=1e-3),
+        old_logps=OldLogpsConfig(route="snapshot_old"),
+        audit=AuditConfig(share=1.0),
+        eval=EvalConfig(tasks=0),
+    )
+    return replace(config, **changes)
+
+
+@pytest.mark.usefixtures("forked_children")
+@pytest.mark.parametrize("route", ["snapshot_old", "interrupt_sync", "old_logit_model"])
+def test_exact_routes_are_exact_with_rounded_passes(tmp_path: Path, route: str) -> None:
+    config = configure(tiny_policy(), tmp_path, old_logps=OldLogpsConfig(route=route))
+    config = replace(
+        config,
+        engine=replace(config.engine, quantise="fp8"),
+        trainer=replace(config.trainer, quantise="fp8"),
+    )
+    rows = session.train(config, console=quiet()).metrics
+    assert {row["old_logps/exact_share"] for row in rows} == {1.0}
+    assert max(row["audit/logp_error_abs_mean"] for row in rows) < 1e-6
+    assert max(row["correction/log_d_abs_mean"] for row in rows) < 1e-3
+    assert max(row["schedule/mixed_version_share"] for row in rows) > 0
+
+
+@pytest.mark.usefixtures("forked_children")
+def test_an_engine_that_rounds_alone_is_measured_as_discrepancy(tmp_path: Path) -> None:
+    config = configure(tiny_policy(), tmp_path, steps=2)
+    config = replace(config, engine=replace(config.engine, quantise="int4"))
+    rows = session.train(config, console=quiet()).metrics
+    assert {row["old_logps/exact_share"] for row in rows} == {1.0}
+    assert min(row["correction/log_d_abs_mean"] for row in rows) > 5e-3
+
+
+def test_combinations_that_cannot_work_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"engine\.quantise must be none with .* sglang"):
+        EngineConfig(backend="sglang", urls="http://127.0.0.1:1", quantise="fp8")
+    with pytest.raises(ConfigError, match=r"trainer\.quantise must be none with trainer\.lora_r"):
+        TrainerConfig(quantise="fp8", lora_rank=4)
+    with pytest.raises(ConfigError, match=r"trainer\.quantise must be none with trainer\.compile"):
+        TrainerConfig(quantise="fp8", compile=True)
+    config = configure(tiny_policy(), tmp_path)
+    with pytest.raises(ConfigError, match=r"trainer\.quantise must be none or int8"):
+        replace(
+            config,
+            engine=replace(config.engine, quantise="int8"),
+            trainer=replace(config.trainer, quantise="fp8"),
+        )

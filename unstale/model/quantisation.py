@@ -1,0 +1,189 @@
+"""Weights and activations in FP8, INT8 or INT4, by rounding.
+
+A format has few values. A block of numbers shares one scale, with which its largest number becomes
+the largest value of the format. Each number is rounded to the nearest value. The products are then
+computed in the usual precision. So the results are those of low-precision hardware, up to the order
+of its sums, but nothing becomes faster.
+
+An engine rounds the weights that it loads and, in `fp8` and `int8`, the input of each layer. The
+trainer can do the same (arXiv 2601.14243, Jet-RL). Its gradient is then that of the rounded weights
+and activations (straight-through, arXiv 1308.3432).
+"""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+_ROUTER = re.compile(r"(^|\.)(gate|router)(\.weight)?$")
+_IN_LAYER = re.compile(r"\.\d+\.")
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """A number format with few values, and the blocks of numbers that share a scale."""
+
+    largest: float
+    """The largest value of the format."""
+    nearest: Callable[[Tensor], Tensor]
+    """A function that rounds float32 numbers of at most `largest` to values of the format."""
+    weight_block: tuple[int, int]
+    """Rows and columns of the block of a weight `[out, in]` that shares a scale. 0 stands for all
+    columns.
+    """
+    activation_block: int | None
+    """Number of successive features of a token that share a scale. 0 stands for all features. None
+    leaves activations unrounded.
+    """
+
+    def weight(self, weight: Tensor) -> Tensor:
+        """Return a weight `[..., out, in]` rounded to this format, in its dtype."""
+        return self._rounded(weight, *self.weight_block)
+
+    def activations(self, rows: Tensor) -> Tensor:
+        """Return the input `[..., in]` of a layer rounded to this format, in its dtype."""
+        if self.activation_block is None:
+            return rows
+        flat = rows.reshape(-1, rows.shape[-1])
+        return self._rounded(flat, 1, self.activation_block).view(rows.shape)
+
+    def _rounded(self, values: Tensor, rows: int, columns: int) -> Tensor:
+        """Round `[..., R, C]` numbers in blocks of `rows` times `columns`."""
+        height, width = values.shape[-2:]
+        rows = min(rows, height)
+        columns = min(columns or width, width)
+        wide = F.pad(values.float(), (0, -width % columns, 0, -height % rows))
+        blocks = wide.unflatten(-1, (-1, columns)).unflatten(-3, (-1, rows))
+        scale = blocks.abs().amax((-3, -1), keepdim=True) / self.largest
+        scale = torch.where(scale > 0, scale, 1.0)
+        rounded = self.nearest(blocks / scale) * scale
+        return rounded.flatten(-4, -3).flatten(-2)[..., :height, :width].to(values.dtype)
+
+
+def _nearest_e4m3(values: Tensor) -> Tensor:
+    return values.to(torch.float8_e4m3fn).float()
+
+
+FORMATS = {
+    "fp8": Format(448.0, _nearest_e4m3, (128, 128), 128),
+    "int8": Format(127.0, torch.round, (1, 0), 0),
+    "int4": Format(7.0, torch.round, (1, 32), None),
+}
+"""The formats, by their name in `engine.quantise`. `fp8` is e4m3 with the blocks of DeepSeek-V3
+(arXiv 2412.19437). `int8` has one scale for each output and each token, as LLM.int8() (arXiv
+2208.07339). `int4` rounds only weights, in groups of 32, as GPTQ and AWQ do.
+"""
+
+
+def is_quantised(name: str, weight: Tensor) -> bool:
+    """Return True if a weight is rounded: a matrix in a layer that is not a router.
+
+    >>> is_quantised("model.layers.0.mlp.up_proj.weight", torch.ones(2, 2))
+    True
+    >>> is_quantised("model.layers.0.mlp.gate.weight", torch.ones(2, 2))
+    False
+    >>> is_quantised("lm_head.weight", torch.ones(2, 2))
+    False
+    """
+    is_matrix = weight.dim() >= 2 and weight.is_floating_point()
+    return is_matrix and bool(_IN_LAYER.search(name)) and not _ROUTER.search(name)
+
+
+def quantised(name: str, weight: Tensor, kind: str) -> Tensor:
+    """Return a weight as the engine computes with it: rounded to the format `kind` if it should be.
+
+    `none` is no format, so that the weight is returned unchanged.
+    """
+    if kind == "none" or not is_quantised(name, weight):
+        return weight
+    return FORMATS[kind].weight(weight)
+
+
+def round_activations(model: nn.Module, kind: str) -> None:
+    """Make a model round the inputs of its linear layers, in place, if the format `kind` does so.
+
+    The gradient of a rounded input is that of the input.
+    """
+    if kind == "none" or FORMATS[kind].activation_block is None:
+        return
+    for module, _ in _quantised_modules(model):
+        if isinstance(module, nn.Linear):
+            module.register_forward_pre_hook(partial(_round_input, kind))
+
+
+def quantise_passes(model: nn.Module, kind: str, published: torch.dtype) -> None:
+    """Make the forward passes of a model round its weights and activations, in place.
+
+    The parameters keep their values, and get the gradient of the rounded ones. `published` is the
+    dtype in which an engine receives the weights: they are rounded to it first, so that both sides
+    round the same numbers.
+    """
+    if kind == "none":
+        return
+    round_activations(model, kind)
+    for module, names in _quantised_modules(model):
+        module.__class__ = _quantised_class(type(module), names, kind, published)
+
+
+def _quantised_modules(model: nn.Module) -> list[tuple[nn.Module, tuple[str, ...]]]:
+    """Return the modules that have weights to round, with the names of these weights."""
+    modules = []
+    for path, module in model.named_modules():
+        names = tuple(
+            name
+            for name, weight in module.named_parameters(recurse=False)
+            if is_quantised(f"{path}.{name}", weight)
+        )
+        if names:
+            modules.append((module, names))
+    return modules
+
+
+def _quantised_class(
+    base: type[nn.Module], names: tuple[str, ...], kind: str, published: torch.dtype
+) -> type[nn.Module]:
+    """Return a subclass of a module's class. Its attributes `names` are the rounded parameters.
+
+    The parameters themselves remain in `_parameters`, where optimizers and checkpoints find them.
+    """
+
+    def rounded(name: str) -> property:
+        return property(
+            lambda self: _StraightThrough.apply(self._parameters[name], kind, published),
+            lambda self, value: nn.Module.__setattr__(self, name, value),
+        )
+
+    return type(base.__name__, (base,), {name: rounded(name) for name in names})
+
+
+def _round_input(kind: str, module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    return (_StraightThroughInput.apply(inputs[0], kind), *inputs[1:])
+
+
+class _StraightThrough(torch.autograd.Function):
+    """Rounds a weight. The gradient of the rounded weight is that of the weight."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, kind: str, published: torch.dtype) -> Tensor:
+        return FORMATS[kind].weight(weight.to(published)).to(weight.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return grad, None, None
+
+
+class _StraightThroughInput(torch.autograd.Function):
+    """Rounds the input of a layer. The gradient of the rounded input is that of the input."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, kind: str) -> Tensor:
+        return FORMATS[kind].activations(rows)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return grad, None
