@@ -21,6 +21,9 @@ import torch
 from tests.support.fake_server import FakeServer
 from tests.support.fake_sglang import FakeSglang
 from tests.support.fake_vllm import FakeVllm
+from tests.support.host_engines import LongEngine
+from unstale.cluster.engine_host import EngineHost, HostOptions, HostReply
+from unstale.cluster.weight_objects import arrays
 from unstale.engines import Engine, EngineDied, Reply, SamplingParams
 from unstale.engines.embedded import engine as embedded
 from unstale.engines.embedded.engine import EmbeddedEngine
@@ -31,6 +34,7 @@ from unstale.engines.servers.vllm import VllmEngine
 from unstale.model.experts import RouteRecorder
 from unstale.testing import tiny_policy
 from unstale.weights.child_process import Frames, Header
+from unstale.weights.codec import file_of
 
 EXPERTS = 8
 PROMPT = [3, 1, 4, 1, 5]
@@ -160,6 +164,25 @@ def test_the_embedded_engine_sends_routes_in_files(
     check_thrice(given[:3])
     assert bodies[:3] == [8 * PARAMS.max_tokens] * 3
     assert not any(folder.exists() for folder in folders)
+
+
+def test_an_engine_host_sends_few_routes_with_their_reply(model: Path) -> None:
+    """More of them are put into Ray's object store (tests/cluster)."""
+    options = EngineOptions(model, max_context=256, record_routes=True)
+    host = EngineHost(HostOptions(LongEngine, (options,)))
+
+    async def story() -> HostReply:
+        await host.start(0)
+        await host.load(0, arrays(file_of({"weight": torch.zeros(2)})))
+        await host.resume()
+        answer = await host.sample(0, PROMPT, PARAMS)
+        await host.close()
+        return answer
+
+    answer = asyncio.run(story())
+    routes = answer.reply.piece.routes
+    assert answer.routes is None and routes is not None
+    assert len(routes.experts) == len(PROMPT) + PARAMS.max_tokens - 1
 
 
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])

@@ -25,6 +25,11 @@ from unstale.engines.registry import EngineOptions
 from unstale.records import Sampled
 from unstale.weights.codec import advance
 
+SMALL_ROUTES_BYTES = 1 << 18
+"""Size of expert routes up to which they are sent with their reply. That takes less time than the
+object store, and the message stays below 1 MB.
+"""
+
 Event = tuple[str, Mapping[str, Any]]
 """The kind and the fields of an event for the run's log."""
 
@@ -77,7 +82,7 @@ class HostReport:
 
 @dataclass(frozen=True, slots=True)
 class HostReply:
-    """A reply without its expert routes, and where these are."""
+    """A reply. Large expert routes are not in it, but where `routes` says."""
 
     reply: Reply
     routes: PostedRoutes | None = None
@@ -121,7 +126,10 @@ class EngineHost:
         self._samples.add(task)
         try:
             reply = await task
-            return await asyncio.to_thread(_post, reply) if reply.piece.routes else HostReply(reply)
+            routes = reply.piece.routes
+            if routes is None or routes.experts.nbytes <= SMALL_ROUTES_BYTES:
+                return HostReply(reply)
+            return await asyncio.to_thread(_post, reply)
         except asyncio.CancelledError:
             if epoch == self._epoch:  # the caller has cancelled the request
                 raise

@@ -21,6 +21,7 @@ from os.path import commonprefix
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 from jinja2 import TemplateError
 
 from unstale.envs import Message, ToolCall, tool_schema
@@ -160,7 +161,10 @@ class Chat:
 
     def text(self, tokens: Sequence[int], *, whole: bool = False) -> str:
         """Return the text of a reply, without its end token unless `whole`."""
-        kept = [token for token in tokens if whole or token not in self.stop_tokens]
+        # transformers checks the type of each token of a list, which takes as long as decoding.
+        kept = np.array(tokens, np.int64)
+        for stop in () if whole else self.stop_tokens:
+            kept = kept[kept != stop]
         return str(
             self._tokenizer.decode(
                 kept, skip_special_tokens=False, clean_up_tokenization_spaces=False
