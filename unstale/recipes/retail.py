@@ -1,5 +1,9 @@
-"""The recipe `retail`, which is the demo: a small model with tools at a customer-service desk."""
+"""The recipe `retail`, which is the demo: a small model with tools at a customer-service desk.
 
+Every other desk of the package has a recipe with its name.
+"""
+
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +14,7 @@ from unstale.config import (
     ScheduleConfig,
     TrainerConfig,
 )
-from unstale.envs.desk import DeskConfig
+from unstale.envs.desk import DeskConfig, desk_names
 
 
 def retail(**changes: Any) -> RunConfig:
@@ -33,4 +37,20 @@ def retail(**changes: Any) -> RunConfig:
     return replace(config, **changes)
 
 
-RECIPES = (retail,)
+def desk_recipe(name: str) -> Callable[..., RunConfig]:
+    """Return the recipe of another desk than `retail`."""
+
+    def recipe(**changes: Any) -> RunConfig:
+        config = replace(
+            retail(), recipe=name, task=DeskConfig(env=name), engine=EngineConfig(max_context=1024)
+        )
+        return replace(config, **changes)
+
+    recipe.__name__ = name
+    recipe.__doc__ = (
+        f"The desk `{name}`, easiest level. Give `--policy`: the shipped one knows retail alone."
+    )
+    return recipe
+
+
+RECIPES = (retail, *(desk_recipe(name) for name in desk_names() if name != "retail"))

@@ -145,9 +145,13 @@ def _make(domain: Domain, options: DeskConfig) -> DeskTasks:
 def shipped_desks(**options: Any) -> dict[str, DeskTasks]:
     """Return the tasks of all desks of the package by name. `options` are those of `DeskConfig`."""
     desks = {}
-    for name, spec in shipped_envs().items():
-        if spec.options is DeskConfig:
-            tasks = spec.make(DeskConfig(env=name, **options))
-            assert isinstance(tasks, DeskTasks)
-            desks[name] = tasks
+    for name in desk_names():
+        tasks = shipped_envs()[name].make(DeskConfig(env=name, **options))
+        assert isinstance(tasks, DeskTasks)
+        desks[name] = tasks
     return desks
+
+
+def desk_names() -> tuple[str, ...]:
+    """Return the names of the desks of the package."""
+    return tuple(name for name, spec in shipped_envs().items() if spec.options is DeskConfig)

@@ -113,8 +113,8 @@ def short_line(record: Mapping[str, Any]) -> str:
     answers are written the same way. So the tokenizer makes the same token of a name or number
     everywhere, and the policy can copy it.
 
-    >>> short_line({"status": "open", "flight_id": 12, "bags": [{"id": 34, "name": "Ada"}]})
-    'open, flight 12; bags: Ada 34'
+    >>> short_line({"status": "open", "flight_id": 12, "who": [{"id": 34, "name": "Ada", "bag": True}]})
+    'open, flight 12; who: bag Ada 34'
     """
     text = ""
     for key, value in record.items():
@@ -129,7 +129,7 @@ def short_line(record: Mapping[str, Any]) -> str:
 
 
 def _words(row: Mapping[str, Any]) -> list[str]:
-    """Return the texts of a row, then its numbers."""
-    texts = [key if value is True else value for key, value in row.items()]
-    words = [text.replace("_", " ") for text in texts if isinstance(text, str)]
-    return words + [str(number) for number in texts if type(number) is int]
+    """Return the marks of a row that are true, then its texts, then its numbers."""
+    marks = [key.replace("_", " ") for key, value in row.items() if value is True]
+    texts = [value for value in row.values() if isinstance(value, str)]
+    return marks + texts + [str(number) for number in row.values() if type(number) is int]
