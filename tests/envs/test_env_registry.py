@@ -113,7 +113,10 @@ def test_names_and_options_are_known_without_torch() -> None:
         "print(sorted(shipped_envs()), sorted(libraries()), 'torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    envs_, libraries = "['airline', 'calculator', 'dataset', 'python', 'retail']", "['gymnasium', "
+    envs_, libraries = (
+        "['airline', 'calculator', 'dataset', 'python', 'retail', 'telecom']",
+        "['gymnasium', ",
+    )
     assert done.stdout.startswith(f"{envs_} {libraries}") and done.stdout.endswith("False\n")
 
 

@@ -113,19 +113,22 @@ def short_line(record: Mapping[str, Any]) -> str:
     answers are written the same way. So the tokenizer makes the same token of a name or number
     everywhere, and the policy can copy it.
 
-    >>> short_line({"status": "open", "flight_id": 12, "who": [{"id": 34, "name": "Ada", "bag": True}]})
-    'open, flight 12; who: bag Ada 34'
+    >>> short_line({"fare": "flex", "bags": [{"id": 34, "name": "Ada", "paid": True}], "seat": 5})
+    'flex; bags: paid Ada 34; seat 5'
     """
-    text = ""
+    parts, was_list = "", False
     for key, value in record.items():
-        if isinstance(value, list):
+        name = key.removesuffix("_id").replace("_", " ")
+        is_list = isinstance(value, list)
+        if is_list:
             rows = (" ".join(_words(row)) for row in value)
-            text += f"; {key.replace('_', ' ')}: {', '.join(rows) or 'none'}"
-        elif isinstance(value, int) and not isinstance(value, bool):
-            text += f", {key.removesuffix('_id').replace('_', ' ')} {value}"
+            words = [f"{name}: {', '.join(rows) or 'none'}"]
         else:
-            text += "".join(f", {word}" for word in _words({key: value}))
-    return text[2:]
+            words = [name, str(value)] if type(value) is int else _words({key: value})
+        if words:
+            parts += ("; " if is_list or was_list else ", ") + " ".join(words)
+            was_list = is_list
+    return parts[2:]
 
 
 def _words(row: Mapping[str, Any]) -> list[str]:
