@@ -338,7 +338,7 @@ def decide(scenario: Scenario, request: Request, ignores: Ignores) -> list[Step]
         return ["target", ("forward_calls", {"target_id": target})]
     if wish == "plan":
         return _change_plan(scenario, request, line, ignores)
-    if scenario.level > 1 and line.visits > 2:
+    if line.visits > 2:
         return [refuse("limit")]
     visit = next(iter(desk[Visit])) if ignores("visit") else request.wants["visit"]
     return [("list_options", {}), "day", ("book_visit", {"visit_id": visit})]
