@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from tests.support.ranks import run_ranks
-from tests.trainer.test_ranks import SMALL, batch_of
+from tests.trainer.test_ranks import SMALL, batch_of, components, masters
 from unstale.build import build_scorer, build_trainer
 from unstale.cluster.ranked_trainer import RankedTrainer
 from unstale.cluster.ranks import Ranks
@@ -26,9 +26,11 @@ from unstale.cluster.ranks_worker import PublishedPart, Rank
 from unstale.cluster.scoring_ranks import ScoringRank
 from unstale.cluster.weight_objects import Part, read_delta
 from unstale.config import OldLogpsConfig
+from unstale.durability.checkpoint import Checkpoints, Progress
 from unstale.model.lora import Lora
 from unstale.model.peers import ALONE, Peers
 from unstale.model.policy import Policy
+from unstale.model.sharding import gather_whole
 from unstale.testing import nudge, tiny_policy
 from unstale.weights.recording import WENT_WRONG, WentWrong
 
@@ -52,9 +54,11 @@ KINDS = {
     "tied": Kind(),
     "bfloat16": Kind(dtype="bfloat16"),
     "lora": Kind(dtype="bfloat16", lora=Lora(4)),
-    "moe": Kind(dtype="bfloat16", experts=8),
+    "moe": Kind(dtype="bfloat16", experts=4),
 }
-"""The models of `tiny_policy` have one weight for embedding and head."""
+"""The models of `tiny_policy` have one weight for embedding and head. The third of three ranks has
+none of the 4 experts.
+"""
 
 
 @dataclass
@@ -136,7 +140,7 @@ def copied(posted: Posted) -> Posted:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("policies")
     tiny_policy(seed=3).save(path / "dense")
-    tiny_policy(seed=3, experts=8).save(path / "moe")
+    tiny_policy(seed=3, experts=4).save(path / "moe")
     return path
 
 
@@ -241,6 +245,36 @@ def test_another_number_of_ranks_that_only_score_takes_the_parts(
         follow(ALONE, folder, given)
     else:
         run_ranks(count, follow, folder, given)
+
+
+def train_experts(peers: Peers, folder: Path, run: Path) -> tuple[dict[str, Tensor], Tensor]:
+    """Train on a batch, and restore the checkpoint from before. Return weights and gradient."""
+    trainer, parts = components(peers, folder / "moe", SMALL)
+    before = masters(trainer)
+    checkpoints = Checkpoints(run, parts, peers=peers)
+    name = checkpoints.save(Progress(), trainer.policy)
+    trainer.old.published([0])
+    (minibatch,) = trainer.prepare(batch_of(0))
+    trainer.backward(minibatch)
+    found = [
+        gather_whole(p.grad).flatten()
+        for p in trainer.policy.model.parameters()
+        if p.grad is not None
+    ]
+    trainer.step()
+    after = masters(trainer)
+    checkpoints.restore(checkpoints.load(name))
+    restored = masters(trainer)
+    assert all(torch.equal(restored[name], tensor) for name, tensor in before.items())
+    return after, torch.cat(found)
+
+
+def test_a_rank_without_experts_trains_and_writes_checkpoints(folder: Path, tmp_path: Path) -> None:
+    """The third of three ranks has none of the 4 experts of a layer."""
+    alone, gradient = train_experts(ALONE, folder, tmp_path / "alone")
+    for weights, found in run_ranks(3, train_experts, folder, tmp_path / "ranks"):
+        assert (found - gradient).norm() < 1e-5 * gradient.norm()
+        assert all((weights[name] - tensor).abs().max() < 1e-5 for name, tensor in alone.items())
 
 
 def fail(peers: Peers, folder: Path, run: Path) -> tuple[str, str]:

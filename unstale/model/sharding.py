@@ -7,7 +7,8 @@ summed over the ranks in float32.
 
 import copy
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import MethodType
 from typing import Any
@@ -18,6 +19,7 @@ from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.core_model_loading import MergeModulelist
 from transformers.distributed.configuration_utils import DistributedConfig
 
 from unstale.model.forward import run_model
@@ -39,9 +41,10 @@ def load_shard(
     """
     mixed = wide and passes == torch.bfloat16
     config = DistributedConfig(fsdp_size=count, fsdp_mixed_precision=mixed)
-    model = load_model(
-        folder, torch.float32 if mixed else passes, distributed_config=config, **options
-    )
+    with _ranks_without_experts():
+        model = load_model(
+            folder, torch.float32 if mixed else passes, distributed_config=config, **options
+        )
     for parameter in model.parameters() if mixed else ():
         part = local(parameter.detach())
         part.copy_(part.to(passes))
@@ -50,6 +53,31 @@ def load_shard(
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
     return model
+
+
+@contextmanager
+def _ranks_without_experts() -> Iterator[None]:
+    """Return a context in which a rank may load none of the experts of a layer.
+
+    Each rank has equally many experts until none is left: of 128, 22 of 24 ranks have 6 or fewer.
+    transformers stacks a rank's experts, which fails if there are none.
+    """
+    merge: Any = MergeModulelist
+    stack = merge.convert
+
+    def stack_any(self: Any, tensors: dict[str, Any], *args: Any, **options: Any) -> Any:
+        if not any(len(each) for each in tensors.values()):
+            whole = options["model"].get_parameter(options["full_layer_name"])
+            _, width, *rest = local(whole).shape
+            none = torch.empty(0, width // len(tensors), *rest, dtype=whole.dtype)
+            tensors = dict.fromkeys(tensors, none)
+        return stack(self, tensors, *args, **options)
+
+    merge.convert = stack_any
+    try:
+        yield
+    finally:
+        merge.convert = stack
 
 
 def prepare_passes(model: PreTrainedModel, *, plain_head: bool) -> None:
