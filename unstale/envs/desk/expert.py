@@ -54,7 +54,7 @@ def _reply(scenario: Scenario, step: Step) -> Message:
     return call_message(name, **arguments)
 
 
-def call_message(name: str, **arguments: str) -> Message:
+def call_message(name: str, /, **arguments: str) -> Message:
     """Return a reply that makes one tool call, with numbers as integers."""
     written = {
         key: int(value) if key.endswith("_id") else value for key, value in arguments.items()
