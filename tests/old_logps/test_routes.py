@@ -339,11 +339,36 @@ def test_an_average_follows_the_staleness_of_the_data_and_stays_there() -> None:
     """From age 0 the age rises by less than 1 an update to the target of 3, and not beyond."""
     policy = tiny_policy()
     ages = follow(
-        PpoEwmaAsync(LocalScorer(policy, 1.0, 48), PpoEwmaAsyncSpec()), policy, [0, 1, 2, *[3] * 20]
+        PpoEwmaAsync(LocalScorer(policy, 1.0, 48), PpoEwmaAsyncSpec()), policy, [0, 1, 2, *[3] * 60]
     )
     assert ages[0] == 0
     assert all(0 <= later - earlier < 1 for earlier, later in pairwise(ages))
-    assert ages[-10:] == pytest.approx([3.0] * 10)
+    assert ages[-10:] == pytest.approx([3.0] * 10, abs=1e-3)
+
+
+def test_a_batch_of_fresh_tokens_alone_does_not_empty_an_average() -> None:
+    lags = [0, 1, 2, *[3] * 40, 0, 3]
+    kept = {}
+    for memory in (0.8, 0.0):
+        policy = tiny_policy()
+        options = PpoEwmaAsyncSpec(lag_memory=memory)
+        kept[memory] = follow(PpoEwmaAsync(LocalScorer(policy, 1.0, 48), options), policy, lags)
+    assert kept[0.8][-3:-1] == pytest.approx([3.0, 2.4], abs=1e-3)
+    assert kept[0.8][-1] > 2.3
+    assert kept[0.0][-2] == 0 and kept[0.0][-1] < 1
+
+
+def test_a_restored_route_follows_the_same_lag() -> None:
+    policy = tiny_policy()
+    route = PpoEwmaAsync(LocalScorer(policy, 1.0, 48), PpoEwmaAsyncSpec())
+    follow(route, policy, [0, 1, 2, 3, 3])
+    again = PpoEwmaAsync(LocalScorer(policy, 1.0, 48), PpoEwmaAsyncSpec())
+    again.restore(route.state())
+    policy.version = 5
+    batch = collate([episode(5, [3, (4, 5)])])
+    for each in (route, again):
+        each.logps(batch, torch.empty(0))
+    assert again.averages[0].age == route.averages[0].age > 1
 
 
 def test_a_fixed_decay_has_its_own_age() -> None:

@@ -34,10 +34,11 @@ class PpoEwmaAsync(OldLogps):
 
     Its values are never exact (arXiv 2605.12070). When the first batch of a version is scored, the
     weights of this version are added to the average. The decay is chosen so that the age of the
-    average comes closest to the mean lag of the batch's tokens. The option `beta` sets a fixed
-    decay instead. With several averages, the tokens are sorted by lag and divided into equal parts.
-    The age of each average follows the mean lag of one part. A token is scored by the average whose
-    age is nearest to its lag.
+    average comes closest to the mean lag of the action tokens, of this batch and earlier ones
+    (`lag_memory`). A batch of fresh tokens alone would otherwise remove all older weights from the
+    average. The option `beta` sets a fixed decay instead. With several averages, the tokens are
+    sorted by lag and divided into equal parts. The age of each average follows the mean lag of one
+    part. A token is scored by the average whose age is nearest to its lag.
 
     The averages are set to the current weights again if the correction keeps too few tokens in
     several batches in a row (`reset_below`, `reset_patience`, `reset_cooldown`).
@@ -49,6 +50,8 @@ class PpoEwmaAsync(OldLogps):
         self.averages = [scorer.make_average() for _ in range(options.averages)]
         self._scorer = scorer
         self._options = options
+        self._targets: list[float] = []
+        """The mean lag that each average follows. Empty before the first batch."""
         self._version: int | None = None
         self._judged: int | None = None
         """The version whose batch was last checked for a reset."""
@@ -83,10 +86,13 @@ class PpoEwmaAsync(OldLogps):
                 "its first batch was not scored before a step"
             )
         self._version = self._scorer.version
-        targets = staleness_targets(
-            self._scorer.lag(batch.version[batch.sampled]), len(self.averages)
-        )
-        for average, target in zip(self.averages, targets, strict=True):
+        lags = staleness_targets(self._scorer.lag(batch.version[batch.sampled]), len(self.averages))
+        memory = self._options.lag_memory
+        self._targets = [
+            memory * earlier + (1 - memory) * lag
+            for earlier, lag in zip(self._targets or lags, lags, strict=True)
+        ]
+        for average, target in zip(self.averages, self._targets, strict=True):
             if self._due or not average.weight:
                 average.update(None)
                 continue
@@ -137,6 +143,7 @@ class PpoEwmaAsync(OldLogps):
     def state(self) -> Mapping[str, Any]:
         return {
             "averages": [average.state() for average in self.averages],
+            "targets": list(self._targets),
             "version": self._version,
             "judged": self._judged,
             "low": list(self._low),
@@ -147,6 +154,7 @@ class PpoEwmaAsync(OldLogps):
     def restore(self, state: Mapping[str, Any]) -> None:
         for average, held in zip(self.averages, state["averages"], strict=True):
             average.restore(held)
+        self._targets = list(state["targets"])
         self._version = state["version"]
         self._judged = state["judged"]
         self._low = list(state["low"])
@@ -184,6 +192,10 @@ class PpoEwmaAsyncSpec(OldLogpsConfig):
     """Only for `ppo_ewma_async`: number of averages of different age. The one nearest to a token's
     lag scores it.
     """
+    lag_memory: Annotated[float, Range(0, 0.99)] = 0.8
+    """Only for `ppo_ewma_async`: weight of the earlier batches in the mean lag that the average
+    follows; 0 follows each batch alone.
+    """
     reset_below: Share = 0.0
     """Only for `ppo_ewma_async`: reset the averages if the correction keeps a smaller share of
     tokens than this; 0 never resets.
@@ -194,6 +206,7 @@ class PpoEwmaAsyncSpec(OldLogpsConfig):
     """Only for `ppo_ewma_async`: smallest number of batches between two resets."""
 
     fixed: ClassVar = {"averages": "the checkpoint holds so many averages"}
+    recipe: ClassVar = {"reset_below": 0.5}
     docs: ClassVar = RouteDocs(
         policy="averages of the weights, about as old as the data",
         exact="no",
