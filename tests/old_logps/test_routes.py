@@ -399,7 +399,8 @@ def test_the_weights_of_a_version_count_once_and_before_any_step() -> None:
 
 def test_each_token_takes_the_average_nearest_to_its_lag() -> None:
     policy = tiny_policy()
-    route = PpoEwmaAsync(LocalScorer(policy, 1.0, 48), PpoEwmaAsyncSpec(averages=2))
+    options = PpoEwmaAsyncSpec(averages=2, lag_memory=0)
+    route = PpoEwmaAsync(LocalScorer(policy, 1.0, 48), options)
     for version in range(12):
         policy.version = version
         batch = collate([episode(version, [3, (4, max(0, version - 4)), 2, (4, version)])])
