@@ -239,9 +239,10 @@ def test_the_audit_goes_on_with_the_same_figures() -> None:
 
 def test_a_recording_knows_where_the_numbers_jumped(tmp_path: Path) -> None:
     recording, version_gaps = Recording(tmp_path), ((4, 3),)
+    policy = tiny_policy()
     batch = collate([episode(1, [3, (4, 0), (5, 1), (2, 3), (2, 4)])])
     for version in (0, 1, 3, 4):
-        recording.version(version, [("w", torch.zeros(1))])
+        recording.version(version, policy.whole_weights())
     recording.batch(TrainedOn(2, 4, batch, version_gaps))
     trained = Recorded(tmp_path).batch(2)
     assert trained.version_gaps == version_gaps
