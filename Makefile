@@ -8,7 +8,7 @@ export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: setup demo test test-engines test-adapters test-cluster conversations check base-policy bench bench-agent bench-demo bench-desks bench-compare \
 	bench-audit bench-resume bench-endpoint bench-peers bench-generate bench-train bench-memory bench-schedule bench-async \
-	bench-async-learning bench-routes bench-publish bench-simulate bench-gpu gpu-check chaos chaos-cluster report fuzz sizes wheel docs
+	bench-async-learning bench-routes bench-event-loop bench-publish bench-simulate bench-gpu gpu-check chaos chaos-cluster report fuzz sizes wheel docs
 
 setup: .venv/.ready
 
@@ -122,6 +122,10 @@ bench-memory: .venv/.bench
 # Cost of a turn and memory of an episode with 10 to 100,000 live episodes (10 minutes).
 bench-schedule: .venv/.bench
 	$(BIN)/python -m benchmarks.schedule $(ARGS)
+
+# Processor time of the event loop for each reply, with and without engine hosts (20 minutes).
+bench-event-loop: .venv-cluster/.ready
+	PYTHONPATH=$(CURDIR) .venv-cluster/bin/python -m benchmarks.event_loop $(ARGS)
 
 # Asynchronous against synchronous by share of tool time, staleness bound and window (25 minutes).
 bench-async: .venv/.bench
