@@ -189,11 +189,11 @@ bench-endpoint: setup
 # Kill runs N times and engines twice N / 2 times, and check that nothing is lost. make chaos N=10 takes minutes.
 N ?= 100
 chaos: setup
-	$(BIN)/python benchmarks/chaos.py --kills $(N)
+	PYTHONPATH=$(CURDIR) $(BIN)/python -m benchmarks.chaos --kills $(N)
 
 # Kill ranks, drivers, engine hosts and nodes of runs on Ray (30 minutes): make chaos-cluster ARGS="--ranks 4 --drivers 0"
 chaos-cluster: .venv-cluster/.ready
-	PYTHONPATH=$(CURDIR) .venv-cluster/bin/python benchmarks/cluster_chaos.py $(ARGS)
+	PYTHONPATH=$(CURDIR) .venv-cluster/bin/python -m benchmarks.cluster_chaos $(ARGS)
 
 # Fuzz all readers of untrusted input (minutes). Without atheris the inputs are random.
 fuzz: setup

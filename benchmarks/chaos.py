@@ -1,6 +1,6 @@
 """Kill runs and engines at random, and check that nothing is lost or trained on twice.
 
-    python benchmarks/chaos.py --kills 100          # about 40 minutes on two shared cores
+    python -m benchmarks.chaos --kills 100          # about 40 minutes on two shared cores
 
 There are three series. A deterministic run is killed with SIGKILL at random calls
 (`chaos_child.py`), resumed, and compared bit for bit with an undisturbed run. An ordinary run is
@@ -29,9 +29,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NoReturn
 
-from chaos_child import CLOCK, TARGETS
 from rich.console import Console
 
+from benchmarks.chaos_child import CLOCK, TARGETS
 from unstale.durability.compare_runs import differences
 from unstale.durability.journal import JOURNAL, Journal, check, trained_episodes
 from unstale.durability.machine import commit, machine, versions
@@ -509,7 +509,7 @@ def main() -> None:
     finally:
         nursery.close()
     command = (
-        f"python benchmarks/chaos.py --kills {chosen.kills} --ordinary {ordinary} --engine {engine}"
+        f"python -m benchmarks.chaos --kills {chosen.kills} --ordinary {ordinary} --engine {engine}"
     )
     lines = [
         f"# Runs and engines killed, {date.today()}",

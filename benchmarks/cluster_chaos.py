@@ -1,7 +1,7 @@
 """Kill the processes of runs on Ray at random instants, and check that nothing is lost.
 
-    python benchmarks/cluster_chaos.py                    # about 30 minutes on two quiet cores
-    python benchmarks/cluster_chaos.py --ranks 4 --drivers 0 --hosts 0 --nodes 0 --seed 7
+    python -m benchmarks.cluster_chaos                    # about 30 minutes on two quiet cores
+    python -m benchmarks.cluster_chaos --ranks 4 --drivers 0 --hosts 0 --nodes 0 --seed 7
 
 There are four series, each with SIGKILL:
 
@@ -35,9 +35,8 @@ from statistics import median
 from threading import Timer
 from typing import Any
 
-from chaos import Ended, Witness, finish, tell
-from chaos_child import adopt_orphans
-
+from benchmarks.chaos import Ended, Witness, finish, tell
+from benchmarks.chaos_child import adopt_orphans
 from unstale.durability.compare_runs import differences
 from unstale.durability.machine import commit, machine, versions
 from unstale.durability.run_folder import EVENTS, RunFolder
@@ -105,14 +104,11 @@ class RunProcess:
 
     def __init__(self, arguments: Sequence[str], folder: Path) -> None:
         self.folder = folder
-        self._log = folder.with_suffix(".log").open("ab")
         program = [sys.executable, "-c", "from unstale.cli.main import main; main()"]
-        self.process = subprocess.Popen(
-            [*program, "train", *arguments],
-            stdin=subprocess.DEVNULL,
-            stdout=self._log,
-            stderr=self._log,
-        )
+        with folder.with_suffix(".log").open("ab") as log:
+            self.process = subprocess.Popen(
+                [*program, "train", *arguments], stdin=subprocess.DEVNULL, stdout=log, stderr=log
+            )
         self._heard = len(self._rows())
         self._last = time.monotonic()
 
@@ -415,10 +411,11 @@ class Nodes:
         for node in self._nodes:
             self.cluster.remove_node(node)
         self._options = options
-        self._nodes = [self._add() for _ in range(2)]
+        self._nodes = [self.add(**options) for _ in range(2)]
 
-    def _add(self) -> Any:
-        return self.cluster.add_node(**self._options, **self._memory)
+    def add(self, **options: Any) -> Any:
+        """Add a node."""
+        return self.cluster.add_node(**options, **self._memory)
 
     def strike(self, run: RunProcess) -> bool:
         """Kill one of the two nodes. Add another one some seconds later."""
@@ -431,7 +428,7 @@ class Nodes:
         return True
 
     def _join(self) -> None:
-        self._nodes.append(self._add())
+        self._nodes.append(self.add(**self._options))
 
     def close(self) -> None:
         if self._joining.is_alive():
@@ -540,7 +537,7 @@ def write(chosen: argparse.Namespace, series: Sequence[Series], seconds: float) 
     lines = [
         f"# Processes of runs on Ray killed, {date.today()}",
         "",
-        f"`python benchmarks/cluster_chaos.py {options}` at commit {commit()}, {machine()}, "
+        f"`python -m benchmarks.cluster_chaos {options}` at commit {commit()}, {machine()}, "
         f"{versions()}; {seconds / 60:.0f} minutes. SIGKILL at random instants of small runs.",
         "",
         *table(series),
