@@ -23,18 +23,26 @@ NODE_MEMORY = 100 << 20
 """Bytes of the object store of each node."""
 
 
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[Any]:
-    """A Ray cluster of one machine, with a head on which nothing is placed."""
+@pytest.fixture(scope="session")
+def head() -> Iterator[Any]:
+    """The head of a Ray cluster, which takes seconds to start."""
     from ray.cluster_utils import Cluster
 
-    session.disconnect()
-    head = {"num_cpus": 0, "object_store_memory": NODE_MEMORY, "include_dashboard": False}
-    nodes = Cluster(initialize_head=True, head_node_args=head)
-    session.connect(nodes.address)
+    options = {"num_cpus": 0, "object_store_memory": NODE_MEMORY, "include_dashboard": False}
+    nodes = Cluster(initialize_head=True, head_node_args=options)
     yield nodes
-    session.disconnect()
     nodes.shutdown()
+
+
+@pytest.fixture(scope="module")
+def cluster(head: Any) -> Iterator[Any]:
+    """A Ray cluster of one machine, on which nothing is placed."""
+    session.disconnect()
+    session.connect(head.address)
+    yield head
+    session.disconnect()
+    for node in list(head.worker_nodes):
+        head.remove_node(node)
 
 
 @pytest.fixture(autouse=True)

@@ -59,7 +59,10 @@ def test_a_run_whose_rank_is_killed_continues_and_is_bitwise_the_same(
 def test_ranks_that_divide_each_pass_train_as_ranks_that_do_not(
     tmp_path: Path, undisturbed: Path
 ) -> None:
-    """The run is resumed from a checkpoint after half of its steps."""
+    """The run is resumed from a checkpoint after half of its steps.
+
+    A deterministic run refuses another number of ranks, and another division of passes.
+    """
     half = train(config(tmp_path, "run", context=2, steps=2))
     config_of_all = config(tmp_path, "run", context=2)
     session.resume(half, config_of_all, console=Console(file=StringIO()))
@@ -73,8 +76,12 @@ def test_ranks_that_divide_each_pass_train_as_ranks_that_do_not(
         assert [row[name] for row in rows] == pytest.approx(
             [row[name] for row in expected], rel=1e-5
         )
-    with pytest.raises(ConfigError, match=r"cluster\.context cannot change from 2 to 1"):
-        session.resume(half, config(tmp_path, "run", steps=5))
+    for change, why in (
+        ({"context": 1}, r"cluster\.context cannot change from 2 to 1"),
+        ({"context": 2, "trainers": 4}, r"cluster\.trainers cannot change from 2 to 4"),
+    ):
+        with pytest.raises(ConfigError, match=why):
+            session.resume(half, config(tmp_path, "run", steps=5, **change))
 
 
 def test_a_run_is_resumed_with_another_number_of_ranks(tmp_path: Path) -> None:
@@ -109,9 +116,3 @@ def test_a_killed_driver_leaves_a_run_that_a_resume_completes_bitwise(
         driver.wait(LIMIT_S)
     session.resume(folder, config(tmp_path, "killed"), console=Console(file=StringIO()))
     assert differences(undisturbed, folder) == []
-
-
-def test_a_deterministic_run_keeps_its_number_of_ranks(tmp_path: Path) -> None:
-    folder = train(config(tmp_path, "run", trainers=1, steps=1))
-    with pytest.raises(ConfigError, match=r"cluster\.trainers cannot change from 1 to 2"):
-        session.resume(folder, config(tmp_path, "run", trainers=2, steps=2))
