@@ -258,6 +258,18 @@ class ListedTasks:
 
 
 @runtime_checkable
+class HasTaskTools(Protocol):
+    """A task set whose tasks have different tools, such as a mixture of other task sets.
+
+    Its `tools` are those of all tasks.
+    """
+
+    def tools_of(self, task: Task) -> Sequence[Mapping[str, Any]]:
+        """Return the JSON schemas of the tools of a task."""
+        ...
+
+
+@runtime_checkable
 class RewardCombiner(Protocol):
     """A task set with a method that combines the named rewards of an episode into one."""
 

@@ -1,14 +1,14 @@
 """A task set whose environments run in worker processes."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from itertools import count
 from typing import Any, Self
 
 from unstale.config import ConfigError, TaskConfig
 from unstale.durability.virtual_clock import VirtualLoop
-from unstale.envs import Env, EnvError, Message, Taskset, Turn
+from unstale.envs import Env, EnvError, HasTaskTools, Message, Taskset, Turn
 from unstale.envs.external import ExternalAgent
 from unstale.envs.guard import OCCUPANCY, DescribedError
 from unstale.isolation.process import (
@@ -167,6 +167,9 @@ class IsolatedTasks:
 
     def held_out(self, count: int) -> list[Task]:
         return self.inner.held_out(count)
+
+    def tools_of(self, task: Task) -> Sequence[Mapping[str, Any]]:
+        return self.inner.tools_of(task) if isinstance(self.inner, HasTaskTools) else self.tools
 
     def env(self, task: Task, seed: int) -> Env:
         episode = next(self._episodes)

@@ -13,6 +13,7 @@ from unstale.config import (
     RunConfig,
     ScheduleConfig,
     TrainerConfig,
+    make_task,
 )
 from unstale.envs.desk import DeskConfig, desk_names
 
@@ -38,11 +39,11 @@ def retail(**changes: Any) -> RunConfig:
 
 
 def desk_recipe(name: str) -> Callable[..., RunConfig]:
-    """Return the recipe of another desk than `retail`."""
+    """Return the recipe of another desk than `retail`, or of all desks in turn (`desks`)."""
 
     def recipe(**changes: Any) -> RunConfig:
         config = replace(
-            retail(), recipe=name, task=DeskConfig(env=name), engine=EngineConfig(max_context=1024)
+            retail(), recipe=name, task=make_task(name), engine=EngineConfig(max_context=1024)
         )
         return replace(config, **changes)
 
@@ -53,4 +54,5 @@ def desk_recipe(name: str) -> Callable[..., RunConfig]:
     return recipe
 
 
-RECIPES = (retail, *(desk_recipe(name) for name in desk_names() if name != "retail"))
+OTHER_DESKS = (*(name for name in desk_names() if name != "retail"), "desks")
+RECIPES = (retail, *map(desk_recipe, OTHER_DESKS))

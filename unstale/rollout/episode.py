@@ -24,11 +24,13 @@ from unstale.envs import (
     Closable,
     EnvError,
     HasSimulatedDelays,
+    HasTaskTools,
     Resumable,
     Taskset,
     Turn,
     combine_rewards,
 )
+from unstale.envs.chat import Chat
 from unstale.envs.guard import EnvCaller, describe
 from unstale.records import (
     ContextPiece,
@@ -269,19 +271,20 @@ class Rollout:
         """
         async with AsyncExitStack() as cleanup:
             with stage("begin", self.config.timeout_s) as timeout:
+                chat = self.chat(task)
                 env = self.taskset.env(task, env_seed)
                 caller = self.caller(env, task)
                 cleanup.push_async_exit(partial(self._close, caller))
                 if isinstance(env, HasWorker) and (start := env.worker_start()):
                     await timeout.without_limit(start)
-                turn, turn_rewards = await self._begin(transcript, caller)
+                turn, turn_rewards = await self._begin(transcript, caller, chat)
             if self.generator.reply_budget(len(transcript.tokens)) < 1:
                 raise ValueError(
                     f"the opening prompt of {task.key} has {len(transcript.tokens)} tokens, "
                     f"engine.max_context is {self.generator.config.max_context}: no reply fits; "
                     "raise engine.max_context"
                 )
-            turn, stop = await self._take_turns(transcript, caller, turn, turn_rewards)
+            turn, stop = await self._take_turns(transcript, caller, chat, (turn, turn_rewards))
         transcript.require_replayed()
         return Trajectory(
             pieces=tuple(transcript.pieces),
@@ -309,7 +312,15 @@ class Rollout:
 
         return EnvCaller(env, f"{code} of {task.key}", on_blocked)
 
-    async def _begin(self, transcript: Transcript, caller: EnvCaller) -> tuple[Turn, list[float]]:
+    def chat(self, task: Task) -> Chat:
+        """Return the chat format with the tools of a task."""
+        if isinstance(self.taskset, HasTaskTools):
+            return self.generator.chat.with_tools(self.taskset.tools_of(task))
+        return self.generator.chat
+
+    async def _begin(
+        self, transcript: Transcript, caller: EnvCaller, chat: Chat
+    ) -> tuple[Turn, list[float]]:
         resumable = caller.env if isinstance(caller.env, Resumable) else None
         if resumable:
             turn_rewards = await transcript.restore_snapshot(resumable)
@@ -317,16 +328,23 @@ class Rollout:
                 return Turn(()), turn_rewards
         turn = await caller.turn(caller.env.begin)
         self._check_size(turn)
-        transcript.add_context(ContextPiece(self.generator.chat.encode_prompt(turn.messages)))
+        transcript.add_context(ContextPiece(chat.encode_prompt(turn.messages)))
         if resumable:
             transcript.save_snapshot(resumable, ())
         return turn, []
 
     async def _take_turns(
-        self, transcript: Transcript, caller: EnvCaller, turn: Turn, turn_rewards: list[float]
+        self,
+        transcript: Transcript,
+        caller: EnvCaller,
+        chat: Chat,
+        begun: tuple[Turn, list[float]],
     ) -> tuple[Turn, Stop]:
-        """Alternate replies and environment steps. Return the last turn and the reason to stop."""
-        chat = self.generator.chat
+        """Alternate replies and environment steps. Return the last turn and the reason to stop.
+
+        `begun` are the first turn and the rewards of earlier replies, which are added to.
+        """
+        turn, turn_rewards = begun
         env = caller.env
         # Once per attempt, since these checks take half as long as a turn of a fast environment.
         resumable = env if isinstance(env, Resumable) else None
