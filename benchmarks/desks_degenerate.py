@@ -19,6 +19,7 @@ from itertools import product
 from pathlib import Path
 from random import Random
 
+from unstale.durability.machine import commit, machine
 from unstale.envs import Message, ToolCall, Turn
 from unstale.envs.desk import DeskEnv, DeskTasks, shipped_desks
 from unstale.envs.desk.database import DeskError
@@ -226,7 +227,11 @@ def main() -> None:
     count = parser.parse_args().tasks
     command = f"python benchmarks/desks_degenerate.py --tasks {count}"
     lines = [f"# What degenerate policies score at the desks, {date.today()}", ""]
-    lines += [f"Success on {count} held-out tasks of each desk and level, `{command}`.", ""]
+    lines += [
+        f"Success on {count} held-out tasks of each desk and level, `{command}` at commit "
+        f"{commit()}, {machine()}.",
+        "",
+    ]
     unfair = []
     for desk in shipped_desks():
         table, fair = table_of(desk, count)
