@@ -60,7 +60,7 @@ from unstale.testing import check_old_logps, episode, nudge, tiny_policy
 from unstale.trainer.local import LocalTrainer
 from unstale.weights.codec import advance
 
-STEPS = 4
+STEPS = 3
 LORA = Lora(4)
 SNAPSHOT = OldLogpsConfig(route="snapshot_old")
 BASE = RunConfig(
@@ -236,13 +236,24 @@ def test_ranks_learn_what_one_process_learns(count: int, variant: str, folder: P
     assert one.metrics[-1]["trainer/microbatches"] > 3
 
 
-def learn_in_context_groups(peers: Peers, folder: Path, variant: str) -> Outcome:
-    return learn(peers.in_context_groups(2), folder, VARIANTS[variant])
+CONTEXT_VARIANTS = {2: ("plain", "own", "lora", "two steps a batch", "replay"), 4: ("plain",)}
+"""The variants that run on this number of ranks, of which each two divide a pass."""
+
+
+def learn_in_context_groups(
+    peers: Peers, folder: Path, variants: tuple[str, ...]
+) -> dict[str, Outcome]:
+    return learn_all(peers.in_context_groups(2), folder, variants)
+
+
+@cache
+def context_outcomes(folder: Path, count: int) -> list[dict[str, Outcome]]:
+    return run_ranks(count, learn_in_context_groups, folder, CONTEXT_VARIANTS[count])
 
 
 @pytest.mark.parametrize(
     ("count", "variant"),
-    [(2, "plain"), (2, "own"), (2, "lora"), (2, "two steps a batch"), (2, "replay"), (4, "plain")],
+    [(count, name) for count, names in CONTEXT_VARIANTS.items() for name in names],
 )
 def test_ranks_that_divide_each_pass_learn_what_one_process_learns(
     count: int, variant: str, folder: Path
@@ -253,7 +264,8 @@ def test_ranks_that_divide_each_pass_learn_what_one_process_learns(
     """
     (alone,) = outcomes(folder, 0)
     one = alone[variant]
-    for other in run_ranks(count, learn_in_context_groups, folder, variant):
+    for rank in context_outcomes(folder, count):
+        other = rank[variant]
         error = max((one.weights[n] - t).abs().max().item() for n, t in other.weights.items())
         assert error <= 1e-6 and all(other.exact) and len(other.exact) == len(one.exact)
         for name in ("trainer/grad_norm", "objective/loss", "correction/kept_share"):
