@@ -21,6 +21,7 @@ import math
 import re
 import sqlite3
 from html.parser import HTMLParser
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ from unstale.durability.journal import JOURNAL, Journal
 from unstale.durability.run_folder import RunLog
 from unstale.observe.recorder import Outputs, Recorder
 from unstale.observe.report.audited import COLUMNS, cells
-from unstale.observe.report.figures import average_lag
+from unstale.observe.report.figures import average_lag, dropped_and_clipped
 from unstale.observe.report.gather import Chosen, gather
 from unstale.observe.report.page import write_report
 from unstale.observe.report.plots import Axis
@@ -759,6 +760,17 @@ def test_a_run_with_old_names_is_refused(tmp_path: Path) -> None:
 )
 def test_ticks_are_round(low: float, high: float, whole: bool, ticks: list[float]) -> None:
     assert Axis(label="", low=low, high=high, whole=whole).ticks(5) == ticks
+
+
+@pytest.mark.parametrize("largest", [0.011, 0.0042, 0.5])
+def test_ticks_of_shares_are_written_exactly(tmp_path: Path, largest: float) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    rows = [{"step": step, "objective/clip_share": largest / step} for step in (1, 2)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    ticks = re.findall(r">([\d.]+)%</text>", str(dropped_and_clipped(gather(tmp_path))))
+    wide = ticks[: ticks.index("0", 1)]  # the plot is drawn for two widths
+    steps = [round(b - a, 6) for a, b in pairwise(map(float, wide))]
+    assert len(steps) > 2 and len(set(steps)) == 1
 
 
 def test_the_made_up_run_is_the_same_for_the_same_seed(tmp_path: Path) -> None:

@@ -47,8 +47,7 @@ def steps_axis(run: Gathered, shift: float = 0) -> Axis:
 
 
 def _share_axis(low: float = 0.0, high: float = 1.0) -> Axis:
-    digits = 0 if high - low > 0.08 else 1
-    return Axis(label="", low=low, high=high, show=lambda v: f"{100 * v:.{digits}f}%")
+    return Axis(label="", low=low, high=high, show=lambda share: f"{100 * share:.10g}%")
 
 
 def _top(values: Iterable[float], least: float = 1e-9) -> float:
@@ -286,7 +285,7 @@ def clouds(run: Gathered) -> Markup:
     """Return density plots of log D against log S of the recorded tokens, one plot per lag."""
     title = "log D against log S, token by token"
     if len(run.points) < 10:
-        return gap(title, "No sample of tokens was recorded.")
+        return gap(title, "There is no sample of tokens.")
     x, y = density_axes([(point.log_d, point.log_s) for point in run.points])
     guides = Guides(x=_band(run), y=_clip(run))
     lags = sorted({point.lag for point in run.points})

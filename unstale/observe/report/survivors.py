@@ -39,8 +39,8 @@ GROUPS = {
 }
 TERMINAL = (0, 1, 2, 3, 4, 6)
 """Indices of the columns of `HEAD` that are shown on a terminal."""
-QUANTILES = "10 · 50 · 90%"
-HEAD = ("", "attempts", "tokens", QUANTILES, "turns", QUANTILES, "success", "reward")
+QUANTILES = "p10 · p50 · p90"
+HEAD = ("", "attempts", "mean tokens", QUANTILES, "mean turns", QUANTILES, "success", "reward")
 
 
 def trained_on(run: Gathered) -> Markup:
