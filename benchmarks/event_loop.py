@@ -81,7 +81,7 @@ MAX_CONTEXT = 1 << 18
 RATES = {"4B on 8 GPUs": 20_400, "30B-A3B on 64 GPUs": 34_600}
 """Sampled tokens per second that `unstale plan` predicts."""
 GOAL = 10
-"""How many times the larger rate one event loop should carry."""
+"""One event loop should carry this many times the larger rate."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class Case:
 
     @property
     def episodes(self) -> int:
-        """Enough for a quarter of a million tokens, or with routes for 25 MB of them."""
+        """Enough for 262,144 tokens, or 65,536 with routes, but at least 8."""
         wanted = 1 << (16 if self.routes else 18)
         return max(8, wanted // (self.tokens * self.turns))
 
@@ -200,6 +200,8 @@ def server(folder: Path, *, routes: bool) -> Iterator[str]:
     process = get_context("spawn").Process(target=serve, args=(folder, routes), daemon=True)
     process.start()
     while not (folder / "server").exists():
+        if not process.is_alive():
+            raise RuntimeError(f"the server ended at its start with code {process.exitcode}")
         time.sleep(0.05)
     try:
         yield f"unix:{folder}/server"

@@ -261,7 +261,9 @@ def test_what_cannot_work_is_refused(model: Path, monkeypatch: pytest.MonkeyPatc
         vllm.SPEC.make(EngineOptions(model, transfer="nccl"))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    with pytest.raises(ConfigError, match="one GPU for the trainer and others for the server, bu"):
+    with pytest.raises(
+        ConfigError, match="1 GPU for the trainer and 1 for the server, but this machine has 1"
+    ):
         run_gpus(config({}))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     assert run_gpus(config({})) == GpuShares(("0",), ("1", "2", "3"))

@@ -33,7 +33,8 @@ from unstale.engines.embedded.worker import build_runner
 from unstale.model.forward import ForwardOptions
 from unstale.model.policy import Policy
 from unstale.model.quantisation import FORMATS, quantise_passes
-from unstale.testing import plain_logps, tiny_policy
+from unstale.records import collate
+from unstale.testing import episode, plain_logps, tiny_policy
 
 KINDS = ("fp8", "int8", "int4")
 BLOCKS = {"fp8": (128, 128), "int8": (1, 10**6), "int4": (1, 32)}
@@ -106,7 +107,10 @@ def test_only_matrices_in_layers_are_rounded() -> None:
     kept = "embed_tokens lm_head norm gate.weight"
     for name, _ in policy.model.named_parameters():
         path, _, last = name.rpartition(".")
-        used = getattr(policy.model.get_submodule(path), last)
+        module = policy.model.get_submodule(path)
+        used = getattr(module, last)
+        if isinstance(module, nn.Linear):  # int4 does not round the input
+            used = module(torch.eye(module.in_features)).t()
         is_kept = any(part in name for part in kept.split())
         assert torch.equal(used, before[name]) == is_kept, name
 
@@ -175,6 +179,25 @@ def test_the_same_format_on_both_sides_removes_the_discrepancy(
     assert both.mean() < 0.05 * engine_only.mean()
 
 
+def test_no_rounded_copy_is_kept_for_the_backward_pass() -> None:
+    """Ranks would otherwise hold the gathered weights of all layers at once."""
+    policy = tiny_policy()
+    policy.set_forward_options(ForwardOptions(quantise="int4"))
+    weights = {parameter.data_ptr() for parameter in policy.model.parameters()}
+    shapes = {parameter.shape for parameter in policy.model.parameters() if parameter.dim() == 2}
+    kept = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        if tensor.shape in shapes and tensor.data_ptr() not in weights:
+            kept.append(tensor.shape)
+        return tensor
+
+    batch = collate([episode(0, [70, (20, 0)])])  # 96 rows, the height of no weight
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        policy.logps(batch, temperature=1.0).sum().backward()
+    assert not kept
+
+
 def test_the_trainer_rounds_the_weights_that_the_engine_received(tmp_path: Path) -> None:
     policy = tiny_policy()
     policy.save(tmp_path)
@@ -236,6 +259,13 @@ def test_an_engine_that_rounds_alone_is_measured_as_discrepancy(tmp_path: Path) 
     rows = session.train(config, console=quiet()).metrics
     assert {row["old_logps/exact_share"] for row in rows} == {1.0}
     assert min(row["correction/log_d_abs_mean"] for row in rows) > 5e-3
+
+
+def test_the_format_of_passes_cannot_be_changed() -> None:
+    policy = tiny_policy()
+    policy.set_forward_options(ForwardOptions(quantise="int4"))
+    with pytest.raises(ValueError, match="cannot be changed once it is set"):
+        policy.set_forward_options(ForwardOptions())
 
 
 def test_combinations_that_cannot_work_are_refused(tmp_path: Path) -> None:

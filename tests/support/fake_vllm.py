@@ -115,6 +115,8 @@ class FakeVllm(FakeServer):
                         self._version = self._version if self.forgetful else body["weight_version"]
                 case "/shutdown_weight_transfer_engine":
                     workers.leave()
+                case _:
+                    return 404, {"detail": "Not Found"}
         except RuntimeError as error:
             return 500, {"error": str(error)}
         return 200, {"message": "done"}

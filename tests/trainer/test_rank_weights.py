@@ -90,12 +90,12 @@ def watch_gathers() -> Iterator[Gathered]:
 
 
 Posted = tuple[PublishedPart, list[Part]]
-"""What one rank gives of a version."""
+"""The parts of a version's weights that one rank gives."""
 
 
 @dataclass
 class Given:
-    """What one rank gave of every version, and the true weights of every version."""
+    """The parts that one rank gave of every version, and the true weights of every version."""
 
     posted: list[Posted] = field(default_factory=list)
     now: Posted | None = None

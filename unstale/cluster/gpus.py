@@ -83,10 +83,11 @@ def run_gpus(config: RunConfig) -> GpuShares:
     if cluster.address or not (cluster.trainers or over_nccl):
         return GpuShares()
     gpus = _visible_gpus()
-    if over_nccl and len(gpus) == 1:
+    if over_nccl and not cluster.trainers and 0 < len(gpus) < 1 + engines:
         raise ConfigError(
-            "engine.transfer = nccl needs one GPU for the trainer and others for the server, but "
-            "this machine has 1: set engine.transfer = file"
+            f"engine.transfer = nccl needs 1 GPU for the trainer and {engines} for the server, but "
+            f"this machine has {len(gpus)}: let the server use fewer GPUs (engine.args), or set "
+            "engine.transfer = file"
         )
     scorers = config.old_logps.scoring_ranks if cluster.trainers else 0
     trainers = max(1, cluster.trainers)

@@ -39,10 +39,10 @@ class RankedTrainer:
         self.results = StepResults({}, [], [], [])
         """The results of the last batch."""
         self.collect: Callable[[Batch | None], None] = lambda batch: None
-        """Is called before the ranks need old log-probabilities of a batch, or all (None)."""
+        """Called before the ranks need old log-probabilities of a batch, or all of them (None)."""
         self._steps_left = 0
         self._posted: PostedStep | None = None
-        """What the ranks posted last. Kept for ranks that only score: it occupies Ray's store."""
+        """The parts that were posted last, kept in Ray's store for ranks that only score."""
 
     def call(self, name: str, *arguments: Any) -> Any:
         """Call a method on every rank, which first takes over the policy's version number."""

@@ -23,7 +23,7 @@ FETCH_S = 600.0
 
 @dataclass(frozen=True, slots=True)
 class PostedStep:
-    """What leads from version `base` to `version`. With a base of -1 it begins from zeros."""
+    """The deltas from version `base` to `version`. A base of -1 stands for zeros."""
 
     base: int
     version: int

@@ -160,7 +160,7 @@ class EngineConfig(Section):
     dtype: Literal["auto", "float32", "bfloat16"] = "bfloat16"
     """Precision of generation. `auto` picks the faster one on this machine."""
     transfer: Transfer = "file"
-    """How vLLM servers get new weights: in a file in memory, or by NCCL from the trainer's GPU to
+    """The way of new weights to vLLM servers: a file in memory, or NCCL from the trainer's GPU to
     other GPUs of this machine.
     """
     quantise: Quantise = "none"

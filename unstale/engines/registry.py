@@ -55,7 +55,7 @@ class EngineOptions:
     keeps one more copy of the weights.
     """
     transfer: Transfer = "file"
-    """How a vLLM server gets weights: in a file in memory, or by NCCL from the trainer's GPU."""
+    """The way of weights to a vLLM server: a file in memory, or NCCL from the trainer's GPU."""
     merging: Merging | None = None
     """If given, updates are LoRA adapters, which the engine adds to the model's weights."""
     record_routes: bool = False

@@ -20,7 +20,11 @@ import torch
 from torch import Tensor
 
 PACKET_BYTES = 1 << 28
-"""Bytes after which a packet of weights is sent. Each side keeps up to two packets on its GPU."""
+"""Bytes after which a packet of weights is sent.
+
+It ends with the tensor that exceeds this number, so a packet may be larger by one tensor. The
+trainer holds the tensors of a packet and their copy, the workers up to two packets.
+"""
 
 
 class TransferGroup(Protocol):
@@ -40,7 +44,10 @@ class TransferGroup(Protocol):
         ...
 
     def close(self) -> None:
-        """End the group, and a `broadcast` that waits for a dead worker."""
+        """End the group, and a `broadcast` that waits for a dead worker.
+
+        A `join` that waits may not end, but its group is then closed when it is complete.
+        """
         ...
 
 
@@ -57,6 +64,8 @@ class NcclGroup:
         self.device = torch.device("cuda", 0)
         self._stream = torch.cuda.Stream(self.device)
         self._communicator: Any = None
+        self._lock = threading.Lock()
+        self._closed = False
 
     def join(self, size: int) -> None:
         from vllm.distributed.weight_transfer.nccl_common import uid_init_process_group
@@ -66,7 +75,12 @@ class NcclGroup:
         )
         if communicator.disabled:
             raise RuntimeError("vLLM's NCCL is disabled: unset VLLM_DISABLE_PYNCCL")
-        self._communicator = communicator
+        with self._lock:
+            self._communicator = communicator
+            closed = self._closed
+        if closed:
+            communicator.destroy()
+            raise RuntimeError("the group was closed before all members had joined")
 
     def broadcast(self, data: Tensor) -> None:
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
@@ -74,8 +88,11 @@ class NcclGroup:
         self._stream.synchronize()
 
     def close(self) -> None:
-        if self._communicator is not None:
-            self._communicator.destroy()
+        with self._lock:
+            self._closed = True
+            communicator = self._communicator
+        if communicator is not None:
+            communicator.destroy()
 
 
 def nccl_groups() -> MakeGroup:

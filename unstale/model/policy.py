@@ -180,8 +180,11 @@ class Policy:
             )
         if passes.gradient_checkpointing and not self.passes.gradient_checkpointing:
             checkpoint_layers(self.model)
-        if passes.quantise != self.passes.quantise:
+        before = (self.passes.quantise, self.passes.published_dtype)
+        if self.passes.quantise == "none":
             quantise_passes(self.model, passes.quantise, DTYPES[passes.published_dtype])
+        elif before != (passes.quantise, passes.published_dtype):
+            raise ValueError("the number format of passes cannot be changed once it is set")
         self.passes = passes
         self._compile()
 

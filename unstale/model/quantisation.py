@@ -1,9 +1,8 @@
 """Weights and activations in FP8, INT8 or INT4, by rounding.
 
 A format has few values. A block of numbers shares one scale, with which its largest number becomes
-the largest value of the format. Each number is rounded to the nearest value. The products are then
-computed in the usual precision. So the results are those of low-precision hardware, up to the order
-of its sums, but nothing becomes faster.
+the largest value of the format. Each number is rounded to the nearest value times the scale, and
+then to the usual precision, in which products are computed. Nothing becomes faster.
 
 An engine rounds the weights that it loads and, in `fp8` and `int8`, the input of each layer. The
 trainer can do the same (arXiv 2601.14243, Jet-RL). Its gradient is then that of the rounded weights
@@ -20,8 +19,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-_ROUTER = re.compile(r"(^|\.)(gate|router)(\.weight)?$")
+from unstale.model import linear
+
 _IN_LAYER = re.compile(r"\.\d+\.")
+_ROUTER = re.compile(r"(^|[._])(gate|router)\.weight$")
+_STACKED = (".gate_up_proj", ".down_proj")
+"""Names of the weights of all experts of a layer in one tensor `[experts, out, in]`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +57,8 @@ class Format:
 
     def _rounded(self, values: Tensor, rows: int, columns: int) -> Tensor:
         """Round `[..., R, C]` numbers in blocks of `rows` times `columns`."""
+        if not values.numel():
+            return values
         height, width = values.shape[-2:]
         rows = min(rows, height)
         columns = min(columns or width, width)
@@ -81,7 +86,9 @@ FORMATS = {
 
 
 def is_quantised(name: str, weight: Tensor) -> bool:
-    """Return True if a weight is rounded: a matrix in a layer that is not a router.
+    """Return True if a weight is rounded: the matrix of a linear layer, or those of experts.
+
+    Routers, embeddings and the output head are not.
 
     >>> is_quantised("model.layers.0.mlp.up_proj.weight", torch.ones(2, 2))
     True
@@ -90,8 +97,9 @@ def is_quantised(name: str, weight: Tensor) -> bool:
     >>> is_quantised("lm_head.weight", torch.ones(2, 2))
     False
     """
-    is_matrix = weight.dim() >= 2 and weight.is_floating_point()
-    return is_matrix and bool(_IN_LAYER.search(name)) and not _ROUTER.search(name)
+    is_matrix = weight.dim() == 2 and name.endswith(".weight") and not _ROUTER.search(name)
+    are_experts = weight.dim() == 3 and name.endswith(_STACKED)
+    return (is_matrix or are_experts) and bool(_IN_LAYER.search(name))
 
 
 def quantised(name: str, weight: Tensor, kind: str) -> Tensor:
@@ -107,7 +115,7 @@ def quantised(name: str, weight: Tensor, kind: str) -> Tensor:
 def round_activations(model: nn.Module, kind: str) -> None:
     """Make a model round the inputs of its linear layers, in place, if the format `kind` does so.
 
-    The gradient of a rounded input is that of the input.
+    It is for models that compute no gradient.
     """
     if kind == "none" or FORMATS[kind].activation_block is None:
         return
@@ -125,7 +133,6 @@ def quantise_passes(model: nn.Module, kind: str, published: torch.dtype) -> None
     """
     if kind == "none":
         return
-    round_activations(model, kind)
     for module, names in _quantised_modules(model):
         module.__class__ = _quantised_class(type(module), names, kind, published)
 
@@ -147,10 +154,18 @@ def _quantised_modules(model: nn.Module) -> list[tuple[nn.Module, tuple[str, ...
 def _quantised_class(
     base: type[nn.Module], names: tuple[str, ...], kind: str, published: torch.dtype
 ) -> type[nn.Module]:
-    """Return a subclass of a module's class. Its attributes `names` are the rounded parameters.
+    """Return a subclass of a module's class that computes with its parameters `names` rounded.
 
     The parameters themselves remain in `_parameters`, where optimizers and checkpoints find them.
     """
+    if issubclass(base, nn.Linear):
+
+        def forward(self: nn.Linear, input: Tensor) -> Tensor:
+            rows = input.reshape(-1, self.in_features)
+            product: Tensor = _RoundedLinear.apply(rows, self.weight, self.bias, kind, published)
+            return product.view(*input.shape[:-1], self.out_features)
+
+        return type(base.__name__, (base,), {"forward": forward})
 
     def rounded(name: str) -> property:
         return property(
@@ -161,8 +176,8 @@ def _quantised_class(
     return type(base.__name__, (base,), {name: rounded(name) for name in names})
 
 
-def _round_input(kind: str, module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    return (_StraightThroughInput.apply(inputs[0], kind), *inputs[1:])
+def _rounded_weight(weight: Tensor, kind: str, published: torch.dtype) -> Tensor:
+    return FORMATS[kind].weight(weight.to(published)).to(weight.dtype)
 
 
 class _StraightThrough(torch.autograd.Function):
@@ -170,20 +185,45 @@ class _StraightThrough(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, kind: str, published: torch.dtype) -> Tensor:
-        return FORMATS[kind].weight(weight.to(published)).to(weight.dtype)
+        return _rounded_weight(weight, kind, published)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         return grad, None, None
 
 
-class _StraightThroughInput(torch.autograd.Function):
-    """Rounds the input of a layer. The gradient of the rounded input is that of the input."""
+class _RoundedLinear(torch.autograd.Function):
+    """A linear layer with rounded weight and input.
+
+    Both are rounded again in the backward pass, so that no rounded copy is kept until then.
+    """
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, kind: str) -> Tensor:
-        return FORMATS[kind].activations(rows)
+    def forward(  # noqa: PLR0913 - the layer and its number formats
+        ctx: Any,
+        rows: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        kind: str,
+        published: torch.dtype,
+    ) -> Tensor:
+        ctx.save_for_backward(rows, weight)
+        ctx.kind, ctx.published = kind, published
+        rounded = _rounded_weight(weight, kind, published)
+        return linear.product(FORMATS[kind].activations(rows), rounded, bias)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return grad, None
+        rows, weight = ctx.saved_tensors
+        for_rows, for_weight, for_bias, *_ = ctx.needs_input_grad
+        grad = grad.contiguous()
+        of_rows = of_weight = None
+        if for_rows:
+            of_rows = linear.product(grad, _rounded_weight(weight, ctx.kind, ctx.published).t())
+        if for_weight:
+            of_weight = linear.outer(grad, FORMATS[ctx.kind].activations(rows))
+        return of_rows, of_weight, grad.sum(0) if for_bias else None, None, None
+
+
+def _round_input(kind: str, module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    return (FORMATS[kind].activations(inputs[0]), *inputs[1:])

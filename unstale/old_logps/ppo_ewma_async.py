@@ -154,7 +154,7 @@ class PpoEwmaAsync(OldLogps):
     def restore(self, state: Mapping[str, Any]) -> None:
         for average, held in zip(self.averages, state["averages"], strict=True):
             average.restore(held)
-        self._targets = list(state["targets"])
+        self._targets = list(state.get("targets", []))  # missing in older checkpoints
         self._version = state["version"]
         self._judged = state["judged"]
         self._low = list(state["low"])
@@ -235,7 +235,7 @@ class PpoEwmaAsyncSpec(OldLogpsConfig):
         return self.reset_below > 0
 
     def meaning(self, run: RunConfig) -> Meaning:
-        age = "follows the batch's mean lag"
+        age = "follows the mean lag of recent batches"
         if self.beta is not None:
             age = f"tends to {age_of_average(self, run):.2g}"
         return meaning_of_average(run, age=age, averages=self.averages)

@@ -36,7 +36,7 @@ _LISTS = ("offsets", "episodes")
 """Names of the columns of a batch that are tuples instead of tensors."""
 
 _WEIGHT = "weight/"
-"""Begin of the names of weights in the file with a batch that went wrong."""
+"""Prefix of the names of weights in the file with a batch that went wrong."""
 
 _ROUTES = ("routes.complete", "routes.places", "routes.experts")
 """Columns of a batch with expert routes: places are rows (sequence, version, start, count)."""

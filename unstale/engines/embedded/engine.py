@@ -152,10 +152,12 @@ class EmbeddedEngine:
 
     def _forget_routes(self, number: int) -> None:
         """Remove the file of a reply's routes, if there is one. `interrupt` may wait for it."""
-        if number in self._unread and self._routes:
+        if number not in self._unread:
+            return
+        self._unread.remove(number)
+        self._all_read.set()
+        if self._routes:
             self._routes.drop(number)
-            self._unread.remove(number)
-            self._all_read.set()
 
     async def interrupt(self) -> None:
         self._running = False
@@ -218,6 +220,8 @@ class EmbeddedEngine:
             self._child.wait()
         if self._options.record_routes and self._routes is None:
             self._routes = PostedRoutes()
+        if self._routes:
+            self._routes.clear(arrived=self._unread)
         child_class = _LockstepChild if self._options.lockstep else _Child
         folder = str(self._routes.folder) if self._routes else ""
         self._child = child_class(self._options, folder, self._on_message, self._on_lost)

@@ -5,7 +5,7 @@ The engine process writes a file for each reply that has routes. The run reads a
 
 import math
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -54,6 +54,13 @@ class PostedRoutes:
     def drop(self, reply: int) -> None:
         """Remove the file of a reply, if there is one."""
         _file(self.folder, reply).unlink(missing_ok=True)
+
+    def clear(self, arrived: Collection[int]) -> None:
+        """Remove the files of replies that did not arrive, because the engine process ended."""
+        kept = {_file(self.folder, reply) for reply in arrived}
+        for path in self.folder.iterdir():
+            if path.name.isdigit() and path not in kept:
+                path.unlink(missing_ok=True)
 
     def close(self) -> None:
         self._resources.close()

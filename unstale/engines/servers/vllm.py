@@ -4,7 +4,7 @@ import asyncio
 import io
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -189,18 +189,20 @@ class NcclVllmEngine(VllmEngine):
 
         The server refuses to finish a transfer that did not begin.
         """
+        session = self._live_session()
         for path in ("/finish_weight_update", "/shutdown_weight_transfer_engine"):
-            async with self._deadline(self._live_session(), LOAD_S, f"no answer to {path}"):
-                try:
-                    await self._http.call("POST", path)
-                except HttpError:
-                    continue
+            async with self._deadline(session, LOAD_S, f"no answer to {path}"):
+                await self._while_alive(session, self._post_or_be_refused(path))
+
+    async def _post_or_be_refused(self, path: str) -> None:
+        with suppress(HttpError):
+            await self._http.call("POST", path)
 
     async def _post_during(self, path: str, body: Any, call: Callable[[], None]) -> None:
         """Send a request while `call` runs in a thread, and wait for both.
 
         Raises `EngineDied` if one fails, or if they take longer than `TRANSFER_S`. The thread may
-        run on until the group is closed.
+        then run on: NCCL cannot end a member that waits for others to join.
         """
         session = self._live_session()
         request = asyncio.ensure_future(self._http.call("POST", path, body))
