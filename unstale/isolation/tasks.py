@@ -1,7 +1,7 @@
 """A task set whose environments run in worker processes."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import asdict
 from itertools import count
 from typing import Any, Self
@@ -160,6 +160,8 @@ class IsolatedTasks:
         self.workers = workers
         self.name = inner.name
         self.tools = inner.tools
+        if isinstance(inner, HasTaskTools):
+            self.tools_of = inner.tools_of
         self._episodes = count()
 
     def train(self, seed: int) -> Iterator[Task]:
@@ -167,9 +169,6 @@ class IsolatedTasks:
 
     def held_out(self, count: int) -> list[Task]:
         return self.inner.held_out(count)
-
-    def tools_of(self, task: Task) -> Sequence[Mapping[str, Any]]:
-        return self.inner.tools_of(task) if isinstance(self.inner, HasTaskTools) else self.tools
 
     def env(self, task: Task, seed: int) -> Env:
         episode = next(self._episodes)
