@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from unstale import recipes
+from unstale.envs.desk import DeskConfig
 from unstale.recipes import RECIPES, find_recipes
 
 ONE_MORE = """
@@ -28,6 +29,19 @@ def test_a_recipe_has_its_own_name_and_a_docstring(name: str) -> None:
 def test_a_recipe_says_what_to_expect_on_which_hardware(name: str) -> None:
     doc = " ".join(str(RECIPES[name].__doc__).split())
     assert "Expected result:" in doc and "two CPU cores" in doc
+
+
+@pytest.mark.parametrize("name", ["airline", "telecom", "delivery", "instore", "desks"])
+def test_a_desk_has_the_settings_of_a_model_that_must_read_its_rules(name: str) -> None:
+    config, base = RECIPES[name](), RECIPES["llm"]()
+    assert isinstance(config.task, DeskConfig) and config.task.env == name
+    assert config.task.level == "2", "the prompt of level 1 has no rules"
+    assert (config.policy, config.engine, config.trainer) == (
+        base.policy,
+        base.engine,
+        base.trainer,
+    )
+    assert config.minutes == 0.0 and config.policy != "base"
 
 
 def test_one_file_adds_a_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

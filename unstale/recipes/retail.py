@@ -1,9 +1,5 @@
-"""The recipe `retail`, which is the demo: a small model with tools at a customer-service desk.
+"""The recipe `retail`, which is the demo: a small model with tools at a customer-service desk."""
 
-Every other desk of the package has a recipe with its name.
-"""
-
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -13,9 +9,8 @@ from unstale.config import (
     RunConfig,
     ScheduleConfig,
     TrainerConfig,
-    make_task,
 )
-from unstale.envs.desk import DeskConfig, desk_names
+from unstale.envs.desk import DeskConfig
 
 
 def retail(**changes: Any) -> RunConfig:
@@ -38,21 +33,4 @@ def retail(**changes: Any) -> RunConfig:
     return replace(config, **changes)
 
 
-def desk_recipe(name: str) -> Callable[..., RunConfig]:
-    """Return the recipe of another desk than `retail`, or of all desks in turn (`desks`)."""
-
-    def recipe(**changes: Any) -> RunConfig:
-        config = replace(
-            retail(), recipe=name, task=make_task(name), engine=EngineConfig(max_context=1024)
-        )
-        return replace(config, **changes)
-
-    recipe.__name__ = name
-    recipe.__doc__ = (
-        f"The desk `{name}`, easiest level. Give `--policy`: the shipped one knows retail alone."
-    )
-    return recipe
-
-
-OTHER_DESKS = (*(name for name in desk_names() if name != "retail"), "desks")
-RECIPES = (retail, *map(desk_recipe, OTHER_DESKS))
+RECIPES = (retail,)
