@@ -30,8 +30,8 @@ def harness(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     folder = tmp_path_factory.mktemp("chaos")
     kills = ["--kills", "3", "--ordinary", "1", "--engine", "1", "--steps", "4", "--seed", "1"]
     where = ["--runs", str(folder / "runs"), "--out", str(folder / "table.md")]
-    command = [sys.executable, str(ROOT / "benchmarks" / "chaos.py"), *kills, *where]
-    ended = subprocess.run(command, capture_output=True, text=True)
+    command = [sys.executable, "-m", "benchmarks.chaos", *kills, *where]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stdout[-4000:] + ended.stderr[-4000:]
     return folder / "runs" / "alone", (folder / "table.md").read_text()
 
