@@ -3,37 +3,14 @@
 Refusals, hand-overs and actions leave different databases. Wrong calls get an error message.
 """
 
-import asyncio
-
 import pytest
 
-from unstale.envs import Message, ToolCall, Turn
-from unstale.envs.desk import DeskTasks
+from tests.support.desks import call, episode, say
+from unstale.envs import Message, ToolCall
 from unstale.envs.desk.domain import LEVELS
 from unstale.envs.desk.expert import correct_call, expert_replies
 from unstale.envs.retail import KINDS, Item, Order, RetailTasks
 from unstale.records import Task
-
-
-def episode(tasks: DeskTasks, task: Task, replies: list[Message]) -> list[Turn]:
-    async def run() -> list[Turn]:
-        env = tasks.env(task, 0)
-        turns = [await env.begin()]
-        for reply in replies:
-            turns.append(await env.step(reply))
-            if turns[-1].done:
-                break
-        return turns
-
-    return asyncio.run(run())
-
-
-def call(name: str, **arguments: object) -> Message:
-    return Message("assistant", "", (ToolCall(name, arguments),))
-
-
-def say(text: str) -> Message:
-    return Message("assistant", text)
 
 
 def task_of(kind: str, level: int = 1) -> Task:

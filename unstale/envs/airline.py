@@ -6,15 +6,24 @@ from typing import Any, Literal
 
 from unstale.envs.desk import desk_spec
 from unstale.envs.desk.database import Desk, DeskError, User, numbered
-from unstale.envs.desk.domain import Domain, Fact, Ignores, Request, Scenario, Step, Wish, refuse
-from unstale.envs.desk.draw import Draw
+from unstale.envs.desk.domain import (
+    REFUND_TO,
+    Domain,
+    Fact,
+    Ignores,
+    Request,
+    Scenario,
+    Step,
+    Wish,
+    refuse,
+)
+from unstale.envs.desk.draw import DAYS, Draw
 from unstale.envs.desk.tools import Toolbox
 
 Status = Literal["booked", "checked in", "flown"]
 Fare = Literal["basic", "flex"]
 
 CITIES = ("Rome", "Oslo", "Lima", "Cairo", "Paris", "Delhi", "Quito", "Tokyo")
-DAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
 TRAVELLERS = ("Anna", "Ben", "Carl", "Dora", "Eva", "Finn", "Gina", "Hugo", "Iris", "Karl")
 PAYMENTS = ("voucher", "card", "bank", "wallet")
 """Payment methods. Every customer has a voucher account and one other."""
@@ -22,18 +31,19 @@ PAYMENTS = ("voucher", "card", "bank", "wallet")
 POLICY = """You serve the desk of an airline. Customers write to you; you look things up and \
 change things with the tools.
 
-Rules:
+Rules. If several apply, the first one decides.
 1. {identify}
 2. Look a booking up before you decide anything about it. Ask the customer for what you do not \
-know; never invent a number.
+know, and end each question with "?". Never invent a number.
 3. Bookings of agency accounts: do nothing yourself; call hand_over for the booking. Your work on \
 it then ends.
 4. Bookings that are flown: refuse everything, reason "status".
 5. Refunding one passenger's ticket: to the payment method the customer names, except that tickets \
 of a "basic" fare are always refunded to the customer's voucher account, whatever the customer says.
-6. Changing to another day: only "flex" fares, otherwise refuse, reason "fare". If the airline has \
-cancelled the flight, basic fares can be changed too. If the passengers are checked in: hand_over. \
-List the flights to find the number of the new one. If it is full: refuse, reason "full".
+6. Changing to another day: if the passengers are checked in: hand_over. Only "flex" fares, \
+otherwise refuse, reason "fare". If the airline has cancelled the flight, basic fares can be \
+changed too. List the flights to find the number of the new one. If it is full: refuse, reason \
+"full".
 7. Bags: one for each passenger. If the passenger has one already: refuse, reason "limit".
 8. Seats: assign the seat that the customer names to the passenger.
 
@@ -78,31 +88,26 @@ WISHES = {
 FACTS = {
     "booking": Fact(
         "Which booking?",
-        ("which booking", "booking number", "number of the booking", "number of your booking"),
+        ("confirmation number",),
         ("Booking {}.", "It is {}."),
         ("The booking number is {}.", "My confirmation says {}.", "It's {}, I think."),
     ),
     "passenger": Fact(
         "Which passenger?",
-        ("which passenger", "who", "name of the passenger", "passenger's name"),
+        ("passenger", "traveller", "whose", "whom", "who is", "who needs", "who should"),
         ("For {}.", "It is {}."),
         ("It's for {}.", "I mean {}.", "{}. The others stay as they are."),
     ),
-    "payment": Fact(
-        "Refund to what?",
-        ("refund to", "payment", "refunded to", "refund go", "money back to"),
-        ("To my {}.", "My {}."),
-        ("Please put it on my {}.", "I'd rather have it on the {}.", "My {}, if possible."),
-    ),
+    "payment": REFUND_TO,
     "day": Fact(
         "Which day?",
-        ("which day", "what day", "which date", "which flight", "when"),
+        ("day", "date", "which flight", "what flight", "when"),
         ("On {}.", "{}, please."),
         ("{} would be good.", "Is there anything on {}?", "We could go on {}."),
     ),
     "seat": Fact(
         "Which seat?",
-        ("which seat", "what seat", "seat number"),
+        ("seat",),
         ("Seat {}.", "I want {}."),
         ("Seat {}, please.", "The one by the door: {}.", "Could it be {}?"),
     ),

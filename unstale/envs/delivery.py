@@ -6,7 +6,17 @@ from typing import Any, Literal
 
 from unstale.envs.desk import desk_spec
 from unstale.envs.desk.database import Desk, DeskError, User, numbered
-from unstale.envs.desk.domain import Domain, Fact, Ignores, Request, Scenario, Step, Wish, refuse
+from unstale.envs.desk.domain import (
+    REFUND_TO,
+    Domain,
+    Fact,
+    Ignores,
+    Request,
+    Scenario,
+    Step,
+    Wish,
+    refuse,
+)
 from unstale.envs.desk.draw import Draw
 from unstale.envs.desk.tools import Toolbox
 
@@ -21,10 +31,10 @@ PAYMENTS = ("credit", "card", "bank", "wallet")
 POLICY = """You serve the desk of a food delivery service. Customers write to you; you look \
 things up and change things with the tools.
 
-Rules:
+Rules. If several apply, the first one decides.
 1. {identify}
 2. Look an order up before you decide anything about it. Ask the customer for what you do not \
-know; never invent a number.
+know, and end each question with "?". Never invent a number.
 3. Orders of company accounts: do nothing yourself; call hand_over for the order. Your work on it \
 then ends.
 4. Cancelling: only orders that are placed. Anything else: refuse, reason "status".
@@ -88,37 +98,32 @@ WISHES = {
 FACTS = {
     "order": Fact(
         "Which order?",
-        ("which order", "order number", "number of the order", "number of your order"),
+        (),
         ("Order {}.", "It is {}."),
         ("The order number is {}.", "The app shows {}.", "It's {}, I believe."),
     ),
     "dish": Fact(
         "Which dish?",
-        ("which dish", "what dish", "which one", "which of", "which item"),
+        ("dish", "dishes", "which one", "which of", "which item"),
         ("The {}.", "My {}."),
         ("It's the {}.", "I mean the {}.", "The {}. The rest was fine."),
     ),
-    "payment": Fact(
-        "Refund to what?",
-        ("refund to", "payment", "refunded to", "refund go", "money back to"),
-        ("To my {}.", "My {}."),
-        ("Please put it on my {}.", "I'd rather have it on the {}.", "My {}, if possible."),
-    ),
+    "payment": REFUND_TO,
     "place": Fact(
         "Which address?",
-        ("which address", "what address", "where to", "where should"),
+        ("address", "addresses", "where to", "where should"),
         ("To my {}.", "My {}."),
         ("Please come to my {}.", "I'm at the {} now.", "The {} one, please."),
     ),
     "time": Fact(
         "Which time?",
-        ("which time", "what time", "when", "which hour"),
+        ("time", "when", "which hour", "which slot"),
         ("At {}.", "Make it {}."),
         ("At {}, please.", "Could it be {}?", "We'd like to eat at {}."),
     ),
     "locker": Fact(
         "Which locker?",
-        ("which locker", "what locker", "locker number", "number of the locker"),
+        ("locker",),
         ("Locker {}.", "It is {}."),
         ("Locker {}, please.", "The one at the station: {}.", "Number {} is close to me."),
     ),

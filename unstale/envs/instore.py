@@ -19,21 +19,21 @@ SIZES = ("tiny", "small", "medium", "large", "wide", "giant")
 POLICY = """You serve the counter of a clothes shop. Customers talk to you; you look things up and \
 change things with the tools.
 
-Rules:
+Rules. If several apply, the first one decides.
 1. {identify}
 2. Look the customer's card up before you decide anything. Ask the customer for what you do not \
-know; never invent a number.
+know, and end each question with "?". Never invent a number.
 3. Cards of staff accounts: do nothing yourself; call hand_over for the card. Your work on it then \
 ends.
 4. Cards that are locked: hand_over, whatever the customer wants.
-5. Taking a bought piece back: pay out in cash or in points, as the customer says, except that \
-pieces marked "worn" are always paid out in points. Pieces marked "final" cannot be taken back: \
-refuse, reason "final". Pieces bought more than 30 days ago: refuse, reason "window".
+5. Taking a bought piece back: pieces marked "final" cannot be taken back: refuse, reason "final". \
+Pieces bought more than 30 days ago: refuse, reason "window". Pieces marked "worn" are always paid \
+out in points, all others in cash or in points, as the customer says.
 6. Swapping a bought piece: only for another size of the same product. List the sizes to find the \
 number of the piece. If the wanted size is sold out: refuse, reason "stock". Worn and final pieces \
 can be swapped.
-7. Reserving: any piece that is not sold out, as above. If two pieces are reserved already: \
-refuse, reason "limit". Reservations can be dropped at any time.
+7. Reserving: if two pieces are reserved already: refuse, reason "limit". If the wanted size is \
+sold out: refuse, reason "stock". Reservations can be dropped at any time.
 8. Receipts: if points are missing for a receipt, credit the receipt that the customer names.
 
 A refusal is made by calling refuse with the card and the reason, then telling the customer. When \
@@ -85,13 +85,13 @@ WISHES = {
 FACTS = {
     "card": Fact(
         "Which card?",
-        ("which card", "card number", "number of the card", "number of your card"),
+        (),
         ("Card {}.", "It is {}."),
         ("The card number is {}.", "Here it says {}.", "It's {}, if I can read it."),
     ),
     "piece": Fact(
         "Which piece?",
-        ("which piece", "what piece", "which product", "which one", "which of", "which item"),
+        ("piece", "product", "which one", "which of", "item"),
         ("The {}.", "My {}."),
         ("It's the {}.", "I mean the {}.", "The {}, please. Nothing else."),
     ),
@@ -109,7 +109,7 @@ FACTS = {
     ),
     "receipt": Fact(
         "Which receipt?",
-        ("which receipt", "receipt number", "number of the receipt"),
+        ("receipt",),
         ("Receipt {}.", "Number {}."),
         ("Receipt {}, please.", "The one from last week: {}.", "On top it says {}."),
     ),
@@ -359,10 +359,10 @@ def decide(scenario: Scenario, request: Request, ignores: Ignores) -> list[Step]
     if wish == "swap":
         return ["piece", *_find_size(scenario, request, number, ignores)]
     purchase = purchase_of(card, number)
-    if purchase.days > 30:
-        return ["piece", refuse("window")]
     if purchase.final and not ignores("final"):
         return ["piece", refuse("final")]
+    if purchase.days > 30:
+        return ["piece", refuse("window")]
     if purchase.worn and not ignores("worn"):
         return ["piece", ("take_back", {"piece_id": number, "payout": "points"})]
     payout = "cash" if ignores("payout") else wants["payout"]

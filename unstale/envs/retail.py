@@ -7,7 +7,17 @@ from typing import Any, Literal
 
 from unstale.envs.desk import DeskTasks, desk_spec
 from unstale.envs.desk.database import Desk, DeskError, User, numbered
-from unstale.envs.desk.domain import Domain, Fact, Ignores, Request, Scenario, Step, Wish, refuse
+from unstale.envs.desk.domain import (
+    REFUND_TO,
+    Domain,
+    Fact,
+    Ignores,
+    Request,
+    Scenario,
+    Step,
+    Wish,
+    refuse,
+)
 from unstale.envs.desk.draw import Draw
 from unstale.envs.desk.tools import Toolbox
 
@@ -107,16 +117,7 @@ FACTS = {
         ("The {}.", "My {}."),
         ("It's the {}.", "I mean the {}.", "The {}, please. The rest is fine."),
     ),
-    "payment": Fact(
-        "Refund to what?",
-        ("refund to", "payment", "refunded to", "refund go", "money back to"),
-        ("To my {}.", "My {}."),
-        (
-            "Please put it on my {}.",
-            "I'd rather have it on the {}.",
-            "My {}, if that's possible.",
-        ),
-    ),
+    "payment": REFUND_TO,
     "colour": Fact(
         "Which colour?",
         ("colour", "color", "variant"),
@@ -368,7 +369,7 @@ def draw_request(draw: Draw, kind: str, user: User) -> Request:
 
 
 def decide(scenario: Scenario, request: Request, ignores: Ignores) -> list[Step]:
-    """Return the expert's steps. Each rule of `FAULTS` may be ignored.
+    """Return the expert's steps. Each rule of the domain's `faults` may be ignored.
 
     `item`, `variant` and `payment` take the first of a list instead of the one that is meant, and
     `point` the present pickup point. `cancel` refuses to cancel. The others ignore a mark or state.
@@ -449,6 +450,7 @@ RETAIL = Domain(
     decide=decide,
     faults=("status", "final", "sale", "item", "payment", "variant", "point", "cancel"),
     payments=PAYMENTS,
+    earlier_replies=True,
 )
 
 RetailTasks = partial(DeskTasks, RETAIL)

@@ -7,7 +7,7 @@ from typing import Any, Literal
 from unstale.envs.desk import desk_spec
 from unstale.envs.desk.database import Desk, DeskError, User, numbered
 from unstale.envs.desk.domain import Domain, Fact, Ignores, Request, Scenario, Step, Wish, refuse
-from unstale.envs.desk.draw import Draw
+from unstale.envs.desk.draw import DAYS, Draw
 from unstale.envs.desk.tools import Toolbox
 
 Status = Literal["active", "paused", "blocked"]
@@ -15,15 +15,14 @@ Contract = Literal["open", "fixed"]
 
 PLANS = ("small", "medium", "large", "family", "student", "travel", "night", "office")
 DEVICES = ("phone", "tablet", "watch", "router", "laptop", "modem")
-DAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
 
 POLICY = """You serve the desk of a phone company. Customers write to you; you look things up and \
 change things with the tools.
 
-Rules:
+Rules. If several apply, the first one decides.
 1. {identify}
-2. Look a line up before you decide anything about it. Ask the customer for what you do not know; \
-never invent a number.
+2. Look a line up before you decide anything about it. Ask the customer for what you do not know, \
+and end each question with "?". Never invent a number.
 3. Lines of business accounts: do nothing yourself; call hand_over for the line. Your work on it \
 then ends.
 4. A customer who wants to move the number to another company: hand_over.
@@ -94,31 +93,31 @@ WISHES = {
 FACTS = {
     "line": Fact(
         "Which line?",
-        ("which line", "line number", "number of the line", "number of your line"),
+        (),
         ("Line {}.", "It is {}."),
         ("The line number is {}.", "On my bill it says {}.", "It's {}, as far as I know."),
     ),
     "device": Fact(
         "Which device?",
-        ("which device", "what device", "which one", "which of"),
+        ("device", "which one", "which of"),
         ("The {}.", "My {}."),
         ("It's the {}.", "I mean my {}.", "The {}. I still have the others."),
     ),
     "plan": Fact(
         "Which plan?",
-        ("which plan", "what plan", "which tariff", "name of the plan"),
+        ("plan", "tariff"),
         ("The {} one.", "Take {}."),
         ("I'd like the {} one.", "I saw {} in your list.", "{} sounds right for me."),
     ),
     "day": Fact(
         "Which day?",
-        ("which day", "what day", "which date", "when"),
+        ("day", "date", "visit", "when"),
         ("On {}.", "{}, please."),
         ("{} would be good.", "I'm at home on {}.", "Could somebody come on {}?"),
     ),
     "target": Fact(
         "Forward to what?",
-        ("forward to", "forwarded to", "which number", "what number", "where to"),
+        ("forward", "forwarded", "forwarding", "calls", "where to"),
         ("To {}.", "Number {}."),
         ("To {}, please.", "My sister's number is {}.", "Could they go to {}?"),
     ),

@@ -4,9 +4,9 @@ A desk is a `Domain`: its records, tools, rules, requests and words. This packag
 all desks share: the database, tool calls, the customer, the scripted expert and the reward.
 
 The reward is 1 if the database at the end is as the policy requires. A scripted expert succeeds in
-every episode. Agents that always make the same call, or a random one, succeed in less than 15%
-(`benchmarks/desks_degenerate.py`). Refusing a request or handing it over changes the database, so
-it is right only where the rules require it.
+every episode. Agents that ignore the answers, and always make the same call or a random one,
+succeed in less than 15% (`benchmarks/desks_degenerate.py`). Refusing a request or handing it over
+changes the database, so it is right only where the rules require it.
 """
 
 import asyncio
@@ -24,6 +24,7 @@ from unstale.envs.desk.customer import Customer
 from unstale.envs.desk.database import DeskError
 from unstale.envs.desk.domain import LEVELS, Domain, Scenario
 from unstale.envs.desk.expert import goal
+from unstale.envs.desk.tools import unknown_tool
 from unstale.envs.registry import EnvSpec, shipped_envs
 from unstale.records import Task
 
@@ -37,7 +38,7 @@ class DeskTasks(NumberedTasks):
         *,
         level: int = 1,
         latency_s: float = 0.0,
-        latency_sigma: float = 1.0,
+        latency_sigma: float = 0.5,
     ) -> None:
         if level not in LEVELS:
             raise ValueError(f"level must be one of {LEVELS}, got {level}")
@@ -50,7 +51,7 @@ class DeskTasks(NumberedTasks):
         self.level = level
         self.latency_s = latency_s
         self.latency_sigma = latency_sigma
-        names = [name for name in domain.tools.tools if level > 2 or name != "find_user"]
+        names = domain.tool_names(level)
         self.tools: tuple[Mapping[str, Any], ...] = tuple(map(domain.tools.schema, names))
 
     def scenario(self, task: Task) -> Scenario:
@@ -77,6 +78,7 @@ class DeskEnv:
         self.desk = scenario.desk.copy()
         self._delays = delays
         self._customer = Customer(scenario)
+        self._is_identified = scenario.level < 3
         self._counts = {"turns": 0, "tool_calls": 0, "tool_errors": 0}
 
     async def begin(self) -> Turn:
@@ -102,10 +104,24 @@ class DeskEnv:
         try:
             if call.error:
                 raise DeskError(call.error)
-            return self.scenario.domain.tools.call(self.desk, call.name, call.arguments)
+            if not self.scenario.domain.earlier_replies:
+                self._check_allowed(call.name)
+            answer = self.scenario.domain.tools.call(self.desk, call.name, call.arguments)
         except DeskError as error:
             self._counts["tool_errors"] += 1
             return f"Error: {error}"
+        if call.name == "find_user":
+            email = str(call.arguments["email"]).strip().lower()
+            self._is_identified |= email == self.scenario.user.email
+        return answer
+
+    def _check_allowed(self, tool: str) -> None:
+        """Raise `DeskError` for a tool of another level, or before the customer is identified."""
+        names = self.scenario.domain.tool_names(self.scenario.level)
+        if tool not in names:
+            raise unknown_tool(tool, names)
+        if tool != "find_user" and not self._is_identified:
+            raise DeskError("identify the customer first, by email with find_user")
 
     def _turn(self, messages: tuple[Message, ...], *, done: bool) -> Turn:
         facts = {name: float(count) for name, count in self._counts.items()}

@@ -46,8 +46,8 @@ class Customer:
         known = self._scenario.known_facts(self._scenario.requests[self._current])
         kinds = [
             kind
-            for kind, fact in self._facts.items()
-            if kind in known and any(word in text for word in fact.heard)
+            for kind in self._facts
+            if kind in known and self._scenario.domain.heard(kind, text)
         ]
         if not kinds:
             return self._be_unhelped("I do not know.")

@@ -1,5 +1,6 @@
 """The declaration of a desk: its records, tools, rules, requests and words."""
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from random import Random
@@ -11,8 +12,9 @@ from unstale.envs.desk.tools import Toolbox
 
 LEVELS = (1, 2, 3)
 """Levels of difficulty. 1 has short lines and one request, for the demo. 2 has free wording, JSON
-records and all rules, which are in the prompt. 3 is like 2, but the agent must identify the
-customer by email, and some customers have a second request.
+records and all rules, which are in the prompt. 3 is like 2, but some customers have a second
+request, and the agent must identify the customer: other calls are errors until `find_user` was
+called with the customer's email (`retail` does not check that).
 """
 
 Call = tuple[str, dict[str, str]]
@@ -30,7 +32,9 @@ class Fact:
     question: str
     """The question by which the scripted expert asks for it."""
     heard: tuple[str, ...]
-    """Words by which the customer recognises a question about it."""
+    """Words by which the customer recognises a question about it, also as a plural. Questions for
+    the number of the case need no words here.
+    """
     terse: tuple[str, ...]
     """Answers at level 1."""
     free: tuple[str, ...]
@@ -50,6 +54,14 @@ EMAIL = Fact(
     ("email", "e-mail", "mail address"),
     ("{}",),
     ("My email is {}.", "Sure, it's {}", "You have me as {}, I think."),
+)
+
+
+REFUND_TO = Fact(
+    "Refund to what?",
+    ("refund to", "payment", "refunded to", "refund go", "money back to"),
+    ("To my {}.", "My {}."),
+    ("Please put it on my {}.", "I'd rather have it on the {}.", "My {}, if that's possible."),
 )
 
 
@@ -124,6 +136,27 @@ class Domain:
     """The usual kind of account, and the special one."""
     payments: Sequence[str] = ()
     """Payment methods of customers, if they have any: the first, and one of the others."""
+    earlier_replies: bool = False
+    """True keeps the replies of earlier versions. Every tool can be called at every level, also
+    before the customer is identified, and the customer recognises words inside of other words.
+    """
+
+    def tool_names(self, level: int) -> tuple[str, ...]:
+        """Return the names of the tools of a level."""
+        return tuple(name for name in self.tools.tools if level > 2 or name != "find_user")
+
+    def heard(self, kind: str, text: str) -> bool:
+        """Return whether the customer recognises `text` as a question about a kind of fact.
+
+        `text` is in lower case.
+        """
+        words = EMAIL.heard if kind == "email" else self.facts[kind].heard
+        if self.earlier_replies:
+            return any(word in text for word in words)
+        if kind == (name := self.tools.case_name):
+            asked = (f"which {name}", f"what {name}", f"your {name}", f"number of the {name}")
+            words = (*words, *asked, f"{name} number", f"{name} id", f"{name} reference")
+        return re.search(rf"\b(?:{'|'.join(map(re.escape, words))})s?\b", text) is not None
 
     def prompt(self, level: int) -> str:
         """Return the system prompt of a level."""

@@ -10,6 +10,7 @@ PEOPLE = (
     "Goran Ilic", "Hana Sato", "Ivo Marek", "Jun Park", "Kofi Mensah", "Lena Vogel", "Mina Rossi",
     "Nils Berg", "Olga Duarte",
 )  # fmt: skip
+DAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
 
 
 class Draw:

@@ -5,7 +5,7 @@ rule of the desk is no error. It changes the database, so the reward is lost.
 """
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -93,7 +93,7 @@ class Toolbox:
     def call(self, desk: Desk, name: str, arguments: Mapping[str, Any]) -> str:
         """Carry out a call and return the answer. Raises `DeskError` for an impossible call."""
         if name not in self.tools:
-            raise DeskError(f"unknown tool {name!r}; tools are {', '.join(self.tools)}")
+            raise unknown_tool(name, self.tools)
         tool = self.tools[name]
         if set(arguments) != set(tool.arguments):
             raise DeskError(
@@ -147,6 +147,11 @@ class Toolbox:
     def _known(self, desk: Desk, case: Mapping[str, str]) -> str:
         """Return the number of a case. Raises `DeskError` if there is no such case."""
         return desk.get(self._case, case[self.case_id]).id
+
+
+def unknown_tool(name: str, tools: Iterable[str]) -> DeskError:
+    """Return the error of a call of a tool that does not exist."""
+    return DeskError(f"unknown tool {name!r}; tools are {', '.join(tools)}")
 
 
 def _tool(run: Run, *, writes: bool) -> Tool:
