@@ -1,7 +1,8 @@
 """Test what every customer-service desk promises.
 
 The scripted expert succeeds at every level; each degenerate policy succeeds in less than 15% of
-tasks. Tasks are functions of their seed. Wrong calls get an error message and change nothing. Tool
+tasks. Tasks are functions of their seed. Wrong calls get an error message and change nothing. The
+customer must be identified at level 3, and understands usual questions. Tool
 latency is real, log-normal and seeded. Conversations fit into the context.
 """
 
