@@ -25,7 +25,6 @@ from unstale.config import (
     RunConfig,
     TrainerConfig,
 )
-from unstale.model.forward import ForwardOptions
 from unstale.model.policy import Policy
 from unstale.old_logps.scoring.local_scorer import LocalScorer
 from unstale.records import (
@@ -593,7 +592,8 @@ def test_a_batch_without_any_advantage_is_a_step_like_any_other(route: str) -> N
 
 def test_a_trainer_says_how_its_policy_is_run() -> None:
     trainer = make(tiny_policy(), share_prompts=False, gradient_checkpointing=True)
-    assert trainer.policy.passes == ForwardOptions(share_prompts=False, gradient_checkpointing=True)
+    passes = trainer.policy.passes
+    assert passes.gradient_checkpointing and not passes.share_prompts and not passes.compile
     siblings = collate([episode(0, [(20, 0), 3, (2, 1)]) for _ in range(2)])
     for share in (False, True):
         metrics = learn(make(tiny_policy(), share_prompts=share), siblings)
