@@ -4,6 +4,7 @@
 """
 
 import os
+import secrets
 from collections.abc import Iterator
 from importlib.util import find_spec
 from typing import Any
@@ -12,9 +13,14 @@ import pytest
 
 from unstale.cluster import session
 
-# Ray reads these when it is imported or starts.
+# Ray reads these when it is imported or starts. Without a token of all tests, a Ray of one machine
+# would require one of the nodes that are added to the cluster later, but not of its head.
 os.environ.update(
-    RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER="0", RAY_USAGE_STATS_ENABLED="0", RAY_worker_niceness="0"
+    RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER="0",
+    RAY_USAGE_STATS_ENABLED="0",
+    RAY_worker_niceness="0",
+    RAY_AUTH_MODE="token",
+    RAY_AUTH_TOKEN=secrets.token_hex(32),
 )
 
 collect_ignore_glob = [] if find_spec("ray") else ["test_*.py"]
