@@ -76,7 +76,7 @@ def complaint(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
             "a weight on D (mask_weight) beside a loss that is anchored on mu",
         ),
         (("lint", "retial"), "unknown recipe 'retial'; did you mean retail?"),
-        (("train",), "train needs a recipe (calculator, llm, retail"),
+        (("train",), "train needs a recipe (calculator, airline, "),
         (("trian", "retail"), "unknown command 'trian'; did you mean train?"),
         (
             ("train", "retail", "--schedule.window", "3"),
