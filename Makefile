@@ -6,7 +6,7 @@ export GOMP_SPINCOUNT := 10000
 # Compile each module once, even where the environment says otherwise: tests start many processes.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup demo test test-engines test-adapters test-cluster conversations check base-policy bench bench-agent bench-demo bench-desks bench-compare \
+.PHONY: setup demo test test-engines test-adapters test-cluster conversations check base-policy bench bench-agent bench-demo bench-desks bench-tau2 bench-compare \
 	bench-audit bench-resume bench-endpoint bench-peers bench-generate bench-train bench-memory bench-schedule bench-async \
 	bench-async-learning bench-routes bench-event-loop bench-publish bench-simulate bench-gpu gpu-check chaos chaos-cluster report fuzz sizes wheel docs
 
@@ -75,8 +75,9 @@ check: setup
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+# Make a small model of the package again: `base`, or another one by ARGS="--policy base-desks".
 base-policy: setup
-	$(BIN)/python -m tools.base_policy
+	$(BIN)/python -m tools.base_policy $(ARGS)
 
 # Run all benchmarks with fewer repeats and models (about 40 minutes on two cores; docs/speed.md). The tables go to
 # benchmarks/results/short. If one fails, the others still run, and its name is printed at the end.
@@ -165,6 +166,10 @@ bench-agent: setup
 
 bench-desks: setup
 	$(BIN)/python benchmarks/desks_degenerate.py
+
+# Scripted and trained policies on tau2-bench (30 minutes): make bench-tau2 TAU2=<folder of its source> ARGS=<model folder>
+bench-tau2: .venv-adapters/tau2/.ready
+	TAU2_DATA_DIR=$(TAU2)/data .venv-adapters/tau2/bin/python -m benchmarks.tau2 $(ARGS)
 
 # Compare the routes at high staleness, without the audit (hours). An interrupted comparison resumes.
 bench-compare: setup

@@ -24,7 +24,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tools.base_policy.practice import Practice
-from tools.base_policy.train import FAULTS, Place, batches, one_step, optimizer_for
+from tools.base_policy.retail import RetailPractice
+from tools.base_policy.train import Place, batches, one_step, optimizer_for
 from unstale import recipes
 from unstale.cli.evaluate import evaluate
 from unstale.config import SHIPPED_POLICY
@@ -73,7 +74,7 @@ def continue_training(
     """
     optimizer = optimizer_for(model, learning_rate)
     source = batches(
-        (practice.demonstration("faulty", index, FAULTS) for index in count(start)), 2048
+        (practice.demonstration("faulty", index, faulty=True) for index in count(start)), 2048
     )
     losses, end = [], time.perf_counter() + seconds
     while time.perf_counter() < end:
@@ -90,7 +91,7 @@ def control(seed: int, folder: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(SHIPPED_POLICY)
     model = AutoModelForCausalLM.from_pretrained(SHIPPED_POLICY, dtype=torch.float32)
     continue_training(
-        model, Practice(tokenizer), seconds=seconds_of(folder), start=10**6 * (seed + 1)
+        model, RetailPractice(tokenizer), seconds=seconds_of(folder), start=10**6 * (seed + 1)
     )
     model.save_pretrained(folder / CONTROL)
     tokenizer.save_pretrained(folder / CONTROL)

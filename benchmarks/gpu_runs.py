@@ -87,7 +87,7 @@ class Deaths:
     """Seconds from the start of the run to its first step."""
     deaths: Sequence[Death]
     wrong: Sequence[str]
-    """What is wrong with the ended run, in sentences."""
+    """The problems of the ended run, in sentences."""
 
 
 @dataclass(frozen=True, slots=True)

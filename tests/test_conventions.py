@@ -92,7 +92,7 @@ def test_every_imported_package_is_declared() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     declared = [*project["dependencies"], *chain(*project["optional-dependencies"].values())]
     names = {re.split(r"[\[<>=]", each)[0].lower() for each in declared}
-    of_other_environments = {"vllm", "tau2", "loguru"}  # docs/engines.md, docs/libraries.md
+    of_other_environments = {"vllm", "tau2", "vita", "loguru"}  # docs/engines.md, docs/libraries.md
     assert imported_packages() - names == of_other_environments
 
 

@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from itertools import count
+from itertools import count, cycle, islice
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from unstale import loop
-from unstale.build import Components, build, build_checkpoints
+from unstale.build import Components, build, build_checkpoints, training_requests
 from unstale.config import (
     CheckpointConfig,
     EngineConfig,
@@ -47,9 +47,10 @@ from unstale.observe.trackers import RunOutcome
 from unstale.old_logps import Needs, OldLogps
 from unstale.old_logps.scoring.local_scorer import LocalScorer
 from unstale.old_logps.scoring.scorer import Scorer
-from unstale.records import Batch, PendingPiece, Task
+from unstale.records import Batch, Group, PendingPiece, ScoredTrajectory, Task
 from unstale.rollout.generator import Generator
 from unstale.rollout.timeouts import first_error
+from unstale.techniques import Outcome, Techniques
 from unstale.testing import tiny_policy
 from unstale.trainer.auditor import Auditor
 from unstale.trainer.local import LocalTrainer, Rules
@@ -285,6 +286,47 @@ def test_closing_is_given_every_unscored_piece_of_the_version(tmp_path: Path) ->
     assert sum(map(len, closed.values())) >= 12 * 6
 
 
+def test_episodes_that_no_batch_contains_keep_no_version(tmp_path: Path) -> None:
+    """An estimator leaves out the last sibling. Its pieces are discarded with those of its group,
+    and no route scores them any more."""
+    parts = make(tmp_path, count(), steps=5)
+    estimate = parts.advantage
+    consumed: set[int] = set()
+
+    def without_the_last(groups: Sequence[Group]) -> list[ScoredTrajectory]:
+        consumed.update(episode for group in groups for episode in group.episodes)
+        return estimate([replace(group, trajectories=group.trajectories[:-1]) for group in groups])
+
+    closing, late = parts.old_logps.closing, set[int]()
+
+    def note(unscored: Sequence[PendingPiece]) -> None:
+        late.update(piece.episode for piece in unscored if piece.episode in consumed)
+        closing(unscored)
+
+    parts.old_logps.closing = note  # type: ignore[method-assign]
+    rows = run(replace(parts, advantage=without_the_last))
+    assert rows[-1]["trainer/action_tokens"] == 2 * 2 * 2 * REPLY
+    assert not late
+    left = {
+        piece.episode
+        for version in parts.pending.versions
+        for piece in parts.pending.of_version(version)
+    }
+    assert len(consumed) == 5 * 2 * 3 and not left & consumed
+
+
+def test_a_task_that_comes_again_has_another_seed(tmp_path: Path) -> None:
+    """Also in a run that is resumed between its visits."""
+    tasks = Numbers(cycle([3, 4]))
+    requests = list(islice(training_requests(tasks, 7, ResumeState(), skipped=()), 6))
+    assert [request.seed for request in requests[:2]] == [7, 7]
+    assert len({(request.task, request.seed) for request in requests}) == 6
+    resumed = training_requests(
+        Numbers(cycle([3, 4])), 7, ResumeState(place=3, admitted=3), skipped=()
+    )
+    assert list(islice(resumed, 3)) == requests[3:]
+
+
 def test_a_route_hears_of_a_version_before_any_engine_has_it_and_when_all_do(
     tmp_path: Path,
 ) -> None:
@@ -448,6 +490,63 @@ def test_a_checkpoint_is_written_beside_the_next_gradient_and_before_the_next_st
             torch.equal(held.states["trainer"]["weights"][name], held.policy[name])
             for name in published
         )
+
+
+class Counts:
+    """A technique that counts the groups of each task."""
+
+    def __init__(self) -> None:
+        self.seen: list[Outcome] = []
+        self.counts: dict[str, int] = {}
+
+    def observe(self, outcomes: Sequence[Outcome]) -> None:
+        self.seen += outcomes
+        for outcome in outcomes:
+            self.counts[outcome.task] = self.counts.get(outcome.task, 0) + 1
+
+    def state(self) -> Mapping[str, Any]:
+        return {"counts": dict(self.counts)}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self.counts = dict(state["counts"])
+
+
+class Repeated(Numbers):
+    """Numbers under new indices each time the list repeats."""
+
+    def identity(self, task: Task) -> str:
+        return str(task.index % 4)
+
+
+def test_a_technique_learns_from_each_batch_once_and_its_state_is_in_the_checkpoint(
+    tmp_path: Path,
+) -> None:
+    """The checkpoint of a step has the results of all batches up to that step."""
+    config = configure(steps=3, every=1)
+    counts = Counts()
+    machine = toy_machine(
+        config, Repeated(count()), route=lambda scorer, engine: Keeps(snapshots=True)
+    )
+    machine = replace(machine, techniques=Techniques({"counts": counts}))
+    log = RunLog(tmp_path)
+    parts = build(config, machine, Outputs(log, Quiet()), first_state(machine, config, tmp_path))
+    rows = run(replace(parts, log=Log(log)))
+    assert counts.counts == {"0": 2, "1": 2, "2": 1, "3": 1}
+    for seen in counts.seen:
+        assert len(seen.rewards) == 3 and seen.failures == 0 and seen.tokens == 3 * 2 * REPLY
+        assert 0 <= seen.lag <= 1
+    assert [outcome.version + outcome.lag for outcome in counts.seen] == [0, 0, 1, 1, 2, 2]
+    assert sum(seen.tokens for seen in counts.seen[:2]) == rows[0]["trainer/action_tokens"]
+    states = [
+        parts.checkpoints.load(f"step{step:06d}-version{step:06d}").states["technique/counts"]
+        for step in (2, 3)  # the two that are kept
+    ]
+    assert [sum(state["counts"].values()) for state in states] == [4, 6]
+    with closing_worker(parts):
+        newest = parts.checkpoints.load("step000003-version000003")
+        counts.counts = {}
+        parts.checkpoints.restore(newest)
+    assert counts.counts == {"0": 2, "1": 2, "2": 1, "3": 1}
 
 
 def marked(folder: Path) -> list[int]:

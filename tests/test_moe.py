@@ -15,18 +15,14 @@ import pytest
 
 from tests.cli.test_run import quiet
 from tests.support.fake_sglang import FakeSglang
-from tests.support.moe import save_moe
+from tests.support.tiny_runs import save_tiny, tiny_run
 from unstale.cli import session
 from unstale.config import (
-    AuditConfig,
     CheckpointConfig,
     ConfigError,
     EngineConfig,
-    EvalConfig,
     OldLogpsConfig,
     RunConfig,
-    ScheduleConfig,
-    TaskConfig,
     TrainerConfig,
 )
 from unstale.durability.journal.route_files import ROUTES
@@ -40,29 +36,13 @@ Rows = list[dict[str, Any]]
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("moe")
-    save_moe(folder)
+    save_tiny(folder, experts=8)
     return folder
 
 
 def configure(model: Path, runs: Path, **changes: Any) -> RunConfig:
-    config = RunConfig(
-        recipe="moe",
-        policy=str(model),
-        runs=runs,
-        name="run",
-        steps=20,
-        deterministic=True,
-        engine=EngineConfig(
-            dtype="float32", max_context=256, max_completion_tokens=24, max_running=16
-        ),
-        task=TaskConfig(env="tests.support.moe:EvenTasks"),
-        schedule=ScheduleConfig(max_staleness=2, groups_per_step=2, group_size=2),
-        trainer=TrainerConfig(lr=1e-3, routing_replay=True),
-        old_logps=OldLogpsConfig(route="snapshot_old"),
-        audit=AuditConfig(share=1.0),
-        eval=EvalConfig(tasks=0),
-    )
-    return replace(config, **changes)
+    replayed = TrainerConfig(lr=1e-3, routing_replay=True)
+    return replace(tiny_run(model, runs, trainer=replayed), **changes)
 
 
 @pytest.fixture(scope="module")

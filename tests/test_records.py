@@ -5,6 +5,8 @@ packs without padding and keeps every value at its token. Pieces and advantages 
 are refused.
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given
@@ -12,6 +14,7 @@ from hypothesis import strategies as st
 
 from unstale.records import (
     ContextPiece,
+    Group,
     Provenance,
     Sampled,
     ScoredTrajectory,
@@ -80,6 +83,22 @@ def test_sequences_lie_end_to_end() -> None:
         and chosen.episodes == (0,)
     )
     assert index.tolist() == [5, 6, 7, 8]
+
+
+def test_a_batch_has_the_group_and_the_reward_of_each_sequence() -> None:
+    branch = trajectory(ASKED, BEGUN, episode=5)
+    led = replace(trajectory(ASKED, BEGUN, episode=4), branches=(branch,))
+    left_out = trajectory(TOOL, REPLAYED, episode=6)
+    groups = [
+        Group(led.task, (led,), number=8, unused=(left_out,)),
+        Group(led.task, (trajectory(TOOL, REPLAYED, episode=9),), number=3),
+    ]
+    assert groups[0].episodes == {4, 5, 6}
+    conversations = (led, branch, groups[1].trajectories[0])
+    scored = [ScoredTrajectory(each, (1.0,)) for each in conversations]
+    batch = collate(scored, groups=groups)
+    assert batch.group == (8, 8, 3) and batch.reward == (1.5, 1.5, 1.5)
+    assert batch.select([2, 0])[0].group == (3, 8)
 
 
 @pytest.mark.parametrize(

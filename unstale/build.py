@@ -3,10 +3,10 @@
 import asyncio
 import math
 import shlex
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import cast
 
@@ -36,8 +36,8 @@ from unstale.durability.journal.route_files import ROUTES, RouteFiles
 from unstale.durability.resume import ResumeState
 from unstale.engines import Engine
 from unstale.engines.pool import EnginePool, Recovery, supervise
-from unstale.engines.registry import EngineOptions, engine_spec
-from unstale.envs import Taskset, sandbox
+from unstale.engines.registry import EngineOptions, engine_spec, packs_weights
+from unstale.envs import Taskset, sandbox, task_identity
 from unstale.envs.chat import Chat
 from unstale.envs.external import ExternalAgent
 from unstale.envs.registry import build_taskset, check_taskset, held_out_tasks
@@ -53,11 +53,13 @@ from unstale.observe.trackers import find_trackers
 from unstale.old_logps import OldLogps
 from unstale.old_logps.scoring.local_scorer import LocalScorer, delta_store
 from unstale.old_logps.scoring.scorer import Scorer
-from unstale.records import Failure, Group, GroupRequest, PendingPiece, ScoredTrajectory
+from unstale.records import Failure, Group, GroupRequest, PendingPiece, ScoredTrajectory, Task
 from unstale.rollout.episode import Rollout
 from unstale.rollout.evaluation import evaluate
 from unstale.rollout.generator import Generator
+from unstale.rollout.seeds import derive_seed
 from unstale.rollout.staleness_queue import PendingPieces, StalenessQueue
+from unstale.techniques import NO_TECHNIQUES, Techniques
 from unstale.trainer.auditor import Auditor
 from unstale.trainer.failed_batch import save_failed_batch
 from unstale.trainer.local import LocalTrainer, Rules
@@ -85,6 +87,7 @@ class Components:
     old: OldLogps
     auditor: Auditor | RankedAuditor
     trainer: LocalTrainer | RankedTrainer
+    techniques: Techniques = NO_TECHNIQUES
 
     @property
     def ranks(self) -> Ranks | None:
@@ -120,12 +123,14 @@ def build_machine(
     find_trackers(config.trackers)  # raises ConfigError for an unknown or missing tracker
     policy, taskset, generator = build_sampler(config, engine)
     if config.cluster.trainers:
+        Techniques.of(config)  # raises ConfigError for techniques that ranks do not have
         makes = partial(build_rank, config), partial(build_scoring_rank, config)
         ranked = components.build_ranked(config, policy, makes, ranks, notify=notify)
         return Components(policy, taskset, generator, None, *ranked)
     scorer = build_scorer(config, policy)
     trainer, auditor = build_trainer(config, policy, scorer)
-    return Components(policy, taskset, generator, scorer, trainer.old, auditor, trainer)
+    own = (scorer, trainer.old, auditor, trainer, trainer.techniques)
+    return Components(policy, taskset, generator, *own)
 
 
 def build_sampler(
@@ -163,7 +168,8 @@ def build_trainer(
     old: OldLogps = make(scorer, lockstep=config.deterministic)
     rules = Rules(config.correction, config.objective)
     auditor = Auditor(build_scorer(config, policy), old, rules, share=config.audit.share)
-    return LocalTrainer(policy, config, old, auditor.look), auditor
+    techniques = Techniques.of(config)
+    return LocalTrainer(policy, config, old, auditor.look, techniques=techniques), auditor
 
 
 def build_advantage(config: AdvantageConfig) -> Callable[[Sequence[Group]], list[ScoredTrajectory]]:
@@ -269,6 +275,7 @@ def build(
             put=checkpoints.write_version,
             post=posts.post if posts else None,
             in_place=config.engine.transfer == "nccl" and not config.trainer.lora_rank,
+            packed=config.engine.quantise if packs_weights(config) else "none",
         )
     return RunComponents(
         config=config,
@@ -291,6 +298,7 @@ def build(
         trainer_thread=LocalThread("trainer", partial(use_threads, trainer_threads(config))),
         io_thread=LocalThread("io"),
         piece_arrived=piece_arrived,
+        consumed=partial(machine.techniques.consumed, identify=partial(task_identity, taskset)),
     )
 
 
@@ -349,6 +357,7 @@ def build_checkpoints(config: RunConfig, machine: Components, run: Path) -> Chec
         "trainer": machine.trainer,
         "old": machine.old,
         "auditor": machine.auditor,
+        **machine.techniques.stateful,
     }
     # A route may change the trained weights while a checkpoint is written.
     copies = config.old_logps.needs.trained_weights
@@ -392,14 +401,21 @@ def training_requests(
     """Yield one request for a group of episodes for each training task.
 
     Tasks whose key is in `skipped` get no request. A resumed run continues after its last task. The
-    requests end after `MAX_SKIPPED` skipped tasks in a row.
+    requests end after `MAX_SKIPPED` skipped tasks in a row. If a task comes again, its request has
+    another seed. Otherwise the episodes would be those of its first group.
     """
     number = life.admitted
     num_skipped = 0
-    for place, task in enumerate(islice(taskset.train(seed), life.place, None), life.place):
+    visits: Counter[Task] = Counter()
+    for place, task in enumerate(taskset.train(seed)):
+        visit = visits[task]
+        visits[task] += 1
+        if place < life.place:
+            continue
         num_skipped += 1
         if task.key not in skipped:
-            yield GroupRequest(number, task, seed, place)
+            group_seed = derive_seed(seed, "visit", visit) if visit else seed
+            yield GroupRequest(number, task, group_seed, place)
             number += 1
             num_skipped = 0
         elif num_skipped > MAX_SKIPPED:
@@ -467,7 +483,8 @@ def build_engine(config: RunConfig, merging: Merging | None) -> EnginePool:
             max_running=max_running,
             max_context=options.max_context,
             keep_cache=options.keep_cache,
-            deltas=sends_deltas and shares_deltas(config),
+            deltas=sends_deltas and (shares_deltas(config) or packs_weights(config)),
+            packed=packs_weights(config),
             transfer=options.transfer,
             merging=merging,
             record_routes=config.trainer.routing_replay,

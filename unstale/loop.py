@@ -77,6 +77,11 @@ class RunComponents:
     scores during idle time waits for this event.
     """
 
+    consumed: Callable[[Sequence[Group], int], None] = lambda groups, version: None
+    """Called with the groups of a batch that was trained on, and the version before. Techniques
+    with state learn from them. No checkpoint is copied at that time.
+    """
+
     def close(self) -> None:
         """Stop the trainer's thread and the checkpoint thread after their current work."""
         self.trainer_thread.close()
@@ -187,10 +192,11 @@ async def take_step(run: RunComponents, step: int, publication: "Publication") -
         **describe_advantages(groups, scored),
         **staleness,
     }
-    metrics |= await learn(run, batch, step, publication)
+    metrics |= await learn(run, batch, groups, step, publication)
 
-    run.pending.discard(batch.episodes)
+    run.pending.discard(episodes_of(groups))
     run.journal.consume(groups, step=step, version=run.trainer.version)
+    run.consumed(groups, run.trainer.version)
     run.trainer.start_version()
     return Progress(
         step, {**metrics, **rates(run.engine.metrics()), **run.rollout.wait_times.read("rollout")}
@@ -207,7 +213,7 @@ async def build_batch(
     """
 
     def build() -> tuple[Batch, Mapping[str, object]]:
-        batch = collate(scored, replay_routes=run.config.trainer.routing_replay)
+        batch = collate(scored, groups=groups, replay_routes=run.config.trainer.routing_replay)
         lag = run.trainer.lag(batch.version)
         return batch, measure_staleness(batch, groups, lag=lag, bound=run.queue.bound)
 
@@ -233,9 +239,13 @@ async def take_groups(run: RunComponents) -> Sequence[Group]:
 
 
 async def learn(
-    run: RunComponents, batch: Batch, step: int, publication: "Publication"
+    run: RunComponents,
+    batch: Batch,
+    groups: Sequence[Group],
+    step: int,
+    publication: "Publication",
 ) -> Mapping[str, Any]:
-    """Take the optimizer steps of one batch. Return the trainer's metrics.
+    """Take the optimizer steps of one batch, which is made of `groups`. Return their metrics.
 
     Some old-logit routes must score all tokens of the current version before its weights change.
     For these (`needs.closing`), generation is paused and `closing` is called before the first step.
@@ -252,13 +262,21 @@ async def learn(
         await publication.finished()
         if number == 0 and needs.closing:
             await run.engine.interrupt()
-            unscored = run.pending.of_version(trainer.version, excluding=batch.episodes)
+            unscored = run.pending.of_version(trainer.version, excluding=episodes_of(groups))
             await run.trainer_thread.run(run.old_logps.closing, unscored)
         with run.log.span("trainer", f"step {step}"):
             await run.trainer_thread.run(trainer.step)
     points = [*trainer.points(), *run.auditor.points()]
     run.log.learnt(step, points=points, events=run.old_logps.events())
     return trainer.metrics()
+
+
+def episodes_of(groups: Sequence[Group]) -> frozenset[int]:
+    """Return the numbers of all finished episodes of some groups.
+
+    It includes those that are in no batch, because an estimator or a filter left them out.
+    """
+    return frozenset().union(*(group.episodes for group in groups))
 
 
 class Publication:

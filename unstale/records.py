@@ -255,6 +255,20 @@ class Group:
     failures: tuple[Failure, ...] = ()
     number: int = 0
     """The number of the group in its run. Groups are counted in the order of their start."""
+    unused: tuple[Trajectory, ...] = ()
+    """Finished trajectories of the task that a filter left out of training."""
+
+    @property
+    def episodes(self) -> frozenset[int]:
+        """The numbers of all finished episodes of the group: their conversations, and those that
+        are not trained on.
+        """
+        trajectories = (*self.trajectories, *self.unused)
+        return frozenset(
+            conversation.episode
+            for trajectory in trajectories
+            for conversation in (trajectory, *trajectory.branches)
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -368,6 +382,15 @@ class Batch:
     episodes: tuple[int, ...]
     routes: RouteTable | None = None
     """The experts to replay. None if the run does not replay them."""
+    group: tuple[int, ...] = ()
+    """The number of each sequence's group, -1 if it is unknown. Empty in a recorded batch."""
+    reward: tuple[float, ...] = ()
+    """The reward of each sequence's episode. Empty in a recorded batch."""
+
+    @property
+    def trained(self) -> "Tensor":
+        """True for tokens that can have a gradient, `[T]`. These are the sampled tokens."""
+        return self.sampled
 
     @property
     def num_sequences(self) -> int:
@@ -400,14 +423,27 @@ class Batch:
         tensors = [field.name for field in fields(self) if field.type == "Tensor"]
         rows = {name: getattr(self, name)[index] for name in tensors}
         episodes = tuple(self.episodes[i] for i in sequences)
-        routes = self.routes.select(sequences, index) if self.routes else None
-        return Batch(offsets=tuple(offsets), episodes=episodes, routes=routes, **rows), index
+        chosen = Batch(
+            offsets=tuple(offsets),
+            episodes=episodes,
+            routes=self.routes.select(sequences, index) if self.routes else None,
+            group=tuple(self.group[i] for i in sequences) if self.group else (),
+            reward=tuple(self.reward[i] for i in sequences) if self.reward else (),
+            **rows,
+        )
+        return chosen, index
 
 
-def collate(credited: Sequence[ScoredTrajectory], *, replay_routes: bool = False) -> Batch:
+def collate(
+    credited: Sequence[ScoredTrajectory],
+    *,
+    groups: Sequence[Group] = (),
+    replay_routes: bool = False,
+) -> Batch:
     """Concatenate trajectories with advantages into one batch. No padding is added.
 
-    With `replay_routes` the batch has the expert routes that the engine recorded.
+    `groups` are the groups of the trajectories, whose numbers the batch then has. With
+    `replay_routes` the batch has the expert routes that the engine recorded.
     """
     import numpy as np
     import torch
@@ -438,6 +474,7 @@ def collate(credited: Sequence[ScoredTrajectory], *, replay_routes: bool = False
     sampled, version, turns, provenances, clean = (
         torch.repeat_interleave(column, counts) for column in columns
     )
+    numbers = {episode: group.number for group in groups for episode in group.episodes}
     return Batch(
         tokens=torch.cat(tokens),
         offsets=tuple(offsets),
@@ -450,6 +487,8 @@ def collate(credited: Sequence[ScoredTrajectory], *, replay_routes: bool = False
         advantage=torch.cat(advantage),
         episodes=tuple(item.trajectory.episode for item in credited),
         routes=_route_table(credited) if replay_routes else None,
+        group=tuple(numbers.get(item.trajectory.episode, -1) for item in credited),
+        reward=tuple(item.trajectory.reward for item in credited),
     )
 
 

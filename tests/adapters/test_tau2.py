@@ -2,23 +2,30 @@
 
 The reference solutions get a reward of 1 in every domain, and doing nothing gets 0. Splits are
 tau2's. A simulated user is queried at its endpoint, and not again after a resume. Episodes wait in
-separate threads. The command of the docs runs.
+separate threads. All domains take turns, and the commands of the docs train and evaluate on them.
 """
 
 import asyncio
 import json
+import shlex
 import shutil
 import threading
+from collections import Counter
 from collections.abc import Sequence
 from functools import cache
+from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from tests.adapters.docs import run_command
+from benchmarks import tau2 as benchmark
+from tests.adapters.docs import DOCS, run_command
 from tests.rewards.test_judge import Model, completion, model
-from unstale.config import SHIPPED_POLICY, ConfigError, TaskConfig
+from unstale.cli import main
+from unstale.config import SHIPPED_POLICY, ConfigError, make_task
+from unstale.durability.journal import Journal, trained_episodes
 from unstale.envs import Message, Resumable, ToolCall, Turn
 from unstale.envs.registry import build_taskset
 from unstale.records import Task
@@ -34,7 +41,7 @@ DOMAINS = {"retail": (74, 40), "airline": (30, 20), "telecom": (74, 40)}
 
 @cache
 def tasks(domain: str) -> Any:
-    return build_taskset(TaskConfig(env=f"tau2:{domain}"))
+    return build_taskset(make_task(f"tau2:{domain}"))
 
 
 def solution(taskset: Any, task: Task) -> list[Message]:
@@ -154,11 +161,14 @@ def test_episodes_wait_together_in_threads_of_their_own(monkeypatch: pytest.Monk
 
     together = threading.Barrier(THREADS)
 
-    def wait(env: Tau2Env) -> Turn:
-        together.wait(20.0)
-        return Turn((Message("user", threading.current_thread().name),))
+    names: list[str] = []
 
-    monkeypatch.setattr(Tau2Env, "_begin", wait)
+    def start(env: Tau2Env, task: object) -> None:
+        together.wait(20.0)
+        names.append(threading.current_thread().name)
+        env._orchestrator = SimpleNamespace(trajectory=())
+
+    monkeypatch.setattr(Tau2Env, "_start", start)
     taskset = tasks("retail")
 
     async def main() -> list[Turn]:
@@ -166,20 +176,21 @@ def test_episodes_wait_together_in_threads_of_their_own(monkeypatch: pytest.Monk
             *(taskset.env(taskset.held_out(1)[0], 0).begin() for _ in range(THREADS))
         )
 
-    names = {turn.messages[0].content for turn in asyncio.run(main())}
-    assert len(names) == THREADS and all(name.startswith("tau2") for name in names)
+    asyncio.run(main())
+    assert len(set(names)) == THREADS and all(name.startswith("tau2") for name in names)
 
 
-def test_a_user_who_is_a_model_is_asked_at_its_endpoint_and_not_again(model: Model) -> None:
-    from unstale.envs.adapters.tau2 import Tau2Tasks
-
+def test_a_user_who_is_a_model_is_asked_at_its_endpoint_and_not_again(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
     said = ("I want my order back.", "Yes.", "###STOP###")
     model.answers = [
         (200, json.dumps(json.loads(completion(text)[1]) | {"model": "any"}).encode())
         for text in said
     ]
-    user_args = {"api_base": model.url, "api_key": "secret", "temperature": 1.0, "num_retries": 0}
-    taskset = Tau2Tasks("retail@openai/any", user_args=user_args)
+    monkeypatch.setenv("OPENAI_API_KEY", "secret")
+    options = {"user": model.url, "user_model": "any", "user_temperature": 1.0}
+    taskset: Any = build_taskset(make_task("tau2:retail", **options))
     task = taskset.held_out(1)[0]
     replies = solution(taskset, task)
 
@@ -207,27 +218,85 @@ def test_a_user_who_is_a_model_is_asked_at_its_endpoint_and_not_again(model: Mod
 
 def test_what_there_is_none_of_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(
-        ConfigError, match=r"in airline, retail, telecom, not in 'retial'; did you mean retail"
+        ConfigError, match=r"one of airline, retail, telecom, all; got 'retial'; did you mean ret"
     ):
         tasks("retial")
     from tau2.domains.retail import environment
 
     monkeypatch.setattr(environment, "RETAIL_POLICY_PATH", "/nowhere/policy.md")
     with pytest.raises(ConfigError, match="set TAU2_DATA_DIR"):
-        build_taskset(TaskConfig(env="tau2:retail"))
+        build_taskset(make_task("tau2:retail"))
 
 
-def test_the_command_of_the_docs_plays_episodes(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_all_domains_take_turns_with_their_tools() -> None:
+    mixed = tasks("all")
+    held_out = mixed.held_out(1000)
+    counts = Counter(task.env for task in held_out)
+    assert counts == {f"tau2:{name}": sizes[1] for name, sizes in DOMAINS.items()}
+    assert [task.env for task in held_out[:4]] == [
+        "tau2:airline",
+        "tau2:retail",
+        "tau2:telecom",
+        "tau2:airline",
+    ]
+    for task in [*held_out[:3], *islice(mixed.train(0), 3)]:
+        domain = tasks(task.env.removeprefix("tau2:"))
+        assert mixed.tools_of(task) == domain.tools
+        *_, end = asyncio.run(episode(mixed.env(task, 0), solution(domain, task)))
+        assert end.rewards == {"state": 1.0}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Return a folder with the small model and enough positions for the prompts."""
+    shutil.copytree(SHIPPED_POLICY, tmp_path / "model")
+    file = tmp_path / "model" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"max_position_embeddings": 32768}))
+    return tmp_path / "model"
+
+
+def test_the_commands_of_the_docs_train_and_evaluate_on_all_domains(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Use the small model with enough positions for the prompt."""
-    folder = tmp_path / "model"
-    shutil.copytree(SHIPPED_POLICY, folder)
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 32768}))
+    """A repeated evaluation takes all episodes from its file."""
     smaller = {
         "models/Qwen3-4B": str(folder),
-        "--rollout.max_turns 30": "--rollout.max_turns 2 --engine.max_running 4",
+        "tau2.jsonl": str(tmp_path / "tau2.jsonl"),
+        "--rollout.max_turns 30": "--rollout.max_turns 2 --engine.max_completion_tokens 32",
+        "--eval.tasks 100": "--eval.tasks 3",
     }
-    shown = run_command("tau2:retail", capsys, **smaller, **{"--eval.tasks 40": "--eval.tasks 1"})
-    assert "1 tasks, 4 attempts each" in shown and "avg@4" in shown and "pass@4" in shown
+    shown = run_command("tau2:all", capsys, **smaller)
+    assert "3 tasks, 4 attempts each" in shown
+    for name in ("avg@4", "pass@4", "pass^4"):
+        assert all(f"{env} {name}" in shown for env in ("tau2:airline", "tau2:telecom", "│"))
+    saved = (tmp_path / "tau2.jsonl").read_text().splitlines()
+    assert len(saved) == 1 + 12
+    again = run_command("tau2:all", capsys, **smaller)
+    assert again.partition("3 tasks")[2] == shown.partition("3 tasks")[2]
+    assert (tmp_path / "tau2.jsonl").read_text().splitlines() == saved
+
+    (train,) = [line for line in DOCS.splitlines() if line.startswith("unstale train llm")]
+    words = shlex.split(train.replace("models/Qwen3-4B", str(folder)))[1:]
+    fewer = "--schedule.groups_per_step 3 --schedule.group_size 2 --steps 1 --eval.tasks 0"
+    short = "--rollout.max_turns 2 --engine.max_completion_tokens 32 --name tau2 --runs"
+    with pytest.raises(SystemExit) as end:
+        main.main([*words, *fewer.split(), *short.split(), str(tmp_path)])
+    assert end.value.code in (0, None)
+    with Journal.read(tmp_path / "tau2") as journal:
+        trained = list(trained_episodes(journal))
+    assert len(trained) == 6
+
+
+def test_the_benchmark_resumes_and_scores_the_reference_solutions_100(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(benchmark, "RESULTS", tmp_path)
+    words = ["--tasks", "3", "--attempts", "2", "--saved", str(tmp_path / "saved")]
+    benchmark.main(words)
+    (file,) = tmp_path.glob("*-tau2.md")
+    table = file.read_text()
+    solved = [line for line in table.splitlines() if line.startswith("| reference solution")]
+    assert len(solved) == 4 and all(line.count("| 100.0%") == 3 for line in solved)
+    monkeypatch.setattr(benchmark.ScriptedRollout, "episode", None)
+    benchmark.main(words)
+    assert file.read_text() == table, "no episode is played again"

@@ -1,7 +1,8 @@
-"""Test `eval --k`: pass@k, avg@k and their intervals.
+"""Test `eval --k`: avg@k, pass@k and pass^k, and their intervals.
 
-pass@k is the unbiased estimate: the mean over all choices of k attempts. Intervals are labelled as
-Wilson's or bootstrap. Failed attempts count. Attempts at one task differ only in the replies.
+pass@k and pass^k are the unbiased estimates: the means over all choices of k attempts. Intervals
+are labelled as Wilson's or bootstrap. Failed attempts count. Attempts at one task differ only in
+the replies. Several environments have a result each.
 """
 
 import asyncio
@@ -14,7 +15,7 @@ from tests.cli.test_cli import complaint
 from tests.rollout.test_episode import END, TASK, LetterChat, Tasks, awake, over, says
 from unstale.cli import evaluate as evaluate_module
 from unstale.cli import main
-from unstale.cli.grades import EvalResult, TaskMean, mean_over_tasks, pass_at
+from unstale.cli.grades import EvalResult, TaskMean, mean_over_tasks, pass_all, pass_at
 from unstale.config import EngineConfig, RolloutConfig
 from unstale.engines import SamplingParams
 from unstale.engines.scripted import ScriptedEngine
@@ -50,6 +51,10 @@ def test_it_is_the_mean_over_all_choices_of_k_attempts() -> None:
             assert pass_at(k, attempts=6, successes=successes) == pytest.approx(
                 sum(choices) / len(choices)
             )
+            choices = [all(chosen) for chosen in combinations(outcomes, k)]
+            assert pass_all(k, attempts=6, successes=successes) == pytest.approx(
+                sum(choices) / len(choices)
+            )
 
 
 @pytest.mark.parametrize(
@@ -58,6 +63,8 @@ def test_it_is_the_mean_over_all_choices_of_k_attempts() -> None:
 def test_more_than_was_attempted_cannot_be_told(k: int, attempts: int, successes: int) -> None:
     with pytest.raises(ValueError, match=f"pass@{k} needs"):
         pass_at(k, attempts=attempts, successes=successes)
+    with pytest.raises(ValueError, match=rf"pass\^{k} needs"):
+        pass_all(k, attempts=attempts, successes=successes)
 
 
 def test_a_grade_is_a_mean_over_tasks() -> None:
@@ -68,7 +75,25 @@ def test_a_grade_is_a_mean_over_tasks() -> None:
     assert (both.value, both.interval) == (1 / 2, "Wilson") and (both.low, both.high) == wilson(
         1 / 2, 4
     )
-    assert grade.passed(1) == grade.average
+    assert grade.passed(1) == grade.passed_all(1) == grade.average
+    assert grade.passed_all(2).value == 1 / 4
+
+
+def test_each_environment_has_its_result_if_there_are_several() -> None:
+    graded = [True, False, None, True, True, True]
+    envs = ["retail", "retail", "airline", "airline", "retail", "retail"]
+    grade = EvalResult.of(graded, 2, envs)
+    assert grade.successes == (1, 1, 2) and grade.failed == 1
+    assert grade.by_env == {
+        "retail": EvalResult((1, 2), attempts=2),
+        "airline": EvalResult((1,), attempts=2, failed=1),
+    }
+    row = grade.as_json([2])
+    assert row["by_env"]["retail"]["avg@2"].value == 3 / 4
+    assert row["by_env"]["airline"]["result"] == {"successes": (1,), "attempts": 2, "failed": 1}
+    assert row["pass@2"].value == 1 and row["pass^2"].value == pytest.approx(1 / 3)
+    assert grade.table([2]).row_count == 9
+    assert not EvalResult.of(graded, 2, ["retail"] * 6).by_env
 
 
 def test_an_attempt_that_failed_is_no_success_and_not_passed_over_in_silence() -> None:
@@ -136,7 +161,7 @@ def test_eval_shows_a_table(
 ) -> None:
     asked: list[tuple[Path, int]] = []
 
-    def grade(trained: Path, config: object, *, attempts: int, console: object) -> EvalResult:
+    def grade(trained: Path, config: object, *, attempts: int, **_: object) -> EvalResult:
         asked.append((trained, attempts))
         return EvalResult((4, 1, 0, 0), attempts, failed=3)
 
@@ -145,13 +170,13 @@ def test_eval_shows_a_table(
         main.main(["eval", "runs/mine", "retail", "--k", "4", "2", "1"])
     assert end.value.code in (0, None) and asked == [(Path("runs/mine"), 4)]
     lines = capsys.readouterr().out.splitlines()
-    shown = {line.split("│")[1].strip(): line for line in lines if "@" in line}
-    assert list(shown) == ["avg@4", "pass@2", "pass@4"] and "4 tasks, 4 attempts each" in "".join(
-        lines
-    )
+    shown = {line.split("│")[1].strip(): line for line in lines if "│" in line}
+    assert list(shown) == ["avg@4", "pass@2", "pass^2", "pass@4", "pass^4"]
+    assert "4 tasks, 4 attempts each" in "".join(lines)
     assert "3 of 16 failed and count as no success" in "".join(lines)
     assert "31.2%" in shown["avg@4"] and "bootstrap" in shown["avg@4"]
     assert "37.5%" in shown["pass@2"]  # (1 + 1/2 + 0 + 0) / 4
+    assert "25.0%" in shown["pass^2"] and "25.0%" in shown["pass^4"]  # (1 + 0 + 0 + 0) / 4
     assert (
         "50.0%" in shown["pass@4"]
         and "15.0% to 85.0%" in shown["pass@4"]

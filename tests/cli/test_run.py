@@ -8,6 +8,7 @@ model folder. With equal precision in engine and trainer, weights travel as delt
 import asyncio
 import json
 import os
+import re
 import signal
 import time
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -24,7 +26,9 @@ import unstale
 from tests.support.forked import Forked
 from unstale.cli import session
 from unstale.cli.evaluate import evaluate
+from unstale.cli.saved_episodes import open_saved
 from unstale.config import (
+    ConfigError,
     EngineConfig,
     EvalConfig,
     OldLogpsConfig,
@@ -36,6 +40,8 @@ from unstale.config import (
 )
 from unstale.durability.journal import Journal, conversation, trained_episodes
 from unstale.durability.journal.conversations import load_decoder
+from unstale.records import Failure, Task, Trajectory
+from unstale.rollout.episode import Rollout
 from unstale.trainer import threads as cpu_threads
 
 pytestmark = pytest.mark.usefixtures("forked_children")
@@ -112,10 +118,87 @@ def test_the_folder_holds_conversations_a_report_and_a_model(run: unstale.Run) -
     assert model.config.vocab_size == run.policy.model.config.vocab_size
 
 
-def test_eval_grades_a_run_folder(run: unstale.Run) -> None:
-    grade = evaluate(run.folder, small(run.folder.parent), attempts=2, console=quiet())
+def test_eval_grades_a_run_folder_and_a_killed_one_resumes(
+    run: unstale.Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The third episode is killed while it is written. Only it and later ones are played again."""
+    config, save = small(run.folder.parent), tmp_path / "episodes.jsonl"
+    grade = evaluate(run.folder, config, attempts=2, save=save, console=quiet())
     assert (grade.tasks, grade.attempts) == (4, 2) and max(grade.successes) <= 2
     assert 0 <= grade.average.low <= grade.success <= grade.average.high <= 1
+    whole = save.read_text().splitlines(keepends=True)
+    assert len(whole) == 1 + 8
+    save.write_text("".join(whole[:3]) + whole[3][:10])
+    played: list[str] = []
+    episode = Rollout.episode
+
+    async def watched(self: Rollout, task: Task, **options: Any) -> Trajectory | Failure:
+        played.append(task.key)
+        return await episode(self, task, **options)
+
+    monkeypatch.setattr(Rollout, "episode", watched)
+    again = evaluate(run.folder, config, attempts=2, save=save, console=quiet())
+    assert again == grade and len(played) == 6
+    assert sorted(save.read_text().splitlines(keepends=True)) == sorted(whole)
+    evaluate(run.folder, replace(config, eval=EvalConfig(tasks=3)), save=save, console=quiet())
+    assert len(played) == 6, "fewer tasks and attempts are among those of the file"
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ('{"policy": "0"}\n', "has episodes with policy 0, and this command has"),
+        ("[1]\n", "is no file of `unstale eval --save`"),
+        ('{"policy": "0"}\n{"task": 1}\n', "is no file of `unstale eval --save` (KeyError"),
+        (
+            '{"my": "precious results"}',
+            "is no file of `unstale eval --save` (ValueError: its first",
+        ),
+        ('{"policy": "0"}\nanother line', "has episodes with policy 0, and this command has"),
+        (None, "cannot be used: Is a directory"),
+    ],
+)
+def test_eval_refuses_a_file_of_another_evaluation(
+    tmp_path: Path, content: str | None, says: str
+) -> None:
+    save = tmp_path / "episodes.jsonl"
+    if content is None:
+        save = tmp_path
+    else:
+        save.write_text(content)
+    with pytest.raises(ConfigError, match=re.escape(says)), open_saved(save, small(tmp_path)):
+        pass
+    assert content is None or save.read_text() == content, "the file is unchanged"
+
+
+def test_the_episodes_of_a_file_depend_on_template_and_data_and_not_on_budgets(
+    tmp_path: Path,
+) -> None:
+    model, data, save = tmp_path / "model", tmp_path / "rows.jsonl", tmp_path / "saved.jsonl"
+    model.mkdir()
+    template = model / "chat_template.jinja"
+    for file in (template, data):
+        file.write_text("old")
+
+    def reopen(env: str = "retail", **options: Any) -> None:
+        task = make_task(env, **options)
+        with open_saved(save, small(tmp_path, policy=str(model), task=task)):
+            pass
+
+    reopen()
+    reopen(latency_s=1.0, latency_sigma=0.5)
+    template.write_text("new")
+    with pytest.raises(ConfigError, match="has episodes with policy"):
+        reopen()
+    save.unlink()
+    reopen(f"dataset:{data}", reward="x:y")
+    data.write_text("new")
+    with pytest.raises(ConfigError, match="has episodes with task data"):
+        reopen(f"dataset:{data}", reward="x:y")
+    save.unlink()
+    judge = {"judge": "http://127.0.0.1:1"}
+    reopen("vita:all", **judge)
+    reopen("vita:all", **judge, judge_tokens=7)
 
 
 def test_with_one_precision_on_both_sides_differences_travel_and_old_logits_are_exact(

@@ -11,8 +11,8 @@ import pytest
 from rich.console import Console
 
 from tests.engines.test_processes import configured
-from tests.support.moe import save_moe
 from tests.support.ranked_runs import require_complete
+from tests.support.tiny_runs import save_tiny
 from unstale.cli import session
 from unstale.cluster.hosted_engine import HostedEngine
 from unstale.cluster.ranks import Ranks, RanksDied
@@ -39,7 +39,7 @@ def test_two_ranks_and_a_host_that_is_killed_train_together(
     """The policy has experts. The ranks replay the routes that the embedded engine recorded."""
     import ray
 
-    save_moe(tmp_path / "moe")
+    save_tiny(tmp_path / "moe", experts=8)
     monkeypatch.setenv("RAY_TMPDIR", tempfile.gettempdir())
     monkeypatch.setenv("TMPDIR", str(tmp_path))  # of the processes that Ray starts
     load = HostedEngine.load
@@ -55,7 +55,7 @@ def test_two_ranks_and_a_host_that_is_killed_train_together(
     made = config(tmp_path, tmp_path / "moe", trainers=2, engine_hosts=1)
     made = replace(
         made,
-        task=TaskConfig(env="tests.support.moe:EvenTasks"),
+        task=TaskConfig(env="tests.support.tiny_runs:EvenTasks"),
         audit=AuditConfig(share=1.0),
         engine=replace(made.engine, max_context=256),
         trainer=TrainerConfig(lr=1e-3, routing_replay=True),

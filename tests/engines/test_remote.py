@@ -9,7 +9,7 @@ import asyncio
 import json
 import socket
 import threading
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +21,7 @@ import torch
 from tests.support.fake_server import FakeServer
 from tests.support.fake_sglang import FakeSglang
 from tests.support.fake_vllm import FakeVllm
+from tests.support.run_engine import run_engine
 from unstale import config
 from unstale.build import build_engine
 from unstale.engines import Engine, EngineDied, Reply, SamplingParams, rates, remote, session
@@ -78,18 +79,6 @@ async def hold(engine: Engine, version: int, *, seed: int = 5) -> None:
     await engine.resume()
 
 
-def run(engine: Engine, story: Callable[[], Awaitable[None]]) -> None:
-    async def running() -> None:
-        try:
-            async with asyncio.timeout(60):
-                await engine.start()
-                await story()
-        finally:
-            await engine.close()
-
-    asyncio.run(running())
-
-
 def test_it_keeps_the_contract(model: Path, server: FakeServer) -> None:
     check_engine(lambda: attached(model, server), update=POLICY.model.state_dict())
 
@@ -117,7 +106,7 @@ def test_deltas_change_the_weights_in_place(model: Path, server: FakeServer) -> 
             assert piece.version == version
             assert torch.allclose(torch.tensor(piece.behavior_logp).double(), expected, atol=1e-4)
 
-    run(engine, story)
+    run_engine(engine, story)
 
 
 def test_without_deltas_none_is_taken_and_nothing_stays_in_memory(
@@ -139,7 +128,7 @@ def test_without_deltas_none_is_taken_and_nothing_stays_in_memory(
         with pytest.raises(ValueError, match="takes full weights"):
             await engine.load(store.delta(1), 1)
 
-    run(engine, story)
+    run_engine(engine, story)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
@@ -173,7 +162,7 @@ def test_log_probabilities_and_versions_are_those_of_the_weights(
             )
             at = len(tokens)
 
-    run(engine, story)
+    run_engine(engine, story)
 
 
 @pytest.mark.parametrize("keep_cache", [False, True])
@@ -202,7 +191,7 @@ def test_what_is_sampled_over_a_kept_cache_is_not_clean(
         assert cleans == ([False, True, True, False] if keep_cache else [True] * 4)
         assert engine.metrics()["reprefill_tokens"] == (0 if keep_cache else 64)
 
-    run(engine, story)
+    run_engine(engine, story)
 
 
 def test_no_noise_is_used_twice_when_a_reply_goes_on(model: Path, server: FakeServer) -> None:
@@ -216,7 +205,7 @@ def test_no_noise_is_used_twice_when_a_reply_goes_on(model: Path, server: FakeSe
         others = [(await engine.sample([9] * k + PROMPT, params)).piece.tokens for k in (60, 61)]
         assert others[0] != others[1]
 
-    run(engine, story)
+    run_engine(engine, story)
 
 
 def test_a_greedy_reply_is_a_point_mass(model: Path, server: FakeServer) -> None:
@@ -227,7 +216,7 @@ def test_a_greedy_reply_is_a_point_mass(model: Path, server: FakeServer) -> None
         reply = await engine.sample(PROMPT, SamplingParams(3, (), temperature=0))
         assert reply.piece.behavior_logp == (0.0, 0.0, 0.0)
 
-    run(engine, story)
+    run_engine(engine, story)
 
 
 @KINDS
@@ -256,7 +245,7 @@ def test_the_probe_refuses_to_sample(model: Path, tmp_path: Path, kind: Kind, fa
             with pytest.raises(EngineDied):
                 await engine.sample(PROMPT, SamplingParams(2, ()))
 
-        run(engine, story)
+        run_engine(engine, story)
 
 
 @pytest.mark.parametrize("how", ["dies", "hangs"])
@@ -279,7 +268,7 @@ def test_a_server_that_is_gone_is_noticed(
         assert ("did not answer within 0.3 s" in task.result()) == (how == "hangs")
         server.frozen = False
 
-    run(engine, story)
+    run_engine(engine, story)
 
 
 def test_a_server_of_somebody_elses_gets_time_to_come_back(
@@ -303,9 +292,9 @@ def test_a_server_of_somebody_elses_gets_time_to_come_back(
             with pytest.raises(EngineDied, match=r"not ready within 0\.3 s"):
                 await engine.start()
 
-        run(engine, story)
+        run_engine(engine, story)
         with pytest.raises(EngineDied, match=r"refused|Connect"):
-            run(attached(model, server), story)
+            run_engine(attached(model, server), story)
 
 
 def test_a_server_that_hangs_from_the_start_is_given_up(
@@ -317,7 +306,7 @@ def test_a_server_that_hangs_from_the_start_is_given_up(
     async def story() -> None: ...
 
     with pytest.raises(EngineDied, match=r"0\.3 s"):
-        run(attached(model, server), story)
+        run_engine(attached(model, server), story)
 
 
 async def fails(call: Awaitable[object]) -> str:
@@ -339,7 +328,7 @@ def test_a_cancelled_sample_hangs_up(model: Path, server: FakeServer) -> None:
             await asyncio.sleep(0.01)
         assert engine.metrics()["sampled_tokens"] == 2
 
-    run(engine, story)
+    run_engine(engine, story)
 
 
 @pytest.mark.parametrize(
@@ -362,7 +351,7 @@ def test_requests_that_cannot_be_right(
         with pytest.raises(ValueError, match=why):
             await engine.sample(tokens, params)
 
-    run(engine, story)
+    run_engine(engine, story)
 
 
 @KINDS
@@ -392,7 +381,7 @@ def test_a_server_that_greets_otherwise_is_refused(
     async def story() -> None: ...
 
     with pytest.raises(ValueError, match="lacks what a run needs"):
-        run(attached(model, server), story)
+        run_engine(attached(model, server), story)
 
 
 @pytest.mark.parametrize(
@@ -421,19 +410,19 @@ def test_a_reply_that_cannot_be_read_ends_its_service_until_it_is_started_again(
         await hold(engine, 1)
         assert (await engine.sample(PROMPT, SamplingParams(2, ()))).piece.version == 1
 
-    run(engine, story)
+    run_engine(engine, story)
 
 
 def test_weights_that_it_does_not_take_are_its_end(model: Path, server: FakeServer) -> None:
     engine = attached(model, server)
     refused = (400, {"success": False, "message": "Failed to update weights: no"})
-    server.answers = dict.fromkeys(("/collective_rpc", "/update_weights_from_disk"), refused)
 
     async def story() -> None:
+        server.answers = dict.fromkeys(("/collective_rpc", "/update_weights_from_disk"), refused)
         with pytest.raises(EngineDied, match="Failed to update weights: no"):
             await engine.load(tiny_policy(seed=5).weights(), 0)
 
-    run(engine, story)
+    run_engine(engine, story)
 
 
 def _say(tokens: Sequence[int], params: SamplingParams) -> list[int]:
@@ -516,7 +505,7 @@ def test_an_episode_goes_where_its_prefix_is(keep_cache: bool) -> None:
         }  # else nothing is cached, and the first is free
         assert not keep_cache or {task: number for number, task in asked} == home
 
-    run(engine, story)
+    run_engine(engine, story)
 
 
 @pytest.mark.parametrize(
@@ -543,7 +532,7 @@ def test_siblings_begin_together_as_far_as_their_opening_is_worth_it(
         assert where.index(1) == together and abs(where.count(0) - where.count(1)) <= together
         assert sorted((await asked.siblings(cramped, 5, length=length))[:4]) == [0, 0, 1, 1]
 
-    run(engine, story)
+    run_engine(engine, story)
 
 
 @KINDS
@@ -591,7 +580,7 @@ def test_episodes_go_on_elsewhere_when_a_server_dies_and_come_back_with_it(
                         tasks.create_task(engine.sample([task], SamplingParams(20, ())))
                 assert reborn.asked >= 2
 
-        run(engine, story)
+        run_engine(engine, story)
 
 
 class _Odd(ScriptedEngine):
@@ -631,7 +620,7 @@ def test_one_that_comes_back_as_something_else_stays_away_and_all_are_closed() -
         with pytest.raises(ValueError, match="another model"):
             await engine.sample([1], SamplingParams(1, ()))
 
-    run(engine, story)
+    run_engine(engine, story)
     assert all(member.closed for member in members)
     assert [(kind, fields["cause"]) for kind, fields in events] == [
         ("engine_lost", "out of memory"),
@@ -676,7 +665,7 @@ def test_counters_of_several_are_those_of_one_engine(monkeypatch: pytest.MonkeyP
             "the counters of a dead engine are left out"
         )
 
-    run(several, lose_one)
+    run_engine(several, lose_one)
 
 
 def test_what_an_older_version_computed_is_not_taken_for_the_newer_ones() -> None:

@@ -14,19 +14,12 @@ import pytest
 import torch
 
 from tests.cli.test_run import quiet
-from tests.engines.test_remote import POLICY, PROMPT, hold, run
+from tests.engines.test_remote import POLICY, PROMPT, hold
 from tests.support.fake_sglang import FakeSglang
+from tests.support.run_engine import run_engine
+from tests.support.tiny_runs import save_tiny, tiny_run
 from unstale.cli import session
-from unstale.config import (
-    AuditConfig,
-    EngineConfig,
-    EvalConfig,
-    OldLogpsConfig,
-    RunConfig,
-    ScheduleConfig,
-    TaskConfig,
-    TrainerConfig,
-)
+from unstale.config import EngineConfig
 from unstale.engines import SamplingParams
 from unstale.engines.registry import EngineOptions
 from unstale.engines.servers.sglang import SglangEngine
@@ -84,7 +77,7 @@ def test_an_end_that_nobody_asked_for_is_none(model: Path, server: FakeSglang) -
             and 0 < len(speaking.result().piece.tokens) < 1000
         )
 
-    run(engine, story)
+    run_engine(engine, story)
 
 
 def test_what_waits_in_front_of_the_engine_or_in_its_queue_comes_back(model: Path) -> None:
@@ -111,7 +104,7 @@ def test_what_waits_in_front_of_the_engine_or_in_its_queue_comes_back(model: Pat
             again = await engine.sample(PROMPT, SamplingParams(4, ()))
             assert again.stop == "length" and again.piece.version == 1
 
-        run(engine, story)
+        run_engine(engine, story)
 
 
 def test_a_reply_that_nobody_waits_for_does_not_outlive_its_weights(
@@ -132,7 +125,7 @@ def test_a_reply_that_nobody_waits_for_does_not_outlive_its_weights(
             await hold(engine, 1)
         assert not server.running
 
-    run(engine, story)
+    run_engine(engine, story)
 
 
 @pytest.mark.parametrize("keep_cache", [False, True])
@@ -151,7 +144,7 @@ def test_a_cache_is_dropped_before_anything_is_sampled(model: Path, keep_cache: 
                 assert reply.piece.clean == (not keep_cache or version == 0)
             assert engine.metrics()["prefill_tokens"] == (70 + 6 if keep_cache else 2 * 70)
 
-        run(engine, story)
+        run_engine(engine, story)
 
 
 def test_without_seeds_log_probabilities_are_as_right(model: Path) -> None:
@@ -169,7 +162,7 @@ def test_without_seeds_log_probabilities_are_as_right(model: Path) -> None:
                 )[len(PROMPT) :]
                 assert (expected - torch.tensor(piece.behavior_logp)).abs().max() < 1e-4
 
-        run(engine, story)
+        run_engine(engine, story)
 
 
 @pytest.mark.parametrize(
@@ -183,39 +176,23 @@ def test_servers_that_would_do_something_else(model: Path, flags: dict[str, Any]
     async def story() -> None: ...
 
     with FakeSglang(**flags) as server, pytest.raises(ValueError, match=why):
-        run(_engine(model, server, keep_cache=True), story)
+        run_engine(_engine(model, server, keep_cache=True), story)
 
 
 def test_an_asynchronous_run(tmp_path: Path) -> None:
     """Two servers, a lag of up to 2, replies of several versions, and exact old
     log-probabilities."""
-    policy, model = tiny_policy(seed=5), tmp_path / "model"
-    policy.tokenizer.chat_template = (
-        "{% for message in messages %}w2 {{ message['content'] }}w1 {% endfor %}"
-    )
-    policy.tokenizer.chat_template += "{% if add_generation_prompt %}w2 {% endif %}"
-    policy.save(model)
+    model = tmp_path / "model"
+    save_tiny(model)
     with FakeSglang() as first, FakeSglang() as second:
-        config = RunConfig(
-            recipe="toy",
-            policy=str(model),
-            runs=tmp_path,
-            name="run",
-            steps=4,
-            engine=EngineConfig(
-                backend="sglang",
-                urls=f"{first.url} {second.url}",
-                dtype="float32",
-                max_context=256,
-                max_completion_tokens=16,
-            ),
-            task=TaskConfig(env="tests.support.toy:ToyTasks"),
-            schedule=ScheduleConfig(max_staleness=2, groups_per_step=2, group_size=2),
-            trainer=TrainerConfig(lr=1e-3),
-            old_logps=OldLogpsConfig(route="snapshot_old"),
-            audit=AuditConfig(share=1.0),
-            eval=EvalConfig(tasks=0),
+        engine = EngineConfig(
+            backend="sglang",
+            urls=f"{first.url} {second.url}",
+            dtype="float32",
+            max_context=256,
+            max_completion_tokens=16,
         )
+        config = tiny_run(model, tmp_path, steps=4, deterministic=False, engine=engine)
         rows = session.train(config, console=quiet()).metrics
         assert first.asked > 6 and second.asked > 6
     assert [row["step"] for row in rows] == list(range(1, 5))

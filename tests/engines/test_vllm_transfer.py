@@ -9,7 +9,6 @@ vLLM. Nothing here was verified on a GPU; `make gpu-check` does it.
 import asyncio
 import itertools
 import threading
-from collections.abc import Awaitable, Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +19,7 @@ import torch
 
 from tests.support.fake_vllm import FakeVllm
 from tests.support.gloo_groups import GlooGroup, GlooWorkers
+from tests.support.run_engine import run_engine
 from unstale.build import build_engine
 from unstale.cluster.gpus import GpuShares, run_gpus
 from unstale.config import ClusterConfig, ConfigError, EngineConfig, RunConfig
@@ -68,18 +68,6 @@ def attached(model: Path, server: FakeVllm, groups: Groups) -> NcclVllmEngine:
     return NcclVllmEngine(options, make_group=groups)
 
 
-def run(engine: Engine, story: Callable[[], Awaitable[None]]) -> None:
-    async def running() -> None:
-        try:
-            async with asyncio.timeout(60):
-                await engine.start()
-                await story()
-        finally:
-            await engine.close()
-
-    asyncio.run(running())
-
-
 async def hold(engine: Engine, version: int) -> None:
     await engine.interrupt()
     await engine.load(POLICY.weights(), version)
@@ -116,7 +104,7 @@ def test_every_worker_gets_the_bits_of_each_published_version(
                 got = server.policy.weights()
                 assert all(torch.equal(got[name], each) for name, each in policy.weights().items())
 
-        run(engine, story)
+        run_engine(engine, story)
         (group,) = groups.made
         assert server.workers is not None and server.workers.joined == 1
         num_packets, rest = divmod(len(group.packets), 3)
@@ -206,7 +194,7 @@ def test_a_transfer_that_fails_ends_the_engine_and_not_the_run(
             got = again.policy.weights()
             assert all(torch.equal(got[name], each) for name, each in POLICY.weights().items())
 
-        run(pool, story)
+        run_engine(pool, story)
     assert len(groups.made) == 3 and all(group.closed.wait(10) for group in groups.made)
     (lost,) = [each for each in events if each["kind"] == "engine_lost"]
     expected = {
@@ -230,14 +218,14 @@ def test_a_server_that_an_earlier_run_left_in_a_transfer_is_used_again(
             await hold(engine, 7)
             assert (await engine.sample(PROMPT, SamplingParams(2, ()))).piece.version == 7
 
-        run(engine, story)
+        run_engine(engine, story)
 
 
 def test_the_probe_finds_a_worker_that_lost_a_tensor(model: Path, tmp_path: Path) -> None:
     with fake(tmp_path / "a") as server:
         server.corrupt = "model.layers.1.mlp.down_proj.weight"
         with pytest.raises(ProbeFailed, match="differ by"):
-            run(engine := attached(model, server, Groups(tmp_path)), lambda: hold(engine, 0))
+            run_engine(engine := attached(model, server, Groups(tmp_path)), lambda: hold(engine, 0))
 
 
 def test_what_cannot_work_is_refused(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

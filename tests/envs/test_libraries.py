@@ -19,7 +19,7 @@ import pytest
 
 from tests.rollout.test_episode import play as rolled
 from unstale.cli import main
-from unstale.config import ConfigError, TaskConfig, install
+from unstale.config import ConfigError, TaskConfig, install, make_task
 from unstale.envs import Message, Taskset, Turn
 from unstale.envs.adapters import openenv
 from unstale.envs.registry import build_taskset, libraries
@@ -112,7 +112,7 @@ def test_another_package_called_tau2_is_not_taken_for_it(monkeypatch: pytest.Mon
     with pytest.raises(
         ConfigError, match=r"from its source .*pip install ./tau2-bench.*is another project$"
     ):
-        build_taskset(TaskConfig(env="tau2:retail"))
+        build_taskset(make_task("tau2:retail"))
 
 
 def test_what_openenv_asks_for_becomes_a_tool_or_a_text() -> None:

@@ -22,7 +22,7 @@ from unstale.config.checks import Range
 from unstale.config.options import Option, changed_options, options, override
 from unstale.config.routes import routes
 from unstale.lint import check
-from unstale.lint.rules import NOISE
+from unstale.lint.noise import NOISE
 from unstale.model.policy import Policy
 from unstale.records import (
     ContextPiece,

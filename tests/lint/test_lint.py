@@ -264,6 +264,7 @@ def test_the_memory_of_full_copies_is_counted_in_versions() -> None:
 
 NARROW = "--correction.low 0.995 --correction.high 1.005"
 GSPO = "--objective.kind gspo --objective.clip_low 3e-4 --objective.clip_high 4e-4"
+ROUNDED = "--engine.quantise int4"
 WARNED = [
     ("--objective.kind gspo", "gspo with the band of a single token"),
     ("--objective.kind none", "nothing bounds S"),
@@ -282,6 +283,14 @@ WARNED = [
     (NARROW, "narrower than the noise"),
     (f"{NARROW} --correction.unit sequence --correction.aggregate max", "D at 0.005"),
     ("--trainer.lora_rank 8 --trainer.lr 1e-5", "adapters at a learning rate of 1e-05"),
+    (f"{ROUNDED} --correction.high 1.2", "narrower than the noise"),
+    (f"{ROUNDED} --correction.token_veto_threshold 0.2", "drops sequences for mere noise"),
+    (
+        f"{ROUNDED} --old_logps.route rollout --correction.control none",
+        "the rounding of the engine",
+    ),
+    ("--engine.quantise fp8 --trainer.quantise fp8", "removes little"),
+    ("--task.level 2", "the policy base at level 2"),
 ]
 
 
@@ -290,6 +299,26 @@ def test_what_is_likely_a_mistake_is_a_warning(knobs: str, says: str) -> None:
     verdict = check(configured(knobs))
     assert not verdict.refusals
     assert says in " ".join(warning.wrong for warning in verdict.warnings)
+
+
+@pytest.mark.parametrize(
+    "recipe, knobs, fix",
+    [
+        ("airline", "--policy base --task.level 1", "--policy base-desks"),
+        ("airline", "--policy base", "--policy base-desks --task.level 1"),
+        ("airline", "--policy base-desks", "--task.level 1"),
+        ("desks_small", "--policy base --task.desks retail,telecom", "--policy base-desks"),
+        ("desks_small", "--policy base --task.desks retail", ""),
+        ("desks_small", "", ""),
+        ("airline", "", ""),
+        ("calculator", "", ""),
+    ],
+)
+def test_a_small_policy_at_a_desk_that_it_did_not_practise_is_a_warning(
+    recipe: str, knobs: str, fix: str
+) -> None:
+    warnings = check(configured(knobs, recipe=recipe)).warnings
+    assert [each.fix for each in warnings if "the policy base" in each.wrong] == [fix] * bool(fix)
 
 
 def test_thresholds_above_the_noise_are_nothing_to_warn_of() -> None:

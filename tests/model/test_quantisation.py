@@ -16,16 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from tests.cli.test_run import quiet
+from tests.support.tiny_runs import save_tiny, tiny_run
 from unstale.cli import session
 from unstale.config import (
-    AuditConfig,
     ConfigError,
     EngineConfig,
-    EvalConfig,
     OldLogpsConfig,
     RunConfig,
-    ScheduleConfig,
-    TaskConfig,
     TrainerConfig,
 )
 from unstale.engines.embedded.batcher import Batcher, SampleRequest
@@ -210,52 +207,33 @@ def test_the_trainer_rounds_the_weights_that_the_engine_received(tmp_path: Path)
     assert means[1] < 0.8 * means[0]
 
 
-def configure(policy: Policy, folder: Path, **changes: Any) -> RunConfig:
-    policy.tokenizer.chat_template = (
-        "{% for message in messages %}w2 {{ message['content'] }}w1 {% endfor %}"
-        "{% if add_generation_prompt %}w2 {% endif %}"
+def configure(folder: Path, *, engine: str, trainer: str = "none", **changes: Any) -> RunConfig:
+    """Return a tiny run with formats for its engine and its trainer."""
+    save_tiny(folder / "model")
+    config = tiny_run(folder / "model", folder, **changes)
+    return replace(
+        config,
+        engine=replace(config.engine, quantise=engine),
+        trainer=replace(config.trainer, quantise=trainer),
     )
-    policy.save(folder / "model")
-    config = RunConfig(
-        recipe="quantised",
-        policy=str(folder / "model"),
-        runs=folder,
-        name="run",
-        steps=5,
-        deterministic=True,
-        engine=EngineConfig(
-            dtype="float32", max_context=256, max_completion_tokens=24, max_running=16
-        ),
-        task=TaskConfig(env="tests.support.toy:ToyTasks"),
-        schedule=ScheduleConfig(max_staleness=2, groups_per_step=2, group_size=2),
-        trainer=TrainerConfig(lr=1e-3),
-        old_logps=OldLogpsConfig(route="snapshot_old"),
-        audit=AuditConfig(share=1.0),
-        eval=EvalConfig(tasks=0),
-    )
-    return replace(config, **changes)
 
 
 @pytest.mark.usefixtures("forked_children")
 @pytest.mark.parametrize("route", ["snapshot_old", "interrupt_sync", "old_logit_model"])
 def test_exact_routes_are_exact_with_rounded_passes(tmp_path: Path, route: str) -> None:
-    config = configure(tiny_policy(), tmp_path, old_logps=OldLogpsConfig(route=route))
-    config = replace(
-        config,
-        engine=replace(config.engine, quantise="fp8"),
-        trainer=replace(config.trainer, quantise="fp8"),
-    )
+    old_logps = OldLogpsConfig(route=route)
+    config = configure(tmp_path, engine="fp8", trainer="fp8", steps=5, old_logps=old_logps)
     rows = session.train(config, console=quiet()).metrics
     assert {row["old_logps/exact_share"] for row in rows} == {1.0}
     assert max(row["audit/logp_error_abs_mean"] for row in rows) < 1e-6
     assert max(row["correction/log_d_abs_mean"] for row in rows) < 1e-3
     assert max(row["schedule/mixed_version_share"] for row in rows) > 0
+    assert min(row["trainer/grad_norm"] for row in rows) > 0, "every version has other weights"
 
 
 @pytest.mark.usefixtures("forked_children")
 def test_an_engine_that_rounds_alone_is_measured_as_discrepancy(tmp_path: Path) -> None:
-    config = configure(tiny_policy(), tmp_path, steps=2)
-    config = replace(config, engine=replace(config.engine, quantise="int4"))
+    config = configure(tmp_path, engine="int4", steps=2)
     rows = session.train(config, console=quiet()).metrics
     assert {row["old_logps/exact_share"] for row in rows} == {1.0}
     assert min(row["correction/log_d_abs_mean"] for row in rows) > 5e-3
@@ -271,14 +249,14 @@ def test_the_format_of_passes_cannot_be_changed() -> None:
 def test_combinations_that_cannot_work_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"engine\.quantise must be none with .* sglang"):
         EngineConfig(backend="sglang", urls="http://127.0.0.1:1", quantise="fp8")
+    for kind in ("int8", "int4"):
+        with pytest.raises(ConfigError, match=r"none or fp8 with .*vllm, got int.\. .*embedded"):
+            EngineConfig(backend="vllm", quantise=kind)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"engine\.dtype must be bfloat16 .*got float32: vLLM"):
+        EngineConfig(backend="vllm", quantise="fp8", dtype="float32")
     with pytest.raises(ConfigError, match=r"trainer\.quantise must be none with trainer\.lora_r"):
         TrainerConfig(quantise="fp8", lora_rank=4)
     with pytest.raises(ConfigError, match=r"trainer\.quantise must be none with trainer\.compile"):
         TrainerConfig(quantise="fp8", compile=True)
-    config = configure(tiny_policy(), tmp_path)
     with pytest.raises(ConfigError, match=r"trainer\.quantise must be none or int8"):
-        replace(
-            config,
-            engine=replace(config.engine, quantise="int8"),
-            trainer=replace(config.trainer, quantise="fp8"),
-        )
+        configure(tmp_path, engine="int8", trainer="fp8")

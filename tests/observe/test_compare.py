@@ -10,20 +10,19 @@ import json
 import os
 import re
 import sys
-from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
 
-from tests.support.fake_run import FakeClock, fake_config, fake_run
-from unstale.cli import compare as launcher
-from unstale.cli import main, recipe_options
-from unstale.cli.compare import Arm, ComparisonPlan, Planned, compare, plan
+from tests.support.fake_comparison import launched, trial
+from tests.support.fake_run import fake_run
+from unstale.cli import launcher, main, recipe_options
+from unstale.cli.compare import Arm, ComparisonPlan, Planned, plan
+from unstale.cli.launcher import compare
 from unstale.cli.recipe_options import configure_recipe
-from unstale.config import ConfigError, EvalConfig, OldLogpsConfig
+from unstale.config import ConfigError, OldLogpsConfig
 from unstale.durability.machine import lock_folder
 from unstale.durability.run_folder import RunLog, dumps
 from unstale.observe.report.compare import (
@@ -35,6 +34,7 @@ from unstale.observe.report.compare import (
     read_comparison,
 )
 from unstale.observe.report.compare_page import (
+    conduct,
     equal,
     equal_steps,
     findings,
@@ -44,44 +44,6 @@ from unstale.observe.report.compare_page import (
     write_comparison,
 )
 from unstale.observe.statistics import student_t975
-
-
-def trial(
-    folder: Path,
-    *,
-    seed: int,
-    evaluations: Sequence[float],
-    step_s: float = 60.0,
-    tokens: float = 50.0,
-) -> None:
-    """A finished run, evaluated before the first and after every step, each step taking `step_s`
-    and `tokens`."""
-    clock = FakeClock()
-    config = replace(fake_config(steps=len(evaluations) - 1, seed=seed), eval=EvalConfig(every=1))
-    with RunLog.create(folder, config, clock=clock) as log:
-        clock.now = 100.0  # the engine starts
-        for step, success in enumerate(evaluations):
-            if step:
-                clock.now += step_s
-            with log.span("eval"):
-                clock.now += 30.0
-            more = {
-                "rollout/success_rate": success,
-                "correction/kept_share": 0.9,
-                "trainer/action_tokens": tokens,
-            }
-            log.write(step, {"eval/success_rate": success, **(more if step else {})})
-        log.event("stopped", reason="finished")
-
-
-def launched(folder: Path, *, jobs: int = 1, **facts: Any) -> None:
-    """As if every run there had been started beside `jobs - 1` others."""
-    with (folder / "launches.jsonl").open("a") as file:
-        for run in sorted(path.name for path in folder.iterdir() if path.is_dir()):
-            file.write(
-                dumps({"kind": "began", "run": run, "jobs": jobs, "commit": "abc1234", **facts})
-                + "\n"
-            )
 
 
 def three_seeds(folder: Path) -> Comparison:
@@ -243,6 +205,22 @@ def test_times_of_runs_that_shared_the_machine_are_left_out(
     assert equal(found, "minutes") is None
     assert says in found.shared_machine
     assert says in page(found) and says in tables(found)
+
+
+def test_times_of_deterministic_runs_are_left_out_and_resets_are_counted(tmp_path: Path) -> None:
+    for arm in ("snapshot_old", "average"):
+        trial(tmp_path / f"{arm}-seed0", seed=0, evaluations=(0.4, 0.6))
+    launched(tmp_path)
+    assert conduct(read_comparison(tmp_path)).head[-1] == "exact"
+    for kind in ("ewma_reset", "publish", "ewma_reset"):
+        with (tmp_path / "average-seed0" / "events.jsonl").open("a") as file:
+            file.write(dumps({"kind": kind}) + "\n")
+    found = conduct(read_comparison(tmp_path))
+    assert found.head[-1] == "resets" and [row[-1] for row in found.rows] == ["2.0", "0.0"]
+    assert not read_comparison(tmp_path).shared_machine
+    path = tmp_path / "average-seed0" / "config.json"
+    path.write_text(dumps(json.loads(path.read_text()) | {"deterministic": True}))
+    assert "the runs are deterministic" in read_comparison(tmp_path).shared_machine
 
 
 def test_a_run_that_fell_to_under_half_of_its_best_collapsed(tmp_path: Path) -> None:

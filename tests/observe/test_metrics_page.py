@@ -21,6 +21,7 @@ OTHER_ROUTES = {
 OTHER_POLICIES = {"routes/missing_share", "trainer/packing_noise"}
 OTHER_ENGINES = {"engine/probe_logp_error"}
 SEVERAL_RANKS = {"trainer/imbalance"}
+TECHNIQUES = {"ess_lr/effective_share"}
 UNDEFINED = {
     "audit/mask_f1",
     "audit/clip_f1",
@@ -61,6 +62,6 @@ def test_the_page_lists_what_a_run_logs(tmp_path: Path) -> None:
     expected = {
         name for name, section in listed.items() if section != NOT_OF_A_RUN and "<" not in name
     }
-    others = OTHER_ROUTES | OTHER_POLICIES | OTHER_ENGINES | SEVERAL_RANKS
+    others = OTHER_ROUTES | OTHER_POLICIES | OTHER_ENGINES | SEVERAL_RANKS | TECHNIQUES
     missing = expected - logged - others - UNDEFINED
     assert missing == set()

@@ -44,8 +44,8 @@ def test_a_run_prints_its_footprint_and_its_checkpoints_have_the_predicted_size(
     out = StringIO()
     with played(Toy()):
         session.train(made, console=Console(file=out, width=500))
-    (line,) = (line for line in out.getvalue().splitlines() if "expected memory" in line)
-    assert "weights; expected memory 1.4 GB" in line and "disk 0.0 GB: 3 checkpoints" in line
+    assert "weights; expected memory 1.4 GB (trainer 0.7, engines 0.7)" in out.getvalue()
+    assert "\nexpected disk 0.0 GB: 3 checkpoints" in out.getvalue()
     predicted = predict_footprint(made, tiny_policy()).checkpoint
     newest = sorted((tmp_path / "run" / "checkpoints").iterdir())[-1]
     tensors = [*newest.rglob("*.safetensors")]

@@ -1,4 +1,4 @@
-"""Test the shipped base policy and the script that makes it.
+"""Test the shipped policy `base` and the script that makes it.
 
 The short form of the script gives the same tokenizer, configuration and recipe hash, and its loss
 falls. The policy has at most 4 MB. Numbers of the demo's level are single tokens. On held-out tasks
@@ -17,7 +17,7 @@ import unstale
 from benchmarks.demo import continue_training
 from tools.base_policy.make import SHIPPED, make, shortened
 from tools.base_policy.measure import Played, play
-from tools.base_policy.practice import Practice
+from tools.base_policy.retail import RetailPractice
 from tools.base_policy.train import pad
 from unstale.envs.retail import RetailTasks
 
@@ -90,7 +90,7 @@ def test_text_comes_back_as_it_was(tokenizer: Any, text: str) -> None:
 
 
 def test_numbers_are_copied_and_looked_up(model: Any, tokenizer: Any) -> None:
-    practice = Practice(tokenizer)
+    practice = RetailPractice(tokenizer)
     tokens, weights = pad([practice.drill(10**7 + index) for index in range(24)])
     asked = (weights[:, 1:] == 1.0) & (tokens[:, 1:] != 0)
     with torch.no_grad():
@@ -116,7 +116,7 @@ def test_decisions_are_often_wrong_and_often_right(
 def test_more_supervised_training_runs_for_its_time_and_changes_the_weights(tokenizer: Any) -> None:
     control = AutoModelForCausalLM.from_pretrained(FOLDER, dtype=torch.float32)
     before = control.model.embed_tokens.weight.detach().clone()
-    losses = continue_training(control, Practice(tokenizer), seconds=1.0)
+    losses = continue_training(control, RetailPractice(tokenizer), seconds=1.0)
     assert losses
     assert not torch.equal(before, control.model.embed_tokens.weight)
 

@@ -25,7 +25,7 @@ def test_a_recipe_has_its_own_name_and_a_docstring(name: str) -> None:
     assert RECIPES[name]().steps > 0 and RECIPES[name].__doc__
 
 
-@pytest.mark.parametrize("name", ["calculator", "retail"])
+@pytest.mark.parametrize("name", ["calculator", "desks_small", "retail"])
 def test_a_recipe_says_what_to_expect_on_which_hardware(name: str) -> None:
     doc = " ".join(str(RECIPES[name].__doc__).split())
     assert "Expected result:" in doc and "two CPU cores" in doc

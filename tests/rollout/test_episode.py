@@ -9,6 +9,7 @@ record token for token; if its environment gives other text, it restarts without
 import asyncio
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -645,6 +646,20 @@ def test_a_group_goes_on_where_each_sibling_was_and_a_finished_one_is_taken_as_i
         0
     ] is ended
     assert again == group and not tasks.scripts
+
+
+def test_a_group_keeps_the_episodes_that_were_added_to_it_before_a_resume() -> None:
+    ended = Trajectory(text("[hi]", "cd."), {"r": 1.0}, "done", TASK, 8, 5)
+    past = tuple(
+        EpisodeRecord(number, ended.pieces, replace(ended, episode=number)) for number in range(3)
+    )
+
+    async def main() -> Group:
+        engine = await awake(ScriptedEngine(lambda tokens, params: [END]))
+        rollout = Rollout(Generator(engine, LetterChat(), EngineConfig()), Tasks(), RolloutConfig())
+        return await rollout.group(GroupRequest(3, TASK, 0, 0, begun=True, past=past), size=2)
+
+    assert [each.episode for each in asyncio.run(main()).trajectories] == [0, 1, 2]
 
 
 def test_a_task_that_no_attempt_could_finish_is_quarantined() -> None:

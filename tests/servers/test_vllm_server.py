@@ -25,6 +25,7 @@ import torch
 from rich.console import Console
 
 from tests.engines.test_server_process import group_lives, group_members
+from tests.support.fake_vllm import rounded_as_vllm
 from unstale import recipes
 from unstale.cli import session
 from unstale.cli.audit import audit
@@ -46,6 +47,7 @@ from unstale.engines.embedded.runner import Chunk, Runner, Step
 from unstale.engines.embedded.worker import build_runner
 from unstale.engines.registry import EngineOptions
 from unstale.engines.remote import ProbeFailed, ServerReply
+from unstale.engines.servers import vllm
 from unstale.engines.servers.vllm import VllmEngine
 from unstale.engines.vllm_server import EXTENSION, VllmServer
 from unstale.model.lora import Base, Merging, base_checksum
@@ -129,6 +131,33 @@ def test_log_d_is_float_noise(
             f"{log_d.quantile(0.99):.2g}, most {log_d.max():.2g}"
         )
     assert len(log_d) > 3000 and log_d.mean() < mean
+
+
+def test_an_fp8_server_quantises_the_weights_at_each_load(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """This is without FP8 products, which need a GPU or a CPU with AMX."""
+    monkeypatch.setattr(vllm, "can_quantise", lambda: True)
+    options = EngineOptions(SHIPPED_POLICY, max_running=32, quantise="fp8")
+    engine = VllmEngine(options, extension="tests.servers.emulated_fp8.Emulated")
+    plain = Policy.load(SHIPPED_POLICY)
+    rounded = plain.twin()
+    found: list[tuple[float, float]] = []
+
+    async def story() -> None:
+        for version in range(2):
+            nudge(plain, seed=version, size=0.01)
+            rounded.load_weights(rounded_as_vllm(plain.weights()))
+            await engine.interrupt()
+            await engine.load(plain.weights(), version)
+            await engine.resume()
+            alone, both = [await _log_d(engine, policy, 1.0) for policy in (plain, rounded)]
+            found.append((float(alone.mean()), float(both.mean())))
+
+    _run(engine, story)
+    with capsys.disabled():
+        print(f"\nmean |log D| against plain and rounded weights: {found}")  # noqa: T201
+    assert all(both < 0.015 < 0.6 * alone for alone, both in found)
 
 
 def test_adapters_are_merged_for_the_server(url: str) -> None:

@@ -181,5 +181,6 @@ class FakeServer:
             for name, tensor in weights.items()
         }
         if self.head is None or not self.stale_head:
-            self.head = taken["model.embed_tokens.weight"].clone()
+            dtype = self.policy.model.lm_head.weight.dtype
+            self.head = taken["model.embed_tokens.weight"].to(dtype, copy=True)
         self.policy.load_weights(taken)

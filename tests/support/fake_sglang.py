@@ -66,6 +66,7 @@ class FakeSglang(FakeServer):
         self._flags = {
             "page_size": 16,
             "preferred_sampling_params": None,
+            "quantization": None,
             "context_length": 2054,
         } | flags
         self._original = bool(self._flags.pop("original_logprob", False))

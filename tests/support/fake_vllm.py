@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from safetensors.torch import load_file
 
 from tests.support.fake_server import FakeServer, Speech, _Connected, gumbel
@@ -22,6 +23,40 @@ from unstale.model.policy import Policy
 from unstale.testing import tiny_policy
 
 _BLOCK = 16
+_SCALE_BLOCK = 128
+"""Number of rows and of columns of a weight that share a scale in FP8."""
+
+
+def rounded_as_vllm(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return weights rounded to FP8 as vLLM does, which joins some matrices of a layer first."""
+    result = {name: each.float() for name, each in weights.items()}
+    for joined in (
+        ("q_proj", "k_proj", "v_proj"),
+        ("gate_proj", "up_proj"),
+        ("o_proj",),
+        ("down_proj",),
+    ):
+        for name in weights:
+            if f"{joined[0]}.weight" in name:
+                names = [name.replace(joined[0], each) for each in joined]
+                whole = torch.cat([weights[each].bfloat16() for each in names])
+                parts = _round_blocks(whole, _SCALE_BLOCK).float()
+                result |= zip(
+                    names, parts.split([len(weights[each]) for each in names]), strict=True
+                )
+    return result
+
+
+def _round_blocks(values: torch.Tensor, rows: int) -> torch.Tensor:
+    """Return numbers `[..., R, C]` rounded to FP8, in blocks of `rows` times 128."""
+    flat = values.reshape(-1, values.shape[-1]).float()
+    height, width = flat.shape
+    size = (-(-height // rows) * rows, -(-width // _SCALE_BLOCK) * _SCALE_BLOCK)
+    wide = F.pad(flat, (0, size[1] - width, 0, size[0] - height))
+    blocks = wide.view(size[0] // rows, rows, -1, _SCALE_BLOCK)
+    scale = blocks.abs().amax((1, 3), keepdim=True).clamp(min=1e-12) / 448
+    rounded = (blocks * (1 / scale)).clamp(-448, 448).to(torch.float8_e4m3fn).float() * scale
+    return rounded.reshape(size)[:height, :width].reshape(values.shape).to(values.dtype)
 
 
 class FakeVllm(FakeServer):
@@ -34,8 +69,21 @@ class FakeVllm(FakeServer):
         *,
         max_model_len: int = 2048,
         raw_logprobs: bool = False,
+        quantization: str | None = None,
     ) -> None:
+        """`quantization` is the value of --quantization.
+
+        With `fp8_per_block` the weights are rounded at each load, and the inputs of layers, by the
+        code of this file alone: in vLLM's blocks and with its inverse scales.
+        """
         super().__init__(policy or tiny_policy(seed=99))
+        self._quantization = quantization
+        if quantization == "fp8_per_block":
+            for name, module in self.policy.model.named_modules():
+                if name.endswith("_proj"):
+                    module.register_forward_pre_hook(
+                        lambda _, inputs: (_round_blocks(inputs[0], 1), *inputs[1:])
+                    )
         self.url = f"unix:{folder}/fake"
         self._path = folder / "fake"
         self._max_model_len = max_model_len
@@ -46,6 +94,10 @@ class FakeVllm(FakeServer):
         self._paused = False
         self.workers: GlooWorkers | None = None
         """Set by tests of weight transfers: the workers, with gloo in place of NCCL."""
+
+    def load(self, weights: Mapping[str, torch.Tensor]) -> None:
+        is_fp8 = self._quantization == "fp8_per_block"
+        super().load(rounded_as_vllm(weights) if is_fp8 else weights)
 
     def listen(self, connected: _Connected) -> Awaitable[asyncio.Server]:
         self._path.unlink(missing_ok=True)
@@ -84,6 +136,8 @@ class FakeVllm(FakeServer):
             case "POST", "/resume":
                 self._paused = False
                 return 200, {"status": "resumed"}
+            case "POST", "/collective_rpc" if body["method"] == "unstale_quantization":
+                return 200, {"results": [[self._quantization]]}
             case "POST", "/collective_rpc":
                 assert self._paused and body["method"] == "unstale_load"
                 self.load(load_file(body["args"][0]))

@@ -73,7 +73,7 @@ class GlooWorkers:
         self.on_packet: Callable[[], None] = lambda: None
         """Called before each packet is received."""
         self.refusals = 0
-        """How often the workers refuse to join a group."""
+        """Number of times that the workers refuse to join a group."""
         self._lock = threading.Lock()
         """Held while the workers compute: they answer one request after the other."""
         self._groups: list[Any] = []

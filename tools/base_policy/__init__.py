@@ -1,1 +1,1 @@
-"""Make the shipped base policy, from which the retail recipe starts."""
+"""Make the shipped policies, from which recipes of the service desks start."""

@@ -1,14 +1,15 @@
-"""Make the shipped base policy: tokenizer, weights, and the recipe with its hash."""
+"""Make a shipped policy: tokenizer, weights, and the recipe with its hash."""
 
 import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,10 +18,14 @@ from torch import nn
 from torch.multiprocessing.spawn import spawn
 from transformers import AutoTokenizer
 
-from tools.base_policy.model import GAIN, STD, make_model
-from tools.base_policy.practice import Practice, corpus
+from tools.base_policy.model import GAIN, STD, adopt, make_model
+from tools.base_policy.practice import Practice, corpus, faults_of
+from tools.base_policy.retail import FAULTS, RetailPractice, retail_corpus
 from tools.base_policy.tokenizer import make_tokenizer
-from tools.base_policy.train import FAULTS, Place, Report, Stage, join, train_stage
+from tools.base_policy.train import Place, Report, Stage, join, train_stage
+from unstale.config import SHIPPED_POLICY
+from unstale.envs.desk import shipped_desks
+from unstale.envs.desk.domain import Domain
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +38,10 @@ class Recipe:
     workers: int = 2
     experts: int = 0
     """Experts in each layer of a Qwen3-MoE; 0 makes the dense model."""
+    desks: tuple[str, ...] = ()
+    """Desks of `tools.base_policy.practice`; without any, it is the practice of `base`."""
+    starts_from_base: bool = False
+    """Start from the weights of `base` instead of random ones."""
     stages: tuple[Stage, ...] = (
         Stage(name="look-ups", steps=1000, learning_rate=2e-3, drills=1.0),
         Stage(name="sessions", steps=1700, learning_rate=2e-3, drills=0.4, sessions=0.4),
@@ -42,21 +51,58 @@ class Recipe:
     @property
     def hash(self) -> str:
         """The hash of the recipe and of the constants in the code."""
-        settings = {"recipe": self.settings, "faults": FAULTS, "init": [STD, GAIN]}
+        settings = {"recipe": self.settings, "faults": self.faults, "init": [STD, GAIN]}
         text = json.dumps(settings, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()
 
     @property
     def settings(self) -> dict[str, object]:
-        """The settings by name. A dense model has no `experts`."""
+        """The settings by name. Those that came after `base` are left out if they are off."""
         settings = asdict(self)
-        if not self.experts:
-            del settings["experts"]
+        for later in ("experts", "desks", "starts_from_base"):
+            if not settings[later]:
+                del settings[later]
         return settings
+
+    @property
+    def faults(self) -> Mapping[str, object]:
+        """The fault rates of the demonstrations: of retail, or by desk."""
+        return {domain.name: faults_of(domain) for domain in self.domains} or FAULTS
+
+    @property
+    def domains(self) -> tuple[Domain, ...]:
+        """The domains of `desks`."""
+        shipped = shipped_desks(level="1")
+        return tuple(shipped[name].domain for name in self.desks)
+
+    def tokenizer(self) -> Any:
+        """Return the tokenizer, trained on conversations of the desks."""
+        text = corpus(self.domains, self.corpus) if self.desks else retail_corpus(self.corpus)
+        return make_tokenizer(text, self.vocab_size)
+
+    def practices(self, tokenizer: Any) -> list[Practice]:
+        """Return the makers of examples, one for each desk."""
+        if not self.desks:
+            return [RetailPractice(tokenizer)]
+        return [Practice(tokenizer, domain, faults_of(domain)) for domain in self.domains]
 
 
 SHIPPED = Recipe()
 """The recipe of `unstale/recipes/base_policy`."""
+DESKS = Recipe(
+    vocab_size=1312,
+    corpus=240,
+    workers=1,
+    desks=("airline", "delivery", "instore", "retail", "telecom"),
+    starts_from_base=True,
+    stages=(
+        Stage(name="look-ups", steps=500, learning_rate=2e-3, drills=1.0),
+        Stage(name="sessions", steps=1300, learning_rate=2e-3, drills=0.4, sessions=0.3),
+        Stage(name="demonstrations", steps=600, learning_rate=1e-3, drills=0.3, faulty=True),
+    ),
+)
+"""The recipe of `unstale/recipes/base_desks`."""
+RECIPES = {"base": SHIPPED, "base-desks": DESKS}
 
 
 def shortened(recipe: Recipe, steps: int) -> Recipe:
@@ -68,7 +114,7 @@ def shortened(recipe: Recipe, steps: int) -> Recipe:
 def make(recipe: Recipe, folder: Path) -> dict[str, list[float]]:
     """Write the model folder and return every twentieth loss by stage."""
     folder.mkdir(parents=True, exist_ok=True)
-    make_tokenizer(corpus(recipe.corpus), recipe.vocab_size).save_pretrained(folder)
+    recipe.tokenizer().save_pretrained(folder)
     with tempfile.TemporaryDirectory() as meeting:
         arguments = (recipe, str(folder), str(Path(meeting) / "rank"))
         if recipe.workers == 1:
@@ -87,11 +133,13 @@ def _work(rank: int, recipe: Recipe, folder: str, meeting: str) -> None:
     join(place, meeting)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = make_model(tokenizer, recipe.seed, experts=recipe.experts)
-    practice = Practice(tokenizer)
+    if recipe.starts_from_base:
+        adopt(model, tokenizer, SHIPPED_POLICY)
+    practices = recipe.practices(tokenizer)
     losses: dict[str, list[float]] = {}
     with _progress(recipe.stages, quiet=rank > 0) as report:
         for stage in recipe.stages:
-            every = train_stage(model, practice, stage, place=place, report=report)
+            every = train_stage(model, practices, stage, place=place, report=report)
             losses[stage.name] = every[::20]
     if rank == 0:
         save(model, recipe, losses, Path(folder))
@@ -130,7 +178,7 @@ def save(model: nn.Module, recipe: Recipe, losses: dict[str, list[float]], folde
     record = {
         "hash": recipe.hash,
         "recipe": recipe.settings,
-        "faults": FAULTS,
+        "faults": recipe.faults,
         "losses": thinned,
     }
     (folder / "recipe.json").write_text(json.dumps(record, indent=1) + "\n")

@@ -9,7 +9,7 @@ import torch
 
 from unstale.envs import Message
 from unstale.envs.chat import Chat
-from unstale.envs.retail import RetailTasks
+from unstale.envs.desk import shipped_desks
 from unstale.records import Task
 
 
@@ -31,14 +31,14 @@ class Played:
 def play(
     model: Any, tokenizer: Any, tasks: Sequence[Task], *, temperature: float, seed: int = 0
 ) -> list[Played]:
-    """Play tasks of level 1; `temperature` 0 is greedy."""
+    """Play tasks of a desk at level 1; `temperature` 0 is greedy."""
     return asyncio.run(_play(model, tokenizer, tasks, (temperature, seed)))
 
 
 async def _play(
     model: Any, tokenizer: Any, tasks: Sequence[Task], how: tuple[float, int]
 ) -> list[Played]:
-    taskset = RetailTasks(level=1)
+    taskset = shipped_desks(level="1")[tasks[0].env]
     chat = Chat(tokenizer, taskset.tools)
     torch.manual_seed(how[1])
     envs = [taskset.env(task, 0) for task in tasks]

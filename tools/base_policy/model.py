@@ -1,10 +1,13 @@
-"""The architecture and the initial weights of the shipped policy."""
+"""The architecture and the initial weights of the shipped policies."""
 
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
     PreTrainedModel,
     Qwen3Config,
     Qwen3ForCausalLM,
@@ -77,6 +80,23 @@ def make_model(tokenizer: Any, seed: int, *, experts: int = 0) -> PreTrainedMode
         attention.q_proj.weight[:HEAD, 0] = _rotate(key, -1)
         attention.q_proj.weight[HEAD : 2 * HEAD, 0] = _rotate(key, -2)
     return model
+
+
+def adopt(model: PreTrainedModel, tokenizer: Any, folder: Path) -> None:
+    """Take the weights of the model in `folder`, which has another tokenizer.
+
+    The embeddings go by the text of tokens. Tokens that are new keep their embedding.
+    """
+    source = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    rows = AutoTokenizer.from_pretrained(folder).get_vocab()
+    both = [(place, rows[text]) for text, place in tokenizer.get_vocab().items() if text in rows]
+    embedding: Any = model.get_input_embeddings()
+    weight = embedding.weight.detach().clone()
+    weights = source.state_dict()
+    old = weights["model.embed_tokens.weight"]
+    weight[[place for place, _ in both]] = old[[place for _, place in both]]
+    tied = dict.fromkeys(("model.embed_tokens.weight", "lm_head.weight"), weight)
+    model.load_state_dict({**weights, **tied})
 
 
 def _rotate(vector: Tensor, places: int) -> Tensor:

@@ -1,37 +1,37 @@
-"""Training examples of the base policy: look-ups, sessions, and demonstrations, correct or faulty.
+"""Training examples of a base policy: look-ups, and demonstrations that are correct or faulty.
 
 A small model learns late to copy a number, and later to find the number of a name; with one look-up
 per sequence it does not learn it. So the first stage has dozens of look-ups per sequence, with a
 loss on all text. Demonstrations add the course of a conversation. Faulty ones add errors that
 reinforcement learning can remove.
+
+All examples of a desk come from its `Domain`. The policy `base` was made with other examples,
+in `tools.base_policy.retail`.
 """
 
 import json
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from random import Random
 from typing import Any
 
+from tools.base_policy.tokenizer import PIECES
 from unstale.envs import Message
 from unstale.envs.desk.customer import Customer
-from unstale.envs.desk.database import Desk, User
-from unstale.envs.desk.domain import Scenario
+from unstale.envs.desk.database import DeskError
+from unstale.envs.desk.domain import Call, Domain, Scenario
 from unstale.envs.desk.expert import NO_FAULTS, call_message, expert_replies
-from unstale.envs.retail import (
-    COLOURS,
-    FACTS,
-    NAMES,
-    PAYMENTS,
-    RETAIL,
-    WISHES,
-    Item,
-    Order,
-    RetailTasks,
-    variants,
-)
 
 OTHER_WEIGHT = 0.03
 """Loss weight of text that the assistant did not write."""
+FAULT_RATE = 0.7
+"""Share of decisions that a faulty demonstration gets wrong, for each rule. It is above one half,
+so that the greedy policy fails too, and below 1, so that reinforcement learning sees correct
+behaviour.
+"""
+CANCEL_FAULT_RATE = 0.1
+"""The same for a refusal to cancel, the only fault of some requests."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,31 +43,26 @@ class Example:
 
 
 def transcript(
-    level: int, split: str, index: int, faults: Mapping[str, float] = NO_FAULTS
+    domain: Domain, level: int, split: str, index: int, faults: Mapping[str, float] = NO_FAULTS
 ) -> list[Message]:
     """Return a conversation of the scripted expert, as the environment would play it."""
-    facts = RETAIL.scenario(level, split, index)
-    desk, customer = facts.desk.copy(), Customer(facts)
-    messages = [Message("system", RETAIL.prompt(level)), Message("user", customer.opening())]
-    for reply in expert_replies(facts, faults, index):
-        messages.append(reply)
-        for call in reply.tool_calls:
-            messages.append(Message("tool", RETAIL.tools.call(desk, call.name, call.arguments)))
-        if not reply.tool_calls:
-            messages.append(
-                Message("user", customer.answer(reply.content, writes=len(desk.writes)))
-            )
-    while messages[-1].role != "assistant":
-        messages.pop()
-    return messages
+    return _conversation(domain.scenario(level, split, index), faults, index)
+
+
+def faults_of(domain: Domain) -> dict[str, float]:
+    """Return the fault rates of the demonstrations of a desk, by rule."""
+    rates = dict.fromkeys(("account", *domain.faults), FAULT_RATE)
+    return rates | {rule: CANCEL_FAULT_RATE for rule in rates if rule == "cancel"}
 
 
 class Practice:
-    """A maker of examples from seeds."""
+    """A maker of examples of a desk from seeds."""
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, domain: Domain, faults: Mapping[str, float]) -> None:
         self._tokenizer = tokenizer
-        self._tools = list(RetailTasks(level=1).tools)
+        self._domain = domain
+        self._faults = faults
+        self._tools = list(map(domain.tools.schema, domain.tool_names(1)))
         self._speaker = tuple(tokenizer.encode("<|im_start|>assistant\n", add_special_tokens=False))
         self._end = int(tokenizer.eos_token_id)
         pairs = [
@@ -75,74 +70,102 @@ class Practice:
         ]
         self._digits = frozenset(token for tokens in pairs for token in tokens)
 
-    def demonstration(
-        self, split: str, index: int, faults: Mapping[str, float] = NO_FAULTS
-    ) -> Example:
-        return self.conversation(transcript(1, split, index, faults))
+    def demonstration(self, split: str, index: int, *, faulty: bool = False) -> Example:
+        """Return a conversation of the expert, which ignores rules if `faulty`."""
+        faults = self._faults if faulty else NO_FAULTS
+        return self.conversation(transcript(self._domain, 1, split, index, faults))
 
     def drill(self, index: int) -> Example:
-        """Return plain look-ups: a record, then its names with their numbers, repeated."""
+        """Return plain look-ups: records, then their names with their numbers, repeated."""
         random = Random(f"drill/{index}")
-        facts = RETAIL.scenario(1, "drill", index)
-        order = random.choice(list(facts.desk[Order].values()))
-        pairs = [(facts.desk[Item][item].name, item) for item in order.items]
-        pairs += [(payment.kind, payment.id) for payment in facts.desk[User][order.user].payments]
-        text = _read(facts.desk, order)
-        if random.random() < 0.5:
-            item = facts.desk[Item][order.items[0]]
-            pairs += [(other.colour, other.id) for other in variants(facts.desk, item)]
-            text += "\n" + _read(facts.desk, item)
-        body = ", ".join(f"{name} {number}" for name, number in random.choices(pairs, k=30))
+        records = self._records(transcript(self._domain, 1, "drill", index))
+        pairs = [pair for group in _groups(records.values()) for pair in group.items()]
+        return self.look_ups("\n".join(records.values()), random.choices(pairs, k=30))
+
+    def dictation(self, index: int, rounds: int = 6) -> Example:
+        """Return look-ups in a conversation: the customer names things, a call has their numbers.
+
+        It begins as a demonstration. After the last record, it repeats the questions and the last
+        call of the demonstration, for other things of the same records.
+        """
+        random = Random(f"dictation/{index}")
+        scenario, asked, call = self._with_numbers(index)
+        messages = _conversation(scenario, NO_FAULTS, index)
+        records = self._records(messages)
+        groups = _groups(records.values())
+        del messages[max(records) + 1 :]
+        for _ in range(rounds):
+            messages += self._round(scenario, asked, call, (random, groups))
+        return self.conversation(messages)
+
+    def session(self, index: int, requests: int = 3) -> Example:
+        """Return demonstrations of several requests in one conversation, each about its case."""
+        messages: list[Message] = []
+        for place in range(requests):
+            more = transcript(self._domain, 1, f"session {place}", index)
+            messages += more[1:] if messages else more
+        return self.conversation(messages)
+
+    def _with_numbers(self, index: int) -> tuple[Scenario, list[str], Call]:
+        """Return a scenario whose last call has numbers that the expert asks for.
+
+        The expert's questions and its last call are returned, too.
+        """
+        attempt = 0
+        while True:
+            scenario = self._domain.scenario(1, f"dictation {attempt}", index)
+            steps = self._domain.steps(scenario, scenario.requests[0], lambda rule: False)
+            asked, call = [step for step in steps if isinstance(step, str)], steps[-1]
+            assert isinstance(call, tuple)
+            numbers = [key for key, value in call[1].items() if value.isdigit()]
+            if asked and len(numbers) > 1:  # one is the number of the case
+                return scenario, asked, call
+            attempt += 1
+
+    def _round(
+        self,
+        scenario: Scenario,
+        asked: Sequence[str],
+        call: Call,
+        draw: tuple[Random, Sequence[Mapping[str, str]]],
+    ) -> Iterator[Message]:
+        """Yield the questions of `asked`, answers about other things, and the call for them.
+
+        `draw` has the random numbers, and the numbers in the records by name, for each list.
+        """
+        (random, groups), facts = draw, self._domain.facts
+        known = scenario.known_facts(scenario.requests[0])
+        changed = dict(call[1])
+        for kind in asked:
+            word = known[kind]
+            for key, number in call[1].items():
+                group = next((each for each in groups if each.get(known[kind]) == number), None)
+                if group:
+                    word, changed[key] = random.choice(list(group.items()))
+                elif number == known[kind] and number.isdigit():
+                    word = changed[key] = str(random.randrange(10, 100))
+            yield Message("assistant", facts[kind].question)
+            yield Message("user", random.choice(facts[kind].terse).format(word))
+        yield call_message(call[0], **changed)
+
+    def _records(self, messages: Sequence[Message]) -> dict[int, str]:
+        """Return the answers of the tools that read, by their place in a conversation."""
+        tools = self._domain.tools.tools
+        return {
+            place + 1: messages[place + 1].content
+            for place, message in enumerate(messages[:-1])
+            if message.tool_calls and not tools[message.tool_calls[0].name].writes
+        }
+
+    def look_ups(self, text: str, pairs: Iterable[tuple[str, str]]) -> Example:
+        """Return a text, and names with their numbers, which have the full loss weight."""
+        body = ", ".join(f"{name} {number}" for name, number in pairs)
         known = self._tokenizer.encode(f"{text}\n", add_special_tokens=False)
         questions = self._tokenizer.encode(f" {body}", add_special_tokens=False)
         weights = [OTHER_WEIGHT] * len(known) + [
             1.0 if token in self._digits else OTHER_WEIGHT for token in questions
         ]
         return Example((*known, *questions), tuple(weights))
-
-    def dictation(self, index: int, rounds: int = 8) -> Example:
-        """Return look-ups in a conversation: a customer names an item, a call has its number."""
-        random = Random(f"dictation/{index}")
-        facts = RETAIL.scenario(1, "dictation", index)
-        order = random.choice(list(facts.desk[Order].values()))
-        payments = facts.desk[User][order.user].payments
-        messages = [Message("system", RETAIL.prompt(1)), *_opening(facts, order, random)]
-        for _ in range(rounds):
-            item = facts.desk[Item][random.choice(order.items)]
-            messages.append(Message("user", random.choice(FACTS["item"].terse).format(item.name)))
-            messages.append(call_message("list_variants", item_id=item.id))
-            if random.random() < 0.4:
-                payment = random.choice(payments)
-                messages.append(
-                    Message("user", random.choice(FACTS["payment"].terse).format(payment.kind))
-                )
-                messages.append(
-                    call_message(
-                        "return_item", order_id=order.id, item_id=item.id, payment_id=payment.id
-                    )
-                )
-        return self.conversation(messages)
-
-    def session(self, index: int, rounds: int = 3) -> Example:
-        """Return a conversation with several requests about one order."""
-        random = Random(f"session/{index}")
-        facts = RETAIL.scenario(1, "session", index)
-        order = random.choice(list(facts.desk[Order].values()))
-        goods = random.random() < 0.85
-        order = replace(order, status="delivered" if goods else "pending")
-        facts.desk.put(order)
-        owner = facts.desk[User][order.user]
-        facts.desk[User][order.user] = replace(owner, account="personal")
-        wishes = [
-            random.choice(("return", "exchange")) if goods else "redirect" for _ in range(rounds)
-        ]
-        messages = [Message("system", RETAIL.prompt(1))]
-        for place, wish in enumerate(wishes):
-            messages.append(Message("user", random.choice(WISHES[wish].terse)))
-            if place == 0:
-                messages += _opening(facts, order, random)
-            messages += _round(facts, order, wish, random)
-        return self.conversation(messages)
 
     def conversation(self, messages: list[Message]) -> Example:
         text = self.render(messages)
@@ -160,96 +183,63 @@ class Practice:
         return str(self._tokenizer.apply_chat_template(rendered, tools=self._tools, tokenize=False))
 
 
-def corpus(count: int) -> Iterator[str]:
-    """Yield text to train the tokenizer on, mostly of level 1, split at special tokens."""
+def corpus(domains: Sequence[Domain], count: int) -> Iterator[str]:
+    """Yield text of level 1 to train a tokenizer on, split at special tokens.
+
+    Every word and number is repeated, so that it becomes one token.
+    """
+    pieces = {f" {number}" for number in range(10, 100)}
+    for domain in domains:
+        pieces.update(f" {name}" for name in domain.tool_names(1))
+        for text in texts(domain, count):
+            yield text
+            pieces.update(re.findall(PIECES, text))
+    for _ in range(count):
+        yield from sorted(pieces)
+
+
+def texts(domain: Domain, count: int, levels: Sequence[int] = (1,)) -> Iterator[str]:
+    """Yield the texts of `count` conversations of the expert for each item of `levels`."""
     for index in range(count):
-        for level in (1,) * 10 + (2, 3):
-            for message in transcript(level, "corpus", index * 12 + level):
+        for level in levels:
+            for message in transcript(domain, level, "corpus", index * 12 + level):
                 yield message.role + "\n"
                 yield message.content
                 for call in message.tool_calls:
                     arguments = json.dumps(call.arguments)
                     yield f'\n{{"name": "{call.name}", "arguments": {arguments}}}\n'
-    words = [
-        *NAMES,
-        *COLOURS,
-        *PAYMENTS[1:],
-        *RETAIL.tools.tools,
-        PAYMENTS[0],
-        "sale",
-        "final",
-        *map(str, range(10, 100)),
+
+
+def _conversation(scenario: Scenario, faults: Mapping[str, float], seed: int) -> list[Message]:
+    domain, desk, customer = scenario.domain, scenario.desk.copy(), Customer(scenario)
+    messages = [
+        Message("system", domain.prompt(scenario.level)),
+        Message("user", customer.opening()),
     ]
-    for _ in range(2 * count):
-        yield "".join(f" {word}" for word in words)
-        yield "business"
-        yield "personal"
+    for reply in expert_replies(scenario, faults, seed):
+        messages.append(reply)
+        for call in reply.tool_calls:
+            try:
+                answer = domain.tools.call(desk, call.name, call.arguments)
+            except DeskError as error:  # two wrong decisions can make a call impossible
+                answer = f"Error: {error}"
+            messages.append(Message("tool", answer))
+        if not reply.tool_calls:
+            messages.append(
+                Message("user", customer.answer(reply.content, writes=len(desk.writes)))
+            )
+    while messages[-1].role != "assistant":
+        messages.pop()
+    return messages
 
 
-def _read(desk: Desk, record: Order | Item) -> str:
-    """Return the answer of the tool that reads an order, or the other variants of an item."""
-    name, key = (
-        ("get_order", "order_id") if isinstance(record, Order) else ("list_variants", "item_id")
-    )
-    return RETAIL.tools.call(desk, name, {key: record.id})
+def _groups(records: Iterable[str]) -> list[dict[str, str]]:
+    """Return the numbers in each list of some records, by name."""
+    lists = [part for record in records for part in record.split(";")]
+    return [group for part in lists if (group := dict(_NAMED.findall(part)))]
 
 
-def _opening(facts: Scenario, order: Order, random: Random) -> list[Message]:
-    answer = random.choice(FACTS["order"].terse).format(order.id)
-    return [
-        Message("assistant", FACTS["order"].question),
-        Message("user", answer),
-        call_message("get_order", order_id=order.id),
-        Message("tool", _read(facts.desk, order)),
-    ]
-
-
-def _question(kind: str, what: str, random: Random) -> list[Message]:
-    answer = random.choice(FACTS[kind].terse).format(what)
-    return [Message("assistant", FACTS[kind].question), Message("user", answer)]
-
-
-def _round(facts: Scenario, order: Order, wish: str, random: Random) -> list[Message]:
-    """Return the messages of one request, from its details to its confirmation."""
-    desk = facts.desk
-    payments = desk[User][order.user].payments
-    if wish == "redirect":
-        point = str(random.randrange(10, 100))
-        call = call_message("redirect_order", order_id=order.id, point_id=point)
-        return [*_question("point", point, random), call, *_closing("ok", "Done.")]
-    item = desk[Item][random.choice(order.items)]
-    opened = _question("item", item.name, random)
-    if wish == "exchange":
-        new = random.choice(variants(desk, item))
-        listed = [
-            call_message("list_variants", item_id=item.id),
-            Message("tool", _read(desk, item)),
-        ]
-        call = call_message("exchange_item", order_id=order.id, item_id=item.id, new_item_id=new.id)
-        return [
-            *opened,
-            *listed,
-            *_question("colour", new.colour, random),
-            call,
-            *_closing("ok", "Done."),
-        ]
-    if item.terms == "final":
-        return [
-            *opened,
-            call_message("refuse", order_id=order.id, reason="final"),
-            *_closing("noted", "Sorry."),
-        ]
-    payment = random.choice(payments)
-    if item.terms == "sale":
-        payment = next(other for other in payments if other.kind == "gift")
-    else:
-        opened += _question("payment", payment.kind, random)
-    call = call_message("return_item", order_id=order.id, item_id=item.id, payment_id=payment.id)
-    return [*opened, call, *_closing("ok", "Done.")]
-
-
-def _closing(answer: str, last: str) -> list[Message]:
-    return [Message("tool", answer), Message("assistant", last)]
+_NAMED = re.compile(r"([A-Za-z]+) (\d\d)\b")
 
 
 def _as_dict(message: Message) -> dict[str, Any]:

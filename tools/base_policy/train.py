@@ -6,31 +6,17 @@ this small is no faster with a second thread.
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
+from random import Random
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from tools.base_policy.practice import Example, Practice
-
-FAULTS = {
-    "status": 0.6,
-    "account": 0.6,
-    "final": 0.65,
-    "sale": 0.65,
-    "item": 0.7,
-    "payment": 0.65,
-    "variant": 0.65,
-    "point": 0.65,
-    "cancel": 0.1,
-}
-"""Fault rates. Most are above one half, so that the greedy policy fails too. All are below 1, so
-that reinforcement learning sees correct behaviour."""
-
 
 Report = Callable[[str, int, float, float], None]
 """Receives stage, step, loss and tokens per second."""
@@ -60,18 +46,18 @@ class Place:
     workers: int = 1
 
 
-def examples(practice: Practice, stage: Stage, place: Place) -> Iterator[Example]:
-    """Yield examples without end; each depends on its index alone."""
+def examples(practices: Sequence[Practice], stage: Stage, place: Place) -> Iterator[Example]:
+    """Yield examples of all practices without end; each depends on its index alone."""
     for index in count(place.rank, place.workers):
+        practice = Random(f"practice/{index}").choice(practices)
         share = (index // place.workers * 0.6180339887) % 1.0
         if share < stage.drills:
             yield practice.drill(index) if index // place.workers % 2 else practice.dictation(index)
         elif share < stage.drills + stage.sessions:
             yield practice.session(index)
-        elif stage.faulty:
-            yield practice.demonstration("faulty", index, FAULTS)
         else:
-            yield practice.demonstration("clean", index)
+            split = "faulty" if stage.faulty else "clean"
+            yield practice.demonstration(split, index, faulty=stage.faulty)
 
 
 def batches(
@@ -123,7 +109,7 @@ def optimizer_for(model: nn.Module, learning_rate: float) -> torch.optim.Optimiz
 
 def train_stage(
     model: nn.Module,
-    practice: Practice,
+    practices: Sequence[Practice],
     stage: Stage,
     *,
     place: Place = Place(),
@@ -131,7 +117,7 @@ def train_stage(
 ) -> list[float]:
     """Train for a stage and return this process's loss at every step."""
     optimizer = optimizer_for(model, stage.learning_rate)
-    source = batches(examples(practice, stage, place), stage.tokens)
+    source = batches(examples(practices, stage, place), stage.tokens)
     losses: list[float] = []
     seen, start = 0, time.perf_counter()
     warm_up = max(1, stage.steps // 20)

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -14,6 +14,7 @@ from unstale.cli.failures import RunFailed
 from unstale.cli.grades import EvalResult
 from unstale.cli.process import limit_threads, sigterm_as_ctrl_c
 from unstale.cli.resume import resume_command
+from unstale.cli.saved_episodes import SavedEpisodes, open_saved
 from unstale.config import ConfigError, RunConfig
 from unstale.durability import virtual_clock
 from unstale.durability.journal import JOURNAL
@@ -51,12 +52,18 @@ def policy_folder(trained: Path) -> Path:
 
 
 def evaluate(
-    trained: Path, config: RunConfig, *, attempts: int = 1, console: Console | None = None
+    trained: Path,
+    config: RunConfig,
+    *,
+    attempts: int = 1,
+    save: Path | None = None,
+    console: Console | None = None,
 ) -> EvalResult:
     """Measure the success of a policy on held-out tasks, with `attempts` episodes for each task.
 
-    `trained` is a run folder or a model folder. Raises `ConfigError` before anything runs, and
-    `RunFailed` if a component fails later.
+    `trained` is a run folder or a model folder. Finished episodes are written to the file `save`,
+    and those that it has already are not played again. Raises `ConfigError` before anything runs,
+    and `RunFailed` if a component fails later.
     """
     if config.eval.tasks < 1:
         raise ConfigError(f"eval.tasks must be >= 1 to evaluate, got {config.eval.tasks}")
@@ -65,22 +72,20 @@ def evaluate(
     config = replace(config, policy=str(policy_folder(trained)))
     limit_threads()
     policy, taskset, sampler = build_sampler(config)
+    tasks = [task for task in held_out_tasks(taskset, config.eval.tasks) for _ in range(attempts)]
 
-    async def grade() -> list[bool | None]:
+    async def grade(saved: SavedEpisodes | None) -> list[bool | None]:
         async with running_generator(config, policy, sampler) as generator:
             rollout = build_rollout(config, taskset)(generator, taskset, config.rollout)
             with LiveDisplay(config, console=console or Console()) as display:
-                tasks = [
-                    task
-                    for task in held_out_tasks(taskset, config.eval.tasks)
-                    for _ in range(attempts)
-                ]
                 async with rollout.resources:
                     return await evaluation.evaluate(
-                        rollout, tasks, seed=config.seed, progress=display.phase
+                        rollout, tasks, seed=config.seed, progress=display.phase, finished=saved
                     )
 
-    return EvalResult.of(run_until_complete(grade()), attempts)
+    with open_saved(save, config) if save else nullcontext() as saved:
+        graded = run_until_complete(grade(saved))
+    return EvalResult.of(graded, attempts, [task.env for task in tasks])
 
 
 @asynccontextmanager

@@ -1,4 +1,4 @@
-"""Compute avg@k and pass@k over several attempts at each held-out task, with 95% intervals.
+"""Compute avg@k, pass@k and pass^k over several attempts at each held-out task, with intervals.
 
 Attempts at one task are correlated, so each task counts as one value from 0 to 1. The interval is a
 bootstrap over tasks. If all values are 0 or 1, or all are equal, it is Wilson's interval, because a
@@ -6,11 +6,13 @@ bootstrap of equal values has no width.
 """
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import compress
+from typing import Any, Literal
 
 import numpy
+from rich.table import Table
 
 from unstale.observe.statistics import wilson
 
@@ -34,14 +36,26 @@ class EvalResult:
     successes: tuple[int, ...]
     attempts: int = 1
     failed: int = 0
+    by_env: Mapping[str, "EvalResult"] = field(default_factory=dict)
+    """The results of each environment by its name, if the tasks are of several."""
 
     @classmethod
-    def of(cls, graded: Sequence[bool | None], attempts: int) -> "EvalResult":
-        """Count the successes in `graded`. `attempts` adjacent values belong to one task."""
+    def of(
+        cls, graded: Sequence[bool | None], attempts: int, envs: Sequence[str] = ()
+    ) -> "EvalResult":
+        """Count the successes in `graded`. `attempts` adjacent values belong to one task.
+
+        `envs` has the name of the environment for each value.
+        """
         successes = (
             graded[at : at + attempts].count(True) for at in range(0, len(graded), attempts)
         )
-        return cls(tuple(successes), attempts, graded.count(None))
+        names = list(dict.fromkeys(envs))
+        parts = {
+            name: cls.of(list(compress(graded, (env == name for env in envs))), attempts)
+            for name in (names if len(names) > 1 else ())
+        }
+        return cls(tuple(successes), attempts, graded.count(None), parts)
 
     def __str__(self) -> str:
         broken = (
@@ -70,6 +84,45 @@ class EvalResult:
             [pass_at(k, attempts=self.attempts, successes=count) for count in self.successes]
         )
 
+    def passed_all(self, k: int) -> TaskMean:
+        """Return pass^k, which is the probability that all of k attempts at a task succeed."""
+        return mean_over_tasks(
+            [pass_all(k, attempts=self.attempts, successes=count) for count in self.successes]
+        )
+
+    def rows(self, ks: Sequence[int]) -> dict[str, TaskMean]:
+        """Return avg@k of all attempts, and pass@k and pass^k for each k above 1, by name."""
+        rows = {f"avg@{self.attempts}": self.average}
+        for k in sorted(set(ks) - {1}):
+            rows[f"pass@{k}"] = self.passed(k)
+            rows[f"pass^{k}"] = self.passed_all(k)
+        return rows
+
+    def as_json(self, ks: Sequence[int]) -> dict[str, Any]:
+        """Return the counts and the `rows`, those of each environment under `by_env`."""
+        row: dict[str, Any] = {
+            "result": {
+                "successes": self.successes,
+                "attempts": self.attempts,
+                "failed": self.failed,
+            },
+            **self.rows(ks),
+        }
+        if self.by_env:
+            row["by_env"] = {env: part.as_json(ks) for env, part in self.by_env.items()}
+        return row
+
+    def table(self, ks: Sequence[int]) -> Table:
+        """Return a table with the `rows`, first those of each environment."""
+        table = Table("", "held-out success", "95% interval", "", title=str(self))
+        for env, part in {**self.by_env, "": self}.items():
+            for name, estimate in part.rows(ks).items():
+                interval = f"{estimate.low:.1%} to {estimate.high:.1%}"
+                label = f"{env} {name}".strip()
+                table.add_row(label, f"{estimate.value:.1%}", interval, estimate.interval)
+            table.add_section()
+        return table
+
 
 def pass_at(k: int, *, attempts: int, successes: int) -> float:
     """Return 1 - C(n - c, k) / C(n, k) for n attempts and c successes (arXiv:2107.03374, eq. 1).
@@ -77,11 +130,25 @@ def pass_at(k: int, *, attempts: int, successes: int) -> float:
     >>> pass_at(2, attempts=4, successes=1)
     0.5
     """
+    _check_attempts(f"pass@{k}", k, attempts=attempts, successes=successes)
+    return 1 - math.comb(attempts - successes, k) / math.comb(attempts, k)
+
+
+def pass_all(k: int, *, attempts: int, successes: int) -> float:
+    """Return C(c, k) / C(n, k) for n attempts and c successes: pass^k of arXiv:2406.12045.
+
+    >>> pass_all(2, attempts=4, successes=3)
+    0.5
+    """
+    _check_attempts(f"pass^{k}", k, attempts=attempts, successes=successes)
+    return math.comb(successes, k) / math.comb(attempts, k)
+
+
+def _check_attempts(name: str, k: int, *, attempts: int, successes: int) -> None:
     if not 1 <= k <= attempts or not 0 <= successes <= attempts:
         raise ValueError(
-            f"pass@{k} needs at least {k} attempts and 1 <= k; {successes} of {attempts} succeeded"
+            f"{name} needs at least {k} attempts and 1 <= k; {successes} of {attempts} succeeded"
         )
-    return 1 - math.comb(attempts - successes, k) / math.comb(attempts, k)
 
 
 def mean_over_tasks(values: Sequence[float]) -> TaskMean:

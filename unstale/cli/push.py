@@ -9,7 +9,7 @@ from tempfile import TemporaryDirectory
 from huggingface_hub import HfApi, ModelCardData
 
 from unstale.cli.evaluate import POLICY, policy_folder
-from unstale.config import ConfigError
+from unstale.config import SHIPPED_POLICIES, ConfigError
 from unstale.config.hub import hub_errors
 from unstale.durability.machine import commit, versions
 from unstale.observe.report.gather import Gathered, HeldOutSuccess, gather
@@ -96,7 +96,7 @@ def model_card(run: Path, repo: str = "") -> str:
 
 
 def _base_words(base: str) -> str:
-    return "the small model of the package (`base`)" if base == "base" else base
+    return f"the small model of the package (`{base}`)" if base in SHIPPED_POLICIES else base
 
 
 def _steps(run: Gathered) -> str:

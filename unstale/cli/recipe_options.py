@@ -2,6 +2,7 @@
 
 import argparse
 import inspect
+import tomllib
 from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,6 +18,7 @@ from unstale.config.options import (
     options,
     override,
     read_file,
+    section_of,
     sections,
 )
 from unstale.config.renamed import refuse_renamed
@@ -93,6 +95,16 @@ def take_file(chosen: argparse.Namespace) -> None:
     chosen.config, chosen.recipe = Path(chosen.recipe), None
 
 
+def is_study(path: Path | None) -> bool:
+    """Return True if a file is a study: it has the table `study`, which no options file has."""
+    if path is None or path.suffix != ".toml":
+        return False
+    try:
+        return "study" in tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False  # the reader of option files has the message
+
+
 def file_values(chosen: argparse.Namespace) -> dict[str, Any]:
     """Return the options, by name, of the file and of the command line. The command line wins."""
     from_file = read_file(chosen.config) if chosen.config else {}
@@ -101,6 +113,10 @@ def file_values(chosen: argparse.Namespace) -> dict[str, Any]:
 
 def configure(chosen: argparse.Namespace) -> RunConfig:
     """Return the recipe's configuration with the options of the file and of the command line."""
+    if is_study(chosen.config):
+        raise ConfigError(
+            f"{chosen.config} is a study: run it with unstale compare {chosen.config}"
+        )
     return configure_recipe(chosen.recipe, file_values(chosen))
 
 
@@ -134,7 +150,10 @@ def options_help(words: Sequence[str], values: dict[str, Any]) -> str:
     lines = [f"options of {recipe or 'a recipe'}:"]
     num_hidden = 0
     for section, cls in sections().items():
-        current = getattr(config, section) if section else config
+        current = section_of(config, section)
+        if current is None:  # a technique that is not chosen
+            num_hidden += sum(option.section == section for option in options().values())
+            continue
         about = (inspect.getdoc(cls) or "").partition("\n")[0]
         lines += ["", f"{section or 'run'}: {about}"]
         for option in options().values():

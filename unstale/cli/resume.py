@@ -32,6 +32,7 @@ FIXED = {
     "trainer.lora_rank": "the checkpoint holds adapters of that rank",
     "trainer.lora_alpha": "the published versions are merged with it",
     "trainer.lora_targets": "the checkpoint holds adapters of those layers",
+    "techniques": "the checkpoint holds their state",
     "audit.share": "the checkpoint holds the copies that the audit needs",
 }
 """Options that cannot change when a run is resumed, each with the reason. A section means all its
@@ -75,8 +76,8 @@ def load_config(run: Path, *, named: Mapping[str, Any]) -> RunConfig:
     """Return the configuration of the run in a folder.
 
     `named` has the options that the command gives. If the task set or the reward is a
-    `module:function`, the command must name it again. A run folder alone must not decide which code
-    is executed.
+    `module:function`, the command must name it again, and the URLs of endpoints too. A run folder
+    alone must not decide which code is executed, or who receives an API key.
     """
     folder = RunFolder(run)
     if links := sorted(path.name for path in run.iterdir() if path.is_symlink()):
@@ -85,16 +86,12 @@ def load_config(run: Path, *, named: Mapping[str, Any]) -> RunConfig:
     if folder.gaps:
         raise ConfigError(f"{run} cannot be resumed or evaluated: {'; '.join(folder.gaps)}")
     config = stored_config(row)
-    unnamed = [
-        word
-        for name, value in _code(config.task)
-        if name not in named
-        for word in (f"--{name}", value)
-    ]
+    unnamed = {name: value for name, value in _code(config.task) if name not in named}
     if unnamed and named.get("task.env", config.task.env) == config.task.env:
-        raise ConfigError(
-            f"{run / CONFIG} names your own code. To run it, add {shlex.join(unnamed)}"
-        )
+        words = [word for name, value in unnamed.items() for word in (f"--{name}", value)]
+        is_code = {"task.env", "task.reward"} & unnamed.keys()
+        what = "your own code. To run it" if is_code else "an endpoint. To use it"
+        raise ConfigError(f"{run / CONFIG} names {what}, add {shlex.join(words)}")
     return replace(config, runs=run.parent, name=run.name)
 
 
@@ -129,12 +126,18 @@ def resume_command(run: Path) -> str:
 
 
 def _code(task: TaskConfig) -> Iterator[tuple[str, str]]:
-    """Yield the options of a task, with their values, that name code outside of this package."""
+    """Yield the options of a task, with their values, that name code outside of this package.
+
+    Also the URLs of endpoints, which receive the user's API key.
+    """
     if find_spec(task.env) is None:
         yield "task.env", task.env
     reward = getattr(task, "reward", "")
     if reward and not reward.startswith("unstale."):
         yield "task.reward", reward
+    for name in ("user", "judge"):
+        if url := getattr(task, name, ""):
+            yield f"task.{name}", url
 
 
 def require_same_task(run: Path, config: RunConfig, *, told: Mapping[str, Any]) -> None:

@@ -18,9 +18,10 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
+from unstale.cli import advise, techniques
 from unstale.cli.failures import exit_after
 from unstale.cli.recipe_options import configure, file_values, print_json
-from unstale.config import ConfigError, install
+from unstale.config import SHIPPED_POLICIES, ConfigError, install
 from unstale.config.checks import JsonObject, bounded
 from unstale.config.options import override
 from unstale.planner import plan_command, simulate_command
@@ -34,8 +35,10 @@ Argument = tuple[tuple[str, ...], dict[str, Any]]
 Act = Callable[[argparse.Namespace], int]
 
 VERBS: dict[str, Callable[[Any], None]] = {
+    "advise": advise.add,
     "plan": plan_command.add,
     "simulate": simulate_command.add,
+    "techniques": techniques.add,
 }
 """Name of a command -> function that adds the command to argparse's subparsers."""
 
@@ -161,36 +164,43 @@ def _check_template(chosen: argparse.Namespace) -> int:
         metavar="'NAME: OPTION=VALUE ...'",
         help="one variant for each of these",
     ),
-    argument("--seeds", type=COUNT, default=3, metavar="N", help="runs per variant (default: 3)"),
+    argument(
+        "--seeds",
+        type=COUNT,
+        metavar="N",
+        help="runs per variant (default: 3, or as the study says)",
+    ),
+    argument(
+        "--settings",
+        nargs="+",
+        default=[],
+        metavar="NAME",
+        help="only these settings or parts of a study; a name may have a *",
+    ),
     argument("--jobs", type=COUNT, default=1, metavar="N", help="runs at a time (default: 1)"),
     argument("--report", type=Path, metavar="FOLDER", help="only write the page again"),
     JSON,
 )
 def _compare(chosen: argparse.Namespace) -> int:
-    from unstale.cli.compare import Arm, compare, plan
-    from unstale.observe.report.compare_page import RESULTS, write_comparison
+    from unstale.cli.launcher import compare
+    from unstale.cli.study import planned
+    from unstale.observe.report.study_page import write_pages
 
     console = _console(chosen)
     if chosen.report:
-        page = write_comparison(chosen.report)
+        page = write_pages(chosen.report)
         console.print(str(page), highlight=False)
     else:
-        values = file_values(chosen)
-        recipe = chosen.recipe or values.get("recipe")
-        if not recipe:
-            raise ConfigError("compare needs a recipe, or --report and the folder of a comparison")
-        arms = [*map(Arm.of_route, chosen.routes), *map(Arm.parse, chosen.arms)]
-        planned = plan(arms, chosen.seeds, recipe=recipe, values=values)
         command = shlex.join(["unstale", *chosen.given])
-        page = compare(planned, jobs=chosen.jobs, command=command, console=console)
+        page = compare(planned(chosen), jobs=chosen.jobs, command=command, console=console)
     if chosen.json:
-        print_json(json.loads(page.with_name(RESULTS).read_text("utf-8")))
+        print_json(json.loads(page.with_suffix(".json").read_text("utf-8")))
     return 0
 
 
 def _require_model(folder: Path) -> None:
-    """Raise `ConfigError` unless `folder` is a model folder, or `base`."""
-    if str(folder) == "base" or (folder / "config.json").is_file():
+    """Raise `ConfigError` unless `folder` is a model folder, or a shipped model."""
+    if str(folder) in SHIPPED_POLICIES or (folder / "config.json").is_file():
         return
     problem = "it does not exist"
     if folder.exists():
@@ -226,11 +236,12 @@ def _configure_trained(chosen: argparse.Namespace) -> "RunConfig":
     OWN_RECIPE,
     CONFIG,
     argument(
-        "--k", nargs="+", type=COUNT, default=[1], metavar="K", help="report pass@k (default: 1)"
+        "--k", nargs="+", type=COUNT, default=[1], metavar="K", help="report pass@k and pass^k"
     ),
     argument(
         "--attempts", type=COUNT, metavar="N", help="attempts per task (default: the largest k)"
     ),
+    argument("--save", type=Path, metavar="FILE", help="save episodes; a repeated command resumes"),
     JSON,
 )
 def _eval(chosen: argparse.Namespace) -> int:
@@ -241,18 +252,13 @@ def _eval(chosen: argparse.Namespace) -> int:
     config = _configure_trained(chosen)
     from unstale.cli.evaluate import evaluate
 
-    result = evaluate(chosen.trained, config, attempts=attempts, console=_console(chosen))
-    rows = {f"avg@{attempts}": result.average}
-    for k in sorted(set(chosen.k) - {1}):
-        rows[f"pass@{k}"] = result.passed(k)
+    result = evaluate(
+        chosen.trained, config, attempts=attempts, save=chosen.save, console=_console(chosen)
+    )
     if chosen.json:
-        print_json({"task": config.task.env, "result": result, **rows})
-        return 0
-    table = Table("", "held-out success", "95% interval", "", title=str(result))
-    for name, estimate in rows.items():
-        interval = f"{estimate.low:.1%} to {estimate.high:.1%}"
-        table.add_row(name, f"{estimate.value:.1%}", interval, estimate.interval)
-    Console().print(table)
+        print_json({"task": config.task.env, **result.as_json(chosen.k)})
+    else:
+        Console().print(result.table(chosen.k))
     return 0
 
 

@@ -52,7 +52,7 @@ class ScoringRank:
         """Turn the weights of version `base` into those of `version`.
 
         `parts` are the differences of the trainer ranks' parts, of which this rank takes the words
-        of its own part. Raises ValueError if the model has another version, or if words are
+        that it holds. Raises ValueError if the model has another version, or if words are
         missing.
         """
         weights = self._policy.weights()

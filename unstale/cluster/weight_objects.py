@@ -23,7 +23,7 @@ FETCH_S = 600.0
 
 @dataclass(frozen=True, slots=True)
 class PostedStep:
-    """The deltas from version `base` to `version`. A base of -1 stands for zeros."""
+    """The deltas from version `base` to `version`. With the base -1 they are added to zeros."""
 
     base: int
     version: int

@@ -22,6 +22,7 @@ from unstale.config.checks import nearest as nearest
 from unstale.config.cluster import ClusterConfig as ClusterConfig
 from unstale.config.routes import OldLogpsConfig as OldLogpsConfig
 from unstale.config.run import MAX_SEED as MAX_SEED
+from unstale.config.run import SHIPPED_POLICIES as SHIPPED_POLICIES
 from unstale.config.run import SHIPPED_POLICY as SHIPPED_POLICY
 from unstale.config.run import RunConfig as RunConfig
 from unstale.config.sampling import Dtype as Dtype

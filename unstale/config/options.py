@@ -23,6 +23,7 @@ from unstale.config.checks import (
 )
 from unstale.config.renamed import refuse_renamed
 from unstale.config.sampling import make_task
+from unstale.config.techniques import chosen, techniques
 
 _WORDS = {
     int: "a whole number",
@@ -76,12 +77,11 @@ class Option:
 
         None if that configuration lacks the option.
         """
-        section = getattr(config, self.section) if self.section else config
-        return getattr(section, self.field, None)
+        return getattr(section_of(config, self.section), self.field, None)
 
     def is_in(self, config: RunConfig) -> bool:
         """Return True if the configuration has the option. Another route or task may lack it."""
-        return hasattr(getattr(config, self.section) if self.section else config, self.field)
+        return hasattr(section_of(config, self.section), self.field)
 
     def parse(self, text: str) -> Any:
         """Return the option's value from a word of the command line.
@@ -123,12 +123,27 @@ class Option:
         raise ConfigError(f"{where} must be {expected}, got {value!r}")
 
 
+TECHNIQUE_OPTIONS = "technique_options"
+"""The field of `RunConfig` with the sections of the chosen techniques."""
+
+
 @cache
 def sections() -> dict[str, Any]:
-    """Return the classes of the sections of `RunConfig` by name. "" is the run itself."""
+    """Return the classes of the sections of `RunConfig` by name. "" is the run itself.
+
+    Every technique has a section. A configuration has those of the chosen techniques.
+    """
     types = option_types(RunConfig)
     classes = {name: kind for name, kind in types.items() if is_dataclass(kind)}
-    return {"": RunConfig, **classes}
+    own = {name: entry.options for name, entry in techniques().items()}
+    return {"": RunConfig, **classes, **own}
+
+
+def section_of(config: RunConfig, name: str) -> Any:
+    """Return a section of a configuration. None if it is of a technique that is not chosen."""
+    if name in techniques():
+        return config.technique_options.get(name)
+    return getattr(config, name) if name else config
 
 
 def options() -> dict[str, Option]:
@@ -143,7 +158,7 @@ def _options(registered: tuple[Any, ...]) -> dict[str, Option]:
     for section, cls in sections().items():
         for each in cls.classes():
             for field, kind in option_types(each).items():
-                if not is_dataclass(kind):
+                if not is_dataclass(kind) and field != TECHNIQUE_OPTIONS:
                     option = Option(section, field, kind, _owner(each, field))
                     options.setdefault(option.name, option)
     return options
@@ -168,10 +183,29 @@ def override(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:
         if task.get("env", config.task.env) == config.task.env:
             task = asdict(config.task) | task
         run_options["task"] = make_task(**task)
+    names = run_options.get("techniques", config.techniques)
+    own = {name: changes.pop(name) for name in techniques() if name in changes}
+    if own or "techniques" in run_options:
+        run_options[TECHNIQUE_OPTIONS] = _technique_options(config, names, own)
     changed = {}
     for name, fields in changes.items():
         changed[name] = getattr(config, name).with_options(**fields)
     return replace(config, **changed, **run_options)
+
+
+def _technique_options(
+    config: RunConfig, names: str, changes: Mapping[str, Mapping[str, Any]]
+) -> dict[str, Any]:
+    """Return the options of the techniques `names`, with new values for some.
+
+    Changed options of techniques that are not chosen are returned, too. `RunConfig` refuses them.
+    """
+    now = {entry.name: entry.options() for entry in chosen(names)}
+    now |= {name: each for name, each in config.technique_options.items() if name in now}
+    for name, fields in changes.items():
+        before = now.get(name) or techniques()[name].options()
+        now[name] = before.with_options(**fields)
+    return now
 
 
 def read_values(row: Any, source: str) -> dict[str, Any]:
@@ -195,7 +229,9 @@ def _leaves(row: Any, source: str) -> Iterator[tuple[str, Any]]:
     if not isinstance(row, dict):
         raise ConfigError(f"{source} must be a table of options, got {row!r:.40}")
     for name, value in row.items():
-        if name not in sections():
+        if name == TECHNIQUE_OPTIONS:
+            yield from _leaves(value, f"{source}, {name}")
+        elif name not in sections():
             yield name, value
         elif isinstance(value, dict):
             yield from ((f"{name}.{field}", each) for field, each in value.items())

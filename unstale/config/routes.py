@@ -9,7 +9,7 @@ linter, the planner, the audit, recipes and docs read these declarations.
 import importlib
 import pkgutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cache
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar
 
@@ -61,6 +61,12 @@ class Needs:
     forwards: Forwards = "none"
     """Forward passes per batch that a route needs: none, one, or one for each version in the batch.
     """
+
+    def placed(self, placement: str) -> "Needs":
+        """Return the needs of a route with a second model, for its option `placement`."""
+        if placement == "twin":
+            return self
+        return replace(self, resident_models=0, trained_weights=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -308,19 +314,24 @@ class ExactSpec(OldLogpsConfig):
         )
 
 
-def meaning_of_average(run: "RunConfig", *, age: str, averages: int) -> Meaning:
+def meaning_of_average(
+    run: "RunConfig", *, age: str, averages: int, placement: str = "twin"
+) -> Meaning:
     """Describe the old policy and both ratios of a route that uses a moving average of weights.
 
     `age` says in words how old the average is, and `averages` is the number of averages.
+    `placement` is the route's option.
     """
+    copies = f"{averages} averaged and one movable copy of the weights"
+    if placement == "own":
+        copies = f"{averages} averaged copies of the weights in main memory"
     averaged = "adapters, of A and of B apart" if run.trainer.lora_rank else "weights"
     return Meaning(
         symbol="ewma",
         policy=f"a moving average of the {averaged}, whose age in versions {age}",
         d="numerics, and staleness as far as the average misses the token's age",
         s="learning since the average",
-        cost=f"{averages} averaged and one movable copy of the weights; "
-        "one more forward pass a batch",
+        cost=f"{copies}; one more forward pass a batch",
     )
 
 

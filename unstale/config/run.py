@@ -1,6 +1,7 @@
 """The configuration of a run: all sections, and the options of the run itself."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -23,12 +24,16 @@ from unstale.config.sampling import (
     TaskConfig,
     make_task,
 )
+from unstale.config.techniques import check_needs, complete_options
 from unstale.config.training import CheckpointConfig, EvalConfig, TrainerConfig
 
 SHIPPED_POLICY = Path(__file__).parents[1] / "recipes" / "base_policy"
-"""The folder of the small model that comes with the package. The option `policy = "base"` selects
-it.
-"""
+"""The folder of the small model of the retail desk."""
+SHIPPED_POLICIES = {
+    "base": SHIPPED_POLICY,
+    "base-desks": SHIPPED_POLICY.with_name("base_desks"),
+}
+"""The folders of the small models that come with the package, by the value of `policy`."""
 
 MAX_SEED = 9e9
 """Largest seed. A task number has 63 bits and each seed has 10^9 of them."""
@@ -41,8 +46,8 @@ class RunConfig(Section):
     recipe: str
     """Name of the recipe that made this configuration."""
     policy: str = "base"
-    """A Hugging Face model folder, or `org/name` in the local cache. `base` is the small model of
-    the package.
+    """A Hugging Face model folder, or `org/name` in the local cache. `base` and `base-desks` are
+    the small models of the package.
     """
     policy_download: bool = False
     """Download the policy from the Hugging Face hub if the local cache lacks it or a part of it."""
@@ -70,6 +75,10 @@ class RunConfig(Section):
     """Only for the tracker `prometheus`: port on this machine at which metrics are served; 0 takes
     a free one.
     """
+    techniques: str = ""
+    """Techniques that change a part of training, separated by spaces, such as `ess_lr`. `unstale
+    techniques` lists them (docs/techniques.md).
+    """
     deterministic: bool = False
     """Make two runs of the same configuration bitwise equal. It uses a virtual clock and one
     thread, and the engine waits for the trainer.
@@ -88,12 +97,14 @@ class RunConfig(Section):
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    technique_options: Mapping[str, Section] = field(default_factory=dict, hash=False)
+    """The options of the chosen techniques by name. Each is a section of the configuration."""
 
     @property
     def policy_folder(self) -> Path:
         """The folder of the model from which the run starts."""
-        if self.policy == "base":
-            return SHIPPED_POLICY
+        if self.policy in SHIPPED_POLICIES:
+            return SHIPPED_POLICIES[self.policy]
         return model_folder(self.policy, download=self.policy_download)
 
     @property
@@ -105,7 +116,8 @@ class RunConfig(Section):
     def applies(self, option: str) -> bool:
         if option == "prometheus_port":
             return "prometheus" in self.trackers
-        return option not in ("policy_download", "chat_template_kwargs") or self.policy != "base"
+        for_models = ("policy_download", "chat_template_kwargs")
+        return option not in for_models or self.policy not in SHIPPED_POLICIES
 
     def check_combination(self) -> None:
         engine = self.engine
@@ -131,6 +143,9 @@ class RunConfig(Section):
             )
         self._check_cluster()
         self._check_trainers()
+        complete = complete_options(self.techniques, self.technique_options)
+        object.__setattr__(self, "technique_options", complete)
+        check_needs(self)
         num_sequences = self.schedule.groups_per_step * self.schedule.group_size
         if self.trainer.minibatches_per_batch > num_sequences:
             raise ConfigError(

@@ -25,6 +25,12 @@ from unstale.config.checks import (
 Dtype = Literal["float32", "bfloat16"]
 Transfer = Literal["file", "nccl"]
 Quantise = Literal["none", "fp8", "int8", "int4"]
+ROUNDED_BY: dict[str, tuple[Quantise, ...]] = {
+    "embedded": ("fp8", "int8", "int4"),
+    "vllm": ("fp8",),
+}
+"""The formats of `engine.quantise` that an engine backend can round to. Others can round to none.
+"""
 ISOLATION = {
     "none": (),
     "process": ("workers", "worker_memory_gb"),
@@ -164,7 +170,8 @@ class EngineConfig(Section):
     other GPUs of this machine.
     """
     quantise: Quantise = "none"
-    """Number format to which the engine rounds weights and activations. See docs/quantisation.md.
+    """Number format to which the engine rounds weights and activations: all with `embedded`, `fp8`
+    with `vllm`. See docs/quantisation.md.
     """
     threads: PositiveInt = 1
     """CPU threads of each engine process; the trainer uses the other cores."""
@@ -198,11 +205,7 @@ class EngineConfig(Section):
         if self.dtype == "auto":
             # The chosen precision replaces `auto`, so that the run folder records it.
             object.__setattr__(self, "dtype", fast_dtype())
-        if self.quantise != "none" and self.backend != "embedded":
-            raise ConfigError(
-                f"engine.quantise must be none with engine.backend = {self.backend}, got "
-                f"{self.quantise}: only the embedded engine rounds weights"
-            )
+        self._check_quantise()
         if self.max_running < self.processes:
             raise ConfigError(
                 f"engine.max_running must be >= {self.processes} (engine.processes), "
@@ -232,6 +235,22 @@ class EngineConfig(Section):
             raise ConfigError(
                 f"engine.top_p must be 1.0, got {self.top_p}: "
                 "a truncated support could not be replayed"
+            )
+
+    def _check_quantise(self) -> None:
+        if self.quantise == "none":
+            return
+        formats = ROUNDED_BY.get(self.backend, ())
+        if self.quantise not in formats:
+            work = [f"{', '.join(each)} with {backend}" for backend, each in ROUNDED_BY.items()]
+            raise ConfigError(
+                f"engine.quantise must be {' or '.join(['none', *formats])} with engine.backend = "
+                f"{self.backend}, got {self.quantise}. These formats work: {'; '.join(work)}"
+            )
+        if self.backend == "vllm" and self.dtype != "bfloat16":
+            raise ConfigError(
+                f"engine.dtype must be bfloat16 with engine.quantise = {self.quantise} and "
+                f"engine.backend = vllm, got {self.dtype}: vLLM quantises only bfloat16 weights"
             )
 
 

@@ -10,7 +10,7 @@ from dataclasses import KW_ONLY, dataclass
 from importlib import import_module
 from pathlib import Path
 
-from unstale.config import Dtype, Transfer
+from unstale.config import Dtype, RunConfig, Transfer
 from unstale.engines import Engine
 from unstale.model.lora import Merging
 
@@ -54,6 +54,10 @@ class EngineOptions:
     """Let the engine load a version as its difference (delta) from the one before. The engine then
     keeps one more copy of the weights.
     """
+    packed: bool = False
+    """Let the deltas be those of packed weights: values and scales of the format `quantise`. The
+    engine packs full weights itself.
+    """
     transfer: Transfer = "file"
     """The way of weights to a vLLM server: a file in memory, or NCCL from the trainer's GPU."""
     merging: Merging | None = None
@@ -85,6 +89,8 @@ class EngineSpec:
     """True if a run cannot start a server of this kind. Then `engine.urls` must name running
     ones.
     """
+    takes_packed: bool = False
+    """True if the engine accepts weights in values and scales of `EngineOptions.quantise`."""
     adapter_deltas: bool = False
     """True if the engine accepts deltas of LoRA adapters, because it keeps the adapters that it
     loaded.
@@ -96,3 +102,14 @@ def engine_spec(backend: str) -> EngineSpec:
     module = "embedded.engine" if backend == "embedded" else f"servers.{backend}"
     spec: EngineSpec = import_module(f"unstale.engines.{module}").SPEC
     return spec
+
+
+def packs_weights(config: RunConfig) -> bool:
+    """Return True if the engine gets values and scales of `engine.quantise`, not whole weights.
+
+    The differences between versions need an engine alone, which has each version in turn.
+    """
+    engine, cluster = config.engine, config.cluster
+    is_single = engine.processes == 1 and not cluster.trainers and not cluster.engine_hosts
+    rounds = engine.quantise != "none" and not config.trainer.lora_rank
+    return rounds and is_single and engine_spec(engine.backend).takes_packed

@@ -52,9 +52,9 @@ HANG_S = 60.0
 """Seconds without an answer after which a server is treated as dead."""
 LOAD_S = 600.0
 """Seconds after which a start, a load or a probe fails. These take longer than a request."""
-TOLERANCE = {"float32": 1e-3, "bfloat16": 0.05}
-"""Largest mean absolute error of a probe's log-probabilities in nats. Rounding errors are
-smaller.
+TOLERANCE = {"float32": 1e-3, "bfloat16": 0.05, "fp8": 0.2}
+"""Largest mean absolute error of a probe's log-probabilities in nats, by `engine.dtype` or
+`engine.quantise`. Rounding errors are smaller, also if only weights are rounded and not inputs.
 """
 _PROBE_PARAMS = SamplingParams(max_tokens=32, stop_tokens=(), temperature=1.25)
 """Sampling parameters of the probe. At temperature 1 it would not find a server whose
@@ -117,7 +117,10 @@ class RemoteEngine(ABC):
         self.url = server.url if server is not None else options.url
         self._http = Http(self.url)
         self._reference = ReferenceModel(
-            options.model_folder, dtype=DTYPES[options.dtype], merging=options.merging
+            options.model_folder,
+            dtype=DTYPES[options.dtype],
+            merging=options.merging,
+            quantise=options.quantise,
         )
         options.check_context(self._reference.max_positions)
         config = json.loads((options.model_folder / "config.json").read_text())
@@ -383,7 +386,8 @@ class RemoteEngine(ABC):
         )
         errors = (expected[len(prompt) - 1 :] - torch.tensor(piece.behavior_logp)).abs()
         mean = float(errors.mean())
-        tolerance = TOLERANCE[self.options.dtype]
+        options = self.options
+        tolerance = TOLERANCE[options.dtype if options.quantise == "none" else options.quantise]
         if not mean <= tolerance:
             reason = (
                 f"after loading version {version}, the log-probabilities of {len(errors)} tokens "

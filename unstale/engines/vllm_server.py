@@ -25,6 +25,10 @@ _LOG_TAIL_BYTES = 4000
 _TERMINATE_S = 10.0
 ACTIVATIONS_SHARE = 0.15
 """Share of GPU memory that is left free for the trainer's activations and caches."""
+QUANTIZATION = {"none": None, "fp8": "fp8_per_block"}
+"""The values of vLLM's `--quantization` for `EngineOptions.quantise`. `fp8_per_block` has the
+blocks of `model.quantisation.FORMATS`. It quantises bfloat16 weights each time they are loaded.
+"""
 
 
 class VllmServer:
@@ -57,6 +61,8 @@ class VllmServer:
             f"--max-model-len={options.max_context}",
             f"--worker-extension-cls={extension}",
         ]
+        if quantization := QUANTIZATION[options.quantise]:
+            self._arguments.append(f"--quantization={quantization}")
         if options.record_routes:
             self._arguments.append("--enable-return-routed-experts")
         if options.transfer == "nccl":
@@ -153,9 +159,17 @@ def _checked_flags(flags: Sequence[str], own: Sequence[str]) -> Sequence[str]:
     taken = [each.partition("=")[0] for each in own] + ["--gpu-memory-utilization"]
     for flag in flags:
         name = flag.partition("=")[0].replace("_", "-")
+        if name.startswith(("--quant", "-q")):
+            raise ValueError(f"engine.args cannot set {flag}: set engine.quantise = fp8")
         if name.startswith("--") and any(each.startswith(name) for each in taken):
             raise ValueError(f"engine.args cannot set {flag}: an option of the run sets it")
     return flags
+
+
+def can_quantise(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
+    """Return True if vLLM can compute in FP8 here: on a GPU, or on a CPU with AMX."""
+    flags = cpuinfo.read_text() if cpuinfo.exists() else ""
+    return torch.cuda.is_available() or "amx_tile" in flags
 
 
 def gpu_share(weights: int, *, total: int, trainer_bytes: int, engine_bytes: int) -> float:

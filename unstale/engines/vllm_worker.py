@@ -23,8 +23,15 @@ class Extension:
     model_runner: Any
     reload_weights: Any
 
+    def unstale_quantization(self) -> list[str | None]:
+        """Return the value of `--quantization` with which the server was started, in a list."""
+        return [self.vllm_config.model_config.quantization]
+
     def unstale_load(self, path: str) -> None:
-        """Load all weights from a safetensors file with the names of a checkpoint."""
+        """Load all weights from a safetensors file with the names of a checkpoint.
+
+        With `--quantization` vLLM quantises them again, layer by layer.
+        """
         self.reload_weights(
             weights_iterator=iter(load_file(path).items()), is_checkpoint_format=True
         )

@@ -251,10 +251,29 @@ class ListedTasks:
             for index in range(min(count, len(self.data["held_out"])))
         ]
 
+    def identity(self, task: Task) -> str:
+        """Return the name of a task's entry in the list. It is equal each time the list repeats."""
+        number = task.index % _TASKS_PER_SEED % len(self.data[task.split])
+        return f"{task.env}/{task.split}/{number}"
+
     def data_of(self, task: Task) -> Any:
         """Return the data of a task, which is its entry in the list of tasks."""
         data = self.data[task.split]
         return data[task.index % _TASKS_PER_SEED % len(data)]
+
+
+@runtime_checkable
+class HasIdentities(Protocol):
+    """A task set that yields the same task under several numbers."""
+
+    def identity(self, task: Task) -> str:
+        """Return a name that is equal for all numbers of a task."""
+        ...
+
+
+def task_identity(taskset: Taskset, task: Task) -> str:
+    """Return a name that is equal each time a task comes again, for statistics of tasks."""
+    return taskset.identity(task) if isinstance(taskset, HasIdentities) else task.key
 
 
 @runtime_checkable

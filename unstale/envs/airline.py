@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from unstale.envs.desk import desk_spec
-from unstale.envs.desk.database import Desk, DeskError, User, numbered
+from unstale.envs.desk.database import Desk, DeskError, User, numbered, with_record
 from unstale.envs.desk.domain import (
     REFUND_TO,
     Domain,
@@ -156,8 +156,7 @@ def passenger_of(booking: Booking, passenger_id: str) -> Passenger:
 def change_passenger(desk: Desk, booking_id: str, passenger_id: str, **changes: Any) -> str:
     booking = desk.get(Booking, booking_id)
     changed = replace(passenger_of(booking, passenger_id), **changes)
-    passengers = tuple(changed if old.id == changed.id else old for old in booking.passengers)
-    desk.put(replace(booking, passengers=passengers))
+    desk.put(replace(booking, passengers=with_record(booking.passengers, changed)))
     return "ok"
 
 
@@ -186,7 +185,7 @@ def get_booking(desk: Desk, booking_id: str) -> Mapping[str, Any]:
             {"passenger_id": int(each.id), "name": each.name, "bag": each.bag}
             for each in booking.passengers
         ],
-        "pay": [{"payment_id": int(each.id), "kind": each.kind} for each in user.payments],
+        "pay": user.payment_rows(),
     }
 
 
@@ -200,8 +199,7 @@ def list_flights(desk: Desk, booking_id: str) -> Mapping[str, Any]:
 def refund_ticket(desk: Desk, booking_id: str, passenger_id: str, payment_id: str) -> str:
     """Cancel the ticket of one passenger and refund it to a payment method."""
     user = desk[User][desk.get(Booking, booking_id).user]
-    if payment_id not in {payment.id for payment in user.payments}:
-        raise DeskError(f"no payment method {payment_id}")
+    user.require_payment(payment_id)
     return change_passenger(desk, booking_id, passenger_id, refunded_to=payment_id)
 
 
@@ -294,7 +292,7 @@ def draw_request(draw: Draw, kind: str, user: User) -> Request:
         flights[flight.id] = flight
         booking = replace(booking, flight=flight.id)
     flights[target.id] = replace(target, full=cause == "full")
-    passengers = tuple(passenger if p.id == passenger.id else p for p in booking.passengers)
+    passengers = with_record(booking.passengers, passenger)
     draw.desk.put(replace(booking, status=status, fare=fare, passengers=passengers))
     payment, seat = random.choice(user.payments), draw.number()
     wants = {
@@ -332,11 +330,11 @@ def decide(scenario: Scenario, request: Request, ignores: Ignores) -> list[Step]
     if request.wish == "seat":
         seat = passenger_of(booking, number).seat if ignores("seat") else request.wants["seat"]
         return ["passenger", "seat", ("assign_seat", {**passenger, "seat_id": seat})]
-    payments = scenario.user.payments
     if booking.fare == "basic" and not ignores("fare"):
-        voucher = next(each.id for each in payments if each.kind == "voucher")
+        voucher = scenario.user.payment_of("voucher")
         return ["passenger", ("refund_ticket", {**passenger, "payment_id": voucher})]
-    payment = payments[0].id if ignores("payment") else request.wants["payment"]
+    first_payment = scenario.user.payments[0].id
+    payment = first_payment if ignores("payment") else request.wants["payment"]
     return ["passenger", "payment", ("refund_ticket", {**passenger, "payment_id": payment})]
 
 

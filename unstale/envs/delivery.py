@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from unstale.envs.desk import desk_spec
-from unstale.envs.desk.database import Desk, DeskError, User, numbered
+from unstale.envs.desk.database import Desk, DeskError, User, numbered, with_record
 from unstale.envs.desk.domain import (
     REFUND_TO,
     Domain,
@@ -181,7 +181,7 @@ def get_order(desk: Desk, order_id: str) -> Mapping[str, Any]:
             {"dish_id": int(each.id), "name": each.name, "promo": each.promo}
             for each in order.dishes
         ],
-        "pay": [{"payment_id": int(each.id), "kind": each.kind} for each in user.payments],
+        "pay": user.payment_rows(),
         "addresses": [
             {"address_id": int(each.id), "name": each.name, "far": each.far}
             for each in order.addresses
@@ -241,8 +241,7 @@ def refund_dish(desk: Desk, order_id: str, dish_id: str, payment_id: str) -> str
     order = desk.get(Order, order_id)
     if dish_id not in {dish.id for dish in order.dishes if not dish.refunded_to}:
         raise DeskError(f"no dish {dish_id} in order {order_id}")
-    if payment_id not in {payment.id for payment in desk[User][order.user].payments}:
-        raise DeskError(f"no payment method {payment_id}")
+    desk[User][order.user].require_payment(payment_id)
     dishes = (
         replace(dish, refunded_to=payment_id) if dish.id == dish_id else dish
         for dish in order.dishes
@@ -342,8 +341,8 @@ def draw_request(draw: Draw, kind: str, user: User) -> Request:
     order = replace(
         order,
         days=days,
-        dishes=tuple(dish if each.id == dish.id else each for each in order.dishes),
-        addresses=tuple(address if each.id == address.id else each for each in order.addresses),
+        dishes=with_record(order.dishes, dish),
+        addresses=with_record(order.addresses, address),
     )
     shuffled = random.sample(order.addresses, len(order.addresses))
     draw.desk.put(replace(order, addresses=tuple(shuffled)))
@@ -402,13 +401,13 @@ def decide(scenario: Scenario, request: Request, ignores: Ignores) -> list[Step]
 def _refund(scenario: Scenario, request: Request, order: Order, ignores: Ignores) -> list[Step]:
     if order.days > 3:
         return [refuse("late")]
-    payments = scenario.user.payments
     dish = order.dishes[0].id if ignores("dish") else request.wants["dish"]
     is_promo = {each.id: each.promo for each in order.dishes}[dish]
     if is_promo and not ignores("promo"):
-        credit = next(each.id for each in payments if each.kind == "credit")
+        credit = scenario.user.payment_of("credit")
         return ["dish", ("refund_dish", {"dish_id": dish, "payment_id": credit})]
-    payment = payments[0].id if ignores("payment") else request.wants["payment"]
+    first_payment = scenario.user.payments[0].id
+    payment = first_payment if ignores("payment") else request.wants["payment"]
     return ["dish", "payment", ("refund_dish", {"dish_id": dish, "payment_id": payment})]
 
 

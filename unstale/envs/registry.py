@@ -3,7 +3,8 @@
 - `NAME`: a module in `unstale/envs` that assigns an `EnvSpec` to `ENV`.
 - `LIBRARY:NAME`: `unstale/envs/adapters/LIBRARY.py` assigns a function of NAME to `TASKSET`. The
 extra that installs the library has the library's name.
-- `NAME:SOURCE`: a module like `NAME` whose spec takes a source, such as `dataset:FILE`.
+- `NAME:SOURCE`: a module like `NAME` whose spec takes a source, such as `dataset:FILE`. An adapter
+with options has such a module (`tau2`).
 - `MODULE:FACTORY`: a function or class of the user's code, called without arguments.
 """
 
@@ -87,7 +88,8 @@ def task_options(env: str) -> type[TaskConfig]:
     shipped = [
         f"{name}:SOURCE" if spec.takes_source else name for name, spec in shipped_envs().items()
     ]
-    known = [*shipped, *(f"{library}:NAME" for library in libraries()), "MODULE:FACTORY"]
+    named = (f"{name}:NAME" for name in libraries() if name not in shipped_envs())
+    known = [*shipped, *named, "MODULE:FACTORY"]
     raise ConfigError(f"task.env cannot be {env!r}{nearest(env, known)}")
 
 
@@ -96,22 +98,34 @@ def build_taskset(config: TaskConfig) -> Taskset:
     task_options(config.env)  # raises ConfigError for an unknown name
     if spec := find_spec(config.env):
         return spec.make(config)
-    module, _, name = config.env.partition(":")
-    problem = f"task.env {config.env!r} cannot be made"
-    taskset: Taskset
-    if adapter := libraries().get(module):
-        try:
-            factory = import_module(adapter).TASKSET
-        except ImportError as error:
-            hint = f" ({install(module)})" if isinstance(error, ModuleNotFoundError) else ""
-            raise ConfigError(f"{problem}: {error}{hint}") from error
-        with user_code(problem):
-            taskset = factory(name)
-    else:
-        factory = import_user_code(config.env, problem)
-        with user_code(problem):
-            taskset = factory()
+    if config.env.partition(":")[0] in libraries():
+        return make_with_library(config)
+    problem = _problem(config)
+    factory = import_user_code(config.env, problem)
+    with user_code(problem):
+        taskset: Taskset = factory()
     return taskset
+
+
+def make_with_library(config: TaskConfig, **options: Any) -> Taskset:
+    """Return the task set `LIBRARY:NAME`. `options` are passed to the adapter's function.
+
+    Raises `ConfigError` if the library is missing, or the task set cannot be made.
+    """
+    library, _, name = config.env.partition(":")
+    problem = _problem(config)
+    try:
+        factory = import_module(libraries()[library]).TASKSET
+    except ImportError as error:
+        hint = f" ({install(library)})" if isinstance(error, ModuleNotFoundError) else ""
+        raise ConfigError(f"{problem}: {error}{hint}") from error
+    with user_code(problem):
+        taskset: Taskset = factory(name, **options)
+    return taskset
+
+
+def _problem(config: TaskConfig) -> str:
+    return f"task.env {config.env!r} cannot be made"
 
 
 def import_user_code(name: str, problem: str) -> Any:

@@ -199,9 +199,7 @@ def get_order(desk: Desk, order_id: str) -> str | Mapping[str, Any]:
             {"item_id": int(i.id), "name": i.name, "colour": i.colour, "terms": i.terms}
             for i in items
         ],
-        "payment_methods": [
-            {"payment_id": int(payment.id), "kind": payment.kind} for payment in user.payments
-        ],
+        "payment_methods": user.payment_rows(),
         "paid_with": int(order.paid_with),
         "point_id": int(order.point),
     }
@@ -233,8 +231,7 @@ def return_item(desk: Desk, order_id: str, item_id: str, payment_id: str) -> str
     """Take one item of an order back and refund it to a payment method."""
     order = desk.get(Order, order_id)
     item = item_of(desk, order, item_id)
-    if payment_id not in {payment.id for payment in desk[User][order.user].payments}:
-        raise DeskError(f"no payment method {payment_id}")
+    desk[User][order.user].require_payment(payment_id)
     desk.put(replace(order, returned=(*order.returned, (item.id, payment_id))))
     return "ok"
 
@@ -397,15 +394,15 @@ def decide(scenario: Scenario, request: Request, ignores: Ignores) -> list[Step]
 
 def _return(scenario: Scenario, request: Request, item: str, ignores: Ignores) -> list[Step]:
     terms = scenario.desk[Item][item].terms
-    payments = scenario.user.payments
     if terms == "final" and not ignores("final"):
         return [refuse("final")]
     questions: list[Step] = []
     if terms == "sale" and not ignores("sale"):
-        payment = next(p.id for p in payments if p.kind == "gift")
+        payment = scenario.user.payment_of("gift")
     else:
         questions = ["payment"]
-        payment = payments[0].id if ignores("payment") else request.wants["payment"]
+        first_payment = scenario.user.payments[0].id
+        payment = first_payment if ignores("payment") else request.wants["payment"]
     return [*questions, ("return_item", {"item_id": item, "payment_id": payment})]
 
 

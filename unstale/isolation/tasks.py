@@ -8,7 +8,7 @@ from typing import Any, Self
 
 from unstale.config import ConfigError, TaskConfig
 from unstale.durability.virtual_clock import VirtualLoop
-from unstale.envs import Env, EnvError, HasTaskTools, Message, Taskset, Turn
+from unstale.envs import Env, EnvError, HasIdentities, HasTaskTools, Message, Taskset, Turn
 from unstale.envs.external import ExternalAgent
 from unstale.envs.guard import OCCUPANCY, DescribedError
 from unstale.isolation.process import (
@@ -162,6 +162,8 @@ class IsolatedTasks:
         self.tools = inner.tools
         if isinstance(inner, HasTaskTools):
             self.tools_of = inner.tools_of
+        if isinstance(inner, HasIdentities):
+            self.identity = inner.identity
         self._episodes = count()
 
     def train(self, seed: int) -> Iterator[Task]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from unstale.config import ConfigError, RunConfig
-from unstale.config.options import override
+from unstale.config.options import override, section_of
 from unstale.config.routes import routes
 
 Fix = Mapping[str, Any]
@@ -25,7 +25,7 @@ class Finding:
     @property
     def fix(self) -> str:
         """Command-line options that remove the problem. `, or` separates alternatives."""
-        return ", or ".join(map(_words, self.fixes))
+        return ", or ".join(map(as_options, self.fixes))
 
     def __str__(self) -> str:
         return f"{self.wrong}: {self.why}. Fix: {self.fix}"
@@ -79,7 +79,9 @@ def _complete(config: RunConfig, fix: Fix) -> Fix:
     resets = {}
     for name, choice in fix.items():
         section, _, option = name.partition(".")
-        options = getattr(config, section) if option else config
+        options = section_of(config, section if option else "")
+        if options is None:  # of a technique that is not chosen
+            continue
         if option != options.selector or section == "old_logps":
             continue
         for field in fields(options):
@@ -102,12 +104,12 @@ def _fires(config: RunConfig) -> Callable[[Rule], bool]:
     return lambda rule: rule(config) is not None
 
 
-def _words(fix: Fix) -> str:
+def as_options(fix: Fix) -> str:
     """Return a fix as words of the command line.
 
-    >>> _words({"trainer.lr": 3e-4, "old_logps.baseline": True})
+    >>> as_options({"trainer.lr": 3e-4, "old_logps.baseline": True})
     '--trainer.lr 0.0003 --old_logps.baseline true'
-    >>> _words({"engine.args": ""})
+    >>> as_options({"engine.args": ""})
     "--engine.args ''"
     """
     return " ".join(f"--{name} {_word(value)}" for name, value in fix.items())

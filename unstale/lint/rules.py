@@ -5,46 +5,34 @@ The ratios are D = prox / mu and S = pi / prox, see `unstale.lint`.
 
 import math
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from unstale.config import RunConfig
 from unstale.config.routes import age_of_average, live_versions
-from unstale.lint import learning
+from unstale.lint import learning, noise
+from unstale.lint.desks import unpractised_desk
 from unstale.lint.finding import Finding, Fix, Rule, use_route
+from unstale.lint.noise import BAND, TOKEN_RATIO
 from unstale.lint.policy_files import experts, local_folder, num_weights
-from unstale.lint.semantics import bounds_s, d_is_one, over, s_is_one
+from unstale.lint.semantics import (
+    CLIPPED,
+    bounds_s,
+    d_is_one,
+    is_per_sequence,
+    over,
+    s_is_one,
+)
 
-NOISE = 0.02
-"""Typical difference of log-probabilities between two forward passes in bfloat16. The passes have
-equal weights but pack the sequences differently.
-"""
-ROUNDING = 1e-5
-"""Typical difference of log-probabilities between two forward passes in float32."""
-UNIT = 10
-"""How numerical noise grows in a product of ratios, and shrinks in a mean, over about 100
-tokens.
-"""
-FARTHEST = 3
-"""The largest noise among about 100 tokens divided by the typical noise, if it is Gaussian."""
-RARE = 10
-"""The largest noise among the tokens of a batch divided by the typical noise. It is large, because
-the noise is not Gaussian.
-"""
 GSPO_CLIP = 0.02
 """Largest useful clip range for the mean ratio of a sequence, which varies little. The GSPO paper
 uses 3e-4 and 4e-4.
 """
-MIN_CLIP = 1e-3
-"""Smallest useful clip range for a token's ratio. One step of learning changes it by more."""
 PRODUCT_CLIP = 0.5
 """Smallest useful clip range for the product of a sequence's ratios."""
 WIDEST_BAND = 10.0
 """Largest upper limit of the discrepancy D at which a limit on D still limits staleness."""
 _MIXED_CACHE = "tokens sampled with keys and values of older weights belong to no version's policy"
 _BASELINE: Fix = {"old_logps.baseline": True}
-_BAND: Fix = {"correction.low": 0.5, "correction.high": 2.0}
-_TOKEN_CLIP: Fix = {"objective.clip_low": 0.2, "objective.clip_high": 0.28}
-_TOKEN_RATIO: Fix = {"objective.kind": "ppo_clip", "objective.unit": "token", **_TOKEN_CLIP}
 _SEQUENCE_RATIO: Fix = {
     "objective.unit": "sequence",
     "objective.aggregate": "mean",
@@ -192,7 +180,7 @@ def _gspo_unit(config: RunConfig) -> Finding | None:
     if rule.kind != "gspo" or (rule.unit in ("token", "sequence") and rule.aggregate == "mean"):
         return None
     why = "gspo is the clip on the mean over a sequence"
-    fixes = (_SEQUENCE_RATIO, _TOKEN_RATIO)
+    fixes = (_SEQUENCE_RATIO, TOKEN_RATIO)
     return Finding(f"gspo cannot take S as the {over(rule.unit, rule.aggregate)}", why, fixes)
 
 
@@ -200,7 +188,7 @@ def _clip_of_a_token(config: RunConfig) -> Finding | None:
     """Warn of a clip range that suits the ratio of a token but is used on that of a sequence."""
     rule = config.objective
     widest = max(rule.clip_low, rule.clip_high)
-    if not _is_per_sequence(config) or rule.kind not in CLIPPED:
+    if not is_per_sequence(config) or rule.kind not in CLIPPED:
         return None
     if rule.aggregate == "max" and rule.kind != "gspo":
         return None  # the ratio is that of one token
@@ -212,22 +200,17 @@ def _clip_of_a_token(config: RunConfig) -> Finding | None:
         why = "the product of a sequence's ratios leaves it at the first small changes"
     what = f"{rule.kind} with the band of a single token ({rule.clip_low:g}, {rule.clip_high:g})"
     of = over("sequence", "sum" if product else "mean")
-    return Finding(f"{what} on the {of}", why, (_SEQUENCE_RATIO, _TOKEN_RATIO))
-
-
-def _is_per_sequence(config: RunConfig) -> bool:
-    """Return True if the staleness ratio S is computed for whole sequences."""
-    return config.objective.kind == "gspo" or config.objective.unit == "sequence"
+    return Finding(f"{what} on the {of}", why, (_SEQUENCE_RATIO, TOKEN_RATIO))
 
 
 def _token_mean_of_sequences(config: RunConfig) -> Finding | None:
     rule = config.objective
-    if not _is_per_sequence(config) or rule.loss_aggregation not in ("action_tokens", "kept"):
+    if not is_per_sequence(config) or rule.loss_aggregation not in ("action_tokens", "kept"):
         return None
     return Finding(
         f"a ratio per sequence, and a mean over tokens (loss_aggregation {rule.loss_aggregation})",
         "a sequence then counts as often as it has tokens, and long ones outweigh the others",
-        ({"objective.loss_aggregation": "sequence_mean"}, _TOKEN_RATIO),
+        ({"objective.loss_aggregation": "sequence_mean"}, TOKEN_RATIO),
     )
 
 
@@ -236,7 +219,7 @@ def _free_staleness(config: RunConfig) -> Finding | None:
     if bounds_s(config) or s_is_one(config) or bound == 0:
         return None
     why = f"data is up to {bound} versions old, and nothing keeps pi near the sampling policy"
-    return Finding("nothing bounds S", why, ({"objective.kind": "ppo_clip"}, _TOKEN_RATIO))
+    return Finding("nothing bounds S", why, ({"objective.kind": "ppo_clip"}, TOKEN_RATIO))
 
 
 def _wrong_age(config: RunConfig) -> Finding | None:
@@ -261,113 +244,6 @@ def _mixed_cache(config: RunConfig) -> Finding | None:
         return None
     why = f"{_MIXED_CACHE}, and D includes the difference"
     return Finding("the engine keeps its cache", why, ({"engine.keep_cache": False},))
-
-
-def _noise_of_d(config: RunConfig) -> float:
-    """Return the typical size of a token's log discrepancy if engine and trainer work correctly."""
-    stale = not config.old_logps.exact and config.schedule.staleness_bound > 0
-    bfloat16 = "bfloat16" in (config.trainer.dtype, config.engine.dtype)
-    return NOISE if bfloat16 or stale else ROUNDING
-
-
-def _noise(config: RunConfig, ratio: str) -> float:
-    """Return the typical size of numerical noise in the log of a ratio, `D` or `S`.
-
-    It is that of a unit, which is the tokens over which the ratio is aggregated.
-    """
-    bfloat16 = config.trainer.dtype == "bfloat16"
-    rule = config.correction if ratio == "D" else config.objective
-    noise = _noise_of_d(config) if ratio == "D" else (NOISE if bfloat16 else ROUNDING)
-    if ratio == "S" and not _is_per_sequence(config):
-        noise = max(noise, MIN_CLIP)
-    aggregate = rule.aggregate
-    if ratio == "S" and config.objective.kind == "gspo":
-        aggregate = "mean"
-    elif rule.unit == "token":
-        return noise
-    if aggregate == "mean" and bfloat16:
-        return noise  # a mean over tokens reduces only the noise of the engine
-    return noise * {"mean": 1 / UNIT, "sum": UNIT, "max": FARTHEST}[aggregate]
-
-
-def _narrow_threshold(config: RunConfig) -> Finding | None:
-    narrow = {
-        f"{name} at {size:.2g}": name
-        for name, size in _thresholds(config)
-        if size < _noise(config, name)
-    }
-    if not narrow:
-        return None
-    noise = max(_noise(config, name) for name in narrow.values())
-    why = f"log ratios of about {noise:.2g} occur without any defect (audit/logp_noise_rms)"
-    band = _BAND if "D" in narrow.values() else {}
-    clip: Fix = _TOKEN_CLIP if "S" in narrow.values() else {}
-    if clip and config.objective.kind == "dual_clip":
-        clip = {**clip, "objective.dual_clip": 3.0}
-    fixes: tuple[Fix, ...] = (
-        {"engine.dtype": "float32"},
-        {"trainer.dtype": "float32", "engine.dtype": "float32"},
-        {**band, **clip},
-        {**band, **_TOKEN_RATIO, **clip} if clip else band,
-        {"correction.unit": "sequence", "correction.aggregate": "mean"},
-    )
-    return Finding(
-        f"a threshold is narrower than the noise (log ratio: {', '.join(narrow)})", why, fixes
-    )
-
-
-CLIPPED = ("ppo_clip", "dual_clip", "gspo", "cispo")
-"""Objectives that clip the staleness ratio S."""
-
-
-def _thresholds(config: RunConfig) -> Iterator[tuple[str, float]]:
-    """Yield every threshold of the configuration: "D" or "S", and the size of the log ratio.
-
-    D is the discrepancy and S the staleness ratio.
-    """
-    d = config.correction
-    s = config.objective
-    if d.control != "none" and not d_is_one(config):
-        yield "D", math.log(d.high)
-        if d.control != "truncate" and d.low:
-            yield "D", -math.log(d.low)
-    if s.kind in CLIPPED and not s_is_one(config):
-        yield "S", math.log1p(s.clip_high)
-        if s.clip_low < 1:
-            yield "S", -math.log1p(-s.clip_low)
-    if s.kind == "dual_clip":
-        yield "S", math.log(s.dual_clip)
-    if s.kind == "sapo":
-        # at this ratio 7% of the gradient remain
-        yield "S", math.log1p(4 / max(s.tau_pos, s.tau_neg))
-
-
-def _certain_veto(config: RunConfig) -> Finding | None:
-    return _veto(config, 0.0, 1.0, "token_veto_threshold {} drops nearly every sequence")
-
-
-def _noisy_veto(config: RunConfig) -> Finding | None:
-    return _veto(config, 1.0, RARE, "token_veto_threshold {} drops sequences for mere noise")
-
-
-def _veto(config: RunConfig, low: float, high: float, wrong: str) -> Finding | None:
-    """Return a problem if the veto's threshold is between `low` and `high` times the noise.
-
-    The veto drops sequences with an impossible token.
-    """
-    threshold = config.correction.token_veto_threshold
-    if not threshold or d_is_one(config):
-        return None
-    noise = _noise_of_d(config)
-    size = -math.log(threshold) / noise
-    if not (low < size <= high or size == low == 0):
-        return None
-    why = f"log D of a token is {noise:g} in size without any defect, and far more in the tails"
-    fixes: tuple[Fix, ...] = (
-        {"correction.token_veto_threshold": 0.01},
-        {"trainer.dtype": "float32", "engine.dtype": "float32"},
-    )
-    return Finding(wrong.format(f"{threshold:g}"), why, fixes)
 
 
 def _wide_reach(config: RunConfig) -> Finding | None:
@@ -427,7 +303,7 @@ def _bandless(config: RunConfig) -> Finding | None:
     return Finding(
         f"{config.old_logps.route} without a band on D",
         "all staleness is in D, which no clip on S can see, so nothing keeps pi near mu",
-        ({"correction.control": "mask_weight", **_BAND}, _exact_route(config)),
+        ({"correction.control": "mask_weight", **BAND}, _exact_route(config)),
     )
 
 
@@ -496,7 +372,7 @@ REFUSALS: Sequence[Rule] = (
     _idle_reset,
     _gspo_unit,
     _timed,
-    _certain_veto,
+    noise.certain_veto,
     _dense_replay,
     _unrecorded_routes,
     learning.no_comparison,
@@ -508,11 +384,14 @@ WARNINGS: Sequence[Rule] = (
     _free_staleness,
     _wrong_age,
     _mixed_cache,
-    _narrow_threshold,
-    _noisy_veto,
+    noise.narrow_threshold,
+    noise.noisy_veto,
+    noise.mixed_format,
+    noise.idle_format,
     _wide_reach,
     _bandless,
     _free_experts,
+    unpractised_desk,
     learning.far_bound,
     learning.slow_adapters,
     learning.wide_adapters,

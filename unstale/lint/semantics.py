@@ -4,6 +4,10 @@ from dataclasses import dataclass
 
 from unstale.config import RunConfig, Unit
 from unstale.config.routes import live_versions
+from unstale.config.techniques import describe
+
+CLIPPED = ("ppo_clip", "dual_clip", "gspo", "cispo")
+"""Objectives that clip the staleness ratio S."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,17 +37,21 @@ def facts(config: RunConfig) -> dict[str, str]:
     proxy = config.old_logps.meaning(config)
     engine = config.engine
     trainer = config.trainer
+    techniques = {"techniques": "; ".join(describe(config))} if config.techniques else {}
     merged = ", adapters merged into the base" if trainer.lora_rank else ""
+    rounded = f" rounded to {engine.quantise}" if engine.quantise != "none" else ""
+    passes = f", rounded to {trainer.quantise}" if trainer.quantise != "none" else ""
     return {
         proxy.symbol: f"{proxy.policy} ({trainer.dtype})",
-        "mu": f"the engine's distribution: {engine.dtype}, temperature {engine.temperature:g} "
-        f"(the trainer's too), the whole vocabulary{merged}",
-        "pi": f"the trainer's weights being trained ({trainer.dtype})",
+        "mu": f"the engine's distribution: {engine.dtype}{rounded}, temperature "
+        f"{engine.temperature:g} (the trainer's too), the whole vocabulary{merged}",
+        "pi": f"the trainer's weights being trained ({trainer.dtype}{passes})",
         "versions": _versions(config),
         "unbounded": _unbounded(config),
         "exact": _exactness(config),
         "costs": proxy.cost + _audit(config),
         "loss": _denominator(config),
+        **techniques,
     }
 
 
@@ -71,6 +79,11 @@ def bounds_s(config: RunConfig) -> bool:
     """Return True if the objective limits the staleness ratio S."""
     rule = config.objective
     return rule.kind != "none" and not (rule.kind == "kl_penalty" and rule.kl_penalty == 0)
+
+
+def is_per_sequence(config: RunConfig) -> bool:
+    """Return True if the staleness ratio S is computed for whole sequences."""
+    return config.objective.kind == "gspo" or config.objective.unit == "sequence"
 
 
 def over(unit: Unit, aggregate: str) -> str:

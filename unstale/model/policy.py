@@ -310,8 +310,9 @@ class Policy:
         """
         twin = copy.copy(self)
         if self._held is not None or placement == "own" or (self.lora and self._is_sharded):
-            twin._held = {name: _host_copy(tensor) for name, tensor in self.weights().items()}
-            return twin
+            return self.with_weights(
+                {name: host_copy(tensor) for name, tensor in self.weights().items()}
+            )
         if self._is_sharded:
             folder = Path(str(self.model.name_or_path))
             options = _expert_options(folder, independent_rows=self.independent_rows)
@@ -329,6 +330,15 @@ class Policy:
         twin.model = cast(PreTrainedModel, copied.requires_grad_(False))
         twin._compile()
         return twin
+
+    def with_weights(self, weights: dict[str, Tensor]) -> "Policy":
+        """Return a policy that shares this model and has other `weights`, in main memory.
+
+        During `score` they are exchanged with the model's, one tensor after another.
+        """
+        other = copy.copy(self)
+        other._held = weights
+        return other
 
     def weights(self) -> dict[str, Tensor]:
         """Return the weights that a forward pass uses, by name.
@@ -432,7 +442,7 @@ class Policy:
             yield
             return
         live = self._live()
-        aside = {name: _host_copy(tensor) for name, tensor in live.items()}
+        aside = {name: host_copy(tensor) for name, tensor in live.items()}
         try:
             for name, tensor in live.items():
                 tensor.copy_(self._held[name])
@@ -611,7 +621,7 @@ def _use_packing(model: PreTrainedModel) -> PreTrainedModel:
     return model.eval()
 
 
-def _host_copy(tensor: Tensor) -> Tensor:
+def host_copy(tensor: Tensor) -> Tensor:
     """Return a copy of a tensor in main memory, from which a GPU can copy directly."""
     copied = tensor.detach().to("cpu", copy=True)
     return copied.pin_memory() if tensor.is_cuda else copied

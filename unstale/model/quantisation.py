@@ -43,6 +43,8 @@ class Format:
     """Number of successive features of a token that share a scale. 0 stands for all features. None
     leaves activations unrounded.
     """
+    stored: torch.dtype
+    """The dtype in which values of the format are stored, a byte each."""
 
     def weight(self, weight: Tensor) -> Tensor:
         """Return a weight `[..., out, in]` rounded to this format, in its dtype."""
@@ -55,29 +57,64 @@ class Format:
         flat = rows.reshape(-1, rows.shape[-1])
         return self._rounded(flat, 1, self.activation_block).view(rows.shape)
 
+    def pack(self, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the values `[..., out, in]` of a rounded weight, a byte each, and their scales.
+
+        The scales are float32, `[..., out / rows, in / columns]` for blocks of rows and columns.
+        """
+        values, scales = self._divided(weight, *self.weight_block)
+        codes = _joined(values, weight.shape).to(self.stored)
+        return codes.view(torch.int8), scales.squeeze(-1).squeeze(-2)
+
+    def unpack(self, codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return the rounded weight from `pack`, bit for bit that of `weight`."""
+        values = _blocks(codes.view(self.stored).float(), *self.weight_block)
+        return _joined(values * scales[..., :, None, :, None], codes.shape).to(dtype)
+
     def _rounded(self, values: Tensor, rows: int, columns: int) -> Tensor:
         """Round `[..., R, C]` numbers in blocks of `rows` times `columns`."""
         if not values.numel():
             return values
-        height, width = values.shape[-2:]
-        rows = min(rows, height)
-        columns = min(columns or width, width)
-        wide = F.pad(values.float(), (0, -width % columns, 0, -height % rows))
-        blocks = wide.unflatten(-1, (-1, columns)).unflatten(-3, (-1, rows))
-        scale = blocks.abs().amax((-3, -1), keepdim=True) / self.largest
-        scale = torch.where(scale > 0, scale, 1.0)
-        rounded = self.nearest(blocks / scale) * scale
-        return rounded.flatten(-4, -3).flatten(-2)[..., :height, :width].to(values.dtype)
+        rounded, scales = self._divided(values, rows, columns)
+        return _joined(rounded * scales, values.shape).to(values.dtype)
+
+    def _divided(self, numbers: Tensor, rows: int, columns: int) -> tuple[Tensor, Tensor]:
+        """Return numbers in blocks, rounded to values of the format, and the scale of each block.
+
+        The blocks are `[..., R / rows, rows, C / columns, columns]`.
+        """
+        blocks = _blocks(numbers.float(), rows, columns)
+        scales = blocks.abs().amax((-3, -1), keepdim=True) / self.largest
+        scales = torch.where(scales > 0, scales, 1.0)
+        return self.nearest(blocks / scales), scales
+
+
+def _blocks(numbers: Tensor, rows: int, columns: int) -> Tensor:
+    """Divide `[..., R, C]` numbers into blocks. The last ones are filled with zeros."""
+    height, width = numbers.shape[-2:]
+    rows = min(rows, height)
+    columns = min(columns or width, width)
+    wide = F.pad(numbers, (0, -width % columns, 0, -height % rows))
+    return wide.unflatten(-1, (-1, columns)).unflatten(-3, (-1, rows))
+
+
+def _joined(blocks: Tensor, shape: torch.Size) -> Tensor:
+    """Return the numbers of blocks in their `shape`, without the filling."""
+    return blocks.flatten(-4, -3).flatten(-2)[..., : shape[-2], : shape[-1]]
 
 
 def _nearest_e4m3(values: Tensor) -> Tensor:
     return values.to(torch.float8_e4m3fn).float()
 
 
+def _nearest_integer(values: Tensor) -> Tensor:
+    return torch.round(values) + 0.0  # integers have no -0.0
+
+
 FORMATS = {
-    "fp8": Format(448.0, _nearest_e4m3, (128, 128), 128),
-    "int8": Format(127.0, torch.round, (1, 0), 0),
-    "int4": Format(7.0, torch.round, (1, 32), None),
+    "fp8": Format(448.0, _nearest_e4m3, (128, 128), 128, torch.float8_e4m3fn),
+    "int8": Format(127.0, _nearest_integer, (1, 0), 0, torch.int8),
+    "int4": Format(7.0, _nearest_integer, (1, 32), None, torch.int8),
 }
 """The formats, by their name in `engine.quantise`. `fp8` is e4m3 with the blocks of DeepSeek-V3
 (arXiv 2412.19437). `int8` has one scale for each output and each token, as LLM.int8() (arXiv

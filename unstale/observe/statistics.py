@@ -1,8 +1,13 @@
-"""Confidence intervals of shares and means."""
+"""Confidence intervals of shares and means, tests of paired differences, and their power."""
 
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 
-from scipy.special import stdtrit
+from scipy.special import nctdtr, stdtr, stdtrit
+
+POWER = 0.8
+"""Probability with which a planned comparison should find a true difference, by convention."""
 
 
 def wilson(share: float, number: int) -> tuple[float, float]:
@@ -28,3 +33,97 @@ def student_t975(freedom: int) -> float:
     2.7764
     """
     return float(stdtrit(freedom, 0.975))
+
+
+@dataclass(frozen=True, slots=True)
+class PairedDifference:
+    """The mean of `n` differences between pairs, with their standard deviation `sd`.
+
+    n is at least 2, and sd above 0.
+
+    Tests and intervals are two-sided, by Student's t.
+    """
+
+    n: int
+    mean: float
+    sd: float
+
+    @property
+    def p(self) -> float:
+        """The p-value of the hypothesis that the true mean is 0."""
+        t = abs(self.mean) * math.sqrt(self.n) / self.sd
+        return min(1.0, 2 * float(stdtr(self.n - 1, -t)))
+
+    def interval(self, alpha: float) -> tuple[float, float]:
+        """Return the interval that misses the true mean with probability `alpha`."""
+        half = self._critical(alpha, self.n) * self.sd / math.sqrt(self.n)
+        return self.mean - half, self.mean + half
+
+    def detectable(self, alpha: float, power: float = POWER) -> float:
+        """Return the smallest true mean that a test of `n` pairs finds with probability `power`.
+
+        The true standard deviation is taken to be `sd`.
+        """
+        low, high = 0.0, self.sd
+        while self._power(high, alpha, self.n) < power:
+            low, high = high, 2 * high
+        while high - low > 1e-6 * high:
+            middle = (low + high) / 2
+            if self._power(middle, alpha, self.n) < power:
+                low = middle
+            else:
+                high = middle
+        return high
+
+    def pairs_needed(self, true: float, alpha: float, power: float = POWER) -> int:
+        """Return the number of pairs that finds a true mean with probability `power`."""
+        few, enough = 1, 2
+        while self._power(true, alpha, enough) < power:
+            few, enough = enough, 2 * enough
+        while enough - few > 1:
+            middle = (few + enough) // 2
+            if self._power(true, alpha, middle) < power:
+                few = middle
+            else:
+                enough = middle
+        return enough
+
+    def _power(self, true: float, alpha: float, n: int) -> float:
+        """Return the probability that a test of `n` pairs finds a true mean."""
+        shift = true * math.sqrt(n) / self.sd
+        return 1 - float(nctdtr(n - 1, shift, self._critical(alpha, n)))
+
+    @staticmethod
+    def _critical(alpha: float, n: int) -> float:
+        return -float(stdtrit(n - 1, alpha / 2))
+
+
+def paired_difference(values: Sequence[float]) -> PairedDifference | None:
+    """Return the mean of differences between pairs.
+
+    None if there are fewer than two different ones: equal ones do not show the spread, which a test
+    would take to be 0.
+    """
+    n = len(values)
+    if len(set(values)) < 2:
+        return None
+    mean = sum(values) / n
+    return PairedDifference(n, mean, math.sqrt(sum((x - mean) ** 2 for x in values) / (n - 1)))
+
+
+def holm(p_values: Sequence[float], number: int) -> list[float]:
+    """Return p-values adjusted for a family of `number` tests (Holm 1979).
+
+    A test is significant at 5% if its adjusted p-value is below 0.05. The chance of any false
+    result in the family is then at most 5%, also if the tests depend on each other. Planned tests
+    without a p-value yet count with p = 1.
+
+    >>> [round(p, 3) for p in holm([0.01, 0.04, 0.03, 0.005], 4)]
+    [0.03, 0.06, 0.06, 0.02]
+    """
+    adjusted = [1.0] * len(p_values)
+    highest = 0.0
+    for rank, index in enumerate(sorted(range(len(p_values)), key=p_values.__getitem__)):
+        highest = max(highest, min(1.0, (number - rank) * p_values[index]))
+        adjusted[index] = highest
+    return adjusted

@@ -38,8 +38,16 @@ class EwmaProx(OldLogps):
 
     needs = Needs(resident_models=1, averages=1, forwards="one")
 
-    def __init__(self, scorer: Scorer, *, beta: float, every_step: bool = False) -> None:
-        self.average = scorer.make_average()
+    def __init__(
+        self,
+        scorer: Scorer,
+        *,
+        beta: float,
+        every_step: bool = False,
+        placement: Literal["twin", "own"] = "twin",
+    ) -> None:
+        self.needs = self.needs.placed(placement)
+        self.average = scorer.make_average(placement=placement)
         self._scorer = scorer
         self._beta = beta
         self._every_step = every_step
@@ -91,6 +99,11 @@ class EwmaProxSpec(OldLogpsConfig):
     """Only for `ewma_prox`: what is averaged, the weights of every published version or those after
     every optimizer step.
     """
+    placement: Literal["twin", "own"] = "twin"
+    """Where past versions or averages are scored: in a second model, or (`own`) in the trained
+    model, whose weights are in main memory meanwhile. The latter is slower. Then no second model is
+    needed, and averages are in main memory.
+    """
 
     # gives a mean age of 3 versions, the age of this recipe's tokens
     recipe: ClassVar = {"beta": 0.75}
@@ -105,6 +118,10 @@ class EwmaProxSpec(OldLogpsConfig):
     )
 
     @property
+    def needs(self) -> Needs:
+        return self.makes.needs.placed(self.placement)
+
+    @property
     def decay(self) -> float:
         return DEFAULT_DECAY if self.beta is None else self.beta
 
@@ -113,7 +130,12 @@ class EwmaProxSpec(OldLogpsConfig):
 
     def meaning(self, run: RunConfig) -> Meaning:
         age = f"tends to {age_of_average(self, run):.2g}"
-        return meaning_of_average(run, age=age, averages=1)
+        return meaning_of_average(run, age=age, averages=1, placement=self.placement)
 
     def make(self, scorer: Scorer, *, lockstep: bool) -> EwmaProx:
-        return EwmaProx(scorer, beta=self.decay, every_step=self.update_every == "step")
+        return EwmaProx(
+            scorer,
+            beta=self.decay,
+            every_step=self.update_every == "step",
+            placement=self.placement,
+        )

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from unstale.config.checks import ConfigError, PositiveInt, Range, Share
 from unstale.config.routes import (
@@ -47,7 +47,10 @@ class PpoEwmaAsync(OldLogps):
     needs = Needs(resident_models=1, averages=1, forwards="one")
 
     def __init__(self, scorer: Scorer, options: PpoEwmaAsyncSpec) -> None:
-        self.averages = [scorer.make_average() for _ in range(options.averages)]
+        self.needs = options.needs
+        self.averages = [
+            scorer.make_average(placement=options.placement) for _ in range(options.averages)
+        ]
         self._scorer = scorer
         self._options = options
         self._targets: list[float] = []
@@ -204,6 +207,11 @@ class PpoEwmaAsyncSpec(OldLogpsConfig):
     """Only for `ppo_ewma_async`: number of batches in a row below `reset_below` before a reset."""
     reset_cooldown: PositiveInt = 10
     """Only for `ppo_ewma_async`: smallest number of batches between two resets."""
+    placement: Literal["twin", "own"] = "twin"
+    """Where past versions or averages are scored: in a second model, or (`own`) in the trained
+    model, whose weights are in main memory meanwhile. The latter is slower. Then no second model is
+    needed, and averages are in main memory.
+    """
 
     fixed: ClassVar = {"averages": "the checkpoint holds so many averages"}
     recipe: ClassVar = {"reset_below": 0.5}
@@ -227,6 +235,10 @@ class PpoEwmaAsyncSpec(OldLogpsConfig):
             )
 
     @property
+    def needs(self) -> Needs:
+        return replace(self.makes.needs.placed(self.placement), averages=self.averages)
+
+    @property
     def decay(self) -> float | None:
         return self.beta
 
@@ -238,7 +250,7 @@ class PpoEwmaAsyncSpec(OldLogpsConfig):
         age = "follows the mean lag of recent batches"
         if self.beta is not None:
             age = f"tends to {age_of_average(self, run):.2g}"
-        return meaning_of_average(run, age=age, averages=self.averages)
+        return meaning_of_average(run, age=age, averages=self.averages, placement=self.placement)
 
     def variants(self, alphas: Sequence[float]) -> list[OldLogpsConfig]:
         return [type(self)(averages=2)]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -42,7 +42,7 @@ class SnapshotOld(OldLogps):
         make_store: MakeStore | None = None,
         placement: Literal["twin", "own"] = "twin",
     ) -> None:
-        self.needs = _needs(self.needs, placement)
+        self.needs = self.needs.placed(placement)
         scorer.keep_versions(make_store, placement=placement)
         self.scorer = scorer
 
@@ -89,8 +89,9 @@ class SnapshotOldSpec(ExactSpec):
     memory_gb: NonNegative = 0.0
     """Largest size of the kept weights in GB; 0 sets no limit."""
     placement: Literal["twin", "own"] = "twin"
-    """Where past versions are scored: in a second model, or (`own`) in the trained model, whose
-    weights are in main memory meanwhile. The latter is slower and needs no second model.
+    """Where past versions or averages are scored: in a second model, or (`own`) in the trained
+    model, whose weights are in main memory meanwhile. The latter is slower. Then no second model is
+    needed, and averages are in main memory.
     """
     spill: bool = False
     """Keep past weights in files of a temporary folder instead of memory."""
@@ -109,7 +110,7 @@ class SnapshotOldSpec(ExactSpec):
 
     @property
     def needs(self) -> Needs:
-        return _needs(self.makes.needs, self.placement)
+        return self.makes.needs.placed(self.placement)
 
     @property
     def copies_limit_gb(self) -> float:
@@ -138,12 +139,3 @@ class SnapshotOldSpec(ExactSpec):
             folder=Path(tempfile.gettempdir()) if self.spill else None,
         )
         return SnapshotOld(scorer, make_store=make_store, placement=self.placement)
-
-
-def _needs(twin: Needs, placement: Literal["twin", "own"]) -> Needs:
-    """Return the needs of the route for an option `placement`.
-
-    `needs` are those with a second model.
-    """
-    own = replace(twin, resident_models=0, trained_weights=True)
-    return own if placement == "own" else twin

@@ -9,7 +9,9 @@ from typing import Any
 from unstale.build import shares_deltas
 from unstale.config import ConfigError, RunConfig
 from unstale.config.routes import live_versions
+from unstale.config.techniques import needs_reference
 from unstale.durability.checkpoint import CHECKPOINTS, VERSIONS
+from unstale.engines.registry import packs_weights
 from unstale.model.policy import Policy
 from unstale.planner.deltas import delta_bytes
 from unstale.planner.models import WORD
@@ -30,6 +32,10 @@ _MOMENTS = {"SGD": 0, "Adagrad": 1, "RMSprop": 1, "Muon": 1}
 like AdamW.
 """
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
+_PACKED = 1.2
+"""Bytes of a weight in the format of `engine.quantise`: one, with a share of the scales and of the
+weights that are not rounded.
+"""
 _GB = 1e9
 
 
@@ -79,8 +85,8 @@ class Footprint:
         parts += [f"the run's process {self.driver / _GB:.1f}"] * bool(self.ranks)
         parts += [f"engines {self.engines / _GB:.1f}"]
         return (
-            f"expected memory {memory / _GB:.1f} GB ({', '.join(parts)}){place} and activations; "
-            f"disk {self.disk / _GB:.1f} GB: {self.kept} checkpoints of "
+            f"expected memory {memory / _GB:.1f} GB ({', '.join(parts)}){place} and activations\n"
+            f"expected disk {self.disk / _GB:.1f} GB: {self.kept} checkpoints of "
             f"{self.checkpoint / _GB:.2f} GB, versions and the journal"
         )
 
@@ -151,12 +157,15 @@ def predict_footprint(config: RunConfig, policy: Policy) -> Footprint:
     copy = trained * width  # with adapters, copies of the model share the frozen weights
     live = live_versions(config)
     needs = config.old_logps.needs
-    copies = needs.resident_models * (not needs.own_process) + (config.objective.kl_coef > 0)
+    copies = needs.resident_models * (not needs.own_process) + needs_reference(config)
+    copies += needs.trained_weights * (1 + needs.snapshots)  # in main memory, while they score
     copies += (live + 1) * (config.audit.share > 0)
     deltas = live * delta if needs.snapshots else 0.0
     averages = needs.averages * _WIDE * trained
     state = trained * (_GRADIENT + moments + (master if width < _WIDE else 0))
     trainer = PROCESS_BYTES + total * width + state + copies * copy + averages + deltas
+    if packs_weights(config):
+        trainer += _PACKED * total  # of the version that was sent last
     ranks = config.cluster.trainers
     if ranks:
         trainer += trained * (master + moments) + copy  # what a checkpoint is written from
@@ -229,7 +238,9 @@ def _engine_bytes(config: RunConfig, total: int, copy: int) -> float:
     engine = config.engine
     if engine.backend != "embedded":
         return 0.0
-    held = copy if shares_deltas(config) else 0  # the weights that deltas are applied to
+    held: float = copy if shares_deltas(config) else 0  # the weights that deltas are applied to
+    if packs_weights(config):
+        held = _PACKED * total
     engines = engine.processes * (PROCESS_BYTES + total * _DTYPE_BYTES[engine.dtype] + held)
     if not config.cluster.engine_hosts:
         return engines

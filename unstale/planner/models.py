@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from unstale.config import SHIPPED_POLICY
+from unstale.config import SHIPPED_POLICIES
 from unstale.config.checks import ConfigError, nearest
 from unstale.planner.assignments import parse_assignments, value_kinds
 
@@ -164,11 +164,11 @@ class Model:
     def parse(cls, text: str) -> "Model":
         """Return the model that a word of the command line names.
 
-        The word is a preset, a model folder, sizes (`layers=36,hidden=2560,...`), or `base` for the
-        small model of this package. Raises `ConfigError` for anything else.
+        The word is a preset, a model folder, sizes (`layers=36,hidden=2560,...`), or the name of a
+        small model of this package, such as `base`. Raises `ConfigError` for anything else.
         """
-        if text == "base":
-            return cls.from_folder(SHIPPED_POLICY)
+        if text in SHIPPED_POLICIES:
+            return cls.from_folder(SHIPPED_POLICIES[text])
         if "=" in text:
             return cls._from_sizes(text)
         if text in PRESETS:

@@ -9,7 +9,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from unstale.config import SHIPPED_POLICY
+from unstale.config import SHIPPED_POLICIES
 from unstale.config.routes import routes
 from unstale.observe.report.words import KEEPS_PACE
 from unstale.planner.analytic import STATE_BYTES
@@ -220,16 +220,20 @@ def command(candidate: Candidate) -> str:
             options["old_logps.ranks"] = placement.scorers
     if setup.pass_tokens > _LONG and not setup.device.is_core:
         options["trainer.share_prompts"] = "false"
-    policy = "base" if setup.model.name == SHIPPED_POLICY.name else "FOLDER"
+    policy = _SHIPPED.get(setup.model.name, "FOLDER")
     words = " ".join(f"--{name} {value}" for name, value in options.items())
     return f"unstale train llm --policy {policy} {words}"
+
+
+_SHIPPED = {folder.name: name for name, folder in SHIPPED_POLICIES.items()}
+"""Names of the small models of the package, by the names of their folders."""
 
 
 def missing(candidate: Candidate) -> Iterator[str]:
     """Yield what the user must add to the suggested command before running it."""
     placement = candidate.placement
     setup = candidate.costs.setup
-    if setup.model.name != SHIPPED_POLICY.name:
+    if setup.model.name not in _SHIPPED:
         yield f"FOLDER is the folder of {setup.model.name}"
     yield "name your task by --task.env, and its reward by --reward (docs/your-own-data.md)"
     if not setup.device.is_core:

@@ -52,8 +52,9 @@ def add(verbs: Any) -> None:
     def number(name: str, help: str, low: int, high: int, **options: Any) -> None:
         option(name, help, type=bounded(int, low, high), **options)
 
+    presets = ", ".join(PRESETS)
     sizes = (
-        f"a model folder, `base`, Qwen3's {', '.join(PRESETS)}, or layers=36,hidden=2560,ffn=..."
+        f"a model folder, `base`, `base-desks`, Qwen3's {presets}, or layers=36,hidden=2560,ffn=..."
     )
     shares = ", ".join(f"{name}={value:g}" for name, value in asdict(Shares()).items())
     shares = f"shares that programs reach of the data sheet's figures. Now: {shares}"

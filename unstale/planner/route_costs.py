@@ -21,7 +21,9 @@ class RouteCost:
     needs: Needs
     exact: bool
     in_place: bool = False
-    """True if past versions are scored in the trained model (`old_logps.placement = own`)."""
+    """True if past versions or averages are scored in the trained model (`old_logps.placement =
+    own`).
+    """
     stores_copies: bool = False
     """True if each version is kept whole, not as a delta (`old_logps.storage = full`)."""
 
@@ -50,23 +52,27 @@ class RouteCost:
     def main_bytes(self, model: Model, *, live: int, rate: float) -> float:
         """Return the bytes of main memory that the route takes on all training ranks together.
 
-        They are `live` versions, as deltas or whole. In place, the past version that is loaded is
-        in main memory too and, while it is scored, the trained float32 weights.
+        They are `live` versions, as deltas or whole. In place, the past version that is loaded or
+        the float32 averages are in main memory too and, while they score, the trained float32
+        weights.
         """
         kept = self.delta_bytes(model, live=live, rate=rate)
         if self.stores_copies:
             kept = live * model.copy_bytes
-        return kept + (WORD + _FLOAT32) * model.parameters * self.in_place
+        loaded = WORD * self.needs.snapshots + _FLOAT32 * self.needs.averages
+        return kept + (loaded + _FLOAT32) * model.parameters * self.in_place
 
     def device_bytes(self, model: Model) -> float:
         """Return the bytes that the route adds to training, on all trainer devices together."""
         copies = 0 if self.needs.own_process else self.needs.resident_models
-        return model.copy_bytes * copies + _FLOAT32 * model.parameters * self.needs.averages
+        averages = 0 if self.in_place else self.needs.averages
+        return model.copy_bytes * copies + _FLOAT32 * model.parameters * averages
 
     def traffic_bytes(self, model: Model) -> float:
         """Return the bytes of device memory that averages of the weights read and write per step.
 
         An update reads the weights and the average, writes the average, and copies it into a model.
+        In place the copies cross the bus to main memory, whose time is not predicted.
         """
         moved = WORD + 2 * _FLOAT32 + _FLOAT32 + WORD
         return model.parameters * self.needs.averages * moved

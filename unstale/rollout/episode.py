@@ -189,6 +189,8 @@ class Rollout:
     ) -> Group:
         """Run `size` episodes of one task concurrently. An episode with a record continues from it.
 
+        If the request has more records than `size`, all of them continue.
+
         All episodes use the same environment seed and different sampling noise. `open_writer` is
         called with the number of the group and the index of the episode in the group, and opens the
         journal's record.
@@ -196,6 +198,7 @@ class Rollout:
         if request.finished:
             return _group(request, [record.outcome for record in request.past])
         env_seed = derive_seed(request.seed, request.task.key)
+        # More than `size` if episodes were added to the group before a resume.
         records = (*request.past, *[None] * (size - len(request.past)))
         async with asyncio.TaskGroup() as siblings:
             running = [
@@ -205,10 +208,10 @@ class Rollout:
                         env_seed=env_seed,
                         noise_seed=derive_seed(env_seed, index),
                         open_writer=partial(open_writer, request.number, index),
-                        record=records[index],
+                        record=record,
                     )
                 )
-                for index in range(size)
+                for index, record in enumerate(records)
             ]
         return _group(request, [episode.result() for episode in running])
 

@@ -227,5 +227,5 @@ def measure_staleness(
         "schedule/staleness_histogram": {str(age): count for age, count in counts.items()},
         "schedule/mixed_version_share": mixed / max(len(trajectories), 1),
         "schedule/stale_kv_share": (~batch.clean[batch.sampled]).double().sum().item()
-        / max(tokens, 1),
+        / max(int(batch.sampled.sum()), 1),
     }

@@ -13,7 +13,7 @@ backward passes are divided among the ranks.
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ from unstale.model.policy import Policy
 from unstale.model.sharding import gather_whole, is_sharded
 from unstale.old_logps import OldLogps
 from unstale.records import Batch
+from unstale.techniques import NO_TECHNIQUES, Signals, StepPlan, StepSeen, Techniques
 from unstale.trainer.metrics import StepMetrics
 from unstale.trainer.optimizer import lr_factor, make_optimizer
 from unstale.trainer.records import NOT_FINITE, FailedBatch, Minibatch
@@ -135,6 +136,8 @@ class LocalTrainer:
         config: RunConfig,
         old: OldLogps,
         audit: Audit = lambda batch, old_logp: {},
+        *,
+        techniques: Techniques = NO_TECHNIQUES,
     ) -> None:
         """Create the optimizer. `audit` is called before the first optimizer step on a batch."""
         self.policy = policy
@@ -142,9 +145,12 @@ class LocalTrainer:
         self.rules = Rules(config.correction, config.objective)
         self.old = old
         self.audit = audit
+        self.techniques = techniques
         self.num_steps = config.steps * config.trainer.minibatches_per_batch
-        self.skips_zero_advantage = not self.rules.trains_zero_advantage
-        """True if sequences in which every advantage is 0 need no forward and backward pass."""
+        self.skips_zero_advantage = not (self.rules.trains_zero_advantage or techniques.controllers)
+        """True if sequences in which every advantage is 0 need no forward and backward pass. A
+        controller sees all sequences.
+        """
         self._temperature = config.engine.temperature
         policy.set_forward_options(ForwardOptions.of(config))
         self.steps = 0
@@ -152,7 +158,8 @@ class LocalTrainer:
         self._forward = {name: p for name, p in policy.model.named_parameters() if p.requires_grad}
         self._master = {name: _master(parameter) for name, parameter in self._forward.items()}
         self.optimizer = make_optimizer(self.config, list(self._master.values()))
-        self._reference = policy.twin() if config.objective.kl_coef else None
+        keeps_reference = config.objective.kl_coef or "reference" in techniques.needs
+        self._reference = policy.twin() if keeps_reference else None
         self._metrics = StepMetrics()
         self._passes = self._metrics
         """The metrics to which forward passes add."""
@@ -190,10 +197,13 @@ class LocalTrainer:
         # If no sequence has a gradient, run all of them, because the route's metrics need some
         # tokens.
         members = with_gradient or list(range(batch.num_sequences))
+        if self.techniques.shapers:  # they may change an advantage that is 0
+            members = list(range(batch.num_sequences))
         scored, index = batch.select(members)
         lag = torch.where(scored.sampled, self.policy.lag(scored.version), -1)
         old_logp, control = self._score_old(scored, lag)
         reference_logp = self._score_reference(scored)
+        scored, factor = self._shape(scored, old_logp, reference_logp, control)
 
         keep = batch.sampled.index_put((index,), control.keep)
         norm = self._norm(batch, steps, keep)[index]
@@ -205,7 +215,7 @@ class LocalTrainer:
                 Minibatch(
                     batch=part,
                     old_logp=_select(old_logp, where),
-                    factor=control.factor[where],
+                    factor=factor[where],
                     norm=norm[where],
                     reference_logp=_select(reference_logp, where),
                     lag=lag[where],
@@ -251,6 +261,26 @@ class LocalTrainer:
         metrics.add_passes([passes for passes in reports if passes is not None])
         metrics.update_s += time.perf_counter() - began
 
+    def _shape(
+        self, batch: Batch, old_logp: Tensor, reference_logp: Tensor, control: Control
+    ) -> tuple[Batch, Tensor]:
+        """Apply the shapers. Return the batch with new advantages, and the weight of each token."""
+        factor = control.factor
+        if not self.techniques.shapers:
+            return batch, factor
+        signals = Signals(
+            old_logp=old_logp,
+            logp=self._score(self.policy, batch).logp,
+            reference_logp=reference_logp,
+            progress=self.steps / self.num_steps,
+        )
+        for shaper in self.techniques.shapers:
+            shaped = shaper.shape(batch, signals)
+            _require_finite(batch, advantage=shaped.advantage)
+            batch = replace(batch, advantage=torch.where(batch.trained, shaped.advantage, 0.0))
+            factor = factor * shaped.keep
+        return batch, factor
+
     def step(self) -> None:
         """Take one optimizer step.
 
@@ -271,9 +301,12 @@ class LocalTrainer:
                 "no step was taken. Lower trainer.lr or narrow the correction band"
             )
         lr = self.config.lr * lr_factor(self.steps, self.config, num_steps=self.num_steps)
+        plan = self._plan(norm)
+        lr *= plan.lr_factor
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        self.optimizer.step()
+        if not plan.skip:
+            self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self._cast_master()
         self.policy.at_version = False
@@ -282,6 +315,15 @@ class LocalTrainer:
         self._metrics.grad_norms.append(norm)
         self._metrics.lr = lr
         self._metrics.update_s += time.perf_counter() - began
+
+    def _plan(self, grad_norm: float) -> StepPlan:
+        """Return the controllers' plan for the next optimizer step."""
+        if not self.techniques.controllers:
+            return StepPlan()
+        log_weight = torch.tensor(self._metrics.take_log_weights(), dtype=torch.float64)
+        plan = self.techniques.plan(StepSeen(log_weight, grad_norm))
+        self._metrics.extra |= plan.metrics
+        return plan
 
     def metrics(self) -> Mapping[str, float]:
         """Return the metrics of the last batch, and the CPU seconds since the last call."""
@@ -426,7 +468,7 @@ class LocalTrainer:
         _require_finite(microbatch, logp=current_logp)
         if self.old.needs.inline:
             old_logp, control = self._correct(microbatch, current_logp, lag)
-            factor = control.factor
+            factor = control.factor * minibatch.factor[index]  # 0 for tokens that a shaper drops
         else:
             old_logp, factor = minibatch.old_logp[index], minibatch.factor[index]
         surrogate = self.rules.surrogate(logp, old_logp, microbatch)
@@ -443,6 +485,8 @@ class LocalTrainer:
         if objective.entropy_coef:
             loss = loss - objective.entropy_coef * (norm * entropy).sum()
         self._passes.add_forward(microbatch, current_logp, old_logp, lag=lag, surrogate=surrogate)
+        if self.techniques.controllers:
+            self._passes.add_log_weights(microbatch, current_logp)
         self._passes.losses.append(loss.item())
         return loss
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from unstale.algorithms.corrections import LOG_LIMIT, Control, bounded_exp
+from unstale.algorithms.corrections import LOG_LIMIT, Control, bounded_exp, has_behavior
 from unstale.algorithms.objectives import Surrogate
 from unstale.records import Batch
 
@@ -53,6 +53,8 @@ class StepMetrics:
         self.imbalance = 1.0
         """Tokens run by the busiest rank over their mean, in the last optimizer step."""
         self.grad_norms: list[float] = []
+        self._log_weights: list[float] = []
+        """The logarithm of pi / mu of each sequence of the present optimizer step."""
         self._values: defaultdict[str, list[Tensor]] = defaultdict(list)
         """Values of sampled tokens by name. Each call that records values adds one tensor."""
         self._tokens_run = 0
@@ -82,6 +84,18 @@ class StepMetrics:
             clipped_low=surrogate.clipped_low,
             clipped_high=surrogate.clipped_high,
         )
+
+    def add_log_weights(self, batch: Batch, logp: Tensor) -> None:
+        """Record the logarithm of pi / mu of each sequence, summed over its sampled tokens."""
+        log_ratio = logp.double() - batch.behavior_logp.double()
+        log_ratio = torch.where(has_behavior(batch.provenance), log_ratio, 0.0)
+        total = log_ratio.new_zeros(batch.num_sequences).index_add(0, batch.sequence, log_ratio)
+        self._log_weights += total.tolist()
+
+    def take_log_weights(self) -> list[float]:
+        """Return the logarithms of pi / mu of the sequences since the last call."""
+        taken, self._log_weights = self._log_weights, []
+        return taken
 
     def add_reference(self, log_ratio: Tensor) -> None:
         """Record `reference_logp - logp` of sampled tokens, for the KL to the reference policy."""
@@ -119,6 +133,7 @@ class StepMetrics:
             self.sequence_tokens += passes.sequence_tokens
             self.forward_tokens += passes.forward_tokens
             self.losses += passes.losses
+            self._log_weights += passes._log_weights
             for name, recorded in passes._values.items():
                 self._values[name] += recorded
         self._tokens_run = max(passes._tokens_run for passes in ranks)

@@ -7,11 +7,14 @@ process removes it.
 import fcntl
 import os
 import shutil
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import TextIO
 
 _LOCK = "lock"
+_NEW_S = 3600.0
+"""A folder without a lock file may be about to get one until it has this age."""
 
 
 def hold_lock(folder: Path) -> TextIO:
@@ -23,10 +26,19 @@ def hold_lock(folder: Path) -> TextIO:
 
 
 def remove_leftovers(parent: Path, prefix: str) -> None:
-    """Remove this user's folders whose name begins with `prefix` and that no process has locked."""
+    """Remove this user's folders whose name begins with `prefix` and that no process has locked.
+
+    A folder that never got a lock is removed an hour after it was made.
+    """
     for folder in parent.glob(f"{prefix}*"):
         with suppress(OSError):
             if folder.lstat().st_uid != os.getuid():
+                continue
+            if not (
+                folder / _LOCK
+            ).exists():  # its process was killed between making and locking it
+                if time.time() - folder.lstat().st_mtime > _NEW_S:
+                    shutil.rmtree(folder, ignore_errors=True)
                 continue
             with (folder / _LOCK).open() as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

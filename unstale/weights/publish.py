@@ -6,6 +6,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from unstale.model.packed_weights import pack
+from unstale.weights.codec import checksum, encode, words
 from unstale.weights.store import Delta, Update, VersionStore
 
 
@@ -80,7 +82,8 @@ class DirectPublisher:
     of the weights if it accepts deltas, has the previous version, and the delta is smaller. `put`
     saves every version to disk before the engine gets it. With `post`, the engine gets what it
     returns, and fetches the weights from there. With `in_place`, whole weights stay on the
-    trainer's device.
+    trainer's device. With `packed`, a format of `quantisation.FORMATS`, the engine gets the values
+    and scales of this format, and later versions as their differences.
     """
 
     def __init__(  # noqa: PLR0913 - the options of a publication
@@ -92,6 +95,7 @@ class DirectPublisher:
         put: Put | None = None,
         post: Post | None = None,
         in_place: bool = False,
+        packed: str = "none",
     ) -> None:
         self.bytes = 0
         self._engine = engine
@@ -100,6 +104,9 @@ class DirectPublisher:
         self._put = put
         self._post = post
         self._device = None if in_place else "cpu"
+        self._packed = packed
+        self._last_packed: tuple[int, Mapping[str, Tensor]] = -1, {}
+        """The version that was packed last, and its packed weights."""
         self._loaded = -1
         """The version of the weights that the engine has."""
         self._prepared: tuple[Update, int] | None = None
@@ -114,7 +121,10 @@ class DirectPublisher:
             update: Update = posted
             self.bytes = posted.nbytes
         else:
-            update = delta or cast(weights, self._dtype, device=self._device)
+            if self._packed != "none":
+                update = self._pack(source.version, weights)
+            else:
+                update = delta or cast(weights, self._dtype, device=self._device)
             self.bytes = update.nbytes if isinstance(update, Delta) else _size(update)
         self._prepared = update, source.version
 
@@ -131,6 +141,16 @@ class DirectPublisher:
         await self._engine.load(update, version)
         self._loaded = version
         await self._engine.resume()
+
+    def _pack(self, version: int, weights: Mapping[str, Tensor]) -> Update:
+        """Return packed weights, or their difference from those that the engine has."""
+        packed = pack(cast(weights, self._dtype), self._packed, self._dtype)
+        (base, before), self._last_packed = self._last_packed, (version, packed)
+        if base < 0 or base != self._loaded or not self._engine.takes_deltas:
+            return packed
+        tensors = {name: encode(words(packed[name]) ^ words(before[name])) for name in packed}
+        delta = Delta(base, version, checksum(packed), tensors)
+        return delta if delta.nbytes < _size(packed) else packed
 
     def _delta(
         self, version: int, weights: Mapping[str, Tensor], live: Collection[int]

@@ -175,6 +175,7 @@ class WentWrong:
 
 def _columns(batch: Batch) -> dict[str, Tensor]:
     columns = {field.name: getattr(batch, field.name) for field in fields(Batch)}
+    del columns["group"], columns["reward"]  # no step of a recorded batch reads them
     table = columns.pop("routes")
     columns |= {name: torch.tensor(columns[name], dtype=torch.long) for name in _LISTS}
     return columns | _route_columns(table) if table else columns

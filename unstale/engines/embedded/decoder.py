@@ -31,6 +31,7 @@ from unstale.engines.embedded.kernels import Kernels
 from unstale.engines.embedded.pages import PAGE, Inputs, Pages, StepShape, placed, plan, runs, tiled
 from unstale.engines.embedded.runner import Step, check_update
 from unstale.model import linear
+from unstale.model.packed_weights import RoundedWeights
 from unstale.model.quantisation import FORMATS, quantised
 
 RUN = 8
@@ -220,9 +221,11 @@ class Qwen3Runner:
         tied = {"lm_head.weight": "model.embed_tokens.weight"} if sizes.tied else {}
         check_update(update, sizes.shapes(), tied)
 
+        kind = "none" if isinstance(update, RoundedWeights) else self._quantise
+
         def weight(name: str) -> Tensor:
             converted = update[name].to(self._device, self._dtype, copy=True)
-            return quantised(name, converted, self._quantise)
+            return quantised(name, converted, kind)
 
         self._graphs.clear()
         self._layers = []  # the old weights are freed before the new ones take memory

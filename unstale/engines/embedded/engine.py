@@ -455,4 +455,4 @@ def _pack_update(update: Update) -> Sequence[Bytes]:
     return file_parts(update) if isinstance(update, Delta) else file_of(update)
 
 
-SPEC = EngineSpec(EmbeddedEngine, adapter_deltas=True)
+SPEC = EngineSpec(EmbeddedEngine, takes_packed=True, adapter_deltas=True)

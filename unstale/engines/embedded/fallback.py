@@ -16,6 +16,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from unstale.engines.embedded.runner import Chunk, Step, check_update, tied_parameters
 from unstale.model.experts import RouteRecorder
 from unstale.model.loading import load_model
+from unstale.model.packed_weights import RoundedWeights
 from unstale.model.quantisation import quantised, round_activations
 
 _PROBE_TOLERANCE = 1e-3
@@ -134,10 +135,11 @@ class TransformersRunner:
 
     def load(self, update: Mapping[str, Tensor]) -> None:
         check_update(update, self._shapes, self._tied)
+        kind = "none" if isinstance(update, RoundedWeights) else self._quantise
         with torch.no_grad():
             for name, parameter in self._model.named_parameters():
                 converted = update[name].to(parameter.dtype)
-                parameter.copy_(quantised(name, converted, self._quantise))
+                parameter.copy_(quantised(name, converted, kind))
 
     def keep(self, slot: int, count: int) -> None:
         """Do nothing. This cache keeps the memory of all slots, so none can be freed."""

@@ -10,17 +10,27 @@ from torch.func import functional_call
 from unstale.engines.embedded.runner import check_update, tied_parameters
 from unstale.model.loading import load_model
 from unstale.model.lora import Base, Merging
+from unstale.model.quantisation import quantise_passes
 
 
 class ReferenceModel:
     """A language model without weights. `logps` receives the weights with each call.
 
     `max_positions` is the longest sequence that the model's configuration allows. With `merging`,
-    `cast` receives LoRA adapters and adds them to the weights in `folder`.
+    `cast` receives LoRA adapters and adds them to the weights in `folder`. `logps` rounds weights
+    and activations to the format `quantise`, as the engine does. `cast` does not round them.
     """
 
-    def __init__(self, folder: Path, *, dtype: torch.dtype, merging: Merging | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        dtype: torch.dtype,
+        merging: Merging | None = None,
+        quantise: str = "none",
+    ) -> None:
         model = load_model(folder, dtype).eval()
+        quantise_passes(model, quantise, dtype)
         config = model.config.get_text_config()
         self.vocab_size = int(config.vocab_size)
         self.max_positions: int | None = getattr(config, "max_position_embeddings", None)

@@ -24,6 +24,7 @@ from unstale.engines.embedded.posted_routes import post
 from unstale.engines.embedded.runner import DTYPES, Runner
 from unstale.expert_routes import num_experts
 from unstale.model.lora import Base, Merging
+from unstale.model.packed_weights import RoundedWeights, pack
 from unstale.weights.child_process import Frames, Header, frame
 from unstale.weights.codec import advance, loads, tensors_of
 
@@ -192,13 +193,28 @@ class _EngineWorker:
                 advance(self._full_weights, loads(memoryview(body)))
                 update = self._full_weights
             else:
-                update = tensors_of(body)
-            self._batcher.load(self._base.merged(update) if self._base else update)
+                update = self._received(tensors_of(body))
+            self._batcher.load(self._to_load(update))
         except ValueError as error:
             return str(error)
         self._full_weights = update if self._options["deltas"] else {}
         self._version = header["version"]
         return ""
+
+    def _received(self, update: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return full weights in the form to which deltas apply, packed if deltas are."""
+        if not self._options["packed"]:
+            return dict(update)
+        return pack(update, self._options["quantise"], DTYPES[self._options["dtype"]])
+
+    def _to_load(self, update: dict[str, Tensor]) -> Mapping[str, Tensor]:
+        """Return the weights that the runner loads."""
+        if self._base:
+            return self._base.merged(update)
+        if not self._options["packed"]:
+            return update
+        options = self._options
+        return RoundedWeights(update, options["quantise"], DTYPES[options["dtype"]])
 
     def _reply(self, finished: list[FinishedReply]) -> None:
         """Send each reply in a message, and its expert routes in a file."""

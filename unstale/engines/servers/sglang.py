@@ -36,6 +36,11 @@ class SglangEngine(RemoteEngine):
             raise ValueError(
                 f"{self.url} overrides sampling parameters: start it without {preferred!r}"
             )
+        if quantization := info.get("quantization"):
+            raise ValueError(
+                f"start {self.url} without --quantization {quantization}: SGLang cannot load new "
+                "weights into layers that it quantised"
+            )
         if self.options.keep_cache and info["page_size"] % BLOCK:
             raise ValueError(
                 f"engine.keep_cache needs cache pages of {BLOCK} tokens: start {self.url} with "

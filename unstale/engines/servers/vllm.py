@@ -24,7 +24,7 @@ from unstale.engines.remote import (
     decode_base64,
     malformed_as_connection_error,
 )
-from unstale.engines.vllm_server import EXTENSION, VllmServer
+from unstale.engines.vllm_server import EXTENSION, QUANTIZATION, VllmServer, can_quantise
 from unstale.engines.vllm_transfer import (
     MakeGroup,
     TransferGroup,
@@ -65,11 +65,32 @@ class VllmEngine(RemoteEngine):
                 "engine.backend = vllm needs vLLM, which this Python does not have: install it, or "
                 "give the engine.urls of servers that already run"
             )
+        if not options.url and options.quantise != "none" and not can_quantise():
+            raise ValueError(
+                f"engine.quantise = {options.quantise} with vLLM needs a GPU, or a CPU with AMX, "
+                "and this machine has neither: set engine.backend = embedded or engine.quantise = "
+                "none"
+            )
         super().__init__(options, None if options.url else VllmServer(options, extension))
 
     async def _handshake(self) -> int:
         await self._loaded_version()
+        if self.server is None:
+            await self._check_quantization()
         return int((await self._http.call("GET", "/v1/models"))["data"][0]["max_model_len"])
+
+    async def _check_quantization(self) -> None:
+        """Raise ValueError if the server was not started with the flag of `options.quantise`."""
+        wanted = QUANTIZATION[self.options.quantise]
+        body = {"method": "unstale_quantization"}
+        ((found,), *_) = (await self._http.call("POST", "/collective_rpc", body))["results"]
+        if found != wanted:
+            flag = f"with --quantization {wanted}" if wanted else "without --quantization"
+            raise ValueError(
+                f"engine.quantise = {self.options.quantise} needs a server that was started "
+                f"{flag}, but {self.url} has {found or 'no quantization'}: start it again, or set "
+                "engine.quantise = fp8 for fp8_per_block and none for no quantization"
+            )
 
     async def _pause(self, *, keep_cache: bool) -> None:
         clear_cache = "false" if keep_cache else "true"

@@ -1,22 +1,30 @@
 """The customer service of tau2-bench: `--task.env tau2:retail`, `tau2:airline`, `tau2:telecom`.
 
-Needs tau2, installed from its source. tau2's orchestrator exchanges the messages, and the policy is
-its agent. The simulated user is scripted (offline) or a model (`tau2:retail@openai/gpt-4.1`, a name
-of litellm). The reward is tau2's reward for the final state. Assertions in natural language are
-left out, because they need a judge.
+`tau2:all` has the tasks of all three in turn. Needs tau2, installed from its source. tau2's
+orchestrator exchanges the messages, and the policy is its agent. The simulated user is scripted
+(offline), a model behind an endpoint (`--task.user URL`), or a model of litellm
+(`tau2:retail@openai/gpt-4.1`). The reward is tau2's reward for the final state. Assertions in
+natural language are left out, because they need a judge.
 """
 
-import asyncio
-import json
 import os
 import re
 from collections import defaultdict, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from unstale.config import ConfigError, nearest
-from unstale.envs import ListedTasks, Message, Turn
+from unstale.config import ConfigError
+from unstale.envs import ListedTasks, Taskset, Turn
+from unstale.envs.mixed import MixedTasks
+from unstale.envs.orchestrated import (
+    USER_TIMEOUT_S,
+    Conversation,
+    LiveConversation,
+    MessageTypes,
+    PolicyAgent,
+    check_domain,
+)
 from unstale.records import Task
 
 os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # tau2 would be downloaded on import
@@ -31,7 +39,7 @@ try:
     from tau2.data_model.tasks import InitialState, RewardType
     from tau2.evaluator.evaluator_communicate import CommunicateEvaluator
     from tau2.evaluator.evaluator_env import EnvironmentEvaluator
-    from tau2.orchestrator.orchestrator import Orchestrator, Role
+    from tau2.orchestrator.orchestrator import Orchestrator
     from tau2.registry import registry
     from tau2.runner.build import build_user
     from tau2.user.user_simulator_base import STOP, TRANSFER, HalfDuplexUser
@@ -43,13 +51,15 @@ except ImportError as error:
     ) from error
 
 DOMAINS = ("airline", "retail", "telecom")
+ALL = "all"
+"""The name of all domains together."""
 MAX_STEPS = 200
 """Largest number of messages in an episode, as in tau2's runs."""
 MAX_ERRORS = 10
 """Largest number of failed calls in an episode, as in tau2's runs."""
 THREADS = 64
 """Number of episodes that can wait for their simulated users at the same time."""
-USER_ARGS = {"temperature": 0.0, "timeout": 50.0}
+USER_ARGS = {"temperature": 0.0, "timeout": USER_TIMEOUT_S}
 """Sampling options for a model that plays the user."""
 
 _TRANSFERRED = "YOU ARE BEING TRANSFERRED TO A HUMAN AGENT"
@@ -66,11 +76,7 @@ class Tau2Tasks(ListedTasks):
         self, domain: str, *, user: str = "", user_args: Mapping[str, Any] = USER_ARGS
     ) -> None:
         domain, _, model = domain.partition("@")
-        if domain not in DOMAINS:
-            raise ConfigError(
-                f"tau2's domain must be one of {', '.join(DOMAINS)}; "
-                f"got {domain!r}{nearest(domain, DOMAINS)}"
-            )
+        check_domain("tau2", domain, (*DOMAINS, ALL))
         self.name = f"tau2:{domain}"
         self.domain = domain
         self.user = user or model
@@ -110,96 +116,44 @@ class Tau2Tasks(ListedTasks):
         return kind(self, self.data_of(task))
 
 
-class Tau2Env:
-    """One conversation: the policy answers messages of the user and results of its tool calls."""
+class Tau2Env(Conversation):
+    """One conversation with a user of tau2."""
+
+    types = MessageTypes(
+        AssistantMessage, UserMessage, ToolMessage, ToolCall, is_valid_agent_history_message
+    )
 
     def __init__(self, tasks: Tau2Tasks, task: Any) -> None:
+        super().__init__(tasks.threads, task)
         self._tasks = tasks
-        self._task = task
-        self._orchestrator: Any = None
+        self._system = tasks.system
 
-    async def begin(self) -> Turn:
-        return await self._in_thread(self._begin)
-
-    async def step(self, reply: Message) -> Turn:
-        return await self._in_thread(self._step, reply)
-
-    async def _in_thread(self, work: Callable[..., Any], *arguments: Any) -> Any:
-        return await asyncio.get_running_loop().run_in_executor(
-            self._tasks.threads, work, *arguments
-        )
-
-    def _begin(self) -> Turn:
-        self._start(self._task)
-        return Turn((Message("system", self._tasks.system), *self._messages_since(0)))
-
-    def _start(self, task: Any) -> None:
-        """Start tau2's orchestrator and run it until it is the policy's turn."""
+    def _orchestrate(self, task: Any) -> Any:
         world = self._tasks.environment()
-        policy = PolicyAgent([], "")
+        policy = Tau2Agent([], "")
         if self._tasks.user:
             model = {"llm": self._tasks.user, "llm_args": self._tasks.user_args}
             user = build_user("user_simulator", world, task, **model)
         else:
             user = ScriptedUser(task, world, policy)
         limits = {"max_steps": MAX_STEPS, "max_errors": MAX_ERRORS}
-        self._orchestrator = Orchestrator(self._tasks.domain, policy, user, world, task, **limits)
-        self._orchestrator.initialize()
-        self._run_to_policy()
+        return Orchestrator(self._tasks.domain, policy, user, world, task, **limits)
 
-    def _run_to_policy(self) -> None:
-        """Run tau2's orchestrator until it is the policy's turn."""
-        orchestrator = self._orchestrator
-        while not orchestrator.done and orchestrator.to_role != Role.AGENT:
-            orchestrator.step()
-            orchestrator._check_termination()
+    def _check_limits(self) -> None:
+        self._orchestrator._check_termination()
 
-    def _step(self, reply: Message) -> Turn:
-        orchestrator = self._orchestrator
-        text = reply.content.rpartition("</think>")[2].strip()
-        calls = [
-            ToolCall(
-                id=f"call_{orchestrator.step_count}_{place}",
-                name=call.name,
-                arguments=dict(call.arguments),
-            )
-            for place, call in enumerate(reply.tool_calls)
-        ]
-        if not (calls or text):
-            return Turn((), done=True, rewards={"state": 0.0}, facts={"empty_reply": 1.0})
-        before = len(orchestrator.trajectory) + 1
-        orchestrator.agent.reply = AssistantMessage(
-            role="assistant", content=text or None, tool_calls=calls or None
-        )
-        orchestrator.step()
-        self._run_to_policy()
-        if orchestrator.done:
-            return self._end()
-        answers = list(self._messages_since(before))
-        for place, call in enumerate(reply.tool_calls):
-            if call.error:
-                answers[place] = Message("tool", f"Error: {call.error}")
-        return Turn(tuple(answers))
-
-    def _messages_since(self, start: int) -> tuple[Message, ...]:
-        """Return the messages for the policy.
-
-        The user's tool calls and the agent's greeting are left out.
-        """
-        return tuple(
-            Message("tool" if isinstance(message, ToolMessage) else "user", message.content)
-            for message in self._orchestrator.trajectory[start:]
-            if is_valid_agent_history_message(message) and not isinstance(message, AssistantMessage)
-        )
-
-    def _end(self) -> Turn:
+    async def _end(self) -> Turn:
         """Return the last turn with tau2's reward.
 
         It is 0 unless the user ended the conversation.
         """
-        trajectory = self._orchestrator.get_trajectory()
         if self._orchestrator.termination_reason != TerminationReason.USER_STOP:
-            return Turn((), done=True, rewards={"state": 0.0})
+            return Turn((), done=True, rewards={self.reward: 0.0})
+        turn: Turn = await self._in_thread(self._grade)
+        return turn
+
+    def _grade(self) -> Turn:
+        trajectory = self._orchestrator.get_trajectory()
         result = EnvironmentEvaluator.calculate_reward(
             registry.get_env_constructor(self._tasks.domain), self._task, trajectory
         )
@@ -207,54 +161,21 @@ class Tau2Env:
         if RewardType.COMMUNICATE in self._task.evaluation_criteria.reward_basis:
             communication = CommunicateEvaluator.calculate_reward(self._task, trajectory)
             facts["communicated"] = communication.reward
-        return Turn((), done=True, rewards={"state": result.reward}, facts=facts)
+        return Turn((), done=True, rewards={self.reward: result.reward}, facts=facts)
 
 
-class LiveEnv(Tau2Env):
-    """A conversation in which a model plays the user.
+class LiveEnv(Tau2Env, LiveConversation):
+    """A conversation in which a model plays the user. After a resume, tau2 repeats its calls."""
 
-    It is resumed from its recorded messages, because the model could give other answers when asked
-    again.
-    """
-
-    def snapshot(self) -> str:
-        fields = {"role", "id", "content", "tool_calls", "requestor", "error"}
-        orchestrator = self._orchestrator
-        messages = [
-            message.model_dump(mode="json", include=fields, exclude_none=True)
-            for message in orchestrator.trajectory
-        ]
-        return json.dumps(
-            {"steps": orchestrator.step_count, "errors": orchestrator.num_errors, "said": messages}
-        )
-
-    async def resume(self, state: str) -> None:
-        """Restore the conversation from its messages. tau2 repeats the recorded tool calls."""
-        record = json.loads(state)
-        messages = [_KINDS[message["role"]].model_validate(message) for message in record["said"]]
+    def _with_history(self, messages: list[Any]) -> Any:
         initial = (self._task.initial_state or InitialState()).model_copy(
             update={"message_history": messages}
         )
-        await self._in_thread(self._start, self._task.model_copy(update={"initial_state": initial}))
-        self._orchestrator.step_count = record["steps"]
-        self._orchestrator.num_errors = record["errors"]
+        return self._task.model_copy(update={"initial_state": initial})
 
 
-_KINDS = {"assistant": AssistantMessage, "tool": ToolMessage, "user": UserMessage}
-
-
-class PolicyAgent(HalfDuplexAgent[None]):
+class Tau2Agent(PolicyAgent, HalfDuplexAgent[None]):
     """An agent for tau2's orchestrator whose answers are the replies of the policy."""
-
-    reply: AssistantMessage
-    calls = 0
-    """Number of tool calls made so far."""
-
-    def get_init_state(self, message_history: Any = None) -> None: ...
-
-    def generate_next_message(self, message: Any, state: None) -> tuple[AssistantMessage, None]:
-        self.calls += len(self.reply.tool_calls or ())
-        return self.reply, None
 
 
 class ScriptedUser(HalfDuplexUser[None]):
@@ -323,4 +244,16 @@ class ScriptedUser(HalfDuplexUser[None]):
         return ToolCall(id=f"user_{place}", name=name, arguments=dict(arguments), requestor="user")
 
 
-TASKSET = Tau2Tasks
+def tau2_tasks(domain: str, **options: Any) -> Taskset:
+    """Return the tasks of a domain, or of all domains in turn (`all`, or `all@MODEL`).
+
+    `options` are those of `Tau2Tasks`.
+    """
+    name, at, model = domain.partition("@")
+    if name != ALL:
+        return Tau2Tasks(domain, **options)
+    parts = [Tau2Tasks(f"{each}{at}{model}", **options) for each in DOMAINS]
+    return MixedTasks(f"tau2:{ALL}", parts)
+
+
+TASKSET = tau2_tasks

@@ -1,7 +1,7 @@
 """The database of a desk: records by type and number, and the text in which tools return them."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
@@ -33,6 +33,19 @@ class User:
     email: str
     account: str
     payments: tuple[Payment, ...] = ()
+
+    def require_payment(self, number: str) -> None:
+        """Raise `DeskError` unless the customer has the payment method with this number."""
+        if number not in {payment.id for payment in self.payments}:
+            raise DeskError(f"no payment method {number}")
+
+    def payment_of(self, kind: str) -> str:
+        """Return the number of the customer's payment method of a kind."""
+        return next(payment.id for payment in self.payments if payment.kind == kind)
+
+    def payment_rows(self) -> list[dict[str, Any]]:
+        """Return the payment methods as a tool shows them."""
+        return [{"payment_id": int(each.id), "kind": each.kind} for each in self.payments]
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +95,7 @@ class Desk:
     def changes(self, other: "Desk") -> dict[tuple[type, str], tuple[Any, Any]]:
         """Return the records that differ, as `(mine, other)` by type and number.
 
-        None stands for a record that does not exist.
+        A record that does not exist is None.
         """
         mine, theirs = (
             {(kind, key): row for kind, table in desk.tables.items() for key, row in table.items()}
@@ -97,6 +110,11 @@ class Desk:
     def text(self, record: Mapping[str, Any]) -> str:
         """Return a record as the agent reads it: JSON, or a short line."""
         return short_line(record) if self.terse else json.dumps(record)
+
+
+def with_record(records: Iterable[R], changed: R) -> tuple[R, ...]:
+    """Return records of which the one with the number of `changed` is replaced by it."""
+    return tuple(changed if each.id == changed.id else each for each in records)
 
 
 def numbered(text: str, what: str) -> str:

@@ -76,7 +76,7 @@ class Request:
     wants: Mapping[str, str] = field(default_factory=dict)
     """The values that the customer means, such as the number of an item, by name."""
     known: Mapping[str, str] = field(default_factory=dict)
-    """What the customer answers, in words, by kind of fact."""
+    """The customer's answers in words, by kind of fact."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -124,6 +124,8 @@ class Trial:
     evaluations: tuple[TrialEvaluation, ...]
     series: Mapping[str, list[Point]]
     """Values of each metric in `SERIES`, as pairs (step, value)."""
+    resets: int
+    """Number of times that the old-logit route reset its moving average."""
     launch: Row
     """The line of `launches.jsonl` about the start of this run. Empty if there is none."""
 
@@ -217,6 +219,7 @@ def read_trial(folder: Path, arm: str, seed: int, launch: Row) -> Trial:
             name: [(step, value) for step, value in points if value is not None]
             for name, points in pairs.items()
         },
+        resets=sum(event.get("kind") == "ewma_reset" for event in events),
         launch=launch,
     )
 
@@ -282,6 +285,8 @@ class Comparison:
     commands: tuple[str, ...]
     warnings: Mapping[str, Sequence[str]]
     """Warnings of the linter, by arm. Arms that were not checked are missing."""
+    reference_name: str = EXACT
+    """Name of the arm with which the others are compared, or of none for the first arm."""
 
     @property
     def trials(self) -> list[Trial]:
@@ -293,7 +298,8 @@ class Comparison:
 
     @property
     def reference(self) -> ArmResult:
-        return next((arm for arm in self.arms if arm.name == EXACT), self.arms[0])
+        named = (arm for arm in self.arms if arm.name == self.reference_name)
+        return next(named, self.arms[0])
 
     def budget(self, unit: Unit) -> TrainingBudget | None:
         """Return the largest amount of training that all finished runs reached.
@@ -315,6 +321,11 @@ class Comparison:
         jobs = [number(trial.launch.get("jobs")) for trial in self.finished]
         if not jobs:
             return "No run has finished."
+        if any(trial.config.get("deterministic") for trial in self.finished):
+            return (
+                "Left out: the runs are deterministic. Their engine waits for the trainer "
+                "and tools take no time, so other runs take a different time."
+            )
         if None in jobs:
             return "Left out: some runs may have shared the machine with others."
         if len(machines := self.launched("machine")) > 1:
@@ -328,20 +339,22 @@ class Comparison:
         """Return the different values of a field of `launches.jsonl`, such as `commit`."""
         return sorted({str(trial.launch[name]) for trial in self.trials if trial.launch.get(name)})
 
+    def pairs(self, arm: ArmResult, budget: TrainingBudget | None = None) -> list[float]:
+        """Return the differences in held-out success to the reference arm, by seed."""
+        reference = {trial.seed: _success(trial, budget) for trial in self.reference.finished}
+        values = [(_success(trial, budget), reference.get(trial.seed)) for trial in arm.finished]
+        return [
+            value - baseline
+            for value, baseline in values
+            if value is not None and baseline is not None
+        ]
+
     def versus(self, arm: ArmResult, budget: TrainingBudget | None = None) -> SeedMean | None:
         """Return the mean difference in held-out success between an arm and the reference arm.
 
         Runs with the same seed are paired. None for the reference arm itself.
         """
-        if arm is self.reference:
-            return None
-        reference = {trial.seed: _success(trial, budget) for trial in self.reference.finished}
-        pairs = [(_success(trial, budget), reference.get(trial.seed)) for trial in arm.finished]
-        return mean_over_seeds(
-            value - baseline
-            for value, baseline in pairs
-            if value is not None and baseline is not None
-        )
+        return None if arm is self.reference else mean_over_seeds(self.pairs(arm, budget))
 
     def success(self, arm: ArmResult, budget: TrainingBudget | None = None) -> SeedMean | None:
         """Return the mean held-out success of an arm, at the end or after an amount of training."""
@@ -412,4 +425,5 @@ def read_comparison(folder: Path) -> Comparison:
         arms=tuple(ArmResult(name, tuple(runs_of_arm)) for name, runs_of_arm in arms.items()),
         commands=tuple(plan.get("commands", [])),
         warnings=plan.get("warnings", {}),
+        reference_name=plan.get("reference", EXACT),
     )

@@ -3,7 +3,7 @@
 An arm is one configuration that was trained with several seeds.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -151,16 +151,24 @@ def lengths(comparison: Comparison) -> str:
 
 
 def conduct(comparison: Comparison) -> Table:
-    """Return the table of mean staleness, and of kept, clipped and exact tokens, by arm."""
-    head = ("arm", "staleness", "kept", "clipped", "exact")
+    """Return the table of mean staleness, and of kept, clipped and exact tokens, by arm.
+
+    If a route reset its moving average, it also has the mean number of resets.
+    """
+    head = ["arm", "staleness", "kept", "clipped", "exact"]
+    some_reset = any(trial.resets for trial in comparison.finished)
     rows = []
     for arm in comparison.arms:
-        shares = tuple(
+        row = [arm.name, spread(arm.mean(STALENESS), "{:.2f}".format)]
+        row += [
             spread(arm.mean(name), partial(percent, digits=2))
             for name in (KEPT, CLIPPED, EXACT_SHARE)
-        )
-        rows.append((arm.name, spread(arm.mean(STALENESS), "{:.2f}".format), *shares))
-    return Table(head, tuple(rows))
+        ]
+        if some_reset:
+            resets = mean_over_seeds(float(trial.resets) for trial in arm.finished)
+            row.append(f"{resets.mean:.1f}" if resets else NONE)
+        rows.append(tuple(row))
+    return Table((*head, "resets") if some_reset else tuple(head), tuple(rows))
 
 
 def _runs(arm: ArmResult) -> str:
@@ -258,7 +266,7 @@ def page(comparison: Comparison) -> str:
         "compare.html",
         comparison.name,
         **_values(comparison),
-        colours=_colours(comparison),
+        colours=arm_colours(comparison),
         html=partial(_html, comparison),
         batch=[
             _all(comparison, name)
@@ -268,7 +276,7 @@ def page(comparison: Comparison) -> str:
             _curves(comparison, _by_step), "Held-out success over the steps", "optimizer step"
         ),
         by_unit=_by_unit,
-        way=partial(_way, comparison),
+        way=partial(course, comparison),
     )
 
 
@@ -372,13 +380,18 @@ def write_comparison(folder: Path) -> Path:
     return folder / PAGE
 
 
-def _colours(comparison: Comparison) -> dict[str, str]:
-    return {arm.name: f"arm-{index % COLOURS}" for index, arm in enumerate(comparison.arms)}
+def arm_colours(comparison: Comparison) -> dict[str, str]:
+    return colours_of(arm.name for arm in comparison.arms)
+
+
+def colours_of(arms: Iterable[str]) -> dict[str, str]:
+    """Return the colour of each arm, as a class of the style sheet."""
+    return {arm: f"arm-{index % COLOURS}" for index, arm in enumerate(arms)}
 
 
 def _html(comparison: Comparison, shown: Table) -> Markup:
     """Return a table as HTML, with the colour of each arm before its name."""
-    colours = _colours(comparison)
+    colours = arm_colours(comparison)
     swatch = Markup('<i class="swatch {}"></i>{}')
     rows = [(swatch.format(colours[name], name), *rest) for name, *rest in shown.rows]
     return table(shown.head, rows, "results")
@@ -396,24 +409,29 @@ def _curves(
 ) -> list[Series]:
     """Return one line per arm. It has a band of 95% intervals if every point has an interval."""
     lines = []
-    for arm, colour in zip(comparison.arms, _colours(comparison).values(), strict=True):
+    for arm, colour in zip(comparison.arms, arm_colours(comparison).values(), strict=True):
         means = means_of(arm)
-        intervals = [
-            (max(0.0, mean.low), min(1.0, mean.high))
-            for _, mean in means
-            if mean.low is not None and mean.high is not None
-        ]
         lines.append(
             Series(
                 name=arm.name,
                 colour=colour,
                 points=[(x, mean.mean) for x, mean in means],
-                intervals=intervals if len(intervals) == len(means) else [],
+                intervals=intervals([mean for _, mean in means]),
                 band=True,
                 show=tenths,
             )
         )
     return lines
+
+
+def intervals(means: Sequence[SeedMean]) -> list[tuple[float, float]]:
+    """Return the intervals of shares, cut at 0 and 1. Empty if a mean has none."""
+    found = [
+        (max(0.0, mean.low), min(1.0, mean.high))
+        for mean in means
+        if mean.low is not None and mean.high is not None
+    ]
+    return found if len(found) == len(means) else []
 
 
 def _by_step(arm: ArmResult) -> list[tuple[float, SeedMean]]:
@@ -472,11 +490,13 @@ def _plot(
     return figure(title, about, plot, keys=keys, class_="full" if wide else "")
 
 
-def _way(comparison: Comparison, metric: str, title: str) -> Markup:
+def course(
+    comparison: Comparison, metric: str, title: str, colours: Mapping[str, str] | None = None
+) -> Markup:
     """Return the plot of a metric over the steps: the mean over the finished runs of each arm."""
     share = metric != STALENESS
     lines = []
-    for arm, colour in zip(comparison.arms, _colours(comparison).values(), strict=True):
+    for arm in comparison.arms:
         sums: dict[float, list[float]] = {}
         for trial in arm.finished:
             for step, value in trial.series[metric]:
@@ -484,5 +504,6 @@ def _way(comparison: Comparison, metric: str, title: str) -> Markup:
         means = [(step, sum(values) / len(values)) for step, values in sorted(sums.items())]
         points = thin(smooth(means) if metric == SUCCESS else means)
         show = tenths if share else amount
+        colour = (colours or arm_colours(comparison))[arm.name]
         lines.append(Series(name=arm.name, colour=colour, points=points, show=show))
     return _plot(lines, title, "optimizer step", wide=metric == SUCCESS, share=share)

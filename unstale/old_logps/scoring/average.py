@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from unstale.algorithms import proximal
+from unstale.model.policy import host_copy
 
 
 class Average:
@@ -17,9 +18,13 @@ class Average:
     It is kept in float32 or float64, because bfloat16 would round most updates to nothing. `weight`
     is w_k. `age` is the mean age, in updates, of the averaged weights. It tends to beta / (1 -
     beta).
+
+    With `in_main_memory` the averaged weights are in main memory. An update copies one tensor at a
+    time to the device of the weights, and back.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, in_main_memory: bool = False) -> None:
+        self._in_main_memory = in_main_memory
         self.weight = 0.0
         self.age = 0.0
         self.tensors: dict[str, Tensor] = {}
@@ -34,15 +39,18 @@ class Average:
         for name, tensor in self.tensors.items():
             # the average is on the CPU after a checkpoint was loaded
             mean = tensor.to(theta[name].device)
-            self.tensors[name] = mean
             mean += (_wide(theta[name]) - mean) / self.weight
+            self.tensors[name] = tensor.copy_(mean) if self._in_main_memory else mean
 
     @torch.no_grad()
     def reset(self, theta: Mapping[str, Tensor]) -> None:
         """Set the average to `theta`, with weight 1 and age 0."""
         self.weight = 1.0
         self.age = 0.0
-        self.tensors = {name: _wide(tensor).clone() for name, tensor in theta.items()}
+        if self._in_main_memory:
+            self.tensors = {name: host_copy(_wide(tensor)) for name, tensor in theta.items()}
+        else:
+            self.tensors = {name: _wide(tensor).clone() for name, tensor in theta.items()}
 
     @property
     def bytes(self) -> int:

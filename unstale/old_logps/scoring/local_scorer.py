@@ -153,7 +153,9 @@ class LocalScorer:
         finally:
             self._read = None
 
-    def make_average(self) -> "LocalAverage":
+    def make_average(self, *, placement: Placement = "twin") -> "LocalAverage":
+        if placement == "own":
+            return HostAverage(self)
         if self._averaged is None:
             self._averaged = self.policy.twin()
         return LocalAverage(self)
@@ -210,6 +212,8 @@ class LocalScorer:
         self, average: "LocalAverage", batch: Batch | Packed, where: Tensor
     ) -> Scored:
         """Score tokens with a moving average that this scorer made."""
+        if isinstance(average, HostAverage):
+            return self._score(self.policy.with_weights(average.tensors), batch, where)
         assert self._averaged is not None
         if self._loaded is not average:
             self._averaged.load_weights(average.tensors)
@@ -263,8 +267,8 @@ class LocalScorer:
 class LocalAverage(Average):
     """A moving average of the weights of the policy that a `LocalScorer` scores with."""
 
-    def __init__(self, scorer: LocalScorer) -> None:
-        super().__init__()
+    def __init__(self, scorer: LocalScorer, *, in_main_memory: bool = False) -> None:
+        super().__init__(in_main_memory=in_main_memory)
         self._scorer = scorer
 
     def update(self, beta: float | None) -> None:
@@ -281,3 +285,18 @@ class LocalAverage(Average):
     def restore(self, state: Mapping[str, Any]) -> None:
         super().restore(state)
         self._scorer.unload(self)
+
+
+class HostAverage(LocalAverage):
+    """A moving average in main memory, with which the trained model scores.
+
+    The trained weights are in main memory meanwhile. From a GPU they are copied to pinned memory.
+    """
+
+    def __init__(self, scorer: LocalScorer) -> None:
+        super().__init__(scorer, in_main_memory=True)
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        super().restore(state)
+        if self._scorer.policy.device.type == "cuda":
+            self.tensors = {name: tensor.pin_memory() for name, tensor in self.tensors.items()}

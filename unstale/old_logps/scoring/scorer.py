@@ -201,8 +201,12 @@ class Scorer(Protocol):
         """Return a context in which versions that were not kept are read from disk for scoring."""
         ...
 
-    def make_average(self) -> WeightAverage:
-        """Return a moving average of the trainer's weights, with nothing in it yet."""
+    def make_average(self, *, placement: Placement = "twin") -> WeightAverage:
+        """Return a moving average of the trainer's weights, with nothing in it yet.
+
+        Scoring uses a second model. With the placement `own` the average is in main memory, and the
+        trained model scores.
+        """
         ...
 
     def weights(self) -> Mapping[str, Tensor]:

@@ -1,0 +1,59 @@
+"""Draw the held-out success of a study's arms over the steps, and write its table to the results.
+
+    unstale compare benchmarks/studies/first.toml
+    python -m benchmarks.exactness runs/first --settings bfloat16-token int4-token
+
+Thin lines are runs, thick ones their means. Each setting has its own panel.
+"""
+
+import argparse
+from collections import defaultdict
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+from benchmarks.tables import picture, write
+from unstale.observe.report.compare import Comparison, read_comparison
+
+COLOURS = ("#1f77b4", "#d62728", "#7f7f7f", "#2ca02c", "#9467bd")
+
+
+def draw(panel: Any, comparison: Comparison, title: str) -> None:
+    arms = [arm for arm in comparison.arms if arm.finished]
+    for arm, colour in zip(arms, COLOURS, strict=False):
+        by_step = defaultdict(list)
+        for trial in arm.finished:
+            run = [(each.step, each.success) for each in trial.evaluations]
+            panel.plot(*zip(*run, strict=True), color=colour, alpha=0.25, linewidth=0.8)
+            for step, success in run:
+                by_step[step].append(success)
+        label = f"{arm.name}, {len(arm.finished)} runs"
+        means = list(map(mean, by_step.values()))
+        panel.plot(list(by_step), means, color=colour, linewidth=2.2, marker="o", label=label)
+    panel.set_title(title, fontsize=10)
+    panel.set_xlabel("training steps")
+    panel.set_ylim(0, 1)
+    panel.yaxis.set_major_formatter(lambda share, _: f"{share:.0%}")
+    panel.legend(fontsize=8, frameon=False, loc="lower left")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("folder", type=Path, help="the folder of the study")
+    parser.add_argument("--settings", nargs="+", required=True, help="settings to draw")
+    parser.add_argument("--titles", nargs="+", default=[], help="titles of the panels")
+    chosen = parser.parse_args()
+    titles = chosen.titles or chosen.settings
+    with picture("exactness", width=8.4, height=3.4, panels=len(chosen.settings)) as panels:
+        panels = panels if len(chosen.settings) > 1 else [panels]
+        for panel, setting, title in zip(panels, chosen.settings, titles, strict=True):
+            draw(panel, read_comparison(chosen.folder / setting), title)
+        panels[0].set_ylabel("success on held-out tasks")
+    lines = (chosen.folder / "study.md").read_text("utf-8").splitlines()[1:]
+    write("exactness", "When an exact old log-probability pays", lines)
+
+
+if __name__ == "__main__":
+    main()

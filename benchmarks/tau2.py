@@ -1,0 +1,168 @@
+"""Measure scripted policies and trained ones on the three domains of tau2-bench.
+
+    python -m benchmarks.tau2 [FOLDER ...] [--attempts 4] [--saved runs/tau2]
+
+FOLDER is a run folder or a model folder whose model has 24,576 positions or more. The customer is
+scripted. Of the scripted policies, `reference solution` makes the calls that tau2 records for the
+task, and `only talk` makes none. Finished episodes are kept in the folder of `--saved`: if the
+command is killed, repeat it. It needs tau2-bench and its data (docs/libraries.md). The table is
+written to `results/<date>-tau2.md`.
+"""
+
+import argparse
+import asyncio
+from collections.abc import Callable, Iterator, Sequence
+from datetime import date
+from pathlib import Path
+from typing import Any, cast
+
+from benchmarks.tables import CONSOLE, RESULTS
+from unstale.cli.evaluate import evaluate as evaluate_policy
+from unstale.cli.grades import EvalResult
+from unstale.cli.saved_episodes import open_saved
+from unstale.config import ConfigError, RunConfig
+from unstale.config.options import override
+from unstale.durability.machine import commit, machine
+from unstale.envs import Message, ToolCall
+from unstale.envs.registry import build_taskset
+from unstale.recipes import make_recipe
+from unstale.records import Task, Trajectory
+from unstale.rollout.episode import Rollout
+from unstale.rollout.evaluation import evaluate
+
+OPTIONS = {
+    "task.env": "tau2:all",
+    "eval.tasks": 100,
+    "rollout.max_turns": 10,
+    "rollout.timeout_s": 600.0,
+    "engine.max_context": 24576,
+    "engine.max_completion_tokens": 64,
+    "engine.dtype": "float32",
+}
+AT_ONCE = 4
+"""Number of episodes that a scripted policy plays at a time."""
+DONE = Message("assistant", "It is done.")
+
+SCRIPTS_VERSION = 1
+"""Raise it if a scripted policy changes. Saved episodes of another version are then refused."""
+
+Replies = Callable[[Any], Iterator[Message]]
+
+
+def reference_solution(task: Any) -> Iterator[Message]:
+    """Yield the replies that make the calls of a task's solution, the customer's included."""
+    for action in task.evaluation_criteria.actions or ():
+        if action.requestor == "user":
+            yield Message("assistant", f"Please use {action.name} now.")
+        else:
+            yield Message("assistant", "", (ToolCall(action.name, action.arguments),))
+
+
+SCRIPTED: dict[str, Replies] = {
+    "reference solution": reference_solution,
+    "only talk": lambda task: iter(()),
+}
+
+
+class ScriptedRollout:
+    """Plays episodes with the replies of a scripted policy, as `Rollout` does with a model's."""
+
+    def __init__(self, tasks: Any, replies: Replies) -> None:
+        self._tasks = tasks
+        self._replies = replies
+        self._free = asyncio.Semaphore(AT_ONCE)
+
+    async def episode(self, task: Task, *, env_seed: int, noise_seed: int) -> Trajectory:
+        async with self._free:
+            env = self._tasks.env(task, env_seed)
+            turn = await env.begin()
+            for reply in self._replies(self._tasks.part_of(task).data_of(task)):
+                if not turn.done:
+                    turn = await env.step(reply)
+            while not turn.done:
+                turn = await env.step(DONE)
+        return Trajectory((), dict(turn.rewards), "done", task, noise_seed)
+
+
+def measure_scripted(config: RunConfig, name: str, attempts: int, saved: Path) -> EvalResult:
+    """Return the result of a scripted policy.
+
+    Policy and customer are deterministic, so one episode of a task counts as all attempts at it.
+    """
+    taskset = build_taskset(config.task)
+    tasks = taskset.held_out(config.eval.tasks)
+
+    def progress(text: str, *, done: int, total: int) -> None:
+        if done % 20 == 0:
+            CONSOLE.print(f"{name}: {done} of {total}")
+
+    async def play() -> list[bool | None]:
+        rollout = cast(Rollout, ScriptedRollout(taskset, SCRIPTED[name]))
+        return await evaluate(rollout, tasks, seed=0, progress=progress, finished=episodes)
+
+    with open_saved(saved, config, script=name, script_version=SCRIPTS_VERSION) as episodes:
+        graded = asyncio.run(play())
+    graded = [success for success in graded for _ in range(attempts)]
+    return EvalResult.of(graded, attempts, [task.env for task in tasks for _ in range(attempts)])
+
+
+def rows(policy: str, result: EvalResult, attempts: int) -> Iterator[str]:
+    """Yield the lines of the table for a policy."""
+    for env, part in {**result.by_env, "all": result}.items():
+        cells = [
+            f"{mean.value:.1%} ({mean.low:.1%} to {mean.high:.1%})"
+            for mean in part.rows([attempts]).values()
+        ]
+        yield f"| {policy} | {env} | {part.tasks} | {' | '.join(cells)} |"
+
+
+def measure(
+    config: RunConfig, folders: Sequence[Path], attempts: int, saved: Path
+) -> Iterator[str]:
+    """Yield the lines of the table. `saved` is the folder with the finished episodes."""
+    for name in SCRIPTED:
+        file = saved / f"{name.replace(' ', '-')}.jsonl"
+        base = override(config, {"policy": "base"})
+        yield from rows(name, measure_scripted(base, name, attempts, file), attempts)
+    for folder in folders:
+        name = folder.resolve().name
+        file = saved / f"policy-{name}.jsonl"
+        result = evaluate_policy(folder, config, attempts=attempts, save=file, console=CONSOLE)
+        yield from rows(name, result, attempts)
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("policies", nargs="*", type=Path, metavar="FOLDER")
+    parser.add_argument("--attempts", type=int, default=4)
+    parser.add_argument("--saved", type=Path, default=Path("runs/tau2"))
+    parser.add_argument("--tasks", type=int, default=OPTIONS["eval.tasks"])
+    chosen = parser.parse_args(words)
+    config = override(make_recipe("llm"), {**OPTIONS, "eval.tasks": chosen.tasks})
+    chosen.saved.mkdir(parents=True, exist_ok=True)
+    try:
+        measured = list(measure(config, chosen.policies, chosen.attempts, chosen.saved))
+    except ConfigError as error:
+        parser.error(str(error))
+    heads = [f"{name}{chosen.attempts}" for name in ("avg@", "pass@", "pass^")]
+    lines = [
+        f"# Policies on tau2-bench, {date.today()}",
+        "",
+        f"Success on tau2's split `test`, {chosen.attempts} attempts at each task, with a scripted "
+        f"customer. The scripted policies are deterministic: one attempt counts as all. "
+        f"`python -m benchmarks.tau2` at commit {commit()}, {machine()}.",
+        "",
+        f"| policy | domain | tasks | {' | '.join(heads)} |",
+        "|---" * 6 + "|",
+        *measured,
+    ]
+    text = "\n".join(lines) + "\n"
+    CONSOLE.print(text, markup=False)
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    (RESULTS / f"{date.today()}-tau2.md").write_text(text)
+
+
+if __name__ == "__main__":
+    main()

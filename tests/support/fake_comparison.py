@@ -1,0 +1,50 @@
+"""Folders of finished runs, for tests of comparisons and studies."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from tests.support.fake_run import FakeClock, fake_config
+from unstale.config import EvalConfig
+from unstale.durability.run_folder import RunLog, dumps
+
+
+def trial(
+    folder: Path,
+    *,
+    seed: int,
+    evaluations: Sequence[float],
+    step_s: float = 60.0,
+    **recorded: float,
+) -> None:
+    """Write a finished run, evaluated before the first and after every step.
+
+    Each step takes `step_s`. `recorded` may have its `tokens` (50) and its `kept` share (0.9).
+    """
+    clock = FakeClock()
+    config = replace(fake_config(steps=len(evaluations) - 1, seed=seed), eval=EvalConfig(every=1))
+    with RunLog.create(folder, config, clock=clock) as log:
+        clock.now = 100.0  # the engine starts
+        for step, success in enumerate(evaluations):
+            if step:
+                clock.now += step_s
+            with log.span("eval"):
+                clock.now += 30.0
+            more = {
+                "rollout/success_rate": success,
+                "correction/kept_share": recorded.get("kept", 0.9),
+                "trainer/action_tokens": recorded.get("tokens", 50.0),
+            }
+            log.write(step, {"eval/success_rate": success, **(more if step else {})})
+        log.event("stopped", reason="finished")
+
+
+def launched(folder: Path, *, jobs: int = 1, **facts: Any) -> None:
+    """Record that every run of the folder was started while `jobs - 1` others were running."""
+    with (folder / "launches.jsonl").open("a") as file:
+        for run in sorted(path.name for path in folder.iterdir() if path.is_dir()):
+            file.write(
+                dumps({"kind": "began", "run": run, "jobs": jobs, "commit": "abc1234", **facts})
+                + "\n"
+            )

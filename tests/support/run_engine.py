@@ -1,0 +1,20 @@
+"""A started engine for the length of a test."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+from unstale.engines import Engine
+
+
+def run_engine(engine: Engine, story: Callable[[], Awaitable[None]]) -> None:
+    """Start an engine, run `story`, and close the engine. Fails after a minute."""
+
+    async def running() -> None:
+        try:
+            async with asyncio.timeout(60):
+                await engine.start()
+                await story()
+        finally:
+            await engine.close()
+
+    asyncio.run(running())

@@ -1,0 +1,69 @@
+"""Whole runs of a tiny policy whose weights change at every step."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from tests.support.toy import ToyEnv, ToyTasks
+from unstale.config import (
+    AuditConfig,
+    EngineConfig,
+    EvalConfig,
+    OldLogpsConfig,
+    RunConfig,
+    ScheduleConfig,
+    TaskConfig,
+    TrainerConfig,
+)
+from unstale.envs import Message, Turn
+from unstale.records import Task
+from unstale.testing import tiny_policy
+
+
+def save_tiny(folder: Path, *, experts: int = 0) -> None:
+    """Save a policy whose chat template marks turns, with `experts` experts in each layer."""
+    policy = tiny_policy(seed=5, experts=experts)
+    policy.tokenizer.chat_template = (
+        "{% for message in messages %}w2 {{ message['content'] }}w1 {% endfor %}"
+        "{% if add_generation_prompt %}w2 {% endif %}"
+    )
+    policy.save(folder)
+
+
+class EvenEnv(ToyEnv):
+    """An environment that pays the share of words of the last reply with an even number."""
+
+    async def step(self, reply: Message) -> Turn:
+        turn = await super().step(reply)
+        words = [word for word in reply.content.split() if word[1:].isdigit()]
+        even = sum(int(word[1:]) % 2 == 0 for word in words) / max(1, len(words))
+        return Turn(turn.messages, done=turn.done, rewards={"even": even} if turn.done else {})
+
+
+class EvenTasks(ToyTasks):
+    """Tasks whose rewards differ within a group, so that every step changes the weights."""
+
+    def env(self, task: Task, seed: int) -> EvenEnv:
+        return EvenEnv(task, self)
+
+
+def tiny_run(policy: Path, runs: Path, **changes: Any) -> RunConfig:
+    """Return a deterministic, asynchronous run of 20 steps that audits every token."""
+    config = RunConfig(
+        recipe="tiny",
+        policy=str(policy),
+        runs=runs,
+        name="run",
+        steps=20,
+        deterministic=True,
+        engine=EngineConfig(
+            dtype="float32", max_context=256, max_completion_tokens=24, max_running=16
+        ),
+        task=TaskConfig(env=f"{__name__}:EvenTasks"),
+        schedule=ScheduleConfig(max_staleness=2, groups_per_step=2, group_size=2),
+        trainer=TrainerConfig(lr=1e-3),
+        old_logps=OldLogpsConfig(route="snapshot_old"),
+        audit=AuditConfig(share=1.0),
+        eval=EvalConfig(tasks=0),
+    )
+    return replace(config, **changes)

@@ -1,0 +1,119 @@
+"""Test the choice of techniques: options, messages, the linter's facts and the printed table."""
+
+import json
+import re
+from itertools import islice
+from pathlib import Path
+
+import pytest
+
+from unstale.cli.main import main
+from unstale.cli.resume import config_changes
+from unstale.config import ConfigError, RunConfig
+from unstale.config.options import override, read_file, stored_config
+from unstale.config.techniques import needs_reference, techniques
+from unstale.durability.run_folder import dumps
+from unstale.envs import ListedTasks, task_identity
+from unstale.envs.mixed import MixedTasks
+from unstale.lint import check
+from unstale.techniques import Techniques
+from unstale.techniques.catalogue import ROWS
+from unstale.techniques.ess_lr import EssLr, EssLrConfig
+
+NONE = RunConfig(recipe="mine")
+
+
+def test_a_technique_is_chosen_by_name_and_keeps_its_options(tmp_path: Path) -> None:
+    chosen = override(NONE, {"techniques": "ess_lr", "ess_lr.base": 0.5})
+    assert chosen.technique_options == {"ess_lr": EssLrConfig(base=0.5)}
+    assert override(chosen, {"steps": 3}).technique_options == chosen.technique_options
+    assert stored_config(json.loads(dumps(chosen))) == chosen
+    (tmp_path / "own.toml").write_text('techniques = "ess_lr"\n[ess_lr]\nbase = 0.5\n')
+    assert override(NONE, read_file(tmp_path / "own.toml")) == chosen
+    assert override(chosen, {"techniques": ""}) == NONE
+    (part,) = Techniques.of(chosen).parts.values()
+    assert isinstance(part, EssLr) and not Techniques.of(NONE).parts
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"techniques": "ess"}, "techniques cannot have 'ess'; did you mean ess_lr?"),
+        ({"techniques": "ess_lr ess_lr"}, "techniques has ess_lr twice"),
+        ({"ess_lr.base": 2.0}, "ess_lr has options, but is not chosen.*Set --techniques 'ess_lr'"),
+        ({"techniques": "ess_lr", "ess_lr.base": 0.0}, "ess_lr.base must be > 0, got 0"),
+        ({"techniques": "ess_lr", "ess_lr.law": "cubic"}, "ess_lr.law cannot be 'cubic'"),
+    ],
+)
+def test_a_wrong_choice_is_refused_with_what_to_do(values: dict, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        override(NONE, values)
+
+
+def test_a_resumed_run_keeps_its_techniques() -> None:
+    chosen = override(NONE, {"techniques": "ess_lr"})
+    with pytest.raises(ConfigError, match="techniques cannot change from  to ess_lr"):
+        config_changes(NONE, chosen)
+    (changed,) = config_changes(chosen, override(chosen, {"ess_lr.base": 0.5}))
+    assert changed == "ess_lr.base is 0.5, it was 1.0: takes effect from here on"
+
+
+def test_help_has_the_options_of_chosen_techniques_alone(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    shown = []
+    for words in ([], ["--techniques", "ess_lr"]):
+        with pytest.raises(SystemExit):
+            main(["train", "retail", "--help", *words])
+        shown.append(capsys.readouterr().out)
+    assert ["--ess_lr.base" in text for text in shown] == [False, True]
+    assert ["--techniques" in text for text in shown] == [True, True]
+
+
+def test_the_linter_says_what_each_technique_changes() -> None:
+    chosen = override(NONE, {"techniques": "ess_lr", "ess_lr.law": "linear", "ess_lr.base": 0.5})
+    assert "ess_lr: the learning rate times ESS / n / 0.5" in check(chosen).facts["techniques"]
+    assert "techniques" not in check(NONE).facts
+    assert not check(chosen).refusals
+
+
+def test_the_table_has_every_row_and_every_technique(capsys: pytest.CaptureFixture[str]) -> None:
+    assert [row.number for row in ROWS] == list(range(1, 59))
+    with pytest.raises(SystemExit) as end:
+        main(["techniques", "--json"])
+    assert not end.value.code
+    table = json.loads(capsys.readouterr().out)
+    assert sum(table["counts"].values()) == 58
+    listed = {name for row in table["rows"] for name in row["techniques"]}
+    assert listed == set(techniques())
+    for row in table["rows"]:
+        assert all(re.search(rf"\b{name}\b", row["reason"]) for name in row["techniques"]), row
+    with pytest.raises(SystemExit):
+        main(["techniques"])
+    assert "VCPO" in capsys.readouterr().out
+
+
+def test_a_task_has_one_identity_each_time_a_list_repeats() -> None:
+    class Listed(ListedTasks):
+        tools = ()
+        data = {"train": ["a", "b", "c"], "held_out": ["d"]}  # noqa: RUF012
+
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+    tasks = Listed("listed")
+    order = tasks.train(3)
+    drawn = [next(order) for _ in range(9)]
+    assert len({task.key for task in drawn}) == 9
+    found = {(task_identity(tasks, task), tasks.data_of(task)) for task in drawn}  # type: ignore[arg-type]
+    assert found == {(f"listed/train/{i}", entry) for i, entry in enumerate("abc")}
+    both = MixedTasks("both", [tasks, Listed("other")])  # type: ignore[list-item]
+    mixed = {task_identity(both, task) for task in islice(both.train(3), 18)}
+    assert mixed == {f"{name}/train/{i}" for name in ("listed", "other") for i in range(3)}
+
+
+def test_a_technique_with_a_reference_keeps_a_copy_in_memory() -> None:
+    assert [needs_reference(each) for each in (NONE, override(NONE, {"techniques": "ace"}))] == [
+        False,
+        True,
+    ]

@@ -1,0 +1,188 @@
+"""Test the chains of shapers and controllers in the trainer.
+
+Without a technique, nothing is computed for them. A shaper sees all sequences and changes
+advantages. A token that it drops still counts in the divisor. A controller sees the whole ratio of
+every sequence, and scales or skips the optimizer step.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from unstale.build import build_old_logps
+from unstale.config import CorrectionConfig, OldLogpsConfig, RunConfig, TrainerConfig
+from unstale.model.policy import Policy
+from unstale.old_logps.scoring.local_scorer import LocalScorer
+from unstale.records import Batch, Provenance, collate
+from unstale.techniques import Shaped, Signals, StepPlan, StepSeen, Techniques
+from unstale.testing import episode, nudge, plain_logps, tiny_policy
+from unstale.trainer.local import LocalTrainer
+
+PLANS: tuple[tuple[list, float], ...] = (
+    ([4, (6, 0), 3, (2, 1)], 1.0),
+    ([5, (3, 1)], -0.5),
+    ([2, (9, 0)], 0.0),
+)
+
+
+class Shapes:
+    """A shaper that calls a function."""
+
+    def __init__(self, function: Callable[[Batch, Signals], Shaped]) -> None:
+        self.shape = function
+
+
+class Plans:
+    """A controller with a fixed answer. It records what it sees."""
+
+    def __init__(self, plan: StepPlan) -> None:
+        self._plan = plan
+        self.seen: list[StepSeen] = []
+
+    def plan(self, seen: StepSeen) -> StepPlan:
+        self.seen.append(seen)
+        return self._plan
+
+
+def a_batch() -> Batch:
+    return collate([episode(i, plan, advantage=value) for i, (plan, value) in enumerate(PLANS)])
+
+
+def make(
+    *techniques: object, policy: Policy | None = None, route: str = "snapshot_old", steps: int = 1
+) -> LocalTrainer:
+    """Return a trainer at version 1 that takes plain gradient steps with lr 1."""
+    policy = policy or tiny_policy(dtype="float64")
+    config = RunConfig(
+        recipe="",
+        steps=10,
+        correction=CorrectionConfig(control="truncate", high=1e6),
+        trainer=TrainerConfig(
+            optimizer="SGD",
+            lr=1.0,
+            grad_clip=1e9,
+            minibatches_per_batch=steps,
+        ),
+    )
+    old = build_old_logps(OldLogpsConfig(route=route), LocalScorer(policy, 1.0, 64))
+    old.published(live={0})
+    nudge(policy, seed=1)
+    policy.version = 1
+    old.published(live={0, 1})
+    named = Techniques({str(number): each for number, each in enumerate(techniques)})
+    return LocalTrainer(policy, config, old, techniques=named)
+
+
+def gradient(trainer: LocalTrainer, batch: Batch) -> Tensor:
+    (part,) = trainer.prepare(batch)
+    trainer.backward(part)
+    return torch.cat([p.grad.flatten() for p in trainer.policy.model.parameters()])
+
+
+def change(trainer: LocalTrainer, batch: Batch) -> Tensor:
+    """Return the change of the weights by the steps of a batch."""
+    before = torch.cat([each.flatten().clone() for each in trainer.policy.weights().values()])
+    for part in trainer.prepare(batch):
+        trainer.backward(part)
+        trainer.step()
+    return torch.cat([each.flatten() for each in trainer.policy.weights().values()]) - before
+
+
+def same(batch: Batch, signals: Signals) -> Shaped:
+    return Shaped(batch.advantage, batch.trained)
+
+
+def test_without_a_technique_and_with_one_that_changes_nothing_gradients_are_equal() -> None:
+    config = RunConfig(recipe="")
+    assert not Techniques.of(config).parts
+    plain = gradient(make(), a_batch())
+    assert torch.equal(gradient(make(), a_batch()), plain)
+    torch.testing.assert_close(gradient(make(Shapes(same)), a_batch()), plain, rtol=0, atol=1e-15)
+    controlled = gradient(make(Plans(StepPlan())), a_batch())
+    torch.testing.assert_close(controlled, plain, rtol=0, atol=1e-15)
+
+
+@pytest.mark.parametrize("route", ["snapshot_old", "current_recompute"])
+def test_a_shaper_sees_every_sequence_and_changes_its_advantage(route: str) -> None:
+    """The gradient is that of a batch with the new advantages, also where the old one was 0."""
+    seen: list[tuple[Batch, Signals]] = []
+
+    def double_and_add(batch: Batch, signals: Signals) -> Shaped:
+        seen.append((batch, signals))
+        return Shaped(2 * batch.advantage + 0.25, batch.trained)
+
+    batch = a_batch()
+    wanted = replace(batch, advantage=torch.where(batch.sampled, 2 * batch.advantage + 0.25, 0.0))
+    expected = gradient(make(route=route), wanted)
+    shaped = gradient(make(Shapes(double_and_add), route=route), batch)
+    torch.testing.assert_close(shaped, expected, rtol=1e-9, atol=1e-12)
+    ((given, signals),) = seen
+    assert given.num_sequences == 3 and signals.progress == 0.0
+    policy = tiny_policy(dtype="float64")
+    nudge(policy, seed=1)
+    start, end = batch.spans()[2]
+    now = plain_logps(policy, batch.tokens[start:end].tolist())
+    chosen = batch.sampled[start:end]
+    torch.testing.assert_close(signals.logp[start:end][chosen], now[chosen])
+
+
+def test_a_dropped_token_has_no_gradient_and_still_counts() -> None:
+    batch = a_batch()
+    first = torch.arange(len(batch.tokens)) < batch.offsets[1]
+
+    def drop_the_first_sequence(batch: Batch, signals: Signals) -> Shaped:
+        return Shaped(batch.advantage, ~first)
+
+    without = replace(batch, advantage=batch.advantage.masked_fill(first, 0.0))
+    for route in ("snapshot_old", "current_recompute"):
+        expected = gradient(make(route=route), without)
+        dropped = gradient(make(Shapes(drop_the_first_sequence), route=route), batch)
+        torch.testing.assert_close(dropped, expected, rtol=1e-9, atol=1e-12)
+
+
+def test_controllers_see_the_whole_ratio_of_every_sequence_and_scale_the_step() -> None:
+    plain = change(make(), a_batch())
+    half, third = Plans(StepPlan(lr_factor=0.5, metrics={"x/y": 4.0})), Plans(StepPlan(1 / 3))
+    trainer = make(half, third)
+    batch = a_batch()
+    policy = tiny_policy(dtype="float64")
+    nudge(policy, seed=1)
+    torch.testing.assert_close(change(trainer, batch), plain / 6, rtol=1e-9, atol=1e-12)
+    expected = []
+    for start, end in batch.spans():
+        now = plain_logps(policy, batch.tokens[start:end].tolist())
+        ratio = now.double() - batch.behavior_logp[start:end].double()
+        expected.append(float(ratio[batch.sampled[start:end]].sum()))
+    (seen,) = half.seen
+    assert sorted(seen.log_weight.tolist()) == pytest.approx(sorted(expected), abs=1e-9)
+    metrics = trainer.metrics()
+    assert seen.grad_norm == pytest.approx(metrics["trainer/grad_norm"])
+    assert metrics["trainer/lr"] == pytest.approx(1 / 6) and metrics["x/y"] == 4.0
+
+
+def test_a_skipped_step_changes_no_weight_and_each_step_has_its_own_sequences() -> None:
+    skips = Plans(StepPlan(skip=True))
+    trainer = make(skips, Plans(StepPlan()), steps=2)
+    assert not change(trainer, a_batch()).any()
+    assert [len(seen.log_weight) for seen in skips.seen] == [2, 1] and trainer.steps == 2
+
+
+def test_tokens_that_the_policy_did_not_sample_are_in_no_weight() -> None:
+    batch = a_batch()
+    planted = batch.sampled.nonzero()[0]
+    foreign = batch.provenance.clone()
+    foreign[planted] = int(Provenance.FOREIGN)
+    found = []
+    for behavior in (-0.5, -50.0):
+        logp = batch.behavior_logp.clone()
+        logp[planted] = behavior
+        sees = Plans(StepPlan())
+        trainer = make(sees)
+        for part in trainer.prepare(replace(batch, provenance=foreign, behavior_logp=logp)):
+            trainer.backward(part)
+            trainer.step()
+        found.append(sees.seen[0].log_weight)
+    assert torch.equal(found[0], found[1])

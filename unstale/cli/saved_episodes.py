@@ -1,0 +1,141 @@
+"""The file of `eval --save`: finished episodes, one JSON line each, with which a killed command
+resumes. The first line describes the policy and the options that all episodes of the file share.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+from unstale.config import ConfigError, RunConfig
+from unstale.config.options import options
+from unstale.durability.run_folder import plain
+from unstale.rollout.evaluation import Attempt, FinishedEpisodes
+
+SHARED = (
+    "seed",
+    "chat_template_kwargs",
+    "rollout.max_turns",
+    "engine.backend",
+    "engine.dtype",
+    "engine.quantise",
+    "engine.max_context",
+    "engine.temperature",
+    "engine.max_completion_tokens",
+)
+"""Options with which all episodes of a file are played, besides those of the task."""
+NO_CHANGE = (
+    "task.isolate",
+    "task.workers",
+    "task.worker_memory_gb",
+    "task.judge_tokens",
+    "task.latency_s",
+    "task.latency_sigma",
+)
+"""Options of the task that do not change its episodes: places, budgets and latencies."""
+POLICY_FILES = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt")
+"""Files of a model folder on which episodes depend: weights, configuration, tokenizer, template."""
+
+
+class SavedEpisodes(FinishedEpisodes):
+    """Finished episodes that are also in a file."""
+
+    def __init__(self, file: IO[str], successes: Mapping[Attempt, bool]) -> None:
+        super().__init__()
+        self.successes.update(successes)
+        self._file = file
+
+    def add(self, attempt: Attempt, success: bool) -> None:
+        """Record an attempt. It is on the disk when the method returns."""
+        super().add(attempt, success)
+        task, number = attempt
+        row = {"task": task, "attempt": number, "success": success}
+        self._file.write(json.dumps(row) + "\n")
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+
+def describe_evaluation(config: RunConfig) -> dict[str, Any]:
+    """Return what an evaluation's episodes share: checksums of policy and data, and options."""
+    shared = {
+        name: plain(option.of(config))
+        for name, option in options().items()
+        if name in SHARED or (option.section == "task" and name not in NO_CHANGE)
+        if option.is_in(config)
+    }
+    folder = config.policy_folder
+    described = {
+        "policy": _checksum(path for kind in POLICY_FILES for path in folder.glob(kind)),
+        **shared,
+    }
+    data = Path(config.task.env.partition(":")[2])
+    if data.is_file():
+        described["task data"] = _checksum([data])
+    return described
+
+
+@contextmanager
+def open_saved(path: Path, config: RunConfig, **more: str | int) -> Iterator[SavedEpisodes]:
+    """Open the file for the evaluation of a configuration, or create it.
+
+    `more` is further data that all episodes share.
+
+    A last line without a line end is removed from a file of this evaluation: the command was killed
+    while it wrote. Raises `ConfigError` if the file cannot be used, or has something else. The file
+    is then unchanged.
+    """
+    described = json.loads(json.dumps(describe_evaluation(config) | more))
+    try:
+        content = path.read_bytes() if path.exists() else b""
+        whole = content[: content.rfind(b"\n") + 1]
+        successes = _read(path, whole.split(b"\n")[:-1], described) if content else {}
+        if whole != content:
+            os.truncate(path, len(whole))
+        file = path.open("a", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--save {path} cannot be used: {error.strerror or error}") from error
+    with file:
+        if not content:
+            file.write(json.dumps(described) + "\n")
+        yield SavedEpisodes(file, successes)
+
+
+def _read(path: Path, lines: list[bytes], described: Mapping[str, Any]) -> dict[Attempt, bool]:
+    """Return the finished episodes in the complete lines of a file.
+
+    Raises `ConfigError` if the first line does not describe the present evaluation.
+    """
+    try:
+        if not lines:
+            raise ValueError("its first line is not complete")
+        rows = [json.loads(line) for line in lines]
+        stored = rows[0]
+        successes = {(row["task"], row["attempt"]): bool(row["success"]) for row in rows[1:]}
+        names = [
+            name for name in {**stored, **described} if stored.get(name) != described.get(name)
+        ]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(
+            f"--save {path} is no file of `unstale eval --save` ({type(error).__name__}: {error}); "
+            "name a new file"
+        ) from None
+    if names:
+        old, new = stored.get(names[0]), described.get(names[0])
+        raise ConfigError(
+            f"--save {path} has episodes with {names[0]} {old}, and this command has {new}; "
+            "name a new file, or repeat the earlier command"
+        )
+    return successes
+
+
+def _checksum(paths: Iterable[Path]) -> str:
+    """Return a SHA-256 checksum of the names of files and of their content."""
+    digest = hashlib.sha256()
+    for path in sorted(paths):
+        digest.update(path.name.encode())
+        with path.open("rb") as file:
+            digest.update(hashlib.file_digest(file, "sha256").digest())
+    return digest.hexdigest()

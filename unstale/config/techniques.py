@@ -1,0 +1,124 @@
+"""The registry of techniques. Importing it does not import torch.
+
+A technique changes one part of training, such as the learning rate of a step. Each technique is one
+file of `unstale/techniques`, which declares it in `ENTRY`. The option `techniques` chooses some by
+name. The options of a technique are a section with its name, as in `--ess_lr.base 0.5`.
+"""
+
+import importlib
+import pkgutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any, Literal
+
+from unstale.config.checks import ConfigError, Section, nearest
+
+if TYPE_CHECKING:
+    from unstale.config import RunConfig
+
+TECHNIQUES_PACKAGE = "unstale.techniques"
+
+Slot = Literal["shaper", "controller"]
+"""The part of training that a technique changes: the advantage of each token (`shaper`), or the
+size of an optimizer step (`controller`).
+"""
+Change = Literal["advantage", "step"]
+"""The part of the mathematics that a technique changes."""
+Need = Literal["siblings", "reference", "entropy"]
+"""A condition of a technique: `siblings` is a group of several episodes, `reference` a copy of the
+first policy in memory, `entropy` one more forward pass per batch.
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """The declaration of a technique."""
+
+    name: str
+    """The name in the option `techniques`. The file and the options' section have it, too."""
+    slot: Slot
+    row: int
+    """The row of `unstale techniques` to which the technique belongs."""
+    makes: Callable[[Any], Any]
+    """A function that returns the technique. It is called with the options."""
+    options: type[Section]
+    changes: frozenset[Change]
+    describe: Callable[[Any], str]
+    """A function that returns the linter's sentence about the technique with some options."""
+    requires: frozenset[Need] = frozenset()
+    evidence: str = "C"
+    """The source of the formula: C is the authors' code, F the paper, N notes of others."""
+
+
+@cache
+def techniques() -> Mapping[str, Entry]:
+    """Return every technique by name, in alphabetical order."""
+    package = importlib.import_module(TECHNIQUES_PACKAGE)
+    found = {}
+    for module in pkgutil.iter_modules(package.__path__):
+        entry = getattr(importlib.import_module(f"{TECHNIQUES_PACKAGE}.{module.name}"), "ENTRY", 0)
+        if isinstance(entry, Entry):
+            found[entry.name] = entry
+    return dict(sorted(found.items()))
+
+
+def chosen(names: str) -> tuple[Entry, ...]:
+    """Return the techniques of the option `techniques`, in the order written.
+
+    Raises `ConfigError` for an unknown name, and for a name that occurs twice.
+    """
+    known = techniques()
+    words = names.split()
+    for word in words:
+        if word not in known:
+            raise ConfigError(f"techniques cannot have {word!r}{nearest(word, list(known))}")
+        if words.count(word) > 1:
+            raise ConfigError(f"techniques has {word} twice, got {names!r}: remove one")
+    return tuple(known[word] for word in words)
+
+
+def complete_options(names: str, given: Mapping[str, Section]) -> dict[str, Section]:
+    """Return the options of the chosen techniques by name. Those that are not given get defaults.
+
+    Raises `ConfigError` if the options of another technique are given.
+    """
+    entries = chosen(names)
+    for name in given:
+        if name not in [entry.name for entry in entries]:
+            both = " ".join([*names.split(), name])
+            raise ConfigError(
+                f"{name} has options, but is not chosen: techniques is {names!r}. "
+                f"Set --techniques '{both}'"
+            )
+    return {entry.name: given.get(entry.name) or entry.options() for entry in entries}
+
+
+def check_needs(config: "RunConfig") -> None:
+    """Raise `ConfigError` if a chosen technique needs what the run does not have."""
+    size = config.schedule.group_size
+    for entry in chosen(config.techniques):
+        if "siblings" in entry.requires and size < 2:
+            raise ConfigError(
+                f"the technique {entry.name} needs schedule.group_size >= 2, got {size}: it "
+                "compares the episodes of a task"
+            )
+        if "entropy" in entry.requires and config.cluster.trainers:
+            raise ConfigError(
+                f"the technique {entry.name} needs cluster.trainers = 0, got "
+                f"{config.cluster.trainers}: ranks do not compute the entropy of every token"
+            )
+
+
+def needs_reference(config: "RunConfig") -> bool:
+    """Return True if the trainer keeps a copy of the policy from which the run starts."""
+    requires = (entry.requires for entry in chosen(config.techniques))
+    return config.objective.kl_coef > 0 or any("reference" in needs for needs in requires)
+
+
+def describe(config: "RunConfig") -> Sequence[str]:
+    """Return the linter's sentences about the chosen techniques."""
+    options = config.technique_options
+    return [
+        f"{each.name}: {each.describe(options[each.name])}" for each in chosen(config.techniques)
+    ]

@@ -1,0 +1,40 @@
+"""Task sets of several environments in one, such as all desks or all domains of a benchmark."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain, islice, zip_longest
+from typing import Any
+
+from unstale.envs import Env, Taskset, task_identity
+from unstale.records import Task
+
+
+class MixedTasks:
+    """The tasks of several task sets in turn. A task has the name and the tools of its set."""
+
+    def __init__(self, name: str, parts: Sequence[Taskset]) -> None:
+        self.name = name
+        self._parts = {part.name: part for part in parts}
+        schemas = {tool["function"]["name"]: tool for part in parts for tool in part.tools}
+        self.tools: tuple[Mapping[str, Any], ...] = tuple(schemas.values())
+
+    def part_of(self, task: Task) -> Taskset:
+        """Return the task set that a task is from."""
+        return self._parts[task.env]
+
+    def tools_of(self, task: Task) -> Sequence[Mapping[str, Any]]:
+        return self.part_of(task).tools
+
+    def train(self, seed: int) -> Iterator[Task]:
+        for tasks in zip(*(part.train(seed) for part in self._parts.values()), strict=True):
+            yield from tasks
+
+    def held_out(self, count: int) -> list[Task]:
+        """Return up to `count` held-out tasks. A part that has no more is left out."""
+        rows = zip_longest(*(part.held_out(count) for part in self._parts.values()))
+        return list(islice((task for task in chain.from_iterable(rows) if task), count))
+
+    def identity(self, task: Task) -> str:
+        return task_identity(self.part_of(task), task)
+
+    def env(self, task: Task, seed: int) -> Env:
+        return self.part_of(task).env(task, seed)

@@ -1,0 +1,39 @@
+"""The environment `tau2:DOMAIN`: its options. The adapter itself needs the library tau2."""
+
+from dataclasses import dataclass
+
+from unstale.config import ConfigError
+from unstale.envs import Taskset
+from unstale.envs.orchestrated import USER_TIMEOUT_S, SimulatedUserConfig, api_key
+from unstale.envs.registry import EnvSpec, make_with_library
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tau2Config(SimulatedUserConfig):
+    """The tasks of a domain of tau2-bench, or of all three (`tau2:all`)."""
+
+    env: str = "tau2:retail"
+    """`tau2:retail`, `tau2:airline`, `tau2:telecom` or `tau2:all`."""
+
+    def check_combination(self) -> None:
+        super(Tau2Config, self).check_combination()
+        if self.user and "@" in self.env:
+            raise ConfigError(
+                f"task.env {self.env} and task.user {self.user} both name a model for the user: "
+                "give one of them"
+            )
+
+
+def _make(options: Tau2Config) -> Taskset:
+    if not options.user:
+        return make_with_library(options)
+    endpoint = {
+        "api_base": options.user,
+        "api_key": api_key(),
+        "temperature": options.user_temperature,
+        "timeout": USER_TIMEOUT_S,
+    }
+    return make_with_library(options, user=f"openai/{options.user_model}", user_args=endpoint)
+
+
+ENV = EnvSpec("tau2", _make, Tau2Config, takes_source=True)

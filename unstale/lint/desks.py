@@ -1,0 +1,44 @@
+"""A rule for the small models of the package, which practised some service desks at one level."""
+
+from pathlib import Path
+
+from unstale.config import SHIPPED_POLICIES, RunConfig
+from unstale.envs.desk import DeskConfig
+from unstale.envs.desks import DesksConfig
+from unstale.lint.finding import Finding, Fix
+from unstale.lint.policy_files import local_folder
+
+LEVEL = "1"
+"""Level at which the small models practised."""
+PRACTISED = {
+    "base": ("retail",),
+    "base-desks": ("airline", "delivery", "instore", "retail", "telecom"),
+}
+"""Desks that each small model practised."""
+
+
+def unpractised_desk(config: RunConfig) -> Finding | None:
+    """Warn of a desk or level at which a small model of the package cannot succeed."""
+    policy, task = _shipped(local_folder(config)), config.task
+    if policy is None or not isinstance(task, DeskConfig):
+        return None
+    desks = task.names if isinstance(task, DesksConfig) else (task.env,)
+    unknown = [name for name in desks if name not in PRACTISED[policy]]
+    fix: Fix = {"policy": "base-desks"} if unknown else {}
+    if task.level != LEVEL:
+        fix = {**fix, "task.level": LEVEL}
+    if not fix:
+        return None
+    where = f"the desk {', '.join(unknown)}" if unknown else f"level {task.level}"
+    practised = f"{', '.join(PRACTISED[policy])} at level {LEVEL}"
+    return Finding(
+        f"the policy {policy} at {where}",
+        f"it practised only {practised}, so it succeeds in almost no other episode and cannot "
+        "learn from them",
+        (fix,),
+    )
+
+
+def _shipped(folder: Path) -> str | None:
+    """Return the name of a small model of the package, given its folder."""
+    return next((name for name, each in SHIPPED_POLICIES.items() if each == folder), None)

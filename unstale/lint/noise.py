@@ -1,0 +1,208 @@
+"""The linter's rules for thresholds that are narrower than numerical noise.
+
+The noise of the discrepancy D = prox / mu is that of two forward passes. An engine that rounds to a
+format of few values (`engine.quantise`) adds its own.
+"""
+
+import math
+from collections.abc import Iterator
+
+from unstale.config import RunConfig
+from unstale.lint.finding import Finding, Fix, use_route
+from unstale.lint.semantics import CLIPPED, d_is_one, is_per_sequence, s_is_one
+
+NOISE = 0.02
+"""Typical difference of log-probabilities between two forward passes in bfloat16. The passes have
+equal weights but pack the sequences differently.
+"""
+ROUNDING = 1e-5
+"""Typical difference of log-probabilities between two forward passes in float32."""
+UNIT = 10
+"""Factor by which numerical noise is larger in a product of ratios over about 100 tokens, and
+smaller in their mean.
+"""
+FARTHEST = 3
+"""The largest noise among about 100 tokens divided by the typical noise, if it is Gaussian."""
+RARE = 10
+"""The largest noise among the tokens of a batch divided by the typical noise. It is large, because
+the noise is not Gaussian.
+"""
+MIN_CLIP = 1e-3
+"""Smallest useful clip range for a token's ratio. One step of learning changes it by more."""
+BFLOAT16_D = 0.0005
+"""Mean log discrepancy of a bfloat16 engine, in nats, on the policy of `QUANTISED_D`."""
+QUANTISED_D = {
+    ("fp8", "bfloat16"): (0.0024, 0.0015),
+    ("int8", "bfloat16"): (0.0009, 0.0008),
+    ("int4", "bfloat16"): (0.0055, 0.0005),
+    ("fp8", "float32"): (0.0018, 0.0003),
+    ("int8", "float32"): (0.0008, 0.00004),
+    ("int4", "float32"): (0.0049, 0.0000005),
+}
+"""Mean log discrepancy in nats, by `engine.quantise` and `engine.dtype`: if only the engine rounds,
+and if the trainer rounds, too. The table of docs/quantisation.md.
+"""
+BAND: Fix = {"correction.low": 0.5, "correction.high": 2.0}
+"""A band on D that is wider than the noise."""
+TOKEN_CLIP: Fix = {"objective.clip_low": 0.2, "objective.clip_high": 0.28}
+TOKEN_RATIO: Fix = {"objective.kind": "ppo_clip", "objective.unit": "token", **TOKEN_CLIP}
+"""Options by which the staleness ratio is that of a token, with a usual clip."""
+
+
+def _noise_of_d(config: RunConfig) -> float:
+    """Return the typical size of a token's log discrepancy if engine and trainer work correctly."""
+    stale = not config.old_logps.exact and config.schedule.staleness_bound > 0
+    bfloat16 = "bfloat16" in (config.trainer.dtype, config.engine.dtype)
+    return max(NOISE if bfloat16 or stale else ROUNDING, _noise_of_format(config))
+
+
+def _noise_of_format(config: RunConfig) -> float:
+    """Return the typical size of a token's log discrepancy because of `engine.quantise`, else 0."""
+    engine = config.engine
+    if engine.quantise == "none":
+        return 0.0
+    alone, both = QUANTISED_D[engine.quantise, engine.dtype]
+    return NOISE * (alone if config.trainer.quantise == "none" else both) / BFLOAT16_D
+
+
+def _noise(config: RunConfig, ratio: str) -> float:
+    """Return the typical size of numerical noise in the log of a ratio, `D` or `S`.
+
+    It is that of a unit, which is the tokens over which the ratio is aggregated.
+    """
+    bfloat16 = config.trainer.dtype == "bfloat16"
+    rule = config.correction if ratio == "D" else config.objective
+    noise = _noise_of_d(config) if ratio == "D" else (NOISE if bfloat16 else ROUNDING)
+    if ratio == "S" and d_is_one(config):
+        noise = max(noise, _noise_of_format(config))
+    if ratio == "S" and not is_per_sequence(config):
+        noise = max(noise, MIN_CLIP)
+    aggregate = rule.aggregate
+    if ratio == "S" and config.objective.kind == "gspo":
+        aggregate = "mean"
+    elif rule.unit == "token":
+        return noise
+    if aggregate == "mean" and bfloat16:
+        return noise  # a mean over tokens reduces only the noise of the engine
+    return noise * {"mean": 1 / UNIT, "sum": UNIT, "max": FARTHEST}[aggregate]
+
+
+def narrow_threshold(config: RunConfig) -> Finding | None:
+    narrow = {
+        f"{name} at {size:.2g}": name
+        for name, size in _thresholds(config)
+        if size < _noise(config, name)
+    }
+    if not narrow:
+        return None
+    noise = max(_noise(config, name) for name in narrow.values())
+    why = f"log ratios of about {noise:.2g} occur without any defect (audit/logp_noise_rms)"
+    if _noise_of_format(config):
+        why = (
+            f"rounding to {config.engine.quantise} changes log-probabilities "
+            f"{_noise_of_format(config) / NOISE:.2g} times as much as bfloat16 does "
+            f"(docs/quantisation.md), so log ratios of about {noise:.2g} occur without any defect"
+        )
+    band = BAND if "D" in narrow.values() else {}
+    clip: Fix = TOKEN_CLIP if "S" in narrow.values() else {}
+    if clip and config.objective.kind == "dual_clip":
+        clip = {**clip, "objective.dual_clip": 3.0}
+    fixes: tuple[Fix, ...] = (
+        *_less_rounding(config),
+        {"engine.dtype": "float32"},
+        {"trainer.dtype": "float32", "engine.dtype": "float32"},
+        {**band, **clip},
+        {**band, **TOKEN_RATIO, **clip} if clip else band,
+        {"correction.unit": "sequence", "correction.aggregate": "mean"},
+    )
+    return Finding(
+        f"a threshold is narrower than the noise (log ratio: {', '.join(narrow)})", why, fixes
+    )
+
+
+def _thresholds(config: RunConfig) -> Iterator[tuple[str, float]]:
+    """Yield every threshold of the configuration: "D" or "S", and the size of the log ratio.
+
+    D is the discrepancy and S the staleness ratio.
+    """
+    d = config.correction
+    s = config.objective
+    if d.control != "none" and not d_is_one(config):
+        yield "D", math.log(d.high)
+        if d.control != "truncate" and d.low:
+            yield "D", -math.log(d.low)
+    if s.kind in CLIPPED and not s_is_one(config):
+        yield "S", math.log1p(s.clip_high)
+        if s.clip_low < 1:
+            yield "S", -math.log1p(-s.clip_low)
+    if s.kind == "dual_clip":
+        yield "S", math.log(s.dual_clip)
+    if s.kind == "sapo":
+        # at this ratio 7% of the gradient remain
+        yield "S", math.log1p(4 / max(s.tau_pos, s.tau_neg))
+
+
+def certain_veto(config: RunConfig) -> Finding | None:
+    return _veto(config, 0.0, 1.0, "token_veto_threshold {} drops nearly every sequence")
+
+
+def noisy_veto(config: RunConfig) -> Finding | None:
+    return _veto(config, 1.0, RARE, "token_veto_threshold {} drops sequences for mere noise")
+
+
+def _veto(config: RunConfig, low: float, high: float, wrong: str) -> Finding | None:
+    """Return a problem if the veto's threshold is between `low` and `high` times the noise.
+
+    The veto drops sequences with an impossible token.
+    """
+    threshold = config.correction.token_veto_threshold
+    if not threshold or d_is_one(config):
+        return None
+    noise = _noise_of_d(config)
+    size = -math.log(threshold) / noise
+    if not (low < size <= high or size == low == 0):
+        return None
+    why = f"log D of a token is {noise:g} in size without any defect, and far more in the tails"
+    fixes: tuple[Fix, ...] = (
+        {"correction.token_veto_threshold": 0.01},
+        *_less_rounding(config),
+        {"trainer.dtype": "float32", "engine.dtype": "float32"},
+    )
+    return Finding(wrong.format(f"{threshold:g}"), why, fixes)
+
+
+def mixed_format(config: RunConfig) -> Finding | None:
+    """Warn if the clip on S acts on what the engine's format changes."""
+    quantise = config.engine.quantise
+    if quantise in ("none", config.trainer.quantise) or not d_is_one(config):
+        return None
+    if config.old_logps.baseline:
+        return None
+    why = "the clip then drops tokens because the engine rounds, and no correction of D sees it"
+    fixes = (use_route(config, "snapshot_old"), *_less_rounding(config))
+    return Finding(f"S = pi / mu contains the rounding of the engine to {quantise}", why, fixes)
+
+
+def idle_format(config: RunConfig) -> Finding | None:
+    """Warn if rounding in the trainer, too, hardly makes the discrepancy smaller."""
+    quantise = config.trainer.quantise
+    if quantise == "none":
+        return None
+    alone, both = QUANTISED_D[quantise, config.engine.dtype]
+    if both < alone / 2:
+        return None
+    why = (
+        f"measured, the mean log discrepancy is {both:g} in place of {alone:g}: activations "
+        "between two values of the format are rounded differently"
+    )
+    fixes: tuple[Fix, ...] = ({"engine.dtype": "float32"}, {"trainer.quantise": "none"})
+    what = f"trainer.quantise = {quantise} removes little with engine.dtype = {config.engine.dtype}"
+    return Finding(what, why, fixes)
+
+
+def _less_rounding(config: RunConfig) -> tuple[Fix, ...]:
+    """Return changes with which engine and trainer differ less, if the engine rounds."""
+    if config.engine.quantise == "none":
+        return ()
+    neither: Fix = {"trainer.quantise": "none", "engine.quantise": "none"}
+    return ({"trainer.quantise": config.engine.quantise}, neither)

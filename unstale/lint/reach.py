@@ -1,0 +1,57 @@
+"""The reach of a clip: the whole ratio pi / mu at which it stops a token of the largest lag.
+
+An approximate route leaves a part of the staleness in D = prox / mu, so a clip on S = pi / prox
+stops the token only at a larger pi / mu. The reach assumes that engine and trainer agree.
+"""
+
+from unstale.config import ConfigError, RunConfig
+from unstale.lint.finding import Fix
+
+
+def equal_reach(config: RunConfig, reference: RunConfig) -> Fix:
+    """Return options with which a configuration reaches as far on pi / mu as the reference.
+
+    `reference` must have all staleness in S, so its clip is on pi / mu. Where a route leaves a part
+    of the ratio in D, the clip is made narrower, and a band on D that would act before the clip is
+    made wider. If all of the ratio is in D, which no clip can limit, the band on D gets the limits.
+    The clip then acts only on the changes between the minibatches of a batch.
+    """
+    rule = reference.objective
+    ends = low, high = 1 - rule.clip_low, 1 + rule.clip_high
+    if not all_in_s(reference):
+        raise ConfigError(
+            f"the route {reference.old_logps.route} leaves staleness in D, so its clip is not on "
+            "pi / mu; equal reach needs a reference such as snapshot_old"
+        )
+    if all_in_d(config):
+        return {
+            "correction.low": low,
+            "correction.high": high,
+            "correction.unit": rule.unit,
+            "correction.aggregate": rule.aggregate,
+        }
+    s_low, s_high = (config.old_logps.s_of(end, config) for end in ends)
+    if (s_low, s_high) == ends:
+        if not all_in_s(config):
+            raise ConfigError(
+                f"{config.old_logps.route} leaves a part of the staleness in D that is not known "
+                'before a run, so its reach cannot be made equal; leave out `reach = "equal"`'
+            )
+        return {"objective.clip_low": rule.clip_low, "objective.clip_high": rule.clip_high}
+    return {
+        "objective.clip_low": 1 - s_low,
+        "objective.clip_high": s_high - 1,
+        "correction.low": min(config.correction.low, low / s_low),
+        "correction.high": max(config.correction.high, high / s_high),
+    }
+
+
+def all_in_s(config: RunConfig) -> bool:
+    """Return True if the old policy is the one that sampled, so that all staleness is in S."""
+    old = config.old_logps
+    return old.exact or old.weight_of_now(config) == 0
+
+
+def all_in_d(config: RunConfig) -> bool:
+    """Return True if the old policy is the current one, so that all staleness is in D."""
+    return config.old_logps.weight_of_now(config) == 1

@@ -1,0 +1,203 @@
+"""Techniques: changes to one part of training, chosen by name in the option `techniques`.
+
+Each module of this package that declares an `ENTRY` is one technique, and can be imported without
+torch. A technique is an object with the methods of its slot:
+
+    controller   plan(seen) -> StepPlan           before each optimizer step
+    shaper       shape(batch, signals) -> Shaped  when a batch is prepared
+
+A technique with state also has `observe`, `state` and `restore`. Its state may change in `observe`
+alone, which is called when a batch was trained on. Consumption and checkpoint are one transaction,
+so after a crash every group is observed exactly once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+from unstale.config.checks import ConfigError
+from unstale.config.techniques import Need, chosen
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from unstale.config import RunConfig
+    from unstale.records import Batch, Group, Task
+
+
+@dataclass(frozen=True, slots=True)
+class Signals:
+    """Figures of a batch from which shapers compute advantages. Tensors are `[T]`, no gradient.
+
+    A tensor is empty if no chosen technique needs it.
+    """
+
+    old_logp: Tensor
+    logp: Tensor
+    """Log-probability of each token under the current policy."""
+    reference_logp: Tensor
+    """Log-probability of each token under the policy from which the run started."""
+    progress: float
+    """Share of the run's optimizer steps that are done, 0 to 1."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shaped:
+    """The result of a shaper, `[T]`."""
+
+    advantage: Tensor
+    keep: Tensor
+    """False for tokens that get no gradient. They still count in the divisor of the loss."""
+
+
+@runtime_checkable
+class Shaper(Protocol):
+    """A technique that changes the advantages of a batch."""
+
+    def shape(self, batch: Batch, signals: Signals) -> Shaped: ...
+
+
+@dataclass(frozen=True, slots=True)
+class StepSeen:
+    """Figures of one optimizer step, before the weights change."""
+
+    log_weight: Tensor
+    """The logarithm of pi / mu for each sequence, `[n]` in float64: the sum over its sampled
+    tokens. pi is the current policy, mu the engine's policy that sampled the sequence.
+    """
+    grad_norm: float
+    """The norm of the gradient before it is clipped."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """The answer of a controller."""
+
+    lr_factor: float = 1.0
+    """Factor of the learning rate."""
+    skip: bool = False
+    """True if the weights must not change in this step."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Figures for the metrics of the batch, by full name."""
+
+
+@runtime_checkable
+class StepController(Protocol):
+    """A technique that changes the size of an optimizer step."""
+
+    def plan(self, seen: StepSeen) -> StepPlan: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """The result of a group that was trained on."""
+
+    task: str
+    """The identity of the task. It is the same each time the task comes again."""
+    version: int
+    """The newest version that sampled a token of the group."""
+    lag: int
+    """The number of versions between `version` and the one that was trained from."""
+    rewards: tuple[float, ...]
+    failures: int
+    tokens: int
+    """Number of sampled tokens of the group."""
+
+
+@runtime_checkable
+class Observer(Protocol):
+    """A technique with state."""
+
+    def observe(self, outcomes: Sequence[Outcome]) -> None:
+        """Learn from the groups of a batch that was trained on."""
+        ...
+
+    def state(self) -> Mapping[str, Any]: ...
+
+    def restore(self, state: Mapping[str, Any]) -> None: ...
+
+
+class Techniques:
+    """The chosen techniques of a run, in the order written."""
+
+    def __init__(
+        self, parts: Mapping[str, object] | None = None, *, needs: frozenset[Need] = frozenset()
+    ) -> None:
+        self.parts = dict(parts or {})
+        self.needs = needs
+        """What the signals of the shapers must contain."""
+        self.shapers = [each for each in self.parts.values() if isinstance(each, Shaper)]
+        self.controllers = [
+            each for each in self.parts.values() if isinstance(each, StepController)
+        ]
+
+    @classmethod
+    def of(cls, config: RunConfig) -> Techniques:
+        """Create the techniques that a configuration chooses.
+
+        Raises `ConfigError` if one of them has state and the trainer has ranks.
+        """
+        entries = chosen(config.techniques)
+        options = config.technique_options
+        parts = {entry.name: entry.makes(options[entry.name]) for entry in entries}
+        needs = frozenset[Need]().union(*(entry.requires for entry in entries))
+        made = cls(parts, needs=needs)
+        if config.cluster.trainers and made.stateful:
+            raise ConfigError(
+                f"the techniques {', '.join(made.stateful)} need cluster.trainers = 0, got "
+                f"{config.cluster.trainers}: ranks do not save their state"
+            )
+        return made
+
+    @property
+    def stateful(self) -> dict[str, Observer]:
+        """The techniques with state, by the name of their part of a checkpoint."""
+        return {
+            f"technique/{name}": part
+            for name, part in self.parts.items()
+            if isinstance(part, Observer)
+        }
+
+    def plan(self, seen: StepSeen) -> StepPlan:
+        """Combine the controllers: factors multiply, and one skip is enough."""
+        factor, skip = 1.0, False
+        metrics: dict[str, float] = {}
+        for controller in self.controllers:
+            plan = controller.plan(seen)
+            factor *= plan.lr_factor
+            skip = skip or plan.skip
+            metrics |= plan.metrics
+        return StepPlan(factor, skip, metrics)
+
+    def consumed(
+        self, groups: Sequence[Group], version: int, *, identify: Callable[[Task], str]
+    ) -> None:
+        """Pass the results of a batch to the techniques with state.
+
+        `version` is the version that was trained from. `identify` returns a task's identity.
+        """
+        observers = self.stateful.values()
+        if not observers:
+            return
+        outcomes = [_outcome(group, version, identify(group.task)) for group in groups]
+        for observer in observers:
+            observer.observe(outcomes)
+
+
+def _outcome(group: Group, version: int, task: str) -> Outcome:
+    trajectories = (*group.trajectories, *group.unused)
+    newest = max((v for each in trajectories for v in each.versions), default=version)
+    return Outcome(
+        task=task,
+        version=newest,
+        lag=version - newest,
+        rewards=tuple(each.reward for each in trajectories),
+        failures=len(group.failures),
+        tokens=sum(each.num_sampled for each in trajectories),
+    )
+
+
+NO_TECHNIQUES = Techniques()
+"""The techniques of a run that chooses none."""

@@ -1,0 +1,174 @@
+"""The table of published techniques, and which of them this package has. It imports no torch.
+
+`unstale techniques` prints it. A row is a paper. Its state is `works` (an option turns it on),
+`transfer` (a part applies to agents that use tools, and that part works), or `not yet`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from unstale.config.techniques import techniques
+
+State = Literal["works", "transfer", "not yet"]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A row of the table."""
+
+    number: int
+    paper: str
+    about: str
+    state: State
+    reason: str
+    """The options that turn the technique on, or what is missing."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The techniques of this row, as the option `techniques` names them."""
+        return tuple(name for name, each in techniques().items() if each.row == self.number)
+
+
+_TREE = "episodes that branch are missing"
+_SAMPLER = "a choice of tasks by past results is missing"
+_COUNT = "a number of episodes per task that varies is missing"
+_EDIT = "training on edited replies is missing"
+_SHARE = "training on texts of other policies or attempts is missing"
+_JUDGE = "a procedure around several attempts is missing"
+_BASELINE = "the baseline is missing"
+_ENTROPY = "the entropy of every token is missing"
+
+
+def _row(number: int, paper: str, about: str, reason: str, state: State = "not yet") -> Row:
+    return Row(number, paper, about, state, reason)
+
+
+ROWS: Sequence[Row] = (
+    _row(1, "Unmasking OPD", "where distillation follows success", "a teacher is missing"),
+    _row(2, "DOTS + replay", "prompts of predicted middle difficulty, and replay", _SAMPLER),
+    _row(3, "GFCR", "a survey: generate, filter, control, replay", "figures of it are missing"),
+    _row(4, "Sol-RL", "a cheap explorer and a precise trainer", "its choice of samples is missing"),
+    _row(5, "ECHO", "branches, clip and advantage by confidence", _TREE),
+    _row(
+        6,
+        "APRIL",
+        "more requests than needed; the rest continues later",
+        "--schedule.lookahead_window and max_staleness do it; a test of its claim is missing",
+    ),
+    _row(7, "XRPO", "episodes where the mean is uncertain", _COUNT),
+    _row(8, "VADE", "tasks drawn from a Beta posterior", _SAMPLER),
+    _row(9, "SCOPE", "a corrector continues from the first wrong step", _EDIT),
+    _row(10, "MC-GRPO", "the median as the baseline", _BASELINE),
+    _row(
+        11,
+        "DART",
+        "decoupled modules, varying counts, entropy steps",
+        "decoupled modules and --correction.control truncate exist; counts and stored successes "
+        "are missing",
+    ),
+    _row(12, "LATR", "branches at uncertain tokens, looked ahead", _TREE),
+    _row(
+        13,
+        "BroRL",
+        "very large groups",
+        "--schedule.group_size 256 runs; the diagnostic of its mass balance is missing",
+    ),
+    _row(14, "BranchGRPO", "advantages by depth of a tree", _TREE),
+    _row(15, "Swarm sampling", "nodes share episodes", _SHARE),
+    _row(
+        16,
+        "VCPO, arXiv 2602.17616",
+        "step size by effective sample size; an off-policy baseline",
+        "--techniques ess_lr is the step size; the baseline is missing",
+    ),
+    _row(17, "RAVL", "no value from an artificial end", "cut episodes still count as failures"),
+    _row(18, "POISE", "a probe of hidden states as the baseline", _BASELINE),
+    _row(19, "RTV + PDR", "votes over summaries of attempts", _JUDGE),
+    _row(
+        20,
+        "ACE, arXiv 2602.21420",
+        "more weight on errors of growing confidence",
+        "--techniques ace",
+        "works",
+    ),
+    _row(21, "D3S", "episodes with the largest variance of advantages", "its filter is missing"),
+    _row(
+        22,
+        "RollArt",
+        "phases on the hardware that fits them",
+        "asynchronous episodes and routing by prefix exist; routing by phase is missing",
+    ),
+    _row(
+        23,
+        "Turn control",
+        "a limit of turns at a quantile",
+        "--rollout.max_turns is a fixed limit; quantile and reminders are missing",
+    ),
+    _row(
+        24, "rStar2 GRPO-RoC", "the cleanest successes of a larger group", "its filter is missing"
+    ),
+    _row(25, "Group-DRO", "difficulty bins with weights", _SAMPLER),
+    _row(26, "GDPO", "each reward normalised on its own", "its estimator is missing"),
+    _row(27, "DARS", "more episodes on hard tasks", _COUNT),
+    _row(28, "DRIVE", "two stages of tasks and counts", _SAMPLER),
+    _row(29, "V0", "a value from the history of outcomes", _SAMPLER),
+    _row(30, "ARRoL", "unpromising replies end early", _TREE),
+    _row(31, "SWE-Reasoner", "search with a reward model", _JUDGE),
+    _row(32, "FAPO", "a lower reward for flawed successes", "its penalty is missing"),
+    _row(33, "HGPO", "step groups that share the last states", "its step groups are missing"),
+    _row(34, "R3L", "reflect, restart, train the suffix", _EDIT),
+    _row(35, "V0.5", "a group mean shrunk towards a prior", _BASELINE),
+    _row(36, "SAGE (skills)", "skills of one task help the next", _SHARE),
+    _row(37, "ADHint", "hints by difficulty", _EDIT),
+    _row(38, "MinPRO", "the smallest ratio of the prefix", "its ratio is missing"),
+    _row(
+        39,
+        "AReaL",
+        "asynchronous training with bounded staleness, decoupled loss",
+        "--schedule.max_staleness, --old_logps.route current_recompute",
+        "works",
+    ),
+    _row(40, "CLEANER", "failed calls replaced by later successes", _EDIT),
+    _row(
+        41,
+        "Jet-RL, arXiv 2601.14243",
+        "one low precision in engine and trainer",
+        "--engine.quantise fp8 --trainer.quantise fp8",
+        "works",
+    ),
+    _row(42, "OTR", "supervised training with sampled alternatives", "its objective is missing"),
+    _row(43, "ETTRL", "advantages by relative entropy; trees", f"{_TREE}, and {_ENTROPY}"),
+    _row(44, "SAGE (plans)", "a plan from the first attempt", _JUDGE),
+    _row(45, "SQIRL", "the effective horizon as difficulty", "the diagnostic is missing"),
+    _row(46, "UI-S1", "expert traces with patched steps", _EDIT),
+    _row(
+        47,
+        "AgentMath",
+        "segments of episodes, routing by prefix and load",
+        "routing by prefix and load exists; segments are missing",
+    ),
+    _row(48, "ReflectDrive-2", "one reward for draft and edit", "its task set is missing"),
+    _row(49, "P/D-Serve", "separate engines for prompts and replies", "routing is missing"),
+    _row(50, "PPO at 1M envs", "a diagnosis of too large steps", "the diagnosis is missing"),
+    _row(51, "SALT", "shared steps get a shared advantage", "its step groups are missing"),
+    _row(52, "GDRO (diffusion)", "proxy reward against corrected score", "figures are missing"),
+    _row(53, "MSSR", "one episode per task with a Beta baseline", _BASELINE),
+    _row(
+        54,
+        "Periodic Asynchrony",
+        "gradients while the batch is still generated",
+        "shared prompts are computed once; gradients still wait for the whole batch",
+    ),
+    _row(55, "AEPO", "branches and clip by entropy", f"{_TREE}, and {_ENTROPY}"),
+    _row(56, "MARS^2", "several agents in one search tree", _TREE),
+    _row(
+        57,
+        "CJ-GRPO, EOSER, ASS",
+        "train exactly the decoded states",
+        "tokens are never encoded again; the rest is of diffusion decoders",
+        "transfer",
+    ),
+    _row(58, "SHARP", "verified synthetic tasks", "its task set is missing"),
+)
+"""All rows, by number."""

@@ -1,0 +1,62 @@
+"""`ess_lr`: a lower learning rate while few sequences carry the importance weights.
+
+The factor of the learning rate is sqrt(ESS / n), at most 1. ESS = (sum w)^2 / sum w^2 is the
+effective sample size of the n sequences of an optimizer step. The weight of a sequence is w =
+exp(sum_t log pi - log mu) over its sampled tokens, with the current policy pi and the engine's
+policy mu. From VCPO (arXiv 2602.17616).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from unstale.config.checks import Positive, Section
+from unstale.config.techniques import Entry
+from unstale.techniques import StepPlan, StepSeen
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EssLrConfig(Section):
+    """A lower learning rate while few sequences carry the importance weights (VCPO)."""
+
+    base: Positive = 1.0
+    """Share of effective sequences from which on the learning rate is not lowered."""
+    law: Literal["sqrt", "linear"] = "sqrt"
+    """The learning rate is multiplied by the share of effective sequences, or by its square root.
+    """
+
+
+class EssLr:
+    """A controller that lowers the learning rate with the effective sample size."""
+
+    def __init__(self, options: EssLrConfig) -> None:
+        self._options = options
+
+    def plan(self, seen: StepSeen) -> StepPlan:
+        # The largest weight cancels in the ratio. Without it, exp could overflow.
+        weight = (seen.log_weight - seen.log_weight.max()).exp()
+        share = float(weight.sum() ** 2 / (weight * weight).sum()) / len(weight)
+        effective = share / self._options.base
+        factor = effective if self._options.law == "linear" else effective**0.5
+        return StepPlan(lr_factor=min(1.0, factor), metrics={"ess_lr/effective_share": share})
+
+
+def _describe(options: EssLrConfig) -> str:
+    share = "ESS / n" if options.base == 1 else f"ESS / n / {options.base:g}"
+    factor = f"sqrt({share})" if options.law == "sqrt" else share
+    return (
+        f"the learning rate times {factor}, at most 1, where ESS is that of pi / mu over sequences;"
+        " sequences with advantage 0 need a forward pass, too"
+    )
+
+
+ENTRY = Entry(
+    name="ess_lr",
+    slot="controller",
+    row=16,
+    makes=EssLr,
+    options=EssLrConfig,
+    changes=frozenset({"step"}),
+    describe=_describe,
+)
