@@ -213,6 +213,7 @@ wheel: setup
 # View it: python3 -m http.server -d site. With --quiet, mkdocs would ignore warnings despite --strict.
 docs: setup .venv-docs/.ready
 	$(BIN)/python -m tools.options_page
+	$(BIN)/python -m tools.techniques_page
 	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict
 	.venv-docs/bin/python tools/check_site.py site
 

@@ -15,11 +15,12 @@ import pytest
 import yaml
 
 import unstale
-from tools import options_page
+from tools import options_page, techniques_page
 from tools.check_site import problems
 from unstale.cli.main import make_parser, parse
 from unstale.cli.recipe_options import configure, option_names
 from unstale.config.options import options
+from unstale.config.techniques import techniques
 from unstale.lint import check
 from unstale.recipes import RECIPES
 
@@ -103,6 +104,19 @@ def test_the_page_of_options_is_as_it_would_be_written_now() -> None:
     assert set(re.findall(r"^\| `([\w.]+)` \|", written, re.MULTILINE)) == set(options())
     assert written == options_page.PAGE.read_text("utf-8"), (
         "run: .venv/bin/python -m tools.options_page"
+    )
+
+
+def test_the_page_of_techniques_is_as_it_would_be_written_now() -> None:
+    written = techniques_page.page()
+    assert re.findall(r"^### `(\w+)`", written, re.MULTILINE) == [
+        name
+        for slot in techniques_page.TITLES
+        for name, entry in techniques().items()
+        if entry.slot == slot
+    ]
+    assert written == techniques_page.PAGE.read_text("utf-8"), (
+        "run: .venv/bin/python -m tools.techniques_page"
     )
 
 

@@ -41,9 +41,15 @@ def page() -> str:
 
 def _section(section: str, cls: type) -> str:
     about = (inspect.getdoc(cls) or "").partition("\n")[0]
-    rows = [_row(option) for option in options().values() if option.section == section]
-    table = "\n".join(["| option | values | default | meaning |", "|---|---|---|---|", *rows])
+    table = "\n".join(
+        ["| option | values | default | meaning |", "|---|---|---|---|", *rows_of(section)]
+    )
     return f"\n## {section or 'run'}\n\n{_linked(about)}\n\n{table}\n"
+
+
+def rows_of(section: str) -> list[str]:
+    """Return the rows of a section's table."""
+    return [_row(option) for option in options().values() if option.section == section]
 
 
 def _row(option: Option) -> str:

@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from unstale.cli.main import main
 from unstale.cli.resume import config_changes
 from unstale.config import ConfigError, RunConfig
 from unstale.config.options import override, read_file, stored_config
-from unstale.config.techniques import needs_reference, techniques
+from unstale.config.techniques import chosen, needs_reference, techniques
 from unstale.durability.run_folder import dumps
 from unstale.envs import ListedTasks, task_identity
 from unstale.envs.mixed import MixedTasks
@@ -91,6 +92,29 @@ def test_the_table_has_every_row_and_every_technique(capsys: pytest.CaptureFixtu
     with pytest.raises(SystemExit):
         main(["techniques"])
     assert "VCPO" in capsys.readouterr().out
+
+
+def test_a_technique_is_explained_by_name(capsys: pytest.CaptureFixture[str]) -> None:
+    for name, entry in techniques().items():
+        with pytest.raises(SystemExit) as end:
+            main(["techniques", name, "--json"])
+        words = json.loads(capsys.readouterr().out)
+        assert not end.value.code
+        assert words["papers"] and words["about"] == entry.formula
+        assert all(words[each] for each in ("use it if", "exactness", "measured")), name
+    with pytest.raises(SystemExit) as end:
+        main(["techniques", "ess"])
+    assert end.value.code == 2 and "did you mean ess_lr?" in capsys.readouterr().err
+
+
+def test_a_slot_that_holds_one_technique_refuses_two(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("unstale.config.techniques.EXCLUSIVE", frozenset({"controller"}))
+    monkeypatch.setattr(
+        "unstale.config.techniques.techniques",
+        lambda: {each: replace(techniques()["ess_lr"], name=each) for each in ("a", "b")},
+    )
+    with pytest.raises(ConfigError, match=r"has a and b.*each is the controller of the run"):
+        chosen("a b")
 
 
 def test_a_task_has_one_identity_each_time_a_list_repeats() -> None:

@@ -5,10 +5,13 @@ from collections import Counter
 from typing import Any
 
 from rich.console import Console
+from rich.markdown import Markdown
 from rich.table import Table
 from rich.text import Text
 
 from unstale.cli.recipe_options import print_json
+from unstale.config import ConfigError
+from unstale.config.techniques import chosen as find
 from unstale.techniques.catalogue import ROWS
 
 _STYLES = {"works": "bold green", "transfer": "green", "not yet": "dim"}
@@ -18,11 +21,14 @@ def add(verbs: Any) -> None:
     """Add the command and its arguments to the command line."""
     about = "list published techniques, and which of them this package has"
     parser = verbs.add_parser("techniques", help=about, description=f"{about.capitalize()}.")
+    parser.add_argument("name", nargs="?", help="a technique to explain")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(act=_techniques)
 
 
 def _techniques(chosen: argparse.Namespace) -> int:
+    if chosen.name:
+        return _explain(chosen.name, as_json=chosen.json)
     counts: Counter[str] = Counter(row.state for row in ROWS)
     if chosen.json:
         rows = [{"row": row.number, "techniques": row.names, **_cells(row)} for row in ROWS]
@@ -36,6 +42,35 @@ def _techniques(chosen: argparse.Namespace) -> int:
     console = Console()
     console.print(table)
     console.print(", ".join(f"{counts[state]} {state}" for state in _STYLES), highlight=False)
+    return 0
+
+
+def _explain(name: str, *, as_json: bool) -> int:
+    """Print what a technique does. Raises `ConfigError` if there is none of this name."""
+    if not name.isidentifier():
+        raise ConfigError(f"expected the name of one technique, got {name!r}")
+    (entry,) = find(name)
+    papers = [row.paper for row in ROWS if row.number in entry.rows]
+    words = {
+        "name": entry.name,
+        "papers": "; ".join(papers),
+        "part of training": entry.slot,
+        "changes": ", ".join(sorted(entry.changes)),
+        "needs": ", ".join(sorted(entry.requires)),
+        "formula from": entry.evidence,
+        "about": entry.formula,
+        "use it if": entry.use,
+        "exactness": entry.exactness,
+        "options": f"unstale train RECIPE --techniques {name} --help",
+        "measured": entry.measured.strip(),
+    }
+    if as_json:
+        print_json({**words, "papers": papers})
+        return 0
+    table = Table(show_header=False, box=None, padding=(0, 2, 1, 0))
+    for title, text in words.items():
+        table.add_row(Text(title, "bold"), Markdown(text or "nothing"))
+    Console().print(table)
     return 0
 
 

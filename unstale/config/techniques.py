@@ -19,15 +19,46 @@ if TYPE_CHECKING:
 
 TECHNIQUES_PACKAGE = "unstale.techniques"
 
-Slot = Literal["shaper", "controller"]
-"""The part of training that a technique changes: the advantage of each token (`shaper`), or the
-size of an optimizer step (`controller`).
+Slot = Literal[
+    "sampler",
+    "allocator",
+    "source",
+    "reward",
+    "filter",
+    "estimator",
+    "recredit",
+    "shaper",
+    "ratio",
+    "objective",
+    "controller",
+    "diagnostic",
+]
+"""The part of training that a technique changes:
+
+sampler: which task comes next.
+allocator: how many episodes a task gets.
+source: groups that join a batch beside the fresh ones.
+reward: the reward of an episode.
+filter: which episodes of a group are trained on.
+estimator: the advantage of an episode, from the rewards of its group.
+recredit: the advantage of each turn, from the advantages of episodes.
+shaper: the advantage of each token.
+ratio: the importance ratio of each token.
+objective: the loss of each token.
+controller: the size of an optimizer step.
+diagnostic: nothing; it adds figures to the metrics.
 """
-Change = Literal["advantage", "step"]
+EXCLUSIVE: frozenset[Slot] = frozenset({"sampler", "allocator", "estimator", "ratio", "objective"})
+"""Slots that hold one technique at most. The techniques of the others act in the order written."""
+Change = Literal["tasks", "count", "groups", "reward", "advantage", "objective", "step"]
 """The part of the mathematics that a technique changes."""
 Need = Literal["siblings", "reference", "entropy"]
 """A condition of a technique: `siblings` is a group of several episodes, `reference` a copy of the
-first policy in memory, `entropy` one more forward pass per batch.
+first policy in memory, `entropy` the entropy of every token (one more forward pass per batch).
+"""
+Evidence = Literal["code", "paper", "notes", "abstract", "own reading"]
+"""The source of a formula: the authors' code, their paper, notes of others, the abstract alone, or
+our own reading where the sources leave something open.
 """
 
 
@@ -38,17 +69,29 @@ class Entry:
     name: str
     """The name in the option `techniques`. The file and the options' section have it, too."""
     slot: Slot
-    row: int
-    """The row of `unstale techniques` to which the technique belongs."""
+    rows: tuple[int, ...]
+    """The rows of `unstale techniques` to which the technique belongs."""
     makes: Callable[[Any], Any]
     """A function that returns the technique. It is called with the options."""
     options: type[Section]
     changes: frozenset[Change]
     describe: Callable[[Any], str]
     """A function that returns the linter's sentence about the technique with some options."""
+    use: str
+    """When to use it: one or two sentences."""
+    measured: str
+    """Its effect measured here, in Markdown, also where there is none."""
+    exactness: str
+    """What it does to the gradient's expectation, and to D and S: one or two sentences."""
     requires: frozenset[Need] = frozenset()
-    evidence: str = "C"
-    """The source of the formula: C is the authors' code, F the paper, N notes of others."""
+    evidence: Evidence = "code"
+
+    @property
+    def formula(self) -> str:
+        """The module's docstring: what the technique does, with its formula and source."""
+        module = importlib.import_module(f"{TECHNIQUES_PACKAGE}.{self.name}")
+        text = (module.__doc__ or "").partition(": ")[2].strip()
+        return text[:1].upper() + text[1:]
 
 
 @cache
@@ -66,7 +109,8 @@ def techniques() -> Mapping[str, Entry]:
 def chosen(names: str) -> tuple[Entry, ...]:
     """Return the techniques of the option `techniques`, in the order written.
 
-    Raises `ConfigError` for an unknown name, and for a name that occurs twice.
+    Raises `ConfigError` for an unknown name, for a name that occurs twice, and for two techniques
+    of a slot that holds one.
     """
     known = techniques()
     words = names.split()
@@ -75,7 +119,14 @@ def chosen(names: str) -> tuple[Entry, ...]:
             raise ConfigError(f"techniques cannot have {word!r}{nearest(word, list(known))}")
         if words.count(word) > 1:
             raise ConfigError(f"techniques has {word} twice, got {names!r}: remove one")
-    return tuple(known[word] for word in words)
+    entries = tuple(known[word] for word in words)
+    for slot in sorted(EXCLUSIVE):
+        if len(rivals := [entry.name for entry in entries if entry.slot == slot]) > 1:
+            raise ConfigError(
+                f"techniques has {' and '.join(rivals)}, got {names!r}: each is the {slot} of the "
+                "run, which can have one. Keep one of them"
+            )
+    return entries
 
 
 def complete_options(names: str, given: Mapping[str, Section]) -> dict[str, Section]:

@@ -65,14 +65,24 @@ def _describe(options: AceConfig) -> str:
     )
 
 
+_MEASURED = """
+A bandit with 3 answers, of which the policy gives a wrong one 90% at first (8 samples a step, 400
+runs): the wrong answer has less than half after 30.8 steps without and 26.5 steps with `ace`
+(standard error 0.3). It has not been measured on the desks.
+"""
+
 ENTRY = Entry(
     name="ace",
     slot="shaper",
-    row=20,
+    rows=(20,),
     makes=Ace,
     options=AceConfig,
     changes=frozenset({"advantage"}),
     describe=_describe,
+    use="The policy is confident of wrong answers, and few samples show it a right one.",
+    measured=_MEASURED,
+    exactness="The advantages of a group no longer have the mean 0: the gradient of a task is not "
+    "that of its expected reward. D and S do not change. `max_shift` is not in the paper.",
     requires=frozenset({"reference"}),
-    evidence="N",
+    evidence="notes",
 )

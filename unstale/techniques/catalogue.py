@@ -27,7 +27,7 @@ class Row:
     @property
     def names(self) -> tuple[str, ...]:
         """The techniques of this row, as the option `techniques` names them."""
-        return tuple(name for name, each in techniques().items() if each.row == self.number)
+        return tuple(name for name, each in techniques().items() if self.number in each.rows)
 
 
 _TREE = "episodes that branch are missing"

@@ -51,12 +51,33 @@ def _describe(options: EssLrConfig) -> str:
     )
 
 
+_MEASURED = """
+A bandit of 10 positions with 10 arms: 150 steps, 40 seeds; the mean probability of the best arm at
+the end, with a standard error of at most 0.02. `tests/techniques/test_ess_lr.py` repeats two of the
+rows with 24 seeds.
+
+| lag in versions | learning rate | without | with `ess_lr` |
+|---|---|---|---|
+| 16 | 3 | 0.49 | 0.61 |
+| 64 | 3 | 0.28 | 0.38 |
+| 64 | 1 | 0.34 | 0.29 |
+| 64 | 0.3 | 0.16 | 0.15 |
+| 0 | 3 | 0.90 | 0.90 |
+
+It has not been measured on the desks.
+"""
+
 ENTRY = Entry(
     name="ess_lr",
     slot="controller",
-    row=16,
+    rows=(16,),
     makes=EssLr,
     options=EssLrConfig,
     changes=frozenset({"step"}),
     describe=_describe,
+    use="The learning rate is too high for the staleness. If the learning rate is already low, it "
+    "only slows learning.",
+    measured=_MEASURED,
+    exactness="The size of a step changes, not its direction. D and S do not change. Sequences "
+    "with advantage 0 need a forward pass, too, because their weights count.",
 )

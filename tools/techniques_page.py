@@ -1,0 +1,87 @@
+"""Write docs/techniques.md: every technique with its formula, options and measured effect.
+
+python -m tools.techniques_page
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from tools.options_page import rows_of
+from unstale.config.techniques import Entry, Slot, techniques
+from unstale.techniques.catalogue import ROWS
+
+PAGE = Path(__file__).parent.parent / "docs" / "techniques.md"
+HEAD = """# Techniques
+
+Change one part of training by a published technique, chosen by name:
+
+```sh
+unstale techniques                                        # all rows: what works, what is missing
+unstale techniques ess_lr                                 # the formula, options and effect of one
+unstale train retail --techniques ess_lr                  # one or more, separated by spaces
+unstale train retail --techniques ess_lr --ess_lr.base 0.8 # its options are a section of its name
+unstale lint retail --techniques ess_lr                   # what it changes in your configuration
+```
+
+`--help` and `config.json` have the options of the chosen techniques only. In a file, they are a
+table:
+
+```toml
+techniques = "ess_lr"
+
+[ess_lr]
+base = 0.8
+```
+
+A resumed run keeps its techniques; their options may change.
+
+This page is written by `python -m tools.techniques_page` from the techniques' own declarations.
+"""
+TITLES: dict[Slot, str] = {
+    "sampler": "Which task comes next",
+    "allocator": "How many episodes a task gets",
+    "source": "Groups beside the fresh ones",
+    "reward": "The reward of an episode",
+    "filter": "Which episodes are trained on",
+    "estimator": "The advantage of an episode",
+    "recredit": "The advantage of each turn",
+    "shaper": "The advantage of each token",
+    "ratio": "The importance ratio",
+    "objective": "The loss of each token",
+    "controller": "The size of an optimizer step",
+    "diagnostic": "Figures only",
+}
+
+
+def page() -> str:
+    """Return the page as Markdown."""
+    return HEAD + "".join(_slot(slot, title) for slot, title in TITLES.items())
+
+
+def _slot(slot: Slot, title: str) -> str:
+    entries = [entry for entry in techniques().values() if entry.slot == slot]
+    if not entries:
+        return ""
+    return f"\n## {title}\n" + "".join("\n" + "\n".join(_entry(entry)) for entry in entries)
+
+
+def _entry(entry: Entry) -> Iterator[str]:
+    papers = "; ".join(
+        f"{row.paper} (row {row.number})" for row in ROWS if row.number in entry.rows
+    )
+    yield f"### `{entry.name}`\n"
+    yield f"{entry.formula}\n"
+    yield f"* **From**: {papers}. The source of the formula: {entry.evidence}."
+    yield f"* **Changes**: {', '.join(sorted(entry.changes)) or 'nothing'}."
+    yield f"* **Use it if**: {entry.use}"
+    yield f"* **Exactness**: {entry.exactness}"
+    if entry.requires:
+        yield f"* **Needs**: {', '.join(sorted(entry.requires))}."
+    if rows := rows_of(entry.name):
+        yield "\n| option | values | default | meaning |\n|---|---|---|---|"
+        yield from rows
+    yield f"\nMeasured: {entry.measured.strip()}\n"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")
