@@ -42,7 +42,7 @@ bound = ["s6", "s2"]
 arms = ["rollout", "snapshot_old"]
 [parts.coarse]
 format = ["int4"]
-[looks]
+[planned]
 settings = ["stale"]
 """
 FAKE_RUN = """
@@ -94,8 +94,8 @@ def test_a_study_alternates_settings_and_continues(tmp_path: Path) -> None:
     assert (tmp_path / "mine" / "study.html").exists()
     plan = json.loads((tmp_path / "mine" / "plan.json").read_text())
     assert plan["settings"]["s2-int4"] == {"bound": "s2", "format": "int4"}
-    # of the whole file, so that a part of the results is corrected for all planned looks
-    assert plan["looks"] == [["s6-bf16", "rollout"], ["s2-bf16", "rollout"]]
+    # of the whole file, so that a part of the results is corrected for all planned differences
+    assert plan["planned"] == [["s6-bf16", "rollout"], ["s2-bf16", "rollout"]]
     found = read_comparison(tmp_path / "mine" / "s6-bf16")
     assert (found.reference.name, len(found.finished)) == ("snapshot_old", 2)
     assert (tmp_path / "mine" / "s6-bf16" / "compare.html").exists()
@@ -177,7 +177,7 @@ def test_a_copy_of_the_reference_is_left_out_and_is_no_planned_difference(tmp_pa
     assert [run.arm for run in plan.comparisons[0].runs] == ["rollout", "snapshot_old", "low"]
     assert plan.planned == [("s2-int4", "rollout"), ("s2-int4", "low")]
     nothing = STUDY.replace('settings = ["stale"]', 'settings = ["stale"]\narms = ["low"]')
-    with pytest.raises(ConfigError, match="looks chooses no difference"):
+    with pytest.raises(ConfigError, match="planned chooses no difference"):
         planned(tmp_path, text=nothing)
 
 
@@ -187,7 +187,7 @@ def test_the_first_run_fixes_the_planned_differences(tmp_path: Path) -> None:
     more = STUDY.replace('settings = ["stale"]', 'settings = ["stale", "coarse"]')
     start(planned(tmp_path, "--settings", "s6-bf16", "--seeds", "2", text=more))
     plan = json.loads((tmp_path / "mine" / "plan.json").read_text())
-    assert plan["looks"] == [["s6-bf16", "rollout"], ["s2-bf16", "rollout"]]
+    assert plan["planned"] == [["s6-bf16", "rollout"], ["s2-bf16", "rollout"]]
 
 
 @pytest.mark.parametrize(
@@ -211,8 +211,8 @@ def test_the_first_run_fixes_the_planned_differences(tmp_path: Path) -> None:
         ("steps = 20", "minutes = 3.0", "setting 's6-bf16': minutes would stop slow arms early"),
         ("1e-4", "-1.0", "setting 's2-int4': arm 'low': trainer.lr must be > 0"),
         ('settings = ["stale"]', 'settings = ["stal"]', "is called 'stal'; did you mean stale?"),
-        ('settings = ["stale"]', 'at = ["step"]', "looks.at: 'step' is unknown; did you mean"),
-        ('settings = ["stale"]', 'arm = ["low"]', "unknown key looks.arm; did you mean arms?"),
+        ('settings = ["stale"]', 'at = ["step"]', "planned.at: 'step' is unknown; did you mean"),
+        ('settings = ["stale"]', 'arm = ["low"]', "unknown key planned.arm; did you mean arms?"),
         ("[parts.stale]", "[parts]\nx = 1\n[parts.stale]", "parts.x must be a table of lists"),
     ],
 )

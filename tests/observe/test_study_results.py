@@ -93,10 +93,10 @@ def study(tmp_path: Path) -> Path:
         plan = {"runs": runs, "reference": "snapshot_old", "warnings": {}, "commands": []}
         (folder / "plan.json").write_text(dumps(plan))
     names = ("narrow", "middle", "wide", "none")
-    looks = [*((name, "rollout") for name in names)]
+    planned = [*((name, "rollout") for name in names)]
     plan = {
         "settings": {name: {"band": name, "bound": "s6"} for name in names},
-        "looks": looks,
+        "planned": planned,
         "at": ["steps"],
         "commands": ["unstale compare bands.toml"],
     }

@@ -27,7 +27,7 @@ from unstale.observe.report.compare_page import write_comparison
 from unstale.observe.report.study import MEASURES
 from unstale.observe.report.study_page import write_results
 
-TABLES = ("study", "options", "arms", "dials", "parts", "looks")
+TABLES = ("study", "options", "arms", "dials", "parts", "planned")
 """The tables of a study file."""
 REACH = "reach"
 """Key of an arm: `equal` gives the arm the reach on pi / mu that the reference has."""
@@ -47,7 +47,7 @@ class StudyArm:
 
 
 @dataclass(frozen=True, slots=True)
-class Looks:
+class PlannedDifferences:
     """The differences that a study announces before it is run. Results are corrected for these."""
 
     settings: Sequence[str] = ()
@@ -90,7 +90,7 @@ class Study:
     options: Values
     arms: Mapping[str, StudyArm]
     settings: Mapping[str, Setting]
-    looks: Looks
+    differences: PlannedDifferences
 
     def chosen(self, names: Sequence[str]) -> dict[str, list[str]]:
         """Return the settings that have one of these names, each with its arms.
@@ -132,7 +132,7 @@ class StudyPlan:
         """
         path = self.folder / PLAN
         stored = json.loads(path.read_text("utf-8")) if path.is_file() else {}
-        planned = {"looks": self.planned, "at": self.study.looks.at}
+        planned = {"planned": self.planned, "at": self.study.differences.at}
         if any(self.folder.glob(f"*/{LAUNCHES}")):
             planned = {name: stored.get(name, value) for name, value in planned.items()}
         plan = {
@@ -179,10 +179,10 @@ def read_study(path: Path) -> Study:
         options=options,
         arms=arms,
         settings=settings,
-        looks=_looks(tables["looks"], list(arms), path),
+        differences=_planned_differences(tables["planned"], list(arms), path),
     )
-    with naming("settings", f"{path}, looks"):
-        study.chosen(study.looks.settings)
+    with naming("settings", f"{path}, planned"):
+        study.chosen(study.differences.settings)
     return study
 
 
@@ -199,15 +199,15 @@ def _about(table: Values, path: Path) -> dict[str, Any]:
     return dict(table)
 
 
-def _looks(table: Values, arms: Sequence[str], path: Path) -> Looks:
+def _planned_differences(table: Values, arms: Sequence[str], path: Path) -> PlannedDifferences:
     """Return the planned differences. The names of settings are not checked."""
     known = {"settings": None, "arms": arms, "at": MEASURES}
     for name in table:
         if name not in known:
-            raise ConfigError(f"{path}: unknown key looks.{name}{nearest(name, list(known))}")
-    return Looks(
+            raise ConfigError(f"{path}: unknown key planned.{name}{nearest(name, list(known))}")
+    return PlannedDifferences(
         **{
-            name: _names(value, known[name] or value, f"{path}, looks.{name}")
+            name: _names(value, known[name] or value, f"{path}, planned.{name}")
             for name, value in table.items()
         }
     )
@@ -326,13 +326,13 @@ def study_plan(study: Study, chosen: argparse.Namespace) -> StudyPlan:
             each = plan(arms, chosen.seeds or study.seeds, recipe=study.recipe, values=options)
             comparisons.append(replace(each, reference=study.reference))
     planned = []
-    for setting, names in study.chosen(study.looks.settings).items():
+    for setting, names in study.chosen(study.differences.settings).items():
         with naming(setting, "setting"):
             arms = _arms_of(study, names, options_of(setting))
-        compared = study.looks.arms or [name for name in names if name != study.reference]
+        compared = study.differences.arms or [name for name in names if name != study.reference]
         planned += [(setting, arm.name) for arm in arms if arm.name in compared]
     if not planned:
-        raise ConfigError("looks chooses no difference: its settings do not have its arms")
+        raise ConfigError("planned chooses no difference: its settings do not have its arms")
     return StudyPlan(folder, study, planned, tuple(comparisons))
 
 

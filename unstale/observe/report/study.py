@@ -143,20 +143,20 @@ def read_results(folder: Path) -> StudyResults:
     )
     if not settings:
         raise ConfigError(f"{folder} is not a study: it has no folders of comparisons")
-    looks = {(setting, arm) for setting, arm in plan.get("looks", [])} or {
+    planned = {(setting, arm) for setting, arm in plan.get("planned", [])} or {
         (each.name, arm.name)
         for each in settings
         for arm in each.comparison.arms
         if arm is not each.comparison.reference
     }
     measures: Sequence[Measure] = plan.get("at", ["steps"])
-    num_planned = len(looks) * len(measures)
+    num_planned = len(planned) * len(measures)
     found = [
         _difference(
             each,
             arm,
             measure,
-            num_planned if measure in measures and (each.name, arm.name) in looks else 0,
+            num_planned if measure in measures and (each.name, arm.name) in planned else 0,
         )
         for measure in MEASURES
         for each in settings
