@@ -47,7 +47,7 @@ from unstale.observe.trackers import RunOutcome
 from unstale.old_logps import Needs, OldLogps
 from unstale.old_logps.scoring.local_scorer import LocalScorer
 from unstale.old_logps.scoring.scorer import Scorer
-from unstale.records import Batch, Group, PendingPiece, ScoredTrajectory, Task
+from unstale.records import Batch, Group, PendingPiece, Task
 from unstale.rollout.generator import Generator
 from unstale.rollout.timeouts import first_error
 from unstale.techniques import Outcome, Techniques
@@ -293,9 +293,10 @@ def test_episodes_that_no_batch_contains_keep_no_version(tmp_path: Path) -> None
     estimate = parts.advantage
     consumed: set[int] = set()
 
-    def without_the_last(groups: Sequence[Group]) -> list[ScoredTrajectory]:
+    def without_the_last(groups: Sequence[Group], **seen: Any) -> tuple[list[Any], Any]:
         consumed.update(episode for group in groups for episode in group.episodes)
-        return estimate([replace(group, trajectories=group.trajectories[:-1]) for group in groups])
+        kept = [replace(group, trajectories=group.trajectories[:-1]) for group in groups]
+        return estimate(kept, **seen)
 
     closing, late = parts.old_logps.closing, set[int]()
 

@@ -123,10 +123,10 @@ def build_machine(
     find_trackers(config.trackers)  # raises ConfigError for an unknown or missing tracker
     policy, taskset, generator = build_sampler(config, engine)
     if config.cluster.trainers:
-        Techniques.of(config)  # raises ConfigError for techniques that ranks do not have
+        techniques = Techniques.of(config)  # raises ConfigError for those that ranks do not have
         makes = partial(build_rank, config), partial(build_scoring_rank, config)
         ranked = components.build_ranked(config, policy, makes, ranks, notify=notify)
-        return Components(policy, taskset, generator, None, *ranked)
+        return Components(policy, taskset, generator, None, *ranked, techniques=techniques)
     scorer = build_scorer(config, policy)
     trainer, auditor = build_trainer(config, policy, scorer)
     own = (scorer, trainer.old, auditor, trainer, trainer.techniques)
@@ -264,6 +264,7 @@ def build(
             on_blocked=recorder.blocked,
         )
         evaluation = partial(evaluate, evaluation_rollout, held_out, seed=config.seed)
+    identify = partial(task_identity, taskset)
     publisher: Publisher
     if isinstance(machine.trainer, RankedTrainer):
         publisher = RankedPublisher(engine, machine.trainer, dtype=dtype, posts=posts)
@@ -287,7 +288,11 @@ def build(
         evaluation=evaluation,
         queue=build_queue(config.schedule, life),
         pending=pending,
-        advantage=build_advantage(config.advantage),
+        advantage=partial(
+            machine.techniques.credit,
+            estimate=build_advantage(config.advantage),
+            identify=identify,
+        ),
         old_logps=old,
         auditor=machine.auditor,
         trainer=machine.trainer,
@@ -298,7 +303,7 @@ def build(
         trainer_thread=LocalThread("trainer", partial(use_threads, trainer_threads(config))),
         io_thread=LocalThread("io"),
         piece_arrived=piece_arrived,
-        consumed=partial(machine.techniques.consumed, identify=partial(task_identity, taskset)),
+        consumed=partial(machine.techniques.consumed, identify=identify),
     )
 
 

@@ -18,7 +18,7 @@ from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mappi
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from unstale.config import RunConfig
 from unstale.durability import CheckpointWriter, RunJournal
@@ -42,6 +42,20 @@ LARGE_BATCH_TOKENS = 1 << 16
 """
 
 
+class Credit(Protocol):
+    """A function that computes the advantages of a batch."""
+
+    def __call__(
+        self, groups: Sequence[Group], *, progress: float, version: int
+    ) -> tuple[list[ScoredTrajectory], Mapping[str, float]]:
+        """Return the trajectories to train on with their advantages, and metrics.
+
+        `progress` is the share of the run's steps that are done. `version` is the version from
+        which the batch is trained.
+        """
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class RunComponents:
     """All components of a run that the training loop connects. `unstale/build.py` creates them."""
@@ -60,7 +74,7 @@ class RunComponents:
     queue: StalenessQueue
     pending: PendingPieces
     """Sampled pieces (runs of tokens of one version) that no batch has contained yet."""
-    advantage: Callable[[Sequence[Group]], list[ScoredTrajectory]]
+    advantage: Credit
     old_logps: OldLogps
     auditor: AuditObserver
     trainer: Trainer
@@ -182,7 +196,9 @@ async def take_step(run: RunComponents, step: int, publication: "Publication") -
     wait_s = time.monotonic() - began
 
     run.log.sample(step, groups)
-    scored = run.advantage(groups)
+    scored, chosen = run.advantage(
+        groups, progress=(step - 1) / run.config.steps, version=run.trainer.version
+    )
     batch, staleness = await build_batch(run, groups, scored)
     metrics: dict[str, Any] = {
         "version": run.trainer.version,
@@ -190,6 +206,7 @@ async def take_step(run: RunComponents, step: int, publication: "Publication") -
         **run.queue.metrics(),
         **describe(groups),
         **describe_advantages(groups, scored),
+        **chosen,
         **staleness,
     }
     metrics |= await learn(run, batch, groups, step, publication)

@@ -21,7 +21,12 @@ OTHER_ROUTES = {
 OTHER_POLICIES = {"routes/missing_share", "trainer/packing_noise"}
 OTHER_ENGINES = {"engine/probe_logp_error"}
 SEVERAL_RANKS = {"trainer/imbalance"}
-TECHNIQUES = {"ess_lr/effective_share"}
+TECHNIQUES = {
+    "ess_lr/effective_share",
+    "filter/trained_share",
+    "filter/trained_success_share",
+    "filter/trained_failure_share",
+}
 UNDEFINED = {
     "audit/mask_f1",
     "audit/clip_f1",

@@ -40,7 +40,7 @@ allocator: how many episodes a task gets.
 source: groups that join a batch beside the fresh ones.
 reward: the reward of an episode.
 filter: which episodes of a group are trained on.
-estimator: the advantage of an episode, from the rewards of its group.
+estimator: the advantage of an episode, instead of `advantage.estimator`.
 recredit: the advantage of each turn, from the advantages of episodes.
 shaper: the advantage of each token.
 ratio: the importance ratio of each token.
@@ -85,6 +85,8 @@ class Entry:
     """What it does to the gradient's expectation, and to D and S: one or two sentences."""
     requires: frozenset[Need] = frozenset()
     evidence: Evidence = "code"
+    check: Callable[[Any, "RunConfig"], None] = lambda options, config: None
+    """Raises `ConfigError` if the technique with some options does not fit a configuration."""
 
     @property
     def formula(self) -> str:
@@ -149,6 +151,12 @@ def check_needs(config: "RunConfig") -> None:
     """Raise `ConfigError` if a chosen technique needs what the run does not have."""
     size = config.schedule.group_size
     for entry in chosen(config.techniques):
+        entry.check(config.technique_options[entry.name], config)
+        if entry.slot == "estimator" and config.advantage != type(config.advantage)():
+            raise ConfigError(
+                f"the technique {entry.name} replaces advantage.estimator, got "
+                f"{config.advantage.estimator}: leave all options of `advantage` at their defaults"
+            )
         if "siblings" in entry.requires and size < 2:
             raise ConfigError(
                 f"the technique {entry.name} needs schedule.group_size >= 2, got {size}: it "

@@ -8,6 +8,7 @@ from dataclasses import fields
 
 from unstale.config import RunConfig
 from unstale.config.options import options
+from unstale.config.techniques import chosen
 from unstale.lint.finding import Finding, Fix
 from unstale.lint.policy_files import local_folder, num_weights, width
 
@@ -60,7 +61,8 @@ NO_LIMIT = (
 def no_comparison(config: RunConfig) -> Finding | None:
     """Refuse an advantage estimator that gives 0 to every episode in groups of this size."""
     schedule = config.schedule
-    if schedule.group_size > 1 or _compares(config):
+    replaced = any(each.slot == "estimator" for each in chosen(config.techniques))
+    if schedule.group_size > 1 or replaced or _compares(config):
         return None
     name = config.advantage.estimator
     batch = {"advantage.estimator": "reinforce_batch", "advantage.group_baseline": False}

@@ -152,9 +152,11 @@ def _requests() -> Iterator[GroupRequest]:
         yield GroupRequest(number, Task("simulated", "train", number), 0, number)
 
 
-def _zero_advantages(groups: Sequence[Group]) -> list[ScoredTrajectory]:
+def _zero_advantages(
+    groups: Sequence[Group], *, progress: float, version: int
+) -> tuple[list[ScoredTrajectory], dict[str, float]]:
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
-    return [ScoredTrajectory(trajectory, (0.0,)) for trajectory in trajectories]
+    return [ScoredTrajectory(trajectory, (0.0,)) for trajectory in trajectories], {}
 
 
 def _result(

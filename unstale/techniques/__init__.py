@@ -3,8 +3,11 @@
 Each module of this package that declares an `ENTRY` is one technique, and can be imported without
 torch. A technique is an object with the methods of its slot:
 
-    controller   plan(seen) -> StepPlan           before each optimizer step
-    shaper       shape(batch, signals) -> Shaped  when a batch is prepared
+    filter       select(groups, context)            which episodes of a batch are trained on
+    estimator    estimate(groups, context)          their advantages; replaces `advantage.estimator`
+    recredit     recredit(groups, scored, context)  an advantage for each of their turns
+    shaper       shape(batch, signals) -> Shaped    when a batch is prepared
+    controller   plan(seen) -> StepPlan             before each optimizer step
 
 A technique with state also has `observe`, `state` and `restore`. Its state may change in `observe`
 alone, which is called when a batch was trained on. Consumption and checkpoint are one transaction,
@@ -13,18 +16,72 @@ so after a crash every group is observed exactly once.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from unstale.config.checks import ConfigError
 from unstale.config.techniques import Need, chosen
+from unstale.records import Group, ScoredTrajectory, Task
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from unstale.config import RunConfig
-    from unstale.records import Batch, Group, Task
+    from unstale.records import Batch
+
+
+@dataclass(frozen=True, slots=True)
+class CreditContext:
+    """Figures of a run that filters, estimators and recredits may use."""
+
+    progress: float
+    """Share of the run's optimizer steps that are done, 0 to 1."""
+    version: int
+    """The version from which the batch is trained."""
+    identify: Callable[[Task], str]
+    """A function that returns a task's identity, as in `Outcome.task`."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """Figures for the metrics of the batch, by full name. Techniques add theirs."""
+
+
+@runtime_checkable
+class Filter(Protocol):
+    """A technique that chooses the episodes to train on."""
+
+    def select(self, groups: Sequence[Group], context: CreditContext) -> Sequence[Group]:
+        """Return the groups of a batch, with some trajectories moved to `Group.unused`.
+
+        Number and order of the groups must stay. A group may have no trajectory left.
+        """
+        ...
+
+
+@runtime_checkable
+class Estimator(Protocol):
+    """A technique that computes the advantages. It replaces `advantage.estimator`."""
+
+    def estimate(self, groups: Sequence[Group], context: CreditContext) -> list[ScoredTrajectory]:
+        """Return the trajectories of a batch and their branches with advantages, in order.
+
+        `Group.unused` gets none, but may be compared with.
+        """
+        ...
+
+
+@runtime_checkable
+class Recredit(Protocol):
+    """A technique that changes the advantages of a batch, for instance turn by turn."""
+
+    def recredit(
+        self,
+        groups: Sequence[Group],
+        scored: Sequence[ScoredTrajectory],
+        context: CreditContext,
+    ) -> list[ScoredTrajectory]:
+        """Return the trajectories with new advantages. Their number and order must stay."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +185,10 @@ class Techniques:
         self.parts = dict(parts or {})
         self.needs = needs
         """What the signals of the shapers must contain."""
+        values = list(self.parts.values())
+        self.filters = [each for each in values if isinstance(each, Filter)]
+        self.estimator = next((each for each in values if isinstance(each, Estimator)), None)
+        self.recredits = [each for each in values if isinstance(each, Recredit)]
         self.shapers = [each for each in self.parts.values() if isinstance(each, Shaper)]
         self.controllers = [
             each for each in self.parts.values() if isinstance(each, StepController)
@@ -160,6 +221,37 @@ class Techniques:
             if isinstance(part, Observer)
         }
 
+    def credit(
+        self,
+        groups: Sequence[Group],
+        *,
+        progress: float,
+        version: int,
+        estimate: Callable[[Sequence[Group]], list[ScoredTrajectory]],
+        identify: Callable[[Task], str],
+    ) -> tuple[list[ScoredTrajectory], Mapping[str, float]]:
+        """Return the trajectories of a batch to train on, with advantages, and metrics.
+
+        Filters act first, then the estimator, then recredits. `estimate` is the configured
+        estimator, which an estimator technique replaces. Where filters leave nothing of a whole
+        batch, all its trajectories get advantage 0.
+        """
+        context = CreditContext(progress, version, identify)
+        selected = groups
+        for each in self.filters:
+            selected = each.select(selected, context)
+        if self.filters:
+            context.metrics.update(_describe_selection(groups, selected))
+            if not any(group.trajectories for group in selected):
+                return _without_advantage(groups), context.metrics
+        if self.estimator is None:
+            scored = estimate(selected)
+        else:
+            scored = self.estimator.estimate(selected, context)
+        for recredit in self.recredits:
+            scored = recredit.recredit(selected, scored, context)
+        return scored, context.metrics
+
     def plan(self, seen: StepSeen) -> StepPlan:
         """Combine the controllers: factors multiply, and one skip is enough."""
         factor, skip = 1.0, False
@@ -184,6 +276,33 @@ class Techniques:
         outcomes = [_outcome(group, version, identify(group.task)) for group in groups]
         for observer in observers:
             observer.observe(outcomes)
+
+
+def _describe_selection(before: Sequence[Group], after: Sequence[Group]) -> dict[str, float]:
+    """Return the share of finished episodes that is trained on, also by success.
+
+    A share of no episodes is NaN.
+    """
+    finished = [each.success for group in before for each in group.trajectories]
+    trained = [each.success for group in after for each in group.trajectories]
+    return {
+        "filter/trained_share": _share(len(trained), len(finished)),
+        "filter/trained_success_share": _share(sum(trained), sum(finished)),
+        "filter/trained_failure_share": _share(trained.count(False), finished.count(False)),
+    }
+
+
+def _share(part: int, whole: int) -> float:
+    return part / whole if whole else math.nan
+
+
+def _without_advantage(groups: Sequence[Group]) -> list[ScoredTrajectory]:
+    return [
+        ScoredTrajectory(conversation, (0.0,))
+        for group in groups
+        for each in group.trajectories
+        for conversation in (each, *each.branches)
+    ]
 
 
 def _outcome(group: Group, version: int, task: str) -> Outcome:
