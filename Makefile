@@ -6,7 +6,7 @@ export GOMP_SPINCOUNT := 10000
 # Compile each module once, even where the environment says otherwise: tests start many processes.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup demo test test-engines test-adapters test-cluster conversations check base-policy bench bench-agent bench-demo bench-desks bench-tau2 bench-compare \
+.PHONY: setup demo test test-engines test-adapters test-cluster pairs conversations check base-policy bench bench-agent bench-demo bench-desks bench-tau2 bench-compare \
 	bench-audit bench-resume bench-endpoint bench-peers bench-generate bench-train bench-memory bench-schedule bench-async \
 	bench-async-learning bench-routes bench-event-loop bench-publish bench-simulate bench-gpu gpu-check chaos chaos-cluster report fuzz sizes wheel docs
 
@@ -64,6 +64,10 @@ test-cluster: .venv-cluster/.ready
 	$(BIN)/python $(PURELIB) > $$(.venv-cluster/bin/python $(PURELIB))/shared.pth
 	.venv-cluster/bin/pip install --quiet --disable-pip-version-check -c constraints.txt ray
 	touch $@
+
+# Train every named combination of techniques for three steps, with a kill and a resume (2 minutes).
+pairs: setup
+	$(BIN)/pytest -m "slow or not slow" tests/techniques/test_pairs.py
 
 # Check each chat template with 10,000 generated conversations instead of 150 (minutes).
 conversations: setup

@@ -5,6 +5,7 @@ route. Every refusal has a reason, and its first suggested fix removes it. Shipp
 `train` refuses before it creates anything.
 """
 
+import shlex
 from io import StringIO
 from pathlib import Path
 
@@ -26,7 +27,7 @@ from unstale.testing import episode, tiny_policy
 
 def configured(knobs: str = "", *, recipe: str = "retail") -> RunConfig:
     """Return a recipe's config with options parsed as on the command line."""
-    given = ["lint", recipe, *knobs.split()]
+    given = ["lint", recipe, *shlex.split(knobs)]
     return recipe_options.configure(main.parse(given))
 
 
@@ -291,6 +292,8 @@ WARNED = [
     ),
     ("--engine.quantise fp8 --trainer.quantise fp8", "removes little"),
     ("--task.level 2", "the policy base at level 2"),
+    ("--techniques ess_lr --trainer.lr 5e-5", "ess_lr at a learning rate of 5e-05"),
+    ("--techniques ace --ace.max_shift 100", "ace.max_shift is 100"),
 ]
 
 

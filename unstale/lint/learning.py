@@ -131,7 +131,7 @@ def slow_adapters(config: RunConfig) -> Finding | None:
     return Finding(
         f"adapters at a learning rate of {rate:g}",
         "this is a rate for all weights; adapters learn best at about ten times that",
-        ({"trainer.lr": _usual_rate(config)},),
+        ({"trainer.lr": usual_rate(config)},),
     )
 
 
@@ -169,7 +169,7 @@ def wrong_rate(config: RunConfig) -> Finding | None:
     if not math.isfinite(rate):
         return None
     size = num_weights(local_folder(config))
-    usual: Fix = {"trainer.lr": _usual_rate(config)}
+    usual: Fix = {"trainer.lr": usual_rate(config)}
     named = f"usual is about {usual['trainer.lr']:g}"
     if rate > _largest_rate(config):
         why = f"steps of this size destroy {size / 1e6:.3g}M weights: {named}"
@@ -199,7 +199,7 @@ def _rate_of_adam(config: RunConfig) -> float:
     return float(f"{max(usual, 10 * LORA_RATE if lora else 0):.0e}")
 
 
-def _usual_rate(config: RunConfig) -> float:
+def usual_rate(config: RunConfig) -> float:
     return _rate_of_adam(config) if _is_adam(config) else 0.1
 
 
@@ -304,7 +304,7 @@ def strong_decay(config: RunConfig) -> Finding | None:
     return Finding(
         f"weight decay takes {share:.3g} of every weight in each step",
         "trainer.lr * trainer.weight_decay must be far below 1",
-        ({"trainer.weight_decay": 0.0}, {"trainer.lr": _usual_rate(config)}),
+        ({"trainer.weight_decay": 0.0}, {"trainer.lr": usual_rate(config)}),
     )
 
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from unstale.config import RunConfig
 from unstale.config.routes import age_of_average, live_versions
-from unstale.lint import learning, noise
+from unstale.lint import learning, noise, techniques
 from unstale.lint.desks import unpractised_desk
 from unstale.lint.finding import Finding, Fix, Rule, use_route
 from unstale.lint.noise import BAND, TOKEN_RATIO
@@ -377,6 +377,7 @@ REFUSALS: Sequence[Rule] = (
     _unrecorded_routes,
     learning.no_comparison,
     learning.infinite,
+    *techniques.REFUSALS,
 )
 WARNINGS: Sequence[Rule] = (
     _clip_of_a_token,
@@ -405,4 +406,5 @@ WARNINGS: Sequence[Rule] = (
     learning.odd_temperature,
     learning.strong_decay,
     learning.long_warmup,
+    *techniques.WARNINGS,
 )

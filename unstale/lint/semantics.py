@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from unstale.config import RunConfig, Unit
 from unstale.config.routes import live_versions
 from unstale.config.techniques import describe
+from unstale.lint.techniques import order
 
 CLIPPED = ("ppo_clip", "dual_clip", "gspo", "cispo")
 """Objectives that clip the staleness ratio S."""
@@ -38,6 +39,8 @@ def facts(config: RunConfig) -> dict[str, str]:
     engine = config.engine
     trainer = config.trainer
     techniques = {"techniques": "; ".join(describe(config))} if config.techniques else {}
+    if in_order := order(config):
+        techniques["order"] = in_order
     merged = ", adapters merged into the base" if trainer.lora_rank else ""
     rounded = f" rounded to {engine.quantise}" if engine.quantise != "none" else ""
     passes = f", rounded to {trainer.quantise}" if trainer.quantise != "none" else ""

@@ -1,0 +1,156 @@
+"""Test combinations of techniques: every pair through the linter, and named pairs in whole runs.
+
+A pair from different slots is accepted, or refused with a fix. A new technique is covered without
+a change here, unless it needs options of its own (`CONDITIONS`). A named pair trains the tiny model
+for three steps with two resumes, of which one is after a kill. Such a run must be equal to one that
+was not disturbed. `make pairs` runs all named pairs.
+"""
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from io import StringIO
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from tests.durability.test_resume import killed
+from tests.support.tiny_runs import save_tiny, tiny_run
+from unstale.cli import session
+from unstale.config import AuditConfig, CheckpointConfig, ConfigError, RunConfig, ScheduleConfig
+from unstale.config.options import override
+from unstale.config.techniques import EXCLUSIVE, techniques
+from unstale.durability import compare_runs
+from unstale.durability.journal import Journal, check
+from unstale.durability.run_folder import RunFolder
+from unstale.lint import check as lint
+from unstale.recipes import retail
+from unstale.techniques import Techniques
+
+CONDITIONS: Mapping[str, Mapping[str, Any]] = {}
+"""Options without which a technique is refused, by its name. They are set in every test here."""
+
+NAMED: tuple[str, ...] = ("ess_lr ace",)
+"""Combinations that are trained. The first `QUICK` belong to the default tests."""
+QUICK = 4
+OTHERS = tuple(f"{each} ess_lr" for each in techniques() if each not in " ".join(NAMED).split())
+"""Techniques that are in no named combination, each with one from another slot."""
+
+
+def chosen(names: str, config: RunConfig) -> RunConfig:
+    """Return a configuration with some techniques, and with the options that they need."""
+    needed = [CONDITIONS.get(name, {}) for name in names.split()]
+    options = {key: value for each in needed for key, value in each.items()}
+    return override(config, {"techniques": names, **options})
+
+
+@pytest.mark.parametrize("name", techniques())
+def test_each_technique_is_accepted_alone_or_names_the_option_that_it_needs(name: str) -> None:
+    try:
+        config = chosen(name, retail())
+    except ConfigError as error:
+        assert name in str(error) and re.search(r"\w+\.\w+", str(error)), error
+        return
+    verdict = lint(config)
+    assert not verdict.refusals
+    assert verdict.facts["techniques"].startswith(f"{name}: ")
+    assert list(Techniques.of(config).parts) == [name]
+
+
+def test_every_pair_is_accepted_or_refused_with_what_to_do() -> None:
+    """Two of a slot that holds one are refused. Others are built, with both in the facts."""
+    accepted = 0
+    for one, other in combinations(techniques().values(), 2):
+        names = f"{one.name} {other.name}"
+        try:
+            config = chosen(names, retail())
+        except ConfigError as error:
+            assert one.name in str(error) or other.name in str(error), (names, error)
+            continue
+        assert one.slot != other.slot or one.slot not in EXCLUSIVE, names
+        verdict = lint(config)
+        for finding in (*verdict.refusals, *verdict.warnings):
+            assert finding.fix, (names, finding)
+        if verdict.refusals:
+            continue
+        accepted += 1
+        assert list(Techniques.of(config).parts) == names.split()
+        facts = verdict.facts["techniques"]
+        assert facts.index(f"{one.name}: ") < facts.index(f"{other.name}: "), names
+    assert accepted
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("policy")
+    save_tiny(folder)
+    return folder
+
+
+def resume(folder: Path, config: RunConfig) -> None:
+    session.resume(folder, config, console=Console(file=StringIO()))
+
+
+def train(config: RunConfig) -> Path:
+    session.train(config, console=Console(file=StringIO()))
+    return config.runs / config.name
+
+
+def run_undisturbed_and_killed(names: str, policy: Path, folder: Path) -> Path:
+    """Train with some techniques twice, once with a kill, and compare. Return the run's folder."""
+    base = tiny_run(
+        policy,
+        folder,
+        name="whole",
+        steps=3,
+        schedule=ScheduleConfig(max_staleness=2, groups_per_step=2, group_size=3),
+        checkpoint=CheckpointConfig(every=1),
+        audit=AuditConfig(share=0.0),
+    )
+    config = chosen(names, base)
+    lint(config).require()
+    whole = train(config)
+    again = override(config, {"name": "killed"})
+    with killed("prepare", 3):  # in the third step, after checkpoints of both steps before
+        train(again)
+    resume(folder / "killed", again)
+    assert compare_runs.differences(whole, folder / "killed") == []
+    return whole
+
+
+def require_trained(folder: Path, steps: int) -> None:
+    """Check that each step has finite figures, staleness within its bound, and a sound journal."""
+    rows = RunFolder(folder).metrics()
+    assert [row["step"] for row in rows] == list(range(1, steps + 1))
+    for row in rows:
+        assert math.isfinite(row["objective/loss"]) and row["trainer/grad_norm"] > 0
+        assert row["schedule/staleness_max"] <= row["schedule/staleness_bound"]
+    with Journal.read(folder) as reader:
+        assert check(reader) == []
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        pytest.param(names, marks=[pytest.mark.slow] * (at >= QUICK))
+        for at, names in enumerate((*NAMED, *OTHERS))
+    ],
+)
+def test_a_pair_trains_and_ends_equal_after_a_kill(
+    names: str, policy: Path, tmp_path: Path
+) -> None:
+    require_trained(run_undisturbed_and_killed(names, policy, tmp_path), steps=3)
+
+
+def test_the_linter_names_the_order_of_techniques_that_change_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    known = {name: replace(techniques()["ace"], name=name) for name in ("one", "two")}
+    monkeypatch.setattr("unstale.config.techniques.techniques", lambda: known)
+    facts = lint(override(retail(), {"techniques": "two one"})).facts
+    assert facts["order"] == "two, then one change the advantages of tokens"
+    assert "order" not in lint(override(retail(), {"techniques": "one"})).facts

@@ -1,0 +1,70 @@
+"""The linter's rules for techniques (`unstale techniques`), and its fact about their order."""
+
+from collections.abc import Mapping, Sequence
+
+from unstale.config import RunConfig
+from unstale.config.techniques import Slot, chosen
+from unstale.lint.finding import Finding, Fix, Rule
+from unstale.lint.learning import usual_rate
+
+CHAINS: Mapping[Slot, str] = {
+    "reward": "rewards",
+    "filter": "episodes",
+    "recredit": "advantages of turns",
+    "shaper": "advantages of tokens",
+}
+"""The slots in which a technique acts on the result of the one before it, and what it changes."""
+LOW_RATE = 5
+"""A learning rate is low if it is below the usual one by this factor."""
+MAX_SHIFT = 20.0
+"""Largest sensible `ace.max_shift`. Beyond it, a negative advantage may be multiplied by more than
+20, and a single long sequence outweighs a batch.
+"""
+
+
+def order(config: RunConfig) -> str:
+    """Return a sentence about the order of techniques of one slot. Empty if no order matters."""
+    entries = chosen(config.techniques)
+    sentences = []
+    for slot, changed in CHAINS.items():
+        names = [entry.name for entry in entries if entry.slot == slot]
+        if len(names) > 1:
+            sentences.append(f"{', then '.join(names)} change the {changed}")
+    return "; ".join(sentences)
+
+
+def low_rate_with_ess_lr(config: RunConfig) -> Finding | None:
+    """Warn of a technique that lowers a learning rate which is low already."""
+    usual = usual_rate(config)
+    rate = config.trainer.lr
+    if "ess_lr" not in config.technique_options or not rate < usual / LOW_RATE:
+        return None
+    return Finding(
+        f"ess_lr at a learning rate of {rate:g}",
+        f"usual is about {usual:g}; at a low rate, smaller steps only slow learning "
+        "(docs/techniques.md)",
+        (without(config, "ess_lr"), {"trainer.lr": usual}),
+    )
+
+
+def far_shift_of_ace(config: RunConfig) -> Finding | None:
+    """Warn of a limit of `ace` that lets one sequence outweigh a batch."""
+    options = config.technique_options.get("ace")
+    shift: float = getattr(options, "max_shift", 0.0)
+    if shift <= MAX_SHIFT or getattr(options, "over", "") != "sum":
+        return None
+    return Finding(
+        f"ace.max_shift is {shift:g}, for the sum over a sequence",
+        "the sum grows with the length, so a long sequence outweighs the rest of its batch",
+        ({"ace.max_shift": 10.0}, {"ace.over": "mean"}),
+    )
+
+
+def without(config: RunConfig, *names: str) -> Fix:
+    """Return the option by which a run has all its techniques but some."""
+    kept = [entry.name for entry in chosen(config.techniques) if entry.name not in names]
+    return {"techniques": " ".join(kept)}
+
+
+REFUSALS: Sequence[Rule] = ()
+WARNINGS: Sequence[Rule] = (low_rate_with_ess_lr, far_shift_of_ace)
