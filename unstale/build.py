@@ -166,9 +166,9 @@ def build_trainer(
     """
     make = config.old_logps.make_on_rank if on_rank else config.old_logps.make
     old: OldLogps = make(scorer, lockstep=config.deterministic)
-    rules = Rules(config.correction, config.objective)
-    auditor = Auditor(build_scorer(config, policy), old, rules, share=config.audit.share)
     techniques = Techniques.of(config)
+    rules = Rules(config.correction, config.objective, techniques)
+    auditor = Auditor(build_scorer(config, policy), old, rules, share=config.audit.share)
     return LocalTrainer(policy, config, old, auditor.look, techniques=techniques), auditor
 
 

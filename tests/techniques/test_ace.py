@@ -8,12 +8,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
 
+from tests.support.signals import made
 from unstale.records import Batch, collate
-from unstale.techniques import Signals
 from unstale.techniques.ace import Ace, AceConfig
 from unstale.testing import episode
-
-EMPTY = torch.empty(0)
 
 
 def shaped(shift: float, advantage: float, **options: object) -> Tensor:
@@ -21,7 +19,7 @@ def shaped(shift: float, advantage: float, **options: object) -> Tensor:
     batch: Batch = collate([episode(0, [3, (2, 0)], advantage=advantage)])
     logp = torch.where(batch.sampled, shift / 2, 0.0).double()
     reference = torch.where(batch.sampled, 0.0, 99.0).double()  # of no other token
-    signals = Signals(EMPTY, logp, reference, progress=0.0)
+    signals = made(batch, logp=logp, reference_logp=reference)
     out = Ace(AceConfig(**options)).shape(batch, signals)  # type: ignore[arg-type]
     assert torch.equal(out.keep, batch.sampled)
     return out.advantage[batch.sampled]
@@ -65,7 +63,7 @@ def steps_to_leave(*, ace: bool, runs: int = 100) -> float:
             values, now = (torch.zeros_like(reference) for _ in range(2))
             values[batch.sampled] = advantage.flatten().double()
             now[batch.sampled] = logp.gather(1, drawn).flatten().double()
-            signals = Signals(EMPTY, now, reference, progress=0.0)
+            signals = made(batch, logp=now, reference_logp=reference)
             given = shaper.shape(replace(batch, advantage=values), signals).advantage
             advantage = given[batch.sampled].reshape(runs, 8).float()
         score = one_hot(drawn, 3) - logp.exp()[:, None]

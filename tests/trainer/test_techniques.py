@@ -2,9 +2,11 @@
 
 Without a technique, nothing is computed for them. A shaper sees all sequences and changes
 advantages. A token that it drops still counts in the divisor. A controller sees the whole ratio of
-every sequence, and scales or skips the optimizer step.
+every sequence, and scales or skips the optimizer step. A ratio and an objective replace those of
+the loss. No technique sees a token that the policy did not sample.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -12,8 +14,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from unstale.algorithms.objectives import Surrogate, none
 from unstale.build import build_old_logps
-from unstale.config import CorrectionConfig, OldLogpsConfig, RunConfig, TrainerConfig
+from unstale.config import (
+    CorrectionConfig,
+    ObjectiveConfig,
+    OldLogpsConfig,
+    RunConfig,
+    TrainerConfig,
+)
+from unstale.config.techniques import Need
 from unstale.model.policy import Policy
 from unstale.old_logps.scoring.local_scorer import LocalScorer
 from unstale.records import Batch, Provenance, collate
@@ -52,7 +62,11 @@ def a_batch() -> Batch:
 
 
 def make(
-    *techniques: object, policy: Policy | None = None, route: str = "snapshot_old", steps: int = 1
+    *techniques: object,
+    policy: Policy | None = None,
+    route: str = "snapshot_old",
+    steps: int = 1,
+    needs: frozenset[Need] = frozenset(),
 ) -> LocalTrainer:
     """Return a trainer at version 1 that takes plain gradient steps with lr 1."""
     policy = policy or tiny_policy(dtype="float64")
@@ -72,7 +86,7 @@ def make(
     nudge(policy, seed=1)
     policy.version = 1
     old.published(live={0, 1})
-    named = Techniques({str(number): each for number, each in enumerate(techniques)})
+    named = Techniques({str(number): each for number, each in enumerate(techniques)}, needs=needs)
     return LocalTrainer(policy, config, old, techniques=named)
 
 
@@ -186,3 +200,79 @@ def test_tokens_that_the_policy_did_not_sample_are_in_no_weight() -> None:
             trainer.step()
         found.append(sees.seen[0].log_weight)
     assert torch.equal(found[0], found[1])
+
+
+@pytest.mark.parametrize("route", ["snapshot_old", "current_recompute"])
+def test_signals_have_the_entropy_of_every_sampled_token(route: str) -> None:
+    """It is that of the whole distribution at the engine's temperature, in nats."""
+    seen: list[Signals] = []
+
+    def look(batch: Batch, signals: Signals) -> Shaped:
+        seen.append(signals)
+        return same(batch, signals)
+
+    batch = a_batch()
+    make(Shapes(look), route=route).prepare(batch)
+    assert not len(seen.pop().entropy)
+    trainer = make(Shapes(look), route=route, needs=frozenset({"entropy"}))
+    trainer.prepare(batch)
+    policy = trainer.policy
+    for start, end in batch.spans():
+        row = batch.tokens[None, start:end]
+        with torch.no_grad():
+            logits = policy.model(input_ids=row, use_cache=False).logits[0, :-1]
+        whole = logits.double().log_softmax(-1)
+        expected = torch.cat([whole.new_zeros(1), -(whole.exp() * whole).sum(-1)])
+        expected = expected.where(batch.sampled[start:end], 0.0)
+        torch.testing.assert_close(seen[0].entropy[start:end], expected)
+
+
+def test_gradient_norms_are_those_of_each_sequence_alone() -> None:
+    """They change neither the gradient of the loss nor the weights."""
+    found: list[Tensor] = []
+
+    def look(batch: Batch, signals: Signals) -> Shaped:
+        found.extend(signals.gradient_norms([2, 0], part) for part in ("full", "head"))
+        return same(batch, signals)
+
+    batch = a_batch()
+    trainer = make(Shapes(look))
+    expected = []
+    for i in (2, 0):
+        start, end = batch.spans()[i]
+        row = batch.tokens[None, start:end]
+        model = trainer.policy.model
+        hidden = model.base_model(input_ids=row, use_cache=False).last_hidden_state[0, :-1]
+        weight = model.get_output_embeddings().weight
+        sums = []
+        for rows in (hidden, hidden.detach()):
+            logp = (rows @ weight.T).log_softmax(-1).gather(1, row[0, 1:, None]).squeeze(1)
+            sums.append(logp[batch.sampled[start + 1 : end]].sum())
+        whole = torch.autograd.grad(sums[0], list(model.parameters()))
+        head = torch.autograd.grad(sums[1], weight)
+        expected.append([torch.cat([g.flatten() for g in each]).norm() for each in (whole, head)])
+    after = gradient(trainer, batch)
+    torch.testing.assert_close(torch.stack(found).T, torch.tensor(expected).double())
+    torch.testing.assert_close(after, gradient(make(Shapes(same)), batch), rtol=0, atol=1e-15)
+
+
+def test_a_ratio_and_an_objective_replace_those_of_the_loss() -> None:
+    class Doubled:
+        def log_ratio(self, logp: Tensor, old_logp: Tensor, batch: Batch) -> Tensor:
+            return torch.where(batch.sampled, logp - logp.detach() + math.log(2), 0.0)
+
+    class Quadrupled:
+        def surrogate(self, log_ratio: Tensor, batch: Batch, options: ObjectiveConfig) -> Surrogate:
+            assert options.kind == "ppo_clip"
+            return none(log_ratio, 4 * batch.advantage)
+
+    class Plain(Doubled):
+        def log_ratio(self, logp: Tensor, old_logp: Tensor, batch: Batch) -> Tensor:
+            return torch.where(batch.sampled, logp - logp.detach(), 0.0)
+
+    for route in ("snapshot_old", "interp_prox_linear"):
+        plain = gradient(make(Plain(), route=route), a_batch())
+        changed = gradient(make(Doubled(), Quadrupled(), route=route), a_batch())
+        torch.testing.assert_close(changed, 8 * plain, rtol=1e-9, atol=1e-12)
+        unclipped = gradient(make(Plain(), Quadrupled(), route=route), a_batch())
+        torch.testing.assert_close(unclipped, 4 * plain, rtol=1e-9, atol=1e-12)

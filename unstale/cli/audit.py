@@ -39,6 +39,7 @@ from unstale.observe.report.page import write_report
 from unstale.old_logps import OldLogps, has_clean_behavior
 from unstale.old_logps.scoring.scorer import Scorer
 from unstale.records import Batch, PendingPiece, Provenance, Sampled
+from unstale.techniques import Techniques
 from unstale.trainer.auditor import (
     Audited,
     Truth,
@@ -77,7 +78,7 @@ def audit(
         recorded = Recorded(run / RECORDED)
     except FileNotFoundError as error:
         raise ConfigError(str(error)) from error
-    rules = Rules(config.correction, config.objective)
+    rules = Rules(config.correction, config.objective, Techniques.of(config))
     options = variants(config.old_logps, routes, alphas)
     rows: list[Row] = []
     refused: dict[str, str] = {}

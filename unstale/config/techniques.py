@@ -52,9 +52,10 @@ EXCLUSIVE: frozenset[Slot] = frozenset({"sampler", "allocator", "estimator", "ra
 """Slots that hold one technique at most. The techniques of the others act in the order written."""
 Change = Literal["tasks", "count", "groups", "reward", "advantage", "objective", "step"]
 """The part of the mathematics that a technique changes."""
-Need = Literal["siblings", "reference", "entropy"]
+Need = Literal["siblings", "reference", "entropy", "trajectory_gradients"]
 """A condition of a technique: `siblings` is a group of several episodes, `reference` a copy of the
-first policy in memory, `entropy` the entropy of every token (one more forward pass per batch).
+first policy in memory, `entropy` the entropy of every token (one more forward pass per batch),
+`trajectory_gradients` the gradient of every sequence (one more backward pass per sequence).
 """
 Evidence = Literal["code", "paper", "notes", "abstract", "own reading"]
 """The source of a formula: the authors' code, their paper, notes of others, the abstract alone, or
@@ -162,10 +163,10 @@ def check_needs(config: "RunConfig") -> None:
                 f"the technique {entry.name} needs schedule.group_size >= 2, got {size}: it "
                 "compares the episodes of a task"
             )
-        if "entropy" in entry.requires and config.cluster.trainers:
+        if "trajectory_gradients" in entry.requires and config.cluster.trainers:
             raise ConfigError(
                 f"the technique {entry.name} needs cluster.trainers = 0, got "
-                f"{config.cluster.trainers}: ranks do not compute the entropy of every token"
+                f"{config.cluster.trainers}: ranks do not compute the gradient of one sequence"
             )
 
 

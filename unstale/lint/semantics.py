@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from unstale.config import RunConfig, Unit
 from unstale.config.routes import live_versions
-from unstale.config.techniques import describe
+from unstale.config.techniques import chosen, describe
 from unstale.lint.techniques import order
 
 CLIPPED = ("ppo_clip", "dual_clip", "gspo", "cispo")
@@ -138,6 +138,11 @@ def _bound_on_s(config: RunConfig) -> str:
     }[rule.kind]
     if s_is_one(config) and bounds_s(config):
         words = f"idle: {words}"
+    changed = [
+        each.name for each in chosen(config.techniques) if each.slot in ("ratio", "objective")
+    ]
+    if changed:
+        words += f"; changed by {' and '.join(changed)} (see techniques)"
     return f"{words}; pi / mu at most {rule.ratio_cap:g}" if rule.ratio_cap else words
 
 

@@ -60,6 +60,19 @@ def far_shift_of_ace(config: RunConfig) -> Finding | None:
     )
 
 
+def hard_prefix_clip(config: RunConfig) -> Finding | None:
+    """Warn of a clip that drops the gradient of tokens after one small ratio."""
+    kind = config.objective.kind
+    if "minpro" not in config.technique_options or kind not in ("ppo_clip", "dual_clip"):
+        return None
+    return Finding(
+        f"minpro with {kind}",
+        "one small ratio lowers those of all later tokens of its sequence; where the advantage is "
+        "negative, they lose their gradient",
+        ({"objective.kind": "cispo", "objective.clip_low": 1.0},),
+    )
+
+
 def without(config: RunConfig, *names: str) -> Fix:
     """Return the option by which a run has all its techniques but some."""
     kept = [entry.name for entry in chosen(config.techniques) if entry.name not in names]
@@ -67,4 +80,4 @@ def without(config: RunConfig, *names: str) -> Fix:
 
 
 REFUSALS: Sequence[Rule] = ()
-WARNINGS: Sequence[Rule] = (low_rate_with_ess_lr, far_shift_of_ace)
+WARNINGS: Sequence[Rule] = (low_rate_with_ess_lr, far_shift_of_ace, hard_prefix_clip)

@@ -1,7 +1,7 @@
 """A forward pass over packed sequences that share prefixes, and its options."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -46,13 +46,14 @@ class ForwardOptions:
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """Log-probabilities `[T]` on the CPU, and the number of tokens in the forward passes.
+    """Log-probabilities and entropies `[T]` on the CPU, and the tokens in the forward passes.
 
-    Tokens that were not asked for have 0.
+    Tokens that were not asked for have 0. The entropies are empty unless asked for.
     """
 
     logp: Tensor
     forward_tokens: int
+    entropy: Tensor = field(default_factory=lambda: torch.empty(0))
 
 
 def run_model(body: Callable[..., Any], run: PrefixTree, rows: Tensor, plain_head: bool) -> Tensor:

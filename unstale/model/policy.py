@@ -532,6 +532,39 @@ class Policy:
         head = self.model.get_output_embeddings() if self._plain_head else nn.Identity()
         return query_head(head, hidden, query)
 
+    def gradient_norm(
+        self, batch: Batch | Packed, where: Tensor, *, temperature: float, head_only: bool
+    ) -> float:
+        """Return the norm of the gradient of the sum of log-probabilities of the tokens in `where`.
+
+        The gradient is that of all trained parameters, or of the output head alone. Existing
+        gradients do not change. Raises ValueError for a sharded model, and with `head_only` for a
+        head that is not one trained linear map.
+        """
+        if self._is_sharded:
+            raise ValueError("a sharded model has no gradient of one sequence")
+        run = self.prefix_tree(batch, where)
+        trained = [each for each in self.model.parameters() if each.requires_grad]
+        if not head_only:
+            total = self.logps(run, temperature=temperature, where=where).sum()
+        else:
+            head = self.model.get_output_embeddings()
+            trained = [each for each in head.parameters() if each.requires_grad]
+            if not self._plain_head or not trained:
+                raise ValueError(
+                    f"the output head of {type(self.model).__name__} is not one trained linear "
+                    "map, so it has no gradient of its own"
+                )
+            index = (run.follows & where.cpu()).nonzero().squeeze(1)
+            with torch.no_grad():
+                rows = run.place[index - 1].to(self.device)
+                hidden = run_model(self._body, run, rows, self._plain_head)
+            query = LogpQuery(run.tokens[run.place[index]].to(self.device), temperature)
+            total = query_head(head, hidden, query)[0].sum()
+        found = torch.autograd.grad(total, trained, allow_unused=True)
+        norms = [each.norm(dtype=wide(each.dtype)) for each in found if each is not None]
+        return float(torch.stack(norms).norm())
+
     @torch.no_grad()
     def score(
         self,
@@ -540,13 +573,16 @@ class Policy:
         *,
         temperature: float,
         max_tokens_per_microbatch: int,
+        with_entropy: bool = False,
     ) -> Scored:
         """Return log-probabilities of the tokens in `where` (`[T]` bool), without gradient.
 
         A forward pass has at most `max_tokens_per_microbatch` tokens, unless one sequence is
-        longer. Each sequence is run only up to its last token in `where`.
+        longer. Each sequence is run only up to its last token in `where`. `with_entropy` adds the
+        entropies of the distributions from which these tokens were chosen, in nats.
         """
         logp = torch.zeros(len(batch.tokens), dtype=wide(self.dtype))
+        entropy = torch.zeros_like(logp) if with_entropy else logp.new_empty(0)
         packed = self._packed(batch, where)
         spans = wanted_spans(packed.spans(), where)
         forwarded = 0
@@ -556,12 +592,18 @@ class Policy:
             for number, counts in self.peers.deal(costs):
                 part, index = cut(packed, [spans[i] for i in passes[number]])
                 run = self.prefix_tree(part)
-                values = self.logps(run, temperature=temperature, where=where[index])
+                values, entropies = self.logps_and_entropy(
+                    run, temperature=temperature, where=where[index], with_entropy=with_entropy
+                )
                 if counts and self.peers.reports:
                     logp[index] = values.cpu()
                     forwarded += run.num_tokens
+                    if with_entropy:
+                        entropy[index] = entropies.cpu()
         total = int(self.peers.sum(torch.tensor(forwarded)))
-        return Scored(self.peers.sum(logp), total)
+        if with_entropy:
+            self.peers.sum(entropy)
+        return Scored(self.peers.sum(logp), total, entropy)
 
     def pack(
         self,

@@ -7,6 +7,8 @@ torch. A technique is an object with the methods of its slot:
     estimator    estimate(groups, context)          their advantages; replaces `advantage.estimator`
     recredit     recredit(groups, scored, context)  an advantage for each of their turns
     shaper       shape(batch, signals) -> Shaped    when a batch is prepared
+    ratio        log_ratio(logp, old_logp, batch)   the ratio of each token, in the loss
+    objective    surrogate(log_ratio, batch, ...)   the loss of each token
     controller   plan(seen) -> StepPlan             before each optimizer step
 
 A technique with state also has `observe`, `state` and `restore`. Its state may change in `observe`
@@ -19,7 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 from unstale.config.checks import ConfigError
 from unstale.config.techniques import Need, chosen
@@ -28,8 +30,13 @@ from unstale.records import Group, ScoredTrajectory, Task
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from unstale.config import RunConfig
+    from unstale.algorithms.objectives import Surrogate
+    from unstale.config import ObjectiveConfig, RunConfig
     from unstale.records import Batch
+
+GradientPart = Literal["full", "head"]
+"""The parameters of which a gradient's norm is taken: all trained ones, or the output head alone.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +91,19 @@ class Recredit(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
+class GradientNorms(Protocol):
+    """A function that computes the norm of the gradient of each sequence's log-probability."""
+
+    def __call__(self, sequences: Sequence[int], part: GradientPart) -> Tensor:
+        """Return the norms `[n]` in float64 of some sequences of the batch, by index.
+
+        The log-probability is summed over the sampled tokens, under the current policy. It takes a
+        forward and a backward pass per sequence; `head` needs no backward pass through the layers.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Signals:
     """Figures of a batch from which shapers compute advantages. Tensors are `[T]`, no gradient.
 
@@ -96,6 +115,9 @@ class Signals:
     """Log-probability of each token under the current policy."""
     reference_logp: Tensor
     """Log-probability of each token under the policy from which the run started."""
+    entropy: Tensor
+    """Entropy of the current policy where it chose each sampled token, in nats."""
+    gradient_norms: GradientNorms
     progress: float
     """Share of the run's optimizer steps that are done, 0 to 1."""
 
@@ -114,6 +136,30 @@ class Shaper(Protocol):
     """A technique that changes the advantages of a batch."""
 
     def shape(self, batch: Batch, signals: Signals) -> Shaped: ...
+
+
+@runtime_checkable
+class Ratio(Protocol):
+    """A technique that replaces the ratio of each token in the objective."""
+
+    def log_ratio(self, logp: Tensor, old_logp: Tensor, batch: Batch) -> Tensor:
+        """Return the logarithm of each token's ratio, `[T]`, from some sequences of a minibatch.
+
+        Its gradient is 1 for the token's own `logp`. It is 0 for tokens that were not sampled.
+        """
+        ...
+
+
+@runtime_checkable
+class Objective(Protocol):
+    """A technique that replaces the loss of each token."""
+
+    def surrogate(self, log_ratio: Tensor, batch: Batch, options: ObjectiveConfig) -> Surrogate:
+        """Return the loss of each token from the logarithm of its ratio, `[T]`.
+
+        `batch` has some sequences of a minibatch, `options` are those of `objective`.
+        """
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,6 +236,10 @@ class Techniques:
         self.estimator = next((each for each in values if isinstance(each, Estimator)), None)
         self.recredits = [each for each in values if isinstance(each, Recredit)]
         self.shapers = [each for each in self.parts.values() if isinstance(each, Shaper)]
+        self.ratio = next((each for each in self.parts.values() if isinstance(each, Ratio)), None)
+        self.objective = next(
+            (each for each in self.parts.values() if isinstance(each, Objective)), None
+        )
         self.controllers = [
             each for each in self.parts.values() if isinstance(each, StepController)
         ]

@@ -121,7 +121,13 @@ ROWS: Sequence[Row] = (
     _row(35, "V0.5", "a group mean shrunk towards a prior", _BASELINE),
     _row(36, "SAGE (skills)", "skills of one task help the next", _SHARE),
     _row(37, "ADHint", "hints by difficulty", _EDIT),
-    _row(38, "MinPRO", "the smallest ratio of the prefix", "its ratio is missing"),
+    _row(
+        38,
+        "MinPRO, arXiv 2601.22718",
+        "the smallest ratio of the prefix",
+        "--techniques minpro",
+        "works",
+    ),
     _row(
         39,
         "AReaL",

@@ -28,7 +28,14 @@ from unstale.model.policy import Policy
 from unstale.model.sharding import gather_whole, is_sharded
 from unstale.old_logps import OldLogps
 from unstale.records import Batch
-from unstale.techniques import NO_TECHNIQUES, Signals, StepPlan, StepSeen, Techniques
+from unstale.techniques import (
+    NO_TECHNIQUES,
+    GradientPart,
+    Signals,
+    StepPlan,
+    StepSeen,
+    Techniques,
+)
 from unstale.trainer.metrics import StepMetrics
 from unstale.trainer.optimizer import lr_factor, make_optimizer
 from unstale.trainer.records import NOT_FINITE, FailedBatch, Minibatch
@@ -39,11 +46,12 @@ class Rules:
     """The configured correction and objective, as functions of log-probabilities `[T]`.
 
     The correction acts on D = old_logp / behavior_logp, the objective on S = logp / old_logp, as
-    ratios of probabilities.
+    ratios of probabilities. Techniques may replace the ratio and the objective.
     """
 
     correction: CorrectionConfig
     objective: ObjectiveConfig
+    techniques: Techniques = NO_TECHNIQUES
 
     def correct(self, old_logp: Tensor, batch: Batch) -> Control:
         """Return the correction of each token: first the token veto, then the control.
@@ -71,13 +79,18 @@ class Rules:
         """
         config = self.objective
         spec = objectives.OBJECTIVES[config.kind]
-        log_s = corrections.log_staleness(
-            logp,
-            old_logp,
-            unit=_unit_ids("sequence" if spec.per_sequence else config.unit, batch),
-            sampled=batch.sampled,
-            how="mean" if spec.per_sequence else config.aggregate,
-        )
+        if self.techniques.ratio:
+            log_s = self.techniques.ratio.log_ratio(logp, old_logp, batch)
+        else:
+            log_s = corrections.log_staleness(
+                logp,
+                old_logp,
+                unit=_unit_ids("sequence" if spec.per_sequence else config.unit, batch),
+                sampled=batch.sampled,
+                how="mean" if spec.per_sequence else config.aggregate,
+            )
+        if self.techniques.objective:
+            return self.techniques.objective.surrogate(log_s, batch, config)
         return spec.surrogate(log_s, batch.advantage, **config.selected_options())
 
     def cap(self, factor: Tensor, logp: Tensor, batch: Batch) -> Tensor:
@@ -142,7 +155,7 @@ class LocalTrainer:
         """Create the optimizer. `audit` is called before the first optimizer step on a batch."""
         self.policy = policy
         self.config = config.trainer
-        self.rules = Rules(config.correction, config.objective)
+        self.rules = Rules(config.correction, config.objective, techniques)
         self.old = old
         self.audit = audit
         self.techniques = techniques
@@ -268,10 +281,27 @@ class LocalTrainer:
         factor = control.factor
         if not self.techniques.shapers:
             return batch, factor
+        with_entropy = "entropy" in self.techniques.needs
+        scored = self._score(self.policy, batch, with_entropy=with_entropy)
+        _require_finite(batch, logp=scored.logp)
+
+        def gradient_norms(sequences: Sequence[int], part: GradientPart) -> Tensor:
+            parts = [batch.select([i])[0] for i in sequences]
+            head = part == "head"
+            norms = [
+                self.policy.gradient_norm(
+                    each, each.sampled, temperature=self._temperature, head_only=head
+                )
+                for each in parts
+            ]
+            return torch.tensor(norms, dtype=torch.float64)
+
         signals = Signals(
             old_logp=old_logp,
-            logp=self._score(self.policy, batch).logp,
+            logp=scored.logp,
             reference_logp=reference_logp,
+            entropy=scored.entropy,
+            gradient_norms=gradient_norms,
             progress=self.steps / self.num_steps,
         )
         for shaper in self.techniques.shapers:
@@ -422,12 +452,13 @@ class LocalTrainer:
             return torch.empty(0)
         return self._score(self._reference, batch).logp
 
-    def _score(self, policy: Policy, batch: Batch) -> Scored:
+    def _score(self, policy: Policy, batch: Batch, *, with_entropy: bool = False) -> Scored:
         return policy.score(
             batch,
             batch.sampled,
             temperature=self._temperature,
             max_tokens_per_microbatch=self.config.max_tokens_per_microbatch,
+            with_entropy=with_entropy,
         )
 
     def _norm(self, batch: Batch, steps: list[list[int]], keep: Tensor) -> Tensor:
