@@ -26,6 +26,12 @@ TECHNIQUES = {
     "filter/trained_share",
     "filter/trained_success_share",
     "filter/trained_failure_share",
+    "gfcr/reliability_share",
+    "gfcr/coverage_share",
+    "gfcr/tokens_per_success",
+    "balance/sampled_mass",
+    "balance/sampled_change",
+    "balance/unsampled_loss_max",
 }
 UNDEFINED = {
     "audit/mask_f1",

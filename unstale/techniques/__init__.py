@@ -6,6 +6,7 @@ torch. A technique is an object with the methods of its slot:
     filter       select(groups, context)            which episodes of a batch are trained on
     estimator    estimate(groups, context)          their advantages; replaces `advantage.estimator`
     recredit     recredit(groups, scored, context)  an advantage for each of their turns
+    diagnostic   measure(groups, context)           figures of a batch, before any of these
     shaper       shape(batch, signals) -> Shaped    when a batch is prepared
     ratio        log_ratio(logp, old_logp, batch)   the ratio of each token, in the loss
     objective    surrogate(log_ratio, batch, ...)   the loss of each token
@@ -162,6 +163,15 @@ class Objective(Protocol):
         ...
 
 
+@runtime_checkable
+class Diagnostic(Protocol):
+    """A technique that changes nothing, and adds figures to the metrics."""
+
+    def measure(self, groups: Sequence[Group], context: CreditContext) -> Mapping[str, float]:
+        """Return metrics of the groups of a batch by full name. Filters act after this."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class StepSeen:
     """Figures of one optimizer step, before the weights change."""
@@ -232,6 +242,7 @@ class Techniques:
         self.needs = needs
         """What the signals of the shapers must contain."""
         values = list(self.parts.values())
+        self.diagnostics = [each for each in values if isinstance(each, Diagnostic)]
         self.filters = [each for each in values if isinstance(each, Filter)]
         self.estimator = next((each for each in values if isinstance(each, Estimator)), None)
         self.recredits = [each for each in values if isinstance(each, Recredit)]
@@ -287,6 +298,8 @@ class Techniques:
         batch, all its trajectories get advantage 0.
         """
         context = CreditContext(progress, version, identify)
+        for diagnostic in self.diagnostics:
+            context.metrics.update(diagnostic.measure(groups, context))
         selected = groups
         for each in self.filters:
             selected = each.select(selected, context)

@@ -154,11 +154,34 @@ _CURVES = (
 )
 """For each plot of `curves`: title, explanation, and the metric of each line by the line's name."""
 
+_OF_DIAGNOSTICS = (
+    (
+        "Reliability and coverage",
+        "Episodes that the environment ended, and tasks with a success (gfcr).",
+        {"reliability": "gfcr/reliability_share", "coverage": "gfcr/coverage_share"},
+    ),
+    (
+        "Cost of a success",
+        "Sampled tokens for each successful episode (gfcr).",
+        {"tokens": "gfcr/tokens_per_success"},
+    ),
+    (
+        "Balance of a group",
+        "Change of the probability of right first replies by a step of size 1: of those that were "
+        "sampled, and the largest loss of the others (balance).",
+        {"sampled": "balance/sampled_change", "largest loss": "balance/unsampled_loss_max"},
+    ),
+)
+"""Like `_CURVES`, for techniques that only measure. A plot is shown if it was recorded."""
+
 
 def curves(run: Gathered) -> list[Markup]:
     """Return the plots of figures that every trainer reports, such as loss and reward."""
     plots = []
-    for title, about, metrics in _CURVES:
+    chosen = [
+        each for each in _OF_DIAGNOSTICS if any(run.series(name) for name in each[2].values())
+    ]
+    for title, about, metrics in (*_CURVES, *chosen):
         lines = [
             Series(name=name, colour=colour, points=thin(run.series(metric)))
             for (name, metric), colour in zip(

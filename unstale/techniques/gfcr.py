@@ -1,0 +1,72 @@
+"""`gfcr`: figures of reliability, coverage and cost of the episodes of a batch.
+
+They are the three criteria by which the survey GFCR compares the stages of rollouts: generate,
+filter, control and replay. Reliability is the share of started episodes that the environment ended,
+rather than a limit or an error. Coverage is the share of tasks with at least one success. Cost is
+the number of sampled tokens for each success, where tokens of failed episodes count.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from unstale.config.checks import Section
+from unstale.config.techniques import Entry
+from unstale.records import Group
+from unstale.techniques import CreditContext
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GfcrConfig(Section):
+    """Figures of reliability, coverage and cost of the episodes of a batch (GFCR)."""
+
+
+class Gfcr:
+    """A diagnostic of the groups of a batch."""
+
+    def __init__(self, options: GfcrConfig) -> None: ...
+
+    def measure(self, groups: Sequence[Group], context: CreditContext) -> Mapping[str, float]:
+        """Return the figures. A share of nothing is NaN, and so is the cost without a success."""
+        episodes = [each for group in groups for each in (*group.trajectories, *group.unused)]
+        failures = [each for group in groups for each in group.failures]
+        started = len(episodes) + len(failures)
+        successes = sum(each.success for each in episodes)
+        covered = sum(
+            any(each.success for each in (*group.trajectories, *group.unused)) for group in groups
+        )
+        tokens = sum(each.num_sampled for each in episodes)
+        tokens += sum(each.sampled_tokens for each in failures)
+        return {
+            "gfcr/reliability_share": _divide(
+                sum(each.stop == "done" for each in episodes), started
+            ),
+            "gfcr/coverage_share": _divide(covered, len(groups)),
+            "gfcr/tokens_per_success": _divide(tokens, successes),
+        }
+
+
+def _divide(part: float, whole: float) -> float:
+    return part / whole if whole else math.nan
+
+
+def _describe(options: GfcrConfig) -> str:
+    return "measures reliability, coverage and cost of episodes; it changes nothing"
+
+
+ENTRY = Entry(
+    name="gfcr",
+    slot="diagnostic",
+    rows=(3,),
+    makes=Gfcr,
+    options=GfcrConfig,
+    changes=frozenset(),
+    describe=_describe,
+    use="To compare samplers, allocators and filters by more than the success at the end.",
+    measured="It has no effect to measure.",
+    exactness="It changes nothing. The survey names the criteria; how they are measured is our own "
+    "reading.",
+    evidence="own reading",
+)
