@@ -250,3 +250,9 @@ def test_the_linter_accepts_the_shipped_study() -> None:
     del parts["all"]
     plan = study.planned(main.parse(["compare", str(file), "--seeds", "1", "--settings", *parts]))
     assert len(plan.comparisons) > 10
+
+
+def test_the_linter_accepts_the_shipped_study_of_techniques() -> None:
+    file = Path(__file__).parents[2] / "benchmarks" / "studies" / "techniques.toml"
+    plan = study.planned(main.parse(["compare", str(file)]))
+    assert len(plan.comparisons) == 2

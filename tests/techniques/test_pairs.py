@@ -34,9 +34,9 @@ from unstale.techniques import Techniques
 CONDITIONS: Mapping[str, Mapping[str, Any]] = {}
 """Options without which a technique is refused, by its name. They are set in every test here."""
 
-NAMED: tuple[str, ...] = ("ess_lr ace",)
+NAMED: tuple[str, ...] = ("ess_lr ace", "minpro balance", "minpro ess_lr", "gfcr ace")
 """Combinations that are trained. The first `QUICK` belong to the default tests."""
-QUICK = 4
+QUICK = 2
 OTHERS = tuple(f"{each} ess_lr" for each in techniques() if each not in " ".join(NAMED).split())
 """Techniques that are in no named combination, each with one from another slot."""
 
