@@ -294,6 +294,7 @@ WARNED = [
     ("--task.level 2", "the policy base at level 2"),
     ("--techniques ess_lr --trainer.lr 5e-5", "ess_lr at a learning rate of 5e-05"),
     ("--techniques ace --ace.max_shift 100", "ace.max_shift is 100"),
+    ("--techniques minpro", "minpro with ppo_clip"),
 ]
 
 
