@@ -45,7 +45,12 @@ def _row(number: int, paper: str, about: str, reason: str, state: State = "not y
 
 
 ROWS: Sequence[Row] = (
-    _row(1, "Unmasking OPD", "where distillation follows success", "a teacher is missing"),
+    _row(
+        1,
+        "Unmasking OPD",
+        "where distillation follows success",
+        "it compares with a teacher's gradient, and no run here has a teacher",
+    ),
     _row(2, "DOTS + replay", "prompts of predicted middle difficulty, and replay", _SAMPLER),
     _row(
         3,
@@ -154,7 +159,12 @@ ROWS: Sequence[Row] = (
     _row(42, "OTR", "supervised training with sampled alternatives", "its objective is missing"),
     _row(43, "ETTRL", "advantages by relative entropy; trees", f"{_TREE}, and {_ENTROPY}"),
     _row(44, "SAGE (plans)", "a plan from the first attempt", _JUDGE),
-    _row(45, "SQIRL", "the effective horizon as difficulty", "the diagnostic is missing"),
+    _row(
+        45,
+        "SQIRL",
+        "the effective horizon as difficulty",
+        "it needs the values of all states, and no environment here has few enough to list",
+    ),
     _row(46, "UI-S1", "expert traces with patched steps", _EDIT),
     _row(
         47,
@@ -164,7 +174,12 @@ ROWS: Sequence[Row] = (
     ),
     _row(48, "ReflectDrive-2", "one reward for draft and edit", "its task set is missing"),
     _row(49, "P/D-Serve", "separate engines for prompts and replies", "routing is missing"),
-    _row(50, "PPO at 1M envs", "a diagnosis of too large steps", "the diagnosis is missing"),
+    _row(
+        50,
+        "PPO at 1M envs",
+        "a diagnosis of too large steps",
+        "the noise of two halves of a batch is missing",
+    ),
     _row(51, "SALT", "shared steps get a shared advantage", "its step groups are missing"),
     _row(52, "GDRO (diffusion)", "proxy reward against corrected score", "figures are missing"),
     _row(53, "MSSR", "one episode per task with a Beta baseline", _BASELINE),
