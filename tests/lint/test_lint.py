@@ -295,6 +295,7 @@ WARNED = [
     ("--techniques ess_lr --trainer.lr 5e-5", "ess_lr at a learning rate of 5e-05"),
     ("--techniques ace --ace.max_shift 100", "ace.max_shift is 100"),
     ("--techniques minpro", "minpro with ppo_clip"),
+    ("--techniques aepo --aepo.a 0.5", "aepo.a is 0.5"),
 ]
 
 

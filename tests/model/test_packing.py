@@ -361,6 +361,20 @@ def test_a_compiled_policy_says_the_same_and_so_does_its_twin() -> None:
         )
     for ours, theirs in zip(*found, strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+    every = torch.ones(len(siblings().tokens), dtype=torch.bool)
+    scored = [
+        one.score(
+            siblings(), every, temperature=1.0, max_tokens_per_microbatch=99, with_entropy=True
+        )
+        for one in (plain, policy)
+    ]
+    torch.testing.assert_close(scored[0].entropy, scored[1].entropy, atol=1e-4, rtol=1e-4)
+    for head_only in (False, True):
+        norms = [
+            one.gradient_norm(siblings(), every, temperature=1.0, head_only=head_only)
+            for one in (plain, policy)
+        ]
+        assert norms[0] == pytest.approx(norms[1], rel=1e-4)
     twin = policy.twin()
     nudge(policy, seed=1)
     assert (twin.logps(siblings(), temperature=1.0) - found[0][0]).abs().max() < 1e-4

@@ -1,15 +1,12 @@
 """Signals of shapers, and batches with given log-ratios, for tests of techniques."""
 
-from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from unstale.records import Batch, collate
+from unstale.records import Batch
 from unstale.techniques import Signals
-from unstale.testing import episode
 
 
 def made(batch: Batch, **values: Any) -> Signals:
@@ -30,16 +27,30 @@ def made(batch: Batch, **values: Any) -> Signals:
     return Signals(**{**signals, **values})
 
 
-def one_token_each(groups: Sequence[int], advantage: Tensor) -> Batch:
-    """Return sequences of two context tokens and one sampled token, in groups of these sizes."""
-    count = sum(groups)
-    batch = collate([episode(i, [2, (1, 0)]) for i in range(count)])
-    number = [k for k, size in enumerate(groups) for _ in range(size)]
-    return replace(batch, group=tuple(number), advantage=at_sampled(batch, advantage))
-
-
 def at_sampled(batch: Batch, values: Tensor) -> Tensor:
     """Return `values`, one per sampled token, as a float64 tensor `[T]` with 0 elsewhere."""
     whole = torch.zeros(len(batch.tokens), dtype=torch.float64)
     whole[batch.sampled] = values.double().flatten()
     return whole
+
+
+def packed(sequences: int, length: int, *, group_size: int = 1) -> Batch:
+    """Return sequences of one context token and `length` sampled tokens, without advantages."""
+    size = length + 1
+    row = torch.arange(size) > 0
+    sampled = row.repeat(sequences)
+    number = sampled.long() - 1
+    zeros = torch.zeros(sequences * size, dtype=torch.float64)
+    return Batch(
+        tokens=torch.full((sequences * size,), 5),
+        offsets=tuple(range(0, sequences * size + 1, size)),
+        sampled=sampled,
+        behavior_logp=zeros,
+        version=number,
+        turn=number,
+        provenance=sampled.long(),
+        clean=torch.ones_like(sampled),
+        advantage=zeros,
+        episodes=tuple(range(sequences)),
+        group=tuple(i // group_size for i in range(sequences)),
+    )

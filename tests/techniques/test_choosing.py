@@ -104,7 +104,7 @@ def test_a_technique_is_explained_by_name(capsys: pytest.CaptureFixture[str]) ->
         assert all(words[each] for each in ("use it if", "exactness", "measured")), name
     with pytest.raises(SystemExit) as end:
         main(["techniques", "ess"])
-    assert end.value.code == 2 and "did you mean ess_lr?" in capsys.readouterr().err
+    assert end.value.code == 2 and "did you mean ess_lr" in capsys.readouterr().err
 
 
 def test_a_slot_that_holds_one_technique_refuses_two(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,7 +34,14 @@ from unstale.techniques import Techniques
 CONDITIONS: Mapping[str, Mapping[str, Any]] = {}
 """Options without which a technique is refused, by its name. They are set in every test here."""
 
-NAMED: tuple[str, ...] = ("ess_lr ace", "minpro balance", "minpro ess_lr", "gfcr ace")
+NAMED: tuple[str, ...] = (
+    "ess_lr ace",
+    "opob m2po preserve_clip",
+    "minpro aepo top_tokens",
+    "minpro balance",
+    "minpro ess_lr",
+    "gfcr ace",
+)
 """Combinations that are trained. The first `QUICK` belong to the default tests."""
 QUICK = 2
 OTHERS = tuple(f"{each} ess_lr" for each in techniques() if each not in " ".join(NAMED).split())

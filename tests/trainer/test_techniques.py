@@ -24,6 +24,7 @@ from unstale.config import (
     TrainerConfig,
 )
 from unstale.config.techniques import Need
+from unstale.config.techniques import techniques as all_techniques
 from unstale.model.policy import Policy
 from unstale.old_logps.scoring.local_scorer import LocalScorer
 from unstale.records import Batch, Provenance, collate
@@ -276,3 +277,39 @@ def test_a_ratio_and_an_objective_replace_those_of_the_loss() -> None:
         torch.testing.assert_close(changed, 8 * plain, rtol=1e-9, atol=1e-12)
         unclipped = gradient(make(Plain(), Quadrupled(), route=route), a_batch())
         torch.testing.assert_close(unclipped, 4 * plain, rtol=1e-9, atol=1e-12)
+
+
+TOKEN_TECHNIQUES = tuple(
+    name
+    for name, entry in all_techniques().items()
+    if entry.slot in ("ratio", "shaper", "objective", "controller")
+)
+
+
+def planted(name: str, where: Callable[[Batch], Tensor], log_ratio: float) -> Tensor:
+    """Return the change of the weights by a step with a technique.
+
+    `log_ratio` is added to log pi / mu and to log pi / pi_old of some tokens.
+    """
+    entry = all_techniques()[name]
+    trainer = make(entry.makes(entry.options()), needs=entry.requires)
+    batch = replace(a_batch(), group=(0, 0, 0))
+    tokens = where(batch)
+    logps = trainer.old.logps
+
+    def old_logps(batch: Batch, now: Tensor) -> tuple[Tensor, Tensor]:
+        values, exact = logps(batch, now)
+        return values - log_ratio * where(batch), exact
+
+    trainer.old.logps = old_logps  # type: ignore[method-assign]
+    behavior_logp = batch.behavior_logp - log_ratio * tokens
+    return change(trainer, replace(batch, behavior_logp=behavior_logp))
+
+
+@pytest.mark.parametrize("name", TOKEN_TECHNIQUES)
+def test_a_token_that_was_not_sampled_changes_nothing_in_any_technique(name: str) -> None:
+    """Not even with a log-ratio of 50. A sampled token with one of 0.5 changes the step."""
+    plain = planted(name, lambda batch: ~batch.sampled, 0.0)
+    assert plain.any()
+    assert torch.equal(planted(name, lambda batch: ~batch.sampled, 50.0), plain)
+    assert not torch.equal(planted(name, lambda batch: batch.sampled, 0.5), plain)

@@ -21,6 +21,9 @@ MAX_SHIFT = 20.0
 20, and a single long sequence outweighs a batch.
 """
 
+MAX_ENTROPY_FACTOR = 1 / 3
+"""Largest sensible `aepo.a`. An entropy of 3 standard deviations under the mean is common."""
+
 
 def order(config: RunConfig) -> str:
     """Return a sentence about the order of techniques of one slot. Empty if no order matters."""
@@ -69,7 +72,21 @@ def hard_prefix_clip(config: RunConfig) -> Finding | None:
         f"minpro with {kind}",
         "one small ratio lowers those of all later tokens of its sequence; where the advantage is "
         "negative, they lose their gradient",
-        ({"objective.kind": "cispo", "objective.clip_low": 1.0},),
+        ({"objective.kind": "cispo", "objective.clip_low": 1.0}, without(config, "minpro")),
+    )
+
+
+def strong_entropy_factor(config: RunConfig) -> Finding | None:
+    """Warn of a factor that drops the tokens of low entropy."""
+    options = config.technique_options.get("aepo")
+    a: float = getattr(options, "a", 0.0)
+    if a <= MAX_ENTROPY_FACTOR:
+        return None
+    return Finding(
+        f"aepo.a is {a:g}",
+        f"tokens with an entropy of more than {1 / a:.2g} standard deviations under the mean get "
+        "no gradient, and there are many",
+        ({"aepo.a": 0.2},),
     )
 
 
@@ -80,4 +97,9 @@ def without(config: RunConfig, *names: str) -> Fix:
 
 
 REFUSALS: Sequence[Rule] = ()
-WARNINGS: Sequence[Rule] = (low_rate_with_ess_lr, far_shift_of_ace, hard_prefix_clip)
+WARNINGS: Sequence[Rule] = (
+    low_rate_with_ess_lr,
+    far_shift_of_ace,
+    hard_prefix_clip,
+    strong_entropy_factor,
+)

@@ -37,7 +37,6 @@ _EDIT = "training on edited replies is missing"
 _SHARE = "training on texts of other policies or attempts is missing"
 _JUDGE = "a procedure around several attempts is missing"
 _BASELINE = "the baseline is missing"
-_ENTROPY = "the entropy of every token is missing"
 
 
 def _row(number: int, paper: str, about: str, reason: str, state: State = "not yet") -> Row:
@@ -60,7 +59,12 @@ ROWS: Sequence[Row] = (
         "transfer",
     ),
     _row(4, "Sol-RL", "a cheap explorer and a precise trainer", "its choice of samples is missing"),
-    _row(5, "ECHO", "branches, clip and advantage by confidence", _TREE),
+    _row(
+        5,
+        "ECHO, arXiv 2602.02150",
+        "branches, clip and advantage by confidence",
+        f"--techniques echo is the clip and the advantage; {_TREE}",
+    ),
     _row(
         6,
         "APRIL",
@@ -93,7 +97,8 @@ ROWS: Sequence[Row] = (
         16,
         "VCPO, arXiv 2602.17616",
         "step size by effective sample size; an off-policy baseline",
-        "--techniques ess_lr is the step size; the baseline is missing",
+        "--techniques ess_lr is the step size, opob the baseline",
+        "works",
     ),
     _row(17, "RAVL", "no value from an artificial end", "cut episodes still count as failures"),
     _row(18, "POISE", "a probe of hidden states as the baseline", _BASELINE),
@@ -105,7 +110,12 @@ ROWS: Sequence[Row] = (
         "--techniques ace",
         "works",
     ),
-    _row(21, "D3S", "episodes with the largest variance of advantages", "its filter is missing"),
+    _row(
+        21,
+        "D3S",
+        "episodes with the largest variance of advantages, and their tokens",
+        "--techniques top_tokens chooses tokens; its filter of episodes is missing",
+    ),
     _row(
         22,
         "RollArt",
@@ -145,7 +155,7 @@ ROWS: Sequence[Row] = (
         39,
         "AReaL",
         "asynchronous training with bounded staleness, decoupled loss",
-        "--schedule.max_staleness, --old_logps.route current_recompute",
+        "--schedule.max_staleness, --old_logps.route current_recompute; --techniques m2po",
         "works",
     ),
     _row(40, "CLEANER", "failed calls replaced by later successes", _EDIT),
@@ -157,7 +167,12 @@ ROWS: Sequence[Row] = (
         "works",
     ),
     _row(42, "OTR", "supervised training with sampled alternatives", "its objective is missing"),
-    _row(43, "ETTRL", "advantages by relative entropy; trees", f"{_TREE}, and {_ENTROPY}"),
+    _row(
+        43,
+        "ETTRL, arXiv 2508.11356",
+        "advantages by relative entropy; trees",
+        f"--techniques ear is the advantage; {_TREE}",
+    ),
     _row(44, "SAGE (plans)", "a plan from the first attempt", _JUDGE),
     _row(
         45,
@@ -182,14 +197,24 @@ ROWS: Sequence[Row] = (
     ),
     _row(51, "SALT", "shared steps get a shared advantage", "its step groups are missing"),
     _row(52, "GDRO (diffusion)", "proxy reward against corrected score", "figures are missing"),
-    _row(53, "MSSR", "one episode per task with a Beta baseline", _BASELINE),
+    _row(
+        53,
+        "MSSR",
+        "one episode per task with a Beta baseline",
+        f"--techniques mssr is the bonus on the advantage; {_BASELINE}",
+    ),
     _row(
         54,
         "Periodic Asynchrony",
         "gradients while the batch is still generated",
         "shared prompts are computed once; gradients still wait for the whole batch",
     ),
-    _row(55, "AEPO", "branches and clip by entropy", f"{_TREE}, and {_ENTROPY}"),
+    _row(
+        55,
+        "AEPO, arXiv 2510.14545",
+        "branches, advantage and clip by entropy",
+        f"--techniques 'aepo preserve_clip' is advantage and clip; {_TREE}",
+    ),
     _row(56, "MARS^2", "several agents in one search tree", _TREE),
     _row(
         57,

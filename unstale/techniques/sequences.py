@@ -1,0 +1,45 @@
+"""Sums over the sequences and groups of a batch, for techniques that act on tokens."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from unstale.records import Batch
+
+
+def sum_of(values: Tensor, batch: Batch) -> Tensor:
+    """Return the sum of `values` `[T]` over the sampled tokens of each sequence, `[n]`, float64."""
+    return mean_or_sum(values, batch)[0]
+
+
+def mean_of(values: Tensor, batch: Batch) -> Tensor:
+    """Return the mean of `values` `[T]` over the sampled tokens of each sequence, `[n]`, float64.
+
+    It is 0 for a sequence without sampled tokens.
+    """
+    total, count = mean_or_sum(values, batch)
+    return total / count.clamp(min=1)
+
+
+def mean_or_sum(values: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+    """Return the sum of `values` `[T]` over each sequence's sampled tokens, and their number."""
+    rows = batch.sequence[batch.sampled]
+    total = values.new_zeros(batch.num_sequences).double()
+    count = total.index_add(0, rows, batch.sampled[batch.sampled].double())
+    return total.index_add(0, rows, values[batch.sampled].double()), count
+
+
+def group_of(batch: Batch) -> Tensor:
+    """Return the group of each sequence as a number 0, 1, ..., `[n]`.
+
+    Raises ValueError if the groups of the batch are unknown.
+    """
+    import torch
+
+    numbers = torch.tensor(batch.group or (-1,))
+    if (numbers < 0).any():
+        raise ValueError("this batch does not say which sequences are of one group")
+    return numbers.unique(return_inverse=True)[1]
