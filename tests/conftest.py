@@ -61,6 +61,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: order.get(item.path, len(order)))
 
 
+@pytest.fixture(scope="session", autouse=True)
+def frozen_s() -> float:
+    """Return the package's `FROZEN_S`. Tests have a longer one, because machines may be busy."""
+    from tests.support.waits import wait_long_for_processes
+    from unstale.weights import child_process
+
+    limit = child_process.FROZEN_S
+    wait_long_for_processes()
+    return limit
+
+
 @pytest.fixture(scope="module")
 def forked_children() -> Iterator[None]:
     """Fork the engines and scorers of these tests, which saves their imports.

@@ -18,7 +18,7 @@ def forked(command: Sequence[str], *, cwd: Path, env: Mapping[str, str], **pipes
     """Start `python -m unstale` in the same folder and environment, without its imports."""
     assert list(command[:3]) == [sys.executable, "-m", "unstale"]
     assert pipes == {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return Forked(command[3:], cwd=cwd, env=env)
+    return Forked(command[3:], cwd=cwd, env=env, forks_children=True)
 
 
 def test_the_first_hour_of_a_new_user(

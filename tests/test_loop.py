@@ -24,6 +24,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.support.waits import LIMIT_S
 from unstale import loop
 from unstale.build import Components, build, build_checkpoints, training_requests
 from unstale.config import (
@@ -246,7 +247,7 @@ def closing_worker(parts: RunComponents) -> Iterator[None]:
 
 def run(parts: RunComponents) -> list[dict[str, Any]]:
     async def main() -> None:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(LIMIT_S):
             await loop.train(parts)
 
     with closing_worker(parts), parts.journal:
@@ -474,7 +475,7 @@ def test_a_checkpoint_is_written_beside_the_next_gradient_and_before_the_next_st
         move()
 
     def late(held: Any) -> str:
-        assert held.progress.step in (0, 3) or formed.wait(10)
+        assert held.progress.step in (0, 3) or formed.wait(LIMIT_S)
         time.sleep(0.05)  # a step that did not wait would come first
         return write(held)
 
@@ -570,7 +571,7 @@ def test_a_batch_that_fails_leaves_the_step_before_written_down(
         form(part)
 
     def late(held: Any) -> str:
-        assert held.progress.step != 2 or failed.wait(20)
+        assert held.progress.step != 2 or failed.wait(LIMIT_S)
         time.sleep(0.05)
         if disk_fails and held.progress.step == 2:
             raise OSError("the disk is full")
@@ -613,9 +614,9 @@ def test_what_keeps_every_thread_of_asyncio_busy_holds_up_no_checkpoint(tmp_path
 
     async def main() -> None:
         asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
-        blocking = asyncio.create_task(asyncio.to_thread(over.wait, 30))
+        blocking = asyncio.create_task(asyncio.to_thread(over.wait, 2 * LIMIT_S))
         await asyncio.sleep(0)
-        async with asyncio.timeout(25):
+        async with asyncio.timeout(LIMIT_S):
             await loop.train(parts)
         assert not blocking.done()
         over.set()

@@ -17,6 +17,8 @@ from unstale.config.declared import choices
 from unstale.records import Group
 from unstale.testing import episode
 
+pytestmark = pytest.mark.usefixtures("forked_children")
+
 FILE = '''
 from unstale.algorithms.advantages import estimator
 from unstale.records import ScoredTrajectory

@@ -1,7 +1,6 @@
 """Test the workload and the figures of the generation benchmark."""
 
 import argparse
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from benchmarks.generate import (
     workload,
 )
 from benchmarks.generate_peers import GenerateDivided
+from tests.support.waits import wait_until
 
 
 def test_everyone_plays_the_same_and_groups_share_their_opening() -> None:
@@ -83,12 +83,12 @@ def test_our_engines_stop_and_end_with_their_contestant(players_of: Callable[...
     player = players_of("ours", threads=2)
     each = list(player._groups)
     assert len(each) == 3
-    assert _soon(lambda: all(_state(pid) == "T" for pid in each))
+    wait_until(lambda: all(_state(pid) == "T" for pid in each), "the stop")
     answer = player.play(workload(2, 128, seed=0), 2, warm=True)
     assert answer is not None, player.error
     assert answer[0] > 0
     player.close()
-    assert _soon(lambda: all(_state(pid) in "ZX" for pid in each))
+    wait_until(lambda: all(_state(pid) in "ZX" for pid in each), "the end")
 
 
 def test_one_that_does_not_answer_is_left_out(players_of: Callable[..., Player]) -> None:
@@ -102,11 +102,3 @@ def test_one_that_does_not_answer_is_left_out(players_of: Callable[..., Player])
 def _state(pid: int) -> str:
     path = Path(f"/proc/{pid}/stat")
     return path.read_text().split()[2] if path.exists() else "X"
-
-
-def _soon(claim: Callable[[], bool]) -> bool:
-    """Wait for a condition; signals are delivered with a delay."""
-    ends = time.monotonic() + 10
-    while not claim() and time.monotonic() < ends:
-        time.sleep(0.01)
-    return claim()

@@ -24,6 +24,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import unstale
 from tests.support.forked import Forked
+from tests.support.waits import LIMIT_S
 from unstale.cli import session
 from unstale.cli.evaluate import evaluate
 from unstale.cli.saved_episodes import open_saved
@@ -278,7 +279,7 @@ def test_a_run_that_its_time_limit_ends_says_so(tmp_path: Path) -> None:
 
 
 @contextmanager
-def started(folder: Path, steps: int, *knobs: str) -> Iterator[Forked]:
+def started(folder: Path, steps: int, *knobs: str, is_patient: bool = True) -> Iterator[Forked]:
     """Start a run in a process that is killed at the end of the test."""
     arguments = [
         "train",
@@ -303,7 +304,7 @@ def started(folder: Path, steps: int, *knobs: str) -> Iterator[Forked]:
         "8",
         *knobs,
     ]
-    with Forked(arguments, cwd=ROOT) as process:
+    with Forked(arguments, cwd=ROOT, is_patient=is_patient) as process:
         yield process
 
 
@@ -324,9 +325,7 @@ def test_a_dead_engine_ends_the_run_within_seconds(tmp_path: Path) -> None:
         wait_for_steps(tmp_path, 2, process)
         for child in children(process.pid):
             os.kill(child, signal.SIGKILL)
-        _, errors = process.communicate(
-            timeout=60
-        )  # seconds on a quiet machine; the limit only tells it from a hang
+        _, errors = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 1
     assert "EngineDied" in errors and "Traceback" not in errors
     assert "EngineDied" in (tmp_path / "run" / "error.txt").read_text()
@@ -340,7 +339,7 @@ def test_ctrl_c_and_sigterm_save_and_say_where_to_look(tmp_path: Path, by: signa
         for child in children(process.pid):  # a cluster ends all processes of a job
             os.kill(child, by)
         process.send_signal(by)
-        output, errors = process.communicate(timeout=60)
+        output, errors = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 130, errors
     assert "Traceback" not in errors
     assert (tmp_path / "run" / "policy" / "model.safetensors").exists()
@@ -354,7 +353,7 @@ def test_ctrl_c_and_sigterm_save_and_say_where_to_look(tmp_path: Path, by: signa
 
 def test_control_characters_of_an_environment_are_shown_and_never_sent(tmp_path: Path) -> None:
     with started(tmp_path, 5, "--task.env", "tests.support.toy:HostileTasks") as process:
-        output, errors = process.communicate(timeout=60)
+        output, errors = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 1
     shown = r"\x1b]0;title\x07\x1b[2J\x9b2J\u202e\x7fno task"
     assert shown in output and shown in errors.splitlines()[-1]

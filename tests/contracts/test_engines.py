@@ -24,6 +24,8 @@ from unstale.engines.registry import EngineOptions
 from unstale.engines.scripted import ScriptedEngine
 from unstale.testing import check_engine
 
+pytestmark = pytest.mark.usefixtures("forked_children")
+
 POSITIONS = 1536
 COMMON = {"vocab_size": 64, "bos_token_id": 0, "eos_token_id": 1}
 SIZES = {

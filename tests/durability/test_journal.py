@@ -31,6 +31,7 @@ from rich.console import Console
 
 from tests.cli.test_run import small
 from tests.support.forked import Forked
+from tests.support.waits import LIMIT_S, wait_until
 from tests.test_loop import make, run
 from unstale.cli import main, session
 from unstale.config import ConfigError, install
@@ -229,9 +230,7 @@ def test_a_barrier_means_that_another_connection_sees_it(
 def test_what_is_written_is_committed_without_a_barrier_too(tmp_path: Path) -> None:
     with Journal(tmp_path / JOURNAL) as journal:
         journal.add_request(request(0))
-        deadline = time.monotonic() + 60
-        while not _groups(tmp_path):
-            assert time.monotonic() < deadline, "nothing was committed"
+        wait_until(lambda: _groups(tmp_path) > 0, "a commit")
 
 
 def _groups(folder: Path) -> int:
@@ -496,7 +495,7 @@ def test_a_barrier_or_the_end_waits_as_long_as_what_is_before_it_is_written(
 ) -> None:
     monkeypatch.setattr(writer, "STUCK_S", 1.5)
     slow, naps = writer._connect(tmp_path / JOURNAL), []
-    slow.create_function("nap", 0, lambda: naps.append(time.sleep(0.5)))
+    slow.create_function("nap", 0, lambda: naps.append(time.sleep(0.35)))
     monkeypatch.setattr(writer, "_connect", lambda path: slow)
     with Journal(tmp_path / JOURNAL) as journal:
         journal.transaction([("SELECT nap()", ())] * 5)
@@ -512,7 +511,7 @@ def test_a_writer_that_does_not_come_back_is_not_waited_for(
         Journal(tmp_path / JOURNAL).flush()
     journal = Journal(tmp_path / JOURNAL)
     slow = writer._connect(tmp_path / JOURNAL)
-    slow.create_function("wait", 0, lambda: holding.wait(20))
+    slow.create_function("wait", 0, lambda: holding.wait(LIMIT_S))
     holding = threading.Event()
     monkeypatch.setattr(writer, "_connect", lambda path: slow)
     try:
@@ -526,7 +525,7 @@ def test_a_writer_that_does_not_come_back_is_not_waited_for(
     finally:
         journal.close()  # a second time it waits for nothing
         holding.set()
-        thread.join(30)
+        thread.join(LIMIT_S)
 
 
 def damaged(path: Path) -> None:

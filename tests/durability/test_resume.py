@@ -59,6 +59,8 @@ from unstale.records import Task
 from unstale.rollout.timeouts import first_error
 from unstale.trainer.local import LocalTrainer
 
+pytestmark = pytest.mark.usefixtures("forked_children")
+
 STEPS = 4
 
 

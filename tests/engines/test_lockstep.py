@@ -16,6 +16,8 @@ from unstale.engines.embedded.engine import EmbeddedEngine
 from unstale.engines.registry import EngineOptions
 from unstale.weights import child_process
 
+pytestmark = pytest.mark.usefixtures("forked_children")
+
 Event = tuple[str, int, float, Any]
 """What happened, to which episode, at which virtual time, with which reply."""
 

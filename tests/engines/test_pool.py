@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
+from tests.support.waits import until
 from unstale.engines import Engine, EngineDied, SamplingParams, Update
 from unstale.engines import pool as pool_module
 from unstale.engines.embedded.engine import EmbeddedEngine
@@ -185,7 +186,7 @@ def test_closing_ends_the_way_back() -> None:
         fake.die("out of memory")
         speaking = asyncio.ensure_future(_speak(engine, [0], 3))
         await coming.wait()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             await engine.close()
             with pytest.raises((EngineDied, asyncio.CancelledError)):
                 await speaking
@@ -233,8 +234,8 @@ def test_between_interrupt_and_resume_a_new_life_does_not_sample() -> None:
         speaking = asyncio.ensure_future(_speak(engine, [0], 3))
         await asyncio.sleep(0)
         fake.die("a bad page")
-        await asyncio.sleep(0.05)
-        assert fake.told[-2:] == ["start", "disk 0"] and not speaking.done()
+        await until(lambda: fake.told[-2:] == ["start", "disk 0"], "the restart")
+        assert not speaking.done()
         await engine.load({"from": "trainer"}, 1)  # type: ignore[dict-item]
         await engine.resume()
         (piece,) = await speaking
@@ -252,8 +253,8 @@ def test_before_the_first_version_there_is_nothing_to_bring_back() -> None:
         speaking = asyncio.ensure_future(_speak(engine, [0], 3))
         await asyncio.sleep(0)
         fake.die("again")
-        await asyncio.sleep(0.01)
-        assert fake.told == ["start", "start", "start"] and not speaking.done()
+        await until(lambda: fake.told == ["start", "start", "start"], "the second restart")
+        assert not speaking.done()
         await _publish(engine, 0)
         assert (await speaking)[-1].version == 0
         await engine.close()
@@ -431,8 +432,7 @@ def test_an_elastic_pool_starts_with_one_engine_and_the_others_join() -> None:
         assert [piece.version for piece in await _speak(pool, [0], 3)] == [1]
         assert late.told == [] and events == [("engine_joined", 0)]
         gate.set()
-        await asyncio.sleep(0.01)
-        assert late.told == ["start", "disk 1", "resume"]
+        await until(lambda: late.told == ["start", "disk 1", "resume"], "the late engine")
         await _publish(pool, 2)
         assert late.told[3:] == ["interrupt", "trainer 2", "resume"]
         await pool.close()
@@ -443,7 +443,7 @@ def test_an_elastic_pool_starts_with_one_engine_and_the_others_join() -> None:
 
 def test_an_elastic_pool_does_not_wait_for_a_slow_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine that lags behind in an update is lost, and loads the version again by itself."""
-    monkeypatch.setattr(pool_module, "MAX_LAG_S", 0.05)
+    monkeypatch.setattr(pool_module, "MAX_LAG_S", 0.3)
     gate = asyncio.Event()
 
     class Slow(_Fake):
@@ -464,8 +464,7 @@ def test_an_elastic_pool_does_not_wait_for_a_slow_engine(monkeypatch: pytest.Mon
         assert [piece.version for piece in await _speak(pool, [0], 3)] == [1]
         assert pool.metrics()["crashes"] == 1
         gate.set()
-        await asyncio.sleep(0.01)
-        assert slow.told[-3:] == ["start", "disk 1", "resume"]
+        await until(lambda: slow.told[-3:] == ["start", "disk 1", "resume"], "the lost engine")
         await pool.close()
 
     asyncio.run(live())

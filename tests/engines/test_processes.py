@@ -17,6 +17,7 @@ import pytest
 from rich.console import Console
 from torch import Tensor
 
+from tests.support.waits import LIMIT_S
 from unstale.build import build_engine
 from unstale.cli import session
 from unstale.config import (
@@ -34,6 +35,8 @@ from unstale.engines.embedded.engine import EmbeddedEngine
 from unstale.engines.pool import Recovery, supervise
 from unstale.testing import nudge, tiny_policy
 from unstale.trainer import threads
+
+pytestmark = pytest.mark.usefixtures("forked_children")
 
 
 @pytest.mark.parametrize(
@@ -184,7 +187,7 @@ def test_a_killed_one_costs_nobody_a_token_and_comes_back_with_the_version(folde
 
     async def living() -> None:
         try:
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(LIMIT_S):
                 await live()
         finally:
             await pool.close()

@@ -22,6 +22,7 @@ from tests.support.fake_server import FakeServer
 from tests.support.fake_sglang import FakeSglang
 from tests.support.fake_vllm import FakeVllm
 from tests.support.host_engines import LongEngine
+from tests.support.waits import LIMIT_S
 from unstale.cluster.engine_host import EngineHost, HostOptions, HostReply
 from unstale.cluster.weight_objects import arrays
 from unstale.engines import Engine, EngineDied, Reply, SamplingParams
@@ -35,6 +36,8 @@ from unstale.model.experts import RouteRecorder
 from unstale.testing import tiny_policy
 from unstale.weights.child_process import Frames, Header
 from unstale.weights.codec import file_of
+
+pytestmark = pytest.mark.usefixtures("forked_children")
 
 EXPERTS = 8
 PROMPT = [3, 1, 4, 1, 5]
@@ -69,7 +72,7 @@ def attach(server: FakeServer, options: EngineOptions) -> Engine:
 def replies(engine: Engine, story: Callable[[], Awaitable[list[Reply]]]) -> list[Reply]:
     async def running() -> list[Reply]:
         try:
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(LIMIT_S):
                 await engine.start()
                 await engine.load(tiny_policy(seed=5, experts=EXPERTS).weights(), 0)
                 await engine.resume()
@@ -148,7 +151,7 @@ def test_the_embedded_engine_sends_routes_in_files(
             asyncio.ensure_future(engine.sample(PROMPT, replace(PARAMS, seed=seed)))
             for seed in (1, 2)
         )
-        await asyncio.to_thread(reading.wait, 60)
+        await asyncio.to_thread(reading.wait, LIMIT_S)
         interrupting = asyncio.ensure_future(engine.interrupt())
         await asyncio.wait((interrupting,), timeout=0.3)
         assert not interrupting.done() and not last.done()
@@ -243,7 +246,7 @@ def test_an_interrupt_waits_for_replies_whose_routes_are_decoded(
         async def story() -> list[Reply]:
             sampling = asyncio.ensure_future(engine.sample(PROMPT, PARAMS))
             sampling.add_done_callback(lambda _: order.append("reply"))
-            await asyncio.to_thread(engine.decoding.wait, 60)
+            await asyncio.to_thread(engine.decoding.wait, LIMIT_S)
             interrupting = asyncio.ensure_future(engine.interrupt())
             interrupting.add_done_callback(lambda _: order.append("interrupt"))
             await asyncio.wait((interrupting,), timeout=0.3)

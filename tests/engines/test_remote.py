@@ -22,6 +22,7 @@ from tests.support.fake_server import FakeServer
 from tests.support.fake_sglang import FakeSglang
 from tests.support.fake_vllm import FakeVllm
 from tests.support.run_engine import run_engine
+from tests.support.waits import until
 from unstale import config
 from unstale.build import build_engine
 from unstale.engines import Engine, EngineDied, Reply, SamplingParams, rates, remote, session
@@ -540,23 +541,29 @@ def test_episodes_go_on_elsewhere_when_a_server_dies_and_come_back_with_it(
     model: Path, tmp_path: Path, kind: Kind
 ) -> None:
     folders = [tmp_path / name for name in "ab"]
+    events: list[str] = []
     for folder in folders:
         folder.mkdir()
     first, second = (fake(kind, folder) for folder in folders)
     with first, second:
         engine = EnginePool(
             [attached(model, one) for one in (first, second)],
-            Recovery(lambda version: POLICY.weights(), restarts=10),
+            Recovery(
+                lambda version: POLICY.weights(),
+                restarts=100,
+                on_event=lambda kind, **_: events.append(kind),
+            ),
         )
 
         async def story() -> None:
             await hold(engine, 0)
-            params = SamplingParams(200, (), seed=2)
+            params = SamplingParams(20, (), seed=2)
+            first.frozen = True  # so it dies in the middle of its replies
             async with asyncio.TaskGroup() as tasks:
                 speaking = [
                     tasks.create_task(engine.sample([4, 4, task], params)) for task in range(4)
                 ]
-                await asyncio.sleep(0.1)
+                await until(lambda: len(first.running) == 2, "two replies")
                 await asyncio.to_thread(first.die)
             stops = sorted(task.result().stop for task in speaking)
             assert stops == ["interrupted", "interrupted", "length", "length"]
@@ -572,9 +579,12 @@ def test_episodes_go_on_elsewhere_when_a_server_dies_and_come_back_with_it(
                 else fake(kind, folders[0])
             )
             with again as reborn:
-                for version in (1, 2, 3):  # its way back up may have ended before it was there
+                version = 0
+                while "engine_back" not in events:  # a restart may have failed before it was there
+                    version += 1
                     await hold(engine, version)
-                    await asyncio.sleep(0.2)
+                    await asyncio.sleep(0.1)
+                await hold(engine, version + 1)
                 async with asyncio.TaskGroup() as tasks:
                     for task in range(4):
                         tasks.create_task(engine.sample([task], SamplingParams(20, ())))

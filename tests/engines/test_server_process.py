@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
@@ -20,6 +19,7 @@ import pytest
 import torch
 from rich.console import Console
 
+from tests.support.waits import LIMIT_S, wait_until
 from unstale.cli.session import train
 from unstale.cluster.gpus import gpu_memory_utilization
 from unstale.config import SHIPPED_POLICY, ConfigError, EngineConfig, RunConfig
@@ -205,11 +205,9 @@ def test_a_server_whose_run_is_gone_is_asked_to_end_and_then_killed(
             server.stdout.readline()
             assert group_lives(server.pid)
             server.stdin.close()
-            assert server.wait(60) == (-signal.SIGKILL if hangs_s else 0)
-            deadline = time.monotonic() + 60
-            while time.monotonic() < deadline and group_lives(server.pid):
-                time.sleep(0.05)
-            assert (tmp_path / "asked").exists() and not group_lives(server.pid)
+            assert server.wait(LIMIT_S) == (-signal.SIGKILL if hangs_s else 0)
+            wait_until(lambda: not group_lives(server.pid), "the end of the group")
+            assert (tmp_path / "asked").exists()
         finally:
             if group_lives(server.pid):
                 os.killpg(server.pid, signal.SIGKILL)

@@ -18,6 +18,7 @@ from tests.engines.test_remote import POLICY, PROMPT, hold
 from tests.support.fake_sglang import FakeSglang
 from tests.support.run_engine import run_engine
 from tests.support.tiny_runs import save_tiny, tiny_run
+from tests.support.waits import LIMIT_S
 from unstale.cli import session
 from unstale.config import EngineConfig
 from unstale.engines import SamplingParams
@@ -121,7 +122,7 @@ def test_a_reply_that_nobody_waits_for_does_not_outlive_its_weights(
         task.cancel()
         await asyncio.wait((task,))
         assert server.running
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(LIMIT_S / 10):
             await hold(engine, 1)
         assert not server.running
 

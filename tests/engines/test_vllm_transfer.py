@@ -20,6 +20,7 @@ import torch
 from tests.support.fake_vllm import FakeVllm
 from tests.support.gloo_groups import GlooGroup, GlooWorkers
 from tests.support.run_engine import run_engine
+from tests.support.waits import LIMIT_S
 from unstale.build import build_engine
 from unstale.cluster.gpus import GpuShares, run_gpus
 from unstale.config import ClusterConfig, ConfigError, EngineConfig, RunConfig
@@ -110,7 +111,7 @@ def test_every_worker_gets_the_bits_of_each_published_version(
         num_packets, rest = divmod(len(group.packets), 3)
         assert num_packets > 2 and not rest
         assert sum(group.packets) == 3 * sum(each.nbytes for each in policy.weights().values())
-        assert group.closed.wait(10)
+        assert group.closed.wait(LIMIT_S)
 
 
 class Fault:
@@ -133,12 +134,12 @@ class Fault:
             self._struck.set()
             if self.kind == "refuses":
                 raise RuntimeError("out of memory")
-            self._released.wait(20)
+            self._released.wait(LIMIT_S)
 
     def kill(self) -> None:
         """Kill the server when it is in the middle of the transfer."""
         if self.kind == "killed":
-            assert self._struck.wait(20)
+            assert self._struck.wait(LIMIT_S)
             self._workers.die()
             self.release()
             self.server.die()
@@ -154,7 +155,6 @@ def test_a_transfer_that_fails_ends_the_engine_and_not_the_run(
 ) -> None:
     """The pool continues on the other server. The first comes back in a new group."""
     monkeypatch.setattr(vllm_transfer, "PACKET_BYTES", 20_000)
-    monkeypatch.setattr(vllm, "TRANSFER_S", 5.0 if kind == "hangs" else 60.0)
     groups, events = Groups(tmp_path), list[dict[str, Any]]()
 
     def on_event(kind: str, **fields: Any) -> None:
@@ -177,11 +177,14 @@ def test_a_transfer_that_fails_ends_the_engine_and_not_the_run(
             if kind != "not joined":
                 await hold(pool, 0)
             fault.strike()
+            if kind == "hangs":
+                monkeypatch.setattr(vllm, "TRANSFER_S", 5.0)
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(hold(pool, 1))
                 tasks.create_task(asyncio.to_thread(fault.kill))
             assert (await pool.sample(PROMPT, SamplingParams(2, ()))).piece.version == 1
             await until_event("engine_lost")
+            monkeypatch.setattr(vllm, "TRANSFER_S", LIMIT_S)
             fault.release()
             again = servers.enter_context(fake(tmp_path / "a")) if kind == "killed" else first
             await until_event("engine_back")
@@ -195,7 +198,7 @@ def test_a_transfer_that_fails_ends_the_engine_and_not_the_run(
             assert all(torch.equal(got[name], each) for name, each in POLICY.weights().items())
 
         run_engine(pool, story)
-    assert len(groups.made) == 3 and all(group.closed.wait(10) for group in groups.made)
+    assert len(groups.made) == 3 and all(group.closed.wait(LIMIT_S) for group in groups.made)
     (lost,) = [each for each in events if each["kind"] == "engine_lost"]
     expected = {
         "killed": "",  # the connection or the group ends first

@@ -18,6 +18,8 @@ from unstale.envs.dataset import load_rows
 from unstale.envs.registry import build_taskset
 from unstale.testing import check_env
 
+pytestmark = pytest.mark.usefixtures("forked_children")
+
 ROWS = [{"prompt": f"What is {n} + 1?", "answer": str(n + 1)} for n in range(60)]
 NUMERIC = "unstale.rewards:numeric_answer"
 

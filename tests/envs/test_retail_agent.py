@@ -44,6 +44,8 @@ from unstale.rollout.endpoint.session import AgentSession
 from unstale.rollout.episode import Rollout
 from unstale.rollout.generator import Generator
 
+pytestmark = pytest.mark.usefixtures("forked_children")
+
 CHAT = Chat(AutoTokenizer.from_pretrained(SHIPPED_POLICY), RetailTasks(level=1).tools)
 
 

@@ -15,9 +15,8 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -29,6 +28,7 @@ from tests.support.sandbox_attacks import (
     alive,
     protected_paths,
 )
+from tests.support.waits import LIMIT_S, until, wait_until
 from tests.test_docs import blocks
 from unstale.cli.recipe_options import split_options
 from unstale.config import ConfigError, TaskConfig
@@ -66,8 +66,17 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> _Way
 def execute(
     program: str | list[str], *, stdin: str = "", files: dict[str, str] | None = None, **used: float
 ) -> ProgramResult:
-    limits = Limits(**{"seconds": 20.0, **used})  # type: ignore[arg-type]
+    limits = Limits(**{"seconds": LIMIT_S, **used})  # type: ignore[arg-type]
     return asyncio.run(sandbox.run(program, stdin=stdin, files=files or {}, limits=limits))
+
+
+def over_time(program: str) -> ProgramResult:
+    """Run a program that does not end, for as long as it needs to print something."""
+    for seconds in (0.5, 2.0, 8.0, 32.0, 128.0):
+        done = execute(program, seconds=seconds)
+        if done.stdout:
+            break
+    return done
 
 
 def shut_in(way: _Way) -> bool:
@@ -75,12 +84,9 @@ def shut_in(way: _Way) -> bool:
     return way.isolated or way.kind == "bubblewrap"
 
 
-def until(claim: Callable[[], bool]) -> None:
-    """Wait up to 10 s for the condition."""
-    deadline = time.monotonic() + 10
-    while not claim():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+def until_gone(marker: str) -> None:
+    """Wait until no process has this word in its command."""
+    wait_until(lambda: not alive(marker), "the end of the program")
 
 
 @pytest.fixture
@@ -113,9 +119,9 @@ def test_it_begins_in_an_empty_folder_of_its_own(way: _Way) -> None:
 
 @pytest.mark.parametrize("loop", [FOREVER, "while True: pass"])
 def test_the_clock_ends_a_loop(way: _Way, loop: str, marker: str) -> None:
-    done = execute(f"print('begun', flush=True)\n'{marker}'\n{loop}", seconds=1)
+    done = over_time(f"print('begun', flush=True)\n'{marker}'\n{loop}")
     assert (done.stdout, done.code, done.ended) == ("begun\n", 128 + signal.SIGKILL, "timeout")
-    until(lambda: not alive(marker))
+    until_gone(marker)
 
 
 def test_memory_is_refused(way: _Way) -> None:
@@ -145,7 +151,7 @@ def test_a_fork_bomb_goes_no_further_than_its_limit(way: _Way, marker: str) -> N
         assert done == ProgramResult("7\n", "", 0, "exited")
     else:
         assert "any number of processes" in sandbox.weaknesses()
-    until(lambda: not alive(marker))
+    until_gone(marker)
 
 
 def test_a_big_file_is_cut(way: _Way) -> None:
@@ -269,7 +275,7 @@ def test_a_program_of_an_ordinary_user_leaves_nothing_outside(
         [*command, "-m", "tests.support.sandbox_attacks", str(folder), kind, str(isolated)],
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=LIMIT_S,
         cwd=ROOT,
     )
     assert done.returncode == 0, done.stderr
@@ -308,7 +314,7 @@ def test_root_without_bubblewrap_is_refused_unless_it_is_allowed(
 def test_folders_of_killed_callers_are_removed(way: _Way, tmp_path: Path) -> None:
     script = (
         "import asyncio, sys\nfrom unstale.envs import sandbox\n"
-        "asyncio.run(sandbox.run(sys.argv[1], limits=sandbox.Limits(seconds=60)))"
+        "asyncio.run(sandbox.run(sys.argv[1], limits=sandbox.Limits(seconds=300)))"
     )
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
     tmp_path.chmod(0o755)
@@ -318,7 +324,9 @@ def test_folders_of_killed_callers_are_removed(way: _Way, tmp_path: Path) -> Non
 
     command = [sys.executable, "-c", script]
     with subprocess.Popen([*command, FOREVER], cwd=ROOT, env=environment) as caller:
-        until(lambda: any((path / "work").exists() for path in left()))
+        wait_until(
+            lambda: any((path / "work").exists() for path in left()), "the folder of a program"
+        )
         caller.kill()
     assert left()
     subprocess.run([*command, "print(1)"], cwd=ROOT, env=environment, check=True)
@@ -378,44 +386,44 @@ def test_what_a_program_began_ends_with_it(way: _Way, marker: str) -> None:
     )
     done = execute(code)
     assert done.ended == "exited" and ("PermissionError" in done.stderr) == (not shut_in(way))
-    until(lambda: not alive(marker))
+    until_gone(marker)
     assert "stay behind" not in sandbox.weaknesses()
 
 
 def test_a_cancelled_caller_takes_the_program_along(way: _Way, marker: str) -> None:
     async def main() -> None:
-        task = asyncio.create_task(sandbox.run(f"'{marker}'\n{FOREVER}", limits=Limits(seconds=60)))
-        await asyncio.to_thread(until, lambda: bool(alive(marker)))
+        program = f"'{marker}'\n{FOREVER}"
+        task = asyncio.create_task(sandbox.run(program, limits=Limits(seconds=300)))
+        await until(lambda: bool(alive(marker)), "the program")
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
 
     asyncio.run(main())
-    until(lambda: not alive(marker))
+    until_gone(marker)
 
 
 def test_a_caller_that_is_killed_takes_the_program_along(way: _Way, marker: str) -> None:
     script = (
         "import asyncio, sys\nfrom unstale.envs import sandbox\n"
         f"sandbox._way = lambda: sandbox._Way{(way.kind, way.isolated, way.own_user)}\n"
-        "asyncio.run(sandbox.run(sys.argv[1], limits=sandbox.Limits(seconds=60)))"
+        "asyncio.run(sandbox.run(sys.argv[1], limits=sandbox.Limits(seconds=300)))"
     )
     program = f"'{marker}'\nopen('begun', 'w')\n{FOREVER}"
     with subprocess.Popen([sys.executable, "-c", script, program], cwd=ROOT) as caller:
-        until(
-            lambda: bool(alive(f"-s\0-c\0'{marker}'"))
-        )  # not its caller's command, which names it too
+        command = f"-s\0-c\0'{marker}'"  # not its caller's, which has the word too
+        wait_until(lambda: bool(alive(command)), "the program")
         caller.kill()
-    until(lambda: not alive(marker))
+    until_gone(marker)
 
 
 def test_programs_wait_for_their_turn_and_cancelled_ones_never_begin(marker: str) -> None:
     async def main() -> int:
         program = f"'{marker}'\n{FOREVER}"
         tasks = [
-            asyncio.create_task(sandbox.run(program, limits=Limits(seconds=60))) for _ in range(40)
+            asyncio.create_task(sandbox.run(program, limits=Limits(seconds=300))) for _ in range(40)
         ]
-        await asyncio.to_thread(until, lambda: bool(alive(marker)))
+        await until(lambda: bool(alive(marker)), "the program")
         for task in tasks:
             task.cancel()
         return sum(
@@ -424,7 +432,7 @@ def test_programs_wait_for_their_turn_and_cancelled_ones_never_begin(marker: str
         )
 
     assert asyncio.run(main()) == 40
-    until(lambda: not alive(marker))
+    until_gone(marker)
     assert execute("print(1)").stdout == "1\n"
 
 
@@ -521,7 +529,8 @@ def test_a_puzzle_is_solved_by_running_code(index: int) -> None:
 def test_a_call_that_does_not_work_is_answered(
     call: ToolCall, says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(python_tool, "LIMITS", Limits(seconds=0.5))
+    seconds = 0.5 if "0.5 s" in says else LIMIT_S
+    monkeypatch.setattr(python_tool, "LIMITS", Limits(seconds=seconds))
 
     async def play() -> str:
         env = PythonTasks().env(Task("python", "train", 0), 0)

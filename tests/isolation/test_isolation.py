@@ -8,7 +8,6 @@ journal as without isolation, also after a resume.
 import asyncio
 import json
 import os
-import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,6 +20,7 @@ from tests.rollout.test_hostile_envs import LetterChat
 from tests.support import hostile_envs as hostile
 from tests.support.hostile_envs import HOSTILE, ISOLATED
 from tests.support.sandbox_attacks import alive
+from tests.support.waits import wait_until
 from unstale.cli import session
 from unstale.cli.failures import RunFailed
 from unstale.cli.main import main
@@ -49,6 +49,8 @@ from unstale.rollout import episode
 from unstale.rollout.episode import Rollout
 from unstale.rollout.generator import Generator
 from unstale.trainer.local import LocalTrainer
+
+pytestmark = pytest.mark.usefixtures("forked_children")
 
 T = TypeVar("T")
 GOOD = 1000
@@ -110,7 +112,7 @@ def impatient() -> Iterator[None]:
         patch.setattr(process, "SILENT_S", 8.0)
         patch.setattr(process, "TICK_S", 0.2)
         patch.setattr(process, "MAX_THREADS", 30)
-        patch.setattr(episode, "CLOSE_S", 1.0)
+        patch.setattr(episode, "CLOSE_S", 2.0)
         yield
 
 
@@ -143,7 +145,7 @@ MESSAGES = {
     hostile.SwallowsCancellation: "TimeoutError: no answer within 1 s",
     hostile.AwaitsATaskThatSwallows: "TimeoutError: no answer within 1 s",
     hostile.PlainAndEndless: "TimeoutError: no answer within 1 s",
-    hostile.NeverCloses: "TimeoutError: no answer within 1 s",
+    hostile.NeverCloses: "TimeoutError: no answer within 2 s",
     hostile.NotJson: "cannot be sent to the run as JSON: Object of type set",
 }
 """Messages that differ from those of the same environments in the run's process."""
@@ -254,10 +256,7 @@ def test_programs_of_an_environment_end_with_its_worker_and_no_worker_outlives_t
         assert isinstance(await world.play(at(hostile.LeavesAProgram)), Failure)
 
     world.run(main)
-    deadline = time.monotonic() + 10
-    while alive("unstale-left"):  # a killed process takes a moment to end
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_until(lambda: not alive("unstale-left"), "the end of a killed process")
     assert len(seen) == 3
     assert not [pid for pid in seen if Path(f"/proc/{pid}").exists()]
 

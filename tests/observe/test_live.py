@@ -11,12 +11,12 @@
 import io
 import random
 import threading
-import time
 
 import pytest
 from rich.console import Console
 
 from tests.support.fake_run import FakeClock, fake_config, fake_metrics
+from tests.support.waits import wait_until
 from unstale.observe.live import LiveDisplay, sparkline
 
 
@@ -90,9 +90,7 @@ def test_a_silence_is_broken_though_nobody_calls() -> None:
     console, out = plain_console()
     with LiveDisplay(fake_config(), console=console, quiet_s=0.05) as display:
         display.update({"step": 3})
-        end = time.monotonic() + 10
-        while "..." not in out.getvalue() and time.monotonic() < end:
-            threading.Event().wait(0.01)
+        wait_until(lambda: "..." in out.getvalue(), "a line of the display")
     assert "... step 4/80 running" in out.getvalue()
     assert not [thread for thread in threading.enumerate() if thread.name == "unstale-display"]
 

@@ -4,9 +4,13 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
 from tests.cli.test_run import quiet, small
 from unstale.cli import session
 from unstale.config import AuditConfig, CheckpointConfig
+
+pytestmark = pytest.mark.usefixtures("forked_children")
 
 PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
 NOT_OF_A_RUN = "From library functions only"

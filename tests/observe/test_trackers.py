@@ -29,6 +29,7 @@ from rich.console import Console
 from tests.cli.test_run import quiet, small
 from tests.observe.test_health import HEALTHY, Notes
 from tests.support.tracker import OPENED, Memory
+from tests.support.waits import LIMIT_S
 from unstale import RunFailed, RunOutcome, Sink, TrackedRun
 from unstale.cli import session
 from unstale.cli.resume import load_config, require_named_trackers, resume_command
@@ -165,7 +166,7 @@ def gauges(url: str) -> dict[tuple[str, str, str], float]:
     """Return the figures that a tracker serves, by name, metric and run."""
     from prometheus_client.parser import text_string_to_metric_families
 
-    with urlopen(url, timeout=10) as answer:
+    with urlopen(url, timeout=LIMIT_S) as answer:
         assert answer.headers["Content-Type"].startswith("text/plain; version=")
         families = text_string_to_metric_families(answer.read().decode())
     samples = [sample for family in families for sample in family.samples]
@@ -198,7 +199,7 @@ def test_prometheus(tmp_path: Path) -> None:
     }
     sink.close(FINISHED)
     with pytest.raises(OSError, match="refused"):
-        urlopen(url, timeout=10)
+        urlopen(url, timeout=LIMIT_S)
 
 
 def test_silent_connections_hold_neither_prometheus_nor_its_end(tmp_path: Path) -> None:

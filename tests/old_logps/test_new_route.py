@@ -19,6 +19,8 @@ from unstale.lint import check
 from unstale.planner.route_costs import route_cost
 from unstale.recipes.routes import route_recipe
 
+pytestmark = pytest.mark.usefixtures("forked_children")
+
 FILE = '''
 from dataclasses import dataclass
 from typing import ClassVar

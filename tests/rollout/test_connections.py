@@ -15,6 +15,7 @@ from tests.rollout.test_endpoint import ASK, talker
 from tests.rollout.test_external import World, whole
 from tests.support.crowded import NUM_STRANGERS
 from tests.support.forked import Forked
+from tests.support.waits import LIMIT_S
 from unstale.rollout.endpoint import connections
 
 
@@ -45,12 +46,12 @@ def test_a_connection_without_the_token_is_closed_soon(monkeypatch: pytest.Monke
         port = int(base_url.split(":")[2].split("/")[0])
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n")
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(LIMIT_S):
             answer = await reader.read()  # until the endpoint closes the connection
         writer.close()
         await writer.wait_closed()
         key = {"Authorization": f"Bearer {api_key}"}
-        async with httpx.AsyncClient(headers=key, timeout=20) as known:
+        async with httpx.AsyncClient(headers=key, timeout=LIMIT_S) as known:
             for _ in range(2):
                 assert (await known.post(f"{base_url}/chat/completions", json=ASK)).is_success
                 await asyncio.sleep(0.4)

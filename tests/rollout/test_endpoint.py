@@ -23,6 +23,7 @@ from fuzz.asks import CHAT_BODY
 from tests.envs.test_chat import QWEN
 from tests.rollout.test_external import CALL, CHAT, SUMS, TASK, TOKENIZER, World, says, whole
 from tests.support.templates import DIALECTS, ends_of, tokenizer_of
+from tests.support.waits import LIMIT_S
 from unstale.engines import SamplingParams
 from unstale.envs import Message, ToolCall
 from unstale.envs.calculator import TOOL
@@ -356,7 +357,8 @@ def visit(world: World, act: Visit) -> Trajectory:
 
     async def agent(base_url: str, task: str, seed: int, api_key: str) -> float:
         key = {"Authorization": f"Bearer {api_key}"}
-        async with httpx.AsyncClient(base_url=f"{base_url}/", headers=key, timeout=20) as client:
+        url = f"{base_url}/"
+        async with httpx.AsyncClient(base_url=url, headers=key, timeout=LIMIT_S) as client:
             await act(client, world)
         return 1.0
 
@@ -812,7 +814,7 @@ def test_who_hangs_up_ends_the_reply_and_may_ask_again_for_the_rest() -> None:
                 ended.set()
 
     async def act(client: httpx.AsyncClient, world: World) -> None:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(LIMIT_S):
             for stream in (True, False):
                 reached.clear()
                 ended.clear()
@@ -893,7 +895,7 @@ def test_the_last_allowed_reply_can_be_asked_for_again(choices: int) -> None:
         assert (refused.status_code, refused.json()["error"]["code"]) == (400, "max_turns")
         assert len((await client.get("record")).json()["branches"]) == 1, "nothing was begun"
         asking = asyncio.create_task(client.post("chat/completions", json=body))
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(LIMIT_S):
             while len(begun) < choices:  # noqa: ASYNC110 - there is no event
                 await asyncio.sleep(0.01)
             asking.cancel()
@@ -1171,7 +1173,7 @@ async def raw(world: World, sent: bytes) -> tuple[int, Any]:
     port = int(world.endpoint.url.rpartition(":")[2])
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(sent)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(LIMIT_S):
         head = (await reader.readuntil(b"\r\n\r\n")).decode()
         size = int(head.lower().split("content-length: ")[1].split("\r\n")[0])
         body = json.loads(await reader.readexactly(size))

@@ -39,6 +39,8 @@ from unstale.rollout import episode, timeouts
 from unstale.rollout.episode import Rollout
 from unstale.rollout.generator import Generator
 
+pytestmark = pytest.mark.usefixtures("forked_children")
+
 TASK = Task("toy", "train", 1)
 
 
@@ -116,8 +118,8 @@ def play(
     return virtual_clock.run(main(), virtual=virtual), blocked
 
 
-def failure(hostile: type[Env]) -> Failure:
-    outcome, _ = play(hostile)
+def failure(hostile: type[Env], timeout_s: float = 0.4) -> Failure:
+    outcome, _ = play(hostile, timeout_s=timeout_s)
     assert isinstance(outcome, Failure) and outcome.task == TASK
     assert len(outcome.error) < 500 and outcome.error.isprintable()
     return outcome
@@ -170,7 +172,7 @@ def test_any_error_fails_the_episode_with_one_line(
 
     if place == "plain_step":
         Hostile.step = lambda self, reply: self.raise_in("plain_step")  # type: ignore[method-assign, assignment, return-value]
-    failed = failure(Hostile)
+    failed = failure(Hostile, timeout_s=60)
     assert message.strip() in failed.error
     stages = {"env": "begin", "step": "step 1", "plain_step": "step 1"}
     assert failed.stage == stages.get(place, place)

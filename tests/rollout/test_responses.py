@@ -18,6 +18,7 @@ import pytest
 from tests.envs.test_chat import QWEN
 from tests.rollout.test_endpoint import ASK, THINKING, chat_of, rest_of, visit
 from tests.rollout.test_external import CALL, CHAT, SUMS, TASK, World, says, whole
+from tests.support.waits import LIMIT_S
 from unstale.config import EndpointConfig
 from unstale.durability.journal import Journal
 from unstale.engines import SamplingParams
@@ -232,7 +233,7 @@ def test_another_sampling_is_refused_or_with_lenient_counted(name: str, tmp_path
 
     async def agent(base_url: str, task: str, seed: int, api_key: str) -> float:
         key = {"Authorization": f"Bearer {api_key}"}
-        async with httpx.AsyncClient(headers=key, timeout=20) as client:
+        async with httpx.AsyncClient(headers=key, timeout=LIMIT_S) as client:
             for change in ({name: OVERRIDDEN[name]}, {}):
                 body = {**ASK, "tools": [TOOL], **change}
                 answer = await client.post(f"{base_url}/chat/completions", json=body)

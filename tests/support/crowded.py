@@ -15,6 +15,7 @@ from pathlib import Path
 import httpx2 as httpx
 from rich.console import Console
 
+from tests.support.waits import LIMIT_S
 from unstale.cli import session
 from unstale.config import EngineConfig, EvalConfig, RunConfig, ScheduleConfig, TaskConfig
 from unstale.envs.external import ExternalAgent
@@ -54,7 +55,7 @@ async def agent(base_url: str, task: str, seed: int, api_key: str) -> float:
     is_first, has_crowd = not has_crowd, True
     key = {"Authorization": f"Bearer {api_key}"}
     url = f"{base_url}/chat/completions"
-    async with httpx.AsyncClient(headers=key, timeout=60) as early:
+    async with httpx.AsyncClient(headers=key, timeout=LIMIT_S) as early:
         statuses.append((await early.post(url, json=ASK)).status_code)
         if not is_first:
             return 1.0
@@ -67,7 +68,7 @@ async def agent(base_url: str, task: str, seed: int, api_key: str) -> float:
         assert crowd.stdin and crowd.stdout
         assert await crowd.stdout.readline() == b"connected\n"
         statuses.append((await early.post(url, json=ASK)).status_code)
-        async with httpx.AsyncClient(headers=key, timeout=60) as late:
+        async with httpx.AsyncClient(headers=key, timeout=LIMIT_S) as late:
             statuses.append((await late.post(url, json=ASK)).status_code)
     crowd.stdin.close()
     strangers.extend((await crowd.stdout.read()).decode().split())

@@ -11,12 +11,16 @@ import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import IO, Any
+from types import SimpleNamespace
+from typing import IO, Any, NamedTuple
 
+from tests.support.waits import wait_long_for_processes
 from unstale.cli.main import main
+from unstale.weights import child_process
 
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(
@@ -32,10 +36,26 @@ CONTEXT.set_forkserver_preload(
 )
 
 
+class _Order(NamedTuple):
+    """The program of a forked process and its surroundings."""
+
+    program: str | Sequence[str]
+    folder: str
+    environment: dict[str, str]
+    files: Sequence[str]
+    """The files of its standard output and standard error."""
+    is_patient: bool
+    server: str
+    """The socket of the process that forks its child processes, or "" if they are not forked."""
+
+
 class Forked:
     """A process that runs a program, or `unstale` with some words.
 
     The methods are those of `subprocess.Popen`. The process is killed at the end of the context.
+    Its own child processes count as frozen after the time of `tests.support.waits`, or with
+    `is_patient` False after that of the package. With `forks_children` they are forked, too, and
+    are not its children for the operating system.
     """
 
     def __init__(
@@ -44,12 +64,15 @@ class Forked:
         *,
         cwd: Path | None = None,
         env: Mapping[str, str] | None = None,
+        is_patient: bool = True,
+        forks_children: bool = False,
     ) -> None:
         self._outputs = TemporaryDirectory()
         folder = str(cwd or Path.cwd())
         environment = dict(os.environ if env is None else env)
-        arguments = (program, folder, environment, self._files())
-        self._process = CONTEXT.Process(target=_run, args=arguments, daemon=True)
+        server = _server_address() if forks_children else ""
+        order = _Order(program, folder, environment, self._files(), is_patient, server)
+        self._process = CONTEXT.Process(target=_run, args=(order,), daemon=True)
         self._process.start()
 
     def _files(self) -> tuple[str, str]:
@@ -103,21 +126,24 @@ def run_forked(
     program: str | Sequence[str], *, cwd: Path | None = None, env: Mapping[str, str] | None = None
 ) -> str:
     """Return the standard output. Raises AssertionError if the process fails."""
-    with Forked(program, cwd=cwd, env=env) as process:
+    with Forked(program, cwd=cwd, env=env, forks_children=True) as process:
         output, errors = process.communicate()
         assert process.returncode == 0, output + errors
     return output
 
 
-def _run(
-    program: str | Sequence[str], folder: str, environment: dict[str, str], files: Sequence[str]
-) -> None:
-    for descriptor, file in enumerate(files, start=1):
+def _run(order: _Order) -> None:
+    if order.is_patient:
+        wait_long_for_processes()
+    if order.server:
+        _fork_children(order.server)
+    for descriptor, file in enumerate(order.files, start=1):
         os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
     os.environ.clear()
-    os.environ.update(environment)
-    os.chdir(folder)
-    sys.path.insert(0, folder)
+    os.environ.update(order.environment)
+    os.chdir(order.folder)
+    sys.path.insert(0, order.folder)
+    program = order.program
     sys.argv = ["unstale", *([] if isinstance(program, str) else program)]
     try:
         if isinstance(program, str):
@@ -126,6 +152,21 @@ def _run(
             main()
     finally:
         atexit._run_exitfuncs()
+
+
+def _server_address() -> str:
+    """Return the socket of the process that forks."""
+    forkserver.ensure_running()
+    return str(forkserver._forkserver._forkserver_address)  # type: ignore[attr-defined]
+
+
+def _fork_children(server: str) -> None:
+    """Let the process that forked this one fork the engines and scorers of this one."""
+    forkserver._forkserver._forkserver_address = server  # type: ignore[attr-defined]
+    forkserver._forkserver.ensure_running = lambda: None  # type: ignore[attr-defined]
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
+    popen = SimpleNamespace(Popen=ForkedChild, DEVNULL=subprocess.DEVNULL)
+    child_process.subprocess = popen  # type: ignore[assignment]
 
 
 class ForkedChild:

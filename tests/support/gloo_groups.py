@@ -17,7 +17,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
-_TIMEOUT = datetime.timedelta(seconds=20)
+from tests.support.waits import LIMIT_S
+
+_TIMEOUT = datetime.timedelta(seconds=LIMIT_S)
 
 
 def _gloo(file: str, rank: int, size: int) -> Any:

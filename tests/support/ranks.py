@@ -12,9 +12,10 @@ import torch
 import torch.distributed as dist
 
 from tests.support.forked import CONTEXT
+from tests.support.waits import LIMIT_S
 from unstale.model.peers import Peers
 
-PATIENCE = datetime.timedelta(seconds=120)
+PATIENCE = datetime.timedelta(seconds=LIMIT_S)
 
 
 def run_ranks(count: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:

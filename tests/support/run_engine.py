@@ -3,15 +3,16 @@
 import asyncio
 from collections.abc import Awaitable, Callable
 
+from tests.support.waits import LIMIT_S
 from unstale.engines import Engine
 
 
 def run_engine(engine: Engine, story: Callable[[], Awaitable[None]]) -> None:
-    """Start an engine, run `story`, and close the engine. Fails after a minute."""
+    """Start an engine, run `story`, and close the engine. Fails if that hangs."""
 
     async def running() -> None:
         try:
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(LIMIT_S):
                 await engine.start()
                 await story()
         finally:

@@ -136,7 +136,7 @@ def main(folder: str, kind: str, isolated: str) -> None:
     way = sandbox._Way(kind, isolated == "True")  # type: ignore[arg-type]
     result = asyncio.run(attack(Path(folder), way))
     marker = str(result.get("marker"))
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while alive(marker) and time.monotonic() < deadline:
         time.sleep(0.05)
     sys.stdout.write(json.dumps({**result, "left": alive(marker)}))

@@ -58,7 +58,7 @@ def in_a_process(base_url: str, task: str, seed: int, api_key: str) -> float:
         task,
         api_key,
     ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
     return float(done.stdout)
 
 

@@ -26,7 +26,7 @@ def main(base_url: str, task: str, api_key: str) -> float:
             json.dumps({"messages": messages, "tools": [TOOL]}).encode(),
             {"Authorization": f"Bearer {api_key}", "Content-Type": "application/json"},
         )
-        with urllib.request.urlopen(request, timeout=30) as answer:
+        with urllib.request.urlopen(request, timeout=300) as answer:
             reply = json.load(answer)["choices"][0]["message"]
         messages.append(reply)
         if not reply.get("tool_calls"):

@@ -24,6 +24,8 @@ from unstale.weights.codec import advance, words
 from unstale.weights.publish import DirectPublisher
 from unstale.weights.store import Delta
 
+pytestmark = pytest.mark.usefixtures("forked_children")
+
 PARAMS = SamplingParams(max_tokens=40, stop_tokens=(), seed=3)
 
 

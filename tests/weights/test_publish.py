@@ -27,6 +27,8 @@ from unstale.weights.codec import checksum
 from unstale.weights.publish import DirectPublisher
 from unstale.weights.store import Delta, VersionStore
 
+pytestmark = pytest.mark.usefixtures("forked_children")
+
 
 class Remembering(ScriptedEngine):
     """A scripted engine that records every load."""
