@@ -486,16 +486,15 @@ def main() -> None:
         "--name",
         "alone",
     ]
-    tell("a run that nobody kills")
-    subprocess.run(
-        [sys.executable, "-m", "unstale", "train", *alone],
-        check=True,
-        stdout=subprocess.DEVNULL,
-    )
-    told = several_versions(runs / "alone")
-    tell(told)
     nursery = Nursery()
     try:
+        tell("a run that nobody kills")
+        answer = nursery.live(["train", *alone], runs / "alone-lives", 1)
+        if answer["code"]:
+            log = (runs / "alone-lives" / "001.log").read_text()
+            sys.exit(f"the run that nobody kills ended with {answer['code']}: {log[-800:]}")
+        told = several_versions(runs / "alone")
+        tell(told)
         first, second = Series("Killed"), Series("Killed")
         first.notes.append(f"The run that nobody killed: {told}.")
         deterministic = (*retail, "--deterministic", "true")

@@ -37,6 +37,8 @@ from unstale.weights.publish import DirectPublisher
 
 ORPHAN_S = 10.0
 """Seconds within which the processes of a killed run must end."""
+FROZEN_S = 60.0
+"""Seconds in place of the package's few: an engine on a busy machine is not frozen."""
 HUNG_S = 300.0
 """Seconds after which a run counts as hung."""
 
@@ -254,6 +256,8 @@ def live(order: Order) -> None:
     witness.watch()
     if hunt := order.get("hunt"):
         Hunter(hunt["kills"], hunt["span_s"], witness.tell, random.Random(hunt["seed"])).watch()
+    else:
+        child_process.FROZEN_S = FROZEN_S
     if after_s := order.get("after_s"):
         die_in(after_s)
     if target := order.get("target"):

@@ -1,6 +1,6 @@
 """Test runs with an MoE policy whose expert routes are replayed.
 
-In a deterministic float32 run of 20 steps, trajectories have two versions, every token is exact and
+In a deterministic float32 run of 8 steps, trajectories have two versions, every token is exact and
 D is 1 up to 1e-5. Every exact route replays. A resumed run has the routes of its episodes from side
 files; routes that are lost are counted, and their tokens are never exact.
 """
@@ -47,12 +47,12 @@ def configure(model: Path, runs: Path, **changes: Any) -> RunConfig:
 
 @pytest.fixture(scope="module")
 def rows(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rows]:
-    config = configure(model, tmp_path_factory.mktemp("runs"))
+    config = configure(model, tmp_path_factory.mktemp("runs"), steps=8)
     yield session.train(config, console=quiet()).metrics
 
 
 def test_every_token_of_an_asynchronous_run_is_exact(rows: Rows) -> None:
-    assert [row["step"] for row in rows] == list(range(1, 21))
+    assert [row["step"] for row in rows] == list(range(1, 9))
     assert max(row["schedule/staleness_max"] for row in rows) == 2
     assert max(row["schedule/mixed_version_share"] for row in rows) > 0
     assert {row["old_logps/exact_share"] for row in rows} == {1.0}

@@ -258,15 +258,16 @@ def test_a_server_that_is_gone_is_noticed(
 
     async def story() -> None:
         await hold(engine, 0)
+        if how == "hangs":
+            monkeypatch.setattr(remote, "HANG_S", 2.0)
         async with asyncio.TaskGroup() as tasks:
             task = tasks.create_task(fails(engine.sample(PROMPT, SamplingParams(1000, ()))))
             await engine.sample(PROMPT, SamplingParams(2, ()))
             if how == "dies":
                 await asyncio.to_thread(server.die)
             else:
-                monkeypatch.setattr(remote, "HANG_S", 0.3)
                 server.frozen = True
-        assert ("did not answer within 0.3 s" in task.result()) == (how == "hangs")
+        assert ("did not answer within 2 s" in task.result()) == (how == "hangs")
         server.frozen = False
 
     run_engine(engine, story)

@@ -380,12 +380,9 @@ def test_a_compiled_policy_says_the_same_and_so_does_its_twin() -> None:
     assert (twin.logps(siblings(), temperature=1.0) - found[0][0]).abs().max() < 1e-4
 
 
-COMPILER = pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile wants g++")
-
-
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=COMPILER)])
-def test_linear_layers_that_are_trained_compile(backend: str) -> None:
-    """This includes shapes for which oneDNN multiplies."""
+def test_linear_layers_that_are_trained_compile() -> None:
+    """This includes shapes for which oneDNN multiplies. Without g++ no kernels are compiled."""
+    backend = "aot_eager" if shutil.which("g++") is None else "inductor"
     # Inductor would compile a program for each set of vector instructions, to see if it works.
     options = {"cpp.vec_isa_ok": False} if backend == "inductor" else None
     layers = nn.Sequential(linear.Linear(64, 96), nn.SiLU(), linear.Linear(96, 64, bias=False))
@@ -609,6 +606,8 @@ def test_a_pass_asks_for_a_few_times_as_many_log_probabilities_as_it_runs() -> N
 @pytest.mark.filterwarnings("ignore:The .grad attribute")
 def test_a_compiled_policy_is_compiled_once_for_all_forests(gradient_checkpointing: bool) -> None:
     plain, policy = tiny_policy(), tiny_policy()
+    for each in (plain, policy):  # one layer of two: dynamo traces every layer
+        del each.model.model.layers[1:]
     policy.set_forward_options(ForwardOptions(gradient_checkpointing=gradient_checkpointing))
     torch._dynamo.reset()
     built = CompileCounter()
@@ -618,7 +617,6 @@ def test_a_compiled_policy_is_compiled_once_for_all_forests(gradient_checkpointi
         siblings(),
         put(*text(30, 33, 7, seed=5)),
         put(*text(70, 200, seed=6)),
-        put(*text(24, 39, seed=7)),
     ):
         found, expected = (one.logps(packed, temperature=1.0) for one in (policy, plain))
         found.sum().backward()
