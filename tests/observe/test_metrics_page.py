@@ -36,6 +36,7 @@ TECHNIQUES = {
     "balance/sampled_mass",
     "balance/sampled_change",
     "balance/unsampled_loss_max",
+    "step_groups/shared_share",
 }
 UNDEFINED = {
     "audit/mask_f1",

@@ -128,7 +128,7 @@ def turn_level(
         return []
     _, group = _outcomes(groups)
     _, siblings = _members(group)
-    returns = [reward_to_go(_turn_rewards(item), discount=discount) for item in trajectories]
+    returns = [reward_to_go(turn_rewards(item), discount=discount) for item in trajectories]
     turns = torch.tensor([len(item) for item in returns])
     advantage = grpo_advantage(torch.cat(returns), group.repeat_interleave(turns), std=std)
     has_siblings = (siblings[group] > 1).repeat_interleave(turns)
@@ -253,7 +253,12 @@ def _lengths(groups: Sequence[Group]) -> Tensor:
     return torch.tensor(lengths, dtype=torch.float64)
 
 
-def _turn_rewards(item: Trajectory) -> Tensor:
+def turn_rewards(item: Trajectory) -> Float[Tensor, "turns"]:
+    """Return the reward of each turn in float64. The last one contains that of the episode.
+
+    Raises ValueError if `turn_rewards` has another length than the trajectory has turns, or if a
+    reward is not finite.
+    """
     turns = item.num_turns
     rewards = item.turn_rewards or (0.0,) * turns
     if len(rewards) != turns:

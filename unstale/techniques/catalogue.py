@@ -139,7 +139,13 @@ ROWS: Sequence[Row] = (
     _row(30, "ARRoL", "unpromising replies end early", _TREE),
     _row(31, "SWE-Reasoner", "search with a reward model", _JUDGE),
     _row(32, "FAPO", "a lower reward for flawed successes", "its penalty is missing"),
-    _row(33, "HGPO", "step groups that share the last states", "its step groups are missing"),
+    _row(
+        33,
+        "HGPO",
+        "step groups that share the last states",
+        "--techniques step_groups --step_groups.rule hgpo (or gigpo)",
+        "works",
+    ),
     _row(34, "R3L", "reflect, restart, train the suffix", _EDIT),
     _row(35, "V0.5", "a group mean shrunk towards a prior", _BASELINE),
     _row(36, "SAGE (skills)", "skills of one task help the next", _SHARE),
@@ -180,7 +186,13 @@ ROWS: Sequence[Row] = (
         "the effective horizon as difficulty",
         "it needs the values of all states, and no environment here has few enough to list",
     ),
-    _row(46, "UI-S1", "expert traces with patched steps", _EDIT),
+    _row(
+        46,
+        "UI-S1",
+        "expert traces with patched steps; step and episode advantages",
+        "--techniques step_groups --step_groups.rule two_level are the advantages; patched steps, "
+        "at which returns are cut, are missing",
+    ),
     _row(
         47,
         "AgentMath",
@@ -195,7 +207,13 @@ ROWS: Sequence[Row] = (
         "a diagnosis of too large steps",
         "the noise of two halves of a batch is missing",
     ),
-    _row(51, "SALT", "shared steps get a shared advantage", "its step groups are missing"),
+    _row(
+        51,
+        "SALT",
+        "shared steps get a shared advantage",
+        "--techniques step_groups --step_groups.rule salt",
+        "works",
+    ),
     _row(52, "GDRO (diffusion)", "proxy reward against corrected score", "figures are missing"),
     _row(
         53,
