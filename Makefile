@@ -6,7 +6,7 @@ export GOMP_SPINCOUNT := 10000
 # Compile each module once, even where the environment says otherwise: tests start many processes.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup demo test test-engines test-adapters test-cluster pairs conversations check base-policy bench bench-agent bench-demo bench-desks bench-tau2 bench-compare \
+.PHONY: setup demo test test-engines test-adapters test-cluster pairs conversations check base-policy bench bench-agent bench-demo bench-desks bench-tau2 bench-tau2-policy bench-compare \
 	bench-audit bench-resume bench-endpoint bench-peers bench-generate bench-train bench-memory bench-schedule bench-async \
 	bench-async-learning bench-routes bench-event-loop bench-publish bench-simulate bench-gpu gpu-check chaos chaos-cluster report fuzz sizes wheel docs
 
@@ -174,6 +174,16 @@ bench-desks: setup
 # Scripted and trained policies on tau2-bench (30 minutes): make bench-tau2 TAU2=<folder of its source> ARGS=<model folder>
 bench-tau2: .venv-adapters/tau2/.ready
 	TAU2_DATA_DIR=$(TAU2)/data .venv-adapters/tau2/bin/python -m benchmarks.tau2 $(ARGS)
+
+# Make a small policy from tau2-bench's training tasks, train it there, and measure it before and after (an hour).
+# Each part that was interrupted resumes: make bench-tau2-policy TAU2=<folder of its source>
+bench-tau2-policy: export TAU2_DATA_DIR = $(TAU2)/data
+bench-tau2-policy: .venv-adapters/tau2/.ready
+	test -e runs/tau2/practice || .venv-adapters/tau2/bin/python -m benchmarks.tau2_policy runs/tau2
+	test -e runs/tau2/rl/policy || .venv-adapters/tau2/bin/python -m unstale train $(if $(wildcard runs/tau2/rl),--resume runs/tau2/rl,\
+		llm --config benchmarks/tau2_policy.toml --policy runs/tau2/practice --runs runs/tau2 --name rl)
+	.venv-adapters/tau2/bin/python -m benchmarks.tau2 runs/tau2/untrained runs/tau2/practice runs/tau2/rl \
+		--small --splits test train --tasks 60 $(ARGS)
 
 # Compare the routes at high staleness, without the audit (hours). An interrupted comparison resumes.
 bench-compare: setup

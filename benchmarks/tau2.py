@@ -1,8 +1,9 @@
 """Measure scripted policies and trained ones on the three domains of tau2-bench.
 
-    python -m benchmarks.tau2 [FOLDER ...] [--attempts 4] [--saved runs/tau2]
+    python -m benchmarks.tau2 [FOLDER ...] [--attempts 4] [--saved runs/tau2] [--splits test train]
 
-FOLDER is a run folder or a model folder whose model has 24,576 positions or more. The customer is
+FOLDER is a run folder or a model folder whose model has 24,576 positions or more. With `--small` it
+is one of a small policy that sees no policy document (`benchmarks.tau2_policy`). The customer is
 scripted. Of the scripted policies, `reference solution` makes the calls that tau2 records for the
 task, and `only talk` makes none. Finished episodes are kept in the folder of `--saved`: if the
 command is killed, repeat it. It needs tau2-bench and its data (docs/libraries.md). The table is
@@ -25,6 +26,7 @@ from unstale.config.options import override
 from unstale.durability.machine import commit, machine
 from unstale.envs import Message, ToolCall
 from unstale.envs.registry import build_taskset
+from unstale.envs.tau2 import Tau2Config
 from unstale.recipes import make_recipe
 from unstale.records import Task, Trajectory
 from unstale.rollout.episode import Rollout
@@ -39,6 +41,14 @@ OPTIONS = {
     "engine.max_completion_tokens": 64,
     "engine.dtype": "float32",
 }
+SMALL = {
+    "task.policy_document": False,
+    "rollout.max_turns": 20,
+    "engine.max_context": 2048,
+    "engine.max_completion_tokens": 128,
+}
+"""The options that differ for a policy of `benchmarks.tau2_policy`."""
+SPLITS = ("test", "train")
 AT_ONCE = 4
 """Number of episodes that a scripted policy plays at a time."""
 DONE = Message("assistant", "It is done.")
@@ -106,29 +116,31 @@ def measure_scripted(config: RunConfig, name: str, attempts: int, saved: Path) -
     return EvalResult.of(graded, attempts, [task.env for task in tasks for _ in range(attempts)])
 
 
-def rows(policy: str, result: EvalResult, attempts: int) -> Iterator[str]:
-    """Yield the lines of the table for a policy."""
+def rows(policy: str, split: str, result: EvalResult, attempts: int) -> Iterator[str]:
+    """Yield the lines of the table for a policy on a split."""
     for env, part in {**result.by_env, "all": result}.items():
         cells = [
             f"{mean.value:.1%} ({mean.low:.1%} to {mean.high:.1%})"
             for mean in part.rows([attempts]).values()
         ]
-        yield f"| {policy} | {env} | {part.tasks} | {' | '.join(cells)} |"
+        yield f"| {policy} | {split} | {env} | {part.tasks} | {' | '.join(cells)} |"
 
 
 def measure(
     config: RunConfig, folders: Sequence[Path], attempts: int, saved: Path
 ) -> Iterator[str]:
     """Yield the lines of the table. `saved` is the folder with the finished episodes."""
+    split = cast(Tau2Config, config.task).eval_split
+    end = ".jsonl" if split == "test" else f"-{split}.jsonl"
     for name in SCRIPTED:
-        file = saved / f"{name.replace(' ', '-')}.jsonl"
+        file = saved / f"{name.replace(' ', '-')}{end}"
         base = override(config, {"policy": "base"})
-        yield from rows(name, measure_scripted(base, name, attempts, file), attempts)
+        yield from rows(name, split, measure_scripted(base, name, attempts, file), attempts)
     for folder in folders:
         name = folder.resolve().name
-        file = saved / f"policy-{name}.jsonl"
+        file = saved / f"policy-{name}{end}"
         result = evaluate_policy(folder, config, attempts=attempts, save=file, console=CONSOLE)
-        yield from rows(name, result, attempts)
+        yield from rows(name, split, result, attempts)
 
 
 def main(words: Sequence[str] | None = None) -> None:
@@ -139,29 +151,35 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--attempts", type=int, default=4)
     parser.add_argument("--saved", type=Path, default=Path("runs/tau2"))
     parser.add_argument("--tasks", type=int, default=OPTIONS["eval.tasks"])
+    parser.add_argument("--splits", nargs="+", choices=SPLITS, default=["test"])
+    parser.add_argument("--small", action="store_true")
     chosen = parser.parse_args(words)
-    config = override(make_recipe("llm"), {**OPTIONS, "eval.tasks": chosen.tasks})
+    options = OPTIONS | (SMALL if chosen.small else {}) | {"eval.tasks": chosen.tasks}
     chosen.saved.mkdir(parents=True, exist_ok=True)
+    measured: list[str] = []
     try:
-        measured = list(measure(config, chosen.policies, chosen.attempts, chosen.saved))
+        for split in chosen.splits:
+            config = override(make_recipe("llm"), {**options, "task.eval_split": split})
+            measured += measure(config, chosen.policies, chosen.attempts, chosen.saved)
     except ConfigError as error:
         parser.error(str(error))
     heads = [f"{name}{chosen.attempts}" for name in ("avg@", "pass@", "pass^")]
     lines = [
         f"# Policies on tau2-bench, {date.today()}",
         "",
-        f"Success on tau2's split `test`, {chosen.attempts} attempts at each task, with a scripted "
-        f"customer. The scripted policies are deterministic: one attempt counts as all. "
+        f"Success on tau2's tasks, {chosen.attempts} attempts at each, with a scripted customer. "
+        f"The scripted policies are deterministic: one attempt counts as all. "
         f"`python -m benchmarks.tau2` at commit {commit()}, {machine()}.",
         "",
-        f"| policy | domain | tasks | {' | '.join(heads)} |",
-        "|---" * 6 + "|",
+        f"| policy | split | domain | tasks | {' | '.join(heads)} |",
+        "|---" * 7 + "|",
         *measured,
     ]
     text = "\n".join(lines) + "\n"
     CONSOLE.print(text, markup=False)
     RESULTS.mkdir(parents=True, exist_ok=True)
-    (RESULTS / f"{date.today()}-tau2.md").write_text(text)
+    name = "tau2-policy" if chosen.small else "tau2"
+    (RESULTS / f"{date.today()}-{name}.md").write_text(text)
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 
 from benchmarks import tau2 as benchmark
+from benchmarks import tau2_policy
 from tests.adapters.docs import DOCS, run_command
 from tests.rewards.test_judge import Model, completion, model
 from unstale.cli import main
@@ -214,6 +215,31 @@ def test_a_user_who_is_a_model_is_asked_at_its_endpoint_and_not_again(
         in model.asked[0]["messages"][0]["content"]
     )
     assert all("<think>" not in str(asked["messages"]) for asked in model.asked)
+
+
+def test_a_prompt_without_the_document_keeps_the_general_instructions() -> None:
+    whole: Any = tasks("airline")
+    short: Any = build_taskset(make_task("tau2:airline", policy_document=False))
+    document = whole.environment().get_policy()
+    assert document in whole.system and len(short.system) < 1000
+    assert short.system == whole.system.replace(document, "") and short.tools == whole.tools
+
+
+def test_the_tasks_of_training_can_be_measured() -> None:
+    of_training: Any = build_taskset(make_task("tau2:retail", eval_split="train"))
+    assert of_training.data["held_out"] == tasks("retail").data["train"]
+    assert of_training.data["train"] == tasks("retail").data["train"]
+    assert len(build_taskset(make_task("tau2:all", eval_split="train")).held_out(1000)) == 178
+
+
+def test_the_demonstrations_of_telecom_look_before_they_act() -> None:
+    made = list(islice(tau2_policy.conversations("telecom"), 3))
+    for messages in made:
+        record, phone = messages[3], messages[5]
+        assert record.role == "tool" and "roaming_enabled" in record.content
+        assert phone.role == "user" and "Network Mode Preference" in phone.content
+        assert messages[-1] == benchmark.DONE
+    assert len(made) == 3
 
 
 def test_what_there_is_none_of_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

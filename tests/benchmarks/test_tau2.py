@@ -1,13 +1,18 @@
-"""Test which saved episodes the benchmark of tau2-bench uses again. tau2 itself is not needed."""
+"""Test which saved episodes the benchmark of tau2-bench uses again, and the order of practice.
+
+tau2 itself is not needed.
+"""
 
 import json
+from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from benchmarks import tau2
+from benchmarks import tau2, tau2_policy
+from tools.base_policy.practice import Example
 from unstale.cli.grades import EvalResult
 from unstale.envs import Message, Turn
 from unstale.records import Task
@@ -56,3 +61,33 @@ def test_saved_episodes_are_of_one_script_and_of_one_folder(
     with pytest.raises(SystemExit):
         tau2.main(words)
     assert "has episodes with script_version 1" in capsys.readouterr().err
+
+
+def test_both_splits_are_measured_each_with_its_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[tuple[str, bool, str]] = []
+
+    def evaluate(folder: Path, config: Any, *, save: Path, **_: Any) -> EvalResult:
+        seen.append((config.task.eval_split, config.task.policy_document, save.name))
+        return EvalResult.of([True], 1, ["tau2:retail"])
+
+    monkeypatch.setattr(tau2, "build_taskset", lambda task: Tasks())
+    monkeypatch.setattr(tau2, "evaluate_policy", evaluate)
+    monkeypatch.setattr(tau2, "RESULTS", tmp_path / "results")
+    words = ["runs/rl", "--attempts", "1", "--small", "--splits", "test", "train"]
+    tau2.main([*words, "--saved", str(tmp_path)])
+    assert seen == [("test", False, "policy-rl.jsonl"), ("train", False, "policy-rl-train.jsonl")]
+    (table,) = (tmp_path / "results").glob("*-tau2-policy.md")
+    assert "| rl | test | all | 1 |" in table.read_text()
+    assert "| rl | train | all | 1 |" in table.read_text()
+
+
+def test_practice_takes_domains_in_turn_and_each_example_once_in_a_round() -> None:
+    short, long = ([Example((name, place), (1.0, 1.0)) for place in range(name)] for name in (2, 4))
+    drawn = [example.tokens for example in islice(tau2_policy.draw([short, long]), 16)]
+    assert [name for name, _ in drawn] == [2, 4] * 8
+    for rounds, size in ((drawn[::2], 2), (drawn[1::2], 4)):
+        for begin in range(0, 8, size):
+            assert sorted(place for _, place in rounds[begin : begin + size]) == list(range(size))
+    assert drawn[1:9:2] != drawn[9::2], "each round has a new order"

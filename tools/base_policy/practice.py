@@ -55,16 +55,38 @@ def faults_of(domain: Domain) -> dict[str, float]:
     return rates | {rule: CANCEL_FAULT_RATE for rule in rates if rule == "cancel"}
 
 
-class Practice:
+class ConversationExamples:
+    """A maker of examples from conversations with these tools."""
+
+    def __init__(self, tokenizer: Any, tools: Sequence[Mapping[str, Any]]) -> None:
+        self._tokenizer = tokenizer
+        self._tools = list(tools)
+        self._speaker = tuple(tokenizer.encode("<|im_start|>assistant\n", add_special_tokens=False))
+        self._end = int(tokenizer.eos_token_id)
+
+    def conversation(self, messages: list[Message]) -> Example:
+        text = self.render(messages)
+        tokens = tuple(self._tokenizer.encode(text, add_special_tokens=False))
+        weights, speaking = [], False
+        for place, token in enumerate(tokens):
+            weights.append(1.0 if speaking else OTHER_WEIGHT)
+            speaking = tokens[max(place - 1, 0) : place + 1] == self._speaker or (
+                speaking and token != self._end
+            )
+        return Example(tokens, tuple(weights))
+
+    def render(self, messages: list[Message]) -> str:
+        rendered = [_as_dict(message) for message in messages]
+        return str(self._tokenizer.apply_chat_template(rendered, tools=self._tools, tokenize=False))
+
+
+class Practice(ConversationExamples):
     """A maker of examples of a desk from seeds."""
 
     def __init__(self, tokenizer: Any, domain: Domain, faults: Mapping[str, float]) -> None:
-        self._tokenizer = tokenizer
+        super().__init__(tokenizer, list(map(domain.tools.schema, domain.tool_names(1))))
         self._domain = domain
         self._faults = faults
-        self._tools = list(map(domain.tools.schema, domain.tool_names(1)))
-        self._speaker = tuple(tokenizer.encode("<|im_start|>assistant\n", add_special_tokens=False))
-        self._end = int(tokenizer.eos_token_id)
         pairs = [
             tokenizer.encode(f" {number}", add_special_tokens=False) for number in range(10, 100)
         ]
@@ -166,21 +188,6 @@ class Practice:
             1.0 if token in self._digits else OTHER_WEIGHT for token in questions
         ]
         return Example((*known, *questions), tuple(weights))
-
-    def conversation(self, messages: list[Message]) -> Example:
-        text = self.render(messages)
-        tokens = tuple(self._tokenizer.encode(text, add_special_tokens=False))
-        weights, speaking = [], False
-        for place, token in enumerate(tokens):
-            weights.append(1.0 if speaking else OTHER_WEIGHT)
-            speaking = tokens[max(place - 1, 0) : place + 1] == self._speaker or (
-                speaking and token != self._end
-            )
-        return Example(tokens, tuple(weights))
-
-    def render(self, messages: list[Message]) -> str:
-        rendered = [_as_dict(message) for message in messages]
-        return str(self._tokenizer.apply_chat_template(rendered, tools=self._tools, tokenize=False))
 
 
 def corpus(domains: Sequence[Domain], count: int) -> Iterator[str]:

@@ -116,8 +116,20 @@ def train_stage(
     report: Report | None = None,
 ) -> list[float]:
     """Train for a stage and return this process's loss at every step."""
+    return train_on(model, examples(practices, stage, place), stage, place=place, report=report)
+
+
+def train_on(
+    model: nn.Module,
+    drawn: Iterator[Example],
+    stage: Stage,
+    *,
+    place: Place = Place(),
+    report: Report | None = None,
+) -> list[float]:
+    """Train for a stage on the examples drawn, and return this process's loss at every step."""
     optimizer = optimizer_for(model, stage.learning_rate)
-    source = batches(examples(practices, stage, place), stage.tokens)
+    source = batches(drawn, stage.tokens)
     losses: list[float] = []
     seen, start = 0, time.perf_counter()
     warm_up = max(1, stage.steps // 20)

@@ -1,6 +1,7 @@
 """The environment `tau2:DOMAIN`: its options. The adapter itself needs the library tau2."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 from unstale.config import ConfigError
 from unstale.envs import Taskset
@@ -14,6 +15,12 @@ class Tau2Config(SimulatedUserConfig):
 
     env: str = "tau2:retail"
     """`tau2:retail`, `tau2:airline`, `tau2:telecom` or `tau2:all`."""
+    policy_document: bool = True
+    """Include the domain's policy document in the system prompt (6,000 to 30,000 characters).
+    A policy trained without it must learn the procedures from the tasks.
+    """
+    eval_split: Literal["test", "train"] = "test"
+    """The split of tau2 for evaluation. `train` measures success on the tasks of training."""
 
     def check_combination(self) -> None:
         super(Tau2Config, self).check_combination()
@@ -25,15 +32,17 @@ class Tau2Config(SimulatedUserConfig):
 
 
 def _make(options: Tau2Config) -> Taskset:
+    shown = {"policy_document": options.policy_document, "eval_split": options.eval_split}
     if not options.user:
-        return make_with_library(options)
+        return make_with_library(options, **shown)
     endpoint = {
         "api_base": options.user,
         "api_key": api_key(),
         "temperature": options.user_temperature,
         "timeout": USER_TIMEOUT_S,
     }
-    return make_with_library(options, user=f"openai/{options.user_model}", user_args=endpoint)
+    model = f"openai/{options.user_model}"
+    return make_with_library(options, user=model, user_args=endpoint, **shown)
 
 
 ENV = EnvSpec("tau2", _make, Tau2Config, takes_source=True)

@@ -7,6 +7,7 @@ orchestrator exchanges the messages, and the policy is its agent. The simulated 
 natural language are left out, because they need a judge.
 """
 
+import gc
 import os
 import re
 from collections import defaultdict, deque
@@ -59,6 +60,10 @@ MAX_ERRORS = 10
 """Largest number of failed calls in an episode, as in tau2's runs."""
 THREADS = 64
 """Number of episodes that can wait for their simulated users at the same time."""
+GC_THRESHOLDS = (100_000, 20, 50)
+"""Thresholds of Python's garbage collector. An episode makes three large databases, and with the
+default thresholds half of its time is garbage collection.
+"""
 USER_ARGS = {"temperature": 0.0, "timeout": USER_TIMEOUT_S}
 """Sampling options for a model that plays the user."""
 
@@ -69,11 +74,18 @@ class Tau2Tasks(ListedTasks):
     """The tasks of a tau2 domain. tau2's split `test` is held out.
 
     `user` is the name of the model that plays the user, or "" for a scripted user. `user_args` are
-    litellm's arguments, such as `api_base`.
+    litellm's arguments, such as `api_base`. Without `policy_document`, the system prompt has only
+    tau2's general instructions. `eval_split` is the split that `held_out` takes tasks from.
     """
 
     def __init__(
-        self, domain: str, *, user: str = "", user_args: Mapping[str, Any] = USER_ARGS
+        self,
+        domain: str,
+        *,
+        user: str = "",
+        user_args: Mapping[str, Any] = USER_ARGS,
+        policy_document: bool = True,
+        eval_split: str = "test",
     ) -> None:
         domain, _, model = domain.partition("@")
         check_domain("tau2", domain, (*DOMAINS, ALL))
@@ -81,6 +93,7 @@ class Tau2Tasks(ListedTasks):
         self.domain = domain
         self.user = user or model
         self.user_args = dict(user_args)
+        gc.set_threshold(*GC_THRESHOLDS)
         # The event loop's thread pool is small, and engines need it for weight updates.
         self.threads = ThreadPoolExecutor(THREADS, "tau2")
         try:
@@ -94,13 +107,14 @@ class Tau2Tasks(ListedTasks):
         by_id = {task.id: task for task in tasks}
         self.data = {
             "train": [by_id[name] for name in split["train"]],
-            "held_out": [by_id[name] for name in split["test"]],
+            "held_out": [by_id[name] for name in split[eval_split]],
         }
         self.tools: tuple[Mapping[str, Any], ...] = tuple(
             tool.openai_schema for tool in environment.get_tools()
         )
+        document = environment.get_policy() if policy_document else ""
         self.system = SYSTEM_PROMPT.format(
-            agent_instruction=AGENT_INSTRUCTION, domain_policy=environment.get_policy()
+            agent_instruction=AGENT_INSTRUCTION, domain_policy=document
         )
 
     def environment(self) -> Any:
