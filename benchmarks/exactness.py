@@ -1,7 +1,7 @@
 """Draw the held-out success of a study's arms over the steps, and write its table to the results.
 
-    unstale compare benchmarks/studies/first.toml
-    python -m benchmarks.exactness runs/first --settings bfloat16-token int4-token
+    unstale compare benchmarks/studies/fresh.toml --jobs 2
+    python -m benchmarks.exactness runs/fresh --settings bfloat16-token int4-token int4-clip3
 
 Thin lines are runs, thick ones their means. Each setting has its own panel.
 """
@@ -44,15 +44,16 @@ def main() -> None:
     parser.add_argument("folder", type=Path, help="the folder of the study")
     parser.add_argument("--settings", nargs="+", required=True, help="settings to draw")
     parser.add_argument("--titles", nargs="+", default=[], help="titles of the panels")
+    parser.add_argument("--name", default="exactness", help="name of the results' files")
     chosen = parser.parse_args()
     titles = chosen.titles or chosen.settings
-    with picture("exactness", width=8.4, height=3.4, panels=len(chosen.settings)) as panels:
+    with picture(chosen.name, width=8.4, height=3.4, panels=len(chosen.settings)) as panels:
         panels = panels if len(chosen.settings) > 1 else [panels]
         for panel, setting, title in zip(panels, chosen.settings, titles, strict=True):
             draw(panel, read_comparison(chosen.folder / setting), title)
         panels[0].set_ylabel("success on held-out tasks")
     lines = (chosen.folder / "study.md").read_text("utf-8").splitlines()[1:]
-    write("exactness", "When an exact old log-probability pays", lines)
+    write(chosen.name, "When an exact old log-probability pays", lines)
 
 
 if __name__ == "__main__":

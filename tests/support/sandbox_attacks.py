@@ -7,6 +7,7 @@ needs no other package, so that a user can run it with the system's Python.
 import asyncio
 import json
 import os
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -109,6 +110,8 @@ async def attack(folder: Path, way: sandbox._Way) -> dict[str, object]:
     """Return what the programs achieve in one kind of sandbox."""
     sandbox._way = lambda: way  # type: ignore[assignment]
     limits = sandbox.Limits(seconds=30)
+    if way.kind == "bubblewrap" and not shutil.which("bwrap"):
+        return {"unavailable": "bwrap is not installed"}
     try:
         await sandbox.run("", limits=limits)
     except sandbox.SandboxError as error:

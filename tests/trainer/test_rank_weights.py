@@ -257,7 +257,7 @@ def train_experts(peers: Peers, folder: Path, run: Path) -> tuple[dict[str, Tens
     (minibatch,) = trainer.prepare(batch_of(0))
     trainer.backward(minibatch)
     found = [
-        gather_whole(p.grad).flatten()
+        gather_whole(p.grad).flatten().clone()  # the step clips gradients in place
         for p in trainer.policy.model.parameters()
         if p.grad is not None
     ]
