@@ -18,9 +18,9 @@ from unstale.observe.report.compare import Comparison, read_comparison
 COLOURS = ("#1f77b4", "#d62728", "#7f7f7f", "#2ca02c", "#9467bd")
 
 
-def draw(panel: Any, comparison: Comparison, title: str) -> None:
-    arms = [arm for arm in comparison.arms if arm.finished]
-    for arm, colour in zip(arms, COLOURS, strict=False):
+def draw(panel: Any, comparison: Comparison, title: str, colours: dict[str, str]) -> None:
+    for arm in [arm for arm in comparison.arms if arm.finished]:
+        colour = colours[arm.name]
         by_step = defaultdict(list)
         for trial in arm.finished:
             run = [(each.step, each.success) for each in trial.evaluations]
@@ -34,7 +34,7 @@ def draw(panel: Any, comparison: Comparison, title: str) -> None:
     panel.set_xlabel("training steps")
     panel.set_ylim(0, 1)
     panel.yaxis.set_major_formatter(lambda share, _: f"{share:.0%}")
-    panel.legend(fontsize=8, frameon=False, loc="lower left")
+    panel.legend(fontsize=8, frameon=False, loc="upper left")
 
 
 def main() -> None:
@@ -49,8 +49,11 @@ def main() -> None:
     titles = chosen.titles or chosen.settings
     with picture(chosen.name, width=8.4, height=3.4, panels=len(chosen.settings)) as panels:
         panels = panels if len(chosen.settings) > 1 else [panels]
-        for panel, setting, title in zip(panels, chosen.settings, titles, strict=True):
-            draw(panel, read_comparison(chosen.folder / setting), title)
+        comparisons = [read_comparison(chosen.folder / setting) for setting in chosen.settings]
+        names = dict.fromkeys(arm.name for each in comparisons for arm in each.arms)
+        colours = dict(zip(names, COLOURS, strict=False))
+        for panel, comparison, title in zip(panels, comparisons, titles, strict=True):
+            draw(panel, comparison, title, colours)
         panels[0].set_ylabel("success on held-out tasks")
     lines = (chosen.folder / "study.md").read_text("utf-8").splitlines()[1:]
     write(chosen.name, "When an exact old log-probability pays", lines)

@@ -181,9 +181,10 @@ class Calibration:
         if not self.enough:
             return [
                 *lines,
-                f"That is too few to predict success: at least {MIN_SETTINGS} settings must have an arm "
-                f"that is decided, {MIN_OF_EACH} with a route that had less success and "
-                f"{MIN_OF_EACH} without. The conclusions above are arithmetic on this run's figures.",
+                f"That is too few to predict success: at least {MIN_SETTINGS} settings must have "
+                f"an arm that is decided, {MIN_OF_EACH} with a route that had less success and "
+                f"{MIN_OF_EACH} without. The conclusions above are arithmetic on this run's "
+                "figures.",
             ]
         about = "right for arms of left-out "
         about += "; of ".join(f"{kind}: {accuracy}" for kind, accuracy in self.left_out.items())
