@@ -259,14 +259,18 @@ class Group:
     """Finished trajectories of the task that a filter left out of training."""
 
     @property
+    def finished(self) -> tuple[Trajectory, ...]:
+        """All finished trajectories of the task: those to train on, and those left out."""
+        return (*self.trajectories, *self.unused)
+
+    @property
     def episodes(self) -> frozenset[int]:
         """The numbers of all finished episodes of the group: their conversations, and those that
         are not trained on.
         """
-        trajectories = (*self.trajectories, *self.unused)
         return frozenset(
             conversation.episode
-            for trajectory in trajectories
+            for trajectory in self.finished
             for conversation in (trajectory, *trajectory.branches)
         )
 

@@ -377,7 +377,6 @@ REFUSALS: Sequence[Rule] = (
     _unrecorded_routes,
     learning.no_comparison,
     learning.infinite,
-    *techniques.REFUSALS,
 )
 WARNINGS: Sequence[Rule] = (
     _clip_of_a_token,

@@ -96,7 +96,6 @@ def without(config: RunConfig, *names: str) -> Fix:
     return {"techniques": " ".join(kept)}
 
 
-REFUSALS: Sequence[Rule] = ()
 WARNINGS: Sequence[Rule] = (
     low_rate_with_ess_lr,
     far_shift_of_ace,

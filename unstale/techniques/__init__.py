@@ -246,14 +246,10 @@ class Techniques:
         self.filters = [each for each in values if isinstance(each, Filter)]
         self.estimator = next((each for each in values if isinstance(each, Estimator)), None)
         self.recredits = [each for each in values if isinstance(each, Recredit)]
-        self.shapers = [each for each in self.parts.values() if isinstance(each, Shaper)]
-        self.ratio = next((each for each in self.parts.values() if isinstance(each, Ratio)), None)
-        self.objective = next(
-            (each for each in self.parts.values() if isinstance(each, Objective)), None
-        )
-        self.controllers = [
-            each for each in self.parts.values() if isinstance(each, StepController)
-        ]
+        self.shapers = [each for each in values if isinstance(each, Shaper)]
+        self.ratio = next((each for each in values if isinstance(each, Ratio)), None)
+        self.objective = next((each for each in values if isinstance(each, Objective)), None)
+        self.controllers = [each for each in values if isinstance(each, StepController)]
 
     @classmethod
     def of(cls, config: RunConfig) -> Techniques:
@@ -369,7 +365,7 @@ def _without_advantage(groups: Sequence[Group]) -> list[ScoredTrajectory]:
 
 
 def _outcome(group: Group, version: int, task: str) -> Outcome:
-    trajectories = (*group.trajectories, *group.unused)
+    trajectories = group.finished
     newest = max((v for each in trajectories for v in each.versions), default=version)
     return Outcome(
         task=task,

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Literal
 from unstale.config.checks import Positive, Section
 from unstale.config.techniques import Entry
 from unstale.techniques import Shaped, Signals
+from unstale.techniques.sequences import mean_of, sum_of
 
 if TYPE_CHECKING:
     from unstale.records import Batch
@@ -45,12 +46,8 @@ class Ace:
         from torch.nn.functional import softplus
 
         options = self._options
-        gap = torch.where(batch.sampled, signals.logp - signals.reference_logp, 0.0).double()
-        shift = gap.new_zeros(batch.num_sequences).index_add(0, batch.sequence, gap)
-        if options.over == "mean":
-            tokens = batch.sampled.double()
-            count = torch.zeros_like(shift).index_add(0, batch.sequence, tokens)
-            shift = shift / count.clamp(min=1)
+        over = sum_of if options.over == "sum" else mean_of
+        shift = over(signals.logp - signals.reference_logp, batch)
         factor = 1 + options.alpha * softplus(shift.clamp(max=options.max_shift))
         factor = factor.to(batch.advantage.dtype)[batch.sequence]
         advantage = torch.where(batch.advantage < 0, batch.advantage * factor, batch.advantage)

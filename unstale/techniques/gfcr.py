@@ -30,13 +30,11 @@ class Gfcr:
 
     def measure(self, groups: Sequence[Group], context: CreditContext) -> Mapping[str, float]:
         """Return the figures. A share of nothing is NaN, and so is the cost without a success."""
-        episodes = [each for group in groups for each in (*group.trajectories, *group.unused)]
+        episodes = [each for group in groups for each in group.finished]
         failures = [each for group in groups for each in group.failures]
         started = len(episodes) + len(failures)
         successes = sum(each.success for each in episodes)
-        covered = sum(
-            any(each.success for each in (*group.trajectories, *group.unused)) for group in groups
-        )
+        covered = sum(any(each.success for each in group.finished) for group in groups)
         tokens = sum(each.num_sampled for each in episodes)
         tokens += sum(each.sampled_tokens for each in failures)
         return {

@@ -12,7 +12,8 @@ if TYPE_CHECKING:
 
 def sum_of(values: Tensor, batch: Batch) -> Tensor:
     """Return the sum of `values` `[T]` over the sampled tokens of each sequence, `[n]`, float64."""
-    return mean_or_sum(values, batch)[0]
+    total = values.new_zeros(batch.num_sequences).double()
+    return total.index_add(0, batch.sequence[batch.sampled], values[batch.sampled].double())
 
 
 def mean_of(values: Tensor, batch: Batch) -> Tensor:
@@ -20,16 +21,8 @@ def mean_of(values: Tensor, batch: Batch) -> Tensor:
 
     It is 0 for a sequence without sampled tokens.
     """
-    total, count = mean_or_sum(values, batch)
-    return total / count.clamp(min=1)
-
-
-def mean_or_sum(values: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Return the sum of `values` `[T]` over each sequence's sampled tokens, and their number."""
     rows = batch.sequence[batch.sampled]
-    total = values.new_zeros(batch.num_sequences).double()
-    count = total.index_add(0, rows, batch.sampled[batch.sampled].double())
-    return total.index_add(0, rows, values[batch.sampled].double()), count
+    return sum_of(values, batch) / rows.bincount(minlength=batch.num_sequences).clamp(min=1)
 
 
 def group_of(batch: Batch) -> Tensor:
