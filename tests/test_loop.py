@@ -26,7 +26,7 @@ from torch import Tensor
 
 from tests.support.waits import LIMIT_S
 from unstale import loop
-from unstale.build import Components, build, build_checkpoints, training_requests
+from unstale.build import Components, build, build_checkpoints
 from unstale.config import (
     CheckpointConfig,
     EngineConfig,
@@ -50,6 +50,7 @@ from unstale.old_logps.scoring.local_scorer import LocalScorer
 from unstale.old_logps.scoring.scorer import Scorer
 from unstale.records import Batch, Group, PendingPiece, Task
 from unstale.rollout.generator import Generator
+from unstale.rollout.selection import training_requests
 from unstale.rollout.timeouts import first_error
 from unstale.techniques import Outcome, Techniques
 from unstale.testing import tiny_policy

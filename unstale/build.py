@@ -3,8 +3,7 @@
 import asyncio
 import math
 import shlex
-from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -53,11 +52,11 @@ from unstale.observe.trackers import find_trackers
 from unstale.old_logps import OldLogps
 from unstale.old_logps.scoring.local_scorer import LocalScorer, delta_store
 from unstale.old_logps.scoring.scorer import Scorer
-from unstale.records import Failure, Group, GroupRequest, PendingPiece, ScoredTrajectory, Task
+from unstale.records import Failure, Group, PendingPiece, ScoredTrajectory
 from unstale.rollout.episode import Rollout
 from unstale.rollout.evaluation import evaluate
 from unstale.rollout.generator import Generator
-from unstale.rollout.seeds import derive_seed
+from unstale.rollout.selection import Selection, make_pool
 from unstale.rollout.staleness_queue import PendingPieces, StalenessQueue
 from unstale.techniques import NO_TECHNIQUES, Techniques
 from unstale.trainer.auditor import Auditor
@@ -66,11 +65,6 @@ from unstale.trainer.local import LocalTrainer, Rules
 from unstale.trainer.threads import LocalThread, trainer_threads, use_threads
 from unstale.weights.publish import DirectPublisher, Publisher
 from unstale.weights.recording import RECORDED, Recording
-
-MAX_SKIPPED = 100_000
-"""Number of skipped tasks in a row at which the run stops. No usable task is then assumed to be
-left. A task is skipped if its episodes failed or were refused before.
-"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +139,8 @@ def build_sampler(
         sandbox.allow_weak()
     taskset = build_taskset(config.task)
     check_taskset(taskset, config.seed, config.steps * config.schedule.groups_per_step)
+    if config.selection.pool:
+        make_pool(taskset, config.seed, config.selection.pool)  # raises ConfigError if too large
     held_out_tasks(taskset, config.eval.tasks)
     if config.task.isolate == "ray":
         components.connect_run(config)
@@ -278,11 +274,18 @@ def build(
             in_place=config.engine.transfer == "nccl" and not config.trainer.lora_rank,
             packed=config.engine.quantise if packs_weights(config) else "none",
         )
+    selection = Selection(
+        config,
+        taskset,
+        life,
+        machine.techniques,
+        skipped=rollout.quarantined,
+    )
     return RunComponents(
         config=config,
         progress=life.progress,
         resumed_requests=life.requests,
-        requests=training_requests(taskset, config.seed, life, skipped=rollout.quarantined),
+        requests=selection.requests(),
         engine=engine,
         rollout=rollout,
         evaluation=evaluation,
@@ -303,7 +306,8 @@ def build(
         trainer_thread=LocalThread("trainer", partial(use_threads, trainer_threads(config))),
         io_thread=LocalThread("io"),
         piece_arrived=piece_arrived,
-        consumed=partial(machine.techniques.consumed, identify=identify),
+        consumed=selection.consumed,
+        more=partial(selection.more, resize=journal.resize),
     )
 
 
@@ -398,33 +402,6 @@ def build_queue(config: ScheduleConfig, life: ResumeState) -> StalenessQueue:
     )
     queue.restore(life.admitted, [request.number for request in life.requests])
     return queue
-
-
-def training_requests(
-    taskset: Taskset, seed: int, life: ResumeState, *, skipped: Collection[str]
-) -> Iterator[GroupRequest]:
-    """Yield one request for a group of episodes for each training task.
-
-    Tasks whose key is in `skipped` get no request. A resumed run continues after its last task. The
-    requests end after `MAX_SKIPPED` skipped tasks in a row. If a task comes again, its request has
-    another seed. Otherwise the episodes would be those of its first group.
-    """
-    number = life.admitted
-    num_skipped = 0
-    visits: Counter[Task] = Counter()
-    for place, task in enumerate(taskset.train(seed)):
-        visit = visits[task]
-        visits[task] += 1
-        if place < life.place:
-            continue
-        num_skipped += 1
-        if task.key not in skipped:
-            group_seed = derive_seed(seed, "visit", visit) if visit else seed
-            yield GroupRequest(number, task, group_seed, place)
-            number += 1
-            num_skipped = 0
-        elif num_skipped > MAX_SKIPPED:
-            return
 
 
 def shares_deltas(config: RunConfig) -> bool:

@@ -26,7 +26,15 @@ from unstale.durability.checkpoint import Checkpoint, Progress
 from unstale.engines import GenerationControl, rates
 from unstale.observe import RunRecorder
 from unstale.old_logps import OldLogps
-from unstale.records import Batch, Group, GroupRequest, ScoredTrajectory, collate
+from unstale.records import (
+    Batch,
+    Failure,
+    Group,
+    GroupRequest,
+    ScoredTrajectory,
+    Trajectory,
+    collate,
+)
 from unstale.rollout import Evaluation, GroupRollout
 from unstale.rollout.episode import require_finished
 from unstale.rollout.metrics import describe, describe_advantages
@@ -96,6 +104,11 @@ class RunComponents:
     with state learn from them. No checkpoint is copied at that time.
     """
 
+    more: Callable[[GroupRequest, Sequence[Trajectory | Failure]], int] = lambda request, results: 0
+    """Called with the results of a group whose episodes have all ended. Returns the number of
+    further episodes to run, and records it in the journal.
+    """
+
     def close(self) -> None:
         """Stop the trainer's thread and the checkpoint thread after their current work."""
         self.trainer_thread.close()
@@ -148,8 +161,9 @@ async def roll(run: RunComponents, request: GroupRequest) -> Group:
     """Run the episodes of one task. Record the start and the end of the group in the journal."""
     if not request.begun:
         run.journal.add_request(request)
-    size = run.config.schedule.group_size
-    group = await run.rollout.group(request, size=size, open_writer=run.journal.begin)
+    size = request.sizes[-1] if request.sizes else run.config.schedule.group_size
+    more = partial(run.more, request)
+    group = await run.rollout.group(request, size=size, open_writer=run.journal.begin, more=more)
     if not request.finished:
         await run.journal.finish(group)
     return group

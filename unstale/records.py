@@ -345,6 +345,10 @@ class GroupRequest:
     past: tuple[EpisodeRecord, ...] = ()
     """The group's episodes that were started before a resume, in the order of their start."""
     finished: bool = False
+    sizes: tuple[int, ...] = ()
+    """The number of episodes that the group begins with, then the number after each enlargement.
+    Empty if the group has `schedule.group_size` episodes.
+    """
 
     def opens(self) -> Iterator[PendingPiece]:
         """Yield the pieces that the group's episodes sampled before a resume.

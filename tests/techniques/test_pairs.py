@@ -31,7 +31,7 @@ from unstale.lint import check as lint
 from unstale.recipes import retail
 from unstale.techniques import Techniques
 
-CONDITIONS: Mapping[str, Mapping[str, Any]] = {}
+CONDITIONS: Mapping[str, Mapping[str, Any]] = {"beta_sampler": {"selection.pool": 6}}
 """Options without which a technique is refused, by its name. They are set in every test here."""
 
 NAMED: tuple[str, ...] = (

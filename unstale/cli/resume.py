@@ -18,6 +18,7 @@ FIXED = {
     "deterministic": "the two modes write different journals",
     "task": "the open episodes belong to that task set",
     "schedule.group_size": "the open groups have that many episodes",
+    "selection.pool": "the statistics of tasks belong to that pool",
     "schedule.max_staleness": "the staleness bound of the queued groups was derived from it",
     "schedule.groups_per_step": "the staleness bound of the queued groups was derived from it",
     "schedule.lookahead_window": "the staleness bound of the queued groups was derived from it",

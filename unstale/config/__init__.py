@@ -30,6 +30,7 @@ from unstale.config.sampling import EndpointConfig as EndpointConfig
 from unstale.config.sampling import EngineConfig as EngineConfig
 from unstale.config.sampling import RolloutConfig as RolloutConfig
 from unstale.config.sampling import ScheduleConfig as ScheduleConfig
+from unstale.config.sampling import SelectionConfig as SelectionConfig
 from unstale.config.sampling import TaskConfig as TaskConfig
 from unstale.config.sampling import Transfer as Transfer
 from unstale.config.sampling import fast_dtype as fast_dtype

@@ -21,6 +21,7 @@ from unstale.config.sampling import (
     EngineConfig,
     RolloutConfig,
     ScheduleConfig,
+    SelectionConfig,
     TaskConfig,
     make_task,
 )
@@ -88,6 +89,7 @@ class RunConfig(Section):
     engine: EngineConfig = field(default_factory=EngineConfig)
     endpoint: EndpointConfig = field(default_factory=EndpointConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    selection: SelectionConfig = field(default_factory=SelectionConfig)
     advantage: AdvantageConfig = field(default_factory=AdvantageConfig)
     old_logps: OldLogpsConfig = field(default_factory=OldLogpsConfig)
     correction: CorrectionConfig = field(default_factory=CorrectionConfig)

@@ -288,6 +288,21 @@ class EndpointConfig(Section):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SelectionConfig(Section):
+    """The training tasks that come again, from which a technique may choose."""
+
+    pool: Count = 0
+    """Number of training tasks in the pool. They come again and again, each time with other random
+    numbers; 0 takes every task of the task set in its order.
+    """
+    candidates: PositiveInt = 256
+    """Number of tasks of the pool, drawn at random, from which a technique chooses the next one."""
+
+    def applies(self, option: str) -> bool:
+        return option != "candidates" or self.pool > 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduleConfig(Section):
     """The size of a batch, and how stale its tokens may be. See docs/staleness.md."""
 

@@ -52,10 +52,11 @@ EXCLUSIVE: frozenset[Slot] = frozenset({"sampler", "allocator", "estimator", "ra
 """Slots that hold one technique at most. The techniques of the others act in the order written."""
 Change = Literal["tasks", "count", "groups", "reward", "advantage", "objective", "step"]
 """The part of the mathematics that a technique changes."""
-Need = Literal["siblings", "reference", "entropy", "trajectory_gradients"]
+Need = Literal["siblings", "reference", "entropy", "trajectory_gradients", "pool"]
 """A condition of a technique: `siblings` is a group of several episodes, `reference` a copy of the
 first policy in memory, `entropy` the entropy of every token (one more forward pass per batch),
-`trajectory_gradients` the gradient of every sequence (one more backward pass per sequence).
+`trajectory_gradients` the gradient of every sequence (one more backward pass per sequence),
+`pool` a pool of tasks that come again.
 """
 Evidence = Literal["code", "paper", "notes", "abstract", "own reading"]
 """The source of a formula: the authors' code, their paper, notes of others, the abstract alone, or
@@ -157,6 +158,11 @@ def check_needs(config: "RunConfig") -> None:
             raise ConfigError(
                 f"the technique {entry.name} replaces advantage.estimator, got "
                 f"{config.advantage.estimator}: leave all options of `advantage` at their defaults"
+            )
+        if "pool" in entry.requires and not config.selection.pool:
+            raise ConfigError(
+                f"the technique {entry.name} needs selection.pool > 0, got 0: it learns which "
+                "tasks to repeat. Set --selection.pool to the number of tasks"
             )
         if "siblings" in entry.requires and size < 2:
             raise ConfigError(

@@ -14,7 +14,7 @@ from unstale.durability.journal import JOURNAL, CheckpointRow, Journal, JournalE
 from unstale.model.policy import Policy
 from unstale.old_logps import OldLogps
 from unstale.old_logps.scoring.scorer import Weights
-from unstale.records import GroupRequest, PendingPiece
+from unstale.records import GroupRequest, PendingPiece, Task
 
 MAX_OUTCOMES = 1000
 """Number of past episodes whose results are restored. The limit on failures looks at fewer than
@@ -39,6 +39,8 @@ class ResumeState:
     """Keys of tasks that failed too often and are not tried again."""
     outcomes: tuple[bool, ...] = ()
     """Results of the last episodes, oldest first: True if finished, False if failed for good."""
+    visits: Mapping[Task, int] = field(default_factory=dict)
+    """Number of groups started on each task. Empty if the run has no pool of tasks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +105,7 @@ def load_resume_state(
             episodes=episodes,
             quarantined=reader.given_up(config.rollout.retries),
             outcomes=reader.outcomes(MAX_OUTCOMES),
+            visits=reader.visits() if config.selection.pool else {},
         )
         highest = max(reader.versions(), default=-1)
         return StoredRun(state, checkpoint, highest, _version_gaps(rows), reader.steps())

@@ -28,6 +28,7 @@ from unstale.records import (
     Task,
     Trajectory,
 )
+from unstale.rollout import More, no_more
 from unstale.rollout.staleness_queue import PendingPieces
 from unstale.rollout.transcript import OpenWriter
 
@@ -148,7 +149,25 @@ class SimulatedRollout:
         self._random = np.random.default_rng([seed, 2])
         self._tool_s: list[float] = []
 
-    async def group(self, request: GroupRequest, *, size: int, open_writer: OpenWriter) -> Group:
+    async def group(
+        self, request: GroupRequest, *, size: int, open_writer: OpenWriter, more: More = no_more
+    ) -> Group:
+        random = np.random.default_rng([self._seed, 0, request.number])
+        results: list[Trajectory | Failure] = []
+        while size:
+            results += await self._stage(request, size, random)
+            size = more(results)
+        return Group(
+            request.task,
+            tuple(each for each in results if isinstance(each, Trajectory)),
+            tuple(each for each in results if isinstance(each, Failure)),
+            request.number,
+        )
+
+    async def _stage(
+        self, request: GroupRequest, size: int, random: np.random.Generator
+    ) -> list[Trajectory | Failure]:
+        """Run `size` episodes of a group at the same time. Return their results as they end."""
         ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         siblings: list[SimulatedEpisode | None] = []
 
@@ -157,14 +176,15 @@ class SimulatedRollout:
             if len(siblings) == size:
                 self.clock.resolve(ended, None)
 
-        random = np.random.default_rng([self._seed, 0, request.number])
         for shape in self.workload.group(random, size):
             SimulatedEpisode(self, shape, group=request.number, on_end=on_end)
         await ended
-        finished = [episode for episode in siblings if episode]
-        failures = (Failure(request.task, "step", "timed out"),) * (size - len(finished))
-        trajectories = tuple(self._trajectory(episode, request.task) for episode in finished)
-        return Group(request.task, trajectories, failures, request.number)
+        return [
+            self._trajectory(each, request.task)
+            if each
+            else Failure(request.task, "step", "timed out")
+            for each in siblings
+        ]
 
     def tool_s(self, calls: int) -> float:
         """Return the total duration of `calls` tool calls, drawn at random."""

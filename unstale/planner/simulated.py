@@ -257,6 +257,8 @@ class NullJournal:
 
     def add_request(self, request: GroupRequest) -> None: ...
 
+    def resize(self, number: int, size: int) -> None: ...
+
     def begin(
         self, number: int, sibling: int, *, episode: int, seed: int, again: bool = False
     ) -> NullWriter:

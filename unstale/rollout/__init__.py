@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from unstale.engines import Stopwatch
-    from unstale.records import Group, GroupRequest
+    from unstale.records import Failure, Group, GroupRequest, Trajectory
     from unstale.rollout.transcript import OpenWriter
+
+
+More = Callable[["Sequence[Trajectory | Failure]"], int]
+"""A function of the results of all episodes of a group so far, in the order of their start. It
+returns the number of further episodes of the same task to run; 0 ends the group.
+"""
+
+
+def no_more(results: Sequence[Trajectory | Failure]) -> int:
+    """End a group when its first episodes have ended."""
+    return 0
 
 
 class GroupRollout(Protocol):
@@ -25,9 +36,12 @@ class GroupRollout(Protocol):
         """Return a context that must be open while episodes run, such as an HTTP endpoint."""
         ...
 
-    async def group(self, request: GroupRequest, *, size: int, open_writer: OpenWriter) -> Group:
+    async def group(
+        self, request: GroupRequest, *, size: int, open_writer: OpenWriter, more: More = no_more
+    ) -> Group:
         """Run `size` episodes of one task. Complete those that were started before a resume.
 
+        When all have ended, run as many further ones as `more` returns, until it returns 0.
         `open_writer` opens the journal's record of an episode.
         """
         ...

@@ -46,6 +46,7 @@ from unstale.records import (
     Trajectory,
     count_turns,
 )
+from unstale.rollout import More, no_more
 from unstale.rollout.generator import Generator
 from unstale.rollout.seeds import derive_seed
 from unstale.rollout.timeouts import Attempt, PersistentTimeout
@@ -185,11 +186,17 @@ class Rollout:
         return self._num_episodes - 1
 
     async def group(
-        self, request: GroupRequest, *, size: int, open_writer: OpenWriter = NullWriter
+        self,
+        request: GroupRequest,
+        *,
+        size: int,
+        open_writer: OpenWriter = NullWriter,
+        more: More = no_more,
     ) -> Group:
         """Run `size` episodes of one task concurrently. An episode with a record continues from it.
 
-        If the request has more records than `size`, all of them continue.
+        If the request has more records than `size`, all of them continue. When all episodes have
+        ended, `more` returns the number of further ones to run, until it returns 0.
 
         All episodes use the same environment seed and different sampling noise. `open_writer` is
         called with the number of the group and the index of the episode in the group, and opens the
@@ -198,22 +205,27 @@ class Rollout:
         if request.finished:
             return _group(request, [record.outcome for record in request.past])
         env_seed = derive_seed(request.seed, request.task.key)
+        results: list[Trajectory | Failure] = []
         # More than `size` if episodes were added to the group before a resume.
-        records = (*request.past, *[None] * (size - len(request.past)))
-        async with asyncio.TaskGroup() as siblings:
-            running = [
-                siblings.create_task(
-                    self.episode(
-                        request.task,
-                        env_seed=env_seed,
-                        noise_seed=derive_seed(env_seed, index),
-                        open_writer=partial(open_writer, request.number, index),
-                        record=record,
+        num_more = max(size, len(request.past))
+        while num_more:
+            indices = range(len(results), len(results) + num_more)
+            async with asyncio.TaskGroup() as siblings:
+                running = [
+                    siblings.create_task(
+                        self.episode(
+                            request.task,
+                            env_seed=env_seed,
+                            noise_seed=derive_seed(env_seed, index),
+                            open_writer=partial(open_writer, request.number, index),
+                            record=request.past[index] if index < len(request.past) else None,
+                        )
                     )
-                )
-                for index, record in enumerate(records)
-            ]
-        return _group(request, [episode.result() for episode in running])
+                    for index in indices
+                ]
+            results += [episode.result() for episode in running]
+            num_more = more(results)
+        return _group(request, results)
 
     async def episode(
         self,

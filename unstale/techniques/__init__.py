@@ -3,6 +3,8 @@
 Each module of this package that declares an `ENTRY` is one technique, and can be imported without
 torch. A technique is an object with the methods of its slot:
 
+    sampler      draw(tasks, context) -> Draw       the task of the next group of episodes
+    allocator    first(task), more(group) -> int    the number of episodes of a group
     filter       select(groups, context)            which episodes of a batch are trained on
     estimator    estimate(groups, context)          their advantages; replaces `advantage.estimator`
     recredit     recredit(groups, scored, context)  an advantage for each of their turns
@@ -22,6 +24,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from random import Random
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 from unstale.config.checks import ConfigError
@@ -89,6 +92,71 @@ class Recredit(Protocol):
         context: CreditContext,
     ) -> list[ScoredTrajectory]:
         """Return the trajectories with new advantages. Their number and order must stay."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class DrawContext:
+    """The group for which a sampler draws a task."""
+
+    number: int
+    """The number of the group in its run, from 0."""
+    step: int
+    """The step that trains on the group if groups are taken in the order of their start, from 1."""
+    random: Random
+    """Random numbers that depend on the run's seed and `number` alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """The answer of a sampler."""
+
+    task: str
+    """The identity of the drawn task, as in `Outcome.task`."""
+    size: int = 0
+    """The number of episodes; 0 is `schedule.group_size`."""
+
+
+@runtime_checkable
+class TaskSampler(Protocol):
+    """A technique that chooses the next task."""
+
+    def draw(self, tasks: Sequence[str], context: DrawContext) -> Draw:
+        """Return one of `tasks`. The result must depend on the arguments and the state alone.
+
+        `tasks` are at most `selection.candidates` tasks of the pool, drawn at random without
+        replacement. None of them is in flight, unless all are. The event loop waits for the call.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class GroupSoFar:
+    """A group whose episodes have all ended. An allocator may enlarge it."""
+
+    task: str
+    """The identity of the task, as in `Outcome.task`."""
+    rewards: tuple[float, ...]
+    """The rewards of the finished episodes, in the order of their start. There is at least one."""
+    started: int
+    """The number of episodes so far, those that failed included."""
+    first: int
+    """The number of episodes with which the group began."""
+
+
+@runtime_checkable
+class Allocator(Protocol):
+    """A technique that chooses the number of episodes of each group."""
+
+    def first(self, task: str) -> int:
+        """Return the number of episodes with which a group on this task begins, at least 1."""
+        ...
+
+    def more(self, group: GroupSoFar) -> int:
+        """Return the number of further episodes; 0 ends the group.
+
+        It is called again when they have ended.
+        """
         ...
 
 
@@ -246,6 +314,8 @@ class Techniques:
         self.filters = [each for each in values if isinstance(each, Filter)]
         self.estimator = next((each for each in values if isinstance(each, Estimator)), None)
         self.recredits = [each for each in values if isinstance(each, Recredit)]
+        self.sampler = next((each for each in values if isinstance(each, TaskSampler)), None)
+        self.allocator = next((each for each in values if isinstance(each, Allocator)), None)
         self.shapers = [each for each in values if isinstance(each, Shaper)]
         self.ratio = next((each for each in values if isinstance(each, Ratio)), None)
         self.objective = next((each for each in values if isinstance(each, Objective)), None)

@@ -72,13 +72,14 @@ ROWS: Sequence[Row] = (
         "--schedule.max_staleness 1 --schedule.lookahead_window 16",
         "works",
     ),
+    _row(7, "XRPO", "episodes where the mean is uncertain", _COUNT),
     _row(
-        7,
-        "XRPO",
-        "episodes where the mean is uncertain, a bonus for unlikely correct replies",
-        f"--techniques novelty is the bonus; {_COUNT}, and exemplars for tasks that always fail",
+        8,
+        "VADE",
+        "tasks drawn from a Beta posterior",
+        "--techniques beta_sampler --selection.pool N",
+        "works",
     ),
-    _row(8, "VADE", "tasks drawn from a Beta posterior", _SAMPLER),
     _row(9, "SCOPE", "a corrector continues from the first wrong step", _EDIT),
     _row(10, "MC-GRPO", "the median as the baseline", _BASELINE),
     _row(
@@ -224,7 +225,8 @@ ROWS: Sequence[Row] = (
         53,
         "MSSR",
         "one episode per task with a Beta baseline",
-        f"--techniques mssr is the bonus on the advantage; {_BASELINE}",
+        "--techniques beta_sampler draws its tasks, mssr is the bonus on the advantage; "
+        f"{_BASELINE}",
     ),
     _row(
         54,

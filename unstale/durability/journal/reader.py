@@ -19,6 +19,7 @@ from unstale.durability.journal.tables import (
     COLUMNS,
     COUNTED,
     FORMAT,
+    GROUP_SIZE,
     SCHEMA,
     TOKEN_SAMPLES,
     journal_error,
@@ -273,12 +274,38 @@ class JournalReader:
             FROM groups g LEFT JOIN finished f USING (number)
             WHERE g.number NOT IN (SELECT number FROM consumed) ORDER BY g.number"""
         )
+        sizes = self._sizes()
         requests = []
         for number, env, split, index, seed, place, is_finished in rows:
             task = Task(env, split, index)
-            past = self._episode_records(number, task)
-            requests.append(GroupRequest(number, task, seed, place, True, past, bool(is_finished)))
+            request = GroupRequest(
+                number,
+                task,
+                seed,
+                place,
+                begun=True,
+                past=self._episode_records(number, task),
+                finished=bool(is_finished),
+                sizes=sizes.get(number, ()),
+            )
+            requests.append(request)
         return requests
+
+    def _sizes(self) -> dict[int, tuple[int, ...]]:
+        """Return the sizes of the groups that have other sizes than `schedule.group_size`."""
+        rows = self.rows("SELECT fields FROM events WHERE kind = ? ORDER BY id", GROUP_SIZE)
+        sizes: dict[int, tuple[int, ...]] = {}
+        with self.wrap_errors("the sizes of groups"):
+            for (fields,) in rows:
+                event = _parse_object(fields)
+                group = int(event["group"])
+                sizes[group] = (*sizes.get(group, ()), int(event["size"]))
+        return sizes
+
+    def visits(self) -> dict[Task, int]:
+        """Return the number of groups that were started on each task."""
+        rows = self.rows("SELECT env, split, task, count(*) FROM groups GROUP BY env, split, task")
+        return {Task(env, split, index): count for env, split, index, count in rows}
 
     def trajectories(self) -> Iterator[StoredEpisode]:
         """Yield every finished episode, in the order in which they began."""

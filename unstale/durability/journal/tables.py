@@ -93,6 +93,11 @@ ATTEMPTS = """(SELECT episode, number, sibling FROM (SELECT episode, number, sib
 TOKEN_SAMPLES = "token_samples"
 """Kind of the event that holds a sample of the tokens of a step."""
 
+GROUP_SIZE = "group_size"
+"""Kind of the event that holds the number of episodes of a group: its fields are `group` and
+`size`. Groups of `schedule.group_size` episodes have none. A group that is enlarged has several.
+"""
+
 Record = tuple[str, Sequence[Any]]
 """An SQL statement and its parameters."""
 

@@ -25,6 +25,7 @@ from unstale.durability.journal.reader import JournalReader, holds_journal, requ
 from unstale.durability.journal.route_files import ROUTES, RouteFiles
 from unstale.durability.journal.tables import (
     FORMAT,
+    GROUP_SIZE,
     JOURNAL,
     REPEATED,
     SCHEMA,
@@ -154,10 +155,20 @@ class Journal:
             self._failure.result()
 
     def add_request(self, request: GroupRequest) -> None:
-        """Record that a group was started on a task."""
+        """Record that a group was started on a task, with its sizes, in one transaction."""
         task = request.task
         row = (request.number, task.env, task.split, int(task.index), request.seed, request.place)
-        self._insert("groups", *row, time.time())
+        records = [insert("groups", *row, time.time(), self._checkpoint)]
+        records += [self._size_record(request.number, size) for size in request.sizes]
+        self.transaction(records)
+
+    def resize(self, number: int, size: int) -> None:
+        """Record that a group is enlarged to `size` episodes, before the new ones begin."""
+        self.transaction([self._size_record(number, size)])
+
+    def _size_record(self, number: int, size: int) -> Record:
+        fields = json.dumps({"group": number, "size": size})
+        return insert("events", time.time(), GROUP_SIZE, fields, self._checkpoint)
 
     def begin(
         self, number: int, sibling: int, *, episode: int, seed: int, again: bool = False

@@ -1,0 +1,78 @@
+"""Test that a killed and resumed run draws the same tasks and group sizes as an unkilled one."""
+
+from collections import Counter
+from dataclasses import replace
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.durability.test_resume import Toy, config, killed, played, require_sound
+from tests.test_loop import Numbers
+from unstale.build import Components
+from unstale.config import RunConfig, SelectionConfig
+from unstale.config.options import override
+from unstale.durability import compare_runs
+from unstale.durability.journal import Journal, check
+from unstale.techniques import Techniques
+
+
+class Choosing(Toy):
+    """A run whose machine has the techniques of its configuration."""
+
+    def machine(self, config: RunConfig, *kept: object, **others: object) -> Components:
+        made = super().machine(config, *kept, **others)
+        return replace(made, techniques=Techniques.of(config))
+
+
+def chosen(techniques: str, *, deterministic: bool, **options: Any) -> RunConfig:
+    made = config(deterministic=deterministic)
+    made = replace(made, steps=4, selection=SelectionConfig(pool=6, candidates=4))
+    return override(made, {"techniques": techniques, **options})
+
+
+def groups(folder: Path) -> list[tuple[str, int, int]]:
+    """Return the task, the seed and the number of episodes of every finished group."""
+    with Journal.read(folder) as reader:
+        assert check(reader) == []
+        rows = reader.rows(
+            """SELECT env || task, groups.seed, count(DISTINCT sibling) FROM groups
+            JOIN episodes USING (number) JOIN finished USING (number) GROUP BY groups.number"""
+        )
+    return [(task, seed, size) for task, seed, size in rows]
+
+
+CHOICES: list[tuple[str, dict[str, Any]]] = [
+    ("", {}),
+    ("beta_sampler", {"beta_sampler.decay": 0.9}),
+]
+
+
+@pytest.mark.parametrize(("techniques", "options"), CHOICES)
+def test_a_killed_deterministic_run_chooses_as_an_unkilled_one(
+    tmp_path: Path, techniques: str, options: dict[str, Any]
+) -> None:
+    made = chosen(techniques, deterministic=True, **options)
+    with played(Choosing(lambda: Numbers(count()))) as toy:
+        toy.begin(tmp_path / "whole", made)
+        with killed("step", 4):
+            toy.begin(tmp_path / "run", made)
+        toy.go_on(tmp_path / "run", made)
+    assert compare_runs.differences(tmp_path / "whole", tmp_path / "run") == []
+    found = groups(tmp_path / "run")
+    assert found == groups(tmp_path / "whole")
+    assert len({task for task, _, _ in found}) < len(found)  # some come again
+    assert len({(task, seed) for task, seed, _ in found}) == len(found)
+
+
+def test_an_ordinary_run_that_is_killed_counts_visits_on(tmp_path: Path) -> None:
+    made = chosen("beta_sampler", deterministic=False)
+    with played(Choosing(lambda: Numbers(count()))) as toy:
+        with killed("flush", 11):
+            toy.begin(tmp_path / "run", made)
+        toy.go_on(tmp_path / "run", made)
+    require_sound(tmp_path / "run")
+    found = groups(tmp_path / "run")
+    assert len({(task, seed) for task, seed, _ in found}) == len(found)
+    assert max(Counter(task for task, _, _ in found).values()) > 1

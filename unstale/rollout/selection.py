@@ -1,0 +1,195 @@
+"""The choice of training tasks, and of the number of episodes of each group.
+
+Without a pool, the tasks come in the order of the task set. With `selection.pool`, its first tasks
+come again and again: in turn, or as a sampler chooses. The visits of a task are counted in the
+journal, and the state of a sampler changes when a batch was trained on. So a draw depends on the
+number of the group, the checkpoint and the journal alone, and a resumed run draws the same.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import islice
+from random import Random
+from typing import TYPE_CHECKING
+
+from unstale.config import ConfigError, RunConfig
+from unstale.envs import Taskset, task_identity
+from unstale.records import Failure, Group, GroupRequest, Task, Trajectory
+from unstale.rollout.seeds import derive_seed
+from unstale.techniques import Draw, DrawContext, GroupSoFar, Techniques
+
+if TYPE_CHECKING:
+    from unstale.durability.resume import ResumeState
+
+MAX_SKIPPED = 100_000
+"""Number of skipped tasks in a row at which the run stops. No usable task is then assumed to be
+left. A task is skipped if its episodes failed or were refused before.
+"""
+
+
+def training_requests(
+    taskset: Taskset, seed: int, life: ResumeState, *, skipped: Collection[str]
+) -> Iterator[GroupRequest]:
+    """Yield one request for a group of episodes for each training task.
+
+    Tasks whose key is in `skipped` get no request. A resumed run continues after its last task. The
+    requests end after `MAX_SKIPPED` skipped tasks in a row. If a task comes again, its request has
+    another seed. Otherwise the episodes would be those of its first group.
+    """
+    number = life.admitted
+    num_skipped = 0
+    visits: Counter[Task] = Counter()
+    for place, task in enumerate(taskset.train(seed)):
+        visit = visits[task]
+        visits[task] += 1
+        if place < life.place:
+            continue
+        num_skipped += 1
+        if task.key not in skipped:
+            group_seed = derive_seed(seed, "visit", visit) if visit else seed
+            yield GroupRequest(number, task, group_seed, place)
+            number += 1
+            num_skipped = 0
+        elif num_skipped > MAX_SKIPPED:
+            return
+
+
+def make_pool(taskset: Taskset, seed: int, size: int) -> dict[str, tuple[int, Task]]:
+    """Return the first tasks of a task set with their places, by identity.
+
+    Raises `ConfigError` if a task comes twice.
+    """
+    pool: dict[str, tuple[int, Task]] = {}
+    for place, task in enumerate(islice(taskset.train(seed), size)):
+        pool.setdefault(task_identity(taskset, task), (place, task))
+    if len(pool) < size:
+        raise ConfigError(
+            f"selection.pool must be at most {len(pool)}, the number of different tasks among the "
+            f"first {size} of {taskset.name}; got {size}"
+        )
+    return pool
+
+
+class Selection:
+    """The choice of training tasks, and of the number of their episodes.
+
+    All methods are called on the event loop and never wait.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        taskset: Taskset,
+        life: ResumeState,
+        techniques: Techniques,
+        *,
+        skipped: Collection[str],
+    ) -> None:
+        """Restore the choice of a run.
+
+        `skipped` are the keys of the tasks that are not tried again. Others may add to it.
+        """
+        self._config = config
+        self._taskset = taskset
+        self._life = life
+        self._techniques = techniques
+        self._skipped = skipped
+        self._identify = partial(task_identity, taskset)
+        self._pool: dict[str, tuple[int, Task]] = {}
+        self._visits: Counter[str] = Counter()
+        if config.selection.pool:
+            self._pool = make_pool(taskset, config.seed, config.selection.pool)
+            for task, count in life.visits.items():
+                self._visits[self._identify(task)] += count
+        self._names = list(self._pool)
+        self._live = {each.number: self._identify(each.task) for each in life.requests}
+        """The identities of the tasks in flight, by the number of their group."""
+
+    def requests(self) -> Iterator[GroupRequest]:
+        """Yield the requests for the next groups of episodes. They end if no task can be used."""
+        config = self._config
+        if not self._pool:
+            for request in training_requests(
+                self._taskset, config.seed, self._life, skipped=self._skipped
+            ):
+                yield self._sized(request)
+            return
+        number = self._life.admitted
+        while usable := self._candidates(number):
+            draw = self._draw(usable, number)
+            place, task = self._pool[draw.task]
+            visit = self._visits[draw.task]
+            self._visits[draw.task] += 1
+            self._live[number] = draw.task
+            seed = derive_seed(config.seed, "visit", visit) if visit else config.seed
+            yield self._sized(GroupRequest(number, task, seed, place), draw.size)
+            number += 1
+
+    def _draw(self, usable: Sequence[str], number: int) -> Draw:
+        sampler = self._techniques.sampler
+        if sampler is None:
+            return Draw(usable[0])
+        config = self._config
+        step = number // config.schedule.groups_per_step + 1
+        random = Random(derive_seed(config.seed, "draw", number))
+        draw = sampler.draw(usable, DrawContext(number, step, random))
+        if draw.task not in usable:
+            raise ValueError(f"a sampler drew {draw.task!r}, which is none of its {len(usable)}")
+        return draw
+
+    def _candidates(self, number: int) -> Sequence[str]:
+        """Return the tasks among which a sampler chooses. Without a sampler, the next in turn."""
+        count = len(self._names)
+        if self._techniques.sampler is None:
+            in_turn = (self._names[(number + i) % count] for i in range(count))
+            return list(islice(filter(self._is_usable, in_turn), 1))
+        live = set(self._live.values())
+        wanted = self._config.selection.candidates
+        random = Random(derive_seed(self._config.seed, "candidates", number))
+        # So many that enough are left if every one in flight or skipped is among them.
+        drawn = min(count, wanted + len(live) + len(self._skipped))
+        names = [name for name in random.sample(self._names, drawn) if self._is_usable(name)]
+        if not names:
+            names = [name for name in self._names if self._is_usable(name)]
+        return ([name for name in names if name not in live] or names)[:wanted]
+
+    def _is_usable(self, name: str) -> bool:
+        return self._pool[name][1].key not in self._skipped
+
+    def _sized(self, request: GroupRequest, size: int = 0) -> GroupRequest:
+        allocator = self._techniques.allocator
+        if allocator is not None:
+            size = allocator.first(self._identify(request.task))
+        return replace(request, sizes=(size,)) if size else request
+
+    def more(
+        self,
+        request: GroupRequest,
+        results: Sequence[Trajectory | Failure],
+        *,
+        resize: Callable[[int, int], None],
+    ) -> int:
+        """Return the number of further episodes of a group whose episodes have all ended.
+
+        `resize` is called before with the number of the group and its new size, to record it.
+        """
+        allocator = self._techniques.allocator
+        rewards = tuple(each.reward for each in results if isinstance(each, Trajectory))
+        if allocator is None or not rewards:
+            return 0
+        first = request.sizes[0] if request.sizes else len(results)
+        task = self._identify(request.task)
+        count = allocator.more(GroupSoFar(task, rewards, len(results), first))
+        if count:
+            resize(request.number, len(results) + count)
+        return count
+
+    def consumed(self, groups: Sequence[Group], version: int) -> None:
+        """Pass the groups of a batch that was trained on to the techniques with state."""
+        for group in groups:
+            self._live.pop(group.number, None)
+        self._techniques.consumed(groups, version, identify=self._identify)

@@ -1,0 +1,122 @@
+"""Success statistics of tasks, for the samplers and allocators that need them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from unstale.config.checks import ConfigError
+from unstale.techniques import Outcome
+
+
+@dataclass(slots=True)
+class BetaCounts:
+    """A Beta distribution of a task's success rate, as of a version."""
+
+    a: float
+    b: float
+    version: int
+
+    @property
+    def mean(self) -> float:
+        return self.a / (self.a + self.b)
+
+
+class SuccessTracker:
+    """The Beta distribution of the success rate of every task.
+
+    A group adds its successes to `a` and its failures to `b`. Before, both go back towards `prior`:
+    a = prior + decay^n (a - prior) after n versions. A group that arrives late is decayed itself,
+    so the order of arrival does not matter. With `keep` < 1, each visit also multiplies what the
+    earlier ones left by `keep`; with `discount_prior` the prior, too.
+    """
+
+    def __init__(  # noqa: PLR0913 - three of them describe the decay
+        self,
+        name: str,
+        *,
+        prior: float = 1.0,
+        decay: float = 1.0,
+        keep: float = 1.0,
+        discount_prior: bool = False,
+        success_at: float | None = None,
+    ) -> None:
+        """Create a tracker of a run that has seen nothing.
+
+        A reward is a success if it is at least `success_at`. Without `success_at`, the reward
+        itself is the share of success. `name` is the technique, for messages.
+        """
+        self._name = name
+        self._prior = prior
+        self._decay = decay
+        self._keep = keep
+        self._kept_prior = 0.0 if discount_prior else prior
+        self._success_at = success_at
+        self._counts: dict[str, BetaCounts] = {}
+        self._version = 0
+
+    def counts(self, task: str) -> BetaCounts:
+        """Return the distribution of a task, decayed to the newest version that was observed."""
+        found = self._counts.get(task)
+        if found is None:
+            return BetaCounts(self._prior, self._prior, self._version)
+        return self._decayed(found, self._version)
+
+    def mean(self, task: str) -> float:
+        """Return the expected success rate of a task."""
+        return self.counts(task).mean
+
+    def tasks(self) -> Sequence[str]:
+        """Return the tasks that were observed."""
+        return list(self._counts)
+
+    def observe(self, outcomes: Sequence[Outcome]) -> None:
+        """Add the groups of a batch. Raises `ConfigError` for a reward that is not in [0, 1]."""
+        for outcome in sorted(outcomes, key=lambda each: each.version):
+            if not outcome.rewards:
+                continue
+            self._version = max(self._version, outcome.version)
+            solved = sum(self._success(reward) for reward in outcome.rewards)
+            before = self._counts.get(
+                outcome.task, BetaCounts(self._prior, self._prior, outcome.version)
+            )
+            now = self._decayed(before, max(before.version, outcome.version))
+            weight = self._decay ** (now.version - outcome.version)
+            a, b = (
+                self._kept_prior + self._keep * (count - self._kept_prior)
+                for count in (now.a, now.b)
+            )
+            self._counts[outcome.task] = BetaCounts(
+                a + weight * solved, b + weight * (len(outcome.rewards) - solved), now.version
+            )
+
+    def _decayed(self, counts: BetaCounts, version: int) -> BetaCounts:
+        factor = self._decay ** (version - counts.version)
+        a, b = (self._prior + factor * (count - self._prior) for count in (counts.a, counts.b))
+        return BetaCounts(a, b, version)
+
+    def _success(self, reward: float) -> float:
+        if self._success_at is not None:
+            return float(reward >= self._success_at)
+        if not 0 <= reward <= 1:
+            raise ConfigError(
+                f"the technique {self._name} needs rewards between 0 and 1, got {reward:g}. Set "
+                f"--{self._name}.success_at to the reward from which on an episode is a success"
+            )
+        return reward
+
+    def state(self) -> dict[str, Any]:
+        """Return the distributions as lists of numbers, in the order of their tasks."""
+        return {
+            "version": self._version,
+            "tasks": list(self._counts),
+            "a": [each.a for each in self._counts.values()],
+            "b": [each.b for each in self._counts.values()],
+            "versions": [each.version for each in self._counts.values()],
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self._version = int(state["version"])
+        rows = zip(state["tasks"], state["a"], state["b"], state["versions"], strict=True)
+        self._counts = {task: BetaCounts(a, b, int(version)) for task, a, b, version in rows}
