@@ -128,6 +128,25 @@ def test_planned_differences_are_corrected_and_others_are_exploratory(study: Pat
     assert read_results(study).num_planned == 4
 
 
+def test_pairs_of_all_settings_give_one_difference_of_an_arm(study: Path) -> None:
+    (rollout,) = read_results(study).pooled("steps")
+    assert rollout.arm == "rollout", "`average` has pairs in one setting alone"
+    assert rollout.settings == ("narrow", "middle", "wide")
+    pairs = np.array(
+        [gain for (_, arm), gains in GAINS.items() if arm == "rollout" for gain in gains]
+    )
+    assert rollout.paired.n == 15 and rollout.paired.mean == pytest.approx(pairs.mean())
+    error = pairs.std(ddof=1) / math.sqrt(15)
+    low, high = rollout.paired.interval(0.05)  # the 97.5% quantile of t with 14 degrees of freedom
+    assert (high - low) / 2 == pytest.approx(2.144787 * error, rel=1e-5)
+    write_pages(study)
+    row = (
+        f"| rollout | 3 | 15 | {100 * pairs.mean():+.1f} ({100 * low:+.1f} to {100 * high:+.1f}) |"
+    )
+    assert row in (study / "study.md").read_text()
+    assert "Over all settings" in (study / "study.html").read_text()
+
+
 def test_the_page_has_every_measure_and_both_figures(
     study: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

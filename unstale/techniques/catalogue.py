@@ -72,7 +72,12 @@ ROWS: Sequence[Row] = (
         "--schedule.max_staleness 1 --schedule.lookahead_window 16",
         "works",
     ),
-    _row(7, "XRPO", "episodes where the mean is uncertain", _COUNT),
+    _row(
+        7,
+        "XRPO",
+        "episodes where the mean is uncertain, a bonus for unlikely correct replies",
+        f"--techniques novelty is the bonus; {_COUNT}, and exemplars for tasks that always fail",
+    ),
     _row(
         8,
         "VADE",

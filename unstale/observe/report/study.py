@@ -81,6 +81,18 @@ class Difference:
 
 
 @dataclass(frozen=True, slots=True)
+class Pooled:
+    """The mean difference of an arm to the reference over the pairs of several settings.
+
+    Pairs are taken as independent. Settings count by their number of pairs.
+    """
+
+    arm: str
+    settings: tuple[str, ...]
+    paired: PairedDifference
+
+
+@dataclass(frozen=True, slots=True)
 class StudySetting:
     """A setting of a study: the position of each dial, and the comparison of the arms."""
 
@@ -116,6 +128,16 @@ class StudyResults:
 
     def at(self, measure: Measure) -> list[Difference]:
         return [each for each in self.differences if each.measure == measure]
+
+    def pooled(self, measure: Measure) -> list["Pooled"]:
+        """Return the mean difference of each arm that has pairs in at least two settings."""
+        found = []
+        for arm in self.arms:
+            settings = [each for each in self.at(measure) if each.arm == arm and each.pairs]
+            paired = paired_difference([pair for each in settings for pair in each.pairs])
+            if len(settings) > 1 and paired:
+                found.append(Pooled(arm, tuple(each.setting for each in settings), paired))
+        return found
 
 
 def is_study_folder(folder: Path) -> bool:

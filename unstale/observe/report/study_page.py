@@ -29,6 +29,7 @@ from unstale.observe.report.markup import figure, render, table
 from unstale.observe.report.page import document
 from unstale.observe.report.plots import HALF, Axis, Series, line_plot
 from unstale.observe.report.study import (
+    ALPHA,
     MEASURES,
     SOUGHT,
     Difference,
@@ -79,6 +80,7 @@ def _values(study: StudyResults) -> dict[str, Any]:
         "how": _how(study),
         "measures": [(each, HEADINGS[each], _missing(study, each)) for each in MEASURES],
         "differences": partial(differences, study),
+        "pooled": partial(pooled, study),
         "remarks": _remarks(study),
         "provenance": _provenance(study),
     }
@@ -99,6 +101,8 @@ def _how(study: StudyResults) -> list[str]:
         "number of pairs finds with a probability of 80%, and in parentheses the number of pairs "
         f"that finds {100 * SOUGHT:g} points. Both use the measured spread and the level of the "
         "interval.",
+        "Over all settings: the mean over all pairs of an arm, each taken as independent. It is "
+        "exploratory, and the settings with more pairs count more.",
     ]
 
 
@@ -147,6 +151,19 @@ def differences(study: StudyResults, measure: Measure) -> Table:
     return Table(tuple(head), tuple(rows))
 
 
+def pooled(study: StudyResults, measure: Measure) -> Table:
+    """Return the table of the arms' mean differences over the pairs of several settings."""
+    head = ("arm", "settings", "pairs", f"less {study.reference}, points", "p", "power")
+    rows = []
+    for each in study.pooled(measure):
+        paired, (low, high) = each.paired, each.paired.interval(ALPHA)
+        finds = f"{_size(paired.detectable(ALPHA))}" if low <= 0 <= high else NONE
+        mean = spread(SeedMean(paired.n, paired.mean, low, high), points)
+        p = f"{_p_value(paired.p)} alone"
+        rows.append((each.arm, f"{len(each.settings)}", f"{paired.n}", mean, p, finds))
+    return Table(head, tuple(rows))
+
+
 def _runs(number: int, pairs: int) -> str:
     """Return the number of runs, with that of pairs if some runs have no partner."""
     return f"{number}" if pairs in (0, number) else f"{number} ({pairs} paired)"
@@ -173,8 +190,12 @@ def _size(share: float) -> str:
 def _p(each: Difference) -> str:
     if each.p is None:
         return NONE
-    p = "< 0.001" if each.p < 0.001 else f"{each.p:.3f}"
+    p = _p_value(each.p)
     return p if each.planned else f"{p} alone"
+
+
+def _p_value(p: float) -> str:
+    return "< 0.001" if p < 0.001 else f"{p:.3f}"
 
 
 def _missing(study: StudyResults, measure: Measure) -> str:
@@ -214,6 +235,7 @@ def _plots(study: StudyResults) -> dict[str, Any]:
     colours = colours_of(study.arms)
     return {
         "html": partial(_html, colours),
+        "html_pooled": partial(_html_pooled, colours),
         "trade_offs": _trade_offs(study, colours),
         "courses": [
             course(each.comparison, KEPT, f"Kept share, {each.name}", colours)
@@ -233,6 +255,13 @@ def _html(colours: Mapping[str, str], shown: Table) -> Markup:
         first = "" if setting == earlier else link.format(setting)
         rows.append((first, swatch.format(colours[arm], arm), *rest))
         earlier = setting
+    return table(shown.head, rows, "results")
+
+
+def _html_pooled(colours: Mapping[str, str], shown: Table) -> Markup:
+    """Return the table over all settings as HTML, with the colour of each arm."""
+    swatch = Markup('<i class="swatch {}"></i>{}')
+    rows = [(swatch.format(colours[arm], arm), *rest) for arm, *rest in shown.rows]
     return table(shown.head, rows, "results")
 
 
@@ -332,4 +361,17 @@ def _json(study: StudyResults) -> Mapping[str, Any]:
                 for each in study.differences
             ]
         ),
+        "pooled": {
+            measure: {
+                each.arm: {
+                    "settings": each.settings,
+                    "pairs": each.paired.n,
+                    "difference": each.paired.mean,
+                    "interval": each.paired.interval(ALPHA),
+                    "p": each.paired.p,
+                }
+                for each in study.pooled(measure)
+            }
+            for measure in MEASURES
+        },
     }
