@@ -167,13 +167,23 @@ def test_equal_tokens_is_what_the_run_with_the_fewest_trained_on(tmp_path: Path)
     )  # half way to step 1
     assert values(found.versus(lost, budget))[0] == pytest.approx(0.45 - (0.8 + 0.6 + 0.4 / 3) / 2)
     table = equal(found, "tokens")
-    assert table and table.head[2] == "success after 200 action tokens"
+    assert table and table.head[2] == "success after 200 sampled tokens"
     assert (
         table.rows[1][:3] == ("lost", "2", "45.0% (45.0% to 45.0%)") and table.rows[1][-1] == "800"
     )
     assert equal_steps(found).rows[1][2] == "10.0% (10.0% to 10.0%)"
     for told in (page(found), tables(found)):
         assert "range from 220 (good) to 800 (lost)" in told
+
+
+def test_runs_of_before_sampled_tokens_were_counted_have_those_trained_on(tmp_path: Path) -> None:
+    trial(tmp_path / "a-seed0", seed=0, evaluations=(0.4, 0.6, 0.8), tokens=70)
+    log = tmp_path / "a-seed0" / "metrics.jsonl"
+    text = log.read_text()
+    assert text.count("rollout/sampled_tokens") == 2
+    log.write_text(text.replace("rollout/sampled_tokens", "trainer/action_tokens"))
+    (old,) = read_comparison(tmp_path).trials
+    assert old.tokens == 140
 
 
 def test_runs_that_did_not_count_their_tokens_are_not_compared_at_equal_ones(

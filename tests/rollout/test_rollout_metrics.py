@@ -52,6 +52,7 @@ def test_lengths_count_branches_and_have_percentiles() -> None:
     forked = played(1.0, 5, branches=(played(1.0, 6),))
     figures = describe([Group(TASK, (*(played(1.0, length) for length in lengths), forked))])
     assert figures["completion/tokens_mean"] == 6  # (1 + ... + 11) / 11
+    assert figures["rollout/sampled_tokens"] == 66
     assert figures["completion/tokens_max"] == 11
     assert figures["completion/tokens_p50"] == 6
     assert figures["completion/tokens_p90"] == 10

@@ -34,7 +34,7 @@ def trial(
             more = {
                 "rollout/success_rate": success,
                 "correction/kept_share": recorded.get("kept", 0.9),
-                "trainer/action_tokens": recorded.get("tokens", 50.0),
+                "rollout/sampled_tokens": recorded.get("tokens", 50.0),
             }
             log.write(step, {"eval/success_rate": success, **(more if step else {})})
         log.event("stopped", reason="finished")

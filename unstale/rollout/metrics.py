@@ -36,6 +36,7 @@ def describe(groups: Sequence[Group]) -> dict[str, float]:
         "completion/invalid_format_share": _mean(stop == "invalid_format" for stop in stops),
     }
     lengths = sorted(_num_sampled(trajectory) for trajectory in finished)
+    metrics["rollout/sampled_tokens"] = sum(lengths)
     metrics["completion/tokens_mean"] = _mean(lengths)
     metrics["completion/tokens_max"] = lengths[-1] if lengths else math.nan
     for percent in PERCENTILES:

@@ -33,8 +33,10 @@ KEPT, CLIPPED, EXACT_SHARE = (
     "old_logps/exact_share",
 )
 SERIES = (SUCCESS, STALENESS, KEPT, CLIPPED, EXACT_SHARE)
-TOKENS = "trainer/action_tokens"
-UNCOUNTED = "The number of trained action tokens was not recorded."
+TOKENS = "rollout/sampled_tokens"
+TRAINED = "trainer/action_tokens"
+"""Stands for `TOKENS` in runs that did not record it. It was the same: no filter existed."""
+UNCOUNTED = "The number of sampled tokens was not recorded."
 
 Point = tuple[float, float]
 Unit = Literal["minutes", "tokens"]
@@ -91,7 +93,7 @@ def ended(folder: Path) -> tuple[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class TrainingBudget:
-    """An amount of training, in minutes or in trained tokens."""
+    """An amount of training, in minutes or in sampled tokens."""
 
     unit: Unit
     amount: float
@@ -198,7 +200,7 @@ def read_trial(folder: Path, arm: str, seed: int, launch: Row) -> Trial:
     rows = sorted(run.rows(METRICS) if run else (), key=step_of)
     events = list(run.rows(EVENTS)) if run else []
     minutes = _training_minutes(rows, events)
-    tokens = _trained_tokens(rows)
+    tokens = _sampled_tokens(rows)
     pairs = {name: [(step_of(row), number(row.get(name))) for row in rows] for name in SERIES}
     evaluations = [(step_of(row), number(row.get("eval/success_rate"))) for row in rows]
     return Trial(
@@ -246,15 +248,13 @@ def _training_minutes(rows: Sequence[Row], events: Sequence[Row]) -> dict[int, f
     }
 
 
-def _trained_tokens(rows: Sequence[Row]) -> dict[int, float]:
-    """Return the number of sampled tokens that were trained on up to each step."""
-    return dict(
-        zip(
-            map(step_of, rows),
-            accumulate(number(row.get(TOKENS)) or 0.0 for row in rows),
-            strict=True,
-        )
-    )
+def _sampled_tokens(rows: Sequence[Row]) -> dict[int, float]:
+    """Return the number of tokens of the groups that were consumed up to each step.
+
+    Episodes that a filter left out count, and groups that are replayed count once.
+    """
+    sampled = (number(row.get(TOKENS, row.get(TRAINED))) or 0.0 for row in rows)
+    return dict(zip(map(step_of, rows), accumulate(sampled), strict=True))
 
 
 @dataclass(frozen=True, slots=True)

@@ -83,7 +83,7 @@ def points(share: float) -> str:
 
 
 UNITS: Mapping[Unit, tuple[str, str, Callable[[float], str]]] = {
-    "tokens": ("At equal tokens", "action tokens", amount),
+    "tokens": ("At equal tokens", "sampled tokens", amount),
     "minutes": ("At equal wall-clock", "minutes of training", "{:.1f}".format),
 }
 """For each unit of a training budget: heading, words and number format."""
@@ -135,7 +135,7 @@ def equal(comparison: Comparison, unit: Unit) -> Table | None:
 
 
 def lengths(comparison: Comparison) -> str:
-    """Return a sentence on how the number of trained tokens differs between arms."""
+    """Return a sentence on how the number of sampled tokens differs between arms."""
     means = []
     for arm in comparison.arms:
         tokens = mean_over_seeds(trial.tokens for trial in arm.finished)
@@ -145,7 +145,7 @@ def lengths(comparison: Comparison) -> str:
         return UNCOUNTED
     (fewest, low_arm), (most, high_arm) = min(means), max(means)
     return (
-        "Episodes differ in length, so equal steps are not equal tokens: mean action tokens per "
+        "Episodes differ in length, so equal steps are not equal tokens: mean sampled tokens per "
         f"run range from {amount(fewest)} ({low_arm}) to {amount(most)} ({high_arm})."
     )
 
