@@ -295,6 +295,7 @@ def build(
             machine.techniques.credit,
             estimate=build_advantage(config.advantage),
             identify=identify,
+            stop_tokens=() if ends_freely(taskset) else generator.chat.stop_tokens,
         ),
         old_logps=old,
         auditor=machine.auditor,
@@ -488,11 +489,9 @@ def build_rollout(
     For a task set of an external agent (`ExternalAgent`), all such objects share one HTTP endpoint.
     Raises `ConfigError` if a needed package is missing or the run is deterministic.
     """
-    inner = taskset
     if isinstance(taskset, IsolatedTasks):
         taskset.workers.on_event = on_event
-        inner = taskset.inner
-    if not isinstance(inner, ExternalAgent):
+    if not ends_freely(taskset):
         return Rollout
     if config.deterministic:
         raise ConfigError(
@@ -507,6 +506,12 @@ def build_rollout(
     except ModuleNotFoundError as error:
         raise ConfigError(f"an ExternalAgent needs {error.name}: {install('endpoint')}") from error
     return partial(AgentRollout, endpoint=endpoint, on_event=on_event)
+
+
+def ends_freely(taskset: Taskset) -> bool:
+    """Return True if an external agent talks to the policy, which may end a reply by a text."""
+    inner = taskset.inner if isinstance(taskset, IsolatedTasks) else taskset
+    return isinstance(inner, ExternalAgent)
 
 
 def build_old_logps(config: OldLogpsConfig, scorer: Scorer, *, lockstep: bool = False) -> OldLogps:

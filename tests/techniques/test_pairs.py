@@ -31,8 +31,13 @@ from unstale.lint import check as lint
 from unstale.recipes import retail
 from unstale.techniques import Techniques
 
-CONDITIONS: Mapping[str, Mapping[str, Any]] = {"beta_sampler": {"selection.pool": 6}}
-"""Options without which a technique is refused, by its name. They are set in every test here."""
+CONDITIONS: Mapping[str, Mapping[str, Any]] = {
+    "beta_sampler": {"selection.pool": 6},
+    "truncated": {"engine.max_completion_tokens": 160, "engine.max_context": 2048},
+}
+"""Options without which a technique is refused, by its name, or has no episode to train on. They
+are set in every test here.
+"""
 
 NAMED: tuple[str, ...] = (
     "ess_lr ace",

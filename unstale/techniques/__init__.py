@@ -22,7 +22,7 @@ so after a crash every group is observed exactly once.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from random import Random
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
@@ -55,6 +55,8 @@ class CreditContext:
     """A function that returns a task's identity, as in `Outcome.task`."""
     metrics: dict[str, float] = field(default_factory=dict)
     """Figures for the metrics of the batch, by full name. Techniques add theirs."""
+    stop_tokens: Collection[int] = ()
+    """The tokens that end a reply. Empty if an agent may end its replies otherwise."""
 
 
 @runtime_checkable
@@ -64,7 +66,8 @@ class Filter(Protocol):
     def select(self, groups: Sequence[Group], context: CreditContext) -> Sequence[Group]:
         """Return the groups of a batch, with some trajectories moved to `Group.unused`.
 
-        Number and order of the groups must stay. A group may have no trajectory left.
+        Number and order of the groups must stay. A group may have no trajectory left. Those that
+        stay may get other rewards.
         """
         ...
 
@@ -348,7 +351,7 @@ class Techniques:
             if isinstance(part, Observer)
         }
 
-    def credit(
+    def credit(  # noqa: PLR0913 - two of them are functions
         self,
         groups: Sequence[Group],
         *,
@@ -356,14 +359,15 @@ class Techniques:
         version: int,
         estimate: Callable[[Sequence[Group]], list[ScoredTrajectory]],
         identify: Callable[[Task], str],
+        stop_tokens: Collection[int] = (),
     ) -> tuple[list[ScoredTrajectory], Mapping[str, float]]:
         """Return the trajectories of a batch to train on, with advantages, and metrics.
 
         Filters act first, then the estimator, then recredits. `estimate` is the configured
         estimator, which an estimator technique replaces. Where filters leave nothing of a whole
-        batch, all its trajectories get advantage 0.
+        batch, all its trajectories get advantage 0. `stop_tokens` end a reply; empty if unknown.
         """
-        context = CreditContext(progress, version, identify)
+        context = CreditContext(progress, version, identify, stop_tokens=stop_tokens)
         for diagnostic in self.diagnostics:
             context.metrics.update(diagnostic.measure(groups, context))
         selected = groups

@@ -111,7 +111,14 @@ ROWS: Sequence[Row] = (
         "--techniques ess_lr is the step size, opob the baseline",
         "works",
     ),
-    _row(17, "RAVL", "no value from an artificial end", "cut episodes still count as failures"),
+    _row(
+        17,
+        "RAVL",
+        "no value from an artificial end",
+        "--techniques truncated: an episode that a limit cut off is no failure; its model of the "
+        "environment and its ensemble of values are not for language models",
+        "transfer",
+    ),
     _row(18, "POISE", "a probe of hidden states as the baseline", _BASELINE),
     _row(19, "RTV + PDR", "votes over summaries of attempts", _JUDGE),
     _row(
