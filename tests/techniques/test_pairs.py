@@ -40,7 +40,7 @@ are set in every test here.
 """
 
 NAMED: tuple[str, ...] = (
-    "ess_lr ace",
+    "ess_lr outer_step ace",
     "opob m2po preserve_clip",
     "minpro aepo top_tokens",
     "minpro balance",

@@ -178,6 +178,31 @@ def test_controllers_see_the_whole_ratio_of_every_sequence_and_scale_the_step() 
     assert metrics["trainer/lr"] == pytest.approx(1 / 6) and metrics["x/y"] == 4.0
 
 
+def test_halves_of_the_groups_have_the_whole_gradient_and_its_noise() -> None:
+    """Groups have two sequences and one. Some tokens lag by one batch, the others by none."""
+    batch = replace(a_batch(), group=(8, 5, 8))
+    second = torch.zeros_like(batch.sampled)
+    second[batch.offsets[1] : batch.offsets[2]] = True
+    halves = [replace(batch, advantage=batch.advantage * each) for each in (~second, second)]
+    a, b = (gradient(make(), each) for each in halves)
+    sees = Plans(StepPlan())
+    trainer = make(sees, needs=frozenset({"halves"}))
+    torch.testing.assert_close(gradient(trainer, batch), a + b, rtol=1e-9, atol=1e-12)
+    trainer.step()
+    assert sees.seen[0].gradient_noise == pytest.approx(float((a - b).square().sum()))
+    assert sees.seen[0].grad_norm == pytest.approx(float((a + b).norm()))
+    kl = {
+        lag: [
+            math.exp(each["log_s"]) - 1 - each["log_s"]
+            for each in trainer.points()
+            if each["lag"] == lag
+        ]
+        for lag in (0, 1)
+    }
+    assert sees.seen[0].kl_of_batch == pytest.approx(sum(kl[1]) / len(kl[1])) != 0
+    assert sees.seen[0].kl == pytest.approx(sum(kl[0] + kl[1]) / len(kl[0] + kl[1]))
+
+
 def test_a_skipped_step_changes_no_weight_and_each_step_has_its_own_sequences() -> None:
     skips = Plans(StepPlan(skip=True))
     trainer = make(skips, Plans(StepPlan()), steps=2)

@@ -52,11 +52,12 @@ EXCLUSIVE: frozenset[Slot] = frozenset({"sampler", "allocator", "estimator", "ra
 """Slots that hold one technique at most. The techniques of the others act in the order written."""
 Change = Literal["tasks", "count", "groups", "reward", "advantage", "objective", "step"]
 """The part of the mathematics that a technique changes."""
-Need = Literal["siblings", "reference", "entropy", "trajectory_gradients", "pool"]
+Need = Literal["siblings", "reference", "entropy", "trajectory_gradients", "pool", "halves"]
 """A condition of a technique: `siblings` is a group of several episodes, `reference` a copy of the
 first policy in memory, `entropy` the entropy of every token (one more forward pass per batch),
-`trajectory_gradients` the gradient of every sequence (one more backward pass per sequence),
-`pool` a pool of tasks that come again.
+`trajectory_gradients` the gradient of every sequence (one more backward pass per sequence), `pool`
+a pool of tasks that come again, `halves` the gradients of two halves of a step's groups (one more
+copy of the gradient in memory).
 """
 Evidence = Literal["code", "paper", "notes", "abstract", "own reading"]
 """The source of a formula: the authors' code, their paper, notes of others, the abstract alone, or
@@ -173,6 +174,16 @@ def check_needs(config: "RunConfig") -> None:
             raise ConfigError(
                 f"the technique {entry.name} needs cluster.trainers = 0, got "
                 f"{config.cluster.trainers}: ranks do not compute the gradient of one sequence"
+            )
+        if "halves" in entry.requires and config.cluster.trainers:
+            raise ConfigError(
+                f"the technique {entry.name} needs cluster.trainers = 0, got "
+                f"{config.cluster.trainers}: ranks do not compute the gradient of half a step"
+            )
+        if "halves" in entry.requires and config.schedule.groups_per_step < 2:
+            raise ConfigError(
+                f"the technique {entry.name} needs schedule.groups_per_step >= 2, got "
+                f"{config.schedule.groups_per_step}: it compares two halves of a step's groups"
             )
 
 

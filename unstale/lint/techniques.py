@@ -36,17 +36,18 @@ def order(config: RunConfig) -> str:
     return "; ".join(sentences)
 
 
-def low_rate_with_ess_lr(config: RunConfig) -> Finding | None:
+def low_rate_with_smaller_steps(config: RunConfig) -> Finding | None:
     """Warn of a technique that lowers a learning rate which is low already."""
     usual = usual_rate(config)
     rate = config.trainer.lr
-    if "ess_lr" not in config.technique_options or not rate < usual / LOW_RATE:
+    names = [name for name in ("ess_lr", "outer_step") if name in config.technique_options]
+    if not names or not rate < usual / LOW_RATE:
         return None
     return Finding(
-        f"ess_lr at a learning rate of {rate:g}",
+        f"{' and '.join(names)} at a learning rate of {rate:g}",
         f"usual is about {usual:g}; at a low rate, smaller steps only slow learning "
         "(docs/techniques.md)",
-        (without(config, "ess_lr"), {"trainer.lr": usual}),
+        (without(config, *names), {"trainer.lr": usual}),
     )
 
 
@@ -97,7 +98,7 @@ def without(config: RunConfig, *names: str) -> Fix:
 
 
 WARNINGS: Sequence[Rule] = (
-    low_rate_with_ess_lr,
+    low_rate_with_smaller_steps,
     far_shift_of_ace,
     hard_prefix_clip,
     strong_entropy_factor,

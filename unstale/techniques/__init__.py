@@ -253,6 +253,16 @@ class StepSeen:
     """
     grad_norm: float
     """The norm of the gradient before it is clipped."""
+    gradient_noise: float = math.nan
+    """An estimate of the gradient's total variance, from two halves of the step's groups. NaN if no
+    technique needs `halves`, and for a step with fewer than two groups.
+    """
+    kl: float = math.nan
+    """KL(pi_old || pi) per sampled token, in nats (k3). pi_old is the policy of `old_logp`."""
+    kl_of_batch: float = math.nan
+    """The same over the tokens that lag by one batch: the change by the batch before. NaN without
+    such tokens.
+    """
 
 
 @dataclass(frozen=True, slots=True)

@@ -223,7 +223,9 @@ ROWS: Sequence[Row] = (
         50,
         "PPO at 1M envs",
         "a diagnosis of too large steps",
-        "the noise of two halves of a batch is missing",
+        "--techniques outer_step: the noise of two halves of a step's groups, its KL, a lower "
+        "learning rate",
+        "works",
     ),
     _row(
         51,

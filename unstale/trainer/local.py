@@ -36,6 +36,7 @@ from unstale.techniques import (
     StepSeen,
     Techniques,
 )
+from unstale.trainer.halves import GradientHalves
 from unstale.trainer.metrics import StepMetrics
 from unstale.trainer.optimizer import lr_factor, make_optimizer
 from unstale.trainer.records import NOT_FINITE, FailedBatch, Minibatch
@@ -173,6 +174,7 @@ class LocalTrainer:
         self.optimizer = make_optimizer(self.config, list(self._master.values()))
         keeps_reference = config.objective.kl_coef or "reference" in techniques.needs
         self._reference = policy.twin() if keeps_reference else None
+        self._halves = GradientHalves() if "halves" in techniques.needs else None
         self._metrics = StepMetrics()
         self._passes = self._metrics
         """The metrics to which forward passes add."""
@@ -247,15 +249,30 @@ class LocalTrainer:
         metrics.num_steps += 1
         batch = minibatch.batch
         members = self._with_gradient(batch, minibatch.factor * minibatch.norm)
+        passes = metrics.of_passes()
+        if self._halves:
+            first, members = self._halves.split(batch, members)
+            self._add_gradient(minibatch, first, passes)
+            self._halves.keep_first(self._master)
+        self._add_gradient(minibatch, members, passes)
+        self._passes = metrics
+        reports = self._peers.gather(passes if self._peers.reports else None)
+        metrics.add_passes([passes for passes in reports if passes is not None])
+        metrics.update_s += time.perf_counter() - began
+
+    def _add_gradient(
+        self, minibatch: Minibatch, members: Sequence[int], passes: StepMetrics
+    ) -> None:
+        """Add the gradient of some sequences' loss, in microbatches. `passes` gets the metrics."""
+        batch = minibatch.batch
         all_spans = batch.spans()
         spans = [all_spans[i] for i in members]
         microbatches = self.policy.pack(
             batch, spans, self.config.max_tokens_per_microbatch, where=batch.sampled
         )
         costs = [sum(spans[i][1] - spans[i][0] for i in positions) for positions in microbatches]
-        passes = metrics.of_passes()
         for number, counts in self._peers.deal(costs):
-            self._passes = passes if counts else metrics.of_passes()
+            self._passes = passes if counts else self._metrics.of_passes()
             microbatch, index = batch.select([members[i] for i in microbatches[number]])
             with self._peers.fail_together(NOT_FINITE):
                 loss = self._loss(minibatch, microbatch, index)
@@ -269,10 +286,6 @@ class LocalTrainer:
             self._collect_gradients()
             self._passes.microbatches += 1
             self._passes.sequence_tokens += len(microbatch.tokens)
-        self._passes = metrics
-        reports = self._peers.gather(passes if self._peers.reports else None)
-        metrics.add_passes([passes for passes in reports if passes is not None])
-        metrics.update_s += time.perf_counter() - began
 
     def _shape(
         self, batch: Batch, old_logp: Tensor, reference_logp: Tensor, control: Control
@@ -323,6 +336,7 @@ class LocalTrainer:
                 master.grad = torch.zeros_like(master)
             elif not is_sharded(master):
                 self._peers.sum(master.grad)
+        noise = self._halves.noise(self._master) if self._halves else math.nan
         total = nn.utils.clip_grad_norm_(self._master.values(), self.config.grad_clip)
         norm = float(gather_whole(total))
         if not math.isfinite(norm):
@@ -331,7 +345,7 @@ class LocalTrainer:
                 "no step was taken. Lower trainer.lr or narrow the correction band"
             )
         lr = self.config.lr * lr_factor(self.steps, self.config, num_steps=self.num_steps)
-        plan = self._plan(norm)
+        plan = self._plan(norm, noise)
         lr *= plan.lr_factor
         for group in self.optimizer.param_groups:
             group["lr"] = lr
@@ -346,12 +360,13 @@ class LocalTrainer:
         self._metrics.lr = lr
         self._metrics.update_s += time.perf_counter() - began
 
-    def _plan(self, grad_norm: float) -> StepPlan:
+    def _plan(self, grad_norm: float, noise: float) -> StepPlan:
         """Return the controllers' plan for the next optimizer step."""
         if not self.techniques.controllers:
             return StepPlan()
         log_weight = torch.tensor(self._metrics.take_log_weights(), dtype=torch.float64)
-        plan = self.techniques.plan(StepSeen(log_weight, grad_norm))
+        kl, kl_of_batch = self._metrics.take_kl()
+        plan = self.techniques.plan(StepSeen(log_weight, grad_norm, noise, kl, kl_of_batch))
         self._metrics.extra |= plan.metrics
         return plan
 

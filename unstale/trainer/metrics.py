@@ -55,6 +55,8 @@ class StepMetrics:
         self.grad_norms: list[float] = []
         self._log_weights: list[float] = []
         """The logarithm of pi / mu of each sequence of the present optimizer step."""
+        self._taken = 0
+        """Number of tensors of `_values["log_s"]` that `take_kl` has read."""
         self._values: defaultdict[str, list[Tensor]] = defaultdict(list)
         """Values of sampled tokens by name. Each call that records values adds one tensor."""
         self._tokens_run = 0
@@ -96,6 +98,16 @@ class StepMetrics:
         """Return the logarithms of pi / mu of the sequences since the last call."""
         taken, self._log_weights = self._log_weights, []
         return taken
+
+    def take_kl(self) -> tuple[float, float]:
+        """Return KL(pi_old || pi) per token since the last call, in nats (k3).
+
+        The second value is over the tokens that lag by one batch. A mean of no token is NaN.
+        """
+        log_s = torch.cat([torch.empty(0), *self._values["log_s"][self._taken :]])
+        lag = torch.cat([torch.empty(0), *self._values["lag"][self._taken :]])
+        self._taken = len(self._values["log_s"])
+        return kl_estimates(log_s)[1], kl_estimates(log_s[lag == 1])[1]
 
     def add_reference(self, log_ratio: Tensor) -> None:
         """Record `reference_logp - logp` of sampled tokens, for the KL to the reference policy."""
