@@ -156,7 +156,9 @@ class NullJournal:
 
     async def finish(self, group: Group) -> None: ...
 
-    def consume(self, groups: Sequence[Group], *, step: int, version: int) -> None: ...
+    def consume(
+        self, groups: Sequence[Group], *, step: int, version: int, replayed: Sequence[int] = ()
+    ) -> None: ...
 
     def __enter__(self) -> "NullJournal":
         return self

@@ -216,9 +216,10 @@ def toy_machine(
     old = (route or ScoresAtClosing)(scorer, engine)
     rules = Rules(config.correction, config.objective)
     auditor = Auditor(LocalScorer(policy, 1.0, 4096), old, rules, share=config.audit.share)
-    trainer = LocalTrainer(policy, config, old, auditor.look)
+    techniques = Techniques.of(config)
+    trainer = LocalTrainer(policy, config, old, auditor.look, techniques=techniques)
     generator = Generator(engine, NumberChat(), config.engine)  # type: ignore[arg-type]
-    return Components(policy, taskset, generator, scorer, old, auditor, trainer)
+    return Components(policy, taskset, generator, scorer, old, auditor, trainer, techniques)
 
 
 def make(

@@ -52,10 +52,11 @@ from unstale.observe.trackers import find_trackers
 from unstale.old_logps import OldLogps
 from unstale.old_logps.scoring.local_scorer import LocalScorer, delta_store
 from unstale.old_logps.scoring.scorer import Scorer
-from unstale.records import Failure, Group, PendingPiece, ScoredTrajectory
+from unstale.records import Batch, Failure, Group, PendingPiece, ScoredTrajectory, Task
 from unstale.rollout.episode import Rollout
 from unstale.rollout.evaluation import evaluate
 from unstale.rollout.generator import Generator
+from unstale.rollout.seeds import derive_seed
 from unstale.rollout.selection import Selection, make_pool
 from unstale.rollout.staleness_queue import PendingPieces, StalenessQueue
 from unstale.techniques import NO_TECHNIQUES, Techniques
@@ -309,7 +310,23 @@ def build(
         piece_arrived=piece_arrived,
         consumed=selection.consumed,
         more=partial(selection.more, resize=journal.resize),
+        replayed=partial(_replayed, machine.techniques, config.seed, identify),
+        max_replay_age=machine.techniques.max_replay_age,
     )
+
+
+def _replayed(
+    techniques: Techniques,
+    seed: int,
+    identify: Callable[[Task], str],
+    groups: Sequence[Group],
+    step: int,
+) -> Sequence[Batch]:
+    """Return batches of stored groups that join the fresh groups of a step."""
+    if not techniques.sources:
+        return ()
+    own = derive_seed(seed, "replay", step)
+    return techniques.replayed(groups, own, identify=identify)
 
 
 @dataclass(frozen=True, slots=True)

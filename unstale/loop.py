@@ -34,11 +34,17 @@ from unstale.records import (
     ScoredTrajectory,
     Trajectory,
     collate,
+    concatenate,
 )
 from unstale.rollout import Evaluation, GroupRollout
 from unstale.rollout.episode import require_finished
 from unstale.rollout.metrics import describe, describe_advantages
-from unstale.rollout.staleness_queue import PendingPieces, StalenessQueue, measure_staleness
+from unstale.rollout.staleness_queue import (
+    PendingPieces,
+    StalenessQueue,
+    measure_replay,
+    measure_staleness,
+)
 from unstale.rollout.timeouts import run_to_completion
 from unstale.trainer import AuditObserver, Trainer
 from unstale.trainer.threads import WorkerThread, return_freed_memory
@@ -103,6 +109,10 @@ class RunComponents:
     """Called with the groups of a batch that was trained on, and the version before. Techniques
     with state learn from them. No checkpoint is copied at that time.
     """
+    replayed: Callable[[Sequence[Group], int], Sequence[Batch]] = lambda groups, step: ()
+    """Called with the fresh groups of a step. Returns batches of stored groups, which join them."""
+    max_replay_age: int = 0
+    """Largest age in versions of a replayed token. 0 if the run replays no groups."""
 
     more: Callable[[GroupRequest, Sequence[Trajectory | Failure]], int] = lambda request, results: 0
     """Called with the results of a group whose episodes have all ended. Returns the number of
@@ -213,7 +223,7 @@ async def take_step(run: RunComponents, step: int, publication: "Publication") -
     scored, chosen = run.advantage(
         groups, progress=(step - 1) / run.config.steps, version=run.trainer.version
     )
-    batch, staleness = await build_batch(run, groups, scored)
+    batch, staleness = await build_batch(run, groups, scored, step)
     metrics: dict[str, Any] = {
         "version": run.trainer.version,
         "schedule/wait_for_batch_s": wait_s,
@@ -226,7 +236,9 @@ async def take_step(run: RunComponents, step: int, publication: "Publication") -
     metrics |= await learn(run, batch, groups, step, publication)
 
     run.pending.discard(episodes_of(groups))
-    run.journal.consume(groups, step=step, version=run.trainer.version)
+    run.journal.consume(
+        groups, step=step, version=run.trainer.version, replayed=batch.replayed_groups
+    )
     run.consumed(groups, run.trainer.version)
     run.trainer.start_version()
     return Progress(
@@ -235,18 +247,22 @@ async def take_step(run: RunComponents, step: int, publication: "Publication") -
 
 
 async def build_batch(
-    run: RunComponents, groups: Sequence[Group], scored: Sequence[ScoredTrajectory]
+    run: RunComponents, groups: Sequence[Group], scored: Sequence[ScoredTrajectory], step: int
 ) -> tuple[Batch, Mapping[str, object]]:
-    """Return the batch of some trajectories, and its staleness metrics.
+    """Return the batch of some trajectories and of the groups replayed, and its staleness metrics.
 
     A large batch is built in the trainer's thread, so that episodes continue meanwhile. In a
     deterministic run a call in a thread takes virtual time, which would change the run.
     """
 
     def build() -> tuple[Batch, Mapping[str, object]]:
-        batch = collate(scored, groups=groups, replay_routes=run.config.trainer.routing_replay)
+        fresh = collate(scored, groups=groups, replay_routes=run.config.trainer.routing_replay)
+        batch = concatenate([fresh, *run.replayed(groups, step)])
         lag = run.trainer.lag(batch.version)
-        return batch, measure_staleness(batch, groups, lag=lag, bound=run.queue.bound)
+        metrics = measure_staleness(batch, groups, lag=lag, bound=run.queue.bound)
+        if run.max_replay_age or batch.replayed.any():
+            metrics |= measure_replay(batch, lag=lag, bound=run.max_replay_age)
+        return batch, metrics
 
     num_tokens = sum(len(each.trajectory) for each in scored)
     if run.config.deterministic or num_tokens < LARGE_BATCH_TOKENS:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from enum import IntEnum
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from unstale.expert_routes import ExpertRoutes, RouteTable, link
 
@@ -368,6 +368,21 @@ class GroupRequest:
 
 
 @dataclass(frozen=True, slots=True)
+class StoredLogps:
+    """Old log-probabilities of replayed tokens, kept since the step that first trained on them.
+
+    Both tensors are `[T]`. Tokens that are not replayed have 0 and False.
+    """
+
+    old_logp: "Tensor"
+    exact: "Tensor"
+    """True where `old_logp` is exact. Elsewhere it is the recorded `behavior_logp`."""
+
+    def select(self, index: "Tensor") -> "StoredLogps":
+        return StoredLogps(self.old_logp[index], self.exact[index])
+
+
+@dataclass(frozen=True, slots=True)
 class Batch:
     """The sequences of one batch, packed end to end. Every tensor is `[T]`.
 
@@ -394,6 +409,27 @@ class Batch:
     """The number of each sequence's group, -1 if it is unknown. Empty in a recorded batch."""
     reward: tuple[float, ...] = ()
     """The reward of each sequence's episode. Empty in a recorded batch."""
+    stored: StoredLogps | None = None
+    """The old log-probabilities of replayed tokens. None if the batch has no replayed token."""
+
+    @property
+    def replayed(self) -> "Tensor":
+        """True for sampled tokens that an earlier step was trained on, `[T]`."""
+        return self.sampled & (self.provenance == int(Provenance.REPLAYED))
+
+    @property
+    def fresh(self) -> "Tensor":
+        """True for sampled tokens that no earlier step was trained on, `[T]`."""
+        return self.sampled & (self.provenance != int(Provenance.REPLAYED))
+
+    @property
+    def replayed_groups(self) -> tuple[int, ...]:
+        """The numbers of the groups that have replayed tokens, in the order of the batch."""
+        replayed = self.replayed
+        numbers = zip(self.group, self.spans(), strict=True)
+        return tuple(
+            dict.fromkeys(group for group, (start, end) in numbers if replayed[start:end].any())
+        )
 
     @property
     def trained(self) -> "Tensor":
@@ -437,9 +473,53 @@ class Batch:
             routes=self.routes.select(sequences, index) if self.routes else None,
             group=tuple(self.group[i] for i in sequences) if self.group else (),
             reward=tuple(self.reward[i] for i in sequences) if self.reward else (),
+            stored=self.stored.select(index) if self.stored else None,
             **rows,
         )
         return chosen, index
+
+    def select_fresh(self) -> "tuple[Batch, Tensor]":
+        """Return the sequences without replayed tokens, and their tokens' positions `[T']`."""
+        replayed = self.replayed
+        spans = enumerate(self.spans())
+        sequences = [i for i, (start, end) in spans if not replayed[start:end].any()]
+        part, index = self.select(sequences)
+        return replace(part, stored=None), index
+
+
+def concatenate(batches: Sequence[Batch]) -> Batch:
+    """Join batches into one, in their order. None of them may have expert routes."""
+    import torch
+
+    if len(batches) == 1:
+        return batches[0]
+    if any(batch.routes for batch in batches):
+        raise ValueError("batches with expert routes cannot be joined")
+    tensors = [each.name for each in fields(Batch) if each.type == "Tensor"]
+    offsets = [0]
+    for batch in batches:
+        start = offsets[-1]
+        offsets += [start + end for end in batch.offsets[1:]]
+    columns: dict[str, Any] = {
+        name: torch.cat([getattr(batch, name) for batch in batches]) for name in tensors
+    }
+    kept = [batch.stored or _nothing_stored(batch) for batch in batches]
+    return Batch(
+        offsets=tuple(offsets),
+        episodes=tuple(episode for batch in batches for episode in batch.episodes),
+        group=tuple(number for batch in batches for number in batch.group),
+        reward=tuple(reward for batch in batches for reward in batch.reward),
+        stored=StoredLogps(
+            torch.cat([each.old_logp for each in kept]), torch.cat([each.exact for each in kept])
+        ),
+        **columns,
+    )
+
+
+def _nothing_stored(batch: Batch) -> StoredLogps:
+    import torch
+
+    return StoredLogps(torch.zeros_like(batch.behavior_logp), torch.zeros_like(batch.sampled))
 
 
 def collate(

@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
 from io import StringIO
 from itertools import count
@@ -42,6 +43,7 @@ from unstale.durability.journal import (
     JournalError,
     JournalReader,
     check,
+    content,
     writer,
 )
 from unstale.durability.journal.export import export_rows, write_jsonl
@@ -575,7 +577,7 @@ def unusable(tmp_path: Path, kind: str) -> Path:
     [
         ("folder", "unable to open database file"),
         ("text", "file is not a database"),
-        ("format", "its format is 7, this release writes 3"),
+        ("format", "its format is 7, this release writes 4"),
     ],
 )
 def test_what_cannot_be_opened_is_told_at_once(tmp_path: Path, kind: str, says: str) -> None:
@@ -583,8 +585,51 @@ def test_what_cannot_be_opened_is_told_at_once(tmp_path: Path, kind: str, says: 
     with pytest.raises(JournalError, match=f"the journal {path} failed: {says}"), Journal(path):
         pass
     if kind != "folder":
-        with pytest.raises(JournalError, match=says.replace("writes", "reads")):
+        with pytest.raises(JournalError, match=says.replace("writes", "reads 3 to")):
             JournalReader(path)
+
+
+def test_a_replayed_group_is_recorded_beside_its_first_training(tmp_path: Path) -> None:
+    with Journal(tmp_path / JOURNAL) as journal:
+        asyncio.run(journal.publishing(0))
+        for step in range(3):
+            record(journal, group(step))
+            again = [step - 1, 0][:step]
+            journal.consume([group(step)], step=step, version=step, replayed=again)
+            asyncio.run(journal.checkpoint(f"of {step}", step=step, version=step + 1))
+        with Journal.read(tmp_path) as read:
+            assert [read.replayed(step) for step in range(3)] == [[], [0], [1, 0]]
+            assert read.replayed() == [0, 1, 0] and check(read) == []
+            assert [[one.number for one in read.consumed(step)] for step in range(3)] == [
+                [0],
+                [1],
+                [2],
+            ]
+            assert content(read)["groups_replayed"] == 2
+        journal.rewind(1, everything=True)
+    with Journal.read(tmp_path) as read:
+        assert read.replayed() == [0] and check(read) == []
+
+
+def test_a_journal_of_the_format_before_is_read_and_changed_on_a_resume(tmp_path: Path) -> None:
+    with Journal(tmp_path / JOURNAL) as journal:
+        asyncio.run(journal.publishing(0))
+        record(journal, group(0))
+        train_on(journal, group(0), step=0, version=0)
+    with closing(sqlite3.connect(tmp_path / JOURNAL)) as connection:
+        connection.executescript(
+            "DROP TABLE replayed; DELETE FROM counts WHERE name = 'replayed'; "
+            "PRAGMA user_version=3;"
+        )
+    with Journal.read(tmp_path) as read:
+        assert check(read) == [] and read.replayed() == read.replayed(0) == []
+        assert [one.number for one in read.consumed(0)] == [0]
+    with Journal(tmp_path / JOURNAL) as journal:
+        record(journal, group(1))
+        journal.consume([group(1)], step=1, version=1, replayed=[0])
+        asyncio.run(journal.checkpoint("of 1", step=1, version=2))
+    with Journal.read(tmp_path) as read:
+        assert check(read) == [] and read.replayed(1) == [0]
 
 
 PLANTED = (
@@ -693,9 +738,9 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[tuple[int,
                 assert read.group(each.number) == each
         return groups
 
-    def kept(groups: list[Group], *, step: int, version: int) -> None:
+    def kept(groups: list[Group], *, step: int, **rest: object) -> None:
         consumed.append((step, list(groups)))
-        consume(groups, step=step, version=version)
+        consume(groups, step=step, **rest)
 
     parts.queue.take, parts.journal.consume = looked_up, kept  # type: ignore[method-assign]
     run(parts)
@@ -880,7 +925,7 @@ def test_a_failure_that_nobody_waits_for_ends_the_run_and_is_its_cause(tmp_path:
     parts = make(tmp_path, count(), budget=1, steps=10_000)
     seen: list[int] = []
 
-    def spoil(groups: object, *, step: int, version: int) -> None:
+    def spoil(groups: object, *, step: int, **rest: object) -> None:
         seen.append(step)
         parts.journal.transaction([("INSERT INTO no_such_table VALUES (1)", ())])
 

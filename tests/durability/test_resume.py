@@ -276,6 +276,63 @@ def test_a_deterministic_run_ends_equal_cut_off_at_every_checkpoint(
     assert lives == 1 + STEPS / 2 and compare_runs.differences(whole, folder) == []
 
 
+@pytest.fixture(scope="module")
+def replaying(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return an undisturbed deterministic run that replays groups."""
+    folder = tmp_path_factory.mktemp("runs") / "replaying"
+    with played(Toy()) as toy:
+        toy.begin(folder, replay_config())
+    return folder
+
+
+def replay_config(*, deterministic: bool = True) -> RunConfig:
+    made = config(deterministic=deterministic)
+    return override(made, {"techniques": "replay", "replay.max_age": 3})
+
+
+@pytest.mark.parametrize("name, number", [("prepare", 3), ("transaction", 120)])
+def test_a_run_that_replays_groups_ends_equal_wherever_it_is_killed(
+    toy: Toy, tmp_path: Path, replaying: Path, name: str, number: int
+) -> None:
+    folder = tmp_path / "run"
+    with killed(name, number):
+        toy.begin(folder, replay_config())
+    toy.go_on(folder, replay_config())
+    assert compare_runs.differences(replaying, folder) == []
+    require_sound(folder)
+
+
+def test_stored_groups_keep_their_age_when_versions_get_new_numbers(
+    toy: Toy, tmp_path: Path
+) -> None:
+    """The loop asserts the age bound, which counts batches and not version numbers."""
+    folder = tmp_path / "run"
+    with killed("step", 4):
+        toy.begin(folder, replay_config(deterministic=False))
+    toy.go_on(folder, replay_config(deterministic=False))
+    require_sound(folder)
+    with Journal.read(folder) as reader:
+        assert reader.versions()[-1] > STEPS and reader.replayed(STEPS)
+    assert rows(folder)[-1]["replay/age_max"] <= 3
+
+
+def test_a_run_that_replays_groups_records_which_and_keeps_both_bounds(replaying: Path) -> None:
+    """Groups that the journal lists were trained on before. They pin no version."""
+    written = rows(replaying)
+    with Journal.read(replaying) as reader:
+        first = {each.number: each.step for each in reader.groups()}
+        replayed = {step: reader.replayed(step) for step in range(1, STEPS + 1)}
+    assert sum(map(len, replayed.values())) > 2
+    for row in written:
+        numbers = replayed[row["step"]]
+        assert row["replay/groups"] == len(numbers)
+        assert all((first[number] or STEPS) < row["step"] for number in numbers)
+        assert row["rollout/episodes"] == 6
+        if numbers:
+            assert 1 <= row["replay/age_max"] <= 3 and row["replay/exact_share"] == 1
+    assert max(row["old_logps/versions"] for row in written) <= 3
+
+
 def pieces(folder: Path) -> set[tuple[Any, ...]]:
     with Journal.read(folder) as reader:
         return set(

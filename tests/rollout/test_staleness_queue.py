@@ -21,7 +21,6 @@ from unstale.records import (
     ContextPiece,
     Group,
     PendingPiece,
-    Provenance,
     Sampled,
     ScoredTrajectory,
     Task,
@@ -213,14 +212,6 @@ def test_ages_are_counted_where_the_batch_is_consumed() -> None:
         == 0.5
     )
     assert torch.equal(batch.version, torch.tensor([-1, 3, 3, 4, 5]))
-
-
-def test_replayed_tokens_have_the_same_bound() -> None:
-    batch, groups = batch_of([1, 5])
-    replayed = torch.where(batch.version == 1, int(Provenance.REPLAYED), batch.provenance)
-    batch = replace(batch, provenance=replayed)
-    with pytest.raises(StalenessError, match="of age 0 to 4; the bound is 0 to 2"):
-        measure_staleness(batch, groups, lag=5 - batch.version, bound=2)
 
 
 @pytest.mark.parametrize("version, bound", [(6, 2), (4, 2)])

@@ -6,6 +6,7 @@ on the number of tickets, the order and the look-ahead window, so one object has
 """
 
 import asyncio
+import math
 from bisect import bisect_left, insort
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Collection, Sequence
@@ -209,9 +210,10 @@ def measure_staleness(
 ) -> dict[str, object]:
     """Return the staleness metrics of a batch. Raises `StalenessError` for a token beyond `bound`.
 
-    `lag` is the staleness of each token, `[T]`, in versions.
+    `lag` is the staleness of each token, `[T]`, in versions. Replayed tokens are left out: they
+    have a bound of their own (`measure_replay`).
     """
-    ages = lag[batch.sampled]
+    ages = lag[batch.fresh]
     youngest, oldest = (int(ages.min()), int(ages.max())) if len(ages) else (0, 0)
     if oldest > bound or youngest < 0:
         raise StalenessError(f"tokens of age {youngest} to {oldest}; the bound is 0 to {bound}")
@@ -226,6 +228,26 @@ def measure_staleness(
         "schedule/staleness_bound": bound,
         "schedule/staleness_histogram": {str(age): count for age, count in counts.items()},
         "schedule/mixed_version_share": mixed / max(len(trajectories), 1),
-        "schedule/stale_kv_share": (~batch.clean[batch.sampled]).double().sum().item()
-        / max(int(batch.sampled.sum()), 1),
+        "schedule/stale_kv_share": (~batch.clean[batch.fresh]).double().sum().item()
+        / max(tokens, 1),
+    }
+
+
+def measure_replay(batch: Batch, *, lag: Tensor, bound: int) -> dict[str, float]:
+    """Return the metrics of the replayed tokens of a batch.
+
+    `lag` is the staleness of each token, `[T]`, in versions. Raises `StalenessError` for a replayed
+    token of the current version, which no step can have been trained on before, and for one that is
+    older than `bound`.
+    """
+    ages = lag[batch.replayed].double()
+    if len(ages) and (ages.max() > bound or ages.min() < 1):
+        raise StalenessError(
+            f"replayed tokens of age {ages.min():g} to {ages.max():g}; the bound is 1 to {bound}"
+        )
+    return {
+        "replay/groups": len(batch.replayed_groups),
+        "replay/token_share": len(ages) / max(int(batch.sampled.sum()), 1),
+        "replay/age_mean": ages.mean().item(),
+        "replay/age_max": ages.max().item() if len(ages) else math.nan,
     }

@@ -10,6 +10,8 @@ torch. A technique is an object with the methods of its slot:
     recredit     recredit(groups, scored, context)  an advantage for each of their turns
     diagnostic   measure(groups, context)           figures of a batch, before any of these
     shaper       shape(batch, signals) -> Shaped    when a batch is prepared
+    source       take(fresh, seed) -> batches       which stored groups join a batch
+                 offer(fresh, batch, lag)           when the batch was trained on
     ratio        log_ratio(logp, old_logp, batch)   the ratio of each token, in the loss
     objective    surrogate(log_ratio, batch, ...)   the loss of each token
     controller   plan(seen) -> StepPlan             before each optimizer step
@@ -300,6 +302,39 @@ class Outcome:
     """Number of sampled tokens of the group."""
 
 
+@dataclass(frozen=True, slots=True)
+class FreshGroup:
+    """A group of a batch that no earlier step was trained on."""
+
+    group: Group
+    task: str
+    """The identity of the task. It is the same each time the task comes again."""
+
+
+@runtime_checkable
+class Source(Protocol):
+    """A technique that adds groups to the fresh ones of a batch. It never replaces fresh ones."""
+
+    max_age: int
+    """Largest age in versions of an added token. The training loop asserts it."""
+
+    def take(self, fresh: Sequence[FreshGroup], *, seed: int) -> Sequence[Batch]:
+        """Return batches that join the fresh groups. Their sampled tokens have the provenance
+        REPLAYED, and `stored` has their old log-probabilities.
+
+        The result depends on the state, the fresh groups and `seed` alone.
+        """
+        ...
+
+    def offer(self, fresh: Sequence[FreshGroup], batch: Batch, lag: Tensor) -> None:
+        """Receive a batch that was trained on. `observe` may store some of it.
+
+        `batch.stored` has the old log-probabilities of all tokens. `lag` `[T]` is the age of each
+        sampled token, in versions. Replayed sequences are in the batch, too.
+        """
+        ...
+
+
 @runtime_checkable
 class Observer(Protocol):
     """A technique with state."""
@@ -333,6 +368,9 @@ class Techniques:
         self.ratio = next((each for each in values if isinstance(each, Ratio)), None)
         self.objective = next((each for each in values if isinstance(each, Objective)), None)
         self.controllers = [each for each in values if isinstance(each, StepController)]
+        self.sources = [each for each in values if isinstance(each, Source)]
+        self._prepared: tuple[Batch, Tensor] | None = None
+        """The batch that is trained on, and the lag of its tokens, for the sources."""
 
     @classmethod
     def of(cls, config: RunConfig) -> Techniques:
@@ -406,6 +444,25 @@ class Techniques:
             metrics |= plan.metrics
         return StepPlan(factor, skip, metrics)
 
+    @property
+    def max_replay_age(self) -> int:
+        """Largest age in versions of a replayed token. 0 without a source."""
+        return max((source.max_age for source in self.sources), default=0)
+
+    def replayed(
+        self, groups: Sequence[Group], seed: int, *, identify: Callable[[Task], str]
+    ) -> Sequence[Batch]:
+        """Return batches of stored groups that join the fresh `groups` of a batch."""
+        fresh = [FreshGroup(group, identify(group.task)) for group in groups]
+        return [batch for source in self.sources for batch in source.take(fresh, seed=seed)]
+
+    def prepared(self, batch: Batch, lag: Tensor) -> None:
+        """Receive a batch before it is trained on, with all old log-probabilities in `stored`.
+
+        `lag` `[T]` is the age of each sampled token, in versions.
+        """
+        self._prepared = (batch, lag)
+
     def consumed(
         self, groups: Sequence[Group], version: int, *, identify: Callable[[Task], str]
     ) -> None:
@@ -416,7 +473,13 @@ class Techniques:
         observers = self.stateful.values()
         if not observers:
             return
-        outcomes = [_outcome(group, version, identify(group.task)) for group in groups]
+        fresh = [FreshGroup(group, identify(group.task)) for group in groups]
+        if self._prepared:
+            batch, lag = self._prepared
+            for source in self.sources:
+                source.offer(fresh, batch, lag)
+        self._prepared = None
+        outcomes = [_outcome(each.group, version, each.task) for each in fresh]
         for observer in observers:
             observer.observe(outcomes)
 

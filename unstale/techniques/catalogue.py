@@ -50,7 +50,13 @@ ROWS: Sequence[Row] = (
         "where distillation follows success",
         "it compares with a teacher's gradient, and no run here has a teacher",
     ),
-    _row(2, "DOTS + replay", "prompts of predicted middle difficulty, and replay", _SAMPLER),
+    _row(
+        2,
+        "DOTS + replay",
+        "prompts of predicted middle difficulty, and replay",
+        "--techniques replay trains on stored groups again; prompts of predicted difficulty are "
+        "missing",
+    ),
     _row(
         3,
         "GFCR",
@@ -91,8 +97,8 @@ ROWS: Sequence[Row] = (
         11,
         "DART",
         "decoupled modules, varying counts, entropy steps",
-        "decoupled modules and --correction.control truncate exist; counts and stored successes "
-        "are missing",
+        "--techniques replay --replay.rule failed has stored successes, --correction.control "
+        "truncate its ratio; varying counts and entropy steps are missing",
     ),
     _row(12, "LATR", "branches at uncertain tokens, looked ahead", _TREE),
     _row(

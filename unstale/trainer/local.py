@@ -27,7 +27,7 @@ from unstale.model.forward import ForwardOptions, Scored
 from unstale.model.policy import Policy
 from unstale.model.sharding import gather_whole, is_sharded
 from unstale.old_logps import OldLogps
-from unstale.records import Batch
+from unstale.records import Batch, StoredLogps
 from unstale.techniques import (
     NO_TECHNIQUES,
     GradientPart,
@@ -204,19 +204,25 @@ class LocalTrainer:
         began = time.perf_counter()
         steps = _divide(batch, self.config.minibatches_per_batch)
         with_gradient = self._with_gradient(batch, torch.ones_like(batch.advantage))
+        trained = batch.select(with_gradient)[0]
         self._metrics = StepMetrics(
             action_tokens=int(batch.sampled.sum()),
-            tokens_with_gradient=int(batch.select(with_gradient)[0].sampled.sum()),
+            tokens_with_gradient=int(trained.sampled.sum()),
+            replayed_with_gradient=int(trained.replayed.sum()),
+            replays=bool(self.techniques.sources),
         )
         self._passes = self._metrics
-        # If no sequence has a gradient, run all of them, because the route's metrics need some
-        # tokens.
-        members = with_gradient or list(range(batch.num_sequences))
-        if self.techniques.shapers:  # they may change an advantage that is 0
+        # If no fresh sequence has a gradient, run all sequences, because the route's metrics need
+        # some tokens.
+        members = with_gradient
+        # A shaper may change an advantage that is 0.
+        if self.techniques.shapers or not self._any_fresh(batch, with_gradient):
             members = list(range(batch.num_sequences))
         scored, index = batch.select(members)
         lag = torch.where(scored.sampled, self.policy.lag(scored.version), -1)
-        old_logp, control = self._score_old(scored, lag)
+        old_logp, exact, control = self._score_old(scored, lag)
+        if self.techniques.sources:
+            self.techniques.prepared(*self._to_store(batch, index, old_logp, exact))
         reference_logp = self._score_reference(scored)
         scored, factor = self._shape(scored, old_logp, reference_logp, control)
 
@@ -238,7 +244,7 @@ class LocalTrainer:
             )
         self._metrics.prepare_s = time.perf_counter() - began
         self._metrics.extra |= self._describe_experts(batch)
-        self._metrics.extra |= self.audit(scored, old_logp)
+        self._metrics.extra |= self._audit(scored, old_logp)
         return minibatches
 
     def backward(self, minibatch: Minibatch) -> None:
@@ -431,14 +437,43 @@ class LocalTrainer:
             metrics["routes/missing_share"] = 1 - complete.item()
         return metrics
 
-    def _score_old(self, batch: Batch, lag: Tensor) -> tuple[Tensor, Control]:
-        """Return the old log-probabilities and the corrections of a batch.
+    def _any_fresh(self, batch: Batch, sequences: Sequence[int]) -> bool:
+        """Return True if one of the sequences has a token that no earlier step was trained on."""
+        if batch.stored is None:
+            return bool(sequences)
+        return bool(batch.select(sequences)[0].fresh.any())
+
+    def _to_store(
+        self, batch: Batch, index: Tensor, old_logp: Tensor, exact: Tensor
+    ) -> tuple[Batch, Tensor]:
+        """Return the batch with the old log-probabilities to store, and the lag of its tokens.
+
+        `old_logp` and `exact` are those of the tokens at `index`, empty if they are computed in
+        every training pass. Where no exact value is known, `behavior_logp` takes its place.
+        """
+        known = torch.zeros_like(batch.sampled)
+        values = batch.behavior_logp.to(old_logp.dtype, copy=True)
+        if len(old_logp):
+            known[index] = exact & batch.sampled[index]
+            values[index] = torch.where(exact, old_logp, values[index])
+        lag = torch.where(batch.sampled, self.policy.lag(batch.version), -1)
+        return replace(batch, stored=StoredLogps(values, known)), lag
+
+    def _audit(self, batch: Batch, old_logp: Tensor) -> Mapping[str, float]:
+        """Return the audit's metrics. Replayed tokens are left out: their weights are not kept."""
+        if batch.stored is not None:
+            batch, index = batch.select_fresh()
+            old_logp = _select(old_logp, index)
+        return self.audit(batch, old_logp)
+
+    def _score_old(self, batch: Batch, lag: Tensor) -> tuple[Tensor, Tensor, Control]:
+        """Return the old log-probabilities of a batch, where they are exact, and the corrections.
 
         A route with `needs.inline` computes them in every training pass instead. They are then
         empty here, and the correction changes nothing.
         """
         if self.old.needs.inline:
-            return torch.empty(0), corrections.keep_all(batch.sampled)
+            return torch.empty(0), torch.empty(0), corrections.keep_all(batch.sampled)
         logp = torch.empty(0)
         if self.old.needs.now:
             scored = self._score(self.policy, batch)
@@ -446,13 +481,29 @@ class LocalTrainer:
             logp = scored.logp
         return self._correct(batch, logp, lag)
 
-    def _correct(self, batch: Batch, logp: Tensor, lag: Tensor) -> tuple[Tensor, Control]:
-        """Ask the route for old log-probabilities. Return them and the correction.
+    def _ask_route(self, batch: Batch, logp: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the old log-probabilities of a batch, and where they are exact.
+
+        The route computes those of fresh sequences. Those of replayed tokens are stored.
+        """
+        if batch.stored is None:
+            return self.old.logps(batch, logp)
+        old_logp, exact = batch.stored.old_logp, batch.stored.exact
+        fresh, index = batch.select_fresh()
+        if not fresh.num_sequences:
+            return old_logp, exact
+        values, are_exact = self.old.logps(fresh, _select(logp, index))
+        old_logp = old_logp.to(values.dtype).index_put((index,), values)
+        return old_logp, exact.index_put((index,), are_exact)
+
+    def _correct(self, batch: Batch, logp: Tensor, lag: Tensor) -> tuple[Tensor, Tensor, Control]:
+        """Ask the route for old log-probabilities. Return them, where they are exact, and the
+        correction.
 
         `logp` are the current log-probabilities, empty if the route does not need them. Raises
         NonFinite if a log-probability is NaN or infinite.
         """
-        old_logp, exact = self.old.logps(batch, logp)
+        old_logp, exact = self._ask_route(batch, logp)
         if not self.old.needs.inline:
             ones = torch.ones_like(old_logp)
             minibatch = Minibatch(batch, old_logp, ones, ones, torch.empty(0), lag)
@@ -460,7 +511,7 @@ class LocalTrainer:
         _require_finite(batch, behavior_logp=batch.behavior_logp, old_logp=old_logp)
         control = self.rules.correct(old_logp, batch)
         self._passes.add_correction(batch, old_logp, control, exact=exact, lag=lag)
-        return old_logp, control
+        return old_logp, exact, control
 
     def _score_reference(self, batch: Batch) -> Tensor:
         if self._reference is None:
@@ -513,7 +564,7 @@ class LocalTrainer:
         current_logp = logp.detach()
         _require_finite(microbatch, logp=current_logp)
         if self.old.needs.inline:
-            old_logp, control = self._correct(microbatch, current_logp, lag)
+            old_logp, _, control = self._correct(microbatch, current_logp, lag)
             factor = control.factor * minibatch.factor[index]  # 0 for tokens that a shaper drops
         else:
             old_logp, factor = minibatch.old_logp[index], minibatch.factor[index]
@@ -522,7 +573,7 @@ class LocalTrainer:
         loss = (factor * norm * surrogate.loss).sum()
         if objective.kl_coef:
             reference_logp = minibatch.reference_logp[index]
-            self._passes.add_reference((reference_logp - current_logp)[microbatch.sampled])
+            self._passes.add_reference((reference_logp - current_logp)[microbatch.fresh])
             # The engine's policy drew the tokens, but the KL is that of the current policy. So each
             # token, also a dropped one, is weighted by the ratio of the two.
             ratio = bounded_exp(current_logp - microbatch.behavior_logp)
@@ -554,7 +605,7 @@ class LocalTrainer:
             entropy_sample=None if self.rules.objective.entropy_coef else measured,
         )
         entropy = entropy.cpu()
-        self._passes.add_entropy(entropy.detach()[measured])
+        self._passes.add_entropy(entropy.detach()[measured & batch.fresh])
         return logp.cpu(), entropy
 
     def _collect_gradients(self) -> None:

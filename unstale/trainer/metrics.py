@@ -1,7 +1,8 @@
 """Metrics of one batch, over the tokens that the policy sampled.
 
-`log_d` is `old_logp - behavior_logp`, and `log_s` is `logp - old_logp`. A metric without tokens is
-NaN, so that every step has the same names. docs/metrics.md defines all metrics.
+Replayed tokens have metrics of their own, with names that begin with `replay/`. `log_d` is
+`old_logp - behavior_logp`, and `log_s` is `logp - old_logp`. A metric without tokens is NaN, so
+that every step has the same names. docs/metrics.md defines all metrics.
 """
 
 import math
@@ -26,18 +27,32 @@ needs the logits of the whole vocabulary.
 """
 
 
+_REPLAY = "replayed_"
+"""Beginning of the names under which values of replayed tokens are recorded."""
+
+
 class StepMetrics:
     """Collects the metrics of one batch while its optimizer steps run."""
 
-    def __init__(self, *, action_tokens: int = 0, tokens_with_gradient: int = 0) -> None:
+    def __init__(
+        self,
+        *,
+        action_tokens: int = 0,
+        tokens_with_gradient: int = 0,
+        replayed_with_gradient: int = 0,
+        replays: bool = False,
+    ) -> None:
         """Start a batch.
 
-        The arguments count the sampled tokens of all sequences and of those with a gradient.
+        The counts are of the sampled tokens of all sequences and of those with a gradient, and of
+        the replayed ones among the latter. `replays` is True if the run replays groups.
         """
         self.extra: dict[str, float] = {}
         """Further metrics, added to the result under their names."""
         self.action_tokens = action_tokens
         self.tokens_with_gradient = tokens_with_gradient
+        self.replayed_with_gradient = replayed_with_gradient
+        self.replays = replays
         self.score_tokens = 0
         """Tokens in forward passes of the current weights that a route needed."""
         self.sequence_tokens = 0
@@ -66,7 +81,7 @@ class StepMetrics:
     ) -> None:
         """Record the old log-probabilities and the correction of sampled tokens."""
         self._add(
-            batch.sampled,
+            batch,
             scored_log_d=old_logp - batch.behavior_logp,
             scored_lag=lag,
             keep=control.keep.double(),
@@ -79,7 +94,7 @@ class StepMetrics:
     ) -> None:
         """Record the sampled tokens of one forward pass of the loss."""
         self._add(
-            batch.sampled,
+            batch,
             log_d=old_logp - batch.behavior_logp,
             log_s=logp - old_logp,
             lag=lag,
@@ -165,7 +180,7 @@ class StepMetrics:
         scored_log_d = column("scored_log_d")
         log_s = column("log_s").double()
         log_ds = column("log_d").double() + log_s
-        tokens = max(1, self.tokens_with_gradient)
+        tokens = max(1, self.tokens_with_gradient - self.replayed_with_gradient)
         clipped_low = column("clipped_low").sum().item()
         clipped_high = column("clipped_high").sum().item()
         return {
@@ -197,6 +212,26 @@ class StepMetrics:
             **_kl("policy/kl_behavior", log_ds),
             **_kl("policy/kl_reference", column("reference_log_ratio")),
             **self.extra,
+            **(self._of_replayed() if self.replays else {}),
+        }
+
+    def _of_replayed(self) -> dict[str, float]:
+        """Return the metrics of replayed tokens by name."""
+
+        def column(name: str) -> Tensor:
+            return self._column(f"{_REPLAY}{name}")
+
+        clipped = column("clipped_low").sum() + column("clipped_high").sum()
+        log_d, log_s = column("scored_log_d"), column("log_s").double()
+        return {
+            "replay/exact_share": _mean(column("exact")),
+            "replay/kept_share": _mean(column("keep")),
+            "replay/clip_share": clipped.item() / max(1, self.replayed_with_gradient),
+            "replay/log_d_mean": _mean(log_d.double()),
+            "replay/log_d_abs_mean": _mean(log_d.double().abs()),
+            "replay/log_s_mean": _mean(log_s),
+            "replay/log_s_abs_mean": _mean(log_s.abs()),
+            "replay/s_ess_share": effective_sample_size(log_s),
         }
 
     def points(self) -> list[dict[str, float]]:
@@ -206,9 +241,13 @@ class StepMetrics:
         chosen = torch.linspace(0, num_tokens - 1, min(MAX_POINTS, num_tokens)).long()
         return [{name: column[i].item() for name, column in columns.items()} for i in chosen]
 
-    def _add(self, sampled: Tensor, **values: Tensor) -> None:
+    def _add(self, batch: Batch, **values: Tensor) -> None:
+        """Record values of the sampled tokens of a batch, `[T]` each."""
         for name, tensor in values.items():
-            self._values[name].append(tensor[sampled])
+            self._values[name].append(tensor[batch.fresh])
+        if batch.stored is not None:
+            for name, tensor in values.items():
+                self._values[f"{_REPLAY}{name}"].append(tensor[batch.replayed])
 
     def _column(self, name: str) -> Tensor:
         """Return all values that were recorded under a name, as one tensor."""

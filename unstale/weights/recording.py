@@ -23,7 +23,7 @@ from torch import Tensor
 from unstale.config import ConfigError
 from unstale.expert_routes import ExpertRoutes, RouteTable
 from unstale.model.whole_weights import WholeWeights
-from unstale.records import Batch
+from unstale.records import Batch, StoredLogps
 from unstale.weights.codec import bytes_of, file_header
 
 RECORDED = "recorded"
@@ -34,6 +34,9 @@ WENT_WRONG = "went_wrong.safetensors"
 
 _LISTS = ("offsets", "episodes")
 """Names of the columns of a batch that are tuples instead of tensors."""
+
+_STORED = ("stored.old_logp", "stored.exact")
+"""Columns of a batch with replayed tokens."""
 
 _WEIGHT = "weight/"
 """Prefix of the names of weights in the file with a batch that went wrong."""
@@ -177,17 +180,22 @@ def _columns(batch: Batch) -> dict[str, Tensor]:
     columns = {field.name: getattr(batch, field.name) for field in fields(Batch)}
     del columns["group"], columns["reward"]  # no step of a recorded batch reads them
     table = columns.pop("routes")
+    if stored := columns.pop("stored"):
+        columns |= dict(zip(_STORED, (stored.old_logp, stored.exact), strict=True))
     columns |= {name: torch.tensor(columns[name], dtype=torch.long) for name in _LISTS}
     return columns | _route_columns(table) if table else columns
 
 
 def _batch(columns: Mapping[str, Tensor]) -> Batch:
-    values: dict[str, Any] = {key: value for key, value in columns.items() if key not in _ROUTES}
+    apart = (*_ROUTES, *_STORED)
+    values: dict[str, Any] = {key: value for key, value in columns.items() if key not in apart}
     for name in _LISTS:
         values[name] = tuple(columns[name].tolist())
     if _ROUTES[0] in columns:
         complete, places, experts = (columns[name] for name in _ROUTES)
         values["routes"] = _route_table(complete, places, experts, len(values["episodes"]))
+    if _STORED[0] in columns:
+        values["stored"] = StoredLogps(*(columns[name] for name in _STORED))
     return Batch(**values)
 
 

@@ -98,6 +98,7 @@ def content(journal: JournalReader) -> Row:
         "groups_waiting": ends["finished"],
         "groups_open": ends["open"],
         "groups_failed": ends["failed"],
+        "groups_replayed": len(set(journal.replayed())),
         "failed_attempts": sum(group.num_failures for group in groups),
         "restarted_attempts": restarts,
         "trajectories": sum(group.num_trajectories for group in groups),
@@ -119,6 +120,7 @@ def page(journal: JournalReader, problems: Sequence[str]) -> RenderableType:
     rows = {
         "groups started": f"{found['groups']:,}",
         "  trained on": f"{found['groups_trained']:,}",
+        "    again in a later step": f"{found['groups_replayed']:,}",
         "  finished, waiting to be trained on": f"{found['groups_waiting']:,}",
         "  open": f"{found['groups_open']:,}",
         "  failed: no episode finished": f"{found['groups_failed']:,}",

@@ -20,10 +20,12 @@ from unstale.durability.journal.tables import (
     COUNTED,
     FORMAT,
     GROUP_SIZE,
-    SCHEMA,
+    OLDEST_FORMAT,
     TOKEN_SAMPLES,
     journal_error,
+    schema,
     seal,
+    tables,
     to_piece,
 )
 from unstale.expert_routes import ExpertRoutes
@@ -130,13 +132,14 @@ class JournalReader:
                 # the first query fixes the moment that is read
                 self.rows("SELECT count(*) FROM sqlite_master")
                 self._connection.create_function("seal", -1, seal, deterministic=True)
-            if version != FORMAT:
+            if not OLDEST_FORMAT <= version <= FORMAT:
                 raise journal_error(
                     path,
-                    f"its format is {version}, this release reads {FORMAT}",
+                    f"its format is {version}, this release reads {OLDEST_FORMAT} to {FORMAT}",
                 )
+            self._tables = tables(version)
             with self.wrap_errors():
-                require_tables(path, self._connection)
+                require_tables(path, self._connection, version)
             on_error.pop_all()
 
     def __enter__(self) -> Self:
@@ -234,13 +237,14 @@ class JournalReader:
     def unsound(self) -> list[str]:
         """Return sentences about tables in which rows were changed, lost or added."""
         problems = []
-        for table, columns in COLUMNS.items():
+        for table in self._tables:
+            columns = COLUMNS[table]
             expected = f"seal('{table}', {', '.join(columns)})"
             ((count,),) = self.rows(f"SELECT count(*) FROM {table} WHERE seal IS NOT {expected}")
             if count:
                 problems.append(f"{count} rows of {table} changed after they were written")
         written = dict(self.rows("SELECT name, num_rows FROM counts"))
-        for table in COUNTED:
+        for table in (name for name in self._tables if name in COUNTED):
             ((count,),) = self.rows(f"SELECT count(*) FROM {table}")
             if count != written.get(table):
                 problems.append(f"{table} has {count} rows, but {written.get(table)} were written")
@@ -340,6 +344,17 @@ class JournalReader:
         """Return the groups that a step trained on, in the order of the batch."""
         rows = self.rows("SELECT number FROM consumed WHERE step = ? ORDER BY place", step)
         return [self.group(number) for (number,) in rows]
+
+    def replayed(self, step: int | None = None) -> list[int]:
+        """Return the numbers of the groups that a step replayed, in the order of the batch.
+
+        Without `step`, they are those of all steps in order.
+        """
+        if "replayed" not in self._tables:
+            return []
+        where = "" if step is None else f"WHERE step = {int(step)}"
+        rows = self.rows(f"SELECT number FROM replayed {where} ORDER BY step, place")
+        return [number for (number,) in rows]
 
     def episode(self, episode: int) -> StoredEpisode:
         """Return a finished episode. Raises `JournalError` if it has not finished."""
@@ -480,11 +495,11 @@ class JournalReader:
             raise journal_error(self.path, cause) from error
 
 
-def require_tables(path: Path, connection: sqlite3.Connection) -> None:
+def require_tables(path: Path, connection: sqlite3.Connection, journal_format: int) -> None:
     """Raise `JournalError` if the database has other tables, or a view or trigger."""
     question = "SELECT type, name, tbl_name, sql FROM sqlite_master ORDER BY type, name"
     with closing(sqlite3.connect(":memory:")) as fresh:
-        fresh.executescript(SCHEMA)
+        fresh.executescript(schema(tables(journal_format)))
         expected = fresh.execute(question).fetchall()
     if connection.execute(question).fetchall() != expected:
         raise journal_error(path, "its tables are not those of a journal")

@@ -11,8 +11,11 @@ from unstale.records import ContextPiece, Failure, Piece, Provenance, Sampled, T
 
 JOURNAL = "journal.sqlite"
 
-FORMAT = 3
+FORMAT = 4
 """Number of the journal's format, stored as `user_version` of the database."""
+
+OLDEST_FORMAT = 3
+"""Oldest format that can be read. A run that is resumed changes its journal to `FORMAT`."""
 
 TABLES = {
     "groups": "number INTEGER PRIMARY KEY, env TEXT NOT NULL, split TEXT NOT NULL, "
@@ -43,6 +46,9 @@ TABLES = {
     "consumed": "number INTEGER PRIMARY KEY REFERENCES finished, "
     "step INTEGER NOT NULL, place INTEGER NOT NULL, version INTEGER NOT NULL, at REAL NOT NULL, "
     "checkpoint INTEGER NOT NULL REFERENCES checkpoints",
+    "replayed": "number INTEGER NOT NULL REFERENCES consumed, "
+    "step INTEGER NOT NULL, place INTEGER NOT NULL, version INTEGER NOT NULL, at REAL NOT NULL, "
+    "checkpoint INTEGER NOT NULL REFERENCES checkpoints",
     "versions": "id INTEGER PRIMARY KEY, version INTEGER NOT NULL UNIQUE, "
     "at REAL NOT NULL, after INTEGER NOT NULL",
     "events": "id INTEGER PRIMARY KEY, at REAL NOT NULL, kind TEXT NOT NULL, "
@@ -54,7 +60,11 @@ TABLES = {
 _KEYS = {
     "pieces": ", PRIMARY KEY (episode, position)",
     "snapshots": ", PRIMARY KEY (episode, num_pieces)",
+    "replayed": ", PRIMARY KEY (number, step)",
 }
+
+ADDED = {"replayed": 4}
+"""The format in which a table was added. The other tables are in every format that can be read."""
 
 COLUMNS = {
     name: tuple(column.split()[0] for column in columns.split(", ") if not column.startswith("id "))
@@ -125,12 +135,25 @@ def seal(table: str, *row: Any) -> int:
     return zlib.crc32(repr((table, row)).encode(errors="surrogatepass"))
 
 
-SCHEMA = "".join(
-    f"CREATE TABLE {name} ({columns}, seal INTEGER NOT NULL{_KEYS.get(name, '')}) STRICT;\n"
-    for name, columns in TABLES.items()
-) + "".join(
-    f"INSERT INTO counts VALUES ('{name}', 0, {seal('counts', name, 0)});\n" for name in COUNTED
-)
+def tables(journal_format: int) -> tuple[str, ...]:
+    """Return the names of the tables of a format."""
+    return tuple(name for name in TABLES if ADDED.get(name, 0) <= journal_format)
+
+
+def schema(names: Sequence[str]) -> str:
+    """Return the SQL statements that create some tables, and record that they have no rows."""
+    return "".join(
+        f"CREATE TABLE {name} ({TABLES[name]}, seal INTEGER NOT NULL{_KEYS.get(name, '')}) "
+        "STRICT;\n"
+        for name in names
+    ) + "".join(
+        f"INSERT INTO counts VALUES ('{name}', 0, {seal('counts', name, 0)});\n"
+        for name in names
+        if name in COUNTED
+    )
+
+
+SCHEMA = schema(tuple(TABLES))
 """SQL statements that create the tables of an empty journal."""
 
 

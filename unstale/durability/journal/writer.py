@@ -24,9 +24,11 @@ from typing import Any, Self
 from unstale.durability.journal.reader import JournalReader, holds_journal, require_tables
 from unstale.durability.journal.route_files import ROUTES, RouteFiles
 from unstale.durability.journal.tables import (
+    ADDED,
     FORMAT,
     GROUP_SIZE,
     JOURNAL,
+    OLDEST_FORMAT,
     REPEATED,
     SCHEMA,
     TOKEN_SAMPLES,
@@ -37,6 +39,7 @@ from unstale.durability.journal.tables import (
     journal_error,
     outcome_row,
     piece_row,
+    schema,
     to_utf8,
 )
 from unstale.records import Failure, Group, GroupRequest, Piece, Sampled, Trajectory
@@ -90,6 +93,8 @@ class Journal:
         """Groups that were trained on and are in no checkpoint yet: rows of `consumed` without the
         last column.
         """
+        self._replayed: list[tuple[int, int, int, int, float]] = []
+        """Groups that were replayed and are in no checkpoint yet: rows of `replayed`, likewise."""
 
     @staticmethod
     def read(run: Path, *, routes: bool = False) -> JournalReader:
@@ -196,11 +201,18 @@ class Journal:
             self._highest_version = version
         await self.barrier()
 
-    def consume(self, groups: Sequence[Group], *, step: int, version: int) -> None:
-        """Note that a step trained on these groups, in this order. `checkpoint` commits it."""
+    def consume(
+        self, groups: Sequence[Group], *, step: int, version: int, replayed: Sequence[int] = ()
+    ) -> None:
+        """Note that a step trained on these groups, in this order. `checkpoint` commits it.
+
+        `replayed` are the numbers of groups that earlier steps were trained on, too.
+        """
         now = time.time()
         for place, group in enumerate(groups):
             self._trained_on.append((group.number, step, place, version, now))
+        for place, number in enumerate(replayed):
+            self._replayed.append((number, step, place, version, now))
 
     async def checkpoint(self, name: str, *, step: int, version: int) -> None:
         """Record a checkpoint and the groups it was trained on, in one transaction.
@@ -210,8 +222,10 @@ class Journal:
         self._checkpoint += 1
         records = [insert("checkpoints", self._checkpoint, step, version, name, time.time())]
         records += [insert("consumed", *row, self._checkpoint) for row in self._trained_on]
+        records += [insert("replayed", *row, self._checkpoint) for row in self._replayed]
         consumed = [number for number, *_ in self._trained_on]
         self._trained_on = []
+        self._replayed = []
         self.transaction(records)
         await self.barrier()
         if self._routes:
@@ -227,6 +241,7 @@ class Journal:
         if not everything:
             events += f" AND kind IN ('step', '{TOKEN_SAMPLES}')"
         statements = [
+            "DELETE FROM replayed WHERE checkpoint > ?",
             "DELETE FROM consumed WHERE checkpoint > ?",
             "DELETE FROM checkpoints WHERE checkpoint > ?",
             events,
@@ -463,11 +478,19 @@ def _connect(path: Path) -> sqlite3.Connection:
             "PRAGMA synchronous=FULL; PRAGMA foreign_keys=ON;"
         )
         (version,) = connection.execute("PRAGMA user_version").fetchone()
-        if version != FORMAT:
+        if not OLDEST_FORMAT <= version <= FORMAT:
             raise journal_error(path, f"its format is {version}, this release writes {FORMAT}")
-        require_tables(path, connection)
+        require_tables(path, connection, version)
+        if version < FORMAT:
+            _upgrade(connection, version)
         on_error.pop_all()
     return connection
+
+
+def _upgrade(connection: sqlite3.Connection, version: int) -> None:
+    """Change a journal of an older format to the present one, in one transaction."""
+    added = schema([name for name, since in ADDED.items() if since > version])
+    connection.executescript(f"BEGIN IMMEDIATE; {added} PRAGMA user_version={FORMAT}; COMMIT;")
 
 
 def _max(connection: sqlite3.Connection, question: str) -> int:
