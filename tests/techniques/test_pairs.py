@@ -33,6 +33,7 @@ from unstale.techniques import Techniques
 
 CONDITIONS: Mapping[str, Mapping[str, Any]] = {
     "beta_sampler": {"selection.pool": 6},
+    "pick": {"pick.n": 2},
     "truncated": {"engine.max_completion_tokens": 160, "engine.max_context": 2048},
 }
 """Options without which a technique is refused, by its name, or has no episode to train on. They

@@ -91,6 +91,20 @@ def strong_entropy_factor(config: RunConfig) -> Finding | None:
     )
 
 
+def baseline_of_picked(config: RunConfig) -> Finding | None:
+    """Warn of a baseline over the batch that counts only the episodes that `pick` chose."""
+    rule = getattr(config.technique_options.get("pick"), "rule", "variance")
+    advantage = config.advantage
+    if rule == "variance" or advantage.estimator != "reinforce_batch" or advantage.group_baseline:
+        return None
+    return Finding(
+        f"pick.rule is {rule}, and the baseline is the mean of the batch",
+        "episodes are chosen by their result, so the mean of the chosen ones is not that of the "
+        "policy",
+        ({"advantage.group_baseline": True}, {"pick.rule": "variance"}),
+    )
+
+
 def without(config: RunConfig, *names: str) -> Fix:
     """Return the option by which a run has all its techniques but some."""
     kept = [entry.name for entry in chosen(config.techniques) if entry.name not in names]
@@ -102,4 +116,5 @@ WARNINGS: Sequence[Rule] = (
     far_shift_of_ace,
     hard_prefix_clip,
     strong_entropy_factor,
+    baseline_of_picked,
 )

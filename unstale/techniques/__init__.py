@@ -5,7 +5,8 @@ torch. A technique is an object with the methods of its slot:
 
     sampler      draw(tasks, context) -> Draw       the task of the next group of episodes
     allocator    first(task), more(group) -> int    the number of episodes of a group
-    filter       select(groups, context)            which episodes of a batch are trained on
+    filter       select(groups, context)            which episodes of a batch are trained on,
+                 select_scored(groups, ...)         or the same, when they have advantages
     estimator    estimate(groups, context)          their advantages; replaces `advantage.estimator`
     recredit     recredit(groups, scored, context)  an advantage for each of their turns
     diagnostic   measure(groups, context)           figures of a batch, before any of these
@@ -70,6 +71,21 @@ class Filter(Protocol):
 
         Number and order of the groups must stay. A group may have no trajectory left. Those that
         stay may get other rewards.
+        """
+        ...
+
+
+@runtime_checkable
+class AdvantageFilter(Protocol):
+    """A technique that chooses the episodes to train on by their advantages."""
+
+    def select_scored(
+        self, groups: Sequence[Group], scored: Sequence[ScoredTrajectory], context: CreditContext
+    ) -> Sequence[Group]:
+        """Return the groups of a batch, with some trajectories moved to `Group.unused`.
+
+        At least one trajectory must stay. Those that stay keep their advantages. Number and order
+        of the groups must stay.
         """
         ...
 
@@ -360,6 +376,7 @@ class Techniques:
         values = list(self.parts.values())
         self.diagnostics = [each for each in values if isinstance(each, Diagnostic)]
         self.filters = [each for each in values if isinstance(each, Filter)]
+        self.advantage_filters = [each for each in values if isinstance(each, AdvantageFilter)]
         self.estimator = next((each for each in values if isinstance(each, Estimator)), None)
         self.recredits = [each for each in values if isinstance(each, Recredit)]
         self.sampler = next((each for each in values if isinstance(each, TaskSampler)), None)
@@ -411,9 +428,10 @@ class Techniques:
     ) -> tuple[list[ScoredTrajectory], Mapping[str, float]]:
         """Return the trajectories of a batch to train on, with advantages, and metrics.
 
-        Filters act first, then the estimator, then recredits. `estimate` is the configured
-        estimator, which an estimator technique replaces. Where filters leave nothing of a whole
-        batch, all its trajectories get advantage 0. `stop_tokens` end a reply; empty if unknown.
+        Filters act first, then the estimator, recredits, and filters by advantage. `estimate` is
+        the configured estimator, which an estimator technique replaces. Where filters leave nothing
+        of a whole batch, all its trajectories get advantage 0. `stop_tokens` end a reply; empty if
+        unknown.
         """
         context = CreditContext(progress, version, identify, stop_tokens=stop_tokens)
         for diagnostic in self.diagnostics:
@@ -421,16 +439,20 @@ class Techniques:
         selected = groups
         for each in self.filters:
             selected = each.select(selected, context)
-        if self.filters:
+        if self.filters and not any(group.trajectories for group in selected):
             context.metrics.update(_describe_selection(groups, selected))
-            if not any(group.trajectories for group in selected):
-                return _without_advantage(groups), context.metrics
+            return _without_advantage(groups), context.metrics
         if self.estimator is None:
             scored = estimate(selected)
         else:
             scored = self.estimator.estimate(selected, context)
         for recredit in self.recredits:
             scored = recredit.recredit(selected, scored, context)
+        for chooser in self.advantage_filters:
+            selected = chooser.select_scored(selected, scored, context)
+            scored = _of_trajectories(selected, scored)
+        if self.filters or self.advantage_filters:
+            context.metrics.update(_describe_selection(groups, selected))
         return scored, context.metrics
 
     def plan(self, seen: StepSeen) -> StepPlan:
@@ -496,6 +518,19 @@ def _describe_selection(before: Sequence[Group], after: Sequence[Group]) -> dict
         "filter/trained_success_share": _share(sum(trained), sum(finished)),
         "filter/trained_failure_share": _share(trained.count(False), finished.count(False)),
     }
+
+
+def _of_trajectories(
+    groups: Sequence[Group], scored: Sequence[ScoredTrajectory]
+) -> list[ScoredTrajectory]:
+    """Return those of the scored trajectories that the groups train on, with their branches."""
+    kept = {
+        conversation.episode
+        for group in groups
+        for each in group.trajectories
+        for conversation in (each, *each.branches)
+    }
+    return [each for each in scored if each.trajectory.episode in kept]
 
 
 def _share(part: int, whole: int) -> float:

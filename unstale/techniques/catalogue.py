@@ -64,7 +64,14 @@ ROWS: Sequence[Row] = (
         "its axes are the slots of docs/techniques.md, its criteria --techniques gfcr",
         "transfer",
     ),
-    _row(4, "Sol-RL", "a cheap explorer and a precise trainer", "its choice of samples is missing"),
+    _row(
+        4,
+        "Sol-RL",
+        "a cheap explorer and a precise trainer",
+        "--engine.quantise fp8 with --techniques pick --pick.rule contrast; its sampler of images "
+        "is not for language models",
+        "transfer",
+    ),
     _row(
         5,
         "ECHO, arXiv 2602.02150",
@@ -138,7 +145,8 @@ ROWS: Sequence[Row] = (
         21,
         "D3S",
         "episodes with the largest variance of advantages, and their tokens",
-        "--techniques top_tokens chooses tokens; its filter of episodes is missing",
+        "--techniques 'pick top_tokens' with larger groups, such as --schedule.group_size 16",
+        "works",
     ),
     _row(
         22,
@@ -153,14 +161,23 @@ ROWS: Sequence[Row] = (
         "--rollout.max_turns is a fixed limit; quantile and reminders are missing",
     ),
     _row(
-        24, "rStar2 GRPO-RoC", "the cleanest successes of a larger group", "its filter is missing"
+        24,
+        "rStar2 GRPO-RoC, arXiv 2508.20722",
+        "the cleanest successes of a larger group",
+        "--techniques pick --pick.rule clean_success, with --schedule.group_size above --pick.n",
+        "works",
     ),
     _row(25, "Group-DRO", "difficulty bins with weights", _SAMPLER),
     _row(26, "GDPO", "each reward normalised on its own", "its estimator is missing"),
     _row(27, "DARS", "more episodes on hard tasks", _COUNT),
     _row(28, "DRIVE", "two stages of tasks and counts", _SAMPLER),
     _row(29, "V0", "a value from the history of outcomes", _SAMPLER),
-    _row(30, "ARRoL", "unpromising replies end early", _TREE),
+    _row(
+        30,
+        "ARRoL",
+        "unpromising replies end early",
+        f"--techniques pick --pick.rule balanced balances finished episodes; {_TREE}",
+    ),
     _row(31, "SWE-Reasoner", "search with a reward model", _JUDGE),
     _row(32, "FAPO", "a lower reward for flawed successes", "its penalty is missing"),
     _row(
