@@ -384,6 +384,41 @@ def _push_to_hub(chosen: argparse.Namespace) -> int:
     return 0
 
 
+@verb(
+    "sft",
+    "train a recipe's policy on reference replies",
+    RECIPE,
+    argument("data", type=Path, help="a .jsonl, .json or .parquet file with messages in each row"),
+    CONFIG,
+    argument("--folder", type=Path, required=True, metavar="OUT", help="a new folder of the model"),
+    argument(
+        "--loss",
+        choices=("cross_entropy", "otr"),
+        default="cross_entropy",
+        help="otr weights each token by its probability; default: cross_entropy",
+    ),
+    argument("--beta", type=float, default=0.0, help="for otr: reward of other tokens; default: 0"),
+    argument(
+        "--samples",
+        type=bounded(int, 0, 1_000_000),
+        default=0,
+        help="for otr: tokens drawn at each position; default: 0, which takes the expectation",
+    ),
+    argument("--batch", type=COUNT, default=32, help="conversations in a step; default: 32"),
+)
+def _sft(chosen: argparse.Namespace) -> int:
+    config = configure(chosen)
+    from unstale.cli.sft import SftOptions, sft
+
+    options = SftOptions(
+        loss=chosen.loss, beta=chosen.beta, samples=chosen.samples, batch=chosen.batch
+    )
+    console = Console(soft_wrap=True)
+    sft(config, chosen.data, chosen.folder, options, console=console)
+    console.print(f"the policy is in {chosen.folder}", highlight=False, markup=False)
+    return 0
+
+
 @verb("recipes", "list the recipes")
 def _recipes(chosen: argparse.Namespace) -> int:
     table = Table.grid(padding=(0, 2))

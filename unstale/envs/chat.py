@@ -151,6 +151,29 @@ class Chat:
             )
         return self._encode(after[len(end) :] if ended else after, seam)
 
+    def encode_reply(self, reply: Message, following: Sequence[Message] = ()) -> tuple[int, ...]:
+        """Return the tokens of a reply that was not sampled, with its end token.
+
+        They are those that the template writes before the `following` messages, by default a user's
+        message. Raises ValueError if `parse` would return another message.
+        """
+        after = [*following] or [_QUESTION]
+        around, seam = self._render([_QUESTION, _REPLY, *after], reply_calls=reply.tool_calls)
+        text, own_seam = self._render([_QUESTION, reply, *after])
+        before, _, rest = around.partition(STAND_IN)
+        end = next(filter(rest.startswith, self._ends), None)
+        if end is None or seam != own_seam or not (text.startswith(before) and text.endswith(rest)):
+            raise ValueError(f"the chat template does not write this reply: {reply.content[:40]!r}")
+        tokens = self._encode(text[len(before) : len(text) - len(rest)] + end, seam)
+        read = self.parse(tokens)
+        if (read.content, read.tool_calls) != (reply.content.strip(), reply.tool_calls):
+            raise ValueError(
+                f"the reply {reply.content[:40]!r} with {len(reply.tool_calls)} tool calls is read "
+                f"as {read.content[:40]!r} with {len(read.tool_calls)}: give the calls in "
+                "tool_calls, and no control tokens in the content"
+            )
+        return tokens
+
     def parse(self, tokens: Sequence[int]) -> Message:
         """Return a reply as a message.
 

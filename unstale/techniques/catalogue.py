@@ -213,7 +213,13 @@ ROWS: Sequence[Row] = (
         "--engine.quantise fp8 --trainer.quantise fp8",
         "works",
     ),
-    _row(42, "OTR", "supervised training with sampled alternatives", "its objective is missing"),
+    _row(
+        42,
+        "OTR",
+        "supervised training with sampled alternatives",
+        "unstale sft --loss otr (docs/your-own-data.md)",
+        "works",
+    ),
     _row(
         43,
         "ETTRL, arXiv 2508.11356",

@@ -1,0 +1,126 @@
+"""Test the encoding of reference conversations, with the shipped tokenizer and its tool calls."""
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from unstale.config import SHIPPED_POLICY, ConfigError
+from unstale.envs import Message, ToolCall, tool_schema
+from unstale.envs.chat import Chat
+from unstale.envs.references import encode_conversation, load_references
+from unstale.model.loading import load_tokenizer
+
+CALL = ToolCall("get_order", {"order_id": 12})
+TALK = (
+    Message("system", "You serve customers."),
+    Message("user", "Where is my order 12?"),
+    Message("assistant", "", (CALL,)),
+    Message("tool", "order 12: shipped"),
+    Message("assistant", "It was shipped."),
+    Message("user", "Thanks."),
+    Message("assistant", "Bye."),
+)
+
+
+@cache
+def chat() -> Chat:
+    schema = tool_schema("get_order", "Find an order.", {"order_id": {"type": "integer"}})
+    return Chat(load_tokenizer(SHIPPED_POLICY), [schema])
+
+
+def rows(*conversations: Any) -> str:
+    return "".join(json.dumps({"messages": each}) + "\n" for each in conversations)
+
+
+def written(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "talks.jsonl"
+    path.write_text(text)
+    return path
+
+
+def test_a_conversation_has_the_tokens_of_a_run_with_these_replies() -> None:
+    """The replies read back as the messages, and the rest is what the template writes."""
+    found = encode_conversation(chat(), TALK)
+    whole = chat().encode_prompt(TALK, add_generation_prompt=False)
+    assert found.tokens == whole[: len(found.tokens)]
+    assert not chat().text(whole[len(found.tokens) :]).strip()
+    replies: list[list[int]] = []
+    for token, learnt, before in zip(
+        found.tokens, found.replies, (False, *found.replies), strict=False
+    ):
+        if learnt:
+            if not before:
+                replies.append([])
+            replies[-1].append(token)
+    assert [chat().parse(each) for each in replies] == [TALK[2], TALK[4], TALK[6]]
+    assert all(each[-1] == chat().stop_tokens[0] for each in replies)
+    assert found.tokens[: found.replies.index(True)] == chat().encode_prompt(TALK[:2])
+
+
+def test_rows_may_have_calls_as_the_openai_api_writes_them(tmp_path: Path) -> None:
+    call = {"name": "get_order", "arguments": '{"order_id": 12}'}
+    talk = [
+        {"role": "user", "content": "Where is 12?"},
+        {"role": "assistant", "content": None, "tool_calls": [{"id": "a", "function": call}]},
+    ]
+    same = [talk[0], {**talk[1], "tool_calls": [{**call, "arguments": {"order_id": 12}}]}]
+    one, other = load_references(written(tmp_path, rows(talk, same)), chat(), max_tokens=512)
+    assert one == other
+    reply = [token for token, learnt in zip(one.tokens, one.replies, strict=True) if learnt]
+    assert chat().parse(reply).tool_calls == (CALL,)
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ([{"role": "user", "content": "Hi"}], "end with a reply of the assistant"),
+        ([{"role": "assistant", "content": "Hi"}], "begin with a prompt"),
+        ([{"role": "agent", "content": "Hi"}], "a message needs a role of system, user,"),
+        ("Hi", "messages must be a list of messages"),
+        (
+            [{"role": "user", "content": "Hi"}, *2 * [{"role": "assistant", "content": "Hi"}]],
+            "two replies of the assistant follow each other",
+        ),
+        (
+            [
+                {"role": "user", "content": "Hi"},
+                {"role": "assistant", "content": "Hi", "reasoning_content": "Hm."},
+            ],
+            "reasoning_content cannot be learnt",
+        ),
+        (
+            [
+                {"role": "user", "content": "Hi"},
+                {"role": "assistant", "content": "", "tool_calls": [{"name": "get_order"}]},
+            ],
+            "a tool call needs a name and arguments",
+        ),
+        (
+            [
+                {"role": "user", "content": "Hi"},
+                {
+                    "role": "assistant",
+                    "content": '<tool_call>\n{"name": "get_order", "arguments": {}}\n</tool_call>',
+                },
+            ],
+            "give the calls in tool_calls",
+        ),
+        ([{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "w " * 600}], "more"),
+    ],
+)
+def test_a_row_that_cannot_be_learnt_is_refused_with_its_number(
+    row: Any, message: str, tmp_path: Path
+) -> None:
+    good = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."}]
+    with pytest.raises(ConfigError, match=f"row 2.*{message}"):
+        load_references(written(tmp_path, rows(good, row)), chat(), max_tokens=512)
+
+
+def test_a_file_without_rows_or_of_another_type_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="has no rows"):
+        load_references(written(tmp_path, "\n"), chat(), max_tokens=512)
+    with pytest.raises(ConfigError, match=r"must be an existing file of type .jsonl, .json"):
+        load_references(tmp_path / "talks.csv", chat(), max_tokens=512)

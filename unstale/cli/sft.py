@@ -1,0 +1,146 @@
+"""The command `sft`: train a recipe's policy on reference replies, before a run starts from it."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import count, islice
+from pathlib import Path
+from random import Random
+from typing import Literal
+
+import torch
+from rich.console import Console
+
+from unstale.build import build_old_logps, build_scorer, load_policy
+from unstale.config import (
+    AuditConfig,
+    ConfigError,
+    CorrectionConfig,
+    ObjectiveConfig,
+    OldLogpsConfig,
+    RunConfig,
+)
+from unstale.durability.run_folder import dumps
+from unstale.envs.chat import Chat
+from unstale.envs.references import Reference, load_references
+from unstale.envs.registry import build_taskset
+from unstale.model.policy import Policy
+from unstale.techniques import Techniques
+from unstale.trainer.local import LocalTrainer
+from unstale.trainer.supervised import CrossEntropy, Otr, reference_batch
+
+RECORD = "sft.json"
+"""File in the model folder with the options and the figures of every step."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SftOptions:
+    """The options of supervised training that a run does not have."""
+
+    loss: Literal["cross_entropy", "otr"] = "cross_entropy"
+    beta: float = 0.0
+    samples: int = 0
+    batch: int = 32
+
+    def __post_init__(self) -> None:
+        if self.loss != "otr" and (self.beta, self.samples) != (0.0, 0):
+            raise ConfigError("--beta and --samples need --loss otr")
+        if not self.beta < 1 or self.samples < 0 or self.batch < 1:
+            raise ConfigError(
+                "--beta must be < 1, --samples >= 0 and --batch >= 1, got "
+                f"{self.beta:g}, {self.samples} and {self.batch}"
+            )
+
+    def objective(self, seed: int) -> CrossEntropy:
+        """Return the chosen objective."""
+        if self.loss == "otr":
+            return Otr(beta=self.beta, samples=self.samples, seed=seed)
+        return CrossEntropy()
+
+
+@dataclass(frozen=True, slots=True)
+class SftStep:
+    """The figures of one optimizer step."""
+
+    step: int
+    surprise: float
+    """Mean of -log pi over the tokens of the references, in nats, before the step."""
+    grad_norm: float
+
+
+def sft(
+    config: RunConfig,
+    data: Path | str,
+    folder: Path | str,
+    options: SftOptions,
+    *,
+    console: Console | None = None,
+) -> Sequence[SftStep]:
+    """Train the policy on the replies of a file, and write it to a new or empty folder.
+
+    It takes `config.steps` optimizer steps with the options of `trainer`. Prompts, tools and the
+    sampling temperature are those of the recipe. Raises `ConfigError` before training if an option
+    or a row of the file is wrong.
+    """
+    folder = Path(folder)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ConfigError(f"{folder} is not an empty folder")
+    if config.cluster.trainers:
+        raise ConfigError(f"sft needs cluster.trainers = 0, got {config.cluster.trainers}")
+    if config.techniques:
+        raise ConfigError(f"sft has no techniques, got {config.techniques!r}: set --techniques ''")
+    console = console or Console(soft_wrap=True)
+    if config.trainer.threads:
+        torch.set_num_threads(config.trainer.threads)
+    policy = load_policy(config)
+    tools = build_taskset(config.task).tools
+    try:
+        chat = Chat(
+            policy.tokenizer, tools, ends=policy.ends, template_kwargs=config.template_kwargs
+        )
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    references = load_references(data, chat, max_tokens=config.engine.max_context)
+    objective = options.objective(config.seed)
+    trainer = _trainer(config, policy, objective)
+    figures = []
+    for step, batch in enumerate(
+        islice(_batches(references, options.batch, config.seed), config.steps), start=1
+    ):
+        for minibatch in trainer.prepare(reference_batch(batch, version=trainer.version)):
+            trainer.backward(minibatch)
+            trainer.step()
+        grad_norm = trainer.metrics()["trainer/grad_norm"]
+        figures.append(SftStep(step, objective.take_surprise(), grad_norm))
+        if step % max(1, config.steps // 20) == 0 or step == config.steps:
+            console.print(
+                f"step {step}: -log pi {figures[-1].surprise:.4f} nats, gradient norm "
+                f"{grad_norm:.3g}",
+                highlight=False,
+            )
+    policy.save(folder)
+    record = {"options": asdict(options), "data": str(data), "references": len(references)}
+    (folder / RECORD).write_text(dumps({**record, "steps": [asdict(each) for each in figures]}))
+    return figures
+
+
+def _trainer(config: RunConfig, policy: Policy, objective: CrossEntropy) -> LocalTrainer:
+    """Return a trainer whose log-ratio is log pi: the route takes the batch's 0 as old_logp."""
+    plain = replace(
+        config,
+        old_logps=OldLogpsConfig(route="rollout"),
+        correction=CorrectionConfig(control="none"),
+        objective=ObjectiveConfig(kind="none", loss_aggregation=config.objective.loss_aggregation),
+        audit=AuditConfig(),
+    )
+    old = build_old_logps(plain.old_logps, build_scorer(plain, policy))
+    return LocalTrainer(policy, plain, old, techniques=Techniques({"sft": objective}))
+
+
+def _batches(references: Sequence[Reference], size: int, seed: int) -> Iterator[list[Reference]]:
+    """Yield batches without end. Every conversation comes once before one comes again."""
+    order: list[Reference] = []
+    for round_number in count():
+        order += Random(f"sft/{seed}/{round_number}").sample(references, len(references))
+        while len(order) >= size:
+            yield order[:size]
+            del order[:size]

@@ -1,0 +1,114 @@
+"""Conversations of a file for supervised training, as a run would encode them."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from unstale.config import ConfigError
+from unstale.envs import Message, ToolCall
+from unstale.envs.chat import Chat
+from unstale.envs.dataset import FILES, load_rows
+
+ROLES = ("system", "user", "assistant", "tool")
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """A conversation as tokens."""
+
+    tokens: tuple[int, ...]
+    replies: tuple[bool, ...]
+    """True for the tokens of its replies. Only they are learnt."""
+
+    def __post_init__(self) -> None:
+        if len(self.tokens) != len(self.replies):
+            raise ValueError(f"{len(self.tokens)} tokens, {len(self.replies)} marks")
+
+
+def load_references(path: Path | str, chat: Chat, *, max_tokens: int) -> list[Reference]:
+    """Return the conversations of a JSONL, JSON or Parquet file.
+
+    Each row has `messages` with `role`, `content` and, for calls of an assistant, `tool_calls` in
+    the format of the OpenAI API. All messages with the role `assistant` are references. Raises
+    `ConfigError` with the row's number if it cannot be encoded or has more than `max_tokens`
+    tokens.
+    """
+    path = Path(path)
+    if path.suffix not in FILES or not path.is_file():
+        raise ConfigError(f"{path} must be an existing file of type {', '.join(FILES)}")
+    references = []
+    for number, row in enumerate(load_rows(str(path)), start=1):
+        try:
+            reference = encode_conversation(chat, _messages(row))
+        except ValueError as error:
+            raise ConfigError(f"{path}, row {number}: {error}") from error
+        if len(reference.tokens) > max_tokens:
+            raise ConfigError(
+                f"{path}, row {number} has {len(reference.tokens)} tokens, more than "
+                f"engine.max_context = {max_tokens}; leave it out, or raise engine.max_context"
+            )
+        references.append(reference)
+    if not references:
+        raise ConfigError(f"{path} has no rows")
+    return references
+
+
+def encode_conversation(chat: Chat, messages: Sequence[Message]) -> Reference:
+    """Return a conversation as the tokens that a run would have recorded.
+
+    Raises ValueError if it does not begin with a prompt and end with a reply, or if a reply cannot
+    be written in the chat template's form.
+    """
+    places = [place for place, message in enumerate(messages) if message.role == "assistant"]
+    if not places or places[0] == 0 or places[-1] != len(messages) - 1:
+        raise ValueError("messages must begin with a prompt and end with a reply of the assistant")
+    tokens = [*chat.encode_prompt(messages[: places[0]])]
+    replies = [False] * len(tokens)
+    for place, following in zip(places, [*places[1:], len(messages)], strict=True):
+        between = messages[place + 1 : following]
+        reply = chat.encode_reply(messages[place], between)
+        tokens += reply
+        replies += [True] * len(reply)
+        if following == len(messages):
+            break
+        if not between:
+            raise ValueError("two replies of the assistant follow each other")
+        calls = messages[place].tool_calls
+        tokens += chat.encode_continuation(between, ended=True, calls=calls)
+        replies += [False] * (len(tokens) - len(replies))
+    return Reference(tuple(tokens), tuple(replies))
+
+
+def _messages(row: Mapping[str, Any]) -> list[Message]:
+    """Return the messages of a row. Raises ValueError for another form."""
+    found = row.get("messages")
+    if not isinstance(found, Sequence) or isinstance(found, str) or not found:
+        raise ValueError(f"messages must be a list of messages, got {str(found)[:80]!r}")
+    messages = []
+    for each in found:
+        match each:
+            case {"reasoning_content": str(thoughts)} if thoughts:
+                raise ValueError("reasoning_content cannot be learnt: leave it out")
+            case {"role": role, "content": str() | None as content} if role in ROLES:
+                calls = tuple(_call(call) for call in each.get("tool_calls") or ())
+                messages.append(Message(role, content or "", calls))
+            case _:
+                raise ValueError(
+                    f"a message needs a role of {', '.join(ROLES)} and a content, got "
+                    f"{str(each)[:80]!r}"
+                )
+    return messages
+
+
+def _call(call: Any) -> ToolCall:
+    """Return a tool call in the format of the OpenAI API, or its `function` alone."""
+    match call:
+        case {"function": function}:
+            return _call(function)
+        case {"name": str(name), "arguments": str(text)}:
+            return _call({"name": name, "arguments": json.loads(text)})
+        case {"name": str(name), "arguments": Mapping() as arguments}:
+            return ToolCall(name, dict(arguments))
+    raise ValueError(f"a tool call needs a name and arguments, got {str(call)[:80]!r}")
