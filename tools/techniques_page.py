@@ -8,6 +8,8 @@ from pathlib import Path
 
 from tools.options_page import rows_of
 from unstale.config.techniques import Entry, Slot, techniques
+from unstale.recipes import areal
+from unstale.recipes import techniques as combined
 from unstale.techniques.catalogue import ROWS
 
 PAGE = Path(__file__).parent.parent / "docs" / "techniques.md"
@@ -37,6 +39,14 @@ A resumed run keeps its techniques; their options may change.
 
 This page is written by `python -m tools.techniques_page` from the techniques' own declarations.
 """
+RECIPES_HEAD = """
+## Recipes
+
+These recipes combine techniques, or have the losses of one paper. `unstale lint RECIPE` shows what
+each changes.
+
+| recipe | what it does |
+|---|---|"""
 TITLES: dict[Slot, str] = {
     "sampler": "Which task comes next",
     "allocator": "How many episodes a task gets",
@@ -55,7 +65,15 @@ TITLES: dict[Slot, str] = {
 
 def page() -> str:
     """Return the page as Markdown."""
-    return HEAD + "".join(_slot(slot, title) for slot, title in TITLES.items())
+    return HEAD + _recipes() + "".join(_slot(slot, title) for slot, title in TITLES.items())
+
+
+def _recipes() -> str:
+    rows = [
+        f"| `{recipe.__name__}` | {str(recipe.__doc__).partition(chr(10))[0]} |"
+        for recipe in (*combined.RECIPES, *areal.RECIPES)
+    ]
+    return "\n".join([RECIPES_HEAD, *rows, ""])
 
 
 def _slot(slot: Slot, title: str) -> str:

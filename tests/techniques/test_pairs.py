@@ -8,7 +8,7 @@ was not disturbed. `make pairs` runs all named pairs.
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from io import StringIO
 from itertools import combinations
@@ -28,7 +28,8 @@ from unstale.durability import compare_runs
 from unstale.durability.journal import Journal, check
 from unstale.durability.run_folder import RunFolder
 from unstale.lint import check as lint
-from unstale.recipes import retail
+from unstale.recipes import areal, retail
+from unstale.recipes import techniques as combined
 from unstale.techniques import Techniques
 
 CONDITIONS: Mapping[str, Mapping[str, Any]] = {
@@ -113,9 +114,9 @@ def train(config: RunConfig) -> Path:
     return config.runs / config.name
 
 
-def run_undisturbed_and_killed(names: str, policy: Path, folder: Path) -> Path:
-    """Train with some techniques twice, once with a kill, and compare. Return the run's folder."""
-    base = tiny_run(
+def small(policy: Path, folder: Path) -> RunConfig:
+    """Return a run of three steps."""
+    return tiny_run(
         policy,
         folder,
         name="whole",
@@ -124,14 +125,17 @@ def run_undisturbed_and_killed(names: str, policy: Path, folder: Path) -> Path:
         checkpoint=CheckpointConfig(every=1),
         audit=AuditConfig(share=0.0),
     )
-    config = chosen(names, base)
+
+
+def run_undisturbed_and_killed(config: RunConfig) -> Path:
+    """Train twice, once with a kill, and compare. Return the run's folder."""
     lint(config).require()
     whole = train(config)
     again = override(config, {"name": "killed"})
     with killed("prepare", 3):  # in the third step, after checkpoints of both steps before
         train(again)
-    resume(folder / "killed", again)
-    assert compare_runs.differences(whole, folder / "killed") == []
+    resume(config.runs / "killed", again)
+    assert compare_runs.differences(whole, config.runs / "killed") == []
     return whole
 
 
@@ -156,7 +160,35 @@ def require_trained(folder: Path, steps: int) -> None:
 def test_a_pair_trains_and_ends_equal_after_a_kill(
     names: str, policy: Path, tmp_path: Path
 ) -> None:
-    require_trained(run_undisturbed_and_killed(names, policy, tmp_path), steps=3)
+    config = chosen(names, small(policy, tmp_path))
+    require_trained(run_undisturbed_and_killed(config), steps=3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", [*combined.RECIPES, *areal.RECIPES])
+def test_a_recipe_trains_and_ends_equal_after_a_kill(
+    recipe: Callable[..., RunConfig], policy: Path, tmp_path: Path
+) -> None:
+    """The tiny run has the recipe's techniques, route, correction, loss and number of steps."""
+    base = small(policy, tmp_path)
+    config = replace(
+        recipe(),
+        recipe=base.recipe,
+        policy=base.policy,
+        runs=base.runs,
+        name=base.name,
+        steps=base.steps,
+        minutes=base.minutes,
+        deterministic=True,
+        engine=base.engine,
+        task=base.task,
+        schedule=base.schedule,
+        audit=base.audit,
+        eval=base.eval,
+        checkpoint=base.checkpoint,
+    )
+    config = chosen(config.techniques, config)
+    require_trained(run_undisturbed_and_killed(config), steps=3)
 
 
 def test_the_linter_names_the_order_of_techniques_that_change_the_same(

@@ -202,7 +202,8 @@ ROWS: Sequence[Row] = (
         39,
         "AReaL",
         "asynchronous training with bounded staleness, decoupled loss",
-        "--schedule.max_staleness, --old_logps.route current_recompute; --techniques m2po",
+        "recipes areal_naive, areal_decoupled, areal_loglinear and areal_m2po; "
+        "--schedule.max_staleness; --techniques m2po",
         "works",
     ),
     _row(40, "CLEANER", "failed calls replaced by later successes", _EDIT),
