@@ -257,6 +257,9 @@ class Group:
     """The number of the group in its run. Groups are counted in the order of their start."""
     unused: tuple[Trajectory, ...] = ()
     """Finished trajectories of the task that a filter left out of training."""
+    added: frozenset[int] = frozenset()
+    """Numbers of the finished episodes that were added to the group because of its first results.
+    """
 
     @property
     def finished(self) -> tuple[Trajectory, ...]:

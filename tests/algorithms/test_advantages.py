@@ -9,7 +9,7 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import partial
 from inspect import signature
 from types import MappingProxyType
@@ -34,6 +34,8 @@ from unstale.algorithms.advantages import (
     reward_to_go,
     rloo,
     rloo_advantage,
+    rloo_first,
+    rloo_first_advantage,
     turn_level,
 )
 from unstale.build import build_advantage
@@ -57,6 +59,7 @@ ESTIMATORS: dict[str, Estimator] = {
     "grpo_no_std": grpo_no_std,
     "dr_grpo": dr_grpo,
     "rloo": rloo,
+    "rloo_first": rloo_first,
     "opo": opo,
     "reinforce_batch": reinforce_batch,
     "reinforce_batch, raw": partial(reinforce_batch, group_baseline=False, by_tokens=False),
@@ -264,6 +267,24 @@ def test_a_turn_reward_that_is_no_number_is_an_error() -> None:
 
 # --- tensors
 # ------------------------------------------------------------------------------------------------
+
+
+def test_added_episodes_do_not_count_in_the_baseline_of_rloo_first() -> None:
+    """First 1, 0, 0 and added 1, 0: baselines 0, 1/2, 1/2, 1/3, 1/3. First 0.1, 0.1: 0.1."""
+    first = tensor([True, True, True, False, False, True, True, False])
+    rewards = tensor([1.0, 0, 0, 1, 0, 0.1, 0.1, 0.3], dtype=torch.float64)
+    group = tensor([0] * 5 + [1] * 3)
+    found = rloo_first_advantage(rewards, group, first=first).tolist()
+    assert found[:5] == pytest.approx([1, -0.5, -0.5, 2 / 3, -1 / 3])
+    assert found[5:] == [0.0, 0.0, pytest.approx(0.2)]
+    assert rloo_first_advantage(FLAT, GROUP, first=FLAT >= 0).tolist() == pytest.approx(
+        rloo_advantage(FLAT, GROUP).tolist()
+    )
+    alone = rloo_first_advantage(rewards[:2], group[:2], first=tensor([True, False]))
+    assert alone.tolist() == [0.0, -1.0]
+    items = tuple(replace(episode(reward), episode=n) for n, reward in enumerate((1, 0, 0, 1, 0)))
+    batch = [Group(TASK, items, added=frozenset({3, 4}))]
+    assert values(rloo_first(batch)) == pytest.approx(found[:5])
 
 
 def test_records_and_tensors_agree() -> None:

@@ -46,6 +46,8 @@ def groups(folder: Path) -> list[tuple[str, int, int]]:
 CHOICES: list[tuple[str, dict[str, Any]]] = [
     ("", {}),
     ("beta_sampler", {"beta_sampler.decay": 0.9}),
+    ("allocate", {"allocate.gain": "interval", "allocate.mean": 4.0, "allocate.max": 6}),
+    ("beta_sampler allocate", {"allocate.gain": "v0", "allocate.mean": 4.0, "allocate.max": 8}),
 ]
 
 
@@ -64,6 +66,7 @@ def test_a_killed_deterministic_run_chooses_as_an_unkilled_one(
     assert found == groups(tmp_path / "whole")
     assert len({task for task, _, _ in found}) < len(found)  # some come again
     assert len({(task, seed) for task, seed, _ in found}) == len(found)
+    assert (len({size for _, _, size in found}) > 1) == ("allocate" in techniques)
 
 
 def test_an_ordinary_run_that_is_killed_counts_visits_on(tmp_path: Path) -> None:

@@ -296,6 +296,7 @@ WARNED = [
     ("--techniques ace --ace.max_shift 100", "ace.max_shift is 100"),
     ("--techniques minpro", "minpro with ppo_clip"),
     ("--techniques aepo --aepo.a 0.5", "aepo.a is 0.5"),
+    ("--techniques allocate", "allocate.gain dars_et with advantage.estimator"),
 ]
 
 

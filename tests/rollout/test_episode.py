@@ -331,6 +331,34 @@ def test_siblings_share_the_environments_seed_and_not_the_noise() -> None:
     assert len({trajectory.episode for trajectory in group.trajectories}) == 4
 
 
+def test_a_group_is_enlarged_after_its_results_and_a_resumed_one_ends_equal() -> None:
+    seeds: list[int] = []
+
+    def say(tokens: Sequence[int], params: SamplingParams) -> Sequence[int]:
+        seeds.append(params.seed)
+        return [END]
+
+    def more(results: Sequence[Trajectory | Failure]) -> int:
+        return {2: 1, 3: 2}.get(len(results), 0)
+
+    async def main() -> tuple[Group, Group]:
+        tasks = Tasks(*[[says("hi"), over()] for _ in range(7)])
+        engine = await awake(ScriptedEngine(say))
+        rollout = Rollout(Generator(engine, LetterChat(), EngineConfig()), tasks, RolloutConfig())
+        request = GroupRequest(3, TASK, 0, 0, sizes=(2,))
+        whole = await rollout.group(request, size=2, more=more)
+        rollout.restore(3, ())
+        past = tuple(
+            EpisodeRecord(n, each.pieces, each) for n, each in enumerate(whole.finished[:3])
+        )
+        begun = replace(request, begun=True, past=past, sizes=(2, 3, 5))
+        return whole, await rollout.group(begun, size=5, more=more)
+
+    whole, resumed = asyncio.run(main())
+    assert resumed == whole and whole.added == {2, 3, 4}
+    assert len(set(seeds)) == 5 and seeds[5:] == seeds[3:5]
+
+
 def test_an_examination_grades_every_task_and_tells_how_far_it_is() -> None:
     tasks = Tasks([says("hi"), over(1.0)], [says("hi"), over(0.0)], [EnvError("x")])
     told: list[tuple[int, int]] = []

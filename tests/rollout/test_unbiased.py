@@ -30,6 +30,7 @@ from unstale.algorithms.advantages import (
     grpo_advantage,
     opo_advantage,
     rloo_advantage,
+    rloo_first_advantage,
 )
 from unstale.algorithms.corrections import (
     aggregate,
@@ -357,6 +358,39 @@ def best_gradient() -> Tensor:
 @pytest.mark.parametrize("siblings", [2, 3, 4])
 def test_leaving_a_sibling_out_of_its_baseline_is_unbiased(siblings: int) -> None:
     assert_close(estimated_gradient("rloo", siblings), best_gradient())
+
+
+def added_gradient(estimate: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    """Return the mean of the sum of advantage * score over groups of 2 episodes.
+
+    Two more are added if both have rewards below 0.5. `estimate` gets the rewards `[n]`, and True
+    for the first episodes `[n]`.
+    """
+    theta = CHOICE.clone().requires_grad_()
+    logp = torch.log_softmax(theta, 0)
+    total = torch.zeros((), dtype=torch.float64)
+    for size in (2, 4):
+        first = torch.arange(size) < 2
+        for drawn in itertools.product(range(4), repeat=size):
+            picked = torch.tensor(drawn)
+            if bool((REWARDS[picked[:2]] < 0.5).all()) == (size == 4):
+                chance = logp.detach()[picked].sum().exp()
+                total = total + chance * (estimate(REWARDS[picked], first) * logp[picked]).sum()
+    return torch.autograd.grad(total, theta)[0]
+
+
+def test_episodes_that_are_added_after_failures_bias_a_mean_over_all_of_them() -> None:
+    """With the mean of the first ones as the baseline, the gradient is E[n] times that of J."""
+    failing = float(torch.softmax(CHOICE, 0)[REWARDS < 0.5].sum())
+    group = torch.zeros(4, dtype=torch.long)
+    ours = added_gradient(
+        lambda rewards, first: rloo_first_advantage(rewards, group[: len(first)], first=first)
+    )
+    assert_close(ours, (2 + 2 * failing**2) * best_gradient())
+    mean = added_gradient(
+        lambda rewards, first: grpo_advantage(rewards, group[: len(first)], std=False)
+    )
+    assert_turned(mean, best_gradient(), least=0.01)
 
 
 @pytest.mark.parametrize("siblings", [2, 3, 4])

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from unstale.config.declared import add_choice
@@ -82,6 +82,20 @@ def rloo(groups: Sequence[Group]) -> list[ScoredTrajectory]:
     This estimate of the policy gradient has no bias.
     """
     return _score(groups, rloo_advantage(*_outcomes(groups)))
+
+
+@estimator
+def rloo_first(groups: Sequence[Group]) -> list[ScoredTrajectory]:
+    """RLOO whose baseline is the mean of the group's first episodes.
+
+    Use it if a technique adds episodes to a group because of its first rewards. A mean over all
+    episodes is then biased. This one keeps the direction of each task's gradient. Its size grows
+    with the number of episodes. Without added episodes it equals `rloo`.
+    """
+    rewards, group = _outcomes(groups)
+    added = [item.episode in each.added for each in groups for item in each.trajectories]
+    first = torch.tensor([not each for each in added], dtype=torch.bool)
+    return _score(groups, rloo_first_advantage(rewards, group, first=first))
 
 
 @estimator
@@ -170,6 +184,25 @@ def rloo_advantage(rewards: Float[Tensor, "n"], group: Int[Tensor, "n"]) -> Floa
     index, count = _members(group)
     size = count.to(rewards.dtype)
     return grpo_advantage(rewards, group, std=False) * (size / (size - 1).clamp(min=1))[index]
+
+
+def rloo_first_advantage(
+    rewards: Float[Tensor, "n"], group: Int[Tensor, "n"], *, first: Bool[Tensor, "n"]
+) -> Float[Tensor, "n"]:
+    """Return the reward minus the mean of the `first` rewards in its group, its own left out.
+
+    An episode without another first one in its group has advantage 0.
+    """
+    index, count = _members(group)
+    lowest = rewards.new_full((len(count),), math.inf)
+    lowest = lowest.scatter_reduce(0, index[first], rewards[first], "amin")
+    # Relative to the lowest one, equal first rewards are exactly 0, and so is their mean.
+    relative = rewards - lowest[index]
+    weight = first.to(rewards.dtype)
+    others = _sum(weight, index)[index] - weight
+    relative = torch.where(others > 0, relative, 0.0)
+    total = _sum(weight * relative, index)[index] - weight * relative
+    return torch.where(others > 0, relative - total / others.clamp(min=1), 0.0)
 
 
 def opo_advantage(

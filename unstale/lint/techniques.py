@@ -105,6 +105,21 @@ def baseline_of_picked(config: RunConfig) -> Finding | None:
     )
 
 
+def baseline_with_added_episodes(config: RunConfig) -> Finding | None:
+    """Warn of a baseline that is biased where episodes are added because of first rewards."""
+    gain = getattr(config.technique_options.get("allocate"), "gain", "v0")
+    replaced = any(entry.slot == "estimator" for entry in chosen(config.techniques))
+    name = config.advantage.estimator
+    if gain in ("v0", "sqrt_law") or replaced or name == "rloo_first":
+        return None
+    return Finding(
+        f"allocate.gain {gain} with advantage.estimator {name}",
+        "episodes are added because of rewards that the baseline contains, so it is biased "
+        "(docs/unbiasedness.md)",
+        ({"advantage.estimator": "rloo_first"}, without(config, "allocate")),
+    )
+
+
 def without(config: RunConfig, *names: str) -> Fix:
     """Return the option by which a run has all its techniques but some."""
     kept = [entry.name for entry in chosen(config.techniques) if entry.name not in names]
@@ -117,4 +132,5 @@ WARNINGS: Sequence[Rule] = (
     hard_prefix_clip,
     strong_entropy_factor,
     baseline_of_picked,
+    baseline_with_added_episodes,
 )

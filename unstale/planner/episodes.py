@@ -157,11 +157,15 @@ class SimulatedRollout:
         while size:
             results += await self._stage(request, size, random)
             size = more(results)
+        first = request.sizes[0] if request.sizes else len(results)
         return Group(
             request.task,
             tuple(each for each in results if isinstance(each, Trajectory)),
             tuple(each for each in results if isinstance(each, Failure)),
             request.number,
+            added=frozenset(
+                each.episode for each in results[first:] if isinstance(each, Trajectory)
+            ),
         )
 
     async def _stage(

@@ -464,11 +464,15 @@ def require_finished(groups: Sequence[Group]) -> Sequence[Group]:
 
 
 def _group(request: GroupRequest, results: Sequence[Trajectory | Failure | None]) -> Group:
+    first = request.sizes[0] if request.sizes else len(results)
     return Group(
         task=request.task,
         trajectories=tuple(result for result in results if isinstance(result, Trajectory)),
         failures=tuple(result for result in results if isinstance(result, Failure)),
         number=request.number,
+        added=frozenset(
+            result.episode for result in results[first:] if isinstance(result, Trajectory)
+        ),
     )
 
 

@@ -163,7 +163,7 @@ class Selection:
     def _sized(self, request: GroupRequest, size: int = 0) -> GroupRequest:
         allocator = self._techniques.allocator
         if allocator is not None:
-            size = allocator.first(self._identify(request.task))
+            size = allocator.first(self._identify(request.task)) or self._config.schedule.group_size
         return replace(request, sizes=(size,)) if size else request
 
     def more(

@@ -170,7 +170,10 @@ class Allocator(Protocol):
     """A technique that chooses the number of episodes of each group."""
 
     def first(self, task: str) -> int:
-        """Return the number of episodes with which a group on this task begins, at least 1."""
+        """Return the number of episodes with which a group on this task begins.
+
+        0 is `schedule.group_size`. It takes the place of `Draw.size`.
+        """
         ...
 
     def more(self, group: GroupSoFar) -> int:
@@ -316,6 +319,8 @@ class Outcome:
     failures: int
     tokens: int
     """Number of sampled tokens of the group."""
+    added: int = 0
+    """Number of the last rewards that are of episodes which an allocator added."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -556,6 +561,7 @@ def _outcome(group: Group, version: int, task: str) -> Outcome:
         rewards=tuple(each.reward for each in trajectories),
         failures=len(group.failures),
         tokens=sum(each.num_sampled for each in trajectories),
+        added=len(group.added),
     )
 
 

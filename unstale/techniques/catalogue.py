@@ -32,7 +32,6 @@ class Row:
 
 _TREE = "episodes that branch are missing"
 _SAMPLER = "a choice of tasks by past results is missing"
-_COUNT = "a number of episodes per task that varies is missing"
 _EDIT = "training on edited replies is missing"
 _SHARE = "training on texts of other policies or attempts is missing"
 _JUDGE = "a procedure around several attempts is missing"
@@ -89,7 +88,8 @@ ROWS: Sequence[Row] = (
         7,
         "XRPO",
         "episodes where the mean is uncertain, a bonus for unlikely correct replies",
-        f"--techniques novelty is the bonus; {_COUNT}, and exemplars for tasks that always fail",
+        "--techniques allocate with gain interval is the number of episodes, novelty the bonus; "
+        "exemplars for tasks that always fail are missing",
     ),
     _row(
         8,
@@ -167,11 +167,23 @@ ROWS: Sequence[Row] = (
         "--techniques pick --pick.rule clean_success, with --schedule.group_size above --pick.n",
         "works",
     ),
-    _row(25, "Group-DRO", "difficulty bins with weights", _SAMPLER),
+    _row(
+        25,
+        "Group-DRO",
+        "difficulty bins with weights, and a number of episodes for each",
+        "--techniques allocate with gain sqrt_law gives each task its number of episodes; bins are "
+        "missing",
+    ),
     _row(26, "GDPO", "each reward normalised on its own", "its estimator is missing"),
-    _row(27, "DARS", "more episodes on hard tasks", _COUNT),
+    _row(27, "DARS", "more episodes on hard tasks", "--techniques allocate", "works"),
     _row(28, "DRIVE", "two stages of tasks and counts", _SAMPLER),
-    _row(29, "V0", "a value from the history of outcomes", _SAMPLER),
+    _row(
+        29,
+        "V0",
+        "a value from the history of outcomes",
+        "--techniques allocate with gain v0 uses success rates of earlier groups; the model that "
+        "forecasts them is missing",
+    ),
     _row(
         30,
         "ARRoL",
@@ -188,7 +200,12 @@ ROWS: Sequence[Row] = (
         "works",
     ),
     _row(34, "R3L", "reflect, restart, train the suffix", _EDIT),
-    _row(35, "V0.5", "a group mean shrunk towards a prior", _BASELINE),
+    _row(
+        35,
+        "V0.5",
+        "a group mean shrunk towards a prior",
+        f"--techniques allocate with gain v05_risk is the rule that ends a group; {_BASELINE}",
+    ),
     _row(36, "SAGE (skills)", "skills of one task help the next", _SHARE),
     _row(37, "ADHint", "hints by difficulty", _EDIT),
     _row(

@@ -77,7 +77,7 @@ class SuccessTracker:
             if not outcome.rewards:
                 continue
             self._version = max(self._version, outcome.version)
-            solved = sum(self._success(reward) for reward in outcome.rewards)
+            solved = sum(self.successes(outcome.rewards))
             before = self._counts.get(
                 outcome.task, BetaCounts(self._prior, self._prior, outcome.version)
             )
@@ -96,15 +96,18 @@ class SuccessTracker:
         a, b = (self._prior + factor * (count - self._prior) for count in (counts.a, counts.b))
         return BetaCounts(a, b, version)
 
-    def _success(self, reward: float) -> float:
+    def successes(self, rewards: Sequence[float]) -> list[float]:
+        """Return the success of each episode, 0 to 1. Raises `ConfigError` if a reward is not."""
         if self._success_at is not None:
-            return float(reward >= self._success_at)
-        if not 0 <= reward <= 1:
-            raise ConfigError(
-                f"the technique {self._name} needs rewards between 0 and 1, got {reward:g}. Set "
-                f"--{self._name}.success_at to the reward from which on an episode is a success"
-            )
-        return reward
+            return [float(reward >= self._success_at) for reward in rewards]
+        for reward in rewards:
+            if not 0 <= reward <= 1:
+                raise ConfigError(
+                    f"the technique {self._name} needs rewards between 0 and 1, got {reward:g}. "
+                    f"Set --{self._name}.success_at to the reward from which on an episode is a "
+                    "success"
+                )
+        return list(rewards)
 
     def state(self) -> dict[str, Any]:
         """Return the distributions as lists of numbers, in the order of their tasks."""

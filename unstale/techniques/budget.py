@@ -1,0 +1,125 @@
+"""Sizes of groups that use a mean number of episodes best, for techniques that allocate episodes.
+
+The utility of a group is a number for each size that it may have. Under a price, a group gets the
+size with the largest utility minus price times size. Sizes under one price have the largest total
+utility of all sizes with the same total or a smaller one (Everett, Operations Research 11, 1963).
+This holds for every utility, also where one more episode is worth more than the one before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from itertools import pairwise
+from math import ceil, sqrt
+
+ROUNDING = 1e-9
+"""Subtracted before rounding up, so that the error of a float does not add an episode."""
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A number of further episodes of a group, and the utility of each of them."""
+
+    slope: float
+    width: int
+
+
+def segments(utility: Sequence[float]) -> list[Segment]:
+    """Return the upper concave hull of a utility, as far as it rises.
+
+    `utility[k]` is the utility with k more episodes than the smallest size.
+
+    >>> segments([0.0, 1.0, 4.0, 5.0, 5.0])
+    [Segment(slope=2.0, width=2), Segment(slope=1.0, width=1)]
+    """
+    hull: list[Segment] = []
+    for before, after in pairwise(utility):
+        rise, width = after - before, 1
+        while hull and rise / width >= hull[-1].slope:
+            last = hull.pop()
+            rise += last.slope * last.width
+            width += last.width
+        hull.append(Segment(rise / width, width))
+    return [each for each in hull if each.slope > 0]
+
+
+def num_further(hull: Sequence[Segment], price: float) -> int:
+    """Return the number of further episodes that are worth more than the price."""
+    return sum(each.width for each in hull if each.slope > price)
+
+
+def find_price(hulls: Sequence[Sequence[Segment]], budget: float) -> float:
+    """Return the lowest price at which groups get at most `budget` further episodes in total."""
+    left = budget
+    for each in sorted((one for hull in hulls for one in hull), key=lambda one: -one.slope):
+        left -= each.width
+        if left < 0:
+            return each.slope
+    return 0.0
+
+
+def dars_further(size: int, p: float, *, by_hardness: bool = False, std: bool = False) -> int:
+    """Return the number of episodes that DARS adds to `size` ones of which the share p succeeded.
+
+    The sum of |A| is size * S, S = 2 p (1 - p), or 2 sqrt(p (1 - p)) if `std` divides the
+    advantage. It rises to that of p = 1/2; `by_hardness` multiplies this aim by 2 (1 - p).
+    """
+    if p >= 0.5:
+        return 0
+    p = p or 0.5 / size
+    mass = 2 * (sqrt(p * (1 - p)) if std else p * (1 - p))
+    aim = size * (1.0 if std else 0.5) * (2 * (1 - p) if by_hardness else 1.0)
+    return max(0, ceil((aim - size * mass) / mass - ROUNDING))
+
+
+def v0_utility(size: int, p: float) -> float:
+    """Return the utility of `size` episodes of a task with success rate p in V0."""
+    return size * (1 - p) * (1 - (1 - p) ** (size - 1))
+
+
+def mean_utility(size: int, p: float) -> float:
+    """Return minus the variance of the mean of `size` rewards, which leads to the square-root law.
+
+    The sum of v / n over groups is least, for a given sum of n, if n is proportional to sqrt(v).
+    """
+    return -p * (1 - p) / size
+
+
+def half_width(size: int, deviation: float, level: float) -> float:
+    """Return half the width of Student's confidence interval of the mean of `size` rewards."""
+    return _quantile(size - 1, level) * deviation / sqrt(size)
+
+
+@lru_cache(maxsize=4096)
+def interval_segments(
+    size: int, further: int, deviation: float, *, level: float, bonus: float
+) -> list[Segment]:
+    """Return the value of up to `further` episodes beside `size` ones in XRPO.
+
+    The n-th episode narrows the interval. Its value also has the term bonus / sqrt(n - 1).
+    """
+    utility = [0.0]
+    for n in range(size, size + further):
+        narrower = half_width(n, deviation, level) - half_width(n + 1, deviation, level)
+        utility.append(utility[-1] + narrower + bonus / sqrt(n))
+    return segments(utility)
+
+
+@cache
+def _quantile(degrees: int, level: float) -> float:
+    from scipy.special import stdtrit
+
+    return float(stdtrit(degrees, (1 + level) / 2))
+
+
+def mixed_error(size: int, mean: float, forecast: float) -> float:
+    """Return the squared error of V0.5's baseline, estimated from the rewards' mean and forecast.
+
+    All are between -1 and 1. The baseline is w mean + (1 - w) forecast, w = D / (D + 1 / size),
+    D = max(0, (mean - forecast)^2 - 1 / size).
+    """
+    noise = 1 / size
+    distance = max(0.0, (mean - forecast) ** 2 - noise)
+    return distance * noise / (distance + noise)
