@@ -31,6 +31,7 @@ from unstale.rewards.judge import (
     JudgeError,
     JudgeVerdict,
     LLMJudge,
+    find_flaw,
     read_verdict,
 )
 from unstale.rollout.episode import Rollout
@@ -327,6 +328,23 @@ def test_a_budget_that_is_spent_fails_the_episode_and_is_no_reward(model: Model)
     assert isinstance(failed, Failure) and failed.error.startswith(
         "BudgetSpent: the judge's budget is 1 calls"
     )
+
+
+def test_a_flaw_is_sought_in_successes_only_and_no_verdict_is_none(model: Model) -> None:
+    """Other errors of the judge are raised: the episode must not pass for one without a flaw."""
+
+    async def find(success: bool) -> dict[str, float]:
+        with closing(model.judge(retries=0)) as judge:
+            return await find_flaw(judge, success=success, answer="2 + 2 = 5, so 4")
+
+    low = completion('{"reason": "step 1 is wrong", "score": 2}')
+    model.answers = [low, completion(GOOD), completion("wrong, I think"), (401, b"")]
+    assert asyncio.run(find(False)) == {"flaw": 0.0, "flaw_unread": 0.0} and not model.asked
+    assert asyncio.run(find(True)) == {"flaw": 1.0, "flaw_unread": 0.0}
+    assert asyncio.run(find(True)) == {"flaw": 0.0, "flaw_unread": 0.0}
+    assert asyncio.run(find(True)) == {"flaw": 0.0, "flaw_unread": 1.0}
+    with pytest.raises(JudgeError, match="401"):
+        asyncio.run(find(True))
 
 
 def test_it_answers_under_the_virtual_clock(model: Model) -> None:

@@ -37,7 +37,9 @@ class EvenEnv(ToyEnv):
         turn = await super().step(reply)
         words = [word for word in reply.content.split() if word[1:].isdigit()]
         even = sum(int(word[1:]) % 2 == 0 for word in words) / max(1, len(words))
-        return Turn(turn.messages, done=turn.done, rewards={"even": even} if turn.done else {})
+        rewards = {"even": even} if turn.done else {}
+        facts = {"tool_calls": len(words), "flaw": float(len(words) > 1)}
+        return Turn(turn.messages, done=turn.done, rewards=rewards, facts=facts)
 
 
 class EvenTasks(ToyTasks):

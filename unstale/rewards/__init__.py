@@ -106,6 +106,29 @@ def numeric_answer(reply: str, row: Mapping[str, Any]) -> float:
     return numeric(reply, float(numbers[-1].replace(",", "")))
 
 
+def first_error(reply: str, row: Mapping[str, Any]) -> float:
+    """Return how well a reply names the first wrong step of a solution, from -1 to 1.
+
+    This is a reward function for the environment `dataset`, to train a judge of steps (FAPO, arXiv
+    2510.22543). The row has the number `steps` of steps and `first_error`, counted from 1; 0 is a
+    solution without an error. The last number of the reply is the answer. If only one of the two is
+    0, the reward is -1. If both are 0 it is 1, otherwise 1 - |difference| / steps. A reply without
+    a whole number from 0 to `steps` gets -1.
+
+    >>> row = {"first_error": 3, "steps": 8}
+    >>> first_error("Step 5 is wrong: 5", row), first_error("No error: 0", row)
+    (0.75, -1.0)
+    """
+    actual, steps = int(row["first_error"]), int(row["steps"])
+    if not 0 <= actual <= steps:
+        raise ValueError(f"first_error must be from 0 to steps, got {actual} and {steps}")
+    numbers = _NUMBER.findall(reply)
+    named = float(numbers[-1].replace(",", "")) if numbers else -1.0
+    if not (named.is_integer() and 0 <= named <= steps) or (named == 0) != (actual == 0):
+        return -1.0
+    return 1.0 - abs(named - actual) / steps if actual else 1.0
+
+
 def json_schema(text: str, schema: Mapping[str, Any]) -> float:
     """Return 1 if the text is JSON that satisfies the schema, else 0.
 

@@ -52,8 +52,16 @@ class BudgetSpent(JudgeError):
     """Error: a call might have exceeded the judge's budget, and was not made."""
 
 
+class UnreadableVerdict(JudgeError):
+    """Error: the judge answered, but not with a verdict, in the last of all calls."""
+
+
 class _Retryable(Exception):
     """A failed call to the judge that is repeated, such as one without an answer."""
+
+
+class _Unreadable(_Retryable):
+    """An answer of the judge that is no verdict."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -201,7 +209,8 @@ class LLMJudge:
                 return read_verdict(_message_text(completion))
             except _Retryable as error:
                 cause = error
-        raise JudgeError(f"no verdict after {self.endpoint.retries + 1} calls: {cause}") from cause
+        kind = UnreadableVerdict if isinstance(cause, _Unreadable) else JudgeError
+        raise kind(f"no verdict after {self.endpoint.retries + 1} calls: {cause}") from cause
 
     def _spend(self, calls: int, tokens: int) -> None:
         """Add calls and tokens to the amount used. Negative numbers return unused tokens."""
@@ -265,4 +274,23 @@ def read_verdict(text: str) -> tuple[int, str]:
         case {"reason": str(reason), "score": int(score), **others} if not others:
             if not isinstance(score, bool) and 0 <= score <= MAX_SCORE:
                 return score, reason
-    raise _Retryable(f"not a verdict: {text[:300]!r}")
+    raise _Unreadable(f"not a verdict: {text[:300]!r}")
+
+
+async def find_flaw(
+    judge: LLMJudge, *, success: bool, least: float = 0.5, **texts: str
+) -> dict[str, float]:
+    """Return whether a success has a flaw, as facts for `Turn.facts`.
+
+    The technique `flaw` reads them (docs/techniques.md). `flaw` is 1 if the judge's score is below
+    `least`, and `flaw_unread` is 1 if its answer was no verdict, which does not count as a flaw
+    (FAPO, arXiv 2510.22543). Of a failure, the judge is not asked. Raises the other errors of
+    `LLMJudge.verdict`.
+    """
+    if not success:
+        return {"flaw": 0.0, "flaw_unread": 0.0}
+    try:
+        score = await judge.score(**texts)
+    except UnreadableVerdict:
+        return {"flaw": 0.0, "flaw_unread": 1.0}
+    return {"flaw": float(score < least), "flaw_unread": 0.0}

@@ -5,6 +5,7 @@ torch. A technique is an object with the methods of its slot:
 
     sampler      draw(tasks, context) -> Draw       the task of the next group of episodes
     allocator    first(task), more(group) -> int    the number of episodes of a group
+    reward       reward(groups, context)            the rewards of a batch's episodes
     filter       select(groups, context)            which episodes of a batch are trained on,
                  select_scored(groups, ...)         or the same, when they have advantages
     estimator    estimate(groups, context)          their advantages; replaces `advantage.estimator`
@@ -60,6 +61,19 @@ class CreditContext:
     """Figures for the metrics of the batch, by full name. Techniques add theirs."""
     stop_tokens: Collection[int] = ()
     """The tokens that end a reply. Empty if an agent may end its replies otherwise."""
+
+
+@runtime_checkable
+class RewardTerm(Protocol):
+    """A technique that changes the rewards of episodes."""
+
+    def reward(self, groups: Sequence[Group], context: CreditContext) -> Sequence[Group]:
+        """Return the groups of a batch, whose trajectories have other rewards.
+
+        Groups and trajectories keep their number and order. `reward/mean` and other metrics of the
+        batch are those of the environment's rewards.
+        """
+        ...
 
 
 @runtime_checkable
@@ -380,6 +394,7 @@ class Techniques:
         """What the signals of the shapers must contain."""
         values = list(self.parts.values())
         self.diagnostics = [each for each in values if isinstance(each, Diagnostic)]
+        self.rewards = [each for each in values if isinstance(each, RewardTerm)]
         self.filters = [each for each in values if isinstance(each, Filter)]
         self.advantage_filters = [each for each in values if isinstance(each, AdvantageFilter)]
         self.estimator = next((each for each in values if isinstance(each, Estimator)), None)
@@ -433,15 +448,17 @@ class Techniques:
     ) -> tuple[list[ScoredTrajectory], Mapping[str, float]]:
         """Return the trajectories of a batch to train on, with advantages, and metrics.
 
-        Filters act first, then the estimator, recredits, and filters by advantage. `estimate` is
-        the configured estimator, which an estimator technique replaces. Where filters leave nothing
-        of a whole batch, all its trajectories get advantage 0. `stop_tokens` end a reply; empty if
-        unknown.
+        Reward terms act first, then filters, the estimator, recredits, and filters by advantage.
+        `estimate` is the configured estimator, which an estimator technique replaces. Where filters
+        leave nothing of a whole batch, all its trajectories get advantage 0. `stop_tokens` end a
+        reply; empty if unknown.
         """
         context = CreditContext(progress, version, identify, stop_tokens=stop_tokens)
         for diagnostic in self.diagnostics:
             context.metrics.update(diagnostic.measure(groups, context))
         selected = groups
+        for term in self.rewards:
+            selected = term.reward(selected, context)
         for each in self.filters:
             selected = each.select(selected, context)
         if self.filters and not any(group.trajectories for group in selected):

@@ -191,7 +191,14 @@ ROWS: Sequence[Row] = (
         f"--techniques pick --pick.rule balanced balances finished episodes; {_TREE}",
     ),
     _row(31, "SWE-Reasoner", "search with a reward model", _JUDGE),
-    _row(32, "FAPO", "a lower reward for flawed successes", "its penalty is missing"),
+    _row(
+        32,
+        "FAPO, arXiv 2510.22543",
+        "a lower reward for flawed successes",
+        "--techniques flaw with a judge (docs/rewards.md); --task.reward "
+        "unstale.rewards:first_error trains a judge of steps",
+        "works",
+    ),
     _row(
         33,
         "HGPO",
@@ -262,7 +269,8 @@ ROWS: Sequence[Row] = (
         47,
         "AgentMath",
         "segments of episodes, routing by prefix and load",
-        "routing by prefix and load exists; segments are missing",
+        "routing by prefix and load exists, and --techniques tool_bonus; segments, their weights "
+        "in routing and adaptive limits are missing",
     ),
     _row(48, "ReflectDrive-2", "one reward for draft and edit", "its task set is missing"),
     _row(49, "P/D-Serve", "separate engines for prompts and replies", "routing is missing"),

@@ -130,7 +130,7 @@ reach the limit. 24 seeds, 20 steps with 2 groups of 8; the share of long answer
 
 | no technique | `mask` | `reward` | `reward` with `penalty` 0.3 |
 |---|---|---|---|
-| 0.09 | 0.50 | 0.51 | 0.14 |
+| 0.05 | 0.47 | 0.48 | 0.10 |
 
 It has not been measured on the desks.
 """

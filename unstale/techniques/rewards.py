@@ -1,0 +1,35 @@
+"""Reward terms: what techniques add to the reward of an episode."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from statistics import fmean
+
+from unstale.records import Group, Trajectory
+from unstale.techniques import CreditContext
+
+
+def add_reward(
+    groups: Sequence[Group],
+    name: str,
+    term: Callable[[Trajectory], float],
+    context: CreditContext,
+) -> Sequence[Group]:
+    """Return the groups with a further named reward of each trajectory, and record its mean.
+
+    Branches belong to their episode. A success stays one, whatever its reward is then.
+    """
+    values: list[float] = []
+
+    def graded(item: Trajectory) -> Trajectory:
+        values.append(term(item))
+        facts = {**item.facts, "success": float(item.success)}
+        return replace(item, rewards={**item.rewards, name: values[-1]}, facts=facts)
+
+    result = [
+        replace(group, trajectories=tuple(graded(item) for item in group.trajectories))
+        for group in groups
+    ]
+    context.metrics[f"{name}/mean"] = fmean(values) if values else 0.0
+    return result
