@@ -48,6 +48,7 @@ CHOICES: list[tuple[str, dict[str, Any]]] = [
     ("beta_sampler", {"beta_sampler.decay": 0.9}),
     ("allocate", {"allocate.gain": "interval", "allocate.mean": 4.0, "allocate.max": 6}),
     ("beta_sampler allocate", {"allocate.gain": "v0", "allocate.mean": 4.0, "allocate.max": 8}),
+    ("baseline", {"baseline.decay": 0.9}),
 ]
 
 

@@ -297,6 +297,15 @@ WARNED = [
     ("--techniques minpro", "minpro with ppo_clip"),
     ("--techniques aepo --aepo.a 0.5", "aepo.a is 0.5"),
     ("--techniques allocate", "allocate.gain dars_et with advantage.estimator"),
+    (
+        "--techniques baseline --schedule.group_size 9 --baseline.centre median "
+        "--baseline.scale mad --baseline.mad_floor 0",
+        "baseline.mad_floor is 0",
+    ),
+    (
+        "--techniques 'allocate baseline' --allocate.gain dars_hw --baseline.centre loo",
+        "allocate.gain dars_hw with baseline.centre loo",
+    ),
 ]
 
 

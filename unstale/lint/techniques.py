@@ -23,6 +23,10 @@ MAX_SHIFT = 20.0
 
 MAX_ENTROPY_FACTOR = 1 / 3
 """Largest sensible `aepo.a`. An entropy of 3 standard deviations under the mean is common."""
+MIN_MAD_FLOOR = 0.01
+"""Smallest sensible `baseline.mad_floor`. Below it, an advantage may be more than 90 times the
+distance of its reward to the median.
+"""
 
 
 def order(config: RunConfig) -> str:
@@ -108,15 +112,34 @@ def baseline_of_picked(config: RunConfig) -> Finding | None:
 def baseline_with_added_episodes(config: RunConfig) -> Finding | None:
     """Warn of a baseline that is biased where episodes are added because of first rewards."""
     gain = getattr(config.technique_options.get("allocate"), "gain", "v0")
-    replaced = any(entry.slot == "estimator" for entry in chosen(config.techniques))
+    estimators = [each.name for each in chosen(config.techniques) if each.slot == "estimator"]
+    centre = getattr(config.technique_options.get("baseline"), "centre", "prior")
     name = config.advantage.estimator
-    if gain in ("v0", "sqrt_law") or replaced or name == "rloo_first":
+    if gain in ("v0", "sqrt_law") or name == "rloo_first" or (estimators and centre == "prior"):
         return None
+    what = f"baseline.centre {centre}" if estimators else f"advantage.estimator {name}"
     return Finding(
-        f"allocate.gain {gain} with advantage.estimator {name}",
+        f"allocate.gain {gain} with {what}",
         "episodes are added because of rewards that the baseline contains, so it is biased "
         "(docs/unbiasedness.md)",
-        ({"advantage.estimator": "rloo_first"}, without(config, "allocate")),
+        (
+            {**without(config, *estimators), "advantage.estimator": "rloo_first"},
+            without(config, "allocate"),
+        ),
+    )
+
+
+def no_floor_of_distances(config: RunConfig) -> Finding | None:
+    """Warn of advantages that are divided by nearly 0 where most rewards of a group are equal."""
+    options = config.technique_options.get("baseline")
+    scale, floor = getattr(options, "scale", ""), getattr(options, "mad_floor", 0.0)
+    if scale != "mad" or floor >= MIN_MAD_FLOOR:
+        return None
+    return Finding(
+        f"baseline.mad_floor is {floor:g}",
+        "where most rewards of a group are equal, the median distance is 0, and the others have "
+        f"advantages of up to {1 / (floor + 1e-3):.0f} times their distance",
+        ({"baseline.mad_floor": 0.1},),
     )
 
 
@@ -133,4 +156,5 @@ WARNINGS: Sequence[Rule] = (
     strong_entropy_factor,
     baseline_of_picked,
     baseline_with_added_episodes,
+    no_floor_of_distances,
 )

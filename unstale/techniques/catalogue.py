@@ -99,7 +99,13 @@ ROWS: Sequence[Row] = (
         "works",
     ),
     _row(9, "SCOPE", "a corrector continues from the first wrong step", _EDIT),
-    _row(10, "MC-GRPO", "the median as the baseline", _BASELINE),
+    _row(
+        10,
+        "MC-GRPO",
+        "the median as the baseline",
+        "--techniques baseline --baseline.centre median --baseline.scale mad",
+        "works",
+    ),
     _row(
         11,
         "DART",
@@ -211,7 +217,9 @@ ROWS: Sequence[Row] = (
         35,
         "V0.5",
         "a group mean shrunk towards a prior",
-        f"--techniques allocate with gain v05_risk is the rule that ends a group; {_BASELINE}",
+        "--techniques 'allocate baseline' --allocate.gain v05_risk; the prior is a Beta "
+        "distribution, not the prediction of a model",
+        "works",
     ),
     _row(36, "SAGE (skills)", "skills of one task help the next", _SHARE),
     _row(37, "ADHint", "hints by difficulty", _EDIT),
@@ -294,8 +302,9 @@ ROWS: Sequence[Row] = (
         53,
         "MSSR",
         "one episode per task with a Beta baseline",
-        "--techniques beta_sampler draws its tasks, mssr is the bonus on the advantage; "
-        f"{_BASELINE}",
+        "--techniques 'beta_sampler baseline mssr' --baseline.centre prior --baseline.scale batch "
+        "--schedule.group_size 1; the discount does not depend on the measured KL",
+        "works",
     ),
     _row(
         54,
