@@ -38,6 +38,7 @@ from unstale.records import (
 )
 from unstale.rollout import Evaluation, GroupRollout
 from unstale.rollout.episode import require_finished
+from unstale.rollout.evaluation import FinishedEpisodes
 from unstale.rollout.metrics import describe, describe_advantages
 from unstale.rollout.staleness_queue import (
     PendingPieces,
@@ -459,14 +460,15 @@ async def save_checkpoint(run: RunComponents, snapshot: Checkpoint) -> dict[str,
 
 
 async def evaluate(run: RunComponents, evaluation: Evaluation, step: int) -> dict[str, float]:
-    """Measure success on the held-out tasks. Return it as metrics.
+    """Measure success and reward on the held-out tasks. Return them as metrics.
 
     Training episodes continue meanwhile. The next optimizer step waits.
     """
     began = time.monotonic()
     version = run.trainer.version
+    finished = FinishedEpisodes()
     with run.log.span("eval", f"step {step}"):
-        outcomes = await evaluation(progress=run.log.phase)
+        outcomes = await evaluation(progress=run.log.phase, finished=finished)
     success = outcomes.count(True) / len(outcomes)
     run.log.event(
         "eval",
@@ -478,6 +480,7 @@ async def evaluate(run: RunComponents, evaluation: Evaluation, step: int) -> dic
     )
     return {
         "eval/success_rate": success,
+        "eval/reward_mean": finished.mean_reward(finished.successes),
         "eval/version": version,
         "eval/duration_s": time.monotonic() - began,
     }

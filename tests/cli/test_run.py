@@ -7,6 +7,7 @@ model folder. With equal precision in engine and trainer, weights travel as delt
 
 import asyncio
 import json
+import math
 import os
 import re
 import signal
@@ -89,7 +90,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> unstale.Run:
 def test_metrics_have_one_row_a_step_with_what_every_reader_counts_on(run: unstale.Run) -> None:
     rows = run.metrics
     assert [row["step"] for row in rows] == [0, 1, 2, 3]
-    assert "eval/success_rate" in rows[0] and "eval/success_rate" in rows[-1]
+    for row in (rows[0], rows[-1]):
+        assert 0 <= row["eval/success_rate"] <= 1 and math.isfinite(row["eval/reward_mean"])
     for row in rows[1:]:
         assert row.keys() >= REQUIRED
         assert 0 <= row["schedule/staleness_max"] <= row["schedule/staleness_bound"] == 1
@@ -128,6 +130,9 @@ def test_eval_grades_a_run_folder_and_a_killed_one_resumes(
     assert (grade.tasks, grade.attempts) == (4, 2) and max(grade.successes) <= 2
     assert 0 <= grade.average.low <= grade.success <= grade.average.high <= 1
     whole = save.read_text().splitlines(keepends=True)
+    rewards = [json.loads(line)["reward"] for line in whole[1:]]
+    assert grade.reward == pytest.approx(sum(rewards) / 8)
+    assert grade.as_json([1])["reward_mean"] == grade.reward
     assert len(whole) == 1 + 8
     save.write_text("".join(whole[:3]) + whole[3][:10])
     played: list[str] = []
@@ -141,8 +146,17 @@ def test_eval_grades_a_run_folder_and_a_killed_one_resumes(
     again = evaluate(run.folder, config, attempts=2, save=save, console=quiet())
     assert again == grade and len(played) == 6
     assert sorted(save.read_text().splitlines(keepends=True)) == sorted(whole)
-    evaluate(run.folder, replace(config, eval=EvalConfig(tasks=3)), save=save, console=quiet())
+    fewer = replace(config, eval=EvalConfig(tasks=3))
+    part = evaluate(run.folder, fewer, save=save, console=quiet())
     assert len(played) == 6, "fewer tasks and attempts are among those of the file"
+    of = {(row["task"], row["attempt"]): row["reward"] for row in map(json.loads, whole[1:])}
+    tasks = sorted({task for task, _ in of})[:3]
+    assert part.reward == pytest.approx(sum(of[task, 0] for task in tasks) / 3)
+    without = [line.replace(', "reward": ', ', "old": ') for line in whole]
+    save.write_text("".join(without))  # as an earlier version of the package wrote it
+    old = evaluate(run.folder, fewer, save=save, console=quiet())
+    assert old.successes == part.successes and math.isnan(old.reward)
+    assert "reward_mean" not in old.as_json([1])
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from unstale.cli.failures import RunFailed
 from unstale.cli.grades import EvalResult
 from unstale.cli.process import limit_threads, sigterm_as_ctrl_c
 from unstale.cli.resume import resume_command
-from unstale.cli.saved_episodes import SavedEpisodes, open_saved
+from unstale.cli.saved_episodes import open_saved
 from unstale.config import ConfigError, RunConfig
 from unstale.durability import virtual_clock
 from unstale.durability.journal import JOURNAL
@@ -25,6 +25,7 @@ from unstale.model.loading import DTYPES
 from unstale.model.policy import Policy
 from unstale.observe.live import LiveDisplay
 from unstale.rollout import evaluation
+from unstale.rollout.evaluation import FinishedEpisodes, attempts_at
 from unstale.rollout.generator import Generator
 from unstale.rollout.timeouts import first_error
 from unstale.weights.publish import DirectPublisher
@@ -74,18 +75,19 @@ def evaluate(
     policy, taskset, sampler = build_sampler(config)
     tasks = [task for task in held_out_tasks(taskset, config.eval.tasks) for _ in range(attempts)]
 
-    async def grade(saved: SavedEpisodes | None) -> list[bool | None]:
+    async def grade(finished: FinishedEpisodes) -> list[bool | None]:
         async with running_generator(config, policy, sampler) as generator:
             rollout = build_rollout(config, taskset)(generator, taskset, config.rollout)
             with LiveDisplay(config, console=console or Console()) as display:
                 async with rollout.resources:
                     return await evaluation.evaluate(
-                        rollout, tasks, seed=config.seed, progress=display.phase, finished=saved
+                        rollout, tasks, seed=config.seed, progress=display.phase, finished=finished
                     )
 
-    with open_saved(save, config) if save else nullcontext() as saved:
-        graded = run_until_complete(grade(saved))
-    return EvalResult.of(graded, attempts, [task.env for task in tasks])
+    with open_saved(save, config) if save else nullcontext(FinishedEpisodes()) as finished:
+        graded = run_until_complete(grade(finished))
+    result = EvalResult.of(graded, attempts, [task.env for task in tasks])
+    return replace(result, reward=finished.mean_reward(attempts_at(tasks)))
 
 
 @asynccontextmanager

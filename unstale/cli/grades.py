@@ -38,6 +38,8 @@ class EvalResult:
     failed: int = 0
     by_env: Mapping[str, "EvalResult"] = field(default_factory=dict)
     """The results of each environment by its name, if the tasks are of several."""
+    reward: float = math.nan
+    """The mean reward of all finished episodes, beside their success. NaN if it is not known."""
 
     @classmethod
     def of(
@@ -108,6 +110,8 @@ class EvalResult:
             },
             **self.rows(ks),
         }
+        if not math.isnan(self.reward):
+            row["reward_mean"] = self.reward
         if self.by_env:
             row["by_env"] = {env: part.as_json(ks) for env, part in self.by_env.items()}
         return row
@@ -121,6 +125,8 @@ class EvalResult:
                 label = f"{env} {name}".strip()
                 table.add_row(label, f"{estimate.value:.1%}", interval, estimate.interval)
             table.add_section()
+        if not math.isnan(self.reward):
+            table.add_row("mean reward", f"{self.reward:.4g}", "", "")
         return table
 
 

@@ -43,16 +43,17 @@ POLICY_FILES = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt")
 class SavedEpisodes(FinishedEpisodes):
     """Finished episodes that are also in a file."""
 
-    def __init__(self, file: IO[str], successes: Mapping[Attempt, bool]) -> None:
+    def __init__(self, file: IO[str], earlier: FinishedEpisodes) -> None:
         super().__init__()
-        self.successes.update(successes)
+        self.successes |= earlier.successes
+        self.rewards |= earlier.rewards
         self._file = file
 
-    def add(self, attempt: Attempt, success: bool) -> None:
+    def add(self, attempt: Attempt, success: bool, reward: float) -> None:
         """Record an attempt. It is on the disk when the method returns."""
-        super().add(attempt, success)
+        super().add(attempt, success, reward)
         task, number = attempt
-        row = {"task": task, "attempt": number, "success": success}
+        row = {"task": task, "attempt": number, "success": success, "reward": reward}
         self._file.write(json.dumps(row) + "\n")
         self._file.flush()
         os.fsync(self._file.fileno())
@@ -91,7 +92,8 @@ def open_saved(path: Path, config: RunConfig, **more: str | int) -> Iterator[Sav
     try:
         content = path.read_bytes() if path.exists() else b""
         whole = content[: content.rfind(b"\n") + 1]
-        successes = _read(path, whole.split(b"\n")[:-1], described) if content else {}
+        lines = whole.split(b"\n")[:-1]
+        earlier = _read(path, lines, described) if content else FinishedEpisodes()
         if whole != content:
             os.truncate(path, len(whole))
         file = path.open("a", encoding="utf-8")
@@ -100,20 +102,26 @@ def open_saved(path: Path, config: RunConfig, **more: str | int) -> Iterator[Sav
     with file:
         if not content:
             file.write(json.dumps(described) + "\n")
-        yield SavedEpisodes(file, successes)
+        yield SavedEpisodes(file, earlier)
 
 
-def _read(path: Path, lines: list[bytes], described: Mapping[str, Any]) -> dict[Attempt, bool]:
+def _read(path: Path, lines: list[bytes], described: Mapping[str, Any]) -> FinishedEpisodes:
     """Return the finished episodes in the complete lines of a file.
 
-    Raises `ConfigError` if the first line does not describe the present evaluation.
+    Files of earlier versions of the package have no rewards. Raises `ConfigError` if the first line
+    does not describe the present evaluation.
     """
     try:
         if not lines:
             raise ValueError("its first line is not complete")
         rows = [json.loads(line) for line in lines]
         stored = rows[0]
-        successes = {(row["task"], row["attempt"]): bool(row["success"]) for row in rows[1:]}
+        earlier = FinishedEpisodes()
+        for row in rows[1:]:
+            attempt = (row["task"], row["attempt"])
+            earlier.successes[attempt] = bool(row["success"])
+            if "reward" in row:
+                earlier.rewards[attempt] = float(row["reward"])
         names = [
             name for name in {**stored, **described} if stored.get(name) != described.get(name)
         ]
@@ -128,7 +136,7 @@ def _read(path: Path, lines: list[bytes], described: Mapping[str, Any]) -> dict[
             f"--save {path} has episodes with {names[0]} {old}, and this command has {new}; "
             "name a new file, or repeat the earlier command"
         )
-    return successes
+    return earlier
 
 
 def _checksum(paths: Iterable[Path]) -> str:

@@ -1,8 +1,10 @@
 """Evaluation: measure success on held-out tasks."""
 
 import asyncio
+import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from statistics import fmean
 
 from unstale.records import Task, Trajectory
 from unstale.rollout.episode import Rollout
@@ -13,14 +15,36 @@ Attempt = tuple[str, int]
 
 
 class FinishedEpisodes:
-    """The successes of the attempts whose episodes ended without a failure."""
+    """The successes and rewards of the attempts whose episodes ended without a failure."""
 
     def __init__(self) -> None:
         self.successes: dict[Attempt, bool] = {}
+        self.rewards: dict[Attempt, float] = {}
 
-    def add(self, attempt: Attempt, success: bool) -> None:
+    def add(self, attempt: Attempt, success: bool, reward: float) -> None:
         """Record an attempt."""
         self.successes[attempt] = success
+        self.rewards[attempt] = reward
+
+    def mean_reward(self, attempts: Iterable[Attempt]) -> float:
+        """Return the mean reward of those of the attempts that are finished.
+
+        It is NaN if none is, or if the reward of one is not known.
+        """
+        ended = [attempt for attempt in attempts if attempt in self.successes]
+        if not ended or any(attempt not in self.rewards for attempt in ended):
+            return math.nan
+        return fmean(self.rewards[attempt] for attempt in ended)
+
+
+def attempts_at(tasks: Iterable[Task]) -> list[Attempt]:
+    """Return the attempts that a list of tasks means. A task that is listed twice has two."""
+    counts = Counter[str]()
+    attempts: list[Attempt] = []
+    for task in tasks:
+        attempts.append((task.key, counts[task.key]))
+        counts[task.key] += 1
+    return attempts
 
 
 async def evaluate(
@@ -40,11 +64,6 @@ async def evaluate(
     """
     finished = finished or FinishedEpisodes()
     num_done = 0
-    attempts = Counter[str]()
-    listed: list[tuple[Task, Attempt]] = []
-    for task in tasks:
-        listed.append((task, (task.key, attempts[task.key])))
-        attempts[task.key] += 1
 
     def count_episode() -> None:
         nonlocal num_done
@@ -63,9 +82,12 @@ async def evaluate(
         count_episode()
         if not isinstance(outcome, Trajectory):
             return None
-        finished.add(attempt, outcome.success)
+        finished.add(attempt, outcome.success, outcome.reward)
         return outcome.success
 
     async with asyncio.TaskGroup() as group:
-        running = [group.create_task(run_attempt(task, attempt)) for task, attempt in listed]
+        running = [
+            group.create_task(run_attempt(task, attempt))
+            for task, attempt in zip(tasks, attempts_at(tasks), strict=True)
+        ]
     return [attempt.result() for attempt in running]

@@ -297,7 +297,13 @@ ROWS: Sequence[Row] = (
         "--techniques step_groups --step_groups.rule salt",
         "works",
     ),
-    _row(52, "GDRO (diffusion)", "proxy reward against corrected score", "figures are missing"),
+    _row(
+        52,
+        "GDRO (diffusion)",
+        "proxy reward against corrected score",
+        "--techniques proxy; held out: eval/reward_mean beside eval/success_rate, and unstale eval",
+        "transfer",
+    ),
     _row(
         53,
         "MSSR",

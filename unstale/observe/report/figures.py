@@ -171,6 +171,18 @@ _OF_DIAGNOSTICS = (
         "sampled, and the largest loss of the others (balance).",
         {"sampled": "balance/sampled_change", "largest loss": "balance/unsampled_loss_max"},
     ),
+    (
+        "Reward and corrected score",
+        "Means of the trained reward and of the score that counts, of the same episodes (proxy). "
+        "If the reward rises and the score does not, the policy learns the reward alone.",
+        {"reward": "proxy/reward_mean", "score": "proxy/score_mean"},
+    ),
+    (
+        "Pairs that teach only the reward",
+        "Of the pairs of siblings with different rewards: those with scores in the reverse order, "
+        "and those with equal scores (proxy).",
+        {"reversed": "proxy/reversed_share", "equal": "proxy/equal_score_share"},
+    ),
 )
 """Like `_CURVES`, for techniques that only measure. A plot is shown if it was recorded."""
 
