@@ -224,7 +224,8 @@ def _check(options: ReplayConfig, config: RunConfig) -> None:
 _MEASURED = """
 A bandit of 16 tasks with 16 arms (64 for `failed`), of which one is rewarded: groups of 4, PPO's
 ratio over each token, lr 8, 20 seeds; the mean probability of the rewarded arm after 60 steps (100
-for `failed`), with a standard error of at most 0.025. `tests/techniques/test_replayed_groups.py` repeats it.
+for `failed`), with a standard error of at most 0.025. `tests/techniques/test_replayed_groups.py`
+repeats it.
 
 | groups per step | clip | result |
 |---|---|---|
