@@ -57,6 +57,8 @@ TECHNIQUES = {
     "replay/log_s_mean",
     "replay/log_s_abs_mean",
     "replay/s_ess_share",
+    "baseline/prior_abs_error_mean",
+    "bins/weight_mean",
 }
 UNDEFINED = {
     "audit/mask_f1",

@@ -35,6 +35,8 @@ from unstale.techniques import Techniques
 CONDITIONS: Mapping[str, Mapping[str, Any]] = {
     "baseline": {"selection.pool": 6},
     "beta_sampler": {"selection.pool": 6},
+    "bins": {"selection.pool": 6},
+    "bin_sizes": {"selection.pool": 6},
     "pick": {"pick.n": 2},
     "truncated": {"engine.max_completion_tokens": 160, "engine.max_context": 2048},
 }

@@ -177,8 +177,8 @@ ROWS: Sequence[Row] = (
         25,
         "Group-DRO",
         "difficulty bins with weights, and a number of episodes for each",
-        "--techniques allocate with gain sqrt_law gives each task its number of episodes; bins are "
-        "missing",
+        '--techniques "bins bin_sizes" --selection.pool N; allocate with gain sqrt_law has no bins',
+        "works",
     ),
     _row(26, "GDPO", "each reward normalised on its own", "its estimator is missing"),
     _row(27, "DARS", "more episodes on hard tasks", "--techniques allocate", "works"),
