@@ -483,6 +483,7 @@ def build_engine(config: RunConfig, merging: Merging | None) -> EnginePool:
             max_running=max_running,
             max_context=options.max_context,
             keep_cache=options.keep_cache,
+            load_tokens=options.load_tokens,
             deltas=sends_deltas and (shares_deltas(config) or packs_weights(config)),
             packed=packs_weights(config),
             transfer=options.transfer,
@@ -495,7 +496,12 @@ def build_engine(config: RunConfig, merging: Merging | None) -> EnginePool:
     if config.cluster.engine_hosts:
         return components.make_host_pool(config, spec.make, every)
     engines = [spec.make(each) for each in every]
-    return EnginePool(engines, max_running=max_running, keep_cache=options.keep_cache)
+    return EnginePool(
+        engines,
+        max_running=max_running,
+        keep_cache=options.keep_cache,
+        load_tokens=options.load_tokens,
+    )
 
 
 def build_rollout(

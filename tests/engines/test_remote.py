@@ -537,6 +537,36 @@ def test_siblings_begin_together_as_far_as_their_opening_is_worth_it(
     run_engine(engine, story)
 
 
+def test_a_request_with_a_long_context_weighs_more() -> None:
+    """A context of 640 tokens weighs 11: as much as 11 requests without whole 64 tokens."""
+    asked = _Asked()
+    engine = EnginePool([asked.engine(0), asked.engine(1)], load_tokens=64)
+    plain = EnginePool([asked.engine(0), asked.engine(1)])
+    full = EnginePool([asked.engine(0), asked.engine(1)], load_tokens=64, max_running=2)
+
+    async def places(several: EnginePool) -> list[int]:
+        await hold_nothing(several, 0)
+        asked.clear()
+        async with asyncio.TaskGroup() as tasks:
+            for number, length in enumerate((640, *[8] * 12)):
+                tasks.create_task(several.sample([number] * length, SamplingParams(2, ())))
+                await asyncio.sleep(0.001)
+            found = [number for number, _ in asked]
+            asked.gate.set()
+        asked.gate.clear()
+        return found
+
+    async def story() -> None:
+        await plain.start()
+        await full.start()
+        assert await places(engine) == [0, *[1] * 11, 0]
+        assert await places(engine) == [0, *[1] * 11, 0]  # no load is left of the first round
+        assert await places(plain) == [0, 1] * 6 + [0]
+        assert (await places(full))[:4] == [0, 1, 1, 0]  # no request waits while one has room
+
+    run_engine(engine, story)
+
+
 @KINDS
 def test_episodes_go_on_elsewhere_when_a_server_dies_and_come_back_with_it(
     model: Path, tmp_path: Path, kind: Kind

@@ -250,6 +250,35 @@ def test_a_window_keeps_its_wider_bound(window: int) -> None:
     assert outcome.staleness_max <= outcome.staleness_bound
 
 
+def test_a_reply_with_a_long_context_weighs_more_as_in_the_pool_of_a_run() -> None:
+    """A context of 640 tokens weighs 11. The first engine gets no other reply before that many."""
+
+    def places(load_tokens: int) -> list[int]:
+        found = []
+        engines = SimulatedEnginePool(
+            SimulatedClock(), COSTS, Fleet(engines=2, max_running=64, load_tokens=load_tokens)
+        )
+        for number, length in enumerate((640, *[8] * 12)):
+            reply = SimulatedReply(number, number, length, lambda tokens, ended: None, length, 5)
+            before = [engine.load for engine in engines.members]
+            engines.sample(reply)
+            after = [engine.load for engine in engines.members]
+            found.append(0 if after[0] > before[0] else 1)
+        return found
+
+    assert places(64) == [0, *[1] * 11, 0]
+    assert places(0) == [0, 1] * 6 + [0]
+
+
+def test_with_equal_contexts_their_weight_changes_nothing() -> None:
+    fleet = Fleet(engines=2, max_running=8)
+    plain, weighed = (
+        simulate(Workload(), replace(fleet, load_tokens=each), SCHEDULE, COSTS, steps=4)
+        for each in (0, 1 << 20)
+    )
+    assert plain == weighed
+
+
 def whole(outcome: SimulationResult) -> int:
     return sum(outcome.staleness_histogram.values())
 

@@ -53,6 +53,7 @@ def make_host_pool(
         hosts,
         max_running=engines[0].max_running * len(engines),
         keep_cache=engines[0].keep_cache,
+        load_tokens=engines[0].load_tokens,
         patience_s=config.cluster.patience_s,
     )
 

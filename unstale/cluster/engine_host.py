@@ -65,6 +65,7 @@ class HostOptions:
             recovery,
             max_running=first.max_running,
             keep_cache=first.keep_cache,
+            load_tokens=first.load_tokens,
         )
 
 

@@ -197,6 +197,10 @@ class EngineConfig(Section):
     """Keep the KV cache when weights change. This is faster, but no single version then samples the
     tokens.
     """
+    load_tokens: Count = 0
+    """Number of context tokens that count as one more running reply when a request is sent to the
+    least loaded of several engines; 0 counts replies alone.
+    """
     restarts: Count = 2
     """How often a crashed engine is restarted before the run stops. Interrupted replies continue.
     """

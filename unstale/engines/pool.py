@@ -16,8 +16,8 @@ from unstale.engines.prefixes import CachedPrefixes, hash_blocks
 from unstale.records import Sampled
 
 MAX_EXTRA_REPLIES = 8
-"""How many more replies than the least busy engine another may sample, so that its cache can be
-used.
+"""How much more load than the least loaded engine another may have, so that its cache can be used.
+A request without context has load 1.
 """
 CACHED_TOKENS_PER_REPLY = 128
 """Number of cached tokens that are worth one additional reply on an engine. For a small model,
@@ -37,6 +37,8 @@ class _Member:
         self.engine = engine
         self.cached = CachedPrefixes()
         self.num_running = 0
+        self.load = 0
+        """Sum of the weights of its running requests, see `request_weight`."""
         self.up = False
         self.lives = 0
         """Number of successful restarts. A call compares it to know if the engine died since the
@@ -65,6 +67,15 @@ class Recovery:
 NO_RECOVERY = Recovery()
 
 
+def request_weight(context: int, load_tokens: int) -> int:
+    """Return the load of a request with `context` tokens: 1 + floor(context / load_tokens).
+
+    It is 1 if `load_tokens` is 0. A reply reads its whole context for each token that it samples.
+    The formula is AgentMath's, with w_base = 1.
+    """
+    return 1 + (context // load_tokens if load_tokens else 0)
+
+
 class EnginePool:
     """One or more engines with the same model, used as one engine.
 
@@ -74,7 +85,8 @@ class EnginePool:
     and none can be restarted.
 
     Each engine samples up to `max_running` replies at once. With `keep_cache`, engines keep their
-    caches when the weights change.
+    caches when the weights change. With `load_tokens`, a request weighs more the longer its context
+    is (`request_weight`).
 
     With `patience_s` the pool is elastic. `start` waits for one engine only. The others join when
     they have started and loaded the current version. No call waits for an engine that starts, nor
@@ -82,13 +94,14 @@ class EnginePool:
     for `patience_s` seconds.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - the options of a run that concern several engines
         self,
         engines: Sequence[Engine],
         recovery: Recovery = NO_RECOVERY,
         *,
         max_running: int = 1 << 30,
         keep_cache: bool = False,
+        load_tokens: int = 0,
         patience_s: float = 0.0,
     ) -> None:
         # An engine that restarts has no weights to which a delta applies, and the others must not
@@ -99,6 +112,7 @@ class EnginePool:
         self._recovery = recovery
         self.max_running = max_running
         self.keep_cache = keep_cache
+        self.load_tokens = load_tokens
         self.patience_s = patience_s
         self._version = -1
         self._running = False
@@ -131,12 +145,14 @@ class EnginePool:
 
     async def sample(self, tokens: Sequence[int], params: SamplingParams) -> Reply:
         blocks = self._hash_blocks(tokens)
+        weight = request_weight(len(tokens), self.load_tokens)
         while True:
             starts = self._starts
             await self._wait_until_up()
             member = self._route(blocks)
             lives = member.lives
             member.num_running += 1
+            member.load += weight
             # set before the wait, so that siblings are sent to this engine, too
             member.cached.add(blocks)
             try:
@@ -150,6 +166,7 @@ class EnginePool:
                 return reply
             finally:
                 member.num_running -= 1
+                member.load -= weight
             await self._wait_until_up()
             if self._version >= 0:
                 return Reply(Sampled((), (), self._version), "interrupted")
@@ -225,18 +242,19 @@ class EnginePool:
         return hash_blocks(tokens, known) if len(self._members) > 1 else []
 
     def _route(self, blocks: Sequence[int]) -> _Member:
-        """Return the engine for a request: one that has enough of it cached, or the least busy.
+        """Return the engine for a request: one that has enough of it cached, or the least loaded.
 
         `blocks` are those of the request's context.
         """
-        least = min(member.num_running for member in self._up)
-        most = min(least + MAX_EXTRA_REPLIES, max(least, self.max_running - 1))
-        candidates = [member for member in self._up if member.num_running <= most]
+        free = [member for member in self._up if member.num_running < self.max_running]
+        least = min(member.load for member in free or self._up)
+        most = least + MAX_EXTRA_REPLIES if free else least
+        candidates = [member for member in free or self._up if member.load <= most]
         return max(
             candidates,
             key=lambda member: (
-                member.cached.length(blocks) - CACHED_TOKENS_PER_REPLY * member.num_running,
-                -member.num_running,
+                member.cached.length(blocks) - CACHED_TOKENS_PER_REPLY * member.load,
+                -member.load,
             ),
         )
 
@@ -406,5 +424,6 @@ def supervise(engine: Engine, recovery: Recovery) -> EnginePool:
         recovery,
         max_running=engine.max_running,
         keep_cache=engine.keep_cache,
+        load_tokens=engine.load_tokens,
         patience_s=engine.patience_s,
     )

@@ -50,6 +50,8 @@ class EngineOptions:
     """Keep cached contexts of older weights when weights change. Tokens sampled after them are
     marked as not clean.
     """
+    load_tokens: int = 0
+    """The option `engine.load_tokens`, for a pool of engines."""
     deltas: bool = False
     """Let the engine load a version as its difference (delta) from the one before. The engine then
     keeps one more copy of the weights.

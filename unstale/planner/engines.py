@@ -17,7 +17,7 @@ from itertools import count
 
 import numpy as np
 
-from unstale.engines.pool import CACHED_TOKENS_PER_REPLY, MAX_EXTRA_REPLIES
+from unstale.engines.pool import CACHED_TOKENS_PER_REPLY, MAX_EXTRA_REPLIES, request_weight
 from unstale.planner.clock import SimulatedClock
 from unstale.planner.costs import Costs
 from unstale.planner.workload import Fleet
@@ -43,6 +43,8 @@ class SimulatedReply:
     """Number of context tokens that `engine` has computed with its version."""
     engine: "SimulatedEngine | None" = None
     """The engine that sampled the reply last."""
+    weight: int = 1
+    """The load that the reply adds to its engine, as in `engines.EnginePool`."""
     since: int = 0
     """The number of the engine's step at which the reply began to run."""
 
@@ -63,9 +65,9 @@ class SimulatedEngine:
 
     def __init__(self, clock: SimulatedClock, costs: Costs, fleet: Fleet, number: int) -> None:
         self.number = number
-        self.busy = 0
-        """Number of replies that run or wait on this engine."""
-        self.on_busy_change: Callable[[SimulatedEngine], None] = lambda engine: None
+        self.load = 0
+        """Sum of the weights of the replies that run or wait on this engine."""
+        self.on_load_change: Callable[[SimulatedEngine], None] = lambda engine: None
         self.up = True
         self.restarted_at = 0.0
         self.paused = True
@@ -102,7 +104,7 @@ class SimulatedEngine:
 
     def take(self, reply: SimulatedReply) -> None:
         """Start a reply, or put it in the queue while the engine is paused or full."""
-        self._add_busy(1)
+        self._add_load(reply.weight)
         self.forget(reply.episode)
         if not self.paused:
             self._advance(self._clock.now)
@@ -162,7 +164,7 @@ class SimulatedEngine:
             reply.engine = None
         self._running = []
         self._context = 0
-        self.busy = 0
+        self.load = 0
         self.up = False
         self._waiting.clear()
         for episode in list(self._kept):
@@ -175,9 +177,9 @@ class SimulatedEngine:
         if episode in self._kept:
             self._kept_tokens -= self._kept.pop(episode)[1]
 
-    def _add_busy(self, replies: int) -> None:
-        self.busy += replies
-        self.on_busy_change(self)
+    def _add_load(self, weight: int) -> None:
+        self.load += weight
+        self.on_load_change(self)
 
     def _pause(self) -> None:
         self.paused = True
@@ -305,7 +307,7 @@ class SimulatedEngine:
         finished = []
         while self._running and self._running[0][0] <= self._steps:
             reply = heapq.heappop(self._running)[2]
-            self._add_busy(-1)
+            self._add_load(-reply.weight)
             finished.append((reply, self._stop(reply)))
             self._kept_tokens += reply.context
             self._kept[reply.episode] = (reply, reply.context)
@@ -330,7 +332,7 @@ class SimulatedEnginePool:
     """A pool of simulated engines that sample from the same version.
 
     Like `engines.EnginePool`, it sends a reply to the engine that has its context, unless the least
-    busy engine has far fewer replies.
+    loaded engine has far less load.
     """
 
     def __init__(self, clock: SimulatedClock, costs: Costs, fleet: Fleet) -> None:
@@ -341,16 +343,18 @@ class SimulatedEnginePool:
         ]
         self._clock = clock
         self._keep_cache = fleet.keep_cache
+        self._load_tokens = fleet.load_tokens
         self._restart_s = fleet.restart_s
         self._paused = True
         self._unplaced: list[SimulatedReply] = []
-        self._by_busy: list[tuple[int, int]] = []
-        """A heap of (number of replies, number of the engine). Outdated entries are skipped."""
+        self._by_load: list[tuple[int, int]] = []
+        """A heap of (load, number of the engine). Outdated entries are skipped."""
         for engine in self.members:
-            engine.on_busy_change = self._rank
+            engine.on_load_change = self._rank
             self._rank(engine)
 
     def sample(self, reply: SimulatedReply) -> None:
+        reply.weight = request_weight(reply.context, self._load_tokens)
         idlest = self._idlest()
         cached_at = reply.engine
         if idlest is None:
@@ -358,7 +362,7 @@ class SimulatedEnginePool:
         elif (
             cached_at is not None
             and cached_at.up
-            and cached_at.busy - idlest.busy
+            and cached_at.load - idlest.load
             <= min(MAX_EXTRA_REPLIES, reply.cached / CACHED_TOKENS_PER_REPLY)
         ):
             cached_at.take(reply)
@@ -366,19 +370,19 @@ class SimulatedEnginePool:
             idlest.take(reply)
 
     def _idlest(self) -> SimulatedEngine | None:
-        """Return the least busy engine that works."""
-        while self._by_busy:
-            busy, number = self._by_busy[0]
-            if self.members[number].up and self.members[number].busy == busy:
+        """Return the least loaded engine that works."""
+        while self._by_load:
+            load, number = self._by_load[0]
+            if self.members[number].up and self.members[number].load == load:
                 return self.members[number]
-            heapq.heappop(self._by_busy)
+            heapq.heappop(self._by_load)
         return None
 
     def _rank(self, engine: SimulatedEngine) -> None:
-        heapq.heappush(self._by_busy, (engine.busy, engine.number))
-        if len(self._by_busy) > 64 * len(self.members):
-            self._by_busy = [(other.busy, other.number) for other in self.members if other.up]
-            heapq.heapify(self._by_busy)
+        heapq.heappush(self._by_load, (engine.load, engine.number))
+        if len(self._by_load) > 64 * len(self.members):
+            self._by_load = [(other.load, other.number) for other in self.members if other.up]
+            heapq.heapify(self._by_load)
 
     def interrupt(self) -> float:
         """Pause all engines. Return the time at which the last one is paused."""

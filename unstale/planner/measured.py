@@ -86,6 +86,7 @@ def from_run(run: Path) -> SimulationSetup:
             engines=engines,
             max_running=engine.max_running // engine.processes,
             keep_cache=engine.keep_cache,
+            load_tokens=engine.load_tokens,
         ),
         schedule=config.schedule,
         costs=fit_costs(rows[1:], span_seconds(folder), _versions(run), engines),

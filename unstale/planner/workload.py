@@ -219,6 +219,9 @@ class Fleet(Section):
     """Number of context tokens that fit into an engine's memory; 0 means no limit."""
     keep_cache: bool = False
     """Keep cached contexts when a version is loaded, as `engine.keep_cache`."""
+    load_tokens: Count = 0
+    """Number of context tokens that count as one more reply on an engine, as `engine.load_tokens`.
+    """
     colocated: bool = False
     """Engines run on the trainer's devices. They pause from the scoring of a batch until they have
     loaded the new version.

@@ -277,8 +277,8 @@ ROWS: Sequence[Row] = (
         47,
         "AgentMath",
         "segments of episodes, routing by prefix and load",
-        "routing by prefix and load exists, and --techniques tool_bonus; segments, their weights "
-        "in routing and adaptive limits are missing",
+        "--engine.load_tokens is the routing, --techniques tool_bonus the bonus; segments and "
+        "adaptive limits are missing",
     ),
     _row(48, "ReflectDrive-2", "one reward for draft and edit", "its task set is missing"),
     _row(49, "P/D-Serve", "separate engines for prompts and replies", "routing is missing"),
