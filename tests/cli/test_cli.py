@@ -50,7 +50,7 @@ def complaint(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
             ("train", "retail", "--trainer.lrr", "1"),
             "unknown argument --trainer.lrr; did you mean --trainer.lr",
         ),
-        (("train", "retail", "--sede=1"), "unknown argument --sede=1; did you mean --seed or"),
+        (("train", "retail", "--sede=1"), "unknown argument --sede=1; did you mean --seed?"),
         (
             ("train", "retail", "--old_logps.route", "snapsht"),
             "--old_logps.route cannot be 'snapsht'; did you mean snapshot_old",

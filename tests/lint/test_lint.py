@@ -296,6 +296,11 @@ WARNED = [
     ("--techniques ace --ace.max_shift 100", "ace.max_shift is 100"),
     ("--techniques minpro", "minpro with ppo_clip"),
     ("--techniques aepo --aepo.a 0.5", "aepo.a is 0.5"),
+    (
+        "--techniques pick --pick.rule contrast --advantage.estimator reinforce_batch "
+        "--advantage.group_baseline false",
+        "pick.rule is contrast",
+    ),
     ("--techniques allocate", "allocate.gain dars_et with advantage.estimator"),
     (
         "--techniques baseline --schedule.group_size 9 --baseline.centre median "

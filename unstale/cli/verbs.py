@@ -397,7 +397,12 @@ def _push_to_hub(chosen: argparse.Namespace) -> int:
         default="cross_entropy",
         help="otr weights each token by its probability; default: cross_entropy",
     ),
-    argument("--beta", type=float, default=0.0, help="for otr: reward of other tokens; default: 0"),
+    argument(
+        "--beta",
+        type=bounded(float, -10, 0.99),
+        default=0.0,
+        help="for otr: reward of other tokens; default: 0",
+    ),
     argument(
         "--samples",
         type=bounded(int, 0, 1_000_000),

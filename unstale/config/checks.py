@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from difflib import get_close_matches
+from difflib import SequenceMatcher, get_close_matches
 from functools import cache
 from typing import Annotated, Any, ClassVar, Literal, Self, get_args, get_origin, get_type_hints
 
@@ -218,6 +218,8 @@ def check_value(name: str, value: Any, kind: Any) -> None:
     for rule in getattr(kind, "__metadata__", ()):
         if value is not None:
             rule.check(name, value)
+    if isinstance(value, float) and math.isnan(value):
+        raise ConfigError(f"{name} must be a number, got nan")
 
 
 def nearest(word: str, known: Sequence[str]) -> str:
@@ -235,5 +237,12 @@ def nearest(word: str, known: Sequence[str]) -> str:
     close = [each for each in known if each.endswith(f".{name}")]
     if not close and len(name) > 3:
         close = [each for each in known if each.startswith(word)]
-    close = close[:2] or get_close_matches(word, known, n=2, cutoff=0.5)
+    close = close[:2] or _spelled_alike(word, known)
     return f"; did you mean {' or '.join(close)}?" if close else f"; there are: {', '.join(known)}"
+
+
+def _spelled_alike(word: str, known: Sequence[str]) -> list[str]:
+    """Return the known word that is spelled most like `word`, and a second one if it is as near."""
+    close = get_close_matches(word, known, n=2, cutoff=0.5)
+    near = [SequenceMatcher(None, each, word).ratio() for each in close]
+    return [each for each, ratio in zip(close, near, strict=True) if ratio > 0.8 * near[0]]
