@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tools.options_page import rows_of
 from unstale.config.techniques import Entry, Slot, techniques
-from unstale.recipes import areal
+from unstale.recipes import systems
 from unstale.recipes import techniques as combined
 from unstale.techniques.catalogue import ROWS
 
@@ -71,7 +71,7 @@ def page() -> str:
 def _recipes() -> str:
     rows = [
         f"| `{recipe.__name__}` | {str(recipe.__doc__).partition(chr(10))[0]} |"
-        for recipe in (*combined.RECIPES, *areal.RECIPES)
+        for recipe in (*combined.RECIPES, *systems.RECIPES)
     ]
     return "\n".join([RECIPES_HEAD, *rows, ""])
 

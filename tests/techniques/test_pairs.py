@@ -28,7 +28,7 @@ from unstale.durability import compare_runs
 from unstale.durability.journal import Journal, check
 from unstale.durability.run_folder import RunFolder
 from unstale.lint import check as lint
-from unstale.recipes import areal, retail
+from unstale.recipes import retail, systems
 from unstale.recipes import techniques as combined
 from unstale.techniques import Techniques
 
@@ -168,7 +168,7 @@ def test_a_pair_trains_and_ends_equal_after_a_kill(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", [*combined.RECIPES, *areal.RECIPES])
+@pytest.mark.parametrize("recipe", [*combined.RECIPES, *systems.RECIPES])
 def test_a_recipe_trains_and_ends_equal_after_a_kill(
     recipe: Callable[..., RunConfig], policy: Path, tmp_path: Path
 ) -> None:
