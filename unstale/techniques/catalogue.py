@@ -332,6 +332,13 @@ ROWS: Sequence[Row] = (
         "tokens are never encoded again; the rest is of diffusion decoders",
         "transfer",
     ),
-    _row(58, "SHARP", "verified synthetic tasks", "its task set is missing"),
+    _row(
+        58,
+        "SHARP",
+        "verified synthetic tasks",
+        "--task.env synthesis makes, checks and measures puzzles by programs; drafts by a language "
+        "model are missing",
+        "transfer",
+    ),
 )
 """All rows, by number."""
