@@ -47,6 +47,7 @@ CHOICES: list[tuple[str, dict[str, Any]]] = [
     ("", {}),
     ("beta_sampler", {"beta_sampler.decay": 0.9}),
     ("beta_sampler bins bin_sizes", {"bin_sizes.mean": 3.5, "bin_sizes.min": 2, "bins.beta": 1.0}),
+    ("stages", {"stages.steps": 2, "stages.size": 4, "selection.candidates": 6}),
     ("allocate", {"allocate.gain": "interval", "allocate.mean": 4.0, "allocate.max": 6}),
     ("beta_sampler allocate", {"allocate.gain": "v0", "allocate.mean": 4.0, "allocate.max": 8}),
     ("baseline", {"baseline.decay": 0.9}),
@@ -69,7 +70,7 @@ def test_a_killed_deterministic_run_chooses_as_an_unkilled_one(
     assert len({task for task, _, _ in found}) < len(found)  # some come again
     assert len({(task, seed) for task, seed, _ in found}) == len(found)
     assert (len({size for _, _, size in found}) > 1) == bool(
-        {"allocate", "bin_sizes"} & set(techniques.split())
+        {"allocate", "bin_sizes", "stages"} & set(techniques.split())
     )
 
 

@@ -36,6 +36,7 @@ CONDITIONS: Mapping[str, Mapping[str, Any]] = {
     "baseline": {"selection.pool": 6},
     "beta_sampler": {"selection.pool": 6},
     "bins": {"selection.pool": 6},
+    "stages": {"selection.pool": 6, "stages.steps": 1, "stages.least": 2, "stages.size": 4},
     "bin_sizes": {"selection.pool": 6},
     "pick": {"pick.n": 2},
     "truncated": {"engine.max_completion_tokens": 160, "engine.max_context": 2048},

@@ -136,7 +136,8 @@ class Selection:
         config = self._config
         step = number // config.schedule.groups_per_step + 1
         random = Random(derive_seed(config.seed, "draw", number))
-        draw = sampler.draw(usable, DrawContext(number, step, random))
+        context = DrawContext(number, step, random, config.schedule.groups_per_step)
+        draw = sampler.draw(usable, context)
         if draw.task not in usable:
             raise ValueError(f"a sampler drew {draw.task!r}, which is none of its {len(usable)}")
         return draw

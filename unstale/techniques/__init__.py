@@ -140,6 +140,7 @@ class DrawContext:
     """The step that trains on the group if groups are taken in the order of their start, from 1."""
     random: Random
     """Random numbers that depend on the run's seed and `number` alone."""
+    groups_per_step: int = 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,6 @@ class Row:
 
 
 _TREE = "episodes that branch are missing"
-_SAMPLER = "a choice of tasks by past results is missing"
 _EDIT = "training on edited replies is missing"
 _SHARE = "training on texts of other policies or attempts is missing"
 _JUDGE = "a procedure around several attempts is missing"
@@ -182,7 +181,12 @@ ROWS: Sequence[Row] = (
     ),
     _row(26, "GDPO", "each reward normalised on its own", "its estimator is missing"),
     _row(27, "DARS", "more episodes on hard tasks", "--techniques allocate", "works"),
-    _row(28, "DRIVE", "two stages of tasks and counts", _SAMPLER),
+    _row(
+        28,
+        "DRIVE",
+        "two stages of tasks and counts",
+        "--techniques stages; a lower limit on replies in the first stage is missing",
+    ),
     _row(
         29,
         "V0",
