@@ -101,8 +101,8 @@ def _how(study: StudyResults) -> list[str]:
         "number of pairs finds with a probability of 80%, and in parentheses the number of pairs "
         f"that finds {100 * SOUGHT:g} points. Both use the measured spread and the level of the "
         "interval.",
-        "Over all settings: the mean over all pairs of an arm, each taken as independent. It is "
-        "exploratory, and the settings with more pairs count more.",
+        "Over all settings: the mean over all pairs of an arm, each taken as independent. Settings "
+        "with more pairs count more. It is not adjusted for the number of differences.",
     ]
 
 
