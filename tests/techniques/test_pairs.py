@@ -52,6 +52,7 @@ NAMED: tuple[str, ...] = (
     "minpro balance",
     "minpro ess_lr",
     "gfcr ace",
+    "tool_bonus channels",
 )
 """Combinations that are trained. The first `QUICK` belong to the default tests."""
 QUICK = 2

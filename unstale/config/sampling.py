@@ -73,6 +73,8 @@ class TaskConfig(Section):
     """
 
     selector: ClassVar[str] = "isolate"
+    reward_names: ClassVar[tuple[str, ...]] = ()
+    """The named rewards of an episode. Empty if only the environment's code has them."""
 
     env: str
     """Name of the environment: a shipped one, `library:name` (docs/libraries.md), or

@@ -1,7 +1,7 @@
 """The environment `tau2:DOMAIN`: its options. The adapter itself needs the library tau2."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from unstale.config import ConfigError
 from unstale.envs import Taskset
@@ -12,6 +12,8 @@ from unstale.envs.registry import EnvSpec, make_with_library
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tau2Config(SimulatedUserConfig):
     """The tasks of a domain of tau2-bench, or of all three (`tau2:all`)."""
+
+    reward_names: ClassVar[tuple[str, ...]] = ("state",)
 
     env: str = "tau2:retail"
     """`tau2:retail`, `tau2:airline`, `tau2:telecom` or `tau2:all`."""

@@ -1,7 +1,7 @@
 """The environment `vita:DOMAIN`: its options. The adapter itself needs the library vita."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from unstale.config import ConfigError
 from unstale.config.checks import PositiveInt
@@ -13,6 +13,8 @@ from unstale.envs.registry import EnvSpec, make_with_library
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VitaConfig(SimulatedUserConfig):
     """The tasks of a domain of VitaBench, or of both (`vita:all`)."""
+
+    reward_names: ClassVar[tuple[str, ...]] = ("rubrics",)
 
     env: str = "vita:delivery"
     """`vita:delivery`, `vita:instore` or `vita:all`."""

@@ -179,7 +179,7 @@ ROWS: Sequence[Row] = (
         '--techniques "bins bin_sizes" --selection.pool N; allocate with gain sqrt_law has no bins',
         "works",
     ),
-    _row(26, "GDPO", "each reward normalised on its own", "its estimator is missing"),
+    _row(26, "GDPO", "each reward normalised on its own", "--techniques channels", "works"),
     _row(27, "DARS", "more episodes on hard tasks", "--techniques allocate", "works"),
     _row(
         28,

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from random import Random
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from unstale.config import TaskConfig
 from unstale.config.checks import NonNegative
@@ -134,6 +134,8 @@ class DeskEnv:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeskConfig(TaskConfig):
     """The tasks of a customer-service desk."""
+
+    reward_names: ClassVar[tuple[str, ...]] = ("success",)
 
     env: str = "retail"
     level: Literal["1", "2", "3"] = "1"
