@@ -13,9 +13,10 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from unstale.config import ConfigError, TaskConfig, install, nearest
+from unstale.config import ConfigError, install, nearest
 from unstale.config.checks import Share
-from unstale.envs import ListedTasks, Message, Turn
+from unstale.envs import Env, ListedTasks, Message, Turn
+from unstale.envs.draft_edit import DraftEditConfig
 from unstale.envs.guard import call
 from unstale.envs.registry import EnvSpec, import_user_code
 from unstale.envs.strict_json import refuse_constant
@@ -31,7 +32,7 @@ ROLES = ("system", "user", "assistant")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DatasetConfig(TaskConfig):
+class DatasetConfig(DraftEditConfig):
     """Tasks from the rows of a file, or of a data set on the Hugging Face hub."""
 
     env: str = "dataset:"
@@ -89,14 +90,12 @@ class DatasetTasks(ListedTasks):
                 )
         self.data = data
 
-    def env(self, task: Task, seed: int) -> "RowEnv":
+    def env(self, task: Task, seed: int) -> Env:
         """Return the environment of a task. `seed` is not used, because a row has no randomness."""
         row = self.data_of(task)
-        return RowEnv(
-            _opening(row, self._options),
-            _follow_ups(row, self._options),
-            self._reward,
-            row,
+        opening = _opening(row, self._options)
+        return self._options.with_edit(
+            lambda: RowEnv(opening, _follow_ups(row, self._options), self._reward, row)
         )
 
 

@@ -16,9 +16,10 @@ from pathlib import Path
 from random import Random
 from typing import Annotated, Any
 
-from unstale.config import ConfigError, TaskConfig
+from unstale.config import ConfigError
 from unstale.config.checks import Count, PositiveInt, Range, Share
-from unstale.envs import ListedTasks, Message, Turn
+from unstale.envs import Env, ListedTasks, Message, Turn
+from unstale.envs.draft_edit import DraftEditConfig
 from unstale.envs.registry import EnvSpec
 from unstale.records import Task
 
@@ -114,7 +115,7 @@ TEMPLATES: Mapping[str, Template] = {"numbers": numbers, "prices": prices, "orde
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SynthesisConfig(TaskConfig):
+class SynthesisConfig(DraftEditConfig):
     """Puzzles that are made from templates, and checked before use."""
 
     env: str = "synthesis"
@@ -202,6 +203,7 @@ class SynthesisTasks(ListedTasks):
                     f"from {options.lowest_rate:g} to {options.highest_rate:g}"
                 )
         self.data: Mapping[str, Sequence[Puzzle]] = {"train": train, "held_out": held_out}
+        self._options = options
         self._splits = ("held_out", "train") if options.measure else ("train", "held_out")
 
     def _draw(self, options: SynthesisConfig) -> Iterator[Puzzle]:
@@ -242,9 +244,9 @@ class SynthesisTasks(ListedTasks):
         puzzle: Puzzle = self.data_of(task)
         return f"{self.name}/{puzzle.lineage}"
 
-    def env(self, task: Task, seed: int) -> "PuzzleEnv":
+    def env(self, task: Task, seed: int) -> Env:
         """Return the environment of a task. `seed` is not used: a puzzle has no randomness."""
-        return PuzzleEnv(self.data_of(task))
+        return self._options.with_edit(lambda: PuzzleEnv(self.data_of(task)))
 
 
 def refusal(draft: Draft, seen: Collection[str]) -> str:

@@ -284,7 +284,13 @@ ROWS: Sequence[Row] = (
         "--engine.load_tokens is the routing, --techniques tool_bonus the bonus; segments and "
         "adaptive limits are missing",
     ),
-    _row(48, "ReflectDrive-2", "one reward for draft and edit", "its task set is missing"),
+    _row(
+        48,
+        "ReflectDrive-2",
+        "one reward for draft and edit",
+        "--task.edit_request of dataset and synthesis: the edit is rewarded, both are trained",
+        "transfer",
+    ),
     _row(49, "P/D-Serve", "separate engines for prompts and replies", "routing is missing"),
     _row(
         50,
