@@ -109,8 +109,9 @@ ROWS: Sequence[Row] = (
         11,
         "DART",
         "decoupled modules, varying counts, entropy steps",
-        "--techniques replay --replay.rule failed has stored successes, --correction.control "
-        "truncate its ratio; varying counts and entropy steps are missing",
+        "--techniques replay --replay.rule failed has stored successes, top_turns the steps of "
+        "high entropy, allocate varying counts, --correction.control truncate the ratio; a limit of "
+        "turns by task is missing",
     ),
     _row(12, "LATR", "branches at uncertain tokens, looked ahead", _TREE),
     _row(

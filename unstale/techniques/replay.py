@@ -256,7 +256,7 @@ ENTRY = Entry(
     measured=_MEASURED,
     exactness="The fresh groups and their staleness bound do not change. Replayed tokens have an "
     "age bound of their own. Their D is that of their first training, and S is pi now over pi_v, "
-    "exact where the route was exact then. Groups with equal rewards are not stored, and `failed` "
-    "chooses groups by their rewards, so the weights of tasks change.",
+    "exact where the route was exact then. Groups whose advantages are all 0 are not stored, and "
+    "`failed` chooses groups by their rewards, so the weights of tasks change.",
     check=_check,
 )
