@@ -39,6 +39,7 @@ CONDITIONS: Mapping[str, Mapping[str, Any]] = {
     "stages": {"selection.pool": 6, "stages.steps": 1, "stages.least": 2, "stages.size": 4},
     "bin_sizes": {"selection.pool": 6},
     "pick": {"pick.n": 2},
+    "opmd": {"objective.kind": "none"},
     "truncated": {"engine.max_completion_tokens": 160, "engine.max_context": 2048},
 }
 """Options without which a technique is refused, by its name, or has no episode to train on. They

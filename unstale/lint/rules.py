@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from unstale.config import RunConfig
 from unstale.config.routes import age_of_average, live_versions
+from unstale.config.techniques import chosen
 from unstale.lint import learning, noise, techniques
 from unstale.lint.desks import unpractised_desk
 from unstale.lint.finding import Finding, Fix, Rule, use_route
@@ -219,7 +220,11 @@ def _free_staleness(config: RunConfig) -> Finding | None:
     if bounds_s(config) or s_is_one(config) or bound == 0:
         return None
     why = f"data is up to {bound} versions old, and nothing keeps pi near the sampling policy"
-    return Finding("nothing bounds S", why, ({"objective.kind": "ppo_clip"}, TOKEN_RATIO))
+    clip: Fix = {"objective.kind": "ppo_clip"}
+    fixes: list[Fix] = [clip, TOKEN_RATIO]
+    if losses := [each.name for each in chosen(config.techniques) if each.slot == "objective"]:
+        fixes.append({**clip, **techniques.without(config, *losses)})  # some do not take a clip
+    return Finding("nothing bounds S", why, tuple(fixes))
 
 
 def _wrong_age(config: RunConfig) -> Finding | None:

@@ -217,7 +217,13 @@ ROWS: Sequence[Row] = (
         "--techniques step_groups --step_groups.rule hgpo (or gigpo)",
         "works",
     ),
-    _row(34, "R3L", "reflect, restart, train the suffix", _EDIT),
+    _row(
+        34,
+        "R3L",
+        "reflect, restart, train the suffix",
+        "--techniques opmd is the loss; reflection, restarts and training on edited replies are "
+        "missing",
+    ),
     _row(
         35,
         "V0.5",
