@@ -19,7 +19,7 @@ import pytest
 from rich.console import Console
 
 from tests.durability.test_resume import killed
-from tests.support.tiny_runs import save_tiny, tiny_run
+from tests.support.tiny_runs import EvenEnv, EvenTasks, save_tiny, tiny_run
 from unstale.cli import session
 from unstale.config import AuditConfig, CheckpointConfig, ConfigError, RunConfig, ScheduleConfig
 from unstale.config.options import override
@@ -27,9 +27,11 @@ from unstale.config.techniques import EXCLUSIVE, techniques
 from unstale.durability import compare_runs
 from unstale.durability.journal import Journal, check
 from unstale.durability.run_folder import RunFolder
+from unstale.envs import Message, Turn
 from unstale.lint import check as lint
 from unstale.recipes import retail, systems
 from unstale.recipes import techniques as combined
+from unstale.records import Task
 from unstale.techniques import Techniques
 
 CONDITIONS: Mapping[str, Mapping[str, Any]] = {
@@ -54,6 +56,25 @@ NAMED: tuple[str, ...] = (
     "minpro ess_lr",
     "gfcr ace",
     "tool_bonus channels",
+    "beta_sampler baseline novelty",
+    "truncated step_groups",
+    "pick step_groups",
+    "pick baseline",
+    "allocate ess_lr",
+    "beta_sampler allocate",
+    "replay outer_step",
+    "replay beta_sampler",
+    "replay minpro",
+    "bins bin_sizes",
+    "bin_sizes baseline",
+    "bins step_groups",
+    "flaw truncated",
+    "proxy pick",
+    "echo mssr",
+    "echo ear",
+    "m2po truncated",
+    "novelty outer_step",
+    "opob beta_sampler",
 )
 """Combinations that are trained. The first `QUICK` belong to the default tests."""
 QUICK = 2
@@ -170,6 +191,30 @@ def test_a_pair_trains_and_ends_equal_after_a_kill(
     require_trained(run_undisturbed_and_killed(config), steps=3)
 
 
+class ErringEnv(EvenEnv):
+    """An environment that counts odd words as errors of a tool."""
+
+    async def step(self, reply: Message) -> Turn:
+        turn = await super().step(reply)
+        odd = sum(int(word[1:]) % 2 for word in reply.content.split() if word[1:].isdigit())
+        return replace(turn, facts={**turn.facts, "tool_errors": float(odd)})
+
+
+class ErringTasks(EvenTasks):
+    """Tasks with tools that fail."""
+
+    def env(self, task: Task, seed: int) -> ErringEnv:
+        return ErringEnv(task, self)
+
+
+OF_RECIPES: Mapping[str, Mapping[str, Any]] = {
+    "small_group": {"selection.pool": 6},
+    "long_horizon": {"pick.n": 4, "schedule.group_size": 5},
+    "hard_tasks": {"selection.pool": 6, "allocate.max": 6},
+}
+"""Options with which the tiny run of a recipe is small."""
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", [*combined.RECIPES, *systems.RECIPES])
 def test_a_recipe_trains_and_ends_equal_after_a_kill(
@@ -188,12 +233,18 @@ def test_a_recipe_trains_and_ends_equal_after_a_kill(
         deterministic=True,
         engine=base.engine,
         task=base.task,
-        schedule=base.schedule,
         audit=base.audit,
         eval=base.eval,
         checkpoint=base.checkpoint,
     )
-    config = chosen(config.techniques, config)
+    options: Mapping[str, Any] = {
+        **CONDITIONS["truncated"],
+        "task.env": f"{__name__}:ErringTasks",
+        "schedule.max_staleness": 2,
+        "schedule.groups_per_step": 2,
+        "schedule.group_size": 3,
+    }
+    config = override(config, {**options, **OF_RECIPES.get(recipe.__name__, {})})
     require_trained(run_undisturbed_and_killed(config), steps=3)
 
 

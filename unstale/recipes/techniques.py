@@ -4,6 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from unstale.config import ObjectiveConfig, RunConfig, ScheduleConfig
+from unstale.config.options import override
 from unstale.recipes.retail import retail
 
 
@@ -23,4 +24,65 @@ def steady(**changes: Any) -> RunConfig:
     return replace(config, **changes)
 
 
-RECIPES = (steady,)
+def small_group(**changes: Any) -> RunConfig:
+    """Groups of 4 episodes: a baseline that remembers a task, and tasks of middle difficulty.
+
+    For episodes that are costly. The techniques are beta_sampler, baseline (shrink) and novelty,
+    with 256 tasks that come again. The desk and the model are those of `retail`. The techniques
+    have not been measured together, so no result is promised.
+    """
+    config = retail(
+        recipe="small_group",
+        schedule=ScheduleConfig(max_staleness=2, groups_per_step=32, group_size=4),
+    )
+    values = {"techniques": "beta_sampler baseline novelty", "selection.pool": 256}
+    return replace(override(config, values), **changes)
+
+
+def long_horizon(**changes: Any) -> RunConfig:
+    """Tool agents of many turns: turns are compared, and half of the episodes trained on.
+
+    The techniques are truncated, pick (clean successes) and step_groups (HGPO). Add channels where
+    the environment has several rewards. Limits of turns at a quantile would belong to it and are
+    missing. The desk and the model are those of `retail`, whose episodes are short: replace them.
+    The techniques have not been measured together, so no result is promised.
+    """
+    config = retail(
+        recipe="long_horizon",
+        schedule=ScheduleConfig(max_staleness=2, groups_per_step=8, group_size=16),
+    )
+    values = {
+        "techniques": "truncated pick step_groups",
+        "pick.rule": "clean_success",
+        "pick.n": 8,
+        "step_groups.rule": "hgpo",
+    }
+    return replace(override(config, values), **changes)
+
+
+def hard_tasks(**changes: Any) -> RunConfig:
+    """Tasks that mostly fail: up to 64 episodes of a task, and its stored successes.
+
+    The techniques are allocate (DARS-HW) and replay (only where every new episode failed, DART).
+    The 64 tasks come again every 4 steps, so that stored groups are not too old. Hints and repeated
+    attempts would belong to it and are missing. The desk and the model are those of `retail`, whose
+    tasks are easy: replace them. The techniques have not been measured together, so no result is
+    promised.
+    """
+    config = retail(
+        recipe="hard_tasks",
+        schedule=ScheduleConfig(max_staleness=2, groups_per_step=16, group_size=8),
+    )
+    values = {
+        "techniques": "allocate replay",
+        "allocate.gain": "dars_hw",
+        "allocate.max": 64,
+        "advantage.estimator": "rloo_first",
+        "replay.rule": "failed",
+        "replay.max_age": 16,
+        "selection.pool": 64,
+    }
+    return replace(override(config, values), **changes)
+
+
+RECIPES = (steady, small_group, long_horizon, hard_tasks)
