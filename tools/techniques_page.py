@@ -51,6 +51,7 @@ TITLES: dict[Slot, str] = {
     "sampler": "Which task comes next",
     "allocator": "How many episodes a task gets",
     "source": "Groups beside the fresh ones",
+    "limiter": "How many turns an episode may have",
     "reward": "The reward of an episode",
     "filter": "Which episodes are trained on",
     "estimator": "The advantage of an episode",

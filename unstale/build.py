@@ -29,6 +29,7 @@ from unstale.config import (
     ScheduleConfig,
     install,
 )
+from unstale.config.techniques import chosen
 from unstale.durability.checkpoint import Checkpoints, Stateful
 from unstale.durability.journal import JOURNAL, Journal
 from unstale.durability.journal.route_files import ROUTES, RouteFiles
@@ -516,6 +517,12 @@ def build_rollout(
         taskset.workers.on_event = on_event
     if not ends_freely(taskset):
         return Rollout
+    limiters = [each.name for each in chosen(config.techniques) if each.slot == "limiter"]
+    if limiters:
+        raise ConfigError(
+            f"the technique {limiters[0]} cannot be used with an ExternalAgent, which counts its "
+            "turns itself: remove it from techniques, and set rollout.max_turns"
+        )
     if config.deterministic:
         raise ConfigError(
             "deterministic must be false with an ExternalAgent: "

@@ -236,6 +236,23 @@ def count_turns(pieces: Sequence[Piece]) -> int:
 
 
 @dataclass(frozen=True, slots=True)
+class TurnLimit:
+    """A limit of the turns of an episode, below `rollout.max_turns`.
+
+    An episode that reaches it gets `extend` more turns, up to `extensions` times, if it may have
+    them: if its last reply contains `request`. If `request` is empty, an answer of the environment
+    since the last limit must have had a reward above 0.
+    """
+
+    turns: int
+    remind: int = 0
+    """Number of turns left from which on the environment's answers end with a reminder."""
+    extend: int = 0
+    extensions: int = 0
+    request: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Failure:
     """An episode that ended by an error of its environment. The run continues without it."""
 
@@ -257,6 +274,8 @@ class Group:
     """The number of the group in its run. Groups are counted in the order of their start."""
     unused: tuple[Trajectory, ...] = ()
     """Finished trajectories of the task that a filter left out of training."""
+    turn_limit: TurnLimit | None = None
+    """The limit of turns of its episodes. None if only `rollout.max_turns` limits them."""
     added: frozenset[int] = frozenset()
     """Numbers of the finished episodes that were added to the group because of its first results.
     """
@@ -352,6 +371,8 @@ class GroupRequest:
     """The number of episodes that the group begins with, then the number after each enlargement.
     Empty if the group has `schedule.group_size` episodes.
     """
+    turn_limit: TurnLimit | None = None
+    """The limit of turns of its episodes. None if only `rollout.max_turns` limits them."""
 
     def opens(self) -> Iterator[PendingPiece]:
         """Yield the pieces that the group's episodes sampled before a resume.

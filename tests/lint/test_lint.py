@@ -311,6 +311,8 @@ WARNED = [
         "--techniques 'allocate baseline' --allocate.gain dars_hw --baseline.centre loo",
         "allocate.gain dars_hw with baseline.centre loo",
     ),
+    ("--techniques 'allocate pick' --advantage.estimator rloo_first", "pick with allocate"),
+    ("--techniques 'limits truncated'", "limits with truncated"),
 ]
 
 

@@ -20,6 +20,7 @@ import warnings
 import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -644,6 +645,9 @@ def test_what_an_agent_cannot_be_trained_with_is_refused(tmp_path: Path) -> None
     )
     with pytest.raises(ConfigError, match="deterministic must be false with an ExternalAgent"):
         build_rollout(config, build_taskset(config.task))
+    limited = replace(config, deterministic=False, techniques="limits")
+    with pytest.raises(ConfigError, match="limits cannot be used with an ExternalAgent"):
+        build_rollout(limited, build_taskset(config.task))
 
 
 @pytest.mark.parametrize("tasks", ["sdk_tasks", "forking_tasks"])

@@ -15,27 +15,34 @@ from unstale.techniques import Techniques
 STOP = 2
 """The last token of an answer that was not cut off."""
 
+SEEDS = 24
+
 Arm = Sequence[tuple[float, Mapping[str, Any]]]
 """The results of an answer, each with its probability. A result has the arguments of `made`."""
 
 
 class Learner:
-    """Policies of several seeds that learn side by side. They begin with `logits`, `[arms]`."""
+    """24 policies that learn side by side. They begin with `logits`, `[arms]` or `[24, arms]`."""
 
     def __init__(
-        self, arms: Sequence[Arm], logits: Sequence[float], *, size: int = 8, num_seeds: int = 24
+        self,
+        arms: Sequence[Arm],
+        logits: Sequence[float] | Tensor,
+        *,
+        size: int = 8,
+        seed: int = 0,
     ) -> None:
         self._size = size
-        self._noise = torch.Generator().manual_seed(0)
+        self._noise = torch.Generator().manual_seed(seed)
         self._chances = [torch.tensor([chance for chance, _ in arm]).cumsum(0) for arm in arms]
         self._answers = [
             [
                 [made(**{"turns": ((arm, STOP),), "episode": seed, **each}) for _, each in results]
                 for arm, results in enumerate(arms)
             ]
-            for seed in range(num_seeds)
+            for seed in range(SEEDS)
         ]
-        self.logits = torch.tensor([list(logits)] * num_seeds)
+        self.logits = torch.as_tensor(logits).expand(SEEDS, len(arms))
 
     @property
     def p(self) -> Tensor:

@@ -40,6 +40,7 @@ CONDITIONS: Mapping[str, Mapping[str, Any]] = {
     "bins": {"selection.pool": 6},
     "stages": {"selection.pool": 6, "stages.steps": 1, "stages.least": 2, "stages.size": 4},
     "bin_sizes": {"selection.pool": 6},
+    "limits": {"limits.successes": 1, "limits.free_every": 2},
     "pick": {"pick.n": 2},
     "opmd": {"objective.kind": "none"},
     "truncated": {"engine.max_completion_tokens": 160, "engine.max_context": 2048},

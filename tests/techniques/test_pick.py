@@ -255,3 +255,9 @@ def test_clean_successes_teach_fewer_tool_errors() -> None:
         plain.step({})
         clean.step(parts)
     assert plain.p[1] > 0.4 and clean.p[1] < 0.2
+
+
+def test_the_linter_warns_of_episodes_that_are_added_and_left_out() -> None:
+    warnings = check(override(RUN, {"techniques": "allocate pick"})).warnings
+    (finding,) = [each for each in warnings if each.wrong == "pick with allocate"]
+    assert {"techniques": "allocate"} in finding.fixes

@@ -23,6 +23,7 @@ Slot = Literal[
     "sampler",
     "allocator",
     "source",
+    "limiter",
     "reward",
     "filter",
     "estimator",
@@ -38,6 +39,7 @@ Slot = Literal[
 sampler: which task comes next.
 allocator: how many episodes a task gets.
 source: groups that join a batch beside the fresh ones.
+limiter: how many turns an episode may have.
 reward: the reward of an episode.
 filter: which episodes of a group are trained on.
 estimator: the advantage of an episode, instead of `advantage.estimator`.
@@ -48,9 +50,11 @@ objective: the loss of each token.
 controller: the size of an optimizer step.
 diagnostic: nothing; it adds figures to the metrics.
 """
-EXCLUSIVE: frozenset[Slot] = frozenset({"sampler", "allocator", "estimator", "ratio", "objective"})
+EXCLUSIVE: frozenset[Slot] = frozenset(
+    {"sampler", "allocator", "limiter", "estimator", "ratio", "objective"}
+)
 """Slots that hold one technique at most. The techniques of the others act in the order written."""
-Change = Literal["tasks", "count", "groups", "reward", "advantage", "objective", "step"]
+Change = Literal["tasks", "count", "turns", "groups", "reward", "advantage", "objective", "step"]
 """The part of the mathematics that a technique changes."""
 Need = Literal["siblings", "reference", "entropy", "trajectory_gradients", "pool", "halves"]
 """A condition of a technique: `siblings` is a group of several episodes, `reference` a copy of the

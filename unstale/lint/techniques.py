@@ -143,6 +143,34 @@ def no_floor_of_distances(config: RunConfig) -> Finding | None:
     )
 
 
+def unlearned_limits(config: RunConfig) -> Finding | None:
+    """Warn of limits of turns that the policy does not learn to keep."""
+    options = config.technique_options
+    penalty: float = getattr(options.get("truncated"), "penalty", 0.0)
+    if "limits" not in options or "truncated" not in options or penalty:
+        return None
+    return Finding(
+        "limits with truncated",
+        "episodes that the limit cuts off cost nothing, so the policy does not learn to end before",
+        (
+            without(config, "truncated"),
+            {"truncated.rule": "reward", "truncated.penalty": 0.3},
+        ),
+    )
+
+
+def picked_after_allocation(config: RunConfig) -> Finding | None:
+    """Warn of episodes that an allocator adds and `pick` leaves out."""
+    allocators = [each.name for each in chosen(config.techniques) if each.slot == "allocator"]
+    if not allocators or "pick" not in config.technique_options:
+        return None
+    return Finding(
+        f"pick with {allocators[0]}",
+        f"{allocators[0]} samples more episodes of some tasks, and pick leaves some of them out",
+        (without(config, "pick"), without(config, allocators[0])),
+    )
+
+
 def without(config: RunConfig, *names: str) -> Fix:
     """Return the option by which a run has all its techniques but some."""
     kept = [entry.name for entry in chosen(config.techniques) if entry.name not in names]
@@ -157,4 +185,6 @@ WARNINGS: Sequence[Rule] = (
     baseline_of_picked,
     baseline_with_added_episodes,
     no_floor_of_distances,
+    unlearned_limits,
+    picked_after_allocation,
 )

@@ -44,6 +44,7 @@ from unstale.records import (
     Stop,
     Task,
     Trajectory,
+    TurnLimit,
     count_turns,
 )
 from unstale.rollout import More, no_more
@@ -51,6 +52,7 @@ from unstale.rollout.generator import Generator
 from unstale.rollout.seeds import derive_seed
 from unstale.rollout.timeouts import Attempt, PersistentTimeout
 from unstale.rollout.transcript import NotReplayed, NullWriter, OpenWriter, Transcript
+from unstale.rollout.turn_limit import AllowedTurns
 
 FAILURE_WINDOW = 100
 """Number of latest episodes over which the share of failures is measured."""
@@ -219,6 +221,7 @@ class Rollout:
                             noise_seed=derive_seed(env_seed, index),
                             open_writer=partial(open_writer, request.number, index),
                             record=request.past[index] if index < len(request.past) else None,
+                            limit=request.turn_limit,
                         )
                     )
                     for index in indices
@@ -227,7 +230,7 @@ class Rollout:
             num_more = more(results)
         return _group(request, results)
 
-    async def episode(
+    async def episode(  # noqa: PLR0913 - two of them are seeds
         self,
         task: Task,
         *,
@@ -235,12 +238,13 @@ class Rollout:
         noise_seed: int,
         open_writer: OpenWriter = NullWriter,
         record: EpisodeRecord | None = None,
+        limit: TurnLimit | None = None,
     ) -> Trajectory | Failure:
         """Run one episode. If its environment fails, repeat it up to `retries` times.
 
         An episode with a record continues from there. If the environment does not produce the
         recorded text again, the episode starts from the beginning. This does not count as a
-        failure.
+        failure. `limit` is a further limit of its turns.
         """
         failures = record.failures if record else 0
         if record and record.outcome:
@@ -254,7 +258,9 @@ class Rollout:
             )
             record = None
             try:
-                trajectory = await _outcome(Attempt(self.attempt(transcript, task, env_seed)))
+                trajectory = await _outcome(
+                    Attempt(self.attempt(transcript, task, env_seed, limit))
+                )
             except (EpisodeFailed, NotReplayed) as error:
                 failure = failure_of(error, task, transcript.all_pieces)
             else:
@@ -278,7 +284,13 @@ class Rollout:
                 self._count_failure(failure)
                 return failure
 
-    async def attempt(self, transcript: Transcript, task: Task, env_seed: int) -> Trajectory:
+    async def attempt(
+        self,
+        transcript: Transcript,
+        task: Task,
+        env_seed: int,
+        limit: TurnLimit | None = None,
+    ) -> Trajectory:
         """Run one attempt and return its trajectory.
 
         Raises `EpisodeFailed` if the environment fails, and `NotReplayed` if it does not repeat a
@@ -299,7 +311,9 @@ class Rollout:
                     f"engine.max_context is {self.generator.config.max_context}: no reply fits; "
                     "raise engine.max_context"
                 )
-            turn, stop = await self._take_turns(transcript, caller, chat, (turn, turn_rewards))
+            turn, stop = await self._take_turns(
+                transcript, caller, chat, (turn, turn_rewards), limit
+            )
         transcript.require_replayed()
         return Trajectory(
             pieces=tuple(transcript.pieces),
@@ -354,18 +368,21 @@ class Rollout:
         caller: EnvCaller,
         chat: Chat,
         begun: tuple[Turn, list[float]],
+        limit: TurnLimit | None,
     ) -> tuple[Turn, Stop]:
         """Alternate replies and environment steps. Return the last turn and the reason to stop.
 
-        `begun` are the first turn and the rewards of earlier replies, which are added to.
+        `begun` are the first turn and the rewards of earlier replies, which are added to. `limit`
+        is a further limit of the turns.
         """
         turn, turn_rewards = begun
         env = caller.env
         # Once per attempt, since these checks take half as long as a turn of a fast environment.
         resumable = env if isinstance(env, Resumable) else None
         simulated = env if isinstance(env, HasSimulatedDelays) else None
+        allowed = AllowedTurns(limit, most=self.config.max_turns, transcript=transcript, chat=chat)
         while not turn.done:
-            if len(turn_rewards) == self.config.max_turns:
+            if len(turn_rewards) == allowed.number(turn_rewards):
                 return turn, "max_turns"
             if self.generator.reply_budget(len(transcript.tokens)) < 1:
                 return turn, "max_tokens"
@@ -380,6 +397,7 @@ class Rollout:
                 turn = combine_rewards(self.taskset, await self.wait_times.on("tool_wait", step))
                 turn_rewards.append(turn.reward)
                 if not turn.done:
+                    turn = allowed.remind(turn, turn_rewards)
                     self._check_size(turn)
                     text = chat.encode_continuation(
                         turn.messages, ended=ended, calls=message.tool_calls
@@ -473,6 +491,7 @@ def _group(request: GroupRequest, results: Sequence[Trajectory | Failure | None]
         added=frozenset(
             result.episode for result in results[first:] if isinstance(result, Trajectory)
         ),
+        turn_limit=request.turn_limit,
     )
 
 

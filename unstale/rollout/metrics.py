@@ -41,6 +41,9 @@ def describe(groups: Sequence[Group]) -> dict[str, float]:
     metrics["completion/tokens_max"] = lengths[-1] if lengths else math.nan
     for percent in PERCENTILES:
         metrics[f"completion/tokens_p{percent}"] = _percentile(lengths, percent)
+    limits = [group.turn_limit.turns for group in groups if group.turn_limit]
+    if limits:
+        metrics["rollout/turn_limit_mean"] = _mean(limits)
     return metrics | _named_rewards(finished) | _facts(finished)
 
 

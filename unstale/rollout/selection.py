@@ -165,7 +165,9 @@ class Selection:
         allocator = self._techniques.allocator
         if allocator is not None:
             size = allocator.first(self._identify(request.task)) or self._config.schedule.group_size
-        return replace(request, sizes=(size,)) if size else request
+        limiter = self._techniques.limiter
+        limit = limiter.turn_limit(request.number) if limiter else None
+        return replace(request, sizes=(size,) if size else (), turn_limit=limit)
 
     def more(
         self,

@@ -5,6 +5,7 @@ torch. A technique is an object with the methods of its slot:
 
     sampler      draw(tasks, context) -> Draw       the task of the next group of episodes
     allocator    first(task), more(group) -> int    the number of episodes of a group
+    limiter      turn_limit(number)                 how many turns the episodes of a group may have
     reward       reward(groups, context)            the rewards of a batch's episodes
     filter       select(groups, context)            which episodes of a batch are trained on,
                  select_scored(groups, ...)         or the same, when they have advantages
@@ -33,7 +34,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 from unstale.config.checks import ConfigError
 from unstale.config.techniques import Need, chosen
-from unstale.records import Group, ScoredTrajectory, Task
+from unstale.records import Group, ScoredTrajectory, Task, TurnLimit
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -61,6 +62,19 @@ class CreditContext:
     """Figures for the metrics of the batch, by full name. Techniques add theirs."""
     stop_tokens: Collection[int] = ()
     """The tokens that end a reply. Empty if an agent may end its replies otherwise."""
+
+
+@runtime_checkable
+class TurnLimiter(Protocol):
+    """A technique that limits the turns of episodes."""
+
+    def turn_limit(self, number: int) -> TurnLimit | None:
+        """Return the limit of the episodes of a group, by its number. None sets no further limit.
+
+        It is called before the group begins, on the event loop. The result must depend on the
+        argument and the state alone.
+        """
+        ...
 
 
 @runtime_checkable
@@ -336,6 +350,10 @@ class Outcome:
     """Number of sampled tokens of the group."""
     added: int = 0
     """Number of the last rewards that are of episodes which an allocator added."""
+    success_turns: tuple[int, ...] = ()
+    """The number of turns of each success."""
+    turn_limit: int = 0
+    """The limit of turns of the group; 0 if only `rollout.max_turns` limited them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -395,6 +413,7 @@ class Techniques:
         """What the signals of the shapers must contain."""
         values = list(self.parts.values())
         self.diagnostics = [each for each in values if isinstance(each, Diagnostic)]
+        self.limiter = next((each for each in values if isinstance(each, TurnLimiter)), None)
         self.rewards = [each for each in values if isinstance(each, RewardTerm)]
         self.filters = [each for each in values if isinstance(each, Filter)]
         self.advantage_filters = [each for each in values if isinstance(each, AdvantageFilter)]
@@ -580,6 +599,8 @@ def _outcome(group: Group, version: int, task: str) -> Outcome:
         failures=len(group.failures),
         tokens=sum(each.num_sampled for each in trajectories),
         added=len(group.added),
+        success_turns=tuple(each.num_turns for each in trajectories if each.success),
+        turn_limit=group.turn_limit.turns if group.turn_limit else 0,
     )
 
 

@@ -164,7 +164,8 @@ ROWS: Sequence[Row] = (
         23,
         "Turn control",
         "a limit of turns at a quantile",
-        "--rollout.max_turns is a fixed limit; quantile and reminders are missing",
+        "--techniques limits, with --limits.extend for extensions",
+        "works",
     ),
     _row(
         24,

@@ -16,12 +16,13 @@ from unstale.durability.journal.reader import (
     holds_journal,
 )
 from unstale.durability.journal.survivors import survivors
-from unstale.durability.journal.tables import JOURNAL, TOKEN_SAMPLES, JournalError
+from unstale.durability.journal.tables import JOURNAL, TOKEN_SAMPLES, TURN_LIMIT, JournalError
 from unstale.durability.journal.writer import WINDOW_S, Journal
 
 __all__ = [
     "JOURNAL",
     "TOKEN_SAMPLES",
+    "TURN_LIMIT",
     "WINDOW_S",
     "CheckpointRow",
     "GroupRow",

@@ -22,6 +22,7 @@ from unstale.durability.journal.tables import (
     GROUP_SIZE,
     OLDEST_FORMAT,
     TOKEN_SAMPLES,
+    TURN_LIMIT,
     journal_error,
     schema,
     seal,
@@ -39,6 +40,7 @@ from unstale.records import (
     Stop,
     Task,
     Trajectory,
+    TurnLimit,
     link_routes,
 )
 
@@ -279,6 +281,7 @@ class JournalReader:
             WHERE g.number NOT IN (SELECT number FROM consumed) ORDER BY g.number"""
         )
         sizes = self._sizes()
+        limits = self._turn_limits()
         requests = []
         for number, env, split, index, seed, place, is_finished in rows:
             task = Task(env, split, index)
@@ -291,6 +294,7 @@ class JournalReader:
                 past=self._episode_records(number, task),
                 finished=bool(is_finished),
                 sizes=sizes.get(number, ()),
+                turn_limit=limits.get(number),
             )
             requests.append(request)
         return requests
@@ -305,6 +309,17 @@ class JournalReader:
                 group = int(event["group"])
                 sizes[group] = (*sizes.get(group, ()), int(event["size"]))
         return sizes
+
+    def _turn_limits(self) -> dict[int, TurnLimit]:
+        """Return the limits of turns of the groups that have one."""
+        rows = self.rows("SELECT fields FROM events WHERE kind = ? ORDER BY id", TURN_LIMIT)
+        limits = {}
+        with self.wrap_errors("the limits of turns"):
+            for (fields,) in rows:
+                event = _parse_object(fields)
+                number = int(event.pop("group"))
+                limits[number] = TurnLimit(**event)
+        return limits
 
     def visits(self) -> dict[Task, int]:
         """Return the number of groups that were started on each task."""

@@ -108,6 +108,11 @@ GROUP_SIZE = "group_size"
 `size`. Groups of `schedule.group_size` episodes have none. A group that is enlarged has several.
 """
 
+TURN_LIMIT = "turn_limit"
+"""Kind of the event that holds the limit of turns of a group: its fields are `group` and those of
+`records.TurnLimit`. Groups with `rollout.max_turns` alone have none.
+"""
+
 Record = tuple[str, Sequence[Any]]
 """An SQL statement and its parameters."""
 

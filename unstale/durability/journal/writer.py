@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
 from contextlib import ExitStack, closing, suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
@@ -32,6 +32,7 @@ from unstale.durability.journal.tables import (
     REPEATED,
     SCHEMA,
     TOKEN_SAMPLES,
+    TURN_LIMIT,
     JournalError,
     Record,
     count_rows,
@@ -160,11 +161,14 @@ class Journal:
             self._failure.result()
 
     def add_request(self, request: GroupRequest) -> None:
-        """Record that a group was started on a task, with its sizes, in one transaction."""
+        """Record that a group was started on a task, with sizes and limit, in one transaction."""
         task = request.task
         row = (request.number, task.env, task.split, int(task.index), request.seed, request.place)
         records = [insert("groups", *row, time.time(), self._checkpoint)]
         records += [self._size_record(request.number, size) for size in request.sizes]
+        if request.turn_limit:
+            fields = json.dumps({"group": request.number, **asdict(request.turn_limit)})
+            records.append(insert("events", time.time(), TURN_LIMIT, fields, self._checkpoint))
         self.transaction(records)
 
     def resize(self, number: int, size: int) -> None:

@@ -11,7 +11,7 @@ from typing import Any, cast
 
 from unstale.envs import EnvError, Turn, combine_rewards
 from unstale.envs.external import ExternalEnv
-from unstale.records import Stop, Task, Trajectory
+from unstale.records import Stop, Task, Trajectory, TurnLimit
 from unstale.rollout.endpoint.server import RecordingEndpoint
 from unstale.rollout.endpoint.session import AgentSession
 from unstale.rollout.episode import EpisodeFailed, Rollout, failure_of, stage
@@ -37,8 +37,17 @@ class AgentRollout(Rollout):
         self.resources = _open_both(self.resources, endpoint)
         self.on_event = on_event
 
-    async def attempt(self, transcript: Transcript, task: Task, env_seed: int) -> Trajectory:
-        """Run the agent to its end. Return its calls as one trajectory with branches."""
+    async def attempt(
+        self,
+        transcript: Transcript,
+        task: Task,
+        env_seed: int,
+        limit: TurnLimit | None = None,
+    ) -> Trajectory:
+        """Run the agent to its end. Return its calls as one trajectory with branches.
+
+        Its turns have no further `limit`: a run of agents with such a technique is refused.
+        """
         with stage("begin", self.config.timeout_s):
             env = cast(ExternalEnv, self.taskset.env(task, env_seed))
         caller = self.caller(env, task)

@@ -1,0 +1,80 @@
+"""The number of turns that an episode may have: `rollout.max_turns`, or less with a technique.
+
+Limit, reminders and extensions follow from the tokens and rewards of the episode so far, so a
+resumed episode has the same.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from unstale.envs import Message, Turn
+from unstale.envs.chat import Chat
+from unstale.records import Sampled, TurnLimit, walk
+from unstale.rollout.transcript import Transcript
+
+
+class AllowedTurns:
+    """The number of turns of one attempt at an episode."""
+
+    def __init__(
+        self, limit: TurnLimit | None, *, most: int, transcript: Transcript, chat: Chat
+    ) -> None:
+        """Begin without turns. `most` is the limit of all episodes."""
+        self._limit = limit
+        self._most = most
+        self._transcript = transcript
+        self._chat = chat
+
+    def number(self, turn_rewards: Sequence[float]) -> int:
+        """Return how many turns the episode may have, with the extensions so far.
+
+        `turn_rewards` are the rewards of its turns so far.
+        """
+        if self._limit is None:
+            return self._most
+        turns = self._limit.turns + self._limit.extend * self._extensions(turn_rewards)
+        return min(turns, self._most)
+
+    def remind(self, turn: Turn, turn_rewards: Sequence[float]) -> Turn:
+        """Return the environment's answer with a reminder of the turns left, if it is due.
+
+        It is added to the last message, because a chat template may refuse one message more.
+        """
+        limit = self._limit
+        left = self.number(turn_rewards) - len(turn_rewards)
+        if limit is None or turn.done or not 0 < left <= limit.remind:
+            return turn
+        text = f"You have {left} {'reply' if left == 1 else 'replies'} left."
+        more = min(limit.extend, self._most - len(turn_rewards) - left)
+        if limit.request and more > 0 and self._extensions(turn_rewards) < limit.extensions:
+            text += f" To get {more} more, write {limit.request} in your last reply."
+        if not turn.messages:
+            return replace(turn, messages=(Message("user", text),))
+        last = turn.messages[-1]
+        changed = replace(last, content=f"{last.content}\n\n{text}".lstrip())
+        return replace(turn, messages=(*turn.messages[:-1], changed))
+
+    def _extensions(self, turn_rewards: Sequence[float]) -> int:
+        """Return the number of extensions that the episode has got."""
+        limit = self._limit
+        assert limit is not None
+        begin, end = 0, limit.turns
+        for number in range(limit.extensions):
+            if len(turn_rewards) < end:
+                return number
+            if limit.request:
+                granted = limit.request in self._reply(end - 1)
+            else:
+                granted = max(turn_rewards[begin:end]) > 0
+            if not granted:
+                return number
+            begin, end = end, end + limit.extend
+        return limit.extensions
+
+    def _reply(self, turn: int) -> str:
+        """Return the text of a reply, by its number from 0."""
+        tokens: list[int] = []
+        for _, piece, number in walk(self._transcript.pieces):
+            if number == turn and isinstance(piece, Sampled):
+                tokens += piece.tokens
+        return self._chat.parse(tokens).content

@@ -1,0 +1,165 @@
+"""`limits`: a limit of turns at a quantile of the turns of past successes.
+
+The limit is the `quantile` of the turns of the latest `window` successes, with linear interpolation
+and rounded up, at most `rollout.max_turns`. There is none before `successes` successes. Only groups
+without a limit count, or else each limit would shorten the successes that decide the next one. So
+every `free_every`-th group has no limit.
+
+The last answers of the environment end with a reminder of the replies left. With `extend`, an
+episode that reaches the limit gets as many more turns: if its last reply contains `request`, or,
+without `request`, if the environment has paid a reward for a turn since the last limit. The number
+of extensions is at most `extensions`. From work on the control of turns (a fixed limit at the 0.75
+quantile with reminders, and extensions on demand), of which we know the abstract.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import ceil, floor
+from typing import TYPE_CHECKING, Annotated, Any
+
+from unstale.config.checks import ConfigError, Count, PositiveInt, Range, Section
+from unstale.config.techniques import Entry
+from unstale.records import TurnLimit
+from unstale.techniques import Outcome
+
+if TYPE_CHECKING:
+    from unstale.config import RunConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LimitsConfig(Section):
+    """A limit of turns at a quantile of the turns of past successes."""
+
+    quantile: Annotated[float, Range(0.01, 1)] = 0.75
+    """Share of successes that the limit would have let end."""
+    successes: PositiveInt = 64
+    """Number of successes before a limit is set."""
+    window: PositiveInt = 256
+    """Number of the latest successes that decide the limit."""
+    free_every: Annotated[int, Range(2)] = 8
+    """Every group whose number is a multiple of this has no limit."""
+    remind: Count = 2
+    """Number of replies left from which on the environment's answers end with a reminder; 0 sends
+    none.
+    """
+    extend: Count = 0
+    """Turns that an episode at its limit can get in addition; 0 gives none."""
+    extensions: PositiveInt = 1
+    """Only with `extend`: how often an episode can get them."""
+    request: str = "MORE TURNS"
+    """Only with `extend`: text in a reply that asks for more turns. Empty gives them for a reward
+    of a turn.
+    """
+
+    def check_combination(self) -> None:
+        if self.window < self.successes:
+            raise ConfigError(
+                f"limits.window must be >= {self.successes} (limits.successes), got {self.window}"
+            )
+        if not self.extend and (self.extensions != 1 or self.request != "MORE TURNS"):
+            raise ConfigError(
+                "limits.extensions and limits.request are read only with limits.extend > 0"
+            )
+
+
+class Limits:
+    """A limiter of turns that learns from the turns of successes."""
+
+    def __init__(self, options: LimitsConfig) -> None:
+        self._options = options
+        self._turns: list[int] = []
+        """Turns of the latest successes without a limit, oldest first."""
+
+    def turn_limit(self, number: int) -> TurnLimit | None:
+        options = self._options
+        if number % options.free_every == 0 or len(self._turns) < options.successes:
+            return None
+        return TurnLimit(
+            turns=max(1, ceil(round(quantile(self._turns, options.quantile), 9))),
+            remind=options.remind,
+            extend=options.extend,
+            extensions=options.extensions if options.extend else 0,
+            request=options.request if options.extend else "",
+        )
+
+    def observe(self, outcomes: Sequence[Outcome]) -> None:
+        for outcome in outcomes:
+            if not outcome.turn_limit:
+                self._turns += outcome.success_turns
+        self._turns = self._turns[-self._options.window :]
+
+    def state(self) -> Mapping[str, Any]:
+        return {"turns": list(self._turns)}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self._turns = list(state["turns"])
+
+
+def quantile(values: Sequence[float], share: float) -> float:
+    """Return a quantile with linear interpolation between the two nearest values.
+
+    >>> quantile([2, 3, 4, 5, 8, 9, 10, 20], 0.75)
+    9.25
+    """
+    ordered = sorted(values)
+    place = (len(ordered) - 1) * share
+    low = floor(place)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (place - low) * (ordered[high] - ordered[low])
+
+
+def _describe(options: LimitsConfig) -> str:
+    parts = [
+        f"an episode has as many turns as {options.quantile:.0%} of the latest {options.window} "
+        f"successes, after the first {options.successes}; every {options.free_every}th group has "
+        "no such limit"
+    ]
+    if options.remind:
+        parts.append(f"the environment's last {options.remind} answers end with a reminder")
+    if options.extend:
+        asked = f"replies with {options.request!r}" if options.request else "rewards of turns"
+        parts.append(f"{asked} give {options.extend} more turns, {options.extensions} times")
+    return "; ".join(parts)
+
+
+def _check(options: LimitsConfig, config: RunConfig) -> None:
+    if config.rollout.max_turns < 2:
+        raise ConfigError(
+            "the technique limits needs rollout.max_turns >= 2, got 1: no limit is lower"
+        )
+
+
+_MEASURED = """
+A policy solves a task in 2, 3, 4, 5, 8, 9, 10 or 20 turns, each equally often and with success 0.6;
+24 policies share the limit, 2 groups of 8 each per step. Mean turns of an episode without a limit:
+
+| steps | no technique | `quantile` 0.9 | 0.75 | 0.5 |
+|---|---|---|---|---|
+| 24 | 7.5 | 7.5 | 5.3 | 3.5 |
+| 96 | 8.0 | 6.0 | 3.4 | 2.2 |
+
+So turns fall at an equal rate of success. They go on falling: the limit follows the policy, as long
+as shorter successes exist. It has not been measured on the desks, where a limit may cost success.
+"""
+
+ENTRY = Entry(
+    name="limits",
+    slot="limiter",
+    rows=(23,),
+    makes=Limits,
+    options=LimitsConfig,
+    changes=frozenset({"turns"}),
+    describe=_describe,
+    use="Some episodes wander on for many turns after the length at which successes end "
+    "(`completion/max_turns_share`), and turns are expensive.",
+    measured=_MEASURED,
+    exactness="Episodes that the limit cuts off have no reward, so the objective prefers short "
+    "ones. Reminders are text of the environment: they have no loss, and the evaluation has none. "
+    "D and S do not change. The limit is one for all tasks: a task that needs more turns is "
+    "learned from the groups without a limit, or by extensions. Our own reading: groups without "
+    "a limit, the number of successes, the texts, and rounding up.",
+    evidence="abstract",
+    check=_check,
+)
