@@ -86,6 +86,8 @@ def test_wrong_options_are_refused_before_training(
     config = options_of(policy, tmp_path)
     with pytest.raises(ConfigError, match="is not an empty folder"):
         sft(config, data, policy, SftOptions())
+    with pytest.raises(ConfigError, match="cannot be made: Not a directory"):
+        sft(config, data, data / "out", SftOptions())
     with pytest.raises(ConfigError, match="--beta and --samples need --loss otr"):
         SftOptions(samples=4)
     with pytest.raises(ConfigError, match="--beta must be < 1"):

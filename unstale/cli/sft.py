@@ -100,6 +100,10 @@ def sft(
     except ValueError as error:
         raise ConfigError(str(error)) from error
     references = load_references(data, chat, max_tokens=config.engine.max_context)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{folder} cannot be made: {error.strerror or error}") from error
     objective = options.objective(config.seed)
     trainer = _trainer(config, policy, objective)
     figures = []
