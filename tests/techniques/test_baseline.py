@@ -40,6 +40,13 @@ def outcome(task: str, *rewards: float, version: int = 0) -> Outcome:
 MC_GRPO = {"centre": "median", "scale": "mad"}
 
 
+UNBIASED = [
+    BaselineConfig(centre="loo"),
+    BaselineConfig(centre="prior"),
+    BaselineConfig(centre="shrink", leave_out=True),
+]
+
+
 def test_the_median_and_its_distance_give_the_advantages_of_mc_grpo() -> None:
     """The median is 0.5, the median distance to it 0.25, and 4 of 5 episodes differ from it."""
     rewards = (0.0, 0.5, 1.0, 0.25, 0.75)
@@ -103,14 +110,20 @@ def test_equal_rewards_and_single_episodes_have_no_advantage(centre: str, scale:
     assert estimated(groups, centre=centre, scale=scale) == [0, 0, 0, 0]
 
 
-@pytest.mark.parametrize("centre", ["loo", "prior"])
-def test_an_unbiased_baseline_does_not_depend_on_the_own_reward(centre: str) -> None:
-    options = BaselineConfig(centre=centre)  # type: ignore[arg-type]
+@pytest.mark.parametrize("options", UNBIASED)
+def test_an_unbiased_baseline_does_not_depend_on_the_own_reward(options: BaselineConfig) -> None:
     rewards = torch.rand(50, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     other = rewards.clone()
     other[:, 2] = 1 - other[:, 2]
     before, after = (advantages(each, options, value=0.3) - each for each in (rewards, other))
     torch.testing.assert_close(before[:, 2], after[:, 2])
+
+
+def test_a_single_episode_is_compared_with_the_prior_alone() -> None:
+    """With `leave_out` nothing else is left. Without, m = 1 is at its standard deviation from V."""
+    for leave_out in (True, False):
+        assert estimated([rewarded(1)], leave_out=leave_out) == [0.5]
+    assert estimated([rewarded(1, 0, 0)], leave_out=True) == pytest.approx([0.75, -0.5, -0.5])
 
 
 def test_branches_have_the_advantage_of_their_episode() -> None:

@@ -10,7 +10,8 @@ which one is the median and has no gradient.
 `prior`: b = V. With groups of one episode and `scale` = batch it is the baseline of MSSR (built on
 SPO, arXiv 2509.13232).
 `shrink`: b = w m + (1 - w) V, w = D / (D + v), D = max(0, (m - V)^2 - v). v is the largest variance
-of m, (reward_max - reward_min)^2 / (4 n). V0.5, whose V is the prediction of a model.
+of m, (reward_max - reward_min)^2 / (4 n). V0.5, whose V is the prediction of a model. With
+`leave_out`, m and n are those of the other episodes.
 
 s is 1 (`none`), the standard deviation of the group (`std`), the median of |r - median|, but at
 least `mad_floor`, plus 0.001 (`mad`), or the standard deviation of r - b over the batch, whose mean
@@ -38,6 +39,7 @@ Centre = Literal["mean", "loo", "median", "prior", "shrink"]
 _PRIOR = ("prior", "shrink")
 _READERS = {
     "pivot": ("median",),
+    "leave_out": ("shrink",),
     **dict.fromkeys(
         ("reward_min", "reward_max", "prior", "decay", "keep", "discount_prior"), _PRIOR
     ),
@@ -62,6 +64,8 @@ class BaselineConfig(Section):
     """Only for `median`: multiply the advantages by the share of episodes that differ from the
     median, inverted.
     """
+    leave_out: bool = False
+    """Only for `shrink`: leave the episode's own reward out of m and n."""
     reward_min: float = 0.0
     """Only for `prior` and `shrink`: the smallest reward of an episode."""
     reward_max: float = 1.0
@@ -219,6 +223,11 @@ def _baseline(rewards: Tensor, options: BaselineConfig, value: Tensor) -> Tensor
             return _median(rewards)
         case "prior":
             return value[..., None]
+        case "shrink" if options.leave_out and size == 1:
+            return value[..., None]
+        case "shrink" if options.leave_out:
+            others = (size * mean - rewards) / (size - 1)
+            return shrink(others, value[..., None], _variance(options, size - 1))
         case "shrink":
             return shrink(mean, value[..., None], _variance(options, size))
 
@@ -263,7 +272,7 @@ def _describe(options: BaselineConfig) -> str:
         "median": "the group's median",
         "prior": "V, the mean of a Beta distribution of the task's earlier rewards",
         "shrink": "the group's mean, moved towards V, the mean of a Beta distribution of the "
-        "task's earlier rewards",
+        "task's earlier rewards" + ", without the own reward" * options.leave_out,
     }[options.centre]
     scale = {
         "none": "",
@@ -301,7 +310,7 @@ _MEASURED = """
 The share of trained episodes whose advantage has the wrong sign (reward minus its expectation has
 the right one), 200,000 groups. With G + 1 episodes, the one nearest to the baseline is not trained
 on. So most of the gain is from the additional episode. The median itself helps where rewards are
-far from normal, and in groups of odd size.
+far from normal. In groups of even size it gains little.
 
 | rewards | trained G | mean of G | mean of G + 1 | `median` of G + 1 |
 |---|---|---|---|---|
@@ -317,8 +326,9 @@ where the prior is bad. See `baseline/prior_abs_error_mean`.
 
 A bandit of 32 tasks with 8 arms, 16 episodes a step, learning rate 4, 20 seeds: the squared error
 of a task's gradient, times the episodes it has, is 0.077 with groups of 2 and `loo`, 0.054 with
-groups of 4 and `loo`, 0.036 with groups of 4 and `shrink`, and 0.038 with groups of 1 and `prior`.
-The success after 100 steps differs less than its standard error of 0.016: 0.69, 0.68, 0.68, 0.71.
+groups of 4 and `loo`, 0.036 with groups of 4 and `shrink` (0.042 with `leave_out`), and 0.038 with
+groups of 1 and `prior`. The success after 100 steps is nearly the same: 0.69, 0.68, 0.68 (0.69) and
+0.71, with a standard error of 0.016.
 It has not been measured on the desks.
 """
 
@@ -330,13 +340,15 @@ ENTRY = Entry(
     options=BaselineConfig,
     changes=frozenset({"advantage"}),
     describe=_describe,
-    use="Groups are small: `shrink` for 2 to 4 episodes, `prior` for one, if tasks come again. "
+    use="Groups are small: `shrink` for 2 to 4 episodes, `prior` for one, if tasks come again "
+    "(`selection.pool`). "
     "`median` if single rewards are far from the others. Rewards of 0 and 1 gain nothing by it.",
     measured=_MEASURED,
-    exactness="`loo` and `prior` with `scale` = none leave the mean of the gradient as it is, "
-    "because b does not depend on the episode's own reward. The others bias it, as the group's "
-    "mean does. D and S do not change. `mad_floor`, the decay per version (MSSR discounts by the "
-    "measured KL) and the Beta distribution as the prior of V0.5 are our own reading.",
+    exactness="With `scale` = none, `loo`, `prior`, and `shrink` with `leave_out` do not change "
+    "the mean of the gradient, because b does not depend on the episode's own reward. The others "
+    "bias it, as the group's mean does. D and S do not change. `mad_floor`, `leave_out`, the decay "
+    "per version (MSSR discounts by the measured KL) and the Beta distribution as the prior of "
+    "V0.5 are our own reading.",
     evidence="notes",
     check=_check,
 )
