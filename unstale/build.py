@@ -58,7 +58,7 @@ from unstale.rollout.episode import Rollout
 from unstale.rollout.evaluation import evaluate
 from unstale.rollout.generator import Generator
 from unstale.rollout.seeds import derive_seed
-from unstale.rollout.selection import Selection, make_pool
+from unstale.rollout.selection import Selection, make_pool, read_texts
 from unstale.rollout.staleness_queue import PendingPieces, StalenessQueue
 from unstale.techniques import NO_TECHNIQUES, Techniques
 from unstale.trainer.auditor import Auditor
@@ -141,8 +141,10 @@ def build_sampler(
         sandbox.allow_weak()
     taskset = build_taskset(config.task)
     check_taskset(taskset, config.seed, config.steps * config.schedule.groups_per_step)
-    if config.selection.pool:
-        make_pool(taskset, config.seed, config.selection.pool)  # raises ConfigError if too large
+    if config.selection.pool:  # both calls raise ConfigError for a pool that does not fit
+        pool = make_pool(taskset, config.seed, config.selection.pool)
+        if any("texts" in entry.requires for entry in chosen(config.techniques)):
+            read_texts(taskset, pool)
     held_out_tasks(taskset, config.eval.tasks)
     if config.task.isolate == "ray":
         components.connect_run(config)

@@ -45,6 +45,9 @@ class EvenEnv(ToyEnv):
 class EvenTasks(ToyTasks):
     """Tasks whose rewards differ within a group, so that every step changes the weights."""
 
+    def text(self, task: Task) -> str:
+        return f"task of kind {task.index % 3}"
+
     def env(self, task: Task, seed: int) -> EvenEnv:
         return EvenEnv(task, self)
 

@@ -38,6 +38,7 @@ CONDITIONS: Mapping[str, Mapping[str, Any]] = {
     "baseline": {"selection.pool": 6},
     "beta_sampler": {"selection.pool": 6},
     "bins": {"selection.pool": 6},
+    "predicted_sampler": {"selection.pool": 6},
     "stages": {"selection.pool": 6, "stages.steps": 1, "stages.least": 2, "stages.size": 4},
     "bin_sizes": {"selection.pool": 6},
     "limits": {"limits.successes": 1, "limits.free_every": 2},

@@ -56,12 +56,14 @@ EXCLUSIVE: frozenset[Slot] = frozenset(
 """Slots that hold one technique at most. The techniques of the others act in the order written."""
 Change = Literal["tasks", "count", "turns", "groups", "reward", "advantage", "objective", "step"]
 """The part of the mathematics that a technique changes."""
-Need = Literal["siblings", "reference", "entropy", "trajectory_gradients", "pool", "halves"]
+Need = Literal[
+    "siblings", "reference", "entropy", "trajectory_gradients", "pool", "texts", "halves"
+]
 """A condition of a technique: `siblings` is a group of several episodes, `reference` a copy of the
 first policy in memory, `entropy` the entropy of every token (one more forward pass per batch),
 `trajectory_gradients` the gradient of every sequence (one more backward pass per sequence), `pool`
-a pool of tasks that come again, `halves` the gradients of two halves of a step's groups (one more
-copy of the gradient in memory).
+a pool of tasks that come again, `texts` a task set with a text of each task, `halves` the gradients
+of two halves of a step's groups (one more copy of the gradient in memory).
 """
 Evidence = Literal["code", "paper", "notes", "abstract", "own reading"]
 """The source of a formula: the authors' code, their paper, notes of others, the abstract alone, or

@@ -277,6 +277,20 @@ def task_identity(taskset: Taskset, task: Task) -> str:
 
 
 @runtime_checkable
+class HasTexts(Protocol):
+    """A task set with a text of each task, for techniques that compare tasks."""
+
+    def text(self, task: Task) -> str:
+        """Return the words of a task, such as its question. Empty if the task has none."""
+        ...
+
+
+def task_text(taskset: Taskset, task: Task) -> str:
+    """Return the words of a task, without running it. Empty if the task set does not have them."""
+    return taskset.text(task) if isinstance(taskset, HasTexts) else ""
+
+
+@runtime_checkable
 class HasTaskTools(Protocol):
     """A task set whose tasks have different tools, such as a mixture of other task sets.
 

@@ -50,6 +50,9 @@ class CalculatorTasks(NumberedTasks):
             parts += [random.choice("+-*"), str(random.randrange(10, 100))]
         return " ".join(parts)
 
+    def text(self, task: Task) -> str:
+        return self.expression(task)
+
     def env(self, task: Task, seed: int) -> Question:
         """Return the environment of a task. `seed` is not used, because the task has the seed."""
         expression = self.expression(task)

@@ -90,6 +90,11 @@ class DatasetTasks(ListedTasks):
                 )
         self.data = data
 
+    def text(self, task: Task) -> str:
+        """Return the first messages of a row."""
+        opening = _opening(self.data_of(task), self._options)
+        return "\n".join(message.content for message in opening if message.role != "system")
+
     def env(self, task: Task, seed: int) -> Env:
         """Return the environment of a task. `seed` is not used, because a row has no randomness."""
         row = self.data_of(task)

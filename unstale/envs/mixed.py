@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain, islice, zip_longest
 from typing import Any
 
-from unstale.envs import Env, Taskset, task_identity
+from unstale.envs import Env, Taskset, task_identity, task_text
 from unstale.records import Task
 
 
@@ -35,6 +35,9 @@ class MixedTasks:
 
     def identity(self, task: Task) -> str:
         return task_identity(self.part_of(task), task)
+
+    def text(self, task: Task) -> str:
+        return task_text(self.part_of(task), task)
 
     def env(self, task: Task, seed: int) -> Env:
         return self.part_of(task).env(task, seed)

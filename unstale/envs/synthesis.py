@@ -244,6 +244,10 @@ class SynthesisTasks(ListedTasks):
         puzzle: Puzzle = self.data_of(task)
         return f"{self.name}/{puzzle.lineage}"
 
+    def text(self, task: Task) -> str:
+        puzzle: Puzzle = self.data_of(task)
+        return puzzle.text
+
     def env(self, task: Task, seed: int) -> Env:
         """Return the environment of a task. `seed` is not used: a puzzle has no randomness."""
         return self._options.with_edit(lambda: PuzzleEnv(self.data_of(task)))

@@ -8,7 +8,16 @@ from typing import Any, Self
 
 from unstale.config import ConfigError, TaskConfig
 from unstale.durability.virtual_clock import VirtualLoop
-from unstale.envs import Env, EnvError, HasIdentities, HasTaskTools, Message, Taskset, Turn
+from unstale.envs import (
+    Env,
+    EnvError,
+    HasIdentities,
+    HasTaskTools,
+    HasTexts,
+    Message,
+    Taskset,
+    Turn,
+)
 from unstale.envs.external import ExternalAgent
 from unstale.envs.guard import OCCUPANCY, DescribedError
 from unstale.isolation.process import (
@@ -164,6 +173,8 @@ class IsolatedTasks:
             self.tools_of = inner.tools_of
         if isinstance(inner, HasIdentities):
             self.identity = inner.identity
+        if isinstance(inner, HasTexts):
+            self.text = inner.text
         self._episodes = count()
 
     def train(self, seed: int) -> Iterator[Task]:

@@ -9,7 +9,7 @@ number of the group, the checkpoint and the journal alone, and a resumed run dra
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -17,10 +17,10 @@ from random import Random
 from typing import TYPE_CHECKING
 
 from unstale.config import ConfigError, RunConfig
-from unstale.envs import Taskset, task_identity
+from unstale.envs import Taskset, task_identity, task_text
 from unstale.records import Failure, Group, GroupRequest, Task, Trajectory
 from unstale.rollout.seeds import derive_seed
-from unstale.techniques import Draw, DrawContext, GroupSoFar, Techniques
+from unstale.techniques import Draw, DrawContext, GroupSoFar, Techniques, TextReader
 
 if TYPE_CHECKING:
     from unstale.durability.resume import ResumeState
@@ -74,6 +74,19 @@ def make_pool(taskset: Taskset, seed: int, size: int) -> dict[str, tuple[int, Ta
     return pool
 
 
+def read_texts(taskset: Taskset, pool: Mapping[str, tuple[int, Task]]) -> dict[str, str]:
+    """Return the text of each task of a pool, by identity. Raises `ConfigError` without one."""
+    texts = {name: task_text(taskset, task) for name, (_, task) in pool.items()}
+    missing = next((name for name, text in texts.items() if not text), None)
+    if missing is not None:
+        raise ConfigError(
+            f"a technique compares the texts of tasks, and {missing} of {taskset.name} has none. "
+            "Give the task set a method text(task) that returns the words of a task, or choose "
+            "another technique"
+        )
+    return texts
+
+
 class Selection:
     """The choice of training tasks, and of the number of their episodes.
 
@@ -105,6 +118,8 @@ class Selection:
             self._pool = make_pool(taskset, config.seed, config.selection.pool)
             for task, count in life.visits.items():
                 self._visits[self._identify(task)] += count
+            if isinstance(techniques.sampler, TextReader):
+                techniques.sampler.read(read_texts(taskset, self._pool))
         self._names = list(self._pool)
         self._live = {each.number: self._identify(each.task) for each in life.requests}
         """The identities of the tasks in flight, by the number of their group."""

@@ -180,6 +180,15 @@ class TaskSampler(Protocol):
         ...
 
 
+@runtime_checkable
+class TextReader(Protocol):
+    """A technique that uses the texts of tasks."""
+
+    def read(self, texts: Mapping[str, str]) -> None:
+        """Receive the text of every task of the pool, by identity, before the first draw."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class GroupSoFar:
     """A group whose episodes have all ended. An allocator may enlarge it."""

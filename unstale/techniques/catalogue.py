@@ -52,8 +52,9 @@ ROWS: Sequence[Row] = (
         2,
         "DOTS + replay",
         "prompts of predicted middle difficulty, and replay",
-        "--techniques replay trains on stored groups again; prompts of predicted difficulty are "
-        "missing",
+        "--techniques 'predicted_sampler replay' --selection.pool N; words take the place of the "
+        "trained encoder",
+        "works",
     ),
     _row(
         3,
@@ -193,8 +194,8 @@ ROWS: Sequence[Row] = (
         29,
         "V0",
         "a value from the history of outcomes",
-        "--techniques allocate with gain v0 uses success rates of earlier groups; the model that "
-        "forecasts them is missing",
+        "--techniques predicted_sampler forecasts from past groups by words, allocate with gain v0 "
+        "by the success of the same task; the trained model is missing",
     ),
     _row(
         30,

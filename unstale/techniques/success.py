@@ -98,16 +98,7 @@ class SuccessTracker:
 
     def successes(self, rewards: Sequence[float]) -> list[float]:
         """Return the success of each episode, 0 to 1. Raises `ConfigError` if a reward is not."""
-        if self._success_at is not None:
-            return [float(reward >= self._success_at) for reward in rewards]
-        for reward in rewards:
-            if not 0 <= reward <= 1:
-                raise ConfigError(
-                    f"the technique {self._name} needs rewards between 0 and 1, got {reward:g}. "
-                    f"Set --{self._name}.success_at to the reward from which on an episode is a "
-                    "success"
-                )
-        return list(rewards)
+        return successes(self._name, rewards, self._success_at)
 
     def state(self) -> dict[str, Any]:
         """Return the distributions as lists of numbers, in the order of their tasks."""
@@ -123,3 +114,20 @@ class SuccessTracker:
         self._version = int(state["version"])
         rows = zip(state["tasks"], state["a"], state["b"], state["versions"], strict=True)
         self._counts = {task: BetaCounts(a, b, int(version)) for task, a, b, version in rows}
+
+
+def successes(name: str, rewards: Sequence[float], success_at: float | None) -> list[float]:
+    """Return the success of each episode, 0 to 1: whether its reward is at least `success_at`.
+
+    Without `success_at`, it is the reward. Raises `ConfigError` if that is not between 0 and 1.
+    `name` is the technique.
+    """
+    if success_at is not None:
+        return [float(reward >= success_at) for reward in rewards]
+    for reward in rewards:
+        if not 0 <= reward <= 1:
+            raise ConfigError(
+                f"the technique {name} needs rewards between 0 and 1, got {reward:g}. Set "
+                f"--{name}.success_at to the reward from which on an episode is a success"
+            )
+    return list(rewards)
