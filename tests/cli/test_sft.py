@@ -49,22 +49,22 @@ def trained(config: RunConfig, data: Path, folder: Path, options: SftOptions) ->
     steps = sft(config, data, folder, options, console=Console(file=StringIO()))
     assert [each.step for each in steps] == list(range(1, config.steps + 1))
     assert all(each.grad_norm > 0 for each in steps)
-    return [each.surprise for each in steps]
+    return [each.nll for each in steps]
 
 
 def test_the_policy_learns_the_replies_and_can_be_loaded(
     policy: Path, data: Path, tmp_path: Path
 ) -> None:
     config = options_of(policy, tmp_path)
-    surprise = trained(config, data, tmp_path / "out", SftOptions(batch=2))
-    assert surprise[-1] < 0.1 * surprise[0]
+    nll = trained(config, data, tmp_path / "out", SftOptions(batch=2))
+    assert nll[-1] < 0.1 * nll[0]
     record = json.loads((tmp_path / "out" / RECORD).read_text())
     assert record["options"]["loss"] == "cross_entropy" and record["references"] == 2
-    assert [each["surprise"] for each in record["steps"]] == surprise
+    assert [each["nll"] for each in record["steps"]] == nll
     before, after = (Policy.load(each).weights() for each in (policy, tmp_path / "out"))
     assert any(not torch.equal(before[name], after[name]) for name in before)
     again = trained(override(config, {"steps": 2}), data, tmp_path / "again", SftOptions(batch=2))
-    assert again == surprise[:2]
+    assert again == nll[:2]
 
 
 def test_otr_learns_likely_tokens_first(policy: Path, data: Path, tmp_path: Path) -> None:
@@ -94,6 +94,10 @@ def test_wrong_options_are_refused_before_training(
         SftOptions(loss="otr", beta=1.5)
     with pytest.raises(ConfigError, match="sft has no techniques, got 'ess_lr'"):
         sft(override(config, {"techniques": "ess_lr"}), data, tmp_path / "out", SftOptions())
+    for name in ("kl_coef", "entropy_coef"):
+        with pytest.raises(ConfigError, match=f"sft needs objective.{name} = 0, got 0.1"):
+            regular = override(config, {f"objective.{name}": 0.1})
+            sft(regular, data, tmp_path / "out", SftOptions())
 
 
 def test_the_command_writes_a_model_folder(

@@ -18,6 +18,7 @@ from unstale.lint.rules import REFUSALS, WARNINGS
 from unstale.recipes import RECIPES
 
 SILENT = (
+    "--techniques outer_step --outer_step.lowest 1 --trainer.lr 5e-5",
     "--correction.low 0.8 --correction.high 1.28",
     "--engine.temperature 0.01",
     "--engine.temperature 50",

@@ -83,7 +83,7 @@ def test_only_replies_are_learnt_and_counted() -> None:
     objective = CrossEntropy()
     loss = objective.surrogate(logp, batch, ObjectiveConfig()).loss
     assert loss.tolist() == [0, 0.5, 0, 1.5]
-    assert objective.take_surprise() == 1.0
+    assert objective.take_nll() == 1.0
     with pytest.raises(ValueError, match="at least one conversation"):
         reference_batch([], version=0)
     with pytest.raises(ValueError, match="beta must be < 1 and samples >= 0, got 1 and 0"):

@@ -62,8 +62,8 @@ class SftStep:
     """The figures of one optimizer step."""
 
     step: int
-    surprise: float
-    """Mean of -log pi over the tokens of the references, in nats, before the step."""
+    nll: float
+    """Mean of -log pi over the tokens of the references, in nats, each before its minibatch."""
     grad_norm: float
 
 
@@ -86,6 +86,14 @@ def sft(
         raise ConfigError(f"{folder} is not an empty folder")
     if config.cluster.trainers:
         raise ConfigError(f"sft needs cluster.trainers = 0, got {config.cluster.trainers}")
+    for name, coefficient in (
+        ("kl_coef", config.objective.kl_coef),
+        ("entropy_coef", config.objective.entropy_coef),
+    ):
+        if coefficient:
+            raise ConfigError(
+                f"sft needs objective.{name} = 0, got {coefficient:g}: its loss is that of --loss"
+            )
     if config.techniques:
         raise ConfigError(f"sft has no techniques, got {config.techniques!r}: set --techniques ''")
     console = console or Console(soft_wrap=True)
@@ -114,11 +122,10 @@ def sft(
             trainer.backward(minibatch)
             trainer.step()
         grad_norm = trainer.metrics()["trainer/grad_norm"]
-        figures.append(SftStep(step, objective.take_surprise(), grad_norm))
+        figures.append(SftStep(step, objective.take_nll(), grad_norm))
         if step % max(1, config.steps // 20) == 0 or step == config.steps:
             console.print(
-                f"step {step}: -log pi {figures[-1].surprise:.4f} nats, gradient norm "
-                f"{grad_norm:.3g}",
+                f"step {step}: -log pi {figures[-1].nll:.4f} nats, gradient norm {grad_norm:.3g}",
                 highlight=False,
             )
     policy.save(folder)

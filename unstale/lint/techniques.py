@@ -45,6 +45,8 @@ def low_rate_with_smaller_steps(config: RunConfig) -> Finding | None:
     usual = usual_rate(config)
     rate = config.trainer.lr
     names = [name for name in ("ess_lr", "outer_step") if name in config.technique_options]
+    if getattr(config.technique_options.get("outer_step"), "lowest", 0.0) == 1:
+        names.remove("outer_step")  # it only measures
     if not names or not rate < usual / LOW_RATE:
         return None
     return Finding(

@@ -43,8 +43,8 @@ def long_horizon(**changes: Any) -> RunConfig:
     """Tool agents of many turns: turns are compared, and half of the episodes trained on.
 
     The techniques are truncated, pick (clean successes) and step_groups (HGPO). Add channels where
-    the environment has several rewards. Limits of turns at a quantile would belong to it and are
-    missing. The desk and the model are those of `retail`, whose episodes are short: replace them.
+    the environment has several rewards, and limits where some episodes take far more turns than
+    others. The desk and the model are those of `retail`, whose episodes are short: replace them.
     The techniques have not been measured together, so no result is promised.
     """
     config = retail(

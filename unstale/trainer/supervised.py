@@ -46,14 +46,14 @@ class CrossEntropy:
     """The objective -log pi(y) of a reference token y."""
 
     def __init__(self) -> None:
-        self._surprise = 0.0
+        self._nll = 0.0
         self._tokens = 0
 
     def surrogate(self, log_ratio: Tensor, batch: Batch, options: ObjectiveConfig) -> Surrogate:
         """Return the loss of each token. `log_ratio` is log pi of the reference tokens, `[T]`."""
         logp = torch.where(batch.sampled, log_ratio, 0.0)
         held = logp.detach()[batch.sampled].double()
-        self._surprise -= held.sum().item()
+        self._nll -= held.sum().item()
         self._tokens += len(held)
         nowhere = torch.zeros_like(batch.sampled)
         return Surrogate(-self.weight(logp.detach()) * logp, nowhere, nowhere)
@@ -62,10 +62,10 @@ class CrossEntropy:
         """Return the factor of each token's -log pi, from its log pi `[T]`."""
         return torch.ones_like(logp)
 
-    def take_surprise(self) -> float:
+    def take_nll(self) -> float:
         """Return the mean of -log pi over the tokens since the last call, in nats."""
-        mean = self._surprise / self._tokens
-        self._surprise, self._tokens = 0.0, 0
+        mean = self._nll / self._tokens
+        self._nll, self._tokens = 0.0, 0
         return mean
 
 
