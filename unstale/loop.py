@@ -221,7 +221,7 @@ async def take_step(run: RunComponents, step: int, publication: "Publication") -
     wait_s = time.monotonic() - began
 
     run.log.sample(step, groups)
-    scored, chosen = run.advantage(
+    scored, credit_metrics = run.advantage(
         groups, progress=(step - 1) / run.config.steps, version=run.trainer.version
     )
     batch, staleness = await build_batch(run, groups, scored, step)
@@ -231,7 +231,7 @@ async def take_step(run: RunComponents, step: int, publication: "Publication") -
         **run.queue.metrics(),
         **describe(groups),
         **describe_advantages(groups, scored),
-        **chosen,
+        **credit_metrics,
         **staleness,
     }
     metrics |= await learn(run, batch, groups, step, publication)
