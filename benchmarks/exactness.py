@@ -27,14 +27,15 @@ def draw(panel: Any, comparison: Comparison, title: str, colours: dict[str, str]
             panel.plot(*zip(*run, strict=True), color=colour, alpha=0.25, linewidth=0.8)
             for step, success in run:
                 by_step[step].append(success)
-        label = f"{arm.name}, {len(arm.finished)} runs"
         means = list(map(mean, by_step.values()))
-        panel.plot(list(by_step), means, color=colour, linewidth=2.2, marker="o", label=label)
-    panel.set_title(title, fontsize=10)
+        panel.plot(list(by_step), means, color=colour, linewidth=2.2, marker="o", label=arm.name)
+        panel.set_xticks(list(by_step))
+    runs = sorted({len(arm.finished) for arm in comparison.arms if arm.finished})
+    number = " or ".join(map(str, runs))
+    panel.set_title(f"{title}, {number} run{'s' if number != '1' else ''} each", fontsize=10)
     panel.set_xlabel("training steps")
-    panel.set_ylim(0, 1)
+    panel.set_ylim(-0.03, 1)
     panel.yaxis.set_major_formatter(lambda share, _: f"{share:.0%}")
-    panel.legend(fontsize=8, frameon=False, loc="upper left")
 
 
 def main() -> None:
@@ -47,7 +48,8 @@ def main() -> None:
     parser.add_argument("--name", default="exactness", help="name of the results' files")
     chosen = parser.parse_args()
     titles = chosen.titles or chosen.settings
-    with picture(chosen.name, width=8.4, height=3.4, panels=len(chosen.settings)) as panels:
+    width = max(4.2, 2.6 * len(chosen.settings))
+    with picture(chosen.name, width=width, height=3.4, panels=len(chosen.settings)) as panels:
         panels = panels if len(chosen.settings) > 1 else [panels]
         comparisons = [read_comparison(chosen.folder / setting) for setting in chosen.settings]
         names = dict.fromkeys(arm.name for each in comparisons for arm in each.arms)
@@ -55,8 +57,15 @@ def main() -> None:
         for panel, comparison, title in zip(panels, comparisons, titles, strict=True):
             draw(panel, comparison, title, colours)
         panels[0].set_ylabel("success on held-out tasks")
-    lines = (chosen.folder / "study.md").read_text("utf-8").splitlines()[1:]
-    write(chosen.name, "When an exact old log-probability pays", lines)
+        lines = {}
+        for panel in panels:
+            handles, labels = panel.get_legend_handles_labels()
+            lines |= dict(zip(labels, handles, strict=True))
+        panels[0].figure.legend(
+            lines.values(), lines, loc="outside lower center", ncols=len(lines), frameon=False
+        )
+    text = (chosen.folder / "study.md").read_text("utf-8").splitlines()[1:]
+    write(chosen.name, "When an exact old log-probability pays", text)
 
 
 if __name__ == "__main__":
