@@ -211,7 +211,7 @@ class ErringTasks(EvenTasks):
 
 OF_RECIPES: Mapping[str, Mapping[str, Any]] = {
     "small_group": {"selection.pool": 6},
-    "long_horizon": {"pick.n": 4, "schedule.group_size": 5},
+    "long_horizon": {**CONDITIONS["limits"], "pick.n": 4, "schedule.group_size": 5},
     "hard_tasks": {"selection.pool": 6, "allocate.max": 6},
 }
 """Options with which the tiny run of a recipe is small."""

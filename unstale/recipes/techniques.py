@@ -42,17 +42,17 @@ def small_group(**changes: Any) -> RunConfig:
 def long_horizon(**changes: Any) -> RunConfig:
     """Tool agents of many turns: turns are compared, and half of the episodes trained on.
 
-    The techniques are truncated, pick (clean successes) and step_groups (HGPO). Add channels where
-    the environment has several rewards, and limits where some episodes take far more turns than
-    others. The desk and the model are those of `retail`, whose episodes are short: replace them.
-    The techniques have not been measured together, so no result is promised.
+    The techniques are limits, pick (clean successes) and step_groups (HGPO). Add channels where the
+    environment has several rewards. The desk and the model are those of `retail`, whose episodes
+    are short: replace them. The techniques have not been measured together, so no result is
+    promised.
     """
     config = retail(
         recipe="long_horizon",
         schedule=ScheduleConfig(max_staleness=2, groups_per_step=8, group_size=16),
     )
     values = {
-        "techniques": "truncated pick step_groups",
+        "techniques": "limits pick step_groups",
         "pick.rule": "clean_success",
         "pick.n": 8,
         "step_groups.rule": "hgpo",

@@ -159,7 +159,8 @@ ROWS: Sequence[Row] = (
         22,
         "RollArt",
         "phases on the hardware that fits them",
-        "asynchronous episodes and routing by prefix exist; routing by phase is missing",
+        "asynchronous episodes, routing by prefix and --engine.load_tokens exist; routing by phase "
+        "is missing",
     ),
     _row(
         23,
@@ -335,7 +336,8 @@ ROWS: Sequence[Row] = (
         54,
         "Periodic Asynchrony",
         "gradients while the batch is still generated",
-        "shared prompts are computed once; gradients still wait for the whole batch",
+        "shared prompts are computed once; gradients still wait for the whole batch, for which "
+        "advantages, corrections and the divisor of the loss are computed",
     ),
     _row(
         55,
