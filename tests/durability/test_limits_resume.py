@@ -5,10 +5,13 @@ from collections.abc import Sequence
 from itertools import count
 from pathlib import Path
 
+import pytest
+
 from tests.durability.test_resume import killed, played, require_sound
 from tests.durability.test_selection_resume import Choosing, chosen
 from tests.test_loop import Numbers
 from unstale.config import RunConfig
+from unstale.config.options import override
 from unstale.durability import compare_runs
 from unstale.durability.journal import JOURNAL, TURN_LIMIT, Journal
 from unstale.envs import Message, Turn
@@ -35,12 +38,13 @@ class Wandering(Numbers):
         return Wanders(task)
 
 
-def limited(*, deterministic: bool) -> RunConfig:
-    return chosen(
-        "limits",
-        deterministic=deterministic,
-        **{"limits.successes": 2, "limits.window": 8, "limits.free_every": 2, "limits.remind": 0},
-    )
+def limited(*, deterministic: bool, scope: str = "run") -> RunConfig:
+    made = chosen("limits", deterministic=deterministic)
+    if scope == "task":
+        made = override(made, {"selection.pool": 2, "steps": 6})
+    options = {"window": 8, "free_every": 2, "remind": 0, "scope": scope}
+    options["successes"] = 1 if scope == "task" else 2
+    return override(made, {f"limits.{name}": value for name, value in options.items()})
 
 
 def limits(folder: Path) -> Sequence[tuple[int, int]]:
@@ -59,8 +63,11 @@ def stops(folder: Path) -> set[str]:
     return {each.trajectory.stop for each in ended}
 
 
-def test_a_killed_deterministic_run_has_the_limits_of_an_unkilled_one(tmp_path: Path) -> None:
-    made = limited(deterministic=True)
+@pytest.mark.parametrize("scope", ["run", "task"])
+def test_a_killed_deterministic_run_has_the_limits_of_an_unkilled_one(
+    tmp_path: Path, scope: str
+) -> None:
+    made = limited(deterministic=True, scope=scope)
     with played(Choosing(lambda: Wandering(count()))) as toy:
         toy.begin(tmp_path / "whole", made)
         with killed("step", 4):

@@ -19,14 +19,14 @@ from unstale.techniques.limits import Limits, LimitsConfig, quantile
 RUN = RunConfig(recipe="mine", techniques="limits")
 
 
-def outcome(*turns: int, limit: int = 0) -> Outcome:
-    return Outcome("task", 0, 0, (), 0, 0, success_turns=turns, turn_limit=limit)
+def outcome(*turns: int, limit: int = 0, task: str = "task") -> Outcome:
+    return Outcome(task, 0, 0, (), 0, 0, success_turns=turns, turn_limit=limit)
 
 
 def limit_after(turns: Sequence[int], **options: object) -> TurnLimit | None:
     limits = Limits(LimitsConfig(successes=1, **options))  # type: ignore[arg-type]
     limits.observe([outcome(*turns)])
-    return limits.turn_limit(1)
+    return limits.turn_limit(1, "task")
 
 
 def test_the_limit_is_the_quantile_rounded_up() -> None:
@@ -42,13 +42,13 @@ def test_the_limit_is_the_quantile_rounded_up() -> None:
 def test_there_is_no_limit_before_enough_successes_nor_in_every_eighth_group() -> None:
     limits = Limits(LimitsConfig(successes=4, window=6))
     limits.observe([outcome(3, 3), outcome(), outcome(3)])
-    assert limits.turn_limit(1) is None
+    assert limits.turn_limit(1, "task") is None
     limits.observe([outcome(9)])
-    found = [limits.turn_limit(number) for number in range(17)]
+    found = [limits.turn_limit(number, "task") for number in range(17)]
     assert [number for number, limit in enumerate(found) if limit is None] == [0, 8, 16]
     assert found[1] == TurnLimit(5, remind=2)  # the quantile of 3, 3, 3, 9 is 4.5
     limits.observe([outcome(*[7] * 6)])
-    assert limits.turn_limit(1) == TurnLimit(7, remind=2)  # of the latest 6 alone
+    assert limits.turn_limit(1, "task") == TurnLimit(7, remind=2)  # of the latest 6 alone
 
 
 def test_successes_under_a_limit_do_not_lower_it() -> None:
@@ -56,18 +56,34 @@ def test_successes_under_a_limit_do_not_lower_it() -> None:
     limits = Limits(LimitsConfig(successes=4, window=8))
     limits.observe([outcome(2, 4, 6, 8, 8)])
     for _ in range(20):
-        limit = limits.turn_limit(1)
+        limit = limits.turn_limit(1, "task")
         assert limit and limit.turns == 8
         limits.observe([outcome(2, 4, 6, limit=limit.turns)])
+
+
+def test_with_scope_task_each_task_has_the_limit_of_its_own_successes() -> None:
+    """With quantile 1 it is the longest one, as in DART."""
+    limits = Limits(LimitsConfig(scope="task", quantile=1.0, successes=2))
+    limits.observe([outcome(3, 5, task="a"), outcome(9, task="b")])
+    assert limits.turn_limit(1, "a") == TurnLimit(5, remind=2)
+    assert limits.turn_limit(1, "b") is None is limits.turn_limit(1, "c")
+    limits.observe([outcome(7, task="b")])
+    again = Limits(LimitsConfig(scope="task", quantile=1.0, successes=2))
+    again.restore(limits.state())
+    assert again.turn_limit(1, "b") == TurnLimit(9, remind=2)
+    with pytest.raises(ConfigError, match=r"scope = task needs selection\.pool > 0, got 0"):
+        override(RUN, {"limits.scope": "task"})
+    facts = check(override(RUN, {"limits.scope": "task", "selection.pool": 8})).facts
+    assert "of the latest 256 successes of its task" in facts["techniques"]
 
 
 def test_its_state_is_restored() -> None:
     limits, again = Limits(LimitsConfig(successes=2)), Limits(LimitsConfig(successes=2))
     limits.observe([outcome(3, 5)])
     again.restore(limits.state())
-    assert again.turn_limit(1) == limits.turn_limit(1) == TurnLimit(5, remind=2)
+    assert again.turn_limit(1, "task") == limits.turn_limit(1, "task") == TurnLimit(5, remind=2)
     limits.observe([outcome(9, 9, 9, 9)])
-    assert again.turn_limit(1) == TurnLimit(5, remind=2)
+    assert again.turn_limit(1, "task") == TurnLimit(5, remind=2)
 
 
 def test_wrong_options_are_refused() -> None:
@@ -100,7 +116,7 @@ def mean_turns(technique: Limits | None, *, steps: int) -> float:
     """Return the mean number of turns of an episode without a limit, after training."""
     logits = torch.zeros(24, len(TURNS))
     for number in range(steps):
-        limit = technique.turn_limit(number) if technique else None
+        limit = technique.turn_limit(number, "task") if technique else None
         most = limit.turns if limit else TURNS[-1]
         learner = Learner([RIGHT if turns <= most else CUT for turns in TURNS], logits, seed=number)
         scored = [each.trajectory for each in learner.step({})]

@@ -181,7 +181,8 @@ class Selection:
         if allocator is not None:
             size = allocator.first(self._identify(request.task)) or self._config.schedule.group_size
         limiter = self._techniques.limiter
-        limit = limiter.turn_limit(request.number) if limiter else None
+        task = self._identify(request.task)
+        limit = limiter.turn_limit(request.number, task) if limiter else None
         return replace(request, sizes=(size,) if size else (), turn_limit=limit)
 
     def more(

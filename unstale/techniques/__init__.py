@@ -5,7 +5,7 @@ torch. A technique is an object with the methods of its slot:
 
     sampler      draw(tasks, context) -> Draw       the task of the next group of episodes
     allocator    first(task), more(group) -> int    the number of episodes of a group
-    limiter      turn_limit(number)                 how many turns the episodes of a group may have
+    limiter      turn_limit(number, task)           how many turns the episodes of a group may have
     reward       reward(groups, context)            the rewards of a batch's episodes
     filter       select(groups, context)            which episodes of a batch are trained on,
                  select_scored(groups, ...)         or the same, when they have advantages
@@ -68,11 +68,12 @@ class CreditContext:
 class TurnLimiter(Protocol):
     """A technique that limits the turns of episodes."""
 
-    def turn_limit(self, number: int) -> TurnLimit | None:
-        """Return the limit of the episodes of a group, by its number. None sets no further limit.
+    def turn_limit(self, number: int, task: str) -> TurnLimit | None:
+        """Return the limit of the episodes of a group. None sets no further limit.
 
-        It is called before the group begins, on the event loop. The result must depend on the
-        argument and the state alone.
+        `number` is the number of the group in its run, `task` the identity of its task. It is
+        called before the group begins, on the event loop. The result must depend on the arguments
+        and the state alone.
         """
         ...
 

@@ -111,8 +111,9 @@ ROWS: Sequence[Row] = (
         "DART",
         "decoupled modules, varying counts, entropy steps",
         "--techniques replay --replay.rule failed has stored successes, top_turns the steps of "
-        "high entropy, allocate varying counts, --correction.control truncate the ratio; a limit "
-        "of turns by task is missing",
+        "high entropy, allocate varying counts, limits --limits.scope task the lengths, "
+        "--correction.control truncate the ratio",
+        "works",
     ),
     _row(12, "LATR", "branches at uncertain tokens, looked ahead", _TREE),
     _row(

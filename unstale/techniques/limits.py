@@ -3,7 +3,8 @@
 The limit is the `quantile` of the turns of the latest `window` successes, with linear interpolation
 and rounded up, at most `rollout.max_turns`. There is none before `successes` successes. Only groups
 without a limit count, or else each limit would shorten the successes that decide the next one. So
-every `free_every`-th group has no limit.
+every `free_every`-th group has no limit. With `scope = task`, each task has a limit of its own, and
+`quantile` 1 is then the limit of DART: the longest past success of the task.
 
 The last answers of the environment end with a reminder of the replies left. With `extend`, an
 episode that reaches the limit gets as many more turns: if its last reply contains `request`, or,
@@ -17,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil, floor
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from unstale.config.checks import ConfigError, Count, PositiveInt, Range, Section
 from unstale.config.techniques import Entry
@@ -34,8 +35,10 @@ class LimitsConfig(Section):
 
     quantile: Annotated[float, Range(0.01, 1)] = 0.75
     """Share of successes that the limit would have let end."""
+    scope: Literal["run", "task"] = "run"
+    """One limit for all tasks, or one for each task of the pool, from its own successes."""
     successes: PositiveInt = 64
-    """Number of successes before a limit is set."""
+    """Number of successes before a limit is set. With `scope = task`, take a small number."""
     window: PositiveInt = 256
     """Number of the latest successes that decide the limit."""
     free_every: Annotated[int, Range(2)] = 8
@@ -69,15 +72,18 @@ class Limits:
 
     def __init__(self, options: LimitsConfig) -> None:
         self._options = options
-        self._turns: list[int] = []
-        """Turns of the latest successes without a limit, oldest first."""
+        self._turns: dict[str, list[int]] = {}
+        """Turns of the latest successes without a limit, oldest first. The key is the task, or
+        empty for all.
+        """
 
-    def turn_limit(self, number: int) -> TurnLimit | None:
+    def turn_limit(self, number: int, task: str) -> TurnLimit | None:
         options = self._options
-        if number % options.free_every == 0 or len(self._turns) < options.successes:
+        turns = self._turns.get(self._key(task), [])
+        if number % options.free_every == 0 or len(turns) < options.successes:
             return None
         return TurnLimit(
-            turns=max(1, ceil(round(quantile(self._turns, options.quantile), 9))),
+            turns=max(1, ceil(round(quantile(turns, options.quantile), 9))),
             remind=options.remind,
             extend=options.extend,
             extensions=options.extensions if options.extend else 0,
@@ -86,15 +92,19 @@ class Limits:
 
     def observe(self, outcomes: Sequence[Outcome]) -> None:
         for outcome in outcomes:
-            if not outcome.turn_limit:
-                self._turns += outcome.success_turns
-        self._turns = self._turns[-self._options.window :]
+            if not outcome.turn_limit and outcome.success_turns:
+                key = self._key(outcome.task)
+                turns = [*self._turns.get(key, []), *outcome.success_turns]
+                self._turns[key] = turns[-self._options.window :]
 
     def state(self) -> Mapping[str, Any]:
-        return {"turns": list(self._turns)}
+        return {"turns": {key: list(turns) for key, turns in self._turns.items()}}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        self._turns = list(state["turns"])
+        self._turns = {key: list(turns) for key, turns in state["turns"].items()}
+
+    def _key(self, task: str) -> str:
+        return task if self._options.scope == "task" else ""
 
 
 def quantile(values: Sequence[float], share: float) -> float:
@@ -111,10 +121,11 @@ def quantile(values: Sequence[float], share: float) -> float:
 
 
 def _describe(options: LimitsConfig) -> str:
+    whose = " of its task" if options.scope == "task" else ""
     parts = [
         f"an episode has as many turns as {options.quantile:.0%} of the latest {options.window} "
-        f"successes, after the first {options.successes}; every {options.free_every}th group has "
-        "no such limit"
+        f"successes{whose}, after the first {options.successes}; every {options.free_every}th "
+        "group has no such limit"
     ]
     if options.remind:
         parts.append(f"the environment's last {options.remind} answers end with a reminder")
@@ -128,6 +139,11 @@ def _check(options: LimitsConfig, config: RunConfig) -> None:
     if config.rollout.max_turns < 2:
         raise ConfigError(
             "the technique limits needs rollout.max_turns >= 2, got 1: no limit is lower"
+        )
+    if options.scope == "task" and not config.selection.pool:
+        raise ConfigError(
+            "limits.scope = task needs selection.pool > 0, got 0: tasks must come again. Set "
+            "--selection.pool to the number of tasks"
         )
 
 
@@ -147,7 +163,7 @@ as shorter successes exist. It has not been measured on the desks, where a limit
 ENTRY = Entry(
     name="limits",
     slot="limiter",
-    rows=(23,),
+    rows=(11, 23),
     makes=Limits,
     options=LimitsConfig,
     changes=frozenset({"turns"}),
@@ -157,7 +173,7 @@ ENTRY = Entry(
     measured=_MEASURED,
     exactness="Episodes that the limit cuts off have no reward, so the objective prefers short "
     "ones. Reminders are text of the environment: they have no loss, and the evaluation has none. "
-    "D and S do not change. The limit is one for all tasks: a task that needs more turns is "
+    "D and S do not change. With `scope = run`, a task that needs more turns than the limit is "
     "learned from the groups without a limit, or by extensions. Our own reading: groups without "
     "a limit, the number of successes, the texts, and rounding up.",
     evidence="abstract",
