@@ -35,6 +35,10 @@ techniques = "ess_lr"
 base = 0.8
 ```
 
+Techniques that learn about single tasks need tasks that come again: `--selection.pool 1000` takes
+the first 1000 training tasks again and again, each time with other random numbers. Without such a
+technique, the tasks of the pool come in turn.
+
 A resumed run keeps its techniques; their options may change.
 
 This page is written by `python -m tools.techniques_page` from the techniques' own declarations.
