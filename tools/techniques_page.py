@@ -39,7 +39,7 @@ Techniques that learn about single tasks need tasks that come again: `--selectio
 the first 1000 training tasks again and again, each time with other random numbers. Without such a
 technique, the tasks of the pool come in turn.
 
-A resumed run keeps its techniques; their options may change.
+A resumed run keeps its techniques. Their options may change, unless they are named as fixed below.
 
 This page is written by `python -m tools.techniques_page` from the techniques' own declarations.
 """
@@ -100,6 +100,9 @@ def _entry(entry: Entry) -> Iterator[str]:
     yield f"* **Exactness**: {entry.exactness}"
     if entry.requires:
         yield f"* **Needs**: {', '.join(sorted(entry.requires))}."
+    if entry.fixed:
+        names = ", ".join(f"`{option}`" for option in entry.fixed)
+        yield f"* **Fixed in a resumed run**: {names}."
     if rows := rows_of(entry.name):
         yield "\n| option | values | default | meaning |\n|---|---|---|---|"
         yield from rows

@@ -195,7 +195,9 @@ def test_wrong_options_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"bin_sizes.rate is an option of weights"):
         BinSizesConfig(rate=2.0)
     for name in ("bins", "bin_sizes"):
-        with pytest.raises(ConfigError, match=f"{name} needs selection.pool > 0"):
+        with pytest.raises(
+            ConfigError, match=f"{name} needs selection.pool > 0.*earlier results of a task"
+        ):
             RunConfig(recipe="mine", techniques=name)
 
 

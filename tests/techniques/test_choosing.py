@@ -59,6 +59,26 @@ def test_a_resumed_run_keeps_its_techniques() -> None:
     assert changed == "ess_lr.base is 0.5, it was 1.0: takes effect from here on"
 
 
+@pytest.mark.parametrize(
+    ("name", "option", "value"),
+    [
+        ("bin_sizes", "bins", 5),
+        ("bin_sizes", "min", 2),
+        ("bin_sizes", "max", 10),
+        ("bins", "bins", 5),
+    ],
+)
+def test_a_resumed_run_keeps_the_options_that_its_state_depends_on(
+    name: str, option: str, value: int
+) -> None:
+    chosen = override(NONE, {"techniques": name, "selection.pool": 9})
+    changed = override(chosen, {f"{name}.{option}": value})
+    with pytest.raises(ConfigError, match=f"{name}.{option} cannot change from .* the checkpoint"):
+        config_changes(chosen, changed)
+    (said,) = config_changes(chosen, override(chosen, {f"{name}.visits": 4}))
+    assert "takes effect from here on" in said
+
+
 def test_help_has_the_options_of_chosen_techniques_alone(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

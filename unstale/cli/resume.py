@@ -8,6 +8,7 @@ from typing import Any
 
 from unstale.config import ConfigError, RunConfig, TaskConfig
 from unstale.config.options import changed_options, stored_config
+from unstale.config.techniques import chosen
 from unstale.durability.run_folder import CONFIG, RunFolder
 from unstale.envs.registry import find_spec
 
@@ -56,6 +57,8 @@ def config_changes(before: RunConfig, now: RunConfig) -> list[str]:
     """
     changed = []
     fixed = FIXED | {f"old_logps.{name}": why for name, why in now.old_logps.fixed.items()}
+    for entry in chosen(now.techniques):
+        fixed |= {f"{entry.name}.{option}": why for option, why in entry.fixed.items()}
     if now.deterministic:
         for name in ("cluster.trainers", "cluster.context"):
             fixed[name] = "sums over another number of ranks round differently"

@@ -8,7 +8,7 @@ name. The options of a technique are a section with its name, as in `--ess_lr.ba
 import importlib
 import pkgutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -93,6 +93,8 @@ class Entry:
     exactness: str
     """What it does to the gradient's expectation, and to D and S: one or two sentences."""
     requires: frozenset[Need] = frozenset()
+    fixed: Mapping[str, str] = field(default_factory=dict)
+    """Options that cannot change when a run is resumed, each with the reason."""
     evidence: Evidence = "code"
     check: Callable[[Any, "RunConfig"], None] = lambda options, config: None
     """Raises `ConfigError` if the technique with some options does not fit a configuration."""
@@ -168,8 +170,8 @@ def check_needs(config: "RunConfig") -> None:
             )
         if "pool" in entry.requires and not config.selection.pool:
             raise ConfigError(
-                f"the technique {entry.name} needs selection.pool > 0, got 0: it learns which "
-                "tasks to repeat. Set --selection.pool to the number of tasks"
+                f"the technique {entry.name} needs selection.pool > 0, got 0: it needs "
+                "earlier results of a task. Set --selection.pool to the number of tasks"
             )
         if "siblings" in entry.requires and size < 2:
             raise ConfigError(

@@ -32,7 +32,7 @@ from unstale.config.checks import (
 )
 from unstale.config.techniques import Entry
 from unstale.techniques import GroupSoFar, Outcome
-from unstale.techniques.difficulty import Bins, spread_of
+from unstale.techniques.difficulty import FIXED_BINS, Bins, spread_of
 
 _READERS = {"beta": ("sqrt",), "rate": ("weights",), "mu_rate": ("weights",)}
 
@@ -231,5 +231,10 @@ ENTRY = Entry(
     "depend on rewards of the group. D and S do not change. Our own reading: v / n as the loss of "
     "a size, and all sizes learning from each batch.",
     requires=frozenset({"siblings", "pool"}),
+    fixed={
+        "bins": FIXED_BINS,
+        "min": "the checkpoint has a weight of each size",
+        "max": "the checkpoint has a weight of each size",
+    },
     evidence="paper",
 )

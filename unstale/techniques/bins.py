@@ -20,7 +20,7 @@ from unstale.config.checks import NonNegative, Positive, PositiveInt, Range, Sec
 from unstale.config.techniques import Entry
 from unstale.records import Group, ScoredTrajectory
 from unstale.techniques import CreditContext, Outcome
-from unstale.techniques.difficulty import Bins
+from unstale.techniques.difficulty import FIXED_BINS, Bins
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,5 +148,6 @@ ENTRY = Entry(
     "minus the mean reward as the loss, and the values of all options but `bins`, are our own "
     "reading.",
     requires=frozenset({"pool"}),
+    fixed={"bins": FIXED_BINS},
     evidence="paper",
 )

@@ -8,6 +8,9 @@ from typing import Any
 
 from unstale.techniques import Outcome
 
+FIXED_BINS = "the checkpoint has the bin of each task"
+"""The reason why the number of bins cannot change in a resumed run."""
+
 
 @dataclass(slots=True)
 class _Task:
