@@ -311,6 +311,10 @@ WARNED = [
         "--techniques 'allocate baseline' --allocate.gain dars_hw --baseline.centre loo",
         "allocate.gain dars_hw with baseline.centre loo",
     ),
+    (
+        "--techniques 'truncated baseline' --schedule.group_size 9 --baseline.centre median",
+        "baseline.centre median with truncated",
+    ),
     ("--techniques 'allocate pick' --advantage.estimator rloo_first", "pick with allocate"),
     ("--techniques 'limits truncated'", "limits with truncated"),
 ]

@@ -11,8 +11,9 @@ from torch import Tensor
 from torch.nn.functional import one_hot
 
 from tests.support.groups import context, made, rewarded
-from unstale.config import ConfigError, RunConfig, SelectionConfig
+from unstale.config import ConfigError, RunConfig, ScheduleConfig, SelectionConfig
 from unstale.config.options import override
+from unstale.lint import check
 from unstale.records import Group
 from unstale.techniques import Observer, Outcome
 from unstale.techniques.baseline import (
@@ -167,6 +168,30 @@ def test_a_reward_outside_of_the_range_is_refused_also_of_an_unused_episode() ->
     ("values", "message"),
     [
         ({"baseline.centre": "median"}, "odd schedule.group_size, got 8.*group_size 9"),
+        (
+            {
+                "techniques": "pick baseline",
+                "baseline.centre": "median",
+                "schedule.group_size": 9,
+                "pick.rule": "contrast",
+            },
+            "odd pick.n, got 4: .* --pick.n 5",
+        ),
+        (
+            {
+                "techniques": "pick baseline",
+                "baseline.centre": "median",
+                "schedule.group_size": 9,
+                "pick.rule": "balanced",
+                "pick.n": 7,
+                "pick.last": 3,
+            },
+            "needs pick.last = 0 or 7 .pick.n., got 3",
+        ),
+        (
+            {"techniques": "flaw truncated baseline", "selection.pool": 4},
+            "shrink needs the environment's rewards.* flaw and truncated, .*centre loo",
+        ),
         ({"baseline.centre": "prior"}, "needs selection.pool > 0, got 0"),
         ({"baseline.centre": "loo", "schedule.group_size": 1}, "group_size >= 2, got 1"),
         ({"baseline.scale": "std"}, "must be none or batch with baseline.centre = shrink"),
@@ -181,6 +206,36 @@ def test_a_reward_outside_of_the_range_is_refused_also_of_an_unused_episode() ->
 def test_a_wrong_choice_is_refused_with_what_to_do(values: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         override(RunConfig(recipe="mine"), {"techniques": "baseline", **values})
+
+
+def test_the_median_is_accepted_of_whole_groups_and_the_mean_beside_other_rewards() -> None:
+    """`pick` by variance acts after the advantages, so an even number is right there."""
+    odd = RunConfig(recipe="mine", schedule=ScheduleConfig(group_size=9))
+    override(odd, {"techniques": "pick baseline", "baseline.centre": "median", "pick.n": 4})
+    values = {"pick.rule": "contrast", "pick.n": 5, "pick.last": 5, "baseline.centre": "median"}
+    override(odd, {"techniques": "pick baseline", **values})
+    override(odd, {"techniques": "tool_bonus baseline", "baseline.centre": "loo"})
+
+
+def test_the_linter_warns_where_groups_of_a_median_may_become_even() -> None:
+    odd = RunConfig(
+        recipe="mine",
+        techniques="baseline",
+        schedule=ScheduleConfig(group_size=9),
+        selection=SelectionConfig(pool=4),
+    )
+
+    def warned(**values: Any) -> list[str]:
+        config = override(odd, {"baseline.centre": "median", **values})
+        return [each.wrong for each in check(config).warnings if "median" in each.wrong]
+
+    assert warned() == []
+    assert warned(techniques="truncated baseline", **{"truncated.rule": "reward"}) == []
+    assert warned(techniques="truncated allocate baseline") == [
+        "allocate.gain dars_et with baseline.centre median",
+        "baseline.centre median with allocate and truncated",
+    ]
+    assert warned(techniques="stages baseline", **{"stages.size": 8, "stages.steps": 2})
 
 
 def test_single_episodes_are_accepted_with_a_prior_and_a_pool() -> None:

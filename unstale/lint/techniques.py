@@ -145,6 +145,27 @@ def no_floor_of_distances(config: RunConfig) -> Finding | None:
     )
 
 
+def even_groups_of_median(config: RunConfig) -> Finding | None:
+    """Warn of groups whose number of episodes becomes even, where the baseline is the median."""
+    options = config.technique_options
+    if getattr(options.get("baseline"), "centre", "") != "median":
+        return None
+    causes = [each.name for each in chosen(config.techniques) if each.slot == "allocator"]
+    if getattr(options.get("truncated"), "rule", "") == "mask":
+        causes.append("truncated")
+    stages: int = getattr(options.get("stages"), "size", 0)
+    if stages and stages % 2 == 0:
+        causes.append("stages")
+    if not causes:
+        return None
+    return Finding(
+        f"baseline.centre median with {' and '.join(causes)}",
+        "the number of episodes of a group may become even, and then the median is the mean of "
+        "two rewards, which gains little",
+        ({"baseline.centre": "loo"}, without(config, *causes)),
+    )
+
+
 def unlearned_limits(config: RunConfig) -> Finding | None:
     """Warn of limits of turns that the policy does not learn to keep."""
     options = config.technique_options
@@ -187,6 +208,7 @@ WARNINGS: Sequence[Rule] = (
     baseline_of_picked,
     baseline_with_added_episodes,
     no_floor_of_distances,
+    even_groups_of_median,
     unlearned_limits,
     picked_after_allocation,
 )

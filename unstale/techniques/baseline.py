@@ -16,6 +16,9 @@ of m, (reward_max - reward_min)^2 / (4 n). V0.5, whose V is the prediction of a 
 s is 1 (`none`), the standard deviation of the group (`std`), the median of |r - median|, but at
 least `mad_floor`, plus 0.001 (`mad`), or the standard deviation of r - b over the batch, whose mean
 is subtracted, too (`batch`).
+
+V is learned from the environment's rewards, so `prior` and `shrink` are refused beside techniques
+that change rewards.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from unstale.config.checks import ConfigError, NonNegative, Positive, Range, Section
-from unstale.config.techniques import Entry
+from unstale.config.techniques import Entry, chosen
 from unstale.records import Group, ScoredTrajectory
 from unstale.techniques import CreditContext, Outcome
 from unstale.techniques.success import SuccessTracker
@@ -294,15 +297,46 @@ def _check(options: BaselineConfig, config: RunConfig) -> None:
                 f"baseline.centre = {centre} needs selection.pool > 0, got 0: it learns from "
                 "earlier visits of a task. Set --selection.pool to the number of tasks"
             )
+        _refuse_other_rewards(centre, config)
     elif size < 2:
         raise ConfigError(
             f"baseline.centre = {centre} needs schedule.group_size >= 2, got {size}. Set "
             "baseline.centre prior"
         )
-    if centre == "median" and size % 2 == 0:
+    if centre == "median":
+        _require_odd(config)
+
+
+def _refuse_other_rewards(centre: Centre, config: RunConfig) -> None:
+    others = [each.name for each in chosen(config.techniques) if "reward" in each.changes]
+    if others:
+        raise ConfigError(
+            f"baseline.centre = {centre} needs the environment's rewards, of which it learns the "
+            f"mean, but techniques has {' and '.join(others)}, which changes rewards. Set "
+            f"--baseline.centre loo, or remove {' and '.join(others)}"
+        )
+
+
+def _require_odd(config: RunConfig) -> None:
+    size = config.schedule.group_size
+    if size % 2 == 0:
         raise ConfigError(
             f"baseline.centre = median needs an odd schedule.group_size, got {size}: the median "
             f"must be the reward of one episode. Set --schedule.group_size {size + 1}"
+        )
+    pick: Any = config.technique_options.get("pick")
+    if pick is None or pick.rule == "variance":  # which acts after the advantages
+        return
+    if pick.n % 2 == 0:
+        larger = f" --schedule.group_size {size + 2}" if pick.n + 1 == size else ""
+        raise ConfigError(
+            f"baseline.centre = median needs an odd pick.n, got {pick.n}: the median must be the "
+            f"reward of one episode. Set --pick.n {pick.n + 1}{larger}"
+        )
+    if pick.last not in (0, pick.n):
+        raise ConfigError(
+            f"baseline.centre = median needs pick.last = 0 or {pick.n} (pick.n), got {pick.last}: "
+            "on the way, every second number of episodes is even. Set --pick.last 0"
         )
 
 
