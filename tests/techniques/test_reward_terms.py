@@ -73,6 +73,13 @@ def test_an_environment_without_the_fact_is_refused() -> None:
     assert result.trajectories[0].reward == 0
 
 
+def test_a_reward_of_the_environment_is_not_overwritten() -> None:
+    for name, term in (("flaw", Flaw(FlawConfig())), ("tool_bonus", ToolBonus(ToolBonusConfig()))):
+        item = made({"right": 1, name: 0.5}, facts={"flaw": 1, "tool_calls": 1})
+        with pytest.raises(ConfigError, match=f"adds a reward named {name}, but .* Rename it"):
+            term.reward([group(item)], context())
+
+
 def test_wrong_options_are_refused_and_the_linter_names_the_terms() -> None:
     with pytest.raises(ConfigError, match=r"tool_bonus\.base or tool_bonus\.per_call must be > 0"):
         ToolBonusConfig(per_call=0.0)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from statistics import fmean
 
+from unstale.config.checks import ConfigError
 from unstale.records import Group, Trajectory
 from unstale.techniques import CreditContext
 
@@ -18,8 +19,14 @@ def add_reward(
 ) -> Sequence[Group]:
     """Return the groups with a further named reward of each trajectory, and record its mean.
 
-    Branches belong to their episode. A success stays one, whatever its reward is then.
+    Branches belong to their episode. A success stays one, whatever its reward is then. Raises
+    `ConfigError` if a trajectory has a reward of that name already.
     """
+    if any(name in item.rewards for group in groups for item in group.trajectories):
+        raise ConfigError(
+            f"the technique {name} adds a reward named {name}, but the environment gives one of "
+            f"that name. Rename it there, or leave {name} out of --techniques"
+        )
     values: list[float] = []
 
     def graded(item: Trajectory) -> Trajectory:
