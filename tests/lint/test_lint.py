@@ -315,6 +315,15 @@ WARNED = [
         "--techniques 'truncated baseline' --schedule.group_size 9 --baseline.centre median",
         "baseline.centre median with truncated",
     ),
+    (
+        "--techniques 'allocate channels tool_bonus'",
+        "allocate.gain dars_et with channels",
+    ),
+    (
+        "--techniques 'allocate baseline' --allocate.gain v05_risk --selection.pool 9 "
+        "--baseline.leave_out true",
+        "allocate.gain v05_risk with baseline.centre shrink",
+    ),
     ("--techniques 'allocate pick' --advantage.estimator rloo_first", "pick with allocate"),
     ("--techniques 'limits truncated'", "limits with truncated"),
 ]
@@ -345,6 +354,13 @@ def test_a_small_policy_at_a_desk_that_it_did_not_practise_is_a_warning(
 ) -> None:
     warnings = check(configured(knobs, recipe=recipe)).warnings
     assert [each.fix for each in warnings if "the policy base" in each.wrong] == [fix] * bool(fix)
+
+
+@pytest.mark.parametrize("centre", ["shrink", "prior"])
+def test_the_baseline_of_v05_is_nothing_to_warn_of(centre: str) -> None:
+    names = "--techniques 'allocate baseline' --allocate.gain v05_risk --selection.pool 9"
+    verdict = check(configured(f"{names} --baseline.centre {centre}"))
+    assert not [each for each in verdict.warnings if "allocate" in each.wrong]
 
 
 def test_thresholds_above_the_noise_are_nothing_to_warn_of() -> None:

@@ -8,10 +8,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from unstale.config import ConfigError, RunConfig, ScheduleConfig, SelectionConfig
+from unstale.config.options import override
 from unstale.techniques import GroupSoFar, Outcome
 from unstale.techniques.allocate import Allocate, AllocateConfig
+from unstale.techniques.baseline import BaselineConfig, advantages
 from unstale.techniques.budget import (
     find_price,
     half_width,
@@ -163,6 +166,74 @@ def test_wrong_options_are_refused(
             schedule=ScheduleConfig(group_size=group_size),
             selection=SelectionConfig(pool=pool),
         )
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (
+            {"baseline.decay": 0.5},
+            r"allocate.decay must be baseline.decay .* got 0.98 and 0.5.*Set --allocate.decay 0.5",
+        ),
+        ({"allocate.prior": 4.0}, "allocate.prior must be baseline.prior .* got 4 and 1"),
+        ({"baseline.keep": 0.9}, "baseline.keep must be 1 .* got 0.9"),
+        ({"baseline.reward_min": -1.0}, "are -1 and 1.*set --allocate.success_at 1"),
+        ({"allocate.success_at": 2.0}, "success_at must be above 0 .* and at most 1 .* got 2"),
+    ],
+)
+def test_the_rule_of_v05_has_the_forecast_of_the_baseline(
+    values: dict[str, Any], message: str
+) -> None:
+    both = override(
+        RunConfig(recipe="mine", selection=SelectionConfig(pool=9)),
+        {"techniques": "allocate baseline", "allocate.gain": "v05_risk"},
+    )
+    with pytest.raises(ConfigError, match=message):
+        override(both, values)
+    override(both, {"baseline.decay": 0.5, "allocate.decay": 0.5})
+    override(both, {"baseline.reward_min": -1.0, "allocate.success_at": 1.0})
+    override(both, {"allocate.gain": "sqrt_law", "baseline.decay": 0.5})
+
+
+@pytest.mark.parametrize("name", ["allocate", "bin_sizes"])
+def test_the_smallest_groups_have_enough_sequences_for_the_minibatches(name: str) -> None:
+    """A batch of 16 groups of at least 2 episodes may have 32 sequences."""
+    gain = {"allocate.gain": "v0"} if name == "allocate" else {}
+    options = {"techniques": name, f"{name}.min": 2, "schedule.groups_per_step": 16, **gain}
+    config = RunConfig(recipe="mine", selection=SelectionConfig(pool=9))
+    assert override(config, {**options, "trainer.minibatches_per_batch": 32})
+    with pytest.raises(ConfigError, match=rf"must be <= 32 \({name}.min \* .*got 33"):
+        override(config, {**options, "trainer.minibatches_per_batch": 33})
+
+
+def gradient(rate: float, centre: str, *, leave_out: bool = False, most: int = 9) -> float:
+    """Return E[sum of A (r - p)] / (E[n] p (1 - p)) of a group of 4 to `most` episodes, by
+    enumeration. V is 1/2. It is 1 if the baseline is not biased.
+    """
+    part = allocator("v05_risk", max=most)
+    chosen: dict[str, Any] = {"centre": centre, "leave_out": leave_out}
+    options = BaselineConfig(**{name: value for name, value in chosen.items() if value})
+    total = size = 0.0
+    waiting = list(product((0.0, 1.0), repeat=4))
+    while waiting:
+        rewards = waiting.pop()
+        if most > 4 and (more := part.more(group(*rewards, first=4))):
+            waiting += [rewards + each for each in product((0.0, 1.0), repeat=more)]
+            continue
+        found = advantages(torch.tensor(rewards, dtype=torch.float64), options, value=0.5)
+        probability = math.prod(rate if each else 1 - rate for each in rewards)
+        total += probability * float((found * (torch.tensor(rewards) - rate)).sum())
+        size += probability * len(rewards)
+    return total / (size * rate * (1 - rate))
+
+
+def test_the_baseline_of_v05_is_less_biased_with_its_added_episodes() -> None:
+    """The prior alone is exact with any stop rule (Wald's identity)."""
+    for rate in (0.1, 0.5, 0.8):
+        assert gradient(rate, "shrink", most=4) < gradient(rate, "shrink") < 0.99
+        assert gradient(rate, "prior") == pytest.approx(1)
+    assert gradient(0.5, "shrink", leave_out=True, most=4) == pytest.approx(1)
+    assert gradient(0.5, "shrink", leave_out=True) > 1.02
 
 
 @pytest.mark.parametrize("gain", ["interval", "sqrt_law", "v0", "v05_risk"])

@@ -195,6 +195,19 @@ def check_needs(config: "RunConfig") -> None:
             )
 
 
+def require_sequences(config: "RunConfig", size: int, option: str) -> None:
+    """Raise `ConfigError` if a batch may have fewer sequences than minibatches.
+
+    `size` is the smallest number of episodes of a group, by `option`.
+    """
+    fewest = size * config.schedule.groups_per_step
+    if config.trainer.minibatches_per_batch > fewest:
+        raise ConfigError(
+            f"trainer.minibatches_per_batch must be <= {fewest} ({option} * "
+            f"schedule.groups_per_step), got {config.trainer.minibatches_per_batch}"
+        )
+
+
 def needs_reference(config: "RunConfig") -> bool:
     """Return True if the trainer keeps a copy of the policy from which the run starts."""
     requires = (entry.requires for entry in chosen(config.techniques))

@@ -115,11 +115,16 @@ def baseline_with_added_episodes(config: RunConfig) -> Finding | None:
     """Warn of a baseline that is biased where episodes are added because of first rewards."""
     gain = getattr(config.technique_options.get("allocate"), "gain", "v0")
     estimators = [each.name for each in chosen(config.techniques) if each.slot == "estimator"]
-    centre = getattr(config.technique_options.get("baseline"), "centre", "prior")
+    baseline = config.technique_options.get("baseline")
+    centre = getattr(baseline, "centre", "")
     name = config.advantage.estimator
-    if gain in ("v0", "sqrt_law") or name == "rloo_first" or (estimators and centre == "prior"):
+    if gain in ("v0", "sqrt_law") or name == "rloo_first" or centre == "prior":
         return None
-    what = f"baseline.centre {centre}" if estimators else f"advantage.estimator {name}"
+    if gain == "v05_risk" and centre == "shrink" and not getattr(baseline, "leave_out", False):
+        return None  # V0.5, whose baseline is biased more with groups of a fixed size
+    what = f"advantage.estimator {name}"
+    if estimators:
+        what = f"baseline.centre {centre}" if centre else estimators[0]
     return Finding(
         f"allocate.gain {gain} with {what}",
         "episodes are added because of rewards that the baseline contains, so it is biased "

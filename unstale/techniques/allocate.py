@@ -26,8 +26,9 @@ from statistics import stdev
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from unstale.config.checks import ConfigError, NonNegative, Positive, PositiveInt, Range, Section
-from unstale.config.techniques import Entry
+from unstale.config.techniques import Entry, require_sequences
 from unstale.techniques import GroupSoFar, Outcome
+from unstale.techniques.baseline import BaselineConfig
 from unstale.techniques.budget import (
     Segment,
     dars_further,
@@ -241,6 +242,45 @@ def _check(options: AllocateConfig, config: RunConfig) -> None:
         raise ConfigError(
             f"allocate.max must be above schedule.group_size, got {options.max} and {size}"
         )
+    if options.gain in _BEFORE:
+        require_sequences(config, options.min, "allocate.min")
+    baseline = config.technique_options.get("baseline")
+    if options.gain == "v05_risk" and isinstance(baseline, BaselineConfig):
+        _require_same_forecast(options, baseline)
+
+
+def _require_same_forecast(options: AllocateConfig, baseline: BaselineConfig) -> None:
+    """Raise `ConfigError` if the baseline of V0.5 has another V than the rule `v05_risk`."""
+    if baseline.centre != "shrink":
+        return
+    pairs = [
+        ("allocate.prior", options.prior, "baseline.prior", baseline.prior),
+        ("allocate.decay", options.decay, "baseline.decay", baseline.decay),
+    ]
+    for name, value, other, wanted in pairs:
+        if value != wanted:
+            raise ConfigError(
+                f"{name} must be {other} with allocate.gain = v05_risk, got {value:g} and "
+                f"{wanted:g}: episodes are added to lower the error of that baseline. "
+                f"Set --{name} {wanted:g}"
+            )
+    if baseline.keep != 1:
+        raise ConfigError(
+            f"baseline.keep must be 1 with allocate.gain = v05_risk, got {baseline.keep:g}: "
+            "allocate does not discount the counts at each visit"
+        )
+    low, high = baseline.reward_min, baseline.reward_max
+    if options.success_at is None and (low, high) != (0, 1):
+        raise ConfigError(
+            "allocate.gain = v05_risk needs rewards between 0 and 1, and baseline.reward_min and "
+            f"baseline.reward_max are {low:g} and {high:g}. If there are no others, set "
+            f"--allocate.success_at {high:g}"
+        )
+    if options.success_at is not None and not low < options.success_at <= high:
+        raise ConfigError(
+            f"allocate.success_at must be above {low:g} (baseline.reward_min) and at most "
+            f"{high:g} (baseline.reward_max), got {options.success_at:g}"
+        )
 
 
 def _describe(options: AllocateConfig) -> str:
@@ -278,6 +318,20 @@ have equal rewards.
 
 With 4 episodes at first, `v05_risk` needs 5.3 on average for a squared error of V0.5's baseline of
 0.009; 6 episodes each have 0.012, 8 have 0.0095. That baseline is `baseline` with `centre` shrink.
+Its options `prior` and `decay` must be equal to those of `allocate`.
+
+The gradient of a task by enumeration, divided by the mean number of episodes and by the exact one,
+for p of 0.1 to 0.8 and V of 0.2 and 0.5:
+
+| `baseline` | 4 episodes | `v05_risk`, 4 to 10 episodes |
+|---|---|---|
+| `shrink` | 0.71 to 0.97 | 0.80 to 0.98 |
+| `shrink` with `leave_out` | 1 | 0.96 to 1.05 |
+| `loo` | 1 | 0.98 to 1.07 |
+| `prior`, and `advantage.estimator rloo_first` | 1 | 1 |
+
+So the baseline of V0.5 is biased, and more so without added episodes.
+
 None of the rules has been measured on the desks.
 """
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,9 +30,12 @@ from unstale.config.checks import (
     Section,
     Share,
 )
-from unstale.config.techniques import Entry
+from unstale.config.techniques import Entry, require_sequences
 from unstale.techniques import GroupSoFar, Outcome
 from unstale.techniques.difficulty import FIXED_BINS, Bins, spread_of
+
+if TYPE_CHECKING:
+    from unstale.config import RunConfig
 
 _READERS = {"beta": ("sqrt",), "rate": ("weights",), "mu_rate": ("weights",)}
 
@@ -192,6 +195,10 @@ def exact_sizes(
     return sizes[::-1]
 
 
+def _check(options: BinSizesConfig, config: RunConfig) -> None:
+    require_sequences(config, options.min, "bin_sizes.min")
+
+
 def _describe(options: BinSizesConfig) -> str:
     return (
         f"{options.min} to {options.max} episodes per group, {options.mean:g} on average, equally "
@@ -224,6 +231,7 @@ ENTRY = Entry(
     options=BinSizesConfig,
     changes=frozenset({"count"}),
     describe=_describe,
+    check=_check,
     use="Tasks differ much in difficulty, and each comes too seldom for a success rate of its own, "
     "which `allocate` uses.",
     measured=_MEASURED,

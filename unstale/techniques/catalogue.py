@@ -233,7 +233,7 @@ ROWS: Sequence[Row] = (
         "V0.5",
         "a group mean shrunk towards a prior",
         "--techniques 'allocate baseline' --allocate.gain v05_risk; the prior is a Beta "
-        "distribution, not the prediction of a model",
+        "distribution, not the prediction of a model; its baseline contains the own reward",
         "works",
     ),
     _row(36, "SAGE (skills)", "skills of one task help the next", _SHARE),

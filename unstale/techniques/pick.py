@@ -27,7 +27,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from unstale.config.checks import ConfigError, Range, Section, Share
-from unstale.config.techniques import Entry
+from unstale.config.techniques import Entry, require_sequences
 from unstale.records import Group, ScoredTrajectory, Trajectory
 from unstale.techniques import CreditContext
 from unstale.techniques.facts import require_fact
@@ -272,12 +272,7 @@ def _check(options: PickConfig, config: RunConfig) -> None:
         )
     if options.last > size:
         raise ConfigError(f"pick.last must be <= {size} (schedule.group_size), got {options.last}")
-    fewest = min(options.n, options.last or options.n) * config.schedule.groups_per_step
-    if config.trainer.minibatches_per_batch > fewest:
-        raise ConfigError(
-            f"trainer.minibatches_per_batch must be <= {fewest} (pick.n * "
-            f"schedule.groups_per_step), got {config.trainer.minibatches_per_batch}"
-        )
+    require_sequences(config, min(options.n, options.last or options.n), "pick.n")
 
 
 _MEASURED = """

@@ -15,7 +15,7 @@ from math import ceil
 from typing import TYPE_CHECKING, Annotated, Any
 
 from unstale.config.checks import ConfigError, Positive, PositiveInt, Range, Section
-from unstale.config.techniques import Entry, chosen
+from unstale.config.techniques import Entry, chosen, require_sequences
 from unstale.techniques import Draw, DrawContext, Outcome
 from unstale.techniques.success import SuccessTracker
 
@@ -93,6 +93,7 @@ def _check(options: StagesConfig, config: RunConfig) -> None:
             f"stages.steps must be below steps, got {options.steps} and {config.steps}: there is "
             "no second stage"
         )
+    require_sequences(config, options.size, "stages.size")
     pool, candidates = config.selection.pool, config.selection.candidates
     if pool > candidates:
         raise ConfigError(
