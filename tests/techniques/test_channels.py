@@ -22,6 +22,7 @@ from unstale.techniques.channels import (
     named_rewards,
     whiten,
 )
+from unstale.techniques.tool_bonus import ToolBonus, ToolBonusConfig
 
 
 def graded(*rewards: tuple[float, float]) -> Group:
@@ -112,6 +113,21 @@ def test_episodes_without_the_rewards_are_refused(
     batch = [group(made(rewards), made(rewards, episode=1))]
     with pytest.raises(ConfigError, match=message):
         estimated(batch, **options)
+
+
+def test_a_batch_of_cut_off_episodes_has_no_advantage_and_does_not_end_the_run() -> None:
+    """They have the bonus of 0 alone. One reward is a mistake until a batch had several."""
+    cut = [made({}, stop="max_turns", episode=number) for number in range(2)]
+    batch = ToolBonus(ToolBonusConfig()).reward([group(*cut)], context())
+    assert estimated(batch) == [0, 0]
+    estimator = Channels(ChannelsConfig(whiten="none"))
+    estimator.estimate(batch, context())
+    alone = [group(made({"a": 1.0}), made({"a": 0.0}, episode=1))]
+    with pytest.raises(ConfigError, match="got a alone"):
+        estimator.estimate(alone, context())
+    estimator.estimate([graded((0, 0), (1, 0))], context())
+    found = [each.advantage[0] for each in estimator.estimate(alone, context())]
+    assert found == pytest.approx([0.7071, -0.7071], abs=3e-4)
 
 
 @pytest.mark.parametrize(

@@ -68,7 +68,7 @@ def test_the_balance_of_a_group_of_first_replies() -> None:
     ]
     pieces = (episodes[2].pieces[0], Sampled((3,), (-1.5,), version=0))
     episodes[2] = replace(episodes[2], pieces=pieces)
-    found = Balance(BalanceConfig()).measure([group(*episodes)], context())
+    found = Balance(BalanceConfig()).measure([], [group(*episodes)], context())
     p, q = math.exp(-0.5), math.exp(-1.5)
     # Centred rewards 2/3, -1/3, -1/3 give c = 1/3 for the reply 2, and -1/3 for 3; 1/N is 1/3.
     drift = p * (1 / 9) + q * (-1 / 9)
@@ -80,7 +80,7 @@ def test_the_balance_of_a_group_of_first_replies() -> None:
         }
     )
     assert all(
-        math.isnan(value) for value in Balance(BalanceConfig()).measure([], context()).values()
+        math.isnan(value) for value in Balance(BalanceConfig()).measure([], [], context()).values()
     )
 
 
@@ -88,7 +88,7 @@ def test_reliability_coverage_and_cost_of_a_batch() -> None:
     failure = Failure(TASK, "step 1", "broken", sampled_tokens=5)
     first = replace(rewarded(1, 0, 1), failures=(failure,), unused=(made(0, episode=7),))
     second = group(made(0), made(0, stop="max_turns"))
-    found = Gfcr(GfcrConfig()).measure([first, second], context())
+    found = Gfcr(GfcrConfig()).measure([first, second], [], context())
     assert found == pytest.approx(
         {
             "gfcr/reliability_share": 5 / 7,
@@ -96,7 +96,9 @@ def test_reliability_coverage_and_cost_of_a_batch() -> None:
             "gfcr/tokens_per_success": (6 + 5) / 2,
         }
     )
-    assert math.isnan(Gfcr(GfcrConfig()).measure([second], context())["gfcr/tokens_per_success"])
+    assert math.isnan(
+        Gfcr(GfcrConfig()).measure([second], [], context())["gfcr/tokens_per_success"]
+    )
 
 
 class Drops:
@@ -109,7 +111,9 @@ class Drops:
 class Counts:
     """A diagnostic that counts the episodes."""
 
-    def measure(self, groups: Sequence[Group], context: CreditContext) -> Mapping[str, float]:
+    def measure(
+        self, groups: Sequence[Group], graded: Sequence[Group], context: CreditContext
+    ) -> Mapping[str, float]:
         return {"counts/episodes": sum(len(each.trajectories) for each in groups)}
 
 

@@ -42,6 +42,7 @@ CONDITIONS: Mapping[str, Mapping[str, Any]] = {
     "bin_sizes": {"selection.pool": 6},
     "limits": {"limits.successes": 1, "limits.free_every": 2},
     "pick": {"pick.n": 2},
+    "proxy": {"proxy.score": "even"},
     "opmd": {"objective.kind": "none"},
     "truncated": {"engine.max_completion_tokens": 160, "engine.max_context": 2048},
 }

@@ -8,14 +8,17 @@ from torch import Tensor
 from torch.nn.functional import one_hot
 
 from tests.support.groups import context, group, made
+from unstale.algorithms.advantages import grpo
 from unstale.config import ConfigError
 from unstale.records import Group, Trajectory
+from unstale.techniques import Techniques
+from unstale.techniques.flaw import Flaw, FlawConfig
 from unstale.techniques.proxy import Proxy, ProxyConfig
 
 
 def measured(*groups: Group, score: str = "success") -> list[float]:
     """Return the means of reward and score, and the reversed and the equal share."""
-    found = Proxy(ProxyConfig(score=score)).measure(groups, context())
+    found = Proxy(ProxyConfig(score=score)).measure(groups, groups, context())
     names = ("reward_mean", "score_mean", "reversed_share", "equal_score_share")
     return [found[f"proxy/{name}"] for name in names]
 
@@ -30,9 +33,7 @@ def test_the_figures_by_hand() -> None:
     assert measured(first, score="right") == pytest.approx([2.0, 0.375, 2 / 5, 1 / 5])
     second = group(*(made(each, facts={"success": each > 1}) for each in (0.5, 2.5)))
     assert measured(second) == [1.5, 0.5, 0.0, 0.0]
-    assert measured(first, second)[1] == pytest.approx(
-        5 / 6
-    )  # without the fact, the reward decides
+    assert measured(first, second)[:2] == [1.5, 0.5]  # those of the second group
     same = group(made({"judge": 2.0, "check": 0.0}), made({"judge": 1.0, "check": 1.0}))
     assert measured(same, score="check")[1] == 0.5
     assert all(math.isnan(each) for each in measured(same, score="check")[2:])  # equal sums
@@ -47,8 +48,35 @@ def test_a_score_that_nothing_has_is_refused_and_cut_episodes_are_left_out() -> 
         ConfigError, match="no episode has such a fact or reward; they have reward, right"
     ):
         measured(mixed, score="write")
+    with pytest.raises(ConfigError, match=r"is success, and no episode .*; they have even"):
+        measured(group(made({"even": 1.0}), cut))
     with pytest.raises(ConfigError, match=r"proxy\.score must name"):
         ProxyConfig(score="")
+
+
+def test_the_reward_is_the_trained_one_and_a_cut_off_episode_is_no_success() -> None:
+    """A flawed success gets 0.5 less, and so less than a failure with 0.75."""
+    flawed, half = (made(each, facts={"success": each, "flaw": 1.0}) for each in (1.0, 0.75))
+    cut = made({}, stop="max_turns")
+    parts = {"proxy": Proxy(ProxyConfig()), "flaw": Flaw(FlawConfig())}
+    _, metrics = Techniques(parts).credit(
+        [group(flawed, half, cut)],
+        progress=0.0,
+        version=0,
+        estimate=grpo,
+        identify=lambda task: task.key,
+    )
+    assert metrics["proxy/reward_mean"] == pytest.approx((0.5 + 0.75 + 0) / 3)
+    assert metrics["proxy/score_mean"] == pytest.approx(1 / 3)
+    assert metrics["proxy/reversed_share"] == pytest.approx(1 / 3)
+
+
+def test_a_later_batch_without_the_score_does_not_end_the_run() -> None:
+    proxy = Proxy(ProxyConfig(score="right"))
+    with_it, without = group(scored(1.0, 1.0)), group(made(1.0))
+    proxy.measure([with_it], [with_it], context())
+    found = proxy.measure([without], [without], context())
+    assert all(math.isnan(each) for each in found.values())
 
 
 def test_they_show_a_policy_that_learns_the_reward_and_loses_the_score() -> None:

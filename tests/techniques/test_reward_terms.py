@@ -68,6 +68,10 @@ def test_an_environment_without_the_fact_is_refused() -> None:
         Flaw(FlawConfig()).reward([group(made(1, facts={"tool_errors": 0}))], context())
     with pytest.raises(ConfigError, match=r"tool_bonus\.calls is 'calls'.* it reports none"):
         ToolBonus(ToolBonusConfig(calls="calls")).reward([group(made(1))], context())
+    seen = Flaw(FlawConfig())
+    seen.reward([group(made(1, facts={"flaw": 0.0}))], context())
+    (later,) = seen.reward([group(made(1, facts={"tool_errors": 0}))], context())
+    assert later.trajectories[0].reward == 1, "a later batch may lack the fact"
     failures = group(made(0))
     (result,) = Flaw(FlawConfig()).reward([failures], context())
     assert result.trajectories[0].reward == 0

@@ -11,7 +11,7 @@ torch. A technique is an object with the methods of its slot:
                  select_scored(groups, ...)         or the same, when they have advantages
     estimator    estimate(groups, context)          their advantages; replaces `advantage.estimator`
     recredit     recredit(groups, scored, context)  an advantage for each of their turns
-    diagnostic   measure(groups, context)           figures of a batch, before any of these
+    diagnostic   measure(groups, graded, context)   figures of a batch, after reward terms
     shaper       shape(batch, signals) -> Shaped    when a batch is prepared
     source       take(fresh, seed) -> batches       which stored groups join a batch
                  offer(fresh, batch, lag)           when the batch was trained on
@@ -298,8 +298,13 @@ class Objective(Protocol):
 class Diagnostic(Protocol):
     """A technique that changes nothing, and adds figures to the metrics."""
 
-    def measure(self, groups: Sequence[Group], context: CreditContext) -> Mapping[str, float]:
-        """Return metrics of the groups of a batch by full name. Filters act after this."""
+    def measure(
+        self, groups: Sequence[Group], graded: Sequence[Group], context: CreditContext
+    ) -> Mapping[str, float]:
+        """Return metrics of the groups of a batch by full name. Filters act after this.
+
+        `groups` have the environment's rewards. `graded` are the same groups after reward terms.
+        """
         ...
 
 
@@ -478,17 +483,17 @@ class Techniques:
     ) -> tuple[list[ScoredTrajectory], Mapping[str, float]]:
         """Return the trajectories of a batch to train on, with advantages, and metrics.
 
-        Reward terms act first, then filters, the estimator, recredits, and filters by advantage.
-        `estimate` is the configured estimator, which an estimator technique replaces. Where filters
-        leave nothing of a whole batch, all its trajectories get advantage 0. `stop_tokens` end a
-        reply; empty if unknown.
+        Reward terms act first, then diagnostics, filters, the estimator, recredits, and filters by
+        advantage. `estimate` is the configured estimator, which an estimator technique replaces.
+        Where filters leave nothing of a whole batch, all its trajectories get advantage 0.
+        `stop_tokens` end a reply; empty if unknown.
         """
         context = CreditContext(progress, version, identify, stop_tokens=stop_tokens)
-        for diagnostic in self.diagnostics:
-            context.metrics.update(diagnostic.measure(groups, context))
         selected = groups
         for term in self.rewards:
             selected = term.reward(selected, context)
+        for diagnostic in self.diagnostics:
+            context.metrics.update(diagnostic.measure(groups, selected, context))
         for each in self.filters:
             selected = each.select(selected, context)
         if self.filters and not any(group.trajectories for group in selected):

@@ -78,9 +78,11 @@ class Balance:
 
     def __init__(self, options: BalanceConfig) -> None: ...
 
-    def measure(self, groups: Sequence[Group], context: CreditContext) -> Mapping[str, float]:
+    def measure(
+        self, groups: Sequence[Group], graded: Sequence[Group], context: CreditContext
+    ) -> Mapping[str, float]:
         """Return the means over the groups in which an episode has a reply. Without any, NaN."""
-        answered = ([each for each in group.trajectories if each.sampled] for group in groups)
+        answered = ([each for each in group.trajectories if each.sampled] for group in graded)
         rows = [_of_group(episodes) for episodes in answered if episodes]
         names = ("sampled_mass", "sampled_change", "unsampled_loss_max")
         columns = zip(*rows, strict=True) if rows else ((math.nan,),) * len(names)

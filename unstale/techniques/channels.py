@@ -72,16 +72,22 @@ class Channels:
     def __init__(self, options: ChannelsConfig) -> None:
         self._options = options
         self._weights = options.by_name()
+        self._has_several = False
+        """True if a batch of this process had several named rewards."""
 
     def estimate(self, groups: Sequence[Group], context: CreditContext) -> list[ScoredTrajectory]:
-        """Return the trajectories with advantages. Raises `ConfigError` without several rewards."""
+        """Return the trajectories with advantages.
+
+        Raises `ConfigError` if episodes that the environment ended have one reward, and no earlier
+        batch had several.
+        """
         import torch
 
         items = [item for group in groups for item in group.trajectories]
         if not items:
             return []
         values = [named_rewards(item) for item in items]
-        names = self._names(values)
+        names = self._names(values, ended=any(item.stop == "done" for item in items))
         rewards = torch.tensor(
             [[each.get(name, 0.0) for name in names] for each in values], dtype=torch.float64
         ).view(len(items), len(names))
@@ -102,10 +108,12 @@ class Channels:
             for conversation in (item, *item.branches)
         ]
 
-    def _names(self, values: Sequence[Mapping[str, float]]) -> list[str]:
+    def _names(self, values: Sequence[Mapping[str, float]], *, ended: bool) -> list[str]:
         found = sorted(set().union(*values))
         if not self._weights:
-            if len(found) == 1:
+            self._has_several = self._has_several or len(found) > 1
+            # Cut-off episodes lack the environment's rewards, but have the terms of techniques.
+            if len(found) == 1 and ended and not self._has_several:
                 raise ConfigError(
                     f"the technique channels needs several named rewards, got {found[0]} alone. "
                     "Return several from the environment (docs/rewards.md), or use "

@@ -17,7 +17,7 @@ from unstale.config.checks import ConfigError, Positive, Section
 from unstale.config.techniques import Entry
 from unstale.records import Group, Trajectory
 from unstale.techniques import CreditContext
-from unstale.techniques.facts import require_fact
+from unstale.techniques.facts import RequiredFact
 from unstale.techniques.rewards import add_reward
 
 FLAWED = 0.5
@@ -44,9 +44,10 @@ class Flaw:
 
     def __init__(self, options: FlawConfig) -> None:
         self._options = options
+        self._fact = RequiredFact(options.fact, option="flaw.fact")
 
     def reward(self, groups: Sequence[Group], context: CreditContext) -> Sequence[Group]:
-        require_fact(groups, self._options.fact, option="flaw.fact")
+        self._fact.require(groups)
         items = [item for group in groups for item in group.trajectories if item.success]
         flawed = sum(self._is_flawed(item) for item in items)
         context.metrics["flaw/success_share"] = flawed / len(items) if items else 0.0

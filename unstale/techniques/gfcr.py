@@ -28,7 +28,9 @@ class Gfcr:
 
     def __init__(self, options: GfcrConfig) -> None: ...
 
-    def measure(self, groups: Sequence[Group], context: CreditContext) -> Mapping[str, float]:
+    def measure(
+        self, groups: Sequence[Group], graded: Sequence[Group], context: CreditContext
+    ) -> Mapping[str, float]:
         """Return the figures. A share of nothing is NaN, and so is the cost without a success."""
         episodes = [each for group in groups for each in group.finished]
         failures = [each for group in groups for each in group.failures]

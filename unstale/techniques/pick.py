@@ -30,7 +30,7 @@ from unstale.config.checks import ConfigError, Range, Section, Share
 from unstale.config.techniques import Entry, require_sequences
 from unstale.records import Group, ScoredTrajectory, Trajectory
 from unstale.techniques import CreditContext
-from unstale.techniques.facts import require_fact
+from unstale.techniques.facts import RequiredFact
 
 if TYPE_CHECKING:
     from unstale.config import RunConfig
@@ -108,11 +108,12 @@ class Pick:
 
     def __init__(self, options: PickConfig) -> None:
         self._options = options
+        self._errors = RequiredFact(options.errors, option="pick.errors")
 
     def select(self, groups: Sequence[Group], context: CreditContext) -> Sequence[Group]:
         size = self._options.size(context.progress)
         if self._options.rule == "clean_success":
-            require_fact(groups, self._options.errors, option="pick.errors")
+            self._errors.require(groups)
         return [self._picked(group, size) for group in groups]
 
     def _picked(self, group: Group, size: int) -> Group:

@@ -3,8 +3,9 @@
 The trained reward is often a stand-in for what counts, such as a judge's grade for success. The
 figures are the means of both, and two shares of the pairs of siblings with different rewards: those
 with scores in the reverse order, and those with equal scores. Such pairs teach the wrong thing, or
-only the reward. From GDRO (group-level direct reward optimization of diffusion models), which
-reports reward and corrected score together.
+only the reward. The trained reward has the terms of techniques (`flaw`, `tool_bonus`). The mean
+that `truncated.rule` = reward gives to cut-off episodes is not in it. From GDRO (group-level direct
+reward optimization of diffusion models), which reports reward and corrected score together.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ class ProxyConfig(Section):
     """Figures of the trained reward beside a corrected score of the same episodes."""
 
     score: str = "success"
-    """The corrected score: `success`, or the name of a fact or reward that the environment gives.
+    """The corrected score: name of a fact or reward that the environment gives. With `success`, it
+    is 1 or 0, and 0 for an episode that a limit ended.
     """
 
     def check_combination(self) -> None:
@@ -39,24 +41,27 @@ class Proxy:
 
     def __init__(self, options: ProxyConfig) -> None:
         self._name = options.score
+        self._seen = False
+        """True if an episode of this process had the score."""
 
-    def measure(self, groups: Sequence[Group], context: CreditContext) -> Mapping[str, float]:
+    def measure(
+        self, groups: Sequence[Group], graded: Sequence[Group], context: CreditContext
+    ) -> Mapping[str, float]:
         """Return the figures of the episodes that have the score. A mean of nothing is NaN.
 
-        Raises `ConfigError` if episodes came to their end, and none of them has the score.
+        Raises `ConfigError` if the environment ended episodes, and none so far has the score.
         """
-        episodes = [each for group in groups for each in group.finished]
-        ended = [each for each in episodes if each.stop == "done"]
-        if ended and all(self._score(each) is None for each in ended):
+        ended = [each for group in groups for each in group.finished if each.stop == "done"]
+        self._seen = self._seen or any(self._score(each) is not None for each in ended)
+        if ended and not self._seen:
             names = sorted({name for each in ended for name in (*each.facts, *each.rewards)})
             raise ConfigError(
                 f"proxy.score is {self._name}, and no episode has such a fact or reward; they have "
-                f"{', '.join(names) or 'none'}"
+                f"{', '.join(names) or 'none'}. Set proxy.score to one of them"
             )
-        known = [
-            (each.reward, score) for each in episodes if (score := self._score(each)) is not None
-        ]
-        pairs = [pair for group in groups for pair in self._pairs(group)]
+        rows = [self._rows(*both) for both in zip(groups, graded, strict=True)]
+        known = [row for each in rows for row in each]
+        pairs = [order for each in rows for order in _orders(each)]
         return {
             "proxy/reward_mean": _mean([reward for reward, _ in known]),
             "proxy/score_mean": _mean([score for _, score in known]),
@@ -64,19 +69,30 @@ class Proxy:
             "proxy/equal_score_share": _mean([order == 0 for order in pairs]),
         }
 
-    def _score(self, episode: Trajectory) -> float | None:
-        if self._name == "success":
-            return float(episode.success)
-        return episode.facts.get(self._name, episode.rewards.get(self._name))
-
-    def _pairs(self, group: Group) -> list[float]:
-        """Return the difference of the scores of each pair, in the order of its rewards."""
-        scored = [(each.reward, self._score(each)) for each in group.finished]
+    def _rows(self, group: Group, graded: Group) -> list[tuple[float, float]]:
+        """Return reward and score of the episodes of a group that have the score."""
         return [
-            (ours - theirs) * (1 if reward > other else -1)
-            for (reward, ours), (other, theirs) in combinations(scored, 2)
-            if reward != other and ours is not None and theirs is not None
+            (trained.reward, score)
+            for each, trained in zip(group.finished, graded.finished, strict=True)
+            if (score := self._score(each)) is not None
         ]
+
+    def _score(self, episode: Trajectory) -> float | None:
+        score = episode.facts.get(self._name, episode.rewards.get(self._name))
+        if self._name != "success":
+            return score
+        if score is None:
+            return None if episode.stop == "done" else 0.0
+        return float(score >= 1)
+
+
+def _orders(rows: Sequence[tuple[float, float]]) -> list[float]:
+    """Return the difference of the scores of each pair, in the order of its rewards."""
+    return [
+        (ours - theirs) * (1 if reward > other else -1)
+        for (reward, ours), (other, theirs) in combinations(rows, 2)
+        if reward != other
+    ]
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -13,7 +13,7 @@ from unstale.config.checks import ConfigError, NonNegative, Positive, Section
 from unstale.config.techniques import Entry
 from unstale.records import Group, Trajectory
 from unstale.techniques import CreditContext
-from unstale.techniques.facts import require_fact
+from unstale.techniques.facts import RequiredFact
 from unstale.techniques.rewards import add_reward
 
 
@@ -40,9 +40,10 @@ class ToolBonus:
 
     def __init__(self, options: ToolBonusConfig) -> None:
         self._options = options
+        self._calls = RequiredFact(options.calls, option="tool_bonus.calls")
 
     def reward(self, groups: Sequence[Group], context: CreditContext) -> Sequence[Group]:
-        require_fact(groups, self._options.calls, option="tool_bonus.calls")
+        self._calls.require(groups)
         return add_reward(groups, "tool_bonus", self._bonus, context)
 
     def _bonus(self, item: Trajectory) -> float:
