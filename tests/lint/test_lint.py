@@ -326,6 +326,10 @@ WARNED = [
     ),
     ("--techniques 'allocate pick' --advantage.estimator rloo_first", "pick with allocate"),
     ("--techniques 'limits truncated'", "limits with truncated"),
+    (
+        "--techniques replay --replay.rule failed --selection.pool 256",
+        "replay.rule is failed, and a task comes again after 16 steps",
+    ),
 ]
 
 

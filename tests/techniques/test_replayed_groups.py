@@ -132,6 +132,44 @@ def test_the_rule_failed_returns_the_group_of_a_task_without_success() -> None:
     assert numbers(replay) == [0, 1], "a failed group does not replace a success"
 
 
+def test_a_task_failed_only_if_no_fresh_group_of_it_has_a_success() -> None:
+    replay = Replay(ReplayConfig(rule="failed", max_age=4))
+    train_on(replay, [group_of(0, [1, 0], version=0, task="a")], version=0)
+    solved = group_of(1, [1, 0], version=1, task="a")
+    failed = group_of(2, [0, 0], version=1, task="a")
+    for fresh in ([solved, failed], [failed, solved]):
+        assert replay.take(fresh, seed=0) == []
+    assert len(replay.take([failed, failed], seed=0)) == 1
+
+
+def test_the_newest_groups_of_failed_tasks_are_preferred() -> None:
+    replay = Replay(ReplayConfig(rule="failed", max_age=4, fresh_share=0.6))
+    for version in range(3):
+        fresh = [group_of(version, [1, 0], version=version, task=f"task{version}")]
+        train_on(replay, fresh, version=version)
+    failed = [group_of(9 + n, [0, 0], version=3, task=f"task{n}") for n in range(3)]
+    assert [part.group[0] for part in replay.take(failed, seed=0)] == [1, 2]
+    assert replay.take(failed[:1], seed=0) == [], "0.67 groups per fresh one"
+
+
+def test_a_batch_is_copied_when_it_is_prepared_and_stored_when_it_was_trained_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The event loop, which calls `consumed`, does not wait for a copy of the batch."""
+    replay = Replay(ReplayConfig(max_age=4))
+    trainer = a_trainer(replay=replay)
+    fresh = group_of(0, [1, 0], version=0)
+    scored = [ScoredTrajectory(one, (one.reward - 0.5,)) for one in fresh.group.trajectories]
+    batch = collate(scored, groups=[fresh.group])
+    assert trainer.techniques.replayed([fresh.group], 0, identify=lambda task: task.key) == []
+    trainer.prepare(batch)
+    assert numbers(replay) == []
+    monkeypatch.delattr(Batch, "select")
+    trainer.techniques.consumed([fresh.group], 0, identify=lambda task: task.key)
+    assert numbers(replay) == [0]
+    assert torch.equal(replay.stored[0].batch.tokens.long(), batch.tokens)
+
+
 def test_a_stored_group_is_the_one_that_was_trained_on_and_survives_a_checkpoint() -> None:
     replay = Replay(ReplayConfig(max_age=4))
     fresh = [group_of(0, [1, 0], version=0), group_of(1, [0, 3], version=1)]
@@ -320,6 +358,7 @@ def test_replayed_tokens_have_their_own_bound() -> None:
         ({"replay.fresh_share": 0.9, "schedule.groups_per_step": 4}, "must be at most 0.8"),
         ({"replay.fresh_share": 0.0}, "must be between 0.01 and 1"),
         ({"trainer.routing_replay": True}, "needs trainer.routing_replay = false"),
+        ({"replay.rule": "failed"}, "replay.rule = failed needs selection.pool > 0, got 0"),
     ],
 )
 def test_a_wrong_choice_is_refused_with_what_to_do(values: dict, message: str) -> None:

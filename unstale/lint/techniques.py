@@ -199,6 +199,25 @@ def picked_after_allocation(config: RunConfig) -> Finding | None:
     )
 
 
+def too_old_when_tasks_return(config: RunConfig) -> Finding | None:
+    """Warn of `replay` whose groups are dropped before their tasks come again."""
+    options = config.technique_options.get("replay")
+    max_age: int = getattr(options, "max_age", 0)
+    pool, groups = config.selection.pool, config.schedule.groups_per_step
+    in_turn = all(each.slot != "sampler" for each in chosen(config.techniques))
+    if getattr(options, "rule", "") != "failed" or not in_turn or pool <= groups * max_age:
+        return None
+    return Finding(
+        f"replay.rule is failed, and a task comes again after {pool / groups:.3g} steps",
+        f"stored groups older than {max_age} versions are dropped (replay.max_age), so few or none "
+        "are replayed",
+        (
+            {"replay.max_age": -(-pool // groups) + config.schedule.staleness_bound},
+            {"selection.pool": groups * max(max_age - config.schedule.staleness_bound, 1)},
+        ),
+    )
+
+
 def without(config: RunConfig, *names: str) -> Fix:
     """Return the option by which a run has all its techniques but some."""
     kept = [entry.name for entry in chosen(config.techniques) if entry.name not in names]
@@ -216,4 +235,5 @@ WARNINGS: Sequence[Rule] = (
     even_groups_of_median,
     unlearned_limits,
     picked_after_allocation,
+    too_old_when_tasks_return,
 )

@@ -14,7 +14,7 @@ torch. A technique is an object with the methods of its slot:
     diagnostic   measure(groups, graded, context)   figures of a batch, after reward terms
     shaper       shape(batch, signals) -> Shaped    when a batch is prepared
     source       take(fresh, seed) -> batches       which stored groups join a batch
-                 offer(fresh, batch, lag)           when the batch was trained on
+                 offer(fresh, batch, lag)           when the batch is prepared
     ratio        log_ratio(logp, old_logp, batch)   the ratio of each token, in the loss
     objective    surrogate(log_ratio, batch, ...)   the loss of each token
     controller   plan(seen) -> StepPlan             before each optimizer step
@@ -396,8 +396,9 @@ class Source(Protocol):
         ...
 
     def offer(self, fresh: Sequence[FreshGroup], batch: Batch, lag: Tensor) -> None:
-        """Receive a batch that was trained on. `observe` may store some of it.
+        """Receive a batch that will be trained on, and prepare what `observe` stores of it.
 
+        It is called in the trainer's thread, because to copy parts of a batch takes long.
         `batch.stored` has the old log-probabilities of all tokens. `lag` `[T]` is the age of each
         sampled token, in versions. Replayed sequences are in the batch, too.
         """
@@ -441,8 +442,8 @@ class Techniques:
         self.objective = next((each for each in values if isinstance(each, Objective)), None)
         self.controllers = [each for each in values if isinstance(each, StepController)]
         self.sources = [each for each in values if isinstance(each, Source)]
-        self._prepared: tuple[Batch, Tensor] | None = None
-        """The batch that is trained on, and the lag of its tokens, for the sources."""
+        self._fresh: Sequence[FreshGroup] = ()
+        """The fresh groups of the batch that is trained on, for the sources."""
 
     @classmethod
     def of(cls, config: RunConfig) -> Techniques:
@@ -532,15 +533,17 @@ class Techniques:
         self, groups: Sequence[Group], seed: int, *, identify: Callable[[Task], str]
     ) -> Sequence[Batch]:
         """Return batches of stored groups that join the fresh `groups` of a batch."""
-        fresh = [FreshGroup(group, identify(group.task)) for group in groups]
-        return [batch for source in self.sources for batch in source.take(fresh, seed=seed)]
+        self._fresh = [FreshGroup(group, identify(group.task)) for group in groups]
+        return [batch for source in self.sources for batch in source.take(self._fresh, seed=seed)]
 
     def prepared(self, batch: Batch, lag: Tensor) -> None:
         """Receive a batch before it is trained on, with all old log-probabilities in `stored`.
 
-        `lag` `[T]` is the age of each sampled token, in versions.
+        Its fresh groups are those for which `replayed` was called last. `lag` `[T]` is the age of
+        each sampled token, in versions.
         """
-        self._prepared = (batch, lag)
+        for source in self.sources:
+            source.offer(self._fresh, batch, lag)
 
     def consumed(
         self, groups: Sequence[Group], version: int, *, identify: Callable[[Task], str]
@@ -549,16 +552,11 @@ class Techniques:
 
         `version` is the version that was trained from. `identify` returns a task's identity.
         """
+        self._fresh = ()
         observers = self.stateful.values()
         if not observers:
             return
-        fresh = [FreshGroup(group, identify(group.task)) for group in groups]
-        if self._prepared:
-            batch, lag = self._prepared
-            for source in self.sources:
-                source.offer(fresh, batch, lag)
-        self._prepared = None
-        outcomes = [_outcome(each.group, version, each.task) for each in fresh]
+        outcomes = [_outcome(group, version, identify(group.task)) for group in groups]
         for observer in observers:
             observer.observe(outcomes)
 

@@ -1,13 +1,13 @@
 """`replay`: train on groups of earlier steps again, beside the fresh ones.
 
-A batch has its G fresh groups always. Stored groups join them: with `fresh_share` s at most
-G (1 - s) / s. The store is a queue of `capacity` groups, which drops the oldest first. It keeps the
-newest group of a task, and none with a token older than `max_age`. The rule `uniform` draws stored
-groups whose task is not in the batch, each with the same probability. It is from DOTS-RR (arXiv
+A batch has its G fresh groups always. Stored groups join them: with `fresh_share` s at most G (1 -
+s) / s. The store is a queue of `capacity` groups, which drops the oldest first. It keeps the newest
+group of a task, and none with a token older than `max_age`. The rule `uniform` draws stored groups
+whose task is not in the batch, each with the same probability. It is from DOTS-RR (arXiv
 2506.05316). The rule `failed` adds the stored group of a task whose fresh group has no success. It
-is from DART (arXiv 2509.23866), whose store has single successes: set `episodes` to `successes`. To
-compute advantages within the stored group, and not together with the fresh failures, is our own
-reading of both.
+is from DART (arXiv 2509.23866), whose store has single successes: set `episodes` to `successes`. If
+there are too many, it adds the newest. To compute advantages within the stored group, and not
+together with the fresh failures, is our own reading of both.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class ReplayConfig(Section):
     max_age: PositiveInt = 8
     """Largest age of a replayed token, in versions. It must be larger than the staleness bound."""
     rule: Literal["uniform", "failed"] = "uniform"
-    """Which stored groups join a batch: random ones, or those of the tasks whose fresh group has no
-    success.
+    """Which stored groups join a batch: random ones, or those of the tasks whose fresh groups have
+    no success. `failed` needs `selection.pool`.
     """
     episodes: Literal["all", "successes"] = "all"
     """Which episodes of a stored group are trained on again."""
@@ -73,11 +73,13 @@ class Replay:
 
     def take(self, fresh: Sequence[FreshGroup], *, seed: int) -> Sequence[Batch]:
         limit = self._options.count(len(fresh))
-        tasks = {
-            each.task: not any(one.success for one in each.group.trajectories) for each in fresh
-        }
+        tasks = {each.task for each in fresh}
         if self._options.rule == "failed":
-            chosen = [each for each in self.stored if tasks.get(each.task)][:limit]
+            tasks -= {
+                each.task for each in fresh if any(one.success for one in each.group.trajectories)
+            }
+            found = [each for each in self.stored if each.task in tasks]
+            chosen = found[max(len(found) - limit, 0) :]  # the newest
         else:
             others = [each for each in self.stored if each.task not in tasks]
             chosen = Random(seed).sample(others, min(limit, len(others)))
@@ -214,6 +216,12 @@ def _check(options: ReplayConfig, config: RunConfig) -> None:
             f"replay.fresh_share must be at most {groups / (groups + 1):.4g} for {groups} groups "
             f"per step, got {options.fresh_share:g}: no stored group could join them"
         )
+    if options.rule == "failed" and not config.selection.pool:
+        raise ConfigError(
+            "replay.rule = failed needs selection.pool > 0, got 0: it replays the stored group of "
+            "a task that comes again. Set --selection.pool to the number of tasks, or "
+            "--replay.rule uniform"
+        )
     if config.trainer.routing_replay:
         raise ConfigError(
             "the technique replay needs trainer.routing_replay = false: the experts of a stored "
@@ -252,7 +260,7 @@ ENTRY = Entry(
     describe=_describe,
     use="Episodes are expensive, many fresh groups have equal rewards, and the policy moves little "
     "within `max_age`, so that few replayed tokens are clipped (`replay/clip_share`). The rule "
-    "`failed` needs tasks that come again.",
+    "`failed` needs tasks that come again (`selection.pool`) while their groups are stored.",
     measured=_MEASURED,
     exactness="The fresh groups and their staleness bound do not change. Replayed tokens have an "
     "age bound of their own. Their D is that of their first training, and S is pi now over pi_v, "
