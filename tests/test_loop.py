@@ -542,7 +542,7 @@ def test_a_technique_learns_from_each_batch_once_and_its_state_is_in_the_checkpo
     for seen in counts.seen:
         assert len(seen.rewards) == 3 and seen.failures == 0 and seen.tokens == 3 * 2 * REPLY
         assert 0 <= seen.lag <= 1
-    assert [outcome.version + outcome.lag for outcome in counts.seen] == [0, 0, 1, 1, 2, 2]
+    assert [outcome.num_batches + outcome.lag for outcome in counts.seen] == [0, 0, 1, 1, 2, 2]
     assert sum(seen.tokens for seen in counts.seen[:2]) == rows[0]["trainer/action_tokens"]
     states = [
         parts.checkpoints.load(f"step{step:06d}-version{step:06d}").states["technique/counts"]

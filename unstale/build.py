@@ -311,7 +311,7 @@ def build(
         trainer_thread=LocalThread("trainer", partial(use_threads, trainer_threads(config))),
         io_thread=LocalThread("io"),
         piece_arrived=piece_arrived,
-        consumed=selection.consumed,
+        consumed=partial(selection.consumed, lag=machine.trainer.lag),
         more=partial(selection.more, resize=journal.resize),
         replayed=partial(_replayed, machine.techniques, config.seed, identify),
         max_replay_age=machine.techniques.max_replay_age,

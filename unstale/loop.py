@@ -106,9 +106,9 @@ class RunComponents:
     scores during idle time waits for this event.
     """
 
-    consumed: Callable[[Sequence[Group], int], None] = lambda groups, version: None
-    """Called with the groups of a batch that was trained on, and the version before. Techniques
-    with state learn from them. No checkpoint is copied at that time.
+    consumed: Callable[[Sequence[Group], int], None] = lambda groups, num_batches: None
+    """Called with the groups of a batch that was trained on, and the number of batches before.
+    Techniques with state learn from them. No checkpoint is copied at that time.
     """
     replayed: Callable[[Sequence[Group], int], Sequence[Batch]] = lambda groups, step: ()
     """Called with the fresh groups of a step. Returns batches of stored groups, which join them."""
@@ -240,7 +240,7 @@ async def take_step(run: RunComponents, step: int, publication: "Publication") -
     run.journal.consume(
         groups, step=step, version=run.trainer.version, replayed=batch.replayed_groups
     )
-    run.consumed(groups, run.trainer.version)
+    run.consumed(groups, step - 1)
     run.trainer.start_version()
     return Progress(
         step, {**metrics, **rates(run.engine.metrics()), **run.rollout.wait_times.read("rollout")}

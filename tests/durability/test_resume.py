@@ -316,6 +316,22 @@ def test_stored_groups_keep_their_age_when_versions_get_new_numbers(
     assert rows(folder)[-1]["replay/age_max"] <= 3
 
 
+def test_statistics_of_tasks_count_batches_when_versions_get_new_numbers(
+    toy: Toy, tmp_path: Path
+) -> None:
+    """The weights of version 0 become version 4, so the last groups are of version 10 or 11."""
+    made = override(
+        config(every=100), {"techniques": "beta_sampler", "selection.pool": 20, "steps": 8}
+    )
+    with killed("step", 4):
+        toy.begin(tmp_path / "run", made)
+    toy.go_on(tmp_path / "run", made)
+    machine = toy.machines[-1]
+    assert (machine.policy.version, machine.policy.version_gaps) == (12, ((4, 4),))
+    (sampler,) = machine.techniques.stateful.values()
+    assert sampler.state()["version"] in (6, 7)
+
+
 def test_a_run_that_replays_groups_records_which_and_keeps_both_bounds(replaying: Path) -> None:
     """Groups that the journal lists were trained on before. They pin no version."""
     written = rows(replaying)

@@ -6,6 +6,7 @@ from itertools import count, islice
 from typing import Any
 
 import pytest
+import torch
 
 from tests.test_loop import Numbers, Repeated
 from unstale.config import ConfigError, RunConfig, ScheduleConfig, SelectionConfig
@@ -105,7 +106,7 @@ def test_a_sampler_chooses_among_some_tasks_that_are_not_in_flight() -> None:
     assert all(len(set(tasks)) == 8 for tasks, _ in sampler.seen)
     assert [step for _, step in sampler.seen[:5]] == [1, 1, 2, 2, 3]
     one = requests[0]
-    selection.consumed([Group(one.task, (), (), one.number)], version=0)
+    selection.consumed([Group(one.task, (), (), one.number)], 0, lag=torch.zeros_like)
     usable = {f"numbers/train/{i}" for i in range(50) if i != 7}
     later = [each.task.key for each in islice(stream, 10)]
     assert sorted(later) == sorted(usable - set(keys[1:])), "its task is not in flight any more"

@@ -2,15 +2,19 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import permutations
 from random import Random
 
 import pytest
 
+from tests.support.groups import group, made
 from unstale.config import ConfigError, RunConfig
-from unstale.techniques import DrawContext, Outcome
+from unstale.records import ContextPiece, Sampled
+from unstale.techniques import DrawContext, Outcome, Techniques
 from unstale.techniques.beta_sampler import BetaSampler, BetaSamplerConfig
 from unstale.techniques.success import SuccessTracker
+from unstale.testing import tiny_policy
 
 SEEDS, TASKS, GROUPS, SIZE, LAG, STEPS = 20, 64, 8, 4, 2, 40
 
@@ -52,7 +56,7 @@ def test_thompson_draws_are_those_of_the_posterior() -> None:
     assert sum(scores) / 4000 == pytest.approx(3 / 5, abs=0.01)  # of Beta(3, 2)
 
 
-def test_counts_decay_by_version_and_the_order_of_arrival_does_not_matter() -> None:
+def test_counts_decay_by_batch_and_the_order_of_arrival_does_not_matter() -> None:
     outcomes = [outcome("a", 1.0, 0.0, version=2), outcome("a", 1.0, version=0)]
     outcomes += [outcome("a", 0.0, version=3), outcome("b", 1.0, version=5)]
     for order in permutations(outcomes):
@@ -63,6 +67,24 @@ def test_counts_decay_by_version_and_the_order_of_arrival_does_not_matter() -> N
         assert counts.a == pytest.approx(1 + 0.5**3 + 0.5**5)
         assert counts.b == pytest.approx(1 + 0.5**3 + 0.5**2)
         assert tracker.counts("new").mean == 0.5
+
+
+def test_numbers_that_a_resume_skips_do_not_decay_the_counts() -> None:
+    """Groups are sampled one version before. Of two runs, one skips 50 numbers after 3 batches."""
+    counts = []
+    for skipped in (0, 50):
+        sampler, policy, before = BetaSampler(BetaSamplerConfig(decay=0.9)), tiny_policy(), 0
+        techniques = Techniques({"beta_sampler": sampler})
+        for step in range(1, 7):
+            pieces = (ContextPiece((1,)), Sampled((2,), (-0.5,), version=before))
+            groups = [group(replace(made(step % 2), pieces=pieces))]
+            techniques.consumed(groups, step - 1, lag=policy.lag, identify=lambda task: task.key)
+            before = policy.version
+            policy.version += 1
+            if skipped and step == 3:
+                policy.assign_new_version(policy.version + skipped)
+        counts.append(sampler.state())
+    assert counts[0] == counts[1]
 
 
 def test_the_counts_of_mssr() -> None:

@@ -165,7 +165,7 @@ def test_a_batch_is_copied_when_it_is_prepared_and_stored_when_it_was_trained_on
     trainer.prepare(batch)
     assert numbers(replay) == []
     monkeypatch.delattr(Batch, "select")
-    trainer.techniques.consumed([fresh.group], 0, identify=lambda task: task.key)
+    trainer.techniques.consumed([fresh.group], 0, lag=trainer.lag, identify=lambda task: task.key)
     assert numbers(replay) == [0]
     assert torch.equal(replay.stored[0].batch.tokens.long(), batch.tokens)
 
@@ -229,7 +229,9 @@ def learn(trainer: LocalTrainer, fresh: Sequence[FreshGroup], *, live: set[int])
     for part in trainer.prepare(batch):
         trainer.backward(part)
         trainer.step()
-    trainer.techniques.consumed(groups, trainer.version, identify=tasks.__getitem__)
+    trainer.techniques.consumed(
+        groups, trainer.version, lag=trainer.lag, identify=tasks.__getitem__
+    )
     trainer.start_version()
     trainer.old.published(live)
     return batch

@@ -23,6 +23,8 @@ from unstale.rollout.seeds import derive_seed
 from unstale.techniques import Draw, DrawContext, GroupSoFar, Techniques, TextReader
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from unstale.durability.resume import ResumeState
 
 MAX_SKIPPED = 100_000
@@ -207,8 +209,17 @@ class Selection:
             resize(request.number, len(results) + count)
         return count
 
-    def consumed(self, groups: Sequence[Group], version: int) -> None:
-        """Pass the groups of a batch that was trained on to the techniques with state."""
+    def consumed(
+        self,
+        groups: Sequence[Group],
+        num_batches: int,
+        *,
+        lag: Callable[[Tensor], Tensor],
+    ) -> None:
+        """Pass the groups of a batch that was trained on to the techniques with state.
+
+        `num_batches` is the number of batches before, `lag` is that of the trainer.
+        """
         for group in groups:
             self._live.pop(group.number, None)
-        self._techniques.consumed(groups, version, identify=self._identify)
+        self._techniques.consumed(groups, num_batches, lag=lag, identify=self._identify)

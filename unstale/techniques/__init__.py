@@ -355,10 +355,13 @@ class Outcome:
 
     task: str
     """The identity of the task. It is the same each time the task comes again."""
-    version: int
-    """The newest version that sampled a token of the group."""
+    num_batches: int
+    """The number of batches that the newest weights that sampled a token were trained on.
+
+    It is the version number unless a resumed run has skipped some.
+    """
     lag: int
-    """The number of versions between `version` and the one that was trained from."""
+    """The number of batches between these weights and the ones that were trained from."""
     rewards: tuple[float, ...]
     failures: int
     tokens: int
@@ -546,17 +549,23 @@ class Techniques:
             source.offer(self._fresh, batch, lag)
 
     def consumed(
-        self, groups: Sequence[Group], version: int, *, identify: Callable[[Task], str]
+        self,
+        groups: Sequence[Group],
+        num_batches: int,
+        *,
+        lag: Callable[[Tensor], Tensor],
+        identify: Callable[[Task], str],
     ) -> None:
         """Pass the results of a batch to the techniques with state.
 
-        `version` is the version that was trained from. `identify` returns a task's identity.
+        `num_batches` is the number of batches before. `lag` returns the age of versions in batches.
+        `identify` returns a task's identity.
         """
         self._fresh = ()
         observers = self.stateful.values()
         if not observers:
             return
-        outcomes = [_outcome(group, version, identify(group.task)) for group in groups]
+        outcomes = [_outcome(group, num_batches, identify(group.task), lag=lag) for group in groups]
         for observer in observers:
             observer.observe(outcomes)
 
@@ -601,13 +610,18 @@ def _without_advantage(groups: Sequence[Group]) -> list[ScoredTrajectory]:
     ]
 
 
-def _outcome(group: Group, version: int, task: str) -> Outcome:
+def _outcome(
+    group: Group, num_batches: int, task: str, *, lag: Callable[[Tensor], Tensor]
+) -> Outcome:
+    import torch
+
     trajectories = group.finished
-    newest = max((v for each in trajectories for v in each.versions), default=version)
+    versions = [v for each in trajectories for v in each.versions]
+    age = int(lag(torch.tensor(max(versions)))) if versions else 0
     return Outcome(
         task=task,
-        version=newest,
-        lag=version - newest,
+        num_batches=num_batches - age,
+        lag=age,
         rewards=tuple(each.reward for each in trajectories),
         failures=len(group.failures),
         tokens=sum(each.num_sampled for each in trajectories),

@@ -100,7 +100,7 @@ class AllocateConfig(Section):
     """
     decay: Annotated[float, Range(above=0, high=1)] = 0.98
     """Only for `v0`, `sqrt_law` and `v05_risk`: share of the counts that is left after each
-    version.
+    batch.
     """
     success_at: float | None = None
     """Not for `interval`: reward from which on an episode is a success. None: the reward itself,

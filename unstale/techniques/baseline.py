@@ -76,7 +76,7 @@ class BaselineConfig(Section):
     prior: Positive = 1.0
     """Only for `prior` and `shrink`: successes and failures of a task before its first visit."""
     decay: Annotated[float, Range(above=0, high=1)] = 0.98
-    """Only for `prior` and `shrink`: share of the counts that is left after each version."""
+    """Only for `prior` and `shrink`: share of the counts that is left after each batch."""
     keep: Annotated[float, Range(above=0, high=1)] = 1.0
     """Only for `prior` and `shrink`: share of the earlier counts that is left at each visit."""
     discount_prior: bool = False
@@ -381,7 +381,7 @@ ENTRY = Entry(
     exactness="With `scale` = none, `loo`, `prior`, and `shrink` with `leave_out` do not change "
     "the mean of the gradient, because b does not depend on the episode's own reward. The others "
     "bias it, as the group's mean does. D and S do not change. `mad_floor`, `leave_out`, the decay "
-    "per version (MSSR discounts by the measured KL) and the Beta distribution as the prior of "
+    "per batch (MSSR discounts by the measured KL) and the Beta distribution as the prior of "
     "V0.5 are our own reading.",
     evidence="notes",
     check=_check,

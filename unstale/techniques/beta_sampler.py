@@ -35,7 +35,7 @@ class BetaSamplerConfig(Section):
     prior: Positive = 1.0
     """Successes and failures that each task has before its first visit."""
     decay: Annotated[float, Range(above=0, high=1)] = 0.98
-    """Share of the counts that is left after each version. Tasks without visits return to the
+    """Share of the counts that is left after each batch. Tasks without visits return to the
     prior.
     """
     keep: Annotated[float, Range(above=0, high=1)] = 1.0
@@ -122,7 +122,7 @@ ENTRY = Entry(
     "can come several times. If each task is seen once or twice, there is nothing to learn from.",
     measured=_MEASURED,
     exactness="The objective becomes the expectation over the tasks that are drawn, not over the "
-    "pool; no weight corrects it. D and S do not change. The decay per version and its value are "
+    "pool; no weight corrects it. D and S do not change. The decay per batch and its value are "
     "our own reading.",
     requires=frozenset({"pool"}),
     evidence="notes",

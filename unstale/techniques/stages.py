@@ -43,7 +43,7 @@ class StagesConfig(Section):
     prior: Positive = 1.0
     """Successes and failures that each task has before its first visit."""
     decay: Annotated[float, Range(above=0, high=1)] = 1.0
-    """Share of the counts that is left after each version."""
+    """Share of the counts that is left after each batch."""
     success_at: float | None = None
     """Reward from which on an episode is a success. None: the reward itself, between 0 and 1."""
 

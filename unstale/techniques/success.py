@@ -12,11 +12,11 @@ from unstale.techniques import Outcome
 
 @dataclass(slots=True)
 class BetaCounts:
-    """A Beta distribution of a task's success rate, as of a version."""
+    """A Beta distribution of a task's success rate after some batches."""
 
     a: float
     b: float
-    version: int
+    num_batches: int
 
     @property
     def mean(self) -> float:
@@ -27,7 +27,7 @@ class SuccessTracker:
     """The Beta distribution of the success rate of every task.
 
     A group adds its successes to `a` and its failures to `b`. Before, both go back towards `prior`:
-    a = prior + decay^n (a - prior) after n versions. A group that arrives late is decayed itself,
+    a = prior + decay^n (a - prior) after n batches. A group that arrives late is decayed itself,
     so the order of arrival does not matter. With `keep` < 1, each visit also multiplies what the
     earlier ones left by `keep`; with `discount_prior` the prior, too.
     """
@@ -54,14 +54,14 @@ class SuccessTracker:
         self._kept_prior = 0.0 if discount_prior else prior
         self._success_at = success_at
         self._counts: dict[str, BetaCounts] = {}
-        self._version = 0
+        self._num_batches = 0
 
     def counts(self, task: str) -> BetaCounts:
-        """Return the distribution of a task, decayed to the newest version that was observed."""
+        """Return the distribution of a task, decayed to the newest weights that were observed."""
         found = self._counts.get(task)
         if found is None:
-            return BetaCounts(self._prior, self._prior, self._version)
-        return self._decayed(found, self._version)
+            return BetaCounts(self._prior, self._prior, self._num_batches)
+        return self._decayed(found, self._num_batches)
 
     def mean(self, task: str) -> float:
         """Return the expected success rate of a task."""
@@ -73,28 +73,28 @@ class SuccessTracker:
 
     def observe(self, outcomes: Sequence[Outcome]) -> None:
         """Add the groups of a batch. Raises `ConfigError` for a reward that is not in [0, 1]."""
-        for outcome in sorted(outcomes, key=lambda each: each.version):
+        for outcome in sorted(outcomes, key=lambda each: each.num_batches):
             if not outcome.rewards:
                 continue
-            self._version = max(self._version, outcome.version)
+            self._num_batches = max(self._num_batches, outcome.num_batches)
             solved = sum(self.successes(outcome.rewards))
             before = self._counts.get(
-                outcome.task, BetaCounts(self._prior, self._prior, outcome.version)
+                outcome.task, BetaCounts(self._prior, self._prior, outcome.num_batches)
             )
-            now = self._decayed(before, max(before.version, outcome.version))
-            weight = self._decay ** (now.version - outcome.version)
+            now = self._decayed(before, max(before.num_batches, outcome.num_batches))
+            weight = self._decay ** (now.num_batches - outcome.num_batches)
             a, b = (
                 self._kept_prior + self._keep * (count - self._kept_prior)
                 for count in (now.a, now.b)
             )
             self._counts[outcome.task] = BetaCounts(
-                a + weight * solved, b + weight * (len(outcome.rewards) - solved), now.version
+                a + weight * solved, b + weight * (len(outcome.rewards) - solved), now.num_batches
             )
 
-    def _decayed(self, counts: BetaCounts, version: int) -> BetaCounts:
-        factor = self._decay ** (version - counts.version)
+    def _decayed(self, counts: BetaCounts, num_batches: int) -> BetaCounts:
+        factor = self._decay ** (num_batches - counts.num_batches)
         a, b = (self._prior + factor * (count - self._prior) for count in (counts.a, counts.b))
-        return BetaCounts(a, b, version)
+        return BetaCounts(a, b, num_batches)
 
     def successes(self, rewards: Sequence[float]) -> list[float]:
         """Return the success of each episode, 0 to 1. Raises `ConfigError` if a reward is not."""
@@ -102,18 +102,19 @@ class SuccessTracker:
 
     def state(self) -> dict[str, Any]:
         """Return the distributions as lists of numbers, in the order of their tasks."""
+        # The keys of older checkpoints, where versions were counted.
         return {
-            "version": self._version,
+            "version": self._num_batches,
             "tasks": list(self._counts),
             "a": [each.a for each in self._counts.values()],
             "b": [each.b for each in self._counts.values()],
-            "versions": [each.version for each in self._counts.values()],
+            "versions": [each.num_batches for each in self._counts.values()],
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        self._version = int(state["version"])
+        self._num_batches = int(state["version"])
         rows = zip(state["tasks"], state["a"], state["b"], state["versions"], strict=True)
-        self._counts = {task: BetaCounts(a, b, int(version)) for task, a, b, version in rows}
+        self._counts = {task: BetaCounts(a, b, int(when)) for task, a, b, when in rows}
 
 
 def successes(name: str, rewards: Sequence[float], success_at: float | None) -> list[float]:
