@@ -34,6 +34,7 @@ from unstale.config import (
     RolloutConfig,
     RunConfig,
     ScheduleConfig,
+    SelectionConfig,
     TaskConfig,
 )
 from unstale.durability.journal import Journal, trained_episodes
@@ -52,7 +53,7 @@ from unstale.records import Batch, Group, PendingPiece, Task
 from unstale.rollout.generator import Generator
 from unstale.rollout.selection import training_requests
 from unstale.rollout.timeouts import first_error
-from unstale.techniques import Outcome, Techniques
+from unstale.techniques import Draw, DrawContext, Outcome, Techniques
 from unstale.testing import tiny_policy
 from unstale.trainer.auditor import Auditor
 from unstale.trainer.local import LocalTrainer, Rules
@@ -554,6 +555,34 @@ def test_a_technique_learns_from_each_batch_once_and_its_state_is_in_the_checkpo
         counts.counts = {}
         parts.checkpoints.restore(newest)
     assert counts.counts == {"0": 2, "1": 2, "2": 1, "3": 1}
+
+
+class DrawsFirst(Counts):
+    """A sampler that records how many groups it had learned from at each draw."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.known: list[int] = []
+
+    def draw(self, tasks: Sequence[str], context: DrawContext) -> Draw:
+        self.known.append(len(self.seen))
+        return Draw(tasks[0])
+
+
+def test_a_task_is_drawn_when_its_group_begins(tmp_path: Path) -> None:
+    """Four groups begin at first. Each batch of two makes room for two, which are drawn after the
+    sampler has learned from it.
+    """
+    config = replace(configure(steps=3), selection=SelectionConfig(pool=8))
+    sampler = DrawsFirst()
+    machine = toy_machine(
+        config, Numbers(count()), route=lambda scorer, engine: Keeps(snapshots=True)
+    )
+    machine = replace(machine, techniques=Techniques({"first": sampler}))
+    log = RunLog(tmp_path)
+    parts = build(config, machine, Outputs(log, Quiet()), first_state(machine, config, tmp_path))
+    run(replace(parts, log=Log(log)))
+    assert sampler.known[:8] == [0, 0, 0, 0, 2, 2, 4, 4]
 
 
 def marked(folder: Path) -> list[int]:

@@ -154,14 +154,16 @@ async def train(run: RunComponents) -> bool:
 async def produce(run: RunComponents) -> None:
     """Start groups of episodes, one for each free ticket of the staleness queue.
 
-    A ticket is the permission to start a group. The function runs until it is cancelled or the
-    tasks end.
+    A ticket is the permission to start a group. A task is drawn when its ticket is free, so that
+    the draw has the newest state. The function runs until it is cancelled or the tasks end.
     """
     async with asyncio.TaskGroup() as in_flight:
         for request in run.resumed_requests:
             await run.queue.readmit(request.number, partial(roll, run, request), in_flight)
+        await run.queue.wait_for_ticket()
         for request in run.requests:
             await run.queue.admit(partial(roll, run, request), in_flight)
+            await run.queue.wait_for_ticket()
         run.queue.close(
             f"{run.config.task.env} ran out of tasks: train() must be endless, "
             "and most tasks must work"

@@ -2,8 +2,10 @@
 
 Without a pool, the tasks come in the order of the task set. With `selection.pool`, its first tasks
 come again and again: in turn, or as a sampler chooses. The visits of a task are counted in the
-journal, and the state of a sampler changes when a batch was trained on. So a draw depends on the
-number of the group, the checkpoint and the journal alone, and a resumed run draws the same.
+journal, and the state of a sampler changes when a batch was trained on. A task is drawn when its
+group begins. In a resumed run, groups that had begun keep their tasks. The others are drawn from
+the number of the group, the checkpoint and the journal alone, so a deterministic run draws the same
+as without the resume. Another run does if no step was trained after the checkpoint.
 """
 
 from __future__ import annotations

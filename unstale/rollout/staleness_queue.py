@@ -95,10 +95,14 @@ class StalenessQueue:
         tasks.create_task(self._run(self._num_admitted, start))
         self._num_admitted += 1
 
-    async def _take_ticket(self) -> None:
+    async def wait_for_ticket(self) -> None:
+        """Wait until a ticket is free. It is not taken."""
         while self._num_live >= self._num_tickets:
             self._ticket_free.clear()
             await self._ticket_free.wait()
+
+    async def _take_ticket(self) -> None:
+        await self.wait_for_ticket()
         self._num_live += 1
 
     def close(self, reason: str) -> None:

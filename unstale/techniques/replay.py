@@ -1,12 +1,12 @@
 """`replay`: train on groups of earlier steps again, beside the fresh ones.
 
-A batch has its G fresh groups always. Stored groups join them: with `fresh_share` s at most G (1 -
-s) / s. The store is a queue of `capacity` groups, which drops the oldest first. It keeps the newest
-group of a task, and none with a token older than `max_age`. The rule `uniform` draws stored groups
-whose task is not in the batch, each with the same probability. It is from DOTS-RR (arXiv
-2506.05316). The rule `failed` adds the stored group of a task whose fresh group has no success. It
-is from DART (arXiv 2509.23866), whose store has single successes: set `episodes` to `successes`. If
-there are too many, it adds the newest. To compute advantages within the stored group, and not
+A batch has its G fresh groups always. Stored groups join them: with `fresh_share` s at most
+G (1 - s) / s. The store is a queue of `capacity` groups, which drops the oldest first. It keeps the
+newest group of a task, and none with a token older than `max_age`. The rule `uniform` draws stored
+groups whose task is not in the batch, each with the same probability. It is from DOTS-RR (arXiv
+2506.05316). The rule `failed` adds the stored group of a task whose fresh groups have no success,
+the newest if there are too many. It is from DART (arXiv 2509.23866), whose store has single
+successes: set `episodes` to `successes`. To compute advantages within the stored group, and not
 together with the fresh failures, is our own reading of both.
 """
 
