@@ -122,7 +122,12 @@ class RealRollout:
         )
         self._parts = cast(
             RunComponents,
-            SimpleNamespace(config=config, rollout=self.rollout, journal=self.journal),
+            SimpleNamespace(
+                config=config,
+                rollout=self.rollout,
+                journal=self.journal,
+                more=lambda request, results: 0,
+            ),
         )
         self._turns = case.turns
         self._numbers = count()

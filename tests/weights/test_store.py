@@ -6,6 +6,7 @@ and the newest are kept, and never change. A missing version is an error with nu
 limit holds, and a refusal changes nothing. Damaged bytes are refused before memory is allocated.
 """
 
+import gc
 import json
 import tracemalloc
 from collections import Counter
@@ -397,22 +398,23 @@ def test_a_version_takes_the_memory_that_is_counted() -> None:
     draws = torch.Generator().manual_seed(0)
     before = torch.randn(200_000, generator=draws)
     after = before + 1e-6 * torch.randn(200_000, generator=draws)
-    first = VersionStore()  # the first packing also fills caches that stay
-    first.put(0, {"w": before})
-    first.put(1, {"w": after})
-    store = VersionStore()
-    store.put(0, {"w": before})
-    tracemalloc.start(16)
-    try:
-        store.put(1, {"w": after})
-        # Threads of earlier tests may allocate at the same time.
-        ours = tracemalloc.Filter(True, "*/unstale/weights/*", all_frames=True)
-        traces = tracemalloc.take_snapshot().filter_traces([ours]).traces
-        held = sum(trace.size for trace in traces)
-    finally:
-        tracemalloc.stop()
+    sizes = []
+    for _ in range(3):  # the first packing also fills caches that stay
+        store = VersionStore()
+        store.put(0, {"w": before})
+        gc.collect()
+        tracemalloc.start(16)
+        try:
+            store.put(1, {"w": after})
+            gc.collect()
+            # Threads of earlier tests may allocate at the same time, even in these modules.
+            ours = tracemalloc.Filter(True, "*/unstale/weights/*", all_frames=True)
+            traces = tracemalloc.take_snapshot().filter_traces([ours]).traces
+            sizes.append(sum(trace.size for trace in traces))
+        finally:
+            tracemalloc.stop()
     assert store.delta(1).tensors["w"].kind == "packed"
-    assert store.bytes <= held < 1.1 * store.bytes
+    assert store.bytes <= min(sizes) < 1.1 * store.bytes
 
 
 @pytest.mark.parametrize("storage", ["delta", "full"])
