@@ -196,6 +196,7 @@ class ScriptedRun:
                 queue=StalenessQueue(max_staleness=STALENESS, groups_per_step=groups),
                 pending=self.pending,
                 piece_arrived=asyncio.Event(),
+                more=lambda request, results: 0,
                 old_logps=OldLogps(),
                 rollout=Rollout(
                     generator, cast(Any, self.tasks), RolloutConfig(), on_piece=self.pending.add
