@@ -7,6 +7,7 @@ name. The options of a technique are a section with its name, as in `--ess_lr.ba
 
 import importlib
 import pkgutil
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -101,10 +102,20 @@ class Entry:
 
     @property
     def formula(self) -> str:
-        """The module's docstring: what the technique does, with its formula and source."""
+        """The module's docstring in Markdown: what the technique does, its formula and source.
+
+        A line that begins with the value of an option and a colon begins an item of a list.
+        """
         module = importlib.import_module(f"{TECHNIQUES_PACKAGE}.{self.name}")
         text = (module.__doc__ or "").partition(": ")[2].strip()
-        return text[:1].upper() + text[1:]
+        return "\n\n".join(map(_with_items, (text[:1].upper() + text[1:]).split("\n\n")))
+
+
+def _with_items(paragraph: str) -> str:
+    """Return a paragraph in which the lines for values of an option are a list."""
+    before, *items = re.split(r"(?:^|\n)(?=`\w+`(?:, `\w+`)*: )", paragraph)
+    listed = "\n".join("* " + item.replace("\n", "\n  ") for item in items)
+    return "\n\n".join(filter(None, (before, listed)))
 
 
 @cache
