@@ -124,12 +124,17 @@ class Section:
     """The option that decides which other options of the section are used, such as `route` in
     `old_logps`. Empty if there is none.
     """
+    read_by: ClassVar[Mapping[str, Sequence[str]]] = {}
+    """The values of the selector with which an option is used, by option. With other values it must
+    keep its default. Options that are always used are left out.
+    """
 
     def __post_init__(self) -> None:
         cls: Any = type(self)
         section = section_name(cls)
         for name, kind in option_types(cls).items():
             check_value(f"{section}.{name}" if section else name, getattr(self, name), kind)
+        self.refuse_unread(list(self.read_by))
         self.check_combination()
 
     def check_combination(self) -> None:
@@ -167,8 +172,8 @@ class Section:
 
         Empty if it is always used.
         """
-        if not cls.selector:
-            return []
+        if cls.read_by or not cls.selector:
+            return list(cls.read_by.get(option, ()))
         (rule,) = option_types(base_of(cls))[cls.selector].__metadata__
         return list(rule.readers(option))
 

@@ -50,7 +50,7 @@ _BEFORE = ("v0", "sqrt_law")
 """Rules that choose the size before the group starts."""
 _PRICED = (*_BEFORE, "interval")
 _TRACKED = (*_BEFORE, "v05_risk")
-_READERS = {
+_READ_BY = {
     "min": _BEFORE,
     "mean": _PRICED,
     "window": _PRICED,
@@ -69,6 +69,7 @@ class AllocateConfig(Section):
     """More episodes for tasks that need them (DARS, XRPO, V0, V0.5, Rollout-GDRO)."""
 
     selector: ClassVar[str] = "gain"
+    read_by: ClassVar[Mapping[str, Sequence[str]]] = _READ_BY
 
     gain: Literal["dars_et", "dars_hw", "interval", "v0", "sqrt_law", "v05_risk"] = "dars_et"
     """The rule. `v0` and `sqrt_law` choose the size of a group before it starts. The others begin
@@ -107,12 +108,7 @@ class AllocateConfig(Section):
     between 0 and 1.
     """
 
-    @classmethod
-    def readers(cls, option: str) -> list[str]:
-        return list(_READERS.get(option, ()))
-
     def check_combination(self) -> None:
-        self.refuse_unread(list(_READERS))
         if self.gain in _BEFORE and not self.min <= self.mean <= self.max:
             raise ConfigError(
                 "allocate.mean must be between allocate.min and allocate.max, got "

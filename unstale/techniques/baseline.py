@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 Centre = Literal["mean", "loo", "median", "prior", "shrink"]
 _PRIOR = ("prior", "shrink")
-_READERS = {
+_READ_BY = {
     "pivot": ("median",),
     "leave_out": ("shrink",),
     **dict.fromkeys(
@@ -56,6 +56,7 @@ class BaselineConfig(Section):
     """The baseline and the scale of the advantages of a group (MC-GRPO, MSSR, V0.5)."""
 
     selector: ClassVar[str] = "centre"
+    read_by: ClassVar[Mapping[str, Sequence[str]]] = _READ_BY
 
     centre: Centre = "shrink"
     """The baseline: what is subtracted from a reward."""
@@ -84,12 +85,7 @@ class BaselineConfig(Section):
     between 0.875 and 0.96 and prior 4.
     """
 
-    @classmethod
-    def readers(cls, option: str) -> list[str]:
-        return list(_READERS.get(option, ()))
-
     def check_combination(self) -> None:
-        self.refuse_unread(list(_READERS))
         if self.reward_min >= self.reward_max:
             raise ConfigError(
                 f"baseline.reward_max must be > baseline.reward_min, got {self.reward_max:g} and "

@@ -37,7 +37,7 @@ from unstale.techniques.difficulty import FIXED_BINS, Bins, spread_of
 if TYPE_CHECKING:
     from unstale.config import RunConfig
 
-_READERS = {"beta": ("sqrt",), "rate": ("weights",), "mu_rate": ("weights",)}
+_READ_BY = {"beta": ("sqrt",), "rate": ("weights",), "mu_rate": ("weights",)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +45,7 @@ class BinSizesConfig(Section):
     """A number of episodes for each bin of tasks, with an exact mean (Rollout-GDRO)."""
 
     selector: ClassVar[str] = "rule"
+    read_by: ClassVar[Mapping[str, Sequence[str]]] = _READ_BY
 
     bins: Annotated[int, Range(2, 100)] = 10
     """Number of bins of equal width. The first one has the hardest tasks."""
@@ -71,12 +72,7 @@ class BinSizesConfig(Section):
     mu_rate: NonNegative = 0.001
     """Only for `weights`: rate at which the price mu of an episode changes."""
 
-    @classmethod
-    def readers(cls, option: str) -> list[str]:
-        return list(_READERS.get(option, ()))
-
     def check_combination(self) -> None:
-        self.refuse_unread(list(_READERS))
         if not self.min <= self.mean <= self.max:
             raise ConfigError(
                 "bin_sizes.mean must be between bin_sizes.min and bin_sizes.max, got "

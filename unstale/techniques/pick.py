@@ -19,7 +19,7 @@ The last three act before the advantage, so the others do not count in a group's
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from random import Random
@@ -41,7 +41,7 @@ SMALLEST_PENALTY = 0.01
 """Penalty from which on smaller ones no longer raise the probability of a success, with `order =
 sample`. Its inverse is a weight, which must be finite.
 """
-_READERS = {
+_READ_BY = {
     "target": ("balanced",),
     "order": ("clean_success",),
     "errors": ("clean_success",),
@@ -55,6 +55,7 @@ class PickConfig(Section):
     """Training on some episodes of a larger group only (D3S, GRPO-RoC, Sol-RL, ARRoL)."""
 
     selector: ClassVar[str] = "rule"
+    read_by: ClassVar[Mapping[str, Sequence[str]]] = _READ_BY
 
     rule: Literal["variance", "clean_success", "contrast", "balanced"] = "variance"
     """The choice of episodes."""
@@ -81,12 +82,7 @@ class PickConfig(Section):
     one of a wrong format. Empty adds nothing.
     """
 
-    @classmethod
-    def readers(cls, option: str) -> list[str]:
-        return list(_READERS.get(option, ()))
-
     def check_combination(self) -> None:
-        self.refuse_unread(list(_READERS))
         if self.last == 1:
             raise ConfigError("pick.last must be 0 or >= 2, got 1: one episode has no comparison")
         if self.rule == "clean_success" and not self.errors:

@@ -15,7 +15,7 @@ that are exactly 0 are left out. K is `history`. HGPO.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import sqrt
@@ -29,7 +29,7 @@ from unstale.techniques import CreditContext
 EPSILON = 1e-6
 """Added to a standard deviation before dividing by it."""
 _RETURNS = ("gigpo", "hgpo", "two_level")
-_READERS = {
+_READ_BY = {
     "history": ("hgpo",),
     "alpha": ("hgpo",),
     "episode": ("hgpo",),
@@ -44,6 +44,7 @@ class StepGroupsConfig(Section):
     """An advantage for each turn, by comparison with siblings in the same situation."""
 
     selector: ClassVar[str] = "rule"
+    read_by: ClassVar[Mapping[str, Sequence[str]]] = _READ_BY
 
     rule: Literal["gigpo", "hgpo", "salt", "two_level"] = "gigpo"
     """The formula: which turns are compared, and how."""
@@ -59,13 +60,6 @@ class StepGroupsConfig(Section):
     """Only for `hgpo`: exponent of the weights, which are larger for longer shared histories."""
     episode: bool = True
     """Only for `hgpo`: include the advantage of the episode in the mean."""
-
-    @classmethod
-    def readers(cls, option: str) -> list[str]:
-        return list(_READERS.get(option, ()))
-
-    def check_combination(self) -> None:
-        self.refuse_unread(list(_READERS))
 
 
 @dataclass(frozen=True, slots=True)

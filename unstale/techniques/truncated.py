@@ -13,7 +13,7 @@ section 3.4) masks too long samples.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import TYPE_CHECKING, ClassVar, Literal
@@ -35,18 +35,12 @@ class TruncatedConfig(Section):
     """An episode that a limit cut off does not count as a failure (RAVL)."""
 
     selector: ClassVar[str] = "rule"
+    read_by: ClassVar[Mapping[str, Sequence[str]]] = {"penalty": ("reward",)}
 
     rule: Literal["mask", "reward"] = "mask"
     """`mask` leaves cut-off episodes out, and `reward` gives them the mean reward of the others."""
     penalty: NonNegative = 0.0
     """Only for `reward`: what a cut-off episode gets less than the mean of the others."""
-
-    @classmethod
-    def readers(cls, option: str) -> list[str]:
-        return ["reward"] if option == "penalty" else []
-
-    def check_combination(self) -> None:
-        self.refuse_unread(["penalty"])
 
 
 class Truncated:
