@@ -219,6 +219,18 @@ def require_sequences(config: "RunConfig", size: int, option: str) -> None:
         )
 
 
+def require_value(
+    technique: str, option: str, value: object, allowed: Sequence[str], reason: str
+) -> None:
+    """Raise `ConfigError` if the value of an option is none of those that a technique allows."""
+    if value not in allowed:
+        *others, last = allowed
+        words = f"{', '.join(others)} or {last}" if others else last
+        raise ConfigError(
+            f"the technique {technique} needs {option} = {words}, got {value}: {reason}"
+        )
+
+
 def needs_reference(config: "RunConfig") -> bool:
     """Return True if the trainer keeps a copy of the policy from which the run starts."""
     requires = (entry.requires for entry in chosen(config.techniques))

@@ -16,8 +16,8 @@ from unstale.engines.prefixes import CachedPrefixes, hash_blocks
 from unstale.records import Sampled
 
 MAX_EXTRA_REPLIES = 8
-"""How much more load than the least loaded engine another may have, so that its cache can be used.
-A request without context has load 1.
+"""The largest load that an engine with a useful cache may have beyond the least loaded engine. A
+request without context has load 1.
 """
 CACHED_TOKENS_PER_REPLY = 128
 """Number of cached tokens that are worth one additional reply on an engine. For a small model,

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from unstale.config.checks import ConfigError, NonNegative, PositiveInt, Section, Share
-from unstale.config.techniques import Entry
+from unstale.config.techniques import Entry, require_value
 from unstale.techniques import Shaped, Signals
 from unstale.techniques.sequences import mean_of
 
@@ -99,11 +99,8 @@ def confidence(batch: Batch, tail: int) -> Tensor:
 
 
 def _check(options: EchoConfig, config: RunConfig) -> None:
-    if config.objective.kind != "ppo_clip":
-        raise ConfigError(
-            f"the technique echo needs objective.kind = ppo_clip, got {config.objective.kind}: it "
-            "changes its clip"
-        )
+    kind = config.objective.kind
+    require_value("echo", "objective.kind", kind, ["ppo_clip"], "it changes its clip")
 
 
 def _describe(options: EchoConfig) -> str:

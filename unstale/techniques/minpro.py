@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from unstale.config.checks import ConfigError, Section
-from unstale.config.techniques import Entry
+from unstale.config.techniques import Entry, require_value
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -95,16 +95,10 @@ def prefix_minimum(values: Tensor, unit: Tensor, *, inclusive: bool) -> Tensor:
 
 def _check(options: MinproConfig, config: RunConfig) -> None:
     objective, control = config.objective, config.correction.control
-    if objective.kind not in KINDS:
-        raise ConfigError(
-            f"the technique minpro needs objective.kind = {', '.join(KINDS[:-1])} or {KINDS[-1]}, "
-            f"got {objective.kind}: only there is the ratio a weight"
-        )
-    if objective.unit != "token":
-        raise ConfigError(
-            f"the technique minpro needs objective.unit = token, got {objective.unit}: its ratio "
-            "is that of a token and its prefix"
-        )
+    reason = "only there is the ratio a weight"
+    require_value("minpro", "objective.kind", objective.kind, KINDS, reason)
+    reason = "its ratio is that of a token and its prefix"
+    require_value("minpro", "objective.unit", objective.unit, ["token"], reason)
     if options.of == "whole" and control not in ("none", "mask"):
         raise ConfigError(
             "minpro.of = whole needs correction.control = none or mask, got "

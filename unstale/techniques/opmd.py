@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from unstale.config.checks import ConfigError, NonNegative, Section
-from unstale.config.techniques import Entry, chosen
+from unstale.config.techniques import Entry, chosen, require_value
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -55,15 +55,9 @@ class Opmd:
 
 def _check(options: OpmdConfig, config: RunConfig) -> None:
     objective = config.objective
-    for name, value, needed in (
-        ("kind", objective.kind, "none"),
-        ("unit", objective.unit, "token"),
-    ):
-        if value != needed:
-            raise ConfigError(
-                f"the technique opmd needs objective.{name} = {needed}, got {value}: its loss has "
-                "no ratio"
-            )
+    reason = "its loss has no ratio"
+    require_value("opmd", "objective.kind", objective.kind, ["none"], reason)
+    require_value("opmd", "objective.unit", objective.unit, ["token"], reason)
     if ratios := [each.name for each in chosen(config.techniques) if each.slot == "ratio"]:
         raise ConfigError(
             f"techniques has opmd and {ratios[0]}, which changes the ratio; opmd's loss has no "

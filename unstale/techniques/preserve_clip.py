@@ -11,8 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from unstale.config.checks import ConfigError, Section
-from unstale.config.techniques import Entry
+from unstale.config.checks import Section
+from unstale.config.techniques import Entry, require_value
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -47,11 +47,8 @@ class PreserveClip:
 
 
 def _check(options: PreserveClipConfig, config: RunConfig) -> None:
-    if config.objective.kind not in ("ppo_clip", "dual_clip"):
-        raise ConfigError(
-            "the technique preserve_clip needs objective.kind = ppo_clip or dual_clip, got "
-            f"{config.objective.kind}: it changes their clip"
-        )
+    kind, allowed = config.objective.kind, ["ppo_clip", "dual_clip"]
+    require_value("preserve_clip", "objective.kind", kind, allowed, "it changes their clip")
 
 
 def _describe(options: PreserveClipConfig) -> str:
