@@ -15,7 +15,7 @@ from unstale.config import ConfigError, RunConfig, ScheduleConfig, SelectionConf
 from unstale.config.options import override
 from unstale.lint import check
 from unstale.records import Group
-from unstale.techniques import Observer, Outcome
+from unstale.techniques import Observer, Outcome, Techniques
 from unstale.techniques.baseline import (
     BaselineConfig,
     PriorBaseline,
@@ -214,7 +214,8 @@ def test_the_median_is_accepted_of_whole_groups_and_the_mean_beside_other_reward
     override(odd, {"techniques": "pick baseline", "baseline.centre": "median", "pick.n": 4})
     values = {"pick.rule": "contrast", "pick.n": 5, "pick.last": 5, "baseline.centre": "median"}
     override(odd, {"techniques": "pick baseline", **values})
-    override(odd, {"techniques": "tool_bonus baseline", "baseline.centre": "loo"})
+    loo = override(odd, {"techniques": "tool_bonus baseline", "baseline.centre": "loo"})
+    assert list(Techniques.of(loo).parts) == ["tool_bonus", "baseline"]
 
 
 def test_the_linter_warns_where_groups_of_a_median_may_become_even() -> None:

@@ -40,7 +40,7 @@ def test_the_best_task_has_a_success_rate_of_one_third() -> None:
 
 
 def test_tasks_are_drawn_in_proportion_to_the_root_of_their_variance() -> None:
-    """Of success rates 0.5 and 0.1, the roots are 0.5 and 0.3."""
+    """The square root of p (1 - p) is 0.5 for p = 0.5, and 0.3 for p = 0.1."""
     options = {"solved": 0.5, "failed": 0.5, "read": "mean", "pick": "proportional", "decay": 1.0}
     sampler = BetaSampler(BetaSamplerConfig(**options))  # type: ignore[arg-type]
     sampler.observe([outcome("half", *[0.5] * 9999), outcome("rare", *[0.1] * 9999)])

@@ -15,6 +15,7 @@ from unstale.algorithms.advantages import grpo_advantage
 from unstale.config import ConfigError, RunConfig
 from unstale.config.options import override
 from unstale.records import Group
+from unstale.techniques import Techniques
 from unstale.techniques.channels import (
     Channels,
     ChannelsConfig,
@@ -146,7 +147,8 @@ def test_a_wrong_choice_is_refused_with_what_to_do(values: dict[str, Any], messa
 
 
 def test_a_reward_term_is_a_second_channel() -> None:
-    override(RunConfig(recipe="mine"), {"techniques": "tool_bonus channels"})
+    config = override(RunConfig(recipe="mine"), {"techniques": "tool_bonus channels"})
+    assert list(Techniques.of(config).parts) == ["tool_bonus", "channels"]
 
 
 def num_distinct(advantage: Tensor, size: int) -> int:
