@@ -10,6 +10,7 @@ from huggingface_hub import HfApi, ModelCardData
 
 from unstale.cli.evaluate import POLICY, policy_folder
 from unstale.config import SHIPPED_POLICIES, ConfigError
+from unstale.config.checks import require_empty_folder
 from unstale.config.hub import hub_errors
 from unstale.durability.machine import commit, versions
 from unstale.observe.report.gather import Gathered, HeldOutSuccess, gather
@@ -32,12 +33,8 @@ def push_to_hub(
     policy = policy_folder(run)
     if policy == run or not (policy / "config.json").is_file():
         raise ConfigError(f"{run} has no {POLICY} folder: a run saves its policy when it ends")
-    if (
-        folder
-        and Path(folder).exists()
-        and (not Path(folder).is_dir() or any(Path(folder).iterdir()))
-    ):
-        raise ConfigError(f"{folder} is not an empty folder")
+    if folder:
+        require_empty_folder(Path(folder))
     with TemporaryDirectory() as made:
         whole = Path(folder) if folder else Path(made)
         shutil.copytree(policy, whole, dirs_exist_ok=True)

@@ -19,6 +19,7 @@ from unstale.config import (
     OldLogpsConfig,
     RunConfig,
 )
+from unstale.config.checks import require_empty_folder
 from unstale.durability.run_folder import dumps
 from unstale.envs.chat import Chat
 from unstale.envs.references import Reference, load_references
@@ -82,8 +83,7 @@ def sft(
     or a row of the file is wrong.
     """
     folder = Path(folder)
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ConfigError(f"{folder} is not an empty folder")
+    require_empty_folder(folder)
     if config.cluster.trainers:
         raise ConfigError(f"sft needs cluster.trainers = 0, got {config.cluster.trainers}")
     for name, coefficient in (

@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from difflib import SequenceMatcher, get_close_matches
 from functools import cache
+from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self, get_args, get_origin, get_type_hints
 
 MAX_EXACT_INT = 1 << 53
@@ -90,6 +91,12 @@ def bounded(kind: type[int] | type[float], low: float, high: float) -> Callable[
 
     number.__name__ = kind.__name__  # argparse names it in its message
     return number
+
+
+def require_empty_folder(folder: Path) -> None:
+    """Raise `ConfigError` if a path exists and is a file, or a folder with files."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ConfigError(f"{folder} is not an empty folder")
 
 
 def check_size(name: str, value: Any) -> None:
