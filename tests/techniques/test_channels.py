@@ -21,7 +21,7 @@ from unstale.techniques.channels import (
     ChannelsConfig,
     channel_advantages,
     named_rewards,
-    whiten,
+    whiten_nonzero,
 )
 from unstale.techniques.tool_bonus import ToolBonus, ToolBonusConfig
 
@@ -60,7 +60,7 @@ def test_weights_multiply_the_advantages_of_a_reward() -> None:
 def test_by_tokens_a_long_episode_counts_more() -> None:
     """Advantages 1 and -1 with 3 tokens and 1: the mean is 0.5, the variance (0.75 + 2.25) / 3."""
     lengths = torch.tensor([3.0, 1.0])
-    assert whiten(torch.tensor([1.0, -1.0]), lengths).tolist() == pytest.approx(
+    assert whiten_nonzero(torch.tensor([1.0, -1.0]), lengths).tolist() == pytest.approx(
         [0.5, -1.5], abs=1e-3
     )
     long = made({"a": 1.0, "b": 0.0}, turns=((1, 2), (1, 2), (1, 2)))
@@ -182,7 +182,7 @@ def both(*, apart: bool, steps: int) -> float:
         rewards = table[answer].view(-1, 2)
         if apart:
             total = channel_advantages(rewards, owner, torch.ones(2).double())
-            advantage = torch.stack([whiten(each) for each in total.view(SEEDS, -1)])
+            advantage = torch.stack([whiten_nonzero(each) for each in total.view(SEEDS, -1)])
         else:
             advantage = grpo_advantage(rewards.sum(1), owner).view(SEEDS, -1)
         score = one_hot(answer, 4) - policy[:, None]

@@ -242,6 +242,25 @@ def batch_advantage(
     return torch.where(_differs(rewards, index), centred * (variance + epsilon).rsqrt(), 0.0)
 
 
+def whiten(
+    values: Float[Tensor, "n"],
+    *,
+    lengths: Float[Tensor, "n"] | None = None,
+    epsilon: float = EPSILON,
+) -> Float[Tensor, "n"]:
+    """Return `(value - mean) / (deviation + epsilon)` with the mean and deviation of all values.
+
+    `lengths` are weights in both. The deviation has the divisor n - 1, where n is the sum of the
+    weights. Where all values are equal, the result is 0.
+    """
+    weight = torch.ones_like(values) if lengths is None else lengths
+    total = weight.sum()
+    centred = values - (weight * values).sum() / total.clamp(min=1)
+    variance = (weight * centred.square()).sum() / (total - 1).clamp(min=1)
+    whole = torch.zeros_like(values, dtype=torch.long)
+    return torch.where(_differs(values, whole), centred / (variance.sqrt() + epsilon), 0.0)
+
+
 def reward_to_go(
     rewards: Float[Tensor, "turns"], *, discount: float = 1.0
 ) -> Float[Tensor, "turns"]:

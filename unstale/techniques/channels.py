@@ -101,7 +101,7 @@ class Channels:
             lengths = torch.tensor([_num_sampled(item) for item in items]).double()
         advantage = channel_advantages(rewards, owner, weight)
         if self._options.whiten != "none":
-            advantage = whiten(advantage, lengths)
+            advantage = whiten_nonzero(advantage, lengths)
         return [
             ScoredTrajectory(conversation, (value,))
             for item, value in zip(items, advantage.tolist(), strict=True)
@@ -158,18 +158,17 @@ def channel_advantages(rewards: Tensor, group: Tensor, weight: Tensor) -> Tensor
     return total
 
 
-def whiten(advantage: Tensor, lengths: Tensor | None = None) -> Tensor:
-    """Return advantages `[n]` minus their mean, divided by their standard deviation.
+def whiten_nonzero(advantage: Tensor, lengths: Tensor | None = None) -> Tensor:
+    """Return advantages `[n]` normalised over the batch. Those that are 0 stay 0.
 
-    `lengths` `[n]` are weights in both. Advantages that are 0 stay 0.
+    `lengths` `[n]` are weights in the mean and the standard deviation.
     """
     import torch
 
-    weight = torch.ones_like(advantage) if lengths is None else lengths
-    total = weight.sum()
-    centred = advantage - (weight * advantage).sum() / total.clamp(min=1)
-    variance = (weight * centred.square()).sum() / (total - 1).clamp(min=1)
-    return torch.where(advantage == 0, 0.0, centred / (variance.sqrt() + EPSILON))
+    from unstale.algorithms.advantages import whiten
+
+    whitened = whiten(advantage, lengths=lengths, epsilon=EPSILON)
+    return torch.where(advantage == 0, 0.0, whitened)
 
 
 def _num_sampled(item: Trajectory) -> int:
