@@ -13,6 +13,7 @@ import torch
 
 from unstale.algorithms.advantages import ESTIMATORS
 from unstale.cluster import components
+from unstale.cluster.engine_host_weights import WeightPosts
 from unstale.cluster.env_hosts import remote_workers
 from unstale.cluster.gpus import gpu_memory_utilization, run_gpus
 from unstale.cluster.ranked_trainer import RankedAuditor, RankedCheckpoints, RankedTrainer
@@ -54,11 +55,12 @@ from unstale.old_logps import OldLogps
 from unstale.old_logps.scoring.local_scorer import LocalScorer, delta_store
 from unstale.old_logps.scoring.scorer import Scorer
 from unstale.records import Batch, Failure, Group, PendingPiece, ScoredTrajectory, Task
+from unstale.rollout import Evaluation
 from unstale.rollout.episode import Rollout
 from unstale.rollout.evaluation import evaluate
 from unstale.rollout.generator import Generator
 from unstale.rollout.seeds import derive_seed
-from unstale.rollout.selection import Selection, make_pool, read_texts
+from unstale.rollout.selection import Selection, make_pool, read_texts, require_repeats
 from unstale.rollout.staleness_queue import PendingPieces, StalenessQueue
 from unstale.techniques import NO_TECHNIQUES, Techniques
 from unstale.trainer.auditor import Auditor
@@ -145,6 +147,7 @@ def build_sampler(
         pool = make_pool(taskset, config.seed, config.selection.pool)
         if any("texts" in entry.requires for entry in chosen(config.techniques)):
             read_texts(taskset, pool)
+    require_repeats(config, taskset)
     held_out_tasks(taskset, config.eval.tasks)
     if config.task.isolate == "ray":
         components.connect_run(config)
@@ -234,50 +237,28 @@ def build(
         outputs, journal=journal, decode=lambda tokens: str(policy.tokenizer.decode(tokens))
     )
     if config.audit.record:
-        if isinstance(machine.auditor, RankedAuditor):
-            machine.auditor.record(folder / RECORDED)
-        else:
-            machine.auditor.recording = Recording(folder / RECORDED, base=policy.base)
-    dtype = policy.travel_dtype(DTYPES[config.engine.dtype])
-    posted = policy.dtype if machine.ranks else dtype
-    posts = components.make_posts(config.cluster, checkpoints.weights, posted)
+        _record(machine, folder)
+    posts = components.make_posts(
+        config.cluster,
+        checkpoints.weights,
+        policy.dtype if machine.ranks else _travel_dtype(config, policy),
+    )
     weights = posts.at if posts else checkpoints.weights
     recovery = Recovery(weights, config.engine.restarts, recorder.event)
     engine = supervise(machine.generator.engine, recovery)
     components.report_events(engine, recorder.event)
     generator = replace(machine.generator, engine=engine)
 
-    make_rollout = build_rollout(config, taskset, on_event=recorder.event)
-    rollout = _training_rollout(
-        partial(make_rollout, generator, taskset, config.rollout),
-        _Listeners(old, pending, piece_arrived, recorder),
-        life,
+    make_rollout = partial(
+        build_rollout(config, taskset, on_event=recorder.event),
+        generator,
+        taskset,
+        config.rollout,
     )
-    held_out = held_out_tasks(taskset, config.eval.tasks)
-    evaluation = None
-    if held_out:
-        evaluation_rollout = make_rollout(
-            generator,
-            taskset,
-            config.rollout,
-            on_failure=recorder.failure,
-            on_blocked=recorder.blocked,
-        )
-        evaluation = partial(evaluate, evaluation_rollout, held_out, seed=config.seed)
+    rollout = _training_rollout(
+        make_rollout, _Listeners(old, pending, piece_arrived, recorder), life
+    )
     identify = partial(task_identity, taskset)
-    publisher: Publisher
-    if isinstance(machine.trainer, RankedTrainer):
-        publisher = RankedPublisher(engine, machine.trainer, dtype=dtype, posts=posts)
-    else:
-        publisher = DirectPublisher(
-            engine,
-            dtype=dtype,
-            store=delta_store(machine.scorer) if shares_deltas(config) else None,
-            put=checkpoints.write_version,
-            post=posts.post if posts else None,
-            in_place=config.engine.transfer == "nccl" and not config.trainer.lora_rank,
-            packed=config.engine.quantise if packs_weights(config) else "none",
-        )
     selection = Selection(
         config,
         taskset,
@@ -292,7 +273,7 @@ def build(
         requests=selection.requests(),
         engine=engine,
         rollout=rollout,
-        evaluation=evaluation,
+        evaluation=_evaluation(config, taskset, make_rollout, recorder),
         queue=build_queue(config.schedule, life),
         pending=pending,
         advantage=partial(
@@ -304,7 +285,7 @@ def build(
         old_logps=old,
         auditor=machine.auditor,
         trainer=machine.trainer,
-        publisher=publisher,
+        publisher=_publisher(config, machine, engine, checkpoints, posts),
         journal=journal,
         checkpoints=checkpoints,
         log=recorder,
@@ -315,6 +296,52 @@ def build(
         more=partial(selection.more, resize=journal.resize),
         replayed=partial(_replayed, machine.techniques, config.seed, identify),
         max_replay_age=machine.techniques.max_replay_age,
+    )
+
+
+def _record(machine: Components, folder: Path) -> None:
+    """Let the auditor record batches and weights in the run folder."""
+    if isinstance(machine.auditor, RankedAuditor):
+        machine.auditor.record(folder / RECORDED)
+    else:
+        machine.auditor.recording = Recording(folder / RECORDED, base=machine.policy.base)
+
+
+def _travel_dtype(config: RunConfig, policy: Policy) -> torch.dtype:
+    """Return the precision in which weights are sent to the engines."""
+    return policy.travel_dtype(DTYPES[config.engine.dtype])
+
+
+def _evaluation(
+    config: RunConfig, taskset: Taskset, make_rollout: Callable[..., Rollout], recorder: Recorder
+) -> Evaluation | None:
+    """Return a function that measures success on the held-out tasks. None if there are none."""
+    held_out = held_out_tasks(taskset, config.eval.tasks)
+    if not held_out:
+        return None
+    rollout = make_rollout(on_failure=recorder.failure, on_blocked=recorder.blocked)
+    return partial(evaluate, rollout, held_out, seed=config.seed)
+
+
+def _publisher(
+    config: RunConfig,
+    machine: Components,
+    engine: EnginePool,
+    checkpoints: Checkpoints,
+    posts: WeightPosts | None,
+) -> Publisher:
+    """Return the object that sends each version of the weights to the engines."""
+    dtype = _travel_dtype(config, machine.policy)
+    if isinstance(machine.trainer, RankedTrainer):
+        return RankedPublisher(engine, machine.trainer, dtype=dtype, posts=posts)
+    return DirectPublisher(
+        engine,
+        dtype=dtype,
+        store=delta_store(machine.scorer) if shares_deltas(config) else None,
+        put=checkpoints.write_version,
+        post=posts.post if posts else None,
+        in_place=config.engine.transfer == "nccl" and not config.trainer.lora_rank,
+        packed=config.engine.quantise if packs_weights(config) else "none",
     )
 
 

@@ -16,6 +16,7 @@ from unstale.build import build_old_logps
 from unstale.config import CorrectionConfig, OldLogpsConfig, RunConfig, TrainerConfig
 from unstale.config.checks import ConfigError
 from unstale.config.options import override
+from unstale.envs import ListedTasks
 from unstale.old_logps.scoring.local_scorer import LocalScorer
 from unstale.records import (
     Batch,
@@ -30,6 +31,7 @@ from unstale.records import (
     collate,
     concatenate,
 )
+from unstale.rollout.selection import require_repeats
 from unstale.rollout.staleness_queue import StalenessError, measure_replay, measure_staleness
 from unstale.techniques import FreshGroup, Techniques
 from unstale.techniques.replay import Replay, ReplayConfig
@@ -360,12 +362,33 @@ def test_replayed_tokens_have_their_own_bound() -> None:
         ({"replay.fresh_share": 0.9, "schedule.groups_per_step": 4}, "must be at most 0.8"),
         ({"replay.fresh_share": 0.0}, "must be between 0.01 and 1"),
         ({"trainer.routing_replay": True}, "needs trainer.routing_replay = false"),
-        ({"replay.rule": "failed"}, "replay.rule = failed needs selection.pool > 0, got 0"),
     ],
 )
 def test_a_wrong_choice_is_refused_with_what_to_do(values: dict, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         override(RunConfig(recipe="mine"), {"techniques": "replay", **values})
+
+
+def test_the_rule_failed_needs_tasks_that_come_again() -> None:
+    """A run of 3 steps takes 6 tasks: of a list of 5 one comes again, of a list of 6 none."""
+    schedule = {"schedule.groups_per_step": 2, "steps": 3, "techniques": "replay"}
+    config = override(RunConfig(recipe="mine"), {**schedule, "replay.rule": "failed"})
+    require_repeats(config, listed(5))
+    require_repeats(override(config, {"selection.pool": 6}), listed(6))
+    require_repeats(override(config, {"replay.rule": "uniform"}), listed(6))
+    with pytest.raises(
+        ConfigError,
+        match=r"replay.rule = failed needs tasks that come again, but the first 6 .* of listed are "
+        r"all different. Set --selection.pool",
+    ):
+        require_repeats(config, listed(6))
+
+
+def listed(size: int) -> ListedTasks:
+    """Return a task set with a list of training tasks that repeats."""
+    tasks = ListedTasks()
+    tasks.name, tasks.data = "listed", {"train": range(size), "held_out": ()}
+    return tasks
 
 
 SEEDS, TASKS, GROUPS, SIZE = 20, 16, 2, 4

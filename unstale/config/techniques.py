@@ -99,6 +99,10 @@ class Entry:
     evidence: Evidence = "code"
     check: Callable[[Any, "RunConfig"], None] = lambda options, config: None
     """Raises `ConfigError` if the technique with some options does not fit a configuration."""
+    needs_repeats: Callable[[Any], str] = lambda options: ""
+    """Returns the option by which the technique needs tasks that come again within a run, in a pool
+    or in a list that repeats. Empty if it does not.
+    """
 
     @property
     def formula(self) -> str:

@@ -19,6 +19,7 @@ from random import Random
 from typing import TYPE_CHECKING
 
 from unstale.config import ConfigError, RunConfig
+from unstale.config.techniques import chosen
 from unstale.envs import Taskset, task_identity, task_text
 from unstale.records import Failure, Group, GroupRequest, Task, Trajectory
 from unstale.rollout.seeds import derive_seed
@@ -32,6 +33,10 @@ if TYPE_CHECKING:
 MAX_SKIPPED = 100_000
 """Number of skipped tasks in a row at which the run stops. No usable task is then assumed to be
 left. A task is skipped if its episodes failed or were refused before.
+"""
+MAX_COMPARED = 100_000
+"""Largest number of training tasks among which a task that comes again is searched. This takes
+about 0.1 s.
 """
 
 
@@ -76,6 +81,25 @@ def make_pool(taskset: Taskset, seed: int, size: int) -> dict[str, tuple[int, Ta
             f"first {size} of {taskset.name}; got {size}"
         )
     return pool
+
+
+def require_repeats(config: RunConfig, taskset: Taskset) -> None:
+    """Raise `ConfigError` if a technique needs tasks that come again, and none does in this run."""
+    options = config.technique_options
+    names = [each.needs_repeats(options[each.name]) for each in chosen(config.techniques)]
+    if config.selection.pool or not any(names):
+        return
+    seen: set[str] = set()
+    planned = config.steps * config.schedule.groups_per_step
+    for task in islice(taskset.train(config.seed), min(planned, MAX_COMPARED)):
+        if (name := task_identity(taskset, task)) in seen:
+            return
+        seen.add(name)
+    raise ConfigError(
+        f"{' and '.join(filter(None, names))} needs tasks that come again, but the first "
+        f"{len(seen)} training tasks of {taskset.name} are all different. Set --selection.pool to "
+        "a number of tasks"
+    )
 
 
 def read_texts(taskset: Taskset, pool: Mapping[str, tuple[int, Task]]) -> dict[str, str]:

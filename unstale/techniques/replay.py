@@ -40,7 +40,7 @@ class ReplayConfig(Section):
     """Largest age of a replayed token, in versions. It must be larger than the staleness bound."""
     rule: Literal["uniform", "failed"] = "uniform"
     """Which stored groups join a batch: random ones, or those of the tasks whose fresh groups have
-    no success. `failed` needs `selection.pool`.
+    no success. `failed` needs tasks that come again: a list that repeats, or `selection.pool`.
     """
     episodes: Literal["all", "successes"] = "all"
     """Which episodes of a stored group are trained on again."""
@@ -216,17 +216,15 @@ def _check(options: ReplayConfig, config: RunConfig) -> None:
             f"replay.fresh_share must be at most {groups / (groups + 1):.4g} for {groups} groups "
             f"per step, got {options.fresh_share:g}: no stored group could join them"
         )
-    if options.rule == "failed" and not config.selection.pool:
-        raise ConfigError(
-            "replay.rule = failed needs selection.pool > 0, got 0: it replays the stored group of "
-            "a task that comes again. Set --selection.pool to the number of tasks, or "
-            "--replay.rule uniform"
-        )
     if config.trainer.routing_replay:
         raise ConfigError(
             "the technique replay needs trainer.routing_replay = false: the experts of a stored "
             "group are not kept"
         )
+
+
+def _needs_repeats(options: ReplayConfig) -> str:
+    return "replay.rule = failed" if options.rule == "failed" else ""
 
 
 _MEASURED = """
@@ -260,11 +258,12 @@ ENTRY = Entry(
     describe=_describe,
     use="Episodes are expensive, many fresh groups have equal rewards, and the policy moves little "
     "within `max_age`, so that few replayed tokens are clipped (`replay/clip_share`). The rule "
-    "`failed` needs tasks that come again (`selection.pool`) while their groups are stored.",
+    "`failed` needs tasks that come again while their groups are stored.",
     measured=_MEASURED,
     exactness="The fresh groups and their staleness bound do not change. Replayed tokens have an "
     "age bound of their own. Their D is that of their first training, and S is pi now over pi_v, "
     "exact where the route was exact then. Groups whose advantages are all 0 are not stored, and "
     "`failed` chooses groups by their rewards, so the weights of tasks change.",
     check=_check,
+    needs_repeats=_needs_repeats,
 )
