@@ -4,11 +4,11 @@ python -m tools.options_page
 """
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import MISSING, fields
 from pathlib import Path
 
-from unstale.config.checks import option_types
+from unstale.config.checks import Section, option_types
 from unstale.config.options import Option, field_docs, options, sections
 from unstale.config.routes import routes
 from unstale.envs.registry import shipped_envs
@@ -64,15 +64,24 @@ def _row(option: Option) -> str:
 
 
 def _only(option: Option) -> str:
-    """Return which routes or environments read an option, if not all do."""
+    """Return which routes or environments read an option, if not all do.
+
+    The help of an option that sections share does not have the values of one of them.
+    """
+    if not issubclass(option.owner, Section):
+        shared = sections()[option.section].readers(option.field)
+        return _sentence(shared) if shared else ""
     declared: dict[str, dict[str, type]] = {
         "task": {name: spec.options for name, spec in shipped_envs().items()},
         "old_logps": dict(routes()),
     }
     classes = declared.get(option.section, {})
     readers = [name for name, cls in classes.items() if option.field in option_types(cls)]
-    is_limited = len(readers) < len(classes)
-    return f" Only for {', '.join(f'`{name}`' for name in readers)}." if is_limited else ""
+    return _sentence(readers) if len(readers) < len(classes) else ""
+
+
+def _sentence(readers: Sequence[str]) -> str:
+    return f" Only for {', '.join(f'`{name}`' for name in readers)}."
 
 
 def _values(option: Option) -> str:

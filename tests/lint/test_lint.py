@@ -330,6 +330,16 @@ WARNED = [
         "--techniques replay --replay.rule failed --selection.pool 256",
         "replay.rule is failed, and a task comes again after 16 steps",
     ),
+    ("--techniques novelty --novelty.success_at 2", "novelty.success_at is 2"),
+    (
+        "--techniques 'bins bin_sizes baseline' --selection.pool 64 --bins.success_at 3 "
+        "--bin_sizes.success_at 2",
+        "bins.success_at is 3, bin_sizes.success_at is 2",
+    ),
+    (
+        "--techniques 'bins baseline' --selection.pool 64 --baseline.reward_max 0.5",
+        "bins.success_at is 1",
+    ),
 ]
 
 

@@ -29,7 +29,7 @@ def visits(text: str, task: str = "a") -> list[Outcome]:
 
 
 def test_a_task_is_in_the_bin_of_its_share_of_solved_groups() -> None:
-    bins = Bins(bins=4, visits=4)
+    bins = Bins(BinsConfig(bins=4, visits=4, margin=0.0))
     found = []
     for each in visits("-+++++--"):
         bins.observe([each])
@@ -42,7 +42,7 @@ def test_a_task_is_in_the_bin_of_its_share_of_solved_groups() -> None:
 
 def test_a_task_changes_its_bin_only_beyond_the_margin() -> None:
     """Shares of 10 visits around the border 1/2: 0.5 is within 0.15 of it, 0.7 is beyond."""
-    bins = Bins(bins=2, visits=10, margin=0.15)
+    bins = Bins(BinsConfig(bins=2, visits=10, margin=0.15))
     bins.observe(visits("-----+++++"))
     assert bins.find("a") == 0
     bins.observe(visits("++"))

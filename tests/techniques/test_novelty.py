@@ -53,7 +53,7 @@ def test_others_keep_their_advantage() -> None:
     """Wrong ones, right ones with a negative or no advantage, and those of equal likelihood."""
     score = [-3.0, -1.0]
     assert shaped(batch_of([1.0, -1.0], [0.5, 0], group_size=2), score) == [1.0, -1.0]
-    assert shaped(batch_of([1.0, -1.0], [0.5, 0], group_size=2), score, correct_at=0.5) == [1.5, -1]
+    assert shaped(batch_of([1.0, -1.0], [0.5, 0], group_size=2), score, success_at=0.5) == [1.5, -1]
     assert shaped(batch_of([-1.0, 1.0], [1, 1], group_size=2), score) == [-1.0, 1.0]
     assert shaped(batch_of([0.0, 0.0], [1, 1], group_size=2), score) == [0.0, 0.0]
     assert shaped(batch_of([1.0, -1.0], [1, 0], group_size=2), [-2.0, -2.0]) == [1.0, -1.0]

@@ -18,6 +18,7 @@ from unstale.config.checks import (
     ConfigError,
     JsonObject,
     OneOf,
+    Section,
     nearest,
     option_types,
 )
@@ -157,11 +158,20 @@ def _options(registered: tuple[Any, ...]) -> dict[str, Option]:
     options: dict[str, Option] = {}
     for section, cls in sections().items():
         for each in cls.classes():
-            for field, kind in option_types(each).items():
+            for field, kind in _own_first(each):
                 if not is_dataclass(kind) and field != TECHNIQUE_OPTIONS:
                     option = Option(section, field, kind, _owner(each, field))
                     options.setdefault(option.name, option)
     return options
+
+
+def _own_first(section: Any) -> list[tuple[str, Any]]:
+    """Return the options of a section with their types. Those that sections share come last."""
+
+    def is_shared(item: tuple[str, Any]) -> bool:
+        return not issubclass(_owner(section, item[0]), Section)
+
+    return sorted(option_types(section).items(), key=is_shared)
 
 
 def _owner(section: type, field: str) -> type:

@@ -97,6 +97,11 @@ class TaskConfig(Section):
         if type(self) is not expected:
             raise ConfigError(f"the options of task.env {self.env!r} are a {expected.__name__}")
 
+    @property
+    def largest_reward(self) -> float | None:
+        """The largest reward of an episode. None if only the environment's code has it."""
+        return None
+
     @classmethod
     def classes(cls) -> "Sequence[type[TaskConfig]]":
         """Return `TaskConfig` and its subclasses with the options of shipped environments."""

@@ -56,6 +56,10 @@ class DatasetConfig(DraftEditConfig):
     split: str = "train"
     """Name of the split of a data set on the hub."""
 
+    @property
+    def largest_reward(self) -> float | None:
+        return 1.0 if self.reward.startswith("unstale.rewards:") else None
+
 
 class DatasetTasks(ListedTasks):
     """A task set of rows. Rows with equal prompts are all in training or all held out.

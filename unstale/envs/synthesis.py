@@ -143,6 +143,10 @@ class SynthesisConfig(DraftEditConfig):
     highest_rate: Share = 0.99
     """Largest pass rate of a training task, if they are measured."""
 
+    @property
+    def largest_reward(self) -> float:
+        return 1.0
+
     def check_combination(self) -> None:
         super(SynthesisConfig, self).check_combination()
         unknown = [topic for topic in self.topics.split() if topic not in TEMPLATES]

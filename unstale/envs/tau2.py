@@ -24,6 +24,10 @@ class Tau2Config(SimulatedUserConfig):
     eval_split: Literal["test", "train"] = "test"
     """The split of tau2 for evaluation. `train` measures success on the tasks of training."""
 
+    @property
+    def largest_reward(self) -> float:
+        return 1.0
+
     def check_combination(self) -> None:
         super(Tau2Config, self).check_combination()
         if self.user and "@" in self.env:

@@ -31,6 +31,10 @@ class VitaConfig(SimulatedUserConfig):
     language: Literal["english", "chinese"] = "english"
     """Language of the tasks, of the tools and of the user."""
 
+    @property
+    def largest_reward(self) -> float:
+        return 1.0
+
     def check_combination(self) -> None:
         super(VitaConfig, self).check_combination()
         check_url("task.judge", self.judge)

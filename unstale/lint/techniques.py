@@ -1,5 +1,6 @@
 """The linter's rules for techniques (`unstale techniques`), and its fact about their order."""
 
+import math
 from collections.abc import Mapping, Sequence
 
 from unstale.config import RunConfig
@@ -218,6 +219,32 @@ def too_old_when_tasks_return(config: RunConfig) -> Finding | None:
     )
 
 
+def unreachable_success(config: RunConfig) -> Finding | None:
+    """Warn of a `success_at` above the largest reward of an episode, if that is known."""
+    baseline = config.technique_options.get("baseline")
+    known = [config.task.largest_reward]
+    if getattr(baseline, "centre", "") in ("prior", "shrink"):
+        known.append(getattr(baseline, "reward_max", None))  # above it, the run stops
+    largest = min((each for each in known if each is not None), default=math.inf)
+    changed = any(each.slot == "reward" for each in chosen(config.techniques))
+    above = {}
+    for name, options in config.technique_options.items():
+        success_at: float | None = getattr(options, "success_at", None)
+        is_of_terms = name == "novelty" and changed  # it sees rewards with the terms of techniques
+        if success_at is not None and success_at > largest and not is_of_terms:
+            above[name] = success_at
+    if not above:
+        return None
+    return Finding(
+        ", ".join(f"{name}.success_at is {value:g}" for name, value in above.items()),
+        f"the largest reward of an episode is {largest:g}, so there is no success",
+        (
+            {f"{name}.success_at": float(largest) for name in above},
+            without(config, *above),
+        ),
+    )
+
+
 def without(config: RunConfig, *names: str) -> Fix:
     """Return the option by which a run has all its techniques but some."""
     kept = [entry.name for entry in chosen(config.techniques) if entry.name not in names]
@@ -236,4 +263,5 @@ WARNINGS: Sequence[Rule] = (
     unlearned_limits,
     picked_after_allocation,
     too_old_when_tasks_return,
+    unreachable_success,
 )

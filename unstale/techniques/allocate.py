@@ -40,7 +40,7 @@ from unstale.techniques.budget import (
     segments,
     v0_utility,
 )
-from unstale.techniques.success import SuccessTracker
+from unstale.techniques.success import RateOptions, SuccessShare, SuccessTracker
 
 if TYPE_CHECKING:
     from unstale.config import RunConfig
@@ -65,7 +65,7 @@ _READ_BY = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AllocateConfig(Section):
+class AllocateConfig(Section, RateOptions, SuccessShare):
     """More episodes for tasks that need them (DARS, XRPO, V0, V0.5, Rollout-GDRO)."""
 
     selector: ClassVar[str] = "gain"
@@ -95,18 +95,6 @@ class AllocateConfig(Section):
     """
     cost: NonNegative = 0.0039
     """Only for `v05_risk`: the cost of an episode, as a squared error of rewards in [-1, 1]."""
-    prior: Positive = 1.0
-    """Only for `v0`, `sqrt_law` and `v05_risk`: successes and failures that each task has before
-    its first visit.
-    """
-    decay: Annotated[float, Range(above=0, high=1)] = 0.98
-    """Only for `v0`, `sqrt_law` and `v05_risk`: share of the counts that is left after each
-    batch.
-    """
-    success_at: float | None = None
-    """Not for `interval`: reward from which on an episode is a success. None: the reward itself,
-    between 0 and 1.
-    """
 
     def check_combination(self) -> None:
         if self.gain in _BEFORE and not self.min <= self.mean <= self.max:

@@ -25,13 +25,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from unstale.config.checks import ConfigError, NonNegative, Positive, Range, Section
+from unstale.config.checks import ConfigError, NonNegative, Section
 from unstale.config.techniques import Entry, chosen
 from unstale.records import Group, ScoredTrajectory
 from unstale.techniques import CreditContext, Outcome
-from unstale.techniques.success import SuccessTracker
+from unstale.techniques.success import SuccessTracker, VisitOptions
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -52,7 +52,7 @@ EPSILON = 1e-6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BaselineConfig(Section):
+class BaselineConfig(Section, VisitOptions):
     """The baseline and the scale of the advantages of a group (MC-GRPO, MSSR, V0.5)."""
 
     selector: ClassVar[str] = "centre"
@@ -74,16 +74,6 @@ class BaselineConfig(Section):
     """Only for `prior` and `shrink`: the smallest reward of an episode."""
     reward_max: float = 1.0
     """Only for `prior` and `shrink`: the largest reward of an episode."""
-    prior: Positive = 1.0
-    """Only for `prior` and `shrink`: successes and failures of a task before its first visit."""
-    decay: Annotated[float, Range(above=0, high=1)] = 0.98
-    """Only for `prior` and `shrink`: share of the counts that is left after each batch."""
-    keep: Annotated[float, Range(above=0, high=1)] = 1.0
-    """Only for `prior` and `shrink`: share of the earlier counts that is left at each visit."""
-    discount_prior: bool = False
-    """Only for `prior` and `shrink`: let `keep` act on the prior, too. MSSR does so with keep
-    between 0.875 and 0.96 and prior 4.
-    """
 
     def check_combination(self) -> None:
         if self.reward_min >= self.reward_max:
@@ -108,10 +98,12 @@ class Baseline:
         """Return the trajectories with advantages. Raises ValueError for a reward that is NaN."""
         import torch
 
+        from unstale.algorithms.advantages import whiten
+
         owners = [group for group in groups if group.trajectories]
         values = [self._of_group(group, context) for group in owners]
         if self.options.scale == "batch" and values:
-            whole = _whiten(torch.cat(values))
+            whole = whiten(torch.cat(values))
             values = list(whole.split([len(each) for each in values]))
         return [
             ScoredTrajectory(conversation, (value,))
@@ -247,12 +239,6 @@ def shrink(mean: Tensor, value: Tensor, variance: float) -> Tensor:
 def _median(values: Tensor) -> Tensor:
     """Return the median over the last dimension, `[..., 1]`: of two middle values their mean."""
     return values.quantile(0.5, dim=-1, keepdim=True)
-
-
-def _whiten(values: Tensor) -> Tensor:
-    if len(values) < 2 or (values == values[0]).all():
-        return values - values.mean()
-    return (values - values.mean()) / (values.std() + EPSILON)
 
 
 def _rewards(group: Group) -> Tensor:

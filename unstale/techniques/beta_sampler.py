@@ -12,16 +12,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from random import Random
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from unstale.config.checks import NonNegative, Positive, Range, Section
+from unstale.config.checks import NonNegative, Section
 from unstale.config.techniques import Entry
 from unstale.techniques import Draw, DrawContext, Outcome
-from unstale.techniques.success import SuccessTracker
+from unstale.techniques.success import SuccessShare, SuccessTracker, VisitOptions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BetaSamplerConfig(Section):
+class BetaSamplerConfig(Section, VisitOptions, SuccessShare):
     """The next task is one whose success rate is likely to be in the middle (VADE, MSSR)."""
 
     solved: NonNegative = 1.0
@@ -32,19 +32,6 @@ class BetaSamplerConfig(Section):
     """The rate p of a task is drawn from its Beta distribution, or is the mean of it."""
     pick: Literal["best", "proportional"] = "best"
     """Take the candidate with the largest score, or draw one with the scores as weights."""
-    prior: Positive = 1.0
-    """Successes and failures that each task has before its first visit."""
-    decay: Annotated[float, Range(above=0, high=1)] = 0.98
-    """Share of the counts that is left after each batch. Tasks without visits return to the
-    prior.
-    """
-    keep: Annotated[float, Range(above=0, high=1)] = 1.0
-    """Share of the earlier counts that is left at each visit of the task."""
-    discount_prior: bool = False
-    """Let `keep` act on the prior, too. MSSR does so with keep between 0.875 and 0.96 and prior 4.
-    """
-    success_at: float | None = None
-    """Reward from which on an episode is a success. None: the reward itself, between 0 and 1."""
 
 
 class BetaSampler:

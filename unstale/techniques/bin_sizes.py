@@ -16,23 +16,15 @@ from __future__ import annotations
 from collections import Counter, defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from unstale.config.checks import (
-    ConfigError,
-    NonNegative,
-    Positive,
-    PositiveInt,
-    Range,
-    Section,
-    Share,
-)
+from unstale.config.checks import ConfigError, NonNegative, Positive, PositiveInt, Section, Share
 from unstale.config.techniques import Entry, require_sequences
 from unstale.techniques import GroupSoFar, Outcome
-from unstale.techniques.difficulty import FIXED_BINS, Bins, spread_of
+from unstale.techniques.difficulty import FIXED_BINS, BinOptions, Bins, spread_of
 
 if TYPE_CHECKING:
     from unstale.config import RunConfig
@@ -41,20 +33,12 @@ _READ_BY = {"beta": ("sqrt",), "rate": ("weights",), "mu_rate": ("weights",)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BinSizesConfig(Section):
+class BinSizesConfig(Section, BinOptions):
     """A number of episodes for each bin of tasks, with an exact mean (Rollout-GDRO)."""
 
     selector: ClassVar[str] = "rule"
     read_by: ClassVar[Mapping[str, Sequence[str]]] = _READ_BY
 
-    bins: Annotated[int, Range(2, 100)] = 10
-    """Number of bins of equal width. The first one has the hardest tasks."""
-    visits: PositiveInt = 10
-    """Number of last groups of a task from which its difficulty is computed."""
-    margin: Share = 0.02
-    """A task changes its bin only if it is farther than this beyond the border of its bin."""
-    success_at: float = 1.0
-    """Reward from which on an episode is a success."""
     rule: Literal["sqrt", "weights"] = "sqrt"
     """How the sizes are chosen."""
     min: PositiveInt = 4
@@ -85,12 +69,7 @@ class BinSizes:
 
     def __init__(self, options: BinSizesConfig) -> None:
         self._options = options
-        self._bins = Bins(
-            bins=options.bins,
-            visits=options.visits,
-            margin=options.margin,
-            success_at=options.success_at,
-        )
+        self._bins = Bins(options)
         self._recent: deque[int] = deque(maxlen=options.window)
         """The bins of the last groups."""
         self._variances: dict[int, float] = {}

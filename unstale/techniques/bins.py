@@ -14,27 +14,19 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import exp
-from typing import Annotated, Any
+from typing import Any
 
-from unstale.config.checks import NonNegative, Positive, PositiveInt, Range, Section, Share
+from unstale.config.checks import NonNegative, Positive, Section, Share
 from unstale.config.techniques import Entry
 from unstale.records import Group, ScoredTrajectory
 from unstale.techniques import CreditContext, Outcome
-from unstale.techniques.difficulty import FIXED_BINS, Bins
+from unstale.techniques.difficulty import FIXED_BINS, BinOptions, Bins
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BinsConfig(Section):
+class BinsConfig(Section, BinOptions):
     """Larger advantages in the bins of tasks with the highest loss (Prompt-GDRO)."""
 
-    bins: Annotated[int, Range(2, 100)] = 10
-    """Number of bins of equal width. The first one has the hardest tasks."""
-    visits: PositiveInt = 10
-    """Number of last groups of a task from which its difficulty is computed."""
-    margin: Share = 0.02
-    """A task changes its bin only if it is farther than this beyond the border of its bin."""
-    success_at: float = 1.0
-    """Reward from which on an episode is a success."""
     eta: NonNegative = 1.0
     """Coefficient of the loss in the exponent of the weight."""
     beta: Share = 0.1
@@ -54,12 +46,7 @@ class BinWeights:
 
     def __init__(self, options: BinsConfig) -> None:
         self._options = options
-        self._bins = Bins(
-            bins=options.bins,
-            visits=options.visits,
-            margin=options.margin,
-            success_at=options.success_at,
-        )
+        self._bins = Bins(options)
         self._losses: dict[int, float] = {}
 
     def weight(self, task: str) -> float:

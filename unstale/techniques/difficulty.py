@@ -4,12 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
+from unstale.config.checks import PositiveInt, Range, Share
 from unstale.techniques import Outcome
+from unstale.techniques.success import SuccessThreshold
 
 FIXED_BINS = "the checkpoint has the bin of each task"
 """The reason why the number of bins cannot change in a resumed run."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BinOptions(SuccessThreshold):
+    """The options of techniques with bins of tasks."""
+
+    __slots__ = ()
+
+    bins: Annotated[int, Range(2, 100)] = 10
+    """Number of bins of equal width. The first one has the hardest tasks."""
+    visits: PositiveInt = 10
+    """Number of last groups of a task from which its difficulty is computed."""
+    margin: Share = 0.02
+    """A task changes its bin only if it is farther than this beyond the border of its bin."""
 
 
 @dataclass(slots=True)
@@ -22,14 +38,12 @@ class _Task:
 class Bins:
     """The bin of each task, by the share of its last groups that had at least one success."""
 
-    def __init__(
-        self, *, bins: int, visits: int = 10, margin: float = 0.0, success_at: float = 1.0
-    ) -> None:
-        """Create bins without tasks. docs/techniques.md has the meaning of the options."""
-        self._num = bins
-        self._visits = visits
-        self._margin = margin
-        self._success_at = success_at
+    def __init__(self, options: BinOptions) -> None:
+        """Create bins without tasks."""
+        self._num = options.bins
+        self._visits = options.visits
+        self._margin = options.margin
+        self._success_at = options.success_at
         self._tasks: dict[str, _Task] = {}
 
     def find(self, task: str) -> int | None:

@@ -1,10 +1,10 @@
 """`novelty`: larger advantages for correct replies that are unlikely.
 
-The advantage A of a correct sequence i becomes A + min(max(scale (1 - eta_i), 0), cap A), with
-eta_i = exp(s_i - mean s). s is the mean of log pi over the sampled tokens of a sequence, under the
-current policy, and `mean s` its mean over the sequences of the task. So a sequence below the mean
-gets more, up to (1 + cap) A, and the others keep their advantage. From XRPO, without its allocation
-of episodes and its exemplars.
+A sequence is correct if its reward is at least `success_at`. The advantage A of a correct sequence
+i becomes A + min(max(scale (1 - eta_i), 0), cap A), with eta_i = exp(s_i - mean s). s is the mean
+of log pi over the sampled tokens of a sequence, under the current policy, and `mean s` its mean
+over the sequences of the task. So a sequence below the mean gets more, up to (1 + cap) A, and the
+others keep their advantage. From XRPO, without its allocation of episodes and its exemplars.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from unstale.config.checks import NonNegative, Section
 from unstale.config.techniques import Entry
 from unstale.techniques import Shaped, Signals
 from unstale.techniques.sequences import group_of, mean_of
+from unstale.techniques.success import SuccessThreshold
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -24,15 +25,13 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NoveltyConfig(Section):
+class NoveltyConfig(Section, SuccessThreshold):
     """Larger advantages for correct replies that are unlikely (XRPO)."""
 
     scale: NonNegative = 2.5
     """Coefficient of the bonus, which is scale (1 - eta) before it is limited."""
     cap: NonNegative = 0.5
     """Largest bonus, as a share of the advantage."""
-    correct_at: float = 1.0
-    """Reward of an episode from which it is correct. The others get no bonus."""
 
 
 class Novelty:
@@ -48,7 +47,7 @@ class Novelty:
         options, advantage = self._options, batch.advantage
         if len(batch.reward) != batch.num_sequences:
             raise ValueError("this batch does not have the reward of each sequence")
-        correct = torch.tensor(batch.reward) >= options.correct_at
+        correct = torch.tensor(batch.reward) >= options.success_at
         eta = relative_likelihood(signals.logp, batch)
         bonus = torch.where(correct, options.scale * (1 - eta).clamp(min=0), 0.0)
         limit = options.cap * advantage.clamp(min=0)
@@ -77,7 +76,7 @@ def relative_likelihood(logp: Tensor, batch: Batch) -> Tensor:
 
 def _describe(options: NoveltyConfig) -> str:
     return (
-        f"advantages A of sequences with a reward of at least {options.correct_at:g} plus "
+        f"advantages A of sequences with a reward of at least {options.success_at:g} plus "
         f"min({options.scale:g} (1 - exp(s - mean s)), {options.cap:g} A), at least 0, where s is "
         "the mean log pi of a sequence; one more forward pass per batch"
     )

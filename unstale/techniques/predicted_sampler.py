@@ -22,11 +22,11 @@ from unstale.config.checks import NonNegative, Positive, PositiveInt, Section, S
 from unstale.config.techniques import Entry
 from unstale.techniques import Draw, DrawContext, Outcome
 from unstale.techniques.forecast import Array, calibrated, embed, fit_calibration, weighted_rates
-from unstale.techniques.success import successes
+from unstale.techniques.success import SuccessShare, successes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PredictedSamplerConfig(Section):
+class PredictedSamplerConfig(Section, SuccessShare):
     """The next task is one whose success rate is forecast near a target (DOTS, V0)."""
 
     alpha: Share = 0.5
@@ -41,8 +41,6 @@ class PredictedSamplerConfig(Section):
     """Number of last groups that are used."""
     calibrate: bool = True
     """Calibrate the forecast by the known results."""
-    success_at: float | None = None
-    """Reward from which on an episode is a success. None: the reward itself, between 0 and 1."""
 
 
 class PredictedSampler:

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from math import ceil
 from typing import TYPE_CHECKING, Annotated, Any
 
-from unstale.config.checks import ConfigError, Positive, PositiveInt, Range, Section
+from unstale.config.checks import ConfigError, PositiveInt, Range, Section
 from unstale.config.techniques import Entry, chosen, require_sequences
 from unstale.techniques import Draw, DrawContext, Outcome
-from unstale.techniques.success import SuccessTracker
+from unstale.techniques.success import RateOptions, SuccessShare, SuccessTracker
 
 if TYPE_CHECKING:
     from unstale.config import RunConfig
@@ -27,7 +27,7 @@ ROUNDING = 1e-9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StagesConfig(Section):
+class StagesConfig(Section, RateOptions, SuccessShare):
     """All tasks first, then larger groups on fewer and fewer hard tasks (DRIVE)."""
 
     steps: PositiveInt = 100
@@ -40,12 +40,8 @@ class StagesConfig(Section):
     """Share of the hard tasks that is left after each pass."""
     least: PositiveInt = 8
     """Smallest number of hard tasks."""
-    prior: Positive = 1.0
-    """Successes and failures that each task has before its first visit."""
     decay: Annotated[float, Range(above=0, high=1)] = 1.0
     """Share of the counts that is left after each batch."""
-    success_at: float | None = None
-    """Reward from which on an episode is a success. None: the reward itself, between 0 and 1."""
 
 
 class Stages:

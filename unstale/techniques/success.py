@@ -4,10 +4,59 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
-from unstale.config.checks import ConfigError
+from unstale.config.checks import ConfigError, Positive, Range
 from unstale.techniques import Outcome
+
+
+@dataclass(frozen=True, kw_only=True)
+class SuccessThreshold:
+    """The option of techniques for which an episode is a success or none."""
+
+    __slots__ = ()
+
+    success_at: float = 1.0
+    """Reward from which on an episode is a success. The default, 1, is for rewards of 0 and 1:
+    where no reward reaches it, there is no success.
+    """
+
+
+@dataclass(frozen=True, kw_only=True)
+class SuccessShare:
+    """The option of techniques for which a reward may be a share of success."""
+
+    __slots__ = ()
+
+    success_at: float | None = None
+    """Reward from which on an episode is a success. None: the reward itself, between 0 and 1."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RateOptions:
+    """The options of techniques that keep the success rate of every task."""
+
+    __slots__ = ()
+
+    prior: Positive = 1.0
+    """Successes and failures that each task has before its first visit."""
+    decay: Annotated[float, Range(above=0, high=1)] = 0.98
+    """Share of the counts that is left after each batch. Tasks without visits return to the
+    prior.
+    """
+
+
+@dataclass(frozen=True, kw_only=True)
+class VisitOptions(RateOptions):
+    """The options of techniques whose success rates also change by visits."""
+
+    __slots__ = ()
+
+    keep: Annotated[float, Range(above=0, high=1)] = 1.0
+    """Share of the earlier counts that is left at each visit of the task."""
+    discount_prior: bool = False
+    """Let `keep` act on the prior, too. MSSR does so with keep between 0.875 and 0.96 and prior 4.
+    """
 
 
 @dataclass(slots=True)
@@ -102,18 +151,23 @@ class SuccessTracker:
 
     def state(self) -> dict[str, Any]:
         """Return the distributions as lists of numbers, in the order of their tasks."""
-        # The keys of older checkpoints, where versions were counted.
         return {
-            "version": self._num_batches,
+            "num_batches": self._num_batches,
             "tasks": list(self._counts),
             "a": [each.a for each in self._counts.values()],
             "b": [each.b for each in self._counts.values()],
-            "versions": [each.num_batches for each in self._counts.values()],
+            "batches": [each.num_batches for each in self._counts.values()],
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        self._num_batches = int(state["version"])
-        rows = zip(state["tasks"], state["a"], state["b"], state["versions"], strict=True)
+        """Replace the distributions. Raises `ConfigError` for the state of another release."""
+        if "num_batches" not in state:
+            raise ConfigError(
+                f"the checkpoint has success rates of the technique {self._name} in the format of "
+                "another release: resume the run with that release, or begin a new run"
+            )
+        self._num_batches = int(state["num_batches"])
+        rows = zip(state["tasks"], state["a"], state["b"], state["batches"], strict=True)
         self._counts = {task: BetaCounts(a, b, int(when)) for task, a, b, when in rows}
 
 

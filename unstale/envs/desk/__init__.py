@@ -145,6 +145,10 @@ class DeskConfig(TaskConfig):
     latency_sigma: NonNegative = 0.5
     """Standard deviation of the logarithm of a tool call's duration."""
 
+    @property
+    def largest_reward(self) -> float:
+        return 1.0
+
 
 def desk_spec(domain: Domain) -> EnvSpec:
     """Return the declaration of a desk as an environment."""
