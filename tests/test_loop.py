@@ -37,6 +37,7 @@ from unstale.config import (
     SelectionConfig,
     TaskConfig,
 )
+from unstale.config.options import override
 from unstale.durability.journal import Journal, trained_episodes
 from unstale.durability.resume import ResumeState, init_run
 from unstale.durability.run_folder import RunLog
@@ -583,6 +584,23 @@ def test_a_task_is_drawn_when_its_group_begins(tmp_path: Path) -> None:
     parts = build(config, machine, Outputs(log, Quiet()), first_state(machine, config, tmp_path))
     run(replace(parts, log=Log(log)))
     assert sampler.known[:8] == [0, 0, 0, 0, 2, 2, 4, 4]
+
+
+@pytest.mark.parametrize("centre", ["probe", "loo"])
+def test_hidden_states_are_read_before_the_advantages_only_if_a_technique_needs_them(
+    tmp_path: Path, centre: str
+) -> None:
+    config = override(configure(steps=3), {"techniques": "baseline", "baseline.centre": centre})
+    machine = toy_machine(
+        config, Numbers(count()), route=lambda scorer, engine: Keeps(snapshots=True)
+    )
+    log = RunLog(tmp_path)
+    parts = build(config, machine, Outputs(log, Quiet()), first_state(machine, config, tmp_path))
+    assert bool(parts.read_states) == (centre == "probe")
+    rows = run(replace(parts, log=Log(log)))
+    for row in rows:
+        passed = row.get("baseline/forward_tokens", 0)
+        assert (0 < passed <= row["trainer/sequence_tokens"]) == (centre == "probe")
 
 
 def marked(folder: Path) -> list[int]:

@@ -292,6 +292,7 @@ def build(
         trainer_thread=LocalThread("trainer", partial(use_threads, trainer_threads(config))),
         io_thread=LocalThread("io"),
         piece_arrived=piece_arrived,
+        read_states=_states_reader(config, machine),
         consumed=partial(selection.consumed, lag=machine.trainer.lag),
         more=partial(selection.more, resize=journal.resize),
         replayed=partial(_replayed, machine.techniques, config.seed, identify),
@@ -342,6 +343,22 @@ def _publisher(
         post=posts.post if posts else None,
         in_place=config.engine.transfer == "nccl" and not config.trainer.lora_rank,
         packed=config.engine.quantise if packs_weights(config) else "none",
+    )
+
+
+def _states_reader(
+    config: RunConfig, machine: Components
+) -> Callable[[Sequence[Group]], None] | None:
+    """Return the function that passes hidden states to techniques. None if none of them reads any.
+
+    Such techniques have state, so they are refused with trainer ranks.
+    """
+    if not machine.techniques.states_readers or isinstance(machine.trainer, RankedTrainer):
+        return None
+    return partial(
+        machine.techniques.read_states,
+        compute=machine.trainer.hidden_states,
+        replay_routes=config.trainer.routing_replay,
     )
 
 

@@ -106,6 +106,10 @@ class RunComponents:
     scores during idle time waits for this event.
     """
 
+    read_states: Callable[[Sequence[Group]], None] | None = None
+    """Called in the trainer's thread with the groups of a batch, before their advantages are
+    computed. Techniques receive the policy's hidden states. None if no technique uses them.
+    """
     consumed: Callable[[Sequence[Group], int], None] = lambda groups, num_batches: None
     """Called with the groups of a batch that was trained on, and the number of batches before.
     Techniques with state learn from them. No checkpoint is copied at that time.
@@ -223,6 +227,9 @@ async def take_step(run: RunComponents, step: int, publication: "Publication") -
     wait_s = time.monotonic() - began
 
     run.log.sample(step, groups)
+    if run.read_states:
+        with run.log.span("trainer", f"step {step}"):
+            await run.trainer_thread.run(run.read_states, groups)
     scored, credit_metrics = run.advantage(
         groups, progress=(step - 1) / run.config.steps, version=run.trainer.version
     )
@@ -240,11 +247,7 @@ async def take_step(run: RunComponents, step: int, publication: "Publication") -
 
     run.pending.discard(episodes_of(groups))
     run.journal.consume(
-        groups,
-        step=step,
-        version=run.trainer.version,
-        replayed=batch.replayed_groups,
-        tokens=run.trainer.tokens(),
+        groups, step=step, version=run.trainer.version, replayed=batch.replayed_groups
     )
     run.consumed(groups, step - 1)
     run.trainer.start_version()

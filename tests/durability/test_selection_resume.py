@@ -52,6 +52,7 @@ CHOICES: list[tuple[str, dict[str, Any]]] = [
     ("allocate", {"allocate.gain": "interval", "allocate.mean": 4.0, "allocate.max": 6}),
     ("beta_sampler allocate", {"allocate.gain": "v0", "allocate.mean": 4.0, "allocate.max": 8}),
     ("baseline", {"baseline.decay": 0.9}),
+    ("baseline", {"baseline.centre": "probe", "baseline.tokens": 2}),
 ]
 
 

@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from unstale.durability.checkpoint import Checkpoint, Progress
     from unstale.records import Group, GroupRequest
     from unstale.rollout.transcript import EpisodeWriter
-    from unstale.token_values import TokenValues
     from unstale.weights.publish import VersionedWeights
 
 
@@ -41,13 +40,7 @@ class RunJournal(Protocol):
     async def publishing(self, version: int) -> None: ...
 
     def consume(
-        self,
-        groups: Sequence[Group],
-        *,
-        step: int,
-        version: int,
-        replayed: Sequence[int] = (),
-        tokens: Sequence[TokenValues] = (),
+        self, groups: Sequence[Group], *, step: int, version: int, replayed: Sequence[int] = ()
     ) -> None: ...
 
     async def checkpoint(self, name: str, *, step: int, version: int) -> None: ...

@@ -28,6 +28,7 @@ from unstale.model.context import check_heads
 from unstale.model.experts import RouteLayers, replay_routes
 from unstale.model.forward import ForwardOptions, Scored, checkpoint_layers, run_model
 from unstale.model.head import LogpQuery, query_head, wide
+from unstale.model.hidden import HiddenMeans, find_layer, outputs_of
 from unstale.model.loading import DTYPES, load_model, load_tokenizer, no_progress_bars, vocab_size
 from unstale.model.lora import Lora, Merging
 from unstale.model.packing import cut, pack, pack_shared, wanted_spans
@@ -604,6 +605,58 @@ class Policy:
         if with_entropy:
             self.peers.sum(entropy)
         return Scored(self.peers.sum(logp), total, entropy)
+
+    def require_layer(self, depth: float) -> None:
+        """Raise ConfigError if `hidden_means` cannot read the layer at this share of the depth."""
+        find_layer(self.model, depth)
+
+    @torch.no_grad()
+    def hidden_means(
+        self,
+        batch: Batch,
+        marks: Tensor,
+        *,
+        depth: float,
+        temperature: float,
+        max_tokens_per_microbatch: int,
+    ) -> HiddenMeans:
+        """Return means of the hidden states of one layer, and the entropies of sampled tokens.
+
+        `marks` `[T, m]` bool has m sets of tokens. The mean is over those of one sequence and one
+        set. `depth` is the share of the layers that have been run, above 0 and at most 1. Passes
+        are limited as those of `score`. Raises ValueError for a sharded model.
+        """
+        if self._is_sharded:
+            raise ValueError("the hidden states of a sharded model cannot be read")
+        layer = find_layer(self.model, depth)
+        where = batch.sampled
+        packed = self._packed(batch, where)
+        width = self.model.config.get_text_config().hidden_size
+        sums = torch.zeros(batch.num_sequences, marks.shape[1], width, dtype=wide(self.dtype))
+        entropy = torch.zeros(len(batch.tokens), dtype=wide(self.dtype))
+        sequence = batch.sequence
+        forwarded = 0
+        spans = wanted_spans(packed.spans(), where | marks.any(1))
+        for members in self.pack(packed, spans, max_tokens_per_microbatch, where=where):
+            part, index = cut(packed, [spans[i] for i in members])
+            run = self.prefix_tree(part)
+            forwarded += run.num_tokens
+            chosen = (run.follows & where[index]).nonzero().squeeze(1)
+            rows = run.place[chosen - 1].to(self.device)
+            with outputs_of(layer) as states:  # a compiled model would not call the hook
+                final = run_model(self._whole, run, rows, self._plain_head)
+            for mark, marked in enumerate(marks[index].T):
+                tokens = marked.nonzero().squeeze(1)
+                values = states[0][run.place[tokens].to(self.device)].to(sums)
+                sums[:, mark].index_add_(0, sequence[index[tokens]], values)
+            if len(chosen):
+                head = self.model.get_output_embeddings() if self._plain_head else nn.Identity()
+                targets = run.tokens[run.place[chosen]].to(self.device)
+                query = LogpQuery(targets, temperature, with_entropy=True)
+                entropy[index[chosen]] = query_head(head, final, query)[1].cpu()
+        counts = torch.zeros(sums.shape[:2], dtype=sums.dtype)
+        counts.index_add_(0, sequence, marks.to(sums.dtype))
+        return HiddenMeans(sums / counts[..., None], entropy, forwarded)
 
     def pack(
         self,

@@ -10,6 +10,7 @@ torch. A technique is an object with the methods of its slot:
     filter       select(groups, context)            which episodes of a batch are trained on,
                  select_scored(groups, ...)         or the same, when they have advantages
     estimator    estimate(groups, context)          their advantages; replaces `advantage.estimator`
+                 read_states(groups, states)        before, if it uses hidden states of the policy
     recredit     recredit(groups, scored, context)  an advantage for each of their turns
     diagnostic   measure(groups, graded, context)   figures of a batch, after reward terms
     shaper       shape(batch, signals) -> Shaped    when a batch is prepared
@@ -34,7 +35,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 from unstale.config.checks import ConfigError
 from unstale.config.techniques import Need, chosen
-from unstale.records import Group, ScoredTrajectory, Task, TurnLimit
+from unstale.records import Group, ScoredTrajectory, Task, TurnLimit, collate
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -127,6 +128,51 @@ class Estimator(Protocol):
         """Return the trajectories of a batch and their branches with advantages, in order.
 
         `Group.unused` gets none, but may be compared with.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class StatesQuery:
+    """The hidden states that a technique uses."""
+
+    depth: float
+    """Share of the policy's layers after which they are read, above 0 and at most 1."""
+    tokens: int
+    """Number of last tokens of the prompt, and of each reply, over which the means are taken."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HiddenStates:
+    """Hidden states of n episodes under the current policy, float32 on the CPU.
+
+    They are those of an episode's main conversation. Rows of a tensor are NaN for an episode
+    without such tokens.
+    """
+
+    prompt: Tensor
+    """The mean over the last tokens of the prompt, `[n, H]`."""
+    reply: Tensor
+    """The mean over the last tokens of all replies, `[n, H]`."""
+    entropy: Tensor
+    """Mean, standard deviation and maximum of the entropies of all sampled tokens, in nats,
+    `[n, 3]`.
+    """
+    forward_tokens: int = 0
+    """Number of tokens in the forward passes that computed them."""
+
+
+@runtime_checkable
+class StatesReader(Protocol):
+    """A technique that uses hidden states of the policy."""
+
+    query: StatesQuery
+
+    def read_states(self, groups: Sequence[Group], states: HiddenStates) -> None:
+        """Receive the hidden states of the finished episodes of a batch, in the order of `groups`.
+
+        It is called in the trainer's thread, before the advantages of the batch are computed. No
+        state may change.
         """
         ...
 
@@ -437,6 +483,7 @@ class Techniques:
         self.filters = [each for each in values if isinstance(each, Filter)]
         self.advantage_filters = [each for each in values if isinstance(each, AdvantageFilter)]
         self.estimator = next((each for each in values if isinstance(each, Estimator)), None)
+        self.states_readers = [each for each in values if isinstance(each, StatesReader)]
         self.recredits = [each for each in values if isinstance(each, Recredit)]
         self.sampler = next((each for each in values if isinstance(each, TaskSampler)), None)
         self.allocator = next((each for each in values if isinstance(each, Allocator)), None)
@@ -474,6 +521,24 @@ class Techniques:
             for name, part in self.parts.items()
             if isinstance(part, Observer)
         }
+
+    def read_states(
+        self,
+        groups: Sequence[Group],
+        compute: Callable[[Batch, StatesQuery], HiddenStates],
+        *,
+        replay_routes: bool = False,
+    ) -> None:
+        """Pass hidden states of a batch's finished episodes to the techniques that use them.
+
+        `compute` returns those of a batch's sequences. With `replay_routes` the passes replay the
+        recorded experts.
+        """
+        finished = [each.led() for group in groups for each in group.finished]
+        scored = [ScoredTrajectory(each, (0.0,)) for each in finished]
+        batch = collate(scored, replay_routes=replay_routes)
+        for reader in self.states_readers:
+            reader.read_states(groups, compute(batch, reader.query))
 
     def credit(  # noqa: PLR0913 - two of them are functions
         self,

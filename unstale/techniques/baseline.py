@@ -12,6 +12,13 @@ SPO, arXiv 2509.13232).
 `shrink`: b = w m + (1 - w) V, w = D / (D + v), D = max(0, (m - V)^2 - v). v is the largest variance
 of m, (reward_max - reward_min)^2 / (4 n). V0.5, whose V is the prediction of a model. With
 `leave_out`, m and n are those of the other episodes.
+`probe`: b is the mean of g over the features of the other episodes of the group. g is a ridge
+regression, fitted before each batch to the last episodes that were trained on: from the features of
+an episode to the mean reward of the other episodes of its group. The features are the mean hidden
+states of a layer over the last tokens of the prompt, and over those of all replies, and the mean,
+standard deviation and maximum of the entropies of the replies' tokens. An episode without siblings
+has the features of its prompt alone. In the first batch, b is that of `loo`. From POISE, which has
+two episodes for each task.
 
 s is 1 (`none`), the standard deviation of the group (`std`), the median of |r - median|, but at
 least `mad_floor`, plus 0.001 (`mad`), or the standard deviation of r - b over the batch, whose mean
@@ -25,12 +32,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from unstale.config.checks import ConfigError, NonNegative, Section
+from unstale.config.checks import ConfigError, NonNegative, Positive, PositiveInt, Range, Section
 from unstale.config.techniques import Entry, chosen
-from unstale.records import Group, ScoredTrajectory
-from unstale.techniques import CreditContext, Outcome
+from unstale.records import Group, ScoredTrajectory, Trajectory
+from unstale.techniques import CreditContext, HiddenStates, Outcome, StatesQuery
+from unstale.techniques.probe import Probe, ProbedBatch, means_of_others, select, without_replies
 from unstale.techniques.success import SuccessTracker, VisitOptions
 
 if TYPE_CHECKING:
@@ -38,11 +46,14 @@ if TYPE_CHECKING:
 
     from unstale.config import RunConfig
 
-Centre = Literal["mean", "loo", "median", "prior", "shrink"]
+Centre = Literal["mean", "loo", "median", "prior", "shrink", "probe"]
 _PRIOR = ("prior", "shrink")
+_LEARNED = (*_PRIOR, "probe")
+"""The baselines with which a group of equal rewards has advantages."""
 _READ_BY = {
     "pivot": ("median",),
     "leave_out": ("shrink",),
+    **dict.fromkeys(("depth", "tokens", "examples", "ridge"), ("probe",)),
     **dict.fromkeys(
         ("reward_min", "reward_max", "prior", "decay", "keep", "discount_prior"), _PRIOR
     ),
@@ -53,7 +64,7 @@ EPSILON = 1e-6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BaselineConfig(Section, VisitOptions):
-    """The baseline and the scale of the advantages of a group (MC-GRPO, MSSR, V0.5)."""
+    """The baseline and the scale of the advantages of a group (MC-GRPO, MSSR, V0.5, POISE)."""
 
     selector: ClassVar[str] = "centre"
     read_by: ClassVar[Mapping[str, Sequence[str]]] = _READ_BY
@@ -74,6 +85,14 @@ class BaselineConfig(Section, VisitOptions):
     """Only for `prior` and `shrink`: the smallest reward of an episode."""
     reward_max: float = 1.0
     """Only for `prior` and `shrink`: the largest reward of an episode."""
+    depth: Annotated[float, Range(above=0, high=1)] = 0.5
+    """Only for `probe`: share of the layers after which the hidden states are read."""
+    tokens: PositiveInt = 10
+    """Only for `probe`: number of last tokens of the prompt, and of each reply, that are used."""
+    examples: Annotated[int, Range(low=2)] = 512
+    """Only for `probe`: number of last episodes to which the regression is fitted."""
+    ridge: Positive = 30.0
+    """Only for `probe`: the penalty of the regression's squared weights."""
 
     def check_combination(self) -> None:
         if self.reward_min >= self.reward_max:
@@ -81,7 +100,7 @@ class BaselineConfig(Section, VisitOptions):
                 f"baseline.reward_max must be > baseline.reward_min, got {self.reward_max:g} and "
                 f"{self.reward_min:g}"
             )
-        if self.centre in _PRIOR and self.scale in ("std", "mad"):
+        if self.centre in _LEARNED and self.scale in ("std", "mad"):
             raise ConfigError(
                 f"baseline.scale must be none or batch with baseline.centre = {self.centre}, got "
                 f"{self.scale}: in a group with equal rewards the advantages would be divided by 0"
@@ -113,7 +132,7 @@ class Baseline:
         ]
 
     def _of_group(self, group: Group, context: CreditContext) -> Tensor:
-        return advantages(_rewards(group), self.options)
+        return advantages(_rewards(group, group.trajectories), self.options)
 
 
 class PriorBaseline(Baseline):
@@ -136,7 +155,7 @@ class PriorBaseline(Baseline):
             self._require_range([each.reward for each in group.finished])
             if group.trajectories:
                 value = self.value(context.identify(group.task))
-                errors.append(abs(float(_rewards(group).mean()) - value))
+                errors.append(abs(float(_rewards(group, group.trajectories).mean()) - value))
         if errors:
             context.metrics["baseline/prior_abs_error_mean"] = sum(errors) / len(errors)
         return super().estimate(groups, context)
@@ -147,7 +166,7 @@ class PriorBaseline(Baseline):
 
     def _of_group(self, group: Group, context: CreditContext) -> Tensor:
         value = self.value(context.identify(group.task))
-        return advantages(_rewards(group), self.options, value=value)
+        return advantages(_rewards(group, group.trajectories), self.options, value=value)
 
     def _require_range(self, rewards: Sequence[float]) -> None:
         low, high = self.options.reward_min, self.options.reward_max
@@ -170,18 +189,102 @@ class PriorBaseline(Baseline):
         return self._tracker.state()
 
     def restore(self, state: Mapping[str, Any]) -> None:
+        if "probe" in state:
+            raise ConfigError(
+                f"baseline.centre cannot change from probe to {self.options.centre} in a resumed "
+                "run: the checkpoint has no earlier rewards of tasks"
+            )
         self._tracker.restore(state)
+
+
+class ProbeBaseline(Baseline):
+    """An estimator whose baseline is predicted from the hidden states of the other episodes."""
+
+    def __init__(self, options: BaselineConfig) -> None:
+        super().__init__(options)
+        self.query = StatesQuery(options.depth, options.tokens)
+        self._probe = Probe(ridge=options.ridge, size=options.examples)
+        self._batch: ProbedBatch | None = None
+        self._examples: tuple[HiddenStates, Tensor] | None = None
+        """The features and targets that `observe` adds."""
+
+    def read_states(self, groups: Sequence[Group], states: HiddenStates) -> None:
+        rows: dict[int, int] = {}
+        for group in groups:
+            for each in group.finished:
+                rows[each.episode] = len(rows)
+        predicted = alone = None
+        if len(self._probe):
+            predicted = self._probe.predict(states)
+            alone = self._probe.predict(without_replies(states))
+        self._batch = ProbedBatch(rows, states, predicted, alone)
+        self._examples = None
+
+    def estimate(self, groups: Sequence[Group], context: CreditContext) -> list[ScoredTrajectory]:
+        """Return the trajectories with advantages. Raises ValueError for a reward that is NaN, and
+        for episodes whose hidden states were not read.
+        """
+        import torch
+
+        batch = self._read_batch()
+        context.metrics["baseline/forward_tokens"] = float(batch.states.forward_tokens)
+        rows = []
+        targets = []
+        errors = []
+        for group in groups:
+            if len(group.finished) < 2:
+                continue
+            rewards = _rewards(group, group.finished)
+            others = means_of_others(rewards)
+            rows.append(batch.rows_of(group))
+            targets.append(others)
+            distances = torch.stack([rewards - batch.baseline(group, rewards), rewards - others])
+            errors.append(distances.square())
+        if rows:
+            self._examples = (select(batch.states, torch.cat(rows)), torch.cat(targets))
+            probe, loo = torch.cat(errors, 1).mean(1).tolist()
+            context.metrics["baseline/probe_squared_error_mean"] = probe
+            context.metrics["baseline/loo_squared_error_mean"] = loo
+        return super().estimate(groups, context)
+
+    def _of_group(self, group: Group, context: CreditContext) -> Tensor:
+        baseline = self._read_batch().baseline(group, _rewards(group, group.finished))
+        value = baseline[: len(group.trajectories)]
+        return advantages(_rewards(group, group.trajectories), self.options, value=value)
+
+    def _read_batch(self) -> ProbedBatch:
+        if self._batch is None:
+            raise ValueError("the hidden states of the batch were not read")
+        return self._batch
+
+    def observe(self, outcomes: Sequence[Outcome]) -> None:
+        if self._examples:
+            self._probe.add(*self._examples)
+        self._batch = self._examples = None
+
+    def state(self) -> Mapping[str, Any]:
+        return self._probe.state()
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        if "probe" not in state:
+            raise ConfigError(
+                "baseline.centre cannot change to probe in a resumed run: the checkpoint has no "
+                "hidden states"
+            )
+        self._probe.restore(state)
 
 
 def make_baseline(options: BaselineConfig) -> Baseline:
     """Return the estimator. It has state only if its baseline uses earlier rewards."""
+    if options.centre == "probe":
+        return ProbeBaseline(options)
     return PriorBaseline(options) if options.centre in _PRIOR else Baseline(options)
 
 
 def advantages(rewards: Tensor, options: BaselineConfig, *, value: Tensor | float = 0.0) -> Tensor:
     """Return the advantages `[..., n]` of groups of n episodes. `scale` = batch is left out.
 
-    `value` `[...]` is V of each group.
+    `value` is V of each group, `[...]`, or for `probe` the baseline of each episode, `[..., n]`.
     """
     import torch
 
@@ -196,7 +299,7 @@ def advantages(rewards: Tensor, options: BaselineConfig, *, value: Tensor | floa
     if options.centre == "median" and options.pivot:
         differ = (centred != 0).sum(-1, keepdim=True)
         centred = centred * size / differ.clamp(min=1)
-    if options.centre in _PRIOR:
+    if options.centre in _LEARNED:
         return centred
     # Rounding errors in groups with equal rewards must not become advantages.
     equal = (rewards == rewards[..., :1]).all(-1, keepdim=True)
@@ -212,6 +315,8 @@ def _baseline(rewards: Tensor, options: BaselineConfig, value: Tensor) -> Tensor
             return (size * mean - rewards) / max(size - 1, 1)
         case "median":
             return _median(rewards)
+        case "probe":
+            return value
         case "prior":
             return value[..., None]
         case "shrink" if options.leave_out and size == 1:
@@ -241,10 +346,11 @@ def _median(values: Tensor) -> Tensor:
     return values.quantile(0.5, dim=-1, keepdim=True)
 
 
-def _rewards(group: Group) -> Tensor:
+def _rewards(group: Group, episodes: Sequence[Trajectory]) -> Tensor:
+    """Return the rewards `[n]` of some episodes of a group."""
     import torch
 
-    rewards = torch.tensor([each.reward for each in group.trajectories], dtype=torch.float64)
+    rewards = torch.tensor([each.reward for each in episodes], dtype=torch.float64)
     if not rewards.isfinite().all():
         raise ValueError(f"the group of {group.task.key} has the rewards {rewards.tolist()}")
     return rewards
@@ -258,6 +364,7 @@ def _describe(options: BaselineConfig) -> str:
         "prior": "V, the mean of a Beta distribution of the task's earlier rewards",
         "shrink": "the group's mean, moved towards V, the mean of a Beta distribution of the "
         "task's earlier rewards" + ", without the own reward" * options.leave_out,
+        "probe": "what a regression predicts from hidden states of the group's other episodes",
     }[options.centre]
     scale = {
         "none": "",
@@ -268,7 +375,8 @@ def _describe(options: BaselineConfig) -> str:
     }[options.scale]
     pivot = options.centre == "median" and options.pivot
     factor = ", times n / (episodes that differ from it)" if pivot else ""
-    return f"advantages are the reward minus {centre}{scale}{factor}"
+    cost = "; one more forward pass per batch" if options.centre == "probe" else ""
+    return f"advantages are the reward minus {centre}{scale}{factor}{cost}"
 
 
 def _check(options: BaselineConfig, config: RunConfig) -> None:
@@ -287,6 +395,11 @@ def _check(options: BaselineConfig, config: RunConfig) -> None:
         )
     if centre == "median":
         _require_odd(config)
+    if centre == "probe" and config.cluster.trainers:
+        raise ConfigError(
+            "baseline.centre = probe needs cluster.trainers = 0, got "
+            f"{config.cluster.trainers}: ranks do not return hidden states. Set baseline.centre loo"
+        )
 
 
 def _refuse_other_rewards(centre: Centre, config: RunConfig) -> None:
@@ -345,26 +458,40 @@ of a task's gradient, times the episodes it has, is 0.077 with groups of 2 and `
 groups of 4 and `loo`, 0.036 with groups of 4 and `shrink` (0.042 with `leave_out`), and 0.038 with
 groups of 1 and `prior`. The success after 100 steps is nearly the same: 0.69, 0.68, 0.68 (0.69) and
 0.71, with a standard error of 0.016.
+
+For `probe`, a bandit of 16 tasks with 8 arms whose features are noisy linear maps of the policy's
+logits, 8 pairs a step, 20 seeds: the squared error of a task's gradient in steps 5 to 16 is 0.022,
+and 0.042 with `loo`. If episodes have the features of other tasks, it is 0.035 and 0.047. With the
+features of the episode itself, the gradient of the right logit is 17 standard errors too small;
+with those of its sibling, it is within 0.5. What the hidden states of real models tell is not
+measured: compare `baseline/probe_squared_error_mean` and `baseline/loo_squared_error_mean`.
+
 It has not been measured on the desks.
 """
 
 ENTRY = Entry(
     name="baseline",
     slot="estimator",
-    rows=(10, 35, 53),
+    rows=(10, 18, 35, 53),
     makes=make_baseline,
     options=BaselineConfig,
     changes=frozenset({"advantage"}),
     describe=_describe,
     use="Groups are small: `shrink` for 2 to 4 episodes, `prior` for one, if tasks come again "
     "(`selection.pool`). "
+    "`probe` for pairs, if tasks do not come again: it costs a forward pass. "
     "`median` if single rewards are far from the others. Rewards of 0 and 1 gain nothing by it.",
     measured=_MEASURED,
-    exactness="With `scale` = none, `loo`, `prior`, and `shrink` with `leave_out` do not change "
-    "the mean of the gradient, because b does not depend on the episode's own reward. The others "
-    "bias it, as the group's mean does. D and S do not change. `mad_floor`, `leave_out`, the decay "
-    "per batch (MSSR discounts by the measured KL) and the Beta distribution as the prior of "
-    "V0.5 are our own reading.",
+    exactness="With `scale` = none, `loo`, `prior`, `probe`, and `shrink` with `leave_out` do not "
+    "change the mean of the gradient, because b does not depend on the episode's own reward. The "
+    "others bias it, as the group's mean does. D and S do not change. `mad_floor`, `leave_out`, "
+    "the decay per batch (MSSR discounts by the measured KL), the Beta distribution as the prior "
+    "of V0.5, and of POISE the depth, the weights of the features, groups of more than two, `loo` "
+    "in the first batch and all replies instead of the first are our own reading.",
     evidence="notes",
+    fixed={
+        "depth": "the checkpoint has hidden states of this layer",
+        "tokens": "the checkpoint has means over as many tokens",
+    },
     check=_check,
 )

@@ -34,7 +34,6 @@ _TREE = "episodes that branch are missing"
 _EDIT = "training on edited replies is missing"
 _SHARE = "training on texts of other policies or attempts is missing"
 _JUDGE = "a procedure around several attempts is missing"
-_BASELINE = "the baseline is missing"
 
 
 def _row(number: int, paper: str, about: str, reason: str, state: State = "not yet") -> Row:
@@ -140,7 +139,13 @@ ROWS: Sequence[Row] = (
         "environment and its ensemble of values are not for language models",
         "transfer",
     ),
-    _row(18, "POISE", "a probe of hidden states as the baseline", _BASELINE),
+    _row(
+        18,
+        "POISE",
+        "a probe of hidden states as the baseline",
+        "--techniques baseline --baseline.centre probe",
+        "works",
+    ),
     _row(19, "RTV + PDR", "votes over summaries of attempts", _JUDGE),
     _row(
         20,
@@ -279,10 +284,7 @@ ROWS: Sequence[Row] = (
         45,
         "SQIRL",
         "the effective horizon as difficulty",
-        "unstale.algorithms.effective_horizon, for small environments that "
-        "unstale.testing.tabulate lists (docs/your-own-task.md); its deep Q-learning is not for "
-        "language models",
-        "transfer",
+        "it needs the values of all states, and no environment here has few enough to list",
     ),
     _row(
         46,

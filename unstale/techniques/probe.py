@@ -1,0 +1,165 @@
+"""A ridge regression from hidden states to rewards, fitted to the last episodes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from unstale.records import Group
+from unstale.techniques import HiddenStates
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+LEAST_SPREAD = 1e-3
+"""Smallest standard deviation by which a feature is divided, as a share of the root mean square of
+its block. Otherwise, the rounding errors of features that do not vary would count like the others.
+"""
+BLOCKS = ("prompt", "reply", "entropy")
+
+
+class Probe:
+    """A linear regression from the features of an episode to a reward.
+
+    The features are those of `HiddenStates` in three blocks, each divided by the root of its size.
+    So the three blocks count alike. A feature is reduced by its mean over the examples and divided
+    by its standard deviation. The features of a missing block are 0. The weights minimise the sum
+    of squared errors plus `ridge` times their squared norm; the constant term is the mean target.
+    """
+
+    def __init__(self, *, ridge: float, size: int) -> None:
+        """Create a probe without examples. It keeps the last `size` of them."""
+        self._ridge = ridge
+        self._size = size
+        self._examples: tuple[HiddenStates, Tensor] | None = None
+        """The features of n examples, and their targets `[n]` in float64."""
+        self._fit: _Fit | None = None
+        """None after a change of the examples."""
+
+    def __len__(self) -> int:
+        """Return the number of examples."""
+        return len(self._examples[1]) if self._examples else 0
+
+    def add(self, states: HiddenStates, targets: Tensor) -> None:
+        """Add n examples. `targets` is `[n]`."""
+        import torch
+
+        targets = targets.double()
+        if self._examples:
+            old, old_targets = self._examples
+            columns: dict[str, Any] = {
+                name: torch.cat([getattr(old, name), getattr(states, name)]) for name in BLOCKS
+            }
+            states, targets = HiddenStates(**columns), torch.cat([old_targets, targets])
+        kept = torch.arange(len(targets))[-self._size :]
+        self._examples = (select(states, kept), targets[kept])
+        self._fit = None
+
+    def predict(self, states: HiddenStates) -> Tensor:
+        """Return the expected target for n rows of features, `[n]` in float64.
+
+        Raises ValueError without examples.
+        """
+        if not self._examples:
+            raise ValueError("the probe has no examples")
+        if self._fit is None:
+            self._fit = _Fit(*self._examples, ridge=self._ridge)
+        return self._fit.predict(states)
+
+    def state(self) -> Mapping[str, Any]:
+        if not self._examples:
+            return {"probe": None}
+        states, targets = self._examples
+        return {"probe": {name: getattr(states, name) for name in BLOCKS} | {"targets": targets}}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self._examples = self._fit = None
+        if state["probe"]:
+            columns = dict(state["probe"])
+            targets = columns.pop("targets")
+            self.add(HiddenStates(**columns), targets)
+
+
+class _Fit:
+    """The weights of the regression."""
+
+    def __init__(self, states: HiddenStates, targets: Tensor, *, ridge: float) -> None:
+        import torch
+
+        self._scales = {name: _scale(getattr(states, name).double()) for name in BLOCKS}
+        self._mean = targets.mean()
+        features = self._features(states)
+        # There are mostly fewer examples than features, so the system has a row per example.
+        system = features @ features.T + ridge * torch.eye(len(targets), dtype=torch.float64)
+        self._weights = features.T @ torch.linalg.solve(system, targets - self._mean)
+
+    def predict(self, states: HiddenStates) -> Tensor:
+        return self._mean + self._features(states) @ self._weights
+
+    def _features(self, states: HiddenStates) -> Tensor:
+        import torch
+
+        blocks = []
+        for name, (mean, spread) in self._scales.items():
+            values = (getattr(states, name).double() - mean) / spread
+            blocks.append(torch.where(values.isnan(), 0.0, values) / values.shape[1] ** 0.5)
+        return torch.cat(blocks, 1)
+
+
+def _scale(values: Tensor) -> tuple[Tensor, Tensor]:
+    """Return mean and standard deviation `[F]` of some features `[n, F]`. NaN counts as missing."""
+    mean = values.nanmean(0)
+    spread = (values - mean).square().nanmean(0).sqrt()
+    least = LEAST_SPREAD * values.square().nanmean().sqrt()
+    return mean, spread.maximum(least).nan_to_num(nan=1.0).clamp(min=1e-30)
+
+
+def select(states: HiddenStates, rows: Tensor) -> HiddenStates:
+    """Return some rows of the features."""
+    return HiddenStates(**{name: getattr(states, name)[rows] for name in BLOCKS})
+
+
+def without_replies(states: HiddenStates) -> HiddenStates:
+    """Return the features of the prompts alone. The others are NaN."""
+    import torch
+
+    return HiddenStates(
+        prompt=states.prompt,
+        reply=torch.full_like(states.reply, torch.nan),
+        entropy=torch.full_like(states.entropy, torch.nan),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class ProbedBatch:
+    """The features of the finished episodes of a batch, and what the probe predicts from them."""
+
+    rows: Mapping[int, int]
+    """The row of each episode."""
+    states: HiddenStates
+    predicted: Tensor | None
+    """The expected reward of the siblings of each episode, `[n]`. None before the first fit."""
+    alone: Tensor | None
+    """The same from the features of the prompt alone."""
+
+    def rows_of(self, group: Group) -> Tensor:
+        import torch
+
+        return torch.tensor([self.rows[each.episode] for each in group.finished])
+
+    def baseline(self, group: Group, rewards: Tensor) -> Tensor:
+        """Return the baseline of each finished episode of a group with `rewards`, both `[n]`."""
+        if self.predicted is None or self.alone is None:
+            return means_of_others(rewards)
+        rows = self.rows_of(group)
+        return means_of_others(self.predicted[rows]) if len(rows) > 1 else self.alone[rows]
+
+
+def means_of_others(values: Tensor) -> Tensor:
+    """Return the mean of all values but one, for each of them, `[n]`. A single value is returned
+    as it is.
+    """
+    if len(values) < 2 or (values == values[0]).all():  # no rounding errors of equal values
+        return values
+    return (values.sum() - values) / (len(values) - 1)
