@@ -1,0 +1,152 @@
+"""The tables of a run's index: a database in a temporary folder, from which pages are answered.
+
+The journal belongs to the run, has no index for sorting and is only read. The index repeats what
+tables and plots need. It can be deleted at any time, because it is filled again.
+"""
+
+import sqlite3
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+Kind = Literal["number", "text"]
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A column of the table of episodes that can be sorted and filtered."""
+
+    name: str
+    kind: Kind
+    about: str
+    unit: str = ""
+
+
+COLUMNS = (
+    Column("episode", "number", "number of the episode, in the order of their start"),
+    Column("group_number", "number", "number of its group of siblings"),
+    Column("sibling", "number", "its place in the group"),
+    Column("task", "text", "environment, split and index of the task"),
+    Column("outcome", "text", "trained, waiting, failed, restarted or open"),
+    Column("stop", "text", "why it ended"),
+    Column("reward", "number", "sum of its rewards"),
+    Column("success", "number", "1 if it succeeded, otherwise 0"),
+    Column("step", "number", "optimizer step that trained on it"),
+    Column("lag_max", "number", "staleness of its oldest sampled token when it was trained on"),
+    Column("versions", "number", "number of versions that sampled it"),
+    Column("version_min", "number", "oldest version that sampled it"),
+    Column("version_max", "number", "newest version that sampled it"),
+    Column("turns", "number", "replies of the policy"),
+    Column("tokens", "number", "tokens, context included"),
+    Column("sampled_tokens", "number", "tokens that the policy sampled"),
+    Column("behavior_logp_mean", "number", "mean behavior_logp of the sampled tokens", "nats"),
+    Column("behavior_logp_min", "number", "smallest behavior_logp of a sampled token", "nats"),
+)
+"""Columns of the table of episodes. Each has an index, so that a page is read without sorting."""
+
+COLUMN = {column.name: column for column in COLUMNS}
+
+_WHOLE = ("group_number", "sibling")
+"""Columns that are declared as integers, because the journal declares them so."""
+
+
+def _declare(column: Column) -> str:
+    if column.name == "episode":
+        return "episode INTEGER PRIMARY KEY"
+    kind = "INTEGER" if column.name in _WHOLE else {"number": "REAL", "text": "TEXT"}[column.kind]
+    return f"{column.name} {kind}"
+
+
+FILES = """
+CREATE TABLE names (id INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE);
+CREATE TABLE metrics (name INTEGER NOT NULL, step INTEGER NOT NULL, value REAL NOT NULL,
+    PRIMARY KEY (name, step)) WITHOUT ROWID;
+CREATE TABLE lags (step INTEGER NOT NULL, lag INTEGER NOT NULL, tokens REAL NOT NULL,
+    PRIMARY KEY (step, lag)) WITHOUT ROWID;
+CREATE TABLE spans (id INTEGER PRIMARY KEY, lane TEXT NOT NULL, start REAL NOT NULL,
+    "end" REAL NOT NULL, label TEXT NOT NULL);
+CREATE INDEX spans_by_end ON spans ("end");
+CREATE TABLE events (id INTEGER PRIMARY KEY, time REAL, kind TEXT NOT NULL, fields TEXT NOT NULL);
+CREATE INDEX events_by_kind ON events (kind, id)"""
+"""Tables of what `metrics.jsonl` and `events.jsonl` have. `lags` counts trained tokens by lag."""
+
+_EPISODE_COLUMNS = ", ".join(_declare(column) for column in COLUMNS)
+
+_INDEXES = "".join(
+    f"CREATE INDEX episodes_by_{column.name} ON episodes ({column.name}, episode);"
+    for column in COLUMNS
+    if column.name != "episode"
+)
+
+EPISODES = f"""
+CREATE TABLE episodes ({_EPISODE_COLUMNS}, seed INTEGER NOT NULL, is_branch INTEGER NOT NULL,
+    note TEXT NOT NULL DEFAULT '');
+{_INDEXES}
+CREATE TABLE figures (episode INTEGER NOT NULL, name TEXT NOT NULL, value REAL NOT NULL,
+    PRIMARY KEY (episode, name)) WITHOUT ROWID;
+CREATE INDEX figures_by_value ON figures (name, value, episode);
+CREATE VIRTUAL TABLE words USING fts5(text, content='', tokenize='unicode61')"""
+"""Tables of what the journal has. `figures` has the rewards (`reward:NAME`) and facts
+(`fact:NAME`) of an episode. `words` is the full-text index of the conversations, without the text.
+"""
+
+
+class Database:
+    """The index of one run. One thread writes; any thread reads, each with its own connection."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._writer = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+        self._writer.executescript(
+            "PRAGMA journal_mode=WAL; PRAGMA synchronous=OFF; PRAGMA temp_store=MEMORY;"
+            + f"{FILES};{EPISODES};"
+        )
+
+    @contextmanager
+    def write(self) -> Iterator[sqlite3.Connection]:
+        """Run a transaction. It is undone if the body fails."""
+        self._writer.execute("BEGIN")
+        try:
+            yield self._writer
+        except BaseException:
+            self._writer.execute("ROLLBACK")
+            raise
+        self._writer.execute("COMMIT")
+
+    @contextmanager
+    def read(self) -> Iterator[sqlite3.Connection]:
+        """Open the database for reading, as it is at one moment."""
+        with closing(sqlite3.connect(self.path, isolation_level=None)) as reader:
+            reader.execute("PRAGMA query_only=ON")
+            reader.execute("BEGIN")
+            yield reader
+
+    def rows(self, statement: str, parameters: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
+        """Return the result of one statement."""
+        with self.read() as reader:
+            return reader.execute(statement, parameters).fetchall()
+
+    def clear_episodes(self) -> None:
+        """Remove all that came from the journal."""
+        with self.write() as writer:
+            for name in ("episodes", "figures", "words"):
+                writer.execute(f"DROP TABLE {name}")
+            for statement in EPISODES.split(";"):
+                writer.execute(statement)
+
+    def clear_metrics(self) -> None:
+        """Remove all that came from `metrics.jsonl`."""
+        with self.write() as writer:
+            for name in ("metrics", "lags", "names"):
+                writer.execute(f"DELETE FROM {name}")
+
+    def clear_events(self) -> None:
+        """Remove all that came from `events.jsonl`."""
+        with self.write() as writer:
+            for name in ("spans", "events"):
+                writer.execute(f"DELETE FROM {name}")
+
+    def close(self) -> None:
+        self._writer.close()

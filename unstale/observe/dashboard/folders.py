@@ -1,0 +1,94 @@
+"""Find the run folders below a folder, and refuse every other path."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from unstale.config import ConfigError
+from unstale.durability.run_folder import CONFIG, EVENTS, METRICS
+
+MAX_DEPTH = 4
+"""Levels of folders in which runs are found. A comparison has its runs two or three levels down."""
+
+MAX_RUNS = 2000
+MAX_VISITED = 20_000
+"""Number of folders that a search visits. It bounds the time if the folder is not one of runs."""
+
+
+class UnknownRun(LookupError):
+    """Error: a name is not the name of a run in the folder."""
+
+
+class RunFolders:
+    """The run folders below a root, by name.
+
+    A name is the path from the root, with `/` between its parts. Links are never followed. If the
+    root itself is a run folder, it is the only run, and its name is that of the folder.
+    """
+
+    def __init__(self, root: Path) -> None:
+        """Raise `ConfigError` if the root is not a folder."""
+        if not root.is_dir():
+            problem = "it is a file" if root.exists() else "it does not exist"
+            raise ConfigError(f"{root} is not a folder of runs: {problem}")
+        root = root.resolve()
+        self._only = root.name if _is_run(root) else ""
+        self.root = root.parent if self._only else root
+
+    def names(self) -> list[str]:
+        """Return the names of all runs, at most `MAX_RUNS`, in alphabetical order."""
+        if self._only:
+            return [self._only]
+        found = []
+        for number, (name, path) in enumerate(_folders(self.root, "", MAX_DEPTH)):
+            if _is_run(path):
+                found.append(name)
+            if len(found) == MAX_RUNS or number == MAX_VISITED:
+                break
+        return sorted(found)
+
+    def path(self, name: str) -> Path:
+        """Return the folder of a run. Raises `UnknownRun` for any other name, also of a link."""
+        parts = name.split("/")
+        if len(parts) > MAX_DEPTH or (self._only and name != self._only):
+            raise UnknownRun(f"there is no run {name!r}")
+        path = self.root
+        for part in parts:
+            if part in ("", ".", "..") or "\\" in part or "\0" in part:
+                raise UnknownRun(f"there is no run {name!r}")
+            path = path / part
+            if path.is_symlink():
+                raise UnknownRun(f"{name!r} is a link, and links are not followed")
+        if not _is_run(path):
+            raise UnknownRun(f"there is no run {name!r}")
+        return path
+
+
+def _is_run(path: Path) -> bool:
+    return any(is_own_file(path / name) for name in (CONFIG, METRICS, EVENTS))
+
+
+def is_own_file(path: Path) -> bool:
+    """Return True for a regular file that is not a link."""
+    try:
+        return not path.is_symlink() and path.is_file()
+    except (OSError, ValueError):
+        return False
+
+
+def _folders(folder: Path, prefix: str, depth: int) -> Iterator[tuple[str, Path]]:
+    """Yield the folders below a folder, each with its name. The folders of a run are left out."""
+    try:
+        with os.scandir(folder) as entries:
+            names = sorted(
+                entry.name
+                for entry in entries
+                if not entry.name.startswith(".") and entry.is_dir(follow_symlinks=False)
+            )
+    except OSError:
+        return
+    for name in names:
+        path = folder / name
+        yield prefix + name, path
+        if depth > 1 and not _is_run(path):
+            yield from _folders(path, f"{prefix}{name}/", depth - 1)

@@ -1,0 +1,402 @@
+"""Copy a run's metrics, events and journal into its index, a bounded part at a time."""
+
+import json
+import os
+import sqlite3
+import struct
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from unstale.durability.journal import JOURNAL, Journal, JournalError, JournalReader
+from unstale.durability.journal.conversations import Decode, load_decoder
+from unstale.durability.journal.tables import grade
+from unstale.durability.run_folder import EVENTS, METRICS, Row, dumps
+from unstale.observe.dashboard.database import Database
+from unstale.observe.dashboard.folders import is_own_file
+from unstale.observe.dashboard.tail import Tail
+from unstale.observe.report.gather import histogram
+from unstale.observe.report.words import number
+
+CHUNK_EPISODES = 400
+"""Episodes that are read from the journal in one transaction, whose length it bounds."""
+
+CHUNK_TOKENS = 400_000
+"""Tokens of these episodes. It bounds the memory; one episode may have more."""
+
+MAX_NAMES = 2000
+"""Names of metrics that are kept, because a damaged file may have any number."""
+
+MAX_FIGURES = 64
+"""Rewards and facts of an episode that are kept."""
+
+Piece = tuple[int, int, int, int | None, bytes, bytes | None]
+"""A row of the journal: episode, position, number of tokens, version, tokens, behavior_logp."""
+
+
+class RunIndex:
+    """The index of one run, and how far it is.
+
+    `update_files` and `update_journal` are called by one thread. The other attributes may be read
+    by any.
+    """
+
+    def __init__(self, folder: Path, path: Path) -> None:
+        self.folder = folder
+        self.database = Database(path)
+        self.num_rows = 0
+        """Rows of `metrics.jsonl` read so far."""
+        self.num_events = 0
+        self.last_step = 0
+        self.num_episodes = 0
+        """Episodes of the journal that are in the index."""
+        self.num_ended = 0
+        self.num_started = 0
+        """Episodes that the journal had when it was last read."""
+        self.is_complete = False
+        """True if all that the journal had when it was last read is in the index."""
+        self.problem = ""
+        """Why the journal could not be read, as a sentence."""
+        self.search_problem = ""
+        """Why texts cannot be searched, as a sentence."""
+        self.changes = 0
+        """A number that grows with every change of the index."""
+        self._metrics = Tail(folder / METRICS)
+        self._events = Tail(folder / EVENTS)
+        self._names: dict[str, int] = {}
+        self._state: tuple[int, ...] = ()
+        self._inode = 0
+        self._last_episode = -1
+        self._last_consumed = -1
+        self._has_backlog = False
+        """True if episodes that have ended are not copied yet."""
+        self._decode: Decode | None = None
+
+    def close(self) -> None:
+        self.database.close()
+
+    @property
+    def problems(self) -> list[str]:
+        """Sentences about what could not be read."""
+        found = (self._metrics.problem, self._events.problem, self.problem, self.search_problem)
+        return [text for text in found if text]
+
+    def update_files(self) -> bool:
+        """Read the next part of metrics and events. Return False if there was nothing new."""
+        return self._read_metrics() | self._read_events()
+
+    def _read_metrics(self) -> bool:
+        rows, is_new = self._metrics.read()
+        if is_new:
+            self.database.clear_metrics()
+            self._names, self.num_rows, self.last_step = {}, 0, 0
+        if rows:
+            with self.database.write() as writer:
+                for row in rows:
+                    self._add_row(writer, row)
+        self.num_rows += len(rows)
+        self.changes += bool(rows or is_new)
+        return bool(rows)
+
+    def _add_row(self, writer: sqlite3.Connection, row: Row) -> None:
+        found = number(row.get("step"))
+        if found is None:
+            return
+        step = int(found)
+        self.last_step = max(self.last_step, step)
+        values = []
+        for name, value in row.items():
+            amount = number(value)
+            if amount is None or name == "step":
+                continue
+            if name not in self._names:
+                if len(self._names) >= MAX_NAMES:
+                    continue
+                self._names[name] = len(self._names)
+                writer.execute("INSERT INTO names VALUES (?, ?)", (self._names[name], name))
+            values.append((self._names[name], step, amount))
+        writer.executemany("INSERT OR REPLACE INTO metrics VALUES (?, ?, ?)", values)
+        writer.executemany(
+            "INSERT OR REPLACE INTO lags VALUES (?, ?, ?)",
+            [(step, lag, tokens) for lag, tokens in histogram(row).items()],
+        )
+
+    def _read_events(self) -> bool:
+        rows, is_new = self._events.read()
+        if is_new:
+            self.database.clear_events()
+            self.num_events = 0
+        if rows:
+            with self.database.write() as writer:
+                for row in rows:
+                    _add_event(writer, row)
+        self.num_events += len(rows)
+        self.changes += bool(rows or is_new)
+        return bool(rows)
+
+    def update_journal(self) -> bool:
+        """Copy the next part of the journal. Return False if there was nothing new.
+
+        A journal that cannot be read is no error here: `problem` has the reason, and the next call
+        tries again once the file has changed.
+        """
+        state = _state(self.folder)
+        if self.is_complete and state == self._state:
+            return False
+        before = self.changes
+        try:
+            self.problem = unreadable(self.folder)
+            if not self.problem:
+                if state[0] != self._inode:
+                    self._restart(state[0])
+                with Journal.read(self.folder) as journal:
+                    self.is_complete = self._copy(journal)
+        except (JournalError, OSError, ValueError) as error:
+            self.problem = str(error)
+        if self.problem:
+            self.is_complete = True
+            self.changes += self._state != state
+        if self.is_complete:
+            self._state = state
+        return self.changes != before
+
+    def _restart(self, inode: int) -> None:
+        self.database.clear_episodes()
+        self._inode, self._last_episode, self._last_consumed = inode, -1, -1
+        self._has_backlog = False
+        self.num_episodes = self.num_ended = 0
+        self.changes += 1
+        self.search_problem, self._decode = "", None
+        try:
+            self._decode = load_decoder(self.folder)
+        except (OSError, ValueError) as error:
+            self.search_problem = f"texts cannot be searched: {error}"
+
+    def _copy(self, journal: JournalReader) -> bool:
+        """Copy one part of the journal. Return True if it was the last."""
+        ((started,),) = journal.rows("SELECT count(*) FROM episodes")
+        if started < self.num_episodes:  # a resume deleted what it repeats
+            self._restart(self._inode)
+        self.num_started = started
+        new = journal.rows(
+            "SELECT e.episode, number, sibling, e.seed, env, split, task FROM episodes e "
+            "JOIN groups USING (number) WHERE e.episode > ? ORDER BY e.episode LIMIT ?",
+            self._last_episode,
+            0 if self._has_backlog else CHUNK_EPISODES,
+        )
+        with self.database.write() as writer:
+            for row in new:
+                _add_episode(writer, *row)
+            open_ = writer.execute(
+                "SELECT episode FROM episodes WHERE outcome = 'open' ORDER BY episode"
+            ).fetchall()
+            copied, is_last = self._copy_ended(journal, writer, [episode for (episode,) in open_])
+            consumed = _copy_consumed(journal, writer, self._last_consumed)
+        self._has_backlog = not is_last
+        self._last_episode = new[-1][0] if new else self._last_episode
+        self._last_consumed = max(self._last_consumed, *consumed, -1)
+        self.num_episodes += len(new)
+        self.num_ended += copied
+        self.changes += bool(new or copied or consumed)
+        return is_last and self.num_episodes >= started
+
+    def _copy_ended(
+        self, journal: JournalReader, writer: sqlite3.Connection, open_: Sequence[int]
+    ) -> tuple[int, bool]:
+        """Copy episodes that have ended. Return their number, and True if none are left."""
+        copied = tokens = 0
+        for start in range(0, len(open_), CHUNK_EPISODES):
+            part = open_[start : start + CHUNK_EPISODES]
+            marks = ", ".join("?" * len(part))
+            ends = journal.rows(
+                f"""SELECT e.episode, t.stop, t.rewards, t.facts, f.stage, f.error, r.reason,
+                    c.step, c.version FROM episodes e
+                LEFT JOIN trajectories t USING (episode) LEFT JOIN failures f USING (episode)
+                LEFT JOIN restarts r USING (episode) LEFT JOIN consumed c USING (number)
+                WHERE e.episode IN ({marks}) AND
+                    coalesce(t.episode, f.episode, r.episode) IS NOT NULL ORDER BY e.episode""",
+                *part,
+            )
+            for end in ends:
+                tokens += self._copy_end(journal, writer, end)
+                copied += 1
+                if tokens >= CHUNK_TOKENS or copied >= CHUNK_EPISODES:
+                    return copied, False
+        return copied, True
+
+    def _copy_end(
+        self, journal: JournalReader, writer: sqlite3.Connection, end: Sequence[Any]
+    ) -> int:
+        """Copy one episode that has ended. Return its number of tokens."""
+        episode = end[0]
+        try:
+            with journal.wrap_errors(f"episode {episode}"):
+                pieces = journal.rows(
+                    "SELECT episode, position, num_tokens, version, tokens, behavior_logp "
+                    "FROM pieces WHERE episode = ? ORDER BY position",
+                    episode,
+                )
+                values = _measure(pieces) | _outcome(writer, end)
+                if values.get("step") is not None and values["version_min"] is not None:
+                    values["lag_max"] = end[-1] - values["version_min"]
+                text = _text(pieces, self._decode) if self._decode else ""
+        except JournalError as error:
+            values, text = {"outcome": "damaged", "note": str(error)[:2000]}, ""
+        changes = ", ".join(f"{name} = ?" for name in values)
+        writer.execute(
+            f"UPDATE episodes SET {changes} WHERE episode = ?", (*values.values(), episode)
+        )
+        if text:
+            writer.execute("INSERT INTO words (rowid, text) VALUES (?, ?)", (episode, text))
+        return int(values.get("tokens", 0))
+
+
+def _add_episode(writer: sqlite3.Connection, *row: Any) -> None:
+    """Add an episode that has begun. Attempts at one episode have its seed, branches another."""
+    episode, group, sibling, seed, env, split, task = row
+    first = writer.execute(
+        "SELECT seed FROM episodes WHERE group_number = ? AND sibling = ? ORDER BY episode LIMIT 1",
+        (group, sibling),
+    ).fetchone()
+    is_branch = first is not None and first[0] != seed
+    writer.execute(
+        "INSERT INTO episodes (episode, group_number, sibling, task, outcome, seed, is_branch) "
+        "VALUES (?, ?, ?, ?, 'open', ?, ?)",
+        (episode, group, sibling, f"{env}/{split}/{task}", seed, is_branch),
+    )
+
+
+def _copy_consumed(journal: JournalReader, writer: sqlite3.Connection, after: int) -> list[int]:
+    """Mark the episodes of groups that were trained on after a step. Return the groups' steps."""
+    rows = journal.rows(
+        "SELECT number, step, version FROM consumed WHERE step > ? ORDER BY step", after
+    )
+    for group, step, version in rows:
+        writer.execute(
+            "UPDATE episodes SET outcome = 'trained', step = ?, lag_max = ? - version_min "
+            "WHERE group_number = ? AND outcome = 'waiting'",
+            (step, version, group),
+        )
+    return [step for _, step, _ in rows]
+
+
+def _state(folder: Path) -> tuple[int, ...]:
+    """Return numbers that change when the journal does: inode, sizes and times of its files."""
+    state: list[int] = []
+    for name in (JOURNAL, f"{JOURNAL}-wal"):
+        try:
+            status = os.lstat(folder / name)
+            state += [status.st_ino, status.st_size, status.st_mtime_ns]
+        except OSError:
+            state += [0, 0, 0]
+    return tuple(state)
+
+
+def unreadable(folder: Path) -> str:
+    """Return why a journal is not opened, as a sentence. Empty if it can be."""
+    if not is_own_file(folder / JOURNAL):
+        linked = (folder / JOURNAL).is_symlink()
+        return (
+            f"{JOURNAL} is a link, and links are not followed"
+            if linked
+            else (f"{JOURNAL} is missing, so there are no episodes")
+        )
+    for suffix in ("-wal", "-shm"):
+        if (folder / f"{JOURNAL}{suffix}").is_symlink():
+            return f"{JOURNAL}{suffix} is a link, and links are not followed"
+    if (folder / f"{JOURNAL}-journal").exists():
+        return (
+            f"{JOURNAL} has an unfinished transaction of a killed writer; "
+            "`unstale journal` undoes it, which the dashboard may not"
+        )
+    return ""
+
+
+def _add_event(writer: sqlite3.Connection, row: Row) -> None:
+    kind = str(row.get("kind"))
+    if kind == "span":
+        start, end = number(row.get("start")), number(row.get("end"))
+        if start is not None and end is not None and 0 <= start <= end:
+            label = str(row.get("label") or "")[:200]
+            writer.execute(
+                'INSERT INTO spans (lane, start, "end", label) VALUES (?, ?, ?, ?)',
+                (str(row.get("lane"))[:40], start, end, label),
+            )
+        return
+    writer.execute(
+        "INSERT INTO events (time, kind, fields) VALUES (?, ?, ?)",
+        (number(row.get("time")), kind[:80], dumps(row)[:100_000]),
+    )
+
+
+def _measure(pieces: Sequence[Piece]) -> Row:
+    """Return the columns of an episode that its pieces give."""
+    versions: set[int] = set()
+    turns = tokens = sampled = 0
+    total = 0.0
+    lowest: float | None = None
+    in_reply = False
+    for _, _, count, version, _, logps in pieces:
+        tokens += count
+        if not count:
+            continue
+        if version is None:
+            in_reply = False
+            continue
+        turns += not in_reply
+        in_reply = True
+        sampled += count
+        versions.add(version)
+        values = struct.unpack(f"<{len(logps or b'') // 4}f", (logps or b"")[: 4 * count])
+        total += sum(values)
+        lowest = min(values) if lowest is None else min(lowest, *values)
+    return {
+        "tokens": tokens,
+        "sampled_tokens": sampled,
+        "turns": turns,
+        "versions": len(versions),
+        "version_min": min(versions, default=None),
+        "version_max": max(versions, default=None),
+        "behavior_logp_mean": total / sampled if sampled else None,
+        "behavior_logp_min": lowest,
+    }
+
+
+def _outcome(writer: sqlite3.Connection, end: Sequence[Any]) -> Row:
+    """Return the columns of how an episode ended, and add its rewards and facts."""
+    episode, stop, rewards, facts, stage, error, reason, step, _ = end
+    if stop is None:
+        failed = stage is not None
+        return {
+            "outcome": "failed" if failed else "restarted",
+            "stop": f"failed in {stage}"[:200] if failed else "restarted",
+            "note": str(error if failed else reason)[:2000],
+        }
+    success, reward = grade(rewards, facts)
+    _add_figures(writer, episode, "reward", json.loads(rewards))
+    _add_figures(writer, episode, "fact", json.loads(facts))
+    return {
+        "outcome": "waiting" if step is None else "trained",
+        "stop": str(stop)[:200],
+        "reward": reward,
+        "success": int(success),
+        "step": step,
+    }
+
+
+def _add_figures(writer: sqlite3.Connection, episode: int, prefix: str, values: Row) -> None:
+    rows = [
+        (episode, f"{prefix}:{name}"[:200], value)
+        for name, item in list(values.items())[:MAX_FIGURES]
+        if (value := number(item)) is not None
+    ]
+    writer.executemany("INSERT OR REPLACE INTO figures VALUES (?, ?, ?)", rows)
+
+
+def _text(pieces: Sequence[Piece], decode: Callable[[Sequence[int]], str]) -> str:
+    """Return an episode as text, for the full-text index."""
+    tokens: list[int] = []
+    for _, _, count, _, packed, _ in pieces:
+        width = "H" if len(packed) == 2 * count else "I"
+        tokens += struct.unpack(f"<{count}{width}", packed)
+    return decode(tokens)

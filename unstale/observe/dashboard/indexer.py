@@ -1,0 +1,111 @@
+"""Keep the indexes of runs up to date, in one thread."""
+
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Self
+
+from unstale.observe.dashboard.folders import RunFolders, UnknownRun
+from unstale.observe.dashboard.index import RunIndex
+
+POLL_S = 1.0
+"""Seconds between two looks at the run folders."""
+
+SEARCH_S = 5.0
+"""Seconds between two searches for new runs."""
+
+WATCHED_S = 600.0
+"""Seconds after the last request for a run in which its journal is followed."""
+
+SLICE_S = 0.5
+"""Seconds for which one run is read before the next one has its turn."""
+
+
+class Indexer:
+    """The indexes of all runs in a folder, in a temporary folder that is removed at the end.
+
+    Metrics and events of every run are followed. The journal is followed for runs that somebody
+    looks at. Use it as a context manager.
+    """
+
+    def __init__(self, folders: RunFolders, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self.folders = folders
+        self._clock = clock
+        self._indexes: dict[str, RunIndex] = {}
+        self._asked: dict[str, float] = {}
+        self._searched = -SEARCH_S
+        self._lock = threading.Lock()
+        self._wake = threading.Event()
+        self._stopped = False
+        self._thread: threading.Thread | None = None
+
+    def __enter__(self) -> Self:
+        self._folder = tempfile.TemporaryDirectory(prefix="unstale-dashboard-")
+        self._thread = threading.Thread(target=self._work, name="unstale-dashboard-index")
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stopped = True
+        self._wake.set()
+        if self._thread is not None:
+            self._thread.join()
+        for index in self._indexes.values():
+            index.close()
+        self._folder.cleanup()
+
+    def get(self, name: str, *, journal: bool = True) -> RunIndex:
+        """Return the index of a run, which may still be empty. Raises `UnknownRun`.
+
+        With `journal`, its episodes are followed from now on.
+        """
+        path = self.folders.path(name)
+        with self._lock:
+            index = self._indexes.get(name)
+            if index is None:
+                index = RunIndex(path, Path(self._folder.name) / f"{len(self._indexes)}.sqlite")
+                self._indexes[name] = index
+        if journal:
+            if name not in self._asked:
+                self._wake.set()
+            self._asked[name] = self._clock()
+        return index
+
+    def known(self) -> dict[str, RunIndex]:
+        """Return the indexes of all runs that were found so far, by name."""
+        with self._lock:
+            return dict(self._indexes)
+
+    def _work(self) -> None:
+        while not self._stopped:
+            self._wake.clear()
+            if not self._update():
+                self._wake.wait(POLL_S)
+
+    def _update(self) -> bool:
+        """Give every run its turn. Return True if there is more to read."""
+        now = self._clock()
+        if now - self._searched >= SEARCH_S:
+            self._searched = now
+            for name in self.folders.names():
+                with suppress(UnknownRun):
+                    self.get(name, journal=False)
+        more = False
+        for name, index in self.known().items():
+            if self._stopped:
+                return False
+            more |= self._for_a_while(index.update_files)
+            if now - self._asked.get(name, -WATCHED_S) < WATCHED_S:
+                more |= self._for_a_while(index.update_journal)
+        return more
+
+    def _for_a_while(self, update: Callable[[], bool]) -> bool:
+        """Repeat an update until there is nothing new or time is over. Return True if it is."""
+        end = self._clock() + SLICE_S
+        while not self._stopped and update():
+            if self._clock() >= end:
+                return True
+        return False
