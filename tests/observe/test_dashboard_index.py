@@ -1,0 +1,586 @@
+"""What is promised of the dashboard's index, its table and its tokens.
+
+- It has what the journal has, also while the run writes, after a kill and after a resume.
+- A damaged journal gives a sentence, and one damaged episode hides no other.
+- Filters, search, sorting and pages give what a plain search through all episodes gives.
+- A page of 100,000 episodes is read through an index and not by sorting.
+- The texts of tokens join to the text of the episode.
+"""
+
+import asyncio
+import json
+import random
+import shutil
+import sqlite3
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.fake_run import fake_run
+from unstale.config import ConfigError
+from unstale.durability.journal import JOURNAL, Journal
+from unstale.durability.journal.conversations import load_decoder
+from unstale.durability.run_folder import EVENTS, METRICS
+from unstale.observe.dashboard import charts, table, tokens
+from unstale.observe.dashboard import index as index_module
+from unstale.observe.dashboard.database import COLUMNS, Database
+from unstale.observe.dashboard.folders import RunFolders, UnknownRun
+from unstale.observe.dashboard.index import RunIndex
+from unstale.observe.dashboard.summary import series, spans, state_of, thin
+from unstale.observe.dashboard.table import BadQuestion, Question, page, parse_filter, statements
+from unstale.records import (
+    ContextPiece,
+    Group,
+    GroupRequest,
+    Sampled,
+    Task,
+    Trajectory,
+    count_turns,
+)
+
+STEPS = 20
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return fake_run(tmp_path_factory.mktemp("runs") / "first", steps=STEPS)
+
+
+def fill(index: RunIndex) -> RunIndex:
+    """Read all that the run has."""
+    while index.update_files() | index.update_journal():
+        pass
+    return index
+
+
+@pytest.fixture
+def run(recorded: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(recorded, tmp_path / "runs" / "first"))
+
+
+@pytest.fixture
+def filled(run: Path, tmp_path: Path) -> Iterator[RunIndex]:
+    index = fill(RunIndex(run, tmp_path / "index.sqlite"))
+    yield index
+    index.close()
+
+
+def table_of(index: RunIndex) -> list[dict[str, Any]]:
+    return list(page(index.database, Question(sort="episode", size=200))["rows"])
+
+
+def test_every_episode_is_in_the_index_as_the_journal_has_it(filled: RunIndex, run: Path) -> None:
+    rows = {row["episode"]: row for row in table_of(filled)}
+    with Journal.read(run) as journal:
+        stored = list(journal.trajectories())
+        consumed = {row.number: (row.step, row.version) for row in journal.groups()}
+    assert len(stored) == len(rows) == 4 * STEPS and filled.problems == []
+    for each in stored:
+        trajectory, row = each.trajectory, rows[each.trajectory.episode]
+        sampled = [piece for piece in trajectory.pieces if isinstance(piece, Sampled)]
+        step, version = consumed[each.group]
+        assert version is not None
+        assert row["group_number"] == each.group and row["step"] == step
+        assert row["task"] == f"retail/train/{trajectory.task.index}"
+        assert (row["outcome"], row["stop"]) == ("trained", trajectory.stop)
+        assert (row["reward"], row["success"]) == (trajectory.reward, trajectory.success)
+        assert row["figures"] == {"reward:task": trajectory.reward}
+        assert (row["tokens"], row["sampled_tokens"]) == (
+            len(trajectory),
+            sum(len(piece.tokens) for piece in sampled),
+        )
+        assert row["turns"] == count_turns(trajectory.pieces)
+        assert row["lag_max"] == version - min(trajectory.versions)
+        assert (row["version_min"], row["version_max"], row["versions"]) == (
+            min(trajectory.versions),
+            max(trajectory.versions),
+            len(trajectory.versions),
+        )
+        assert row["behavior_logp_min"] == pytest.approx(-0.1)
+        assert row["behavior_logp_mean"] == pytest.approx(-0.1)
+
+
+def test_metrics_and_events_are_in_the_index(filled: RunIndex, run: Path) -> None:
+    rows = [json.loads(line) for line in (run / METRICS).read_text().splitlines()]
+    (found,) = series(filled.database, ["reward/mean"], 500).values()
+    expected = [(row["step"], row["reward/mean"]) for row in rows if "reward/mean" in row]
+    assert list(zip(*found, strict=True)) == expected and filled.last_step == STEPS
+    events = [json.loads(line) for line in (run / EVENTS).read_text().splitlines()]
+    recorded_spans = [event for event in events if event["kind"] == "span"]
+    shown = spans(filled.database, 0, 1e9)
+    assert sorted((lane, start, end) for lane, start, end, _ in shown["spans"]) == sorted(
+        (span["lane"], span["start"], span["end"]) for span in recorded_spans
+    )
+    part = spans(filled.database, 30.0, 40.0, limit=3)
+    inside = [span for span in recorded_spans if span["end"] >= 30 and span["start"] <= 40]
+    assert len(part["spans"]) == 3 and part["left_out"] == len(inside) - 3
+    assert part["total"] == len(recorded_spans)
+
+
+def test_a_growing_file_is_continued_and_a_replaced_one_is_read_again(
+    filled: RunIndex, run: Path
+) -> None:
+    whole = '{"step": 21, "reward/mean": 0.5}\n'
+    with (run / METRICS).open("a") as file:
+        file.write(whole + '{"step": 22, "rew')
+    assert filled.update_files() and filled.last_step == 21  # half a line waits
+    assert not filled.update_files()
+    with (run / METRICS).open("a") as file:
+        file.write('ard/mean": 0.25}\n')
+    assert filled.update_files() and filled.last_step == 22
+    (run / "new").write_text('{"step": 1, "reward/mean": 0.125}\n')
+    (run / "new").replace(run / METRICS)  # as a resume does
+    fill(filled)
+    assert series(filled.database, ["reward/mean"], 500) == {"reward/mean": [[1], [0.125]]}
+    assert filled.last_step == 1
+
+
+def test_broken_lines_are_left_out_and_named(filled: RunIndex, run: Path) -> None:
+    with (run / METRICS).open("a") as file:
+        file.write('nonsense\n{"step": 21, "reward/mean": 1e999, "x/y": true, "loss": 2}\n')
+    fill(filled)
+    assert filled.last_step == 21
+    assert filled.problems == [
+        "metrics.jsonl has lines that are not JSON objects; they were left out"
+    ]
+    assert series(filled.database, ["loss", "x/y"], 10) == {"loss": [[21], [2.0]], "x/y": [[], []]}
+
+
+def piece(*ids: int, version: int | None = None) -> ContextPiece | Sampled:
+    return ContextPiece(ids) if version is None else Sampled(ids, (-0.5,) * len(ids), version)
+
+
+def test_an_episode_is_followed_from_its_start_to_its_training(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "config.json").write_text("{}")
+    task = Task("toy", "train", 0)
+    with Journal(run / JOURNAL) as journal:
+        index = RunIndex(run, tmp_path / "index.sqlite")
+        journal.add_request(GroupRequest(0, task, seed=0, place=0))
+        writer = journal.begin(0, 0, episode=0, seed=7)
+        other = journal.begin(0, 1, episode=1, seed=8)
+        branch = journal.begin(0, 0, episode=2, seed=9)
+        writer.write_piece(0, piece(1, 2))
+        asyncio.run(journal.checkpoint("empty", step=0, version=0))
+        fill(index)
+        assert [(row["outcome"], row["is_branch"]) for row in table_of(index)] == [
+            ("open", False),
+            ("open", False),
+            ("open", True),
+        ]
+        assert tokens.episode(index, 0)["pieces"][0]["ids"] == [1, 2]
+        trajectories = []
+        for number, each in enumerate((writer, other, branch)):
+            pieces = (piece(1, 2), piece(3, version=2), piece(4, 5, version=3))
+            for position in range(1 if number == 0 else 0, 3):
+                each.write_piece(position, pieces[position])
+            ended = Trajectory(pieces, {"r": float(number)}, "done", task, 7 + number, number)
+            each.write_outcome(ended)
+            trajectories.append(ended)
+        group = Group(task, tuple(trajectories), number=0)
+        asyncio.run(journal.finish(group))
+        fill(index)
+        assert [row["outcome"] for row in table_of(index)] == ["waiting"] * 3
+        assert all("lag_max" not in row for row in table_of(index))
+        copied = Path(shutil.copytree(run, tmp_path / "copied"))  # as after a kill
+        files = {path: path.read_bytes() for path in copied.iterdir() if path.name[-4:] != "-shm"}
+        assert copied / f"{JOURNAL}-wal" in files
+        killed = fill(RunIndex(copied, tmp_path / "killed.sqlite"))
+        assert table_of(killed) == table_of(index) and killed.num_ended == 3
+        assert {path: path.read_bytes() for path in files} == files
+        killed.close()
+        journal.consume([group], step=1, version=4)
+        asyncio.run(journal.checkpoint("first", step=1, version=4))
+        fill(index)
+        assert [(row["outcome"], row["step"], row["lag_max"]) for row in table_of(index)] == [
+            ("trained", 1, 2)
+        ] * 3
+        shown = tokens.episode(index, 1)
+        assert [(each.get("version"), each.get("lag")) for each in shown["pieces"]] == [
+            (None, None),
+            (2, 2),
+            (3, 1),
+        ]
+    index.close()
+
+
+def test_episodes_that_a_resume_deleted_leave_the_index(filled: RunIndex, run: Path) -> None:
+    with sqlite3.connect(run / JOURNAL) as journal:
+        for name in ("pieces", "trajectories", "episodes"):
+            journal.execute(f"DELETE FROM {name} WHERE episode > 50")
+    journal.close()
+    fill(filled)
+    assert [row["episode"] for row in table_of(filled)] == list(range(1, 51))
+    shutil.rmtree(run)
+    fake_run(run, steps=3, seed=5)  # another run with the same name
+    fill(filled)
+    assert len(table_of(filled)) == 12 and filled.last_step == 3
+
+
+def test_small_parts_give_the_same_index(
+    filled: RunIndex, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(index_module, "CHUNK_EPISODES", 7)
+    monkeypatch.setattr(index_module, "CHUNK_TOKENS", 500)
+    small = RunIndex(run, tmp_path / "small.sqlite")
+    assert small.update_journal() and 0 < small.num_ended < 7 and not small.is_complete
+    with pytest.raises(tokens.NotYet, match="episode 70 is not read yet"):
+        tokens.episode(small, 70)
+    fill(small)
+    assert table_of(small) == table_of(filled) and small.is_complete
+    small.close()
+
+
+def test_one_damaged_episode_hides_no_other(run: Path, tmp_path: Path) -> None:
+    with sqlite3.connect(run / JOURNAL) as journal:
+        journal.execute("UPDATE trajectories SET rewards = 'nonsense' WHERE episode = 3")
+        journal.execute("UPDATE pieces SET tokens = x'00' WHERE episode = 5")
+    journal.close()
+    index = fill(RunIndex(run, tmp_path / "index.sqlite"))
+    rows = table_of(index)
+    assert len(rows) == 4 * STEPS
+    damaged = {row["episode"]: row["note"] for row in rows if row["outcome"] == "damaged"}
+    assert damaged.keys() == {3, 5} and all(JOURNAL in note for note in damaged.values())
+    with pytest.raises(RuntimeError, match="episode 5"):
+        tokens.episode(index, 5)
+    group = tokens.group(index, rows[4]["group_number"])
+    assert ["problem" in member for member in group["members"]] == [True, False, False, False]
+    index.close()
+
+
+@pytest.mark.parametrize(
+    ("harm", "sentence"),
+    [
+        (lambda path: path.write_bytes(b"not a database" * 100), "failed: file is not a database"),
+        (lambda path: path.unlink(), "is missing, so there are no episodes"),
+        (
+            lambda path: path.with_name(f"{JOURNAL}-journal").write_bytes(b"x"),
+            "`unstale journal` undoes it",
+        ),
+        (
+            lambda path: (path.rename(path.with_name("real")), path.symlink_to("real")),
+            "is a link, and links are not followed",
+        ),
+    ],
+)
+def test_a_journal_that_cannot_be_read_is_a_sentence(
+    harm: Any, sentence: str, run: Path, tmp_path: Path
+) -> None:
+    harm(run / JOURNAL)
+    index = fill(RunIndex(run, tmp_path / "index.sqlite"))
+    assert len(index.problems) == 1 and sentence in index.problems[0]
+    assert index.is_complete and index.num_rows == STEPS + 1
+    index.close()
+
+
+def value_of(row: dict[str, Any], name: str) -> Any:
+    return row["figures"].get(name) if ":" in name else row.get(name)
+
+
+def holds(row: dict[str, Any], condition: tuple[str, str, Any]) -> bool:
+    name, operator, value = condition
+    found = value_of(row, name)
+    if found is None:
+        return False
+    return {
+        "=": lambda: found == value,
+        "!=": lambda: found != value,
+        "<": lambda: found < value,
+        "<=": lambda: found <= value,
+        ">": lambda: found > value,
+        ">=": lambda: found >= value,
+        "~": lambda: str(value).lower() in str(found).lower(),
+    }[operator]()
+
+
+def synthetic(database: Database, count: int, rng: random.Random) -> None:
+    """Write episodes with random columns, some of them without a value."""
+    names = ", ".join(column.name for column in COLUMNS)
+    marks = ", ".join("?" * (len(COLUMNS) + 3))
+
+    def random_value(column: str, kind: str, episode: int) -> Any:
+        if column == "episode":
+            return episode
+        if column == "group_number":
+            return episode // 8
+        if column not in ("outcome", "task") and rng.random() < 0.1:
+            return None
+        return rng.choice("abc%_") if kind == "text" else rng.choice((0.0, 0.5, 1.0, 2.0, -3.25))
+
+    with database.write() as writer:
+        writer.executemany(
+            f"INSERT INTO episodes ({names}, seed, is_branch, note) VALUES ({marks})",
+            (
+                [random_value(column.name, column.kind, episode) for column in COLUMNS] + [0, 0, ""]
+                for episode in range(count)
+            ),
+        )
+        writer.executemany(
+            "INSERT INTO figures VALUES (?, 'fact:calls', ?)",
+            ((episode, float(rng.randrange(4))) for episode in range(0, count, 2)),
+        )
+
+
+def test_pages_are_those_of_a_plain_search(tmp_path: Path) -> None:
+    rng = random.Random(0)
+    database = Database(tmp_path / "index.sqlite")
+    synthetic(database, 300, rng)
+    everything = page(database, Question(sort="episode", size=200))["rows"]
+    everything += page(database, Question(sort="episode", size=200, page=1))["rows"]
+    assert [row["episode"] for row in everything] == list(range(300))
+    several = 0
+    for _ in range(400):
+        conditions = []
+        for _ in range(rng.randrange(3)):
+            column = rng.choice(COLUMNS)
+            if rng.random() < 0.2:
+                conditions.append(("fact:calls", rng.choice(("=", "<", ">=")), rng.randrange(4)))
+            elif column.kind == "text":
+                operator = rng.choice(("=", "!=", "~"))
+                conditions.append((column.name, operator, rng.choice("abc%_")))
+            else:
+                operator = rng.choice(("=", "!=", "<", "<=", ">", ">="))
+                conditions.append((column.name, operator, rng.choice((0.0, 0.5, 1.0, 2.0))))
+        sort, is_down = rng.choice(COLUMNS).name, rng.random() < 0.5
+        expected = [row for row in everything if all(holds(row, each) for each in conditions)]
+        valued = [row for row in expected if row.get(sort) is not None]
+        valued.sort(key=lambda row: (row[sort], row["episode"]), reverse=is_down)
+        rest = [row for row in expected if row.get(sort) is None]
+        rest.sort(key=lambda row: row["episode"], reverse=is_down)
+        wanted = [row["episode"] for row in valued + rest]
+        text = " ".join(f"{name}{operator}{value}" for name, operator, value in conditions)
+        size = rng.choice((7, 50, 200))
+        shown = []
+        for number in range(len(wanted) // size + 1):
+            found = page(
+                database, Question(text, sort="-" * is_down + sort, page=number, size=size)
+            )
+            assert found["total"] == len(wanted), text
+            shown += [row["episode"] for row in found["rows"]]
+        assert shown == wanted, (text, sort, is_down)
+        several += 1 < len(wanted) < 300
+    assert several > 100
+    database.close()
+
+
+def test_search_finds_the_conversations_with_all_words(filled: RunIndex, run: Path) -> None:
+    decode = load_decoder(run)
+    with Journal.read(run) as journal:
+        texts = {
+            stored.trajectory.episode: decode(
+                [token for each in stored.trajectory.pieces for token in each.tokens]
+            ).lower()
+            for stored in journal.trajectories()
+        }
+    for search, words in (
+        ("Mia", ("mia",)),
+        ("desk Noah", ("desk", "noah")),
+        ('"oak desk"', ("oak desk",)),
+        ("kettle", ("kettle",)),
+        ("nowhere", ("nowhere",)),
+    ):
+        found = page(filled.database, Question(search=search, sort="episode", size=200))["rows"]
+        expected = [number for number, text in texts.items() if all(word in text for word in words)]
+        assert [row["episode"] for row in found] == expected, search
+    assert page(filled.database, Question(search='*"^ - OR'))["total"] == 0
+    assert page(filled.database, Question(search='  "" '))["total"] == 4 * STEPS
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("reward", "cannot read the condition 'reward'"),
+        ("rewad>1", "there is no column 'rewad'"),
+        ("reward>high", "reward is a number"),
+        ("reward~1", "reward is a number"),
+        ("fact:calls=many", "fact:calls is a number"),
+        ("stop='done", "open quotation mark"),
+        ("reward>1; DROP TABLE episodes", "reward is a number"),
+        ("reward>1 " * 21, "at most 20 conditions, got 21"),
+    ],
+)
+def test_a_wrong_filter_is_explained(text: str, sentence: str) -> None:
+    with pytest.raises(BadQuestion, match="^" + "(?s:.)*" + sentence):
+        parse_filter(text)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"size": 0}, {"size": 201}, {"page": -1}, {"sort": "note"}, {"sort": "--reward"}]
+)
+def test_a_wrong_page_is_explained(wrong: dict[str, Any]) -> None:
+    with pytest.raises(BadQuestion, match=r"must be"):
+        Question(**wrong)
+
+
+def test_a_page_of_100_000_episodes_is_read_without_sorting(tmp_path: Path) -> None:
+    """SQLite's steps are counted: the page itself takes few, and the count of all matches some for
+    each episode. A sort of all would take more, and its plan would name it."""
+    database = Database(tmp_path / "index.sqlite")
+    count = 100_000
+    synthetic(database, count, random.Random(1))
+    for column in COLUMNS:
+        for order in ("", "-"):
+            question = Question(sort=order + column.name, size=50)
+            total, parts = statements(question)
+            for part in parts:
+                plan = database.rows(f"EXPLAIN QUERY PLAN {part.sql} LIMIT 50", part.parameters)
+                assert not [row for row in plan if "TEMP B-TREE" in row[-1]], (column, plan)
+                assert steps_of(database, f"{part.sql} LIMIT 50", part.parameters) < 20_000
+            assert steps_of(database, total.sql, total.parameters) < 12 * count
+    filtered = Question("reward>=1 stop=a fact:calls>1", sort="-step", size=50)
+    total, parts = statements(filtered)
+    for part in (total, *parts):
+        assert steps_of(database, part.sql, part.parameters) < 60 * count
+    found = page(database, Question("episode>=99990", sort="-behavior_logp_min", size=200))
+    assert found["total"] == 10
+    assert page(database, Question(sort="reward", page=count // 50 - 1))["rows"][-1]
+    database.close()
+
+
+def steps_of(database: Database, statement: str, parameters: tuple[Any, ...]) -> int:
+    """Return about how many instructions SQLite's virtual machine runs for a statement."""
+    steps = 0
+
+    def count() -> None:
+        nonlocal steps
+        steps += 100
+
+    with database.read() as reader:
+        reader.set_progress_handler(count, 100)
+        reader.execute(statement, parameters).fetchall()
+        reader.set_progress_handler(None, 0)
+    return steps
+
+
+def test_long_series_keep_their_peaks() -> None:
+    rows = [(step, 1.0) for step in range(10_000)]
+    rows[1234], rows[7777] = (1234, 50.0), (7777, -3.0)
+    kept = thin(rows, 100)
+    assert len(kept) <= 102 and {(1234, 50.0), (7777, -3.0), (0, 1.0), (9999, 1.0)} <= set(kept)
+    assert kept == sorted(kept) and thin(rows[:100], 100) == rows[:100]
+
+
+def test_the_state_of_a_run(filled: RunIndex, run: Path) -> None:
+    now = (run / METRICS).stat().st_mtime
+    assert state_of(filled, now=now)["state"] == "stopped"  # with another reason than "finished"
+    with (run / EVENTS).open("a") as file:
+        file.write('{"time": 1, "kind": "resumed"}\n')
+    fill(filled)
+    assert state_of(filled, now=now + 100)["state"] == "live"
+    assert state_of(filled, now=now + 100_000)["state"] == "silent"
+    with (run / EVENTS).open("a") as file:
+        file.write('{"time": 2, "kind": "stopped", "reason": "finished", "detail": "done"}\n')
+    fill(filled)
+    ended = state_of(filled, now=now)
+    assert (ended["state"], ended["detail"]) == ("finished", "done")
+
+
+def test_tokens_of_an_episode_in_parts_are_those_of_the_whole(filled: RunIndex) -> None:
+    whole = tokens.episode(filled, 7)
+    ids = [token for each in whole["pieces"] for token in each["ids"]]
+    parts = []
+    for start in range(0, len(ids), 13):
+        part = tokens.episode(filled, 7, start, 13)
+        assert part["num_tokens"] == len(ids)
+        found = [token for each in part["pieces"] for token in each["ids"]]
+        places = [each["start"] for each in part["pieces"]]
+        assert places[0] == start and len(found) <= 13
+        parts += found
+    assert parts == ids
+    with pytest.raises(BadQuestion, match="start must be >= 0"):
+        tokens.episode(filled, 7, -1)
+    with pytest.raises(tokens.UnknownEpisode, match="the run has no episode 4711"):
+        tokens.episode(filled, 4711)
+
+
+def test_siblings_are_compared_with_the_first(filled: RunIndex) -> None:
+    number = table_of(filled)[0]["group_number"]
+    found = tokens.group(filled, number)
+    streams = [
+        [token for each in member["pieces"] for token in each["ids"]] for member in found["members"]
+    ]
+    assert len(streams) == 4 and found["num_episodes"] == 4
+    for member, stream in zip(found["members"], streams, strict=True):
+        same = member["first_difference"]
+        assert stream[:same] == streams[0][:same]
+        assert stream[same : same + 1] != streams[0][same : same + 1] or stream == streams[0]
+    assert all(
+        stream[: found["common_tokens"]] == streams[0][: found["common_tokens"]]
+        for stream in streams
+    )
+    with pytest.raises(tokens.UnknownEpisode, match="the run has no group 4711"):
+        tokens.group(filled, 4711)
+
+
+def test_texts_of_tokens_join_to_the_text_of_all() -> None:
+    """A character of several tokens belongs to the first; a tokenizer may drop a leading space."""
+    data = "größer €5 😀 <end>".encode()
+    by_byte = list(data)
+
+    def decode(ids: Any) -> str:
+        return bytes(ids).decode(errors="replace")
+
+    parts = tokens.texts(by_byte, decode)
+    assert "".join(parts) == data.decode() and parts[:4] == ["g", "r", "ö", ""]
+    broken = [0xF0, 0x9F, 65]  # half a character
+    assert "".join(tokens.texts(broken, decode)) == decode(broken)
+    words = ["▁a", "▁b", "c", "▁d"]
+
+    def sentencepiece(ids: Any) -> str:
+        return "".join(words[each] for each in ids).replace("▁", " ").removeprefix(" ")
+
+    assert tokens.texts([0, 1, 2, 3], sentencepiece) == ["a", " b", "c", " d"]
+
+
+def test_every_metric_has_one_plot_and_is_documented() -> None:
+    doc = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
+    own = [
+        name for each in charts.SECTIONS for chart in each.charts for name in chart.lines.values()
+    ]
+    assert len(own) == len(set(own)) and [name for name in own if f"`{name}`" not in doc] == []
+    names = [*own, "reward/success_mean", "env/turns_mean", "replay/groups", "step", "time_s"]
+    names += [f"correction/log_d_abs_mean/lag_{lag}" for lag in range(3)]
+    found = charts.sections(names)
+    lines = [
+        line["metric"]
+        for section in found
+        for chart in section["charts"]
+        for line in chart["lines"]
+    ]
+    assert sorted(lines) == sorted(set(names) - {"step", "time_s"})
+    by_name = {section["name"]: section for section in found}
+    assert by_name["ratios"]["charts"][-1]["title"] == "correction/log_d_abs_mean by lag"
+    assert {"rewards", "environment", "other-replay"} <= by_name.keys()
+    assert charts.sections([]) == []
+
+
+def test_only_run_folders_below_the_root_have_names(run: Path, tmp_path: Path) -> None:
+    root = run.parent
+    shutil.copytree(run, root / "study" / "arm" / "seed0")
+    (root / "empty").mkdir()
+    outside = Path(shutil.copytree(run, tmp_path / "outside"))
+    (root / "linked").symlink_to(outside)
+    (root / "study" / "linked").symlink_to(outside)
+    folders = RunFolders(root)
+    assert folders.names() == ["first", "study/arm/seed0"]
+    assert folders.path("study/arm/seed0") == root.resolve() / "study" / "arm" / "seed0"
+    wrong = ["", ".", "..", "../outside", "first/..", "first/../first", "/first", str(outside)]
+    wrong += ["linked", "study/linked", "empty", "first\0", "first/", "study//arm", "a/b/c/d/e/f"]
+    for name in wrong:
+        with pytest.raises(UnknownRun):
+            folders.path(name)
+    only = RunFolders(run)
+    assert only.names() == ["first"] and only.path("first") == run.resolve()
+    with pytest.raises(UnknownRun):
+        only.path("study/arm/seed0")
+    with pytest.raises(ConfigError, match="it does not exist"):
+        RunFolders(tmp_path / "nowhere")
+    with pytest.raises(ConfigError, match="it is a file"):
+        RunFolders(run / METRICS)
+
+
+def test_columns_are_described() -> None:
+    assert all(column["about"] for column in table.columns())

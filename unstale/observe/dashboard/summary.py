@@ -1,0 +1,394 @@
+"""Answer questions about a run as a whole: its outcome, state, series and timeline."""
+
+import os
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from unstale.config import ConfigError
+from unstale.config.routes import exact_routes
+from unstale.durability.journal import JOURNAL
+from unstale.durability.run_folder import EVENTS, METRICS, Row, RunFolder
+from unstale.observe.dashboard.charts import sections
+from unstale.observe.dashboard.database import Database
+from unstale.observe.dashboard.index import RunIndex
+from unstale.observe.dashboard.table import BadQuestion
+from unstale.observe.health import CHECKS
+from unstale.observe.report.gather import flatten
+from unstale.observe.report.words import factor_names, is_exact, number, semantics, waiting
+from unstale.observe.statistics import wilson
+
+LIVE_S = 120.0
+"""Seconds since the last write in which a run without an end counts as live. A step of a large run
+may take longer; the page shows the time of the last write beside the state.
+"""
+
+RECENT = 20
+"""Steps over which the bottleneck is found."""
+
+MAX_POINTS = 2000
+MAX_METRICS = 24
+MAX_SPANS = 3000
+MAX_EVENTS = 200
+LIST_POINTS = 60
+"""Points of a curve in the list of runs."""
+
+
+def state_of(index: RunIndex, *, now: float | None = None) -> Row:
+    """Return the state of a run: `finished`, `failed`, `stopped`, `live` or `silent`.
+
+    A silent run has no recorded end and wrote nothing for a while: it was killed, or is in a long
+    step. `age_s` is the time since the last write.
+    """
+    age = (time.time() if now is None else now) - last_write(index.folder)
+    events = _last_events(index.database, ("started", "resumed", "stopped"))
+    begun = max((at for kind, (at, _) in events.items() if kind != "stopped"), default=-1)
+    stopped_at, stopped = events.get("stopped", (-1, {}))
+    reason, detail = (str(stopped.get(name) or "")[:1000] for name in ("reason", "detail"))
+    if stopped_at > begun:
+        state = reason if reason in ("finished", "failed") else "stopped"
+        return {"state": state, "reason": reason, "detail": detail, "age_s": max(0.0, age)}
+    state = "live" if age < LIVE_S else "silent"
+    return {"state": state, "reason": "", "detail": "", "age_s": max(0.0, age)}
+
+
+def last_write(folder: Path) -> float:
+    """Return when a file of the run was last written, in seconds since 1970. 0 if there is none."""
+    times = []
+    for name in (METRICS, EVENTS, JOURNAL, f"{JOURNAL}-wal"):
+        try:
+            times.append(os.lstat(folder / name).st_mtime)
+        except OSError:
+            continue
+    return max(times, default=0.0)
+
+
+def _last_events(database: Database, kinds: Sequence[str]) -> dict[str, tuple[int, Row]]:
+    """Return the last event of each kind, with its position in the log."""
+    found = {}
+    for kind in kinds:
+        for at, fields in database.rows(
+            "SELECT id, fields FROM events WHERE kind = ? ORDER BY id DESC LIMIT 1", (kind,)
+        ):
+            found[kind] = at, _load(fields)
+    return found
+
+
+def _load(fields: str) -> Row:
+    import json
+
+    try:
+        value = json.loads(fields)
+    except ValueError:  # it was cut
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def evaluations(database: Database) -> list[Row]:
+    """Return the held-out success by step, each with its 95% interval if it is known."""
+    found: dict[int, Row] = {}
+    rows = database.rows("SELECT fields FROM events WHERE kind = 'eval' ORDER BY id LIMIT 10000")
+    for (fields,) in rows:
+        event = _load(fields)
+        success, step = number(event.get("success")), number(event.get("step"))
+        if success is None or step is None:
+            continue
+        tasks = int(number(event.get("tasks")) or 0)
+        interval = wilson(min(1.0, max(0.0, success)), tasks) if tasks > 0 else None
+        found[int(step)] = {
+            "step": int(step),
+            "success": success,
+            "tasks": tasks,
+            "interval": interval,
+        }
+    return [found[step] for step in sorted(found)]
+
+
+def list_runs(indexes: Iterable[tuple[str, RunIndex]]) -> list[Row]:
+    """Return a short description of each run, those written last first."""
+    rows = [describe(name, index) for name, index in indexes]
+    return sorted(rows, key=lambda row: -row["written_at"])
+
+
+def describe(name: str, index: RunIndex) -> Row:
+    """Return what the list of runs shows of a run."""
+    config = _config(index.folder)[0]
+    held_out = evaluations(index.database)
+    rollouts = series(index.database, ["rollout/success_rate"], LIST_POINTS)
+    steps = config.get("steps")
+    return {
+        "name": name,
+        "recipe": _text(config.get("recipe")),
+        "route": _text(config.get("old_logps.route")),
+        "techniques": _text(config.get("techniques")),
+        "seed": number(config.get("seed")),
+        "step": index.last_step,
+        "steps": number(steps),
+        "written_at": last_write(index.folder),
+        "evaluations": _thin(held_out, LIST_POINTS),
+        "rollouts": rollouts["rollout/success_rate"],
+        "problems": index.problems,
+        **state_of(index),
+    }
+
+
+def overview(name: str, index: RunIndex) -> Row:
+    """Return all of a run's page that is not a series."""
+    config, gaps = _config(index.folder)
+    database = index.database
+
+    def setting(option: str, default: Any = None) -> Any:
+        value = config.get(option)
+        return default if value is None else value
+
+    exact = is_exact(setting)
+    route = _text(setting("old_logps.route", "unknown"))
+    pace = waiting(_recent_rows(database, index.last_step))
+    names = [each for (each,) in database.rows("SELECT name FROM names")]
+    exact_share = _mean(database, "old_logps/exact_share")
+    folder = RunFolder(index.folder)
+    return {
+        **describe(name, index),
+        "exact": exact,
+        "exact_routes": list(exact_routes()),
+        "factors": list(factor_names(route, exact=exact)),
+        "semantics": [list(pair) for pair in semantics(setting, exact_share)],
+        "pace": {"sentence": pace.sentence, "advice": pace.advice},
+        "evaluations": evaluations(database),
+        "figures": _figures(database),
+        "checks": _checks(database),
+        "failures": failures(database),
+        "error": folder.error()[:20_000],
+        "gaps": [*gaps, *folder.gaps],
+        "command": _text(
+            _last_events(database, ("started",)).get("started", (0, {}))[1].get("command")
+        ),
+        "options": {key: _text(value) for key, value in config.items()},
+        "limits": {option: number(setting(option)) for option in _LIMITS},
+        "sections": sections(names),
+        "index": progress(index),
+    }
+
+
+_LIMITS = ("correction.low", "correction.high", "objective.clip_low", "objective.clip_high")
+
+
+def progress(index: RunIndex) -> Row:
+    """Return how far a run's files are read. `changes` grows with every change."""
+    return {
+        "rows": index.num_rows,
+        "events": index.num_events,
+        "last_step": index.last_step,
+        "episodes": index.num_episodes,
+        "ended": index.num_ended,
+        "started": index.num_started,
+        "complete": index.is_complete,
+        "problems": index.problems,
+        "changes": index.changes,
+    }
+
+
+def series(database: Database, names: Sequence[str], points: int = 500) -> dict[str, list[Any]]:
+    """Return the values of metrics over the steps, as `[steps, values]` by name.
+
+    Of longer series about `points` points are kept: the smallest and the largest value of each of
+    equal parts of the steps, so that no peak is lost.
+    """
+    if len(names) > MAX_METRICS:
+        raise BadQuestion(f"at most {MAX_METRICS} metrics at a time, got {len(names)}")
+    if not 2 <= points <= MAX_POINTS:
+        raise BadQuestion(f"points must be between 2 and {MAX_POINTS}, got {points}")
+    found = {}
+    for name in names:
+        rows = database.rows(
+            "SELECT step, value FROM metrics WHERE name = (SELECT id FROM names WHERE name = ?) "
+            "ORDER BY step",
+            (name,),
+        )
+        kept = thin(rows, points)
+        found[name] = [[step for step, _ in kept], [value for _, value in kept]]
+    return found
+
+
+def thin(rows: Sequence[tuple[int, float]], points: int) -> list[tuple[int, float]]:
+    """Return at most about `points` rows: first, last, and the extremes of equal parts.
+
+    >>> thin([(0, 0.0), (1, 9.0), (2, 0.0), (3, -1.0), (4, 0.0), (5, 2.0), (6, 1.0)], 4)
+    [(0, 0.0), (1, 9.0), (3, -1.0), (5, 2.0), (6, 1.0)]
+    """
+    if len(rows) <= points:
+        return list(rows)
+    parts = max(1, points // 2)
+    kept = {0, len(rows) - 1}
+    for part in range(parts):
+        places = range(part * len(rows) // parts, (part + 1) * len(rows) // parts)
+        if places:
+            kept.add(min(places, key=lambda at: rows[at][1]))
+            kept.add(max(places, key=lambda at: rows[at][1]))
+    return [rows[at] for at in sorted(kept)]
+
+
+def lags(database: Database, points: int = 300) -> Row:
+    """Return how many tokens were trained on at each lag: over all steps, and by parts of steps."""
+    total = database.rows("SELECT lag, sum(tokens) FROM lags GROUP BY lag ORDER BY lag")
+    ((first, last),) = database.rows("SELECT min(step), max(step) FROM lags")
+    if first is None:
+        return {"total": [], "steps": []}
+    width = max(1, -(-(last - first + 1) // points))
+    rows = database.rows(
+        "SELECT (step - ?) / ? AS part, lag, sum(tokens) FROM lags GROUP BY part, lag "
+        "ORDER BY part, lag",
+        (first, width),
+    )
+    steps: dict[int, dict[int, float]] = {}
+    for part, lag, tokens in rows:
+        steps.setdefault(first + part * width, {})[lag] = tokens
+    return {
+        "total": [list(row) for row in total],
+        "width": width,
+        "steps": [[step, sorted(by_lag.items())] for step, by_lag in steps.items()],
+    }
+
+
+def spans(database: Database, start: float, end: float, limit: int = MAX_SPANS) -> Row:
+    """Return the activities between two times of the run, in seconds. The longest are kept."""
+    ((first, last, total),) = database.rows('SELECT min(start), max("end"), count(*) FROM spans')
+    inside = '"end" >= ? AND start <= ?'
+    ((count,),) = database.rows(f"SELECT count(*) FROM spans WHERE {inside}", (start, end))
+    rows = database.rows(
+        f'SELECT lane, start, "end", label FROM spans WHERE {inside} '
+        'ORDER BY "end" - start DESC LIMIT ?',
+        (start, end, max(1, min(limit, MAX_SPANS))),
+    )
+    return {
+        "first": first or 0.0,
+        "last": last or 0.0,
+        "total": total,
+        "left_out": count - len(rows),
+        "spans": [list(row) for row in rows],
+    }
+
+
+def failures(database: Database, limit: int = MAX_EVENTS) -> Row:
+    """Return the episodes that failed for good, and their number."""
+    condition = "kind = 'episode_failed' AND coalesce(json_extract(fields, '$.final'), 1)"
+    ((count,),) = database.rows(
+        f"SELECT count(*) FROM events WHERE {condition} AND json_valid(fields)"
+    )
+    rows = database.rows(
+        f"SELECT fields FROM events WHERE json_valid(fields) AND {condition} ORDER BY id LIMIT ?",
+        (limit,),
+    )
+    names = ("time", "episode", "task", "stage", "error")
+    found = [_load(fields) for (fields,) in rows]
+    return {
+        "count": count,
+        "rows": [{name: _text(event.get(name))[:300] for name in names} for event in found],
+    }
+
+
+def log(database: Database, after: int = 0, limit: int = MAX_EVENTS) -> list[Row]:
+    """Return events other than activities, evaluations and failures, newest first."""
+    rows = database.rows(
+        "SELECT id, time, kind, fields FROM events WHERE id > ? "
+        "AND kind NOT IN ('eval', 'episode_failed') ORDER BY id DESC LIMIT ?",
+        (after, max(1, min(limit, MAX_EVENTS))),
+    )
+    return [
+        {"id": at, "time": when, "kind": kind, "text": _event_text(fields)}
+        for at, when, kind, fields in rows
+    ]
+
+
+def _event_text(fields: str) -> str:
+    event = _load(fields)
+    parts = [
+        f"{name} {_text(value)}" for name, value in event.items() if name not in ("time", "kind")
+    ]
+    return ", ".join(parts)[:600]
+
+
+def _checks(database: Database) -> list[Row]:
+    """Return the checks of training health, each with the finding that failed it, if any."""
+    found: dict[str, Row] = {}
+    rows = database.rows("SELECT fields FROM events WHERE kind = 'health' ORDER BY id LIMIT 1000")
+    for (fields,) in rows:
+        event = _load(fields)
+        found.setdefault(str(event.get("check")), event)
+    return [
+        {
+            "name": check.name,
+            "title": check.title,
+            "text": _text(found.get(check.name, {}).get("text"))[:2000],
+            "step": number(found.get(check.name, {}).get("step")),
+        }
+        for check in CHECKS
+    ]
+
+
+def _figures(database: Database) -> Row:
+    """Return the key figures of a run: maxima, means and sums over its steps."""
+    ((stalest,),) = _aggregate(database, "max", "schedule/staleness_max")
+    ((bound,),) = _aggregate(database, "max", "schedule/staleness_bound")
+    ((tokens,),) = database.rows("SELECT sum(tokens) FROM lags")
+    ((seconds,),) = _aggregate(database, "max", "time_s")
+    names = {
+        "mixed": "schedule/mixed_version_share",
+        "kept": "correction/kept_share",
+        "clipped": "objective/clip_share",
+        "engine_tokens_per_s": "engine/sampled_tokens_per_s",
+        "trainer_tokens_per_s": "trainer/tokens_per_s",
+        "log_d": "correction/log_d_abs_mean",
+        "log_s": "objective/log_s_abs_mean",
+    }
+    return {
+        "staleness_max": stalest,
+        "staleness_bound": bound,
+        "trained_tokens": tokens,
+        "seconds": seconds,
+        **{key: _mean(database, name) for key, name in names.items()},
+    }
+
+
+def _aggregate(database: Database, function: str, name: str) -> list[tuple[Any, ...]]:
+    return database.rows(
+        f"SELECT {function}(value) FROM metrics "
+        "WHERE name = (SELECT id FROM names WHERE name = ?) AND step > 0",
+        (name,),
+    )
+
+
+def _mean(database: Database, name: str) -> float | None:
+    ((mean,),) = _aggregate(database, "avg", name)
+    return None if mean is None else float(mean)
+
+
+def _recent_rows(database: Database, last: int) -> list[Row]:
+    rows = database.rows(
+        "SELECT step, names.name, value FROM names JOIN metrics ON metrics.name = names.id "
+        "WHERE step BETWEEN ? AND ?",
+        (last - RECENT, last),
+    )
+    steps: dict[int, Row] = {}
+    for step, name, value in rows:
+        steps.setdefault(step, {})[name] = value
+    return [steps[step] for step in sorted(steps)]
+
+
+def _config(folder: Path) -> tuple[dict[str, Any], list[str]]:
+    """Return the options of a run by full name, and what could not be read."""
+    try:
+        read = RunFolder(folder)
+    except ConfigError as error:  # the folder was removed
+        return {}, [str(error)]
+    return flatten(read.config()), read.gaps
+
+
+def _text(value: Any) -> str:
+    return "" if value is None else str(value)[:2000]
+
+
+def _thin(rows: Sequence[Row], points: int) -> list[Row]:
+    step = max(1, -(-len(rows) // points))
+    return [*rows[:-1:step], *rows[-1:]]
