@@ -1,0 +1,78 @@
+// Ask the server. Every answer is JSON, and an error has a sentence.
+
+export class Refused extends Error {
+  constructor(text, status = 0) {
+    super(text);
+    this.status = status;
+  }
+}
+
+const AGAIN_MS = 1000;
+const NOT_YET = 503;
+
+// `params` may have a list, which becomes a repeated parameter.
+export async function ask(name, params = {}) {
+  const query = new URLSearchParams();
+  for (const [key, value] of Object.entries(params)) {
+    for (const each of [value].flat()) if (each !== undefined && each !== null && each !== "") query.append(key, each);
+  }
+  let response;
+  try {
+    response = await fetch(`/api/${name}?${query}`, { cache: "no-store" });
+  } catch {
+    throw new Refused("the dashboard does not answer: is `unstale dashboard` still running?");
+  }
+  const answer = await response.json().catch(() => ({ error: `the answer has status ${response.status} and is not JSON` }));
+  if (!response.ok) throw new Refused(answer.error || `status ${response.status}`, response.status);
+  return answer;
+}
+
+// Ask for something that the index may not have yet. `onWait` gets the reason, until `isOver()`.
+export async function askUntil(name, params, onWait, isOver) {
+  for (;;) {
+    try {
+      return await ask(name, params);
+    } catch (error) {
+      if (error.status !== NOT_YET || isOver()) throw error;
+      onWait(error.message);
+      await new Promise((done) => setTimeout(done, AGAIN_MS));
+    }
+  }
+}
+
+const state = document.getElementById("link");
+
+function show(text, kind) {
+  state.textContent = text;
+  state.className = `badge ${kind}`;
+}
+
+// Follow a run, or all runs if `run` is undefined. Return a function that ends it.
+// A hidden page is not followed, because a browser opens few connections to one server.
+export function follow(run, onProgress) {
+  let source = null;
+  let last = null;
+  const open = () => {
+    if (source || document.hidden) return;
+    source = new EventSource(run === undefined ? "/api/stream" : `/api/stream?run=${encodeURIComponent(run)}`);
+    source.addEventListener("open", () => show("connected", "good"));
+    source.addEventListener("error", () => show("connecting again", "bad"));
+    source.addEventListener("progress", (event) => {
+      show("connected", "good");
+      const progress = JSON.parse(event.data);
+      onProgress(progress, last);
+      last = progress;
+    });
+  };
+  const close = () => {
+    source?.close();
+    source = null;
+  };
+  const turn = () => (document.hidden ? close() : open());
+  document.addEventListener("visibilitychange", turn);
+  open();
+  return () => {
+    document.removeEventListener("visibilitychange", turn);
+    close();
+  };
+}

@@ -1,0 +1,195 @@
+// Plots over the steps, drawn by uPlot, with keys of the keyboard and the colours of the page.
+
+import uPlot from "./vendor/uPlot.js";
+import { h, replace } from "./dom.js";
+import { NONE, amount, percent, shown } from "./format.js";
+
+export const COLOURS = ["engine", "trainer", "s", "good", "lag-4", "d", "bad", "v5-line"];
+const charts = new Set();
+
+export const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
+
+// Draw all plots again, in the colours of a new theme.
+export const recolour = () => charts.forEach((chart) => chart.draw());
+
+const resized = new ResizeObserver((entries) => entries.forEach(({ target }) => target.resize?.()));
+
+// A plot. `series` is [{name, x, y, colour?, dots?, faint?, low?, high?}]; each has its own steps.
+export class Plot {
+  constructor({ title, unit = "", scale = "count", height = 190, label = "step" }) {
+    Object.assign(this, { title, unit, scale, height, label, series: [], plot: null });
+    this.box = h("div", { class: "plot-box", tabindex: "0", role: "img", "aria-label": title, onkeydown: (event) => this.key(event) });
+    this.keys = h("div", { class: "keys" });
+    this.element = h("div", {}, this.keys, this.box);
+    this.box.resize = () => this.resize();
+    resized.observe(this.box);
+    charts.add(this);
+  }
+
+  remove() {
+    this.plot?.destroy();
+    resized.unobserve(this.box);
+    charts.delete(this);
+  }
+
+  set(series) {
+    this.series = series;
+    this.draw();
+  }
+
+  draw() {
+    const at = this.plot?.cursor.idx ?? null;
+    this.plot?.destroy();
+    this.plot = null;
+    const series = this.series.filter((each) => each.x.length);
+    if (!series.length) {
+      replace(this.keys);
+      replace(this.box, h("p", { class: "gap" }, "Nothing was recorded yet."));
+      return;
+    }
+    replace(this.box);
+    const steps = [...new Set(series.flatMap((each) => each.x))].sort((a, b) => a - b);
+    const place = new Map(steps.map((step, at) => [step, at]));
+    const column = (x, y) => {
+      const values = new Array(steps.length).fill(null);
+      x.forEach((step, index) => (values[place.get(step)] = y[index]));
+      return values;
+    };
+    const data = [steps];
+    const drawn = [{}];
+    const bands = [];
+    series.forEach((each, number) => {
+      const ink = colour(each.colour || COLOURS[number % COLOURS.length]);
+      if (each.low) {
+        const hidden = { stroke: "transparent", width: 0, points: { show: false }, spanGaps: true, scale: "y" };
+        data.push(column(each.x, each.high), column(each.x, each.low));
+        drawn.push({ ...hidden }, { ...hidden });
+        bands.push({ series: [data.length - 2, data.length - 1], fill: `${ink}22` });
+      }
+      data.push(column(each.x, each.y));
+      drawn.push({
+        label: each.name,
+        stroke: each.faint ? `${ink}66` : ink,
+        width: each.faint ? 1 : 2,
+        dash: each.dash,
+        spanGaps: true,
+        points: { show: Boolean(each.dots) || each.x.length < 2, size: 7, fill: colour("card"), stroke: ink, width: 2 },
+      });
+      each.column = data.length - 1;
+    });
+    this.data = data;
+    this.shownSeries = series;
+    this.plot = new uPlot(
+      {
+        width: this.width(),
+        height: this.height,
+        legend: { show: false },
+        cursor: { points: { size: 7 }, drag: { x: true, y: false } },
+        scales: { x: { time: false, range: (_, low, high) => (low === high ? [low - 1, high + 1] : [low, high]) }, y: { range: (_, low, high) => this.range(low, high) } },
+        axes: [this.axis({ size: 30, values: (_, ticks) => ticks.map((tick) => (Number.isInteger(tick) ? amount(tick) : "")) }), this.axis({ size: 56, values: (_, ticks) => ticks.map((tick) => this.tick(tick)) })],
+        series: drawn,
+        bands,
+        hooks: { setCursor: [(plot) => this.name(plot.cursor.idx)] },
+      },
+      data,
+      this.box,
+    );
+    this.name(at);
+  }
+
+  width() {
+    return Math.max(160, this.box.clientWidth || 320);
+  }
+
+  resize() {
+    if (this.plot && Math.abs(this.plot.width - this.width()) > 1) this.plot.setSize({ width: this.width(), height: this.height });
+  }
+
+  axis(options) {
+    const ink = colour("quiet");
+    return { stroke: ink, font: "12px system-ui, sans-serif", grid: { stroke: colour("rule"), width: 1 }, ticks: { show: false }, ...options };
+  }
+
+  tick(value) {
+    return this.unit === "share" ? percent(value, Math.abs(value) < 0.01 && value ? 1 : 0) : amount(value);
+  }
+
+  range(low, high) {
+    if (low === null || high === null) return [0, 1];
+    if (this.scale === "share") return [0, 1];
+    if (this.scale === "count") [low, high] = [Math.min(0, low), Math.max(0, high)];
+    if (low === high) return low === 0 ? [0, 1] : [low - Math.abs(low) * 0.1, high + Math.abs(high) * 0.1];
+    const space = 0.06 * (high - low);
+    return [low < 0 || this.scale === "value" ? low - space : low, high + space];
+  }
+
+  // Write the values at the cursor, or the last ones.
+  name(at) {
+    const inside = at !== null && at !== undefined;
+    const parts = this.shownSeries.map((each, number) => {
+      const values = this.data[each.column];
+      let index = inside ? at : values.length - 1;
+      while (index > 0 && (values[index] === null || values[index] === undefined)) index -= 1;
+      const value = values[index];
+      return { name: each.name, text: value === null || value === undefined ? NONE : shown(value, this.unit), tint: each.colour || COLOURS[number % COLOURS.length], each };
+    });
+    const step = inside ? this.data[0][at] : this.data[0].at(-1);
+    const where = h("span", { class: "where" }, `${this.label} ${amount(step)}`);
+    const keys = parts.map(({ name, text, tint }) => h("span", { class: `key ink-${tint}` }, h("i", { class: "swatch" }), name, " ", h("b", {}, text)));
+    replace(this.keys, where, keys);
+    const text = parts.map(({ name, text }) => `${name} ${text}`).join(", ");
+    this.box.setAttribute("aria-label", `${this.title}, ${this.label} ${amount(step)}: ${text}. Left and right arrow keys move along the steps.`);
+  }
+
+  key(event) {
+    const steps = { ArrowLeft: -1, ArrowRight: 1, PageUp: -20, PageDown: 20, Home: -Infinity, End: Infinity };
+    if (!this.plot) return;
+    if (event.key === "Escape") return this.draw();
+    if (!(event.key in steps)) return;
+    event.preventDefault();
+    const last = this.data[0].length - 1;
+    const now = this.plot.cursor.idx ?? last;
+    const at = Math.min(last, Math.max(0, now + steps[event.key]));
+    this.plot.setCursor({ left: this.plot.valToPos(this.data[0][at], "x"), top: this.plot.over.clientHeight / 2 });
+  }
+}
+
+// A small curve without axes, for a row of a table.
+export function sparkline(lines, label) {
+  const box = h("span", { class: "spark", role: "img", "aria-label": label });
+  const points = lines.flatMap((line) => line.x);
+  if (!points.length) return box;
+  const [low, high] = [Math.min(...points), Math.max(...points)];
+  const canvas = h("canvas", { width: 240, height: 60 });
+  box.append(canvas);
+  const draw = () => {
+    const pen = canvas.getContext("2d");
+    pen.clearRect(0, 0, 240, 60);
+    pen.lineJoin = "round";
+    for (const line of lines) {
+      pen.strokeStyle = pen.fillStyle = colour(line.colour);
+      pen.globalAlpha = line.faint ? 0.5 : 1;
+      pen.lineWidth = line.faint ? 2 : 4;
+      pen.beginPath();
+      line.x.forEach((step, index) => {
+        const [x, y] = [6 + (228 * (step - low)) / (high - low || 1), 54 - 48 * Math.min(1, Math.max(0, line.y[index]))];
+        if (index) pen.lineTo(x, y);
+        else pen.moveTo(x, y);
+        if (line.x.length === 1) pen.fillRect(x - 3, y - 3, 6, 6);
+      });
+      pen.stroke();
+    }
+  };
+  draw();
+  box.draw = draw;
+  const chart = { draw: () => (box.isConnected ? draw() : charts.delete(chart)) };
+  charts.add(chart);
+  return box;
+}
+
+// The mean of the last few values at each step.
+export const smooth = (values, width = 5) =>
+  values.map((_, at) => {
+    const part = values.slice(Math.max(0, at - width + 1), at + 1);
+    return part.reduce((sum, value) => sum + value, 0) / part.length;
+  });

@@ -1,0 +1,143 @@
+// One episode, token by token. The address of a token is #/run/<name>/episode/<id>/token/<n>.
+
+import { askUntil } from "./api.js";
+import { h, replace } from "./dom.js";
+import { amount, whole } from "./format.js";
+import { cell, failed, problem, toRun } from "./parts.js";
+import { KIND, MODES, contextOf, flat, modesOf, numbersOf, tokenElement, turnsOf } from "./tokens.js";
+
+const PART = 4000;
+
+export function episode(content, at, query) {
+  const base = `${toRun(at.run)}/episode/${at.episode}`;
+  let found = null;
+  let tokens = [];
+  let elements = new Map();
+  let selected = at.token === undefined ? null : Number(at.token);
+  let mode = query.get("colour") || "version";
+  let start = 0;
+  let over = false;
+  const panel = h("aside", { class: "panel", "aria-label": "Selected token" });
+  const numbers = h("div", { "aria-live": "polite" });
+  const legend = h("div", { class: "legend", "aria-label": "Colours" });
+  const colours = h("select", { id: "colour", onchange: () => ((mode = colours.value), keep(), draw()) });
+  const chat = h("div", { class: "chat tokens", tabindex: "0", role: "group", "aria-label": "Conversation. Left and right arrow keys select a token, Home and End the first and last one, [ and ] another reply.",
+    onclick: (event) => choose(event.target.closest?.("[data-at]")), onkeydown: key });
+  replace(content, h("p", { class: "quiet", role: "status" }, `Reading episode ${at.episode}…`));
+
+  function keep() {
+    const place = selected === null ? base : `${base}/token/${selected}`;
+    history.replaceState(null, "", mode === "version" ? place : `${place}?colour=${mode}`);
+  }
+
+  function choose(element) {
+    if (element) select(Number(element.dataset.at));
+  }
+
+  function select(place, scroll = false) {
+    const token = tokens.find((each) => each.at === place);
+    elements.get(selected)?.classList.remove("selected");
+    if (!token) {
+      replace(numbers, problem(`There is no token ${place}: the episode has the tokens 0 to ${found.num_tokens - 1}.`));
+      return;
+    }
+    selected = place;
+    keep();
+    const element = elements.get(place);
+    element.classList.add("selected");
+    if (scroll) element.scrollIntoView({ block: "center" });
+    else element.scrollIntoView({ block: "nearest" });
+    replace(numbers, h("h2", {}, "Token ", h("code", {}, JSON.stringify(token.text))), h("table", {}, h("tbody", {}, numbersOf(token).map(([name, value, about]) =>
+      h("tr", {}, h("th", { scope: "row" }, name), h("td", { class: "number" }, value), h("td", { class: "quiet" }, about))))));
+  }
+
+  function key(event) {
+    const last = tokens.length - 1;
+    const now = tokens.findIndex((each) => each.at === selected);
+    const replies = tokens.map((each, index) => (each.sampled && !tokens[index - 1]?.sampled ? index : -1)).filter((index) => index >= 0);
+    const places = {
+      ArrowRight: now + 1, ArrowLeft: now - 1, Home: 0, End: last,
+      "]": replies.find((index) => index > now) ?? now, "[": [...replies].reverse().find((index) => index < now) ?? now,
+    };
+    if (!(event.key in places) || event.ctrlKey || event.metaKey || event.altKey) return;
+    event.preventDefault();
+    const place = Math.min(last, Math.max(0, places[event.key]));
+    if (tokens[place]) select(tokens[place].at);
+  }
+
+  function draw() {
+    const context = contextOf(tokens);
+    const way = MODES[mode];
+    elements = new Map();
+    const turns = turnsOf(tokens).map((turn) => {
+      let before = null;
+      const words = turn.tokens.flatMap((token) => {
+        const element = tokenElement(token, way.kind(token, context), token.at === selected ? "selected" : "");
+        elements.set(token.at, element);
+        const cut = token.sampled && before !== null && before !== token.version;
+        before = token.sampled ? token.version : before;
+        return cut ? [h("span", { class: "interruption", title: "New weights were loaded in the middle of the reply" }, `v${token.version}`), element] : [element];
+      });
+      return h("div", { class: `turn ${KIND[turn.role] || "tool"}` }, h("span", { class: "who" }, turn.role), h("div", { class: "words" }, words));
+    });
+    replace(chat, turns);
+    const keys = way.keys(tokens, context);
+    replace(legend, keys.length ? keys.map(([kind, text]) => h("span", {}, h("i", { class: `t sampled t-${kind}` }, "abc"), text)) : h("span", {}, way.missing || "No token has a value."));
+  }
+
+  function header() {
+    const facts = [["task", found.task], ["outcome", found.outcome], ["stop", found.stop], ["reward", found.reward], ["success", found.success], ["step", found.step], ["lag, max", found.lag_max], ["turns", found.turns], ["sampled", found.sampled_tokens]];
+    const figures = Object.entries(found.figures);
+    return [
+      h("div", { class: "bar" }, h("h1", {}, `Episode ${found.episode}`), h("span", { class: `badge ${found.success ? "good" : found.success === 0 ? "bad" : ""}` }, found.success === undefined ? found.outcome : found.success ? "success" : "no success"), h("a", { class: "go", href: `${toRun(at.run)}/group/${found.group_number}` }, `group ${found.group_number}, sibling ${found.sibling}`)),
+      h("dl", { class: "facts" }, facts.filter(([, value]) => value !== undefined).map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, cell(name, value))))),
+      figures.length ? h("p", { class: "quiet" }, figures.map(([name, value]) => `${name} ${amount(value)}`).join(" · ")) : null,
+      found.note ? problem(found.note) : null,
+      found.has_texts ? null : problem("tokenizer.json cannot be read, so tokens are shown by their numbers."),
+    ];
+  }
+
+  function pager() {
+    if (found.num_tokens <= PART) return null;
+    const go = (text, label, to) => h("button", { type: "button", "aria-label": label, disabled: to < 0 || to >= found.num_tokens, onclick: () => load(to) }, text);
+    return h("nav", { class: "bar pager", "aria-label": "Parts of the episode" }, go("◂", "Part before", start - PART), h("span", { class: "quiet" }, `tokens ${whole(start)} to ${whole(found.end)} of ${whole(found.num_tokens)}`), go("▸", "Next part", start + PART));
+  }
+
+  async function load(from) {
+    start = from;
+    try {
+      found = await askUntil("episode", { run: at.run, episode: at.episode, start, limit: PART }, (text) => replace(content, h("p", { class: "quiet", role: "status" }, text)), () => over);
+    } catch (error) {
+      if (!over) failed(content, error);
+      return;
+    }
+    if (over) return;
+    tokens = flat(found);
+    const modes = modesOf(tokens);
+    if (!modes.includes(mode)) mode = "version";
+    replace(colours, modes.map((name) => h("option", { value: name, selected: name === mode }, MODES[name].name)));
+    const trained = tokens.some((token) => token.trained);
+    const note = trained ? null : h("p", { class: "quiet" }, "The journal has no values of this episode's training, so log D, log S and advantage are not shown.");
+    replace(panel, numbers, note);
+    replace(numbers, h("p", { class: "quiet" }, "Choose a token to see its numbers."));
+    replace(content, header(), h("div", { class: "bar tools" }, h("label", { for: "colour" }, "colour by"), colours), legend, pager(), h("div", { class: "reading" }, h("div", { class: "conversation" }, chat), panel), pager());
+    draw();
+    if (selected !== null) select(selected, true);
+  }
+
+  const partOf = (place) => (Number.isInteger(place) && place > 0 ? Math.floor(place / PART) * PART : 0);
+  load(partOf(selected));
+  return {
+    close: () => (over = true),
+    moved(now, parameters) {
+      mode = parameters.get("colour") || mode;
+      if (now.token === undefined) return;
+      const place = Number(now.token);
+      if (tokens.some((token) => token.at === place)) select(place, true);
+      else {
+        selected = place;
+        load(partOf(place));
+      }
+    },
+  };
+}

@@ -1,0 +1,108 @@
+// The table of all episodes: filter, full-text search, sorting and paging, all by the server.
+
+import { ask, follow } from "./api.js";
+import { h, replace, settled } from "./dom.js";
+import { whole } from "./format.js";
+import { cell, problem, toRun } from "./parts.js";
+
+const SHOWN = ["episode", "group_number", "task", "outcome", "stop", "reward", "success", "step", "lag_max", "versions", "turns", "sampled_tokens", "behavior_logp_min"];
+const SHORT = { group_number: "group", lag_max: "lag, max", sampled_tokens: "sampled", behavior_logp_mean: "mean logp", behavior_logp_min: "min logp", version_min: "oldest version", version_max: "newest version" };
+const EXAMPLES = [["failures", "success=0 outcome=trained"], ["cut short", "stop~max"], ["several versions", "versions>1"], ["stale", "lag_max>=2"], ["not trained on", "outcome!=trained"]];
+
+export function episodes(content, { run }, query) {
+  const state = { filter: query.get("filter") || "", search: query.get("search") || "", sort: query.get("sort") || "-episode", page: Number(query.get("page")) || 0 };
+  let columns = null;
+  let shown = "";
+  let turn = 0;
+  const note = h("p", { class: "quiet", role: "status" }, "Reading the episodes…");
+  const wrong = h("div");
+  const progress = h("progress", { max: "1", value: "0", hidden: true, "aria-label": "Episodes that are in the index" });
+  const filter = h("input", { id: "filter", type: "text", value: state.filter, spellcheck: "false", autocomplete: "off", placeholder: "reward>=0.5 stop=done", oninput: () => changed() });
+  const search = h("input", { id: "search", type: "search", value: state.search, spellcheck: "false", placeholder: "words of a conversation", oninput: () => changed() });
+  const head = h("tr");
+  const body = h("tbody");
+  const help = h("details", {}, h("summary", {}, "Columns and facts"));
+  const pager = h("nav", { class: "bar pager", "aria-label": "Pages" });
+  const example = ([name, text]) => h("button", { type: "button", onclick: () => ((filter.value = text), changed()) }, name);
+  replace(content, h("h1", {}, "Episodes"), note, progress, h("div", { class: "form" }, h("label", { for: "filter" }, "filter"), filter, h("label", { for: "search" }, "search"), search),
+    h("div", { class: "bar tools" }, EXAMPLES.map(example), h("button", { type: "button", onclick: () => ((filter.value = search.value = ""), changed()) }, "all")), wrong, help,
+    h("div", { class: "scroll" }, h("table", { class: "results episodes" }, h("thead", {}, head), body)), pager);
+
+  const changed = settled(250, () => {
+    Object.assign(state, { filter: filter.value, search: search.value, page: 0 });
+    keep();
+    load();
+  });
+
+  function keep() {
+    const params = new URLSearchParams(Object.entries(state).filter(([, value]) => value && value !== "-episode"));
+    history.replaceState(null, "", `${toRun(run)}/episodes${params.size ? `?${params}` : ""}`);
+  }
+
+  function sort(name) {
+    state.sort = state.sort === `-${name}` ? name : `-${name}`;
+    state.page = 0;
+    keep();
+    load();
+  }
+
+  function heading(name) {
+    const column = columns.find((each) => each.name === name);
+    const order = state.sort === name ? "ascending" : state.sort === `-${name}` ? "descending" : "none";
+    const mark = { ascending: " ▲", descending: " ▼", none: "" }[order];
+    return h("th", { scope: "col", "aria-sort": order }, h("button", { type: "button", title: `${column.about}. Sort.`, onclick: () => sort(name) }, SHORT[name] || name, mark));
+  }
+
+  function row(each) {
+    const link = { episode: `${toRun(run)}/episode/${each.episode}`, group_number: `${toRun(run)}/group/${each.group_number}` };
+    const about = Object.entries(each.figures).map(([name, value]) => `${name} ${cell("", value)}`).join("\n");
+    return h("tr", { title: [each.note, about].filter(Boolean).join("\n") }, SHOWN.map((name) => {
+      const text = cell(name, each[name]);
+      const kind = name === "success" && text ? (each.success ? "won" : "lost") : name === "outcome" && each.outcome === "damaged" ? "lost" : undefined;
+      return h("td", { class: kind }, link[name] ? h("a", { href: link[name] }, text) : text);
+    }));
+  }
+
+  function pages(answer) {
+    const last = Math.max(0, Math.ceil(answer.total / answer.size) - 1);
+    const go = (page) => ((state.page = page), keep(), load(), window.scrollTo(0, 0));
+    const step = (text, label, page) => h("button", { type: "button", "aria-label": label, disabled: page < 0 || page > last || page === state.page, onclick: () => go(page) }, text);
+    replace(pager, step("⇤", "First page", 0), step("◂", "Page before", state.page - 1), h("span", { class: "quiet" }, `page ${whole(state.page + 1)} of ${whole(last + 1)}`), step("▸", "Next page", state.page + 1), step("⇥", "Last page", last));
+  }
+
+  function filled(index) {
+    const share = index.started ? index.ended / index.started : 0;
+    progress.hidden = index.complete;
+    progress.value = share;
+    return index.complete ? "" : ` The index is being filled: ${whole(index.ended)} of ${whole(index.started)} episodes.`;
+  }
+
+  async function load() {
+    const mine = (turn += 1);
+    try {
+      if (!columns) {
+        const about = await ask("run", { run });
+        columns = about.columns;
+        const names = [...columns.map((column) => [column.name, column.about]), ...about.figure_names.map((name) => [name, "number that the environment gave"])];
+        replace(help, h("summary", {}, "Columns and facts that a filter can name"), h("dl", { class: "names" }, names.map(([name, text]) => h("div", {}, h("dt", {}, h("code", {}, name)), h("dd", {}, text)))));
+      }
+      const answer = await ask("episodes", { run, ...state });
+      if (mine !== turn) return;
+      const now = JSON.stringify(answer.rows);
+      if (now !== shown) replace(body, answer.rows.map(row));
+      shown = now;
+      const focused = head.contains(document.activeElement) ? [...head.querySelectorAll("button")].indexOf(document.activeElement) : -1;
+      replace(head, SHOWN.map(heading));
+      if (focused >= 0) head.querySelectorAll("button")[focused].focus();
+      pages(answer);
+      const narrowed = state.filter || state.search;
+      note.textContent = `${whole(answer.total)} episodes${narrowed ? ` of ${whole(answer.index.episodes)}` : ""}.${filled(answer.index)}`;
+      replace(wrong, answer.index.problems.map(problem));
+    } catch (error) {
+      if (mine === turn) replace(wrong, problem(error.message));
+    }
+  }
+  const close = follow(run, settled(700, load));
+  load();
+  return { close };
+}

@@ -1,0 +1,39 @@
+// Parts that several pages share.
+
+import { h, replace } from "./dom.js";
+import { ago, amount, percent } from "./format.js";
+
+const WORDS = { live: "running", silent: "no end recorded", finished: "finished", failed: "failed", stopped: "stopped" };
+const KINDS = { live: "good", failed: "bad" };
+
+export function badge(run) {
+  const late = run.state === "live" || run.state === "silent" ? `, written ${ago(run.age_s)}` : "";
+  const about = run.state === "silent" ? "The run was killed, or is in a long step." : run.detail || run.reason;
+  return h("span", { class: `badge ${KINDS[run.state] || ""}`, title: about }, `${WORDS[run.state] || run.state}${late}`);
+}
+
+export const toRun = (name) => `#/run/${encodeURIComponent(name)}`;
+
+export function problem(text) {
+  return h("p", { class: "warning", role: "alert" }, text);
+}
+
+// Put an error in the place of a page.
+export function failed(content, error) {
+  replace(content, h("h1", {}, "This cannot be shown"), problem(error.message), h("p", {}, h("a", { href: "#/" }, "All runs")));
+}
+
+export function tile(name, value, about) {
+  return h("div", {}, h("dt", {}, name), h("dd", {}, value), h("small", {}, about));
+}
+
+export function success(share) {
+  return share ? h("span", {}, percent(share.success, 1), share.interval ? h("small", {}, ` ${percent(share.interval[0], 0)} to ${percent(share.interval[1], 0)}`) : null) : "—";
+}
+
+// Name of a cell's value for people.
+export function cell(name, value) {
+  if (value === undefined || value === null) return "";
+  if (name === "success") return value ? "yes" : "no";
+  return typeof value === "number" ? (Number.isInteger(value) ? String(value) : amount(value)) : String(value);
+}

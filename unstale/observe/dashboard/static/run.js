@@ -1,0 +1,202 @@
+// One run: its outcome, key figures, health, plots and timeline, live.
+
+import { ask, follow } from "./api.js";
+import { Plot, smooth } from "./chart.js";
+import { h, replace, settled } from "./dom.js";
+import { amount, duration, percent, whole } from "./format.js";
+import { badge, failed, problem, tile, toRun } from "./parts.js";
+import { timeline } from "./timeline.js";
+
+const POINTS = 500;
+
+// A card with one plot. It asks for its series when it comes into view, and after each new step.
+export class Card {
+  constructor(names, chart, watch) {
+    Object.assign(this, { names, chart, inView: false, stale: true });
+    this.plot = new Plot({ title: chart.title, unit: chart.unit, scale: chart.scale });
+    const unit = chart.unit && chart.unit !== "share" ? ` (${chart.unit})` : "";
+    this.element = h("figure", { class: "card chart" }, h("figcaption", {}, h("h3", {}, chart.title, h("small", { class: "unit" }, unit)), h("p", {}, chart.about)), this.plot.element);
+    this.element.card = this;
+    watch.observe(this.element);
+  }
+
+  async load() {
+    if (!this.inView || !this.stale) return;
+    this.stale = false;
+    const metrics = this.chart.lines.map((line) => line.metric);
+    try {
+      const answers = await Promise.all(this.names.map((run) => ask("series", { run, name: metrics, points: POINTS })));
+      this.plot.set(answers.flatMap(({ series }, number) => this.lines(series, number)));
+    } catch (error) {
+      this.stale = true;
+      replace(this.plot.keys, error.message);
+    }
+  }
+
+  lines(series, number) {
+    const several = this.names.length > 1;
+    return this.chart.lines.map(({ name, metric }, index) => {
+      const [x, y] = series[metric];
+      const line = { name: several ? `${"AB"[number]} ${name}` : name, x, y };
+      if (several) Object.assign(line, { colour: ["engine", "trainer"][number], dash: index ? [2 + 4 * index, 4] : undefined });
+      if (metric.endsWith("_bound")) Object.assign(line, { colour: "bad", dash: [5, 4] });
+      return line;
+    });
+  }
+}
+
+// The cards of some sections, and a function that marks them all as stale.
+export function cards(names, sections) {
+  const made = [];
+  const watch = new IntersectionObserver((entries) => {
+    for (const { target, isIntersecting } of entries) {
+      target.card.inView = isIntersecting;
+      target.card.load();
+    }
+  }, { rootMargin: "300px" });
+  const elements = sections.map((section) => {
+    const charts = section.charts.map((chart) => new Card(names, chart, watch));
+    made.push(...charts);
+    const grid = h("div", { class: "charts" }, charts.map((card) => card.element));
+    const head = [h("h2", {}, section.title), h("p", { class: "lead" }, section.about)];
+    if (!section.name.startsWith("other-")) return h("section", { id: `section-${section.name}` }, head, grid);
+    return h("details", { class: "other", id: `section-${section.name}` }, h("summary", {}, section.title, h("span", { class: "quiet" }, ` ${charts.length} other metrics`)), grid);
+  });
+  return {
+    elements,
+    refresh: () => made.forEach((card) => ((card.stale = true), card.load())),
+    close: () => (watch.disconnect(), made.forEach((card) => card.plot.remove())),
+  };
+}
+
+export function learning(names) {
+  const plot = new Plot({ title: "Learning curve", unit: "share", scale: "share", height: 240 });
+  const about = "Share of solved tasks: rollouts of each step, their mean over five steps, and held-out tasks with a 95% interval.";
+  const element = h("figure", { class: "card" }, h("figcaption", {}, h("h3", {}, "Learning curve"), h("p", {}, about)), plot.element);
+  async function load(runs) {
+    const answers = await Promise.all(names.map((run) => ask("series", { run, name: "rollout/success_rate", points: POINTS })));
+    const several = names.length > 1;
+    plot.set(answers.flatMap(({ series }, number) => {
+      const [x, y] = series["rollout/success_rate"];
+      const before = several ? `${"AB"[number]} ` : "";
+      const tint = several ? ["engine", "trainer"][number] : "engine";
+      const held = runs[number].evaluations;
+      const counted = held.length && held.every((each) => each.interval);
+      const lines = several ? [] : [{ name: "rollouts", x, y, colour: tint, faint: true }];
+      if (x.length > 1) lines.push({ name: `${before}rollouts, mean of 5`, x, y: smooth(y), colour: tint, faint: several });
+      lines.push({ name: `${before}held out`, x: held.map((each) => each.step), y: held.map((each) => each.success), colour: several ? tint : "good", dots: true,
+        low: counted ? held.map((each) => each.interval[0]) : undefined, high: counted ? held.map((each) => each.interval[1]) : undefined });
+      return lines;
+    }));
+  }
+  return { element, load, close: () => plot.remove() };
+}
+
+function outcome(run) {
+  const [first, last] = [run.evaluations[0], run.evaluations.at(-1)];
+  if (!last) return h("p", { class: "quiet" }, "Nothing was evaluated on held-out tasks yet.");
+  const share = (each) => h("div", { class: "share" }, h("b", {}, percent(each.success, 1)), h("small", {}, each.interval ? `95% interval ${percent(each.interval[0], 1)} to ${percent(each.interval[1], 1)}` : ""));
+  const when = (each) => (each.step ? `after ${each.step} steps` : "before training");
+  const tasks = last.tasks ? `${last.tasks} held-out tasks` : "held-out tasks";
+  if (first === last) return h("div", { class: "outcome" }, share(last), h("p", {}, `success on ${tasks}, ${when(last)}`));
+  const better = last.success > first.success ? " better" : "";
+  return h("div", { class: `outcome${better}` }, share(first), h("span", { class: "arrow", "aria-label": "to" }, "→"), share(last), h("p", {}, `success on ${tasks}, ${when(first)} and ${when(last)}`));
+}
+
+function tiles(run) {
+  const figures = run.figures;
+  return h("dl", { class: "tiles" },
+    tile("staleness, max", amount(figures.staleness_max), `bound ${amount(figures.staleness_bound)}`),
+    tile("mixed versions", percent(figures.mixed), "of the episodes"),
+    tile("kept", percent(figures.kept, 1), "of the tokens with an advantage"),
+    tile("clipped", percent(figures.clipped, 1), "of the tokens with an advantage"),
+    tile("engine", amount(figures.engine_tokens_per_s), "tokens per second"),
+    tile("trainer", amount(figures.trainer_tokens_per_s), "tokens per second"),
+    tile("trained on", whole(figures.trained_tokens), "action tokens"),
+    tile("failed", String(run.failures.count), "episodes"));
+}
+
+function health(run) {
+  const wrong = run.checks.filter((check) => check.text);
+  const right = run.checks.filter((check) => !check.text).map((check) => check.title);
+  return [
+    wrong.map((check) => h("p", { class: "warning" }, h("b", {}, `Since step ${amount(check.step)}: `), check.text)),
+    h("p", { class: "quiet" }, right.length ? `Checks that hold: ${right.join("; ")}.` : ""),
+  ];
+}
+
+function factors(run) {
+  const size = (name, value) => (value === null ? "" : `mean |log ${name}| ${amount(value)}`);
+  const mixed = run.exact ? null : h("p", { class: "warning" }, `The route ${run.route} approximates old_logp, so D and S are mixed. Exact routes: ${run.exact_routes.join(", ")}.`);
+  return h("section", { id: "section-meaning" }, h("h2", {}, "What D and S are here"), h("p", { class: "lead" }, run.factors.join(" ")),
+    h("p", { class: "quiet" }, [size("D", run.figures.log_d), size("S", run.figures.log_s)].filter(Boolean).join(" · ")), mixed,
+    h("dl", { class: "meaning" }, run.semantics.map(([name, text]) => h("div", {}, h("dt", {}, name), h("dd", {}, text)))));
+}
+
+function lagBars(answer, bound) {
+  const total = answer.total.reduce((sum, [, tokens]) => sum + tokens, 0);
+  if (!total) return h("p", { class: "gap" }, "No staleness was recorded yet.");
+  const rows = answer.total.slice(0, 12).map(([lag, tokens]) => {
+    const bar = h("meter", { min: "0", max: "1", value: String(tokens / total), class: `lag-${Math.min(lag, 5)}`, "aria-label": `lag ${lag}` });
+    return h("tr", {}, h("th", { scope: "row" }, `lag ${lag}`), h("td", { class: "wide-cell" }, bar), h("td", {}, percent(tokens / total, 1)), h("td", {}, whole(tokens)));
+  });
+  const over = bound !== null && answer.total.some(([lag]) => lag > bound) ? problem(`Tokens beyond the bound of ${bound} were trained on.`) : null;
+  return h("div", {}, over, h("table", { class: "lags" }, h("thead", {}, h("tr", {}, ["staleness", "", "share", "tokens"].map((name) => h("th", { scope: "col" }, name)))), h("tbody", {}, rows)));
+}
+
+function again(run, log) {
+  const options = Object.entries(run.options);
+  return h("section", { id: "again" }, h("h2", {}, "Events and options"),
+    h("details", { open: true }, h("summary", {}, `${log.length} newest events`), h("div", { class: "scroll" }, h("table", {}, h("tbody", {}, log.slice(0, 60).map((event) =>
+      h("tr", {}, h("td", {}, duration(event.time)), h("td", {}, event.kind), h("td", {}, event.text))))))),
+    run.failures.count ? h("details", {}, h("summary", {}, `${run.failures.count} failed episodes`), h("div", { class: "scroll" }, h("table", {}, h("tbody", {}, run.failures.rows.map((row) =>
+      h("tr", {}, h("td", {}, row.episode ? h("a", { href: `${toRun(run.name)}/episode/${row.episode}` }, row.episode) : ""), h("td", {}, row.task), h("td", {}, row.stage), h("td", {}, row.error))))))) : null,
+    run.command ? h("pre", { class: "command" }, run.command) : null,
+    h("details", {}, h("summary", {}, `${options.length} options`), h("ul", { class: "knobs" }, options.map(([name, value]) => h("li", {}, name, h("code", {}, value))))));
+}
+
+export function run(content, { run: name }) {
+  replace(content, h("p", { class: "quiet", role: "status" }, `Reading ${name}…`));
+  let made = null;
+  let sections = "";
+  let closed = false;
+  const curve = learning([name]);
+  const times = timeline(name);
+  const top = h("div");
+  const lagged = h("figure", { class: "card" });
+  const plots = h("div");
+  const bottom = h("div");
+
+  async function load() {
+    let found, by_lag, events;
+    try {
+      [found, by_lag, events] = await Promise.all([ask("run", { run: name }), ask("lags", { run: name }), ask("log", { run: name })]);
+    } catch (error) {
+      if (!made && !closed) failed(content, error);
+      return;
+    }
+    if (closed) return;
+    const facts = [found.recipe, `seed ${amount(found.seed)}`, `${found.step} of ${found.steps ?? "?"} steps`, duration(found.figures.seconds), found.techniques].filter(Boolean).join(" · ");
+    const links = h("p", { class: "bar" }, h("a", { class: "go", href: `${toRun(name)}/episodes` }, `${whole(found.index.started)} episodes`), h("span", { class: "quiet" }, facts));
+    replace(top, h("div", { class: "bar" }, h("h1", {}, name), badge(found)), links, outcome(found),
+      found.error ? h("details", { class: "error", open: true }, h("summary", {}, "The error that ended the run"), h("pre", {}, found.error)) : found.detail ? h("p", { class: found.state === "finished" ? "quiet" : "end" }, found.detail) : null,
+      [...found.gaps, ...found.problems].map(problem), tiles(found), h("p", { class: "quiet pace" }, `${found.pace.sentence} ${found.pace.advice}`), health(found));
+    replace(lagged, h("figcaption", {}, h("h3", {}, "Staleness of the trained tokens"), h("p", {}, "Versions published between sampling and training, over all steps.")), lagBars(by_lag, found.figures.staleness_bound));
+    replace(bottom, again(found, events.events));
+    const now = JSON.stringify(found.sections);
+    if (now !== sections) {
+      sections = now;
+      made?.close();
+      made = cards([name], found.sections);
+      const [before, after] = [[], []];
+      found.sections.forEach((section, index) => (["outcome", "signal", "rewards", "health"].includes(section.name) ? before : after).push(made.elements[index]));
+      replace(plots, before, factors(found), lagged, after);
+    } else made.refresh();
+    if (!top.isConnected) replace(content, top, curve.element, plots, times.element, bottom);
+    curve.load([found]).catch(() => {});
+    times.load();
+  }
+  const close = follow(name, settled(400, (progress) => load(progress)));
+  load();
+  return { close: () => { closed = true; close(); made?.close(); curve.close(); times.close(); } };
+}

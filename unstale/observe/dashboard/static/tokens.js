@@ -1,0 +1,145 @@
+// Tokens as coloured text: what each colour means, and the turns of a conversation.
+
+import { h } from "./dom.js";
+import { NONE, amount, percent } from "./format.js";
+
+// Return the tokens of an answer of the server, one object for each.
+export function flat(episode) {
+  return episode.pieces.flatMap((piece, number) =>
+    piece.ids.map((id, index) => ({
+      at: piece.start + index, id, text: episode.has_texts ? piece.texts[index] : `${id} `, piece, number, turn: piece.turn,
+      sampled: piece.version !== undefined, version: piece.version, lag: piece.lag ?? undefined, provenance: piece.provenance,
+      behavior_logp: piece.behavior_logp?.[index],
+      trained: piece.trained ? Object.fromEntries(Object.entries(piece.trained).map(([name, values]) => [name, values[index]])) : undefined,
+    })));
+}
+
+const bins = (limits, value) => limits.filter((limit) => value >= limit).length;
+const signed = (limits) => (value) => {
+  const size = bins(limits, Math.abs(value));
+  return size ? `${value < 0 ? "low" : "high"}-${size}` : "none";
+};
+const PROBABILITIES = [0.1054, 0.6931, 2.3026, 4.6052, 6.9078];
+const RATIOS = [0.005, 0.02, 0.1, 0.3, 0.7];
+const ENTROPIES = [0.05, 0.2, 0.5, 1, 2];
+const both = (limits, unit = "") => [...[...limits].reverse().map((limit, index) => [`low-${limits.length - index}`, `≤ −${limit}${unit}`]), ["none", `within ±${limits[0]}`], ...limits.map((limit, index) => [`high-${index + 1}`, `≥ ${limit}${unit}`])];
+const fixed = (keys) => () => keys;
+
+// Ways to colour. `kind(token)` returns the end of a CSS class, or nothing; `keys(tokens)` returns
+// the legend as [kind, text].
+export const MODES = {
+  version: {
+    name: "version", about: "the version of the policy that sampled the token",
+    kind: (token, { versions }) => (token.sampled ? `version-${versions.indexOf(token.version) % 6}` : undefined),
+    keys: (tokens, { versions }) => versions.map((version, index) => [`version-${index % 6}`, `version ${version}`]),
+  },
+  lag: {
+    name: "lag", about: "versions published between sampling and training",
+    kind: (token) => (token.lag === undefined ? undefined : `lag-${Math.min(token.lag, 5)}`),
+    keys: (tokens) => [...new Set(tokens.map((token) => token.lag).filter((lag) => lag !== undefined))].sort((a, b) => a - b).map((lag) => [`lag-${Math.min(lag, 5)}`, `lag ${lag}`]),
+    missing: "The episode was not trained on, so its tokens have no lag.",
+  },
+  behavior_logp: {
+    name: "behavior_logp", about: "how improbable the token was for the policy that sampled it",
+    kind: (token) => (token.behavior_logp === undefined ? undefined : `seq-${bins(PROBABILITIES, -token.behavior_logp)}`),
+    keys: fixed([["seq-0", "above 90%"], ["seq-1", "50 to 90%"], ["seq-2", "10 to 50%"], ["seq-3", "1 to 10%"], ["seq-4", "0.1 to 1%"], ["seq-5", "below 0.1%"]]),
+  },
+  provenance: {
+    name: "provenance", about: "where the token came from",
+    kind: (token) => `from-${token.provenance}`,
+    keys: (tokens) => [...new Set(tokens.map((token) => token.provenance))].map((name) => [`from-${name}`, name]),
+  },
+  log_d: {
+    name: "log D", about: "old_logp − behavior_logp, the discrepancy, in nats", trained: true,
+    kind: (token) => token.trained?.log_d === undefined ? undefined : signed(RATIOS)(token.trained.log_d), keys: fixed(both(RATIOS)),
+  },
+  log_s: {
+    name: "log S", about: "logp − old_logp, the staleness, in nats", trained: true,
+    kind: (token) => token.trained?.log_s === undefined ? undefined : signed(RATIOS)(token.trained.log_s), keys: fixed(both(RATIOS)),
+  },
+  log_ratio: {
+    name: "log ratio", about: "logp − behavior_logp = log D + log S, in nats", trained: true,
+    kind: (token) => token.trained?.log_s === undefined ? undefined : signed(RATIOS)(token.trained.log_s + token.trained.log_d), keys: fixed(both(RATIOS)),
+  },
+  advantage: {
+    name: "advantage", about: "positive tokens are made more probable, negative ones less", trained: true,
+    kind: (token) => token.trained?.advantage === undefined ? undefined : signed([1e-6, 0.5, 1, 1.5, 2])(token.trained.advantage), keys: fixed(both([0, 0.5, 1, 1.5, 2]).filter(([kind]) => kind !== "low-1" && kind !== "high-1")),
+  },
+};
+
+// Colours that an episode has values for.
+export const modesOf = (tokens) => Object.keys(MODES).filter((mode) => !MODES[mode].trained || tokens.some((token) => token.trained));
+
+export const contextOf = (tokens) => ({ versions: [...new Set(tokens.filter((token) => token.sampled).map((token) => token.version))].sort((a, b) => a - b) });
+
+// Return the turns: messages of the context, and replies of the policy. A message begins at a
+// mark of the ChatML format; other templates give one turn between two replies.
+export function turnsOf(tokens) {
+  const turns = [];
+  let turn = null;
+  let open = false;
+  tokens.forEach((token, index) => {
+    const isMark = !token.sampled && token.text.startsWith("<|im_start|>");
+    const begins = !turn || isMark || token.sampled !== turn.sampled;
+    if (begins) {
+      turn = { role: token.sampled ? "agent" : turn || !isMark ? "environment" : "context", sampled: token.sampled, tokens: [] };
+      open = isMark;
+      turns.push(turn);
+    }
+    turn.tokens.push(token);
+    if (open && !token.sampled) {
+      const text = turn.tokens.map((each) => each.text).join("").slice("<|im_start|>".length);
+      const role = /^([a-z_]{1,16})\n/.exec(text);
+      if (role) [turn.role, open] = [role[1] === "assistant" ? "agent" : role[1], false];
+      if (text.length > 24) open = false;
+    }
+    if (index + 1 === tokens.length && open) turn.role = "environment";
+  });
+  // The template writes the beginning of a reply before the policy does.
+  const joined = [];
+  for (const each of turns) {
+    const before = joined.at(-1);
+    if (each.sampled && before?.role === "agent" && !before.sampled) Object.assign(before, { sampled: true, tokens: [...before.tokens, ...each.tokens] });
+    else joined.push(each);
+  }
+  return joined.filter((each) => each.tokens.some((token) => token.text.trim()) || each.sampled).map((each) => {
+    const text = each.tokens.map((token) => token.text).join("");
+    return { ...each, role: !each.sampled && text.includes("<tool_response>") ? "tool" : each.role };
+  });
+}
+
+// Return the element of one token. Line breaks and other invisible texts get a mark.
+export function tokenElement(token, kind, extra = "") {
+  const marks = [token.sampled ? "sampled" : "", kind ? `t-${kind}` : "", /^\s*\n/.test(token.text) && !token.text.trim() ? "nl" : "", /^<\|.*\|>$/.test(token.text) ? "special" : "", extra];
+  return h("span", { class: `t ${marks.filter(Boolean).join(" ")}`, "data-at": token.at }, token.text);
+}
+
+export const KIND = { system: "system", user: "user", agent: "assistant", tool: "tool" };
+
+// The numbers of a token as [name, value, explanation].
+export function numbersOf(token) {
+  const rows = [
+    ["token", `${token.at}`, "its place in the episode"], ["id", `${token.id}`, "in the vocabulary"],
+    ["provenance", token.provenance, "where it came from"],
+  ];
+  if (!token.sampled) return rows;
+  rows.push(["turn", `${token.turn}`, "reply of the policy"], ["version", `${token.version}`, "of the policy that sampled it"],
+    ["lag", token.lag === undefined ? NONE : `${token.lag}`, "versions published until it was trained on"],
+    ["behavior_logp", exactly(token.behavior_logp), `the engine, when it sampled: ${percent(Math.exp(token.behavior_logp), 2)}`]);
+  if (!token.trained) return rows;
+  const { old_logp, logp, log_d, log_s, advantage, entropy, weight, exact, flags } = token.trained;
+  const add = (name, value, about) => value !== undefined && value !== null && rows.push([name, typeof value === "number" ? exactly(value) : String(value), about]);
+  add("old_logp", old_logp, "the route");
+  add("logp", logp, "the trainer, when it trained");
+  add("log D", log_d, ratio("D", log_d));
+  add("log S", log_s, ratio("S", log_s));
+  add("advantage", advantage, "");
+  add("weight", weight, "of the correction of D");
+  add("entropy", entropy, "nats");
+  add("exact", exact, "old_logp computed with the version that sampled it");
+  add("flags", flags, "");
+  return rows;
+}
+
+const exactly = (value) => (typeof value === "number" ? (Math.abs(value) >= 1e-4 || !value ? value.toFixed(5) : value.toExponential(2)) : NONE);
+const ratio = (name, value) => (typeof value === "number" ? `${name} = ${amount(Math.exp(value))}` : "");
