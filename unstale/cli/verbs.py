@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
-from unstale.cli import advise, techniques
+from unstale.cli import advise, dashboard, techniques
 from unstale.cli.failures import exit_after
 from unstale.cli.recipe_options import configure, file_values, print_json
 from unstale.config import SHIPPED_POLICIES, ConfigError, install
@@ -36,6 +36,7 @@ Act = Callable[[argparse.Namespace], int]
 
 VERBS: dict[str, Callable[[Any], None]] = {
     "advise": advise.add,
+    "dashboard": dashboard.add,
     "plan": plan_command.add,
     "simulate": simulate_command.add,
     "techniques": techniques.add,

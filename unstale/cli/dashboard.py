@@ -1,0 +1,47 @@
+"""The command `dashboard`: show run folders in the browser, live."""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from unstale.config import ConfigError, install
+from unstale.config.checks import bounded
+
+
+def add(verbs: Any) -> None:
+    """Add the command and its arguments to the command line."""
+    about = "show runs in the browser, down to the token, while they train"
+    parser = verbs.add_parser("dashboard", help=about, description=f"{about.capitalize()}.")
+    parser.add_argument(
+        "runs",
+        type=Path,
+        nargs="?",
+        default=Path("runs"),
+        help="a folder of runs, or one run folder (default: runs)",
+    )
+    parser.add_argument(
+        "--port",
+        type=bounded(int, 0, 65535),
+        default=0,
+        metavar="N",
+        help="port on loopback; 0 takes a free one (default: 0)",
+    )
+    parser.set_defaults(act=_dashboard)
+
+
+def _dashboard(chosen: argparse.Namespace) -> int:
+    try:
+        from unstale.observe.dashboard.server import Dashboard
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"dashboard needs {error.name}: {install('dashboard')}") from error
+    try:
+        dashboard = Dashboard(chosen.runs, port=chosen.port)
+    except OSError as error:
+        raise ConfigError(f"cannot listen on port {chosen.port}: {error.strerror}") from error
+    console = Console(soft_wrap=True)
+    console.print(dashboard.url, highlight=False, markup=False)
+    console.print("Ctrl-C stops the dashboard", style="dim")
+    dashboard.serve()
+    return 0

@@ -1,0 +1,392 @@
+"""The dashboard's web server (starlette on uvicorn), for the one user who has its address.
+
+It listens on loopback. The address has a random token, which the browser keeps as a cookie; a
+request without either is refused. Every request is a GET and changes nothing. docs/dashboard.md has
+the paths and their answers.
+"""
+
+import asyncio
+import hmac
+import json
+import logging
+import secrets
+import socket
+from collections.abc import AsyncIterator, Callable, Mapping
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import RedirectResponse, Response, StreamingResponse
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from unstale.durability.journal import JournalError
+from unstale.durability.run_folder import dumps
+from unstale.observe.dashboard import summary, table, tokens
+from unstale.observe.dashboard.folders import RunFolders, UnknownRun
+from unstale.observe.dashboard.indexer import POLL_S, Indexer
+from unstale.observe.dashboard.table import BadQuestion
+from unstale.observe.dashboard.tokens import NotYet, UnknownEpisode
+from unstale.observe.report.markup import read_asset
+
+HOST = "127.0.0.1"
+KEEP_ALIVE_S = 15.0
+"""Seconds after which a stream without news sends a comment, so that a lost client is noticed."""
+
+MAX_CONNECTIONS = 100
+
+POLICY = "; ".join(
+    (
+        "default-src 'none'",
+        "script-src 'self'",
+        "style-src 'self'",
+        "img-src 'self' data:",
+        "connect-src 'self'",
+        "base-uri 'none'",
+        "form-action 'none'",
+        "frame-ancestors 'none'",
+        "require-trusted-types-for 'script'",
+        "trusted-types 'none'",
+    )
+)
+"""The content security policy: only the package's own scripts and styles, and no HTML from text."""
+
+HEADERS = {
+    "content-security-policy": POLICY,
+    "x-content-type-options": "nosniff",
+    "x-frame-options": "DENY",
+    "referrer-policy": "no-referrer",
+    "cross-origin-opener-policy": "same-origin",
+    "cross-origin-resource-policy": "same-origin",
+}
+
+KINDS = {
+    ".html": "text/html; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".svg": "image/svg+xml",
+    ".txt": "text/plain; charset=utf-8",
+}
+"""Content type of a file of the pages by its ending. Other files are not served."""
+
+
+class Gate:
+    """ASGI middleware that admits the user with the token, and adds the security headers.
+
+    The token is in the query of the first request. The answer sets a cookie and leads to the same
+    path without the token, so that it is in no history and no link.
+    """
+
+    def __init__(self, app: ASGIApp, token: str, port: int) -> None:
+        self._app = app
+        self._token = token
+        self._cookie = f"unstale_{port}"
+        self._hosts = {f"{name}:{port}" for name in (HOST, "localhost")}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+
+        async def send_protected(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                names = {name.lower() for name, _ in message["headers"]}
+                extra = [(name.encode(), value.encode()) for name, value in HEADERS.items()]
+                message["headers"] = [
+                    *message["headers"],
+                    *((name, value) for name, value in extra if name not in names),
+                ]
+            await send(message)
+
+        app = self._refusal(Request(scope)) or self._app
+        await app(scope, receive, send_protected)
+
+    def _refusal(self, request: Request) -> ASGIApp | None:
+        """Return the answer to a request that is not passed on, or None to pass it on."""
+        if request.headers.get("host", "") not in self._hosts:
+            return _error(421, f"this server is {' or '.join(sorted(self._hosts))}")
+        if request.method not in ("GET", "HEAD"):
+            return _error(405, "only GET is allowed: the dashboard changes nothing")
+        given = parse_qs(request.url.query).get("token", [""])[0]
+        if _equal(given, self._token):
+            return self._welcome(request.url.path)
+        if _equal(request.cookies.get(self._cookie, ""), self._token):
+            return None
+        return _error(
+            401, "the token is missing or wrong: open the address that `unstale dashboard` printed"
+        )
+
+    def _welcome(self, path: str) -> Response:
+        own = path if path.startswith("/") and not path.startswith(("//", "/\\")) else "/"
+        response = RedirectResponse(own, status_code=303)
+        response.set_cookie(self._cookie, self._token, httponly=True, samesite="strict")
+        response.headers["cache-control"] = "no-store"
+        return response
+
+
+def _equal(given: str, token: str) -> bool:
+    return hmac.compare_digest(given.encode(errors="replace"), token.encode())
+
+
+def _error(status: int, text: str) -> Response:
+    return _json({"error": text}, status)
+
+
+def _json(value: Any, status: int = 200) -> Response:
+    body = dumps(value).encode(errors="replace")
+    headers = {"cache-control": "no-store"}
+    return Response(body, status, headers, media_type="application/json")
+
+
+def make_app(indexer: Indexer, *, token: str, port: int) -> ASGIApp:
+    """Return the ASGI application. `indexer` must be inside its context."""
+    api = _Api(indexer)
+    questions: dict[str, Callable[[Request], Any]] = {
+        "runs": api.runs,
+        "run": api.run,
+        "series": api.series,
+        "lags": api.lags,
+        "spans": api.spans,
+        "log": api.log,
+        "episodes": api.episodes,
+        "episode": api.episode,
+        "group": api.group,
+    }
+    routes = [
+        *(Route(f"/api/{name}", _answering(answer)) for name, answer in questions.items()),
+        Route("/api/stream", api.stream),
+        Route("/{name:path}", _page(_read_pages())),
+    ]
+    app = Starlette(
+        routes=routes, exception_handlers={HTTPException: _http_error, Exception: _failed}
+    )
+    app.router.redirect_slashes = False
+    return Gate(app, token, port)
+
+
+def _answering(answer: Callable[[Request], Any]) -> Callable[[Request], Any]:
+    """Return an endpoint that computes its answer in a thread, and names what was wrong."""
+
+    def compute(request: Request) -> Response:
+        try:
+            return _json(answer(request))
+        except BadQuestion as error:
+            return _error(400, str(error))
+        except (UnknownRun, UnknownEpisode) as error:
+            return _error(404, str(error))
+        except NotYet as error:
+            return _error(503, str(error))
+        except (JournalError, OSError) as error:
+            return _error(409, str(error))
+
+    async def endpoint(request: Request) -> Response:
+        return await run_in_threadpool(compute, request)
+
+    return endpoint
+
+
+class _Api:
+    """The questions that the pages ask. Each method returns what is sent as JSON."""
+
+    def __init__(self, indexer: Indexer) -> None:
+        self._indexer = indexer
+
+    def runs(self, request: Request) -> Any:
+        return {
+            "folder": str(self._indexer.folders.root),
+            "runs": summary.list_runs(self._indexer.known().items()),
+        }
+
+    def run(self, request: Request) -> Any:
+        name = _text(request, "run")
+        index = self._indexer.get(name)
+        found = summary.overview(name, index)
+        return found | {
+            "columns": table.columns(),
+            "figure_names": table.figure_names(index.database),
+        }
+
+    def series(self, request: Request) -> Any:
+        index = self._indexer.get(_text(request, "run"), journal=False)
+        names = [name for name in request.query_params.getlist("name") if name]
+        return {"series": summary.series(index.database, names, _int(request, "points", 500))}
+
+    def lags(self, request: Request) -> Any:
+        index = self._indexer.get(_text(request, "run"), journal=False)
+        return summary.lags(index.database)
+
+    def spans(self, request: Request) -> Any:
+        index = self._indexer.get(_text(request, "run"), journal=False)
+        start, end = _float(request, "start", 0.0), _float(request, "end", 1e18)
+        return summary.spans(index.database, start, end, _int(request, "limit", 3000))
+
+    def log(self, request: Request) -> Any:
+        index = self._indexer.get(_text(request, "run"), journal=False)
+        return {"events": summary.log(index.database, _int(request, "after", 0))}
+
+    def episodes(self, request: Request) -> Any:
+        index = self._indexer.get(_text(request, "run"))
+        question = table.Question(
+            filter=_text(request, "filter", ""),
+            search=_text(request, "search", ""),
+            sort=_text(request, "sort", "-episode"),
+            page=_int(request, "page", 0),
+            size=_int(request, "size", 50),
+        )
+        if question.search and index.search_problem:
+            raise BadQuestion(index.search_problem)
+        return table.page(index.database, question) | {"index": summary.progress(index)}
+
+    def episode(self, request: Request) -> Any:
+        index = self._indexer.get(_text(request, "run"))
+        start, limit = _int(request, "start", 0), _int(request, "limit", tokens.MAX_TOKENS)
+        return tokens.episode(index, _int(request, "episode"), start, limit)
+
+    def group(self, request: Request) -> Any:
+        index = self._indexer.get(_text(request, "run"))
+        return tokens.group(index, _int(request, "group"))
+
+    async def stream(self, request: Request) -> Response:
+        """Send progress whenever a run changes; without `run`, whenever any run does."""
+        name = request.query_params.get("run")
+        try:
+            if name is not None:
+                await run_in_threadpool(self._indexer.get, name)
+        except UnknownRun as error:
+            return _error(404, str(error))
+        headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
+        return StreamingResponse(self._news(name), media_type="text/event-stream", headers=headers)
+
+    async def _news(self, name: str | None) -> AsyncIterator[str]:
+        yield "retry: 2000\n\n"
+        sent = ""
+        quiet_s = 0.0
+        while True:
+            news = await run_in_threadpool(self._progress, name)
+            if news != sent:
+                sent, quiet_s = news, 0.0
+                yield f"event: progress\ndata: {news}\n\n"
+            elif quiet_s >= KEEP_ALIVE_S:
+                quiet_s = 0.0
+                yield ": still here\n\n"
+            await asyncio.sleep(POLL_S)
+            quiet_s += POLL_S
+
+    def _progress(self, name: str | None) -> str:
+        """Return the state of a run, or of all runs together, in one line of JSON."""
+        known = self._indexer.known()
+        if name is None:
+            return json.dumps(
+                {"runs": len(known), "changes": sum(each.changes for each in known.values())}
+            )
+        try:
+            index = self._indexer.get(name)
+        except UnknownRun as error:
+            return json.dumps({"error": str(error)})
+        return json.dumps({"state": summary.state_of(index)["state"], **summary.progress(index)})
+
+
+def _text(request: Request, name: str, default: str | None = None) -> str:
+    value = request.query_params.get(name, default)
+    if value is None:
+        raise BadQuestion(f"the parameter {name} is missing")
+    if len(value) > 2000:
+        raise BadQuestion(f"{name} may have at most 2000 characters, got {len(value)}")
+    return value
+
+
+def _int(request: Request, name: str, default: int | None = None) -> int:
+    text = _text(request, name, None if default is None else str(default))
+    if not text.removeprefix("-").isascii() or not text.removeprefix("-").isdigit():
+        raise BadQuestion(f"{name} must be a whole number, got {text!r}")
+    if len(text) > 15:
+        raise BadQuestion(f"{name} is too large: {text}")
+    return int(text)
+
+
+def _float(request: Request, name: str, default: float) -> float:
+    text = _text(request, name, str(default))
+    try:
+        return float(text)
+    except ValueError:
+        raise BadQuestion(f"{name} must be a number, got {text!r}") from None
+
+
+def _read_pages() -> Mapping[str, tuple[bytes, str]]:
+    """Return the files of the pages by path, with their content types. They are read once."""
+    found: dict[str, tuple[bytes, str]] = {}
+    static = files("unstale.observe.dashboard").joinpath("static")
+    for prefix, folder in (("", static), ("vendor/", static.joinpath("vendor"))):
+        for file in folder.iterdir():
+            kind = KINDS.get(Path(file.name).suffix)
+            if file.is_file() and kind:
+                found[prefix + file.name] = file.read_bytes(), kind
+    found["report.css"] = read_asset("report.css").encode(), KINDS[".css"]
+    found[""] = found["index.html"]
+    return found
+
+
+def _page(pages: Mapping[str, tuple[bytes, str]]) -> Callable[[Request], Any]:
+    async def endpoint(request: Request) -> Response:
+        name = request.path_params["name"]
+        if name not in pages:
+            return _error(404, "there is no such page")
+        content, kind = pages[name]
+        return Response(content, headers={"content-type": kind, "cache-control": "no-cache"})
+
+    return endpoint
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    return _error(error.status_code, error.detail)
+
+
+async def _failed(request: Request, error: Exception) -> Response:
+    return _error(500, f"{type(error).__name__}: {error}")
+
+
+class Dashboard:
+    """A running server. `serve` runs it until `stop` is called, or until Ctrl-C."""
+
+    def __init__(self, root: Path, *, port: int = 0, token: str | None = None) -> None:
+        """Open the port on loopback; 0 takes a free one.
+
+        Raises `ConfigError` if the root is not a folder, and OSError if the port is in use.
+        """
+        self.folders = RunFolders(root)
+        self.token = token or secrets.token_urlsafe(24)
+        self._socket = socket.create_server((HOST, port))
+        self.port: int = self._socket.getsockname()[1]
+        self._server: uvicorn.Server | None = None
+
+    @property
+    def url(self) -> str:
+        """Return the address with the token."""
+        return f"http://{HOST}:{self.port}/?token={self.token}"
+
+    def serve(self) -> None:
+        with self._socket, Indexer(self.folders) as indexer:
+            config = uvicorn.Config(
+                make_app(indexer, token=self.token, port=self.port),
+                lifespan="off",
+                log_config=None,
+                log_level=logging.CRITICAL,
+                access_log=False,
+                timeout_graceful_shutdown=1,
+                timeout_keep_alive=5,
+                limit_concurrency=MAX_CONNECTIONS,
+                ws="none",
+            )
+            self._server = uvicorn.Server(config)
+            self._server.run(sockets=[self._socket])
+
+    def stop(self) -> None:
+        """End `serve`, from another thread."""
+        if self._server is not None:
+            self._server.should_exit = True
