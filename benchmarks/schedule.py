@@ -42,6 +42,7 @@ from unstale.rollout.episode import Rollout
 from unstale.rollout.generator import Generator
 from unstale.rollout.staleness_queue import PendingPieces, StalenessQueue
 from unstale.rollout.transcript import NullWriter
+from unstale.token_values import TokenValues
 
 SIBLINGS, STALENESS = 2, 4
 """Group size and staleness: `STALENESS` + 1 batches are live, so 10 episodes are the minimum."""
@@ -157,7 +158,13 @@ class NullJournal:
     async def finish(self, group: Group) -> None: ...
 
     def consume(
-        self, groups: Sequence[Group], *, step: int, version: int, replayed: Sequence[int] = ()
+        self,
+        groups: Sequence[Group],
+        *,
+        step: int,
+        version: int,
+        replayed: Sequence[int] = (),
+        tokens: Sequence[TokenValues] = (),
     ) -> None: ...
 
     def __enter__(self) -> "NullJournal":

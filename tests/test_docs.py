@@ -36,7 +36,7 @@ def test_the_package_runs_as_a_module() -> None:
 
 
 def test_the_example_task_trains(tmp_path: Path) -> None:
-    tasks, script = blocks("docs/your-own-task.md", "python")
+    tasks, script, _ = blocks("docs/your-own-task.md", "python")
     (tmp_path / "order_desk.py").write_text(tasks)
     check = (
         "from unstale.testing import check_env; from order_desk import EchoTasks; "
@@ -45,6 +45,13 @@ def test_the_example_task_trains(tmp_path: Path) -> None:
     run_forked(check, cwd=tmp_path)
     success, report = run_forked(script, cwd=tmp_path).strip().splitlines()[-1].split(" ", 1)
     assert 0 <= float(success) <= 1 and (tmp_path / report).exists()
+
+
+def test_the_example_horizon_has_the_figures_of_the_page() -> None:
+    *_, horizon = blocks("docs/your-own-task.md", "python")
+    printed = run_python("-c", horizon)
+    assert "depth=1," in printed and "rollouts=59, episodes=944," in printed
+    assert "random_return=0.26" in printed
 
 
 def test_the_readme_quotes_the_loop() -> None:

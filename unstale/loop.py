@@ -247,7 +247,11 @@ async def take_step(run: RunComponents, step: int, publication: "Publication") -
 
     run.pending.discard(episodes_of(groups))
     run.journal.consume(
-        groups, step=step, version=run.trainer.version, replayed=batch.replayed_groups
+        groups,
+        step=step,
+        version=run.trainer.version,
+        replayed=batch.replayed_groups,
+        tokens=run.trainer.tokens(),
     )
     run.consumed(groups, step - 1)
     run.trainer.start_version()

@@ -47,6 +47,7 @@ from unstale.durability.journal import (
     writer,
 )
 from unstale.durability.journal.export import export_rows, write_jsonl
+from unstale.durability.journal.tables import ADDED
 from unstale.planner.measured import RESULTS
 from unstale.records import (
     HAS_BEHAVIOR,
@@ -577,7 +578,7 @@ def unusable(tmp_path: Path, kind: str) -> Path:
     [
         ("folder", "unable to open database file"),
         ("text", "file is not a database"),
-        ("format", "its format is 7, this release writes 4"),
+        ("format", "its format is 7, this release writes 5"),
     ],
 )
 def test_what_cannot_be_opened_is_told_at_once(tmp_path: Path, kind: str, says: str) -> None:
@@ -611,18 +612,25 @@ def test_a_replayed_group_is_recorded_beside_its_first_training(tmp_path: Path) 
         assert read.replayed() == [0] and check(read) == []
 
 
-def test_a_journal_of_the_format_before_is_read_and_changed_on_a_resume(tmp_path: Path) -> None:
+@pytest.mark.parametrize("journal_format", [3, 4])
+def test_a_journal_of_a_format_before_is_read_and_changed_on_a_resume(
+    tmp_path: Path, journal_format: int
+) -> None:
     with Journal(tmp_path / JOURNAL) as journal:
         asyncio.run(journal.publishing(0))
         record(journal, group(0))
         train_on(journal, group(0), step=0, version=0)
     with closing(sqlite3.connect(tmp_path / JOURNAL)) as connection:
-        connection.executescript(
-            "DROP TABLE replayed; DELETE FROM counts WHERE name = 'replayed'; "
-            "PRAGMA user_version=3;"
-        )
+        for name, since in ADDED.items():
+            if since > journal_format:
+                connection.execute(f"DROP TABLE {name}")
+                connection.execute("DELETE FROM counts WHERE name = ?", (name,))
+        connection.execute(f"PRAGMA user_version={journal_format}")
+        connection.commit()
     with Journal.read(tmp_path) as read:
         assert check(read) == [] and read.replayed() == read.replayed(0) == []
+        assert read.trained_tokens(0) == [] and read.token_steps() == {}
+        assert content(read)["token_values"] == 0
         assert [one.number for one in read.consumed(0)] == [0]
     with Journal(tmp_path / JOURNAL) as journal:
         record(journal, group(1))

@@ -24,6 +24,7 @@ from unstale.model.policy import Policy
 from unstale.old_logps import OldLogps
 from unstale.old_logps.scoring.scorer import Weights
 from unstale.records import Batch, PendingPiece
+from unstale.token_values import TokenValues
 from unstale.weights import codec
 from unstale.weights.codec import words
 from unstale.weights.publish import VersionedWeights
@@ -36,7 +37,7 @@ class RankedTrainer:
         """`policy` is the driver's: it numbers the versions. Its weights are the initial ones."""
         self.ranks = ranks
         self.policy = policy
-        self.results = StepResults({}, [], [], [])
+        self.results = StepResults({}, [], [], [], [])
         """The results of the last batch."""
         self.collect: Callable[[Batch | None], None] = lambda batch: None
         """Called before the ranks need old log-probabilities of a batch, or all of them (None)."""
@@ -136,6 +137,9 @@ class RankedTrainer:
 
     def points(self) -> list[dict[str, float]]:
         return self.results.points
+
+    def tokens(self) -> list[TokenValues]:
+        return self.results.tokens
 
     def save_failed_batch(self, folder: Path) -> str:
         """Save the batch at which the ranks stopped. Return a message for the terminal."""

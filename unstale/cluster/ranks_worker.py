@@ -17,6 +17,7 @@ from unstale.model.versions import VersionGaps
 from unstale.old_logps import OldLogps
 from unstale.old_logps.old_logit_model import SecondModelScores
 from unstale.records import Batch, PendingPiece
+from unstale.token_values import TokenValues
 from unstale.trainer.auditor import Auditor
 from unstale.trainer.failed_batch import save_failed_batch
 from unstale.trainer.local import LocalTrainer
@@ -34,6 +35,7 @@ class StepResults:
     points: list[dict[str, float]]
     audit_points: list[dict[str, float]]
     events: list[dict[str, Any]]
+    tokens: list[TokenValues]
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +108,11 @@ class Rank:
     def results(self) -> StepResults:
         self._minibatches = ()
         return StepResults(
-            self.trainer.metrics(), self.trainer.points(), self.auditor.points(), self._old.events()
+            self.trainer.metrics(),
+            self.trainer.points(),
+            self.auditor.points(),
+            self._old.events(),
+            self.trainer.tokens() if self.policy.peers.rank == 0 else [],
         )
 
     def record(self, folder: Path) -> None:

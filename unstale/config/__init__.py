@@ -38,6 +38,7 @@ from unstale.config.sampling import make_task as make_task
 from unstale.config.sampling import staleness_bound as staleness_bound
 from unstale.config.training import CheckpointConfig as CheckpointConfig
 from unstale.config.training import EvalConfig as EvalConfig
+from unstale.config.training import JournalConfig as JournalConfig
 from unstale.config.training import TrainerConfig as TrainerConfig
 
 

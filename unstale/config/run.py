@@ -26,7 +26,7 @@ from unstale.config.sampling import (
     make_task,
 )
 from unstale.config.techniques import check_needs, complete_options
-from unstale.config.training import CheckpointConfig, EvalConfig, TrainerConfig
+from unstale.config.training import CheckpointConfig, EvalConfig, JournalConfig, TrainerConfig
 
 SHIPPED_POLICY = Path(__file__).parents[1] / "recipes" / "base_policy"
 """The folder of the small model of the retail desk."""
@@ -97,6 +97,7 @@ class RunConfig(Section):
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     audit: AuditConfig = field(default_factory=AuditConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    journal: JournalConfig = field(default_factory=JournalConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     technique_options: Mapping[str, Section] = field(default_factory=dict, hash=False)

@@ -11,6 +11,7 @@ from unstale.config.checks import (
     PositiveInt,
     Range,
     Section,
+    Share,
 )
 from unstale.config.sampling import Dtype, Quantise
 
@@ -95,6 +96,16 @@ class EvalConfig(Section):
     every: Count = 0
     """Optimizer steps between evaluations; 0 evaluates only before the first step and after the
     last.
+    """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JournalConfig(Section):
+    """The journal, which records every training episode. See docs/journal.md."""
+
+    token_share: Share = 1.0
+    """Share of groups of which the journal keeps the values of every trained token, such as its
+    log-probabilities; 0 keeps none.
     """
 
 

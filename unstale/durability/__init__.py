@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from unstale.durability.checkpoint import Checkpoint, Progress
     from unstale.records import Group, GroupRequest
     from unstale.rollout.transcript import EpisodeWriter
+    from unstale.token_values import TokenValues
     from unstale.weights.publish import VersionedWeights
 
 
@@ -40,7 +41,13 @@ class RunJournal(Protocol):
     async def publishing(self, version: int) -> None: ...
 
     def consume(
-        self, groups: Sequence[Group], *, step: int, version: int, replayed: Sequence[int] = ()
+        self,
+        groups: Sequence[Group],
+        *,
+        step: int,
+        version: int,
+        replayed: Sequence[int] = (),
+        tokens: Sequence[TokenValues] = (),
     ) -> None: ...
 
     async def checkpoint(self, name: str, *, step: int, version: int) -> None: ...

@@ -26,6 +26,7 @@ from unstale.planner.workload import Fleet
 from unstale.records import Batch, Group, GroupRequest, PendingPiece
 from unstale.rollout.staleness_queue import StalenessQueue
 from unstale.rollout.transcript import NullWriter
+from unstale.token_values import TokenValues
 from unstale.trainer.records import Minibatch
 from unstale.weights.publish import VersionedWeights
 
@@ -120,6 +121,9 @@ class SimulatedTrainer:
         return {}
 
     def points(self) -> list[dict[str, float]]:
+        return []
+
+    def tokens(self) -> list[TokenValues]:
         return []
 
     def state(self) -> Mapping[str, Any]:
@@ -269,7 +273,13 @@ class NullJournal:
     async def publishing(self, version: int) -> None: ...
 
     def consume(
-        self, groups: Sequence[Group], *, step: int, version: int, replayed: Sequence[int] = ()
+        self,
+        groups: Sequence[Group],
+        *,
+        step: int,
+        version: int,
+        replayed: Sequence[int] = (),
+        tokens: Sequence[TokenValues] = (),
     ) -> None: ...
 
     async def checkpoint(self, name: str, *, step: int, version: int) -> None: ...

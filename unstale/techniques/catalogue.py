@@ -284,7 +284,10 @@ ROWS: Sequence[Row] = (
         45,
         "SQIRL",
         "the effective horizon as difficulty",
-        "it needs the values of all states, and no environment here has few enough to list",
+        "unstale.algorithms.effective_horizon, for small environments that "
+        "unstale.testing.tabulate lists (docs/your-own-task.md); its deep Q-learning is not for "
+        "language models",
+        "transfer",
     ),
     _row(
         46,

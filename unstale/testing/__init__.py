@@ -4,6 +4,7 @@ from unstale.testing.engines import check_engine
 from unstale.testing.envs import NOISE, check_env
 from unstale.testing.models import checkpoint_round_trip, episode, nudge, plain_logps, tiny_policy
 from unstale.testing.old_logps import check_old_logps
+from unstale.testing.tabulate import tabulate
 
 __all__ = [
     "NOISE",
@@ -14,5 +15,6 @@ __all__ = [
     "episode",
     "nudge",
     "plain_logps",
+    "tabulate",
     "tiny_policy",
 ]

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from unstale.records import Batch
+    from unstale.token_values import TokenValues
 
 
 class Trainer(Protocol):
@@ -75,6 +76,14 @@ class Trainer(Protocol):
         """Return `log_d`, `log_s` and `lag` of some sampled tokens of the last batch, for plots.
 
         log_d is the discrepancy between trainer and engine, log_s the change by newer weights.
+        """
+        ...
+
+    def tokens(self) -> Sequence[TokenValues]:
+        """Return the values of the trained tokens of the last batch, for the journal.
+
+        They are of the share `journal.token_share` of its groups. A trainer that does not collect
+        them returns nothing.
         """
         ...
 

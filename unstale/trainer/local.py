@@ -38,11 +38,13 @@ from unstale.techniques import (
     StepSeen,
     Techniques,
 )
+from unstale.token_values import TokenValues
 from unstale.trainer.halves import GradientHalves
 from unstale.trainer.hidden_states import last_tokens, statistics
 from unstale.trainer.metrics import StepMetrics
 from unstale.trainer.optimizer import lr_factor, make_optimizer
 from unstale.trainer.records import NOT_FINITE, FailedBatch, Minibatch
+from unstale.trainer.token_log import TokenLog
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,16 +67,24 @@ class Rules:
         """
         config = self.correction
         log_d = corrections.log_discrepancy(old_logp, batch.behavior_logp, sampled=batch.sampled)
-        control = corrections.keep_all(batch.sampled)
-        if config.token_veto_threshold:
-            control = corrections.veto(
-                log_d, control, sequence=batch.sequence, below=config.token_veto_threshold
-            )
+        control = self._veto(log_d, batch)
         unit_log_d = corrections.aggregate(
             log_d, _unit_ids(config.unit, batch), sampled=batch.sampled, how=config.aggregate
         )
         apply_control = corrections.CONTROLS[config.control]
         return apply_control(unit_log_d, control, **config.selected_options())
+
+    def vetoed(self, old_logp: Tensor, batch: Batch) -> Tensor:
+        """Return True for the sampled tokens that the token veto drops, `[T]`."""
+        log_d = corrections.log_discrepancy(old_logp, batch.behavior_logp, sampled=batch.sampled)
+        return batch.sampled & ~self._veto(log_d, batch).keep
+
+    def _veto(self, log_d: Tensor, batch: Batch) -> Control:
+        control = corrections.keep_all(batch.sampled)
+        below = self.correction.token_veto_threshold
+        if not below:
+            return control
+        return corrections.veto(log_d, control, sequence=batch.sequence, below=below)
 
     def surrogate(self, logp: Tensor, old_logp: Tensor, batch: Batch) -> Surrogate:
         """Return the loss of each token from its staleness ratio, before weights are applied.
@@ -169,6 +179,8 @@ class LocalTrainer:
         controller sees all sequences.
         """
         self._temperature = config.engine.temperature
+        self._route = config.old_logps.route
+        self._token_share = config.journal.token_share
         policy.set_forward_options(ForwardOptions.of(config))
         self.steps = 0
         self._peers = policy.peers
@@ -232,7 +244,9 @@ class LocalTrainer:
             tokens_with_gradient=int(trained.sampled.sum()),
             replayed_with_gradient=int(trained.replayed.sum()),
             replays=bool(self.techniques.sources),
+            tokens=TokenLog(share=self._token_share),
         )
+        self._metrics.tokens.begin(batch, route=self._route)
         self._passes = self._metrics
         # If no fresh sequence has a gradient, run all sequences, because the route's metrics need
         # some tokens.
@@ -247,6 +261,9 @@ class LocalTrainer:
             self.techniques.prepared(*self._to_store(batch, index, old_logp, exact))
         reference_logp = self._score_reference(scored)
         scored, factor = self._shape(scored, old_logp, reference_logp, control)
+        if self.techniques.shapers:
+            dropped = (control.factor != 0) & (factor == 0)
+            self._metrics.tokens.add_shaped(scored, dropped=dropped)
 
         keep = batch.sampled.index_put((index,), control.keep)
         norm = self._norm(batch, steps, keep)[index]
@@ -422,6 +439,9 @@ class LocalTrainer:
     def points(self) -> list[dict[str, float]]:
         return self._metrics.points()
 
+    def tokens(self) -> list[TokenValues]:
+        return self._metrics.tokens.values()
+
     def state(self) -> Mapping[str, Any]:
         return {
             "weights": {name: tensor.detach() for name, tensor in self._master.items()},
@@ -533,6 +553,8 @@ class LocalTrainer:
         _require_finite(batch, behavior_logp=batch.behavior_logp, old_logp=old_logp)
         control = self.rules.correct(old_logp, batch)
         self._passes.add_correction(batch, old_logp, control, exact=exact, lag=lag)
+        vetoed = self.rules.vetoed(old_logp, batch)
+        self._passes.tokens.add_correction(batch, old_logp, control, exact=exact, vetoed=vetoed)
         return old_logp, exact, control
 
     def _score_reference(self, batch: Batch) -> Tensor:
@@ -591,7 +613,8 @@ class LocalTrainer:
         else:
             old_logp, factor = minibatch.old_logp[index], minibatch.factor[index]
         surrogate = self.rules.surrogate(logp, old_logp, microbatch)
-        factor = self.rules.cap(factor, current_logp, microbatch)
+        capped = self.rules.cap(factor, current_logp, microbatch)
+        is_capped, factor = capped < factor, capped
         loss = (factor * norm * surrogate.loss).sum()
         if objective.kl_coef:
             reference_logp = minibatch.reference_logp[index]
@@ -604,6 +627,9 @@ class LocalTrainer:
         if objective.entropy_coef:
             loss = loss - objective.entropy_coef * (norm * entropy).sum()
         self._passes.add_forward(microbatch, current_logp, old_logp, lag=lag, surrogate=surrogate)
+        self._passes.tokens.add_forward(
+            microbatch, current_logp, old_logp, surrogate=surrogate, capped=is_capped
+        )
         if self.techniques.controllers:
             self._passes.add_log_weights(microbatch, current_logp)
         self._passes.losses.append(loss.item())
@@ -628,6 +654,7 @@ class LocalTrainer:
         )
         entropy = entropy.cpu()
         self._passes.add_entropy(entropy.detach()[measured & batch.fresh])
+        self._passes.tokens.add_entropy(batch, entropy.detach(), where=measured)
         return logp.cpu(), entropy
 
     def _collect_gradients(self) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor
 from unstale.algorithms.corrections import LOG_LIMIT, Control, bounded_exp, has_behavior
 from unstale.algorithms.objectives import Surrogate
 from unstale.records import Batch
+from unstale.trainer.token_log import TokenLog
 
 MAX_POINTS = 256
 """Largest number of points `(log_d, log_s, lag)` kept of one batch for plots. They are evenly
@@ -41,12 +42,15 @@ class StepMetrics:
         tokens_with_gradient: int = 0,
         replayed_with_gradient: int = 0,
         replays: bool = False,
+        tokens: TokenLog | None = None,
     ) -> None:
         """Start a batch.
 
         The counts are of the sampled tokens of all sequences and of those with a gradient, and of
-        the replayed ones among the latter. `replays` is True if the run replays groups.
+        the replayed ones among the latter. `replays` is True if the run replays groups. `tokens`
+        collects values for the journal.
         """
+        self.tokens = tokens or TokenLog()
         self.extra: dict[str, float] = {}
         """Further metrics, added to the result under their names."""
         self.action_tokens = action_tokens
@@ -149,7 +153,8 @@ class StepMetrics:
 
         `add_passes` adds it later.
         """
-        passes = StepMetrics(tokens_with_gradient=self.tokens_with_gradient)
+        tokens = self.tokens.of_passes(self.num_steps - 1)
+        passes = StepMetrics(tokens_with_gradient=self.tokens_with_gradient, tokens=tokens)
         passes._tokens_run = self._tokens_run
         return passes
 
@@ -161,6 +166,7 @@ class StepMetrics:
             self.forward_tokens += passes.forward_tokens
             self.losses += passes.losses
             self._log_weights += passes._log_weights
+            self.tokens.add_passes(passes.tokens)
             for name, recorded in passes._values.items():
                 self._values[name] += recorded
         self._tokens_run = max(passes._tokens_run for passes in ranks)

@@ -17,6 +17,7 @@ from unstale.durability.journal.reader import (
 )
 from unstale.durability.journal.survivors import survivors
 from unstale.durability.journal.tables import JOURNAL, TOKEN_SAMPLES, TURN_LIMIT, JournalError
+from unstale.durability.journal.token_rows import TrainedTokens
 from unstale.durability.journal.writer import WINDOW_S, Journal
 
 __all__ = [
@@ -30,6 +31,7 @@ __all__ = [
     "JournalError",
     "JournalReader",
     "StoredEpisode",
+    "TrainedTokens",
     "check",
     "content",
     "conversation",

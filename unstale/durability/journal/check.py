@@ -1,7 +1,8 @@
 """Check that a journal is consistent, and show its content on a terminal."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import islice
 
 from rich.console import Group, RenderableType
 from rich.markup import escape
@@ -9,6 +10,7 @@ from rich.table import Table
 
 from unstale.durability.journal.reader import JournalReader
 from unstale.durability.journal.tables import ATTEMPTS, JournalError
+from unstale.durability.journal.token_rows import unpack_tokens
 from unstale.durability.run_folder import Row, show_controls
 
 MAX_LISTED = 20
@@ -76,9 +78,41 @@ def check(journal: JournalReader) -> list[str]:
             problems += [message.format(*case) for case in cases[:MAX_LISTED]]
             if len(cases) > MAX_LISTED:
                 problems.append(f"and {len(cases) - MAX_LISTED} more of this kind")
+        wrong = list(islice(_wrong_token_values(journal), MAX_LISTED))
+        problems += wrong
     except JournalError as error:
         return [str(error)]
     return problems
+
+
+def _wrong_token_values(journal: JournalReader) -> Iterator[str]:
+    """Yield what is wrong with rows of `trained_tokens`, as sentences."""
+    if not journal.token_steps():
+        return
+    sampled = {
+        (number, episode): num_tokens
+        for number, episode, num_tokens in journal.rows(
+            """SELECT number, episode, coalesce(sum(num_tokens), 0)
+            FROM episodes LEFT JOIN pieces USING (episode)
+            WHERE version IS NOT NULL GROUP BY episode"""
+        )
+    }
+    for number, step, route, total, packed in journal.token_rows():
+        row = f"group {number}, step {step}: the trained tokens"
+        try:
+            found = unpack_tokens(packed, group=number, route=route)
+        except ValueError as error:
+            yield f"{row} cannot be read: {error}"
+            continue
+        if sum(len(each.flags) for each in found) != total:
+            yield f"{row} are not {total}"
+        for each in found:
+            expected = sampled.get((number, each.episode), 0)
+            if len(each.flags) != expected:
+                yield (
+                    f"{row} of episode {each.episode} are {len(each.flags)}, but the group has "
+                    f"{expected} sampled tokens of it"
+                )
 
 
 def content(journal: JournalReader) -> Row:
@@ -92,6 +126,7 @@ def content(journal: JournalReader) -> Row:
     ((restarts,),) = journal.rows("SELECT count(*) FROM restarts")
     versions = journal.versions()
     checkpoints = journal.checkpoints()
+    token_steps = journal.token_steps()
     return {
         "groups": len(groups),
         "groups_trained": ends["consumed"],
@@ -99,6 +134,8 @@ def content(journal: JournalReader) -> Row:
         "groups_open": ends["open"],
         "groups_failed": ends["failed"],
         "groups_replayed": len(set(journal.replayed())),
+        "groups_with_token_values": len(token_steps),
+        "token_values": journal.num_token_values,
         "failed_attempts": sum(group.num_failures for group in groups),
         "restarted_attempts": restarts,
         "trajectories": sum(group.num_trajectories for group in groups),
@@ -130,6 +167,8 @@ def page(journal: JournalReader, problems: Sequence[str]) -> RenderableType:
         "pieces": f"{found['pieces']:,}",
         "tokens": f"{found['tokens']:,}",
         "  sampled": f"{found['sampled_tokens']:,}",
+        "token values of training steps": f"{found['token_values']:,}",
+        "  of groups": f"{found['groups_with_token_values']:,}",
         "checkpoints": f"{found['checkpoints'] or 'none'}{last}",
         "versions": " to ".join(map(str, found["versions"])) or "none",
         "bytes on disk": f"{found['bytes']:,}",

@@ -1,18 +1,24 @@
 """Export a journal: trajectories by token, conversations as text, or a sample of tokens."""
 
-from collections.abc import Iterable, Iterator
-from itertools import islice
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain, islice
+from math import isnan
 from pathlib import Path
 from typing import IO, Any, Literal
 
 from unstale.config import ConfigError, install
 from unstale.durability.journal.conversations import Decode, conversation
 from unstale.durability.journal.reader import JournalReader, StoredEpisode
+from unstale.durability.journal.token_rows import TrainedTokens
 from unstale.durability.run_folder import Row, dumps
-from unstale.records import NO_VERSION, Sampled, walk
+from unstale.records import NO_VERSION, Sampled, Trajectory, walk
+from unstale.token_values import TokenFlag
 
 ROW_GROUP = 256
 """Number of rows in a row group of a Parquet file."""
+
+TRAINED_COLUMNS = ("log_d", "log_s", "weight", "advantage", "entropy", "exact", "outcome")
+"""Lists over the tokens of a trajectory that its row has if the journal has token values."""
 
 Content = Literal["tokens", "text", "samples"]
 """What a row of the export is. `tokens`: one trajectory, with lists over its tokens. `text`: one
@@ -25,11 +31,52 @@ def export_rows(journal: JournalReader, content: Content, decode: Decode) -> Ite
     """Yield the rows of an export one at a time, because a journal may be larger than memory."""
     match content:
         case "tokens":
-            return map(token_row, journal.trajectories())
+            kept = journal.token_steps()
+            return (_token_row(journal, kept, episode) for episode in journal.trajectories())
         case "text":
             return (conversation(episode, decode) for episode in journal.trajectories())
         case "samples":
             return journal.token_samples()
+
+
+def _token_row(
+    journal: JournalReader, kept: Mapping[int, Sequence[int]], episode: StoredEpisode
+) -> Row:
+    """Return a trajectory as a row, with the values of its trained tokens if the journal has any.
+
+    `kept` are the steps with token values of each group. The values are those of the first step
+    that trained on the episode, and None if there are none.
+    """
+    row = token_row(episode)
+    if not kept:
+        return row
+    steps = kept.get(episode.group, ())
+    own = episode.trajectory.episode
+    found = journal.trained_tokens(episode.group, steps[0], episode=own) if steps else []
+    return row | trained_columns(episode.trajectory, found[0] if found else None)
+
+
+def trained_columns(trajectory: Trajectory, values: TrainedTokens | None) -> Row:
+    """Return the values of an episode's trained tokens as columns for its row of the export.
+
+    Lists have one entry per token. It is None for context, and where a value is not known.
+    """
+    if values is None:
+        return {"route": None, "minibatch": None, **dict.fromkeys(TRAINED_COLUMNS)}
+    columns: dict[str, list[Any]] = {
+        name: [None if isnan(value) else value for value in getattr(values, name).tolist()]
+        for name in ("log_d", "log_s", "weight", "advantage", "entropy")
+    }
+    columns["exact"] = values.has(TokenFlag.EXACT).tolist()
+    columns["outcome"] = values.outcome
+    at = [
+        isinstance(piece, Sampled) for _, piece, _ in walk(trajectory.pieces) for _ in piece.tokens
+    ]
+    spread = {}
+    for name, column in columns.items():
+        entries = iter(column)
+        spread[name] = [next(entries) if sampled else None for sampled in at]
+    return {"route": values.route, "minibatch": values.minibatch, **spread}
 
 
 def token_row(episode: StoredEpisode) -> Row:
@@ -76,13 +123,18 @@ def write_jsonl(rows: Iterable[Row], out: IO[str]) -> None:
 
 
 def write_parquet(rows: Iterator[Row], content: Content, out: Path) -> None:
-    """Write the rows to a Parquet file. Raises `ConfigError` if pyarrow is missing."""
+    """Write the rows to a Parquet file. Raises `ConfigError` if pyarrow is missing.
+
+    The columns are those of the first row.
+    """
     try:
         import pyarrow
         import pyarrow.parquet
     except ImportError as error:
         raise ConfigError(f"Parquet needs the package pyarrow: {install('parquet')}") from error
-    schema = _schema(pyarrow, content)
+    first = next(rows, None)
+    schema = _schema(pyarrow, content, with_values="log_d" in (first or ()))
+    rows = chain([first] if first else [], rows)
     with pyarrow.parquet.ParquetWriter(str(out), schema) as writer:
         while chunk := list(islice(rows, ROW_GROUP)):
             for row in chunk:
@@ -91,8 +143,11 @@ def write_parquet(rows: Iterator[Row], content: Content, out: Path) -> None:
             writer.write_table(pyarrow.Table.from_pylist(chunk, schema=schema))
 
 
-def _schema(pyarrow: Any, content: Content) -> Any:
-    """Return the columns and types of an export of this kind, for Parquet."""
+def _schema(pyarrow: Any, content: Content, *, with_values: bool) -> Any:
+    """Return the columns and types of an export of this kind, for Parquet.
+
+    `with_values` means that rows of trajectories have the values of trained tokens.
+    """
     text, integer, number = pyarrow.string(), pyarrow.int64(), pyarrow.float64()
     versions = pyarrow.list_(pyarrow.int32())
     summary = {
@@ -126,4 +181,9 @@ def _schema(pyarrow: Any, content: Content) -> Any:
                 "provenance": pyarrow.list_(text),
                 "turn": versions,
             }
+            if with_values:
+                numbers = dict.fromkeys(TRAINED_COLUMNS, pyarrow.list_(pyarrow.float32()))
+                columns |= {"route": text, "minibatch": pyarrow.int32(), **numbers}
+                columns["exact"] = pyarrow.list_(pyarrow.bool_())
+                columns["outcome"] = pyarrow.list_(text)
     return pyarrow.schema(columns)

@@ -29,6 +29,7 @@ from unstale.durability.journal.tables import (
     tables,
     to_piece,
 )
+from unstale.durability.journal.token_rows import TrainedTokens, to_trained, unpack_tokens
 from unstale.expert_routes import ExpertRoutes
 from unstale.records import (
     EpisodeRecord,
@@ -370,6 +371,90 @@ class JournalReader:
         where = "" if step is None else f"WHERE step = {int(step)}"
         rows = self.rows(f"SELECT number FROM replayed {where} ORDER BY step, place")
         return [number for (number,) in rows]
+
+    def token_steps(self) -> dict[int, list[int]]:
+        """Return the steps whose token values are kept, for each group that has any.
+
+        Groups and steps are in order. A group that was replayed has several steps.
+        """
+        steps: dict[int, list[int]] = {}
+        if "trained_tokens" in self._tables:
+            for group, step in self.rows(
+                "SELECT number, step FROM trained_tokens ORDER BY number, step"
+            ):
+                steps.setdefault(group, []).append(step)
+        return steps
+
+    @property
+    def num_token_values(self) -> int:
+        """Number of tokens whose values are kept. A token counts once for each of its steps."""
+        if "trained_tokens" not in self._tables:
+            return 0
+        ((count,),) = self.rows("SELECT coalesce(sum(num_tokens), 0) FROM trained_tokens")
+        return int(count)
+
+    def token_rows(self) -> Iterator[tuple[int, int, str, int, bytes]]:
+        """Yield group, step, route, number of tokens and packed values of all token values."""
+        for group in self.token_steps():
+            yield from self.rows(
+                "SELECT number, step, route, num_tokens, tokens FROM trained_tokens "
+                "WHERE number = ? ORDER BY step",
+                group,
+            )
+
+    def trained_tokens(
+        self, group: int, step: int | None = None, *, episode: int | None = None
+    ) -> list[TrainedTokens]:
+        """Return the values of the trained tokens of a group, one element per episode and step.
+
+        Each has arrays `[n]` over the tokens of the episode's `Sampled` pieces, in order. Only the
+        episodes that were in the batch are there. They are in the order of the steps, then of the
+        batch. Without `step`, they are of all steps that trained on the group. With `episode`, only
+        those of this episode are returned. Empty if the run does not keep the values of this group.
+        A step is here as soon as it is committed, before its checkpoint. Raises `JournalError` if a
+        row is damaged.
+        """
+        if "trained_tokens" not in self._tables:
+            return []
+        where = "" if step is None else f"AND step = {int(step)}"
+        rows = self.rows(
+            f"SELECT {', '.join(COLUMNS['trained_tokens'])}, seal FROM trained_tokens "
+            f"WHERE number = ? {where} ORDER BY step",
+            group,
+        )
+        found: list[TrainedTokens] = []
+        for row in rows:
+            with self.wrap_errors(f"the trained tokens of group {group} in step {row[1]}"):
+                if seal("trained_tokens", *row[:-1]) != row[-1]:
+                    raise ValueError("they changed after they were written")
+                found += self._trained(row, episode)
+        return found
+
+    def _trained(self, row: Sequence[Any], episode: int | None) -> list[TrainedTokens]:
+        """Return the episodes of a row of `trained_tokens`, or one. Raises ValueError if it is
+        wrong.
+        """
+        import numpy as np
+
+        number, step, version, route, num_tokens, packed, *_ = row
+        found = []
+        every = unpack_tokens(packed, group=number, route=route)
+        if sum(len(each.flags) for each in every) != num_tokens:
+            raise ValueError(f"they are not {num_tokens} tokens")
+        for values in every:
+            if episode not in (None, values.episode):
+                continue
+            rows = self.rows("SELECT number FROM episodes WHERE episode = ?", values.episode)
+            if rows != [(number,)]:
+                raise ValueError(f"episode {values.episode} is not one of its group")
+            sampled = [
+                np.array(piece.behavior_logp, np.float32)
+                for piece in self.pieces(values.episode)
+                if isinstance(piece, Sampled)
+            ]
+            logp = np.concatenate([np.empty(0, np.float32), *sampled])
+            found.append(to_trained(values, step=step, version=version, behavior_logp=logp))
+        return found
 
     def episode(self, episode: int) -> StoredEpisode:
         """Return a finished episode. Raises `JournalError` if it has not finished."""

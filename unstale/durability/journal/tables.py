@@ -11,7 +11,7 @@ from unstale.records import ContextPiece, Failure, Piece, Provenance, Sampled, T
 
 JOURNAL = "journal.sqlite"
 
-FORMAT = 4
+FORMAT = 5
 """Number of the journal's format, stored as `user_version` of the database."""
 
 OLDEST_FORMAT = 3
@@ -49,6 +49,9 @@ TABLES = {
     "replayed": "number INTEGER NOT NULL REFERENCES consumed, "
     "step INTEGER NOT NULL, place INTEGER NOT NULL, version INTEGER NOT NULL, at REAL NOT NULL, "
     "checkpoint INTEGER NOT NULL REFERENCES checkpoints",
+    "trained_tokens": "number INTEGER NOT NULL REFERENCES finished, step INTEGER NOT NULL, "
+    "version INTEGER NOT NULL, route TEXT NOT NULL, num_tokens INTEGER NOT NULL, "
+    "tokens BLOB NOT NULL, after INTEGER NOT NULL",
     "versions": "id INTEGER PRIMARY KEY, version INTEGER NOT NULL UNIQUE, "
     "at REAL NOT NULL, after INTEGER NOT NULL",
     "events": "id INTEGER PRIMARY KEY, at REAL NOT NULL, kind TEXT NOT NULL, "
@@ -61,9 +64,10 @@ _KEYS = {
     "pieces": ", PRIMARY KEY (episode, position)",
     "snapshots": ", PRIMARY KEY (episode, num_pieces)",
     "replayed": ", PRIMARY KEY (number, step)",
+    "trained_tokens": ", PRIMARY KEY (number, step)",
 }
 
-ADDED = {"replayed": 4}
+ADDED = {"replayed": 4, "trained_tokens": 5}
 """The format in which a table was added. The other tables are in every format that can be read."""
 
 COLUMNS = {

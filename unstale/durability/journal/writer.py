@@ -11,11 +11,12 @@ import queue
 import sqlite3
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
 from contextlib import ExitStack, closing, suppress
 from dataclasses import asdict, dataclass, replace
-from itertools import groupby
+from functools import partial
+from itertools import chain, groupby
 from operator import itemgetter
 from pathlib import Path
 from threading import Event, Thread
@@ -43,7 +44,9 @@ from unstale.durability.journal.tables import (
     schema,
     to_utf8,
 )
+from unstale.durability.journal.token_rows import token_rows
 from unstale.records import Failure, Group, GroupRequest, Piece, Sampled, Trajectory
+from unstale.token_values import TokenValues
 
 WINDOW_S = 0.2
 """Largest time in seconds until a record is committed. Callers of `barrier` do not wait that long,
@@ -55,8 +58,10 @@ STUCK_S = 8.0
 the lock of another writer.
 """
 
-_Item = list[Record] | Future[None] | None
-"""An entry of the queue: a transaction, the future of a `barrier` to be set, or None at the end."""
+_Item = list[Record] | Callable[[], Iterable[Record]] | Future[None] | None
+"""An entry of the queue: a transaction, a function that returns one, the future of a `barrier` to
+be set, or None at the end.
+"""
 
 
 class Journal:
@@ -206,17 +211,28 @@ class Journal:
         await self.barrier()
 
     def consume(
-        self, groups: Sequence[Group], *, step: int, version: int, replayed: Sequence[int] = ()
+        self,
+        groups: Sequence[Group],
+        *,
+        step: int,
+        version: int,
+        replayed: Sequence[int] = (),
+        tokens: Sequence[TokenValues] = (),
     ) -> None:
         """Note that a step trained on these groups, in this order. `checkpoint` commits it.
 
-        `replayed` are the numbers of groups that earlier steps were trained on, too.
+        `replayed` are the numbers of groups that earlier steps were trained on, too. `tokens` are
+        the values of the step's trained tokens. They are committed earlier than the rest, and
+        removed if a resume goes back to a checkpoint before the step.
         """
         now = time.time()
         for place, group in enumerate(groups):
             self._trained_on.append((group.number, step, place, version, now))
         for place, number in enumerate(replayed):
             self._replayed.append((number, step, place, version, now))
+        if tokens:  # they are packed in the journal's thread
+            after = self._checkpoint
+            self._queue.put(partial(token_rows, tokens, step=step, version=version, after=after))
 
     async def checkpoint(self, name: str, *, step: int, version: int) -> None:
         """Record a checkpoint and the groups it was trained on, in one transaction.
@@ -238,13 +254,15 @@ class Journal:
     def rewind(self, checkpoint: int, *, everything: bool) -> None:
         """Make an earlier checkpoint the current one. Groups trained on after it are free again.
 
-        The metrics of later steps are removed, because they will be logged again. With
-        `everything`, all newer rows are removed, because a deterministic run computes them again.
+        The metrics and token values of later steps are removed, because they will be logged again.
+        With `everything`, all newer rows are removed, because a deterministic run computes them
+        again.
         """
         events = "DELETE FROM events WHERE after >= ?"
         if not everything:
             events += f" AND kind IN ('step', '{TOKEN_SAMPLES}')"
         statements = [
+            "DELETE FROM trained_tokens WHERE after >= ?",
             "DELETE FROM replayed WHERE checkpoint > ?",
             "DELETE FROM consumed WHERE checkpoint > ?",
             "DELETE FROM checkpoints WHERE checkpoint > ?",
@@ -322,10 +340,7 @@ class Journal:
             while None not in items:
                 items = self._gather()
                 if not self._failure.done():
-                    records: list[Record] = []
-                    for item in items:
-                        records += item if isinstance(item, list) else []
-                    self._commit(connection, records)
+                    self._commit(connection, chain.from_iterable(map(_records, items)))
                 for mark in items:
                     if isinstance(mark, Future) and mark.set_running_or_notify_cancel():
                         error = self._failure.exception() if self._failure.done() else None
@@ -336,7 +351,7 @@ class Journal:
                     connection.execute("PRAGMA busy_timeout=0")
                     connection.execute("PRAGMA journal_mode=DELETE")
 
-    def _commit(self, connection: sqlite3.Connection, records: Sequence[Record]) -> None:
+    def _commit(self, connection: sqlite3.Connection, records: Iterable[Record]) -> None:
         try:
             connection.execute("BEGIN IMMEDIATE")
             changes: Counter[str] = Counter()
@@ -354,7 +369,7 @@ class Journal:
             self._file = self._file.require_same(self.path)
         except JournalError as error:
             self._fail(error)
-        except (sqlite3.Error, OverflowError, UnicodeError) as error:
+        except (sqlite3.Error, OverflowError, ValueError) as error:
             with suppress(sqlite3.Error):  # SQLite may already have rolled back
                 connection.execute("ROLLBACK")
             self._fail(_commit_error(self.path, error))
@@ -365,7 +380,7 @@ class Journal:
         One commit for many transactions is cheaper than one for each.
         """
         items = [self._queue.get()]
-        if isinstance(items[0], list):
+        if items[0] is not None and not isinstance(items[0], Future):
             self._awaited.wait(WINDOW_S)
         self._awaited.clear()
         with suppress(queue.Empty):
@@ -436,6 +451,13 @@ class _FileState:
                 f"are left of {self.size:,}. Resume a copy of the folder, or start the run again"
             )
         return found
+
+
+def _records(item: _Item) -> Iterable[Record]:
+    """Return the records of an entry of the queue."""
+    if item is None or isinstance(item, Future):
+        return ()
+    return item if isinstance(item, list) else item()
 
 
 def _commit_error(path: Path, error: Exception) -> JournalError:

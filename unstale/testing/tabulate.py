@@ -1,0 +1,82 @@
+"""List all states of a small environment, by playing every sequence of some replies."""
+
+from collections.abc import Sequence
+
+import torch
+
+from unstale.algorithms.effective_horizon import END, Tabular
+from unstale.envs import (
+    Closable,
+    HasSimulatedDelays,
+    Message,
+    Taskset,
+    Turn,
+    combine_rewards,
+)
+from unstale.envs.guard import call
+from unstale.records import Task
+
+
+async def tabulate(  # noqa: PLR0913 - two of them are limits
+    taskset: Taskset,
+    task: Task,
+    replies: Sequence[Message],
+    *,
+    seed: int = 0,
+    max_turns: int = 5,
+    max_episodes: int = 100_000,
+) -> Tabular:
+    """Return a task as arrays. A state is the sequence of replies so far, an action a reply.
+
+    The environment is played again from its beginning for each sequence of up to `max_turns`
+    replies, so it must answer equally each time. Episodes that are longer have no reward. Raises
+    `ValueError` if there are no replies, if more than `max_episodes` episodes may be needed, or if
+    the environment answers the same replies differently.
+    """
+    if not replies:
+        raise ValueError("at least one reply is needed")
+    most = sum(len(replies) ** length for length in range(1, max_turns + 1))
+    if most > max_episodes:
+        raise ValueError(
+            f"{len(replies)} replies in {max_turns} turns are up to {most} episodes, more than "
+            f"max_episodes = {max_episodes}: give fewer replies or turns"
+        )
+    paths: list[tuple[int, ...]] = [()]
+    answers: list[Turn | None] = [None]
+    """The turn in which each state was found. None for the first state."""
+    next_state, reward = [], []
+    for state, path in enumerate(paths):  # grows meanwhile
+        targets, rewards = [], []
+        for action in range(len(replies)):
+            *before, last = await _play(taskset, task, seed, [replies[i] for i in (*path, action)])
+            if answers[state] not in (None, before[-1]):
+                raise ValueError(
+                    f"{task.key} answered the same {len(path)} replies differently: seed all "
+                    "randomness"
+                )
+            rewards.append(sum(last.rewards.values()) if last.done else 0.0)
+            ends = last.done or len(path) + 1 == max_turns
+            targets.append(END if ends else len(paths))
+            if not ends:
+                paths.append((*path, action))
+                answers.append(last)
+        next_state.append(targets)
+        reward.append(rewards)
+    return Tabular(
+        torch.tensor(next_state), torch.tensor(reward, dtype=torch.float64), num_steps=max_turns
+    )
+
+
+async def _play(taskset: Taskset, task: Task, seed: int, replies: Sequence[Message]) -> list[Turn]:
+    """Return the first turn of an episode, and its turns after each of the replies."""
+    env = taskset.env(task, seed)
+    if isinstance(env, HasSimulatedDelays):
+        env.replaying = True
+    try:
+        turns: list[Turn] = [await call(env.begin)]
+        for reply in replies:
+            turns.append(combine_rewards(taskset, await call(env.step, reply)))
+        return turns
+    finally:
+        if isinstance(env, Closable):
+            await call(env.close)

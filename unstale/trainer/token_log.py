@@ -1,0 +1,191 @@
+"""Collects the values of trained tokens for the journal, while the steps on a batch run."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from unstale.algorithms.corrections import Control
+from unstale.algorithms.objectives import Surrogate
+from unstale.records import Batch
+from unstale.token_values import STORED, TokenFlag, TokenValues, keeps_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class _Sequence:
+    """A sequence of the batch whose values are kept."""
+
+    group: int
+    episode: int
+    route: str
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Values of the sampled tokens of some sequences, end to end."""
+
+    episodes: tuple[int, ...]
+    counts: tuple[int, ...]
+    minibatch: int | None
+    columns: Mapping[str, Tensor]
+
+
+class TokenLog:
+    """The values of the sampled tokens of some groups of one batch.
+
+    Forward passes add theirs to an object of their own (`of_passes`), which `add_passes` adds.
+    """
+
+    def __init__(self, *, share: float = 0.0, minibatch: int | None = None) -> None:
+        """Start with nothing. `share` is the share of groups that are kept.
+
+        `minibatch` is the optimizer step of the passes, None before the first one.
+        """
+        self.share = share
+        self._minibatch = minibatch
+        self._sequences: list[_Sequence] = []
+        self._parts: list[_Part] = []
+
+    def begin(self, batch: Batch, *, route: str) -> None:
+        """Note the sequences of a batch, and their advantages."""
+        kept = self._kept(batch)
+        if not kept:
+            return
+        counts = _num_sampled(batch)
+        replayed = batch.replayed
+        spans = batch.spans()
+        for i in kept:
+            start, end = spans[i]
+            stored = bool(replayed[start:end].any())
+            sequence = _Sequence(
+                group=batch.group[i],
+                episode=batch.episodes[i],
+                route=STORED if stored else route,
+                num_tokens=counts[i],
+            )
+            self._sequences.append(sequence)
+        self._add(batch, advantage=batch.advantage)
+
+    def add_correction(
+        self, batch: Batch, old_logp: Tensor, control: Control, *, exact: Tensor, vetoed: Tensor
+    ) -> None:
+        """Add what is known of old log-probabilities and the correction. Tensors are `[T]`."""
+        flags = _flags(
+            {
+                TokenFlag.EXACT: exact,
+                TokenFlag.VETOED: vetoed,
+                TokenFlag.MASKED: ~(control.keep | vetoed),
+            }
+        )
+        log_d = old_logp - batch.behavior_logp
+        self._add(batch, log_d=log_d, weight=control.factor, flags=flags)
+
+    def add_shaped(self, batch: Batch, *, dropped: Tensor) -> None:
+        """Add the advantages after the techniques, and the tokens `[T]` that these dropped."""
+        flags = _flags({TokenFlag.DROPPED: dropped})
+        self._add(batch, advantage=batch.advantage, flags=flags)
+
+    def add_forward(
+        self, batch: Batch, logp: Tensor, old_logp: Tensor, *, surrogate: Surrogate, capped: Tensor
+    ) -> None:
+        """Add the tokens of a forward pass of the loss. Tensors are `[T]`."""
+        flags = _flags(
+            {
+                TokenFlag.CLIPPED_LOW: surrogate.clipped_low,
+                TokenFlag.CLIPPED_HIGH: surrogate.clipped_high,
+                TokenFlag.CAPPED: capped,
+            }
+        )
+        self._add(batch, log_s=logp - old_logp, flags=flags)
+
+    def add_entropy(self, batch: Batch, entropy: Tensor, *, where: Tensor) -> None:
+        """Add the entropies `[T]` of the tokens in `where` (`[T]` bool)."""
+        self._add(batch, entropy=torch.where(where, entropy, torch.nan))
+
+    def of_passes(self, minibatch: int) -> "TokenLog":
+        """Return an empty object for the passes of one optimizer step, counted from 0."""
+        return TokenLog(share=self.share, minibatch=minibatch)
+
+    def add_passes(self, passes: "TokenLog") -> None:
+        self._parts += passes._parts
+
+    def values(self) -> list[TokenValues]:
+        """Return the values of all sequences that were noted, in the order of the batch."""
+        columns: dict[int, dict[str, np.ndarray]] = {}
+        minibatches: dict[int, int] = {}
+        for part in self._parts:
+            ends = np.cumsum(part.counts)
+            for name, tensor in part.columns.items():
+                pieces = np.split(tensor.numpy(), ends[:-1])
+                for episode, piece in zip(part.episodes, pieces, strict=True):
+                    found = columns.setdefault(episode, {})
+                    merged = name == "flags" and name in found
+                    found[name] = found[name] | piece if merged else piece
+            if part.minibatch is not None:
+                minibatches |= dict.fromkeys(part.episodes, part.minibatch)
+        return [
+            _values(each, columns.get(each.episode, {}), minibatches.get(each.episode))
+            for each in self._sequences
+        ]
+
+    def _kept(self, batch: Batch) -> list[int]:
+        """Return the sequences whose values are kept."""
+        if not self.share:
+            return []
+        return [i for i, number in enumerate(batch.group) if keeps_tokens(number, self.share)]
+
+    def _add(self, batch: Batch, **columns: Tensor) -> None:
+        """Add values `[T]` of the kept sequences' sampled tokens."""
+        kept = self._kept(batch)
+        if not kept:
+            return
+        counts = _num_sampled(batch)
+        where = batch.sampled
+        if len(kept) < batch.num_sequences:
+            chosen = torch.zeros(batch.num_sequences, dtype=torch.bool)
+            chosen[kept] = True
+            where = where & chosen[batch.sequence]
+        part = _Part(
+            episodes=tuple(batch.episodes[i] for i in kept),
+            counts=tuple(counts[i] for i in kept),
+            minibatch=self._minibatch,
+            columns={name: _narrow(values[where]) for name, values in columns.items()},
+        )
+        self._parts.append(part)
+
+
+def _num_sampled(batch: Batch) -> list[int]:
+    """Return the number of sampled tokens of each sequence."""
+    total = torch.cat([torch.zeros(1, dtype=torch.long), batch.sampled.cumsum(0)])
+    return total[torch.tensor(batch.offsets)].diff().tolist()
+
+
+def _narrow(values: Tensor) -> Tensor:
+    return values.float() if values.is_floating_point() else values
+
+
+def _flags(tensors: Mapping[TokenFlag, Tensor]) -> Tensor:
+    """Return the sum of the flags that are True, `[T]` uint8."""
+    parts = [tensor.to(torch.uint8) * int(flag) for flag, tensor in tensors.items()]
+    return torch.stack(parts).sum(0, dtype=torch.uint8)
+
+
+def _values(
+    sequence: _Sequence, columns: Mapping[str, np.ndarray], minibatch: int | None
+) -> TokenValues:
+    unknown = np.full(sequence.num_tokens, np.nan, np.float32)
+    return TokenValues(
+        group=sequence.group,
+        episode=sequence.episode,
+        route=sequence.route,
+        minibatch=minibatch,
+        log_d=columns.get("log_d", unknown),
+        log_s=columns.get("log_s", unknown),
+        weight=columns.get("weight", unknown),
+        advantage=columns["advantage"],
+        entropy=columns.get("entropy", unknown),
+        flags=columns.get("flags", np.zeros(sequence.num_tokens, np.uint8)),
+    )
