@@ -74,7 +74,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         refuse_unknown(unknown[0], verb.option_strings if verb else ())
     chosen.given = list(arguments)
     chosen.values = values
-    if verb is not None and verb.get_default("takes_options"):
+    if verb is not None and verb.get_default("takes_options") and "recipe" in chosen:
         take_file(chosen)
     return chosen
 

@@ -96,6 +96,55 @@ def _console(chosen: argparse.Namespace) -> Console:
 
 
 @verb(
+    "align",
+    "measure whether distillation from a teacher would raise a student's success",
+    argument("run", type=Path, help="a run folder with episodes to take prefixes from"),
+    argument("teacher", help="the model folder of the teacher"),
+    CONFIG,
+    argument("--student", default="", metavar="FOLDER", help="default: the policy of the run"),
+    argument(
+        "--prefixes", type=COUNT, default=32, metavar="N", help="positions to look at; default: 32"
+    ),
+    argument(
+        "--rollouts",
+        type=COUNT,
+        default=8,
+        metavar="N",
+        help="episodes for each next token, an even number; default: 8",
+    ),
+    argument(
+        "--top",
+        type=COUNT,
+        default=4,
+        metavar="N",
+        help="likeliest next tokens of each policy to try; default: 4",
+    ),
+    JSON,
+)
+def _align(chosen: argparse.Namespace) -> int:
+    from unstale.cli.align import AlignOptions, align
+    from unstale.cli.resume import load_config
+
+    options = AlignOptions(
+        prefixes=chosen.prefixes,
+        rollouts=chosen.rollouts,
+        top=chosen.top,
+        student=chosen.student,
+    )
+    values = file_values(chosen)
+    config = override(load_config(chosen.run, named=values), values)
+    with _open_journal(chosen.run):
+        pass  # an unreadable journal ends the command before the models are loaded
+    result = align(chosen.run, chosen.teacher, config, options, console=_console(chosen))
+    if chosen.json:
+        print_json(result.as_json())
+    else:
+        Console().print(result.table())
+        Console(soft_wrap=True).print(result.cost(), highlight=False)
+    return 0
+
+
+@verb(
     "audit",
     "measure every route on the tokens of a recorded run",
     argument("run", type=Path, help="a run folder, trained with --audit.record true"),

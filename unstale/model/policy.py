@@ -520,6 +520,22 @@ class Policy:
             entropy = entropy.index_put((positions,), entropies)
         return logp, entropy
 
+    @torch.no_grad()
+    def next_logps(self, tokens: Sequence[int], *, temperature: float) -> Tensor:
+        """Return the log-probability of each token of the vocabulary after `tokens`, `[V]`.
+
+        Raises ValueError if the model is divided among trainer ranks, or there are no tokens.
+        """
+        if self._is_sharded or not tokens:
+            raise ValueError("next_logps needs a whole model and at least one token")
+        run = self.prefix_tree(Packed(torch.tensor(tokens), (0, len(tokens))))
+        last = run.place[-1:].to(self.device)
+        with self._weights_in_model():
+            rows = run_model(self._body, run, last, self._plain_head)
+            logits = self.model.get_output_embeddings()(rows) if self._plain_head else rows
+        scaled = logits[0].to(wide(self.dtype)) / temperature
+        return scaled.log_softmax(-1).cpu()
+
     def _query(self, run: PrefixTree, rows: Tensor, query: LogpQuery) -> tuple[Tensor, Tensor]:
         """Run one forward pass. Return what `query` asks for at some tokens of the prefix tree."""
         rows = rows.to(self.device)

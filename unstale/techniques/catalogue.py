@@ -45,7 +45,8 @@ ROWS: Sequence[Row] = (
         1,
         "Unmasking OPD",
         "where distillation follows success",
-        "it compares with a teacher's gradient, and no run here has a teacher",
+        "unstale align RUN TEACHER, for prefixes of saved episodes (docs/commands.md)",
+        "works",
     ),
     _row(
         2,

@@ -1,0 +1,52 @@
+"""The alignment of distillation with success, at one token position.
+
+At a prefix, pi_S is the student's distribution of the next token, pi_T the teacher's, and Q(a) the
+success rate of the student if the next token is a. The gradient of the success by the student's
+logits is pi_S (Q - sum pi_S Q). Distillation moves them by pi_T - pi_S if its loss is the forward
+KL(pi_T || pi_S), and by -pi_S (log(pi_S / pi_T) - KL(pi_S || pi_T)) if it is the reverse one. The
+cosine of both directions is 1 if distillation raises the success as fast as possible, and negative
+if it lowers it. From "Unmasking On-Policy Distillation", of which only the abstract was at hand.
+
+All functions take candidates for the next token in the last dimension, `[..., K]`. The
+log-probabilities are normalised over them first, as if there were no other tokens.
+"""
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+Candidates = Float[Tensor, "*positions tokens"]
+EQUAL = 1e-9
+"""Values of candidates that differ by at most this are equal: no direction raises the success."""
+
+
+def success_direction(student_logp: Candidates, value: Candidates) -> Candidates:
+    """Return the gradient of the expected `value` by the student's logits."""
+    share = student_logp.softmax(-1)
+    lowest = value.amin(-1, keepdim=True)
+    relative = value - lowest  # exactly 0 if all values are equal
+    return share * (relative - (share * relative).sum(-1, keepdim=True))
+
+
+def forward_kl_direction(student_logp: Candidates, teacher_logp: Candidates) -> Candidates:
+    """Return minus the gradient of KL(pi_T || pi_S) by the student's logits."""
+    return teacher_logp.softmax(-1) - student_logp.softmax(-1)
+
+
+def reverse_kl_direction(student_logp: Candidates, teacher_logp: Candidates) -> Candidates:
+    """Return minus the gradient of KL(pi_S || pi_T) by the student's logits.
+
+    Each candidate must be possible for the teacher: its log-probability is finite.
+    """
+    student = student_logp.log_softmax(-1)
+    ratio = student - teacher_logp.log_softmax(-1)
+    share = student.exp()
+    return -share * (ratio - (share * ratio).sum(-1, keepdim=True))
+
+
+def cosine(one: Candidates, other: Candidates) -> Float[Tensor, "*positions"]:
+    """Return the cosine of two directions. NaN where one of them is 0."""
+    norms = one.norm(dim=-1) * other.norm(dim=-1)
+    found = (one * other).sum(-1) / norms.clamp(min=torch.finfo(one.dtype).tiny)
+    is_zero = (one.abs().amax(-1) <= EQUAL) | (other.abs().amax(-1) <= EQUAL)
+    return torch.where(is_zero, torch.nan, found)
