@@ -51,6 +51,8 @@ CHOICES: list[tuple[str, dict[str, Any]]] = [
     ("stages", {"stages.steps": 2, "stages.size": 4, "selection.candidates": 6}),
     ("allocate", {"allocate.gain": "interval", "allocate.mean": 4.0, "allocate.max": 6}),
     ("beta_sampler allocate", {"allocate.gain": "v0", "allocate.mean": 4.0, "allocate.max": 8}),
+    ("allocate", {"allocate.gain": "sqrt_law", "allocate.mean": 3.5, "allocate.prior": 0.1}),
+    ("allocate", {"allocate.gain": "v05_risk", "allocate.max": 6, "allocate.cost": 0.02}),
     ("baseline", {"baseline.decay": 0.9}),
     ("baseline", {"baseline.centre": "probe", "baseline.tokens": 2}),
 ]
