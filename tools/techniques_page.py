@@ -55,7 +55,7 @@ TITLES: dict[Slot, str] = {
     "sampler": "Which task comes next",
     "allocator": "How many episodes a task gets",
     "source": "Groups beside the fresh ones",
-    "limiter": "How many turns an episode may have",
+    "limiter": "How long an episode may be",
     "reward": "The reward of an episode",
     "filter": "Which episodes are trained on",
     "estimator": "The advantage of an episode",

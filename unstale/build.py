@@ -60,6 +60,7 @@ from unstale.rollout.episode import Rollout
 from unstale.rollout.evaluation import evaluate
 from unstale.rollout.generator import Generator
 from unstale.rollout.seeds import derive_seed
+from unstale.rollout.segments import Places
 from unstale.rollout.selection import Selection, make_pool, read_texts, require_repeats
 from unstale.rollout.staleness_queue import PendingPieces, StalenessQueue
 from unstale.techniques import NO_TECHNIQUES, Techniques
@@ -255,8 +256,12 @@ def build(
         taskset,
         config.rollout,
     )
+    budgeter = machine.techniques.budgeter
+    places = Places(budgeter.places) if budgeter else None
     rollout = _training_rollout(
-        make_rollout, _Listeners(old, pending, piece_arrived, recorder), life
+        partial(make_rollout, places=places),
+        _Listeners(old, pending, piece_arrived, recorder),
+        life,
     )
     identify = partial(task_identity, taskset)
     selection = Selection(
@@ -567,7 +572,7 @@ def build_rollout(
     if limiters:
         raise ConfigError(
             f"the technique {limiters[0]} cannot be used with an ExternalAgent, which counts its "
-            "turns itself: remove it from techniques, and set rollout.max_turns"
+            "turns and calls itself: remove it from techniques, and set rollout.max_turns"
         )
     if config.deterministic:
         raise ConfigError(

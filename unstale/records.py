@@ -49,6 +49,8 @@ NO_VERSION = -1
 
 Stop = Literal["done", "max_turns", "max_tokens", "invalid_format"]
 """The reason why an episode ended: the environment ended it, or a limit was reached."""
+CUT_OFF: frozenset[Stop] = frozenset({"max_turns", "max_tokens"})
+"""Reasons of episodes that a limit ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,6 +255,30 @@ class TurnLimit:
 
 
 @dataclass(frozen=True, slots=True)
+class EpisodeBudget:
+    """What each episode of a group may use, below the limits of the run. 0 sets no limit.
+
+    With `segments` > 0, an episode runs in segments. A segment ends when it has `segment_tokens`
+    sampled tokens or `segment_calls` tool calls. The episode then waits until it may continue.
+    """
+
+    reply_tokens: int = 0
+    """Largest number of tokens of a reply, as `engine.max_completion_tokens`."""
+    context: int = 0
+    """Largest number of tokens of an episode, with prompts and replies, as `engine.max_context`."""
+    calls: int = 0
+    """Number of tool calls after which an episode is cut off if it has not ended."""
+    segments: int = 0
+    """Number of segments after which an episode is cut off."""
+    segment_tokens: int = 0
+    segment_calls: int = 0
+
+
+NO_BUDGET = EpisodeBudget()
+"""The budget of episodes that only the options of the run limit."""
+
+
+@dataclass(frozen=True, slots=True)
 class Failure:
     """An episode that ended by an error of its environment. The run continues without it."""
 
@@ -276,6 +302,7 @@ class Group:
     """Finished trajectories of the task that a filter left out of training."""
     turn_limit: TurnLimit | None = None
     """The limit of turns of its episodes. None if only `rollout.max_turns` limits them."""
+    budget: EpisodeBudget = NO_BUDGET
     added: frozenset[int] = frozenset()
     """Numbers of the finished episodes that were added to the group because of its first results.
     """
@@ -373,6 +400,8 @@ class GroupRequest:
     """
     turn_limit: TurnLimit | None = None
     """The limit of turns of its episodes. None if only `rollout.max_turns` limits them."""
+    budget: EpisodeBudget = NO_BUDGET
+    """What each of its episodes may use, below the other limits of the run."""
 
     def opens(self) -> Iterator[PendingPiece]:
         """Yield the pieces that the group's episodes sampled before a resume.

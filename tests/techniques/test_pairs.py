@@ -42,6 +42,13 @@ CONDITIONS: Mapping[str, Mapping[str, Any]] = {
     "stages": {"selection.pool": 6, "stages.steps": 1, "stages.least": 2, "stages.size": 4},
     "bin_sizes": {"selection.pool": 6},
     "limits": {"limits.successes": 1, "limits.free_every": 2},
+    "segments": {
+        "segments.table": "96:2:2 128:4:4 256:6:9",
+        "segments.tokens": 16,
+        "segments.calls": 2,
+        "segments.places": 3,
+        "segments.window": 4,
+    },
     "pick": {"pick.n": 2},
     "proxy": {"proxy.score": "even"},
     "opmd": {"objective.kind": "none"},

@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 
 from unstale.config import ConfigError, RunConfig, SelectionConfig
+from unstale.config.options import override
+from unstale.lint import check
 from unstale.techniques import Draw, DrawContext, Outcome
 from unstale.techniques.stages import Stages, StagesConfig
 
@@ -36,6 +38,7 @@ def test_the_first_stage_draws_all_tasks_and_the_second_hard_ones() -> None:
         sampler.draw(NAMES, context(number, seed)) for seed in range(30) for number in range(16)
     ]
     assert {each.size for each in first} == {0} and len({each.task for each in first}) == 20
+    assert {each.reply_tokens for each in first} == {0}
     second = [sampler.draw(NAMES, context(16 + j % 5, j)) for j in range(100)]
     assert {each.size for each in second} == {16}
     counts = Counter(each.task for each in second)
@@ -45,6 +48,25 @@ def test_the_first_stage_draws_all_tasks_and_the_second_hard_ones() -> None:
     last = {sampler.draw(NAMES, context(90 + j)).task for j in range(50)}
     assert last == set(NAMES[:2])
     assert sampler.draw(NAMES[6:], context(16)) == Draw("06", 16)  # the others are in flight
+
+
+def test_the_first_stage_has_its_own_limit_of_replies() -> None:
+    sampler = ranked(size=16, first_reply=24)
+    assert sampler.draw(NAMES, context(15)).reply_tokens == 24
+    assert sampler.draw(NAMES, context(16)).reply_tokens == 0
+
+
+def test_the_linter_says_the_limit_and_one_that_is_none_is_refused() -> None:
+    options = {"techniques": "stages", "selection.pool": 9, "stages.steps": 50}
+    made = override(RunConfig(recipe="mine"), {**options, "stages.first_reply": 95})
+    assert (
+        "replies of at most 95 tokens up to step 50; from step 51 on"
+        in check(made).facts["techniques"]
+    )
+    for tokens in (96, 2000):
+        message = rf"first_reply must be below 96 \(engine.max_completion_tokens\), got {tokens}"
+        with pytest.raises(ConfigError, match=message):
+            override(made, {"stages.first_reply": tokens})
 
 
 def test_the_number_of_hard_tasks_falls_with_each_pass() -> None:

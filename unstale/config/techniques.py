@@ -40,7 +40,7 @@ Slot = Literal[
 sampler: which task comes next.
 allocator: how many episodes a task gets.
 source: groups that join a batch beside the fresh ones.
-limiter: how many turns an episode may have.
+limiter: how long an episode may be, and how long it runs at a time.
 reward: the reward of an episode.
 filter: which episodes of a group are trained on.
 estimator: the advantage of an episode, instead of `advantage.estimator`.

@@ -50,6 +50,7 @@ from unstale.records import (
 from unstale.rollout import More, no_more
 from unstale.rollout.generator import Generator
 from unstale.rollout.seeds import derive_seed
+from unstale.rollout.segments import Place, Places, Spending
 from unstale.rollout.timeouts import Attempt, PersistentTimeout
 from unstale.rollout.transcript import NotReplayed, NullWriter, OpenWriter, Transcript
 from unstale.rollout.turn_limit import AllowedTurns
@@ -152,7 +153,9 @@ class Rollout:
         on_failure: OnFailure = lambda episode, failure, final: None,
         on_restart: OnRestart = lambda episode, failure: None,
         on_blocked: OnBlocked = lambda name, seconds: None,
+        places: Places | None = None,
     ) -> None:
+        """Make a rollout. `places` are those of the episodes that run in segments."""
         self.generator = generator
         self.taskset = taskset
         self.config = config
@@ -160,6 +163,7 @@ class Rollout:
         self.on_failure = on_failure
         self.on_restart = on_restart
         self._on_blocked = on_blocked
+        self._places = places
         self._longest_blocked: dict[str, float] = {}
         self.wait_times = Stopwatch("generation_wait", "tool_wait")
         self.resources: AbstractAsyncContextManager[Any] = (
@@ -214,21 +218,31 @@ class Rollout:
             indices = range(len(results), len(results) + num_more)
             async with asyncio.TaskGroup() as siblings:
                 running = [
-                    siblings.create_task(
-                        self.episode(
-                            request.task,
-                            env_seed=env_seed,
-                            noise_seed=derive_seed(env_seed, index),
-                            open_writer=partial(open_writer, request.number, index),
-                            record=request.past[index] if index < len(request.past) else None,
-                            limit=request.turn_limit,
-                        )
-                    )
+                    siblings.create_task(self._sibling(request, index, env_seed, open_writer))
                     for index in indices
                 ]
             results += [episode.result() for episode in running]
             num_more = more(results)
         return _group(request, results)
+
+    async def _sibling(
+        self, request: GroupRequest, index: int, env_seed: int, open_writer: OpenWriter
+    ) -> Trajectory | Failure:
+        """Run the episode of a group with this index. In segments, it first waits for a place."""
+        async with AsyncExitStack() as held:
+            place = None
+            if self._places and request.budget.segments:
+                age = (request.number, index)
+                place = await held.enter_async_context(Place(self._places, age))
+            return await self.episode(
+                request.task,
+                env_seed=env_seed,
+                noise_seed=derive_seed(env_seed, index),
+                open_writer=partial(open_writer, request.number, index),
+                record=request.past[index] if index < len(request.past) else None,
+                limit=request.turn_limit,
+                spend=partial(Spending, request.budget, place),
+            )
 
     async def episode(  # noqa: PLR0913 - two of them are seeds
         self,
@@ -239,12 +253,14 @@ class Rollout:
         open_writer: OpenWriter = NullWriter,
         record: EpisodeRecord | None = None,
         limit: TurnLimit | None = None,
+        spend: Callable[[], Spending] = Spending,
     ) -> Trajectory | Failure:
         """Run one episode. If its environment fails, repeat it up to `retries` times.
 
         An episode with a record continues from there. If the environment does not produce the
         recorded text again, the episode starts from the beginning. This does not count as a
-        failure. `limit` is a further limit of its turns.
+        failure. `limit` is a further limit of its turns. `spend` begins to count what an attempt
+        uses of its budget.
         """
         failures = record.failures if record else 0
         if record and record.outcome:
@@ -259,7 +275,7 @@ class Rollout:
             record = None
             try:
                 trajectory = await _outcome(
-                    Attempt(self.attempt(transcript, task, env_seed, limit))
+                    Attempt(self.attempt(transcript, task, env_seed, limit, spend()))
                 )
             except (EpisodeFailed, NotReplayed) as error:
                 failure = failure_of(error, task, transcript.all_pieces)
@@ -289,7 +305,8 @@ class Rollout:
         transcript: Transcript,
         task: Task,
         env_seed: int,
-        limit: TurnLimit | None = None,
+        limit: TurnLimit | None,
+        spending: Spending,
     ) -> Trajectory:
         """Run one attempt and return its trajectory.
 
@@ -311,8 +328,9 @@ class Rollout:
                     f"engine.max_context is {self.generator.config.max_context}: no reply fits; "
                     "raise engine.max_context"
                 )
+            spending.replay(transcript.pieces, chat)
             turn, stop = await self._take_turns(
-                transcript, caller, chat, (turn, turn_rewards), limit
+                transcript, caller, chat, (turn, turn_rewards), limit, spending
             )
         transcript.require_replayed()
         return Trajectory(
@@ -323,7 +341,7 @@ class Rollout:
             seed=transcript.seed,
             episode=transcript.episode,
             turn_rewards=tuple(turn_rewards) if any(turn_rewards) else (),
-            facts=dict(turn.facts),
+            facts={**turn.facts, **spending.facts()},
         )
 
     def caller(self, env: Any, task: Task) -> EnvCaller:
@@ -362,18 +380,19 @@ class Rollout:
             transcript.save_snapshot(resumable, ())
         return turn, []
 
-    async def _take_turns(
+    async def _take_turns(  # noqa: PLR0913 - two of them are limits
         self,
         transcript: Transcript,
         caller: EnvCaller,
         chat: Chat,
         begun: tuple[Turn, list[float]],
         limit: TurnLimit | None,
+        spending: Spending,
     ) -> tuple[Turn, Stop]:
         """Alternate replies and environment steps. Return the last turn and the reason to stop.
 
         `begun` are the first turn and the rewards of earlier replies, which are added to. `limit`
-        is a further limit of the turns.
+        is a further limit of the turns, and `spending` counts what the episode uses of its budget.
         """
         turn, turn_rewards = begun
         env = caller.env
@@ -386,13 +405,16 @@ class Rollout:
                 return turn, "max_turns"
             if self.generator.reply_budget(len(transcript.tokens)) < 1:
                 return turn, "max_tokens"
+            if stop := spending.stop(len(transcript.tokens)):
+                return turn, stop
             reply, ended = await self.wait_times.on(
-                "generation_wait", self.generator.generate(transcript)
+                "generation_wait", self.generator.generate(transcript, spending=spending)
             )
             if simulated:
                 simulated.replaying = transcript.replaying
             with stage(f"step {len(turn_rewards) + 1}", self.config.timeout_s):
                 message = chat.parse(reply)
+                spending.count_calls(len(message.tool_calls))
                 step = caller.turn(env.step, message)
                 turn = combine_rewards(self.taskset, await self.wait_times.on("tool_wait", step))
                 turn_rewards.append(turn.reward)
@@ -492,6 +514,7 @@ def _group(request: GroupRequest, results: Sequence[Trajectory | Failure | None]
             result.episode for result in results[first:] if isinstance(result, Trajectory)
         ),
         turn_limit=request.turn_limit,
+        budget=request.budget,
     )
 
 

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable, Sequence
 from statistics import stdev
 
-from unstale.records import Group, ScoredTrajectory, Trajectory
+from unstale.records import CUT_OFF, Group, ScoredTrajectory, Trajectory
 
 PERCENTILES = (50, 90, 99)
 
@@ -30,7 +30,7 @@ def describe(groups: Sequence[Group]) -> dict[str, float]:
         "reward/missing_share": _mean(
             each.stop == "done" and not each.rewards for each in finished
         ),
-        "completion/truncated_share": _mean(stop in ("max_turns", "max_tokens") for stop in stops),
+        "completion/truncated_share": _mean(stop in CUT_OFF for stop in stops),
         "completion/max_turns_share": _mean(stop == "max_turns" for stop in stops),
         "completion/max_tokens_share": _mean(stop == "max_tokens" for stop in stops),
         "completion/invalid_format_share": _mean(stop == "invalid_format" for stop in stops),
@@ -44,6 +44,9 @@ def describe(groups: Sequence[Group]) -> dict[str, float]:
     limits = [group.turn_limit.turns for group in groups if group.turn_limit]
     if limits:
         metrics["rollout/turn_limit_mean"] = _mean(limits)
+    contexts = [group.budget.context for group in groups if group.budget.context]
+    if contexts:
+        metrics["rollout/context_limit_mean"] = _mean(contexts)
     return metrics | _named_rewards(finished) | _facts(finished)
 
 

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from unstale.config import ConfigError, RunConfig
 from unstale.config.techniques import chosen
 from unstale.envs import Taskset, task_identity, task_text
-from unstale.records import Failure, Group, GroupRequest, Task, Trajectory
+from unstale.records import NO_BUDGET, Failure, Group, GroupRequest, Task, Trajectory
 from unstale.rollout.seeds import derive_seed
 from unstale.techniques import Draw, DrawContext, GroupSoFar, Techniques, TextReader
 
@@ -169,7 +169,8 @@ class Selection:
             self._visits[draw.task] += 1
             self._live[number] = draw.task
             seed = derive_seed(config.seed, "visit", visit) if visit else config.seed
-            yield self._sized(GroupRequest(number, task, seed, place), draw.size)
+            request = GroupRequest(number, task, seed, place)
+            yield self._sized(request, draw.size, draw.reply_tokens)
             number += 1
 
     def _draw(self, usable: Sequence[str], number: int) -> Draw:
@@ -204,14 +205,22 @@ class Selection:
     def _is_usable(self, name: str) -> bool:
         return self._pool[name][1].key not in self._skipped
 
-    def _sized(self, request: GroupRequest, size: int = 0) -> GroupRequest:
+    def _sized(self, request: GroupRequest, size: int = 0, reply_tokens: int = 0) -> GroupRequest:
+        """Return a request with the number of its episodes, and their limits."""
         allocator = self._techniques.allocator
         if allocator is not None:
             size = allocator.first(self._identify(request.task)) or self._config.schedule.group_size
         limiter = self._techniques.limiter
         task = self._identify(request.task)
         limit = limiter.turn_limit(request.number, task) if limiter else None
-        return replace(request, sizes=(size,) if size else (), turn_limit=limit)
+        budgeter = self._techniques.budgeter
+        budget = budgeter.episode_budget() if budgeter else NO_BUDGET
+        return replace(
+            request,
+            sizes=(size,) if size else (),
+            turn_limit=limit,
+            budget=replace(budget, reply_tokens=reply_tokens),
+        )
 
     def more(
         self,

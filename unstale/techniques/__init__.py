@@ -6,6 +6,7 @@ torch. A technique is an object with the methods of its slot:
     sampler      draw(tasks, context) -> Draw       the task of the next group of episodes
     allocator    first(task), more(group) -> int    the number of episodes of a group
     limiter      turn_limit(number, task)           how many turns the episodes of a group may have
+                 episode_budget()                   or their tokens, tool calls and segments
     reward       reward(groups, context)            the rewards of a batch's episodes
     filter       select(groups, context)            which episodes of a batch are trained on,
                  select_scored(groups, ...)         or the same, when they have advantages
@@ -35,7 +36,16 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 from unstale.config.checks import ConfigError
 from unstale.config.techniques import Need, chosen
-from unstale.records import Group, ScoredTrajectory, Task, TurnLimit, collate
+from unstale.records import (
+    CUT_OFF,
+    NO_BUDGET,
+    EpisodeBudget,
+    Group,
+    ScoredTrajectory,
+    Task,
+    TurnLimit,
+    collate,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -75,6 +85,20 @@ class TurnLimiter(Protocol):
         `number` is the number of the group in its run, `task` the identity of its task. It is
         called before the group begins, on the event loop. The result must depend on the arguments
         and the state alone.
+        """
+        ...
+
+
+@runtime_checkable
+class EpisodeBudgeter(Protocol):
+    """A technique that runs episodes in segments, and limits their tokens and tool calls."""
+
+    places: int
+    """Number of episodes that run at the same time. The others wait."""
+
+    def episode_budget(self) -> EpisodeBudget:
+        """Return what each episode of a group may use. It is called before the group begins, on
+        the event loop. The result must depend on the state alone.
         """
         ...
 
@@ -212,6 +236,8 @@ class Draw:
     """The identity of the drawn task, as in `Outcome.task`."""
     size: int = 0
     """The number of episodes; 0 is `schedule.group_size`."""
+    reply_tokens: int = 0
+    """Largest number of tokens of their replies; 0 is `engine.max_completion_tokens`."""
 
 
 @runtime_checkable
@@ -418,6 +444,10 @@ class Outcome:
     """The number of turns of each success."""
     turn_limit: int = 0
     """The limit of turns of the group; 0 if only `rollout.max_turns` limited them."""
+    cut_off: int = 0
+    """Number of finished episodes that a limit of turns, calls or tokens ended."""
+    budget: EpisodeBudget = NO_BUDGET
+    """What each episode of the group could use."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -479,6 +509,7 @@ class Techniques:
         values = list(self.parts.values())
         self.diagnostics = [each for each in values if isinstance(each, Diagnostic)]
         self.limiter = next((each for each in values if isinstance(each, TurnLimiter)), None)
+        self.budgeter = next((each for each in values if isinstance(each, EpisodeBudgeter)), None)
         self.rewards = [each for each in values if isinstance(each, RewardTerm)]
         self.filters = [each for each in values if isinstance(each, Filter)]
         self.advantage_filters = [each for each in values if isinstance(each, AdvantageFilter)]
@@ -693,6 +724,8 @@ def _outcome(
         added=len(group.added),
         success_turns=tuple(each.num_turns for each in trajectories if each.success),
         turn_limit=group.turn_limit.turns if group.turn_limit else 0,
+        cut_off=sum(each.stop in CUT_OFF for each in trajectories),
+        budget=group.budget,
     )
 
 

@@ -196,7 +196,9 @@ ROWS: Sequence[Row] = (
         28,
         "DRIVE",
         "two stages of tasks and counts",
-        "--techniques stages; a lower limit on replies in the first stage is missing",
+        "--techniques stages --selection.pool N, with --stages.first_reply for the shorter replies "
+        "of the first stage",
+        "works",
     ),
     _row(
         29,
@@ -301,8 +303,9 @@ ROWS: Sequence[Row] = (
         47,
         "AgentMath",
         "segments of episodes, routing by prefix and load",
-        "--engine.load_tokens is the routing, --techniques tool_bonus the bonus; segments and "
-        "adaptive limits are missing",
+        "--techniques segments has the segments and the limits that grow, tool_bonus the bonus; "
+        "--engine.load_tokens is the routing. segments and tool_bonus can be combined",
+        "works",
     ),
     _row(
         48,

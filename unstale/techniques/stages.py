@@ -3,8 +3,9 @@
 In the first `steps` steps, each task of the pool is equally likely. Later, the next task is one of
 the hardest, with groups of `size` episodes. The hardest tasks are those with the lowest success
 rate, at first a share `hard` of all that were seen. After a pass, which has as many groups as there
-are hard tasks, the share `keep` of them is left. From the abstract of DRIVE, whose first stage also
-has a lower limit on the length of replies.
+are hard tasks, the share `keep` of them is left. With `first_reply`, the replies of the first stage
+have a smaller limit of tokens, so that the policy repeats itself less and stays diverse. From the
+abstract of DRIVE.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 from math import ceil
 from typing import TYPE_CHECKING, Annotated, Any
 
-from unstale.config.checks import ConfigError, PositiveInt, Range, Section
+from unstale.config.checks import ConfigError, Count, PositiveInt, Range, Section
 from unstale.config.techniques import Entry, chosen, require_sequences
 from unstale.techniques import Draw, DrawContext, Outcome
 from unstale.techniques.success import RateOptions, SuccessShare, SuccessTracker
@@ -36,6 +37,10 @@ class StagesConfig(Section, RateOptions, SuccessShare):
     """Number of episodes of the groups of the second stage."""
     hard: Annotated[float, Range(above=0, high=1)] = 0.25
     """Share of the tasks that were seen with which the second stage begins."""
+    first_reply: Count = 0
+    """Largest number of tokens of a reply in the first stage; 0 is `engine.max_completion_tokens`,
+    which the second stage has.
+    """
     keep: Annotated[float, Range(above=0, high=1)] = 0.5
     """Share of the hard tasks that is left after each pass."""
     least: PositiveInt = 8
@@ -56,7 +61,7 @@ class Stages:
     def draw(self, tasks: Sequence[str], context: DrawContext) -> Draw:
         options = self._options
         if context.step <= options.steps:
-            return Draw(context.random.choice(tasks))
+            return Draw(context.random.choice(tasks), reply_tokens=options.first_reply)
         drawn = context.number - options.steps * context.groups_per_step
         hard = self.hard_tasks(drawn)
         free = [task for task in tasks if task in hard]
@@ -90,6 +95,12 @@ def _check(options: StagesConfig, config: RunConfig) -> None:
             "no second stage"
         )
     require_sequences(config, options.size, "stages.size")
+    most = config.engine.max_completion_tokens
+    if options.first_reply >= most:
+        raise ConfigError(
+            f"stages.first_reply must be below {most} (engine.max_completion_tokens), got "
+            f"{options.first_reply}: the first stage would have no smaller limit. 0 sets none"
+        )
     pool, candidates = config.selection.pool, config.selection.candidates
     if pool > candidates:
         raise ConfigError(
@@ -105,10 +116,13 @@ def _check(options: StagesConfig, config: RunConfig) -> None:
 
 
 def _describe(options: StagesConfig) -> str:
+    first = ""
+    if options.first_reply:
+        first = f"replies of at most {options.first_reply} tokens up to step {options.steps}; "
     return (
-        f"from step {options.steps + 1} on, groups of {options.size} episodes on the hardest tasks "
-        f"({options.hard:.0%} of those seen, {options.keep:.0%} of them after each pass); the "
-        "objective is the expectation over these"
+        f"{first}from step {options.steps + 1} on, groups of {options.size} episodes on the "
+        f"hardest tasks ({options.hard:.0%} of those seen, {options.keep:.0%} of them after each "
+        "pass); the objective is the expectation over these"
     )
 
 

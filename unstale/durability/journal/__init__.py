@@ -16,11 +16,18 @@ from unstale.durability.journal.reader import (
     holds_journal,
 )
 from unstale.durability.journal.survivors import survivors
-from unstale.durability.journal.tables import JOURNAL, TOKEN_SAMPLES, TURN_LIMIT, JournalError
+from unstale.durability.journal.tables import (
+    EPISODE_BUDGET,
+    JOURNAL,
+    TOKEN_SAMPLES,
+    TURN_LIMIT,
+    JournalError,
+)
 from unstale.durability.journal.token_rows import TrainedTokens
 from unstale.durability.journal.writer import WINDOW_S, Journal
 
 __all__ = [
+    "EPISODE_BUDGET",
     "JOURNAL",
     "TOKEN_SAMPLES",
     "TURN_LIMIT",

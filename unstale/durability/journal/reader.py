@@ -18,6 +18,7 @@ from unstale.durability.journal.tables import (
     ATTEMPTS,
     COLUMNS,
     COUNTED,
+    EPISODE_BUDGET,
     FORMAT,
     GROUP_SIZE,
     OLDEST_FORMAT,
@@ -32,6 +33,8 @@ from unstale.durability.journal.tables import (
 from unstale.durability.journal.token_rows import TrainedTokens, to_trained, unpack_tokens
 from unstale.expert_routes import ExpertRoutes
 from unstale.records import (
+    NO_BUDGET,
+    EpisodeBudget,
     EpisodeRecord,
     Failure,
     Group,
@@ -283,6 +286,7 @@ class JournalReader:
         )
         sizes = self._sizes()
         limits = self._turn_limits()
+        budgets = self._budgets()
         requests = []
         for number, env, split, index, seed, place, is_finished in rows:
             task = Task(env, split, index)
@@ -296,6 +300,7 @@ class JournalReader:
                 finished=bool(is_finished),
                 sizes=sizes.get(number, ()),
                 turn_limit=limits.get(number),
+                budget=budgets.get(number, NO_BUDGET),
             )
             requests.append(request)
         return requests
@@ -321,6 +326,17 @@ class JournalReader:
                 number = int(event.pop("group"))
                 limits[number] = TurnLimit(**event)
         return limits
+
+    def _budgets(self) -> dict[int, EpisodeBudget]:
+        """Return what each episode may use, of the groups that have a budget."""
+        rows = self.rows("SELECT fields FROM events WHERE kind = ? ORDER BY id", EPISODE_BUDGET)
+        budgets = {}
+        with self.wrap_errors("the budgets of episodes"):
+            for (fields,) in rows:
+                event = _parse_object(fields)
+                number = int(event.pop("group"))
+                budgets[number] = EpisodeBudget(**event)
+        return budgets
 
     def visits(self) -> dict[Task, int]:
         """Return the number of groups that were started on each task."""

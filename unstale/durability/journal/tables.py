@@ -117,6 +117,11 @@ TURN_LIMIT = "turn_limit"
 `records.TurnLimit`. Groups with `rollout.max_turns` alone have none.
 """
 
+EPISODE_BUDGET = "episode_budget"
+"""Kind of the event that holds what each episode of a group may use: its fields are `group` and
+those of `records.EpisodeBudget`. Groups with `records.NO_BUDGET` have none.
+"""
+
 Record = tuple[str, Sequence[Any]]
 """An SQL statement and its parameters."""
 

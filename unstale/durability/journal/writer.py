@@ -26,6 +26,7 @@ from unstale.durability.journal.reader import JournalReader, holds_journal, requ
 from unstale.durability.journal.route_files import ROUTES, RouteFiles
 from unstale.durability.journal.tables import (
     ADDED,
+    EPISODE_BUDGET,
     FORMAT,
     GROUP_SIZE,
     JOURNAL,
@@ -45,7 +46,15 @@ from unstale.durability.journal.tables import (
     to_utf8,
 )
 from unstale.durability.journal.token_rows import token_rows
-from unstale.records import Failure, Group, GroupRequest, Piece, Sampled, Trajectory
+from unstale.records import (
+    NO_BUDGET,
+    Failure,
+    Group,
+    GroupRequest,
+    Piece,
+    Sampled,
+    Trajectory,
+)
 from unstale.token_values import TokenValues
 
 WINDOW_S = 0.2
@@ -166,7 +175,7 @@ class Journal:
             self._failure.result()
 
     def add_request(self, request: GroupRequest) -> None:
-        """Record that a group was started on a task, with sizes and limit, in one transaction."""
+        """Record that a group was started on a task, with sizes and limits, in one transaction."""
         task = request.task
         row = (request.number, task.env, task.split, int(task.index), request.seed, request.place)
         records = [insert("groups", *row, time.time(), self._checkpoint)]
@@ -174,6 +183,9 @@ class Journal:
         if request.turn_limit:
             fields = json.dumps({"group": request.number, **asdict(request.turn_limit)})
             records.append(insert("events", time.time(), TURN_LIMIT, fields, self._checkpoint))
+        if request.budget != NO_BUDGET:
+            fields = json.dumps({"group": request.number, **asdict(request.budget)})
+            records.append(insert("events", time.time(), EPISODE_BUDGET, fields, self._checkpoint))
         self.transaction(records)
 
     def resize(self, number: int, size: int) -> None:

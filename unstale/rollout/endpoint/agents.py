@@ -15,6 +15,7 @@ from unstale.records import Stop, Task, Trajectory, TurnLimit
 from unstale.rollout.endpoint.server import RecordingEndpoint
 from unstale.rollout.endpoint.session import AgentSession
 from unstale.rollout.episode import EpisodeFailed, Rollout, failure_of, stage
+from unstale.rollout.segments import Spending
 from unstale.rollout.transcript import NotReplayed, Transcript
 
 
@@ -42,11 +43,13 @@ class AgentRollout(Rollout):
         transcript: Transcript,
         task: Task,
         env_seed: int,
-        limit: TurnLimit | None = None,
+        limit: TurnLimit | None,
+        spending: Spending,
     ) -> Trajectory:
         """Run the agent to its end. Return its calls as one trajectory with branches.
 
-        Its turns have no further `limit`: a run of agents with such a technique is refused.
+        Its turns have no further `limit`, and it has no segments: a run of agents with such a
+        technique is refused.
         """
         with stage("begin", self.config.timeout_s):
             env = cast(ExternalEnv, self.taskset.env(task, env_seed))
@@ -54,7 +57,8 @@ class AgentRollout(Rollout):
         failed = None
         turn = Turn(())
         async with env.slot, asyncio.TaskGroup() as calls:
-            session = AgentSession(self, transcript, calls, self.on_event)
+            reply_tokens = spending.budget.reply_tokens
+            session = AgentSession(self, transcript, calls, self.on_event, reply_tokens)
             try:
                 with stage("agent", env.timeout_s), self.endpoint.opened(session) as address:
                     async with session.watched():

@@ -49,6 +49,8 @@ class AgentSession:
     transcript: Transcript
     calls: asyncio.TaskGroup
     on_event: Callable[..., None] = lambda kind, **_: None
+    reply_tokens: int = 0
+    """Largest number of tokens of a reply, below that of the run. 0 sets no limit."""
     stop: Stop = "done"
     """The reason why the last call was refused: a limit, or no reply of the requested format.
     "done" if none was.
@@ -285,6 +287,9 @@ class AgentSession:
     ) -> Choice | Refused:
         branch = place.branch
         options = generation_options(self.chat, request, on_text)
+        if self.reply_tokens:
+            shorter = min(options.max_tokens, self.reply_tokens)
+            options = replace(options, max_tokens=shorter)
         try:
             tokens, ended = await self.rollout.generator.generate(
                 self._transcripts[branch.number], options, since=branch.exchanges[-1].start

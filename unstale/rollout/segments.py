@@ -1,0 +1,177 @@
+"""Segments of episodes: the places of running episodes, and what an episode has used of its budget.
+
+A running episode holds a place. At the end of a segment it gives its place to the oldest waiting
+episode, and continues when it is the oldest one and a place is free. An episode that waits keeps
+its environment and its tokens, and later tokens have the version that samples them.
+
+Nothing waits for a place while it holds one, and every segment ends. So each episode continues: the
+queue of groups has a limited number of older ones.
+"""
+
+import asyncio
+import heapq
+from collections.abc import Sequence
+from itertools import count
+from typing import Self
+
+from unstale.envs.chat import Chat
+from unstale.records import NO_BUDGET, EpisodeBudget, Piece, Sampled, Stop, walk
+
+Age = tuple[int, int]
+"""The number of an episode's group and its index in the group. The oldest has the smallest."""
+UNLIMITED = 1 << 62
+"""Number of tokens where nothing limits them."""
+
+
+class Places:
+    """A number of places for running episodes. The oldest waiting one gets the next place."""
+
+    def __init__(self, number: int) -> None:
+        self._free = number
+        self._waiting: list[tuple[Age, int, asyncio.Future[None]]] = []
+        """A heap of those that wait, the oldest first."""
+        self._order = count()
+
+    async def take(self, age: Age) -> None:
+        """Wait for a place."""
+        if self._free:
+            self._free -= 1
+            return
+        given = asyncio.get_running_loop().create_future()
+        heapq.heappush(self._waiting, (age, next(self._order), given))
+        try:
+            await given
+        except asyncio.CancelledError:
+            if given.done() and not given.cancelled():  # given in the moment of the cancellation
+                self.give_back()
+            raise
+
+    def give_back(self) -> None:
+        """Give a place to the oldest waiting episode. It is free if none waits."""
+        while self._waiting:
+            *_, given = heapq.heappop(self._waiting)
+            if not given.done():
+                given.set_result(None)
+                return
+        self._free += 1
+
+
+class Place:
+    """The place of one episode: a context in which the episode runs."""
+
+    def __init__(self, places: Places, age: Age) -> None:
+        self._places = places
+        self._age = age
+        self._held = False
+
+    async def __aenter__(self) -> Self:
+        await self._places.take(self._age)
+        self._held = True
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._give_back()
+
+    async def pause(self) -> None:
+        """Give the place to the oldest waiting episode, and wait for another one."""
+        self._give_back()
+        await self._places.take(self._age)
+        self._held = True
+
+    def _give_back(self) -> None:
+        if self._held:
+            self._held = False
+            self._places.give_back()
+
+
+class Spending:
+    """What one attempt at an episode has used of its budget.
+
+    It follows from the tokens and calls so far, so a resumed episode has the same.
+    """
+
+    def __init__(self, budget: EpisodeBudget = NO_BUDGET, place: Place | None = None) -> None:
+        """Begin without tokens. `place` is given back between two segments."""
+        self.budget = budget
+        self._place = place
+        self.segment = 1
+        """The number of the present segment, from 1."""
+        self._tokens = 0
+        """Number of sampled tokens of the segment."""
+        self._segment_calls = 0
+        self._calls = 0
+
+    def replay(self, pieces: Sequence[Piece], chat: Chat) -> None:
+        """Count the replies of an episode that continues from a snapshot."""
+        replies: dict[int, list[int]] = {}
+        for _, piece, turn in walk(pieces):
+            if isinstance(piece, Sampled):
+                replies.setdefault(turn, []).extend(piece.tokens)
+        for reply in replies.values():
+            self.count(len(reply))
+            self.count_calls(len(chat.parse(reply).tool_calls))
+
+    def count(self, tokens: int) -> None:
+        """Count sampled tokens. They may be of several segments if they were recorded earlier."""
+        limit = self._segment_limit
+        while tokens:
+            self._begin_segment()
+            taken = min(tokens, limit - self._tokens)
+            self._tokens += taken
+            tokens -= taken
+
+    def count_calls(self, calls: int) -> None:
+        self._calls += calls
+        self._segment_calls += calls
+
+    async def room(self) -> int:
+        """Return how many tokens may be sampled next. At the end of a segment, pause before."""
+        if self._begin_segment() and self._place:
+            await self._place.pause()
+        return self._segment_limit - self._tokens
+
+    def reply_limit(self, num_tokens: int) -> int:
+        """Return how many tokens a reply may have after `num_tokens` of context. It may be < 1."""
+        budget = self.budget
+        limits = [UNLIMITED]
+        if budget.reply_tokens:
+            limits.append(budget.reply_tokens)
+        if budget.context:
+            limits.append(budget.context - num_tokens)
+        if budget.segments:
+            used = self._tokens
+            over = self._is_over
+            left = budget.segments - self.segment - over
+            limits.append(left * self._segment_limit + self._segment_limit - (0 if over else used))
+        return min(limits)
+
+    def stop(self, num_tokens: int) -> Stop | None:
+        """Return the limit that ends the episode before its next reply. None if none does."""
+        budget = self.budget
+        used_up = self.segment == budget.segments and self._is_over
+        by_calls = budget.segment_calls and self._segment_calls >= budget.segment_calls
+        if (budget.calls and self._calls >= budget.calls) or (used_up and by_calls):
+            return "max_turns"
+        return "max_tokens" if self.reply_limit(num_tokens) < 1 else None
+
+    def facts(self) -> dict[str, float]:
+        """Return the number of segments as a fact of the episode. Empty without segments."""
+        return {"segments": float(self.segment)} if self.budget.segments else {}
+
+    @property
+    def _segment_limit(self) -> int:
+        return self.budget.segment_tokens or UNLIMITED
+
+    @property
+    def _is_over(self) -> bool:
+        """True if the present segment has ended."""
+        calls = self.budget.segment_calls
+        return self._tokens >= self._segment_limit or bool(calls and self._segment_calls >= calls)
+
+    def _begin_segment(self) -> bool:
+        """Begin the next segment if the present one has ended. Return True if it has."""
+        if not self._is_over:
+            return False
+        self.segment += 1
+        self._tokens = self._segment_calls = 0
+        return True

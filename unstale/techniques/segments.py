@@ -1,0 +1,196 @@
+"""`segments`: long episodes run in segments, and their limits grow if they cut off too many.
+
+At most `places` episodes run at the same time. An episode runs until it has `tokens` sampled tokens
+or `calls` tool calls since it got its place, also within a reply. Then it gives the place to the
+oldest waiting episode, and continues as soon as it is itself the oldest one and a place is free. It
+keeps its environment and its tokens. Later tokens may have a newer version, and each token keeps
+its own `behavior_logp`. The staleness bound holds, because the ticket of a group counts from its
+admission.
+
+`table` has the limits of an episode in steps: tokens of its context, tool calls, segments. An
+episode that reaches one of the three is cut off. Groups begin with the limits of the first step.
+When more than `cut_share` of `window` episodes with the present limits were cut off, later groups
+have those of the next step. From AgentMath, whose steps are the defaults. Its bonus for tool calls
+is `tool_bonus`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from unstale.config.checks import ConfigError, PositiveInt, Section, Share
+from unstale.config.techniques import Entry
+from unstale.records import EpisodeBudget
+from unstale.techniques import Outcome
+
+if TYPE_CHECKING:
+    from unstale.config import RunConfig
+
+_FORM = "CONTEXT:CALLS:SEGMENTS for each step, such as '4096:12:2 8192:24:4'"
+
+
+class Step(NamedTuple):
+    """The limits of an episode: a row of the table."""
+
+    context: int
+    calls: int
+    segments: int
+
+
+def parse_table(text: str) -> tuple[Step, ...]:
+    """Return the steps of a table. Raises `ConfigError` if it is none.
+
+    >>> parse_table("100:4:2 200:8:2")
+    (Step(context=100, calls=4, segments=2), Step(context=200, calls=8, segments=2))
+    """
+    try:
+        steps = tuple(Step(*map(int, word.split(":"))) for word in text.split())
+    except (ValueError, TypeError):
+        steps = ()
+    if not steps or min(map(min, steps)) < 1:
+        raise ConfigError(f"segments.table must be {_FORM}, got {text!r}")
+    for before, after in pairwise(steps):
+        smaller = any(new < old for old, new in zip(before, after, strict=True))
+        if smaller or before == after:
+            raise ConfigError(
+                "segments.table must have larger limits in each step, and no smaller one, got "
+                f"{':'.join(map(str, after))} after {':'.join(map(str, before))}"
+            )
+    return steps
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SegmentsConfig(Section):
+    """Long episodes run in segments, with limits that grow (AgentMath)."""
+
+    places: PositiveInt = 128
+    """Number of episodes that run at the same time, on all engines together. Take the number of
+    replies that the engines sample at the same time, or more if tools are slow.
+    """
+    tokens: PositiveInt = 24_000
+    """Sampled tokens after which a segment ends."""
+    calls: PositiveInt = 24
+    """Tool calls after which a segment ends."""
+    table: str = "48000:48:2 72000:72:3 96000:96:4"
+    """Limits of an episode, as CONTEXT:CALLS:SEGMENTS for each step: tokens with prompts, tool
+    calls, and segments.
+    """
+    cut_share: Share = 0.1
+    """Share of episodes cut off above which the next step of the table begins."""
+    window: PositiveInt = 256
+    """Number of episodes of which the share is taken."""
+
+    def check_combination(self) -> None:
+        parse_table(self.table)
+
+
+class Segments:
+    """A limiter that runs episodes in segments, and raises their limits."""
+
+    def __init__(self, options: SegmentsConfig) -> None:
+        self._options = options
+        self._table = parse_table(options.table)
+        self.places = options.places
+        self._step = 0
+        self._episodes = 0
+        """Number of episodes with the present limits since the last decision."""
+        self._cut_off = 0
+
+    def episode_budget(self) -> EpisodeBudget:
+        context, calls, segments = self._table[self._step]
+        return EpisodeBudget(
+            context=context,
+            calls=calls,
+            segments=segments,
+            segment_tokens=self._options.tokens,
+            segment_calls=self._options.calls,
+        )
+
+    def observe(self, outcomes: Sequence[Outcome]) -> None:
+        """Count the episodes that were cut off. Begin the next step if they are too many."""
+        options = self._options
+        for outcome in outcomes:
+            budget = outcome.budget
+            if Step(budget.context, budget.calls, budget.segments) != self._table[self._step]:
+                continue  # the group began before the present step
+            self._episodes += len(outcome.rewards)
+            self._cut_off += outcome.cut_off
+            if self._episodes < options.window:
+                continue
+            is_last = self._step + 1 == len(self._table)
+            if not is_last and self._cut_off > options.cut_share * self._episodes:
+                self._step += 1
+            self._episodes = self._cut_off = 0
+
+    def state(self) -> Mapping[str, Any]:
+        return {"step": self._step, "episodes": self._episodes, "cut_off": self._cut_off}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self._step = min(state["step"], len(self._table) - 1)  # a resumed run may have fewer steps
+        self._episodes = state["episodes"]
+        self._cut_off = state["cut_off"]
+
+
+def _describe(options: SegmentsConfig) -> str:
+    steps = parse_table(options.table)
+    limits = [
+        f"{each.context} tokens, {each.calls} tool calls or {each.segments} segments"
+        for each in (steps[0], steps[-1])
+    ]
+    grown = ""
+    if len(steps) > 1:
+        grown = (
+            f", and at last {limits[1]} if more than {options.cut_share:.0%} of {options.window} "
+            "episodes are cut off"
+        )
+    return (
+        f"at most {options.places} episodes run at the same time, {options.tokens} sampled tokens "
+        f"or {options.calls} tool calls at a time; then the oldest waiting one continues. An "
+        f"episode has at most {limits[0]}{grown}"
+    )
+
+
+def _check(options: SegmentsConfig, config: RunConfig) -> None:
+    last = parse_table(options.table)[-1]
+    if last.context > config.engine.max_context:
+        raise ConfigError(
+            f"segments.table must not have more than {config.engine.max_context} tokens "
+            f"(engine.max_context), got {last.context}. Set --segments.table to {_FORM}, or a "
+            "larger --engine.max_context"
+        )
+    if last.calls >= config.rollout.max_turns:
+        raise ConfigError(
+            f"segments.table must have fewer tool calls than {config.rollout.max_turns} "
+            f"(rollout.max_turns), got {last.calls}: otherwise rollout.max_turns cuts episodes "
+            f"off first. Set --segments.table to {_FORM}, or a larger --rollout.max_turns"
+        )
+
+
+_MEASURED = """
+Tests show that the limits grow by the table and that every episode continues
+(`tests/techniques/test_segments.py`, `tests/rollout/test_places.py`). The effect on throughput and
+on success has not been measured.
+"""
+
+ENTRY = Entry(
+    name="segments",
+    slot="limiter",
+    rows=(47,),
+    makes=Segments,
+    options=SegmentsConfig,
+    changes=frozenset({"turns"}),
+    describe=_describe,
+    check=_check,
+    use="Episodes are long and of very different lengths, and more of them are in flight than the "
+    "engines sample at the same time. Or the best limit of their length is not known.",
+    measured=_MEASURED,
+    exactness="The order in which episodes run changes, and not what they are trained with: tokens "
+    "keep their version and `behavior_logp`. Episodes that a limit cuts off have no reward, so the "
+    "objective prefers short ones until the limits have grown. Our own reading: the order by the "
+    "age of groups, that limits of calls count all calls of a reply, `window`, and that limits "
+    "never fall.",
+    evidence="notes",
+)
