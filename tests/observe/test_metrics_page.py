@@ -59,6 +59,11 @@ TECHNIQUES = {
     "replay/s_ess_share",
     "baseline/prior_abs_error_mean",
     "bins/weight_mean",
+    "baseline/forward_tokens",
+    "baseline/loo_squared_error_mean",
+    "baseline/probe_squared_error_mean",
+    "rollout/context_limit_mean",
+    "rollout/turn_limit_mean",
 }
 UNDEFINED = {
     "audit/mask_f1",

@@ -33,14 +33,14 @@ class StagesConfig(Section, RateOptions, SuccessShare):
 
     steps: PositiveInt = 100
     """Number of steps of the first stage. Its groups have `schedule.group_size` episodes."""
-    size: PositiveInt = 64
-    """Number of episodes of the groups of the second stage."""
-    hard: Annotated[float, Range(above=0, high=1)] = 0.25
-    """Share of the tasks that were seen with which the second stage begins."""
     first_reply: Count = 0
     """Largest number of tokens of a reply in the first stage; 0 is `engine.max_completion_tokens`,
     which the second stage has.
     """
+    size: PositiveInt = 64
+    """Number of episodes of the groups of the second stage."""
+    hard: Annotated[float, Range(above=0, high=1)] = 0.25
+    """Share of the tasks that were seen with which the second stage begins."""
     keep: Annotated[float, Range(above=0, high=1)] = 0.5
     """Share of the hard tasks that is left after each pass."""
     least: PositiveInt = 8
