@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.support.fake_run import fake_run
@@ -39,6 +40,7 @@ from unstale.records import (
     Trajectory,
     count_turns,
 )
+from unstale.token_values import TokenFlag, TokenValues
 
 STEPS = 20
 
@@ -205,6 +207,90 @@ def test_an_episode_is_followed_from_its_start_to_its_training(tmp_path: Path) -
             (3, 1),
         ]
     index.close()
+
+
+def trained(episode: int, flags: tuple[int, ...], *, run: bool = True) -> TokenValues:
+    """Return values of three trained tokens. Only the last has an entropy."""
+    unknown = np.full(3, np.nan, np.float32)
+    return TokenValues(
+        group=0,
+        episode=episode,
+        route="snapshot_old",
+        minibatch=0 if run else None,
+        log_d=np.array([0.0, -0.25, 0.125], np.float32),
+        log_s=np.array([0.5, 0.0, -1.0], np.float32) if run else unknown,
+        weight=np.array([1.0, 0.0, 1.5], np.float32),
+        advantage=np.array([1.0, 1.0, 0.25], np.float32) if run else np.zeros(3, np.float32),
+        entropy=np.array([np.nan, np.nan, 2.0], np.float32) if run else unknown,
+        flags=np.array(flags, np.uint8),
+    )
+
+
+def test_values_of_training_are_in_the_table_and_at_each_token(tmp_path: Path) -> None:
+    """Both for a group that was trained on before the index was filled, and for one after."""
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "config.json").write_text("{}")
+    task = Task("toy", "train", 0)
+    flags = (TokenFlag.EXACT, TokenFlag.MASKED, TokenFlag.EXACT | TokenFlag.CLIPPED_LOW)
+    with Journal(run / JOURNAL) as journal:
+        journal.add_request(GroupRequest(0, task, seed=0, place=0))
+        ended = []
+        for number in range(2):
+            writer = journal.begin(0, number, episode=number, seed=number)
+            pieces = (piece(1, 2), piece(3, version=2), piece(9), piece(4, 5, version=3))
+            for position, each in enumerate(pieces):
+                writer.write_piece(position, each)
+            ended.append(Trajectory(pieces, {"r": 1.0 - number}, "done", task, number, number))
+            writer.write_outcome(ended[-1])
+        group = Group(task, tuple(ended), number=0)
+        asyncio.run(journal.finish(group))
+        live = fill(RunIndex(run, tmp_path / "live.sqlite"))
+        assert tokens.episode(live, 0)["training"] is None
+        values = (trained(0, flags), trained(1, flags, run=False))
+        journal.consume([group], step=1, version=4, tokens=values)
+        asyncio.run(journal.checkpoint("first", step=1, version=4))
+        fill(live)
+    late = fill(RunIndex(run, tmp_path / "late.sqlite"))
+    for index in (live, late):
+        first, second = table_of(index)
+        expected = {"log_d_abs_max": 0.25, "log_s_abs_max": 1, "advantage": 0.75, "lag_max": 2}
+        expected |= {"dropped_tokens": 1, "clipped_tokens": 1}
+        assert {name: first[name] for name in expected} == expected
+        assert second["advantage"] == 0 and "log_d_abs_max" not in second
+        assert page(index.database, Question("log_s_abs_max>=1"))["total"] == 1
+        whole = tokens.episode(index, 0)
+        assert whole["training"] == {
+            "steps": [1],
+            "step": 1,
+            "route": "snapshot_old",
+            "version": 4,
+            "minibatch": 0,
+            "skipped": False,
+        }
+        assert ["trained" in each for each in whole["pieces"]] == [False, True, False, True]
+        one, two = (each["trained"] for each in whole["pieces"][1::2])
+        assert one == {
+            "old_logp": [-0.5],
+            "logp": [0.0],
+            "log_d": [0.0],
+            "log_s": [0.5],
+            "weight": [1.0],
+            "advantage": [1.0],
+            "entropy": [None],
+            "outcome": ["kept"],
+            "exact": [True],
+        }
+        assert two["old_logp"] == [-0.75, -0.375] and two["logp"] == [-0.75, -1.375]
+        assert two["outcome"] == ["masked", "clipped_low"] and two["entropy"] == [None, 2.0]
+        assert two["exact"] == [False, True]
+        (part,) = tokens.episode(index, 0, start=5, limit=1)["pieces"]
+        assert part["trained"] == {name: values[1:] for name, values in two.items()}
+        skipped = tokens.episode(index, 1)
+        assert skipped["training"]["skipped"]
+        assert skipped["pieces"][1]["trained"]["logp"] == [None]
+        assert skipped["pieces"][1]["trained"]["outcome"] == ["skipped"]
+        index.close()
 
 
 def test_episodes_that_a_resume_deleted_leave_the_index(filled: RunIndex, run: Path) -> None:

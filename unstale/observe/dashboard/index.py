@@ -15,6 +15,7 @@ from unstale.durability.run_folder import EVENTS, METRICS, Row, dumps
 from unstale.observe.dashboard.database import Database
 from unstale.observe.dashboard.folders import is_own_file
 from unstale.observe.dashboard.tail import Tail
+from unstale.observe.dashboard.training import measure_group
 from unstale.observe.report.gather import histogram
 from unstale.observe.report.words import number
 
@@ -70,6 +71,8 @@ class RunIndex:
         self._last_consumed = -1
         self._has_backlog = False
         """True if episodes that have ended are not copied yet."""
+        self._siblings: tuple[int, dict[int, Row]] = (-1, {})
+        """The group whose training was read last, and the columns of its episodes."""
         self._decode: Decode | None = None
 
     def close(self) -> None:
@@ -164,6 +167,7 @@ class RunIndex:
         self.database.clear_episodes()
         self._inode, self._last_episode, self._last_consumed = inode, -1, -1
         self._has_backlog = False
+        self._siblings = (-1, {})
         self.num_episodes = self.num_ended = 0
         self.changes += 1
         self.search_problem, self._decode = "", None
@@ -210,7 +214,7 @@ class RunIndex:
             marks = ", ".join("?" * len(part))
             ends = journal.rows(
                 f"""SELECT e.episode, t.stop, t.rewards, t.facts, f.stage, f.error, r.reason,
-                    c.step, c.version FROM episodes e
+                    c.step, number, c.version FROM episodes e
                 LEFT JOIN trajectories t USING (episode) LEFT JOIN failures f USING (episode)
                 LEFT JOIN restarts r USING (episode) LEFT JOIN consumed c USING (number)
                 WHERE e.episode IN ({marks}) AND
@@ -223,6 +227,14 @@ class RunIndex:
                 if tokens >= CHUNK_TOKENS or copied >= CHUNK_EPISODES:
                     return copied, False
         return copied, True
+
+    def _training(self, journal: JournalReader, end: Sequence[Any], oldest: int | None) -> Row:
+        """Return the columns of an episode that was trained on. Its siblings' are kept for them."""
+        episode, step, group, version = end[0], *end[-3:]
+        if self._siblings[0] != group:
+            self._siblings = group, measure_group(journal, group, step)
+        lag = None if oldest is None else version - oldest
+        return {"lag_max": lag, **self._siblings[1].get(episode, {})}
 
     def _copy_end(
         self, journal: JournalReader, writer: sqlite3.Connection, end: Sequence[Any]
@@ -237,8 +249,8 @@ class RunIndex:
                     episode,
                 )
                 values = _measure(pieces) | _outcome(writer, end)
-                if values.get("step") is not None and values["version_min"] is not None:
-                    values["lag_max"] = end[-1] - values["version_min"]
+                if values.get("step") is not None:
+                    values |= self._training(journal, end, values["version_min"])
                 text = _text(pieces, self._decode) if self._decode else ""
         except JournalError as error:
             values, text = {"outcome": "damaged", "note": str(error)[:2000]}, ""
@@ -272,12 +284,31 @@ def _copy_consumed(journal: JournalReader, writer: sqlite3.Connection, after: in
         "SELECT number, step, version FROM consumed WHERE step > ? ORDER BY step", after
     )
     for group, step, version in rows:
-        writer.execute(
+        changed = writer.execute(
             "UPDATE episodes SET outcome = 'trained', step = ?, lag_max = ? - version_min "
             "WHERE group_number = ? AND outcome = 'waiting'",
             (step, version, group),
         )
+        if changed.rowcount:
+            _add_training(journal, writer, group, step)
     return [step for _, step, _ in rows]
+
+
+def _add_training(
+    journal: JournalReader, writer: sqlite3.Connection, group: int, step: int
+) -> None:
+    """Add the columns of the episodes of a group that was trained on."""
+    try:
+        found = measure_group(journal, group, step)
+    except JournalError as error:
+        note = "UPDATE episodes SET note = ? WHERE group_number = ?"
+        writer.execute(note, (str(error)[:2000], group))
+        return
+    for episode, values in found.items():
+        changes = ", ".join(f"{name} = ?" for name in values)
+        writer.execute(
+            f"UPDATE episodes SET {changes} WHERE episode = ?", (*values.values(), episode)
+        )
 
 
 def _state(folder: Path) -> tuple[int, ...]:
@@ -364,7 +395,7 @@ def _measure(pieces: Sequence[Piece]) -> Row:
 
 def _outcome(writer: sqlite3.Connection, end: Sequence[Any]) -> Row:
     """Return the columns of how an episode ended, and add its rewards and facts."""
-    episode, stop, rewards, facts, stage, error, reason, step, _ = end
+    episode, stop, rewards, facts, stage, error, reason, step, *_ = end
     if stop is None:
         failed = stage is not None
         return {

@@ -245,7 +245,8 @@ class _Api:
     def episode(self, request: Request) -> Any:
         index = self._indexer.get(_text(request, "run"))
         start, limit = _int(request, "start", 0), _int(request, "limit", tokens.MAX_TOKENS)
-        return tokens.episode(index, _int(request, "episode"), start, limit)
+        step = _int(request, "step") if "step" in request.query_params else None
+        return tokens.episode(index, _int(request, "episode"), start, limit, step)
 
     def group(self, request: Request) -> Any:
         index = self._indexer.get(_text(request, "run"))

@@ -10,6 +10,7 @@ from unstale.durability.run_folder import Row
 from unstale.observe.dashboard.database import COLUMNS
 from unstale.observe.dashboard.index import RunIndex, unreadable
 from unstale.observe.dashboard.table import BadQuestion, as_row
+from unstale.observe.dashboard.training import cut, of_episode
 from unstale.records import Sampled, walk
 
 MAX_TOKENS = 8000
@@ -33,8 +34,16 @@ class NotYet(RuntimeError):
     """Error: the index is being filled and does not have the episode yet."""
 
 
-def episode(index: RunIndex, number: int, start: int = 0, limit: int = MAX_TOKENS) -> Row:
+def episode(
+    index: RunIndex,
+    number: int,
+    start: int = 0,
+    limit: int = MAX_TOKENS,
+    step: int | None = None,
+) -> Row:
     """Return an episode: its row of the table, and `limit` tokens from the token `start` on.
+
+    Trained tokens have the values of `step`, or of the first step that trained on them.
 
     Raises `UnknownEpisode`, `NotYet`, `JournalError` if the journal is damaged, and `BadQuestion`.
     """
@@ -42,7 +51,7 @@ def episode(index: RunIndex, number: int, start: int = 0, limit: int = MAX_TOKEN
         raise BadQuestion(f"start must be >= 0 and limit between 1 and {MAX_TOKENS}")
     row = _row(index, number)
     with _open(index) as journal:
-        return row | _tokens(journal, row, _decoder(index), start, limit)
+        return row | _tokens(journal, row, _decoder(index), start=start, limit=limit, step=step)
 
 
 def group(index: RunIndex, number: int) -> Row:
@@ -66,7 +75,7 @@ def group(index: RunIndex, number: int) -> Row:
         for (each,) in rows:
             row = _row(index, each)
             try:
-                row |= _tokens(journal, row, decode, 0, MAX_SIBLING_TOKENS)
+                row |= _tokens(journal, row, decode, start=0, limit=MAX_SIBLING_TOKENS)
             except JournalError as error:
                 row["problem"] = str(error)
             members.append(row)
@@ -130,16 +139,28 @@ def _missing(index: RunIndex, what: str) -> UnknownEpisode | NotYet:
     return NotYet(f"{what} is not read yet: {count} episodes are in the index")
 
 
-def _tokens(journal: JournalReader, row: Row, decode: Decode | None, start: int, limit: int) -> Row:
+def _tokens(  # noqa: PLR0913
+    journal: JournalReader,
+    row: Row,
+    decode: Decode | None,
+    *,
+    start: int,
+    limit: int,
+    step: int | None = None,
+) -> Row:
     pieces = journal.pieces(int(row["episode"]))
     trained = journal.rows(
         "SELECT version FROM consumed WHERE number = ?", int(row["group_number"])
     )
+    training = of_episode(journal, int(row["group_number"]), int(row["episode"]), step)
     shown: list[Row] = []
     total = sum(len(piece.tokens) for piece in pieces)
+    sampled = 0
     for at, piece, turn in walk(pieces):
         first, last = max(0, start - at), start + limit - at
         ids = piece.tokens[first:last] if last > 0 else ()
+        before = sampled + first
+        sampled += len(piece.tokens) if isinstance(piece, Sampled) else 0
         if not ids:
             continue
         about: dict[str, Any] = {
@@ -153,12 +174,15 @@ def _tokens(journal: JournalReader, row: Row, decode: Decode | None, start: int,
             about["version"] = piece.version
             about["lag"] = trained[0][0] - piece.version if trained else None
             about["behavior_logp"] = list(piece.behavior_logp[first:last])
+            if training:
+                about["trained"] = cut(training["tokens"], before, before + len(ids))
         shown.append(about)
     return {
         "num_tokens": total,
         "start": start,
         "end": min(total, start + limit),
         "trained_version": trained[0][0] if trained else None,
+        "training": {name: value for name, value in training.items() if name != "tokens"} or None,
         "has_texts": decode is not None,
         "pieces": shown,
     }

@@ -1,0 +1,82 @@
+"""The values with which a step trained on tokens, for the table of episodes and for one episode."""
+
+import math
+from typing import Any
+
+import numpy as np
+
+from unstale.durability.journal import JournalReader
+from unstale.durability.journal.token_rows import TrainedTokens
+from unstale.durability.run_folder import Row
+from unstale.token_values import TokenFlag
+
+DROPPED = frozenset({"vetoed", "masked", "dropped"})
+CLIPPED = frozenset({"clipped_low", "clipped_high", "capped"})
+
+ARRAYS = ("old_logp", "logp", "log_d", "log_s", "weight", "advantage", "entropy")
+"""Values of a token that an answer has."""
+
+
+def measure(values: TrainedTokens) -> Row:
+    """Return the columns of the table that the values of an episode give.
+
+    An episode that was not run has an advantage and no other value.
+    """
+    outcome = values.outcome
+    row: Row = {"advantage": _finite(values.advantage.mean()) if len(values.advantage) else None}
+    if values.minibatch is None:
+        return row
+    return row | {
+        "log_d_abs_max": _largest(values.log_d),
+        "log_s_abs_max": _largest(values.log_s),
+        "dropped_tokens": sum(each in DROPPED for each in outcome),
+        "clipped_tokens": sum(each in CLIPPED for each in outcome),
+    }
+
+
+def measure_group(journal: JournalReader, group: int, step: int) -> dict[int, Row]:
+    """Return `measure` of each episode of a group in a step. Raises `JournalError`."""
+    return {each.episode: measure(each) for each in journal.trained_tokens(group, step)}
+
+
+def of_episode(journal: JournalReader, group: int, episode: int, step: int | None) -> Row:
+    """Return the values of the sampled tokens of an episode, in order, as lists by name.
+
+    `step` is the step whose values are wanted, or None for the first one. `steps` has all of them.
+    Empty if the journal keeps none. Raises `JournalError`.
+    """
+    every = journal.trained_tokens(group, episode=episode)
+    if not every:
+        return {}
+    chosen = next((each for each in every if each.step == step), every[0])
+    found: Row = {name: _listed(getattr(chosen, name)) for name in ARRAYS}
+    found["outcome"] = chosen.outcome
+    found["exact"] = [bool(each) for each in chosen.has(TokenFlag.EXACT)]
+    return {
+        "steps": [each.step for each in every],
+        "step": chosen.step,
+        "route": chosen.route,
+        "version": chosen.version,
+        "minibatch": chosen.minibatch,
+        "skipped": chosen.minibatch is None,
+        "tokens": found,
+    }
+
+
+def cut(tokens: Row, start: int, end: int) -> Row:
+    """Return the values of some of the sampled tokens."""
+    return {name: values[start:end] for name, values in tokens.items()}
+
+
+def _listed(values: Any) -> list[float | None]:
+    """Return an array as a list, with None for what is not finite."""
+    return [_finite(value) for value in values.tolist()]
+
+
+def _finite(value: float) -> float | None:
+    return float(value) if math.isfinite(value) else None
+
+
+def _largest(values: Any) -> float | None:
+    sizes = np.abs(values[np.isfinite(values)])
+    return float(sizes.max()) if len(sizes) else None
