@@ -86,7 +86,7 @@ export function episode(content, at, query) {
   }
 
   function header() {
-    const facts = [["task", found.task], ["outcome", found.outcome], ["stop", found.stop], ["reward", found.reward], ["success", found.success], ["step", found.step], ["lag, max", found.lag_max], ["turns", found.turns], ["sampled", found.sampled_tokens]];
+    const facts = [["task", found.task], ["outcome", found.outcome], ["stop", found.stop], ["reward", found.reward], ["success", found.success], ["step", found.step], ["lag, max", found.lag_max], ["advantage", found.advantage], ["|log D|, max", found.log_d_abs_max], ["|log S|, max", found.log_s_abs_max], ["dropped", found.dropped_tokens], ["clipped", found.clipped_tokens], ["turns", found.turns], ["sampled", found.sampled_tokens]];
     const figures = Object.entries(found.figures);
     return [
       h("div", { class: "bar" }, h("h1", {}, `Episode ${found.episode}`), h("span", { class: `badge ${found.success ? "good" : found.success === 0 ? "bad" : ""}` }, found.success === undefined ? found.outcome : found.success ? "success" : "no success"), h("a", { class: "go", href: `${toRun(at.run)}/group/${found.group_number}` }, `group ${found.group_number}, sibling ${found.sibling}`)),
@@ -116,8 +116,11 @@ export function episode(content, at, query) {
     const modes = modesOf(tokens);
     if (!modes.includes(mode)) mode = "version";
     replace(colours, modes.map((name) => h("option", { value: name, selected: name === mode }, MODES[name].name)));
-    const trained = tokens.some((token) => token.trained);
-    const note = trained ? null : h("p", { class: "quiet" }, "The journal has no values of this episode's training, so log D, log S and advantage are not shown.");
+    const training = found.training;
+    const step = training?.step;
+    const text = !training ? "The journal has no values of this episode's training (journal.token_share), so log D, log S and the advantage are not shown."
+      : `Trained in step ${step} with old_logp of the route ${training.route}${training.skipped ? ". All advantages are 0, so the episode was not run" : ""}${training.steps.length > 1 ? `; again in step ${training.steps.slice(1).join(", ")}` : ""}.`;
+    const note = h("p", { class: "quiet" }, text);
     replace(panel, numbers, note);
     replace(numbers, h("p", { class: "quiet" }, "Choose a token to see its numbers."));
     replace(content, header(), h("div", { class: "bar tools" }, h("label", { for: "colour" }, "colour by"), colours), legend, pager(), h("div", { class: "reading" }, h("div", { class: "conversation" }, chat), panel), pager());
@@ -130,7 +133,11 @@ export function episode(content, at, query) {
   return {
     close: () => (over = true),
     moved(now, parameters) {
-      mode = parameters.get("colour") || mode;
+      const wanted = parameters.get("colour") || mode;
+      if (wanted !== mode && modesOf(tokens).includes(wanted)) {
+        mode = colours.value = wanted;
+        draw();
+      }
       if (now.token === undefined) return;
       const place = Number(now.token);
       if (tokens.some((token) => token.at === place)) select(place, true);

@@ -5,9 +5,9 @@ import { h, replace, settled } from "./dom.js";
 import { whole } from "./format.js";
 import { cell, problem, toRun } from "./parts.js";
 
-const SHOWN = ["episode", "group_number", "task", "outcome", "stop", "reward", "success", "step", "lag_max", "versions", "turns", "sampled_tokens", "behavior_logp_min"];
-const SHORT = { group_number: "group", lag_max: "lag, max", sampled_tokens: "sampled", behavior_logp_mean: "mean logp", behavior_logp_min: "min logp", version_min: "oldest version", version_max: "newest version" };
-const EXAMPLES = [["failures", "success=0 outcome=trained"], ["cut short", "stop~max"], ["several versions", "versions>1"], ["stale", "lag_max>=2"], ["not trained on", "outcome!=trained"]];
+const SHOWN = ["episode", "group_number", "task", "outcome", "stop", "reward", "success", "advantage", "step", "lag_max", "log_d_abs_max", "log_s_abs_max", "dropped_tokens", "clipped_tokens", "turns", "sampled_tokens"];
+const SHORT = { group_number: "group", lag_max: "lag, max", sampled_tokens: "sampled", log_d_abs_max: "|log D|", log_s_abs_max: "|log S|", dropped_tokens: "dropped", clipped_tokens: "clipped", behavior_logp_mean: "mean logp", behavior_logp_min: "min logp", version_min: "oldest version", version_max: "newest version" };
+const EXAMPLES = [["failures", "success=0 outcome=trained"], ["cut short", "stop~max"], ["several versions", "versions>1"], ["stale", "lag_max>=2"], ["clipped", "clipped_tokens>0"], ["dropped", "dropped_tokens>0"], ["not trained on", "outcome!=trained"]];
 
 export function episodes(content, { run }, query) {
   const state = { filter: query.get("filter") || "", search: query.get("search") || "", sort: query.get("sort") || "-episode", page: Number(query.get("page")) || 0 };

@@ -4,7 +4,7 @@ import { askUntil } from "./api.js";
 import { h, replace } from "./dom.js";
 import { amount, whole } from "./format.js";
 import { cell, failed, problem, toRun } from "./parts.js";
-import { KIND, MODES, contextOf, flat, tokenElement, turnsOf } from "./tokens.js";
+import { KIND, MODES, contextOf, flat, modesOf, tokenElement, turnsOf } from "./tokens.js";
 
 export function group(content, at) {
   replace(content, h("p", { class: "quiet", role: "status" }, `Reading group ${at.group}…`));
@@ -15,7 +15,7 @@ export function group(content, at) {
     const link = `${toRun(at.run)}/episode/${member.episode}`;
     const head = h("div", { class: "bar" }, h("h2", {}, h("a", { href: link }, `episode ${member.episode}`)), h("span", { class: `badge ${member.success ? "good" : member.success === 0 ? "bad" : ""}` }, member.reward === undefined ? member.outcome : `reward ${amount(member.reward)}`));
     const facts = ["outcome", "stop", "turns", "sampled_tokens", "lag_max"].filter((name) => member[name] !== undefined).map((name) => `${name.replace("_", " ")} ${cell(name, member[name])}`).join(" · ");
-    const about = [h("p", { class: "quiet" }, `sibling ${member.sibling}${member.is_branch ? ", a branch" : ""} · ${facts}`), h("p", { class: "quiet" }, member.advantage === undefined ? "" : `advantage ${amount(member.advantage)}`)];
+    const about = [h("p", { class: "quiet" }, `sibling ${member.sibling}${member.is_branch ? ", a branch" : ""} · ${facts}`), h("p", { class: "quiet" }, member.advantage === undefined ? null : `advantage ${amount(member.advantage)}`)];
     if (!member.pieces) return h("article", { class: "card" }, head, about, problem(member.problem));
     const all = flat(member);
     const from = skip ? Math.max(0, found.common_tokens - 8) : 0;
@@ -30,8 +30,9 @@ export function group(content, at) {
   }
 
   function draw(found) {
-    const context = contextOf(found.members.flatMap((member) => (member.pieces ? flat(member) : [])));
-    const select = h("select", { id: "colour", onchange: () => ((mode = select.value), draw(found)) }, ["version", "lag", "behavior_logp", "provenance"].map((name) => h("option", { value: name, selected: name === mode }, MODES[name].name)));
+    const all = found.members.flatMap((member) => (member.pieces ? flat(member) : []));
+    const context = contextOf(all);
+    const select = h("select", { id: "colour", onchange: () => ((mode = select.value), draw(found)) }, modesOf(all).map((name) => h("option", { value: name, selected: name === mode }, MODES[name].name)));
     const box = h("input", { type: "checkbox", id: "skip", checked: skip, onchange: () => ((skip = box.checked), draw(found)) });
     const rewards = found.members.map((member) => member.reward).filter((reward) => reward !== undefined);
     const mean = rewards.reduce((sum, reward) => sum + reward, 0) / (rewards.length || 1);

@@ -60,7 +60,7 @@ export function cards(names, sections) {
     const grid = h("div", { class: "charts" }, charts.map((card) => card.element));
     const head = [h("h2", {}, section.title), h("p", { class: "lead" }, section.about)];
     if (!section.name.startsWith("other-")) return h("section", { id: `section-${section.name}` }, head, grid);
-    return h("details", { class: "other", id: `section-${section.name}` }, h("summary", {}, section.title, h("span", { class: "quiet" }, ` ${charts.length} other metrics`)), grid);
+    return h("details", { class: "more", id: `section-${section.name}` }, h("summary", {}, section.title, h("span", { class: "quiet" }, ` ${charts.length} other metrics`)), grid);
   });
   return {
     elements,

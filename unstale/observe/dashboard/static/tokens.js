@@ -22,8 +22,23 @@ const signed = (limits) => (value) => {
 const PROBABILITIES = [0.1054, 0.6931, 2.3026, 4.6052, 6.9078];
 const RATIOS = [0.005, 0.02, 0.1, 0.3, 0.7];
 const ENTROPIES = [0.05, 0.2, 0.5, 1, 2];
-const both = (limits, unit = "") => [...[...limits].reverse().map((limit, index) => [`low-${limits.length - index}`, `≤ −${limit}${unit}`]), ["none", `within ±${limits[0]}`], ...limits.map((limit, index) => [`high-${index + 1}`, `≥ ${limit}${unit}`])];
+const ADVANTAGES = [1e-9, 0.5, 1, 1.5, 2];
+const isNumber = (value) => typeof value === "number";
 const fixed = (keys) => () => keys;
+const RATIO_KEYS = [...[...RATIOS].reverse().map((limit, index) => [`low-${RATIOS.length - index}`, `≤ −${limit}`]), ["none", `within ±${RATIOS[0]}`], ...RATIOS.map((limit, index) => [`high-${index + 1}`, `≥ ${limit}`])];
+const ratios = (read) => ({
+  trained: true, keys: fixed(RATIO_KEYS),
+  kind: (token) => {
+    const value = token.trained && read(token.trained);
+    return isNumber(value) ? signed(RATIOS)(value) : undefined;
+  },
+});
+
+// What can happen to a trained token (docs/journal.md).
+const OUTCOMES = {
+  kept: "kept", clipped_low: "clipped, S too low", clipped_high: "clipped, S too high", capped: "capped by the ratio cap", masked: "masked by the correction",
+  vetoed: "vetoed with its sequence", dropped: "dropped by a technique", skipped: "skipped: no gradient",
+};
 
 // Ways to colour. `kind(token)` returns the end of a CSS class, or nothing; `keys(tokens)` returns
 // the legend as [kind, text].
@@ -49,21 +64,33 @@ export const MODES = {
     kind: (token) => `from-${token.provenance}`,
     keys: (tokens) => [...new Set(tokens.map((token) => token.provenance))].map((name) => [`from-${name}`, name]),
   },
-  log_d: {
-    name: "log D", about: "old_logp − behavior_logp, the discrepancy, in nats", trained: true,
-    kind: (token) => token.trained?.log_d === undefined ? undefined : signed(RATIOS)(token.trained.log_d), keys: fixed(both(RATIOS)),
+  log_d: { name: "log D", about: "old_logp − behavior_logp, the discrepancy, in nats", ...ratios((values) => values.log_d) },
+  log_s: { name: "log S", about: "logp − old_logp, the staleness, in nats", ...ratios((values) => values.log_s) },
+  log_ratio: { name: "log D + log S", about: "logp − behavior_logp, in nats", ...ratios((values) => (isNumber(values.log_d) && isNumber(values.log_s) ? values.log_d + values.log_s : null)) },
+  outcome: {
+    name: "kept or clipped", about: "what happened to the token in training", trained: true,
+    kind: (token) => (token.trained ? `out-${token.trained.outcome}` : undefined),
+    keys: (tokens) => Object.keys(OUTCOMES).filter((name) => tokens.some((token) => token.trained?.outcome === name)).map((name) => [`out-${name}`, OUTCOMES[name]]),
   },
-  log_s: {
-    name: "log S", about: "logp − old_logp, the staleness, in nats", trained: true,
-    kind: (token) => token.trained?.log_s === undefined ? undefined : signed(RATIOS)(token.trained.log_s), keys: fixed(both(RATIOS)),
-  },
-  log_ratio: {
-    name: "log ratio", about: "logp − behavior_logp = log D + log S, in nats", trained: true,
-    kind: (token) => token.trained?.log_s === undefined ? undefined : signed(RATIOS)(token.trained.log_s + token.trained.log_d), keys: fixed(both(RATIOS)),
+  weight: {
+    name: "weight", about: "factor of the loss by the correction", trained: true,
+    kind: (token) => (isNumber(token.trained?.weight) ? (token.trained.weight === 0 ? "low-5" : token.trained.weight === 1 ? "none" : signed(RATIOS)(Math.log(token.trained.weight))) : undefined),
+    keys: fixed([["low-5", "0, or below 0.5"], ["low-3", "0.74 to 0.9"], ["none", "1"], ["high-3", "1.1 to 1.35"], ["high-5", "above 2"]]),
   },
   advantage: {
-    name: "advantage", about: "positive tokens are made more probable, negative ones less", trained: true,
-    kind: (token) => token.trained?.advantage === undefined ? undefined : signed([1e-6, 0.5, 1, 1.5, 2])(token.trained.advantage), keys: fixed(both([0, 0.5, 1, 1.5, 2]).filter(([kind]) => kind !== "low-1" && kind !== "high-1")),
+    name: "advantage", about: "tokens above 0 are made more probable, those below 0 less", trained: true,
+    kind: (token) => (isNumber(token.trained?.advantage) ? signed(ADVANTAGES)(token.trained.advantage) : undefined),
+    keys: fixed([["low-5", "below −2"], ["low-3", "−1.5 to −1"], ["low-1", "−0.5 to 0"], ["none", "0"], ["high-1", "0 to 0.5"], ["high-3", "1 to 1.5"], ["high-5", "above 2"]]),
+  },
+  entropy: {
+    name: "entropy", about: "of the policy at the token, in nats; computed for some tokens", trained: true,
+    kind: (token) => (isNumber(token.trained?.entropy) ? `seq-${bins(ENTROPIES, token.trained.entropy)}` : undefined),
+    keys: fixed([["seq-0", "below 0.05"], ["seq-1", "0.05 to 0.2"], ["seq-2", "0.2 to 0.5"], ["seq-3", "0.5 to 1"], ["seq-4", "1 to 2"], ["seq-5", "above 2"]]),
+  },
+  exact: {
+    name: "exact", about: "if old_logp was computed with the version that sampled the token", trained: true,
+    kind: (token) => (token.trained ? (token.trained.exact ? "out-kept" : "out-masked") : undefined),
+    keys: fixed([["out-kept", "exact"], ["out-masked", "approximated"]]),
   },
 };
 
@@ -127,19 +154,18 @@ export function numbersOf(token) {
     ["lag", token.lag === undefined ? NONE : `${token.lag}`, "versions published until it was trained on"],
     ["behavior_logp", exactly(token.behavior_logp), `the engine, when it sampled: ${percent(Math.exp(token.behavior_logp), 2)}`]);
   if (!token.trained) return rows;
-  const { old_logp, logp, log_d, log_s, advantage, entropy, weight, exact, flags } = token.trained;
-  const add = (name, value, about) => value !== undefined && value !== null && rows.push([name, typeof value === "number" ? exactly(value) : String(value), about]);
-  add("old_logp", old_logp, "the route");
-  add("logp", logp, "the trainer, when it trained");
-  add("log D", log_d, ratio("D", log_d));
-  add("log S", log_s, ratio("S", log_s));
-  add("advantage", advantage, "");
-  add("weight", weight, "of the correction of D");
-  add("entropy", entropy, "nats");
-  add("exact", exact, "old_logp computed with the version that sampled it");
-  add("flags", flags, "");
+  const { old_logp, logp, log_d, log_s, advantage, entropy, weight, exact, outcome } = token.trained;
+  const row = (name, value, about) => rows.push([name, isNumber(value) ? exactly(value) : NONE, isNumber(value) ? about : "was not computed"]);
+  row("old_logp", old_logp, exact ? "exact" : "approximated by the route");
+  row("logp", logp, "the trainer, when it trained");
+  row("log D", log_d, ratio("D", log_d));
+  row("log S", log_s, ratio("S", log_s));
+  row("advantage", advantage, "in the loss");
+  row("weight", weight, "of the correction of D");
+  row("entropy", entropy, "nats");
+  rows.push(["outcome", outcome, OUTCOMES[outcome] ?? ""]);
   return rows;
 }
 
-const exactly = (value) => (typeof value === "number" ? (Math.abs(value) >= 1e-4 || !value ? value.toFixed(5) : value.toExponential(2)) : NONE);
-const ratio = (name, value) => (typeof value === "number" ? `${name} = ${amount(Math.exp(value))}` : "");
+const exactly = (value) => (isNumber(value) ? (Math.abs(value) >= 1e-4 || !value ? value.toFixed(5) : value.toExponential(2)) : NONE);
+const ratio = (name, value) => (isNumber(value) ? `${name} = ${amount(Math.exp(value))}` : "");
