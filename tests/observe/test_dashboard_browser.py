@@ -1,0 +1,222 @@
+"""What is promised of the dashboard's pages, in a real browser (Chromium, if it is installed).
+
+- Every page shows its data, without an error of a script, in light, dark and narrow windows, and
+  is not wider than the window.
+- Text of a run that would be a script runs no script and becomes no element.
+- The keyboard alone reaches every page, and moves through plots and tokens.
+- A page follows a growing run, and an address of a token leads to the token.
+- Controls have names, and text has enough contrast.
+"""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.observe.test_dashboard import ATTACK, Client, served
+from tests.support.chromium import Page, browser, browser_program
+from tests.support.fake_run import fake_run
+from unstale.durability.run_folder import METRICS
+
+pytestmark = pytest.mark.skipif(browser_program() is None, reason="needs Chromium")
+
+PAGES = {
+    "": "document.querySelectorAll('tbody tr').length == 2",
+    "run/hostile": "document.querySelector('.uplot') && document.querySelector('.lanes')",
+    "run/hostile/episodes": "document.querySelectorAll('tbody tr').length == 24",
+    "run/hostile/episode/5": "document.querySelectorAll('.t.sampled').length > 10",
+    "run/hostile/group/2": "document.querySelectorAll('.sibling').length == 4",
+    "compare?a=hostile&b=plain": "document.querySelector('.uplot')",
+}
+"""The pages, each with a condition that it is complete."""
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("runs")
+    fake_run(root / "plain", steps=6)
+    run = fake_run(root / "hostile", steps=6, prefix=ATTACK)
+    config = json.loads((run / "config.json").read_text())
+    config["recipe"] = config["name"] = config["techniques"] = ATTACK
+    (run / "config.json").write_text(json.dumps(config))
+    (run / "error.txt").write_text(ATTACK)
+    with (run / METRICS).open("a") as file:
+        file.write(json.dumps({"step": 6, f"env/{ATTACK}_mean": 1.0, f"{ATTACK}/x": 2.0}) + "\n")
+    return root
+
+
+@pytest.fixture(scope="module")
+def client(root: Path) -> Iterator[Client]:
+    with served(root) as found:
+        found.when_read("hostile")
+        found.when_read("plain")
+        yield found
+
+
+@pytest.fixture(scope="module")
+def page(client: Client) -> Iterator[Page]:
+    with browser() as page:
+        page.resize(1280, 900)
+        page.open(client.dashboard.url)
+        page.wait(PAGES[""])
+        assert page.run("location.search") == ""  # the token is no longer in the address
+        page.run("window.alert = () => { throw new Error('a script of the run was run'); }")
+        yield page
+
+
+def go(page: Page, client: Client, path: str) -> None:
+    page.run(f"location.hash = {json.dumps('#/' + path)}")
+    page.wait(PAGES[path])
+
+
+CONTRAST = """
+(() => {
+  const canvas = document.createElement('canvas').getContext('2d', { willReadFrequently: true });
+  const rgb = (text, under) => {
+    canvas.fillStyle = `rgb(${under})`; canvas.fillRect(0, 0, 1, 1);
+    canvas.fillStyle = text; canvas.fillRect(0, 0, 1, 1);
+    return [...canvas.getImageData(0, 0, 1, 1).data.slice(0, 3)];
+  };
+  const light = (c) => c.map((v) => v / 255)
+    .map((v) => (v <= 0.03928 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4))
+    .reduce((sum, v, i) => sum + v * [0.2126, 0.7152, 0.0722][i], 0);
+  const found = [];
+  for (const element of document.querySelectorAll('body *')) {
+    const own = [...element.childNodes].some((n) => n.nodeType === 3 && n.textContent.trim());
+    if (!own || !element.getClientRects().length || element.disabled) continue;
+    const above = [];
+    let opacity = 1;
+    for (let each = element; each; each = each.parentElement) {
+      above.unshift(getComputedStyle(each).backgroundColor);
+      opacity *= Number(getComputedStyle(each).opacity);
+    }
+    const back = above.reduce((under, colour) => rgb(colour, under), [255, 255, 255]);
+    const ink = rgb(getComputedStyle(element).color, back);
+    const front = ink.map((v, i) => v * opacity + back[i] * (1 - opacity));
+    const [high, low] = [light(front), light(back)].sort((a, b) => b - a);
+    const ratio = (high + 0.05) / (low + 0.05);
+    const wanted = element.closest('.special, .nl') ? 2 : 4.5;
+    const about = `${element.tagName}.${element.className} ${element.textContent.slice(0, 30)}`;
+    if (ratio < wanted) found.push(`${about} ${ratio.toFixed(2)}`);
+  }
+  return [...new Set(found)].slice(0, 12);
+})()
+"""
+"""Return texts whose contrast with their background is below 4.5 to 1 (WCAG AA). The marks of a
+chat template are fainter on purpose, because they repeat on every message.
+"""
+
+NAMELESS = """
+[...document.querySelectorAll('button, input, select, a, [tabindex="0"], progress, meter')]
+  .filter((each) => each.getClientRects().length && !each.textContent.trim())
+  .filter((each) => !(each.ariaLabel || each.labels?.length || each.title))
+  .map((each) => each.outerHTML.slice(0, 80))
+"""
+
+
+@pytest.mark.parametrize(("width", "dark"), [(1280, False), (1280, True), (380, False)])
+def test_every_page_is_complete_and_readable(
+    page: Page, client: Client, width: int, dark: bool
+) -> None:
+    page.resize(width, 900, dark=dark)
+    for path in PAGES:
+        go(page, client, path)
+        assert page.run("document.documentElement.scrollWidth <= innerWidth + 1"), path
+        assert page.run(CONTRAST) == [], path
+        assert page.run(NAMELESS) == [], path
+        assert page.run("document.querySelectorAll('h1').length") == 1, path
+        assert page.run("document.title.endsWith('unstale')"), path
+    assert page.errors == []
+
+
+def test_text_of_a_run_is_text(page: Page, client: Client) -> None:
+    page.resize(1280, 900)
+    for path in PAGES:
+        go(page, client, path)
+        assert page.run("document.scripts.length") == 1, path
+        assert (
+            page.run("document.querySelectorAll('main img, main iframe, main script').length") == 0
+        )
+        if path not in ("", "compare?a=hostile&b=plain"):
+            assert ATTACK in page.run("document.querySelector('main').textContent"), path
+    assert page.errors == []
+
+
+def test_the_keyboard_reaches_a_token(page: Page, client: Client) -> None:
+    """From the list of runs: a run, its episodes, an episode, a token, all with Tab and Enter."""
+    page.resize(1280, 900)
+    go(page, client, "")
+
+    def follow(address: str) -> None:
+        for _ in range(200):
+            page.press("Tab")
+            if page.run(f"document.activeElement.getAttribute('href') === {json.dumps(address)}"):
+                assert page.run("getComputedStyle(document.activeElement).outlineStyle !== 'none'")
+                page.press("Enter")
+                return
+        raise AssertionError(f"Tab never reached {address}")
+
+    follow("#/run/hostile")
+    page.wait(PAGES["run/hostile"])
+    page.run("document.querySelector('.plot-box').focus()")
+    before = page.run("document.activeElement.ariaLabel")
+    page.press("ArrowLeft")
+    assert page.run("document.activeElement.ariaLabel") != before
+    page.run("document.activeElement.blur()")
+    follow("#/run/hostile/episodes")
+    page.wait(PAGES["run/hostile/episodes"])
+    follow("#/run/hostile/episode/20")
+    page.wait(PAGES["run/hostile/episode/5"])  # the same for every episode
+    page.run("document.querySelector('.chat').focus()")
+    page.press("]")
+    page.press("ArrowRight")
+    page.wait("document.querySelector('.selected')")
+    place = page.run("document.querySelector('.selected').dataset.at")
+    assert page.run("location.hash") == f"#/run/hostile/episode/20/token/{place}"
+    shown = page.run("document.querySelector('.panel').innerText")
+    assert "behavior_logp" in shown and "-0.10000" in shown
+    assert page.errors == []
+
+
+def test_an_address_leads_to_a_token_and_a_wrong_one_says_so(page: Page, client: Client) -> None:
+    page.run("location.hash = '#/run/hostile/episode/6/token/9'")
+    page.wait("document.querySelector('.selected')?.dataset.at === '9'")
+    page.run("location.hash = '#/run/hostile/episode/6/token/100000'")
+    page.wait("document.querySelector('.panel').innerText.includes('There is no token 100000')")
+    page.run("location.hash = '#/run/hostile/episode/4711'")
+    page.wait("document.querySelector('main').innerText.includes('the run has no episode 4711')")
+    page.run("location.hash = '#/run/nowhere'")
+    page.wait("""document.querySelector('main').innerText.includes("there is no run 'nowhere'")""")
+    page.run("location.hash = '#/nonsense'")
+    page.wait("document.querySelector('main').innerText.includes('There is no such page')")
+    page.errors.clear()  # the browser notes the answers 404
+
+
+def test_a_page_follows_a_growing_run(page: Page, client: Client, root: Path) -> None:
+    page.resize(1280, 900)
+    page.run("location.hash = '#/run/plain'")
+    page.wait(
+        "document.querySelector('.uplot') && document.body.innerText.includes('6 of 6 steps')"
+    )
+    with (root / "plain" / METRICS).open("a") as file:
+        file.write(json.dumps({"step": 7, "time_s": 99, "rollout/success_rate": 0.123}) + "\n")
+    page.wait("document.body.innerText.includes('7 of 6 steps')")
+    page.wait("document.querySelector('.keys').innerText.includes('12.3%')")
+    assert page.errors == []
+
+
+def test_filter_and_search_narrow_the_table(page: Page, client: Client) -> None:
+    go(page, client, "run/hostile/episodes")
+    page.run(
+        "{ const box = document.getElementById('filter'); box.value = 'episode<=3';"
+        " box.dispatchEvent(new Event('input', { bubbles: true })); }"
+    )
+    page.wait("document.querySelectorAll('tbody tr').length === 3")
+    assert page.run("location.hash") == "#/run/hostile/episodes?filter=episode%3C%3D3"
+    page.run(
+        "{ const box = document.getElementById('filter'); box.value = 'nonsense';"
+        " box.dispatchEvent(new Event('input', { bubbles: true })); }"
+    )
+    page.wait("document.querySelector('[role=alert]')?.innerText.includes('cannot read')")
+    page.errors.clear()  # the browser notes the answer 400
