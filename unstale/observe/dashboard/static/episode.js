@@ -48,7 +48,7 @@ export function episode(content, at, query) {
     if (scroll) element.scrollIntoView({ block: "center" });
     else element.scrollIntoView({ block: "nearest" });
     replace(numbers, h("h2", {}, "Token ", h("code", {}, JSON.stringify(token.text))), h("table", {}, h("tbody", {}, numbersOf(token).map(([name, value, about]) =>
-      h("tr", {}, h("th", { scope: "row" }, name), h("td", { class: "number" }, value), h("td", { class: "quiet" }, about))))));
+      h("tr", {}, h("th", { scope: "row" }, name), h("td", {}, h("span", { class: "number" }, value), " ", h("small", { class: "quiet" }, about)))))));
   }
 
   function key(event) {
