@@ -11,6 +11,7 @@ import http.client
 import json
 import re
 import shutil
+import sqlite3
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,6 +28,7 @@ from unstale.config import ConfigError
 from unstale.durability.journal import JOURNAL
 from unstale.durability.run_folder import METRICS
 from unstale.observe.dashboard import indexer
+from unstale.observe.dashboard.index import RunIndex
 from unstale.observe.dashboard.server import HEADERS, HOST, POLICY, Dashboard
 
 ATTACK = "</script><script>alert(1)</script><img src=x onerror=alert(2)>"
@@ -341,6 +343,38 @@ def test_a_copied_run_without_its_tokenizer_is_shown_by_numbers(root: Path) -> N
         found = client.ask("episode", run="first", episode=1)
         assert not found["has_texts"] and found["pieces"][0]["ids"]
         assert client.ask("episodes", 400, run="first", search="Mia")["error"] == problem
+
+
+def test_one_run_that_cannot_be_followed_stops_no_other(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file that cannot be opened, and an index that cannot be written, are sentences."""
+    shutil.copytree(root / "first", root / "broken")
+    shutil.copytree(root / "first", root / "full")
+    opened, written = Path.open, RunIndex._read_events
+
+    def open_file(path: Path, *given: Any, **named: Any) -> Any:
+        if path == root / "broken" / METRICS:
+            raise PermissionError(13, "Permission denied")
+        return opened(path, *given, **named)
+
+    def read_events(index: RunIndex) -> bool:
+        if index.folder == root / "full":
+            raise sqlite3.OperationalError("database or disk is full")
+        return written(index)
+
+    monkeypatch.setattr(Path, "open", open_file)
+    monkeypatch.setattr(RunIndex, "_read_events", read_events)
+    with served(root) as client:
+        found = client.when_read("broken")
+        assert found["problems"] == ["metrics.jsonl cannot be read: Permission denied"]
+        assert found["index"]["ended"] == 24
+        pause = threading.Event()
+        while not (problems := client.ask("run", run="full")["problems"]):
+            pause.wait(0.05)
+        (failure,) = problems
+        assert failure.endswith("failed: database or disk is full; start again")
+        assert client.when_read("first")["problems"] == []
 
 
 def test_the_command_refuses_what_is_no_folder(

@@ -58,6 +58,8 @@ class RunIndex:
         """True if all that the journal had when it was last read is in the index."""
         self.problem = ""
         """Why the journal could not be read, as a sentence."""
+        self.failure = ""
+        """Why the index is no longer updated, as a sentence."""
         self.search_problem = ""
         """Why texts cannot be searched, as a sentence."""
         self.changes = 0
@@ -81,7 +83,8 @@ class RunIndex:
     @property
     def problems(self) -> list[str]:
         """Sentences about what could not be read."""
-        found = (self._metrics.problem, self._events.problem, self.problem, self.search_problem)
+        read = (self._metrics.problem, self._events.problem, self.problem, self.search_problem)
+        found = (self.failure, *read)
         return [text for text in found if text]
 
     def update_files(self) -> bool:

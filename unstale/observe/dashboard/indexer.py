@@ -1,5 +1,6 @@
 """Keep the indexes of runs up to date, in one thread."""
 
+import sqlite3
 import tempfile
 import threading
 import time
@@ -97,15 +98,25 @@ class Indexer:
         for name, index in self.known().items():
             if self._stopped:
                 return False
-            more |= self._for_a_while(index.update_files)
+            more |= self._for_a_while(index, index.update_files)
             if now - self._asked.get(name, -WATCHED_S) < WATCHED_S:
-                more |= self._for_a_while(index.update_journal)
+                more |= self._for_a_while(index, index.update_journal)
         return more
 
-    def _for_a_while(self, update: Callable[[], bool]) -> bool:
-        """Repeat an update until there is nothing new or time is over. Return True if it is."""
+    def _for_a_while(self, index: RunIndex, update: Callable[[], bool]) -> bool:
+        """Repeat an update until there is nothing new or time is over. Return True if it is.
+
+        An index that cannot be written, for example on a full disk, is left as it is and says so.
+        """
         end = self._clock() + SLICE_S
-        while not self._stopped and update():
+        while not self._stopped and not index.failure:
+            try:
+                if not update():
+                    return False
+            except sqlite3.Error as error:
+                index.failure = f"the index {index.database.path} failed: {error}; start again"
+                index.changes += 1
+                return False
             if self._clock() >= end:
                 return True
         return False

@@ -28,8 +28,16 @@ class Tail:
     def read(self) -> tuple[list[Row], bool]:
         """Return the next rows, and True if they are the first of a new file.
 
-        An incomplete last line is left for the next time. No rows are returned if there are none.
+        An incomplete last line is left for the next time. No rows are returned if there are none. A
+        file that cannot be opened is named in `problem`.
         """
+        try:
+            return self._read()
+        except OSError as error:
+            self.problem = f"{self.path.name} cannot be read: {error.strerror or error}"
+            return [], False
+
+    def _read(self) -> tuple[list[Row], bool]:
         if not is_own_file(self.path):
             gone = self.offset > 0
             self.inode = self.offset = 0
