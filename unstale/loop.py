@@ -221,18 +221,13 @@ async def take_step(run: RunComponents, step: int, publication: "Publication") -
     """Train on the next batch. The new weights get a version number and are published later."""
     if run.config.schedule.max_staleness == 0:
         await publication.finished()  # frees the tickets that this step's groups need
-    began = time.monotonic()
-    with run.log.span("wait", f"for the groups of step {step}"):
-        groups = require_finished(await take_groups(run))
-    wait_s = time.monotonic() - began
+    groups, wait_s = await wait_for_batch(run, step, publication)
 
     run.log.sample(step, groups)
     if run.read_states:
         with run.log.span("trainer", f"step {step}"):
             await run.trainer_thread.run(run.read_states, groups)
-    scored, credit_metrics = run.advantage(
-        groups, progress=(step - 1) / run.config.steps, version=run.trainer.version
-    )
+    scored, credit_metrics = compute_advantages(run, groups, step)
     batch, staleness = await build_batch(run, groups, scored, step)
     metrics: dict[str, Any] = {
         "version": run.trainer.version,
@@ -260,6 +255,14 @@ async def take_step(run: RunComponents, step: int, publication: "Publication") -
     )
 
 
+def compute_advantages(
+    run: RunComponents, groups: Sequence[Group], step: int
+) -> tuple[list[ScoredTrajectory], Mapping[str, float]]:
+    """Return the trajectories of some groups of a step with their advantages, and metrics."""
+    done = (step - 1) / run.config.steps
+    return run.advantage(groups, progress=done, version=run.trainer.version)
+
+
 async def build_batch(
     run: RunComponents, groups: Sequence[Group], scored: Sequence[ScoredTrajectory], step: int
 ) -> tuple[Batch, Mapping[str, object]]:
@@ -284,13 +287,54 @@ async def build_batch(
     return await run.trainer_thread.run(build)
 
 
-async def take_groups(run: RunComponents) -> Sequence[Group]:
-    """Wait for the groups of the next batch. Return them.
+async def wait_for_batch(
+    run: RunComponents, step: int, publication: "Publication"
+) -> tuple[Sequence[Group], float]:
+    """Wait for the groups of the next batch. Return them, and the seconds of waiting.
+
+    With `trainer.stream`, the gradients of the first ones are added while the last ones are still
+    being generated.
+    """
+    groups: list[Group] = []
+    part: Sequence[Group] = ()
+    wait_s = 0.0
+    while missing := run.config.schedule.groups_per_step - len(groups):
+        await add_gradient(run, part, step, publication)
+        began = time.monotonic()
+        with run.log.span("wait", f"for the groups of step {step}"):
+            part = await take_groups(run, missing)
+        wait_s += time.monotonic() - began
+        groups += part
+    return require_finished(sorted(groups, key=lambda group: group.number)), wait_s
+
+
+async def add_gradient(
+    run: RunComponents, groups: Sequence[Group], step: int, publication: "Publication"
+) -> None:
+    """Add the gradient of some groups of a batch that is not complete yet."""
+    if not any(group.trajectories for group in groups):
+        return
+    scored, _ = compute_advantages(run, groups, step)
+    part, _ = await build_batch(run, groups, scored, step)
+    await until_scorable(run, part, publication)
+    with run.log.span("trainer", f"step {step}"):
+        await run.trainer_thread.run(run.trainer.add, part)
+
+
+async def until_scorable(run: RunComponents, batch: Batch, publication: "Publication") -> None:
+    """Wait until the route can compute the old log-probabilities of a batch."""
+    if not run.old_logps.needs.snapshots or run.trainer.version in batch.version:
+        await publication.scorers_notified.wait()
+
+
+async def take_groups(run: RunComponents, missing: int) -> Sequence[Group]:
+    """Wait for the `missing` groups of the next batch, or for some of them. Return them.
 
     Some old-logit routes compute log-probabilities of finished tokens during the wait.
     """
+    take = partial(run.queue.take_part, missing) if run.config.trainer.stream else run.queue.take
     async with asyncio.TaskGroup() as tasks:
-        taking = tasks.create_task(run.queue.take())
+        taking = tasks.create_task(take())
         taking.add_done_callback(lambda _: run.piece_arrived.set())
         while run.old_logps.needs.idle and not taking.done():
             run.piece_arrived.clear()
@@ -313,8 +357,7 @@ async def learn(
     """
     trainer = run.trainer
     needs = run.old_logps.needs
-    if not needs.snapshots or trainer.version in batch.version:
-        await publication.scorers_notified.wait()
+    await until_scorable(run, batch, publication)
     with run.log.span("old_logps", f"step {step}"):
         minibatches = await run.trainer_thread.run(trainer.prepare, batch)
     for number, minibatch in enumerate(minibatches):

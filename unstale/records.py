@@ -498,7 +498,7 @@ class Batch:
         """The index of each token's sequence in the batch, `[T]`."""
         import torch
 
-        lengths = torch.tensor([end - start for start, end in self.spans()])
+        lengths = torch.tensor([end - start for start, end in self.spans()], dtype=torch.long)
         return torch.repeat_interleave(torch.arange(self.num_sequences), lengths)
 
     def spans(self) -> list[tuple[int, int]]:

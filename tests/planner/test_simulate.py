@@ -226,6 +226,43 @@ def test_with_stragglers_the_oldest_token_is_as_old_as_the_bound(staleness: int)
     assert outcome.staleness_max == outcome.staleness_bound == staleness
 
 
+STREAMED = ScheduleConfig(max_staleness=0, groups_per_step=8, group_size=4)
+
+
+def test_a_trainer_that_streams_is_idle_for_a_smaller_share() -> None:
+    """Taking turns, long episodes: over 20 seeds, the step is at least 20% shorter in each."""
+    costs = replace(COSTS, train=0.05)
+    fleet = Fleet(engines=2, max_running=16)
+    for seed in range(20):
+        apart, streamed = (
+            simulate(TAILED, replace(fleet, stream=on), STREAMED, costs, steps=8, seed=seed)
+            for on in (False, True)
+        )
+        assert streamed.trainer_wait_share < apart.trainer_wait_share - 0.1
+        assert streamed.mean_step_s < 0.8 * apart.mean_step_s
+        assert streamed.trained_tokens == apart.trained_tokens
+        assert streamed.staleness_max == 0
+
+
+def test_a_streamed_step_ends_with_the_gradient_of_its_last_group() -> None:
+    """Two groups of one episode, which are sampled one after the other, 0.5 s each."""
+    costs = LinearCosts(decode=0.01, train=0.1, train_token=1e-3, optimizer_s=0.04)
+    schedule = ScheduleConfig(max_staleness=0, groups_per_step=2, group_size=1)
+    gradient = 0.1 - 0.04 + 150e-3
+    for stream, training in ((False, gradient + 150e-3), (True, gradient)):
+        fleet = Fleet(max_running=1, stream=stream)
+        outcome = simulate(LENGTHS, fleet, schedule, costs, steps=4)
+        assert outcome.mean_step_s == pytest.approx(0.5 + 0.5 + training + 0.04)
+        assert outcome.trainer_wait_share == pytest.approx(
+            (1.0 - stream * gradient) / outcome.mean_step_s
+        )
+
+
+def test_engines_of_the_trainer_cannot_sample_while_it_streams() -> None:
+    with pytest.raises(ConfigError, match=r"fleet.stream must be false with fleet.colocated"):
+        simulate(LENGTHS, Fleet(stream=True, colocated=True), SCHEDULE, COSTS, steps=4)
+
+
 def test_a_version_of_several_steps_is_begun_with_its_first_part() -> None:
     schedule, fleet = (
         replace(SCHEDULE, max_staleness=1, groups_per_step=2),

@@ -1,9 +1,9 @@
 """Test the staleness queue.
 
 With stragglers the staleness bound holds and is reached, for bounds 0 to 3 and every window. Groups
-are taken in the order that the window allows. Tickets limit the live groups. A restored queue
-continues. A queue that can never fill a batch gives the reason. Pending pieces name the versions
-still needed.
+are taken in the order that the window allows, also in parts of a batch. Tickets limit the live
+groups. A restored queue continues. A queue that can never fill a batch gives the reason. Pending
+pieces name the versions still needed.
 """
 
 import asyncio
@@ -50,6 +50,8 @@ class World:
     admitted: int = 0
     ages: list[int] = field(default_factory=list)
     order: list[int] = field(default_factory=list)
+    parts: bool = False
+    """Take the groups of a batch in parts."""
 
     async def group(self, number: int, ticks: int) -> Group:
         pieces: list[ContextPiece | Sampled] = [ContextPiece((0,))]
@@ -80,7 +82,7 @@ class World:
 
     async def train(self, steps: int) -> None:
         for _ in range(steps):
-            groups = await self.line.take()
+            groups = await self.take()
             self.order += [group.task.index for group in groups]
             for group in groups:
                 for piece in group.trajectories[0].sampled:
@@ -91,6 +93,16 @@ class World:
             self.live -= len(groups)
             self.line.release()
 
+    async def take(self) -> list[Group]:
+        if not self.parts:
+            return await self.line.take()
+        groups: list[Group] = []
+        while missing := self.line.groups_per_step - len(groups):
+            part = await self.line.take_part(missing)
+            assert 1 <= len(part) <= missing
+            groups += part
+        return groups
+
     async def run(self, steps: int, seed: int) -> None:
         async with asyncio.TaskGroup() as tasks:
             producer = tasks.create_task(self.produce(random.Random(seed)))
@@ -98,11 +110,14 @@ class World:
             producer.cancel()
 
 
-def simulate(budget: int, groups: int, window: int, *, slow: int, seed: int = 0) -> World:
+def simulate(  # noqa: PLR0913 - a queue, its groups and how they are taken
+    budget: int, groups: int, window: int, *, slow: int, seed: int = 0, parts: bool = False
+) -> World:
     async def main() -> World:
         world = World(
             StalenessQueue(max_staleness=budget, groups_per_step=groups, lookahead_window=window),
             slow_ticks=slow,
+            parts=parts,
         )
         await world.run(STEPS, seed)
         return world
@@ -136,14 +151,26 @@ def test_the_same_budget_with_whatever_is_finished_bounds_nothing() -> None:
     window=st.integers(1, 12),
     slow=st.integers(1, 120),
     seed=st.integers(0, 99),
+    parts=st.booleans(),
 )
 @settings(max_examples=60, deadline=None)
-def test_no_window_outruns_its_derived_bound(
-    budget: int, groups: int, window: int, slow: int, seed: int
+def test_no_window_outruns_its_derived_bound(  # noqa: PLR0913 - drawn values
+    budget: int, groups: int, window: int, slow: int, seed: int, parts: bool
 ) -> None:
-    world = simulate(budget, groups, window, slow=slow, seed=seed)
+    world = simulate(budget, groups, window, slow=slow, seed=seed, parts=parts)
     assert max(world.ages) <= staleness_bound(budget, groups, window)
     assert len(set(world.order)) == len(world.order) == STEPS * groups
+
+
+@pytest.mark.parametrize("budget", [0, 2])
+def test_parts_of_a_batch_come_in_any_order_and_make_the_same_batch(budget: int) -> None:
+    whole, parts = (simulate(budget, groups=4, window=1, slow=40, parts=p) for p in (False, True))
+    batches = [
+        [sorted(world.order[start : start + 4]) for start in range(0, 4 * STEPS, 4)]
+        for world in (whole, parts)
+    ]
+    assert batches[0] == batches[1] and parts.order != whole.order
+    assert max(parts.ages) == budget
 
 
 def test_a_window_lets_finished_groups_pass_a_straggler_up_to_its_reach() -> None:
@@ -236,6 +263,23 @@ def test_a_line_that_can_never_be_filled_says_why(number: int) -> None:
     short = f"a batch takes 2 groups, {number} are open and no more will come: "
     with pytest.raises(QueueExhausted, match=short + "the shop ran out of tasks"):
         asyncio.run(line_of(number, closed="the shop ran out of tasks").take())
+
+
+def test_a_part_may_be_the_last_groups_there_are() -> None:
+    async def work() -> Group:
+        return Group(Task("toy", "train", 0), ())
+
+    async def main() -> None:
+        queue = line_of(0)
+        async with asyncio.TaskGroup() as tasks:
+            for _ in range(2):
+                await queue.admit(work, tasks)
+        queue.close("the end")
+        assert len(await queue.take_part(2)) == 2
+        with pytest.raises(QueueExhausted, match="a batch takes 1 groups, 0 are open"):
+            await queue.take_part(1)
+
+    asyncio.run(main())
 
 
 def test_a_queue_whose_tickets_were_never_released_says_so() -> None:

@@ -287,6 +287,25 @@ def token_norm(
     return counted / denominator
 
 
+def loss_divisor(
+    sampled: Bool[Tensor, "*shape"],
+    keep: Bool[Tensor, "*shape"],
+    *,
+    sequence: Int[Tensor, "*shape"],
+    how: LossAggregation = "action_tokens",
+) -> int:
+    """Return what some sequences add to the divisor of the loss: their tokens, or their number.
+
+    `token_norm` of the sequences times this number has no part that depends on other sequences. So
+    a loss that is summed over parts of a batch, each with this factor, and divided by the sum of
+    these numbers, is the loss of the batch. Tokens are those that count in `token_norm`; sequences
+    (`sequence_mean` and `constant`) are those with a sampled token.
+    """
+    if how in ("action_tokens", "kept"):
+        return int((keep if how == "kept" else sampled).sum())
+    return len(sequence[sampled].unique())
+
+
 def reference_kl(
     logp: Float[Tensor, "*shape"],
     reference_logp: Float[Tensor, "*shape"],

@@ -117,6 +117,10 @@ class RankedTrainer:
         """Give the driver's policy the weights of the ranks."""
         self.advance(self.policy.weights(), self.post("weight_part"))
 
+    def add(self, part: Batch) -> None:
+        self.collect(part)
+        self.call("add", part)
+
     def prepare(self, batch: Batch) -> Sequence[int]:
         """Return the numbers of the minibatches. Their data stay on the ranks."""
         self.collect(batch)

@@ -94,6 +94,9 @@ class Rank:
         assert self._checkpoints is not None, "call open_run first"
         return self._checkpoints
 
+    def add(self, part: Batch) -> None:
+        self.trainer.add(part)
+
     def prepare(self, batch: Batch) -> int:
         """Return the number of optimizer steps."""
         self._minibatches = self.trainer.prepare(batch)

@@ -56,6 +56,8 @@ class Needs:
     """
     idle: bool = False
     """True if the method `idle` must be called while the trainer waits for episodes."""
+    whole_batch: bool = False
+    """True if `logps` must be called with the whole batch, not with some groups of it."""
     own_process: bool = False
     """True if the route's models are in another process, which computes its forward passes."""
     forwards: Forwards = "none"

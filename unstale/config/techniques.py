@@ -55,6 +55,10 @@ EXCLUSIVE: frozenset[Slot] = frozenset(
     {"sampler", "allocator", "limiter", "estimator", "ratio", "objective"}
 )
 """Slots that hold one technique at most. The techniques of the others act in the order written."""
+ON_BATCH: frozenset[Slot] = frozenset(
+    {"reward", "filter", "estimator", "recredit", "shaper", "source"}
+)
+"""Slots whose techniques receive the groups of a batch before its gradient is computed."""
 Change = Literal["tasks", "count", "turns", "groups", "reward", "advantage", "objective", "step"]
 """The part of the mathematics that a technique changes."""
 Need = Literal[
@@ -97,6 +101,10 @@ class Entry:
     fixed: Mapping[str, str] = field(default_factory=dict)
     """Options that cannot change when a run is resumed, each with the reason."""
     evidence: Evidence = "code"
+    by_group: Callable[[Any], bool] = lambda options: False
+    """A function that returns True if the technique with some options treats each group alone, so
+    that the rest of the batch may be missing (`trainer.stream`). Read of `ON_BATCH` slots only.
+    """
     check: Callable[[Any, "RunConfig"], None] = lambda options, config: None
     """Raises `ConfigError` if the technique with some options does not fit a configuration."""
     needs_repeats: Callable[[Any], str] = lambda options: ""

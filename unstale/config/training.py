@@ -36,6 +36,10 @@ class TrainerConfig(Section):
     """Largest norm of the gradient. A gradient with a larger norm is scaled down to it."""
     minibatches_per_batch: PositiveInt = 1
     """Optimizer steps per batch. Each step uses an equal share of the batch's sequences."""
+    stream: bool = False
+    """Compute the gradient of each group as soon as it has ended, while the rest of the batch is
+    still being generated. The step is the same. See docs/asynchrony.md.
+    """
     lora_rank: Count = 0
     """Rank of LoRA adapters, which are trained instead of all weights; 0 trains all weights. See
     docs/lora.md.

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from unstale.config import RunConfig
 from unstale.config.routes import age_of_average, live_versions
 from unstale.config.techniques import chosen
-from unstale.lint import learning, noise, techniques
+from unstale.lint import learning, noise, stream, techniques
 from unstale.lint.desks import unpractised_desk
 from unstale.lint.finding import Finding, Fix, Rule, use_route
 from unstale.lint.noise import BAND, TOKEN_RATIO
@@ -382,6 +382,7 @@ REFUSALS: Sequence[Rule] = (
     _unrecorded_routes,
     learning.no_comparison,
     learning.infinite,
+    *stream.REFUSALS,
 )
 WARNINGS: Sequence[Rule] = (
     _clip_of_a_token,

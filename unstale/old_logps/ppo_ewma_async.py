@@ -236,7 +236,9 @@ class PpoEwmaAsyncSpec(OldLogpsConfig):
 
     @property
     def needs(self) -> Needs:
-        return replace(self.makes.needs.placed(self.placement), averages=self.averages)
+        needs = self.makes.needs.placed(self.placement)
+        # The lag of the whole batch decides the decay, unless it is fixed.
+        return replace(needs, averages=self.averages, whole_batch=self.beta is None)
 
     @property
     def decay(self) -> float | None:

@@ -64,7 +64,7 @@ def from_run(run: Path) -> SimulationSetup:
     tokens that it computed. Training and scoring are fitted to the tokens of a batch. No
     coefficient is negative. A tool call takes the mean of all calls, with the spread of
     `task.latency_sigma`. Raises `ConfigError` for a run that is too short or has renamed options,
-    or whose route pauses generation for a time that is not recorded.
+    whose route pauses generation for a time that is not recorded, or that has `trainer.stream`.
     """
     folder = RunFolder(run)
     config = stored_config(folder.config(), f"{run}/config.json")
@@ -77,6 +77,11 @@ def from_run(run: Path) -> SimulationSetup:
         raise ConfigError(
             f"{run} pauses generation to score, for a time that is not recorded; "
             "use a run with another route"
+        )
+    if config.trainer.stream:
+        raise ConfigError(
+            f"{run} has trainer.stream, so its times of scoring and training are mixed; use a run "
+            "without it, and --set fleet.stream=true"
         )
     engine = config.engine
     engines = max(engine.processes, len(engine.urls.split()))

@@ -12,7 +12,14 @@ from itertools import count, pairwise
 import numpy as np
 
 from unstale import loop
-from unstale.config import CheckpointConfig, ConfigError, EvalConfig, RunConfig, ScheduleConfig
+from unstale.config import (
+    CheckpointConfig,
+    ConfigError,
+    EvalConfig,
+    RunConfig,
+    ScheduleConfig,
+    TrainerConfig,
+)
 from unstale.config.routes import Needs
 from unstale.durability import virtual_clock
 from unstale.durability.checkpoint import Progress
@@ -128,6 +135,11 @@ def _check(fleet: Fleet, needs: Needs, steps: int) -> None:
         raise ConfigError(
             f"a simulation needs at least 2 steps, because the first fills the queue; got {steps}"
         )
+    if fleet.stream and fleet.colocated:
+        raise ConfigError(
+            "fleet.stream must be false with fleet.colocated, got true: the trainer cannot work "
+            "while engines sample on its devices"
+        )
     every = fleet.steps_per_version
     if every > 1 and (fleet.colocated or needs.closing):
         raise ConfigError(
@@ -142,6 +154,7 @@ def _config(schedule: ScheduleConfig, fleet: Fleet, steps: int) -> RunConfig:
         recipe="simulated",
         steps=steps,
         schedule=replace(schedule, max_staleness=max_staleness),
+        trainer=TrainerConfig(stream=fleet.stream),
         checkpoint=CheckpointConfig(every=steps + 1),
         eval=EvalConfig(tasks=0),
     )

@@ -67,6 +67,12 @@ class SimulatedTrainer:
         self._costs = costs
         self._closing = closing
         self._colocated = fleet.colocated
+        self._added: set[int] = set()
+        """The episodes of the next batch that were added already."""
+        self._counted = (0, 0)
+        """Their tokens, and how many of these were sampled."""
+        self._left = 0
+        """Number of tokens of the batch that were not added before it was prepared."""
 
     def start_version(self) -> None:
         self.version += 1
@@ -77,21 +83,40 @@ class SimulatedTrainer:
     def weights(self) -> Mapping[str, Tensor]:
         return {}
 
+    def add(self, part: Batch) -> None:
+        """Count the tokens of a part of the next batch. Add the seconds of its passes to `owed`."""
+        self._train(self._take(part))
+        self._added |= set(part.episodes)
+
     def prepare(self, batch: Batch) -> Sequence[Minibatch]:
         """Count the tokens and staleness of a batch. Add the seconds of scoring it to `owed`."""
-        now = self.rollout.clock.now
-        newest = len(self.batches) // self.every
         if self._colocated:
+            now = self.rollout.clock.now
             self.owed["paused"] += self.rollout.engines.interrupt() - now
-        episodes = [self.rollout.episodes.pop(number) for number in batch.episodes]
+        self._left = self._take(batch)
+        self.batches.append(self._counted)
+        self._counted = (0, 0)
+        self._added = set()
+        return [Minibatch(batch, *[_EMPTY] * 5)]
+
+    def _take(self, part: Batch) -> int:
+        """Count and score the episodes that were not added yet. Return the number of tokens."""
+        newest = len(self.batches) // self.every
+        numbers = [number for number in part.episodes if number not in self._added]
+        episodes = [self.rollout.episodes.pop(number) for number in numbers]
         for episode in episodes:
             for version, sampled in episode.pieces:
                 self.ages[newest - version] += sampled
-            self.rollout.totals["ready_s"] += now - episode.ended
+            self.rollout.totals["ready_s"] += self.rollout.clock.now - episode.ended
         tokens = sum(episode.shape.tokens for episode in episodes)
-        self.batches.append((tokens, sum(episode.shape.sampled for episode in episodes)))
-        self._owe_scoring(episodes, tokens, newest)
-        return [Minibatch(batch, *[_EMPTY] * 5)]
+        sampled = sum(episode.shape.sampled for episode in episodes)
+        self._counted = (self._counted[0] + tokens, self._counted[1] + sampled)
+        if episodes:
+            self._owe_scoring(episodes, tokens, newest)
+        return tokens
+
+    def _train(self, tokens: int) -> None:
+        self.owed["train"] += self._costs.train_s(tokens) - self._costs.optimizer_s
 
     def _owe_scoring(self, episodes: Sequence[SimulatedEpisode], tokens: int, newest: int) -> None:
         versions = [{version for version, _ in episode.pieces} for episode in episodes]
@@ -112,7 +137,7 @@ class SimulatedTrainer:
             self.owed["old_logps"] += self._costs.old_logps_s(tokens, 1.0)
 
     def backward(self, minibatch: Minibatch) -> None:
-        self.owed["train"] += self._costs.train_s(self.batches[-1][0]) - self._costs.optimizer_s
+        self._train(self._left)
 
     def step(self) -> None:
         self.owed["train"] += self._costs.optimizer_s

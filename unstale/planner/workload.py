@@ -226,6 +226,9 @@ class Fleet(Section):
     """Engines run on the trainer's devices. They pause from the scoring of a batch until they have
     loaded the new version.
     """
+    stream: bool = False
+    """The trainer computes the gradient of each group as soon as it has ended, as `trainer.stream`.
+    """
     steps_per_version: PositiveInt = 1
     """Number of steps between two published versions (verl's `trigger_parameter_sync_step`)."""
     failures_per_hour: NonNegative = 0.0

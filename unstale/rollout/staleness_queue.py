@@ -33,7 +33,8 @@ class StalenessQueue:
 
     `take` waits for finished groups and returns the oldest. It may pass over unfinished ones. Then
     it takes only positions less than `lookahead_window` after the oldest unfinished group. A window
-    of 1 is strict admission order.
+    of 1 is strict admission order. `take_part` returns the groups of a batch in several parts,
+    without a change of the batch or the bound.
     """
 
     def __init__(
@@ -51,7 +52,13 @@ class StalenessQueue:
         self._finished: list[tuple[int, Group]] = []
         """Finished groups that were not taken yet, with their positions."""
         self._ticket_free = asyncio.Event()
-        self._batch_ready = asyncio.Event()
+        self._ready = asyncio.Event()
+        """Set when `_num_wanted` groups may be taken."""
+        self._num_wanted = groups_per_step
+        self._num_missing = groups_per_step
+        """Number of groups that the batch which is waited for still lacks."""
+        self._takes_part = False
+        """True if a part of the batch is waited for."""
         self._closed = ""
 
     @property
@@ -111,37 +118,61 @@ class StalenessQueue:
         Afterwards `take` raises `QueueExhausted` with the reason if a batch cannot be completed.
         """
         self._closed = reason
-        self._batch_ready.set()
+        self._ready.set()
 
     async def _run(self, position: int, start: StartGroup) -> None:
         group = await start()
         del self._unfinished[position]
         insort(self._finished, (position, group), key=itemgetter(0))
-        if self._is_batch_ready():
-            self._batch_ready.set()
+        if self._num_ready() >= self._num_wanted:
+            self._ready.set()
 
-    def _is_batch_ready(self) -> bool:
-        """Return True if enough finished groups may be taken to form a batch."""
+    def _num_ready(self) -> int:
+        """Return the number of finished groups that may be taken."""
         reach = next(iter(self._unfinished), self._num_admitted) + self.lookahead_window
-        return bisect_left(self._finished, reach, key=itemgetter(0)) >= self.groups_per_step
+        if self._takes_part and self.lookahead_window == 1:
+            # The batch is certain: it has the oldest groups, in whatever order they finish.
+            positions = sorted([*self._unfinished, *map(itemgetter(0), self._finished)])
+            reach = [*positions, self._num_admitted][: self._num_missing + 1][-1]
+        return bisect_left(self._finished, reach, key=itemgetter(0))
 
     async def take(self) -> list[Group]:
         """Wait for the next `groups_per_step` groups and return them.
 
         Raises `QueueExhausted` if they can never be complete.
         """
-        while not self._is_batch_ready():
-            self._require_prospects()
-            self._batch_ready.clear()
-            await self._batch_ready.wait()
-        self._num_unreleased += self.groups_per_step
-        batch = self._finished[: self.groups_per_step]
-        del self._finished[: self.groups_per_step]
-        return [group for _, group in batch]
+        self._takes_part = False
+        return await self._take(self.groups_per_step, missing=self.groups_per_step)
 
-    def _require_prospects(self) -> None:
-        """Raise `QueueExhausted` if a batch can never be completed."""
-        if self.num_open >= self.groups_per_step:
+    async def take_part(self, missing: int) -> list[Group]:
+        """Wait for a part of the next batch, which lacks `missing` groups, and return it.
+
+        It has at least one group, and all groups that may be taken now, as far as they are missing.
+        With a window of 1, the batch has the oldest groups, and those that are finished may be
+        taken in any order. With a larger window, the condition of `take` must be true of a group.
+        It then remains true, because the oldest unfinished group only gets newer.
+
+        Raises `QueueExhausted` if the batch can never be complete.
+        """
+        self._takes_part = True
+        return await self._take(1, missing=missing)
+
+    async def _take(self, fewest: int, *, missing: int) -> list[Group]:
+        self._num_wanted = fewest
+        self._num_missing = missing
+        while self._num_ready() < fewest:
+            self._require_prospects(missing)
+            self._ready.clear()
+            await self._ready.wait()
+        count = min(missing, self._num_ready())
+        self._num_unreleased += count
+        taken = self._finished[:count]
+        del self._finished[:count]
+        return [group for _, group in taken]
+
+    def _require_prospects(self, missing: int) -> None:
+        """Raise `QueueExhausted` if a batch that lacks `missing` groups can never be completed."""
+        if self.num_open >= missing:
             return
         reason = self._closed
         if not reason and self._num_live >= self._num_tickets:
@@ -151,12 +182,12 @@ class StalenessQueue:
             )
         if reason:
             raise QueueExhausted(
-                f"a batch takes {self.groups_per_step} groups, {self.num_open} are open "
+                f"a batch takes {missing} groups, {self.num_open} are open "
                 f"and no more will come: {reason}"
             )
 
     def release(self) -> None:
-        """Free the tickets of the oldest batch that was taken.
+        """Free the tickets of the oldest batch that was taken as a whole.
 
         Call it when every engine has the weights that were trained on this batch.
         """

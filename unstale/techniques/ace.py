@@ -76,6 +76,7 @@ ENTRY = Entry(
     options=AceConfig,
     changes=frozenset({"advantage"}),
     describe=_describe,
+    by_group=lambda options: True,
     use="The policy is confident of wrong answers, and few samples show it a right one.",
     measured=_MEASURED,
     exactness="The advantages of a group no longer have the mean 0: the gradient of a task is not "

@@ -477,6 +477,7 @@ ENTRY = Entry(
     options=BaselineConfig,
     changes=frozenset({"advantage"}),
     describe=_describe,
+    by_group=lambda options: options.scale != "batch" and options.centre != "probe",
     use="Groups are small: `shrink` for 2 to 4 episodes, `prior` for one, if tasks come again "
     "(`selection.pool`). "
     "`probe` for pairs, if tasks do not come again: it costs a forward pass. "

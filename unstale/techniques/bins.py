@@ -128,6 +128,7 @@ ENTRY = Entry(
     options=BinsConfig,
     changes=frozenset({"advantage"}),
     describe=_describe,
+    by_group=lambda options: True,
     use="The hardest tasks that are solved at times matter most, and easy ones outweigh them.",
     measured=_MEASURED,
     exactness="The gradient is that of a weighted mean of the tasks' rewards. The weights are from "

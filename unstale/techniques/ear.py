@@ -80,6 +80,7 @@ ENTRY = Entry(
     options=EarConfig,
     changes=frozenset({"advantage"}),
     describe=_describe,
+    by_group=lambda options: True,
     use="Rewards are noisy, as those of a vote are, and confident replies are right more often. It "
     "lowers the entropy.",
     measured=_MEASURED,

@@ -88,6 +88,7 @@ ENTRY = Entry(
     options=FlawConfig,
     changes=frozenset({"reward"}),
     describe=_describe,
+    by_group=lambda options: True,
     use="The reward accepts right answers that were reached by wrong steps, and a judge can find "
     "these ([rewards](rewards.md#a-judge)). `flaw/success_share` shows how many there are.",
     measured=_MEASURED,

@@ -67,6 +67,7 @@ ENTRY = Entry(
     options=MssrConfig,
     changes=frozenset({"advantage"}),
     describe=_describe,
+    by_group=lambda options: True,
     use="The entropy falls before the reward has risen.",
     measured=_MEASURED,
     exactness="The gradient is that of the expected reward plus a limited entropy bonus. Where the "

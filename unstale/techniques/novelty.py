@@ -105,6 +105,7 @@ ENTRY = Entry(
     options=NoveltyConfig,
     changes=frozenset({"advantage"}),
     describe=_describe,
+    by_group=lambda options: True,
     use="Tasks have several right answers, and the policy keeps only the likeliest of them.",
     measured=_MEASURED,
     exactness="The gradient is biased towards unlikely correct sequences by a factor of at most "

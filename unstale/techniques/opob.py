@@ -148,6 +148,7 @@ ENTRY = Entry(
     options=OpobConfig,
     changes=frozenset({"advantage"}),
     describe=_describe,
+    by_group=lambda options: options.scope == "group",
     check=_check,
     use="Tokens are many versions old and the loss weights whole sequences, as with "
     "`correction.unit sequence`. It makes a step about half as fast.",

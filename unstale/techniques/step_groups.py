@@ -253,6 +253,7 @@ ENTRY = Entry(
     options=StepGroupsConfig,
     changes=frozenset({"advantage"}),
     describe=_describe,
+    by_group=lambda options: True,
     use="Episodes have many turns, and siblings come back to the same observations. "
     "`step_groups/shared_share` shows how often they do.",
     measured=_MEASURED,

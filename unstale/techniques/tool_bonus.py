@@ -76,6 +76,7 @@ ENTRY = Entry(
     options=ToolBonusConfig,
     changes=frozenset({"reward"}),
     describe=_describe,
+    by_group=lambda options: True,
     use="A policy answers without its tools, though they would help, and hardly tries them.",
     measured=_MEASURED,
     exactness="The objective is the reward with the bonus, so a policy may call tools without "

@@ -95,6 +95,7 @@ ENTRY = Entry(
     options=TopTurnsConfig,
     changes=frozenset({"objective"}),
     describe=_describe,
+    by_group=lambda options: options.over == "episode",
     use="Episodes have many turns, and most are routine. With one turn per episode and `over` = "
     "episode, it changes nothing.",
     measured=_MEASURED,

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 class Trainer(Protocol):
     """A trainer of one policy. It also counts the versions of the policy's weights.
 
-    `prepare`, `backward` and `step` run in the trainer's thread, one at a time. The other
+    `add`, `prepare`, `backward` and `step` run in the trainer's thread, one at a time. The other
     methods are called while that thread is idle, or read only values that no step changes.
     """
 
@@ -47,10 +47,19 @@ class Trainer(Protocol):
         """
         ...
 
+    def add(self, part: Batch) -> None:
+        """Add the gradient of some groups of the next batch, which is not complete yet.
+
+        The next call of `prepare` receives the whole batch. Raises FloatingPointError if the loss
+        is not finite.
+        """
+        ...
+
     def prepare(self, batch: Batch) -> Sequence[Any]:
         """Compute old log-probabilities and corrections of a batch. Divide it into steps.
 
-        Each element of the result is for one call of `backward`.
+        Each element of the result is for one call of `backward`. Sequences whose gradient was added
+        already are left out.
         """
         ...
 

@@ -2,6 +2,7 @@
 
     prepare(batch)       compute old log-probabilities, corrections and divisors of the loss
     backward(minibatch)  compute the gradient of one optimizer step, in microbatches
+    add(part)            do both for some groups of a batch that is not complete yet
     step()               clip the gradient, set the learning rate, change the weights
 
 The methods run in the trainer's thread. The model computes log-probabilities `[T]` on its device,
@@ -44,6 +45,7 @@ from unstale.trainer.hidden_states import last_tokens, statistics
 from unstale.trainer.metrics import StepMetrics
 from unstale.trainer.optimizer import lr_factor, make_optimizer
 from unstale.trainer.records import NOT_FINITE, FailedBatch, Minibatch
+from unstale.trainer.stream import AddedParts
 from unstale.trainer.token_log import TokenLog
 
 
@@ -126,6 +128,12 @@ class Rules:
             constant=self.objective.constant,
         )
 
+    def divisor(self, batch: Batch, keep: Tensor) -> int:
+        """Return what some sequences add to the loss's divisor. `norm` times it is free of it."""
+        return objectives.loss_divisor(
+            batch.sampled, keep, sequence=batch.sequence, how=self.objective.loss_aggregation
+        )
+
     @property
     def trains_zero_advantage(self) -> bool:
         """True if the objective can give a token with advantage 0 a gradient."""
@@ -195,6 +203,10 @@ class LocalTrainer:
         self._metrics = StepMetrics()
         self._passes = self._metrics
         """The metrics to which forward passes add."""
+        self._added = AddedParts()
+        self._divisor = 0
+        """The divisor of the loss of the sequences so far. Used with `trainer.stream` alone."""
+        self._groups_per_batch = config.schedule.groups_per_step
         self._cpu_s = time.process_time()
         self.failed_batch: FailedBatch | None = None
         """The data of the current step, to be saved if a number is not finite."""
@@ -232,28 +244,85 @@ class LocalTrainer:
     def prepare(self, batch: Batch) -> Sequence[Minibatch]:
         """Compute old log-probabilities and corrections of a batch. Divide it into steps.
 
-        Sequences that cannot have a gradient count in the loss's divisor but are not run. Raises
-        ValueError if the batch has no sampled token.
+        Sequences that cannot have a gradient count in the loss's divisor but are not run. Those
+        whose gradient was added by `add` are left out. Raises ValueError if the batch has no
+        sampled token, and if an added part is not a part of the batch.
         """
         began = time.perf_counter()
-        steps = _divide(batch, self.config.minibatches_per_batch)
-        with_gradient = self._with_gradient(batch, torch.ones_like(batch.advantage))
-        trained = batch.select(with_gradient)[0]
-        self._metrics = StepMetrics(
-            action_tokens=int(batch.sampled.sum()),
-            tokens_with_gradient=int(trained.sampled.sum()),
-            replayed_with_gradient=int(trained.replayed.sum()),
-            replays=bool(self.techniques.sources),
-            tokens=TokenLog(share=self._token_share),
-        )
-        self._metrics.tokens.begin(batch, route=self._route)
-        self._passes = self._metrics
+        added, self._added = self._added, AddedParts()
+        left = batch
+        if added:
+            left, _ = batch.select(added.rest(batch))
+        else:
+            self._start_batch()
+        steps = _divide(left, self.config.minibatches_per_batch)
+        if not steps and not added:
+            raise ValueError(
+                f"none of the {batch.num_sequences} sequences of this batch has an action token"
+            )
+        members = self._count(left)
         # If no fresh sequence has a gradient, run all sequences, because the route's metrics need
-        # some tokens.
-        members = with_gradient
-        # A shaper may change an advantage that is 0.
-        if self.techniques.shapers or not self._any_fresh(batch, with_gradient):
-            members = list(range(batch.num_sequences))
+        # some tokens. A shaper may change an advantage that is 0.
+        if self.techniques.shapers or not (added or self._any_fresh(left, members)):
+            members = list(range(left.num_sequences))
+        scored, old_logp, minibatches = self._prepare_steps(left, members, steps or [[]])
+        if added:
+            scored, old_logp = added.join(batch, scored, old_logp)
+            self._metrics.tokens.arrange(batch.episodes)
+        self._metrics.prepare_s += time.perf_counter() - began
+        self._metrics.extra |= self._describe_experts(batch)
+        self._metrics.extra |= self._audit(scored, old_logp)
+        return minibatches
+
+    def backward(self, minibatch: Minibatch) -> None:
+        """Add the gradient of a minibatch's loss. The size of microbatches does not change it."""
+        self._metrics.num_steps += 1
+        self._run(minibatch)
+
+    def add(self, part: Batch) -> None:
+        """Add the gradient of some groups of the next batch, which is not complete yet.
+
+        The weights do not change before `step`, which applies the divisor of the loss. A part
+        without a gradient is left to `prepare`. Raises FloatingPointError if the loss is not
+        finite. It needs `trainer.stream`.
+        """
+        began = time.perf_counter()
+        if not self._added:
+            self._start_batch()
+        members = self._with_gradient(part, torch.ones_like(part.advantage))
+        if not members:
+            return
+        self._count(part)
+        if self.techniques.shapers:
+            members = list(range(part.num_sequences))
+        num_groups = self._added.num_groups + max(1, len(set(part.group)))
+        self._metrics.expect(self._groups_per_batch / num_groups)
+        scored, old_logp, (minibatch,) = self._prepare_steps(part, members, _divide(part, 1))
+        self._metrics.prepare_s += time.perf_counter() - began
+        self._run(minibatch)
+        self._added.append(part, scored, old_logp)
+
+    def _start_batch(self) -> None:
+        self._metrics = self._passes = StepMetrics(
+            replays=bool(self.techniques.sources), tokens=TokenLog(share=self._token_share)
+        )
+        self._divisor = 0
+
+    def _count(self, batch: Batch) -> list[int]:
+        """Count the tokens of some sequences of the batch. Return those with a gradient."""
+        self._metrics.tokens.begin(batch, route=self._route)
+        members = self._with_gradient(batch, torch.ones_like(batch.advantage))
+        self._metrics.count(batch, batch.select(members)[0])
+        return members
+
+    def _prepare_steps(
+        self, batch: Batch, members: Sequence[int], steps: list[list[int]]
+    ) -> tuple[Batch, Tensor, list[Minibatch]]:
+        """Compute what the steps of some sequences need.
+
+        Return the sequences `members`, which alone are run, their `old_logp` `[T]`, and the
+        minibatch of each step.
+        """
         scored, index = batch.select(members)
         lag = torch.where(scored.sampled, self.policy.lag(scored.version), -1)
         old_logp, exact, control = self._score_old(scored, lag)
@@ -281,17 +350,13 @@ class LocalTrainer:
                     lag=lag[where],
                 )
             )
-        self._metrics.prepare_s = time.perf_counter() - began
-        self._metrics.extra |= self._describe_experts(batch)
-        self._metrics.extra |= self._audit(scored, old_logp)
-        return minibatches
+        return scored, old_logp, minibatches
 
-    def backward(self, minibatch: Minibatch) -> None:
-        """Add the gradient of a minibatch's loss. The size of microbatches does not change it."""
+    def _run(self, minibatch: Minibatch) -> None:
+        """Run the forward and backward passes of a minibatch, or of a part of one."""
         began = time.perf_counter()
         metrics = self._metrics
         self.failed_batch = FailedBatch("step", minibatch)
-        metrics.num_steps += 1
         batch = minibatch.batch
         members = self._with_gradient(batch, minibatch.factor * minibatch.norm)
         passes = metrics.of_passes()
@@ -337,7 +402,7 @@ class LocalTrainer:
     ) -> tuple[Batch, Tensor]:
         """Apply the shapers. Return the batch with new advantages, and the weight of each token."""
         factor = control.factor
-        if not self.techniques.shapers:
+        if not self.techniques.shapers or not batch.num_sequences:
             return batch, factor
         with_entropy = "entropy" in self.techniques.needs
         scored = self._score(self.policy, batch, with_entropy=with_entropy)
@@ -381,6 +446,8 @@ class LocalTrainer:
                 master.grad = torch.zeros_like(master)
             elif not is_sharded(master):
                 self._peers.sum(master.grad)
+        if self.config.stream:
+            self._apply_divisor()
         noise = self._halves.noise(self._master) if self._halves else math.nan
         total = nn.utils.clip_grad_norm_(self._master.values(), self.config.grad_clip)
         norm = float(gather_whole(total))
@@ -404,6 +471,14 @@ class LocalTrainer:
         self._metrics.grad_norms.append(norm)
         self._metrics.lr = lr
         self._metrics.update_s += time.perf_counter() - began
+
+    def _apply_divisor(self) -> None:
+        """Divide the gradient and the losses of the parts by the divisor of the whole batch."""
+        scale = 1 / max(1, self._divisor)
+        for master in self._master.values():
+            assert master.grad is not None
+            master.grad.mul_(scale)
+        self._metrics.losses = [scale * loss for loss in self._metrics.losses]
 
     def _plan(self, grad_norm: float, noise: float) -> StepPlan:
         """Return the controllers' plan for the next optimizer step."""
@@ -514,7 +589,7 @@ class LocalTrainer:
         A route with `needs.inline` computes them in every training pass instead. They are then
         empty here, and the correction changes nothing.
         """
-        if self.old.needs.inline:
+        if self.old.needs.inline or not batch.num_sequences:
             return torch.empty(0), torch.empty(0), corrections.keep_all(batch.sampled)
         logp = torch.empty(0)
         if self.old.needs.now:
@@ -558,7 +633,7 @@ class LocalTrainer:
         return old_logp, exact, control
 
     def _score_reference(self, batch: Batch) -> Tensor:
-        if self._reference is None:
+        if self._reference is None or not batch.num_sequences:
             return torch.empty(0)
         return self._score(self._reference, batch).logp
 
@@ -575,13 +650,19 @@ class LocalTrainer:
         """Return the weight of each token in the loss, `[T]`: 1 / the divisor of the loss.
 
         `steps` are the sequences of each optimizer step. Each step has its own divisor, such as its
-        number of trained tokens.
+        number of trained tokens. With `trainer.stream` it is added up instead, and applied in
+        `step`.
         """
         indices = []
         norms = []
         for sequences in steps:
             part, index = batch.select(sequences)
-            norms.append(self.rules.norm(part, keep[index]))
+            of_part = self.rules.norm(part, keep[index])
+            if self.config.stream:
+                divisor = self.rules.divisor(part, keep[index])
+                of_part = of_part * divisor
+                self._divisor += divisor
+            norms.append(of_part)
             indices.append(index)
         norm = torch.cat(norms)
         return norm.new_zeros(len(batch.tokens)).index_put((torch.cat(indices),), norm)
@@ -643,8 +724,9 @@ class LocalTrainer:
         """
         run = self.policy.prefix_tree(batch)
         self._passes.forward_tokens += run.num_tokens
-        measured = batch.sampled
+        measured, every = batch.sampled, 1
         if not self.rules.objective.entropy_coef:
+            every = self._passes.entropy_every
             measured = self._passes.entropy_sample(batch.sampled)
         logp, entropy = self.policy.logps_and_entropy(
             run,
@@ -653,7 +735,7 @@ class LocalTrainer:
             entropy_sample=None if self.rules.objective.entropy_coef else measured,
         )
         entropy = entropy.cpu()
-        self._passes.add_entropy(entropy.detach()[measured & batch.fresh])
+        self._passes.add_entropy(entropy.detach()[measured & batch.fresh], every=every)
         self._passes.tokens.add_entropy(batch, entropy.detach(), where=measured)
         return logp.cpu(), entropy
 
@@ -697,12 +779,11 @@ def _require_finite(batch: Batch, **logps: Tensor) -> None:
 
 
 def _divide(batch: Batch, num_steps: int) -> list[list[int]]:
-    """Return the sequences of each optimizer step. Siblings get different steps if possible."""
+    """Return the sequences of each optimizer step. Siblings get different steps if possible.
+
+    Only sequences with a sampled token are returned.
+    """
     sequences = [
         i for i, (start, end) in enumerate(batch.spans()) if batch.sampled[start:end].any()
     ]
-    if not sequences:
-        raise ValueError(
-            f"none of the {batch.num_sequences} sequences of this batch has an action token"
-        )
     return [sequences[k::num_steps] for k in range(num_steps) if sequences[k::num_steps]]

@@ -57,6 +57,10 @@ class StepMetrics:
         self.tokens_with_gradient = tokens_with_gradient
         self.replayed_with_gradient = replayed_with_gradient
         self.replays = replays
+        self.expected_tokens = tokens_with_gradient
+        """The number of tokens with a gradient that the whole batch will have, if only a part of it
+        is known yet.
+        """
         self.score_tokens = 0
         """Tokens in forward passes of the current weights that a route needed."""
         self.sequence_tokens = 0
@@ -132,16 +136,33 @@ class StepMetrics:
         """Record `reference_logp - logp` of sampled tokens, for the KL to the reference policy."""
         self._values["reference_log_ratio"].append(log_ratio)
 
-    def add_entropy(self, entropy: Tensor) -> None:
-        """Record the entropies of some sampled tokens, in nats."""
+    def count(self, batch: Batch, trained: Batch) -> None:
+        """Count the sampled tokens of some sequences of the batch, and of those with a gradient."""
+        self.action_tokens += int(batch.sampled.sum())
+        self.tokens_with_gradient += int(trained.sampled.sum())
+        self.replayed_with_gradient += int(trained.replayed.sum())
+        self.expected_tokens = self.tokens_with_gradient
+
+    def expect(self, times: float) -> None:
+        """Expect `times` as many tokens with a gradient in the whole batch as were counted."""
+        self.expected_tokens = math.ceil(times * self.tokens_with_gradient)
+
+    def add_entropy(self, entropy: Tensor, *, every: int = 1) -> None:
+        """Record the entropies of some sampled tokens, in nats. Every n-th token was chosen."""
         self._values["entropy"].append(entropy)
+        self._values["entropy_every"].append(torch.full_like(entropy, every))
+
+    @property
+    def entropy_every(self) -> int:
+        """The entropy is computed for every n-th token, of at most `ENTROPY_SAMPLE` in a batch."""
+        return max(1, math.ceil(self.expected_tokens / ENTROPY_SAMPLE))
 
     def entropy_sample(self, sampled: Tensor) -> Tensor:
         """Choose the tokens of a forward pass for which the entropy is computed, as `[T]` bool.
 
         Over a batch, every n-th sampled token with a gradient is chosen, at most `ENTROPY_SAMPLE`.
         """
-        every = max(1, math.ceil(self.tokens_with_gradient / ENTROPY_SAMPLE))
+        every = self.entropy_every
         positions = sampled.nonzero().squeeze(1)
         chosen = torch.zeros_like(sampled)
         chosen[positions[-self._tokens_run % every :: every]] = True
@@ -153,8 +174,9 @@ class StepMetrics:
 
         `add_passes` adds it later.
         """
-        tokens = self.tokens.of_passes(self.num_steps - 1)
+        tokens = self.tokens.of_passes(max(0, self.num_steps - 1))
         passes = StepMetrics(tokens_with_gradient=self.tokens_with_gradient, tokens=tokens)
+        passes.expected_tokens = self.expected_tokens
         passes._tokens_run = self._tokens_run
         return passes
 
@@ -213,7 +235,7 @@ class StepMetrics:
             "objective/s_ess_share": effective_sample_size(log_s),
             **_kl("objective/kl", log_s),
             **_log_ratio("objective/log_s", log_s, column("lag")),
-            "policy/entropy_mean": _mean(column("entropy")),
+            "policy/entropy_mean": _weighted_mean(column("entropy"), column("entropy_every")),
             "policy/ds_ess_share": effective_sample_size(log_ds),
             **_kl("policy/kl_behavior", log_ds),
             **_kl("policy/kl_reference", column("reference_log_ratio")),
@@ -286,6 +308,13 @@ def effective_sample_size(log_ratio: Tensor) -> float:
 
 def _mean(values: Tensor) -> float:
     return values.mean().item()
+
+
+def _weighted_mean(values: Tensor, weights: Tensor) -> float:
+    """Return the mean of values `[n]`, each of which stands for `weights` tokens."""
+    if not len(values) or (weights == weights[0]).all():
+        return _mean(values)
+    return ((weights * values).sum() / weights.sum()).item()
 
 
 def _kl(name: str, log_ratio: Tensor) -> dict[str, float]:

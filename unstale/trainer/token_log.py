@@ -1,6 +1,6 @@
 """Collects the values of trained tokens for the journal, while the steps on a batch run."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -50,7 +50,7 @@ class TokenLog:
         self._parts: list[_Part] = []
 
     def begin(self, batch: Batch, *, route: str) -> None:
-        """Note the sequences of a batch, and their advantages."""
+        """Note the sequences of a batch, or of a part of one, and their advantages."""
         kept = self._kept(batch)
         if not kept:
             return
@@ -68,6 +68,11 @@ class TokenLog:
             )
             self._sequences.append(sequence)
         self._add(batch, advantage=batch.advantage)
+
+    def arrange(self, episodes: Sequence[int]) -> None:
+        """Put the sequences that were noted into the order of a batch with these episodes."""
+        places = {episode: i for i, episode in enumerate(episodes)}
+        self._sequences.sort(key=lambda each: places[each.episode])
 
     def add_correction(
         self, batch: Batch, old_logp: Tensor, control: Control, *, exact: Tensor, vetoed: Tensor

@@ -1,0 +1,134 @@
+"""Rules for `trainer.stream`, with which a gradient is computed before its batch is complete.
+
+What needs the whole batch before the first backward pass is refused: it would be computed from the
+groups that happened to be there.
+"""
+
+from collections.abc import Sequence
+
+from unstale.config import RunConfig
+from unstale.config.routes import exact_routes
+from unstale.config.techniques import ON_BATCH, chosen
+from unstale.lint.finding import Finding, Fix, Rule, use_route
+from unstale.lint.techniques import without
+
+_OFF: Fix = {"trainer.stream": False}
+
+
+def single_group(config: RunConfig) -> Finding | None:
+    if not config.trainer.stream or config.schedule.groups_per_step > 1:
+        return None
+    return Finding(
+        "trainer.stream with batches of one group",
+        "a batch is complete when its only group has ended, so nothing can be computed before",
+        (_OFF, {"schedule.groups_per_step": 8}),
+    )
+
+
+def several_steps(config: RunConfig) -> Finding | None:
+    steps = config.trainer.minibatches_per_batch
+    if not config.trainer.stream or steps == 1:
+        return None
+    return Finding(
+        f"trainer.stream with {steps} optimizer steps per batch",
+        "the batch is divided into steps when it is complete, and the weights of the second step "
+        "are known after the first",
+        ({"trainer.minibatches_per_batch": 1}, _OFF),
+    )
+
+
+def batch_advantages(config: RunConfig) -> Finding | None:
+    """Refuse an estimator whose advantages depend on other groups of the batch."""
+    replaced = any(each.slot == "estimator" for each in chosen(config.techniques))
+    if not config.trainer.stream or replaced or _is_by_group(config):
+        return None
+    name = config.advantage.estimator
+    fixes = ({"advantage.estimator": "grpo"}, _OFF)
+    return Finding(
+        f"trainer.stream with advantage.estimator {name}",
+        "its advantages depend on the other groups of the batch, which have not ended yet",
+        fixes,
+    )
+
+
+def _is_by_group(config: RunConfig) -> bool:
+    """Return True if the estimator gives a group the same advantages alone and beside others."""
+    from unstale.algorithms.advantages import ESTIMATORS
+    from unstale.records import ContextPiece, Group, Sampled, Task, Trajectory
+
+    groups = []
+    for number, rewards in enumerate(([0.0, 1.0, 1.0], [2.0, 0.0, 5.0], [3.0, 3.0, 4.0])):
+        task = Task("probe", "train", number)
+        trajectories = []
+        for sibling, reward in enumerate(rewards):
+            tokens = (0,) * (1 + sibling + 2 * number)
+            pieces = (ContextPiece((0,)), Sampled(tokens, (0.0,) * len(tokens), version=0))
+            episode = 3 * number + sibling
+            trajectories.append(
+                Trajectory(pieces, {"reward": reward}, "done", task, seed=0, episode=episode)
+            )
+        groups.append(Group(task, tuple(trajectories), number=number))
+    estimate = ESTIMATORS[config.advantage.estimator]
+    options = config.advantage.selected_options()
+    together = estimate(groups, **options)
+    alone = [each for group in groups for each in estimate([group], **options)]
+    return len(together) == len(alone) and all(
+        abs(x - y) < 1e-9
+        for one, other in zip(together, alone, strict=True)
+        for x, y in zip(one.advantage, other.advantage, strict=True)
+    )
+
+
+def batch_techniques(config: RunConfig) -> Finding | None:
+    """Refuse techniques that compare, choose or add groups of the whole batch."""
+    if not config.trainer.stream:
+        return None
+    options = config.technique_options
+    names = [
+        each.name
+        for each in chosen(config.techniques)
+        if (each.slot in ON_BATCH and not each.by_group(options[each.name]))
+        or "halves" in each.requires
+    ]
+    if not names:
+        return None
+    return Finding(
+        f"trainer.stream with {' and '.join(names)}",
+        f"{names[0]} needs all groups of the batch before their gradient is computed",
+        (without(config, *names), _OFF),
+    )
+
+
+def batch_mean_weight(config: RunConfig) -> Finding | None:
+    if not config.trainer.stream or not config.correction.normalize:
+        return None
+    return Finding(
+        "trainer.stream with correction.normalize",
+        "the mean weight of the batch is not known before all groups have ended",
+        ({"correction.normalize": False}, _OFF),
+    )
+
+
+def batch_route(config: RunConfig) -> Finding | None:
+    """Refuse a route that must see the whole batch, such as an average that follows its lag."""
+    route = config.old_logps
+    if not config.trainer.stream or not route.needs.whole_batch:
+        return None
+    fixes: list[Fix] = [use_route(config, name) for name in exact_routes()]
+    if hasattr(route, "beta"):
+        fixes.append({"old_logps.beta": 0.5, "old_logps.averages": 1})
+    return Finding(
+        f"trainer.stream with the route {route.route}",
+        "what it computes depends on the lag of all tokens of the batch",
+        (*fixes[-1:], *fixes[:1], _OFF),
+    )
+
+
+REFUSALS: Sequence[Rule] = (
+    single_group,
+    several_steps,
+    batch_advantages,
+    batch_techniques,
+    batch_mean_weight,
+    batch_route,
+)

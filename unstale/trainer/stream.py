@@ -1,0 +1,100 @@
+"""The parts of a batch whose gradients are added while the rest is still being generated.
+
+The gradient of a step is a sum over tokens, divided by one number: that of the tokens or sequences
+of the whole batch (`objectives.loss_divisor`). So parts of a batch can be differentiated in any
+order, without the divisor, which is applied before the gradient is clipped. From Periodic
+Asynchrony, whose weights do not change meanwhile.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from unstale.records import Batch
+
+
+class AddedParts:
+    """The parts of the next batch whose gradients were added already."""
+
+    def __init__(self) -> None:
+        self._parts: list[Batch] = []
+        self._scored: list[tuple[Batch, Tensor]] = []
+        """The sequences of each part that were run, with their `old_logp` `[T]`."""
+
+    def __bool__(self) -> bool:
+        return bool(self._parts)
+
+    @property
+    def num_groups(self) -> int:
+        return len({number for part in self._parts for number in part.group})
+
+    def append(self, part: Batch, scored: Batch, old_logp: Tensor) -> None:
+        """Add a part. `scored` are its sequences that were run, with `old_logp` `[T]`."""
+        self._parts.append(part)
+        self._scored.append((scored, old_logp))
+
+    def rest(self, batch: Batch) -> list[int]:
+        """Return the sequences of the whole batch that are in no part, by index.
+
+        Raises ValueError if a part is not in the batch, or has other advantages there.
+        """
+        added: set[int] = set()
+        for part in self._parts:
+            index = _positions(batch, part)
+            if not torch.equal(part.tokens, batch.tokens[index]):
+                raise ValueError(f"the episodes {part.episodes} have other tokens in their batch")
+            _require_equal_advantages(part, batch.advantage[index])
+            added |= set(part.episodes)
+        return [i for i, episode in enumerate(batch.episodes) if episode not in added]
+
+    def join(self, batch: Batch, scored: Batch, old_logp: Tensor) -> tuple[Batch, Tensor]:
+        """Return all sequences of the batch that were run, and their `old_logp` `[T]`.
+
+        `scored` are those that are in no part, with `old_logp`. The order is that of the batch.
+        Values that are computed in every training pass are empty.
+        """
+        found = [*self._scored, (scored, old_logp)]
+        advantage = batch.advantage.clone()
+        known = any(len(values) for _, values in found)
+        values = batch.behavior_logp.to(_widest([values for _, values in found]), copy=True)
+        for part, of_part in found:
+            index = _positions(batch, part)
+            advantage[index] = part.advantage
+            if known:
+                values[index] = of_part.to(values.dtype)
+        numbers = {episode for part, _ in found for episode in part.episodes}
+        sequences = [i for i, episode in enumerate(batch.episodes) if episode in numbers]
+        whole, index = replace(batch, advantage=advantage).select(sequences)
+        return whole, values[index] if known else torch.empty(0)
+
+
+def _widest(tensors: Sequence[Tensor]) -> torch.dtype:
+    return torch.float64 if any(each.dtype == torch.float64 for each in tensors) else torch.float32
+
+
+def _positions(batch: Batch, part: Batch) -> Tensor:
+    """Return the position in the batch of each token of a part, `[T]`. Episodes are looked up.
+
+    Raises ValueError if an episode of the part is not in the batch.
+    """
+    places = {episode: i for i, episode in enumerate(batch.episodes)}
+    if lost := [episode for episode in part.episodes if episode not in places]:
+        raise ValueError(f"the episodes {lost} were added to the gradient, but are in no batch")
+    spans = batch.spans()
+    nothing = torch.empty(0, dtype=torch.long)
+    return torch.cat([nothing, *(torch.arange(*spans[places[each]]) for each in part.episodes)])
+
+
+def _require_equal_advantages(part: Batch, advantage: Tensor) -> None:
+    """Raise ValueError if the advantages `[T]` of a part changed when the batch was complete."""
+    differs = ~torch.isclose(part.advantage, advantage, rtol=1e-5, atol=1e-7)
+    if differs.any():
+        at = int(differs.nonzero()[0])
+        episode = part.episodes[int(part.sequence[at])]
+        raise ValueError(
+            f"episode {episode} had the advantage {part.advantage[at]:g} before its batch was "
+            f"complete, and then {advantage[at]:g}. With trainer.stream, advantages must not "
+            "depend on other groups: set trainer.stream false, or use another estimator"
+        )
