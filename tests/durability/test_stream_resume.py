@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tests.durability import test_resume
-from tests.durability.test_resume import Toy, config, killed, played, require_sound, rows
+from tests.durability.test_resume import STEPS, Toy, config, killed, played, require_sound, rows
 from unstale.config import RunConfig
 from unstale.durability import compare_runs
 from unstale.durability.checkpoint import Checkpoints
@@ -45,12 +45,18 @@ def trained(folder: Path) -> list[tuple[int, int | None, str]]:
 
 
 def journal(folder: Path) -> list[list[Any]]:
-    """Return the episodes that were trained on: their order, tokens and versions."""
+    """Return the episodes that were trained on, and the flags of their tokens."""
     with Journal.read(folder) as reader:
-        return [
+        episodes: list[list[Any]] = [
             [record.group, record.step, record.trajectory.episode, record.trajectory.tokens]
             for record in reader.trajectories()
+            if record.step is not None
         ]
+        assert len(episodes) >= STEPS * 6
+        for group in reader.token_steps():
+            for each in reader.trained_tokens(group):
+                episodes.append([group, each.episode, each.minibatch, each.flags.tolist()])
+        return episodes
 
 
 @pytest.mark.parametrize("options", [{"max_staleness": 0, "groups_per_step": 3}, {}])

@@ -35,7 +35,7 @@ REFUSED = {
     "--techniques truncated": "truncated needs all groups",
     "--techniques pick": "pick needs all groups",
     "--techniques 'tool_bonus channels'": "channels needs all groups",
-    "--techniques baseline --baseline.centre mean --baseline.scale batch": "baseline needs all groups",
+    "--techniques baseline --baseline.centre mean --baseline.scale batch": "baseline needs all",
     "--techniques opob --opob.scope batch": "opob needs all groups",
     "--techniques top_turns --top_turns.over batch": "top_turns needs all groups",
 }

@@ -349,8 +349,9 @@ ROWS: Sequence[Row] = (
         54,
         "Periodic Asynchrony",
         "gradients while the batch is still generated",
-        "shared prompts are computed once; gradients still wait for the whole batch, for which "
-        "advantages, corrections and the divisor of the loss are computed",
+        "--trainer.stream true, with --schedule.max_staleness 0 as in the paper or with more; what "
+        "needs the whole batch before its gradient is refused; shared prompts are computed once",
+        "works",
     ),
     _row(
         55,
