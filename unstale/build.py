@@ -38,6 +38,7 @@ from unstale.durability.resume import ResumeState
 from unstale.engines import Engine
 from unstale.engines.pool import EnginePool, Recovery, supervise
 from unstale.engines.registry import EngineOptions, engine_spec, packs_weights
+from unstale.engines.routing import Phases
 from unstale.envs import Taskset, sandbox, task_identity
 from unstale.envs.chat import Chat
 from unstale.envs.external import ExternalAgent
@@ -553,6 +554,7 @@ def build_engine(config: RunConfig, merging: Merging | None) -> EnginePool:
         max_running=max_running,
         keep_cache=options.keep_cache,
         load_tokens=options.load_tokens,
+        phases=Phases(options.prefill_engines, options.prefill_ratio),
     )
 
 

@@ -28,9 +28,10 @@ from unstale.build import build_engine
 from unstale.engines import Engine, EngineDied, Reply, SamplingParams, rates, remote, session
 from unstale.engines.embedded import shared_weights
 from unstale.engines.http import Http
-from unstale.engines.pool import CACHED_TOKENS_PER_REPLY, MAX_EXTRA_REPLIES, EnginePool, Recovery
+from unstale.engines.pool import EnginePool, Recovery
 from unstale.engines.registry import EngineOptions
 from unstale.engines.remote import ProbeFailed, RemoteEngine
+from unstale.engines.routing import CACHED_TOKENS_PER_REPLY, MAX_EXTRA_REPLIES
 from unstale.engines.scripted import ScriptedEngine
 from unstale.engines.servers.sglang import SglangEngine
 from unstale.engines.servers.vllm import VllmEngine

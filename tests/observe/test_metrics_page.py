@@ -24,6 +24,13 @@ OTHER_ROUTES = {
 }
 OTHER_POLICIES = {"routes/missing_share", "trainer/packing_noise"}
 OTHER_ENGINES = {"engine/probe_logp_error"}
+GROUPS_OF_ENGINES = {
+    "engine/rejects",
+    "engine/prefill_requests",
+    "engine/decode_requests",
+    "engine/prefill_busy_share",
+    "engine/decode_busy_share",
+}
 SEVERAL_RANKS = {"trainer/imbalance"}
 TECHNIQUES = {
     "ess_lr/effective_share",
@@ -106,5 +113,6 @@ def test_the_page_lists_what_a_run_logs(tmp_path: Path) -> None:
         name for name, section in listed.items() if section != NOT_OF_A_RUN and "<" not in name
     }
     others = OTHER_ROUTES | OTHER_POLICIES | OTHER_ENGINES | SEVERAL_RANKS | TECHNIQUES
+    others |= GROUPS_OF_ENGINES
     missing = expected - logged - others - UNDEFINED
     assert missing == set()

@@ -21,6 +21,7 @@ from unstale.config import ClusterConfig, RunConfig
 from unstale.engines import Engine
 from unstale.engines.pool import EnginePool
 from unstale.engines.registry import EngineOptions
+from unstale.engines.routing import Phases
 from unstale.model.policy import Policy
 
 
@@ -54,6 +55,7 @@ def make_host_pool(
         max_running=engines[0].max_running * len(engines),
         keep_cache=engines[0].keep_cache,
         load_tokens=engines[0].load_tokens,
+        phases=Phases(config.engine.prefill_engines, config.engine.prefill_ratio),
         patience_s=config.cluster.patience_s,
     )
 

@@ -145,6 +145,7 @@ class RunConfig(Section):
                 f"{self.trainer.quantise}: the trainer rounds only as the engine does"
             )
         self._check_cluster()
+        self._check_groups()
         self._check_trainers()
         complete = complete_options(self.techniques, self.technique_options)
         object.__setattr__(self, "technique_options", complete)
@@ -175,6 +176,17 @@ class RunConfig(Section):
             raise ConfigError(
                 "cluster.address is read only with cluster.engine_hosts > 0, cluster.trainers > 0 "
                 "or task.isolate = ray"
+            )
+
+    def _check_groups(self) -> None:
+        """Raise `ConfigError` if no engine is left to decode."""
+        hosts = self.cluster.engine_hosts
+        engines = hosts or self.engine.num_engines
+        if self.engine.prefill_engines and self.engine.prefill_engines >= engines:
+            counted = "cluster.engine_hosts" if hosts else "engine.processes or engine.urls"
+            raise ConfigError(
+                f"engine.prefill_engines must be < {engines} (the engines of {counted}), because "
+                f"at least one must decode; got {self.engine.prefill_engines}"
             )
 
     def _check_trainers(self) -> None:

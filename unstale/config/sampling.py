@@ -208,15 +208,38 @@ class EngineConfig(Section):
     """Number of context tokens that count as one more running reply when a request is sent to the
     least loaded of several engines; 0 counts replies alone.
     """
+    prefill_engines: Count = 0
+    """Number of engines (processes, servers or engine hosts) for requests with much new context and
+    a short reply. They are the first ones; the others decode. 0 makes no groups.
+    """
+    prefill_ratio: Positive = 8.0
+    """With `prefill_engines`: a request goes to these if its context tokens that no decode engine
+    has cached are more than this many times the tokens of its expected reply.
+    """
     restarts: Count = 2
     """How often a crashed engine is restarted before the run stops. Interrupted replies continue.
     """
+
+    @property
+    def num_engines(self) -> int:
+        """Number of engines on one host."""
+        return max(self.processes, len(self.urls.split()))
+
+    def applies(self, option: str) -> bool:
+        if option == "prefill_ratio":
+            return self.prefill_engines > 0
+        return Section.applies(self, option)  # super() fails in a class with slots
 
     def check_combination(self) -> None:
         if self.dtype == "auto":
             # The chosen precision replaces `auto`, so that the run folder records it.
             object.__setattr__(self, "dtype", fast_dtype())
         self._check_quantise()
+        if self.prefill_ratio != 8.0 and not self.prefill_engines:
+            raise ConfigError(
+                f"engine.prefill_ratio = {self.prefill_ratio:g} is read only with "
+                "engine.prefill_engines > 0"
+            )
         if self.max_running < self.processes:
             raise ConfigError(
                 f"engine.max_running must be >= {self.processes} (engine.processes), "

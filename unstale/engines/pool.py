@@ -13,16 +13,18 @@ from torch import Tensor
 
 from unstale.engines import Engine, EngineDied, Reply, SamplingParams, Update
 from unstale.engines.prefixes import CachedPrefixes, hash_blocks
+from unstale.engines.routing import (
+    CACHED_TOKENS_PER_REPLY,
+    MAX_EXTRA_REPLIES,
+    NO_PHASES,
+    Candidate,
+    Phases,
+    ReplyLengths,
+    choose,
+    request_weight,
+)
 from unstale.records import Sampled
 
-MAX_EXTRA_REPLIES = 8
-"""The largest load that an engine with a useful cache may have beyond the least loaded engine. A
-request without context has load 1.
-"""
-CACHED_TOKENS_PER_REPLY = 128
-"""Number of cached tokens that are worth one additional reply on an engine. For a small model,
-computing them takes as long as the wait.
-"""
 MAX_LAG_S = 120.0
 """Seconds that a call waits for the other engines of an elastic pool once one has answered.
 
@@ -33,8 +35,10 @@ An engine that takes longer is lost. It then loads the weights without anybody w
 class _Member:
     """One engine of a pool, with its state."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, *, prefills: bool) -> None:
         self.engine = engine
+        self.prefills = prefills
+        """True if it belongs to the prefill group."""
         self.cached = CachedPrefixes()
         self.num_running = 0
         self.load = 0
@@ -65,15 +69,8 @@ class Recovery:
 
 
 NO_RECOVERY = Recovery()
-
-
-def request_weight(context: int, load_tokens: int) -> int:
-    """Return the load of a request with `context` tokens: 1 + floor(context / load_tokens).
-
-    It is 1 if `load_tokens` is 0. A reply reads its whole context for each token that it samples.
-    The formula is AgentMath's, with w_base = 1.
-    """
-    return 1 + (context // load_tokens if load_tokens else 0)
+_ROUTED = ("rejects", "prefill_requests", "decode_requests")
+"""The counters of a pool that has groups."""
 
 
 class EnginePool:
@@ -87,6 +84,10 @@ class EnginePool:
     Each engine samples up to `max_running` replies at once. With `keep_cache`, engines keep their
     caches when the weights change. With `load_tokens`, a request weighs more the longer its context
     is (`request_weight`).
+
+    With `phases`, the engines are divided into a prefill and a decode group, and a request is sent
+    to a group by its new context and expected reply (`routing.choose`). An engine without a place
+    rejects a request, which then goes to the next one. Raises ValueError if a group is empty.
 
     With `patience_s` the pool is elastic. `start` waits for one engine only. The others join when
     they have started and loaded the current version. No call waits for an engine that starts, nor
@@ -102,17 +103,27 @@ class EnginePool:
         max_running: int = 1 << 30,
         keep_cache: bool = False,
         load_tokens: int = 0,
+        phases: Phases = NO_PHASES,
         patience_s: float = 0.0,
     ) -> None:
+        if phases.prefill_engines and not phases.prefill_engines < len(engines):
+            raise ValueError(
+                f"the prefill group must have fewer engines than the pool ({len(engines)}), "
+                f"got {phases.prefill_engines}"
+            )
         # An engine that restarts has no weights to which a delta applies, and the others must not
         # wait.
         self.takes_deltas = len(engines) == 1 and engines[0].takes_deltas
         self.engines = tuple(engines)
-        self._members = [_Member(engine) for engine in engines]
+        self._members = [
+            _Member(engine, prefills=number < phases.prefill_engines)
+            for number, engine in enumerate(engines)
+        ]
         self._recovery = recovery
         self.max_running = max_running
         self.keep_cache = keep_cache
         self.load_tokens = load_tokens
+        self.phases = phases
         self.patience_s = patience_s
         self._version = -1
         self._running = False
@@ -123,6 +134,8 @@ class EnginePool:
         self._restarts = 0
         self._reported_restarts = 0
         self._deaths = 0
+        self._lengths = ReplyLengths()
+        self._routed = dict.fromkeys(_ROUTED, 0.0)
         self._error: BaseException = EngineDied("the engines are not started: await start() first")
         """The error to raise when no engine works and none is being restarted."""
 
@@ -149,7 +162,10 @@ class EnginePool:
         while True:
             starts = self._starts
             await self._wait_until_up()
-            member = self._route(blocks)
+            if self.phases.prefill_engines:
+                member = self._route_by_phase(blocks, len(tokens), params.max_tokens)
+            else:
+                member = self._route(blocks)
             lives = member.lives
             member.num_running += 1
             member.load += weight
@@ -163,6 +179,8 @@ class EnginePool:
                 self._lose(member, lives, died)
             else:
                 member.cached.add(self._hash_blocks([*tokens, *reply.piece.tokens], blocks))
+                if reply.stop != "interrupted":
+                    self._lengths.add(len(reply.piece.tokens))
                 return reply
             finally:
                 member.num_running -= 1
@@ -218,7 +236,8 @@ class EnginePool:
         Tokens and processor time are added up. Other times, and means, are averaged. Of errors the
         largest is returned.
         """
-        counters = [member.engine.metrics() for member in self._up or self._members]
+        members = self._up or self._members
+        counters = [member.engine.metrics() for member in members]
         restarts = float(self._restarts - self._reported_restarts)
         own = totals = {"crashes": float(self._deaths), "restarts": restarts}
         self._deaths = 0
@@ -231,6 +250,9 @@ class EnginePool:
                 totals[name] = sum(values) / len(values)
             else:
                 totals[name] = own.get(name, 0.0) + sum(values)
+        if self.phases.prefill_engines:
+            totals |= self._routed | _busy_shares(members, counters)
+            self._routed = dict.fromkeys(_ROUTED, 0.0)
         return totals
 
     @property
@@ -257,6 +279,28 @@ class EnginePool:
                 -member.load,
             ),
         )
+
+    def _route_by_phase(self, blocks: Sequence[int], context: int, max_tokens: int) -> _Member:
+        """Return the engine for a request with `context` tokens, by `routing.choose`."""
+        members = self._up
+        candidates = [
+            Candidate(
+                load=member.load,
+                cached=member.cached.length(blocks),
+                is_free=member.num_running < self.max_running,
+                prefills=member.prefills,
+            )
+            for member in members
+        ]
+        choice = choose(
+            candidates,
+            context=context,
+            reply_tokens=self._lengths.expected(max_tokens),
+            phases=self.phases,
+        )
+        self._routed["rejects"] += choice.rejects
+        self._routed["prefill_requests" if choice.is_prefill else "decode_requests"] += 1
+        return members[choice.index]
 
     async def _call_all(self, call: Callable[[Engine], Awaitable[None]]) -> None:
         """Call every working engine, and restart those that die during the call.
@@ -404,6 +448,24 @@ class EnginePool:
             await asyncio.wait(restarts)
 
 
+def _busy_shares(
+    members: Sequence[_Member], counters: Sequence[Mapping[str, float]]
+) -> dict[str, float]:
+    """Return the busy share of each group of engines that has a working engine."""
+    shares = {}
+    for name, prefills in (("prefill_busy_share", True), ("decode_busy_share", False)):
+        group = [
+            each
+            for member, each in zip(members, counters, strict=True)
+            if member.prefills == prefills
+        ]
+        busy_s = sum(each["busy_s"] for each in group)
+        elapsed_s = busy_s + sum(each["idle_s"] for each in group)
+        if group:
+            shares[name] = busy_s / (elapsed_s or 1.0)
+    return shares
+
+
 def _raise_refusals(starts: Collection[asyncio.Task[None]]) -> None:
     """Raise the first error of `starts` that is not an engine's death.
 
@@ -425,5 +487,6 @@ def supervise(engine: Engine, recovery: Recovery) -> EnginePool:
         max_running=engine.max_running,
         keep_cache=engine.keep_cache,
         load_tokens=engine.load_tokens,
+        phases=engine.phases,
         patience_s=engine.patience_s,
     )

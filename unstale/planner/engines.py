@@ -17,7 +17,16 @@ from itertools import count
 
 import numpy as np
 
-from unstale.engines.pool import CACHED_TOKENS_PER_REPLY, MAX_EXTRA_REPLIES, request_weight
+from unstale.engines.routing import (
+    CACHED_TOKENS_PER_REPLY,
+    MAX_EXTRA_REPLIES,
+    Candidate,
+    Phases,
+    ReplyLengths,
+    choose,
+    choose_in,
+    request_weight,
+)
 from unstale.planner.clock import SimulatedClock
 from unstale.planner.costs import Costs
 from unstale.planner.workload import Fleet
@@ -47,8 +56,16 @@ class SimulatedReply:
     """The load that the reply adds to its engine, as in `engines.EnginePool`."""
     since: int = 0
     """The number of the engine's step at which the reply began to run."""
+    requested_at: float = -1.0
+    """The time of the request. Negative after the first token, and if it is not measured."""
+    missing: int = 0
+    """Number of context tokens to compute when `engine` got the reply, if it moves."""
+    moves: bool = False
+    """True on a prefill engine that samples only the next token, and sends the context on."""
 
 
+_UNKNOWN = 1 << 30
+"""The expected tokens of a reply before any reply is complete."""
 _SPARE = 0.01
 """Share of an engine's memory for contexts that must be free after a reply has started. With less,
 the reply would soon lose its cached context.
@@ -65,6 +82,14 @@ class SimulatedEngine:
 
     def __init__(self, clock: SimulatedClock, costs: Costs, fleet: Fleet, number: int) -> None:
         self.number = number
+        self.prefills = number < fleet.prefill_engines
+        """True if it belongs to the prefill group."""
+        self.pending = 0
+        """Number of context tokens to compute for replies that then move to another engine."""
+        self.longest_queue = 0
+        """Largest number of replies that waited while the engine sampled."""
+        self.on_first_token: Callable[[SimulatedReply, float], None] = lambda reply, time: None
+        self.on_move: Callable[[SimulatedReply], None] = lambda reply: None
         self.load = 0
         """Sum of the weights of the replies that run or wait on this engine."""
         self.on_load_change: Callable[[SimulatedEngine], None] = lambda engine: None
@@ -79,12 +104,16 @@ class SimulatedEngine:
         """Number of tokens lost because the engine failed."""
         self._clock = clock
         self._costs = costs
+        self._prefill_speed = fleet.prefill_speed if self.prefills else 1.0
+        self._decode_speed = 1.0 if self.prefills else fleet.decode_speed
         self._max_running = fleet.max_running
         self._max_tokens = fleet.cache_tokens
         """Number of context tokens that fit into memory. 0 means no limit."""
         self._running: list[tuple[int, int, SimulatedReply]] = []
         """A heap of (step at which the reply is complete, order of arrival, reply)."""
         self._order = count()
+        self._fresh: dict[int, SimulatedReply] = {}
+        """Replies by episode that have started and wait for their first step."""
         self._waiting: deque[SimulatedReply] = deque()
         self._kept: dict[int, tuple[SimulatedReply, int]] = {}
         """Contexts of complete replies by episode, with their number of tokens."""
@@ -105,12 +134,16 @@ class SimulatedEngine:
     def take(self, reply: SimulatedReply) -> None:
         """Start a reply, or put it in the queue while the engine is paused or full."""
         self._add_load(reply.weight)
+        if reply.moves:
+            reply.missing = reply.context - reply.cached
+            self.pending += reply.missing
         self.forget(reply.episode)
         if not self.paused:
             self._advance(self._clock.now)
         # a reply that is complete now must be returned before another one starts
         if self.paused or self._waiting or not self._fits(reply) or not self._steps_ahead():
             self._waiting.append(reply)
+            self._measure_queue()
         else:
             self._start(reply)
         if not self.paused:
@@ -162,6 +195,8 @@ class SimulatedEngine:
         for reply in replies:
             reply.cached = 0
             reply.engine = None
+        self._fresh.clear()
+        self.pending = 0
         self._running = []
         self._context = 0
         self.load = 0
@@ -176,6 +211,28 @@ class SimulatedEngine:
         """Discard the cached context of an episode that has ended or starts again."""
         if episode in self._kept:
             self._kept_tokens -= self._kept.pop(episode)[1]
+
+    @property
+    def num_replies(self) -> int:
+        """Number of replies that run or wait."""
+        return len(self._running) + len(self._waiting)
+
+    @property
+    def has_place(self) -> bool:
+        return self.num_replies < self._max_running
+
+    def cached_tokens(self, reply: SimulatedReply) -> int:
+        """Return the number of context tokens of a reply that the engine has computed."""
+        cached = reply.cached if reply.engine is self else 0
+        if reply.episode in self._kept:
+            cached = max(cached, self._kept[reply.episode][1])
+        if reply.group in self.prompts:
+            cached = max(cached, reply.prompt)
+        return min(cached, reply.context)
+
+    def _measure_queue(self) -> None:
+        if not self.paused:
+            self.longest_queue = max(self.longest_queue, len(self._waiting))
 
     def _add_load(self, weight: int) -> None:
         self.load += weight
@@ -192,18 +249,22 @@ class SimulatedEngine:
         self.prompts.add(reply.group)
         tokens = reply.context - cached
         if tokens > 0:
-            seconds = self._costs.prefill_s(tokens)
+            seconds = self._costs.prefill_s(tokens) / self._prefill_speed
             self._next_step_at += seconds
             self.busy_s += seconds
         reply.engine = self
         reply.since = self._steps
-        heapq.heappush(self._running, (self._steps + reply.left, next(self._order), reply))
+        if reply.requested_at >= 0:
+            self._fresh[reply.episode] = reply
+        steps = 1 if reply.moves else reply.left
+        heapq.heappush(self._running, (self._steps + steps, next(self._order), reply))
         self._context += reply.context
         self._evict()
 
     def _start_waiting(self) -> None:
         while self._waiting and self._fits(self._waiting[0]):
             self._start(self._waiting.popleft())
+        self._measure_queue()
 
     def _fits(self, reply: SimulatedReply) -> bool:
         running = len(self._running)
@@ -276,18 +337,30 @@ class SimulatedEngine:
         """Return the mean seconds of the next steps, which are those of the middle step."""
         replies = len(self._running)
         half, odd = divmod(replies * (steps - 1), 2)
-        seconds = self._costs.step_s(replies, self._context + half)
+        seconds = self._step_s(self._context + half)
         if odd:
-            return (seconds + self._costs.step_s(replies, self._context + half + 1)) / 2
+            return (seconds + self._step_s(self._context + half + 1)) / 2
         return seconds
+
+    def _step_s(self, context: int) -> float:
+        return self._costs.step_s(len(self._running), context) / self._decode_speed
 
     def _do(self, steps: int) -> None:
         seconds = steps * self._mean_step_s(steps)
+        if self._fresh:
+            self._report_first_tokens()
         self.busy_s += seconds
         self._next_step_at += seconds
         self._last_step_ended = self._next_step_at
         self._steps += steps
         self._context += steps * len(self._running)
+
+    def _report_first_tokens(self) -> None:
+        """Report the replies that get their first token in the step which begins now."""
+        ended = self._next_step_at + self._step_s(self._context)
+        for reply in self._fresh.values():
+            self.on_first_token(reply, ended)
+        self._fresh.clear()
 
     def _schedule(self) -> None:
         """Schedule an event for the time when a reply is complete or the memory is full."""
@@ -305,21 +378,33 @@ class SimulatedEngine:
         if steps := self._steps_ahead():
             self._do(steps)
         finished = []
+        moved = []
         while self._running and self._running[0][0] <= self._steps:
             reply = heapq.heappop(self._running)[2]
             self._add_load(-reply.weight)
-            finished.append((reply, self._stop(reply)))
+            if reply.moves:
+                self.pending -= reply.missing
+            tokens = self._stop(reply)
+            if reply.moves and reply.left:
+                moved.append((reply, tokens))
+            else:
+                finished.append((reply, tokens))
+            reply.moves = False
             self._kept_tokens += reply.context
             self._kept[reply.episode] = (reply, reply.context)
         self._evict()
         self._start_waiting()
         for reply, tokens in finished:
             reply.on_tokens(tokens, True)
+        for reply, tokens in moved:
+            reply.on_tokens(tokens, False)
+            self.on_move(reply)
         self._schedule()
 
     def _stop(self, reply: SimulatedReply) -> int:
         """Count the tokens of a reply that no longer runs. Return their number."""
         tokens = self._steps - reply.since
+        self._fresh.pop(reply.episode, None)
         self.sampled += tokens
         reply.left -= tokens
         reply.context += tokens
@@ -332,7 +417,7 @@ class SimulatedEnginePool:
     """A pool of simulated engines that sample from the same version.
 
     Like `engines.EnginePool`, it sends a reply to the engine that has its context, unless the least
-    loaded engine has far less load.
+    loaded engine has far less load, or by its phase (`routing.choose`).
     """
 
     def __init__(self, clock: SimulatedClock, costs: Costs, fleet: Fleet) -> None:
@@ -344,6 +429,18 @@ class SimulatedEnginePool:
         self._clock = clock
         self._keep_cache = fleet.keep_cache
         self._load_tokens = fleet.load_tokens
+        self._phases = Phases(fleet.prefill_engines, fleet.prefill_ratio)
+        self._kv_transfer = fleet.kv_transfer
+        self._rejects = fleet.rejects
+        self.lengths = ReplyLengths()
+        """Lengths of the complete replies, from which the length of the next is expected."""
+        self.first_tokens: list[tuple[float, float]] = []
+        """For each request: the time of its first token, and the seconds since the request."""
+        self.rejects = 0
+        """Number of engines that would have been chosen if they had had a place."""
+        self.transferred = 0
+        """Number of tokens whose keys and values were sent to another engine."""
+        self._costs = costs
         self._restart_s = fleet.restart_s
         self._paused = True
         self._unplaced: list[SimulatedReply] = []
@@ -351,23 +448,100 @@ class SimulatedEnginePool:
         """A heap of (load, number of the engine). Outdated entries are skipped."""
         for engine in self.members:
             engine.on_load_change = self._rank
+            engine.on_first_token = self._add_first_token
+            engine.on_move = self._move
             self._rank(engine)
 
     def sample(self, reply: SimulatedReply) -> None:
         reply.weight = request_weight(reply.context, self._load_tokens)
         idlest = self._idlest()
-        cached_at = reply.engine
         if idlest is None:
             self._unplaced.append(reply)
-        elif (
+        elif self._phases.prefill_engines:
+            self._sample_by_phase(reply)
+        else:
+            self._by_prefix(reply, idlest).take(reply)
+
+    def forget(self, reply: SimulatedReply) -> None:
+        """Discard the cached contexts of an episode that has ended."""
+        holders = self.members if self._phases.prefill_engines else [reply.engine]
+        for engine in holders:
+            if engine is not None:
+                engine.forget(reply.episode)
+
+    def _by_prefix(self, reply: SimulatedReply, idlest: SimulatedEngine) -> SimulatedEngine:
+        """Return the engine that has the context, or the least loaded one that has a place."""
+        cached_at = reply.engine
+        if (
             cached_at is not None
             and cached_at.up
             and cached_at.load - idlest.load
             <= min(MAX_EXTRA_REPLIES, reply.cached / CACHED_TOKENS_PER_REPLY)
         ):
-            cached_at.take(reply)
-        else:
-            idlest.take(reply)
+            if not self._rejects or cached_at.has_place:
+                return cached_at
+            self.rejects += 1
+        if self._rejects and not idlest.has_place:
+            self.rejects += 1
+            free = [engine for engine in self.members if engine.up and engine.has_place]
+            return min(free, key=lambda engine: engine.load, default=idlest)
+        return idlest
+
+    def _sample_by_phase(self, reply: SimulatedReply) -> None:
+        engines = [engine for engine in self.members if engine.up]
+        choice = choose(
+            [self._candidate(engine, reply) for engine in engines],
+            context=reply.context,
+            reply_tokens=self.lengths.expected(_UNKNOWN),
+            phases=self._phases,
+        )
+        self.rejects += choice.rejects
+        engine = engines[choice.index]
+        reply.moves = self._kv_transfer and choice.is_prefill and engine.prefills
+        self._give(reply, engine, engine.cached_tokens(reply))
+
+    def _candidate(self, engine: SimulatedEngine, reply: SimulatedReply) -> Candidate:
+        is_idle = not engine.num_replies
+        return Candidate(
+            load=engine.load,
+            cached=engine.cached_tokens(reply),
+            is_free=engine.has_place or not self._rejects,
+            prefills=engine.prefills,
+            takes_prefill=engine.prefills or is_idle or not self._kv_transfer,
+            pending=engine.pending if self._rejects else 0,
+        )
+
+    def _move(self, reply: SimulatedReply) -> None:
+        """Send a reply with its keys and values from a prefill engine to a decode engine."""
+        decode = [engine for engine in self.members if engine.up and not engine.prefills]
+        if not decode:
+            self.sample(reply)
+            return
+        candidates = [self._candidate(engine, reply) for engine in decode]
+        choice = choose_in(candidates, range(len(decode)))
+        self.rejects += choice.rejects
+        engine = decode[choice.index]
+        missing = reply.context - engine.cached_tokens(reply)
+        self.transferred += missing
+        due = self._clock.now + self._costs.transfer_s(missing)
+        self._clock.at(due, partial(self._arrive, reply, engine, self.version))
+
+    def _arrive(self, reply: SimulatedReply, engine: SimulatedEngine, version: int) -> None:
+        """Continue a reply on another engine. Keys and values of an older version are refused."""
+        if not engine.up:
+            self.sample(reply)
+            return
+        is_current = version == self.version or self._keep_cache
+        self._give(reply, engine, reply.context if is_current else engine.cached_tokens(reply))
+
+    def _give(self, reply: SimulatedReply, engine: SimulatedEngine, cached: int) -> None:
+        reply.cached = cached
+        reply.engine = engine
+        engine.take(reply)
+
+    def _add_first_token(self, reply: SimulatedReply, time: float) -> None:
+        self.first_tokens.append((time, time - reply.requested_at))
+        reply.requested_at = -1.0
 
     def _idlest(self) -> SimulatedEngine | None:
         """Return the least loaded engine that works."""

@@ -68,7 +68,7 @@ class SimulatedEpisode:
 
     def _request_reply(self) -> None:
         self.reply.left = self.shape.turns[self.turn].reply
-        self.requested = self.rollout.clock.now
+        self.requested = self.reply.requested_at = self.rollout.clock.now
         self.rollout.engines.sample(self.reply)
 
     def _on_tokens(self, tokens: int, complete: bool) -> None:
@@ -77,6 +77,7 @@ class SimulatedEpisode:
             self.pieces.append((version, tokens))
             self.rollout.arrived(self.number, version)
         if complete:
+            self.rollout.engines.lengths.add(self.shape.turns[self.turn].reply)
             now = self.rollout.clock.now
             self.rollout.totals["engine_s"] += now - self.requested
             self._call_tools(now)
@@ -109,8 +110,7 @@ class SimulatedEpisode:
             self._begin()
 
     def _end(self, finished: "SimulatedEpisode | None") -> None:
-        if self.reply.engine is not None:
-            self.reply.engine.forget(self.number)
+        self.rollout.engines.forget(self.reply)
         self.ended = self.rollout.clock.now
         if finished:
             self.rollout.totals["episodes"] += 1

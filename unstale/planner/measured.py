@@ -84,7 +84,7 @@ def from_run(run: Path) -> SimulationSetup:
             "without it, and --set fleet.stream=true"
         )
     engine = config.engine
-    engines = max(engine.processes, len(engine.urls.split()))
+    engines = engine.num_engines
     return SimulationSetup(
         workload=recorded_workload(run, config, rows),
         fleet=Fleet(
@@ -92,6 +92,8 @@ def from_run(run: Path) -> SimulationSetup:
             max_running=engine.max_running // engine.processes,
             keep_cache=engine.keep_cache,
             load_tokens=engine.load_tokens,
+            prefill_engines=engine.prefill_engines,
+            prefill_ratio=engine.prefill_ratio,
         ),
         schedule=config.schedule,
         costs=fit_costs(rows[1:], span_seconds(folder), _versions(run), engines),

@@ -29,6 +29,20 @@ class SimulationResult:
     """Number of times that an engine failed."""
     engine_busy_share: float
     """Mean share of the time in which an engine computes."""
+    prefill_busy_share: float
+    """The same of the prefill group. 0 without groups."""
+    decode_busy_share: float
+    """The same of the decode group, which is the whole pool without groups."""
+    first_token_s: float
+    """Mean seconds from a request to the first token of its reply."""
+    first_token_p99_s: float
+    """The 99th percentile of these seconds."""
+    rejects: int
+    """Number of engines, over all requests, that would have been chosen but had no place."""
+    longest_queue: int
+    """Largest number of replies that waited on one engine while it sampled."""
+    transferred_tokens: int
+    """Number of tokens whose keys and values were sent to another engine."""
     trainer_busy_share: float
     """Share of the time in which the trainer trains, scores or prepares versions."""
     trainer_wait_share: float

@@ -188,6 +188,9 @@ def _result(
     totals = trainer.rollout.totals
     episodes = max(1, totals["episodes"])
     life_s = max(1e-9, totals["life_s"])
+    waits = [wait for time, wait in engines.first_tokens if time > recorder.ends[filling]]
+    num_prefill = sum(engine.prefills for engine in members)
+    busy, prefill_busy = (recorder.share(lane, filling) for lane in ("engines", "prefill_engines"))
     return SimulationResult(
         steps_s=tuple(steps),
         filling=filling,
@@ -198,7 +201,14 @@ def _result(
         lost_tokens=sum(engine.lost for engine in members),
         failed_episodes=int(totals["failed"]),
         deaths=engines.deaths,
-        engine_busy_share=recorder.share("engines", filling) / len(members),
+        engine_busy_share=busy / len(members),
+        prefill_busy_share=prefill_busy / max(1, num_prefill),
+        decode_busy_share=(busy - prefill_busy) / (len(members) - num_prefill),
+        first_token_s=float(np.mean(waits)) if waits else 0.0,
+        first_token_p99_s=float(np.quantile(waits, 0.99)) if waits else 0.0,
+        rejects=engines.rejects,
+        longest_queue=max(engine.longest_queue for engine in members),
+        transferred_tokens=engines.transferred,
         trainer_busy_share=scored + trained + published,
         trainer_wait_share=recorder.share("wait", filling),
         old_logps_share=scored,

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from textwrap import fill
@@ -51,6 +52,8 @@ MEAN~SIGMA<MAX is capped at MAX and keeps the mean. Costs are in seconds.
   unstale simulate --set fleet.engines=64 "workload.reply_tokens=4000~1<32000" \\
       "workload.tool_s=5~1.2" costs.decode=0.012 costs.decode_reply=1e-4 \\
       costs.prefill_token=1e-5 costs.train_token=2e-6 costs.load=3
+  unstale simulate --like runs/x --set fleet.engines=4 \\
+      --against fleet.prefill_engines=1 fleet.kv_transfer=true
 """
 
 
@@ -76,6 +79,13 @@ def add(verbs: Any) -> None:
         help="values that replace those of the run or the defaults; see below",
     )
     add(
+        "--against",
+        nargs="+",
+        default=[],
+        metavar="NAME=VALUE",
+        help="simulate again with these values too, and show both in columns",
+    )
+    add(
         "--steps",
         type=bounded(int, 2, 10**6),
         metavar="N",
@@ -89,36 +99,47 @@ def add(verbs: Any) -> None:
 def _simulate(chosen: argparse.Namespace) -> int:
     from unstale.planner.simulate import simulate
 
-    setup = _setup(chosen)
-    result = simulate(
-        setup.workload,
-        setup.fleet,
-        setup.schedule,
-        setup.costs,
-        steps=chosen.steps or 21 + setup.schedule.max_staleness,
-        seed=chosen.seed,
-        needs=setup.needs,
-    )
+    titles = {"": chosen.set}
+    if chosen.against:
+        titles = {"as set": chosen.set, " ".join(chosen.against): [*chosen.set, *chosen.against]}
+    results = {}
+    for title, assignments in titles.items():
+        setup = _setup(chosen.like, assignments)
+        results[title] = simulate(
+            setup.workload,
+            setup.fleet,
+            setup.schedule,
+            setup.costs,
+            steps=chosen.steps or 21 + setup.schedule.max_staleness,
+            seed=chosen.seed,
+            needs=setup.needs,
+        )
     console = Console(soft_wrap=True, highlight=False)
     if chosen.json:
-        derived = ("mean_step_s", "groups_per_s", "staleness_mean", "staleness_max", "bottleneck")
-        row = plain(result) | {name: getattr(result, name) for name in derived}
-        console.print_json(json.dumps(row))
+        rows = [_json_row(result) for result in results.values()]
+        console.print_json(json.dumps(rows if chosen.against else rows[0]))
     else:
-        console.print(table(result), result.bottleneck, sep="\n")
+        sentences = [f"{title}: {each.bottleneck}" for title, each in results.items() if title]
+        sentences = sentences or [each.bottleneck for each in results.values()]
+        console.print(table(results), *sentences, sep="\n")
     return 0
 
 
-def _setup(chosen: argparse.Namespace) -> "SimulationSetup":
+def _json_row(result: "SimulationResult") -> dict[str, Any]:
+    derived = ("mean_step_s", "groups_per_s", "staleness_mean", "staleness_max", "bottleneck")
+    return plain(result) | {name: getattr(result, name) for name in derived}
+
+
+def _setup(like: Path | None, assignments: Sequence[str]) -> "SimulationSetup":
     """Return the run of --like or the defaults, changed by the values of --set."""
     from unstale.planner.measured import SimulationSetup, from_run
 
     changes: dict[str, dict[str, Any]] = {section: {} for section in _SECTIONS}
-    for name, value in parse_assignments("--set", chosen.set, _value_kinds()).items():
+    for name, value in parse_assignments("--set", assignments, _value_kinds()).items():
         section, _, field = name.partition(".")
         changes[section][field] = value
-    if chosen.like:
-        setup = from_run(chosen.like)
+    if like:
+        setup = from_run(like)
     else:
         for required in ("decode", "train"):
             if not any(name.startswith(required) for name in changes["costs"]):
@@ -136,17 +157,41 @@ def _setup(chosen: argparse.Namespace) -> "SimulationSetup":
     return replace(setup, **changed)
 
 
-def table(result: "SimulationResult") -> Table:
-    """Return the result of a simulation as a table."""
+def table(results: "Mapping[str, SimulationResult]") -> Table:
+    """Return the results of simulations by title as the columns of a table.
+
+    A single result with the title "" has no head.
+    """
+    columns = [_cells(result) for result in results.values()]
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="bold", no_wrap=True)
+    for _ in columns:
+        grid.add_column()
+    if any(results):
+        grid.add_row("", *results)
+    for name in columns[0]:
+        grid.add_row(name, *(cells[name] for cells in columns))
+    return grid
+
+
+def _cells(result: "SimulationResult") -> dict[str, str]:
     seconds = sum(result.steady_s)
     ages = ", ".join(f"{age}: {tokens:,}" for age, tokens in result.staleness_histogram.items())
-    rows = {
+    busy = f"busy {result.engine_busy_share:.0%}"
+    if result.prefill_busy_share:
+        busy += (
+            f" (prefill group {result.prefill_busy_share:.0%}, "
+            f"decode group {result.decode_busy_share:.0%})"
+        )
+    return {
         "seconds per step": f"mean {result.mean_step_s:.3g} "
         f"({min(result.steady_s):.3g} to {max(result.steady_s):.3g})",
         "groups": f"{60 * result.groups_per_s:.3g} a minute",
         "tokens": f"{result.trained_tokens / seconds:,.0f} trained a second, "
         f"{result.trained_sampled / seconds:,.0f} of them sampled",
-        "engines": f"busy {result.engine_busy_share:.0%}",
+        "engines": busy,
+        "first token": f"mean {result.first_token_s:.3g} s, 99% {result.first_token_p99_s:.3g} s; "
+        f"{result.rejects:,} rejects, longest queue {result.longest_queue}",
         "trainer": f"busy {result.trainer_busy_share:.0%} "
         f"(old log-probabilities {result.old_logps_share:.0%}), "
         f"waits for groups {result.trainer_wait_share:.0%}",
@@ -157,8 +202,3 @@ def table(result: "SimulationResult") -> Table:
         "lost": f"{result.deaths} engines died, {result.lost_tokens:,} tokens were sampled again, "
         f"{result.failed_episodes} attempts timed out",
     }
-    grid = Table.grid(padding=(0, 2))
-    grid.add_column(style="bold", no_wrap=True)
-    for name, text in rows.items():
-        grid.add_row(name, text)
-    return grid

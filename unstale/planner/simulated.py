@@ -355,7 +355,9 @@ class SimulatedRecorder:
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
         self.ends.append(self._clock.now)
         busy = sum(engine.busy_s for engine in self._engines.members)
-        self._seconds.append({**self._trainer.spent, "wait": self._waited, "engines": busy})
+        prefill = sum(engine.busy_s for engine in self._engines.members if engine.prefills)
+        lanes = {"wait": self._waited, "engines": busy, "prefill_engines": prefill}
+        self._seconds.append({**self._trainer.spent, **lanes})
 
     def share(self, lane: str, since: int) -> float:
         """Return the share of the time after step `since` in which `lane` was busy.

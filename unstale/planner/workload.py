@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from itertools import islice
 from statistics import NormalDist, fmean
 from typing import Annotated, NamedTuple
@@ -222,6 +222,24 @@ class Fleet(Section):
     load_tokens: Count = 0
     """Number of context tokens that count as one more reply on an engine, as `engine.load_tokens`.
     """
+    prefill_engines: Count = 0
+    """Number of engines in the prefill group, as `engine.prefill_engines`. These are the first."""
+    prefill_ratio: Positive = 8.0
+    """New context tokens per reply token above which a request is for the prefill group, as
+    `engine.prefill_ratio`.
+    """
+    kv_transfer: bool = False
+    """Engines of the prefill group sample the first token only. They send the keys and values to a
+    decode engine, which samples the others. Needs `prefill_engines`.
+    """
+    prefill_speed: Positive = 1.0
+    """Speed of the prefill group in computing contexts, divided by that of the decode group."""
+    decode_speed: Positive = 1.0
+    """Speed of the decode group in decoding steps, divided by that of the prefill group."""
+    rejects: bool = True
+    """An engine without a place rejects a request, which then goes to the next one, as in the pool
+    of a run. False lets it wait at the first engine.
+    """
     colocated: bool = False
     """Engines run on the trainer's devices. They pause from the scoring of a batch until they have
     loaded the new version.
@@ -237,6 +255,18 @@ class Fleet(Section):
     """
     restart_s: NonNegative = 120.0
     """Seconds until a failed engine has restarted. It then loads the next version."""
+
+    def check_combination(self) -> None:
+        if self.prefill_engines and self.prefill_engines >= self.engines:
+            raise ConfigError(
+                f"fleet.prefill_engines must be < {self.engines} (fleet.engines), because at least "
+                f"one must decode; got {self.prefill_engines}"
+            )
+        of_groups = ("prefill_ratio", "kv_transfer", "prefill_speed", "decode_speed")
+        defaults = {field.name: field.default for field in fields(self)}
+        for name in of_groups:
+            if not self.prefill_engines and getattr(self, name) != defaults[name]:
+                raise ConfigError(f"fleet.{name} is read only with fleet.prefill_engines > 0")
 
 
 def mean_attended(lengths: Collection[float]) -> float:

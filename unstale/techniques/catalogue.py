@@ -166,8 +166,10 @@ ROWS: Sequence[Row] = (
         22,
         "RollArt",
         "phases on the hardware that fits them",
-        "asynchronous episodes, routing by prefix and --engine.load_tokens exist; routing by phase "
-        "is missing",
+        "--engine.prefill_engines sends requests to groups of engines by phase, and with "
+        "--cluster.engine_hosts to groups of machines; judges are called off the event loop, at "
+        "most JudgeEndpoint.at_once at a time, and this number does not follow the load",
+        "works",
     ),
     _row(
         23,
@@ -314,7 +316,15 @@ ROWS: Sequence[Row] = (
         "--task.edit_request of dataset and synthesis: the edit is rewarded, both are trained",
         "transfer",
     ),
-    _row(49, "P/D-Serve", "separate engines for prompts and replies", "routing is missing"),
+    _row(
+        49,
+        "P/D-Serve",
+        "separate engines for prompts and replies",
+        "--engine.prefill_engines are groups, and a full engine's requests go to the next one; a "
+        "reply stays where its prompt was computed, because engines are processes without shared "
+        "caches; unstale simulate --set fleet.kv_transfer=true simulates the separation",
+        "transfer",
+    ),
     _row(
         50,
         "PPO at 1M envs",

@@ -1,0 +1,268 @@
+"""A request goes to the group of its phase, and a member without a place rejects it.
+
+The choice is checked against numbers worked out by hand. A pool of scripted engines with groups
+keeps the promises of a pool: no request is stranded while engines die, restart or change weights.
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.run_engine import run_engine
+from tests.support.waits import until
+from unstale.build import build_engine
+from unstale.config import (
+    ClusterConfig,
+    ConfigError,
+    EngineConfig,
+    RunConfig,
+    TaskConfig,
+)
+from unstale.engines import Engine, SamplingParams
+from unstale.engines.pool import EnginePool, Recovery, supervise
+from unstale.engines.routing import FOREIGN_TOKENS, Candidate, Phases, choose, choose_in
+from unstale.engines.scripted import ScriptedEngine
+from unstale.testing import tiny_policy
+
+PHASES = Phases(1, ratio=8.0)
+REPLY = 100.0
+
+
+def chosen(candidates: list[Candidate], context: int) -> tuple[int, int]:
+    """Return the chosen engine and the number of rejects, for a reply of 100 tokens."""
+    choice = choose(candidates, context=context, reply_tokens=REPLY, phases=PHASES)
+    return choice.index, choice.rejects
+
+
+def prefill(load: int = 0, cached: int = 0, *, free: bool = True, pending: int = 0) -> Candidate:
+    return Candidate(load, cached, free, prefills=True, pending=pending)
+
+
+def decode(load: int = 0, cached: int = 0, *, free: bool = True) -> Candidate:
+    return Candidate(load, cached, free)
+
+
+@pytest.mark.parametrize(("context", "index"), [(800, 1), (801, 0)])
+def test_the_phase_is_new_context_against_expected_reply(context: int, index: int) -> None:
+    """8 new tokens for each of 100 reply tokens are not yet too many."""
+    assert chosen([prefill(load=7), decode(load=50)], context) == (index, 0)
+
+
+def test_only_context_that_no_decode_engine_has_counts_as_new() -> None:
+    assert chosen([prefill(), decode(cached=100)], 900) == (1, 0)
+    assert chosen([prefill(), decode(cached=99)], 900) == (0, 0)
+
+
+def test_a_prefix_in_the_other_group_is_worth_a_limited_number_of_tokens() -> None:
+    """The request is for a decode engine, which would compute all 800 tokens more."""
+    for cached, index in ((FOREIGN_TOKENS, 1), (FOREIGN_TOKENS + 1, 0)):
+        wide = Phases(1, ratio=100.0)
+        candidates = [prefill(cached=cached), decode()]
+        choice = choose(candidates, context=2000, reply_tokens=REPLY, phases=wide)
+        assert choice.index == index
+
+
+def test_an_engine_without_a_place_rejects_and_the_next_one_is_asked() -> None:
+    engines = [prefill(load=1, free=False), prefill(load=2, free=False), prefill(load=3), decode()]
+    assert chosen(engines, 4000) == (2, 2)
+    assert chosen([prefill(load=1, free=False), decode(load=9)], 4000) == (1, 1)
+    assert chosen([prefill(load=9), decode(load=1, free=False)], 10) == (0, 1)
+
+
+def test_if_all_reject_it_waits_at_the_least_loaded_of_its_group() -> None:
+    engines = [prefill(load=3, free=False), prefill(load=2, free=False), decode(free=False)]
+    assert chosen(engines, 4000) == (1, 2)
+    assert chosen(engines, 10) == (2, 1)
+
+
+def test_it_waits_for_pending_context_if_that_is_shorter_than_to_compute_its_own() -> None:
+    """600 tokens are pending where 1000 are cached: better than 1000 more elsewhere. 1001 are
+    not."""
+    for pending, index, rejects in ((600, 0, 0), (1001, 1, 1)):
+        candidates = [prefill(cached=1000, pending=pending), prefill()]
+        choice = choose_in(candidates, (0, 1), is_prefill=True)
+        assert (choice.index, choice.rejects) == (index, rejects)
+
+
+def test_a_group_without_a_working_engine_is_left_out() -> None:
+    assert chosen([decode(load=3), decode(load=2)], 4000) == (1, 0)
+    assert chosen([prefill(load=3)], 10) == (0, 0)
+
+
+class Asked(list[tuple[int, int]]):
+    """Scripted engines that record (number of the engine, first token). Replies wait at a gate."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.gate = asyncio.Event()
+        self.engines = [self._engine(number) for number in range(count)]
+
+    def _engine(self, number: int) -> ScriptedEngine:
+        def script(tokens: Sequence[int], params: SamplingParams) -> list[int]:
+            self.append((number, tokens[0]))
+            return [1] * params.max_tokens
+
+        async def delay(tokens: Sequence[int], params: SamplingParams) -> None:
+            await self.gate.wait()
+
+        return ScriptedEngine(script, token_delay=delay)
+
+    def where(self) -> dict[int, int]:
+        return {task: number for number, task in self}
+
+
+async def publish(engine: Engine, version: int) -> None:
+    await engine.interrupt()
+    await engine.load({}, version)
+    await engine.resume()
+
+
+def ask(
+    tasks: asyncio.TaskGroup, pool: EnginePool, requests: dict[int, int], reply: int = 4
+) -> list["asyncio.Task[Any]"]:
+    """Ask for replies to contexts of given lengths. The key is the first token."""
+    return [
+        tasks.create_task(pool.sample([task] * length, SamplingParams(reply, ())))
+        for task, length in requests.items()
+    ]
+
+
+def play(count: int, story: Callable[[Asked, EnginePool], Any], **options: Any) -> None:
+    asked = Asked(count)
+    pool = EnginePool(asked.engines, **{"phases": Phases(1), **options})
+
+    async def live() -> None:
+        await publish(pool, 0)
+        await story(asked, pool)
+
+    run_engine(pool, live)
+
+
+def test_long_prompts_go_to_the_prefill_group_and_replies_to_the_others() -> None:
+    """A reply has at most 4 tokens here: 33 new tokens are for the prefill group."""
+
+    async def story(asked: Asked, pool: EnginePool) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            ask(tasks, pool, {2: 200, 3: 33, 4: 32, 5: 8, 6: 8})
+            await until(lambda: len(asked) == 5, "requests")
+            asked.gate.set()
+        assert asked.where() == {2: 0, 3: 0, 4: 1, 5: 2, 6: 1}
+        counted = pool.metrics()
+        assert (counted["prefill_requests"], counted["decode_requests"]) == (2, 3)
+        assert counted["rejects"] == 0 == pool.metrics()["prefill_requests"]
+
+    play(3, story)
+
+
+def test_the_expected_reply_is_the_mean_of_those_before() -> None:
+    """After replies of 4 tokens, one that may have 100 is expected to have 4."""
+
+    async def story(asked: Asked, pool: EnginePool) -> None:
+        asked.gate.set()
+        await pool.sample([7] * 48, SamplingParams(100, ()))
+        for _ in range(400):
+            await pool.sample([7] * 8, SamplingParams(4, ()))
+        asked.clear()
+        await pool.sample([8] * 48, SamplingParams(100, ()))
+        assert asked == [(0, 8)]
+
+    play(2, story)
+
+
+def test_a_full_group_rejects_and_nobody_waits_while_a_place_is_free() -> None:
+    async def story(asked: Asked, pool: EnginePool) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            ask(tasks, pool, dict.fromkeys(range(2, 8), 640))
+            await until(lambda: len(asked) == 6, "requests")
+            asked.gate.set()
+        places = [number for number, _ in asked]
+        assert sorted(places) == [0, 0, 1, 1, 2, 2] and places[:2] == [0, 0]
+        assert pool.metrics()["rejects"] > 0
+
+    play(3, story, max_running=2)
+
+
+def test_without_the_prefill_engine_decode_engines_serve_its_requests() -> None:
+    """The engine of the prefill group dies with a request. It continues elsewhere, and after the
+    restart long prompts go there again, with the new version."""
+    asked = Asked(3)
+    back = asyncio.Event()
+
+    def on_event(kind: str, **_: Any) -> None:
+        if kind == "engine_back":
+            back.set()
+
+    recovery = Recovery(lambda version: {}, 1, on_event)
+    pool = supervise(EnginePool(asked.engines, phases=Phases(1)), recovery)
+
+    async def story() -> None:
+        await publish(pool, 3)
+        async with asyncio.TaskGroup() as tasks:
+            (first,) = ask(tasks, pool, {9: 300})
+            await until(lambda: len(asked) == 1, "requests")
+            asked.engines[0].die("killed")
+            reply = await first
+            assert reply.stop == "interrupted" and not reply.piece.tokens
+            (again,) = ask(tasks, pool, {10: 300})
+            await until(lambda: len(asked) == 2, "requests")
+            assert asked.where()[10] in (1, 2)
+            asked.gate.set()
+            assert (await again).piece.version == 3
+        await back.wait()
+        await publish(pool, 4)
+        reply = await pool.sample([11] * 300, SamplingParams(4, ()))
+        assert asked.where()[11] == 0 and reply.piece.version == 4
+
+    run_engine(pool, story)
+
+
+def test_an_interrupted_request_returns_its_version_from_either_group() -> None:
+    async def story(asked: Asked, pool: EnginePool) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            asking = ask(tasks, pool, {2: 300, 3: 8})
+            await until(lambda: len(asked) == 2, "requests")
+            await pool.interrupt()
+            replies = [await each for each in asking]
+        assert {(each.stop, each.piece.version) for each in replies} == {("interrupted", 0)}
+
+    play(2, story)
+
+
+def configured(engine: dict[str, Any], **options: Any) -> RunConfig:
+    return RunConfig(
+        recipe="toy",
+        task=TaskConfig(env="tests.support.toy:ToyTasks"),
+        engine=EngineConfig(**engine),
+        **options,
+    )
+
+
+def test_a_run_has_the_groups_of_its_options(tmp_path: Path) -> None:
+    tiny_policy().save(tmp_path)
+    options = {"processes": 3, "prefill_engines": 2, "prefill_ratio": 5.0, "max_context": 512}
+    pool = build_engine(configured(options, policy=str(tmp_path)), None)
+    assert pool.phases == Phases(2, 5.0)
+    assert supervise(pool, Recovery()).phases == Phases(2, 5.0)
+
+
+@pytest.mark.parametrize(
+    ("engine", "hosts", "why"),
+    [
+        ({"prefill_engines": 1}, 0, r"prefill_engines must be < 1 \(the engines of engine.proc"),
+        ({"prefill_engines": 3, "processes": 3}, 0, "must be < 3 .* at least one must decode"),
+        ({"prefill_engines": 2, "processes": 4}, 2, r"must be < 2 \(the engines of cluster.engine"),
+        ({"prefill_ratio": 3.0}, 0, "prefill_ratio = 3 is read only with engine.prefill_engines"),
+        ({"prefill_ratio": 0.0, "prefill_engines": 1}, 0, "prefill_ratio must be > 0"),
+    ],
+)
+def test_groups_that_cannot_be_are_refused(engine: dict[str, Any], hosts: int, why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        configured(engine, cluster=ClusterConfig(engine_hosts=hosts))
+
+
+def test_a_pool_refuses_an_empty_group() -> None:
+    with pytest.raises(ValueError, match="fewer engines than the pool"):
+        EnginePool(Asked(2).engines, phases=Phases(2))

@@ -1,0 +1,185 @@
+"""Rules by which a pool of engines chooses an engine for a request.
+
+The engines may be divided into two groups: one for requests with much new context (prefill), one
+for the others (decode). This is P/D-Serve's division, and RollArt's map of phases to hardware. The
+pool of a run and the simulated pool use the same functions.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+MAX_EXTRA_REPLIES = 8
+"""The largest load that an engine with a useful cache may have beyond the least loaded engine. A
+request without context has load 1.
+"""
+CACHED_TOKENS_PER_REPLY = 128
+"""Number of cached tokens that are worth one additional reply on an engine. For a small model,
+computing them takes as long as the wait.
+"""
+FOREIGN_TOKENS = MAX_EXTRA_REPLIES * CACHED_TOKENS_PER_REPLY
+"""Number of cached tokens that keep a request on an engine of the other group. They are worth as
+many replies as an engine with a useful cache may have beyond the least loaded one.
+"""
+_KEPT = 0.98
+"""Share of the mean that is kept when a reply ends. The mean then covers about the last 50 replies.
+"""
+
+
+def request_weight(context: int, load_tokens: int) -> int:
+    """Return the load of a request with `context` tokens: 1 + floor(context / load_tokens).
+
+    It is 1 if `load_tokens` is 0. A reply reads its whole context for each token that it samples.
+    The formula is AgentMath's, with w_base = 1.
+    """
+    return 1 + (context // load_tokens if load_tokens else 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Phases:
+    """The division of a pool's engines into a prefill group and a decode group."""
+
+    prefill_engines: int = 0
+    """Number of engines in the prefill group. These are the first ones. 0 makes no groups."""
+    ratio: float = 8.0
+    """A request belongs to the prefill group if its new context tokens are more than this many
+    times the tokens of its reply.
+    """
+
+    def is_prefill(self, new_tokens: int, reply_tokens: float) -> bool:
+        """Return True if a request belongs to the prefill group.
+
+        `new_tokens` is the number of context tokens that are not cached. `reply_tokens` is the
+        expected length of the reply.
+
+        >>> Phases(1, ratio=8).is_prefill(801, 100.0), Phases(1, ratio=8).is_prefill(800, 100.0)
+        (True, False)
+        """
+        return new_tokens > self.ratio * reply_tokens
+
+
+NO_PHASES = Phases()
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """An engine that works, as one request sees it."""
+
+    load: int
+    """Sum of the weights of its running and waiting requests, see `request_weight`."""
+    cached: int
+    """Number of the request's context tokens that it has cached."""
+    is_free: bool
+    """False if it has no place, so that it rejects the request."""
+    prefills: bool = False
+    """True if it belongs to the prefill group."""
+    takes_prefill: bool = True
+    """False if it rejects requests of the prefill group."""
+    pending: int = 0
+    """Number of context tokens that it has to compute first, for other requests."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The engine for a request."""
+
+    index: int
+    """Its index among the candidates."""
+    has_place: bool
+    """False if all engines reject the request, so that it waits."""
+    rejects: int
+    """Number of engines that come first in order of preference, but have no place or other context
+    to compute.
+    """
+    is_prefill: bool
+    """True if the request belongs to the prefill group."""
+
+
+def choose(
+    candidates: Sequence[Candidate], *, context: int, reply_tokens: float, phases: Phases
+) -> Choice:
+    """Choose an engine by the phase of a request with `context` tokens.
+
+    The request belongs to the prefill group if the decode engine that has most of its context
+    would have to compute too many new tokens (`Phases.is_prefill`). It goes to this group if an
+    engine there has a place, otherwise to the other group. If all engines reject it, it waits in
+    its group. It also goes to the other group if the engine there has more than `FOREIGN_TOKENS`
+    more of its context. A group without a working engine is left out.
+
+    >>> prefill = Candidate(load=1, cached=0, is_free=True, prefills=True)
+    >>> decode = Candidate(load=5, cached=0, is_free=True)
+    >>> for context in (4000, 400):
+    ...     choose([prefill, decode], context=context, reply_tokens=200.0, phases=Phases(1)).index
+    0
+    1
+    """
+    decode = [each for each in candidates if not each.prefills] or candidates
+    is_prefill = phases.is_prefill(context - max(each.cached for each in decode), reply_tokens)
+    groups: dict[bool, list[int]] = {True: [], False: []}
+    for index, each in enumerate(candidates):
+        groups[each.prefills == is_prefill].append(index)
+    if not (groups[True] and groups[False]):
+        return choose_in(candidates, groups[True] or groups[False], is_prefill=is_prefill)
+    home = choose_in(candidates, groups[True], is_prefill=is_prefill)
+    away = choose_in(candidates, groups[False], is_prefill=is_prefill)
+    saved = candidates[away.index].cached - candidates[home.index].cached
+    if not away.has_place or (home.has_place and saved <= FOREIGN_TOKENS):
+        return home
+    rejects = away.rejects + (0 if home.has_place else home.rejects)
+    return replace(away, rejects=rejects)
+
+
+def choose_in(
+    candidates: Sequence[Candidate], group: Sequence[int], *, is_prefill: bool = False
+) -> Choice:
+    """Choose an engine of a group, which is given by indices of `candidates`.
+
+    The preferred engine has the least load and context to compute, where `CACHED_TOKENS_PER_REPLY`
+    tokens count as a load of 1. Engines whose load is more than `MAX_EXTRA_REPLIES` above the least
+    come last. An engine without a place rejects the request, which then goes to the next one. So
+    does an engine with pending context, unless waiting for it is shorter than to compute the
+    request's context elsewhere. If all reject the request, it waits at the preferred one.
+    """
+    most = min(candidates[index].load for index in group) + MAX_EXTRA_REPLIES
+
+    def cost(index: int) -> tuple[bool, int, int]:
+        each = candidates[index]
+        return each.load > most, CACHED_TOKENS_PER_REPLY * each.load - each.cached, each.load
+
+    def cost_now(index: int) -> tuple[bool, int, int]:
+        is_last, tokens, load = cost(index)
+        return is_last, tokens + candidates[index].pending, load
+
+    def has_place(index: int) -> bool:
+        each = candidates[index]
+        return each.is_free and (each.takes_prefill or not is_prefill)
+
+    order = sorted(group, key=cost)
+    free = [index for index in order if has_place(index)]
+    if not free:
+        return Choice(order[0], False, len(order), is_prefill)
+    best = min(free, key=cost_now)
+    return Choice(best, True, order.index(best), is_prefill)
+
+
+class ReplyLengths:
+    """A running mean of the lengths of complete replies.
+
+    >>> lengths = ReplyLengths()
+    >>> lengths.expected(64)
+    64.0
+    >>> lengths.add(10)
+    >>> lengths.expected(64), lengths.expected(4)
+    (10.0, 4.0)
+    """
+
+    def __init__(self) -> None:
+        self._mean = 0.0
+        self._weight = 0.0
+
+    def add(self, tokens: int) -> None:
+        self._weight = _KEPT * self._weight + 1
+        self._mean += (tokens - self._mean) / self._weight
+
+    def expected(self, max_tokens: int) -> float:
+        """Return the expected length of a reply of at most `max_tokens` tokens."""
+        return min(float(max_tokens), self._mean) if self._weight else float(max_tokens)
