@@ -1,6 +1,6 @@
 """A request goes to the group of its phase, and a member without a place rejects it.
 
-The choice is checked against numbers worked out by hand. A pool of scripted engines with groups
+The choice is compared with numbers worked out by hand. A pool of scripted engines with groups
 keeps the promises of a pool: no request is stranded while engines die, restart or change weights.
 """
 

@@ -168,8 +168,8 @@ ROWS: Sequence[Row] = (
         "phases on the hardware that fits them",
         "--engine.prefill_engines sends requests to groups of engines by phase, and with "
         "--cluster.engine_hosts to groups of machines; judges are called off the event loop, at "
-        "most JudgeEndpoint.at_once at a time, and this number does not follow the load",
-        "works",
+        "most JudgeEndpoint.at_once at a time, but this number does not follow the load",
+        "transfer",
     ),
     _row(
         23,
@@ -321,8 +321,8 @@ ROWS: Sequence[Row] = (
         "P/D-Serve",
         "separate engines for prompts and replies",
         "--engine.prefill_engines are groups, and a full engine's requests go to the next one; a "
-        "reply stays where its prompt was computed, because engines are processes without shared "
-        "caches; unstale simulate --set fleet.kv_transfer=true simulates the separation",
+        "reply stays where its prompt was computed, because an engine cannot send its cache to "
+        "another one; unstale simulate --set fleet.kv_transfer=true simulates that",
         "transfer",
     ),
     _row(
