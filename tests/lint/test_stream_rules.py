@@ -74,6 +74,11 @@ def test_what_needs_the_whole_batch_is_refused(knobs: str) -> None:
         assert not [rule for rule in REFUSALS if rule(fixed)]
 
 
+def test_trainer_ranks_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"trainer\.stream needs cluster\.trainers = 0, got 2"):
+        configured(STREAM + "--cluster.trainers 2")
+
+
 @pytest.mark.parametrize("knobs", ACCEPTED)
 def test_what_treats_each_group_alone_is_accepted(knobs: str) -> None:
     assert refusals(knobs) == []
