@@ -206,8 +206,10 @@ ROWS: Sequence[Row] = (
         29,
         "V0",
         "a value from the history of outcomes",
-        "--techniques predicted_sampler forecasts from past groups by words, allocate with gain v0 "
-        "by the success of the same task; the trained model is missing",
+        "--techniques 'predicted_sampler allocate' --predicted_sampler.forecast model "
+        "--allocate.gain v0 --selection.pool N; the model is small and trained in the run, and "
+        "allocate forecasts by the success of the same task",
+        "works",
     ),
     _row(
         30,

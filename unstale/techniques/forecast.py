@@ -13,13 +13,15 @@ from numpy.typing import NDArray
 
 Array = NDArray[np.float64]
 
+DIMENSIONS = 512
+"""Length of the vector of a text."""
 TEMPERATURES = (0.01, 10.0)
 """Range of the temperature of a calibration, as in DOTS."""
 MAX_SHIFT = 1.0
 """Largest absolute shift of a calibration, as in DOTS."""
 
 
-def embed(texts: Sequence[str], *, dimensions: int = 512) -> Array:
+def embed(texts: Sequence[str], *, dimensions: int = DIMENSIONS) -> Array:
     """Return a vector of length 1 for each text, `[n, dimensions]`, from its words.
 
     A word counts by the logarithm of 1 + n / (number of texts that have it). The place of a word is

@@ -1,50 +1,79 @@
 """`predicted_sampler`: the next task is one whose success rate is forecast near a target.
 
-The forecast of a task is a weighted mean of the success rates of the last groups, where the weight
-of a group is exp((c - 1) / width), and c the cosine of the words of both tasks. So tasks that were
-never tried have a forecast, too. It is calibrated: p = sigmoid(logit(mean) / T + b), with T and b
-by which the known results are most likely if each is forecast from the others. A task is drawn with
-a probability proportional to exp(-|p - alpha| / tau). From DOTS (arXiv 2506.05316), which has a
-trained encoder instead of words, and tries 256 reference tasks instead of using past groups. V0
-forecasts from past groups, by a trained model.
+A task is drawn with a probability proportional to exp(-|p - alpha| / tau), where p is the forecast
+of its success rate. Tasks that were never tried have a forecast, too.
+
+`words`: p is a weighted mean of the success rates of the last groups, where the weight
+of a group is exp((c - 1) / width), and c the cosine of the words of both tasks. It is calibrated:
+p = sigmoid(logit(mean) / T + b), with T and b by which the known results are most likely if each is
+forecast from the others. From DOTS (arXiv 2506.05316), which has a trained encoder instead of
+words, and tries 256 reference tasks instead of using past groups.
+`model`: p is that of a model which reads the last groups, in one pass. It attends to them: the
+weight of a group with n episodes is n exp(s sum_d m_d x_d y_d), where x and y have the words of
+both tasks, and that of the mean of all groups is exp(c). With r, the weighted mean of their success
+rates, z = a logit(r) + b. m, s, c, a and b are trained after each batch on the last groups, each
+forecast from the others. The loss is that of V0: 0.75 times the cross entropy plus 0.25 times -log
+sigmoid(z - z') over pairs with different results. p = sigmoid(g z + (1 - g) z0), where z0 is the
+logit of the mean of all groups. g, from 0 to 1, is most likely for the results of the last groups,
+each forecast before the model was trained on it. From V0, which trains a large model in advance.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 
-from unstale.config.checks import NonNegative, Positive, PositiveInt, Section, Share
+from unstale.config.checks import ConfigError, NonNegative, Positive, PositiveInt, Section, Share
 from unstale.config.techniques import Entry
 from unstale.techniques import Draw, DrawContext, Outcome
 from unstale.techniques.forecast import Array, calibrated, embed, fit_calibration, weighted_rates
 from unstale.techniques.success import SuccessShare, successes
+from unstale.techniques.value_model import LearnedForecast, Results
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PredictedSamplerConfig(Section, SuccessShare):
     """The next task is one whose success rate is forecast near a target (DOTS, V0)."""
 
+    selector: ClassVar[str] = "forecast"
+    read_by: ClassVar[Mapping[str, Sequence[str]]] = {
+        "prior": ("words",),
+        "calibrate": ("words",),
+        "lr": ("model",),
+        "passes": ("model",),
+    }
+
     alpha: Share = 0.5
     """The target of the success rate."""
     tau: Positive = 0.001
     """Temperature of the draw. A small one takes nearly always the nearest task."""
+    forecast: Literal["words", "model"] = "words"
+    """The forecast: a mean weighted by common words, or a small model that is trained in the run.
+    """
     width: Positive = 0.1
-    """Decrease of the cosine of two texts by which a weight falls to 1 / e."""
+    """Decrease of the cosine of two texts by which a weight falls to 1 / e. With `model`, at first.
+    """
     prior: NonNegative = 1.0
-    """Number of episodes with the mean success rate that are added to each forecast."""
+    """Only for `words`: number of episodes with the mean success rate that are added to each
+    forecast.
+    """
     history: PositiveInt = 256
     """Number of last groups that are used."""
     calibrate: bool = True
-    """Calibrate the forecast by the known results."""
+    """Only for `words`: calibrate the forecast by the known results."""
+    lr: Positive = 0.03
+    """Only for `model`: the learning rate."""
+    passes: PositiveInt = 4
+    """Only for `model`: number of optimizer steps after each batch, on all last groups."""
 
 
-class PredictedSampler:
-    """A sampler that forecasts success from the texts of tasks."""
+class TextSampler(ABC):
+    """A sampler that forecasts success from the texts of tasks and the results of past groups."""
 
     def __init__(self, options: PredictedSamplerConfig) -> None:
         self._options = options
@@ -52,24 +81,92 @@ class PredictedSampler:
         self._vectors = np.zeros((0, 0))
         self._groups: deque[tuple[str, float, int]] = deque(maxlen=options.history)
         """Task, successes and episodes of the last groups."""
-        self._weights: dict[str, Array] = {}
-        """The weight of a group of each known task for every task of the pool, `[N]`."""
-        self._rates: Array | None = None
-        """The forecasts of all tasks of the pool, `[N]`. None after a change."""
 
     def read(self, texts: Mapping[str, str]) -> None:
         self._places = {task: place for place, task in enumerate(texts)}
         self._vectors = embed(list(texts.values()))
-        self._weights.clear()
-        self._rates = None
 
     def draw(self, tasks: Sequence[str], context: DrawContext) -> Draw:
         distance = np.abs(self.forecast(tasks) - self._options.alpha)
         weights = np.exp((distance.min() - distance) / self._options.tau)
         return Draw(context.random.choices(tasks, weights=weights.tolist())[0])
 
+    @abstractmethod
     def forecast(self, tasks: Sequence[str]) -> Array:
         """Return the success rate of each task, `[n]`. It is 1/2 before the first group."""
+
+    def observe(self, outcomes: Sequence[Outcome]) -> None:
+        for outcome in outcomes:
+            if outcome.rewards:
+                found = successes("predicted_sampler", outcome.rewards, self._options.success_at)
+                self._groups.append((outcome.task, sum(found), len(found)))
+
+    def state(self) -> Mapping[str, Any]:
+        return {"groups": [list(each) for each in self._groups]}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        groups = [(task, float(solved), int(size)) for task, solved, size in state["groups"]]
+        self._groups = deque(groups, maxlen=self._options.history)
+
+
+class ModelSampler(TextSampler):
+    """A sampler whose forecast is that of a model that is trained in the run."""
+
+    def __init__(self, options: PredictedSamplerConfig) -> None:
+        super().__init__(options)
+        self._learned = LearnedForecast(
+            width=options.width, lr=options.lr, steps=options.passes, history=options.history
+        )
+
+    def forecast(self, tasks: Sequence[str]) -> Array:
+        if not self._groups:
+            return np.full(len(tasks), 0.5)
+        vectors = self._vectors[[self._places[task] for task in tasks]]
+        return self._learned.forecast(vectors, self._results(list(self._groups)))
+
+    def observe(self, outcomes: Sequence[Outcome]) -> None:
+        before = list(self._groups)
+        super().observe(outcomes)
+        count = sum(bool(outcome.rewards) for outcome in outcomes)
+        past = list(self._groups)
+        new = past[max(len(past) - count, 0) :]
+        self._learned.learn(self._results(new), self._results(before), self._results(past))
+
+    def _results(self, groups: Sequence[tuple[str, float, int]]) -> Results:
+        places = [self._places[task] for task, _, _ in groups]
+        solved = np.array([each for _, each, _ in groups], dtype=np.float64)
+        sizes = np.array([each for _, _, each in groups], dtype=np.float64)
+        return Results(self._vectors[places], solved, sizes)
+
+    def state(self) -> Mapping[str, Any]:
+        return {**super().state(), "learned": self._learned.state()}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        if "learned" not in state:
+            raise ConfigError(
+                "predicted_sampler.forecast cannot change to model in a resumed run: the "
+                "checkpoint has no model"
+            )
+        super().restore(state)
+        self._learned.restore(state["learned"])
+
+
+class PredictedSampler(TextSampler):
+    """A sampler whose forecast is a mean of past results, weighted by common words."""
+
+    def __init__(self, options: PredictedSamplerConfig) -> None:
+        super().__init__(options)
+        self._weights: dict[str, Array] = {}
+        """The weight of a group of each known task for every task of the pool, `[N]`."""
+        self._rates: Array | None = None
+        """The forecasts of all tasks of the pool, `[N]`. None after a change."""
+
+    def read(self, texts: Mapping[str, str]) -> None:
+        super().read(texts)
+        self._weights.clear()
+        self._rates = None
+
+    def forecast(self, tasks: Sequence[str]) -> Array:
         if self._rates is None:
             self._rates = self._forecast_all()
         return self._rates[[self._places[task] for task in tasks]]
@@ -100,25 +197,24 @@ class PredictedSampler:
         return np.asarray(np.exp((cosine - 1) / self._options.width))
 
     def observe(self, outcomes: Sequence[Outcome]) -> None:
-        for outcome in outcomes:
-            if outcome.rewards:
-                found = successes("predicted_sampler", outcome.rewards, self._options.success_at)
-                self._groups.append((outcome.task, sum(found), len(found)))
+        super().observe(outcomes)
         self._rates = None
-
-    def state(self) -> Mapping[str, Any]:
-        return {"groups": [list(each) for each in self._groups]}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        groups = [(task, float(solved), int(size)) for task, solved, size in state["groups"]]
-        self._groups = deque(groups, maxlen=self._options.history)
+        super().restore(state)
         self._rates = None
+
+
+def make_sampler(options: PredictedSamplerConfig) -> TextSampler:
+    """Return the sampler with the chosen forecast."""
+    return ModelSampler(options) if options.forecast == "model" else PredictedSampler(options)
 
 
 def _describe(options: PredictedSamplerConfig) -> str:
+    model = ", by a model that is trained on them" if options.forecast == "model" else ""
     return (
         f"the next task has a forecast success rate near {options.alpha:g}, from its text and the "
-        f"last {options.history} groups; the objective is the expectation over these tasks"
+        f"last {options.history} groups{model}; the objective is the expectation over these tasks"
     )
 
 
@@ -137,24 +233,35 @@ the rows with `tau` 0.05 on a smaller scale.
 | `tau` 0.05 | 0.26 | 0.17 | 0.39 | 0.24 |
 
 Texts that say nothing do no harm: tasks that come again are then chosen by their own results, as
-`beta_sampler` does. With the small `tau` of DOTS, the same tasks come often and others never. It
-has not been measured on the desks, which have no texts.
+`beta_sampler` does. With the small `tau` of DOTS, the same tasks come often and others never.
+
+With 200 tasks, of which 128 are drawn uniformly, one group of 8 each, the cross entropy of the
+forecasts for the others is 0.451 with `model`, 0.554 with the mean success rate and 0.346 with the
+true ones (20 seeds). Among forecasts of 0 to 0.2, of 0.2 to 0.4 and so on, their mean is within
+0.041 of the mean success rate. If texts are exchanged, it is 0.556 instead of 0.552: the model is
+useless, but does no harm. `tests/techniques/test_value_model.py` repeats this. Of the tasks that it
+draws (`tau` 0.05, 16 steps), 0.19 have groups with equal rewards, against 0.34 with `words` and
+0.42 drawn uniformly; if texts are exchanged, 0.29 and 0.35. The error of forecasts for tasks that
+were never tried is 0.12 and 0.18 with `words`; if exchanged, 0.23 with both.
+
+It has not been measured on the desks, which have no texts.
 """
 
 ENTRY = Entry(
     name="predicted_sampler",
     slot="sampler",
     rows=(2, 29),
-    makes=PredictedSampler,
+    makes=make_sampler,
     options=PredictedSamplerConfig,
     changes=frozenset({"tasks"}),
     describe=_describe,
     use="The pool is so large that most tasks come once or twice, and the difficulty of a task "
-    "shows in its words.",
+    "shows in its words. `model` learns which words show it.",
     measured=_MEASURED,
     exactness="The objective becomes the expectation over the tasks that are drawn, not over the "
     "pool; no weight corrects it. D and S do not change. Words instead of a trained encoder, past "
     "groups instead of reference tasks, the mean success as `prior` and Platt's calibration, which "
-    "is an alternative in the code of DOTS, are our own choice.",
+    "is an alternative in the code of DOTS, are our own choice. So are the small model, its "
+    "training in the run, and g. V0 trains TabPFN 2.5 in advance, and lets it read 256 results.",
     requires=frozenset({"pool", "texts"}),
 )
