@@ -45,8 +45,8 @@ OUTCOMES = {
 """The outcomes of a token, each with its flag. The first one that applies counts."""
 
 SKIPPED, KEPT = "skipped", "kept"
-"""The outcome of the tokens of an episode that was not run, and of a token without a flag of
-`OUTCOMES`.
+"""The outcomes of tokens without a flag of `OUTCOMES`: of an episode that was not run, and of
+others.
 """
 
 
@@ -65,7 +65,8 @@ class TokenValues:
     """
     minibatch: int | None
     """The optimizer step within the batch that trained on the episode, from 0. None if the episode
-    was not run, because none of its tokens could have a gradient.
+    was not run, because none of its tokens could have a gradient: the correction dropped them, or
+    their advantages are 0.
     """
     log_d: "Values"
     """`old_logp - behavior_logp`. NaN if no `old_logp` was computed."""
@@ -93,11 +94,10 @@ class TokenValues:
 
     @property
     def outcome(self) -> list[str]:
-        """What happened to each token: `skipped`, `kept`, or a name of `OUTCOMES`."""
-        if self.minibatch is None:
-            return [SKIPPED] * len(self.flags)
+        """What happened to each token: a name of `OUTCOMES`, `skipped` or `kept`."""
+        other = SKIPPED if self.minibatch is None else KEPT
         return [
-            next((name for name, flag in OUTCOMES.items() if flag & value), KEPT)
+            next((name for name, flag in OUTCOMES.items() if flag & value), other)
             for value in self.flags.tolist()
         ]
 

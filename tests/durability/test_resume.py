@@ -199,6 +199,11 @@ def require_sound(folder: Path, *, bound: int = 1) -> None:
         assert check(reader) == []
         consumed = [group.step for group in reader.groups() if group.ended == "consumed"]
         assert sorted(consumed) == [step for step in range(1, STEPS + 1) for _ in range(2)]
+        trained = {group.number: group.step for group in reader.groups() if group.step}
+        values = reader.token_steps()
+        assert {number: steps[0] for number, steps in values.items()} == trained
+        again = sorted(number for number, steps in values.items() for _ in steps[1:])
+        assert again == sorted(reader.replayed())
         versions, marks = reader.versions(), reader.checkpoints()
         written = [event["step"] for event in reader.events() if event["kind"] == "step"]
         sampled = {row["step"]: row for row in reader.token_samples()}

@@ -407,6 +407,8 @@ class LocalTrainer:
         with_entropy = "entropy" in self.techniques.needs
         scored = self._score(self.policy, batch, with_entropy=with_entropy)
         _require_finite(batch, logp=scored.logp)
+        if with_entropy:
+            self._metrics.tokens.add_entropy(batch, scored.entropy, where=batch.sampled)
 
         def gradient_norms(sequences: Sequence[int], part: GradientPart) -> Tensor:
             parts = [batch.select([i])[0] for i in sequences]

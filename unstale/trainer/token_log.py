@@ -50,11 +50,12 @@ class TokenLog:
         self._parts: list[_Part] = []
 
     def begin(self, batch: Batch, *, route: str) -> None:
-        """Note the sequences of a batch, or of a part of one, and their advantages."""
-        kept = self._kept(batch)
-        if not kept:
-            return
+        """Note the sequences of a batch, or of a part of one, and their advantages.
+
+        Sequences without sampled tokens are left out.
+        """
         counts = _num_sampled(batch)
+        kept = [i for i in self._kept(batch) if counts[i]]
         replayed = batch.replayed
         spans = batch.spans()
         for i in kept:
@@ -127,8 +128,7 @@ class TokenLog:
                 pieces = np.split(tensor.numpy(), ends[:-1])
                 for episode, piece in zip(part.episodes, pieces, strict=True):
                     found = columns.setdefault(episode, {})
-                    merged = name == "flags" and name in found
-                    found[name] = found[name] | piece if merged else piece
+                    found[name] = _merge(name, found[name], piece) if name in found else piece
             if part.minibatch is not None:
                 minibatches |= dict.fromkeys(part.episodes, part.minibatch)
         return [
@@ -166,6 +166,13 @@ def _num_sampled(batch: Batch) -> list[int]:
     """Return the number of sampled tokens of each sequence."""
     total = torch.cat([torch.zeros(1, dtype=torch.long), batch.sampled.cumsum(0)])
     return total[torch.tensor(batch.offsets)].diff().tolist()
+
+
+def _merge(name: str, before: np.ndarray, after: np.ndarray) -> np.ndarray:
+    """Return the values of tokens of which two parts have some."""
+    if name == "flags":
+        return before | after
+    return np.where(np.isnan(after), before, after)
 
 
 def _narrow(values: Tensor) -> Tensor:
