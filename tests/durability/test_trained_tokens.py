@@ -10,6 +10,7 @@ import asyncio
 import json
 import sqlite3
 import zlib
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -27,7 +28,7 @@ from unstale.durability import compare_runs
 from unstale.durability.journal import JOURNAL, Journal, JournalError, TrainedTokens, check, content
 from unstale.durability.journal.token_rows import pack_tokens, unpack_tokens
 from unstale.model.policy import Policy
-from unstale.records import Sampled
+from unstale.records import Piece, Sampled
 from unstale.testing import plain_logps
 from unstale.token_values import TokenFlag, TokenValues, keeps_tokens
 from unstale.weights.recording import RECORDED, Recorded
@@ -336,7 +337,7 @@ def test_values_are_those_of_a_plain_pass_with_the_weights_of_each_version(
     assert stale > 100 and fresh > 50 and clipped > 10 and capped > 10
 
 
-def starts(pieces: tuple) -> list[tuple[int, Sampled]]:
+def starts(pieces: Sequence[Piece]) -> list[tuple[int, Sampled]]:
     found, start = [], 0
     for piece in pieces:
         if isinstance(piece, Sampled):

@@ -38,7 +38,7 @@ from unstale.testing import episode, nudge, plain_logps, tiny_policy
 from unstale.token_values import TokenFlag, TokenValues
 from unstale.trainer.local import LocalTrainer
 
-PLANS: tuple[tuple[list, float], ...] = (
+PLANS: tuple[tuple[list[int | tuple[int, int]], float], ...] = (
     ([4, (6, 0), 3, (8, 1)], 1.0),
     ([5, (12, 1)], -0.5),
     ([2, (9, 0)], 0.0),
@@ -86,7 +86,7 @@ def true_logps(batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
     for policy in (before, now):
         rows = [plain_logps(policy, batch.tokens[a:b].tolist()) for a, b in batch.spans()]
         passes.append(torch.cat(rows))
-    return torch.where(batch.version == 0, *passes), passes[1]
+    return torch.where(batch.version == 0, passes[0], passes[1]), passes[1]
 
 
 def a_batch() -> Batch:
