@@ -327,6 +327,10 @@ WARNED = [
     ("--techniques 'allocate pick' --advantage.estimator rloo_first", "pick with allocate"),
     ("--techniques 'limits truncated'", "limits with truncated"),
     (
+        "--techniques segments --segments.table 64:4:2 --segments.places 9999",
+        "segments.places is 9999",
+    ),
+    (
         "--techniques replay --replay.rule failed --selection.pool 256",
         "replay.rule is failed, and a task comes again after 16 steps",
     ),

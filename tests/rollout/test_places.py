@@ -299,3 +299,11 @@ def test_later_segments_have_the_versions_that_sampled_them() -> None:
     result = asyncio.run(main())
     found = [(piece.version, piece.behavior_logp) for piece in result.sampled]
     assert found == [(0, (-0.5,) * 3), (1, (-0.25,) * 3), (1, (-0.25,))]
+
+
+def test_a_prompt_that_leaves_no_room_for_a_reply_ends_the_run() -> None:
+    with pytest.raises(ExceptionGroup) as raised:
+        play(EpisodeBudget(context=2, segments=9), answers())
+    assert "has 2 tokens, and an episode may have 2: no reply fits" in str(
+        raised.value.exceptions[0]
+    )

@@ -188,6 +188,21 @@ def unlearned_limits(config: RunConfig) -> Finding | None:
     )
 
 
+def places_for_all(config: RunConfig) -> Finding | None:
+    """Warn of segments where every episode in flight has a place."""
+    places: int = getattr(config.technique_options.get("segments"), "places", 0)
+    schedule = config.schedule
+    most = (schedule.max_staleness + 1) * schedule.groups_per_step * schedule.group_size
+    sizes = {"sampler", "allocator"} & {each.slot for each in chosen(config.techniques)}
+    if places < most or sizes:
+        return None
+    return Finding(
+        f"segments.places is {places}",
+        f"at most {most} episodes are in flight, so none ever waits for a place",
+        ({"segments.places": max(1, most // 2)},),
+    )
+
+
 def picked_after_allocation(config: RunConfig) -> Finding | None:
     """Warn of episodes that an allocator adds and `pick` leaves out."""
     allocators = [each.name for each in chosen(config.techniques) if each.slot == "allocator"]
@@ -261,6 +276,7 @@ WARNINGS: Sequence[Rule] = (
     no_floor_of_distances,
     even_groups_of_median,
     unlearned_limits,
+    places_for_all,
     picked_after_allocation,
     too_old_when_tasks_return,
     unreachable_success,

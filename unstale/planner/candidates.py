@@ -24,6 +24,7 @@ from unstale.planner.analytic import (
     scoring_devices,
 )
 from unstale.planner.route_costs import RouteCost, route_cost
+from unstale.planner.simulated_techniques import NO_TECHNIQUES, SimulatedTechniques
 from unstale.planner.workload import EpisodeStats, Workload
 
 MAX_TRAINERS = 1024
@@ -53,6 +54,8 @@ class PlanRequest:
     """Number of simulated rounds of lag + 1 steps, after a first round in which the queue fills
     up.
     """
+    techniques: SimulatedTechniques = NO_TECHNIQUES
+    """`setup.episodes` are already cut off by their limits."""
     on_progress: Callable[[str], None] = lambda text: None
 
 
@@ -117,10 +120,13 @@ class Candidate:
         """
         costs = self.costs
         batch = round(costs.batch)
+        replay = self.request.techniques.replay
+        groups = self.schedule.groups_per_step
+        trained = round(batch * (1 + replay.count(groups) / groups)) if replay else batch
         estimate = ThroughputEstimate(math.inf, 0.0, 1.0)
         for _ in range(4):
             scoring_s = costs.old_logps_s(batch, estimate.versions)
-            trainer_s = costs.train_s(batch) + costs.publish_s() + scoring_s
+            trainer_s = costs.train_s(trained) + costs.publish_s() + scoring_s
             live = self._live_per_engine * estimate.alive(self.episodes.tail)
             running, engine_s = self._share_engine(live, estimate.versions - 1)
             generation_s = self.sequences * engine_s / (running * self.placement.engines)

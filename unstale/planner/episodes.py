@@ -16,9 +16,11 @@ import numpy as np
 from unstale.engines import Stopwatch
 from unstale.planner.clock import SimulatedClock
 from unstale.planner.engines import SimulatedEnginePool, SimulatedReply
+from unstale.planner.simulated_techniques import SimulatedLimits
 from unstale.planner.workload import EpisodeShape, Workload
 from unstale.records import (
     ContextPiece,
+    EpisodeBudget,
     Failure,
     Group,
     GroupRequest,
@@ -29,6 +31,7 @@ from unstale.records import (
     Trajectory,
 )
 from unstale.rollout import More, no_more
+from unstale.rollout.segments import Age, Spending
 from unstale.rollout.staleness_queue import PendingPieces
 from unstale.rollout.transcript import OpenWriter
 
@@ -41,20 +44,37 @@ class SimulatedEpisode:
         rollout: "SimulatedRollout",
         shape: EpisodeShape,
         *,
-        group: int,
+        age: Age,
+        budget: EpisodeBudget,
         on_end: "Callable[[SimulatedEpisode | None], None]",
     ) -> None:
-        """Make an episode.
+        """Make an episode. It runs in segments if its `budget` has some.
 
-        `on_end` is called with the finished episode, or with None if all attempts failed.
+        `age` has the number of its group, and its index there. `on_end` is called with the finished
+        episode, or with None if all attempts failed.
         """
         self.rollout = rollout
         self.shape = shape
-        self.group = group
+        self.group = age[0]
         self.on_end = on_end
         self.failures = 0
         self.began = self.ended = self.requested = rollout.clock.now
-        self._begin()
+        self._age = age
+        self._budget = budget
+        self._take_place(self._begin)
+
+    def _take_place(self, start: Callable[[], None]) -> None:
+        """Call `start`, after the wait for a place if the episode runs in segments."""
+        if self.rollout.places is None:
+            start()
+            return
+        since = self.rollout.clock.now
+
+        def taken() -> None:
+            self.rollout.totals["place_s"] += self.rollout.clock.now - since
+            start()
+
+        self.rollout.places.take(self._age, taken)
 
     def _begin(self) -> None:
         self.number = next(self.rollout.numbers)
@@ -62,12 +82,27 @@ class SimulatedEpisode:
         self.pieces: list[tuple[int, int]] = []
         """For each piece of the episode: its version, and its number of sampled tokens."""
         self.turn = 0
+        self._spending = Spending(self._budget)
+        self._left = 0
+        """Number of tokens of the present reply that are still to be sampled."""
         prompt = self.shape.prompt
         self.reply = SimulatedReply(self.number, self.group, prompt, self._on_tokens, prompt)
-        self._request_reply()
+        self._begin_reply()
 
-    def _request_reply(self) -> None:
-        self.reply.left = self.shape.turns[self.turn].reply
+    def _begin_reply(self) -> None:
+        self._left = self.shape.turns[self.turn].reply
+        self._request_tokens()
+
+    def _request_tokens(self) -> None:
+        """Request the next tokens of the reply, up to the end of a segment."""
+        if self._spending.begin_segment() and self.rollout.places is not None:
+            self.rollout.places.give_back()
+            self._take_place(self._sample)
+        else:
+            self._sample()
+
+    def _sample(self) -> None:
+        self.reply.left = min(self._left, self._spending.left)
         self.requested = self.reply.requested_at = self.rollout.clock.now
         self.rollout.engines.sample(self.reply)
 
@@ -76,11 +111,17 @@ class SimulatedEpisode:
             version = self.rollout.engines.version
             self.pieces.append((version, tokens))
             self.rollout.arrived(self.number, version)
+            self._spending.count(tokens)
+            self._left -= tokens
         if complete:
-            self.rollout.engines.lengths.add(self.shape.turns[self.turn].reply)
             now = self.rollout.clock.now
             self.rollout.totals["engine_s"] += now - self.requested
-            self._call_tools(now)
+            if self._left:
+                self._request_tokens()
+            else:
+                self.rollout.engines.lengths.add(self.shape.turns[self.turn].reply)
+                self._spending.count_calls(self.shape.turns[self.turn].calls)
+                self._call_tools(now)
 
     def _call_tools(self, now: float) -> None:
         timeout_s = self.rollout.workload.timeout_s
@@ -97,7 +138,7 @@ class SimulatedEpisode:
         self.reply.context += self.shape.turns[self.turn].answer
         self.turn += 1
         if self.turn < len(self.shape.turns):
-            self._request_reply()
+            self._begin_reply()
         else:
             self._end(self)
 
@@ -116,6 +157,8 @@ class SimulatedEpisode:
             self.rollout.totals["episodes"] += 1
             self.rollout.totals["life_s"] += self.ended - self.began
         self.on_end(finished)
+        if self.rollout.places is not None:
+            self.rollout.places.give_back()
 
 
 _ONE_TOKEN = (0,)
@@ -124,15 +167,18 @@ _ONE_TOKEN = (0,)
 class SimulatedRollout:
     """Simulates the episodes of each group, and makes their records."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - all of them are parts of a simulation
         self,
         workload: Workload,
         clock: SimulatedClock,
         engines: SimulatedEnginePool,
         *,
         pending: PendingPieces,
+        limits: SimulatedLimits,
         seed: int,
     ) -> None:
+        self.places = limits.places
+        self._limits = limits
         self.clock = clock
         self.engines = engines
         self.workload = workload
@@ -155,7 +201,7 @@ class SimulatedRollout:
         random = np.random.default_rng([self._seed, 0, request.number])
         results: list[Trajectory | Failure] = []
         while size:
-            results += await self._stage(request, size, random)
+            results += await self._stage(request, size, random, begun=len(results))
             size = more(results)
         first = request.sizes[0] if request.sizes else len(results)
         return Group(
@@ -166,12 +212,17 @@ class SimulatedRollout:
             added=frozenset(
                 each.episode for each in results[first:] if isinstance(each, Trajectory)
             ),
+            turn_limit=request.turn_limit,
+            budget=request.budget,
         )
 
     async def _stage(
-        self, request: GroupRequest, size: int, random: np.random.Generator
+        self, request: GroupRequest, size: int, random: np.random.Generator, *, begun: int
     ) -> list[Trajectory | Failure]:
-        """Run `size` episodes of a group at the same time. Return their results as they end."""
+        """Run `size` episodes of a group at the same time. Return their results as they end.
+
+        `begun` episodes of the group were run before.
+        """
         ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         siblings: list[SimulatedEpisode | None] = []
 
@@ -180,8 +231,10 @@ class SimulatedRollout:
             if len(siblings) == size:
                 self.clock.resolve(ended, None)
 
-        for shape in self.workload.group(random, size):
-            SimulatedEpisode(self, shape, group=request.number, on_end=on_end)
+        shapes = self._limits.shorten(self.workload.group(random, size), request)
+        for index, shape in enumerate(shapes, begun):
+            age = (request.number, index)
+            SimulatedEpisode(self, shape, age=age, budget=request.budget, on_end=on_end)
         await ended
         return [
             self._trajectory(each, request.task)

@@ -22,6 +22,7 @@ from unstale.durability.run_folder import RunFolder
 from unstale.planner.costs import LinearCosts
 from unstale.planner.hardware import Device, Shares
 from unstale.planner.models import Model
+from unstale.planner.simulated_techniques import NO_TECHNIQUES, SimulatedTechniques, of_run
 from unstale.planner.workload import (
     Constant,
     Distribution,
@@ -55,16 +56,20 @@ class SimulationSetup:
     schedule: ScheduleConfig
     costs: LinearCosts
     needs: Needs
+    techniques: SimulatedTechniques = NO_TECHNIQUES
 
 
-def from_run(run: Path) -> SimulationSetup:
+def from_run(run: Path, techniques: SimulatedTechniques | None = None) -> SimulationSetup:
     """Return the arguments to simulate a recorded run: its episodes and its fitted durations.
+
+    `techniques` take the place of those of the run. Its episodes were cut off by its own limits.
 
     The engine's busy time is fitted to its decoding steps, the replies in them and the context
     tokens that it computed. Training and scoring are fitted to the tokens of a batch. No
     coefficient is negative. A tool call takes the mean of all calls, with the spread of
     `task.latency_sigma`. Raises `ConfigError` for a run that is too short or has renamed options,
-    whose route pauses generation for a time that is not recorded, or that has `trainer.stream`.
+    whose route pauses generation for a time that is not recorded, that has `trainer.stream`, or
+    with techniques that cannot be simulated.
     """
     folder = RunFolder(run)
     config = stored_config(folder.config(), f"{run}/config.json")
@@ -98,6 +103,7 @@ def from_run(run: Path) -> SimulationSetup:
         schedule=config.schedule,
         costs=fit_costs(rows[1:], span_seconds(folder), _versions(run), engines),
         needs=config.old_logps.needs,
+        techniques=of_run(config, techniques),
     )
 
 
@@ -125,7 +131,8 @@ def fit_costs(
         lane: np.array([seconds[row["step"]][lane] for row in known])
         for lane in seconds[known[0]["step"]]
     }
-    train, train_token = fit(spans["trainer"], [ones, tokens])
+    replayed = np.array([row.get("replay/token_share", 0.0) for row in known])
+    train, train_token = fit(spans["trainer"], [ones, tokens / (1 - replayed)])
     old, old_token, old_version_token = fit(spans["old_logps"], [ones, tokens, version_tokens])
     return LinearCosts(
         decode=decode,

@@ -3,6 +3,7 @@
 import argparse
 import json
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ from unstale.config.routes import routes
 from unstale.planner.assignments import parse_assignments
 from unstale.planner.hardware import DEVICES, Device, Shares
 from unstale.planner.models import PRESETS, Model
+from unstale.planner.simulated_techniques import choose, option_kinds, shorten_groups
 from unstale.planner.workload import Distribution, EpisodeStats, Workload
 
 if TYPE_CHECKING:
@@ -86,6 +88,9 @@ def add(verbs: Any) -> None:
     number("--longest", longest, 2, 10**9, default=16384, metavar="TOKENS")
     rounds = "length of a simulation, in rounds of lag + 1 steps after the queue is full"
     number("--rounds", rounds, 2, 1000, default=10, metavar="N")
+    option("--techniques", "limits or replay, as in a run", default="", metavar="NAMES")
+    values = "options of these techniques, such as limits.quantile=0.9"
+    option("--set", values, nargs="+", default=[], metavar="NAME=VALUE")
     option("--like", like, type=Path, metavar="RUN")
     option("--json", "print JSON", action="store_true")
 
@@ -110,6 +115,13 @@ def _request(chosen: argparse.Namespace) -> "PlanRequest":
         raise ConfigError(f"unknown route {chosen.route!r}{nearest(chosen.route, list(routes()))}")
     model = Model.parse(chosen.model)
     workload = workload_of(chosen)
+    techniques = choose(chosen.techniques, parse_assignments("--set", chosen.set, option_kinds()))
+    if techniques.segments:
+        raise ConfigError(
+            "the technique segments cannot be planned: no formula estimates the wait for a place. "
+            "Use unstale simulate --techniques segments"
+        )
+    shorten = partial(shorten_groups, options=techniques.limits)
     device, shares = _device(chosen, model)
     progress = Console(stderr=True)
     return PlanRequest(
@@ -118,7 +130,7 @@ def _request(chosen: argparse.Namespace) -> "PlanRequest":
             device=device,
             shares=shares,
             lr=chosen.lr,
-            episodes=EpisodeStats.of(workload, group_size=chosen.group_size),
+            episodes=EpisodeStats.of(workload, group_size=chosen.group_size, shorten=shorten),
         ),
         workload=workload,
         devices=chosen.gpus,
@@ -128,6 +140,7 @@ def _request(chosen: argparse.Namespace) -> "PlanRequest":
         windows=(chosen.window,) if chosen.window else (),
         route=chosen.route,
         rounds=chosen.rounds,
+        techniques=techniques,
         on_progress=lambda text: progress.print(text, style="dim"),
     )
 

@@ -19,6 +19,8 @@ class SimulationResult:
     """Number of tokens in the batches after the first `filling` steps."""
     trained_sampled: int
     """Number of sampled tokens in the batches after the first `filling` steps."""
+    replayed_tokens: int = 0
+    """Number of tokens that stored groups added to these batches."""
     sampled_tokens: int
     """Number of tokens that engines sampled in the whole run."""
     lost_tokens: int
@@ -62,6 +64,8 @@ class SimulationResult:
     """Share of an episode's time that is spent in tool calls."""
     ready_s: float
     """Mean seconds from the end of an episode to the step that trains on it."""
+    place_share: float = 0.0
+    """Share of an episode's time in which it waits for a place, with segments."""
 
     @property
     def steady_s(self) -> tuple[float, ...]:

@@ -5,9 +5,9 @@ Engines, trainer and publisher take the seconds of `Costs`. Episodes are simulat
 ones have a coroutine and journal rows. That is too slow for hundreds of thousands of episodes.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from itertools import count, pairwise
+from itertools import pairwise
 
 import numpy as np
 
@@ -40,6 +40,12 @@ from unstale.planner.simulated import (
     SimulatedThread,
     SimulatedTrainer,
 )
+from unstale.planner.simulated_techniques import (
+    NO_TECHNIQUES,
+    SimulatedLimits,
+    SimulatedReplay,
+    SimulatedTechniques,
+)
 from unstale.planner.workload import (
     Constant,
     Distribution,
@@ -49,10 +55,11 @@ from unstale.planner.workload import (
     TurnShape,
     Workload,
 )
-from unstale.records import Group, GroupRequest, ScoredTrajectory, Task
+from unstale.records import Group, ScoredTrajectory
 from unstale.rollout.episode import TooManyFailures
 from unstale.rollout.staleness_queue import PendingPieces
 from unstale.rollout.timeouts import first_error
+from unstale.techniques.replay import ENTRY as REPLAY
 
 __all__ = [
     "Constant",
@@ -61,6 +68,7 @@ __all__ = [
     "EpisodeShape",
     "Fleet",
     "LogNormal",
+    "SimulatedTechniques",
     "SimulationResult",
     "TurnShape",
     "Workload",
@@ -79,26 +87,33 @@ def simulate(  # noqa: PLR0913 - four parts of a run, its length, seed and route
     steps: int,
     seed: int = 0,
     needs: Needs = _NO_NEEDS,
+    techniques: SimulatedTechniques = NO_TECHNIQUES,
 ) -> SimulationResult:
     """Simulate `steps` steps of a run. The same arguments give the same result.
 
-    `needs` are those of the old-logit route. Raises `ConfigError` for settings with which too many
-    episodes fail, and `StalenessError` if a token is older than the bound.
+    `needs` are those of the old-logit route. `techniques` change the lengths of episodes or the
+    size of batches. Raises `ConfigError` for settings with which too many episodes fail, and
+    `StalenessError` if a token is older than the bound.
     """
     _check(fleet, needs, steps)
+    config = _config(schedule, fleet, steps)
+    if techniques.replay:
+        REPLAY.check(techniques.replay, config)
     clock = SimulatedClock()
     engines = SimulatedEnginePool(clock, costs, fleet)
     pending = PendingPieces()
-    rollout = SimulatedRollout(workload, clock, engines, pending=pending, seed=seed)
-    trainer = SimulatedTrainer(costs, rollout, fleet, closing=needs.closing)
+    limits = SimulatedLimits(techniques)
+    rollout = SimulatedRollout(workload, clock, engines, pending=pending, limits=limits, seed=seed)
+    replay = SimulatedReplay(techniques.replay, seed)
+    trainer = SimulatedTrainer(costs, rollout, fleet, closing=needs.closing, replay=replay)
     recorder = SimulatedRecorder(clock, engines, trainer)
     publisher = SimulatedPublisher(costs, clock, engines, trainer=trainer)
     snapshots = needs.snapshots and not fleet.colocated
     components = loop.RunComponents(
-        config=_config(schedule, fleet, steps),
+        config=config,
         progress=Progress(),
         resumed_requests=(),
-        requests=_requests(),
+        requests=limits.requests(),
         engine=publisher,
         rollout=rollout,
         evaluation=None,
@@ -114,6 +129,7 @@ def simulate(  # noqa: PLR0913 - four parts of a run, its length, seed and route
         log=recorder,
         trainer_thread=SimulatedThread(clock, trainer),
         io_thread=InstantThread(),
+        consumed=limits.observe,
     )
 
     async def run() -> None:
@@ -160,11 +176,6 @@ def _config(schedule: ScheduleConfig, fleet: Fleet, steps: int) -> RunConfig:
     )
 
 
-def _requests() -> Iterator[GroupRequest]:
-    for number in count():
-        yield GroupRequest(number, Task("simulated", "train", number), 0, number)
-
-
 def _zero_advantages(
     groups: Sequence[Group], *, progress: float, version: int
 ) -> tuple[list[ScoredTrajectory], dict[str, float]]:
@@ -197,6 +208,7 @@ def _result(
         groups_per_step=schedule.groups_per_step,
         trained_tokens=sum(tokens for tokens, _ in batches),
         trained_sampled=sum(sampled for _, sampled in batches),
+        replayed_tokens=sum(trainer.replayed[filling:]),
         sampled_tokens=sum(engine.sampled for engine in members),
         lost_tokens=sum(engine.lost for engine in members),
         failed_episodes=int(totals["failed"]),
@@ -218,4 +230,5 @@ def _result(
         engine_share=totals["engine_s"] / life_s,
         tool_share=totals["tool_s"] / life_s,
         ready_s=totals["ready_s"] / episodes,
+        place_share=totals["place_s"] / life_s,
     )

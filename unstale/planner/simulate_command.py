@@ -16,6 +16,7 @@ from unstale.config.checks import bounded
 from unstale.durability.run_folder import plain
 from unstale.planner.assignments import parse_assignments, value_kinds
 from unstale.planner.costs import LinearCosts
+from unstale.planner.simulated_techniques import choose, option_kinds
 from unstale.planner.workload import Fleet, Workload
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ def _value_kinds() -> dict[str, Any]:
         for name, kind in value_kinds(cls).items():
             kinds[f"{section}.{name}"] = kind
     del kinds["workload.recorded"]
-    return kinds
+    return kinds | option_kinds()
 
 
 def _epilog() -> str:
@@ -72,6 +73,11 @@ def add(verbs: Any) -> None:
     add = parser.add_argument
     add("--like", type=Path, metavar="RUN", help="take episodes and costs from this run folder")
     add(
+        "--techniques",
+        metavar="NAMES",
+        help="simulate limits, segments or replay; with --like, in place of the run's own",
+    )
+    add(
         "--set",
         nargs="+",
         default=[],
@@ -104,7 +110,7 @@ def _simulate(chosen: argparse.Namespace) -> int:
         titles = {"as set": chosen.set, " ".join(chosen.against): [*chosen.set, *chosen.against]}
     results = {}
     for title, assignments in titles.items():
-        setup = _setup(chosen.like, assignments)
+        setup = _setup(chosen.like, assignments, chosen.techniques)
         results[title] = simulate(
             setup.workload,
             setup.fleet,
@@ -113,6 +119,7 @@ def _simulate(chosen: argparse.Namespace) -> int:
             steps=chosen.steps or 21 + setup.schedule.max_staleness,
             seed=chosen.seed,
             needs=setup.needs,
+            techniques=setup.techniques,
         )
     console = Console(soft_wrap=True, highlight=False)
     if chosen.json:
@@ -130,16 +137,24 @@ def _json_row(result: "SimulationResult") -> dict[str, Any]:
     return plain(result) | {name: getattr(result, name) for name in derived}
 
 
-def _setup(like: Path | None, assignments: Sequence[str]) -> "SimulationSetup":
-    """Return the run of --like or the defaults, changed by the values of --set."""
+def _setup(like: Path | None, assignments: Sequence[str], names: str | None) -> "SimulationSetup":
+    """Return the run of --like or the defaults, changed by the values of --set.
+
+    `names` are those of --techniques, None if it is not given.
+    """
     from unstale.planner.measured import SimulationSetup, from_run
 
     changes: dict[str, dict[str, Any]] = {section: {} for section in _SECTIONS}
+    options = {}
     for name, value in parse_assignments("--set", assignments, _value_kinds()).items():
         section, _, field = name.partition(".")
-        changes[section][field] = value
+        if section in _SECTIONS:
+            changes[section][field] = value
+        else:
+            options[name] = value
+    techniques = choose(names or "", options)
     if like:
-        setup = from_run(like)
+        setup = from_run(like, techniques if names is not None else None)
     else:
         for required in ("decode", "train"):
             if not any(name.startswith(required) for name in changes["costs"]):
@@ -148,7 +163,8 @@ def _setup(like: Path | None, assignments: Sequence[str]) -> "SimulationSetup":
                     "and the other costs"
                 )
         needs = OldLogpsConfig().needs
-        setup = SimulationSetup(Workload(), Fleet(), ScheduleConfig(), LinearCosts(), needs)
+        parts = (Workload(), Fleet(), ScheduleConfig(), LinearCosts(), needs)
+        setup = SimulationSetup(*parts, techniques)
     if changes["workload"].keys() & {"prompt_tokens", "turns", "reply_tokens", "tool_tokens"}:
         changes["workload"]["recorded"] = ()
     changed = {
@@ -188,7 +204,8 @@ def _cells(result: "SimulationResult") -> dict[str, str]:
         f"({min(result.steady_s):.3g} to {max(result.steady_s):.3g})",
         "groups": f"{60 * result.groups_per_s:.3g} a minute",
         "tokens": f"{result.trained_tokens / seconds:,.0f} trained a second, "
-        f"{result.trained_sampled / seconds:,.0f} of them sampled",
+        f"{result.trained_sampled / seconds:,.0f} of them sampled"
+        + (f"; {result.replayed_tokens / seconds:,.0f} replayed" if result.replayed_tokens else ""),
         "engines": busy,
         "first token": f"mean {result.first_token_s:.3g} s, 99% {result.first_token_p99_s:.3g} s; "
         f"{result.rejects:,} rejects, longest queue {result.longest_queue}",
@@ -196,7 +213,9 @@ def _cells(result: "SimulationResult") -> dict[str, str]:
         f"(old log-probabilities {result.old_logps_share:.0%}), "
         f"waits for groups {result.trainer_wait_share:.0%}",
         "an episode": f"{result.episode_s:.3g} s, {result.tool_share:.0%} of it in tools, "
-        f"{result.engine_share:.0%} with an engine; then {result.ready_s:.3g} s until training",
+        f"{result.engine_share:.0%} with an engine"
+        + (f", {result.place_share:.0%} waiting for a place" if result.place_share else "")
+        + f"; then {result.ready_s:.3g} s until training",
         "staleness": f"mean {result.staleness_mean:.2f}, max {result.staleness_max}, "
         f"bound {result.staleness_bound} (tokens by staleness: {ages})",
         "lost": f"{result.deaths} engines died, {result.lost_tokens:,} tokens were sampled again, "

@@ -22,6 +22,7 @@ from unstale.planner.clock import SimulatedClock
 from unstale.planner.costs import Costs
 from unstale.planner.engines import SimulatedEnginePool
 from unstale.planner.episodes import SimulatedEpisode, SimulatedRollout
+from unstale.planner.simulated_techniques import SimulatedReplay
 from unstale.planner.workload import Fleet
 from unstale.records import Batch, Group, GroupRequest, PendingPiece
 from unstale.rollout.staleness_queue import StalenessQueue
@@ -50,6 +51,7 @@ class SimulatedTrainer:
         fleet: Fleet,
         *,
         closing: bool,
+        replay: SimulatedReplay,
     ) -> None:
         self.version = 0
         """Number of steps so far. If `every` > 1, there are fewer published versions."""
@@ -59,18 +61,23 @@ class SimulatedTrainer:
         """Seconds by activity for which the thread has waited."""
         self.batches: list[tuple[int, int]] = []
         """Number of tokens and of sampled tokens in each batch."""
+        self.replayed: list[int] = []
+        """Number of tokens that stored groups add to each batch."""
         self.ages: Counter[int] = Counter()
         """Number of sampled tokens by staleness in versions."""
         self.rollout = rollout
         self.every = fleet.steps_per_version
         """Number of steps between two published versions."""
         self._costs = costs
+        self._replay = replay
         self._closing = closing
         self._colocated = fleet.colocated
         self._added: set[int] = set()
         """The episodes of the next batch that were added already."""
         self._counted = (0, 0)
         """Their tokens, and how many of these were sampled."""
+        self._groups: dict[int, tuple[int, int]] = {}
+        """For each group of the next batch its tokens, and the age of the oldest in versions."""
         self._left = 0
         """Number of tokens of the batch that were not added before it was prepared."""
 
@@ -95,6 +102,8 @@ class SimulatedTrainer:
             self.owed["paused"] += self.rollout.engines.interrupt() - now
         self._left = self._take(batch)
         self.batches.append(self._counted)
+        self.replayed.append(self._replay.tokens(list(self._groups.values())))
+        self._groups = {}
         self._counted = (0, 0)
         self._added = set()
         return [Minibatch(batch, *[_EMPTY] * 5)]
@@ -113,6 +122,11 @@ class SimulatedTrainer:
         self._counted = (self._counted[0] + tokens, self._counted[1] + sampled)
         if episodes:
             self._owe_scoring(episodes, tokens, newest)
+        for episode in episodes:
+            group_tokens, oldest = self._groups.get(episode.group, (0, 0))
+            age = max(newest - version for version, _ in episode.pieces)
+            size = group_tokens + episode.shape.tokens
+            self._groups[episode.group] = (size, max(oldest, age))
         return tokens
 
     def _train(self, tokens: int) -> None:
@@ -137,7 +151,7 @@ class SimulatedTrainer:
             self.owed["old_logps"] += self._costs.old_logps_s(tokens, 1.0)
 
     def backward(self, minibatch: Minibatch) -> None:
-        self._train(self._left)
+        self._train(self._left + self.replayed[-1])
 
     def step(self) -> None:
         self.owed["train"] += self._costs.optimizer_s

@@ -1,7 +1,7 @@
 """The simulated workload: turns, tokens and tool times of episodes, and the engines."""
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import islice
 from statistics import NormalDist, fmean
@@ -137,6 +137,10 @@ class EpisodeShape(NamedTuple):
     @property
     def tokens(self) -> int:
         return self.prompt + self.sampled + sum(turn.answer for turn in self.turns)
+
+
+Shorten = Callable[[list[list[EpisodeShape]]], list[list[EpisodeShape]]]
+"""A function that cuts off the episodes of some groups."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -301,10 +305,15 @@ class EpisodeStats(NamedTuple):
         return self.prompt / self.tokens
 
     @classmethod
-    def of(cls, workload: Workload, *, group_size: int) -> "EpisodeStats":
-        """Return the means over 64 groups of episodes that are drawn at random."""
+    def of(
+        cls, workload: Workload, *, group_size: int, shorten: Shorten = lambda groups: groups
+    ) -> "EpisodeStats":
+        """Return the means over 64 groups of episodes that are drawn at random.
+
+        `shorten` cuts off the episodes of these groups.
+        """
         random = np.random.default_rng(0)
-        groups = [workload.group(random, group_size) for _ in range(64)]
+        groups = shorten([workload.group(random, group_size) for _ in range(64)])
         episodes = [shape for group in groups for shape in group]
         calls = fmean(sum(turn.calls for turn in shape.turns) for shape in episodes)
         call_s = np.minimum(workload.tool_s.draw(random, 10_000), workload.timeout_s)

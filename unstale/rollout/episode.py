@@ -328,6 +328,12 @@ class Rollout:
                     f"engine.max_context is {self.generator.config.max_context}: no reply fits; "
                     "raise engine.max_context"
                 )
+            if spending.reply_limit(len(transcript.tokens)) < 1:
+                raise ValueError(
+                    f"the opening prompt of {task.key} has {len(transcript.tokens)} tokens, and an "
+                    f"episode may have {spending.budget.context}: no reply fits; raise the steps "
+                    "of segments.table"
+                )
             spending.replay(transcript.pieces, chat)
             turn, stop = await self._take_turns(
                 transcript, caller, chat, (turn, turn_rewards), limit, spending

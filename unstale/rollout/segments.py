@@ -8,14 +8,18 @@ Nothing waits for a place while it holds one, and every segment ends. So each ep
 queue of groups has a limited number of older ones.
 """
 
+from __future__ import annotations
+
 import asyncio
 import heapq
 from collections.abc import Sequence
 from itertools import count
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
-from unstale.envs.chat import Chat
 from unstale.records import NO_BUDGET, EpisodeBudget, Piece, Sampled, Stop, walk
+
+if TYPE_CHECKING:
+    from unstale.envs.chat import Chat
 
 Age = tuple[int, int]
 """The number of an episode's group and its index in the group. The oldest has the smallest."""
@@ -115,7 +119,7 @@ class Spending:
         """Count sampled tokens. They may be of several segments if they were recorded earlier."""
         limit = self._segment_limit
         while tokens:
-            self._begin_segment()
+            self.begin_segment()
             taken = min(tokens, limit - self._tokens)
             self._tokens += taken
             tokens -= taken
@@ -124,11 +128,24 @@ class Spending:
         self._calls += calls
         self._segment_calls += calls
 
+    def begin_segment(self) -> bool:
+        """Begin the next segment if the present one has ended. Return True if it has."""
+        if not self._is_over:
+            return False
+        self.segment += 1
+        self._tokens = self._segment_calls = 0
+        return True
+
+    @property
+    def left(self) -> int:
+        """Number of tokens that are left of the present segment."""
+        return self._segment_limit - self._tokens
+
     async def room(self) -> int:
         """Return how many tokens may be sampled next. At the end of a segment, pause before."""
-        if self._begin_segment() and self._place:
+        if self.begin_segment() and self._place:
             await self._place.pause()
-        return self._segment_limit - self._tokens
+        return self.left
 
     def reply_limit(self, num_tokens: int) -> int:
         """Return how many tokens a reply may have after `num_tokens` of context. It may be < 1."""
@@ -167,11 +184,3 @@ class Spending:
         """True if the present segment has ended."""
         calls = self.budget.segment_calls
         return self._tokens >= self._segment_limit or bool(calls and self._segment_calls >= calls)
-
-    def _begin_segment(self) -> bool:
-        """Begin the next segment if the present one has ended. Return True if it has."""
-        if not self._is_over:
-            return False
-        self.segment += 1
-        self._tokens = self._segment_calls = 0
-        return True

@@ -83,7 +83,7 @@ class Limits:
         if number % options.free_every == 0 or len(turns) < options.successes:
             return None
         return TurnLimit(
-            turns=max(1, ceil(round(quantile(turns, options.quantile), 9))),
+            turns=limit_of(turns, options.quantile),
             remind=options.remind,
             extend=options.extend,
             extensions=options.extensions if options.extend else 0,
@@ -105,6 +105,11 @@ class Limits:
 
     def _key(self, task: str) -> str:
         return task if self._options.scope == "task" else ""
+
+
+def limit_of(turns: Sequence[int], share: float) -> int:
+    """Return the limit: the quantile of the turns of some successes, rounded up."""
+    return max(1, ceil(round(quantile(turns, share), 9)))
 
 
 def quantile(values: Sequence[float], share: float) -> float:

@@ -171,8 +171,20 @@ def _check(options: SegmentsConfig, config: RunConfig) -> None:
 
 _MEASURED = """
 Tests show that the limits grow by the table and that every episode continues
-(`tests/techniques/test_segments.py`, `tests/rollout/test_places.py`). The effect on throughput and
-on success has not been measured.
+(`tests/techniques/test_segments.py`, `tests/rollout/test_places.py`). Seconds of a step by
+`unstale simulate`: one engine with 32 replies at the same time, 8 groups of 8, `max_staleness` 2,
+episodes of 8 turns (at most 64) with 200 tokens each; 6 seeds, standard errors of 3 to 5.
+
+| | strict order | `lookahead_window` 9 |
+|---|---|---|
+| no technique | 75 | 64 |
+| `places` 32, one segment | 68 | 60 |
+| `places` 32, `tokens` 500 | 69 | 61 |
+| `places` 48, one segment | 71 | 61 |
+| `places` 48, `tokens` 500 | 73 | 65 |
+
+The differences are within two standard errors, so a gain is not shown, and shorter segments do not
+add one. The effect on success has not been measured.
 """
 
 ENTRY = Entry(
