@@ -25,7 +25,15 @@ from tests.durability.test_journal import group, record, said
 from tests.support.tiny_runs import save_tiny, tiny_run
 from unstale.config import AuditConfig, JournalConfig, ObjectiveConfig
 from unstale.durability import compare_runs
-from unstale.durability.journal import JOURNAL, Journal, JournalError, TrainedTokens, check, content
+from unstale.durability.journal import (
+    JOURNAL,
+    Journal,
+    JournalError,
+    TrainedTokens,
+    check,
+    content,
+    token_rows,
+)
 from unstale.durability.journal.token_rows import pack_tokens, unpack_tokens
 from unstale.model.policy import Policy
 from unstale.records import Piece, Sampled
@@ -168,7 +176,7 @@ def test_values_are_read_before_the_checkpoint_and_removed_by_a_rewind(tmp_path:
 
 DAMAGES = (
     ("UPDATE trained_tokens SET step = 9", "1 rows of trained_tokens changed after"),
-    ("UPDATE trained_tokens SET tokens = x'00ff'", "cannot be decompressed"),
+    ("UPDATE trained_tokens SET tokens = x'ffff'", "cannot be decompressed"),
     ("DELETE FROM trained_tokens", "trained_tokens has 0 rows, but 1 were written"),
     (
         "DELETE FROM finished WHERE number = 0",
@@ -228,6 +236,22 @@ def test_a_row_that_is_cut_or_too_long_is_refused(tmp_path: Path, cut: int) -> N
     packed = packer.compress(data) + packer.flush()
     with pytest.raises(ValueError, match=r"end after|bytes follow its token values"):
         unpack_tokens(packed, group=0, route="")
+
+
+def test_a_row_that_would_fill_the_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    packed = pack_tokens([values(0), values(1)])
+    size = len(zlib.decompress(packed, wbits=-zlib.MAX_WBITS))
+    monkeypatch.setattr(token_rows, "MAX_BYTES", size)
+    assert len(unpack_tokens(packed, group=0, route="")) == 2
+    monkeypatch.setattr(token_rows, "MAX_BYTES", size - 1)
+    with pytest.raises(ValueError, match=f"its token values exceed {size - 1} bytes"):
+        unpack_tokens(packed, group=0, route="")
+
+
+def test_a_row_that_was_cut_after_it_was_compressed_is_refused() -> None:
+    packed = pack_tokens([values(0), values(1)])
+    with pytest.raises(ValueError, match="its token values are incomplete"):
+        unpack_tokens(packed[:-4], group=0, route="")
 
 
 def test_values_that_cannot_be_packed_end_the_run(tmp_path: Path) -> None:

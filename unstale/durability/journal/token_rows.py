@@ -35,6 +35,11 @@ if TYPE_CHECKING:
 LEVEL = 6
 """Level of the compression. Level 9 saves less than 1% more and takes longer."""
 
+MAX_BYTES = 2**29
+"""Largest size of a row before compression: 20 million tokens. A larger one would be made to fill
+the memory of its reader.
+"""
+
 _MEASURED = 128
 """The flag of tokens whose entropy is known, in a row."""
 
@@ -116,10 +121,7 @@ def unpack_tokens(packed: bytes, *, group: int, route: str) -> list[TokenValues]
     """
     import numpy as np
 
-    try:
-        reader = _Reader(zlib.decompress(packed, wbits=-zlib.MAX_WBITS))
-    except zlib.error as error:
-        raise ValueError(f"its token values cannot be decompressed: {error}") from error
+    reader = _Reader(_decompress(packed))
     num_episodes = int(reader.take("<u4", 1)[0])
     episodes = reader.take("<i8", num_episodes)
     counts = reader.take("<u4", num_episodes).astype(np.int64)
@@ -152,6 +154,19 @@ def unpack_tokens(packed: bytes, *, group: int, route: str) -> list[TokenValues]
         )
         for i in range(num_episodes)
     ]
+
+
+def _decompress(packed: bytes) -> bytes:
+    """Return the columns of a row. Raises ValueError if they are damaged or too large."""
+    unpacker = zlib.decompressobj(wbits=-zlib.MAX_WBITS)
+    try:
+        columns = unpacker.decompress(packed, MAX_BYTES)
+    except zlib.error as error:
+        raise ValueError(f"its token values cannot be decompressed: {error}") from error
+    if not unpacker.eof:
+        size = "are incomplete" if len(columns) < MAX_BYTES else f"exceed {MAX_BYTES:,} bytes"
+        raise ValueError(f"its token values {size}")
+    return columns
 
 
 def to_trained(
