@@ -5,9 +5,10 @@ keeps the promises of a pool: no request is stranded while engines die, restart 
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -21,10 +22,22 @@ from unstale.config import (
     RunConfig,
     TaskConfig,
 )
-from unstale.engines import Engine, SamplingParams
+from unstale.engines import Engine, GenerationOptions, SamplingParams
 from unstale.engines.pool import EnginePool, Recovery, supervise
-from unstale.engines.routing import FOREIGN_TOKENS, Candidate, Phases, choose, choose_in
+from unstale.engines.routing import (
+    FOREIGN_TOKENS,
+    Candidate,
+    Phases,
+    ReplyLengths,
+    choose,
+    choose_in,
+)
 from unstale.engines.scripted import ScriptedEngine
+from unstale.envs.chat import Chat
+from unstale.records import ContextPiece, EpisodeBudget
+from unstale.rollout.generator import Generator
+from unstale.rollout.segments import Spending
+from unstale.rollout.transcript import Transcript
 from unstale.testing import tiny_policy
 
 PHASES = Phases(1, ratio=8.0)
@@ -92,8 +105,15 @@ def test_a_group_without_a_working_engine_is_left_out() -> None:
     assert chosen([prefill(load=3)], 10) == (0, 0)
 
 
+async def no_delay(tokens: Sequence[int], params: SamplingParams) -> None:
+    pass
+
+
 class Asked(list[tuple[int, int]]):
     """Scripted engines that record (number of the engine, first token). Replies wait at a gate."""
+
+    delay: Callable[[Sequence[int], SamplingParams], Awaitable[None]] = staticmethod(no_delay)
+    """A further wait before each token."""
 
     def __init__(self, count: int) -> None:
         super().__init__()
@@ -107,6 +127,7 @@ class Asked(list[tuple[int, int]]):
 
         async def delay(tokens: Sequence[int], params: SamplingParams) -> None:
             await self.gate.wait()
+            await self.delay(tokens, params)
 
         return ScriptedEngine(script, token_delay=delay)
 
@@ -170,6 +191,52 @@ def test_the_expected_reply_is_the_mean_of_those_before() -> None:
         assert asked == [(0, 8)]
 
     play(2, story)
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        {"options": GenerationOptions(chunk=4)},
+        {"spending": Spending(EpisodeBudget(segments=99, segment_tokens=4))},
+    ],
+    ids=["chunks", "segments"],
+)
+def test_a_reply_requested_in_parts_is_expected_and_counted_as_one(parts: dict[str, Any]) -> None:
+    """48 tokens of context for a reply of 40. A part of 4 alone would go to engine 0."""
+    ended = asyncio.Event()
+
+    async def pause(tokens: Sequence[int], params: SamplingParams) -> None:
+        if params.sampled == 8 and not ended.is_set():
+            ended.set()
+            await asyncio.Event().wait()
+
+    async def story(asked: Asked, pool: EnginePool) -> None:
+        asked.gate.set()
+        asked.delay = pause
+        chat = cast(Chat, SimpleNamespace(stop_tokens=(0,)))
+        generator = Generator(pool, chat, EngineConfig(max_completion_tokens=40))
+        transcript = Transcript(0, 0)
+        transcript.append(ContextPiece((7,) * 48))
+        reply = asyncio.ensure_future(generator.generate(transcript, **parts))
+        await ended.wait()
+        await publish(pool, 1)
+        tokens, _ = await reply
+        assert len(tokens) == 40 and len(asked) >= 10
+        assert {number for number, _ in asked} == {1}
+        asked.clear()
+        await pool.sample([8] * 300, SamplingParams(100, ()))
+        assert asked.where() == {8: 1}
+
+    play(2, story)
+
+
+def test_the_rest_of_a_reply_is_expected_from_longer_ones() -> None:
+    lengths = ReplyLengths()
+    for tokens in (100, 900, 1000):
+        lengths.add(tokens)
+    assert lengths.expected(4096) == pytest.approx(2000 / 3)
+    assert lengths.expected(4096, sampled=800) == 150
+    assert lengths.expected(96, sampled=4000) == 96
 
 
 def test_a_full_group_rejects_and_nobody_waits_while_a_place_is_free() -> None:

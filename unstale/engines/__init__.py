@@ -36,6 +36,17 @@ class SamplingParams:
     """`(version, rows)`: if the reply is of this version, it may leave out that many first rows of
     its expert routes. A row is one token.
     """
+    sampled: int = 0
+    """Number of tokens of the reply that earlier requests returned."""
+    remaining: int = 0
+    """Largest number of tokens that the rest of the reply may have. A reply that is requested in
+    parts has more than `max_tokens`. 0 means `max_tokens`.
+    """
+
+    @property
+    def reply_limit(self) -> int:
+        """The largest number of tokens that this request and later ones may add to the reply."""
+        return max(self.remaining, self.max_tokens)
 
     def first_route(self, version: int) -> int:
         """Return the first token whose expert routes a reply of this version must return."""

@@ -163,7 +163,7 @@ class EnginePool:
             starts = self._starts
             await self._wait_until_up()
             if self.phases.prefill_engines:
-                member = self._route_by_phase(blocks, len(tokens), params.max_tokens)
+                member = self._route_by_phase(blocks, len(tokens), params)
             else:
                 member = self._route(blocks)
             lives = member.lives
@@ -179,8 +179,8 @@ class EnginePool:
                 self._lose(member, lives, died)
             else:
                 member.cached.add(self._hash_blocks([*tokens, *reply.piece.tokens], blocks))
-                if reply.stop != "interrupted":
-                    self._lengths.add(len(reply.piece.tokens))
+                if _is_complete(reply, params):
+                    self._lengths.add(params.sampled + len(reply.piece.tokens))
                 return reply
             finally:
                 member.num_running -= 1
@@ -280,7 +280,9 @@ class EnginePool:
             ),
         )
 
-    def _route_by_phase(self, blocks: Sequence[int], context: int, max_tokens: int) -> _Member:
+    def _route_by_phase(
+        self, blocks: Sequence[int], context: int, params: SamplingParams
+    ) -> _Member:
         """Return the engine for a request with `context` tokens, by `routing.choose`."""
         members = self._up
         candidates = [
@@ -295,7 +297,7 @@ class EnginePool:
         choice = choose(
             candidates,
             context=context,
-            reply_tokens=self._lengths.expected(max_tokens),
+            reply_tokens=self._lengths.expected(params.reply_limit, params.sampled),
             phases=self.phases,
         )
         self._routed["rejects"] += choice.rejects
@@ -446,6 +448,17 @@ class EnginePool:
             restart.cancel()
         if restarts:
             await asyncio.wait(restarts)
+
+
+def _is_complete(reply: Reply, params: SamplingParams) -> bool:
+    """Return True if a reply has ended, and not only the part of it that was requested.
+
+    A part that ends the reply with a stop text, which the caller finds, is not recognised.
+    """
+    if reply.stop == "length":
+        is_part = params.max_tokens < params.reply_limit
+        return not is_part or len(reply.piece.tokens) < params.max_tokens
+    return reply.stop == "stop"
 
 
 def _busy_shares(

@@ -5,6 +5,7 @@ for the others (decode). This is P/D-Serve's division, and RollArt's map of phas
 pool of a run and the simulated pool use the same functions.
 """
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -20,9 +21,8 @@ FOREIGN_TOKENS = MAX_EXTRA_REPLIES * CACHED_TOKENS_PER_REPLY
 """Number of cached tokens that keep a request on an engine of the other group. They are worth as
 many replies as an engine with a useful cache may have beyond the least loaded one.
 """
-_KEPT = 0.98
-"""Share of the mean that is kept when a reply ends. The mean then covers about the last 50 replies.
-"""
+_KEPT = 50
+"""Number of replies whose lengths are kept. More would follow a change of lengths too late."""
 
 
 def request_weight(context: int, load_tokens: int) -> int:
@@ -162,24 +162,31 @@ def choose_in(
 
 
 class ReplyLengths:
-    """A running mean of the lengths of complete replies.
+    """The lengths of the last complete replies, from which the length of another is expected.
 
     >>> lengths = ReplyLengths()
     >>> lengths.expected(64)
     64.0
     >>> lengths.add(10)
+    >>> lengths.add(20)
     >>> lengths.expected(64), lengths.expected(4)
-    (10.0, 4.0)
+    (15.0, 4.0)
+    >>> lengths.expected(64, sampled=12), lengths.expected(64, sampled=30)
+    (8.0, 64.0)
     """
 
     def __init__(self) -> None:
-        self._mean = 0.0
-        self._weight = 0.0
+        self._lengths: deque[int] = deque(maxlen=_KEPT)
 
     def add(self, tokens: int) -> None:
-        self._weight = _KEPT * self._weight + 1
-        self._mean += (tokens - self._mean) / self._weight
+        """Add the length of a complete reply, from its first token on."""
+        self._lengths.append(tokens)
 
-    def expected(self, max_tokens: int) -> float:
-        """Return the expected length of a reply of at most `max_tokens` tokens."""
-        return min(float(max_tokens), self._mean) if self._weight else float(max_tokens)
+    def expected(self, max_tokens: int, sampled: int = 0) -> float:
+        """Return the expected length of the rest of a reply, at most `max_tokens` tokens.
+
+        It is the mean rest of the replies that were longer than the `sampled` tokens so far. If
+        none was, it is `max_tokens`.
+        """
+        rests = [length - sampled for length in self._lengths if length > sampled]
+        return min(float(max_tokens), sum(rests) / len(rests)) if rests else float(max_tokens)

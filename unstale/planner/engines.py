@@ -48,6 +48,8 @@ class SimulatedReply:
     """Number of tokens in the context, with those sampled so far."""
     left: int = 0
     """Number of tokens of the reply that are still to be sampled."""
+    sampled: int = 0
+    """Number of tokens of the reply that its episode has received."""
     cached: int = 0
     """Number of context tokens that `engine` has computed with its version."""
     engine: "SimulatedEngine | None" = None
@@ -492,7 +494,7 @@ class SimulatedEnginePool:
         choice = choose(
             [self._candidate(engine, reply) for engine in engines],
             context=reply.context,
-            reply_tokens=self.lengths.expected(_UNKNOWN),
+            reply_tokens=self.lengths.expected(_UNKNOWN, reply.sampled),
             phases=self._phases,
         )
         self.rejects += choice.rejects

@@ -91,6 +91,7 @@ class SimulatedEpisode:
 
     def _begin_reply(self) -> None:
         self._left = self.shape.turns[self.turn].reply
+        self.reply.sampled = 0
         self._request_tokens()
 
     def _request_tokens(self) -> None:
@@ -113,6 +114,7 @@ class SimulatedEpisode:
             self.rollout.arrived(self.number, version)
             self._spending.count(tokens)
             self._left -= tokens
+            self.reply.sampled += tokens
         if complete:
             now = self.rollout.clock.now
             self.rollout.totals["engine_s"] += now - self.requested

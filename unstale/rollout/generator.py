@@ -55,12 +55,15 @@ class Generator:
                 if stopped or len(tokens) >= budget or options.is_over(tokens):
                     return tokens, stopped
             transcript.require_replayed()
+            remaining = budget - len(tokens)
             params = SamplingParams(
-                max_tokens=min(budget - len(tokens), options.chunk, await spending.room()),
+                max_tokens=min(remaining, options.chunk, await spending.room()),
                 stop_tokens=stop_tokens,
                 temperature=self.config.temperature,
                 seed=transcript.seed,
                 known_routes=transcript.known_routes(),
+                sampled=len(tokens),
+                remaining=remaining,
             )
             reply = await self.engine.sample(transcript.tokens, params)
             if reply.piece.tokens:
