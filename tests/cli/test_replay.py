@@ -21,7 +21,7 @@ from unstale.cli.failures import RunFailed
 from unstale.cli.main import main
 from unstale.cli.replay import replay
 from unstale.cli.session import train
-from unstale.config import ConfigError, EvalConfig, OldLogpsConfig, RunConfig
+from unstale.config import ConfigError, EvalConfig, OldLogpsConfig, RunConfig, TrainerConfig
 from unstale.durability.run_folder import RunLog
 from unstale.old_logps.snapshot_old import SnapshotOld
 from unstale.records import Batch, Group, ScoredTrajectory, collate
@@ -76,6 +76,28 @@ def test_what_went_wrong_goes_wrong_again_in_the_same_words(
     assert "unstale replay" in save_failed_batch(machine.trainer, tmp_path / "run")
     again, told = tell(tmp_path / "run")
     assert again and said in told
+
+
+def test_all_parts_of_a_streamed_batch_are_saved(tmp_path: Path) -> None:
+    """The last part has no gradient. That of the first is not finite, which `step` detects."""
+    streamed = replace(config(tmp_path), trainer=TrainerConfig(stream=True))
+    machine = build_machine(streamed)
+    machine.old.published(live={0})
+    RunLog.create(tmp_path / "run", streamed).close()
+    items = [
+        episode(i, [4, (6, 0), 2, (3, 0)], advantage=advantage)
+        for i, advantage in enumerate((HUGE / 10, -HUGE / 10, 0.0))
+    ]
+    machine.trainer.add(collate(items[:2]))
+    for part in machine.trainer.prepare(collate(items)):
+        machine.trainer.backward(part)
+    with pytest.raises(NOT_FINITE) as error:
+        machine.trainer.step()
+    save_failed_batch(machine.trainer, tmp_path / "run")
+    wrong = WentWrong.load(tmp_path / "run" / WENT_WRONG)
+    assert wrong.batch.episodes[:2] == (0, 1) and wrong.about["divisor"] == "27"
+    again, told = tell(tmp_path / "run")
+    assert again and str(error.value) in told
 
 
 def test_a_batch_needs_no_engine_and_its_route_is_closed(

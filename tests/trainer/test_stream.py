@@ -230,6 +230,31 @@ def test_the_entropy_is_that_of_equally_many_tokens_of_every_part(
     )
 
 
+@pytest.mark.parametrize("case", ["kept", "current_recompute", "techniques"])
+@pytest.mark.parametrize("parts", [((3,), (0, 2), (1,)), ((0, 1, 2, 3),)])
+def test_the_data_of_a_step_are_those_of_all_parts(
+    case: str, parts: Sequence[Sequence[int]]
+) -> None:
+    """They give the same step in another trainer, also if the last part has no gradient."""
+    trainer, _ = build(True, **CASES[case])
+    before = weights(trainer)
+    for part in parts[:-1]:
+        trainer.add(batch_of(part))
+    (minibatch,) = trainer.prepare(batch_of(range(4)))
+    trainer.backward(minibatch)
+    trainer.step()
+    kept = trainer.failed_batch
+    assert kept and kept.divisor == trainer.divisor > 1
+    assert {0, 1, 20, 21, 30, 31} <= set(kept.minibatch.batch.episodes)
+    other, _ = build(True, **CASES[case])
+    other.divisor = kept.divisor
+    other.backward(kept.minibatch)
+    other.step()
+    torch.testing.assert_close(
+        weights(other) - before, weights(trainer) - before, rtol=0, atol=1e-12
+    )
+
+
 def test_advantages_that_depend_on_other_groups_are_an_error() -> None:
     trainer, _ = build(True)
     trainer.add(batch_of((0,)))

@@ -64,6 +64,7 @@ def _again(config: RunConfig, wrong: WentWrong) -> None:
         replace(config, audit=AuditConfig()), policy, build_scorer(config, policy)
     )
     trainer.steps = int(wrong.about["steps"])
+    trainer.divisor = int(wrong.about.get("divisor", 1))
     try:
         trainer.backward(Minibatch(batch, **columns))
         trainer.step()

@@ -26,6 +26,7 @@ def save_failed_batch(trainer: LocalTrainer, folder: Path) -> str:
         "steps": str(trainer.steps),
         "version": str(trainer.policy.version),
         "base": str(trainer.policy.base),
+        "divisor": str(failed.divisor),
     }
     weights = trainer.policy.whole_weights()
     if trainer.policy.peers.rank:

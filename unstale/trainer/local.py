@@ -204,8 +204,10 @@ class LocalTrainer:
         self._passes = self._metrics
         """The metrics to which forward passes add."""
         self._added = AddedParts()
-        self._divisor = 0
+        self.divisor = 0
         """The divisor of the loss of the sequences so far. Used with `trainer.stream` alone."""
+        self._whole_minibatch: Minibatch | None = None
+        """The minibatch of all parts of the batch, if some were added before it was complete."""
         self._groups_per_batch = config.schedule.groups_per_step
         self._cpu_s = time.process_time()
         self.failed_batch: FailedBatch | None = None
@@ -269,6 +271,7 @@ class LocalTrainer:
         if added:
             scored, old_logp = added.join(batch, scored, old_logp)
             self._metrics.tokens.arrange(batch.episodes)
+            self._whole_minibatch = added.whole_minibatch(batch, minibatches[0])
         self._metrics.prepare_s += time.perf_counter() - began
         self._metrics.extra |= self._describe_experts(batch)
         self._metrics.extra |= self._audit(scored, old_logp)
@@ -300,13 +303,14 @@ class LocalTrainer:
         scored, old_logp, (minibatch,) = self._prepare_steps(part, members, _divide(part, 1))
         self._metrics.prepare_s += time.perf_counter() - began
         self._run(minibatch)
-        self._added.append(part, scored, old_logp)
+        self._added.append(part, scored, old_logp, minibatch)
 
     def _start_batch(self) -> None:
         self._metrics = self._passes = StepMetrics(
             replays=bool(self.techniques.sources), tokens=TokenLog(share=self._token_share)
         )
-        self._divisor = 0
+        self.divisor = 0
+        self._whole_minibatch = None
 
     def _count(self, batch: Batch) -> list[int]:
         """Count the tokens of some sequences of the batch. Return those with a gradient."""
@@ -449,6 +453,7 @@ class LocalTrainer:
             elif not is_sharded(master):
                 self._peers.sum(master.grad)
         if self.config.stream:
+            self._keep_whole()
             self._apply_divisor()
         noise = self._halves.noise(self._master) if self._halves else math.nan
         total = nn.utils.clip_grad_norm_(self._master.values(), self.config.grad_clip)
@@ -474,9 +479,15 @@ class LocalTrainer:
         self._metrics.lr = lr
         self._metrics.update_s += time.perf_counter() - began
 
+    def _keep_whole(self) -> None:
+        """Keep the data of all parts: each may be the cause of a gradient that is not finite."""
+        assert self.failed_batch
+        minibatch = self._whole_minibatch or self.failed_batch.minibatch
+        self.failed_batch = FailedBatch("step", minibatch, max(1, self.divisor))
+
     def _apply_divisor(self) -> None:
         """Divide the gradient and the losses of the parts by the divisor of the whole batch."""
-        scale = 1 / max(1, self._divisor)
+        scale = 1 / max(1, self.divisor)
         for master in self._master.values():
             assert master.grad is not None
             master.grad.mul_(scale)
@@ -663,7 +674,7 @@ class LocalTrainer:
             if self.config.stream:
                 divisor = self.rules.divisor(part, keep[index])
                 of_part = of_part * divisor
-                self._divisor += divisor
+                self.divisor += divisor
             norms.append(of_part)
             indices.append(index)
         norm = torch.cat(norms)

@@ -47,3 +47,7 @@ class FailedBatch:
     gradient).
     """
     minibatch: Minibatch
+    divisor: int = 1
+    """The divisor of the loss. With `trainer.stream`, the minibatch's `norm` does not contain it.
+    The minibatch has all parts of the batch if `step` failed, and the failed part if a loss did.
+    """

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from unstale.records import Batch
+from unstale.trainer.records import Minibatch
 
 
 class AddedParts:
@@ -22,6 +23,7 @@ class AddedParts:
         self._parts: list[Batch] = []
         self._scored: list[tuple[Batch, Tensor]] = []
         """The sequences of each part that were run, with their `old_logp` `[T]`."""
+        self._minibatches: list[Minibatch] = []
 
     def __bool__(self) -> bool:
         return bool(self._parts)
@@ -30,10 +32,11 @@ class AddedParts:
     def num_groups(self) -> int:
         return len({number for part in self._parts for number in part.group})
 
-    def append(self, part: Batch, scored: Batch, old_logp: Tensor) -> None:
+    def append(self, part: Batch, scored: Batch, old_logp: Tensor, minibatch: Minibatch) -> None:
         """Add a part. `scored` are its sequences that were run, with `old_logp` `[T]`."""
         self._parts.append(part)
         self._scored.append((scored, old_logp))
+        self._minibatches.append(minibatch)
 
     def rest(self, batch: Batch) -> list[int]:
         """Return the sequences of the whole batch that are in no part, by index.
@@ -68,6 +71,30 @@ class AddedParts:
         sequences = [i for i, episode in enumerate(batch.episodes) if episode in numbers]
         whole, index = replace(batch, advantage=advantage).select(sequences)
         return whole, values[index] if known else torch.empty(0)
+
+    def whole_minibatch(self, batch: Batch, last: Minibatch) -> Minibatch:
+        """Return the minibatch of all parts, in the order of the batch. `last` is in no part."""
+        found = [*self._minibatches, last]
+        index = torch.cat([_positions(batch, each.batch) for each in found])
+        advantage = batch.advantage.clone()
+        advantage[index] = torch.cat([each.batch.advantage for each in found])
+        numbers = {episode for each in found for episode in each.batch.episodes}
+        sequences = [i for i, episode in enumerate(batch.episodes) if episode in numbers]
+        whole, _ = replace(batch, advantage=advantage).select(sequences)
+        order = index.argsort()
+
+        def join(columns: Sequence[Tensor]) -> Tensor:
+            values = torch.cat(list(columns))
+            return values[order] if len(values) else values
+
+        return Minibatch(
+            batch=whole,
+            old_logp=join([each.old_logp for each in found]),
+            factor=join([each.factor for each in found]),
+            norm=join([each.norm for each in found]),
+            reference_logp=join([each.reference_logp for each in found]),
+            lag=join([each.lag for each in found]),
+        )
 
 
 def _widest(tensors: Sequence[Tensor]) -> torch.dtype:
