@@ -103,6 +103,19 @@ def test_an_estimator_of_the_user_is_tried(monkeypatch: pytest.MonkeyPatch) -> N
     assert found and "grpo" in found.wrong
 
 
+def test_an_estimator_that_cannot_be_tried_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    def by_format(groups: Sequence[Group]) -> list[ScoredTrajectory]:
+        assert all(each.rewards["format"] for group in groups for each in group.trajectories)
+        return grpo(groups)
+
+    made = configured(STREAM)
+    monkeypatch.setitem(ESTIMATORS, "grpo", by_format)
+    verdict = check(made)
+    assert not [each for each in verdict.refusals if each.wrong.startswith("trainer.stream")]
+    (found,) = [each for each in verdict.warnings if each.wrong.startswith("trainer.stream")]
+    assert "raised an error" in found.why and {"trainer.stream": False} in found.fixes
+
+
 def test_only_routes_that_follow_the_lag_need_the_whole_batch() -> None:
     assert [name for name, spec in routes().items() if spec().needs.whole_batch] == [
         "ppo_ewma_async"

@@ -412,4 +412,5 @@ WARNINGS: Sequence[Rule] = (
     learning.strong_decay,
     learning.long_warmup,
     *techniques.WARNINGS,
+    *stream.WARNINGS,
 )

@@ -39,8 +39,7 @@ def several_steps(config: RunConfig) -> Finding | None:
 
 def batch_advantages(config: RunConfig) -> Finding | None:
     """Refuse an estimator whose advantages depend on other groups of the batch."""
-    replaced = any(each.slot == "estimator" for each in chosen(config.techniques))
-    if not config.trainer.stream or replaced or _is_by_group(config):
+    if not config.trainer.stream or _replaced(config) or _is_by_group(config) is not False:
         return None
     name = config.advantage.estimator
     fixes = ({"advantage.estimator": "grpo"}, _OFF)
@@ -51,8 +50,29 @@ def batch_advantages(config: RunConfig) -> Finding | None:
     )
 
 
-def _is_by_group(config: RunConfig) -> bool:
-    """Return True if the estimator gives a group the same advantages alone and beside others."""
+def untried_advantages(config: RunConfig) -> Finding | None:
+    """Warn of an estimator that raises an error on invented episodes, so it cannot be tried."""
+    if not config.trainer.stream or _replaced(config) or _is_by_group(config) is not None:
+        return None
+    return Finding(
+        f"trainer.stream with advantage.estimator {config.advantage.estimator}",
+        "it raised an error for invented episodes, whose only reward is named reward, so it is not "
+        "known whether its advantages depend on other groups. The run stops at the first batch in "
+        "which they do",
+        (_OFF, {"advantage.estimator": "grpo"}),
+    )
+
+
+def _replaced(config: RunConfig) -> bool:
+    """Return True if a technique computes the advantages in place of the estimator."""
+    return any(each.slot == "estimator" for each in chosen(config.techniques))
+
+
+def _is_by_group(config: RunConfig) -> bool | None:
+    """Return True if the estimator gives a group the same advantages alone and beside others.
+
+    Return None if it raises an error for the groups of this trial.
+    """
     from unstale.algorithms.advantages import ESTIMATORS
     from unstale.records import ContextPiece, Group, Sampled, Task, Trajectory
 
@@ -70,8 +90,11 @@ def _is_by_group(config: RunConfig) -> bool:
         groups.append(Group(task, tuple(trajectories), number=number))
     estimate = ESTIMATORS[config.advantage.estimator]
     options = config.advantage.selected_options()
-    together = estimate(groups, **options)
-    alone = [each for group in groups for each in estimate([group], **options)]
+    try:
+        together = estimate(groups, **options)
+        alone = [each for group in groups for each in estimate([group], **options)]
+    except Exception:  # noqa: BLE001 - an estimator of the user may need what these episodes lack
+        return None
     return len(together) == len(alone) and all(
         abs(x - y) < 1e-9
         for one, other in zip(together, alone, strict=True)
@@ -124,6 +147,7 @@ def batch_route(config: RunConfig) -> Finding | None:
     )
 
 
+WARNINGS: Sequence[Rule] = (untried_advantages,)
 REFUSALS: Sequence[Rule] = (
     single_group,
     several_steps,
