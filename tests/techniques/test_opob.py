@@ -57,6 +57,24 @@ def test_the_baseline_is_the_mean_weighted_by_squared_weights_and_norms() -> Non
     assert found.tolist() == pytest.approx((rewards - 3.5 / 15).tolist()) and len(wanted) == 4
 
 
+def test_a_sequence_without_sampled_tokens_has_no_part_in_the_baseline() -> None:
+    """The group has rewards 1, 0 and one such sequence. The baseline is the mean of 1 and 0."""
+    batch = packed(3, 2, group_size=3)
+    advantage = at_sampled(batch, torch.tensor([1.0, 1, 0, 0, 7, 7]))
+    sampled = batch.sampled & (batch.sequence < 2)
+    batch = replace(batch, advantage=advantage, sampled=sampled)
+    wanted: list[int] = []
+
+    def gradient_norms(sequences: Sequence[int], part: str) -> Tensor:
+        wanted.extend(sequences)
+        return torch.ones(len(sequences)).double()
+
+    signals = made(batch, logp=batch.behavior_logp.double(), gradient_norms=gradient_norms)
+    out = Opob(OpobConfig()).shape(batch, signals)
+    assert out.advantage[sampled].tolist() == pytest.approx([0.5, 0.5, -0.5, -0.5])
+    assert wanted == [0, 1] and not out.advantage[~sampled].any()
+
+
 def test_no_other_constant_has_a_lower_variance() -> None:
     """The second moment of sum w (R - b) s is least there, for gradients s of one direction."""
     noise = torch.Generator().manual_seed(0)

@@ -58,10 +58,16 @@ class Opob:
         if options.max_weight:
             limit = torch.tensor(options.max_weight, dtype=torch.float64)
             log_weight = torch.minimum(log_weight, limit.log())
-        wanted = _differing(mean, scope).nonzero().squeeze(1)
-        norms = torch.ones_like(mean)
-        norms[wanted] = signals.gradient_norms(wanted.tolist(), options.norm)
-        reduced = mean - baseline(mean, 2 * (log_weight + norms.log()), scope)
+        # A sequence without sampled tokens has no gradient, so it has no part in a baseline.
+        active = batch.sequence[batch.sampled].unique()
+        reduced = mean.clone()
+        if len(active):
+            values, scope = mean[active], scope[active]
+            wanted = _differing(values, scope).nonzero().squeeze(1)
+            norms = torch.ones_like(values)
+            norms[wanted] = signals.gradient_norms(active[wanted].tolist(), options.norm)
+            log_squares = 2 * (log_weight[active] + norms.log())
+            reduced[active] = values - baseline(values, log_squares, scope)
         advantage = torch.where(batch.sampled, reduced[batch.sequence], 0.0)
         return Shaped(advantage.to(batch.advantage.dtype), batch.trained)
 
