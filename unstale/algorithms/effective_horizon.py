@@ -60,7 +60,7 @@ class Tabular:
 
 @dataclass(frozen=True, slots=True)
 class EffectiveHorizon:
-    """How hard it is to find the best policy of a task from random episodes."""
+    """The difficulty of finding the best policy of a task from random episodes."""
 
     depth: int
     """k: the number of actions that must be looked at together."""

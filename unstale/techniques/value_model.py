@@ -72,8 +72,8 @@ class LearnedForecast:
         self._model = ValueModel(DIMENSIONS, width=width, lr=lr)
         self._steps = steps
         self._before: deque[tuple[float, ...]] = deque(maxlen=history)
-        """Of each group, before the model was trained on it: z and the mean of all earlier groups.
-        Then its successes and episodes.
+        """One row per group: z and the mean of all earlier groups, both from before the model was
+        trained on it, then its successes and episodes.
         """
 
     @property
