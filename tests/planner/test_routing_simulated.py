@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 
 from unstale.cli.main import main
-from unstale.config import ConfigError, ScheduleConfig
+from unstale.config import ClusterConfig, ConfigError, EngineConfig, RunConfig, ScheduleConfig
 from unstale.durability import virtual_clock
 from unstale.planner.clock import SimulatedClock
 from unstale.planner.costs import LinearCosts
 from unstale.planner.engines import SimulatedEnginePool, SimulatedReply
+from unstale.planner.measured import recorded_fleet
 from unstale.planner.simulate import (
     Constant,
     Fleet,
@@ -192,6 +193,20 @@ def test_every_token_is_trained_on_with_groups_and_dying_engines() -> None:
 def test_groups_that_cannot_be_are_refused(values: dict[str, Any], why: str) -> None:
     with pytest.raises(ConfigError, match=why):
         Fleet(engines=4, **values)
+
+
+def test_the_engines_of_a_recorded_run_are_those_of_all_hosts() -> None:
+    engine = EngineConfig(processes=2, max_running=16, prefill_engines=1)
+    for hosts, engines, prefill_engines in ((0, 2, 1), (3, 6, 2)):
+        config = RunConfig(
+            recipe="retail", engine=engine, cluster=ClusterConfig(engine_hosts=hosts)
+        )
+        fleet = recorded_fleet(config)
+        assert (fleet.engines, fleet.prefill_engines, fleet.max_running) == (
+            engines,
+            prefill_engines,
+            8,
+        )
 
 
 def test_two_simulations_are_shown_in_columns(capsys: pytest.CaptureFixture[str]) -> None:

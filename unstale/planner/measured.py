@@ -88,22 +88,31 @@ def from_run(run: Path, techniques: SimulatedTechniques | None = None) -> Simula
             f"{run} has trainer.stream, so its times of scoring and training are mixed; use a run "
             "without it, and --set fleet.stream=true"
         )
-    engine = config.engine
-    engines = engine.num_engines
+    fleet = recorded_fleet(config)
     return SimulationSetup(
         workload=recorded_workload(run, config, rows),
-        fleet=Fleet(
-            engines=engines,
-            max_running=engine.max_running // engine.processes,
-            keep_cache=engine.keep_cache,
-            load_tokens=engine.load_tokens,
-            prefill_engines=engine.prefill_engines,
-            prefill_ratio=engine.prefill_ratio,
-        ),
+        fleet=fleet,
         schedule=config.schedule,
-        costs=fit_costs(rows[1:], span_seconds(folder), _versions(run), engines),
+        costs=fit_costs(rows[1:], span_seconds(folder), _versions(run), fleet.engines),
         needs=config.old_logps.needs,
         techniques=of_run(config, techniques),
+    )
+
+
+def recorded_fleet(config: RunConfig) -> Fleet:
+    """Return the engines of a run, on all its hosts.
+
+    With `cluster.engine_hosts`, a group has whole hosts: `engine.prefill_engines` counts these.
+    """
+    engine = config.engine
+    hosts = config.cluster.engine_hosts
+    return Fleet(
+        engines=max(1, hosts) * engine.num_engines,
+        max_running=engine.max_running // engine.processes,
+        keep_cache=engine.keep_cache,
+        load_tokens=engine.load_tokens,
+        prefill_engines=engine.prefill_engines * (engine.num_engines if hosts else 1),
+        prefill_ratio=engine.prefill_ratio,
     )
 
 
