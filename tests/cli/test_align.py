@@ -6,6 +6,7 @@ from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
 import torch
@@ -26,7 +27,8 @@ from unstale.config.options import override
 from unstale.durability.journal import Journal
 from unstale.envs import Message, Turn
 from unstale.model.policy import Policy
-from unstale.records import Sampled, Task
+from unstale.records import Failure, Sampled, Task, Trajectory
+from unstale.rollout.episode import Rollout
 from unstale.testing import tiny_policy
 
 ENV = f"{__name__}:OneWordTasks"
@@ -99,6 +101,34 @@ def test_the_figures_of_one_word_are_those_by_enumeration(one_word: RunConfig) -
     assert (found.episodes, found.failed) == (6 * 2 * len(words), 0)
     assert found.sampled_tokens == 0  # the candidate is the only token of a reply
     assert found.indifferent == {"correct": 0, "incorrect": 0}
+
+
+def test_open_episodes_are_bounded_and_failed_ones_are_a_warning(
+    one_word: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One group of two episodes at once. Every third rollout fails."""
+    num_open, most, started = 0, 0, 0
+    play = Rollout.episode
+
+    async def counted(self: Rollout, task: Task, **options: Any) -> Trajectory | Failure:
+        nonlocal num_open, most, started
+        number, started = started, started + 1
+        num_open += 1
+        most = max(most, num_open)
+        outcome = await play(self, task, **options)
+        num_open -= 1
+        return Failure(task, "step", "lost") if number % 3 == 0 else outcome
+
+    monkeypatch.setattr(Rollout, "episode", counted)
+    changes = {"max_staleness": 0, "groups_per_step": 1, "group_size": 2}
+    config = override(one_word, {f"schedule.{name}": value for name, value in changes.items()})
+    out = Console(file=StringIO(), width=500)
+    options = AlignOptions(prefixes=2, rollouts=4, top=2)
+    found = align(
+        one_word.runs / "run", str(one_word.runs / "teacher"), config, options, console=out
+    )
+    assert most == 2 and found.failed == -(-found.episodes // 3)
+    assert isinstance(out.file, StringIO) and "of the rollouts failed" in out.file.getvalue()
 
 
 def test_an_environment_that_answers_differently_is_refused(

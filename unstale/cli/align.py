@@ -39,6 +39,8 @@ from unstale.rollout.seeds import derive_seed
 
 CLASSES = {True: "correct", False: "incorrect"}
 """The names of saved episodes by their success."""
+WARNED_SHARE = 0.02
+"""Share of failed rollouts above which a warning is printed: the figures leave them out."""
 FIGURES = ("forward", "reverse", "agreement", "student_share", "teacher_share")
 
 
@@ -210,7 +212,14 @@ def align(
                     return await _play(rollout, prefixes, candidates, options, config, display)
 
     played = run_until_complete(play_all())
-    return _figures(prefixes, candidates, played, seconds=time.monotonic() - began)
+    found = _figures(prefixes, candidates, played, seconds=time.monotonic() - began)
+    if found.failed > WARNED_SHARE * found.episodes:
+        console.print(
+            f"[yellow]warning:[/] {found.failed / found.episodes:.0%} of the rollouts failed. The "
+            "figures leave them out, so they may be wrong if failures depend on the tokens",
+            highlight=False,
+        )
+    return found
 
 
 def choose_prefixes(journal: JournalReader, number: int, random: Random) -> list[Prefix]:
@@ -295,16 +304,23 @@ async def _play(  # noqa: PLR0913 - two of them are options
     config: RunConfig,
     display: LiveDisplay,
 ) -> list[list[list[Trajectory | Failure]]]:
-    """Return the episodes of each prefix and candidate."""
+    """Return the episodes of each prefix and candidate.
+
+    At most as many are open at once as in a training run.
+    """
+    schedule = config.schedule
+    num_tickets = (schedule.max_staleness + 1) * schedule.groups_per_step
+    free = asyncio.Semaphore(num_tickets * schedule.group_size)
     num_done, total = 0, options.rollouts * sum(len(each.tokens) for each in candidates)
 
     async def play(prefix: Prefix, token: int, index: int) -> Trajectory | Failure:
         nonlocal num_done
         record = EpisodeRecord(rollout.next_episode(), prefix.extended(token), None)
         noise = derive_seed(config.seed, "align", prefix.episode, token, index)
-        outcome = await rollout.episode(
-            prefix.task, env_seed=prefix.env_seed, noise_seed=noise, record=record
-        )
+        async with free:
+            outcome = await rollout.episode(
+                prefix.task, env_seed=prefix.env_seed, noise_seed=noise, record=record
+            )
         num_done += 1
         display.phase("episodes from the prefixes", done=num_done, total=total)
         return outcome
