@@ -61,7 +61,7 @@ from unstale.rollout.episode import Rollout
 from unstale.rollout.evaluation import evaluate
 from unstale.rollout.generator import Generator
 from unstale.rollout.seeds import derive_seed
-from unstale.rollout.segments import Places
+from unstale.rollout.segments import EpisodeSlots
 from unstale.rollout.selection import Selection, make_pool, read_texts, require_repeats
 from unstale.rollout.staleness_queue import PendingPieces, StalenessQueue
 from unstale.techniques import NO_TECHNIQUES, Techniques
@@ -258,9 +258,9 @@ def build(
         config.rollout,
     )
     budgeter = machine.techniques.budgeter
-    places = Places(budgeter.places) if budgeter else None
+    slots = EpisodeSlots(budgeter.max_concurrent_episodes) if budgeter else None
     rollout = _training_rollout(
-        partial(make_rollout, places=places),
+        partial(make_rollout, slots=slots),
         _Listeners(old, pending, piece_arrived, recorder),
         life,
     )

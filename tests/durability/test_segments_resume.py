@@ -18,7 +18,12 @@ from unstale.records import NO_BUDGET, EpisodeBudget, GroupRequest, Task
 
 
 def segmented(*, deterministic: bool, techniques: str = "segments") -> RunConfig:
-    options = {"places": 2, "tokens": REPLY, "table": "60:9:1 60:9:2 60:9:9", "window": 4}
+    options = {
+        "max_concurrent_episodes": 2,
+        "tokens": REPLY,
+        "table": "60:9:1 60:9:2 60:9:9",
+        "window": 4,
+    }
     named = {f"segments.{name}": value for name, value in options.items()}
     return chosen(techniques, deterministic=deterministic, **named)
 

@@ -36,7 +36,7 @@ from unstale.engines.scripted import ScriptedEngine
 from unstale.envs.chat import Chat
 from unstale.records import ContextPiece, EpisodeBudget
 from unstale.rollout.generator import Generator
-from unstale.rollout.segments import Spending
+from unstale.rollout.segments import BudgetUse
 from unstale.rollout.transcript import Transcript
 from unstale.testing import tiny_policy
 
@@ -197,7 +197,7 @@ def test_the_expected_reply_is_the_mean_of_those_before() -> None:
     "parts",
     [
         {"options": GenerationOptions(chunk=4)},
-        {"spending": Spending(EpisodeBudget(segments=99, segment_tokens=4))},
+        {"budget_use": BudgetUse(EpisodeBudget(segments=99, segment_tokens=4))},
     ],
     ids=["chunks", "segments"],
 )

@@ -327,8 +327,8 @@ WARNED = [
     ("--techniques 'allocate pick' --advantage.estimator rloo_first", "pick with allocate"),
     ("--techniques 'limits truncated'", "limits with truncated"),
     (
-        "--techniques segments --segments.table 64:4:2 --segments.places 9999",
-        "segments.places is 9999",
+        "--techniques segments --segments.table 64:4:2 --segments.max_concurrent_episodes 9999",
+        "segments.max_concurrent_episodes is 9999",
     ),
     (
         "--techniques replay --replay.rule failed --selection.pool 256",

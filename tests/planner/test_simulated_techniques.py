@@ -112,23 +112,33 @@ def segments(**options: Any) -> SimulatedTechniques:
     return SimulatedTechniques(segments=SegmentsConfig(**given))
 
 
-def test_with_enough_places_segments_change_nothing_but_requests() -> None:
+def test_with_enough_slots_segments_change_nothing_but_requests() -> None:
     plain = simulate(TAILED, Fleet(), ASYNC, COSTS, steps=8)
     made = simulate(TAILED, Fleet(), ASYNC, COSTS, steps=8, techniques=segments(tokens=10_000))
-    assert made == plain and made.place_share == 0
+    assert made == plain and made.slot_share == 0
 
 
-def test_places_limit_the_episodes_that_run() -> None:
-    """With one place, all episodes of a step run one after another, whatever their segments."""
+def test_slots_limit_the_episodes_that_run() -> None:
+    """With one slot, all episodes of a step run one after another, whatever their segments."""
     costs = LinearCosts(decode=0.01)
     for tokens in (7, 50, 1000):
         made = simulate(
-            LENGTHS, Fleet(), SCHEDULE, costs, steps=3, techniques=segments(places=1, tokens=tokens)
+            LENGTHS,
+            Fleet(),
+            SCHEDULE,
+            costs,
+            steps=3,
+            techniques=segments(max_concurrent_episodes=1, tokens=tokens),
         )
         assert made.mean_step_s == pytest.approx(16 * 50 * 0.01, rel=1e-6)
-        assert made.place_share > 0.8 and made.trained_sampled == made.trained_tokens // 3 * 1.0
+        assert made.slot_share > 0.8 and made.trained_sampled == made.trained_tokens // 3 * 1.0
     half = simulate(
-        LENGTHS, Fleet(), SCHEDULE, costs, steps=3, techniques=segments(places=8, tokens=1000)
+        LENGTHS,
+        Fleet(),
+        SCHEDULE,
+        costs,
+        steps=3,
+        techniques=segments(max_concurrent_episodes=8, tokens=1000),
     )
     assert half.mean_step_s == pytest.approx(2 * 50 * 0.01, rel=1e-6)
 
@@ -137,8 +147,10 @@ def test_every_token_is_trained_on_once_also_if_engines_die_and_tools_time_out()
     work = replace(TAILED, timeout_s=2.0, retries=3)
     fleet = Fleet(engines=3, max_running=8, failures_per_hour=200.0, restart_s=3.0)
     for schedule in (ASYNC, SCHEDULE, replace(ASYNC, lookahead_window=3)):
-        made = simulate(work, fleet, schedule, COSTS, steps=12, techniques=segments(places=5))
-        assert made.deaths and made.failed_episodes and made.place_share > 0
+        made = simulate(
+            work, fleet, schedule, COSTS, steps=12, techniques=segments(max_concurrent_episodes=5)
+        )
+        assert made.deaths and made.failed_episodes and made.slot_share > 0
         assert made.staleness_max <= made.staleness_bound
 
 
@@ -202,11 +214,16 @@ def run_command(*words: str) -> int:
 
 
 def test_the_command_simulates_techniques(capsys: pytest.CaptureFixture[str]) -> None:
-    added = [*WORDS.split(), "replay.fresh_share=0.5", "segments.places=4", "segments.tokens=9"]
+    added = [
+        *WORDS.split(),
+        "replay.fresh_share=0.5",
+        "segments.max_concurrent_episodes=4",
+        "segments.tokens=9",
+    ]
     added += ["segments.table=4000:9:999", "workload.reply_tokens=50"]
     assert run_command("simulate", "--techniques", "replay segments", *added) == 0
     out = " ".join(capsys.readouterr().out.split())  # without the line breaks of the table
-    assert " replayed" in out and "waiting for a place" in out
+    assert " replayed" in out and "waiting for a slot" in out
     assert run_command("simulate", "--techniques", "replay", "--json", *WORDS.split()) == 0
     assert json.loads(capsys.readouterr().out)["replayed_tokens"] > 0
     assert run_command("simulate", *WORDS.split(), "limits.quantile=0.5") == 2

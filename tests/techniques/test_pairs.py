@@ -46,7 +46,7 @@ CONDITIONS: Mapping[str, Mapping[str, Any]] = {
         "segments.table": "96:2:2 128:4:4 256:6:9",
         "segments.tokens": 16,
         "segments.calls": 2,
-        "segments.places": 3,
+        "segments.max_concurrent_episodes": 3,
         "segments.window": 4,
     },
     "pick": {"pick.n": 2},

@@ -101,7 +101,7 @@ def test_the_linter_says_the_limits_and_it_is_built() -> None:
     facts = check(RUN).facts["techniques"]
     assert "at most 48000 tokens, 48 tool calls or 2 segments" in facts
     assert "at last 96000 tokens, 96 tool calls or 4 segments if more than 10% of 256" in facts
-    made = Techniques.of(override(RUN, {"segments.places": 7}))
-    assert isinstance(made.budgeter, EpisodeBudgeter) and made.budgeter.places == 7
+    made = Techniques.of(override(RUN, {"segments.max_concurrent_episodes": 7}))
+    assert isinstance(made.budgeter, EpisodeBudgeter) and made.budgeter.max_concurrent_episodes == 7
     assert list(made.stateful) == ["technique/segments"] and made.limiter is None
     assert Techniques.of(override(RUN, {"techniques": "limits"})).budgeter is None

@@ -188,18 +188,18 @@ def unlearned_limits(config: RunConfig) -> Finding | None:
     )
 
 
-def places_for_all(config: RunConfig) -> Finding | None:
-    """Warn of segments where every episode in flight has a place."""
-    places: int = getattr(config.technique_options.get("segments"), "places", 0)
+def slots_for_all(config: RunConfig) -> Finding | None:
+    """Warn of segments where every episode in flight has a slot."""
+    slots: int = getattr(config.technique_options.get("segments"), "max_concurrent_episodes", 0)
     schedule = config.schedule
     most = (schedule.max_staleness + 1) * schedule.groups_per_step * schedule.group_size
     sizes = {"sampler", "allocator"} & {each.slot for each in chosen(config.techniques)}
-    if places < most or sizes:
+    if slots < most or sizes:
         return None
     return Finding(
-        f"segments.places is {places}",
-        f"at most {most} episodes are in flight, so none ever waits for a place",
-        ({"segments.places": max(1, most // 2)},),
+        f"segments.max_concurrent_episodes is {slots}",
+        f"at most {most} episodes are in flight, so none ever waits for a slot",
+        ({"segments.max_concurrent_episodes": max(1, most // 2)},),
     )
 
 
@@ -276,7 +276,7 @@ WARNINGS: Sequence[Rule] = (
     no_floor_of_distances,
     even_groups_of_median,
     unlearned_limits,
-    places_for_all,
+    slots_for_all,
     picked_after_allocation,
     too_old_when_tasks_return,
     unreachable_success,

@@ -31,7 +31,7 @@ from unstale.records import (
     Trajectory,
 )
 from unstale.rollout import More, no_more
-from unstale.rollout.segments import Age, Spending
+from unstale.rollout.segments import Age, BudgetUse
 from unstale.rollout.staleness_queue import PendingPieces
 from unstale.rollout.transcript import OpenWriter
 
@@ -61,20 +61,20 @@ class SimulatedEpisode:
         self.began = self.ended = self.requested = rollout.clock.now
         self._age = age
         self._budget = budget
-        self._take_place(self._begin)
+        self._take_slot(self._begin)
 
-    def _take_place(self, start: Callable[[], None]) -> None:
-        """Call `start`, after the wait for a place if the episode runs in segments."""
-        if self.rollout.places is None:
+    def _take_slot(self, start: Callable[[], None]) -> None:
+        """Call `start`, after the wait for a slot if the episode runs in segments."""
+        if self.rollout.slots is None:
             start()
             return
         since = self.rollout.clock.now
 
         def taken() -> None:
-            self.rollout.totals["place_s"] += self.rollout.clock.now - since
+            self.rollout.totals["slot_s"] += self.rollout.clock.now - since
             start()
 
-        self.rollout.places.take(self._age, taken)
+        self.rollout.slots.take(self._age, taken)
 
     def _begin(self) -> None:
         self.number = next(self.rollout.numbers)
@@ -82,7 +82,7 @@ class SimulatedEpisode:
         self.pieces: list[tuple[int, int]] = []
         """For each piece of the episode: its version, and its number of sampled tokens."""
         self.turn = 0
-        self._spending = Spending(self._budget)
+        self._budget_use = BudgetUse(self._budget)
         self._left = 0
         """Number of tokens of the present reply that are still to be sampled."""
         prompt = self.shape.prompt
@@ -96,14 +96,14 @@ class SimulatedEpisode:
 
     def _request_tokens(self) -> None:
         """Request the next tokens of the reply, up to the end of a segment."""
-        if self._spending.begin_segment() and self.rollout.places is not None:
-            self.rollout.places.give_back()
-            self._take_place(self._sample)
+        if self._budget_use.begin_segment() and self.rollout.slots is not None:
+            self.rollout.slots.give_back()
+            self._take_slot(self._sample)
         else:
             self._sample()
 
     def _sample(self) -> None:
-        self.reply.left = min(self._left, self._spending.left)
+        self.reply.left = min(self._left, self._budget_use.segment_left)
         self.requested = self.reply.requested_at = self.rollout.clock.now
         self.rollout.engines.sample(self.reply)
 
@@ -112,7 +112,7 @@ class SimulatedEpisode:
             version = self.rollout.engines.version
             self.pieces.append((version, tokens))
             self.rollout.arrived(self.number, version)
-            self._spending.count(tokens)
+            self._budget_use.count(tokens)
             self._left -= tokens
             self.reply.sampled += tokens
         if complete:
@@ -122,7 +122,7 @@ class SimulatedEpisode:
                 self._request_tokens()
             else:
                 self.rollout.engines.lengths.add(self.shape.turns[self.turn].reply)
-                self._spending.count_calls(self.shape.turns[self.turn].calls)
+                self._budget_use.count_calls(self.shape.turns[self.turn].calls)
                 self._call_tools(now)
 
     def _call_tools(self, now: float) -> None:
@@ -159,8 +159,8 @@ class SimulatedEpisode:
             self.rollout.totals["episodes"] += 1
             self.rollout.totals["life_s"] += self.ended - self.began
         self.on_end(finished)
-        if self.rollout.places is not None:
-            self.rollout.places.give_back()
+        if self.rollout.slots is not None:
+            self.rollout.slots.give_back()
 
 
 _ONE_TOKEN = (0,)
@@ -179,7 +179,7 @@ class SimulatedRollout:
         limits: SimulatedLimits,
         seed: int,
     ) -> None:
-        self.places = limits.places
+        self.slots = limits.slots
         self._limits = limits
         self.clock = clock
         self.engines = engines

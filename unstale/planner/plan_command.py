@@ -118,7 +118,7 @@ def _request(chosen: argparse.Namespace) -> "PlanRequest":
     techniques = choose(chosen.techniques, parse_assignments("--set", chosen.set, option_kinds()))
     if techniques.segments:
         raise ConfigError(
-            "the technique segments cannot be planned: no formula estimates the wait for a place. "
+            "the technique segments cannot be planned: no formula estimates the wait for a slot. "
             "Use unstale simulate --techniques segments"
         )
     shorten = partial(shorten_groups, options=techniques.limits)

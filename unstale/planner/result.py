@@ -64,8 +64,8 @@ class SimulationResult:
     """Share of an episode's time that is spent in tool calls."""
     ready_s: float
     """Mean seconds from the end of an episode to the step that trains on it."""
-    place_share: float = 0.0
-    """Share of an episode's time in which it waits for a place, with segments."""
+    slot_share: float = 0.0
+    """Share of an episode's time in which it waits for a slot, with segments."""
 
     @property
     def steady_s(self) -> tuple[float, ...]:

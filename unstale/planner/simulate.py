@@ -230,5 +230,5 @@ def _result(
         engine_share=totals["engine_s"] / life_s,
         tool_share=totals["tool_s"] / life_s,
         ready_s=totals["ready_s"] / episodes,
-        place_share=totals["place_s"] / life_s,
+        slot_share=totals["slot_s"] / life_s,
     )

@@ -214,7 +214,7 @@ def _cells(result: "SimulationResult") -> dict[str, str]:
         f"waits for groups {result.trainer_wait_share:.0%}",
         "an episode": f"{result.episode_s:.3g} s, {result.tool_share:.0%} of it in tools, "
         f"{result.engine_share:.0%} with an engine"
-        + (f", {result.place_share:.0%} waiting for a place" if result.place_share else "")
+        + (f", {result.slot_share:.0%} waiting for a slot" if result.slot_share else "")
         + f"; then {result.ready_s:.3g} s until training",
         "staleness": f"mean {result.staleness_mean:.2f}, max {result.staleness_max}, "
         f"bound {result.staleness_bound} (tokens by staleness: {ages})",

@@ -17,7 +17,7 @@ from unstale.config.checks import Section, nearest
 from unstale.planner.assignments import value_kinds
 from unstale.planner.workload import EpisodeShape, TurnShape
 from unstale.records import NO_BUDGET, EpisodeBudget, Group, GroupRequest, Task
-from unstale.rollout.segments import Age, Spending
+from unstale.rollout.segments import Age, BudgetUse
 from unstale.techniques import Outcome
 from unstale.techniques.limits import Limits, LimitsConfig, limit_of
 from unstale.techniques.replay import ReplayConfig
@@ -127,8 +127,12 @@ class SimulatedLimits:
     def __init__(self, techniques: SimulatedTechniques) -> None:
         self._limits = Limits(techniques.limits) if techniques.limits else None
         self._segments = Segments(techniques.segments) if techniques.segments else None
-        self.places = SimulatedPlaces(techniques.segments.places) if techniques.segments else None
-        """The places of episodes in segments. None without segments."""
+        self.slots = (
+            SimulatedSlots(techniques.segments.max_concurrent_episodes)
+            if techniques.segments
+            else None
+        )
+        """The slots of episodes in segments. None without segments."""
         self._ended: dict[int, list[tuple[int, bool]]] = defaultdict(list)
         """For each episode of a group: its turns, and True if it was cut off."""
 
@@ -183,16 +187,16 @@ def shorten(shape: EpisodeShape, most: int | None, budget: EpisodeBudget) -> Epi
 
     Raises `ConfigError` if the budget leaves no room for a reply.
     """
-    spending = Spending(budget)
+    budget_use = BudgetUse(budget)
     tokens = shape.prompt
     kept: list[TurnShape] = []
     for turn in shape.turns:
-        if len(kept) == most or spending.stop(tokens):
+        if len(kept) == most or budget_use.stop(tokens):
             break
-        reply = min(turn.reply, spending.reply_limit(tokens))
+        reply = min(turn.reply, budget_use.reply_limit(tokens))
         kept.append(turn._replace(reply=reply))
-        spending.count(reply)
-        spending.count_calls(turn.calls)
+        budget_use.count(reply)
+        budget_use.count_calls(turn.calls)
         tokens += reply + turn.answer
     if not kept:
         raise ConfigError(
@@ -215,8 +219,8 @@ def shorten_groups(
     return [groups[number] if number in free else group for number, group in enumerate(cut)]
 
 
-class SimulatedPlaces:
-    """The places of running episodes, as `rollout.segments.Places`."""
+class SimulatedSlots:
+    """The slots of running episodes, as `rollout.segments.EpisodeSlots`."""
 
     def __init__(self, number: int) -> None:
         self._free = number
@@ -224,7 +228,7 @@ class SimulatedPlaces:
         self._waiting: list[tuple[Age, int, Callable[[], None]]] = []
 
     def take(self, age: Age, start: Callable[[], None]) -> None:
-        """Call `start` when the episode has a place."""
+        """Call `start` when the episode has a slot."""
         if self._free:
             self._free -= 1
             start()

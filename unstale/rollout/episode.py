@@ -50,7 +50,7 @@ from unstale.records import (
 from unstale.rollout import More, no_more
 from unstale.rollout.generator import Generator
 from unstale.rollout.seeds import derive_seed
-from unstale.rollout.segments import Place, Places, Spending
+from unstale.rollout.segments import BudgetUse, EpisodeSlot, EpisodeSlots
 from unstale.rollout.timeouts import Attempt, PersistentTimeout
 from unstale.rollout.transcript import NotReplayed, NullWriter, OpenWriter, Transcript
 from unstale.rollout.turn_limit import AllowedTurns
@@ -153,9 +153,9 @@ class Rollout:
         on_failure: OnFailure = lambda episode, failure, final: None,
         on_restart: OnRestart = lambda episode, failure: None,
         on_blocked: OnBlocked = lambda name, seconds: None,
-        places: Places | None = None,
+        slots: EpisodeSlots | None = None,
     ) -> None:
-        """Make a rollout. `places` are those of the episodes that run in segments."""
+        """Make a rollout. `slots` are those of the episodes that run in segments."""
         self.generator = generator
         self.taskset = taskset
         self.config = config
@@ -163,7 +163,7 @@ class Rollout:
         self.on_failure = on_failure
         self.on_restart = on_restart
         self._on_blocked = on_blocked
-        self._places = places
+        self._slots = slots
         self._longest_blocked: dict[str, float] = {}
         self.wait_times = Stopwatch("generation_wait", "tool_wait")
         self.resources: AbstractAsyncContextManager[Any] = (
@@ -228,12 +228,12 @@ class Rollout:
     async def _sibling(
         self, request: GroupRequest, index: int, env_seed: int, open_writer: OpenWriter
     ) -> Trajectory | Failure:
-        """Run the episode of a group with this index. In segments, it first waits for a place."""
+        """Run the episode of a group with this index. In segments, it first waits for a slot."""
         async with AsyncExitStack() as held:
-            place = None
-            if self._places and request.budget.segments:
+            slot = None
+            if self._slots and request.budget.segments:
                 age = (request.number, index)
-                place = await held.enter_async_context(Place(self._places, age))
+                slot = await held.enter_async_context(EpisodeSlot(self._slots, age))
             return await self.episode(
                 request.task,
                 env_seed=env_seed,
@@ -241,7 +241,7 @@ class Rollout:
                 open_writer=partial(open_writer, request.number, index),
                 record=request.past[index] if index < len(request.past) else None,
                 limit=request.turn_limit,
-                spend=partial(Spending, request.budget, place),
+                new_budget_use=partial(BudgetUse, request.budget, slot),
             )
 
     async def episode(  # noqa: PLR0913 - two of them are seeds
@@ -253,14 +253,14 @@ class Rollout:
         open_writer: OpenWriter = NullWriter,
         record: EpisodeRecord | None = None,
         limit: TurnLimit | None = None,
-        spend: Callable[[], Spending] = Spending,
+        new_budget_use: Callable[[], BudgetUse] = BudgetUse,
     ) -> Trajectory | Failure:
         """Run one episode. If its environment fails, repeat it up to `retries` times.
 
         An episode with a record continues from there. If the environment does not produce the
         recorded text again, the episode starts from the beginning. This does not count as a
-        failure. `limit` is a further limit of its turns. `spend` begins to count what an attempt
-        uses of its budget.
+        failure. `limit` is a further limit of its turns. `new_budget_use` makes the count of the
+        budget that an attempt uses.
         """
         failures = record.failures if record else 0
         if record and record.outcome:
@@ -275,7 +275,7 @@ class Rollout:
             record = None
             try:
                 trajectory = await _outcome(
-                    Attempt(self.attempt(transcript, task, env_seed, limit, spend()))
+                    Attempt(self.attempt(transcript, task, env_seed, limit, new_budget_use()))
                 )
             except (EpisodeFailed, NotReplayed) as error:
                 failure = failure_of(error, task, transcript.all_pieces)
@@ -306,7 +306,7 @@ class Rollout:
         task: Task,
         env_seed: int,
         limit: TurnLimit | None,
-        spending: Spending,
+        budget_use: BudgetUse,
     ) -> Trajectory:
         """Run one attempt and return its trajectory.
 
@@ -328,15 +328,15 @@ class Rollout:
                     f"engine.max_context is {self.generator.config.max_context}: no reply fits; "
                     "raise engine.max_context"
                 )
-            if spending.reply_limit(len(transcript.tokens)) < 1:
+            if budget_use.reply_limit(len(transcript.tokens)) < 1:
                 raise ValueError(
                     f"the opening prompt of {task.key} has {len(transcript.tokens)} tokens, and an "
-                    f"episode may have {spending.budget.context}: no reply fits; raise the steps "
+                    f"episode may have {budget_use.budget.context}: no reply fits; raise the steps "
                     "of segments.table"
                 )
-            spending.replay(transcript.pieces, chat)
+            budget_use.replay(transcript.pieces, chat)
             turn, stop = await self._take_turns(
-                transcript, caller, chat, (turn, turn_rewards), limit, spending
+                transcript, caller, chat, (turn, turn_rewards), limit, budget_use
             )
         transcript.require_replayed()
         return Trajectory(
@@ -347,7 +347,7 @@ class Rollout:
             seed=transcript.seed,
             episode=transcript.episode,
             turn_rewards=tuple(turn_rewards) if any(turn_rewards) else (),
-            facts={**turn.facts, **spending.facts()},
+            facts={**turn.facts, **budget_use.facts()},
         )
 
     def caller(self, env: Any, task: Task) -> EnvCaller:
@@ -393,12 +393,12 @@ class Rollout:
         chat: Chat,
         begun: tuple[Turn, list[float]],
         limit: TurnLimit | None,
-        spending: Spending,
+        budget_use: BudgetUse,
     ) -> tuple[Turn, Stop]:
         """Alternate replies and environment steps. Return the last turn and the reason to stop.
 
         `begun` are the first turn and the rewards of earlier replies, which are added to. `limit`
-        is a further limit of the turns, and `spending` counts what the episode uses of its budget.
+        is a further limit of the turns, and `budget_use` counts the episode's use of its budget.
         """
         turn, turn_rewards = begun
         env = caller.env
@@ -411,16 +411,16 @@ class Rollout:
                 return turn, "max_turns"
             if self.generator.reply_budget(len(transcript.tokens)) < 1:
                 return turn, "max_tokens"
-            if stop := spending.stop(len(transcript.tokens)):
+            if stop := budget_use.stop(len(transcript.tokens)):
                 return turn, stop
             reply, ended = await self.wait_times.on(
-                "generation_wait", self.generator.generate(transcript, spending=spending)
+                "generation_wait", self.generator.generate(transcript, budget_use=budget_use)
             )
             if simulated:
                 simulated.replaying = transcript.replaying
             with stage(f"step {len(turn_rewards) + 1}", self.config.timeout_s):
                 message = chat.parse(reply)
-                spending.count_calls(len(message.tool_calls))
+                budget_use.count_calls(len(message.tool_calls))
                 step = caller.turn(env.step, message)
                 turn = combine_rewards(self.taskset, await self.wait_times.on("tool_wait", step))
                 turn_rewards.append(turn.reward)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from unstale.config import EngineConfig
 from unstale.engines import DEFAULT_OPTIONS, Engine, GenerationOptions, SamplingParams
 from unstale.envs.chat import Chat
-from unstale.rollout.segments import Spending
+from unstale.rollout.segments import BudgetUse
 from unstale.rollout.transcript import Transcript
 
 
@@ -27,27 +27,27 @@ class Generator:
         options: GenerationOptions = DEFAULT_OPTIONS,
         *,
         since: int | None = None,
-        spending: Spending | None = None,
+        budget_use: BudgetUse | None = None,
     ) -> tuple[list[int], bool]:
         """Sample one reply and add it to the transcript, which is the record of the episode.
 
         Return the reply's tokens, and True if it ended with a stop token. If a weight update
         interrupts the engine, the reply continues from its own tokens under the new version.
         `since` is the index of the reply's first piece, if an interrupted call already sampled its
-        beginning. At the end of a segment of the episode, whose `spending` counts its tokens, the
+        beginning. At the end of a segment of the episode, whose `budget_use` counts its tokens, the
         reply waits and then continues. Raises `NotReplayed` if a resumed episode differs from its
         record.
         """
         before = transcript.pieces[since:] if since is not None else ()
-        spending = spending or Spending()
+        budget_use = budget_use or BudgetUse()
         tokens = [token for piece in before for token in piece.tokens]
         num_context = len(transcript.tokens) - len(tokens)
         budget = min(
-            self.reply_budget(num_context), spending.reply_limit(num_context), options.max_tokens
+            self.reply_budget(num_context), budget_use.reply_limit(num_context), options.max_tokens
         )
         for piece in transcript.replay_reply():
             tokens += piece.tokens
-            spending.count(len(piece.tokens))
+            budget_use.count(len(piece.tokens))
         stop_tokens = self.chat.stop_tokens
         while True:
             if tokens:
@@ -57,7 +57,7 @@ class Generator:
             transcript.require_replayed()
             remaining = budget - len(tokens)
             params = SamplingParams(
-                max_tokens=min(remaining, options.chunk, await spending.room()),
+                max_tokens=min(remaining, options.chunk, await budget_use.tokens_left()),
                 stop_tokens=stop_tokens,
                 temperature=self.config.temperature,
                 seed=transcript.seed,
@@ -69,7 +69,7 @@ class Generator:
             if reply.piece.tokens:
                 piece = options.cut(tokens, reply.piece)
                 tokens += piece.tokens
-                spending.count(len(piece.tokens))
+                budget_use.count(len(piece.tokens))
                 transcript.append(piece)
             if reply.stop == "length" and len(reply.piece.tokens) < params.max_tokens:
                 return tokens, False

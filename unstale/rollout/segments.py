@@ -1,10 +1,11 @@
-"""Segments of episodes: the places of running episodes, and what an episode has used of its budget.
+"""Segments of episodes: the slots of running episodes, and the use of their budgets.
 
-A running episode holds a place. At the end of a segment it gives its place to the oldest waiting
-episode, and continues when it is the oldest one and a place is free. An episode that waits keeps
-its environment and its tokens, and later tokens have the version that samples them.
+A running episode holds a slot. At the end of a segment, if another episode waits, it gives its slot
+to the oldest waiting one, also to one younger than itself: otherwise a long episode would hold its
+slot until its end. It continues when a slot is free and no older episode waits. An episode that
+waits keeps its environment and its tokens, and later tokens have the version that samples them.
 
-Nothing waits for a place while it holds one, and every segment ends. So each episode continues: the
+Nothing waits for a slot while it holds one, and every segment ends. So each episode continues: the
 queue of groups has a limited number of older ones.
 """
 
@@ -27,8 +28,8 @@ UNLIMITED = 1 << 62
 """Number of tokens where nothing limits them."""
 
 
-class Places:
-    """A number of places for running episodes. The oldest waiting one gets the next place."""
+class EpisodeSlots:
+    """A number of slots for running episodes. The oldest waiting one gets the next slot."""
 
     def __init__(self, number: int) -> None:
         self._free = number
@@ -37,7 +38,7 @@ class Places:
         self._order = count()
 
     async def take(self, age: Age) -> None:
-        """Wait for a place."""
+        """Wait for a slot."""
         if self._free:
             self._free -= 1
             return
@@ -51,7 +52,7 @@ class Places:
             raise
 
     def give_back(self) -> None:
-        """Give a place to the oldest waiting episode. It is free if none waits."""
+        """Give a slot to the oldest waiting episode. It is free if none waits."""
         while self._waiting:
             *_, given = heapq.heappop(self._waiting)
             if not given.done():
@@ -60,16 +61,16 @@ class Places:
         self._free += 1
 
 
-class Place:
-    """The place of one episode: a context in which the episode runs."""
+class EpisodeSlot:
+    """The slot of one episode: a context in which the episode runs."""
 
-    def __init__(self, places: Places, age: Age) -> None:
-        self._places = places
+    def __init__(self, slots: EpisodeSlots, age: Age) -> None:
+        self._slots = slots
         self._age = age
         self._held = False
 
     async def __aenter__(self) -> Self:
-        await self._places.take(self._age)
+        await self._slots.take(self._age)
         self._held = True
         return self
 
@@ -77,27 +78,29 @@ class Place:
         self._give_back()
 
     async def pause(self) -> None:
-        """Give the place to the oldest waiting episode, and wait for another one."""
+        """Give the slot to the oldest waiting episode, and wait for the next. Do nothing if none
+        waits.
+        """
         self._give_back()
-        await self._places.take(self._age)
+        await self._slots.take(self._age)
         self._held = True
 
     def _give_back(self) -> None:
         if self._held:
             self._held = False
-            self._places.give_back()
+            self._slots.give_back()
 
 
-class Spending:
-    """What one attempt at an episode has used of its budget.
+class BudgetUse:
+    """The part of its budget that one attempt at an episode has used.
 
     It follows from the tokens and calls so far, so a resumed episode has the same.
     """
 
-    def __init__(self, budget: EpisodeBudget = NO_BUDGET, place: Place | None = None) -> None:
-        """Begin without tokens. `place` is given back between two segments."""
+    def __init__(self, budget: EpisodeBudget = NO_BUDGET, slot: EpisodeSlot | None = None) -> None:
+        """Begin without tokens. `slot` is given back between two segments."""
         self.budget = budget
-        self._place = place
+        self._slot = slot
         self.segment = 1
         """The number of the present segment, from 1."""
         self._tokens = 0
@@ -137,15 +140,18 @@ class Spending:
         return True
 
     @property
-    def left(self) -> int:
+    def segment_left(self) -> int:
         """Number of tokens that are left of the present segment."""
         return self._segment_limit - self._tokens
 
-    async def room(self) -> int:
-        """Return how many tokens may be sampled next. At the end of a segment, pause before."""
-        if self.begin_segment() and self._place:
-            await self._place.pause()
-        return self.left
+    async def tokens_left(self) -> int:
+        """Return how many tokens may be sampled next.
+
+        At the end of a segment, wait first if another episode waits for a slot.
+        """
+        if self.begin_segment() and self._slot:
+            await self._slot.pause()
+        return self.segment_left
 
     def reply_limit(self, num_tokens: int) -> int:
         """Return how many tokens a reply may have after `num_tokens` of context. It may be < 1."""

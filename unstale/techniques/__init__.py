@@ -93,7 +93,7 @@ class TurnLimiter(Protocol):
 class EpisodeBudgeter(Protocol):
     """A technique that runs episodes in segments, and limits their tokens and tool calls."""
 
-    places: int
+    max_concurrent_episodes: int
     """Number of episodes that run at the same time. The others wait."""
 
     def episode_budget(self) -> EpisodeBudget:

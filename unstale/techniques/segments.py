@@ -1,11 +1,16 @@
 """`segments`: long episodes run in segments, and their limits grow if they cut off too many.
 
-At most `places` episodes run at the same time. An episode runs until it has `tokens` sampled tokens
-or `calls` tool calls since it got its place, also within a reply. Then it gives the place to the
-oldest waiting episode, and continues as soon as it is itself the oldest one and a place is free. It
-keeps its environment and its tokens. Later tokens may have a newer version, and each token keeps
-its own `behavior_logp`. The staleness bound holds, because the ticket of a group counts from its
-admission.
+At most `max_concurrent_episodes` episodes run at the same time. An episode runs until it has
+`tokens` sampled tokens or `calls` tool calls since its segment began, also within a reply. Then, if
+another episode waits, it gives its slot to the oldest waiting one, also to one younger than itself.
+It continues when a slot is free and no older episode waits. It keeps its environment and its
+tokens. Later tokens may have a newer version, and each token keeps its own `behavior_logp`. The
+staleness bound holds, because the ticket of a group counts from its admission.
+
+So a long episode does not hold its slot until its end. This costs time in strict order, where a
+batch needs the oldest groups: their episodes also wait while younger ones run. The wait is worth
+something only with a `schedule.lookahead_window`, in which finished younger groups are trained on
+first. In strict order, set `tokens` above the length of most episodes.
 
 `table` has the limits of an episode in steps: tokens of its context, tool calls, segments. An
 episode that reaches one of the three is cut off. Groups begin with the limits of the first step.
@@ -66,7 +71,7 @@ def parse_table(text: str) -> tuple[Step, ...]:
 class SegmentsConfig(Section):
     """Long episodes run in segments, with limits that grow (AgentMath)."""
 
-    places: PositiveInt = 128
+    max_concurrent_episodes: PositiveInt = 128
     """Number of episodes that run at the same time, on all engines together. Take the number of
     replies that the engines sample at the same time, or more if tools are slow.
     """
@@ -93,7 +98,7 @@ class Segments:
     def __init__(self, options: SegmentsConfig) -> None:
         self._options = options
         self._table = parse_table(options.table)
-        self.places = options.places
+        self.max_concurrent_episodes = options.max_concurrent_episodes
         self._step = 0
         self._episodes = 0
         """Number of episodes with the present limits since the last decision."""
@@ -147,9 +152,9 @@ def _describe(options: SegmentsConfig) -> str:
             "episodes are cut off"
         )
     return (
-        f"at most {options.places} episodes run at the same time, {options.tokens} sampled tokens "
-        f"or {options.calls} tool calls at a time; then the oldest waiting one continues. An "
-        f"episode has at most {limits[0]}{grown}"
+        f"at most {options.max_concurrent_episodes} episodes run at the same time, "
+        f"{options.tokens} sampled tokens or {options.calls} tool calls at a time; then the oldest "
+        f"waiting one continues. An episode has at most {limits[0]}{grown}"
     )
 
 
@@ -171,20 +176,9 @@ def _check(options: SegmentsConfig, config: RunConfig) -> None:
 
 _MEASURED = """
 Tests show that the limits grow by the table and that every episode continues
-(`tests/techniques/test_segments.py`, `tests/rollout/test_places.py`). Seconds of a step by
-`unstale simulate`: one engine with 32 replies at the same time, 8 groups of 8, `max_staleness` 2,
-episodes of 8 turns (at most 64) with 200 tokens each; 6 seeds, standard errors of 3 to 5.
-
-| | strict order | `lookahead_window` 9 |
-|---|---|---|
-| no technique | 75 | 64 |
-| `places` 32, one segment | 68 | 60 |
-| `places` 32, `tokens` 500 | 69 | 61 |
-| `places` 48, one segment | 71 | 61 |
-| `places` 48, `tokens` 500 | 73 | 65 |
-
-The differences are within two standard errors, so a gain is not shown, and shorter segments do not
-add one. The effect on success has not been measured.
+(`tests/techniques/test_segments.py`, `tests/rollout/test_episode_slots.py`). A gain is not shown,
+neither in time nor in success. `unstale simulate --techniques segments` estimates the seconds of a
+step for your own lengths and engines.
 """
 
 ENTRY = Entry(

@@ -15,7 +15,7 @@ from unstale.records import Stop, Task, Trajectory, TurnLimit
 from unstale.rollout.endpoint.server import RecordingEndpoint
 from unstale.rollout.endpoint.session import AgentSession
 from unstale.rollout.episode import EpisodeFailed, Rollout, failure_of, stage
-from unstale.rollout.segments import Spending
+from unstale.rollout.segments import BudgetUse
 from unstale.rollout.transcript import NotReplayed, Transcript
 
 
@@ -44,7 +44,7 @@ class AgentRollout(Rollout):
         task: Task,
         env_seed: int,
         limit: TurnLimit | None,
-        spending: Spending,
+        budget_use: BudgetUse,
     ) -> Trajectory:
         """Run the agent to its end. Return its calls as one trajectory with branches.
 
@@ -57,7 +57,7 @@ class AgentRollout(Rollout):
         failed = None
         turn = Turn(())
         async with env.slot, asyncio.TaskGroup() as calls:
-            reply_tokens = spending.budget.reply_tokens
+            reply_tokens = budget_use.budget.reply_tokens
             session = AgentSession(self, transcript, calls, self.on_event, reply_tokens)
             try:
                 with stage("agent", env.timeout_s), self.endpoint.opened(session) as address:

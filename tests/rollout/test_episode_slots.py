@@ -1,4 +1,4 @@
-"""Test segments: who gets the next place, what an episode may still use, and what it records.
+"""Test segments: who gets the next slot, what an episode may still use, and what it records.
 
 Episodes that wait keep their tokens and versions. Every episode continues, also if others fail or
 are cancelled.
@@ -27,7 +27,7 @@ from unstale.records import (
 )
 from unstale.rollout.episode import Rollout
 from unstale.rollout.generator import Generator
-from unstale.rollout.segments import Place, Places, Spending
+from unstale.rollout.segments import BudgetUse, EpisodeSlot, EpisodeSlots
 
 TASK = Task("toy", "train", 1)
 THREES = EpisodeBudget(context=1000, calls=100, segments=9, segment_tokens=3, segment_calls=100)
@@ -63,7 +63,7 @@ def play(
         engine = await awake(ScriptedEngine(say))
         config = EngineConfig(max_completion_tokens=8, max_context=1000)
         generator = Generator(engine, CallingChat(), config)  # type: ignore[arg-type]
-        rollout = Rollout(generator, Tasks([*script]), RolloutConfig(), places=Places(1))
+        rollout = Rollout(generator, Tasks([*script]), RolloutConfig(), slots=EpisodeSlots(1))
         past_records = (EpisodeRecord(0, tuple(past), None),) if past else ()
         request = GroupRequest(0, TASK, 0, 0, past=past_records, sizes=(1,), budget=budget)
         return await rollout.group(request, size=1)
@@ -79,17 +79,17 @@ def sampled(trajectory: Trajectory) -> list[str]:
     return ["".join(map(chr, piece.tokens)) for piece in trajectory.sampled]
 
 
-def test_the_oldest_waiting_episode_gets_the_next_place() -> None:
+def test_the_oldest_waiting_episode_gets_the_next_slot() -> None:
     async def main() -> list[str]:
-        places, log = Places(2), []
+        slots, log = EpisodeSlots(2), []
         ended = {name: asyncio.Event() for name in "abcd"}
 
         async def run(name: str, age: tuple[int, int]) -> None:
-            async with Place(places, age) as place:
+            async with EpisodeSlot(slots, age) as slot:
                 log.append(f"{name} runs")
                 await ended[name].wait()
                 log.append(f"{name} pauses")
-                await place.pause()
+                await slot.pause()
                 log.append(f"{name} continues")
 
         async with asyncio.TaskGroup() as tasks:
@@ -102,36 +102,36 @@ def test_the_oldest_waiting_episode_gets_the_next_place() -> None:
                     await asyncio.sleep(0)
         return log
 
-    # a gives its place to d, which is older than c, and continues when b gives its place back
+    # a gives its slot to d, which is older than c, and continues when b gives its slot back
     assert asyncio.run(main()) == [
         *("a runs", "b runs", "a pauses", "d runs", "b pauses", "a continues", "b continues"),
         *("c runs", "d pauses", "d continues", "c pauses", "c continues"),
     ]
 
 
-def test_an_episode_that_is_cancelled_while_it_waits_takes_no_place() -> None:
+def test_an_episode_that_is_cancelled_while_it_waits_takes_no_slot() -> None:
     async def main() -> None:
-        places = Places(1)
-        async with Place(places, (0, 0)):
-            waiting = asyncio.create_task(places.take((0, 1)))
-            other = asyncio.create_task(places.take((0, 2)))
+        slots = EpisodeSlots(1)
+        async with EpisodeSlot(slots, (0, 0)):
+            waiting = asyncio.create_task(slots.take((0, 1)))
+            other = asyncio.create_task(slots.take((0, 2)))
             await asyncio.sleep(0)
             waiting.cancel()
         await other
-        late = asyncio.create_task(places.take((0, 3)))
+        late = asyncio.create_task(slots.take((0, 3)))
         await asyncio.sleep(0)
-        places.give_back()  # the place is given to `late`, and then `late` is cancelled
+        slots.give_back()  # the slot is given to `late`, and then `late` is cancelled
         late.cancel()
         with pytest.raises(asyncio.CancelledError):
             await late
-        await asyncio.wait_for(places.take((0, 4)), 1)
+        await asyncio.wait_for(slots.take((0, 4)), 1)
 
     asyncio.run(main())
 
 
 def test_what_is_left_of_a_budget_by_hand() -> None:
     budget = EpisodeBudget(context=100, calls=9, segments=2, segment_tokens=10, segment_calls=4)
-    spent = Spending(budget)
+    spent = BudgetUse(budget)
     assert (spent.reply_limit(85), spent.reply_limit(50), spent.stop(50)) == (15, 20, None)
     spent.count(7)
     assert (spent.reply_limit(50), spent.segment) == (13, 1)
@@ -139,16 +139,16 @@ def test_what_is_left_of_a_budget_by_hand() -> None:
     assert (spent.reply_limit(50), spent.segment) == (10, 1)
     spent.count(10)
     assert (spent.reply_limit(50), spent.segment, spent.stop(50)) == (0, 2, "max_tokens")
-    other = Spending(budget)
+    other = BudgetUse(budget)
     other.count(12)
     other.count_calls(4)
     assert (other.segment, other.stop(50)) == (2, "max_turns")
-    third = Spending(budget)
+    third = BudgetUse(budget)
     third.count_calls(9)
     assert (third.segment, third.stop(50), third.stop(100)) == (1, "max_turns", "max_turns")
-    assert Spending(budget).stop(100) == "max_tokens"
-    assert Spending(EpisodeBudget(reply_tokens=5)).reply_limit(50) == 5
-    assert Spending().stop(1 << 40) is None and Spending().facts() == {}
+    assert BudgetUse(budget).stop(100) == "max_tokens"
+    assert BudgetUse(EpisodeBudget(reply_tokens=5)).reply_limit(50) == 5
+    assert BudgetUse().stop(1 << 40) is None and BudgetUse().facts() == {}
 
 
 def test_a_reply_continues_in_the_next_segment() -> None:
@@ -204,7 +204,7 @@ def test_a_resumed_episode_has_the_same_segments_and_end() -> None:
 
 
 def run_groups(
-    script: Callable[[], list[Turn | Exception]], *, places: int, groups: int, size: int
+    script: Callable[[], list[Turn | Exception]], *, slots: int, groups: int, size: int
 ) -> tuple[list[Group], list[int], int]:
     """Run groups at the same time. Return them, and of each segment the group that ran it.
 
@@ -239,30 +239,30 @@ def run_groups(
         config = EngineConfig(max_completion_tokens=8, max_context=1000)
         generator = Generator(engine, CallingChat(), config)  # type: ignore[arg-type]
         options = RolloutConfig(max_failed_share=1.0)
-        rollout = Rollout(generator, Scripts(), options, places=Places(places))
+        rollout = Rollout(generator, Scripts(), options, slots=EpisodeSlots(slots))
         requests = [
             GroupRequest(number, Task("toy", "train", number), 0, number, budget=THREES)
             for number in range(groups)
         ]
         async with asyncio.TaskGroup() as tasks:
             made = [tasks.create_task(rollout.group(each, size=size)) for each in requests]
-        assert rollout._places is not None and rollout._places._free == places
+        assert rollout._slots is not None and rollout._slots._free == slots
         return [each.result() for each in made]
 
     return asyncio.run(main()), order, running[1]
 
 
-def test_with_one_place_the_oldest_group_is_preferred_and_all_end() -> None:
+def test_with_one_slot_the_oldest_group_is_preferred_and_all_end() -> None:
     """Each episode has three segments. At the end of one, the oldest other episode has its turn."""
-    groups, order, most = run_groups(lambda: [over()], places=1, groups=3, size=1)
+    groups, order, most = run_groups(lambda: [over()], slots=1, groups=3, size=1)
     assert order == [0, 1, 0, 1, 0, 1, 2, 2, 2] and most == 1
     assert [each.facts["segments"] for group in groups for each in group.trajectories] == [3] * 3
 
 
-def test_places_limit_the_episodes_that_run_and_failed_ones_give_them_back() -> None:
-    good, _, most = run_groups(lambda: [over()], places=3, groups=5, size=4)
+def test_slots_limit_the_episodes_that_run_and_failed_ones_give_them_back() -> None:
+    good, _, most = run_groups(lambda: [over()], slots=3, groups=5, size=4)
     assert most == 3 and all(len(group.trajectories) == 4 for group in good)
-    bad, _, most = run_groups(lambda: [EnvError("broken")], places=2, groups=3, size=2)
+    bad, _, most = run_groups(lambda: [EnvError("broken")], slots=2, groups=3, size=2)
     assert most == 2 and all(len(group.failures) == 2 for group in bad)
 
 
@@ -280,19 +280,19 @@ def test_later_segments_have_the_versions_that_sampled_them() -> None:
         engine = await awake(ScriptedEngine(say, logp=-0.5, token_delay=note))
         config = EngineConfig(max_completion_tokens=8, max_context=1000)
         generator = Generator(engine, LetterChat(), config)  # type: ignore[arg-type]
-        places = Places(1)
-        rollout = Rollout(generator, Tasks([says("hi"), over()]), RolloutConfig(), places=places)
+        slots = EpisodeSlots(1)
+        rollout = Rollout(generator, Tasks([says("hi"), over()]), RolloutConfig(), slots=slots)
         request = GroupRequest(5, TASK, 0, 0, budget=THREES)
         async with asyncio.TaskGroup() as tasks:
             group = tasks.create_task(rollout.group(request, size=1))
             await begun.wait()
-            await places.take((0, 0))  # waits until the first segment ends
+            await slots.take((0, 0))  # waits until the first segment ends
             await engine.interrupt()
             engine._logp = -0.25
             await engine.load({}, version=1)
             await engine.resume()
             assert not group.done()
-            places.give_back()
+            slots.give_back()
         (trajectory,) = group.result().trajectories
         return trajectory
 
