@@ -70,6 +70,7 @@ TECHNIQUES = {
     "baseline/loo_squared_error_mean",
     "baseline/probe_squared_error_mean",
     "rollout/context_limit_mean",
+    "rollout/slot_wait_s",
     "rollout/turn_limit_mean",
 }
 UNDEFINED = {

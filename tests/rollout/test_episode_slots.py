@@ -85,7 +85,7 @@ def test_the_oldest_waiting_episode_gets_the_next_slot() -> None:
         ended = {name: asyncio.Event() for name in "abcd"}
 
         async def run(name: str, age: tuple[int, int]) -> None:
-            async with EpisodeSlot(slots, age) as slot:
+            async with EpisodeSlot(slots, age, lambda seconds: None) as slot:
                 log.append(f"{name} runs")
                 await ended[name].wait()
                 log.append(f"{name} pauses")
@@ -112,7 +112,7 @@ def test_the_oldest_waiting_episode_gets_the_next_slot() -> None:
 def test_an_episode_that_is_cancelled_while_it_waits_takes_no_slot() -> None:
     async def main() -> None:
         slots = EpisodeSlots(1)
-        async with EpisodeSlot(slots, (0, 0)):
+        async with EpisodeSlot(slots, (0, 0), lambda seconds: None):
             waiting = asyncio.create_task(slots.take((0, 1)))
             other = asyncio.create_task(slots.take((0, 2)))
             await asyncio.sleep(0)
@@ -299,6 +299,38 @@ def test_later_segments_have_the_versions_that_sampled_them() -> None:
     result = asyncio.run(main())
     found = [(piece.version, piece.behavior_logp) for piece in result.sampled]
     assert found == [(0, (-0.5,) * 3), (1, (-0.25,) * 3), (1, (-0.25,))]
+
+
+def test_waits_for_a_slot_are_counted_apart_from_generation() -> None:
+    """One wait before the first segment and one between two segments, each of 0.3 s."""
+
+    async def main() -> dict[str, float]:
+        def say(tokens: Sequence[int], params: SamplingParams) -> Sequence[int]:
+            return list(map(ord, "abcd."[len(tokens) - 2 :]))
+
+        engine = await awake(ScriptedEngine(say))
+        config = EngineConfig(max_completion_tokens=8, max_context=1000)
+        generator = Generator(engine, LetterChat(), config)  # type: ignore[arg-type]
+        slots = EpisodeSlots(1)
+        rollout = Rollout(generator, Tasks([says("hi"), over()]), RolloutConfig(), slots=slots)
+        await slots.take((0, 0))
+        request = GroupRequest(5, TASK, 0, 0, budget=THREES)
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(rollout.group(request, size=1))
+            await asyncio.sleep(0.3)
+            again = tasks.create_task(slots.take((0, 1)))
+            await asyncio.sleep(0)
+            slots.give_back()  # to the older `again`
+            await again
+            slots.give_back()  # to the episode, which runs its first segment
+            await slots.take((0, 2))
+            await asyncio.sleep(0.3)
+            slots.give_back()
+        return rollout.wait_times.read("rollout")
+
+    waited = asyncio.run(main())
+    assert waited["rollout/slot_wait_s"] >= 0.59
+    assert waited["rollout/generation_wait_s"] < 0.2
 
 
 def test_a_prompt_that_leaves_no_room_for_a_reply_ends_the_run() -> None:

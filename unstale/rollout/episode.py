@@ -6,6 +6,7 @@ counted as failed. Any other error ends the run.
 """
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import (
@@ -165,7 +166,9 @@ class Rollout:
         self._on_blocked = on_blocked
         self._slots = slots
         self._longest_blocked: dict[str, float] = {}
-        self.wait_times = Stopwatch("generation_wait", "tool_wait")
+        self.wait_times = Stopwatch(
+            "generation_wait", "tool_wait", *(["slot_wait"] if slots else [])
+        )
         self.resources: AbstractAsyncContextManager[Any] = (
             taskset if isinstance(taskset, AbstractAsyncContextManager) else nullcontext()
         )
@@ -233,7 +236,9 @@ class Rollout:
             slot = None
             if self._slots and request.budget.segments:
                 age = (request.number, index)
-                slot = await held.enter_async_context(EpisodeSlot(self._slots, age))
+                slot = await held.enter_async_context(
+                    EpisodeSlot(self._slots, age, partial(self.wait_times.add, "slot_wait"))
+                )
             return await self.episode(
                 request.task,
                 env_seed=env_seed,
@@ -413,9 +418,7 @@ class Rollout:
                 return turn, "max_tokens"
             if stop := budget_use.stop(len(transcript.tokens)):
                 return turn, stop
-            reply, ended = await self.wait_times.on(
-                "generation_wait", self.generator.generate(transcript, budget_use=budget_use)
-            )
+            reply, ended = await self._generate(transcript, budget_use)
             if simulated:
                 simulated.replaying = transcript.replaying
             with stage(f"step {len(turn_rewards) + 1}", self.config.timeout_s):
@@ -435,6 +438,17 @@ class Rollout:
                     if resumable:
                         transcript.save_snapshot(resumable, turn_rewards)
         return turn, "done"
+
+    async def _generate(
+        self, transcript: Transcript, budget_use: BudgetUse
+    ) -> tuple[list[int], bool]:
+        """Sample a reply. Waits for a slot do not count as waits for generation."""
+        began, waited_s = time.monotonic(), budget_use.slot_wait_s
+        try:
+            return await self.generator.generate(transcript, budget_use=budget_use)
+        finally:
+            slot_wait_s = budget_use.slot_wait_s - waited_s
+            self.wait_times.add("generation_wait", time.monotonic() - began - slot_wait_s)
 
     def _check_size(self, turn: Turn, num_tokens: int = 0) -> None:
         """Raise `EnvError` for messages that are longer than the whole context.

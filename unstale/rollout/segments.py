@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import asyncio
 import heapq
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from itertools import count
 from typing import TYPE_CHECKING, Self
 
@@ -64,14 +65,17 @@ class EpisodeSlots:
 class EpisodeSlot:
     """The slot of one episode: a context in which the episode runs."""
 
-    def __init__(self, slots: EpisodeSlots, age: Age) -> None:
+    def __init__(self, slots: EpisodeSlots, age: Age, on_wait: Callable[[float], None]) -> None:
+        """Make a slot. `on_wait` is called with the seconds of each wait for it."""
         self._slots = slots
         self._age = age
+        self._on_wait = on_wait
         self._held = False
+        self.wait_s = 0.0
+        """Seconds of all waits so far."""
 
     async def __aenter__(self) -> Self:
-        await self._slots.take(self._age)
-        self._held = True
+        await self._take()
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -82,8 +86,17 @@ class EpisodeSlot:
         waits.
         """
         self._give_back()
-        await self._slots.take(self._age)
-        self._held = True
+        await self._take()
+
+    async def _take(self) -> None:
+        began = time.monotonic()
+        try:
+            await self._slots.take(self._age)
+            self._held = True
+        finally:
+            seconds = time.monotonic() - began
+            self.wait_s += seconds
+            self._on_wait(seconds)
 
     def _give_back(self) -> None:
         if self._held:
@@ -138,6 +151,11 @@ class BudgetUse:
         self.segment += 1
         self._tokens = self._segment_calls = 0
         return True
+
+    @property
+    def slot_wait_s(self) -> float:
+        """Seconds in which the episode has waited for a slot, over all attempts."""
+        return self._slot.wait_s if self._slot else 0.0
 
     @property
     def segment_left(self) -> int:
