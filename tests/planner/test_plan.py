@@ -587,7 +587,7 @@ def test_a_run_is_read_as_a_device(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         workload=Workload(recorded=((EpisodeShape(10, (TurnShape(30, 0, 0),)),),)),
         costs=LinearCosts(train_token=1e-5, decode=1e-3, decode_reply=2e-6),
     )
-    monkeypatch.setattr("unstale.planner.measured.from_run", lambda run: ran)
+    monkeypatch.setattr("unstale.planner.measured.from_run", lambda run, techniques: ran)
     device, shares = core_of_run(tmp_path, model)
     token = model.forward_flops(20)
     assert (

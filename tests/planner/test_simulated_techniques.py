@@ -144,7 +144,7 @@ def test_slots_limit_the_episodes_that_run() -> None:
 
 
 def test_every_token_is_trained_on_once_also_if_engines_die_and_tools_time_out() -> None:
-    work = replace(TAILED, timeout_s=2.0, retries=3)
+    work = replace(TAILED, timeout_s=2.0, retries=99)
     fleet = Fleet(engines=3, max_running=8, failures_per_hour=200.0, restart_s=3.0)
     for schedule in (ASYNC, SCHEDULE, replace(ASYNC, lookahead_window=3)):
         made = simulate(
@@ -152,6 +152,10 @@ def test_every_token_is_trained_on_once_also_if_engines_die_and_tools_time_out()
         )
         assert made.deaths and made.failed_episodes and made.slot_share > 0
         assert made.staleness_max <= made.staleness_bound
+        plain = simulate(TAILED, Fleet(), replace(schedule, lookahead_window=0), COSTS, steps=12)
+        if not schedule.lookahead_window:  # otherwise the last batches have other groups
+            trained = sum(made.staleness_histogram.values())
+            assert trained == sum(plain.staleness_histogram.values())
 
 
 def test_limits_grow_in_a_simulation() -> None:
@@ -202,6 +206,16 @@ def test_a_recorded_run_brings_its_techniques_and_is_not_cut_off_twice() -> None
     options = {"techniques": "segments", "segments.table": "50:2:2 100:5:4"}
     segmented = of_run(override(RunConfig(recipe="mine"), options), None)
     assert segmented.segments and segmented.segments.table == "100:5:4"
+    with pytest.raises(ConfigError, match="its segments have cut off the recorded episodes"):
+        of_run(override(RunConfig(recipe="mine"), options), segments())
+
+
+def test_a_recorded_run_with_other_techniques_is_refused_unless_they_are_left_out() -> None:
+    options = {"techniques": "stages ace replay", "selection.pool": 9}
+    run = override(RunConfig(recipe="mine"), options)
+    with pytest.raises(ConfigError, match=r"cannot be simulated: stages\. Set --techniques ''"):
+        of_run(run, None)
+    assert of_run(run, SimulatedTechniques()) == SimulatedTechniques()
 
 
 WORDS = "--steps 6 --set costs.decode=0.001 costs.train_token=0.001 schedule.max_staleness=1"

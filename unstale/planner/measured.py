@@ -272,7 +272,7 @@ def core_of_run(run: Path, model: Model) -> tuple[Device, Shares]:
     The bandwidth of main memory, through which processes exchange data, is measured here. Raises
     `ConfigError` if the run cannot be used.
     """
-    setup = from_run(run)
+    setup = from_run(run, NO_TECHNIQUES)
     costs = setup.costs
     tokens = [shape.tokens for group in setup.workload.recorded for shape in group]
     attended = mean_attended(tokens)

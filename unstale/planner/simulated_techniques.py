@@ -14,6 +14,7 @@ from typing import Any
 
 from unstale.config import ConfigError, RunConfig
 from unstale.config.checks import Section, nearest
+from unstale.config.techniques import chosen
 from unstale.planner.assignments import value_kinds
 from unstale.planner.workload import EpisodeShape, TurnShape
 from unstale.records import NO_BUDGET, EpisodeBudget, Group, GroupRequest, Task
@@ -59,6 +60,8 @@ _OPTIONS: Mapping[str, type[Section]] = {
     "segments": SegmentsConfig,
     "replay": ReplayConfig,
 }
+_CHANGES = frozenset({"tasks", "count", "turns", "groups"})
+"""A technique that changes one of these changes how long a run takes."""
 
 
 def option_kinds() -> dict[str, Any]:
@@ -107,12 +110,23 @@ def of_run(config: RunConfig, techniques: SimulatedTechniques | None) -> Simulat
     """
     own = config.technique_options
     if techniques is not None:
-        if techniques.limits and "limits" in own:
-            raise ConfigError(
-                "--techniques cannot have limits with this run: its limits have cut off the "
-                "recorded episodes already"
-            )
+        for name in ("limits", "segments"):
+            if getattr(techniques, name) and name in own:
+                raise ConfigError(
+                    f"--techniques cannot have {name} with this run: its {name} have cut off the "
+                    f"recorded episodes already. Leave {name} out of --techniques"
+                )
         return techniques
+    other = [
+        each.name
+        for each in chosen(config.techniques)
+        if each.changes & _CHANGES and each.name not in _OPTIONS
+    ]
+    if other:
+        raise ConfigError(
+            f"the run has techniques that cannot be simulated: {', '.join(other)}. Set "
+            "--techniques '' to leave out all techniques of the run, or name those to simulate"
+        )
     replay, segments = own.get("replay"), own.get("segments")
     if isinstance(segments, SegmentsConfig):
         segments = replace(segments, table=segments.table.split()[-1])
