@@ -4,8 +4,8 @@ In the first `steps` steps, each task of the pool is equally likely. Later, the 
 the hardest, with groups of `size` episodes. The hardest tasks are those with the lowest success
 rate, at first a share `hard` of all that were seen. After a pass, which has as many groups as there
 are hard tasks, the share `keep` of them is left. With `first_reply`, the replies of the first stage
-have a smaller limit of tokens, so that the policy repeats itself less and stays diverse. From the
-abstract of DRIVE.
+have a smaller limit of tokens. From the abstract of DRIVE, which claims that the policy then
+repeats itself less and stays diverse. This is not shown here.
 """
 
 from __future__ import annotations
