@@ -256,7 +256,7 @@ class TurnLimit:
 
 @dataclass(frozen=True, slots=True)
 class EpisodeBudget:
-    """What each episode of a group may use, below the limits of the run. 0 sets no limit.
+    """The limits of each episode of a group, below those of the run. 0 sets no limit.
 
     With `segments` > 0, an episode runs in segments. A segment ends when it has `segment_tokens`
     sampled tokens or `segment_calls` tool calls. The episode then waits until it may continue.
@@ -401,7 +401,7 @@ class GroupRequest:
     turn_limit: TurnLimit | None = None
     """The limit of turns of its episodes. None if only `rollout.max_turns` limits them."""
     budget: EpisodeBudget = NO_BUDGET
-    """What each of its episodes may use, below the other limits of the run."""
+    """The limits of each of its episodes, below the other limits of the run."""
 
     def opens(self) -> Iterator[PendingPiece]:
         """Yield the pieces that the group's episodes sampled before a resume.

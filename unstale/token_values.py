@@ -16,7 +16,7 @@ STORED = "stored"
 
 
 class TokenFlag(IntFlag):
-    """What is known of a trained token, and what happened to it. Several may be set."""
+    """Flags of a trained token: how its values were computed and used. Several may be set."""
 
     EXACT = 1
     """`old_logp` is exact. Otherwise the route approximated it."""
@@ -94,7 +94,7 @@ class TokenValues:
 
     @property
     def outcome(self) -> list[str]:
-        """What happened to each token: a name of `OUTCOMES`, `skipped` or `kept`."""
+        """Return the use of each token: a name of `OUTCOMES`, `skipped` or `kept`."""
         other = SKIPPED if self.minibatch is None else KEPT
         return [
             next((name for name, flag in OUTCOMES.items() if flag & value), other)

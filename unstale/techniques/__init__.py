@@ -447,7 +447,7 @@ class Outcome:
     cut_off: int = 0
     """Number of finished episodes that a limit of turns, calls or tokens ended."""
     budget: EpisodeBudget = NO_BUDGET
-    """What each episode of the group could use."""
+    """The limits of each episode of the group."""
 
 
 @dataclass(frozen=True, slots=True)
