@@ -220,7 +220,7 @@ class ScriptedRun:
 
     async def step(self) -> None:
         """Take one batch as the training loop does, without an update."""
-        groups = await take_groups(self.parts)
+        groups = await take_groups(self.parts, self.parts.queue.groups_per_step)
         consumed = [trajectory for group in groups for trajectory in group.trajectories]
         ages = {
             self.version - piece.version for trajectory in consumed for piece in trajectory.sampled

@@ -22,6 +22,7 @@ from unstale.config.options import (
     sections,
 )
 from unstale.config.renamed import refuse_renamed
+from unstale.config.techniques import techniques
 from unstale.durability.run_folder import dumps
 from unstale.recipes import RECIPES, make_recipe
 
@@ -74,12 +75,20 @@ def _is_option(word: str) -> bool:
 
 
 def refuse_unknown(word: str, known: Sequence[str] = ()) -> NoReturn:
-    """Raise `ConfigError` for an unknown word. The message has its new name, or similar names."""
+    """Raise `ConfigError` for an unknown word. The message has its new name, or similar names.
+
+    Options of techniques are named only if no option of every run has the same last part.
+    """
     name = word.partition("=")[0]
     if not word.startswith("-"):
         raise ConfigError(f"{word!r} is not expected here: options begin with --")
     refuse_renamed(name.removeprefix("--").replace("-", "_"), "command line")
     known = known or [f"--{each}" for each in option_names()]
+    of_every_run = [
+        each for each in known if each.removeprefix("--").partition(".")[0] not in techniques()
+    ]
+    if any(each.endswith(f".{name.removeprefix('--')}") for each in of_every_run):
+        known = of_every_run
     raise ConfigError(f"unknown argument {word}{nearest(name, known)}")
 
 
