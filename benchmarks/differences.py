@@ -54,16 +54,18 @@ def main() -> None:
     parser.add_argument("folder", type=Path, help="the folder of the study")
     parser.add_argument("--at", choices=MEASURES, default="steps", help="what is equal")
     parser.add_argument("--name", default="differences", help="name of the results' files")
+    parser.add_argument("--titles", nargs="+", default=[], help="titles of the panels")
     parser.add_argument("--title", default="Differences between the arms of a study")
     chosen = parser.parse_args()
     study = read_results(chosen.folder)
     settings = settings_of(study, chosen.at)
+    titles = chosen.titles or list(settings)
     rows = max(map(len, settings.values()))
     size = {"width": 1.4 + 3.4 * len(settings), "height": 1.2 + 0.27 * rows}
     with picture(chosen.name, **size, panels=len(settings)) as panels:
         panels = panels if len(settings) > 1 else [panels]
-        for panel, (setting, differences) in zip(panels, settings.items(), strict=True):
-            draw(panel, differences, setting)
+        for panel, title, found in zip(panels, titles, settings.values(), strict=True):
+            draw(panel, found, title)
             panel.set_xlabel(f"less {study.reference}, points, at equal {chosen.at}")
     text = (chosen.folder / "study.md").read_text("utf-8").splitlines()[1:]
     write(chosen.name, chosen.title, text)
