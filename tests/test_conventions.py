@@ -30,7 +30,7 @@ def is_broad(handler: ast.ExceptHandler) -> bool:
 
 
 def test_only_the_callers_of_user_code_catch_every_exception() -> None:
-    """Environments are user code. Everything else may only catch errors that it names."""
+    """Environments and estimators may be user code. Only their callers catch unnamed errors."""
     broad = []
     for path in SOURCES:
         for node in ast.walk(ast.parse(path.read_text())):
@@ -40,6 +40,7 @@ def test_only_the_callers_of_user_code_catch_every_exception() -> None:
         "envs/guard.py",
         "envs/registry.py",
         "isolation/worker.py",
+        "lint/stream.py",
         "rollout/episode.py",
         "rollout/timeouts.py",
     ]
