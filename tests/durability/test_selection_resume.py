@@ -1,5 +1,6 @@
 """Test that a killed and resumed run draws the same tasks and group sizes as an unkilled one."""
 
+import json
 from collections import Counter
 from dataclasses import replace
 from itertools import count
@@ -9,12 +10,12 @@ from typing import Any
 import pytest
 
 from tests.durability.test_resume import Toy, config, killed, played, require_sound
-from tests.test_loop import Numbers
+from tests.test_loop import REPLY, Numbers
 from unstale.build import Components
 from unstale.config import RunConfig, SelectionConfig
 from unstale.config.options import override
 from unstale.durability import compare_runs
-from unstale.durability.journal import Journal, check
+from unstale.durability.journal import EPISODE_BUDGET, Journal, check
 from unstale.techniques import Techniques
 
 
@@ -89,3 +90,31 @@ def test_an_ordinary_run_that_is_killed_counts_visits_on(tmp_path: Path) -> None
     found = groups(tmp_path / "run")
     assert len({(task, seed) for task, seed, _ in found}) == len(found)
     assert max(Counter(task for task, _, _ in found).values()) > 1
+
+
+def replies(folder: Path) -> dict[int, set[int]]:
+    """Return the lengths of the replies of each group, in tokens."""
+    found: dict[int, set[int]] = {}
+    with Journal.read(folder) as reader:
+        assert check(reader) == []
+        for stored in reader.trajectories():
+            lengths = {len(piece.tokens) for piece in stored.trajectory.sampled}
+            found.setdefault(stored.group, set()).update(lengths)
+    return found
+
+
+def test_replies_of_the_first_stage_are_shorter_also_after_a_kill(tmp_path: Path) -> None:
+    options = {"stages.steps": 2, "stages.size": 4, "stages.first_reply": REPLY - 2}
+    made = chosen("stages", deterministic=True, **options, **{"selection.candidates": 6})
+    with played(Choosing(lambda: Numbers(count()))) as toy:
+        toy.begin(tmp_path / "whole", made)
+        with killed("step", 4):
+            toy.begin(tmp_path / "run", made)
+        toy.go_on(tmp_path / "run", made)
+    found = replies(tmp_path / "run")
+    assert found == replies(tmp_path / "whole")
+    with Journal.read(tmp_path / "run") as reader:
+        rows = reader.rows("SELECT fields FROM events WHERE kind = ?", EPISODE_BUDGET)
+    limits = {row["group"]: row["reply_tokens"] for (text,) in rows for row in [json.loads(text)]}
+    assert set(limits.values()) == {REPLY - 2} and len(set(found) - set(limits)) > 1
+    assert all(max(found[number]) == limits.get(number, REPLY) for number in found)
