@@ -59,46 +59,41 @@ class AddedParts:
         Values that are computed in every training pass are empty.
         """
         found = [*self._scored, (scored, old_logp)]
-        advantage = batch.advantage.clone()
-        known = any(len(values) for _, values in found)
-        values = batch.behavior_logp.to(_widest([values for _, values in found]), copy=True)
-        for part, of_part in found:
-            index = _positions(batch, part)
-            advantage[index] = part.advantage
-            if known:
-                values[index] = of_part.to(values.dtype)
-        numbers = {episode for part, _ in found for episode in part.episodes}
-        sequences = [i for i, episode in enumerate(batch.episodes) if episode in numbers]
-        whole, index = replace(batch, advantage=advantage).select(sequences)
-        return whole, values[index] if known else torch.empty(0)
+        whole, order = _assemble(batch, [part for part, _ in found])
+        return whole, _arrange([values for _, values in found], order)
 
     def whole_minibatch(self, batch: Batch, last: Minibatch) -> Minibatch:
         """Return the minibatch of all parts, in the order of the batch. `last` is in no part."""
         found = [*self._minibatches, last]
-        index = torch.cat([_positions(batch, each.batch) for each in found])
-        advantage = batch.advantage.clone()
-        advantage[index] = torch.cat([each.batch.advantage for each in found])
-        numbers = {episode for each in found for episode in each.batch.episodes}
-        sequences = [i for i, episode in enumerate(batch.episodes) if episode in numbers]
-        whole, _ = replace(batch, advantage=advantage).select(sequences)
-        order = index.argsort()
-
-        def join(columns: Sequence[Tensor]) -> Tensor:
-            values = torch.cat(list(columns))
-            return values[order] if len(values) else values
-
+        whole, order = _assemble(batch, [each.batch for each in found])
         return Minibatch(
             batch=whole,
-            old_logp=join([each.old_logp for each in found]),
-            factor=join([each.factor for each in found]),
-            norm=join([each.norm for each in found]),
-            reference_logp=join([each.reference_logp for each in found]),
-            lag=join([each.lag for each in found]),
+            old_logp=_arrange([each.old_logp for each in found], order),
+            factor=_arrange([each.factor for each in found], order),
+            norm=_arrange([each.norm for each in found], order),
+            reference_logp=_arrange([each.reference_logp for each in found], order),
+            lag=_arrange([each.lag for each in found], order),
         )
 
 
-def _widest(tensors: Sequence[Tensor]) -> torch.dtype:
-    return torch.float64 if any(each.dtype == torch.float64 for each in tensors) else torch.float32
+def _assemble(batch: Batch, parts: Sequence[Batch]) -> tuple[Batch, Tensor]:
+    """Return the sequences of the parts in the order of the batch, with the parts' advantages.
+
+    The second value `[T]` puts values of the parts, end to end, into that order.
+    """
+    index = torch.cat([_positions(batch, part) for part in parts])
+    advantage = batch.advantage.clone()
+    advantage[index] = torch.cat([part.advantage for part in parts])
+    numbers = {episode for part in parts for episode in part.episodes}
+    sequences = [i for i, episode in enumerate(batch.episodes) if episode in numbers]
+    whole, _ = replace(batch, advantage=advantage).select(sequences)
+    return whole, index.argsort()
+
+
+def _arrange(columns: Sequence[Tensor], order: Tensor) -> Tensor:
+    """Join the values of the parts and put them in order. Without any, the result is empty."""
+    values = torch.cat(list(columns))
+    return values[order] if len(values) else values
 
 
 def _positions(batch: Batch, part: Batch) -> Tensor:
