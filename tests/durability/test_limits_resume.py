@@ -12,7 +12,6 @@ from tests.durability.test_selection_resume import Choosing, chosen
 from tests.test_loop import Numbers
 from unstale.config import RunConfig
 from unstale.config.options import override
-from unstale.durability import compare_runs
 from unstale.durability.journal import JOURNAL, TURN_LIMIT, Journal
 from unstale.envs import Message, Turn
 from unstale.records import GroupRequest, Task, TurnLimit
@@ -69,11 +68,7 @@ def test_a_killed_deterministic_run_has_the_limits_of_an_unkilled_one(
 ) -> None:
     made = limited(deterministic=True, scope=scope)
     with played(Choosing(lambda: Wandering(count()))) as toy:
-        toy.begin(tmp_path / "whole", made)
-        with killed("step", 4):
-            toy.begin(tmp_path / "run", made)
-        toy.go_on(tmp_path / "run", made)
-    assert compare_runs.differences(tmp_path / "whole", tmp_path / "run") == []
+        toy.require_equal_resume(tmp_path, made, "step", 4)
     found = limits(tmp_path / "whole")
     assert found == limits(tmp_path / "run")
     assert found and all(number % 2 == 1 for number, _ in found)

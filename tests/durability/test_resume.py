@@ -89,6 +89,17 @@ class Toy:
     def go_on(self, folder: Path, config: RunConfig) -> None:
         self._live(RunSession(config, RunLog.reopen(folder, config), None))
 
+    def require_equal_resume(self, folder: Path, config: RunConfig, call: str, number: int) -> None:
+        """Check that a run that is killed and resumed equals one that is not, bit for bit.
+
+        It is killed before call `number` of `call`. The runs are `folder/whole` and `folder/run`.
+        """
+        self.begin(folder / "whole", config)
+        with killed(call, number):
+            self.begin(folder / "run", config)
+        self.go_on(folder / "run", config)
+        assert compare_runs.differences(folder / "whole", folder / "run") == []
+
     def _live(self, lives: RunSession) -> None:
         try:
             while not lives.run_segment(Quiet()):  # type: ignore[arg-type]

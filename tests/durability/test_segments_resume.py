@@ -12,7 +12,6 @@ from tests.durability.test_resume import killed, played, require_sound
 from tests.durability.test_selection_resume import Choosing, chosen
 from tests.test_loop import REPLY
 from unstale.config import RunConfig
-from unstale.durability import compare_runs
 from unstale.durability.journal import EPISODE_BUDGET, JOURNAL, Journal
 from unstale.records import NO_BUDGET, EpisodeBudget, GroupRequest, Task
 
@@ -50,11 +49,7 @@ def require_within_limits(folder: Path) -> None:
 def test_a_killed_deterministic_run_has_the_segments_of_an_unkilled_one(tmp_path: Path) -> None:
     made = segmented(deterministic=True)
     with played(Choosing(lambda: Wandering(count()))) as toy:
-        toy.begin(tmp_path / "whole", made)
-        with killed("step", 4):
-            toy.begin(tmp_path / "run", made)
-        toy.go_on(tmp_path / "run", made)
-    assert compare_runs.differences(tmp_path / "whole", tmp_path / "run") == []
+        toy.require_equal_resume(tmp_path, made, "step", 4)
     found = budgets(tmp_path / "whole")
     assert found == budgets(tmp_path / "run")
     assert len({most for _, most in found}) > 1  # the limits grew

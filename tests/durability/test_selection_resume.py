@@ -14,7 +14,6 @@ from tests.test_loop import REPLY, Numbers
 from unstale.build import Components
 from unstale.config import RunConfig, SelectionConfig
 from unstale.config.options import override
-from unstale.durability import compare_runs
 from unstale.durability.journal import EPISODE_BUDGET, Journal, check
 from unstale.techniques import Techniques
 
@@ -66,11 +65,7 @@ def test_a_killed_deterministic_run_chooses_as_an_unkilled_one(
 ) -> None:
     made = chosen(techniques, deterministic=True, **options)
     with played(Choosing(lambda: Numbers(count()))) as toy:
-        toy.begin(tmp_path / "whole", made)
-        with killed("step", 4):
-            toy.begin(tmp_path / "run", made)
-        toy.go_on(tmp_path / "run", made)
-    assert compare_runs.differences(tmp_path / "whole", tmp_path / "run") == []
+        toy.require_equal_resume(tmp_path, made, "step", 4)
     found = groups(tmp_path / "run")
     assert found == groups(tmp_path / "whole")
     assert len({task for task, _, _ in found}) < len(found)  # some come again
@@ -107,10 +102,7 @@ def test_replies_of_the_first_stage_are_shorter_also_after_a_kill(tmp_path: Path
     options = {"stages.steps": 2, "stages.size": 4, "stages.first_reply": REPLY - 2}
     made = chosen("stages", deterministic=True, **options, **{"selection.candidates": 6})
     with played(Choosing(lambda: Numbers(count()))) as toy:
-        toy.begin(tmp_path / "whole", made)
-        with killed("step", 4):
-            toy.begin(tmp_path / "run", made)
-        toy.go_on(tmp_path / "run", made)
+        toy.require_equal_resume(tmp_path, made, "step", 4)
     found = replies(tmp_path / "run")
     assert found == replies(tmp_path / "whole")
     with Journal.read(tmp_path / "run") as reader:

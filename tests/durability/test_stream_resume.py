@@ -16,7 +16,6 @@ import torch
 from tests.durability import test_resume
 from tests.durability.test_resume import STEPS, Toy, config, killed, played, require_sound, rows
 from unstale.config import RunConfig
-from unstale.durability import compare_runs
 from unstale.durability.checkpoint import Checkpoints
 from unstale.durability.journal import Journal
 from unstale.trainer.local import LocalTrainer
@@ -92,11 +91,7 @@ def test_a_streamed_run_is_the_run_without_it(
 def test_a_run_that_is_killed_between_two_parts_ends_equal(
     toy: Toy, tmp_path: Path, number: int
 ) -> None:
-    toy.begin(tmp_path / "whole", streamed())
-    with killed("add", number):
-        toy.begin(tmp_path / "run", streamed())
-    toy.go_on(tmp_path / "run", streamed())
-    assert compare_runs.differences(tmp_path / "whole", tmp_path / "run") == []
+    toy.require_equal_resume(tmp_path, streamed(), "add", number)
     require_sound(tmp_path / "run")
 
 

@@ -25,7 +25,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from tests import test_loop
-from tests.durability.test_resume import Toy, config, killed, played, require_sound
+from tests.durability.test_resume import Toy, config, played, require_sound
 from tests.old_logps.test_exact_routes import BATCH, play, truth
 from tests.support.fake_sglang import FakeSglang
 from tests.support.fake_vllm import FakeVllm
@@ -49,7 +49,6 @@ from unstale.config import (
     ScheduleConfig,
     TrainerConfig,
 )
-from unstale.durability import compare_runs
 from unstale.durability.checkpoint_files import read_policy
 from unstale.engines import Engine, SamplingParams
 from unstale.engines.embedded.engine import EmbeddedEngine
@@ -472,13 +471,9 @@ def toy(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def test_killed_it_goes_on_bit_for_bit(toy: Toy, tmp_path: Path) -> None:
     made = config(deterministic=True)
-    toy.begin(tmp_path / "whole", made)
-    with killed("step", 3):
-        toy.begin(tmp_path / "cut", made)
-    toy.go_on(tmp_path / "cut", made)
-    assert compare_runs.differences(tmp_path / "whole", tmp_path / "cut") == []
-    require_sound(tmp_path / "cut")
-    (held, *_) = (tmp_path / "cut").glob("checkpoints/*")
+    toy.require_equal_resume(tmp_path, made, "step", 3)
+    require_sound(tmp_path / "run")
+    (held, *_) = (tmp_path / "run").glob("checkpoints/*")
     assert read_policy(held).keys() == tiny_policy(lora=LORA).weights().keys()
 
 
