@@ -150,8 +150,7 @@ class OwnThread(Executor):
 
     def __init__(self, name: str = "environment") -> None:
         self._name = name
-        self._calls = SimpleQueue[Callable[[], None] | None]()
-        self._started = False
+        self._calls: SimpleQueue[Callable[[], None] | None] | None = None
         self._num_submitted = 0
         self._num_finished = 0
 
@@ -176,20 +175,24 @@ class OwnThread(Executor):
                     self._num_finished += 1
                 outcome.set_result(result)
 
-        if not self._started:
-            threading.Thread(target=self._run, name=self._name, daemon=True).start()
-            self._started = True
+        if self._calls is None:
+            self._calls = SimpleQueue()
+            threading.Thread(
+                target=_run_calls, args=(self._calls,), name=self._name, daemon=True
+            ).start()
         self._num_submitted += 1
         self._calls.put(work)
         return outcome
 
-    def _run(self) -> None:
-        while work := self._calls.get():
-            work()
-
     def close(self) -> None:
         """End the thread after the function that it runs now."""
-        self._calls.put(None)
+        if self._calls is not None:
+            self._calls.put(None)
+
+
+def _run_calls(calls: SimpleQueue[Callable[[], None] | None]) -> None:
+    while work := calls.get():
+        work()
 
 
 class _Outcome(Future[Any]):

@@ -8,16 +8,15 @@ counted as failed. Any other error ends the run.
 import asyncio
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import (
     AbstractAsyncContextManager,
-    AsyncExitStack,
     contextmanager,
     nullcontext,
     suppress,
 )
 from functools import partial
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, Self, runtime_checkable
 
 from unstale.config import RolloutConfig
 from unstale.engines import Stopwatch
@@ -34,7 +33,9 @@ from unstale.envs import (
 from unstale.envs.chat import Chat
 from unstale.envs.guard import EnvCaller, describe
 from unstale.records import (
+    NO_BUDGET,
     ContextPiece,
+    EpisodeBudget,
     EpisodeRecord,
     Failure,
     Group,
@@ -228,26 +229,26 @@ class Rollout:
             num_more = more(results)
         return _group(request, results)
 
-    async def _sibling(
+    def _sibling(
         self, request: GroupRequest, index: int, env_seed: int, open_writer: OpenWriter
-    ) -> Trajectory | Failure:
-        """Run the episode of a group with this index. In segments, it first waits for a slot."""
-        async with AsyncExitStack() as held:
-            slot = None
-            if self._slots and request.budget.segments:
-                age = (request.number, index)
-                slot = await held.enter_async_context(
-                    EpisodeSlot(self._slots, age, partial(self.wait_times.add, "slot_wait"))
-                )
-            return await self.episode(
-                request.task,
-                env_seed=env_seed,
-                noise_seed=derive_seed(env_seed, index),
-                open_writer=partial(open_writer, request.number, index),
-                record=request.past[index] if index < len(request.past) else None,
-                limit=request.turn_limit,
-                new_budget_use=partial(BudgetUse, request.budget, slot),
-            )
+    ) -> Coroutine[Any, Any, Trajectory | Failure]:
+        """Return the episode of a group with this index. In segments, it first waits for a slot."""
+        slot = None
+        if self._slots and request.budget.segments:
+            age = (request.number, index)
+            slot = EpisodeSlot(self._slots, age, partial(self.wait_times.add, "slot_wait"))
+        episode = partial(
+            self.episode,
+            request.task,
+            env_seed=env_seed,
+            noise_seed=derive_seed(env_seed, index),
+            open_writer=partial(open_writer, request.number, index),
+            record=request.past[index] if index < len(request.past) else None,
+            limit=request.turn_limit,
+            budget=request.budget,
+            slot=slot,
+        )
+        return _in_slot(slot, episode) if slot else episode()
 
     async def episode(  # noqa: PLR0913 - two of them are seeds
         self,
@@ -258,14 +259,15 @@ class Rollout:
         open_writer: OpenWriter = NullWriter,
         record: EpisodeRecord | None = None,
         limit: TurnLimit | None = None,
-        new_budget_use: Callable[[], BudgetUse] = BudgetUse,
+        budget: EpisodeBudget = NO_BUDGET,
+        slot: EpisodeSlot | None = None,
     ) -> Trajectory | Failure:
         """Run one episode. If its environment fails, repeat it up to `retries` times.
 
         An episode with a record continues from there. If the environment does not produce the
         recorded text again, the episode starts from the beginning. This does not count as a
-        failure. `limit` is a further limit of its turns. `new_budget_use` makes the count of the
-        budget that an attempt uses.
+        failure. `limit` is a further limit of its turns. Each attempt may use `budget`, and gives
+        `slot` to other episodes between two segments.
         """
         failures = record.failures if record else 0
         if record and record.outcome:
@@ -280,7 +282,9 @@ class Rollout:
             record = None
             try:
                 trajectory = await _outcome(
-                    Attempt(self.attempt(transcript, task, env_seed, limit, new_budget_use()))
+                    Attempt(
+                        self.attempt(transcript, task, env_seed, limit, BudgetUse(budget, slot))
+                    )
                 )
             except (EpisodeFailed, NotReplayed) as error:
                 failure = failure_of(error, task, transcript.all_pieces)
@@ -318,12 +322,11 @@ class Rollout:
         Raises `EpisodeFailed` if the environment fails, and `NotReplayed` if it does not repeat a
         recorded text.
         """
-        async with AsyncExitStack() as cleanup:
+        async with _OpenEnvironment() as opened:
             with stage("begin", self.config.timeout_s) as timeout:
                 chat = self.chat(task)
                 env = self.taskset.env(task, env_seed)
-                caller = self.caller(env, task)
-                cleanup.push_async_exit(partial(self._close, caller))
+                caller = opened.caller = self.caller(env, task)
                 if isinstance(env, HasWorker) and (start := env.worker_start()):
                     await timeout.without_limit(start)
                 turn, turn_rewards = await self._begin(transcript, caller, chat)
@@ -470,23 +473,6 @@ class Rollout:
                 "messages, or raise engine.max_context"
             )
 
-    async def _close(
-        self, caller: EnvCaller, kind: object, error: BaseException | None, _: object
-    ) -> None:
-        """Close an environment.
-
-        An error of `close` fails the episode, unless it has failed already.
-        """
-        try:
-            if isinstance(caller.env, Closable):
-                with stage("close", CLOSE_S):
-                    await caller(caller.env.close)
-        except EpisodeFailed:
-            if error is None:
-                raise
-        finally:
-            caller.thread.close()
-
     def _count_failure(self, failure: Failure) -> None:
         """Count a failed episode.
 
@@ -501,6 +487,47 @@ class Rollout:
                 f"rollout.max_failed_share = {self.config.max_failed_share:g} allows; "
                 f"the last one in {failure.stage} of {failure.task.key}: {failure.error}"
             )
+
+
+class _OpenEnvironment:
+    """A context that closes the environment of an attempt, once there is one.
+
+    An `AsyncExitStack` would take ten times its memory.
+    """
+
+    __slots__ = ("caller",)
+
+    def __init__(self) -> None:
+        self.caller: EnvCaller | None = None
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, kind: object, error: BaseException | None, _: object) -> None:
+        """Close the environment.
+
+        An error of `close` fails the episode, unless it has failed already.
+        """
+        caller = self.caller
+        if caller is None:
+            return
+        try:
+            if isinstance(caller.env, Closable):
+                with stage("close", CLOSE_S):
+                    await caller(caller.env.close)
+        except EpisodeFailed:
+            if error is None:
+                raise
+        finally:
+            caller.thread.close()
+
+
+async def _in_slot(
+    slot: EpisodeSlot, episode: Callable[[], Awaitable[Trajectory | Failure]]
+) -> Trajectory | Failure:
+    """Wait for the slot, and run the episode in it."""
+    async with slot:
+        return await episode()
 
 
 async def _outcome(attempt: Attempt) -> Trajectory:

@@ -110,6 +110,8 @@ class BudgetUse:
     It follows from the tokens and calls so far, so a resumed episode has the same.
     """
 
+    __slots__ = ("_calls", "_segment_calls", "_slot", "_tokens", "budget", "segment")
+
     def __init__(self, budget: EpisodeBudget = NO_BUDGET, slot: EpisodeSlot | None = None) -> None:
         """Begin without tokens. `slot` is given back between two segments."""
         self.budget = budget

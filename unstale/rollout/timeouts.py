@@ -19,6 +19,8 @@ class Attempt(asyncio.Task[None]):
     If the code ignores cancellation, it is abandoned.
     """
 
+    __slots__ = ("_outcome", "ending", "stage")
+
     def __init__(self, work: Coroutine[Any, Any, Any]) -> None:
         loop = asyncio.get_running_loop()
         self.stage = ""

@@ -6,7 +6,6 @@ text again. If it does not, the episode starts from its beginning.
 """
 
 import json
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
@@ -68,6 +67,21 @@ class Transcript:
     called with each piece that is newly sampled.
     """
 
+    __slots__ = (
+        "_has_outcome",
+        "_on_piece",
+        "_open_writer",
+        "_opens_at_reply",
+        "_recorded",
+        "_snapshot",
+        "branches",
+        "episode",
+        "pieces",
+        "seed",
+        "tokens",
+        "writer",
+    )
+
     def __init__(  # noqa: PLR0913 - two of them are callbacks
         self,
         episode: int,
@@ -88,7 +102,7 @@ class Transcript:
         self.writer: EpisodeWriter = NullWriter(episode=episode, seed=seed)
         self._open_writer = open_writer
         self._on_piece = on_piece
-        self._recorded = deque(record.pieces if record else ())
+        self._recorded = [*record.pieces] if record else []
         """Recorded pieces that are still to be replayed."""
         self._snapshot = record.snapshot if record else None
         self._has_outcome = record is not None and record.outcome is not None
@@ -214,7 +228,7 @@ class Transcript:
             self._has_outcome = True
 
     def _replay(self) -> None:
-        self._add(self._recorded.popleft())
+        self._add(self._recorded.pop(0))
 
     def _add(self, piece: Piece) -> None:
         self.pieces.append(piece)

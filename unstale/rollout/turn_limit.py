@@ -16,6 +16,8 @@ from unstale.rollout.transcript import Transcript
 class AllowedTurns:
     """The number of turns of one attempt at an episode."""
 
+    __slots__ = ("_chat", "_limit", "_most", "_transcript")
+
     def __init__(
         self, limit: TurnLimit | None, *, most: int, transcript: Transcript, chat: Chat
     ) -> None:
