@@ -320,6 +320,24 @@ def test_small_parts_give_the_same_index(
     small.close()
 
 
+def test_a_run_is_read_without_a_pause_and_then_sorted(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An update returns False only when nothing is left, because the next one is a second later.
+    Afterwards each column has its index, from which the pages are read."""
+    monkeypatch.setattr(index_module, "CHUNK_EPISODES", 3)
+    index = RunIndex(run, tmp_path / "index.sqlite")
+    while index.update_journal():
+        pass
+    assert index.is_complete and index.num_ended == 4 * STEPS
+    found = index.database.rows("SELECT name FROM sqlite_master WHERE type = 'index'")
+    names = {name for (name,) in found}
+    assert {f"episodes_by_{each.name}" for each in COLUMNS[1:]} <= names
+    (run / JOURNAL).touch()
+    assert not index.update_journal()
+    index.close()
+
+
 def test_one_damaged_episode_hides_no_other(run: Path, tmp_path: Path) -> None:
     with sqlite3.connect(run / JOURNAL) as journal:
         journal.execute("UPDATE trajectories SET rewards = 'nonsense' WHERE episode = 3")
@@ -507,6 +525,8 @@ def test_a_page_of_100_000_episodes_is_read_without_sorting(tmp_path: Path) -> N
     database = Database(tmp_path / "index.sqlite")
     count = 100_000
     synthetic(database, count, random.Random(1))
+    while database.sort_next():
+        pass
     for column in COLUMNS:
         for order in ("", "-"):
             question = Question(sort=order + column.name, size=50)

@@ -49,7 +49,9 @@ COLUMNS = (
     Column("behavior_logp_mean", "number", "mean behavior_logp of the sampled tokens", "nats"),
     Column("behavior_logp_min", "number", "smallest behavior_logp of a sampled token", "nats"),
 )
-"""Columns of the table of episodes. Each has an index, so that a page is read without sorting."""
+"""Columns of the table of episodes. Each has an index, so that a page is read without sorting. The
+indexes are made once the run has been read, because keeping them slows the reading down.
+"""
 
 COLUMN = {column.name: column for column in COLUMNS}
 
@@ -79,16 +81,14 @@ CREATE INDEX events_by_kind ON events (kind, id)"""
 
 _EPISODE_COLUMNS = ", ".join(_declare(column) for column in COLUMNS)
 
-_INDEXES = "".join(
-    f"CREATE INDEX episodes_by_{column.name} ON episodes ({column.name}, episode);"
-    for column in COLUMNS
-    if column.name != "episode"
-)
+SORTED = tuple(column.name for column in COLUMNS if column.name not in ("episode", "group_number"))
+"""Columns whose index is made when a run has been read."""
 
 EPISODES = f"""
 CREATE TABLE episodes ({_EPISODE_COLUMNS}, seed INTEGER NOT NULL, is_branch INTEGER NOT NULL,
     note TEXT NOT NULL DEFAULT '');
-{_INDEXES}
+CREATE INDEX episodes_by_group_number ON episodes (group_number, episode);
+CREATE INDEX episodes_open ON episodes (episode) WHERE outcome = 'open';
 CREATE TABLE figures (episode INTEGER NOT NULL, name TEXT NOT NULL, value REAL NOT NULL,
     PRIMARY KEY (episode, name)) WITHOUT ROWID;
 CREATE INDEX figures_by_value ON figures (name, value, episode);
@@ -108,6 +108,7 @@ class Database:
             "PRAGMA journal_mode=WAL; PRAGMA synchronous=OFF; PRAGMA temp_store=MEMORY;"
             + f"{FILES};{EPISODES};"
         )
+        self._unsorted = list(SORTED)
 
     @contextmanager
     def write(self) -> Iterator[sqlite3.Connection]:
@@ -133,6 +134,16 @@ class Database:
         with self.read() as reader:
             return reader.execute(statement, parameters).fetchall()
 
+    def sort_next(self) -> bool:
+        """Make the index of one more column. Return False if all columns have theirs."""
+        if not self._unsorted:
+            return False
+        name = self._unsorted[-1]
+        with self.write() as writer:
+            writer.execute(f"CREATE INDEX episodes_by_{name} ON episodes ({name}, episode)")
+        self._unsorted.pop()
+        return True
+
     def clear_episodes(self) -> None:
         """Remove all that came from the journal."""
         with self.write() as writer:
@@ -140,6 +151,7 @@ class Database:
                 writer.execute(f"DROP TABLE {name}")
             for statement in EPISODES.split(";"):
                 writer.execute(statement)
+        self._unsorted = list(SORTED)
 
     def clear_metrics(self) -> None:
         """Remove all that came from `metrics.jsonl`."""

@@ -141,15 +141,15 @@ class RunIndex:
         return bool(rows)
 
     def update_journal(self) -> bool:
-        """Copy the next part of the journal. Return False if there was nothing new.
+        """Copy the next part of the journal. Return False if there was nothing left to copy.
 
         A journal that cannot be read is no error here: `problem` has the reason, and the next call
         tries again once the file has changed.
         """
         state = _state(self.folder)
         if self.is_complete and state == self._state:
-            return False
-        before = self.changes
+            return self.database.sort_next()
+        before, had_backlog = self.changes, self._has_backlog
         try:
             self.problem = unreadable(self.folder)
             if not self.problem:
@@ -164,7 +164,9 @@ class RunIndex:
             self.changes += self._state != state
         if self.is_complete:
             self._state = state
-        return self.changes != before
+        if self.changes != before or had_backlog:
+            return True
+        return self.is_complete and self.database.sort_next()
 
     def _restart(self, inode: int) -> None:
         self.database.clear_episodes()

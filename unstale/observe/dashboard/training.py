@@ -10,8 +10,8 @@ from unstale.durability.journal.token_rows import TrainedTokens
 from unstale.durability.run_folder import Row
 from unstale.token_values import TokenFlag
 
-DROPPED = frozenset({"vetoed", "masked", "dropped"})
-CLIPPED = frozenset({"clipped_low", "clipped_high", "capped"})
+DROPPED = TokenFlag.VETOED | TokenFlag.MASKED | TokenFlag.DROPPED
+CLIPPED = TokenFlag.CLIPPED_LOW | TokenFlag.CLIPPED_HIGH | TokenFlag.CAPPED
 
 ARRAYS = ("old_logp", "logp", "log_d", "log_s", "weight", "advantage", "entropy")
 """Values of a token that an answer has."""
@@ -22,15 +22,15 @@ def measure(values: TrainedTokens) -> Row:
 
     An episode that was not run has an advantage and no other value.
     """
-    outcome = values.outcome
     row: Row = {"advantage": _finite(values.advantage.mean()) if len(values.advantage) else None}
     if values.minibatch is None:
         return row
+    dropped = values.has(DROPPED)  # the first outcome that applies counts, so these are not clipped
     return row | {
         "log_d_abs_max": _largest(values.log_d),
         "log_s_abs_max": _largest(values.log_s),
-        "dropped_tokens": sum(each in DROPPED for each in outcome),
-        "clipped_tokens": sum(each in CLIPPED for each in outcome),
+        "dropped_tokens": int(dropped.sum()),
+        "clipped_tokens": int((values.has(CLIPPED) & ~dropped).sum()),
     }
 
 
