@@ -67,7 +67,8 @@ from unstale.rollout.staleness_queue import PendingPieces, StalenessQueue
 from unstale.techniques import NO_TECHNIQUES, Techniques
 from unstale.trainer.auditor import Auditor
 from unstale.trainer.failed_batch import save_failed_batch
-from unstale.trainer.local import LocalTrainer, Rules
+from unstale.trainer.local import LocalTrainer
+from unstale.trainer.rules import Rules
 from unstale.trainer.threads import LocalThread, trainer_threads, use_threads
 from unstale.weights.publish import DirectPublisher, Publisher
 from unstale.weights.recording import RECORDED, Recording

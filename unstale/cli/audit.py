@@ -50,7 +50,7 @@ from unstale.trainer.auditor import (
     spread,
     with_error,
 )
-from unstale.trainer.local import Rules
+from unstale.trainer.rules import Rules
 from unstale.weights.recording import RECORDED, Recorded
 
 POINTS = 400

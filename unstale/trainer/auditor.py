@@ -20,7 +20,7 @@ from unstale.model.versions import VersionGaps, lag_of
 from unstale.old_logps import OldLogps, has_clean_behavior
 from unstale.old_logps.scoring.scorer import Scorer, Weights
 from unstale.records import Batch, PendingPiece
-from unstale.trainer.local import Rules
+from unstale.trainer.rules import Rules
 from unstale.weights.recording import Recording, TrainedOn
 
 WINDOW = 4096

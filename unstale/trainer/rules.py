@@ -1,0 +1,119 @@
+"""The correction and the objective of a run, as functions of log-probabilities.
+
+The trainer calls them in every step, and the dashboard on recorded tokens with other options. So
+this module needs no model.
+"""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from unstale.algorithms import corrections, objectives
+from unstale.algorithms.corrections import Control
+from unstale.algorithms.objectives import Surrogate
+from unstale.config import CorrectionConfig, ObjectiveConfig, Unit
+from unstale.records import Batch
+from unstale.techniques import NO_TECHNIQUES, Techniques
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """The configured correction and objective, as functions of log-probabilities `[T]`.
+
+    The correction acts on D = old_logp / behavior_logp, the objective on S = logp / old_logp, as
+    ratios of probabilities. Techniques may replace the ratio and the objective.
+    """
+
+    correction: CorrectionConfig
+    objective: ObjectiveConfig
+    techniques: Techniques = NO_TECHNIQUES
+
+    def correct(self, old_logp: Tensor, batch: Batch) -> Control:
+        """Return the correction of each token: first the token veto, then the control.
+
+        The veto drops sequences with an impossible token. The control drops or weights tokens by
+        the discrepancy, which may be aggregated over a unit of several tokens.
+        """
+        config = self.correction
+        log_d = corrections.log_discrepancy(old_logp, batch.behavior_logp, sampled=batch.sampled)
+        control = self._veto(log_d, batch)
+        unit_log_d = corrections.aggregate(
+            log_d, _unit_ids(config.unit, batch), sampled=batch.sampled, how=config.aggregate
+        )
+        apply_control = corrections.CONTROLS[config.control]
+        return apply_control(unit_log_d, control, **config.selected_options())
+
+    def vetoed(self, old_logp: Tensor, batch: Batch) -> Tensor:
+        """Return True for the sampled tokens that the token veto drops, `[T]`."""
+        log_d = corrections.log_discrepancy(old_logp, batch.behavior_logp, sampled=batch.sampled)
+        return batch.sampled & ~self._veto(log_d, batch).keep
+
+    def _veto(self, log_d: Tensor, batch: Batch) -> Control:
+        control = corrections.keep_all(batch.sampled)
+        below = self.correction.token_veto_threshold
+        if not below:
+            return control
+        return corrections.veto(log_d, control, sequence=batch.sequence, below=below)
+
+    def surrogate(self, logp: Tensor, old_logp: Tensor, batch: Batch) -> Surrogate:
+        """Return the loss of each token from its staleness ratio, before weights are applied.
+
+        The ratio may be aggregated over a unit of several tokens.
+        """
+        config = self.objective
+        spec = objectives.OBJECTIVES[config.kind]
+        if self.techniques.ratio:
+            log_s = self.techniques.ratio.log_ratio(logp, old_logp, batch)
+        else:
+            log_s = corrections.log_staleness(
+                logp,
+                old_logp,
+                unit=_unit_ids("sequence" if spec.per_sequence else config.unit, batch),
+                sampled=batch.sampled,
+                how="mean" if spec.per_sequence else config.aggregate,
+            )
+        if self.techniques.objective:
+            return self.techniques.objective.surrogate(log_s, batch, config)
+        return spec.surrogate(log_s, batch.advantage, **config.selected_options())
+
+    def cap(self, factor: Tensor, logp: Tensor, batch: Batch) -> Tensor:
+        """Return the weights of the tokens' losses, limited so that pi / mu <= `ratio_cap`."""
+        high = self.objective.ratio_cap
+        if not high:
+            return factor
+        return factor * corrections.cap_ratio(
+            logp, batch.behavior_logp, sampled=batch.sampled, high=high
+        )
+
+    def norm(self, batch: Batch, keep: Tensor) -> Tensor:
+        """Return the inverse of the loss's divisor for each token, within one optimizer step."""
+        return objectives.token_norm(
+            batch.sampled,
+            keep,
+            sequence=batch.sequence,
+            how=self.objective.loss_aggregation,
+            constant=self.objective.constant,
+        )
+
+    def divisor(self, batch: Batch, keep: Tensor) -> int:
+        """Return what some sequences add to the loss's divisor. `norm` times it is free of it."""
+        return objectives.loss_divisor(
+            batch.sampled, keep, sequence=batch.sequence, how=self.objective.loss_aggregation
+        )
+
+    @property
+    def trains_zero_advantage(self) -> bool:
+        """True if the objective can give a token with advantage 0 a gradient."""
+        config = self.objective
+        return (
+            objectives.OBJECTIVES[config.kind].trains_zero_advantage
+            or config.loss_aggregation == "kept"
+            or config.kl_coef > 0
+            or config.entropy_coef > 0
+        )
+
+
+def _unit_ids(unit: Unit, batch: Batch) -> Tensor:
+    return corrections.unit_ids(
+        unit, sequence=batch.sequence, turn=batch.turn, version=batch.version, sampled=batch.sampled
+    )
