@@ -9,6 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from tokenizers import Tokenizer, decoders, models
 
 from unstale.config import EvalConfig, OldLogpsConfig, RunConfig, ScheduleConfig
@@ -16,6 +17,7 @@ from unstale.durability.journal import JOURNAL, Journal
 from unstale.durability.run_folder import SURVIVORS, TOKENIZER, RunLog, dumps
 from unstale.observe.recorder import Outputs, Recorder
 from unstale.records import ContextPiece, Group, GroupRequest, Piece, Sampled, Task, Trajectory
+from unstale.token_values import TokenFlag, TokenValues
 
 STEP_S = 6.0
 PRODUCTS = ("green kettle", "oak desk", "desk lamp", "wool blanket", "steel bottle", "garden chair")
@@ -97,10 +99,12 @@ def fake_metrics(
 class FakeEpisodes:
     """A writer of episodes and token samples into the journal of a run folder."""
 
-    def __init__(self, path: Path, journal: Journal, prefix: str) -> None:
+    def __init__(self, path: Path, journal: Journal, prefix: str, *, route: str = "") -> None:
+        """Record token values if `route` names the route that computed `old_logp`."""
         self._path = path
         self._journal = journal
         self._prefix = prefix
+        self._route = route
         self._vocabulary: dict[str, int] = {}
         self._episodes = 0
 
@@ -124,7 +128,9 @@ class FakeEpisodes:
             writer.write_outcome(trajectories[-1])
         group = Group(task, tuple(trajectories), number=step)
         asyncio.run(self._journal.finish(group))
-        self._journal.consume([group], step=step, version=step - 1)
+        tokens = [fake_tokens(group, each, self._route, step) for each in range(4)]
+        tokens = tokens if self._route else []
+        self._journal.consume([group], step=step, version=step - 1, tokens=tokens)
 
     def close(self, steps: int) -> None:
         asyncio.run(self._journal.checkpoint("fake", step=steps, version=steps))
@@ -140,6 +146,52 @@ class FakeEpisodes:
 
     def _token(self, word: str) -> int:
         return self._vocabulary.setdefault(word, len(self._vocabulary))
+
+
+def fake_tokens(group: Group, sibling: int, route: str, step: int) -> TokenValues:
+    """Return values of training of an episode, with flags as its run's options give them.
+
+    They are numbers of float16, so the journal keeps them as they are. The last sibling was not
+    run.
+    """
+    trajectory = group.trajectories[sibling]
+    rng = np.random.default_rng([step, sibling])
+    lag = np.concatenate(
+        [np.full(len(each.tokens), step - 1 - each.version) for each in trajectory.sampled]
+    )
+    count = len(lag)
+
+    def normal(size: Any) -> np.ndarray:
+        return np.asarray(rng.normal(0, 1, count) * size, np.float16).astype(np.float32)
+
+    log_d = normal(np.where(rng.random(count) < 0.05, 0.6, 0.005))
+    log_s = normal(0.02 + 0.1 * lag)
+    if route == "rollout":
+        log_d = np.zeros_like(log_d)
+    advantage = (1.0, -1.0, 0.5, 0.0)[sibling]
+    masked = (log_d < math.log(0.5)) | (log_d > math.log(2))
+    low, high = log_s < math.log(0.8), log_s > math.log(1.28)
+    flags = np.where(masked, int(TokenFlag.MASKED), 0)
+    is_run = sibling < 3
+    if is_run and advantage < 0:
+        flags |= np.where(low, int(TokenFlag.CLIPPED_LOW), 0)
+    if is_run and advantage > 0:
+        flags |= np.where(high, int(TokenFlag.CLIPPED_HIGH), 0)
+    if route != "rollout":
+        flags |= np.where(lag < 2, int(TokenFlag.EXACT), 0)
+    unknown = np.full(count, np.nan, np.float32)
+    return TokenValues(
+        group=group.number,
+        episode=trajectory.episode,
+        route=route,
+        minibatch=0 if is_run else None,
+        log_d=log_d,
+        log_s=log_s if is_run else unknown,
+        weight=np.where(masked, 0, np.exp(log_d)).astype(np.float32),
+        advantage=np.full(count, advantage, np.float32),
+        entropy=unknown,
+        flags=flags.astype(np.uint8),
+    )
 
 
 class NoDisplay:
@@ -158,9 +210,10 @@ def fake_run(  # noqa: PLR0913
     route: str = "snapshot_old",
     planned: int = 0,
     prefix: str = "",
+    with_values: bool = False,
 ) -> Path:
     """Write the folder of a run that took `steps` of its `planned` steps. `prefix` begins every
-    text of an episode."""
+    text of an episode. With `with_values` the journal has the values of trained tokens."""
     rng, clock = random.Random(seed), FakeClock()
     planned = planned or steps
     with (
@@ -168,7 +221,7 @@ def fake_run(  # noqa: PLR0913
         Journal(path / JOURNAL) as journal,
     ):
         recorder = Recorder(Outputs(log, NoDisplay()), journal=journal)
-        episodes = FakeEpisodes(path, journal, prefix)
+        episodes = FakeEpisodes(path, journal, prefix, route=route if with_values else "")
         log.event(
             "started", command=f"unstale train retail --seed {seed}", unstale="0.1.0", cores=2
         )

@@ -133,7 +133,7 @@ def write_parquet(rows: Iterator[Row], content: Content, out: Path) -> None:
     except ImportError as error:
         raise ConfigError(f"Parquet needs the package pyarrow: {install('parquet')}") from error
     first = next(rows, None)
-    schema = _schema(pyarrow, content, with_values="log_d" in (first or ()))
+    schema = parquet_schema(pyarrow, content, with_values="log_d" in (first or ()))
     rows = chain([first] if first else [], rows)
     with pyarrow.parquet.ParquetWriter(str(out), schema) as writer:
         while chunk := list(islice(rows, ROW_GROUP)):
@@ -143,7 +143,7 @@ def write_parquet(rows: Iterator[Row], content: Content, out: Path) -> None:
             writer.write_table(pyarrow.Table.from_pylist(chunk, schema=schema))
 
 
-def _schema(pyarrow: Any, content: Content, *, with_values: bool) -> Any:
+def parquet_schema(pyarrow: Any, content: Content, *, with_values: bool) -> Any:
     """Return the columns and types of an export of this kind, for Parquet.
 
     `with_values` means that rows of trajectories have the values of trained tokens.

@@ -28,7 +28,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from unstale.durability.journal import JournalError
 from unstale.durability.run_folder import dumps
-from unstale.observe.dashboard import summary, table, tokens
+from unstale.observe.dashboard import alternatives, export, limits, summary, table, tokens
+from unstale.observe.dashboard.factors import Brush, Choice, TokenCache, answer
 from unstale.observe.dashboard.folders import RunFolders, UnknownRun
 from unstale.observe.dashboard.indexer import POLL_S, Indexer
 from unstale.observe.dashboard.table import BadQuestion
@@ -156,6 +157,10 @@ def make_app(indexer: Indexer, *, token: str, port: int) -> ASGIApp:
         "episodes": api.episodes,
         "episode": api.episode,
         "group": api.group,
+        "factors": api.factors,
+        "limits": api.limits,
+        "alternative": api.alternative,
+        "export": api.export,
     }
     routes = [
         *(Route(f"/api/{name}", _answering(answer)) for name, answer in questions.items()),
@@ -174,7 +179,8 @@ def _answering(answer: Callable[[Request], Any]) -> Callable[[Request], Any]:
 
     def compute(request: Request) -> Response:
         try:
-            return _json(answer(request))
+            found = answer(request)
+            return found if isinstance(found, Response) else _json(found)
         except BadQuestion as error:
             return _error(400, str(error))
         except (UnknownRun, UnknownEpisode) as error:
@@ -191,10 +197,11 @@ def _answering(answer: Callable[[Request], Any]) -> Callable[[Request], Any]:
 
 
 class _Api:
-    """The questions that the pages ask. Each method returns what is sent as JSON."""
+    """The questions that the pages ask. Each method returns what is sent as JSON, or a response."""
 
     def __init__(self, indexer: Indexer) -> None:
         self._indexer = indexer
+        self._cache = TokenCache()
 
     def runs(self, request: Request) -> Any:
         return {
@@ -209,6 +216,7 @@ class _Api:
         return found | {
             "columns": table.columns(),
             "figure_names": table.figure_names(index.database),
+            "parquet_problem": export.parquet_problem(),
         }
 
     def series(self, request: Request) -> Any:
@@ -252,6 +260,42 @@ class _Api:
         index = self._indexer.get(_text(request, "run"))
         return tokens.group(index, _int(request, "group"))
 
+    def factors(self, request: Request) -> Any:
+        folder = self._indexer.get(_text(request, "run"), journal=False).folder
+        found = self._cache.read(folder, _choice(request))
+        return answer(found, _brush(request), limits.of_run(folder, lag_max=found.lag_max))
+
+    def limits(self, request: Request) -> Any:
+        folder = self._indexer.get(_text(request, "run"), journal=False).folder
+        return limits.choices(limits.own_settings(folder))
+
+    def alternative(self, request: Request) -> Any:
+        folder = self._indexer.get(_text(request, "run"), journal=False).folder
+        own = limits.own_settings(folder)
+        names = [name for name in request.query_params if "." in name]
+        other = limits.changed_settings(own, {name: _text(request, name) for name in names})
+        found = alternatives.compare(folder, _choice(request), own, other)
+        lags = [each["lag"] for each in found["lags"]]
+        return found | limits.drawn(other, lag_max=max(lags, default=0))
+
+    def export(self, request: Request) -> Response:
+        name = _text(request, "run")
+        selection = export.Selection(
+            content=_text(request, "content"),
+            format=_text(request, "format"),
+            filter=_text(request, "filter", ""),
+            search=_text(request, "search", ""),
+            choice=_choice(request),
+            brush=_brush(request),
+        )
+        parts = export.parts(self._indexer.get(name), selection)
+        file = export.file_name(name, selection)
+        headers = {
+            "cache-control": "no-store",
+            "content-disposition": f'attachment; filename="{file}"',
+        }
+        return StreamingResponse(parts, headers=headers, media_type=export.KINDS[selection.format])
+
     async def stream(self, request: Request) -> Response:
         """Send progress whenever a run changes; without `run`, whenever any run does."""
         name = request.query_params.get("run")
@@ -290,6 +334,19 @@ class _Api:
         except UnknownRun as error:
             return json.dumps({"error": str(error)})
         return json.dumps({"state": summary.state_of(index)["state"], **summary.progress(index)})
+
+
+def _choice(request: Request) -> Choice:
+    """Return which trained tokens a question is about."""
+    limits = ("step_min", "step_max", "lag_min", "lag_max")
+    given = {name: _int(request, name) for name in limits if request.query_params.get(name)}
+    return Choice(**given, exact=_text(request, "exact", "all"))
+
+
+def _brush(request: Request) -> Brush:
+    limits = ("d_min", "d_max", "s_min", "s_max")
+    given = {name: _float(request, name, 0.0) for name in limits if request.query_params.get(name)}
+    return Brush(**given)
 
 
 def _text(request: Request, name: str, default: str | None = None) -> str:

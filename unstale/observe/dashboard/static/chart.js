@@ -5,7 +5,7 @@ import { h, replace } from "./dom.js";
 import { NONE, amount, percent, shown } from "./format.js";
 
 export const COLOURS = ["engine", "trainer", "s", "good", "lag-4", "d", "bad", "v5-line"];
-const charts = new Set();
+export const charts = new Set();
 
 export const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
 

@@ -2,6 +2,7 @@
 
 import { ask, follow } from "./api.js";
 import { h, replace, settled } from "./dom.js";
+import { downloads } from "./download.js";
 import { whole } from "./format.js";
 import { cell, problem, toRun } from "./parts.js";
 
@@ -12,6 +13,7 @@ const EXAMPLES = [["failures", "success=0 outcome=trained"], ["cut short", "stop
 export function episodes(content, { run }, query) {
   const state = { filter: query.get("filter") || "", search: query.get("search") || "", sort: query.get("sort") || "-episode", page: Number(query.get("page")) || 0 };
   let columns = null;
+  let parquetProblem = "";
   let shown = "";
   let turn = 0;
   const note = h("p", { class: "quiet", role: "status" }, "Reading the episodes…");
@@ -22,11 +24,12 @@ export function episodes(content, { run }, query) {
   const head = h("tr");
   const body = h("tbody");
   const help = h("details", {}, h("summary", {}, "Columns and facts"));
+  const saved = h("p");
   const pager = h("nav", { class: "bar pager", "aria-label": "Pages" });
   const example = ([name, text]) => h("button", { type: "button", onclick: () => ((filter.value = text), changed()) }, name);
   replace(content, h("h1", {}, "Episodes"), note, progress, h("div", { class: "form" }, h("label", { for: "filter" }, "filter"), filter, h("label", { for: "search" }, "search"), search),
     h("div", { class: "bar tools" }, EXAMPLES.map(example), h("button", { type: "button", onclick: () => ((filter.value = search.value = ""), changed()) }, "all")), wrong, help,
-    h("div", { class: "scroll" }, h("table", { class: "results episodes" }, h("thead", {}, head), body)), pager);
+    h("div", { class: "scroll" }, h("table", { class: "results episodes" }, h("thead", {}, head), body)), pager, saved);
 
   const changed = settled(250, () => {
     Object.assign(state, { filter: filter.value, search: search.value, page: 0 });
@@ -83,6 +86,7 @@ export function episodes(content, { run }, query) {
       if (!columns) {
         const about = await ask("run", { run });
         columns = about.columns;
+        parquetProblem = about.parquet_problem;
         const names = [...columns.map((column) => [column.name, column.about]), ...about.figure_names.map((name) => [name, "number that the environment gave"])];
         replace(help, h("summary", {}, "Columns and facts that a filter can name"), h("dl", { class: "names" }, names.map(([name, text]) => h("div", {}, h("dt", {}, h("code", {}, name)), h("dd", {}, text)))));
       }
@@ -95,6 +99,8 @@ export function episodes(content, { run }, query) {
       replace(head, SHOWN.map(heading));
       if (focused >= 0) head.querySelectorAll("button")[focused].focus();
       pages(answer);
+      const chosen = { run, filter: state.filter, search: state.search };
+      replace(saved, downloads("these rows", { ...chosen, content: "table" }, parquetProblem), "; ", downloads("the tokens of those that finished", { ...chosen, content: "tokens" }, parquetProblem));
       const narrowed = state.filter || state.search;
       note.textContent = `${whole(answer.total)} episodes${narrowed ? ` of ${whole(answer.index.episodes)}` : ""}.${filled(answer.index)}`;
       replace(wrong, answer.index.problems.map(problem));

@@ -5,6 +5,7 @@ import { h, replace } from "./dom.js";
 import { compare } from "./compare.js";
 import { episode } from "./episode.js";
 import { episodes } from "./episodes.js";
+import { factors } from "./factors.js";
 import { group } from "./group.js";
 import { run } from "./run.js";
 import { runs } from "./runs.js";
@@ -19,6 +20,7 @@ const PAGES = [
   ["compare", compare, () => [["compare", "#/compare"]]],
   ["run/:run", run, ofRun],
   ["run/:run/episodes", episodes, (at) => [...ofRun(at), ["episodes", `${toRun(at)}/episodes`]]],
+  ["run/:run/factors", factors, (at) => [...ofRun(at), ["D against S", `${toRun(at)}/factors`]]],
   ["run/:run/group/:group", group, (at) => [...ofEpisodes(at), [`group ${at.group}`, `${toRun(at)}/group/${at.group}`]]],
   ["run/:run/episode/:episode", episode, (at) => [...ofEpisodes(at), [`episode ${at.episode}`, `${toRun(at)}/episode/${at.episode}`]]],
   ["run/:run/episode/:episode/token/:token", episode, (at) => [...ofEpisodes(at), [`episode ${at.episode}`, `${toRun(at)}/episode/${at.episode}`]]],

@@ -177,7 +177,7 @@ export function run(content, { run: name }) {
     }
     if (closed) return;
     const facts = [found.recipe, `seed ${amount(found.seed)}`, `${found.step} of ${found.steps ?? "?"} steps`, duration(found.figures.seconds), found.techniques].filter(Boolean).join(" · ");
-    const links = h("p", { class: "bar" }, h("a", { class: "go", href: `${toRun(name)}/episodes` }, `${whole(found.index.started)} episodes`), h("span", { class: "quiet" }, facts));
+    const links = h("p", { class: "bar" }, h("a", { class: "go", href: `${toRun(name)}/episodes` }, `${whole(found.index.started)} episodes`), h("a", { class: "go", href: `${toRun(name)}/factors` }, "D against S"), h("span", { class: "quiet" }, facts));
     replace(top, h("div", { class: "bar" }, h("h1", {}, name), badge(found)), links, outcome(found),
       found.error ? h("details", { class: "error", open: true }, h("summary", {}, "The error that ended the run"), h("pre", {}, found.error)) : found.detail ? h("p", { class: found.state === "finished" ? "quiet" : "end" }, found.detail) : null,
       [...found.gaps, ...found.problems].map(problem), tiles(found), h("p", { class: "quiet pace" }, `${found.pace.sentence} ${found.pace.advice}`), health(found));
