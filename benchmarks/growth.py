@@ -1,0 +1,269 @@
+"""Measure how a whole step grows with the model, against the limits of the machine.
+
+    python -m benchmarks.growth         # 25 minutes on two cores; `--help` for smaller sizes
+
+Models of about 1, 20, 100 and 300 million random weights in float32. A step samples all
+completions, trains on them and publishes the new weights, one after the other, by `unstale.train`.
+Each part is compared with two bounds, measured in the same round:
+
+* *Limit*: the least time that the arithmetic and the memory traffic of the part can take, at the
+  rate of large matrix products and of a large copy.
+* *Bare products*: the time of the model's own matrix products, in the sizes that the part needs and
+  with nothing between them. Small matrices are slower than large ones.
+"""
+
+import argparse
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from benchmarks.tables import CONSOLE, columns, row, spread, write
+from benchmarks.train import MODELS, SIBLINGS, Bench, Shape, make_model
+from benchmarks.train import options as train_options
+
+SHAPES = {
+    "1M": MODELS["1M"],
+    "20M": Shape(10, 384, 6, 8192),
+    "100M": Shape(12, 768, 12, 16_384),
+    "300M": Shape(20, 1024, 16, 32_768),
+}
+PROMPTS = {"1M": 16, "20M": 16, "100M": 8, "300M": 4}
+"""Prompts of a step, each with 8 completions."""
+STEPS = {"1M": 16, "20M": 4, "100M": 3, "300M": 2}
+"""Measured steps of a round. Three come before them."""
+PROMPT = 8
+"""Tokens of a prompt of `benchmarks.train.Words`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """The arithmetic and the memory traffic of one step of a model.
+
+    The small matrices of norms do not count, nor does attention: with 40 tokens a sequence it is
+    below 1% of the FLOPs.
+    """
+
+    shape: Shape
+    prompts: int
+    tokens: int
+    """Tokens of a completion."""
+
+    @property
+    def layer(self) -> list[tuple[int, int]]:
+        """Return outputs and inputs of a layer's matrices. Keys and values have half the width."""
+        hidden, inner = self.shape.hidden, 3 * self.shape.hidden
+        attention = [(hidden, hidden), (hidden // 2, hidden), (hidden // 2, hidden)]
+        return [*attention, (hidden, hidden), (inner, hidden), (inner, hidden), (hidden, inner)]
+
+    @property
+    def body(self) -> int:
+        """Return the number of weights in the layers."""
+        return self.shape.layers * sum(rows * width for rows, width in self.layer)
+
+    @property
+    def head(self) -> int:
+        """Return the number of weights in the matrix of the logits, which is the embedding."""
+        return self.shape.vocab * self.shape.hidden
+
+    @property
+    def sampled(self) -> int:
+        return self.prompts * SIBLINGS * self.tokens
+
+    @property
+    def trained(self) -> int:
+        """Return the tokens of a training pass. Siblings share their prompt."""
+        return self.prompts * PROMPT + self.sampled
+
+    def training_limit(self, flops: float, bandwidth: float) -> float:
+        """Return the least seconds of training.
+
+        It needs six FLOPs for each weight and token. AdamW reads weight, gradient and two moments,
+        and writes all but the gradient: 28 bytes per weight.
+        """
+        products = 6 * (self.body * self.trained + self.head * self.sampled)
+        return products / flops + 28 * (self.body + self.head) / bandwidth
+
+    def sampling_limit(self, flops: float, bandwidth: float) -> float:
+        """Return the least seconds of sampling.
+
+        Each new token of all sequences reads all weights and needs two FLOPs for each weight and
+        sequence. The two can overlap. Prompts are shared.
+        """
+        rows, weights = self.prompts * SIBLINGS, self.body + self.head
+        prefill = 2 * self.body * self.prompts * PROMPT / flops
+        return prefill + self.tokens * max(2 * weights * rows / flops, 4 * weights / bandwidth)
+
+
+def flops_per_second() -> float:
+    """Return the rate of products of large float32 matrices."""
+    n = 2048
+    a, b = torch.randn(n, n), torch.randn(n, n)
+    return 2 * n**3 / _seconds(lambda: torch.mm(a, b), 7)
+
+
+def bytes_per_second() -> float:
+    """Return the bytes that a large copy reads and writes per second."""
+    source = torch.ones(2**26)
+    target = torch.empty_like(source)
+    return 8 * 2**26 / _seconds(lambda: target.copy_(source), 7)
+
+
+def bare_products(work: Work, rows: int, *, logits: int) -> float:
+    """Return the seconds of a forward pass's matrix products over `rows` tokens.
+
+    The products of the logits have `logits` tokens. Each layer has weights of its own, as in the
+    model, so they are read from memory if they do not fit the caches.
+    """
+    layers = [[torch.randn(size) for size in work.layer] for _ in range(work.shape.layers)]
+    head = torch.randn(work.shape.vocab, work.shape.hidden)
+    inputs = {width: torch.randn(rows, width) for _, width in work.layer}
+    last = torch.randn(min(logits, 1024), work.shape.hidden)
+    parts = max(1, round(logits / len(last)))
+
+    def forward() -> Tensor:
+        for matrices in layers:
+            for matrix in matrices:
+                functional.linear(inputs[matrix.shape[1]], matrix)
+        for _ in range(parts):
+            found = functional.linear(last, head)
+        return found
+
+    return _seconds(forward, 3)
+
+
+def _seconds(call: Callable[[], object], repeats: int) -> float:
+    """Return the median time of some calls, after one that does not count."""
+    call()
+    took = []
+    for _ in range(repeats):
+        began = time.perf_counter()
+        call()
+        took.append(time.perf_counter() - began)
+    return median(took)
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """The seconds of a step of one model in one round, and the bounds of the same round."""
+
+    step: float
+    sampling: float
+    training: float
+    sampling_limit: float
+    training_limit: float
+    sampling_bare: float
+    training_bare: float
+
+
+def measure(bench: Bench, name: str, work: Work, steps: int) -> Round:
+    flops, bandwidth = flops_per_second(), bytes_per_second()
+    rows = work.prompts * SIBLINGS
+    # A backward pass has two products for each one of the forward pass.
+    training_bare = 3 * bare_products(work, work.trained, logits=work.sampled)
+    sampling_bare = work.tokens * bare_products(work, rows, logits=rows)
+    size = ("--prompts", work.prompts, "--tokens", work.tokens, "--steps", steps)
+    with bench.mine("whole", bench.folder / name, *size, "--staleness", 0) as turn:
+        found = turn()
+    return Round(
+        step=1 / found["steps_per_s"],
+        sampling=found["waiting_s"],
+        training=found["training_s"],
+        sampling_limit=work.sampling_limit(flops, bandwidth),
+        training_limit=work.training_limit(flops, bandwidth),
+        sampling_bare=sampling_bare,
+        training_bare=training_bare,
+    )
+
+
+def table(name: str, work: Work, rounds: Sequence[Round]) -> list[str]:
+    """Return a model's rows: of sampling, training and the whole step."""
+
+    def part(
+        label: str, tokens: int, took: list[float], limits: list[float], bare: list[float]
+    ) -> str:
+        return row(
+            name,
+            label,
+            spread(took, "{:.3g}"),
+            f"{tokens / median(took):,.0f}",
+            f"{tokens / median(limits):,.0f}",
+            spread(_shares(limits, took), "{:.0%}"),
+            spread(_shares(bare, took), "{:.0%}"),
+        )
+
+    sampling, training = (
+        [[getattr(each, f"{kind}{bound}") for each in rounds] for bound in ("", "_limit", "_bare")]
+        for kind in ("sampling", "training")
+    )
+    bounds = [
+        [a + b for a, b in zip(*both, strict=True)] for both in zip(sampling, training, strict=True)
+    ]
+    return [
+        part("sampling", work.sampled, *sampling),
+        part("training", work.trained, *training),
+        part("whole step", work.sampled, [each.step for each in rounds], *bounds[1:]),
+    ]
+
+
+def _shares(bounds: Sequence[float], took: Sequence[float]) -> list[float]:
+    return [least / real for least, real in zip(bounds, took, strict=True)]
+
+
+def main(words: Sequence[str] | None = None) -> Path:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--models", nargs="+", default=list(SHAPES), choices=list(SHAPES))
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--tokens", type=int, default=32, help="tokens of a completion")
+    parser.add_argument("--prompts", type=int, help="prompts of a step, in place of each model's")
+    parser.add_argument("--steps", type=int, help="steps of a round, in place of each model's")
+    chosen = parser.parse_args(words)
+    torch.set_num_threads(chosen.threads)
+    works = {
+        name: Work(SHAPES[name], chosen.prompts or PROMPTS[name], chosen.tokens)
+        for name in chosen.models
+    }
+    rounds: dict[str, list[Round]] = {name: [] for name in works}
+    with tempfile.TemporaryDirectory() as folder:
+        bench = Bench(train_options().parse_args(["--threads", str(chosen.threads)]), Path(folder))
+        for name, work in works.items():
+            make_model(bench.folder / name, work.shape)
+        for number in range(chosen.repeats):
+            for name, work in works.items():
+                CONSOLE.print(f"round {number + 1} of {chosen.repeats}: {name}")
+                found = measure(bench, name, work, chosen.steps or STEPS[name])
+                rounds[name].append(found)
+                CONSOLE.print(f"{found}", markup=False)
+    sizes = ", ".join(
+        f"{name} {work.body + work.head:,} weights and {work.prompts} prompts"
+        for name, work in works.items()
+    )
+    lines = [
+        f"A step has 8 completions of {chosen.tokens} tokens for each prompt, and engines and "
+        f"trainer take turns on {chosen.threads} threads. Float32; {sizes}. Medians and ranges of "
+        f"{chosen.repeats} rounds. Shares are the bound's time over the measured time. A whole "
+        "step also publishes the weights and writes its records; its rate counts sampled tokens.",
+        "",
+        *columns(
+            "model",
+            "part",
+            "seconds",
+            "tokens/s",
+            "limit, tokens/s",
+            "share of the limit",
+            "share of bare products",
+        ),
+        *(line for name, work in works.items() for line in table(name, work, rounds[name])),
+    ]
+    return write("growth", "How a step grows with the model", lines)
+
+
+if __name__ == "__main__":
+    main()
