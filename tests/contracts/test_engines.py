@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 from transformers import (
-    GPT2Config,
-    GPT2LMHeadModel,
+    GPTJConfig,
+    GPTJForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     Qwen3Config,
@@ -41,8 +41,8 @@ MODELS: dict[str, Callable[[], Module]] = {
         Qwen3Config(**COMMON, **SIZES, head_dim=8, tie_word_embeddings=True)
     ),
     "llama": lambda: LlamaForCausalLM(LlamaConfig(**COMMON, **SIZES, tie_word_embeddings=False)),
-    "gpt2": lambda: GPT2LMHeadModel(
-        GPT2Config(**COMMON, n_embd=32, n_layer=2, n_head=4, n_positions=POSITIONS)
+    "gptj, prompts one by one": lambda: GPTJForCausalLM(
+        GPTJConfig(**COMMON, n_embd=32, n_layer=2, n_head=4, rotary_dim=8, n_positions=POSITIONS)
     ),
 }
 

@@ -49,6 +49,25 @@ def product(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return F.linear(rows, weight, bias)
 
 
+USUAL_ROWS = 64
+"""Number of rows for which the layout of a prepared weight is best. Others are slightly slower."""
+
+
+def prepare(weight: Tensor) -> Tensor:
+    """Return a weight `[N, K]` in the layout in which `prepared_product` is fastest.
+
+    It needs a dtype that is `supported`.
+    """
+    prepared: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), USUAL_ROWS)
+    return prepared
+
+
+def prepared_product(rows: Tensor, prepared: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return `rows [..., K] @ weight [N, K]^T + bias [N]` for a weight from `prepare`."""
+    result: Tensor = torch.ops.mkldnn._linear_pointwise(rows, prepared, bias, "none", [], "")
+    return result
+
+
 @torch.library.custom_op("unstale::product", mutates_args=())
 def _opaque(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Return the same as `product`, as an operation that torch.compile does not compile.

@@ -19,7 +19,6 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -27,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from unstale.engines.embedded.graphs import Graphs
-from unstale.engines.embedded.kernels import Kernels
+from unstale.engines.embedded.kernels import Kernels, divided
 from unstale.engines.embedded.pages import PAGE, Inputs, Pages, StepShape, placed, plan, runs, tiled
 from unstale.engines.embedded.runner import Step, check_update
 from unstale.model import linear
@@ -36,12 +35,6 @@ from unstale.model.quantisation import FORMATS, quantised
 
 RUN = 8
 """Number of successive prompt tokens for which `kernels.c` reads the cache once."""
-ROWS_A_THREAD = 16
-"""Number of runs (see `RUN`) from which on one more thread is faster."""
-_USUAL_ROWS = 64
-"""Number of tokens for which the layout of the weights is best. Other numbers are slightly
-slower.
-"""
 _FIRST_PAGES = 64
 """Number of cache pages allocated at first. When all are used, the number doubles."""
 
@@ -318,7 +311,7 @@ class Qwen3Runner:
             placing = (layer.qk_norm, self._rotations, step.positions, cells)
             kernels.turn(qkv, *placing, query, keys, values, count, eps)
             attention = (query, keys, values, of, of.shape[1], begins, counts, slots, held, mixed)
-            self._each_thread(partial(kernels.attend, *attention), len(begins))
+            divided(self._helpers, partial(kernels.attend, *attention), len(begins))
             kernels.norm(
                 x, self._project(mixed, layer.out), layer.norm_2, h, wide, sizes.hidden, eps
             )
@@ -332,18 +325,6 @@ class Qwen3Runner:
         h = torch.empty_like(x)
         kernels.norm(x, more, self._norm, h, len(x), sizes.hidden, eps)
         return self._linear(h, self._head).float()[: len(ends)]
-
-    def _each_thread(self, work: Callable[[int, int], None], count: int) -> None:
-        """Call `work(first, last)` for equal parts of `range(count)`, on torch's number of threads.
-
-        `work` must release the interpreter lock.
-        """
-        parts = min(torch.get_num_threads(), -(-count // ROWS_A_THREAD))
-        cuts = [count * part // parts for part in range(parts + 1)]
-        others = [self._helpers.submit(work, *cut) for cut in pairwise(cuts[1:])]
-        work(*cuts[:2])
-        for other in others:
-            other.result()
 
     def _run(self, inputs: Inputs, shape: StepShape) -> Tensor:
         """Run a step with torch.
@@ -458,12 +439,7 @@ def _linear_for(
     """
     if device.type != "cpu" or not linear.supported(dtype):
         return F.linear, lambda weight: weight
-    product = torch.ops.mkldnn._linear_pointwise
-    pack = torch.ops.mkldnn._reorder_linear_weight
-    return (
-        lambda x, weight: product(x, weight, None, "none", [], ""),
-        lambda weight: pack(weight.contiguous(), _USUAL_ROWS),
-    )
+    return linear.prepared_product, linear.prepare
 
 
 def _kernels_for(

@@ -1,4 +1,4 @@
-"""A slower way to run models that the decoder does not support: transformers computes them.
+"""A slower way to run models that `packed.py` cannot: transformers computes prompts one by one.
 
 The model must have full attention. Models with recurrent layers, or with a sliding window shorter
 than the context, are refused at the start. They are found by their configuration, or because a
@@ -13,13 +13,18 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from unstale.engines.embedded.runner import Chunk, Step, check_update, tied_parameters
+from unstale.engines.embedded.probe import FORWARD_ERRORS, SLOTS, Probe
+from unstale.engines.embedded.runner import (
+    Step,
+    check_update,
+    persistent_buffers,
+    shapes_of,
+    tied_parameters,
+)
 from unstale.model.experts import RouteRecorder
 from unstale.model.loading import load_model
 from unstale.model.packed_weights import RoundedWeights
 from unstale.model.quantisation import quantised, round_activations
-
-_PROBE_TOLERANCE = 1e-3
 
 
 class _Slots:
@@ -101,32 +106,45 @@ class TransformersRunner:
         dtype: torch.dtype,
         max_slots: int,
         max_context: int,
+        why_slow: str,
         record_routes: bool = False,
         quantise: str = "none",
     ) -> None:
-        self._model = load_model(folder, torch.float32).eval()
-        config = self._model.config
-        architecture = type(self._model).__name__
+        model = load_model(folder, torch.float32, attn_implementation="eager").eval()
+        config = model.config.get_text_config()
+        architecture = type(model).__name__
         self.name = f"transformers {architecture}"
         self.warning = (
-            f"the engine decodes {architecture} by transformers on the CPU, prompts one by one: "
-            "its own decoder does not support this model"
+            f"the engine decodes {architecture} by transformers, prompts one by one and slowly, "
+            f"because sequences cannot be packed into one forward pass: {why_slow}"
         )
-        self.vocab_size = int(config.get_text_config().vocab_size)
-        _refuse_other_state(config.get_text_config(), max_context)
-        self._slots = _Slots(max_slots, max_context)
-        self._reset()
-        self._probe(max_context)
-        self._model.to(dtype)
+        self.vocab_size = int(config.vocab_size)
+        _refuse_other_state(config, max_context)
+        self._model = model
+        self._reset(SLOTS, max_context)
+        try:
+            error = Probe(model, max_context).error(self)
+        except FORWARD_ERRORS as failure:
+            error = f"{type(failure).__name__}: {failure}"
+        if error:
+            raise ValueError(
+                f"the embedded engine cannot run {architecture}. Packed into one forward pass: "
+                f"{why_slow}. One by one with a cache: {error}"
+            )
+        if dtype != torch.float32:
+            # Not converted: transformers keeps some buffers and parameters in float32.
+            self._model = load_model(folder, dtype, attn_implementation="eager").eval()
+        self._reset(max_slots, max_context)
         self._quantise = quantise
         round_activations(self._model, quantise)
-        self._reset()
         parameters = self._model.named_parameters()
         self._shapes = {name: tuple(parameter.shape) for name, parameter in parameters}
         self._tied = tied_parameters(self._model)
+        self._buffers = persistent_buffers(self._model)
         self._recorder = RouteRecorder(self._model) if record_routes else None
 
-    def _reset(self) -> None:
+    def _reset(self, max_slots: int, max_context: int) -> None:
+        self._slots = _Slots(max_slots, max_context)
         self._layers = [
             _SlotLayer(self._slots)
             for _ in range(self._model.config.get_text_config().num_hidden_layers)
@@ -134,9 +152,11 @@ class TransformersRunner:
         self._cache = Cache(layers=list(self._layers))
 
     def load(self, update: Mapping[str, Tensor]) -> None:
-        check_update(update, self._shapes, self._tied)
+        check_update(update, self._shapes | shapes_of(self._buffers, update), self._tied)
         kind = "none" if isinstance(update, RoundedWeights) else self._quantise
         with torch.no_grad():
+            for name in self._buffers.keys() & update.keys():
+                self._buffers[name].copy_(update[name])
             for name, parameter in self._model.named_parameters():
                 converted = update[name].to(parameter.dtype)
                 parameter.copy_(quantised(name, converted, kind))
@@ -184,39 +204,6 @@ class TransformersRunner:
             use_cache=True,
         )
         return out.logits[:, -1].float()
-
-    @torch.no_grad()
-    def _probe(self, max_context: int) -> None:
-        """Check that a forward pass with a cache agrees with one without, for two sequences.
-
-        Raises ValueError if their log-probabilities differ by more than `_PROBE_TOLERANCE` nats.
-        """
-        length = min(24, max_context)
-        generator = torch.Generator().manual_seed(0)
-        tokens = torch.randint(self.vocab_size, (2, length), generator=generator)
-        cuts = (length // 2, length - 2)
-        for slot, cut in enumerate(cuts):
-            self.forward(_step(tokens[slot, :cut], Chunk(slot, 0, cut)))
-        rows = torch.arange(2)
-        positions = torch.tensor(cuts)
-        logits = self.forward(Step(rows, (), tokens[rows, positions], positions))
-        for slot, cut in enumerate(cuts):
-            want = (
-                self._model(input_ids=tokens[slot : slot + 1, : cut + 1], use_cache=False)
-                .logits[0, -1]
-                .float()
-            )
-            error = (logits[slot].log_softmax(-1) - want.log_softmax(-1)).abs().max().item()
-            if not error < _PROBE_TOLERANCE:
-                raise ValueError(
-                    f"the embedded engine cannot run {self.name}: with a cache, log-probabilities "
-                    f"differ by {error:.1e} from those without"
-                )
-
-
-def _step(tokens: Tensor, chunk: Chunk) -> Step:
-    none = torch.empty(0, dtype=torch.long)
-    return Step(none, (chunk,), tokens, torch.arange(chunk.start, chunk.end))
 
 
 def _refuse_other_state(config: Any, max_context: int) -> None:

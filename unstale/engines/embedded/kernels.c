@@ -118,9 +118,32 @@ typedef struct {
     const number *keys, *values;
 } page_;
 
+/* How a layer departs from full attention: a query sees itself and `window - 1` tokens before it,
+   scores are cap * tanh(score / cap) if `cap` is positive, and each head has a further score
+   `sinks` without a value, unless that is NULL. */
+typedef struct {
+    int64_t window;
+    float cap;
+    const float *sinks;
+} limits_;
+
+/* tanh, to 4 units in the last place. */
+inline_ floats tangent(floats x) {
+    const floats square = x * x;
+    floats near = all(2.18694885e-2f);
+    near = near * square - 5.39682540e-2f;
+    near = near * square + 1.33333333e-1f;
+    near = near * square - 3.33333333e-1f;
+    near = x + x * square * near;
+    const floats decay = exponential(2 * either(x < 0, x, -x));
+    const floats far = (1 - decay) / (1 + decay);
+    return either(square < 0.0625f, near, either(x < 0, -far, far));
+}
+
 /* Attend with `width` queries over a page whose first token has position `start`. Prefetches the
-   page `next`. */
-inline_ void attend_page(query_ *queries, int width, page_ page, int64_t start, page_ next) {
+   page `next`. `limits` is NULL for full attention. */
+inline_ void attend_page(query_ *queries, int width, page_ page, int64_t start, page_ next,
+                         const limits_ *limits) {
     const number *keys = page.keys, *values = page.values;
     floats scores[MOST][PAGE / LANES];
     for (int q = 0; q < width; q++)
@@ -141,11 +164,20 @@ inline_ void attend_page(query_ *queries, int width, page_ page, int64_t start, 
         int64_t left = queries[q].visible - start;
         int seen = left < 0 ? 0 : left < PAGE ? (int)left : PAGE;
         most = seen > most ? seen : most;
+        int hidden = 0;
+        if (limits) {
+            const int64_t before = left - limits->window;
+            hidden = before < 0 ? 0 : before < PAGE ? (int)before : PAGE;
+            if (limits->cap > 0)
+                for (int part = 0; part < PAGE / LANES; part++)
+                    scores[q][part] = tangent(scores[q][part] / limits->cap) * limits->cap;
+        }
         floats tops = all(LEAST);
         for (int part = 0; part < PAGE / LANES; part++) {
             ints place;
             for (int lane = 0; lane < LANES; lane++) place[lane] = part * LANES + lane;
-            scores[q][part] = either(place < seen, scores[q][part], all(2 * LEAST));
+            const ints visible = limits ? (place < seen) & (place >= hidden) : place < seen;
+            scores[q][part] = either(visible, scores[q][part], all(2 * LEAST));
             tops = either(tops > scores[q][part], tops, scores[q][part]);
         }
         float top = highest(tops);
@@ -192,48 +224,93 @@ inline_ page_ page_of(const number *keys, const number *values, int64_t page, in
     return (page_){keys + at, values + at};
 }
 
+/* The page of the first token that a query at position `at` sees. */
+inline_ int64_t first_page(int64_t at, int64_t window) {
+    return at < window ? 0 : (at - window + 1) / PAGE;
+}
+
 /* Attention of runs `first` to `last`. A run is up to RUN successive tokens of a sequence, so that
    its pages are read once for all of them: `counts` tokens from index `begins` of the step, at
    position `held` of the sequence. `query` [T, HEADS, HEAD_DIM] includes the softmax scale; `of`
    [slots, width] are the pages. */
-void attend(const float *query, const number *keys, const number *values, const int64_t *of,
-            int64_t width, const int64_t *begins, const int64_t *counts, const int64_t *slots,
-            const int64_t *held, number *out, int64_t first, int64_t last) {
+inline_ void attend_runs(const float *query, const number *keys, const number *values,
+                         const int64_t *of, int64_t width, const int64_t *begins,
+                         const int64_t *counts, const int64_t *slots, const int64_t *held,
+                         number *out, int64_t first, int64_t last, const limits_ *limits) {
     query_ queries[RUN * REP];
     for (int64_t run = first; run < last; run++)
         for (int head = 0; head < KV_HEADS; head++) {
             const int64_t begin = begins[run];
             const int64_t count = counts[run];
             const int64_t *pages = of + slots[run] * width;
+            const int64_t begin_page = limits ? first_page(held[run], limits->window) : 0;
             const int num = (int)count * REP;
             for (int q = 0; q < num; q++) {
                 query_ *one = queries + q;
                 const int64_t row = (begin + q / REP) * HEADS + head * REP + q % REP;
                 memcpy(one->query, query + row * HEAD_DIM, sizeof one->query);
                 memset(one->mixed, 0, sizeof one->mixed);
-                one->top = LEAST;
-                one->weight = 0;
+                const int sinks = limits && limits->sinks;
+                one->top = sinks ? limits->sinks[head * REP + q % REP] : LEAST;
+                one->weight = sinks ? 1 : 0;
                 one->visible = held[run] + q / REP + 1;
             }
-            page_ next = page_of(keys, values, pages[0], head);
-            for (int64_t start = 0; start < held[run] + count; start += PAGE) {
+            page_ next = page_of(keys, values, pages[begin_page], head);
+            for (int64_t start = begin_page * PAGE; start < held[run] + count; start += PAGE) {
                 const page_ page = next;
                 if (start + PAGE < held[run] + count)
                     next = page_of(keys, values, pages[start / PAGE + 1], head);
                 else if (head + 1 < KV_HEADS)
-                    next = page_of(keys, values, pages[0], head + 1);
+                    next = page_of(keys, values, pages[begin_page], head + 1);
                 else if (run + 1 < last)
                     next = page_of(keys, values, of[slots[run + 1] * width], 0);
                 int q = 0;
-                for (; q + 4 <= num; q += 4) attend_page(queries + q, 4, page, start, next);
-                for (; q + 2 <= num; q += 2) attend_page(queries + q, 2, page, start, next);
-                for (; q < num; q++) attend_page(queries + q, 1, page, start, next);
+                for (; q + 4 <= num; q += 4)
+                    attend_page(queries + q, 4, page, start, next, limits);
+                for (; q + 2 <= num; q += 2)
+                    attend_page(queries + q, 2, page, start, next, limits);
+                for (; q < num; q++) attend_page(queries + q, 1, page, start, next, limits);
             }
             for (int q = 0; q < num; q++) {
                 number *to = out + ((begin + q / REP) * HEADS + head * REP + q % REP) * HEAD_DIM;
                 for (int d = 0; d < HEAD_DIM; d++)
                     to[d] = rounded(queries[q].mixed[d] / queries[q].weight);
             }
+        }
+}
+
+void attend(const float *query, const number *keys, const number *values, const int64_t *of,
+            int64_t width, const int64_t *begins, const int64_t *counts, const int64_t *slots,
+            const int64_t *held, number *out, int64_t first, int64_t last) {
+    attend_runs(query, keys, values, of, width, begins, counts, slots, held, out, first, last,
+                NULL);
+}
+
+/* `attend` for layers that depart from full attention; see `limits_`. */
+void attend_limited(const float *query, const number *keys, const number *values, const int64_t *of,
+                    int64_t width, const int64_t *begins, const int64_t *counts,
+                    const int64_t *slots, const int64_t *held, number *out, int64_t window,
+                    float cap, const float *sinks, int64_t first, int64_t last) {
+    const limits_ limits = {window, cap, sinks};
+    attend_runs(query, keys, values, of, width, begins, counts, slots, held, out, first, last,
+                &limits);
+}
+
+/* Scale queries [count, HEADS, HEAD_DIM] into `scaled`, and write keys and values
+   [count, KV_HEADS, HEAD_DIM] to the cache; `cells` are page * PAGE + offset. */
+void place(const number *query, const number *key, const number *value, const int64_t *cells,
+           float scale, float *scaled, number *keys, number *values, int64_t count) {
+    for (int64_t at = 0; at < count * HEADS * HEAD_DIM; at++)
+        scaled[at] = widened(query[at]) * scale;
+    for (int64_t token = 0; token < count; token++)
+        for (int head = 0; head < KV_HEADS; head++) {
+            const int64_t page = cells[token] / PAGE * KV_HEADS + head;
+            const int64_t offset = cells[token] % PAGE;
+            const number *from = key + (token * KV_HEADS + head) * HEAD_DIM;
+            number *to = keys + page * HEAD_DIM * PAGE + offset;
+            for (int d = 0; d < HEAD_DIM; d++) to[d * PAGE] = from[d];
+            memcpy(values + (page * PAGE + offset) * HEAD_DIM,
+                   value + (token * KV_HEADS + head) * HEAD_DIM, HEAD_DIM * sizeof *value);
         }
 }
 

@@ -11,13 +11,18 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 SOURCE = Path(__file__).with_name("kernels.c")
+RUNS_A_THREAD = 16
+"""Number of runs of tokens from which on one more thread is faster."""
 _FLAGS = (
     "-O3",
     "-march=native",
@@ -60,6 +65,19 @@ class Kernels:
 
         setattr(self, name, call)
         return call
+
+
+def divided(helpers: ThreadPoolExecutor, work: Callable[[int, int], None], count: int) -> None:
+    """Call `work(first, last)` for equal parts of `range(count)`, on torch's number of threads.
+
+    `work` must release the interpreter lock.
+    """
+    parts = min(torch.get_num_threads(), -(-count // RUNS_A_THREAD))
+    cuts = [count * part // parts for part in range(parts + 1)]
+    others = [helpers.submit(work, *cut) for cut in pairwise(cuts[1:])]
+    work(*cuts[:2])
+    for other in others:
+        other.result()
 
 
 @cache

@@ -103,6 +103,19 @@ def tied_parameters(model: nn.Module) -> dict[str, str]:
     }
 
 
+def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """Return the buffers that belong to a model's state, by name. An update may contain them."""
+    saved = model.state_dict().keys()
+    return {name: buffer for name, buffer in model.named_buffers() if name in saved}
+
+
+def shapes_of(
+    buffers: Mapping[str, Tensor], update: Mapping[str, Tensor]
+) -> dict[str, Sequence[int]]:
+    """Return the shapes of those buffers that an update contains, by name."""
+    return {name: buffers[name].shape for name in buffers.keys() & update.keys()}
+
+
 def check_update(
     update: Mapping[str, Tensor], shapes: Mapping[str, Sequence[int]], tied: Mapping[str, str]
 ) -> None:

@@ -61,10 +61,10 @@ def build_runner(  # noqa: PLR0913 - the limits and the kind of runner
     record_routes: bool = False,
     quantise: str = "none",
 ) -> Runner:
-    """Return the fast decoder if it supports the model, otherwise transformers' forward pass.
+    """Return the fastest runner for a model: the decoder, or transformers packed or one by one.
 
     The decoder runs on `device`, by default on the GPU if there is one. transformers runs on the
-    CPU.
+    CPU. Raises ValueError if no runner computes the model correctly.
     """
     config = json.loads((folder / "config.json").read_text())
     if supports(config):
@@ -73,15 +73,20 @@ def build_runner(  # noqa: PLR0913 - the limits and the kind of runner
         return Qwen3Runner(config, dtype=DTYPES[dtype], device=device, quantise=quantise, **limits)
     # imported here, because transformers takes longer to import than everything else
     from unstale.engines.embedded.fallback import TransformersRunner
+    from unstale.engines.embedded.packed import CannotPack, PackedRunner
 
-    return TransformersRunner(
-        folder,
-        dtype=DTYPES[dtype],
-        max_slots=max_slots,
-        max_context=max_context,
-        record_routes=record_routes,
-        quantise=quantise,
-    )
+    options: dict[str, Any] = {
+        "dtype": DTYPES[dtype],
+        "max_slots": max_slots,
+        "max_context": max_context,
+        "record_routes": record_routes,
+        "quantise": quantise,
+    }
+    try:
+        return PackedRunner(folder, **options)
+    except CannotPack as error:
+        why_slow = str(error)
+    return TransformersRunner(folder, why_slow=why_slow, **options)
 
 
 class _EngineWorker:

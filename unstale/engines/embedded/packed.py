@@ -1,0 +1,486 @@
+"""Any transformers model with causal attention, all sequences of a step in one forward pass.
+
+The model's own code runs on one row `[1, T]`: the next token of each sequence that is being
+sampled, and parts of prompts. transformers calls `_attention` for each of its attention layers,
+which writes keys and values to cache pages and attends over the pages of each sequence. Sequences
+with the same first tokens share pages, as in `decoder.py`.
+
+Which tokens a layer attends is read from the masks that transformers makes: all earlier ones, or a
+sliding window. Whether the rest of the model keeps packed sequences apart is tested at the start:
+a packed pass must give the logits of a plain one.
+"""
+
+import inspect
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.masking_utils import AttentionMaskInterface
+
+from unstale.engines.embedded.kernels import Kernels, divided
+from unstale.engines.embedded.pages import PAGE, Pages, placed, runs, tiled
+from unstale.engines.embedded.probe import FORWARD_ERRORS, SLOTS, Probe
+from unstale.engines.embedded.runner import (
+    Step,
+    check_update,
+    persistent_buffers,
+    shapes_of,
+    tied_parameters,
+)
+from unstale.model import linear
+from unstale.model.experts import RouteRecorder
+from unstale.model.loading import load_model
+from unstale.model.packed_weights import RoundedWeights
+from unstale.model.quantisation import quantised, round_activations
+
+PACKED = "unstale_paged"
+"""The name under which transformers knows the attention of this file."""
+_SURVEY = "unstale_survey"
+"""The name of an attention that computes nothing, and records the layers that call it."""
+_LANES = 16
+"""Head sizes are padded to a multiple of this, the width of a vector of the CPU."""
+_RUN = 8
+"""Number of successive prompt tokens for which `kernels.c` reads the cache once."""
+_FIRST_PAGES = 64
+"""Number of cache pages allocated at first. When all are used, the number doubles."""
+
+
+class CannotPack(ValueError):
+    """A model's sequences cannot be computed in one forward pass. The message gives the reason."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """What one call of attention in a forward pass needs."""
+
+    heads: int
+    kv_heads: int
+    key_dim: int
+    value_dim: int
+    window: int
+    """Number of tokens that a query sees, with itself. 0 if it sees all earlier tokens."""
+
+    @property
+    def width(self) -> int:
+        """The size of a head in the cache: keys and values are padded to it with zeros."""
+        return -(-max(self.key_dim, self.value_dim) // _LANES) * _LANES
+
+
+class _Survey:
+    """Records the attention layers of a model during one forward pass, in the order of calls."""
+
+    def __init__(self, max_context: int) -> None:
+        self._max_context = max_context
+        self.layers: list[_Layer] = []
+
+    def mask(self, mask_function: Callable[..., Any], **options: Any) -> Tensor:
+        """Return a mask `[1, 1, 1, 1]` with the window of `mask_function`, 0 if there is none.
+
+        Raises CannotPack for a mask that is not causal, or not the same at every position.
+        """
+        last = self._max_context - 1
+        queries = sorted({*(min(2**power, last) for power in range(24)), 0, max(last - 1, 0), last})
+        query = torch.tensor(queries)[:, None]
+        keys = torch.arange(self._max_context)[None]
+        zero = torch.tensor(0)
+        visible = mask_function(zero, zero, query, keys).expand(len(queries), -1)
+        seen = int(visible[-1].sum())
+        if not torch.equal(visible, (keys <= query) & (keys > query - seen)):
+            raise CannotPack("a layer's mask is neither causal nor a sliding window")
+        return torch.full((1, 1, 1, 1), 0 if seen > last else seen)
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, options: Any
+    ) -> Tensor:
+        """Record a layer. Return zeros of the shape of its result."""
+        if mask is None or mask.numel() != 1:
+            raise CannotPack("its masks are not made by transformers' mask functions")
+        if options.get("position_bias") is not None:
+            raise CannotPack("its attention adds a bias to each score")
+        heads, kv_heads = query.shape[1], key.shape[1]
+        if query.shape[0] != 1 or heads % kv_heads:
+            raise CannotPack(f"its attention has {heads} query heads and {kv_heads} key heads")
+        self.layers.append(_Layer(heads, kv_heads, key.shape[3], value.shape[3], int(mask)))
+        return query.new_zeros(1, query.shape[2], heads, value.shape[3])
+
+
+class _Pages:
+    """The paged KV cache of all layers, and the attention over it."""
+
+    def __init__(
+        self, layers: Sequence[_Layer], dtype: torch.dtype, max_slots: int, max_context: int
+    ) -> None:
+        self._layers = layers
+        self._dtype = dtype
+        self._pages = Pages(max_slots, max_context)
+        self._num_pages = 0
+        self._keys: list[Tensor] = []
+        self._values: list[Tensor] = []
+        self._helpers = ThreadPoolExecutor(max(torch.get_num_threads() - 1, 1))
+        self.warning = ""
+        """Why attention is slow, empty if it is not."""
+        self._kernels: dict[_Layer, Kernels] = {}
+        try:
+            self._kernels = {layer: _compiled(layer, dtype) for layer in layers}
+        except OSError as error:
+            self.warning = (
+                "the engine attends by torch, several times slower, because its kernels do not "
+                f"compile: {error}"
+            )
+        self._reserve(1)
+
+    def keep(self, slot: int, count: int) -> None:
+        self._copy(self._pages.hold(slot, count))
+
+    def copy_prefix(self, source: int, target: int, count: int) -> None:
+        self._copy(self._pages.share(source, target, count))
+
+    def _reserve(self, pages: int) -> None:
+        """Enlarge the cache to at least this many pages.
+
+        Keys are `[pages, kv_heads, width, PAGE]` and values `[pages, kv_heads, PAGE, width]`.
+        """
+        if pages <= self._num_pages:
+            return
+        most = len(self._pages.owner)
+        self._num_pages = max(min(max(_FIRST_PAGES, 2 * self._num_pages), most), pages)
+        self._keys = [
+            _grown(self._keys, index, (self._num_pages, layer.kv_heads, layer.width, PAGE)).to(
+                self._dtype
+            )
+            for index, layer in enumerate(self._layers)
+        ]
+        self._values = [
+            _grown(self._values, index, (self._num_pages, layer.kv_heads, PAGE, layer.width)).to(
+                self._dtype
+            )
+            for index, layer in enumerate(self._layers)
+        ]
+
+    def _copy(self, moved: tuple[int, int] | None) -> None:
+        """Copy a page of the cache. `moved` is its old and its new index, or None."""
+        self._reserve(self._pages.span)
+        if moved is not None:
+            old, new = moved
+            for pool in (*self._keys, *self._values):
+                pool[new] = pool[old]
+
+    def begin(self, step: Step) -> None:
+        """Assign pages to the tokens of a step, whose attention is computed next."""
+        self._step = step
+        self._cells = torch.from_numpy(placed(step, self._pages))
+        self._reserve(self._pages.span)
+        self._of = torch.from_numpy(self._pages.of)
+        self._runs = runs(step, self._pages, _RUN)
+        self._calls = 0
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, options: Any
+    ) -> Tensor:
+        """Return the attention `[1, T, heads, value_dim]` of the next layer.
+
+        `query`, `key` and `value` are `[1, heads, T, width]`. Tokens after those of the step are
+        padding.
+        """
+        index = self._calls
+        self._calls += 1
+        layer = self._layers[index]
+        count = len(self._cells)
+        scale = options.get("scaling")
+        scale = layer.key_dim**-0.5 if scale is None else float(scale)
+        cap = float(options.get("softcap") or 0.0)
+        sinks = options.get("s_aux")
+        sinks = torch.empty(0) if sinks is None else sinks.float().contiguous()
+        rows = [_rows(states, count, layer.width) for states in (query, key, value)]
+        mixed = query.new_zeros(query.shape[2], layer.heads, layer.width)
+        if self._kernels:
+            self._by_kernels(index, rows, mixed, (scale, cap, sinks))
+        else:
+            self._by_torch(index, rows, mixed, (scale, cap, sinks))
+        return mixed[None, ..., : layer.value_dim]
+
+    def _by_kernels(
+        self, index: int, rows: list[Tensor], mixed: Tensor, how: tuple[float, float, Tensor]
+    ) -> None:
+        layer = self._layers[index]
+        scale, cap, sinks = how
+        kernels, keys, values = self._kernels[layer], self._keys[index], self._values[index]
+        scaled = torch.empty(rows[0].shape, dtype=torch.float32)
+        kernels.place(*rows, self._cells, scale, scaled, keys, values, len(scaled))
+        arguments = (scaled, keys, values, self._of, self._of.shape[1], *self._runs, mixed)
+        work = partial(kernels.attend, *arguments)
+        if layer.window or cap or len(sinks):
+            window = layer.window or len(self._pages.of[0]) * PAGE
+            work = partial(kernels.attend_limited, *arguments, window, cap, sinks)
+        divided(self._helpers, work, self._runs.shape[1])
+
+    def _by_torch(
+        self, index: int, rows: list[Tensor], mixed: Tensor, how: tuple[float, float, Tensor]
+    ) -> None:
+        """Compute what `_by_kernels` does: the rows as one batch, then each chunk."""
+        query, key, value = rows
+        page, offset = self._cells // PAGE, self._cells % PAGE
+        self._keys[index][page, :, :, offset] = key
+        self._values[index][page, :, offset] = value
+        step = self._step
+        count = len(step.rows)
+        parts = [(step.rows, step.positions[:count, None], slice(0, count))] if count else []
+        for chunk, span in step.spans():
+            parts.append((torch.tensor([chunk.slot]), step.positions[None, span], span))
+        for slots, at, span in parts:
+            reach = int(at.max()) // PAGE + 1
+            pages = self._of[slots, :reach]
+            keys = self._keys[index][pages].permute(0, 2, 3, 1, 4).flatten(3)
+            values = self._values[index][pages].transpose(1, 2).flatten(2, 3)
+            queries = query[span].unflatten(0, at.shape).unflatten(2, (keys.shape[1], -1))
+            out = _attention(queries, keys, values, at, (self._layers[index].window, *how))
+            mixed[span] = out.flatten(0, 1).flatten(1, 2).to(mixed.dtype)
+
+
+def _attention(
+    query: Tensor, key: Tensor, value: Tensor, at: Tensor, how: tuple[int, float, float, Tensor]
+) -> Tensor:
+    """Return attention `[B, n, kv_heads, repeats, width]`, float32.
+
+    `query` has the same shape, `key` is `[B, kv_heads, width, length]`, `value`
+    `[B, kv_heads, length, width]`, and `at [B, n]` are the positions of the queries.
+    """
+    window, scale, cap, sinks = how
+    scores = torch.einsum("bnkrd,bkdl->bnkrl", query.float() * scale, key.float())
+    if cap:
+        scores = torch.tanh(scores / cap) * cap
+    place = torch.arange(key.shape[3])
+    hidden = place > at[..., None]
+    if window:
+        hidden |= place <= at[..., None] - window
+    scores = scores.masked_fill(hidden[:, :, None, None], -torch.inf)
+    if len(sinks):
+        further = sinks.view(scores.shape[2:4]).expand(scores.shape[:-1])[..., None]
+        scores = torch.cat([scores, further], -1)
+    weights = scores.softmax(-1)[..., : key.shape[3]]
+    return torch.einsum("bnkrl,bkld->bnkrd", weights, value.float())
+
+
+def _compiled(layer: _Layer, dtype: torch.dtype) -> Kernels:
+    macros = {
+        "HEADS": layer.heads,
+        "KV_HEADS": layer.kv_heads,
+        "HEAD_DIM": layer.width,
+        "PAGE": PAGE,
+        "RUN": _RUN,
+        "LANES": _LANES,
+    }
+    if dtype == torch.bfloat16:
+        macros["BFLOAT16"] = 1
+    return Kernels(**macros)
+
+
+def _grown(pools: list[Tensor], index: int, shape: tuple[int, ...]) -> Tensor:
+    """Return zeros of a shape, which begin with the tensor `index` of `pools` if there is one."""
+    if not pools:
+        return torch.zeros(shape)
+    grown = torch.zeros(shape, dtype=pools[index].dtype)
+    grown[: len(pools[index])] = pools[index]
+    return grown
+
+
+def _rows(states: Tensor, count: int, width: int) -> Tensor:
+    """Return the first tokens of `[1, heads, T, width]` states as `[count, heads, width]`."""
+    rows = states[0, :, :count].transpose(0, 1)
+    return F.pad(rows, (0, width - rows.shape[2])).contiguous()
+
+
+_running: ContextVar[_Survey | _Pages] = ContextVar("the attention of the current pass")
+
+
+def _attention_layer(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    return _running.get().attend(query, key, value, attention_mask, options), None
+
+
+def _survey_mask(mask_function: Callable[..., Any], **options: Any) -> Tensor:
+    survey = _running.get()
+    assert isinstance(survey, _Survey)
+    return survey.mask(mask_function)
+
+
+# PACKED has no mask function: transformers then makes no masks.
+AttentionInterface.register(PACKED, _attention_layer)
+AttentionInterface.register(_SURVEY, _attention_layer)
+AttentionMaskInterface.register(_SURVEY, _survey_mask)
+
+
+class _PreparedLinear(nn.Linear):
+    """A linear layer whose weight is stored in `prepared`, as oneDNN multiplies by it fastest."""
+
+    prepared: Tensor
+
+    def forward(self, input: Tensor) -> Tensor:
+        return linear.prepared_product(input, self.prepared, self.bias)
+
+
+class PackedRunner:
+    """Runs a model by transformers, all sequences in one forward pass, with a paged KV cache."""
+
+    def __init__(  # noqa: PLR0913 - the limits and the number formats
+        self,
+        folder: Path,
+        *,
+        dtype: torch.dtype,
+        max_slots: int,
+        max_context: int,
+        record_routes: bool = False,
+        quantise: str = "none",
+    ) -> None:
+        """Load the model, and test that it can be packed. Raises CannotPack if it cannot."""
+        model = load_model(folder, torch.float32, attn_implementation="eager").eval()
+        self.name = f"transformers {type(model).__name__}, packed"
+        self.vocab_size = int(model.config.get_text_config().vocab_size)
+        self._selects = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self._layers: list[_Layer] = []
+        try:
+            probe = Probe(model, max_context)
+            self._layers = _surveyed(model, max_context)
+            self._prepare(model)
+            self._cache = _Pages(self._layers, torch.float32, SLOTS, max_context)
+            error = probe.error(self)
+        except CannotPack:
+            raise
+        except FORWARD_ERRORS as failure:
+            raise CannotPack(f"a packed pass fails: {_one_line(failure)}") from failure
+        if error:
+            raise CannotPack(f"in a packed pass, {error}")
+        if dtype != torch.float32:
+            # Not converted: transformers keeps some buffers and parameters in float32.
+            del model, self._model
+            model = load_model(folder, dtype, attn_implementation=PACKED).eval()
+            self._prepare(model)
+        self._cache = _Pages(self._layers, dtype, max_slots, max_context)
+        self.warning = self._cache.warning or _warning_with_gpu(type(model).__name__)
+        self._quantise = quantise
+        round_activations(model, quantise)
+        self._recorder = RouteRecorder(model) if record_routes else None
+
+    def _prepare(self, model: PreTrainedModel) -> None:
+        """Take over a model. Its linear layers are prepared, and their own weights are freed."""
+        model.set_attn_implementation(PACKED)
+        self._model = model
+        parameters = dict(model.named_parameters())
+        self._shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
+        self._tied = tied_parameters(model)
+        self._buffers = persistent_buffers(model)
+        self._linears: dict[str, list[_PreparedLinear]] = {}
+        names = {id(parameter): name for name, parameter in parameters.items()}
+        users = Counter(
+            id(parameter)
+            for module in model.modules()
+            for _, parameter in module.named_parameters(recurse=False, remove_duplicate=False)
+        )
+        for module in model.modules():
+            if type(module) is not nn.Linear or not linear.supported(module.weight.dtype):
+                continue
+            weight = module.weight
+            prepared: Any = module
+            prepared.__class__ = _PreparedLinear
+            prepared.prepared = linear.prepare(weight.detach())
+            self._linears.setdefault(names[id(weight)], []).append(prepared)
+            if users[id(weight)] == 1:
+                module.weight = nn.Parameter(
+                    weight.new_empty(0, weight.shape[1]), requires_grad=False
+                )
+
+    def load(self, update: Mapping[str, Tensor]) -> None:
+        check_update(update, self._shapes | shapes_of(self._buffers, update), self._tied)
+        kind = "none" if isinstance(update, RoundedWeights) else self._quantise
+        with torch.no_grad():
+            for name in self._buffers.keys() & update.keys():
+                self._buffers[name].copy_(update[name])
+            for name, parameter in self._model.named_parameters():
+                weight = quantised(name, update[name].to(parameter.dtype), kind)
+                for module in self._linears.get(name, ()):
+                    module.prepared = linear.prepare(weight)
+                if parameter.shape == weight.shape:
+                    parameter.copy_(weight)
+
+    def keep(self, slot: int, count: int) -> None:
+        self._cache.keep(slot, count)
+
+    def copy_prefix(self, source: int, target: int, count: int) -> None:
+        self._cache.copy_prefix(source, target, count)
+
+    def take_experts(self) -> Tensor:
+        if self._recorder is None:
+            raise RuntimeError("this runner does not record experts: make it with record_routes")
+        return self._recorder.take()[: self._count]
+
+    def forward(self, step: Step) -> Tensor:
+        """Return float32 logits after each row and chunk. A model without attention cannot run."""
+        self._cache.begin(step)
+        self._count = len(step.tokens)
+        padding = (0, tiled(self._count) - self._count)
+        ends = [*range(len(step.rows)), *(span.stop - 1 for _, span in step.spans())]
+        options: dict[str, Any] = {}
+        if self._selects:
+            ends += ends[-1:] * (tiled(len(ends)) - len(ends))
+            options["logits_to_keep"] = torch.tensor(ends)
+        logits = _run(
+            self._model,
+            self._cache,
+            input_ids=F.pad(step.tokens, padding)[None],
+            position_ids=F.pad(step.positions, padding)[None],
+            **options,
+        )
+        logits = logits[0] if self._selects else logits[0, ends]
+        return logits[: len(step.rows) + len(step.chunks)].float()
+
+
+def _run(model: PreTrainedModel, attention: _Survey | _Pages, **inputs: Any) -> Tensor:
+    """Return the logits of a forward pass whose attention layers call `attention`."""
+    token = _running.set(attention)
+    try:
+        logits: Tensor = model(**inputs, use_cache=False).logits
+        return logits
+    finally:
+        _running.reset(token)
+
+
+def _surveyed(model: PreTrainedModel, max_context: int) -> list[_Layer]:
+    """Return the attention layers of a model, in the order of their calls.
+
+    Raises CannotPack if a layer cannot be computed here.
+    """
+    survey = _Survey(max_context)
+    model.set_attn_implementation(_SURVEY)
+    with torch.no_grad():
+        _run(model, survey, input_ids=torch.zeros(1, min(4, max_context), dtype=torch.long))
+    if not survey.layers:
+        raise CannotPack("it does not call transformers' attention interface")
+    return survey.layers
+
+
+def _warning_with_gpu(architecture: str) -> str:
+    if not torch.cuda.is_available():
+        return ""
+    return (
+        f"the engine decodes {architecture} on the CPU: on a GPU it decodes only Qwen3. Use a "
+        "server of vLLM or SGLang"
+    )
+
+
+def _one_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
