@@ -18,6 +18,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
+from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -48,6 +49,21 @@ SIZES = {
     "20M": (8, 448, 14, 7, 4096),
 }
 """Layers, hidden size, heads, key-value heads, vocabulary; each head has 32 dimensions."""
+_WINDOW = 128
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "Qwen3": {"model_type": "qwen3"},
+    "Llama": {"model_type": "llama"},
+    "Mistral": {"model_type": "mistral", "sliding_window": _WINDOW},
+    "Gemma 2": {"model_type": "gemma2", "sliding_window": _WINDOW},
+    "Gemma 3": {"model_type": "gemma3_text", "sliding_window": _WINDOW},
+    "Qwen3-MoE": {
+        "model_type": "qwen3_moe",
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 192,
+    },
+}
+"""What each architecture adds to the configuration. Windows are shorter than most contexts."""
 LABELS = {
     "ours": "ours",
     "ours-threads": "ours, one process",
@@ -73,7 +89,7 @@ LIVE = dict.fromkeys(LABELS, (64,)) | {"ours": (64, 16, 256), "continuous": (16,
 GOALS = {
     "generate": 2.0,
     "generate-divided": 2.0,
-    "continuous": 1.0,
+    "continuous": 1.5,
     "vllm": 1.5,
     "vllm-divided": 1.5,
     "eager": 1.5,
@@ -118,27 +134,31 @@ def workload(live: int, vocab: int, seed: int) -> list[Episode]:
     return episodes
 
 
-def make_model(size: str, folder: Path) -> None:
+def make_model(size: str, folder: Path, architecture: str = "Qwen3") -> None:
     """Save a model of random weights, the same for all contestants."""
     import torch
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     layers, hidden, heads, kv_heads, vocab = SIZES[size]
     torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=vocab,
-        hidden_size=hidden,
-        intermediate_size=3 * hidden,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        head_dim=32,
-        tie_word_embeddings=True,
-        max_position_embeddings=2 * MAX_CONTEXT,
-        bos_token_id=0,
-        eos_token_id=1,
+    config = AutoConfig.for_model(
+        **{
+            "vocab_size": vocab,
+            "hidden_size": hidden,
+            "intermediate_size": 3 * hidden,
+            "num_hidden_layers": layers,
+            "num_attention_heads": heads,
+            "num_key_value_heads": kv_heads,
+            "head_dim": 32,
+            "tie_word_embeddings": True,
+            "max_position_embeddings": 2 * MAX_CONTEXT,
+            "bos_token_id": 0,
+            "eos_token_id": 1,
+            "pad_token_id": None,
+        }
+        | ARCHITECTURES[architecture]
     )
-    Qwen3ForCausalLM(config).save_pretrained(folder)
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
 
 
 class Player:
@@ -284,15 +304,15 @@ def measure(
 
     Raises SystemExit if our engine fails.
     """
-    size, dtype = what
-    vocab = SIZES[size][4]
+    model, dtype = what
+    vocab = SIZES[model.split()[-1]][4]
     plays = [
         (kind, live) for kind in arguments.contestants for live in arguments.episodes or LIVE[kind]
     ]
     with players(arguments, folder, dtype) as each:
         errors: dict[str, float] = {}
         for kind, live in plays:
-            CONSOLE.print(f"{size} {dtype}: warming {LABELS[kind]}, {live} live")
+            CONSOLE.print(f"{model} {dtype}: warming {LABELS[kind]}, {live} live")
             answer = each[kind].play(workload(live, vocab, seed=1000), live, warm=True)
             if answer and kind not in errors:
                 errors[kind] = check(each[kind], answer[1], folder, dtype)
@@ -406,6 +426,13 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument(
+        "--architectures",
+        nargs="+",
+        choices=ARCHITECTURES,
+        default=["Qwen3"],
+        help="with others than the default, the table is named generate-architectures",
+    )
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=["1M", "5M"])
     parser.add_argument(
         "--episodes",
@@ -436,11 +463,12 @@ def main() -> None:
     )
     figures: Figures = {}
     with tempfile.TemporaryDirectory() as scratch:
-        for size in arguments.sizes:
-            folder = Path(scratch, size)
-            make_model(size, folder)
+        for architecture, size in product(arguments.architectures, arguments.sizes):
+            model = f"{architecture} {size}"
+            folder = Path(scratch, model)
+            make_model(size, folder, architecture)
             for dtype in arguments.dtypes:
-                rows, figures[f"{size}, {dtype}"] = measure(arguments, (size, dtype), folder)
+                rows, figures[f"{model}, {dtype}"] = measure(arguments, (model, dtype), folder)
                 lines += rows
                 CONSOLE.print("\n".join(rows), markup=False)
     if arguments.smoke:
@@ -457,6 +485,14 @@ def main() -> None:
         "same; they take turns in coming first. `log D`: mean difference of a reply's "
         "log-probabilities from the plain float32 forward pass. Medians (range)."
     )
+    if arguments.architectures != ["Qwen3"]:
+        about += (
+            " Sliding windows are 128 tokens (Mistral, and some layers of Gemma). The MoE has 8 "
+            "experts, of which a token uses 2. Qwen3 runs in its own decoder, the others packed."
+        )
+        title = "Sampled tokens per second by architecture"
+        write("generate-architectures", title, [about, "", *lines])
+        return
     write("generate", "Sampled tokens per second", [about, "", *lines, *own_growth(figures)])
     draw(figures)
 

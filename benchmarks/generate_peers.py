@@ -401,13 +401,17 @@ def _batches(playing: list[Playing], number: int) -> list[list[Playing]]:
 
 def _transformers(folder: Path, dtype: str, threads: int) -> Any:
     import torch
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils import logging
 
     torch.set_num_threads(threads)
     logging.set_verbosity_error()
+    config = AutoConfig.from_pretrained(folder)
+    soft_cap = getattr(config, "attn_logit_softcapping", None)  # which sdpa does not compute
     model = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=getattr(torch, dtype), attn_implementation="sdpa"
+        folder,
+        dtype=getattr(torch, dtype),
+        attn_implementation="eager" if soft_cap else "sdpa",
     )
     model.generation_config.eos_token_id = None  # lengths are given
     return model.eval()
