@@ -294,7 +294,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = tiny_run(
         folder / "policy",
         folder / "runs",
-        steps=3,
+        steps=2,
         techniques="minpro",
         journal=JournalConfig(token_share=1.0),
         correction=CorrectionConfig(
@@ -330,6 +330,23 @@ def test_the_own_options_give_the_recorded_flags(tiny: Path) -> None:
     first = sum(len(each.flags) for each in values if each.minibatch == 0)
     assert 0 < later == again["unknown"] and again["compared"] == first
     assert not any("clipped" in name for row in again["lags"] for name in row["other"])
+
+
+def test_tokens_that_come_out_otherwise_than_recorded_are_counted_apart(
+    runs: Path, tmp_path: Path
+) -> None:
+    """Here the recorded flags are of another limit. In a run only rounding makes a difference."""
+    run = shutil.copytree(runs / "first", tmp_path / "run")
+    config = json.loads((run / "config.json").read_text())
+    config["objective"]["clip_high"] = 0.1
+    (run / "config.json").write_text(json.dumps(config))
+    whole = columns_of(run)
+    between = (whole["log_s"] > math.log(1.1)) & (whole["log_s"] <= math.log(1.28))
+    between &= whole["advantage"] > 0
+    own = limits.own_settings(run)
+    found = alternatives.compare(run, Choice(), own, own)
+    assert 0 < found["rounding"] == between.sum()
+    assert found["num_changes"] == 0
 
 
 def save(client: Client, **params: str) -> tuple[str, bytes]:

@@ -25,7 +25,7 @@ from unstale.token_values import KEPT, OUTCOMES, SKIPPED, TokenFlag
 
 MAX_READ = 3_000_000
 """Tokens that are read for one answer. Of a run with more, rows are read that are evenly spaced
-over its steps. On one core, a million tokens took about a second.
+over its steps. A million tokens took 0.4 s of CPU time to read, and 0.6 s to count.
 """
 
 MAX_CACHED = 4_000_000

@@ -17,7 +17,7 @@ const add = (rows, side) => rows.reduce((total, row) => {
 }, {});
 
 // `changes` are the changed options of the address, `getChoice` returns the filter of the page,
-// `onChange` keeps options in the address, `onLines` gets the limits to draw.
+// `onChange` keeps them in the address, `onLines` gets the limits to draw.
 export class Alternative {
   constructor(run, { changes, getChoice, onChange, onLines }) {
     Object.assign(this, { run, changes, getChoice, onChange, onLines, about: null, turn: 0 });
@@ -49,7 +49,7 @@ export class Alternative {
     if (value === own || value === "") delete this.changes[name];
     else this.changes[name] = value;
     if (name === ROUTE) for (const each of Object.keys(this.changes)) if (each.startsWith("old_logps.") && each !== ROUTE) delete this.changes[each];
-    this.onChange(this.changes);
+    this.onChange();
     if (Object.values(SELECTORS).includes(name)) this.show(name);
   }
 
@@ -83,12 +83,19 @@ export class Alternative {
   }
 
   reset() {
-    this.changes = {};
+    this.change({});
+    this.onChange();
+  }
+
+  // Show other options, as an address has them.
+  change(changes) {
+    this.changes = changes;
     this.turn += 1;
-    this.onChange(this.changes);
     this.onLines([]);
     replace(this.result);
+    if (!this.about) return;
     this.show();
+    if (Object.keys(changes).length) this.compute();
   }
 
   async compute() {

@@ -142,6 +142,7 @@ export function factors(content, { run }, query) {
       read(parameters);
       write();
       load();
+      alternative.change(options(parameters));
     },
   };
 }
