@@ -468,6 +468,12 @@ def test_a_damaged_row_is_a_sentence_and_breaks_a_download_off(
             client.request("/api/export?run=first&content=brushed&format=jsonl")
         params = "run=first&content=brushed&format=jsonl&step_min=4"
         assert client.request(f"/api/export?{params}")[0] == 409
+    with closing(sqlite3.connect(tmp_path / "runs" / "first" / JOURNAL)) as journal:
+        journal.execute("UPDATE pieces SET num_tokens = 1000000000000 WHERE episode = 1")
+        journal.commit()
+    with served(tmp_path / "runs") as client:
+        error = client.ask("factors", 409, run="first", step_max=1)["error"]
+        assert re.search(r"episode 1 has \d{13} sampled tokens, but the values of", error)
 
 
 def test_a_run_without_values_or_options_says_so(tmp_path: Path) -> None:

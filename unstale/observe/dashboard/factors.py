@@ -21,7 +21,7 @@ from unstale.durability.journal.token_rows import unpack_tokens
 from unstale.durability.run_folder import Row
 from unstale.observe.dashboard.index import unreadable
 from unstale.observe.dashboard.table import BadQuestion
-from unstale.token_values import KEPT, OUTCOMES, SKIPPED, TokenFlag
+from unstale.token_values import KEPT, OUTCOMES, SKIPPED, TokenFlag, TokenValues
 
 MAX_READ = 3_000_000
 """Tokens that are read for one answer. Of a run with more, rows are read that are evenly spaced
@@ -35,8 +35,8 @@ MAX_POINTS = 3000
 MAX_EPISODES = 100
 """Episodes of a selection that are listed."""
 
-CELLS = 72
-"""Cells of the grid of counts along each axis."""
+CELLS = 73
+"""Cells of the grid of counts along each axis. An odd number has 0 in the middle of a cell."""
 
 UNIT = 1e-3
 """Log-ratio in nats up to which the axes are about linear. Beyond it they are logarithmic."""
@@ -173,15 +173,14 @@ def find_rows(journal: JournalReader, choice: Choice, *, limit: int) -> Read:
         return Read((), 0, 0)
     low = 0 if choice.step_min is None else choice.step_min
     high = 2**62 if choice.step_max is None else choice.step_max
-    found = [
-        TokenRow(*row)
-        for row in journal.rows(
-            "SELECT number, step, num_tokens, seal FROM trained_tokens "
-            "WHERE step BETWEEN ? AND ? ORDER BY step, number",
-            low,
-            high,
-        )
-    ]
+    rows = journal.rows(
+        "SELECT number, step, num_tokens, seal FROM trained_tokens "
+        "WHERE step BETWEEN ? AND ? ORDER BY step, number",
+        low,
+        high,
+    )
+    with journal.wrap_errors("the trained tokens"):
+        found = [TokenRow(*map(int, row)) for row in rows]
     total = sum(row.num_tokens for row in found)
     every = 1
     chosen = found
@@ -255,15 +254,10 @@ def read_row(journal: JournalReader, row: TokenRow) -> TokenColumns:
         every = unpack_tokens(packed, group=number, route=route)
         if sum(len(each.flags) for each in every) != num_tokens:
             raise ValueError(f"they are not {num_tokens} tokens")
-        places = _places(journal, [each.episode for each in every])
+        pieces = _pieces(journal, [each.episode for each in every])
         parts = []
         for each in every:
-            token, sampled_by = places[each.episode]
-            if len(token) != len(each.flags):
-                raise ValueError(
-                    f"episode {each.episode} has {len(token)} sampled tokens, but the values of "
-                    f"{len(each.flags)} are recorded"
-                )
+            token, sampled_by = _places(pieces[each.episode], each)
             run = each.minibatch is not None
             parts.append(
                 {
@@ -281,33 +275,43 @@ def read_row(journal: JournalReader, row: TokenRow) -> TokenColumns:
     return TokenColumns(step=step, **joined)
 
 
-def _places(journal: JournalReader, episodes: Sequence[int]) -> dict[int, tuple[Any, Any]]:
-    """Return the places of the sampled tokens of each episode, and the versions that sampled."""
-    rows = []
+def _pieces(
+    journal: JournalReader, episodes: Sequence[int]
+) -> dict[int, list[tuple[int, int | None]]]:
+    """Return the number of tokens and the version of each piece, by episode."""
+    found: dict[int, list[tuple[int, int | None]]] = {each: [] for each in episodes}
     for start in range(0, len(episodes), 500):
         part = episodes[start : start + 500]
         marks = ", ".join("?" * len(part))
-        rows += journal.rows(
+        for episode, count, version in journal.rows(
             f"SELECT episode, num_tokens, version FROM pieces WHERE episode IN ({marks}) "
             "ORDER BY episode, position",
             *part,
+        ):
+            found[episode].append((count, version))
+    return found
+
+
+def _places(pieces: Sequence[tuple[int, int | None]], values: TokenValues) -> tuple[Any, Any]:
+    """Return the places of the sampled tokens of an episode, and the versions that sampled them.
+
+    Raises ValueError if their number is not that of the values. It is checked first, because a
+    damaged number may be too large for memory.
+    """
+    num_sampled = sum(count for count, version in pieces if version is not None)
+    if num_sampled != len(values.flags) or any(count < 0 for count, _ in pieces):
+        raise ValueError(
+            f"episode {values.episode} has {num_sampled} sampled tokens, but the values of "
+            f"{len(values.flags)} are recorded"
         )
-    found: dict[int, tuple[list[Any], list[Any]]] = {each: ([], []) for each in episodes}
-    ends = dict.fromkeys(episodes, 0)
-    for episode, count, version in rows:
-        start = ends[episode]
-        ends[episode] = start + count
+    tokens, versions = [np.empty(0, np.int32)], [np.empty(0, np.int64)]
+    start = 0
+    for count, version in pieces:
         if version is not None:
-            tokens, versions = found[episode]
             tokens.append(np.arange(start, start + count, dtype=np.int32))
             versions.append(np.full(count, version, np.int64))
-    return {
-        episode: (
-            np.concatenate([np.empty(0, np.int32), *tokens]),
-            np.concatenate([np.empty(0, np.int64), *versions]),
-        )
-        for episode, (tokens, versions) in found.items()
-    }
+        start += count
+    return np.concatenate(tokens), np.concatenate(versions)
 
 
 def outcome_codes(flags: Any, *, run: Any) -> Any:

@@ -41,7 +41,7 @@ export function factors(content, { run }, query) {
   const chosen = h("section", { id: "selected" });
   const saved = h("p");
   const clear = h("button", { type: "button", onclick: () => (BRUSH.forEach((name) => (inputs[name].value = "")), changed()) }, "clear");
-  replace(content, h("h1", {}, "D against S"), h("p", { class: "lead" }, "Each point is a trained token: log D compares trainer and engine, log S compares the weights in training with those of old_logp. Shading counts all tokens, darker where they are more."), note, wrong,
+  replace(content, h("h1", {}, "D against S"), h("p", { class: "lead" }, "Each point is a trained token: log D compares trainer and engine, log S compares the weights in training with those of old_logp. The shading counts all tokens."), note, wrong,
     h("div", { class: "bar tools limits" }, field("step_min"), field("step_max"), field("lag_min"), field("lag_max"), h("label", { for: "exact" }, "old_logp"), inputs.exact),
     h("figure", { class: "card" }, h("figcaption", {}, h("h3", {}, "Tokens by lag"), h("p", {}, "Drag over tokens to select them, or write limits below. Above and at the right: how often each value occurs, by lag, with logarithmic heights.")), scatter.element,
       h("div", { class: "bar tools limits" }, BRUSH.map(field), clear), beyond),

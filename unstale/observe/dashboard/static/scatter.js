@@ -6,7 +6,7 @@ import { h, replace, svg } from "./dom.js";
 import { amount, whole } from "./format.js";
 import { LAST_LAG, lagName } from "./lags.js";
 
-const LEFT = 62, BOTTOM = 46, SIDE = 74, GAP = 6;
+const LEFT = 70, BOTTOM = 46, SIDE = 74, GAP = 6;
 const TICKS = [-10, -1, -0.1, -0.01, -0.001, 0, 0.001, 0.01, 0.1, 1, 10];
 const INKS = { d: "d", s: "s", ds: "bad", curve: "quiet" };
 const NEAR = 8;
@@ -120,12 +120,14 @@ export class Scatter {
     }
     pen.fillText("log D = old_logp − behavior_logp (nats)", (left + right) / 2, bottom + 36);
     pen.textAlign = "right";
+    last = Infinity;
     for (const tick of TICKS.filter((each) => this.within(each, "log_s"))) {
-      line([left, this.y(tick)], [right, this.y(tick)]);
-      pen.fillText(String(tick), left - 6, this.y(tick) + 4);
+      const y = this.y(tick);
+      line([left, y], [right, y]);
+      if (last - y > 14) pen.fillText(String(tick), left - 6, (last = y) + 4);
     }
     pen.save();
-    pen.translate(14, (top + bottom) / 2);
+    pen.translate(11, (top + bottom) / 2);
     pen.rotate(-Math.PI / 2);
     pen.textAlign = "center";
     pen.fillText("log S = logp − old_logp (nats)", 0, 0);
