@@ -47,6 +47,7 @@ from unstale.planner.candidates import Candidate, PlanRequest
 from unstale.planner.hardware import DEVICES, Device, Shares
 from unstale.planner.measured import recorded_workload
 from unstale.planner.models import Model
+from unstale.planner.recorded import recorded_groups
 from unstale.planner.route_costs import route_cost
 from unstale.planner.workload import EpisodeStats
 
@@ -294,7 +295,7 @@ def rates(run: Path, device: Device) -> tuple[float, float]:
     timed = rows[WARM:]
     tokens = sum(row["rollout/episodes"] * row["rollout/total_tokens_mean"] for row in timed)
     rate = tokens / (timed[-1]["time_s"] - rows[WARM - 1]["time_s"])
-    workload = recorded_workload(run, config, rows)
+    workload = recorded_workload(config, *recorded_groups(run, rows))
     episodes = EpisodeStats.of(workload, group_size=config.schedule.group_size)
     setup = TrainingSetup(
         model=Model.from_folder(config.policy_folder),

@@ -87,8 +87,7 @@ def measured(run: Path, filling: int) -> list[float]:
 
 
 def predicted(setup: SimulationSetup, schedule: ScheduleConfig) -> float:
-    parts = setup.workload, setup.fleet, schedule, setup.costs
-    return simulate(*parts, steps=SIMULATED, needs=setup.needs).mean_step_s
+    return replace(setup, schedule=schedule).simulate(SIMULATED).mean_step_s
 
 
 def of_this_machine(

@@ -45,7 +45,7 @@ class Seen:
             self.pieces.append((round(self.clock.now, 6), count, complete))
 
         number = len(self.made)
-        reply = SimulatedReply(number, number, 0, on_tokens, context, left=tokens)
+        reply = SimulatedReply(number, (), on_tokens, context, left=tokens)
         reply.requested_at = self.clock.now
         self.made.append(reply)
         self.engines.sample(reply)
@@ -121,7 +121,7 @@ def test_a_full_engine_rejects_also_in_the_simulation() -> None:
         seen = Seen(Fleet(engines=2, max_running=1, rejects=rejects))
 
         def third(seen: Seen = seen) -> None:
-            reply = SimulatedReply(9, 9, 0, lambda tokens, complete: None, 10, left=2)
+            reply = SimulatedReply(9, (), lambda tokens, complete: None, 10, left=2)
             reply.engine, reply.cached = seen.engines.members[0], 1000
             reply.requested_at = seen.clock.now
             seen.engines.sample(reply)

@@ -8,8 +8,8 @@ also when engines die. Time-outs are counted as data. Costs are recovered from a
 
 import asyncio
 from collections.abc import Callable
-from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass, fields, replace
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,8 +19,8 @@ from unstale.cli.main import main
 from unstale.config import ConfigError, RunConfig, ScheduleConfig
 from unstale.config.routes import Needs
 from unstale.durability import virtual_clock
-from unstale.durability.run_folder import RunFolder, RunLog
-from unstale.planner import measured
+from unstale.durability.run_folder import RunLog
+from unstale.planner import measured, recorded
 from unstale.planner.clock import SimulatedClock
 from unstale.planner.costs import LinearCosts
 from unstale.planner.engines import SimulatedEnginePool, SimulatedReply
@@ -34,6 +34,7 @@ from unstale.planner.simulate import (
     Workload,
     simulate,
 )
+from unstale.planner.workload import Prefix
 from unstale.records import ContextPiece, Sampled, Task, Trajectory
 from unstale.testing.models import episode
 
@@ -63,7 +64,7 @@ class Seen:
         def done(count: int, complete: bool) -> None:
             self.pieces.setdefault(number, []).append((round(self.clock.now, 6), count, complete))
 
-        return SimulatedReply(number, number, context, done, context, left=tokens)
+        return SimulatedReply(number, (Prefix(number, context),), done, context, left=tokens)
 
 
 def watch(
@@ -296,7 +297,8 @@ def test_a_reply_with_a_long_context_weighs_more_as_in_the_pool_of_a_run() -> No
             SimulatedClock(), COSTS, Fleet(engines=2, max_running=64, load_tokens=load_tokens)
         )
         for number, length in enumerate((640, *[8] * 12)):
-            reply = SimulatedReply(number, number, length, lambda tokens, ended: None, length, 5)
+            prefixes = (Prefix(number, length),)
+            reply = SimulatedReply(number, prefixes, lambda tokens, ended: None, length, 5)
             before = [engine.load for engine in engines.members]
             engines.sample(reply)
             after = [engine.load for engine in engines.members]
@@ -378,8 +380,9 @@ def test_a_trajectory_is_measured_by_turn() -> None:
         Sampled((4,), (0.0,), 4),
     ]
     one = Trajectory(tuple(said), {}, "done", Task("t", "train", 0), 0, facts={"tool_calls": 3.0})
-    assert measured.episode_shape(one) == EpisodeShape(7, (TurnShape(3, 5, 2), TurnShape(1, 0, 1)))
-    assert measured.episode_shape(one).tokens == len(one)
+    shape = recorded.episode_shape(one)
+    assert shape == EpisodeShape(7, (TurnShape(3, 5, 2), TurnShape(1, 0, 1)))
+    assert shape.tokens == len(one)
 
 
 def test_what_cannot_be_is_told_in_one_line(
@@ -465,67 +468,12 @@ def test_a_tool_s_time_is_over_all_calls(monkeypatch: pytest.MonkeyPatch) -> Non
         SimpleNamespace(group=n // 2, trajectory=trajectory) for n, trajectory in enumerate(made)
     ]
     journal = nullcontext(SimpleNamespace(trajectories=lambda: kept, rows=lambda sql: [(12, 18)]))
-    monkeypatch.setattr(measured, "Journal", SimpleNamespace(read=lambda run: journal))
+    monkeypatch.setattr(recorded, "Journal", SimpleNamespace(read=lambda run: journal))
     retail = RunConfig(recipe="retail")
     config = replace(retail, task=replace(retail.task, latency_s=0.5, latency_sigma=1.0))
     rows = [{"rollout/episodes": 2, "rollout/tool_wait_s": seconds} for seconds in (5.0, 4.0)]
-    assert measured.recorded_workload(Path(), config, rows).tool_s == LogNormal(0.5, 1.0)
-
-
-def test_what_a_run_cost_is_found_again_in_its_records(tmp_path: Path) -> None:
-    true = LinearCosts(
-        decode=0.01,
-        decode_reply=1e-4,
-        prefill_token=2e-5,
-        train=0.3,
-        train_token=1e-4,
-        old=0.4,
-        old_version_token=5e-5,
-        optimizer_s=0.2,
-        publish=0.15,
-        load=0.25,
-    )
-    clock = [0.0]
-    rows, versions = [], {}
-    with RunLog.create(tmp_path, {}, clock=lambda: clock[0]) as log:
-        for step in range(1, 9):
-            steps, replies, prefill, tokens = (
-                100 + 7 * step**2,
-                10 + step % 3,
-                5000 - 300 * step,
-                20_000 + 900 * step,
-            )
-            versions[step] = 1 + (step % 4) / 2
-            busy = (
-                true.decode * steps + true.decode_reply * steps * replies + true.prefill_s(prefill)
-            )
-            engine = {
-                "engine/steps": steps,
-                "engine/batch_size_mean": replies,
-                "engine/prefill_tokens": prefill,
-            }
-            episodes = {"rollout/episodes": 10, "rollout/total_tokens_mean": tokens / 10}
-            rows.append({"step": step, "engine/busy_s": busy, **engine, **episodes})
-            # the version before is brought to the engines while this batch waits for the trainer's
-            # thread and is scored
-            published, scored = ExitStack(), ExitStack()
-            published.enter_context(log.span("publish", f"version {step - 1}"))
-            scored.enter_context(log.span("old_logps", f"step {step}"))
-            clock[0] += true.publish
-            published.enter_context(log.span("standstill", f"version {step - 1}"))
-            clock[0] += true.load
-            published.close()
-            clock[0] += true.old_logps_s(tokens, versions[step]) - true.load
-            scored.close()
-            for seconds in (true.train_s(tokens) - true.optimizer_s, true.optimizer_s):
-                with log.span("trainer", f"step {step}"):
-                    clock[0] += seconds
-                clock[0] += 0.7  # somebody else's turn
-    found = measured.fit_costs(rows, measured.span_seconds(RunFolder(tmp_path)), versions, 1)
-    for field in fields(LinearCosts):  # times in the records are rounded to a millisecond
-        assert getattr(found, field.name) == pytest.approx(
-            getattr(true, field.name), rel=0.02, abs=1e-7
-        ), field.name
+    workload = measured.recorded_workload(config, *recorded.recorded_groups(Path(), rows))
+    assert workload.tool_s == LogNormal(0.5, 1.0)
 
 
 def test_more_requests_than_a_batch_needs_raise_the_throughput_at_the_price_of_staleness() -> None:

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Protocol
 
+from unstale.config.checks import Count, NonNegative, Section
+
 
 class Costs(Protocol):
     """The seconds that one engine, and the trainer as a whole, take for each kind of work."""
@@ -102,3 +104,43 @@ class LinearCosts:
 
     def load_s(self) -> float:
         return self.load
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pace:
+    """The durations of one step as multiples of its `Costs`."""
+
+    engine: float = 1.0
+    train: float = 1.0
+    old: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Overheads(Section):
+    """The durations of a run's smaller parts, in seconds, and how durations vary.
+
+    A plan leaves them out.
+    """
+
+    audit_s: NonNegative = 0.0
+    """Seconds of the audit of a batch, in the trainer's thread."""
+    batch_s: NonNegative = 0.0
+    """Seconds in which the event loop builds a batch and records it, while the trainer waits."""
+    checkpoint_s: NonNegative = 0.0
+    """Seconds to write a checkpoint. The next optimizer step waits for it."""
+    checkpoint_every: Count = 0
+    """Number of steps between two checkpoints. 0 writes none."""
+    reply_s: NonNegative = 0.0
+    """Seconds between the engine and an episode, added to each reply."""
+    paces: tuple[Pace, ...] = ()
+    """The paces of recorded steps, which the simulated steps have in turn. A step that is slow by
+    chance delays the next one, and a fast one does not make up for it.
+    """
+
+    def pace(self, step: int) -> Pace:
+        """Return the pace of a step, the first of which is 0."""
+        return self.paces[step % len(self.paces)] if self.paces else _EVEN
+
+
+_EVEN = Pace()
+NO_OVERHEADS = Overheads()

@@ -10,7 +10,7 @@ Contexts that are not cached are computed between two steps, which delays all re
 import heapq
 import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
@@ -28,8 +28,8 @@ from unstale.engines.routing import (
     request_weight,
 )
 from unstale.planner.clock import SimulatedClock
-from unstale.planner.costs import Costs
-from unstale.planner.workload import Fleet
+from unstale.planner.costs import NO_OVERHEADS, Costs, Overheads
+from unstale.planner.workload import Fleet, Prefix
 
 
 @dataclass(slots=True, eq=False)
@@ -37,9 +37,8 @@ class SimulatedReply:
     """A reply that is being sampled."""
 
     episode: int
-    group: int
-    prompt: int
-    """Number of tokens in the prompt."""
+    prefixes: Sequence[Prefix]
+    """Beginnings of the episode's contexts that other episodes may have too, shortest first."""
     on_tokens: Callable[[int, bool], None]
     """A function called with the number of new tokens when an engine returns them, and True if the
     reply is complete.
@@ -60,6 +59,8 @@ class SimulatedReply:
     """The number of the engine's step at which the reply began to run."""
     requested_at: float = -1.0
     """The time of the request. Negative after the first token, and if it is not measured."""
+    computed: Collection[int] = ()
+    """Names of the prefixes that `engine` computed first for this reply."""
     missing: int = 0
     """Number of context tokens to compute when `engine` got the reply, if it moves."""
     moves: bool = False
@@ -98,14 +99,19 @@ class SimulatedEngine:
         self.up = True
         self.restarted_at = 0.0
         self.paused = True
-        self.prompts: set[int] = set()
-        """Groups whose prompt this engine has computed."""
+        self.prefixes: set[int] = set()
+        """Names of the prefixes that this engine has computed."""
         self.busy_s = 0.0
         self.sampled = 0
+        self.steps = 0
+        """Number of decoding steps."""
+        self.prefilled = 0
+        """Number of context tokens that the engine has computed."""
         self.lost = 0
         """Number of tokens lost because the engine failed."""
         self._clock = clock
         self._costs = costs
+        self._pace = 1.0
         self._prefill_speed = fleet.prefill_speed if self.prefills else 1.0
         self._decode_speed = 1.0 if self.prefills else fleet.decode_speed
         self._max_running = fleet.max_running
@@ -167,18 +173,22 @@ class SimulatedEngine:
             reply.on_tokens(self._stop(reply), False)
             if is_new:  # the context of this reply may be incomplete
                 reply.cached = 0
-                self.prompts.discard(reply.group)
+                self.prefixes.difference_update(reply.computed)
         self._waiting.extendleft(reversed(interrupted))
         return self._next_step_at
 
-    def resume(self, *, keep_cache: bool) -> None:
-        """Continue to sample. Cached contexts are discarded unless `keep_cache` is true."""
+    def resume(self, *, keep_cache: bool, pace: float = 1.0) -> None:
+        """Continue to sample. Cached contexts are discarded unless `keep_cache` is true.
+
+        All durations are multiplied by `pace`.
+        """
         if not self.paused:
             return
         self.paused = False
+        self._pace = pace
         self._next_step_at = self._last_step_ended = self._clock.now
         if not keep_cache:
-            self.prompts.clear()
+            self.prefixes.clear()
             for reply in self._waiting:
                 reply.cached = 0
             for episode in list(self._kept):
@@ -206,7 +216,7 @@ class SimulatedEngine:
         self._waiting.clear()
         for episode in list(self._kept):
             self._evict_kept(episode)
-        self.prompts.clear()
+        self.prefixes.clear()
         return replies
 
     def forget(self, episode: int) -> None:
@@ -228,9 +238,14 @@ class SimulatedEngine:
         cached = reply.cached if reply.engine is self else 0
         if reply.episode in self._kept:
             cached = max(cached, self._kept[reply.episode][1])
-        if reply.group in self.prompts:
-            cached = max(cached, reply.prompt)
-        return min(cached, reply.context)
+        return min(max(cached, self._copied_tokens(reply)), reply.context)
+
+    def _copied_tokens(self, reply: SimulatedReply) -> int:
+        """Return how many context tokens of a reply the engine can copy from other replies."""
+        for name, tokens in reversed(reply.prefixes):
+            if tokens <= reply.context and name in self.prefixes:
+                return tokens
+        return 0
 
     def _measure_queue(self) -> None:
         if not self.paused:
@@ -246,12 +261,14 @@ class SimulatedEngine:
 
     def _start(self, reply: SimulatedReply) -> None:
         cached = reply.cached if reply.engine is self else 0
-        if reply.group in self.prompts:
-            cached = max(cached, reply.prompt)
-        self.prompts.add(reply.group)
+        cached = max(cached, self._copied_tokens(reply))
+        names = {prefix.name for prefix in reply.prefixes if prefix.tokens <= reply.context}
+        reply.computed = names - self.prefixes
+        self.prefixes |= names
         tokens = reply.context - cached
         if tokens > 0:
-            seconds = self._costs.prefill_s(tokens) / self._prefill_speed
+            self.prefilled += tokens
+            seconds = self._pace * self._costs.prefill_s(tokens) / self._prefill_speed
             self._next_step_at += seconds
             self.busy_s += seconds
         reply.engine = self
@@ -345,7 +362,7 @@ class SimulatedEngine:
         return seconds
 
     def _step_s(self, context: int) -> float:
-        return self._costs.step_s(len(self._running), context) / self._decode_speed
+        return self._pace * self._costs.step_s(len(self._running), context) / self._decode_speed
 
     def _do(self, steps: int) -> None:
         seconds = steps * self._mean_step_s(steps)
@@ -355,6 +372,7 @@ class SimulatedEngine:
         self._next_step_at += seconds
         self._last_step_ended = self._next_step_at
         self._steps += steps
+        self.steps += steps
         self._context += steps * len(self._running)
 
     def _report_first_tokens(self) -> None:
@@ -422,7 +440,14 @@ class SimulatedEnginePool:
     loaded engine has far less load, or by its phase (`routing.choose`).
     """
 
-    def __init__(self, clock: SimulatedClock, costs: Costs, fleet: Fleet) -> None:
+    def __init__(
+        self,
+        clock: SimulatedClock,
+        costs: Costs,
+        fleet: Fleet,
+        overheads: Overheads = NO_OVERHEADS,
+    ) -> None:
+        self._overheads = overheads
         self.version = -1
         self.deaths = 0
         self.members = [
@@ -569,13 +594,14 @@ class SimulatedEnginePool:
         """Sample with this version, also on failed engines that have restarted by now."""
         self.version = version
         self._paused = False
+        pace = self._overheads.pace(version).engine
         for engine in self.members:
             if not engine.up and engine.restarted_at <= self._clock.now:
                 engine.up = True
                 self._rank(engine)
         for engine in self.members:
             if engine.up:
-                engine.resume(keep_cache=self._keep_cache)
+                engine.resume(keep_cache=self._keep_cache, pace=pace)
         unplaced = self._unplaced
         self._unplaced = []
         for reply in unplaced:

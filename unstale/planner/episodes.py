@@ -12,12 +12,13 @@ from itertools import count
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from unstale.engines import Stopwatch
 from unstale.planner.clock import SimulatedClock
 from unstale.planner.engines import SimulatedEnginePool, SimulatedReply
 from unstale.planner.simulated_techniques import SimulatedLimits
-from unstale.planner.workload import EpisodeShape, Workload
+from unstale.planner.workload import EpisodeShape, Prefix, Workload
 from unstale.records import (
     ContextPiece,
     EpisodeBudget,
@@ -82,11 +83,14 @@ class SimulatedEpisode:
         self.pieces: list[tuple[int, int]] = []
         """For each piece of the episode: its version, and its number of sampled tokens."""
         self.turn = 0
+        self._calls = 0
+        """Number of tool calls so far."""
         self._budget_use = BudgetUse(self._budget)
         self._left = 0
         """Number of tokens of the present reply that are still to be sampled."""
         prompt = self.shape.prompt
-        self.reply = SimulatedReply(self.number, self.group, prompt, self._on_tokens, prompt)
+        prefixes = self.shape.prefixes or (Prefix(-1 - self.group, prompt),)
+        self.reply = SimulatedReply(self.number, prefixes, self._on_tokens, prompt)
         self._begin_reply()
 
     def _begin_reply(self) -> None:
@@ -116,18 +120,27 @@ class SimulatedEpisode:
             self._left -= tokens
             self.reply.sampled += tokens
         if complete:
-            now = self.rollout.clock.now
-            self.rollout.totals["engine_s"] += now - self.requested
-            if self._left:
-                self._request_tokens()
+            clock = self.rollout.clock
+            if self.rollout.reply_s:
+                clock.at(clock.now + self.rollout.reply_s, self._receive)
             else:
-                self.rollout.engines.lengths.add(self.shape.turns[self.turn].reply)
-                self._budget_use.count_calls(self.shape.turns[self.turn].calls)
-                self._call_tools(now)
+                self._receive()
+
+    def _receive(self) -> None:
+        now = self.rollout.clock.now
+        self.rollout.totals["engine_s"] += now - self.requested
+        if self._left:
+            self._request_tokens()
+        else:
+            self.rollout.engines.lengths.add(self.shape.turns[self.turn].reply)
+            self._budget_use.count_calls(self.shape.turns[self.turn].calls)
+            self._call_tools(now)
 
     def _call_tools(self, now: float) -> None:
         timeout_s = self.rollout.workload.timeout_s
-        seconds = self.rollout.tool_s(self.shape.turns[self.turn].calls)
+        calls = self.shape.turns[self.turn].calls
+        seconds = self.rollout.tool_s(self.group, self._calls, calls)
+        self._calls += calls
         continuation = self._fail if seconds > timeout_s else self._next_turn
         seconds = min(seconds, timeout_s)
         self.rollout.totals["tool_s"] += seconds
@@ -178,7 +191,10 @@ class SimulatedRollout:
         pending: PendingPieces,
         limits: SimulatedLimits,
         seed: int,
+        reply_s: float = 0.0,
     ) -> None:
+        """Make the rollout. `reply_s` are the seconds until an episode has a complete reply."""
+        self.reply_s = reply_s
         self.slots = limits.slots
         self._limits = limits
         self.clock = clock
@@ -196,6 +212,10 @@ class SimulatedRollout:
         self._samples: dict[int, Sampled] = {}
         self._random = np.random.default_rng([seed, 2])
         self._tool_s: list[float] = []
+        self._group_tool_s: dict[int, NDArray[np.float64]] = {}
+        """Seconds of the tool calls of each group, in order, if they are equal for its episodes."""
+        shuffled = np.random.default_rng([seed, 3]).permutation(len(workload.recorded))
+        self._order: list[int] = shuffled.tolist()
 
     async def group(
         self, request: GroupRequest, *, size: int, open_writer: OpenWriter, more: More = no_more
@@ -233,11 +253,14 @@ class SimulatedRollout:
             if len(siblings) == size:
                 self.clock.resolve(ended, None)
 
-        shapes = self._limits.shorten(self.workload.group(random, size), request)
+        number = self._recorded_number(request.number, begun)
+        drawn = self.workload.group(random, size, number=number)
+        shapes = self._limits.shorten(drawn, request)
         for index, shape in enumerate(shapes, begun):
             age = (request.number, index)
             SimulatedEpisode(self, shape, age=age, budget=request.budget, on_end=on_end)
         await ended
+        self._group_tool_s.pop(request.number, None)
         return [
             self._trajectory(each, request.task)
             if each
@@ -245,8 +268,30 @@ class SimulatedRollout:
             for each in siblings
         ]
 
-    def tool_s(self, calls: int) -> float:
-        """Return the total duration of `calls` tool calls, drawn at random."""
+    def _recorded_number(self, request: int, begun: int) -> int | None:
+        """Return the number of the recorded group for a request.
+
+        All groups are used, in random order, before one is used again. Further episodes of a group
+        are those of any group.
+        """
+        if begun or not self._order:
+            return None
+        turn, index = divmod(request, len(self._order))
+        return turn * len(self._order) + self._order[index]
+
+    def tool_s(self, group: int, begun: int, calls: int) -> float:
+        """Return the total duration of `calls` tool calls, drawn at random.
+
+        An episode of group `group` makes them after `begun` others.
+        """
+        if not calls:
+            return 0.0
+        if self.workload.equal_tool_s:
+            if group not in self._group_tool_s:
+                random = np.random.default_rng([self._seed, 4, group])
+                self._group_tool_s[group] = self.workload.tool_s.draw(random, 64)
+            drawn = self._group_tool_s[group]
+            return float(sum(drawn[number % 64] for number in range(begun, begun + calls)))
         total = 0.0
         for _ in range(calls):
             if not self._tool_s:

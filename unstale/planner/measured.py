@@ -1,55 +1,38 @@
-"""The workload and the durations of a recorded run, for `unstale simulate --like`."""
+"""The workload and the durations of recorded runs, for `unstale simulate --like`."""
 
 import os
 import time
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from pathlib import Path
-from statistics import fmean, median
+from statistics import fmean
 from typing import Any
 
-import numpy as np
 import torch
-from scipy.optimize import nnls
 
 from unstale.config import ConfigError, RunConfig, ScheduleConfig
-from unstale.config.options import stored_config
 from unstale.config.routes import Needs
-from unstale.durability.journal import Journal, trained_episodes
-from unstale.durability.run_folder import RunFolder
-from unstale.planner.costs import LinearCosts
+from unstale.planner.costs import NO_OVERHEADS, LinearCosts, Overheads, Pace
+from unstale.planner.fit import Fit, fit
 from unstale.planner.hardware import Device, Shares
 from unstale.planner.models import Model
+from unstale.planner.recorded import RecordedRun, RecordedStep
+from unstale.planner.result import SimulationResult
+from unstale.planner.simulate import simulate
 from unstale.planner.simulated_techniques import NO_TECHNIQUES, SimulatedTechniques, of_run
 from unstale.planner.workload import (
     Constant,
-    Distribution,
     EpisodeShape,
     Fleet,
     LogNormal,
-    TurnShape,
     Workload,
     mean_attended,
 )
-from unstale.records import Sampled, Trajectory
-
-MIN_STEPS = 4
-"""Smallest number of steps that a fit of durations needs."""
-_CONTEXT_PIECES = (
-    "SELECT count(t.episode), count(*) FROM pieces p LEFT JOIN trajectories t USING (episode)"
-)
-RESULTS = f"{_CONTEXT_PIECES} WHERE p.version IS NULL AND p.position > 0"
-"""SQL query that counts the answers of tools and users in finished episodes, and in all
-episodes.
-"""
-Row = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class SimulationSetup:
-    """The arguments of `simulate` that are taken from a recorded run."""
+    """The arguments of `simulate`."""
 
     workload: Workload
     fleet: Fleet
@@ -57,45 +40,100 @@ class SimulationSetup:
     costs: LinearCosts
     needs: Needs
     techniques: SimulatedTechniques = NO_TECHNIQUES
+    overheads: Overheads = NO_OVERHEADS
+
+    def simulate(self, steps: int, seed: int = 0) -> SimulationResult:
+        return simulate(
+            self.workload,
+            self.fleet,
+            self.schedule,
+            self.costs,
+            steps=steps,
+            seed=seed,
+            needs=self.needs,
+            techniques=self.techniques,
+            overheads=self.overheads,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class FittedCosts:
+    """The fits of the engines' and the trainer's times to the steps of some runs."""
+
+    engine: Fit
+    train: Fit
+    old: Fit
+    optimizer_s: float
+    publish: float
+    load: float
+
+    @property
+    def costs(self) -> LinearCosts:
+        return LinearCosts(
+            **self.engine.seconds,
+            **self.train.seconds,
+            **self.old.seconds,
+            optimizer_s=self.optimizer_s,
+            publish=self.publish,
+            load=self.load,
+        )
 
 
 def from_run(run: Path, techniques: SimulatedTechniques | None = None) -> SimulationSetup:
-    """Return the arguments to simulate a recorded run: its episodes and its fitted durations.
+    """Return the arguments to simulate the run in a folder, with durations fitted to it.
+
+    Raises `ConfigError` for a run that `RecordedRun.read` refuses.
+    """
+    recorded = RecordedRun.read(run)
+    return setup_of(recorded, fit_costs([recorded]), techniques)
+
+
+def setup_of(
+    run: RecordedRun, fitted: FittedCosts, techniques: SimulatedTechniques | None = None
+) -> SimulationSetup:
+    """Return the arguments to simulate a recorded run: its episodes, and fitted durations.
 
     `techniques` take the place of those of the run. Its episodes were cut off by its own limits.
-
-    The engine's busy time is fitted to its decoding steps, the replies in them and the context
-    tokens that it computed. Training and scoring are fitted to the tokens of a batch. No
-    coefficient is negative. A tool call takes the mean of all calls, with the spread of
-    `task.latency_sigma`. Raises `ConfigError` for a run that is too short or has renamed options,
-    whose route pauses generation for a time that is not recorded, that has `trainer.stream`, or
-    with techniques that cannot be simulated.
+    The costs of a tool call have the spread of `task.latency_sigma`. Raises `ConfigError` with
+    techniques that cannot be simulated.
     """
-    folder = RunFolder(run)
-    config = stored_config(folder.config(), f"{run}/config.json")
-    rows = [row for row in folder.metrics() if row["step"] > 0 and "engine/steps" in row]
-    if len(rows) <= MIN_STEPS:
-        raise ConfigError(
-            f"{run} has {len(rows)} steps with engine metrics; a fit needs more than {MIN_STEPS}"
-        )
-    if config.old_logps.needs.closing:
-        raise ConfigError(
-            f"{run} pauses generation to score, for a time that is not recorded; "
-            "use a run with another route"
-        )
-    if config.trainer.stream:
-        raise ConfigError(
-            f"{run} has trainer.stream, so its times of scoring and training are mixed; use a run "
-            "without it, and --set fleet.stream=true"
-        )
-    fleet = recorded_fleet(config)
+    config = run.config
     return SimulationSetup(
-        workload=recorded_workload(run, config, rows),
-        fleet=fleet,
+        workload=recorded_workload(config, run.groups, run.call_s),
+        fleet=recorded_fleet(config),
         schedule=config.schedule,
-        costs=fit_costs(rows[1:], span_seconds(folder), _versions(run), fleet.engines),
+        costs=fitted.costs,
         needs=config.old_logps.needs,
         techniques=of_run(config, techniques),
+        overheads=recorded_overheads(run, fitted),
+    )
+
+
+def recorded_workload(
+    config: RunConfig, groups: Sequence[Sequence[EpisodeShape]], call_s: float
+) -> Workload:
+    """Return the episodes of a run, with `call_s` as the mean seconds of a tool call."""
+    task: Any = config.task
+    delays = getattr(task, "latency_s", 0.0) > 0
+    return Workload(
+        recorded=tuple(map(tuple, groups)),
+        tool_s=LogNormal(call_s, task.latency_sigma) if delays else Constant(call_s),
+        equal_tool_s=delays,
+        timeout_s=config.rollout.timeout_s,
+        retries=config.rollout.retries,
+    )
+
+
+def recorded_overheads(run: RecordedRun, fitted: FittedCosts) -> Overheads:
+    """Return the smaller parts of a run, and the pace of its steps beside their fitted costs."""
+    between = [each.between for each in run.steps if each.between is not None]
+    written = [each.checkpoint for each in run.steps if each.checkpoint]
+    return Overheads(
+        audit_s=fmean(each["audit/duration_s"] for each in run.steps),
+        batch_s=fmean(between) if between else 0.0,
+        checkpoint_s=fmean(written) if written else 0.0,
+        checkpoint_every=round(len(run.steps) / len(written)) if written else 0,
+        paces=tuple(pace(each, run, fitted) for each in run.steady),
     )
 
 
@@ -116,154 +154,67 @@ def recorded_fleet(config: RunConfig) -> Fleet:
     )
 
 
-def fit_costs(
-    rows: Sequence[Row],
-    seconds: Mapping[int, Mapping[str, float]],
-    versions: Mapping[int, float],
-    engines: int,
-) -> LinearCosts:
-    """Return the durations that fit the metrics in `rows` best.
+def pace(step: RecordedStep, run: RecordedRun, fitted: FittedCosts) -> Pace:
+    """Return the durations of a step as multiples of their fits."""
 
-    `seconds` are the times of activities in each step. `versions` is the mean number of versions
-    that sampled the step's trajectories.
-    """
-    names = ("engine/busy_s", "engine/steps", "engine/batch_size_mean", "engine/prefill_tokens")
-    busy_s, steps, replies, prefill = (np.array([row[name] for row in rows]) for name in names)
-    decode, decode_reply, prefill_token = fit(engines * busy_s, [steps, steps * replies, prefill])
-    known = [row for row in rows if row["step"] in seconds and row["step"] in versions]
-    if len(known) < MIN_STEPS - 1:
-        raise ConfigError("events.jsonl of the run is incomplete: spans of the trainer are missing")
-    tokens = np.array([row["rollout/episodes"] * row["rollout/total_tokens_mean"] for row in known])
-    version_tokens = tokens * np.array([max(0.0, versions[row["step"]] - 1) for row in known])
-    ones = np.ones(len(known))
-    spans = {
-        lane: np.array([seconds[row["step"]][lane] for row in known])
-        for lane in seconds[known[0]["step"]]
-    }
-    replayed = np.array([row.get("replay/token_share", 0.0) for row in known])
-    train, train_token = fit(spans["trainer"], [ones, tokens / (1 - replayed)])
-    old, old_token, old_version_token = fit(spans["old_logps"], [ones, tokens, version_tokens])
-    return LinearCosts(
-        decode=decode,
-        decode_reply=decode_reply,
-        prefill_token=prefill_token,
-        train=train,
-        train_token=train_token,
-        optimizer_s=median(spans["optimizer"]),
-        old=old,
-        old_token=old_token,
-        old_version_token=old_version_token,
-        publish=median(spans["publish"]),
-        load=median(spans["standstill"]),
+    def ratio(seconds: float, predicted: float) -> float:
+        return seconds / predicted if predicted > 0 else 1.0
+
+    busy_s = step["engine/busy_s"] * recorded_fleet(run.config).engines
+    return Pace(
+        engine=ratio(busy_s, fitted.engine.predict(engine_work(step))),
+        train=ratio(step["trainer/update_s"], fitted.train.predict(training_work(step))),
+        old=ratio(step["old_logps/prepare_s"], fitted.old.predict(scoring_work(step))),
     )
 
 
-def fit(values: np.ndarray, terms: Sequence[np.ndarray]) -> list[float]:
-    """Return the non-negative coefficients of `terms` that fit `values` by least squares.
-
-    Terms are scaled to norm 1 for the solver, because they differ by orders of magnitude.
-
-    >>> fit(np.array([2.0, 4.0, 6.0]), [np.array([1.0, 2.0, 3.0]), np.array([1.0, 1.0, 1.0])])
-    [2.0, 0.0]
-    """
-    matrix = np.stack(terms, axis=1)
-    norms = np.maximum(np.linalg.norm(matrix, axis=0), 1e-300)
-    coefficients: list[float] = (nnls(matrix / norms, values)[0] / norms).round(12).tolist()
-    return coefficients
-
-
-def span_seconds(folder: RunFolder) -> dict[int, dict[str, float]]:
-    """Return the seconds of scoring, training, the optimizer, publishing and loading, by step.
-
-    The recorded time of scoring or training begins when the work is queued. So the time in which
-    the trainer's thread still publishes the previous version is subtracted.
-    """
-    spans: dict[tuple[str, int], list[tuple[float, float]]] = defaultdict(list)
-    for event in folder.rows("events.jsonl"):
-        number = event.get("label", "").rpartition(" ")[2]
-        if event.get("kind") == "span" and number.isdigit():
-            spans[event["lane"], int(number)].append((event["start"], event["end"]))
-    publications = {
-        step: (published[0][0], spans["standstill", step][0][0])
-        for (lane, step), published in list(spans.items())
-        if lane == "publish" and ("standstill", step) in spans
-    }
-
-    def worked(lane: str, step: int, part: slice = slice(None)) -> float:
-        taken_from, taken_until = publications.get(step - 1, (0.0, 0.0))
-        total = 0.0
-        for start, end in sorted(spans[lane, step])[part]:
-            total += end - start - max(0.0, min(end, taken_until) - max(start, taken_from))
-        return total
-
+def engine_work(step: RecordedStep) -> dict[str, float]:
+    """Return the amounts of the engines' work in a step, by the name of their cost."""
+    decoding = step["engine/steps"]
     return {
-        step: {
-            "old_logps": worked("old_logps", step),
-            "trainer": worked("trainer", step),
-            "optimizer": worked("trainer", step, slice(1, None, 2)),
-            "publish": end - start,
-            "standstill": worked("standstill", step),
-        }
-        for step, (start, end) in publications.items()
-        if ("trainer", step) in spans
+        "decode": decoding,
+        "decode_reply": decoding * step["engine/batch_size_mean"],
+        "prefill_token": step["engine/prefill_tokens"],
     }
 
 
-def _versions(run: Path) -> dict[int, float]:
-    """Return, by step, the mean number of versions that sampled a trajectory."""
-    counts: dict[int, list[int]] = defaultdict(list)
-    with Journal.read(run) as journal:
-        for row in trained_episodes(journal):
-            counts[row["step"]].append(max(1, len(row["versions"])))
-    return {step: fmean(numbers) for step, numbers in counts.items()}
+def training_work(step: RecordedStep) -> dict[str, float]:
+    return {"train": 1.0, "train_token": step.trained}
 
 
-def recorded_workload(run: Path, config: RunConfig, rows: Sequence[Row]) -> Workload:
-    """Return the episodes of a run's journal, with the mean time of a tool call."""
-    groups: dict[int, list[EpisodeShape]] = defaultdict(list)
-    with Journal.read(run) as journal:
-        for record in journal.trajectories():
-            groups[record.group].append(episode_shape(record.trajectory))
-        ((finished, results),) = journal.rows(RESULTS)
-    if not groups:
-        raise ConfigError(f"the journal of {run} has no finished episode")
-    episodes = [shape for siblings in groups.values() for shape in siblings]
-    calls = sum(turn.calls for shape in episodes for turn in shape.turns)
-    # the calls of unfinished episodes are estimated by their results
-    calls *= results / max(1, finished)
-    mean_s = sum(row.get("rollout/tool_wait_s", 0.0) for row in rows) / max(1, calls)
-    tool_s: Distribution = Constant(mean_s)
-    task: Any = config.task
-    if getattr(task, "latency_s", 0.0):
-        tool_s = LogNormal(mean_s, task.latency_sigma)
-    return Workload(
-        recorded=tuple(tuple(shapes) for _, shapes in sorted(groups.items())),
-        tool_s=tool_s,
-        timeout_s=config.rollout.timeout_s,
-        retries=config.rollout.retries,
-    )
+def scoring_work(step: RecordedStep) -> dict[str, float]:
+    more_versions = max(0.0, step.versions - 1)
+    return {
+        "old": 1.0,
+        "old_token": step.tokens,
+        "old_version_token": step.tokens * more_versions,
+    }
 
 
-def episode_shape(trajectory: Trajectory) -> EpisodeShape:
-    """Return the numbers of tokens of a trajectory by turn.
+def fit_costs(runs: Sequence[RecordedRun]) -> FittedCosts:
+    """Return the durations that fit the steps of all runs best.
 
-    The recorded number of tool calls is divided evenly among the turns. If it was not recorded,
-    each turn has one call.
+    The engine's busy time is fitted to its decoding steps, the replies in them and the context
+    tokens that it computed. Training and scoring are fitted to the tokens of a batch.
     """
-    runs = [
-        (is_reply, sum(len(piece.tokens) for piece in pieces))
-        for is_reply, pieces in groupby(trajectory.pieces, lambda piece: isinstance(piece, Sampled))
+    steps = [each for run in runs for each in run.steps]
+    busy_s = [
+        each["engine/busy_s"] * recorded_fleet(run.config).engines
+        for run in runs
+        for each in run.steps
     ]
-    prompt = runs.pop(0)[1] if runs and not runs[0][0] else 0
-    replies = [tokens for is_reply, tokens in runs if is_reply]
-    answers = [*(tokens for is_reply, tokens in runs if not is_reply), 0][: len(replies)]
-    calls = round(trajectory.facts.get("tool_calls", len(replies)))
-    per_turn, more = divmod(calls, max(1, len(replies)))
-    turns = [
-        TurnShape(reply, answer, per_turn + (number < more))
-        for number, (reply, answer) in enumerate(zip(replies, answers, strict=True))
-    ]
-    return EpisodeShape(prompt, tuple(turns))
+    return FittedCosts(
+        engine=fit(busy_s, [engine_work(each) for each in steps]),
+        train=fit(
+            [each["trainer/update_s"] for each in steps], [training_work(each) for each in steps]
+        ),
+        old=fit(
+            [each["old_logps/prepare_s"] for each in steps], [scoring_work(each) for each in steps]
+        ),
+        optimizer_s=fmean(each.optimizer for each in steps),
+        publish=fmean(each.publish for each in steps),
+        load=fmean(each.load for each in steps),
+    )
 
 
 def core_of_run(run: Path, model: Model) -> tuple[Device, Shares]:

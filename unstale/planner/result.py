@@ -6,6 +6,18 @@ from dataclasses import dataclass
 from unstale.observe.report.words import Waiting
 
 
+@dataclass(frozen=True, slots=True)
+class EngineWork:
+    """The work of all engines after the first `filling` steps."""
+
+    steps: float
+    """Number of decoding steps."""
+    sampled: float
+    """Number of sampled tokens."""
+    prefilled: float
+    """Number of context tokens that were computed."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulationResult:
     """The result of a simulation. Rates and shares leave out the first `filling` steps."""
@@ -66,6 +78,11 @@ class SimulationResult:
     """Mean seconds from the end of an episode to the step that trains on it."""
     slot_share: float = 0.0
     """Share of an episode's time in which it waits for a slot, with segments."""
+    waiting: Waiting
+    """Shares of the time that decide on the bottleneck, as the report of a run computes them."""
+    work: EngineWork
+    versions_mean: float = 1.0
+    """Mean number of versions that sampled an episode."""
 
     @property
     def steady_s(self) -> tuple[float, ...]:
@@ -96,17 +113,6 @@ class SimulationResult:
 
         It has advice if options of the schedule can help.
         """
-        waiting = Waiting(
-            trainer=self.trainer_wait_share,
-            engine=max(0.0, 1 - self.engine_busy_share),
-            work={
-                "Training": self.trainer_busy_share - self.old_logps_share,
-                "Scoring old log-probabilities": self.old_logps_share,
-            },
-            tools=self.tool_share,
-            finished=self.ready_s / max(1e-9, self.ready_s + self.episode_s),
-            synchronous=self.staleness_bound == 0,
-        )
-        if "schedule." in waiting.advice:
-            return f"{waiting.sentence} {waiting.advice}"
-        return waiting.sentence
+        if "schedule." in self.waiting.advice:
+            return f"{self.waiting.sentence} {self.waiting.advice}"
+        return self.waiting.sentence

@@ -23,11 +23,12 @@ from unstale.config import (
 from unstale.config.routes import Needs
 from unstale.durability import virtual_clock
 from unstale.durability.checkpoint import Progress
+from unstale.observe.report.words import waiting
 from unstale.planner.clock import SimulatedClock
-from unstale.planner.costs import Costs
+from unstale.planner.costs import NO_OVERHEADS, Costs, Overheads
 from unstale.planner.engines import SimulatedEnginePool
 from unstale.planner.episodes import SimulatedRollout
-from unstale.planner.result import SimulationResult
+from unstale.planner.result import EngineWork, SimulationResult
 from unstale.planner.simulated import (
     InstantThread,
     NullAudit,
@@ -88,6 +89,7 @@ def simulate(  # noqa: PLR0913 - four parts of a run, its length, seed and route
     seed: int = 0,
     needs: Needs = _NO_NEEDS,
     techniques: SimulatedTechniques = NO_TECHNIQUES,
+    overheads: Overheads = NO_OVERHEADS,
 ) -> SimulationResult:
     """Simulate `steps` steps of a run. The same arguments give the same result.
 
@@ -96,16 +98,26 @@ def simulate(  # noqa: PLR0913 - four parts of a run, its length, seed and route
     `StalenessError` if a token is older than the bound.
     """
     _check(fleet, needs, steps)
-    config = _config(schedule, fleet, steps)
+    config = _config(schedule, fleet, steps, overheads.checkpoint_every)
     if techniques.replay:
         REPLAY.check(techniques.replay, config)
     clock = SimulatedClock()
-    engines = SimulatedEnginePool(clock, costs, fleet)
+    engines = SimulatedEnginePool(clock, costs, fleet, overheads)
     pending = PendingPieces()
     limits = SimulatedLimits(techniques)
-    rollout = SimulatedRollout(workload, clock, engines, pending=pending, limits=limits, seed=seed)
+    rollout = SimulatedRollout(
+        workload,
+        clock,
+        engines,
+        pending=pending,
+        limits=limits,
+        seed=seed,
+        reply_s=overheads.reply_s,
+    )
     replay = SimulatedReplay(techniques.replay, seed)
-    trainer = SimulatedTrainer(costs, rollout, fleet, closing=needs.closing, replay=replay)
+    trainer = SimulatedTrainer(
+        costs, rollout, fleet, closing=needs.closing, replay=replay, overheads=overheads
+    )
     recorder = SimulatedRecorder(clock, engines, trainer)
     publisher = SimulatedPublisher(costs, clock, engines, trainer=trainer)
     snapshots = needs.snapshots and not fleet.colocated
@@ -128,7 +140,7 @@ def simulate(  # noqa: PLR0913 - four parts of a run, its length, seed and route
         checkpoints=NullCheckpoints(),
         log=recorder,
         trainer_thread=SimulatedThread(clock, trainer),
-        io_thread=InstantThread(),
+        io_thread=InstantThread(clock, overheads.checkpoint_s),
         consumed=limits.observe,
     )
 
@@ -163,15 +175,15 @@ def _check(fleet: Fleet, needs: Needs, steps: int) -> None:
         )
 
 
-def _config(schedule: ScheduleConfig, fleet: Fleet, steps: int) -> RunConfig:
-    """Return the configuration for the training loop, without evaluations and checkpoints."""
+def _config(schedule: ScheduleConfig, fleet: Fleet, steps: int, checkpoint_every: int) -> RunConfig:
+    """Return the configuration for the training loop, without evaluations."""
     max_staleness = schedule.max_staleness // fleet.steps_per_version
     return RunConfig(
         recipe="simulated",
         steps=steps,
         schedule=replace(schedule, max_staleness=max_staleness),
         trainer=TrainerConfig(stream=fleet.stream),
-        checkpoint=CheckpointConfig(every=steps + 1),
+        checkpoint=CheckpointConfig(every=checkpoint_every or steps + 1),
         eval=EvalConfig(tasks=0),
     )
 
@@ -203,6 +215,13 @@ def _result(
     num_prefill = sum(engine.prefills for engine in members)
     busy, prefill_busy = (recorder.share(lane, filling) for lane in ("engines", "prefill_engines"))
     return SimulationResult(
+        waiting=waiting(recorder.rows[filling:]),
+        versions_mean=float(np.mean(trainer.num_versions[filling:] or [1.0])),
+        work=EngineWork(
+            steps=recorder.total("steps", filling),
+            sampled=recorder.total("sampled", filling),
+            prefilled=recorder.total("prefilled", filling),
+        ),
         steps_s=tuple(steps),
         filling=filling,
         groups_per_step=schedule.groups_per_step,

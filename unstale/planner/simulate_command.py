@@ -3,7 +3,7 @@
 import argparse
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from textwrap import fill
 from typing import TYPE_CHECKING, Any
@@ -15,12 +15,14 @@ from unstale.config import MAX_SEED, ConfigError, OldLogpsConfig, ScheduleConfig
 from unstale.config.checks import bounded
 from unstale.durability.run_folder import plain
 from unstale.planner.assignments import parse_assignments, value_kinds
-from unstale.planner.costs import LinearCosts
-from unstale.planner.simulated_techniques import choose, option_kinds
+from unstale.planner.costs import LinearCosts, Overheads
+from unstale.planner.simulated_techniques import NO_TECHNIQUES, choose, of_run, option_kinds
 from unstale.planner.workload import Fleet, Workload
 
 if TYPE_CHECKING:
-    from unstale.planner.measured import SimulationSetup
+    from unstale.planner.measured import FittedCosts, SimulationSetup
+    from unstale.planner.own_run import OwnRun
+    from unstale.planner.recorded import RecordedRun
     from unstale.planner.result import SimulationResult
 
 _SECTIONS = {
@@ -28,6 +30,7 @@ _SECTIONS = {
     "fleet": Fleet,
     "workload": Workload,
     "costs": LinearCosts,
+    "overheads": Overheads,
 }
 
 
@@ -37,7 +40,7 @@ def _value_kinds() -> dict[str, Any]:
     for section, cls in _SECTIONS.items():
         for name, kind in value_kinds(cls).items():
             kinds[f"{section}.{name}"] = kind
-    del kinds["workload.recorded"]
+    del kinds["workload.recorded"], kinds["overheads.paces"]
     return kinds | option_kinds()
 
 
@@ -71,7 +74,14 @@ def add(verbs: Any) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.set_defaults(act=_simulate)
     add = parser.add_argument
-    add("--like", type=Path, metavar="RUN", help="take episodes and costs from this run folder")
+    add(
+        "--like",
+        type=Path,
+        metavar="RUN",
+        action="append",
+        help="take episodes and costs from this run folder, and compare its own simulation with "
+        "it; costs are fitted to all runs if it is given more than once",
+    )
     add(
         "--techniques",
         metavar="NAMES",
@@ -103,33 +113,99 @@ def add(verbs: Any) -> None:
 
 
 def _simulate(chosen: argparse.Namespace) -> int:
-    from unstale.planner.simulate import simulate
-
     titles = {"": chosen.set}
     if chosen.against:
         titles = {"as set": chosen.set, " ".join(chosen.against): [*chosen.set, *chosen.against]}
-    results = {}
-    for title, assignments in titles.items():
-        setup = _setup(chosen.like, assignments, chosen.techniques)
-        results[title] = simulate(
-            setup.workload,
-            setup.fleet,
-            setup.schedule,
-            setup.costs,
-            steps=chosen.steps or 21 + setup.schedule.max_staleness,
-            seed=chosen.seed,
-            needs=setup.needs,
-            techniques=setup.techniques,
-        )
+    source = _Source.of(chosen.like, chosen.techniques, chosen.seed)
+    changed = bool(chosen.set or chosen.against or chosen.techniques is not None)
+    refused = [problem for own in source.own for problem in own.problems]
+    results: dict[str, SimulationResult] = {}
+    if source.result and not changed:
+        results[""] = source.result
+    elif not refused:
+        for title, assignments in titles.items():
+            setup = _setup(source, assignments, chosen.techniques)
+            steps = chosen.steps or 21 + setup.schedule.max_staleness
+            results[title] = setup.simulate(steps, chosen.seed)
+            refused += source.open_questions(setup, results[title], assignments)
+        if refused:
+            results = {}
+    _print(source, results, refused, as_json=chosen.json)
+    return 1 if refused else 0
+
+
+def _print(
+    source: "_Source",
+    results: "Mapping[str, SimulationResult]",
+    refused: Sequence[str],
+    *,
+    as_json: bool,
+) -> None:
     console = Console(soft_wrap=True, highlight=False)
-    if chosen.json:
-        rows = [_json_row(result) for result in results.values()]
-        console.print_json(json.dumps(rows if chosen.against else rows[0]))
-    else:
+    if as_json:
+        rows: Any = [_json_row(result) for result in results.values()]
+        if source.own:
+            rows = {
+                "own_runs": [_own_row(own) for own in source.own],
+                "refused": list(refused),
+                "simulated": rows,
+            }
+        elif len(rows) == 1:
+            (rows,) = rows
+        console.print_json(json.dumps(rows))
+        return
+    for own in source.own:
+        console.print(own_table(own), own_words(own), "", sep="\n")
+    if results:
         sentences = [f"{title}: {each.bottleneck}" for title, each in results.items() if title]
         sentences = sentences or [each.bottleneck for each in results.values()]
         console.print(table(results), *sentences, sep="\n")
-    return 0
+    if refused:
+        problems = "".join(f"\n  * {problem}." for problem in refused)
+        console.print(f"Other settings are not predicted from this:{problems}")
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """The runs of --like with their fit, or the defaults if there are none."""
+
+    runs: "Sequence[RecordedRun]" = ()
+    fitted: "FittedCosts | None" = None
+    setup: "SimulationSetup | None" = None
+    """The setup of the first run."""
+    result: "SimulationResult | None" = None
+    """The result of simulating the first run."""
+    own: "Sequence[OwnRun]" = ()
+
+    @classmethod
+    def of(cls, like: Sequence[Path] | None, names: str | None, seed: int) -> "_Source":
+        """Read and fit the runs, and simulate each with its own settings."""
+        from unstale.planner.measured import fit_costs, setup_of
+        from unstale.planner.own_run import require_alike, simulate_own
+        from unstale.planner.recorded import RecordedRun
+
+        if not like:
+            return cls()
+        runs = [RecordedRun.read(each) for each in like]
+        require_alike(runs)
+        fitted = fit_costs(runs)
+        # a run whose own techniques cannot be simulated is compared without techniques
+        own_techniques = None if names is None else NO_TECHNIQUES
+        simulated = [simulate_own(run, setup_of(run, fitted, own_techniques), seed) for run in runs]
+        setup, result, _ = simulated[0]
+        return cls(runs, fitted, setup, result, [own for _, _, own in simulated])
+
+    def open_questions(
+        self, setup: "SimulationSetup", result: "SimulationResult", assignments: Sequence[str]
+    ) -> list[str]:
+        """Return what the runs do not show about a simulation with these values of --set."""
+        from unstale.planner.own_run import open_questions
+
+        if self.fitted is None:
+            return []
+        names = [each.partition("=")[0] for each in assignments]
+        given = {name.removeprefix("costs.") for name in names if name.startswith("costs.")}
+        return open_questions(self.runs, self.fitted, setup, result, given)
 
 
 def _json_row(result: "SimulationResult") -> dict[str, Any]:
@@ -137,12 +213,12 @@ def _json_row(result: "SimulationResult") -> dict[str, Any]:
     return plain(result) | {name: getattr(result, name) for name in derived}
 
 
-def _setup(like: Path | None, assignments: Sequence[str], names: str | None) -> "SimulationSetup":
-    """Return the run of --like or the defaults, changed by the values of --set.
+def _setup(source: _Source, assignments: Sequence[str], names: str | None) -> "SimulationSetup":
+    """Return the setup of --like or the defaults, changed by the values of --set.
 
     `names` are those of --techniques, None if it is not given.
     """
-    from unstale.planner.measured import SimulationSetup, from_run
+    from unstale.planner.measured import SimulationSetup
 
     changes: dict[str, dict[str, Any]] = {section: {} for section in _SECTIONS}
     options = {}
@@ -153,8 +229,10 @@ def _setup(like: Path | None, assignments: Sequence[str], names: str | None) -> 
         else:
             options[name] = value
     techniques = choose(names or "", options)
-    if like:
-        setup = from_run(like, techniques if names is not None else None)
+    if source.setup is not None:
+        setup = source.setup
+        if names is not None:
+            setup = replace(setup, techniques=of_run(source.runs[0].config, techniques))
     else:
         for required in ("decode", "train"):
             if not any(name.startswith(required) for name in changes["costs"]):
@@ -171,6 +249,40 @@ def _setup(like: Path | None, assignments: Sequence[str], names: str | None) -> 
         section: replace(getattr(setup, section), **values) for section, values in changes.items()
     }
     return replace(setup, **changed)
+
+
+def own_table(own: "OwnRun") -> Table:
+    """Return the figures of a run beside those of its own simulation."""
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="bold", no_wrap=True)
+    grid.add_column(justify="right")
+    grid.add_column(justify="right")
+    grid.add_row(own.name, "measured", "simulated")
+    for each in own.figures:
+        shown = [
+            f"{value:.0%}"
+            if each.unit == "share"
+            else f"{value:.3g}"
+            if value < 1000
+            else f"{value:,.0f}"
+            for value in (each.measured, each.predicted)
+        ]
+        grid.add_row(each.name, *shown)
+    return grid
+
+
+def own_words(own: "OwnRun") -> str:
+    """Return the deviation of a run's own simulation, and both bottlenecks, in sentences."""
+    left_out = f" ({own.left_out} left out because of evaluations)" if own.left_out else ""
+    return (
+        f"Deviation {own.error:+.1%} over {own.steps} steps{left_out}.\n"
+        f"The run: {own.run.sentence}\nIts simulation: {own.simulated.sentence}"
+    )
+
+
+def _own_row(own: "OwnRun") -> dict[str, Any]:
+    bottlenecks = {"run": own.run.bottleneck, "simulated": own.simulated.bottleneck}
+    return plain(own) | {"error": own.error, "bottlenecks": bottlenecks}
 
 
 def table(results: "Mapping[str, SimulationResult]") -> Table:

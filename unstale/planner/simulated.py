@@ -19,7 +19,7 @@ from unstale.durability.checkpoint import Checkpoint, Progress
 from unstale.observe.trackers import RunOutcome
 from unstale.old_logps import Needs, OldLogps
 from unstale.planner.clock import SimulatedClock
-from unstale.planner.costs import Costs
+from unstale.planner.costs import NO_OVERHEADS, Costs, Overheads
 from unstale.planner.engines import SimulatedEnginePool
 from unstale.planner.episodes import SimulatedEpisode, SimulatedRollout
 from unstale.planner.simulated_techniques import SimulatedReplay
@@ -44,7 +44,7 @@ class SimulatedTrainer:
     pause while the trainer works.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - three of them are the costs of a run
         self,
         costs: Costs,
         rollout: SimulatedRollout,
@@ -52,6 +52,7 @@ class SimulatedTrainer:
         *,
         closing: bool,
         replay: SimulatedReplay,
+        overheads: Overheads = NO_OVERHEADS,
     ) -> None:
         self.version = 0
         """Number of steps so far. If `every` > 1, there are fewer published versions."""
@@ -65,11 +66,14 @@ class SimulatedTrainer:
         """Number of tokens that stored groups add to each batch."""
         self.ages: Counter[int] = Counter()
         """Number of sampled tokens by staleness in versions."""
+        self.num_versions: list[float] = []
+        """Mean number of versions that sampled an episode, for each part of a batch."""
         self.rollout = rollout
         self.every = fleet.steps_per_version
         """Number of steps between two published versions."""
         self._costs = costs
         self._replay = replay
+        self._overheads = overheads
         self._closing = closing
         self._colocated = fleet.colocated
         self._added: set[int] = set()
@@ -100,6 +104,8 @@ class SimulatedTrainer:
         if self._colocated:
             now = self.rollout.clock.now
             self.owed["paused"] += self.rollout.engines.interrupt() - now
+        self.owed["between"] += self._overheads.batch_s
+        self.owed["audit"] += self._overheads.audit_s
         self._left = self._take(batch)
         self.batches.append(self._counted)
         self.replayed.append(self._replay.tokens(list(self._groups.values())))
@@ -130,7 +136,8 @@ class SimulatedTrainer:
         return tokens
 
     def _train(self, tokens: int) -> None:
-        self.owed["train"] += self._costs.train_s(tokens) - self._costs.optimizer_s
+        seconds = self._costs.train_s(tokens) - self._costs.optimizer_s
+        self.owed["train"] += seconds * self._overheads.pace(self.version).train
 
     def _owe_scoring(self, episodes: Sequence[SimulatedEpisode], tokens: int, newest: int) -> None:
         versions = [{version for version, _ in episode.pieces} for episode in episodes]
@@ -143,12 +150,17 @@ class SimulatedTrainer:
             )
         else:
             mean_versions = sum(map(len, versions)) / len(versions)
-            self.owed["old_logps"] += self._costs.old_logps_s(tokens, mean_versions)
+            self.num_versions.append(mean_versions)
+            self._owe_old_logps(tokens, mean_versions)
 
     def score(self, lengths: Iterable[int]) -> None:
         """Add the seconds of scoring sequences of these lengths with one version to `owed`."""
         if tokens := sum(lengths):
-            self.owed["old_logps"] += self._costs.old_logps_s(tokens, 1.0)
+            self._owe_old_logps(tokens, 1.0)
+
+    def _owe_old_logps(self, tokens: int, versions: float) -> None:
+        seconds = self._costs.old_logps_s(tokens, versions)
+        self.owed["old_logps"] += seconds * self._overheads.pace(self.version).old
 
     def backward(self, minibatch: Minibatch) -> None:
         self._train(self._left + self.replayed[-1])
@@ -193,10 +205,17 @@ class SimulatedThread:
 
 
 class InstantThread:
-    """A thread whose work takes no time."""
+    """A thread whose work takes no time, except that a checkpoint takes `checkpoint_s`."""
+
+    def __init__(self, clock: SimulatedClock, checkpoint_s: float) -> None:
+        self._clock = clock
+        self._checkpoint_s = checkpoint_s
 
     async def run(self, function: Callable[[Unpack[_Args]], _T], *arguments: *_Args) -> _T:
-        return function(*arguments)
+        result = function(*arguments)
+        if any(isinstance(each, Checkpoint) for each in arguments):
+            await self._clock.sleep(self._checkpoint_s)
+        return result
 
     def close(self) -> None: ...
 
@@ -356,30 +375,71 @@ class SimulatedRecorder:
         self._trainer = trainer
         self.ends: list[float] = [0.0]
         """Seconds at which each step ended, beginning with 0."""
-        self._waited = 0.0
+        self._lanes: dict[str, float] = defaultdict(float)
+        """Seconds of the spans in each lane."""
         self._seconds: list[dict[str, float]] = [{}]
+        self.rows: list[dict[str, float]] = [{"time_s": 0.0}]
+        """The metrics of each step under the names that a run gives them."""
 
     @contextmanager
     def span(self, lane: str, label: str) -> Iterator[None]:
         began = self._clock.now
         yield
-        if lane == "wait":
-            self._waited += self._clock.now - began
+        self._lanes[lane] += self._clock.now - began
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
         self.ends.append(self._clock.now)
         busy = sum(engine.busy_s for engine in self._engines.members)
         prefill = sum(engine.busy_s for engine in self._engines.members if engine.prefills)
-        lanes = {"wait": self._waited, "engines": busy, "prefill_engines": prefill}
-        self._seconds.append({**self._trainer.spent, **lanes})
+        totals = self._trainer.rollout.totals
+        self._seconds.append(
+            {
+                **self._trainer.spent,
+                "wait": self._lanes["wait"],
+                "publishing": self._lanes["publish"],
+                "checkpoint": self._lanes["checkpoint"],
+                "engines": busy,
+                "prefill_engines": prefill,
+                "prefilled": float(sum(engine.prefilled for engine in self._engines.members)),
+                "steps": float(sum(engine.steps for engine in self._engines.members)),
+                "sampled": float(sum(engine.sampled for engine in self._engines.members)),
+                "tools": totals["tool_s"],
+                "generation": totals["engine_s"],
+            }
+        )
+        self.rows.append(self._row(metrics))
+
+    def _row(self, metrics: Mapping[str, Any]) -> dict[str, float]:
+        """Return the metrics of the latest step that decide on its bottleneck."""
+        before, after = self._seconds[-2:]
+        spent = {name: seconds - before.get(name, 0.0) for name, seconds in after.items()}
+        elapsed = self.ends[-1] - self.ends[-2]
+        engines = len(self._engines.members)
+        return {
+            "time_s": self.ends[-1],
+            "schedule/wait_for_batch_s": spent["wait"],
+            "schedule/groups_in_flight": metrics["schedule/groups_in_flight"],
+            "schedule/groups_waiting": metrics["schedule/groups_waiting"],
+            "schedule/staleness_bound": metrics["schedule/staleness_bound"],
+            "engine/busy_share": spent["engines"] / engines / (elapsed or 1.0),
+            "trainer/update_s": spent.get("train", 0.0),
+            "old_logps/prepare_s": spent.get("old_logps", 0.0),
+            "publish/duration_s": spent["publishing"],
+            "checkpoint/duration_s": spent["checkpoint"],
+            "rollout/tool_wait_s": spent["tools"],
+            "rollout/generation_wait_s": spent["generation"],
+        }
+
+    def total(self, name: str, since: int) -> float:
+        """Return the seconds of an activity, or a number of tokens or steps, after step `since`."""
+        return self._seconds[-1].get(name, 0.0) - self._seconds[since].get(name, 0.0)
 
     def share(self, lane: str, since: int) -> float:
         """Return the share of the time after step `since` in which `lane` was busy.
 
         `lane` names an activity. For engines, the shares of all engines are added up.
         """
-        spent = self._seconds[-1].get(lane, 0.0) - self._seconds[since].get(lane, 0.0)
-        return spent / (self.ends[-1] - self.ends[since])
+        return self.total(lane, since) / (self.ends[-1] - self.ends[since])
 
     def sample(self, step: int, groups: Sequence[Group]) -> None: ...
 

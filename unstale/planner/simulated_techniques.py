@@ -217,7 +217,7 @@ def shorten(shape: EpisodeShape, most: int | None, budget: EpisodeBudget) -> Epi
             f"a prompt of {shape.prompt} tokens leaves no room for a reply within the "
             f"{budget.context} tokens of segments.table: give larger steps"
         )
-    return EpisodeShape(shape.prompt, tuple(kept))
+    return shape._replace(turns=tuple(kept))
 
 
 def shorten_groups(

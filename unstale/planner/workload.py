@@ -1,6 +1,7 @@
 """The simulated workload: turns, tokens and tool times of episodes, and the engines."""
 
 import math
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import islice
@@ -124,11 +125,23 @@ class TurnShape(NamedTuple):
     calls: int = 1
 
 
+class Prefix(NamedTuple):
+    """The beginning of a context, which other episodes may have too."""
+
+    name: int
+    """Equal names mean equal tokens. 0 is the beginning of all prompts."""
+    tokens: int
+
+
 class EpisodeShape(NamedTuple):
     """The size of one episode. Its last turn has no answer."""
 
     prompt: int
     turns: tuple[TurnShape, ...]
+    prefixes: tuple[Prefix, ...] = ()
+    """Beginnings of its contexts, shortest first, of which an engine copies what it has cached for
+    another episode. Without them, only the prompt is common to the episodes of a group.
+    """
 
     @property
     def sampled(self) -> int:
@@ -162,6 +175,10 @@ class Workload(Section):
     """Number of tokens in the environment's answer to a reply."""
     tool_s: AtLeastZero = Constant(0)
     """Seconds that a tool call takes."""
+    equal_tool_s: bool = False
+    """The n-th tool calls of all episodes of a group take equally long, as those of the shipped
+    desks: the episodes of a group have the same environment seed.
+    """
     recorded: tuple[tuple[EpisodeShape, ...], ...] = ()
     """Recorded groups from which to draw. They replace all distributions except `tool_s`."""
     max_tokens: Annotated[int, Range(2)] = 1 << 30
@@ -179,13 +196,19 @@ class Workload(Section):
                 f"got {prompt:g} tokens"
             )
 
-    def group(self, random: np.random.Generator, size: int) -> list[EpisodeShape]:
-        """Draw the episodes of one group."""
+    def group(
+        self, random: np.random.Generator, size: int, *, number: int | None = None
+    ) -> list[EpisodeShape]:
+        """Draw the episodes of one group.
+
+        A recorded group is drawn at random, or is the one with this `number`. Beyond the last, the
+        numbers begin again with the first.
+        """
         if self.recorded:
-            siblings = self.recorded[int(random.integers(len(self.recorded)))]
-            if len(siblings) == size:
-                return list(siblings)
-            return [siblings[int(index)] for index in random.integers(len(siblings), size=size)]
+            if number is None:
+                number = int(random.integers(len(self.recorded)))
+            turn, index = divmod(number, len(self.recorded))
+            return _siblings(random, self.recorded[index], size, turn)
         prompt = min(self.max_tokens - 1, *_integers(self.prompt_tokens.draw(random, 1), 1))
         turns = _integers(self.turns.draw(random, size), 1)
         replies = self.reply_tokens.draw(random, sum(turns), common=self.prompt_share)
@@ -206,6 +229,38 @@ class Workload(Section):
             if left < 1:
                 break
         return EpisodeShape(prompt, (*kept[:-1], TurnShape(kept[-1].reply, 0, 0)))
+
+
+def _siblings(
+    random: np.random.Generator, recorded: Sequence[EpisodeShape], size: int, turn: int
+) -> list[EpisodeShape]:
+    """Return `size` of the recorded episodes of a group, which is used for the `turn`-th time.
+
+    An episode that is drawn twice shares only its prompt with itself, and a group that is used
+    again shares nothing with its earlier use but the beginning of all prompts.
+    """
+    indices = range(size)
+    if len(recorded) != size:
+        indices = random.integers(len(recorded), size=size).tolist()
+    used: Counter[int] = Counter()
+    siblings = []
+    for index in indices:
+        shape = recorded[index]
+        prefixes = shape.prefixes
+        if used[index]:
+            prefixes = tuple(each for each in prefixes if each.tokens <= shape.prompt)
+        if turn:
+            prefixes = tuple(
+                each._replace(name=each.name + turn * _MAX_PREFIXES) if each.name else each
+                for each in prefixes
+            )
+        used[index] += 1
+        siblings.append(shape._replace(prefixes=prefixes))
+    return siblings
+
+
+_MAX_PREFIXES = 1 << 40
+"""Largest number of prefixes of a recorded run."""
 
 
 def _integers(values: NDArray[np.float64], low: int) -> list[int]:

@@ -1,0 +1,89 @@
+"""Least-squares fits of durations to a run's steps, and what such a fit identifies.
+
+A fit predicts the duration of some work. The half-width of the 95% confidence interval of this
+prediction decides if the steps identify it. The interval is that of ordinary least squares, without
+the condition that no coefficient is negative.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.optimize import nnls
+from scipy.stats import t as student_t
+
+Values = NDArray[np.float64]
+_RANK = 1e-9
+"""Smallest singular value of the scaled terms, over the largest, that is not taken for 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """The coefficients of a sum of terms, in seconds."""
+
+    seconds: Mapping[str, float]
+    """The coefficients by name. None is negative."""
+    covariance: Values
+    """`[k, k]` of the coefficients, without their sign condition. Infinite where the steps say
+    nothing.
+    """
+    freedom: int
+    """Number of steps minus the number of coefficients."""
+
+    def predict(self, work: Mapping[str, float]) -> float:
+        """Return the seconds of some work, which has the amount of each term."""
+        return sum(each * work[name] for name, each in self.seconds.items())
+
+    def half_width(self, work: Mapping[str, float], given: Collection[str] = ()) -> float:
+        """Return the half-width of the 95% confidence interval of the seconds of some work.
+
+        The coefficients of the terms in `given` are known.
+        """
+        amounts = np.array([0.0 if name in given else work[name] for name in self.seconds])
+        if not amounts.any():
+            return 0.0
+        if self.freedom < 1:
+            return float("inf")
+        variance = max(0.0, float(amounts @ self.covariance @ amounts))
+        return float(student_t.ppf(0.975, self.freedom)) * variance**0.5
+
+
+def fit(seconds: Sequence[float], work: Sequence[Mapping[str, float]]) -> Fit:
+    """Return the non-negative coefficients that fit `seconds` by least squares.
+
+    `work` has the amount of each term in each step.
+
+    The coefficients are then scaled so that their sum over all steps is the measured one. Terms are
+    scaled to norm 1 for the solver, because they differ by orders of magnitude.
+
+    >>> fit([3.0, 5.0, 7.0], [{"batch": 1, "token": tokens} for tokens in (1, 2, 3)]).seconds
+    {'batch': 1.0, 'token': 2.0}
+    """
+    names = list(work[0])
+    values = np.array(seconds)
+    matrix = np.array([[float(each[name]) for name in names] for each in work])
+    norms = np.linalg.norm(matrix, axis=0)
+    norms[norms == 0] = 1.0
+    scaled = matrix / norms
+    coefficients = nnls(scaled, values)[0]
+    total = float((scaled @ coefficients).sum())
+    if total > 0:
+        coefficients = coefficients * (values.sum() / total)
+    freedom = len(values) - len(names)
+    residuals = values - scaled @ np.linalg.lstsq(scaled, values, rcond=_RANK)[0]
+    variance = float(residuals @ residuals) / max(1, freedom)
+    _, sizes, right = np.linalg.svd(scaled, full_matrices=False)
+    seen = sizes > _RANK * sizes.max(initial=0.0)
+    # a direction in which the steps do not differ has no upper limit: a large number stands for it
+    spread = np.where(seen, variance / np.where(seen, sizes, 1.0) ** 2, _UNKNOWN)
+    covariance = (right.T * spread) @ right
+    return Fit(
+        seconds=dict(zip(names, (coefficients / norms).round(12).tolist(), strict=True)),
+        covariance=covariance / np.outer(norms, norms),
+        freedom=freedom,
+    )
+
+
+_UNKNOWN = 1e12
+"""Variance, in seconds squared, of a coefficient that the steps do not show, at scaled terms."""
