@@ -12,7 +12,7 @@ from statistics import fmean
 from unstale.config import ConfigError
 from unstale.observe.report.words import Waiting, waiting
 from unstale.planner.fit import Fit
-from unstale.planner.measured import FittedCosts, SimulationSetup, engine_work, recorded_fleet
+from unstale.planner.measured import FittedCosts, SimulationSetup, recorded_fleet
 from unstale.planner.recorded import MIN_STEPS, RecordedRun
 from unstale.planner.result import SimulationResult
 
@@ -277,12 +277,11 @@ def _parts(
 
 
 def _spread(part: _Part, runs: Sequence[RecordedRun]) -> str:
-    """Say how much the recorded steps differ in the work of a part."""
+    """Describe how much the recorded steps differ in the work of a part."""
     steps = [each for run in runs for each in run.steps]
     if "decode" in part.work:
         replies = [each["engine/batch_size_mean"] for each in steps]
         simulated = part.work["decode_reply"] / max(1.0, part.work["decode"])
-        assert engine_work(steps[0]).keys() == part.work.keys()
         return (
             f"The recorded decoding steps have {min(replies):.3g} to {max(replies):.3g} replies, "
             f"the simulated ones {simulated:.3g}."

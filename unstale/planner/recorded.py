@@ -121,7 +121,7 @@ class RecordedRun:
         """
         folder = RunFolder(run)
         config = stored_config(folder.config(), f"{run}/config.json")
-        check(run.name, config)
+        require_separate_times(run.name, config)
         rows = [row for row in folder.metrics() if row["step"] > 0 and "engine/steps" in row]
         if len(rows) <= MIN_STEPS:
             raise ConfigError(
@@ -179,7 +179,7 @@ class RecordedRun:
         )
 
 
-def check(name: str, config: RunConfig) -> None:
+def require_separate_times(name: str, config: RunConfig) -> None:
     """Raise `ConfigError` for a run whose times cannot be separated."""
     if config.old_logps.needs.closing:
         raise ConfigError(
@@ -296,7 +296,8 @@ def episode_shapes(
     groups: Sequence[Sequence[Trajectory]],
 ) -> tuple[tuple[EpisodeShape, ...], ...]:
     """Return the sizes of the episodes of some groups, with the prefixes that they share."""
-    names: dict[tuple[int, tuple[int, ...]], int] = {}
+    names: dict[int, int] = {}
+    """The name of each prefix by the hash of its tokens, which takes less memory than these."""
     common = _common_prefix([_prompt(each) for siblings in groups for each in siblings])
     found = []
     for siblings in groups:
@@ -308,7 +309,7 @@ def episode_shapes(
             name = start = 0
             end = shape.prompt
             for turn in shape.turns:
-                name = names.setdefault((name, tuple(tokens[start:end])), len(names) + 1)
+                name = names.setdefault(hash((name, tokens[start:end])), len(names) + 1)
                 prefixes.append(Prefix(name, end))
                 start = end
                 end += turn.reply + turn.answer

@@ -16,7 +16,13 @@ from unstale.config.checks import bounded
 from unstale.durability.run_folder import plain
 from unstale.planner.assignments import parse_assignments, value_kinds
 from unstale.planner.costs import LinearCosts, Overheads
-from unstale.planner.simulated_techniques import NO_TECHNIQUES, choose, of_run, option_kinds
+from unstale.planner.simulated_techniques import (
+    NO_TECHNIQUES,
+    SimulatedTechniques,
+    choose,
+    of_run,
+    option_kinds,
+)
 from unstale.planner.workload import Fleet, Workload
 
 if TYPE_CHECKING:
@@ -120,14 +126,15 @@ def _simulate(chosen: argparse.Namespace) -> int:
     changed = bool(chosen.set or chosen.against or chosen.techniques is not None)
     refused = [problem for own in source.own for problem in own.problems]
     results: dict[str, SimulationResult] = {}
-    if source.result and not changed:
+    if source.result and not changed and not chosen.steps:
         results[""] = source.result
     elif not refused:
         for title, assignments in titles.items():
             setup = _setup(source, assignments, chosen.techniques)
             steps = chosen.steps or 21 + setup.schedule.max_staleness
             results[title] = setup.simulate(steps, chosen.seed)
-            refused += source.open_questions(setup, results[title], assignments)
+            if changed:
+                refused += source.open_questions(setup, results[title], assignments)
         if refused:
             results = {}
     _print(source, results, refused, as_json=chosen.json)
@@ -189,9 +196,10 @@ class _Source:
         runs = [RecordedRun.read(each) for each in like]
         require_alike(runs)
         fitted = fit_costs(runs)
-        # a run whose own techniques cannot be simulated is compared without techniques
-        own_techniques = None if names is None else NO_TECHNIQUES
-        simulated = [simulate_own(run, setup_of(run, fitted, own_techniques), seed) for run in runs]
+        simulated = [
+            simulate_own(run, setup_of(run, fitted, _own_techniques(run, names)), seed)
+            for run in runs
+        ]
         setup, result, _ = simulated[0]
         return cls(runs, fitted, setup, result, [own for _, _, own in simulated])
 
@@ -211,6 +219,20 @@ class _Source:
 def _json_row(result: "SimulationResult") -> dict[str, Any]:
     derived = ("mean_step_s", "groups_per_s", "staleness_mean", "staleness_max", "bottleneck")
     return plain(result) | {name: getattr(result, name) for name in derived}
+
+
+def _own_techniques(run: "RecordedRun", names: str | None) -> SimulatedTechniques | None:
+    """Return the techniques of the comparison with a run. None stands for those of the run.
+
+    With --techniques, a run whose own cannot be simulated is compared without techniques.
+    """
+    try:
+        of_run(run.config, None)
+    except ConfigError:
+        if names is None:
+            raise
+        return NO_TECHNIQUES
+    return None
 
 
 def _setup(source: _Source, assignments: Sequence[str], names: str | None) -> "SimulationSetup":
