@@ -34,7 +34,8 @@ from unstale.config import AuditConfig, CorrectionConfig, JournalConfig, Objecti
 from unstale.durability.journal import JOURNAL, Journal, export_rows
 from unstale.durability.run_folder import dumps
 from unstale.observe.dashboard import alternatives, export, factors, limits
-from unstale.observe.dashboard.factors import Brush, Choice, TokenCache
+from unstale.observe.dashboard.factors import Brush, TokenCache, TokenChoice
+from unstale.observe.dashboard.table import BadQuestion
 from unstale.records import Sampled, walk
 from unstale.token_values import TokenFlag
 
@@ -162,15 +163,15 @@ def test_a_brush_selects_exactly_the_tokens_inside(client: Client, runs: Path) -
 
 def test_a_run_with_more_tokens_is_read_evenly_and_memory_is_bounded(runs: Path) -> None:
     cache = TokenCache(limit=1500)
-    whole = cache.read(runs / "first", Choice())
+    whole = cache.read(runs / "first", TokenChoice())
     assert whole.read.num_tokens == whole.read.num_all == len(whole)
     assert 0 < cache.num_tokens <= 1500
-    part = cache.read(runs / "first", Choice(), limit=len(whole) // 2)
+    part = cache.read(runs / "first", TokenChoice(), limit=len(whole) // 2)
     assert len(part) == part.read.num_tokens <= len(whole) // 2 and part.read.num_all == len(whole)
     assert part.steps == [1, 5]  # every second row
     answer = factors.answer(part, Brush(), limits.of_run(runs / "first", lag_max=2))
     assert (answer["total"], answer["read"]) == (len(whole), len(part))
-    again = cache.read(runs / "first", Choice())
+    again = cache.read(runs / "first", TokenChoice())
     assert sum(part.log_d.sum() for part in again.placed) == pytest.approx(
         sum(part.log_d.sum() for part in whole.placed)
     )
@@ -314,7 +315,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_own_options_give_the_recorded_flags(tiny: Path) -> None:
     """Only a token whose ratio is within a float16's error of a limit may come out otherwise."""
     own = limits.own_settings(tiny)
-    found = alternatives.compare(tiny, Choice(), own, own)
+    found = alternatives.compare(tiny, TokenChoice(), own, own)
     seen: Any = {}
     for row in found["lags"]:
         for name, count in row["run"].items():
@@ -323,7 +324,7 @@ def test_the_own_options_give_the_recorded_flags(tiny: Path) -> None:
     assert found["compared"] > 150 and found["rounding"] <= 0.01 * found["compared"]
     assert found["num_changes"] == 0
     other = limits.changed_settings(own, {"old_logps.route": "current_recompute"})
-    again = alternatives.compare(tiny, Choice(), own, other)
+    again = alternatives.compare(tiny, TokenChoice(), own, other)
     with Journal.read(tiny) as journal:
         values = [each for group in journal.token_steps() for each in journal.trained_tokens(group)]
     later = sum(len(each.flags) for each in values if (each.minibatch or 0) > 0)
@@ -344,7 +345,7 @@ def test_tokens_that_come_out_otherwise_than_recorded_are_counted_apart(
     between = (whole["log_s"] > math.log(1.1)) & (whole["log_s"] <= math.log(1.28))
     between &= whole["advantage"] > 0
     own = limits.own_settings(run)
-    found = alternatives.compare(run, Choice(), own, own)
+    found = alternatives.compare(run, TokenChoice(), own, own)
     assert 0 < found["rounding"] == between.sum()
     assert found["num_changes"] == 0
 
@@ -488,3 +489,19 @@ def test_a_run_without_values_or_options_says_so(tmp_path: Path) -> None:
         assert client.ask("limits", 400, run="plain")["error"] == problem
         (run / JOURNAL).unlink()
         assert "is missing" in client.ask("factors", 409, run="plain")["error"]
+
+
+def test_the_options_of_an_approximate_route_can_be_changed(runs: Path, tmp_path: Path) -> None:
+    run = fake_run(tmp_path / "run", steps=3, route="interp_prox_loglinear", with_values=True)
+    own = limits.own_settings(run)
+    assert limits.choices(own)["computed"]
+    other = limits.changed_settings(own, {"old_logps.alpha": "0"})
+    assert other.is_mixed and other.config.old_logps.fresh == "trainer"
+    found = alternatives.compare(run, TokenChoice(), own, other)
+    engine = limits.changed_settings(own, {"old_logps.route": "rollout"})
+    assert found["lags"] == alternatives.compare(run, TokenChoice(), own, engine)["lags"]
+    for value in ("nan", "-1"):
+        with pytest.raises(BadQuestion):
+            limits.changed_settings(own, {"objective.clip_high": value})
+    free = limits.changed_settings(own, {"objective.clip_high": "inf", "correction.low": "0"})
+    assert [line["label"] for line in limits.lines(free, lag_max=0)][:2] == ["D 2", "S 0.8"]

@@ -23,7 +23,7 @@ from unstale.durability.run_folder import Row
 from unstale.observe.dashboard.factors import (
     MAX_LAG,
     OUTCOME_NAMES,
-    Choice,
+    TokenChoice,
     find_rows,
     outcome_codes,
 )
@@ -51,7 +51,7 @@ USED |= TokenFlag.CLIPPED_HIGH | TokenFlag.CAPPED
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class RecordedGroup:
     """The episodes of a group that a step ran, as a batch, with the stored values of its tokens."""
 
     batch: "Batch"
@@ -70,7 +70,7 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
+class Applied:
     """What some settings do to the sampled tokens of a group, `[n]`."""
 
     flags: Any
@@ -80,7 +80,7 @@ class Result:
     """
 
 
-def compare(folder: Path, choice: Choice, own: Settings, other: Settings) -> Row:
+def compare(folder: Path, choice: TokenChoice, own: Settings, other: Settings) -> Row:
     """Return the outcomes of the chosen tokens in the run and with other settings.
 
     Raises `JournalError`, and OSError without a journal.
@@ -98,7 +98,11 @@ def compare(folder: Path, choice: Choice, own: Settings, other: Settings) -> Row
                 continue
             where = _known(group, other)
             tally.add(
-                group, row.step, where=where, own=judge(group, own), other=judge(group, other)
+                group,
+                row.step,
+                where=where,
+                own=apply_settings(group, own),
+                other=apply_settings(group, other),
             )
     return {
         "total": read.num_all,
@@ -109,7 +113,7 @@ def compare(folder: Path, choice: Choice, own: Settings, other: Settings) -> Row
     }
 
 
-def _group(journal: JournalReader, values: Sequence[TrainedTokens]) -> Group | None:
+def _group(journal: JournalReader, values: Sequence[TrainedTokens]) -> RecordedGroup | None:
     """Return the episodes of a step that were run. None if there are none."""
     import torch
 
@@ -138,7 +142,7 @@ def _group(journal: JournalReader, values: Sequence[TrainedTokens]) -> Group | N
     logp = old_logp + spread("log_s")
     numbers = (values[0].group,) * batch.num_sequences
     wide = replace(batch, behavior_logp=behavior, group=numbers)
-    return Group(wide, old_logp, logp, values)
+    return RecordedGroup(wide, old_logp, logp, values)
 
 
 def _advantages(trajectory: Trajectory, values: TrainedTokens) -> tuple[float, ...]:
@@ -153,7 +157,7 @@ def _advantages(trajectory: Trajectory, values: TrainedTokens) -> tuple[float, .
     )
 
 
-def _known(group: Group, settings: Settings) -> Any:
+def _known(group: RecordedGroup, settings: Settings) -> Any:
     """Return the sampled tokens whose `old_logp` the settings' route gives, `[n]` bool.
 
     A route that scores with the weights at the start of the batch needs the `logp` of then. Only
@@ -168,7 +172,7 @@ def _known(group: Group, settings: Settings) -> Any:
     return np.concatenate([np.full(len(each.flags), is_known(each)) for each in group.values])
 
 
-def judge(group: Group, settings: Settings) -> Result:
+def apply_settings(group: RecordedGroup, settings: Settings) -> Applied:
     """Return the flags and weights that the trainer's rules give with some settings.
 
     Tokens that a technique dropped stay dropped, and advantages are those of the run.
@@ -205,13 +209,13 @@ def judge(group: Group, settings: Settings) -> Result:
     )
     advantage = batch.advantage.double()
     weight = torch.where(advantage == 0, torch.nan, (gradient / advantage).abs())
-    return Result(found.numpy(), weight[sampled].detach().numpy())
+    return Applied(found.numpy(), weight[sampled].detach().numpy())
 
 
 class _Tally:
     """Adds up groups for an answer."""
 
-    def __init__(self, choice: Choice) -> None:
+    def __init__(self, choice: TokenChoice) -> None:
         self._choice = choice
         self._counts = {
             name: np.zeros((MAX_LAG + 1, len(OUTCOME_NAMES)), np.int64) for name in ("run", "other")
@@ -232,7 +236,9 @@ class _Tally:
             if each.advantage.any():
                 self._not_run_dropped += len(each.flags)
 
-    def add(self, group: Group, step: int, *, where: Any, own: Result, other: Result) -> None:
+    def add(
+        self, group: RecordedGroup, step: int, *, where: Any, own: Applied, other: Applied
+    ) -> None:
         """Add the sampled tokens in `where` that were chosen. The others have no known value."""
         stored = group.column("flags")
         batch = group.batch
@@ -256,7 +262,7 @@ class _Tally:
         self._list(group, step, changed, lag, before, after)
 
     def _list(  # noqa: PLR0913 - the columns of a row
-        self, group: Group, step: int, changed: Any, lag: Any, before: Any, after: Any
+        self, group: RecordedGroup, step: int, changed: Any, lag: Any, before: Any, after: Any
     ) -> None:
         (at,) = changed.nonzero()
         pairs = Counter(zip(before[at].tolist(), after[at].tolist(), strict=True))

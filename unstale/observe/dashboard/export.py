@@ -20,7 +20,7 @@ from unstale.durability.journal.export import parquet_schema, token_row, trained
 from unstale.durability.journal.token_rows import TrainedTokens
 from unstale.durability.run_folder import Row, dumps
 from unstale.observe.dashboard.database import COLUMNS
-from unstale.observe.dashboard.factors import Brush, Choice, TokenRow, find_rows
+from unstale.observe.dashboard.factors import Brush, TokenChoice, TokenRow, find_rows
 from unstale.observe.dashboard.index import RunIndex, unreadable
 from unstale.observe.dashboard.table import (
     BadQuestion,
@@ -67,14 +67,14 @@ _FLOATS = frozenset(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Selection:
+class ExportRequest:
     """What is exported: episodes by a filter and a search, or tokens by a choice and a brush."""
 
     content: str
     format: str
     filter: str = ""
     search: str = ""
-    choice: Choice = field(default_factory=Choice)
+    choice: TokenChoice = field(default_factory=TokenChoice)
     brush: Brush = field(default_factory=Brush)
 
     def __post_init__(self) -> None:
@@ -85,10 +85,10 @@ class Selection:
                 )
 
 
-def file_name(run: str, selection: Selection) -> str:
+def file_name(run: str, selection: ExportRequest) -> str:
     """Return a file name of letters, digits, dots, hyphens and underscores.
 
-    >>> file_name("a/../b\\r\\n.", Selection(content="table", format="jsonl"))
+    >>> file_name("a/../b\\r\\n.", ExportRequest(content="table", format="jsonl"))
     'a-..-b-table.jsonl'
     """
     safe = re.sub(r"[^A-Za-z0-9._]+", "-", run)[:80].strip(".-") or "run"
@@ -104,7 +104,7 @@ def parquet_problem() -> str:
     return ""
 
 
-def parts(index: RunIndex, selection: Selection) -> Iterator[bytes]:
+def parts(index: RunIndex, selection: ExportRequest) -> Iterator[bytes]:
     """Yield a file in parts. The first one is there when this returns, so that errors come early.
 
     Raises `BadQuestion`, `JournalError`, and OSError without a journal.
@@ -194,7 +194,7 @@ class _Pipe:
 
 
 def _parquet(
-    grouped: Iterator[list[Row]], selection: Selection, *, with_values: bool
+    grouped: Iterator[list[Row]], selection: ExportRequest, *, with_values: bool
 ) -> Iterator[bytes]:
     """Yield a Parquet file, one row group at a time, and its footer at the end."""
     import pyarrow
@@ -235,7 +235,7 @@ def _schema(pyarrow: Any, content: str) -> Any:
     return pyarrow.schema(columns)
 
 
-def _table(index: RunIndex, selection: Selection) -> Iterator[Row]:
+def _table(index: RunIndex, selection: ExportRequest) -> Iterator[Row]:
     """Yield the chosen rows of the table of episodes, in the order of their numbers."""
     names = [column.name for column in COLUMNS]
     for rows in _pages(index, selection, f"{', '.join(names)}, is_branch, note"):
@@ -257,7 +257,7 @@ def _table(index: RunIndex, selection: Selection) -> Iterator[Row]:
 
 
 def _pages(
-    index: RunIndex, selection: Selection, names: str, *more: Condition
+    index: RunIndex, selection: ExportRequest, names: str, *more: Condition
 ) -> Iterator[list[tuple[Any, ...]]]:
     """Yield columns of the chosen episodes, a page at a time. The first one is the episode."""
     conditions = [*parse_filter(selection.filter), *more]
@@ -279,7 +279,7 @@ def _pages(
         last = rows[-1][0]
 
 
-def _episodes(index: RunIndex, selection: Selection, *, with_values: bool) -> Iterator[Row]:
+def _episodes(index: RunIndex, selection: ExportRequest, *, with_values: bool) -> Iterator[Row]:
     """Yield the chosen episodes that finished, with their tokens."""
     finished = Condition("outcome IN ('trained', 'waiting')")
     for rows in _pages(index, selection, "episode", finished):
@@ -302,7 +302,7 @@ def _episode(journal: JournalReader, number: int, *, with_values: bool) -> Row:
     return row | trained_columns(episode.trajectory, values[0] if values else None)
 
 
-def _brushed(index: RunIndex, selection: Selection) -> Iterator[Row]:
+def _brushed(index: RunIndex, selection: ExportRequest) -> Iterator[Row]:
     """Yield the trained tokens inside the brush, in the order of steps, groups and episodes.
 
     Without a brush they are all chosen tokens, also those without a log D or log S.
@@ -331,7 +331,7 @@ _VALUES = (
 )
 
 
-def _tokens_of(journal: JournalReader, row: TokenRow, selection: Selection) -> Iterator[Row]:
+def _tokens_of(journal: JournalReader, row: TokenRow, selection: ExportRequest) -> Iterator[Row]:
     for values in journal.trained_tokens(row.group, row.step):
         pieces = [
             (start, piece, turn)
@@ -363,7 +363,7 @@ def _tokens_of(journal: JournalReader, row: TokenRow, selection: Selection) -> I
             }
 
 
-def _inside(values: TrainedTokens, versions: Sequence[int], selection: Selection) -> list[int]:
+def _inside(values: TrainedTokens, versions: Sequence[int], selection: ExportRequest) -> list[int]:
     """Return the places of the chosen tokens among the sampled ones."""
     lag = values.version - np.array(versions, np.int64)
     where = selection.choice.contains(lag, values.flags)

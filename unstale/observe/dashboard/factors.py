@@ -79,7 +79,7 @@ class TokenColumns:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
+class TokenChoice:
     """Which trained tokens an answer is about. Limits are inclusive; None sets no limit."""
 
     step_min: int | None = None
@@ -156,7 +156,7 @@ class TokenRow:
 
 
 @dataclass(frozen=True, slots=True)
-class Read:
+class RowsToRead:
     """The rows that an answer reads, and the numbers of tokens in them and in all rows."""
 
     rows: Sequence[TokenRow]
@@ -164,13 +164,13 @@ class Read:
     num_all: int
 
 
-def find_rows(journal: JournalReader, choice: Choice, *, limit: int) -> Read:
+def find_rows(journal: JournalReader, choice: TokenChoice, *, limit: int) -> RowsToRead:
     """Return the rows of the chosen steps, in order, with at most `limit` tokens.
 
     If there are more, every k-th row is taken, so that they are evenly spaced over the steps.
     """
     if not journal.num_token_values:
-        return Read((), 0, 0)
+        return RowsToRead((), 0, 0)
     low = 0 if choice.step_min is None else choice.step_min
     high = 2**62 if choice.step_max is None else choice.step_max
     rows = journal.rows(
@@ -187,7 +187,7 @@ def find_rows(journal: JournalReader, choice: Choice, *, limit: int) -> Read:
     while sum(row.num_tokens for row in chosen) > limit and len(chosen) > 1:
         every += 1
         chosen = found[::every]
-    return Read(chosen, sum(row.num_tokens for row in chosen), total)
+    return RowsToRead(chosen, sum(row.num_tokens for row in chosen), total)
 
 
 class TokenCache:
@@ -204,7 +204,7 @@ class TokenCache:
     def num_tokens(self) -> int:
         return self._size
 
-    def read(self, folder: Path, choice: Choice, *, limit: int = MAX_READ) -> "Tokens":
+    def read(self, folder: Path, choice: TokenChoice, *, limit: int = MAX_READ) -> "ChosenTokens":
         """Return the chosen tokens of a run. Raises `JournalError`, and OSError without a journal.
 
         Rows never change under the same checksum, so a row that is kept is not read again.
@@ -220,7 +220,7 @@ class TokenCache:
                     part = read_row(journal, row)
                     self._keep(folder, row, part)
                 parts.append(part.take(choice.contains(part.lag, part.flags)))
-        return Tokens(parts, read)
+        return ChosenTokens(parts, read)
 
     def _get(self, folder: Path, row: TokenRow) -> TokenColumns | None:
         with self._lock:
@@ -325,10 +325,10 @@ def outcome_codes(flags: Any, *, run: Any) -> Any:
     return np.select(tests, list(range(len(tests))), other).astype(np.uint8)
 
 
-class Tokens:
+class ChosenTokens:
     """The chosen tokens of a run, one part per row of the journal."""
 
-    def __init__(self, parts: Sequence[TokenColumns], read: Read) -> None:
+    def __init__(self, parts: Sequence[TokenColumns], read: RowsToRead) -> None:
         self.read = read
         self._parts = parts
         self.placed = [part.take(_is_placed(part)) for part in parts]
@@ -360,7 +360,7 @@ def _is_placed(part: TokenColumns) -> Any:
     return np.isfinite(part.log_d) & np.isfinite(part.log_s)
 
 
-def answer(tokens: Tokens, brush: Brush, drawn: Row) -> Row:
+def answer(tokens: ChosenTokens, brush: Brush, drawn: Row) -> Row:
     """Return counts, points and marginals of some tokens, and the episodes inside the brush.
 
     `drawn` has the `lines` of the run's limits, which the axes include. It is part of the answer.
@@ -395,7 +395,7 @@ def to_axis(values: Any) -> Any:
     return np.arcsinh(np.asarray(values, np.float64) / UNIT)
 
 
-def _extent(tokens: Tokens, name: str, lines: Sequence[Row]) -> list[float]:
+def _extent(tokens: ChosenTokens, name: str, lines: Sequence[Row]) -> list[float]:
     """Return the ends of an axis, as positions."""
     values = [0.01, -0.01]
     for part in tokens.placed:
@@ -455,7 +455,7 @@ MERGED = 50_000
 def _sample(parts: Sequence[TokenColumns], axes: Mapping[str, Sequence[float]], limit: int) -> Row:
     """Return at most `limit` tokens as lists by name: first one of each cell, then a second one.
 
-    Within a cell they are chosen by their episode and place alone, as if by lot.
+    Within a cell the order is that of a hash, so the choice is random but the same each time.
     """
     names = [each.name for each in fields(TokenColumns)[1:]]
     best: dict[str, Any] = {}
@@ -463,7 +463,7 @@ def _sample(parts: Sequence[TokenColumns], axes: Mapping[str, Sequence[float]], 
     for number, part in enumerate(parts):
         columns = {name: getattr(part, name) for name in names}
         columns["step"] = np.full(len(part), part.step, np.int64)
-        columns["order"] = _lot(part)
+        columns["order"] = _hash(part)
         cell = _cell(part.log_d, axes["log_d"]) * CELLS + _cell(part.log_s, axes["log_s"])
         waiting.append(columns | {"cell": cell})
         size = sum(len(each["cell"]) for each in waiting)
@@ -474,8 +474,8 @@ def _sample(parts: Sequence[TokenColumns], axes: Mapping[str, Sequence[float]], 
     return {name: best[name].tolist() if best else [] for name in shown}
 
 
-def _lot(part: TokenColumns) -> Any:
-    """Return a number for each token that depends on its episode and place alone."""
+def _hash(part: TokenColumns) -> Any:
+    """Return a hash of the episode and the place of each token, `[n]` uint64."""
     with np.errstate(over="ignore"):
         mixed = (part.episode.astype(np.uint64) << np.uint64(32)) + part.token.astype(np.uint64)
         mixed = (mixed ^ (mixed >> np.uint64(31))) * np.uint64(_MIX)
@@ -483,7 +483,7 @@ def _lot(part: TokenColumns) -> Any:
 
 
 def _best(columns: Sequence[Mapping[str, Any]], limit: int) -> dict[str, Any]:
-    """Return the first `limit` tokens by their rank within their cell, then by lot.
+    """Return the first `limit` tokens by their rank within their cell, then by hash.
 
     A token that is left out here is also left out of a larger set that contains these.
     """
@@ -510,7 +510,7 @@ class _Episode:
     lag: int = 0
 
 
-def _selected(tokens: Tokens, brush: Brush) -> Row:
+def _selected(tokens: ChosenTokens, brush: Brush) -> Row:
     """Return the number of tokens inside the brush, and the episodes with most of them."""
     found: list[_Episode] = []
     parts = list(tokens.inside(brush))

@@ -9,7 +9,6 @@ its limits is then a limit on the sum.
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -61,7 +60,7 @@ class Settings:
     def objective(self) -> ObjectiveConfig:
         return self.config.objective
 
-    @cached_property
+    @property
     def spec(self) -> OldLogpsConfig:
         """The options of the route that is used."""
         return self.config.old_logps
@@ -107,8 +106,9 @@ def changed_settings(own: Settings, changes: dict[str, str]) -> Settings:
     """
     config = own.config
     known = options()
+    route = changes.get("old_logps.route", config.old_logps.route)
+    changes = {name: text for name, text in changes.items() if name != "old_logps.route"}
     try:
-        route = changes.pop("old_logps.route", config.old_logps.route)
         if route not in routes():
             raise ConfigError(f"there is no route {route!r}: use one of {', '.join(routes())}")
         is_own = route == config.old_logps.route and not any(
@@ -121,7 +121,9 @@ def changed_settings(own: Settings, changes: dict[str, str]) -> Settings:
                 raise ConfigError(f"{name} is not an option that can be changed here")
             values[section][field] = known[name].parse(text)
         spec = config.old_logps
-        if not is_own:
+        if route == spec.route:
+            spec = spec.with_options(**values["old_logps"])
+        else:
             spec = OldLogpsConfig(route=route, **values["old_logps"])
         correction = _changed(config.correction, values["correction"])
         objective = _changed(config.objective, values["objective"])
@@ -191,7 +193,8 @@ def refusal(spec: OldLogpsConfig, config: RunConfig) -> str:
 def choices(own: Settings) -> Row:
     """Return the options that the form offers: name, allowed words, the run's value, explanation.
 
-    `routes` says of each route why it cannot be computed, or "".
+    `routes` has the reason why each route cannot be computed, or "". `computed` is True if the
+    options of the run's own route can be changed.
     """
     from unstale.config.options import field_docs, sections
 
@@ -217,7 +220,12 @@ def choices(own: Settings) -> Row:
             made.exact and own.config.old_logps.exact
         )
         named[name] = "" if is_stored else refusal(made, own.config)
-    return {"options": found, "routes": named, "route": own.config.old_logps.route}
+    return {
+        "options": found,
+        "routes": named,
+        "route": own.config.old_logps.route,
+        "computed": own.spec.needs in COMPUTED,
+    }
 
 
 def _about(field_docs: Any, section: Any, field: str) -> str:
@@ -237,7 +245,7 @@ def make_route(settings: Settings, *, version: int) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class _Weights:
-    """What a route asks of a scorer if it needs no weights: the version, and lags."""
+    """The part of a scorer that a route without other weights uses: the version, and lags."""
 
     version: int
     at_version: bool = True
@@ -253,7 +261,8 @@ def lines(settings: Settings, *, lag_max: int) -> list[Row]:
     Lines of the run's own settings are vertical or horizontal; `ratio_cap` is diagonal. With a
     route that mixes `behavior_logp` and `logp`, they are diagonal, and may differ between lags.
     """
-    own = [*_of_correction(settings.correction), *_of_objective(settings.objective)]
+    every = [*_of_correction(settings.correction), *_of_objective(settings.objective)]
+    own = [line for line in every if math.isfinite(line["at"])]
     if not settings.is_mixed:
         return [*own, *_of_route(settings, lag_max)]
     return [each for line in own for each in _on_ratio(line, settings, lag_max)]
@@ -292,8 +301,7 @@ def _of_correction(config: CorrectionConfig) -> Iterator[Row]:
         return
     kind = "mask" if control.startswith("mask") else "weight"
     for at, side, limit in sides:
-        if math.isfinite(at):
-            yield _line("d", at, kind, f"D {limit:g}", text.format(side, limit), unit=unit)
+        yield _line("d", at, kind, f"D {limit:g}", text.format(side, limit), unit=unit)
 
 
 def _of_objective(config: ObjectiveConfig) -> Iterator[Row]:
@@ -310,9 +318,8 @@ def _of_objective(config: ObjectiveConfig) -> Iterator[Row]:
             (1 - config.clip_low, "below", below),
             (1 + config.clip_high, "above", above),
         ):
-            if limit > 0:
-                text = f"A token with S {side} {limit:g} and {sign} advantage {what}."
-                yield _line("s", math.log(limit), "clip", f"S {limit:g}", text, unit=unit)
+            text = f"A token with S {side} {limit:g} and {sign} advantage {what}."
+            yield _line("s", _log(limit), "clip", f"S {limit:g}", text, unit=unit)
     if config.kind == "dual_clip":
         limit = config.dual_clip
         text = f"A token with S above {limit:g} and negative advantage has no gradient."

@@ -29,7 +29,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from unstale.durability.journal import JournalError
 from unstale.durability.run_folder import dumps
 from unstale.observe.dashboard import alternatives, export, limits, summary, table, tokens
-from unstale.observe.dashboard.factors import Brush, Choice, TokenCache, answer
+from unstale.observe.dashboard.factors import Brush, TokenCache, TokenChoice, answer
 from unstale.observe.dashboard.folders import RunFolders, UnknownRun
 from unstale.observe.dashboard.indexer import POLL_S, Indexer
 from unstale.observe.dashboard.table import BadQuestion
@@ -280,7 +280,7 @@ class _Api:
 
     def export(self, request: Request) -> Response:
         name = _text(request, "run")
-        selection = export.Selection(
+        selection = export.ExportRequest(
             content=_text(request, "content"),
             format=_text(request, "format"),
             filter=_text(request, "filter", ""),
@@ -336,11 +336,11 @@ class _Api:
         return json.dumps({"state": summary.state_of(index)["state"], **summary.progress(index)})
 
 
-def _choice(request: Request) -> Choice:
+def _choice(request: Request) -> TokenChoice:
     """Return which trained tokens a question is about."""
     limits = ("step_min", "step_max", "lag_min", "lag_max")
     given = {name: _int(request, name) for name in limits if request.query_params.get(name)}
-    return Choice(**given, exact=_text(request, "exact", "all"))
+    return TokenChoice(**given, exact=_text(request, "exact", "all"))
 
 
 def _brush(request: Request) -> Brush:

@@ -55,7 +55,7 @@ export class Alternative {
 
   isUsed({ name, readers }) {
     const section = name.split(".")[0];
-    if (section === "old_logps" && this.now(ROUTE) === this.about.route) return false;
+    if (section === "old_logps" && this.now(ROUTE) === this.about.route && !this.about.computed) return false;
     return (section !== "old_logps" && !readers.length) || readers.includes(this.now(SELECTORS[section]));
   }
 
