@@ -6,9 +6,9 @@ export GOMP_SPINCOUNT := 10000
 # Compile each module once, even where the environment says otherwise: tests start many processes.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup demo test test-engines test-adapters test-cluster pairs conversations check base-policy bench bench-agent bench-demo bench-desks bench-tau2 bench-tau2-policy bench-compare \
+.PHONY: setup demo test test-engines test-adapters test-cluster test-dashboard pairs conversations check base-policy bench bench-agent bench-demo bench-desks bench-tau2 bench-tau2-policy bench-compare \
 	bench-audit bench-resume bench-endpoint bench-peers bench-generate bench-train bench-growth bench-memory bench-schedule bench-async \
-	bench-async-learning bench-routes bench-event-loop bench-publish bench-simulate bench-gpu gpu-check chaos chaos-cluster report fuzz sizes wheel docs
+	bench-async-learning bench-routes bench-event-loop bench-publish bench-simulate bench-dashboard bench-gpu gpu-check chaos chaos-cluster report fuzz sizes wheel docs
 
 setup: .venv/.ready
 
@@ -64,6 +64,11 @@ test-cluster: .venv-cluster/.ready
 	$(BIN)/python $(PURELIB) > $$(.venv-cluster/bin/python $(PURELIB))/shared.pth
 	.venv-cluster/bin/pip install --quiet --disable-pip-version-check -c constraints.txt ray
 	touch $@
+
+# Test the dashboard in Chromium, at length (10 minutes). Without a browser these tests are skipped:
+# install `chromium`, or download one with .venv/bin/playwright install chromium
+test-dashboard: setup
+	$(BIN)/pytest -m "slow or not slow" tests/observe/test_dashboard_browser.py tests/observe/test_dashboard_long.py
 
 # Train every named combination of techniques for three steps, with a kill and a resume (2 minutes).
 pairs: setup
@@ -155,6 +160,10 @@ bench-publish: .venv/.bench
 # The planner's predictions against measured and published runs (15 minutes).
 bench-simulate: .venv/.bench
 	$(BIN)/python -m benchmarks.simulate $(ARGS)
+
+# The dashboard with 100,000 episodes, and what it costs a training (40 minutes).
+bench-dashboard: setup
+	$(BIN)/python -m benchmarks.dashboard $(ARGS)
 
 # All GPU measurements (25 minutes), in the environment that has a CUDA torch: make bench-gpu BIN=/usr/bin
 bench-gpu:

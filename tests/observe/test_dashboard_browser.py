@@ -5,7 +5,9 @@
 - Text of a run that would be a script runs no script and becomes no element.
 - The keyboard alone reaches every page, and moves through plots and tokens.
 - A page follows a growing run, and an address of a token leads to the token.
-- Controls have names, and text has enough contrast.
+- Controls have names, text has enough contrast, and axe-core finds nothing serious.
+
+The long tests of the pages are in `test_dashboard_long.py` (`make test-dashboard`).
 """
 
 import json
@@ -16,6 +18,7 @@ from pathlib import Path
 import pytest
 
 from tests.observe.test_dashboard import ATTACK, Client, served
+from tests.support.axe import needs_axe, serious
 from tests.support.chromium import Page, browser, browser_program
 from tests.support.fake_run import fake_run
 from unstale.durability.run_folder import METRICS
@@ -28,6 +31,7 @@ PAGES = {
     "run/hostile/episodes": "document.querySelectorAll('tbody tr').length == 24",
     "run/hostile/episode/5": "document.querySelectorAll('.t.sampled').length > 10",
     "run/hostile/group/2": "document.querySelectorAll('.sibling').length == 4",
+    "run/plain/factors": "document.querySelector('.scatter')?.ariaLabel.includes(' tokens.')",
     "compare?a=hostile&b=plain": "document.querySelector('.uplot')",
 }
 """The pages, each with a condition that it is complete."""
@@ -36,7 +40,7 @@ PAGES = {
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("runs")
-    fake_run(root / "plain", steps=6)
+    fake_run(root / "plain", steps=6, with_values=True)
     run = fake_run(root / "hostile", steps=6, prefix=ATTACK)
     config = json.loads((run / "config.json").read_text())
     config["recipe"] = config["name"] = config["techniques"] = ATTACK
@@ -131,6 +135,14 @@ def test_every_page_is_complete_and_readable(
     assert page.errors == []
 
 
+@needs_axe
+def test_axe_finds_nothing_serious_on_two_pages(page: Page, client: Client) -> None:
+    page.resize(1280, 900)
+    for path in ("run/hostile", "run/hostile/episode/5"):
+        go(page, client, path)
+        assert serious(page) == [], path
+
+
 def test_text_of_a_run_is_text(page: Page, client: Client) -> None:
     page.resize(1280, 900)
     for path in PAGES:
@@ -139,7 +151,7 @@ def test_text_of_a_run_is_text(page: Page, client: Client) -> None:
         assert (
             page.run("document.querySelectorAll('main img, main iframe, main script').length") == 0
         )
-        if path not in ("", "compare?a=hostile&b=plain"):
+        if path.startswith("run/hostile"):
             assert ATTACK in page.run("document.querySelector('main').textContent"), path
     assert page.errors == []
 

@@ -1,7 +1,7 @@
 """A headless Chromium, driven by its own protocol over a pipe of the process.
 
-It needs no package: only a `chromium` or `google-chrome` program. `browser_program` returns None if
-there is none, and tests are then skipped.
+It needs no package, only a `chromium` or `google-chrome` program, or that of `playwright install
+chromium`. `browser_program` returns None if there is none, and tests are then skipped.
 """
 
 import base64
@@ -20,8 +20,12 @@ PROGRAMS = ("chromium", "chromium-browser", "google-chrome")
 TIMEOUT_S = 60.0
 
 
+DOWNLOADED = ".cache/ms-playwright/chromium-*/chrome-linux*/chrome"
+
+
 def browser_program() -> str | None:
-    return next((path for name in PROGRAMS if (path := shutil.which(name))), None)
+    found = next((path for name in PROGRAMS if (path := shutil.which(name))), None)
+    return found or max(map(str, Path.home().glob(DOWNLOADED)), default=None)
 
 
 class Page:
@@ -112,6 +116,7 @@ class Page:
         """Press a key, such as `Tab`, `Enter`, `ArrowRight` or a letter."""
         text = {"Enter": "\r", " ": " "}.get(key, key if len(key) == 1 else "")
         codes = {"Tab": 9, "Enter": 13, " ": 32, "ArrowLeft": 37, "ArrowRight": 39, "Home": 36}
+        codes |= {"ArrowUp": 38, "ArrowDown": 40}
         about = {"key": key, "windowsVirtualKeyCode": codes.get(key, 0), "text": text}
         about = {name: value for name, value in about.items() if value}
         self.call("Input.dispatchKeyEvent", type="keyDown", **about)

@@ -5,7 +5,6 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Self
 
@@ -38,6 +37,8 @@ class Indexer:
         self._indexes: dict[str, RunIndex] = {}
         self._asked: dict[str, float] = {}
         self._searched = -SEARCH_S
+        self._made = 0
+        """Indexes made so far, of which each has a file of its own."""
         self._lock = threading.Lock()
         self._wake = threading.Event()
         self._stopped = False
@@ -67,8 +68,9 @@ class Indexer:
         with self._lock:
             index = self._indexes.get(name)
             if index is None:
-                index = RunIndex(path, Path(self._folder.name) / f"{len(self._indexes)}.sqlite")
+                index = RunIndex(path, Path(self._folder.name) / f"{self._made}.sqlite")
                 self._indexes[name] = index
+                self._made += 1
         if journal:
             if name not in self._asked:
                 self._wake.set()
@@ -91,9 +93,11 @@ class Indexer:
         now = self._clock()
         if now - self._searched >= SEARCH_S:
             self._searched = now
-            for name in self.folders.names():
-                with suppress(UnknownRun):
+            for name in sorted({*self.folders.names(), *self.known()}):
+                try:
                     self.get(name, journal=False)
+                except UnknownRun:
+                    self._forget(name)
         more = False
         for name, index in self.known().items():
             if self._stopped:
@@ -102,6 +106,14 @@ class Indexer:
             if now - self._asked.get(name, -WATCHED_S) < WATCHED_S:
                 more |= self._for_a_while(index, index.update_journal)
         return more
+
+    def _forget(self, name: str) -> None:
+        """Close the index of a run whose folder was removed, if there is one."""
+        with self._lock:
+            index = self._indexes.pop(name, None)
+        if index is not None:
+            index.close()
+            index.database.path.unlink(missing_ok=True)
 
     def _for_a_while(self, index: RunIndex, update: Callable[[], bool]) -> bool:
         """Repeat an update until there is nothing new or time is over. Return True if it is.

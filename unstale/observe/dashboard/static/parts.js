@@ -24,7 +24,7 @@ export function failed(content, error) {
 }
 
 export function tile(name, value, about) {
-  return h("div", {}, h("dt", {}, name), h("dd", {}, value), h("small", {}, about));
+  return h("div", {}, h("dt", {}, name), h("dd", {}, value), h("dd", { class: "about" }, about));
 }
 
 export function success(share) {
