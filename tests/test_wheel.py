@@ -73,6 +73,19 @@ def test_the_demo_runs_from_an_installed_wheel(installed: Path, tmp_path: Path) 
     assert (tmp_path / "runs" / "demo" / "policy" / "model.safetensors").is_file()
 
 
+def test_the_wheel_has_the_pages_and_the_licence_of_their_library(installed: Path) -> None:
+    """Every file of the pages is served from an installed wheel, with uPlot's licence beside it."""
+    code = (
+        "from unstale.observe.dashboard.server import _read_pages as read\n"
+        "print(*sorted(name for name in read() if name))"
+    )
+    served = run(installed / "python", "-c", code, cwd=installed).stdout.split()
+    folder = ROOT / "unstale/observe/dashboard/static"
+    here = [path.relative_to(folder) for path in folder.rglob("*") if path.is_file()]
+    assert {*map(str, here), "report.css"} == set(served)
+    assert any(name.startswith("vendor/") and "LICENSE" in name.upper() for name in served)
+
+
 def test_hints_name_packages_where_there_is_no_checkout(installed: Path, tmp_path: Path) -> None:
     hide = "import sys; sys.modules['tensorboard'] = None\n"
     code = f"{hide}from unstale.cli.main import main; main()"

@@ -47,11 +47,24 @@ function show(text, kind) {
   state.className = `badge ${kind}`;
 }
 
+// Milliseconds between two updates of a page to which only episodes were added. A page asks for much,
+// and shares the processor with the training.
+const EPISODES_MS = 5000;
+
 // Follow a run, or all runs if `run` is undefined. Return a function that ends it.
 // A hidden page is not followed, because a browser opens few connections to one server.
 export function follow(run, onProgress) {
   let source = null;
   let last = null;
+  let timer = 0;
+  let due = 0;
+  const pass = (progress) => {
+    clearTimeout(timer);
+    due = Date.now() + EPISODES_MS;
+    onProgress(progress, last);
+    last = progress;
+  };
+  const isNew = (progress) => !last || ["runs", "rows", "state", "complete"].some((name) => progress[name] !== last[name]);
   const open = () => {
     if (source || document.hidden) return;
     source = new EventSource(run === undefined ? "/api/stream" : `/api/stream?run=${encodeURIComponent(run)}`);
@@ -60,8 +73,9 @@ export function follow(run, onProgress) {
     source.addEventListener("progress", (event) => {
       show("connected", "good");
       const progress = JSON.parse(event.data);
-      onProgress(progress, last);
-      last = progress;
+      if (isNew(progress)) return pass(progress);
+      clearTimeout(timer);
+      timer = setTimeout(() => pass(progress), Math.max(0, due - Date.now()));
     });
   };
   const close = () => {
@@ -73,6 +87,7 @@ export function follow(run, onProgress) {
   open();
   return () => {
     document.removeEventListener("visibilitychange", turn);
+    clearTimeout(timer);
     close();
   };
 }
