@@ -19,7 +19,7 @@ from mkdocs.structure.pages import Page
 ROOT = Path(__file__).parent.parent
 PAGES = ("*.md", "docs/**/*.md")
 MEASUREMENTS = "benchmarks/results"
-STATIC = ("docs/*.png", "docs/*.css", f"{MEASUREMENTS}/*.png")
+STATIC = ("docs/*.png", "docs/*.webp", "docs/*.css", f"{MEASUREMENTS}/*.png")
 LINK = re.compile(r"(?<=\]\()([^)#:\s]+)(?=[)#])")
 """The target of a Markdown link inside the repository, without its anchor."""
 FILE_NAME = re.compile(r"\[(?:docs/)?[\w-]+\.md\](?=\(([^)#]+)[)#])")
