@@ -4,7 +4,8 @@ Known costs are found again in simulated runs, and times in the spans of a run. 
 not show is left open, and a simulation that needs it is refused with what would show it. The
 recorded run in `recorded_run.json` is predicted within 10%, with its own bottleneck. It was made by
 `unstale train retail --steps 16 --schedule.groups_per_step 4 --schedule.group_size 4
---eval.tasks 0` on two cores with other programs, and written by `RecordedRun.to_json`.
+--eval.tasks 0` on two cores with other programs, and written by `RecordedRun.to_json`. Options that
+the simulation does not read are left out.
 """
 
 import json

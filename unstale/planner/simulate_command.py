@@ -62,8 +62,8 @@ MEAN~SIGMA<MAX is capped at MAX and keeps the mean. Costs are in seconds.
   unstale simulate --set fleet.engines=64 "workload.reply_tokens=4000~1<32000" \\
       "workload.tool_s=5~1.2" costs.decode=0.012 costs.decode_reply=1e-4 \\
       costs.prefill_token=1e-5 costs.train_token=2e-6 costs.load=3
-  unstale simulate --like runs/x --set fleet.engines=4 \\
-      --against fleet.prefill_engines=1 fleet.kv_transfer=true
+  unstale simulate --like runs/x --like runs/y --set schedule.group_size=16 \\
+      --against schedule.lookahead_window=16
 """
 
 
@@ -122,6 +122,8 @@ def _simulate(chosen: argparse.Namespace) -> int:
     titles = {"": chosen.set}
     if chosen.against:
         titles = {"as set": chosen.set, " ".join(chosen.against): [*chosen.set, *chosen.against]}
+    for assignments in titles.values():  # before runs are read, which takes longer
+        parse_assignments("--set", assignments, _value_kinds())
     source = _Source.of(chosen.like, chosen.techniques, chosen.seed)
     changed = bool(chosen.set or chosen.against or chosen.techniques is not None)
     refused = [problem for own in source.own for problem in own.problems]
