@@ -15,7 +15,7 @@ import pytest
 from torch import Tensor
 
 from tests.support.waits import until
-from unstale.engines import Engine, EngineDied, SamplingParams, Update
+from unstale.engines import Engine, EngineDied, SamplingParams, Update, rates
 from unstale.engines import pool as pool_module
 from unstale.engines.embedded.engine import EmbeddedEngine
 from unstale.engines.pool import EnginePool, Recovery
@@ -480,5 +480,77 @@ def test_an_elastic_pool_gives_up_when_no_engine_was_up_for_too_long() -> None:
         with pytest.raises(EngineDied, match=r"no engine was ready for 0\.05 s"):
             await pool.start()
         await pool.close()
+
+    asyncio.run(live())
+
+
+class _Counting(_Fake):
+    """A fake with counters: 30 of 40 prompt tokens were cached, and half of the time busy."""
+
+    def metrics(self) -> Mapping[str, float]:
+        own = {"busy_s": 2.0, "idle_s": 2.0, "cached_tokens": 30.0, "prefill_tokens": 10.0}
+        return {**super().metrics(), **own}
+
+
+def test_each_engine_has_its_own_metrics() -> None:
+    """Engine 0 dies and comes back. Then each of two engines holds one reply."""
+    gate = asyncio.Event()
+
+    async def held(tokens: Sequence[int], params: SamplingParams) -> None:
+        if params.max_tokens == 5:
+            await gate.wait()
+
+    async def live() -> None:
+        fakes = _Counting(delay=held), _Counting(delay=held)
+        pool = _pool(*fakes)
+        await pool.start()
+        before = pool.metrics()
+        assert before["engine_0/up"] == 1 and "engine_0/version" not in before
+        fakes[0].die("out of memory")
+        await _publish(pool, 7)
+        await until(lambda: fakes[0].told[-1] == "resume", "the restart")
+        await _speak(pool, [0], 8)
+        replies = [asyncio.ensure_future(_speak(pool, [1, 2], 5)) for _ in range(2)]
+        await asyncio.sleep(0.01)
+        found = rates(pool.metrics())
+        rates_of = [found.pop(f"engine_{number}/sampled_tokens_per_s") for number in range(2)]
+        assert sorted(rates_of) == [0.0, 2.0]  # 8 tokens in 4 s, by one engine
+        for number in range(2):
+            prefix = f"engine_{number}/"
+            assert {
+                name.removeprefix(prefix): value
+                for name, value in found.items()
+                if name.startswith(prefix)
+            } == {
+                "up": 1.0,
+                "version": 7.0,
+                "running": 1.0,
+                "restarts": float(number == 0),
+                "busy_share": 0.5,
+                "cached_share": 0.75,
+            }
+        gate.set()
+        await asyncio.gather(*replies)
+        assert pool.metrics()["engine_0/restarts"] == 0
+        await pool.close()
+
+    asyncio.run(live())
+
+
+def test_a_pool_lists_a_bounded_number_of_engines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The metrics of an engine that is a pool itself are not mixed with those of its engines."""
+    monkeypatch.setattr(pool_module, "MAX_LISTED", 2)
+    inner = [EnginePool([_Fake(), _Fake()]) for _ in range(3)]
+    outer = EnginePool(inner)
+
+    async def live() -> None:
+        await outer.start()
+        for pool in inner:
+            await _publish(pool, 5)
+        await _publish(outer, 9)
+        found = outer.metrics()
+        listed = {name.partition("/")[0] for name in found if "/" in name}
+        assert listed == {"engine_0", "engine_1"} and found["engine_1/version"] == 9
+        await outer.close()
 
     asyncio.run(live())

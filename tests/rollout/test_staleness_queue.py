@@ -293,6 +293,12 @@ def test_a_queue_whose_tickets_were_never_released_says_so() -> None:
                 await queue.admit(work, tasks)
         for _ in range(2):
             await queue.take()
+        assert queue.metrics() == {
+            "schedule/groups_in_flight": 0,
+            "schedule/groups_waiting": 0,
+            "schedule/tickets": 4,
+            "schedule/tickets_in_use": 4,
+        }
         with pytest.raises(
             QueueExhausted, match=r"0 are open.*all 4 tickets are out, 4 of them never released"
         ):

@@ -171,15 +171,24 @@ after weight updates, seconds busy, seconds idle.
 def rates(counters: Mapping[str, float]) -> dict[str, float]:
     """Return an engine's counters as metrics, with its tokens per second and its busy share.
 
+    Names that have a component already, such as `engine_0/version`, are kept.
+
     >>> rates({"sampled_tokens": 30, "busy_s": 1.0, "idle_s": 2.0})["engine/sampled_tokens_per_s"]
     10.0
     """
+    return {
+        name if "/" in name else f"engine/{name}": value
+        for name, value in {**counters, **per_second(counters)}.items()
+    }
+
+
+def per_second(counters: Mapping[str, float]) -> dict[str, float]:
+    """Return the sampled tokens per second and the busy share that an engine's counters give."""
     elapsed = counters["busy_s"] + counters["idle_s"] or 1.0
-    per_time = {
+    return {
         "sampled_tokens_per_s": counters["sampled_tokens"] / elapsed,
         "busy_share": counters["busy_s"] / elapsed,
     }
-    return {f"engine/{name}": value for name, value in {**counters, **per_time}.items()}
 
 
 class Stopwatch:

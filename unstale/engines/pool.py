@@ -11,7 +11,7 @@ from functools import partial
 
 from torch import Tensor
 
-from unstale.engines import Engine, EngineDied, Reply, SamplingParams, Update
+from unstale.engines import Engine, EngineDied, Reply, SamplingParams, Update, per_second
 from unstale.engines.prefixes import CachedPrefixes, hash_blocks
 from unstale.engines.routing import (
     CACHED_TOKENS_PER_REPLY,
@@ -31,6 +31,9 @@ MAX_LAG_S = 120.0
 An engine that takes longer is lost. It then loads the weights without anybody waiting for it.
 """
 
+MAX_LISTED = 32
+"""Number of engines of a pool that have metrics of their own, which bounds a row of metrics."""
+
 
 class _Member:
     """One engine of a pool, with its state."""
@@ -48,8 +51,33 @@ class _Member:
         """Number of successful restarts. A call compares it to know if the engine died since the
         call began.
         """
+        self.num_restarts = 0
+        """Number of successful restarts since metrics were last read."""
+        self.version = -1
+        """Version of the weights that it loaded last, -1 before the first."""
         self.restart: asyncio.Task[None] | None = None
         """The task that restarts the engine, if there is one."""
+
+    def metrics(self, counters: Mapping[str, float]) -> dict[str, float]:
+        """Return the state of the engine, and the shares and rates that its counters give.
+
+        `counters` is empty for an engine that does not work.
+        """
+        found = {
+            "up": float(self.up),
+            "running": float(self.num_running),
+            "restarts": float(self.num_restarts),
+        }
+        self.num_restarts = 0
+        if self.version >= 0:
+            found["version"] = float(self.version)
+        if counters:
+            found |= per_second(counters)
+            cached = counters.get("cached_tokens", 0.0)
+            prompt = cached + counters.get("prefill_tokens", 0.0)
+            if prompt:
+                found["cached_share"] = cached / prompt
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +177,7 @@ class EnginePool:
         for member in self._members:
             member.up = not self.patience_s
             member.cached = CachedPrefixes()
+            member.version, member.num_restarts = -1, 0
         if self.patience_s:
             for member in self._members:
                 self._begin_start(member, None)
@@ -203,6 +232,8 @@ class EnginePool:
         except (ValueError, RuntimeError):
             self._version = before
             raise
+        for member in self._up:
+            member.version = version
         if not self.keep_cache:
             for member in self._members:
                 member.cached = CachedPrefixes()
@@ -234,7 +265,8 @@ class EnginePool:
         """Return the counters, deaths and restarts of all working engines since the last call.
 
         Tokens and processor time are added up. Other times, and means, are averaged. Of errors the
-        largest is returned.
+        largest is returned. The first `MAX_LISTED` engines have metrics of their own, named
+        `engine_<number>/...`.
         """
         members = self._up or self._members
         counters = [member.engine.metrics() for member in members]
@@ -242,7 +274,7 @@ class EnginePool:
         own = totals = {"crashes": float(self._deaths), "restarts": restarts}
         self._deaths = 0
         self._reported_restarts = self._restarts
-        for name in dict.fromkeys(name for each in counters for name in each):
+        for name in dict.fromkeys(name for each in counters for name in each if "/" not in name):
             values = [each[name] for each in counters if name in each]
             if name.endswith("_error"):
                 totals[name] = max(values)
@@ -253,7 +285,15 @@ class EnginePool:
         if self.phases.prefill_engines:
             totals |= self._routed | _busy_shares(members, counters)
             self._routed = dict.fromkeys(_ROUTED, 0.0)
-        return totals
+        return totals | self._by_engine(dict(zip(map(id, members), counters, strict=True)))
+
+    def _by_engine(self, counters: Mapping[int, Mapping[str, float]]) -> dict[str, float]:
+        """Return the metrics of single engines. `counters` has those read, by id of the member."""
+        return {
+            f"engine_{number}/{name}": value
+            for number, member in enumerate(self._members[:MAX_LISTED])
+            for name, value in member.metrics(counters.get(id(member), {})).items()
+        }
 
     @property
     def _up(self) -> list[_Member]:
@@ -396,7 +436,9 @@ class EnginePool:
             else:
                 # no other task may run between the check of the state and this change
                 member.up = True
+                member.version = self._version
         member.lives += 1
+        member.num_restarts += event == "engine_back"
         member.cached = CachedPrefixes()
         self._recovery.on_event(event, engine=self._members.index(member))
 

@@ -75,6 +75,8 @@ class StalenessQueue:
         return {
             "schedule/groups_in_flight": self.num_open,
             "schedule/groups_waiting": self.num_finished,
+            "schedule/tickets": self._num_tickets,
+            "schedule/tickets_in_use": self._num_live,
         }
 
     def restore(self, admitted: int, open_positions: Sequence[int]) -> None:
