@@ -29,8 +29,9 @@ from unstale.observe.dashboard import index as index_module
 from unstale.observe.dashboard.database import COLUMNS, Database
 from unstale.observe.dashboard.folders import RunFolders, UnknownRun
 from unstale.observe.dashboard.index import RunIndex
-from unstale.observe.dashboard.summary import series, spans, state_of, thin
+from unstale.observe.dashboard.summary import series, state_of, thin
 from unstale.observe.dashboard.table import BadQuestion, Question, page, parse_filter, statements
+from unstale.observe.dashboard.timeline import spans
 from unstale.records import (
     ContextPiece,
     Group,
@@ -115,9 +116,9 @@ def test_metrics_and_events_are_in_the_index(filled: RunIndex, run: Path) -> Non
     assert sorted((lane, start, end) for lane, start, end, _ in shown["spans"]) == sorted(
         (span["lane"], span["start"], span["end"]) for span in recorded_spans
     )
-    part = spans(filled.database, 30.0, 40.0, limit=3)
+    part = spans(filled.database, 30.0, 40.0)
     inside = [span for span in recorded_spans if span["end"] >= 30 and span["start"] <= 40]
-    assert len(part["spans"]) == 3 and part["left_out"] == len(inside) - 3
+    assert len(part["spans"]) == part["inside"] == len(inside)
     assert part["total"] == len(recorded_spans)
 
 

@@ -1,5 +1,6 @@
 """The plots of the page of a run, in groups. docs/metrics.md defines each metric."""
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -12,13 +13,17 @@ Scale = Literal["share", "count", "value"]
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """A plot of metrics over the steps. `lines` has the metric of each line by the line's name."""
+    """A plot of metrics over the steps. `lines` has the metric of each line by the line's name.
+
+    `reading` is a sentence on what a good and a bad curve look like.
+    """
 
     title: str
     about: str
     unit: str
     lines: Mapping[str, str]
     scale: Scale = "count"
+    reading: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +48,8 @@ SECTIONS = (
                 "share",
                 {"rollouts": "rollout/success_rate", "held out": "eval/success_rate"},
                 "share",
+                reading="Good: both rise. Bad: rollouts rise and held-out tasks do not, which "
+                "is overfitting.",
             ),
             Chart(
                 "Reward",
@@ -50,6 +57,8 @@ SECTIONS = (
                 "reward",
                 {"mean": "reward/mean", "deviation": "reward/std"},
                 "value",
+                reading="Good: the mean rises. Bad: the deviation falls to 0, so that no group "
+                "has a signal.",
             ),
         ),
     ),
@@ -67,6 +76,8 @@ SECTIONS = (
                     "equal advantages": "advantage/zero_spread_group_share",
                 },
                 "share",
+                reading="Good: below half. Bad: above 80%, because the tasks are too easy or "
+                "too hard.",
             ),
             Chart(
                 "Episodes cut short",
@@ -78,6 +89,8 @@ SECTIONS = (
                     "tokens": "completion/max_tokens_share",
                 },
                 "share",
+                reading="Good: near 0. Bad: rising with the length, so that long answers count "
+                "as failures.",
             ),
             Chart(
                 "Completion length",
@@ -88,12 +101,16 @@ SECTIONS = (
                     "90th percentile": "completion/tokens_p90",
                     "max": "completion/tokens_max",
                 },
+                reading="Good: it changes slowly. Bad: a steady rise without more success, or a "
+                "fall to a few tokens.",
             ),
             Chart(
                 "Turns",
                 "Replies of the policy in an episode.",
                 "turns",
                 {"mean": "rollout/turns_mean"},
+                reading="Good: it changes slowly. Bad: it grows to the limit, because the agent "
+                "goes in circles.",
             ),
             Chart(
                 "Trained tokens",
@@ -103,12 +120,15 @@ SECTIONS = (
                     "action tokens": "trainer/action_tokens",
                     "with gradient": "trainer/tokens_with_gradient",
                 },
+                reading="Good: most tokens have an advantage. Bad: the lower line falls, and "
+                "steps teach little.",
             ),
             Chart(
                 "Failed episodes",
                 "Episodes of the batch's groups that failed.",
                 "episodes",
                 {"failed": "rollout/failed_episodes"},
+                reading="Good: 0. Bad: any steady number; the events below name the errors.",
             ),
         ),
     ),
@@ -123,24 +143,32 @@ SECTIONS = (
                 "loss",
                 {"loss": "objective/loss"},
                 "value",
+                reading="Good: it stays around a level. Bad: jumps that last; its size says "
+                "nothing about success.",
             ),
             Chart(
                 "Gradient norm",
                 "Before clipping.",
                 "norm",
                 {"norm": "trainer/grad_norm"},
+                reading="Good: a level without trend. Bad: spikes of ten times the level, or a "
+                "fall to 0.",
             ),
             Chart(
                 "Learning rate",
                 "Of the last optimizer step.",
                 "",
                 {"rate": "trainer/lr"},
+                reading="Good: it follows the schedule that was chosen. Bad: 0 before the end "
+                "of the run.",
             ),
             Chart(
                 "Entropy",
                 "Mean entropy of the policy's next-token distribution.",
                 "nats",
                 {"entropy": "policy/entropy_mean"},
+                reading="Good: a slow fall. Bad: a fall to 0 (collapse: no exploration is "
+                "left), or a steady rise.",
             ),
             Chart(
                 "KL from the sampling policy",
@@ -148,6 +176,8 @@ SECTIONS = (
                 "nats per token",
                 {"k1": "policy/kl_behavior_k1", "k3": "policy/kl_behavior_k3"},
                 "value",
+                reading="Good: near 0, as far as staleness allows. Bad: k3 grows from step to "
+                "step.",
             ),
             Chart(
                 "KL to the reference",
@@ -155,6 +185,8 @@ SECTIONS = (
                 "nats per token",
                 {"k1": "policy/kl_reference_k1", "k3": "policy/kl_reference_k3"},
                 "value",
+                reading="Good: it grows slowly and levels off. Bad: a sudden rise, before the "
+                "rewards follow.",
             ),
             Chart(
                 "Effective sample size",
@@ -166,6 +198,8 @@ SECTIONS = (
                     "D x S": "policy/ds_ess_share",
                 },
                 "share",
+                reading="Good: above 90%. Bad: a fall; few tokens then carry the whole "
+                "gradient. D falls from numerics, S from staleness.",
             ),
         ),
     ),
@@ -182,6 +216,8 @@ SECTIONS = (
                     "|log D|": "correction/log_d_abs_mean",
                     "|log S|": "objective/log_s_abs_mean",
                 },
+                reading="Good: |log D| is constant and small. Bad: |log D| grows (numerics), or "
+                "|log S| grows (too stale, or too large steps).",
             ),
             Chart(
                 "99th percentiles",
@@ -191,6 +227,7 @@ SECTIONS = (
                     "|log D|": "correction/log_d_abs_p99",
                     "|log S|": "objective/log_s_abs_p99",
                 },
+                reading="Good: S within the clip limits. Bad: rare tokens with a size above 1.",
             ),
             Chart(
                 "Kept by the correction",
@@ -198,6 +235,8 @@ SECTIONS = (
                 "share",
                 {"kept": "correction/kept_share"},
                 "share",
+                reading="Good: above 99%. Bad: a fall, because engine and trainer disagree "
+                "about more tokens.",
             ),
             Chart(
                 "Clipped by the objective",
@@ -208,6 +247,8 @@ SECTIONS = (
                     "S too low": "objective/clip_low_share",
                     "S too high": "objective/clip_high_share",
                 },
+                reading="Good: below 5%. Bad: above 20%: the data are too old or the learning "
+                "rate too high.",
             ),
             Chart(
                 "KL(mu, pi_old)",
@@ -215,6 +256,8 @@ SECTIONS = (
                 "nats per token",
                 {"k1": "correction/kl_k1", "k3": "correction/kl_k3"},
                 "value",
+                reading="Good: near 0. Bad: a rise, which a newer engine, another precision or "
+                "a wrong version causes.",
             ),
             Chart(
                 "KL(pi_old, pi)",
@@ -222,6 +265,8 @@ SECTIONS = (
                 "nats per token",
                 {"k1": "objective/kl_k1", "k3": "objective/kl_k3"},
                 "value",
+                reading="Good: small and level. Bad: a rise, which staleness or several "
+                "optimizer steps per batch cause.",
             ),
             Chart(
                 "Exact old log-probabilities",
@@ -230,6 +275,7 @@ SECTIONS = (
                 "share",
                 {"exact": "old_logps/exact_share"},
                 "share",
+                reading="Good: 100%. Bad: less, because D and S are mixed for the other tokens.",
             ),
         ),
     ),
@@ -247,15 +293,22 @@ SECTIONS = (
                     "max": "schedule/staleness_max",
                     "bound": "schedule/staleness_bound",
                 },
+                reading="Good: the mean is below the bound. Bad: at the bound always; the "
+                "trainer is slower than generation.",
             ),
             Chart(
-                "Groups in flight",
-                "Groups started and not yet trained on, and those of them that are finished.",
+                "Queue and tickets",
+                "Groups started and not yet trained on, those of them that are finished, and the "
+                "tickets. A group needs one to start, until the weights trained on it are loaded.",
                 "groups",
                 {
                     "in flight": "schedule/groups_in_flight",
                     "finished": "schedule/groups_waiting",
+                    "tickets in use": "schedule/tickets_in_use",
+                    "tickets": "schedule/tickets",
                 },
+                reading="Good: a few are finished when a batch is taken. Bad: none is (generation "
+                "is too slow), or nearly all are (the trainer is too slow).",
             ),
             Chart(
                 "Mixed versions",
@@ -266,12 +319,15 @@ SECTIONS = (
                     "stale cache": "schedule/stale_kv_share",
                 },
                 "share",
+                reading="Good: any share, if tokens keep their own version. Bad: many tokens "
+                "over stale caches.",
             ),
             Chart(
                 "Waiting",
                 "Time that the trainer waited for a batch.",
                 "s",
                 {"wait": "schedule/wait_for_batch_s"},
+                reading="Good: near 0. Bad: a large part of a step: generation is too slow.",
             ),
             Chart(
                 "Time of a step",
@@ -284,6 +340,7 @@ SECTIONS = (
                     "checkpoint": "checkpoint/duration_s",
                     "evaluation": "eval/duration_s",
                 },
+                reading="Good: training is the largest part. Bad: another part is, and grows.",
             ),
             Chart(
                 "Time of episodes",
@@ -293,6 +350,8 @@ SECTIONS = (
                     "generation": "rollout/generation_wait_s",
                     "tools": "rollout/tool_wait_s",
                 },
+                reading="Good: generation is the larger part. Bad: the tools are: run more "
+                "episodes at once.",
             ),
         ),
     ),
@@ -309,6 +368,8 @@ SECTIONS = (
                     "engine": "engine/sampled_tokens_per_s",
                     "trainer": "trainer/tokens_per_s",
                 },
+                reading="Good: both are level. Bad: a fall of the engine's: longer contexts, "
+                "smaller batches or a lost engine.",
             ),
             Chart(
                 "Busy",
@@ -316,12 +377,16 @@ SECTIONS = (
                 "share",
                 {"busy": "engine/busy_share"},
                 "share",
+                reading="Good: above 90%. Bad: less: too few episodes at once, slow tools, or "
+                "tickets are missing.",
             ),
             Chart(
                 "Rows in a pass",
                 "Mean number of rows of a forward pass.",
                 "rows",
                 {"rows": "engine/batch_size_mean"},
+                reading="Good: near the limit of the engine. Bad: a few rows, which waste the "
+                "hardware.",
             ),
             Chart(
                 "Prompt tokens",
@@ -332,12 +397,15 @@ SECTIONS = (
                     "cached": "engine/cached_tokens",
                     "computed again": "engine/reprefill_tokens",
                 },
+                reading="Good: most are cached. Bad: many computed again, because each update "
+                "empties the cache.",
             ),
             Chart(
                 "Crashes and restarts",
                 "Of engines, since the previous row.",
                 "engines",
                 {"crashes": "engine/crashes", "restarts": "engine/restarts"},
+                reading="Good: 0. Bad: repeated ones; the events name the causes.",
             ),
         ),
     ),
@@ -356,39 +424,148 @@ _UNITS = {
 _OF_ROW = ("step", "time_s", "version", "eval/version")
 _BY_LAG = "/lag_"
 
+MAX_LINES = 8
+"""Lines in one plot of rewards, lags or engines."""
+
+_DIAGNOSTICS = (
+    Chart(
+        "Reliability and coverage",
+        "Episodes that the environment ended, and groups with a success (gfcr).",
+        "share",
+        {"reliability": "gfcr/reliability_share", "coverage": "gfcr/coverage_share"},
+        "share",
+        reading="Good: both rise. Bad: coverage falls while success rises: fewer tasks are solved.",
+    ),
+    Chart(
+        "Cost of a success",
+        "Sampled tokens for each successful episode (gfcr).",
+        "tokens",
+        {"tokens": "gfcr/tokens_per_success"},
+        reading="Good: it falls. Bad: it rises while success stays.",
+    ),
+    Chart(
+        "Balance of a group",
+        "Change of the probability of right first replies by a step of size 1: of those that were "
+        "sampled, and the largest loss of the others (balance).",
+        "",
+        {"sampled": "balance/sampled_change", "largest loss": "balance/unsampled_loss_max"},
+        "value",
+        reading="Good: the first is positive. Bad: the second is of its size.",
+    ),
+    Chart(
+        "Reward and corrected score",
+        "Means of the trained reward and of the score that counts, of the same episodes (proxy).",
+        "",
+        {"reward": "proxy/reward_mean", "score": "proxy/score_mean"},
+        "value",
+        reading="Good: both rise. Bad: the reward rises alone; the policy learns the reward only.",
+    ),
+    Chart(
+        "Pairs that teach only the reward",
+        "Pairs of siblings with different rewards: with scores in the reverse order, and with "
+        "equal scores (proxy).",
+        "share",
+        {"reversed": "proxy/reversed_share", "equal": "proxy/equal_score_share"},
+        "share",
+        reading="Good: near 0. Bad: a rise.",
+    ),
+)
+"""Plots of techniques that only measure, as on the report."""
+
+_BY_ENGINE = (
+    ("busy_share", "Busy, by engine", "Share of the time with a request in progress.", "share"),
+    (
+        "cached_share",
+        "Cache hits, by engine",
+        "Share of the prompt tokens taken from the prefix cache.",
+        "share",
+    ),
+    (
+        "sampled_tokens_per_s",
+        "Throughput, by engine",
+        "Sampled tokens of each engine.",
+        "tokens per second",
+    ),
+    ("running", "Load, by engine", "Requests in progress at the end of a step.", "requests"),
+)
+"""Metrics `engine_<n>/...`: name, title, explanation and unit. A plot has a line for each engine.
+"""
+
+_ENGINE = re.compile(r"engine_([0-9]{1,4})/(.+)")
+_REWARD = re.compile(r"reward/(.+)_mean")
+
 
 def sections(names: Iterable[str]) -> list[Row]:
     """Return the groups of plots for the metrics that a run has, as JSON.
 
-    Metrics by lag become one plot each. Rewards and figures of the environment have their own
-    groups. All other metrics come last, one group for each component.
+    Metrics by lag become one plot each, and those by engine one plot for all engines. Rewards and
+    figures of the environment have their own groups. All other metrics come last, one group for
+    each component.
     """
     left = dict.fromkeys(sorted(set(names) - set(_OF_ROW)))
-    found: list[Row] = []
-    for section in SECTIONS:
-        charts = []
-        for chart in section.charts:
-            lines = {line: name for line, name in chart.lines.items() if name in left}
-            if lines:
-                charts.append(_as_json(chart, lines))
-        found.append(_section(section.name, section.title, section.about, charts))
-    shown = (line for each in found for chart in each["charts"] for line in chart["lines"])
-    for line in list(shown):
-        left.pop(line["metric"], None)
-    found[3]["charts"] += _by_lag(left)
+    found = {
+        section.name: _section(
+            section.name, section.title, section.about, _recorded(section.charts, left)
+        )
+        for section in SECTIONS
+    }
+    for section in found.values():
+        _drop_shown(section["charts"], left)
+    found["ratios"]["charts"] += _by_lag(left)
+    found["engines"]["charts"] += _by_engine(left)
+    diagnostics = _recorded(_DIAGNOSTICS, left)
+    _drop_shown(diagnostics, left)
+    rewards = _by_reward(left)
     of_rewards = [name for name in left if name.startswith("reward/")]
+    rewards += _single(of_rewards, left)
     of_env = [name for name in left if name.startswith("env/")]
-    about = "The named rewards of an episode, and other figures of its rewards."
-    found.insert(2, _section("rewards", "Rewards", about, _single(of_rewards, left)))
-    about = "Numbers that the environment reports, mean over episodes."
-    found.append(_section("environment", "Environment", about, _single(of_env, left)))
+    environment = _single(of_env, left)
     components: dict[str, list[str]] = {}
     for name in left:
         components.setdefault(name.partition("/")[0], []).append(name)
-    for component, members in components.items():
-        about = "Other metrics of this component."
-        found.append(_section(f"other-{component}", component, about, _single(members, {})))
-    return [each for each in found if each["charts"]]
+    ordered = [
+        found["outcome"],
+        found["signal"],
+        _section("rewards", "Rewards", "The named rewards of an episode, by channel.", rewards),
+        found["health"],
+        found["ratios"],
+        found["schedule"],
+        found["engines"],
+        _section("diagnostics", "Diagnostics", "Measured by techniques.", diagnostics),
+        _section(
+            "environment",
+            "Environment",
+            "Numbers that the environment reports, mean over episodes.",
+            environment,
+        ),
+        *(
+            _section(
+                f"other-{component}",
+                component,
+                "Other metrics of this component.",
+                _single(members, {}),
+            )
+            for component, members in components.items()
+        ),
+    ]
+    return [each for each in ordered if each["charts"]]
+
+
+def _recorded(charts: Sequence[Chart], names: Mapping[str, None]) -> list[Row]:
+    """Return the plots that have a recorded metric, with the lines that have one."""
+    found = []
+    for chart in charts:
+        lines = {line: name for line, name in chart.lines.items() if name in names}
+        if lines:
+            found.append(_as_json(chart, lines))
+    return found
+
+
+def _drop_shown(charts: Sequence[Row], left: dict[str, None]) -> None:
+    """Remove the metrics that some plots show."""
+    for chart in charts:
+        for line in chart["lines"]:
+            left.pop(line["metric"], None)
 
 
 def _section(name: str, title: str, about: str, charts: list[Row]) -> Row:
@@ -401,6 +578,7 @@ def _as_json(chart: Chart, lines: Mapping[str, str]) -> Row:
         "about": chart.about,
         "unit": chart.unit,
         "scale": chart.scale,
+        "reading": chart.reading,
         "lines": [{"name": line, "metric": name} for line, name in lines.items()],
     }
 
@@ -416,9 +594,53 @@ def _by_lag(left: dict[str, None]) -> list[Row]:
     for metric, by_lag in lags.items():
         for name in by_lag.values():
             left.pop(name, None)
-        lines = {f"lag {lag}": by_lag[lag] for lag in sorted(by_lag)[:8]}
+        lines = {f"lag {lag}": by_lag[lag] for lag in sorted(by_lag)[:MAX_LINES]}
         chart = Chart(f"{metric} by lag", "For tokens of each staleness.", unit_of(metric), lines)
         charts.append(_as_json(chart, lines))
+    return charts
+
+
+def _by_reward(left: dict[str, None]) -> list[Row]:
+    """Return one plot of all named rewards, and remove their names from `left`."""
+    own = ("reward/mean", "reward/std")
+    lines = {
+        match[1]: name for name in left if name not in own and (match := _REWARD.fullmatch(name))
+    }
+    lines = dict(list(lines.items())[:MAX_LINES])
+    for name in lines.values():
+        left.pop(name)
+    chart = Chart(
+        "Rewards by channel",
+        "Mean of each named reward, before the task set combines them.",
+        "reward",
+        lines,
+        "value",
+        reading="Good: all rise. Bad: one rises while another falls, as with a bonus that pays "
+        "more than the task.",
+    )
+    return [_as_json(chart, lines)] if lines else []
+
+
+def _by_engine(left: dict[str, None]) -> list[Row]:
+    """Return plots with a line for each of the first engines. Remove all their names from `left`.
+
+    The table of engines shows the metrics that have no plot.
+    """
+    engines: dict[str, dict[int, str]] = {}
+    for name in list(left):
+        if match := _ENGINE.fullmatch(name):
+            engines.setdefault(match[2], {})[int(match[1])] = name
+            left.pop(name)
+    charts = []
+    for metric, title, about, unit in _BY_ENGINE:
+        names = engines.get(metric, {})
+        lines = {f"engine {number}": names[number] for number in sorted(names)[:MAX_LINES]}
+        reading = "Good: the lines are close. Bad: one is far below the others."
+        chart = Chart(
+            title, about, unit, lines, "share" if unit == "share" else "count", reading=reading
+        )
+        if lines and (len(lines) > 1 or metric in ("cached_share", "running")):
+            charts.append(_as_json(chart, lines))
     return charts
 
 

@@ -92,8 +92,11 @@ CREATE INDEX episodes_open ON episodes (episode) WHERE outcome = 'open';
 CREATE TABLE figures (episode INTEGER NOT NULL, name TEXT NOT NULL, value REAL NOT NULL,
     PRIMARY KEY (episode, name)) WITHOUT ROWID;
 CREATE INDEX figures_by_value ON figures (name, value, episode);
+CREATE TABLE ages (tenth INTEGER NOT NULL, lag INTEGER NOT NULL, tokens INTEGER NOT NULL,
+    PRIMARY KEY (tenth, lag)) WITHOUT ROWID;
 CREATE VIRTUAL TABLE words USING fts5(text, content='', tokenize='unicode61')"""
-"""Tables of what the journal has. `figures` has the rewards (`reward:NAME`) and facts
+"""Tables of what the journal has. `ages` counts trained tokens by tenth of the episode and lag.
+`figures` has the rewards (`reward:NAME`) and facts
 (`fact:NAME`) of an episode. `words` is the full-text index of the conversations, without the text.
 """
 
@@ -147,7 +150,7 @@ class Database:
     def clear_episodes(self) -> None:
         """Remove all that came from the journal."""
         with self.write() as writer:
-            for name in ("episodes", "figures", "words"):
+            for name in ("episodes", "figures", "ages", "words"):
                 writer.execute(f"DROP TABLE {name}")
             for statement in EPISODES.split(";"):
                 writer.execute(statement)

@@ -12,6 +12,7 @@ from unstale.durability.journal import JOURNAL, Journal, JournalError, JournalRe
 from unstale.durability.journal.conversations import Decode, load_decoder
 from unstale.durability.journal.tables import grade
 from unstale.durability.run_folder import EVENTS, METRICS, Row, dumps
+from unstale.observe.dashboard.ages import add_ages, add_ages_of
 from unstale.observe.dashboard.database import Database
 from unstale.observe.dashboard.folders import is_own_file
 from unstale.observe.dashboard.tail import Tail
@@ -256,6 +257,7 @@ class RunIndex:
                 values = _measure(pieces) | _outcome(writer, end)
                 if values.get("step") is not None:
                     values |= self._training(journal, end, values["version_min"])
+                    add_ages(writer, [piece[2:4] for piece in pieces], end[-1])
                 text = _text(pieces, self._decode) if self._decode else ""
         except JournalError as error:
             values, text = {"outcome": "damaged", "note": str(error)[:2000]}, ""
@@ -289,12 +291,16 @@ def _copy_consumed(journal: JournalReader, writer: sqlite3.Connection, after: in
         "SELECT number, step, version FROM consumed WHERE step > ? ORDER BY step", after
     )
     for group, step, version in rows:
+        waiting = writer.execute(
+            "SELECT episode FROM episodes WHERE group_number = ? AND outcome = 'waiting'", (group,)
+        ).fetchall()
         changed = writer.execute(
             "UPDATE episodes SET outcome = 'trained', step = ?, lag_max = ? - version_min "
             "WHERE group_number = ? AND outcome = 'waiting'",
             (step, version, group),
         )
         if changed.rowcount:
+            add_ages_of(journal, writer, [episode for (episode,) in waiting], version)
             _add_training(journal, writer, group, step)
     return [step for _, step, _ in rows]
 

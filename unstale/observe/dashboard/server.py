@@ -28,7 +28,18 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from unstale.durability.journal import JournalError
 from unstale.durability.run_folder import dumps
-from unstale.observe.dashboard import alternatives, export, limits, summary, table, tokens
+from unstale.observe.dashboard import (
+    alternatives,
+    audits,
+    details,
+    export,
+    limits,
+    pairs,
+    summary,
+    table,
+    timeline,
+    tokens,
+)
 from unstale.observe.dashboard.factors import Brush, TokenCache, TokenChoice, answer
 from unstale.observe.dashboard.folders import RunFolders, UnknownRun
 from unstale.observe.dashboard.indexer import POLL_S, Indexer
@@ -154,6 +165,9 @@ def make_app(indexer: Indexer, *, token: str, port: int) -> ASGIApp:
         "lags": api.lags,
         "spans": api.spans,
         "log": api.log,
+        "details": api.details,
+        "audit": api.audit,
+        "pairs": api.pairs,
         "episodes": api.episodes,
         "episode": api.episode,
         "group": api.group,
@@ -231,11 +245,22 @@ class _Api:
     def spans(self, request: Request) -> Any:
         index = self._indexer.get(_text(request, "run"), journal=False)
         start, end = _float(request, "start", 0.0), _float(request, "end", 1e18)
-        return summary.spans(index.database, start, end, _int(request, "limit", 3000))
+        return timeline.spans(index.database, start, end, _int(request, "limit", 3000))
 
     def log(self, request: Request) -> Any:
         index = self._indexer.get(_text(request, "run"), journal=False)
         return {"events": summary.log(index.database, _int(request, "after", 0))}
+
+    def details(self, request: Request) -> Any:
+        return details.details(self._indexer.get(_text(request, "run")).database)
+
+    def audit(self, request: Request) -> Any:
+        index = self._indexer.get(_text(request, "run"), journal=False)
+        return audits.audit(index)
+
+    def pairs(self, request: Request) -> Any:
+        a, b = (self._indexer.get(_text(request, name)).database for name in ("a", "b"))
+        return pairs.pairs(a, b)
 
     def episodes(self, request: Request) -> Any:
         index = self._indexer.get(_text(request, "run"))

@@ -6,10 +6,10 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from unstale.config import ConfigError
+from unstale.config import ConfigError, RunConfig
 from unstale.config.routes import exact_routes
 from unstale.durability.journal import JOURNAL
-from unstale.durability.run_folder import EVENTS, METRICS, Row, RunFolder
+from unstale.durability.run_folder import EVENTS, METRICS, Row, RunFolder, plain
 from unstale.observe.dashboard.charts import sections
 from unstale.observe.dashboard.database import Database
 from unstale.observe.dashboard.index import RunIndex
@@ -29,7 +29,6 @@ RECENT = 20
 
 MAX_POINTS = 2000
 MAX_METRICS = 24
-MAX_SPANS = 3000
 MAX_EVENTS = 200
 LIST_POINTS = 60
 """Points of a curve in the list of runs."""
@@ -165,12 +164,16 @@ def overview(name: str, index: RunIndex) -> Row:
             _last_events(database, ("started",)).get("started", (0, {}))[1].get("command")
         ),
         "options": {key: _text(value) for key, value in config.items()},
+        "changed": [
+            key for key, value in config.items() if key in _DEFAULTS and _DEFAULTS[key] != value
+        ],
         "limits": {option: number(setting(option)) for option in _LIMITS},
         "sections": sections(names),
         "index": progress(index),
     }
 
 
+_DEFAULTS = flatten(plain(RunConfig(recipe="")))
 _LIMITS = ("correction.low", "correction.high", "objective.clip_low", "objective.clip_high")
 
 
@@ -248,25 +251,6 @@ def lags(database: Database, points: int = 300) -> Row:
         "total": [list(row) for row in total],
         "width": width,
         "steps": [[step, sorted(by_lag.items())] for step, by_lag in steps.items()],
-    }
-
-
-def spans(database: Database, start: float, end: float, limit: int = MAX_SPANS) -> Row:
-    """Return the activities between two times of the run, in seconds. The longest are kept."""
-    ((first, last, total),) = database.rows('SELECT min(start), max("end"), count(*) FROM spans')
-    inside = '"end" >= ? AND start <= ?'
-    ((count,),) = database.rows(f"SELECT count(*) FROM spans WHERE {inside}", (start, end))
-    rows = database.rows(
-        f'SELECT lane, start, "end", label FROM spans WHERE {inside} '
-        'ORDER BY "end" - start DESC LIMIT ?',
-        (start, end, max(1, min(limit, MAX_SPANS))),
-    )
-    return {
-        "first": first or 0.0,
-        "last": last or 0.0,
-        "total": total,
-        "left_out": count - len(rows),
-        "spans": [list(row) for row in rows],
     }
 
 

@@ -67,10 +67,18 @@ def shares(run: Gathered, wait: Waiting) -> Markup:
 def _trainer_shares(run: Gathered) -> list[tuple[str, str, float]]:
     """Return what the trainer did, as (name of the activity, colour, share of the time)."""
     begin = run.begin_s
-    end = run.seconds or 0.0
     if run.spans_left_out:
         begin = max(begin, run.spans[0].start)
-    inside = [span for span in run.spans if span.start >= begin - 1e-3 and span.end <= end + 1e-3]
+    return time_shares(run.spans, begin, run.seconds or 0.0)
+
+
+def time_shares(spans: Sequence[Span], begin: float, end: float) -> list[tuple[str, str, float]]:
+    """Return the share of the time from `begin` to `end` that each activity of the trainer took.
+
+    An entry has the name of the activity, its colour and the share. Time of several activities
+    counts for the first of them in `FIRST_OF_ALL`. Empty if no activity lies in the range.
+    """
+    inside = [span for span in spans if span.start >= begin - 1e-3 and span.end <= end + 1e-3]
     spent, total = _alone(inside), end - begin
     if total <= 0 or not any(spent.values()):
         return []

@@ -10,7 +10,14 @@ export const charts = new Set();
 export const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
 
 // Draw all plots again, in the colours of a new theme.
-export const recolour = () => charts.forEach((chart) => chart.draw());
+export const recolour = () => {
+  charts.forEach((chart) => chart.draw());
+  drawings.forEach((draw) => draw());
+};
+
+// Call `draw` after each change of the theme, until it is null. There is one for each key.
+const drawings = new Map();
+export const onTheme = (key, draw) => (draw ? drawings.set(key, draw) : drawings.delete(key));
 
 const resized = new ResizeObserver((entries) => entries.forEach(({ target }) => target.resize?.()));
 

@@ -3,7 +3,7 @@
 import { ask, follow } from "./api.js";
 import { h, replace, settled } from "./dom.js";
 import { amount, duration, percent } from "./format.js";
-import { badge, failed, success, toRun } from "./parts.js";
+import { badge, failed, problem, success, toRun } from "./parts.js";
 import { cards, learning } from "./run.js";
 
 export function compare(content, _, query) {
@@ -52,18 +52,35 @@ export function compare(content, _, query) {
     return chart.lines.filter((line) => metrics.has(line.metric));
   }
 
+  const NAMES = { success: "success", reward: "reward", sampled_tokens: "sampled tokens", turns: "turns" };
+  function paired(found) {
+    const about = "Groups with the same number and the same task in both runs: mean of A, mean of B, and B - A with its 95% interval over groups. It holds the tasks equal, not the chance of sampling and seeds: `unstale compare` runs several seeds.";
+    if (!found.groups) return h("p", { class: "gap" }, "No group has the same task in both runs, so they cannot be compared in pairs. Runs with the same seed and task options draw the same tasks.");
+    const show = (name, value) => (name === "success" ? percent(value, 1) : amount(value));
+    const rows = (figures, groups) => figures.map((each) => {
+      const reach = each.error === null ? null : 1.96 * each.error;
+      const clear = reach !== null && Math.abs(each.difference) > reach;
+      return h("tr", {}, h("th", { scope: "row" }, NAMES[each.name]), h("td", {}, groups), h("td", {}, show(each.name, each.a)), h("td", {}, show(each.name, each.b)),
+        h("td", {}, h(clear ? "b" : "span", {}, show(each.name, each.difference)), reach === null ? "" : h("small", {}, ` ${show(each.name, each.difference - reach)} to ${show(each.name, each.difference + reach)}`)));
+    });
+    return [h("p", { class: "lead" }, about), h("div", { class: "scroll" }, h("table", { class: "results" }, h("thead", {}, h("tr", {}, ["figure", "groups", "A", "B", "B - A"].map((name) => h("th", { scope: "col" }, name)))), h("tbody", {},
+      rows(found.figures, `all ${found.groups} common`), rows(found.late, `last ${found.late_groups}`)))), found.only ? h("p", { class: "quiet" }, `${found.only} groups were in one run only, or had different tasks.`) : null];
+  }
+
   const tables = h("div");
+  const pairs = h("div");
   async function load() {
     try {
       const found = await Promise.all(names.map((run) => ask("run", { run })));
       if (closed) return;
       replace(tables, table(found));
+      ask("pairs", { a: names[0], b: names[1] }).then((answer) => closed || replace(pairs, paired(answer)), (error) => replace(pairs, problem(error.message)));
       if (made) made.refresh();
       else {
         curve = learning(names);
         made = cards(names, sections(found));
         replace(content, h("h1", {}, "Compare"), await choose(), tables, h("p", { class: "quiet" }, "A difference of two single runs is mostly chance: `unstale compare` runs several seeds."), curve.element,
-          h("section", {}, h("h2", {}, "Options that differ"), differences(found)), made.elements);
+          h("section", {}, h("h2", {}, "In pairs"), pairs), h("section", {}, h("h2", {}, "Options that differ"), differences(found)), made.elements);
       }
       curve.load(found).catch(() => {});
     } catch (error) {

@@ -1,5 +1,6 @@
 // Choose the page by the part of the address after #, and the theme.
 
+import { audit } from "./audit.js";
 import { recolour } from "./chart.js";
 import { h, replace } from "./dom.js";
 import { compare } from "./compare.js";
@@ -19,6 +20,7 @@ const PAGES = [
   ["", runs, () => []],
   ["compare", compare, () => [["compare", "#/compare"]]],
   ["run/:run", run, ofRun],
+  ["run/:run/audit", audit, (at) => [...ofRun(at), ["audit", `${toRun(at)}/audit`]]],
   ["run/:run/episodes", episodes, (at) => [...ofRun(at), ["episodes", `${toRun(at)}/episodes`]]],
   ["run/:run/factors", factors, (at) => [...ofRun(at), ["D against S", `${toRun(at)}/factors`]]],
   ["run/:run/group/:group", group, (at) => [...ofEpisodes(at), [`group ${at.group}`, `${toRun(at)}/group/${at.group}`]]],

@@ -2,12 +2,14 @@
 
 import { ask, follow } from "./api.js";
 import { Plot, smooth } from "./chart.js";
+import * as details from "./details.js";
 import { h, replace, settled } from "./dom.js";
 import { amount, duration, percent, whole } from "./format.js";
 import { badge, failed, problem, tile, toRun } from "./parts.js";
 import { timeline } from "./timeline.js";
 
 const POINTS = 500;
+const DETAILS_MS = 5000;
 
 // A card with one plot. It asks for its series when it comes into view, and after each new step.
 export class Card {
@@ -15,7 +17,7 @@ export class Card {
     Object.assign(this, { names, chart, inView: false, stale: true });
     this.plot = new Plot({ title: chart.title, unit: chart.unit, scale: chart.scale });
     const unit = chart.unit && chart.unit !== "share" ? ` (${chart.unit})` : "";
-    this.element = h("figure", { class: "card chart" }, h("figcaption", {}, h("h3", {}, chart.title, h("small", { class: "unit" }, unit)), h("p", {}, chart.about)), this.plot.element);
+    this.element = h("figure", { class: "card chart" }, h("figcaption", {}, h("h3", {}, chart.title, h("small", { class: "unit" }, unit)), h("p", {}, chart.about)), this.plot.element, chart.reading ? h("p", { class: "reading-of" }, chart.reading) : null);
     this.element.card = this;
     watch.observe(this.element);
   }
@@ -152,7 +154,17 @@ function again(run, log) {
     run.failures.count ? h("details", {}, h("summary", {}, `${run.failures.count} failed episodes`), h("div", { class: "scroll" }, h("table", {}, h("tbody", {}, run.failures.rows.map((row) =>
       h("tr", {}, h("td", {}, row.episode ? h("a", { href: `${toRun(run.name)}/episode/${row.episode}` }, row.episode) : ""), h("td", {}, row.task), h("td", {}, row.stage), h("td", {}, row.error))))))) : null,
     run.command ? h("pre", { class: "command" }, run.command) : null,
-    h("details", {}, h("summary", {}, `${options.length} options`), h("ul", { class: "knobs" }, options.map(([name, value]) => h("li", {}, name, h("code", {}, value))))));
+    h("details", {}, h("summary", {}, `${options.length} options`), h("ul", { class: "knobs" }, options.map(([name, value]) => h("li", { class: run.changed.includes(name) ? "changed" : undefined }, name, h("code", {}, value)))), h("p", { class: "quiet" }, "Marked options differ from their defaults.")));
+}
+
+// Buttons that lead to the sections of the page.
+function contents(plots) {
+  const go = (section) => {
+    section.scrollIntoView();
+    section.setAttribute("tabindex", "-1");
+    section.focus({ preventScroll: true });
+  };
+  return h("div", { class: "contents", role: "group", "aria-label": "Sections of this page" }, [...plots.querySelectorAll("section[id]")].map((section) => h("button", { type: "button", onclick: () => go(section) }, section.querySelector("h2").textContent)));
 }
 
 export function run(content, { run: name }) {
@@ -160,12 +172,48 @@ export function run(content, { run: name }) {
   let made = null;
   let sections = "";
   let closed = false;
+  let waits = 0;
   const curve = learning([name]);
   const times = timeline(name);
-  const top = h("div");
-  const lagged = h("figure", { class: "card" });
-  const plots = h("div");
-  const bottom = h("div");
+  const [ages, lagged, attempts] = [details.ages(), details.lagsOverSteps(), details.attempts()];
+  const [top, nav, plots, bottom, shares, engines, sizes, histogram, examples, forks] = Array.from({ length: 10 }, () => h("div"));
+  const episodes = h("section", { id: "section-episodes" }, h("h2", {}, "Episodes"), examples, attempts.element, forks);
+
+  // Once now, and once more if it was called again meanwhile: these answers read all episodes.
+  function detail() {
+    if (waits) return void (waits = 2);
+    waits = 1;
+    fetch_details();
+    setTimeout(() => {
+      const again = waits === 2 && !closed;
+      waits = 0;
+      if (again) detail();
+    }, DETAILS_MS);
+  }
+
+  async function fetch_details() {
+    try {
+      const found = await ask("details", { run: name });
+      if (closed) return;
+      replace(shares, details.shares(found.shares));
+      replace(engines, details.engines(found.engines));
+      replace(sizes, details.sizes(found.sizes));
+      replace(examples, details.examples(name, found.examples));
+      replace(forks, details.forks(name, found.forks));
+      ages.set(found.ages);
+      attempts.set(found.attempts);
+    } catch (error) {
+      replace(shares, problem(error.message));
+    }
+  }
+
+  // Where the parts that are no series stand: after the plots of their section.
+  function place(element, section) {
+    if (section === "ratios") element.append(sizes);
+    if (section === "schedule") element.append(h("div", { class: "charts" }, lagged.element, ages.element), histogram);
+    if (section === "engines") element.insertBefore(engines, element.querySelector(".charts"));
+    return element;
+  }
 
   async function load() {
     let found, by_lag, events;
@@ -177,11 +225,12 @@ export function run(content, { run: name }) {
     }
     if (closed) return;
     const facts = [found.recipe, `seed ${amount(found.seed)}`, `${found.step} of ${found.steps ?? "?"} steps`, duration(found.figures.seconds), found.techniques].filter(Boolean).join(" · ");
-    const links = h("p", { class: "bar" }, h("a", { class: "go", href: `${toRun(name)}/episodes` }, `${whole(found.index.started)} episodes`), h("a", { class: "go", href: `${toRun(name)}/factors` }, "D against S"), h("span", { class: "quiet" }, facts));
+    const links = h("p", { class: "bar" }, h("a", { class: "go", href: `${toRun(name)}/episodes` }, `${whole(found.index.started)} episodes`), h("a", { class: "go", href: `${toRun(name)}/factors` }, "D against S"), h("a", { class: "go", href: `${toRun(name)}/audit` }, "Audit of old_logp"), h("span", { class: "quiet" }, facts));
     replace(top, h("div", { class: "bar" }, h("h1", {}, name), badge(found)), links, outcome(found),
       found.error ? h("details", { class: "error", open: true }, h("summary", {}, "The error that ended the run"), h("pre", {}, found.error)) : found.detail ? h("p", { class: found.state === "finished" ? "quiet" : "end" }, found.detail) : null,
       [...found.gaps, ...found.problems].map(problem), tiles(found), h("p", { class: "quiet pace" }, `${found.pace.sentence} ${found.pace.advice}`), health(found));
-    replace(lagged, h("figcaption", {}, h("h3", {}, "Staleness of the trained tokens"), h("p", {}, "Versions published between sampling and training, over all steps.")), lagBars(by_lag, found.figures.staleness_bound));
+    replace(histogram, details.card("Staleness of the trained tokens", "Versions published between sampling and training, over all steps.", lagBars(by_lag, found.figures.staleness_bound)));
+    lagged.set(by_lag);
     replace(bottom, again(found, events.events));
     const now = JSON.stringify(found.sections);
     if (now !== sections) {
@@ -189,14 +238,18 @@ export function run(content, { run: name }) {
       made?.close();
       made = cards([name], found.sections);
       const [before, after] = [[], []];
-      found.sections.forEach((section, index) => (["outcome", "signal", "rewards", "health"].includes(section.name) ? before : after).push(made.elements[index]));
-      replace(plots, before, factors(found), lagged, after);
+      found.sections.forEach((section, index) => (["outcome", "signal", "rewards", "health"].includes(section.name) ? before : after).push(place(made.elements[index], section.name)));
+      const rest = after.findIndex((element) => element.matches("details"));
+      const ahead = rest < 0 ? after : after.slice(0, rest);
+      replace(plots, before, factors(found), ahead, shares, times.element, episodes, rest < 0 ? [] : after.slice(rest));
+      replace(nav, contents(plots));
     } else made.refresh();
-    if (!top.isConnected) replace(content, top, curve.element, plots, times.element, bottom);
+    if (!top.isConnected) replace(content, top, nav, curve.element, plots, bottom);
     curve.load([found]).catch(() => {});
     times.load();
+    detail();
   }
   const close = follow(name, settled(400, (progress) => load(progress)));
   load();
-  return { close: () => { closed = true; close(); made?.close(); curve.close(); times.close(); } };
+  return { close: () => { closed = true; close(); made?.close(); for (const each of [curve, times, ages, lagged, attempts]) each.close(); } };
 }

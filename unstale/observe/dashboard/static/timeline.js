@@ -1,15 +1,24 @@
-// The timeline of a run: what engine and trainer did when, with zoom by wheel, drag and keys.
+// The timeline of a run: what engines, tools and trainer did when, with zoom by wheel, drag and keys.
 
 import { ask } from "./api.js";
-import { colour } from "./chart.js";
+import { colour, onTheme } from "./chart.js";
 import { h, replace, settled } from "./dom.js";
-import { duration, whole } from "./format.js";
+import { duration, percent, whole } from "./format.js";
 
 const LANES = [
-  ["engine", "generation", "engine"], ["wait", "trainer waits", "wait"], ["old_logps", "scoring", "d"], ["trainer", "training", "trainer"],
-  ["publish", "publishing", "s"], ["standstill", "engine pauses", "ink"], ["checkpoint", "checkpoints", "lag-4"], ["eval", "evaluation", "good"],
+  ["engine", "generation", "engine"], ["tools", "tools", "good"], ["wait", "trainer waits", "wait"], ["old_logps", "scoring", "d"], ["trainer", "training", "trainer"],
+  ["publish", "publishing", "s"], ["standstill", "engines pause", "ink"], ["checkpoint", "checkpoints", "lag-4"], ["eval", "evaluation", "good"],
 ];
 const HEIGHT = 26;
+const MARKS = 18;
+
+// Lanes in the order of the page: generation of each engine, tools, then the trainer's activities.
+function order(found) {
+  const engines = [...found].filter((lane) => /^engine \d+$/.test(lane)).sort((a, b) => Number(a.slice(7)) - Number(b.slice(7))).map((lane) => [lane, lane, "engine"]);
+  const known = LANES.filter(([lane]) => found.has(lane));
+  const rest = [...found].filter((lane) => ![...engines, ...known].some(([each]) => each === lane)).map((lane) => [lane, lane, "quiet"]);
+  return [...engines, ...known, ...rest];
+}
 
 export function timeline(run) {
   const canvas = h("canvas", { class: "lanes", tabindex: "0", role: "img" });
@@ -17,12 +26,14 @@ export function timeline(run) {
   const note = h("p", { class: "quiet", role: "status" });
   const under = h("p", { class: "quiet under" }, " ");
   const button = (text, label, action) => h("button", { type: "button", "aria-label": label, onclick: action }, text);
-  const controls = h("div", { class: "controls" }, button("−", "Zoom out", () => zoom(2)), button("+", "Zoom in", () => zoom(0.5)), button("◂", "Earlier", () => move(-0.5)), button("▸", "Later", () => move(0.5)), button("whole run", "Show the whole run", () => whole_run()), note);
-  const element = h("section", { id: "section-timeline" }, h("h2", {}, "Timeline"), h("p", { class: "lead" }, "Where the time went. Drag to look at a part, or use the buttons; arrow keys move, + and − zoom."), h("figure", { class: "card" }, controls, h("div", { class: "lanes-box" }, names, canvas), under));
+  const controls = h("div", { class: "controls" }, button("−", "Zoom out", () => zoom(2)), button("+", "Zoom in", () => zoom(0.5)), button("◂", "Earlier", () => move(-0.5)), button("▸", "Later", () => move(0.5)), button("last steps", "Show the last eight steps", () => last_steps()), button("whole run", "Show the whole run", () => whole_run()), note);
+  const about = "Where the time went. The height of generation is the busy share of an engine in a step, that of tools the number of episodes in their environment. Lines with a number mark when a version was in all engines. Drag to look at a part; Ctrl and the wheel, or + and −, zoom; arrow keys move; 0 shows the whole run.";
+  const element = h("section", { id: "section-timeline" }, h("h2", {}, "Timeline"), h("p", { class: "lead" }, about), h("figure", { class: "card" }, controls, h("div", { class: "lanes-box" }, names, canvas), under));
   let answer = null;
   let view = null;
   let lanes = [];
   let drag = null;
+  let over = null;
 
   const fetch_spans = settled(120, load);
   function set(start, end) {
@@ -36,57 +47,113 @@ export function timeline(run) {
   const zoom = (factor, at = 0.5) => answer && set(view.start + (view.end - view.start) * at * (1 - factor), view.start + (view.end - view.start) * (at + factor * (1 - at)));
   const move = (part) => answer && set(view.start + part * (view.end - view.start), view.end + part * (view.end - view.start));
   const whole_run = () => answer && set(answer.first, answer.last);
+  const last_steps = () => answer && answer.ends.length > 1 && set(answer.ends[Math.max(0, answer.ends.length - 9)], answer.last);
 
   async function load() {
     try {
       const asked = view && !view.whole ? { start: view.start, end: view.end } : {};
-      answer = await ask("spans", { run, ...asked });
+      const [found, { series }] = await Promise.all([ask("spans", { run, ...asked }), ask("series", { run, name: "time_s", points: 500 })]);
+      answer = { ...found, ends: series.time_s[1], from: asked.start ?? found.first, to: asked.end ?? found.last };
     } catch (error) {
       note.textContent = error.message;
       return;
     }
     if (!view || view.whole) view = { start: answer.first, end: Math.max(answer.last, answer.first + 0.01), whole: true };
-    const found = new Set(answer.spans.map(([lane]) => lane));
-    lanes = LANES.filter(([lane]) => found.has(lane) || lanes.some(([known]) => known === lane));
-    for (const lane of found) if (!LANES.some(([known]) => known === lane)) lanes.push([lane, lane, "quiet"]);
+    const found = [...answer.spans, ...answer.parts, ...answer.levels].map(([lane]) => lane);
+    lanes = order(new Set([...lanes.map(([lane]) => lane), ...found]));
     draw();
   }
 
   function draw() {
     if (!answer || !canvas.isConnected) return;
-    const [width, height] = [canvas.parentElement.clientWidth - names.offsetWidth - 8, lanes.length * HEIGHT + 20];
+    const [width, height] = [canvas.parentElement.clientWidth - names.offsetWidth - 8, MARKS + lanes.length * HEIGHT + 20];
     const scale = devicePixelRatio || 1;
     Object.assign(canvas, { width: Math.max(50, width) * scale, height: height * scale });
     canvas.style.height = `${height}px`;
     const pen = canvas.getContext("2d");
     pen.scale(scale, scale);
+    pen.font = "12px system-ui, sans-serif";
     const x = (time) => ((time - view.start) / (view.end - view.start)) * width;
+    const top = (row) => MARKS + row * HEIGHT + 2;
+    const box = (row, from, to, level = 1) => {
+      const tall = (HEIGHT - 6) * Math.max(level, 0.04);
+      pen.fillRect(x(from), top(row) + HEIGHT - 6 - tall, Math.max(1, x(to) - x(from)), tall);
+    };
     lanes.forEach((_, row) => {
       pen.fillStyle = colour("soft");
-      pen.fillRect(0, row * HEIGHT + 2, width, HEIGHT - 6);
+      pen.fillRect(0, top(row), width, HEIGHT - 6);
     });
     const rows = new Map(lanes.map(([lane], row) => [lane, row]));
-    for (const [lane, start, end] of answer.spans) {
-      const row = rows.get(lane);
-      if (row === undefined) continue;
-      pen.fillStyle = colour(lanes[row][2]);
-      pen.fillRect(x(start), row * HEIGHT + 2, Math.max(1, x(end) - x(start)), HEIGHT - 6);
+    pen.fillStyle = colour("rule");
+    for (const end of answer.steps) pen.fillRect(x(end), MARKS, 1, lanes.length * HEIGHT);
+    const inks = lanes.map(([, , ink]) => colour(ink));
+    for (const [lane, start, end, level] of answer.levels) {
+      pen.fillStyle = inks[rows.get(lane)];
+      box(rows.get(lane), start, end, level);
     }
+    for (const [lane, start, end] of answer.spans) {
+      pen.fillStyle = inks[rows.get(lane)];
+      box(rows.get(lane), start, end);
+    }
+    for (const [lane, shares] of answer.parts) {
+      pen.fillStyle = inks[rows.get(lane)];
+      const part = (answer.to - answer.from) / shares.length;
+      shares.forEach((share, at) => share > 0 && box(rows.get(lane), answer.from + at * part, answer.from + (at + 1) * part, share));
+    }
+    if (!names.offsetWidth) {
+      // a narrow page has no space for names beside the lanes
+      pen.fillStyle = colour("ink");
+      pen.textAlign = "left";
+      lanes.forEach(([, name], row) => pen.fillText(name, 6, top(row) + 14));
+    }
+    marks(pen, x, width);
     pen.fillStyle = colour("quiet");
-    pen.font = "12px system-ui, sans-serif";
     const count = Math.max(2, Math.floor(width / 90));
     for (let tick = 0; tick <= count; tick += 1) {
       const time = view.start + ((view.end - view.start) * tick) / count;
       pen.textAlign = tick === 0 ? "left" : tick === count ? "right" : "center";
       pen.fillText(duration(time), x(time), height - 5);
     }
+    if (drag !== null && over !== null) {
+      pen.fillStyle = colour("ink");
+      pen.globalAlpha = 0.12;
+      pen.fillRect(Math.min(drag, over) * width, MARKS, Math.abs(over - drag) * width, lanes.length * HEIGHT);
+      pen.globalAlpha = 1;
+    }
     replace(names, lanes.map(([, name]) => h("span", {}, name)));
-    const left = answer.left_out ? `, ${whole(answer.left_out)} shorter ones are left out: zoom in to see them` : "";
-    note.textContent = `${duration(view.start)} to ${duration(view.end)}, ${whole(answer.spans.length)} activities${left}`;
-    canvas.setAttribute("aria-label", `Timeline from ${duration(view.start)} to ${duration(view.end)}: ${lanes.map(([lane, name]) => `${name} ${duration(sum(lane))}`).join(", ")}`);
+    const how = answer.parts.length ? ", too many to draw: the height is the share of the time of each part; zoom in to see them" : "";
+    const left = answer.left_out ? `, the oldest ${whole(answer.left_out)} are left out` : "";
+    note.textContent = `${duration(view.start)} to ${duration(view.end)}, ${whole(answer.inside)} activities${how}${left}`;
+    canvas.setAttribute("aria-label", `Timeline from ${duration(view.start)} to ${duration(view.end)}: ${lanes.map(([lane, name]) => `${name} ${busy(lane)}`).join(", ")}`);
   }
 
-  const sum = (lane) => answer.spans.filter(([each]) => each === lane).reduce((total, [, start, end]) => total + end - start, 0);
+  // Lines where versions arrived, with as many numbers as have space.
+  function marks(pen, x, width) {
+    pen.textAlign = "center";
+    let free = -Infinity;
+    for (const [time, label] of answer.marks) {
+      const at = x(time);
+      if (at < 0 || at > width) continue;
+      pen.fillStyle = colour("s");
+      pen.fillRect(at, MARKS - 4, 1, lanes.length * HEIGHT + 4);
+      const text = label.replace(/^version /, "v");
+      const wide = pen.measureText(text).width;
+      if (at - wide / 2 < free || at - wide / 2 < 0 || at + wide / 2 > width) continue;
+      pen.fillStyle = colour("ink");
+      pen.fillText(text, at, MARKS - 6);
+      free = at + wide / 2 + 6;
+    }
+  }
+
+  // The share of the shown time in which a lane was busy.
+  function busy(lane) {
+    const inside = (start, end) => Math.max(0, Math.min(end, view.end) - Math.max(start, view.start));
+    const parts = answer.parts.find(([each]) => each === lane);
+    const seconds = parts ? (parts[1].reduce((sum, share) => sum + share, 0) / parts[1].length) * (answer.to - answer.from)
+      : [...answer.spans.map(([each, start, end]) => [each, start, end, 1]), ...answer.levels].filter(([each]) => each === lane).reduce((sum, [, start, end, level]) => sum + level * inside(start, end), 0);
+    return percent(Math.min(1, seconds / (view.end - view.start)));
+  }
+
   const at = (event) => Math.min(1, Math.max(0, (event.clientX - canvas.getBoundingClientRect().left) / canvas.clientWidth));
 
   canvas.addEventListener("wheel", (event) => {
@@ -99,24 +166,38 @@ export function timeline(run) {
     canvas.setPointerCapture(event.pointerId);
   });
   canvas.addEventListener("pointerup", (event) => {
+    if (drag === null) return;
     const [from, to] = [drag, at(event)].sort((a, b) => a - b);
     drag = null;
     if (answer && to - from > 0.01) set(view.start + from * (view.end - view.start), view.start + to * (view.end - view.start));
+    else draw();
   });
+  canvas.addEventListener("pointercancel", () => {
+    drag = null;
+    draw();
+  });
+  canvas.addEventListener("dblclick", whole_run);
   canvas.addEventListener("pointermove", (event) => {
     if (!answer) return;
-    const time = view.start + at(event) * (view.end - view.start);
-    const lane = lanes[Math.floor((event.clientY - canvas.getBoundingClientRect().top) / HEIGHT)]?.[0];
+    over = at(event);
+    if (drag !== null) draw();
+    const time = view.start + over * (view.end - view.start);
+    const row = Math.floor((event.clientY - canvas.getBoundingClientRect().top - MARKS) / HEIGHT);
+    const [lane, name] = lanes[row] || [];
     const hit = answer.spans.find(([each, start, end]) => each === lane && start <= time && time <= end);
-    under.textContent = hit ? `${lane} ${hit[3]}: ${duration(hit[1])} to ${duration(hit[2])}, ${duration(hit[2] - hit[1])}` : `${duration(time)}`;
+    const level = answer.levels.find(([each, start, end]) => each === lane && start <= time && time <= end);
+    if (hit) under.textContent = `${name} ${hit[3]}: ${duration(hit[1])} to ${duration(hit[2])}, ${duration(hit[2] - hit[1])}`;
+    else if (level) under.textContent = `${name}, ${level[4]}, ${duration(level[1])} to ${duration(level[2])}`;
+    else under.textContent = duration(time);
   });
   canvas.addEventListener("keydown", (event) => {
-    const actions = { ArrowLeft: () => move(-0.25), ArrowRight: () => move(0.25), "+": () => zoom(0.5), "=": () => zoom(0.5), "-": () => zoom(2), "0": whole_run, Home: whole_run };
-    if (!actions[event.key]) return;
+    const actions = { ArrowLeft: () => move(-0.25), ArrowRight: () => move(0.25), "+": () => zoom(0.5), "=": () => zoom(0.5), "-": () => zoom(2), "0": whole_run, Home: whole_run, End: last_steps };
+    if (!actions[event.key] || event.ctrlKey || event.metaKey) return;
     event.preventDefault();
     actions[event.key]();
   });
   const resized = new ResizeObserver(draw);
   resized.observe(element);
-  return { element, load, close: () => resized.disconnect() };
+  onTheme("timeline", draw);
+  return { element, load, close: () => { resized.disconnect(); onTheme("timeline", null); } };
 }

@@ -1,0 +1,317 @@
+"""What is promised of the page of a run, of the audit and of the comparison of two runs.
+
+- Every metric of docs/metrics.md that has a plot has a sentence on good and bad curves.
+- The timeline has a lane for each engine, and stays bounded and complete when it is dense.
+- Each engine's last state is shown, and the staleness by place in the episode is counted exactly.
+- An audit is turned into verdicts; one that is damaged or too large is a sentence.
+- Two runs are compared on the groups that both began.
+- In Chromium, the pages are complete and readable, and the timeline is moved by wheel and keys.
+"""
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.observe.test_dashboard import served
+from tests.observe.test_dashboard_browser import CONTRAST, NAMELESS
+from tests.observe.test_dashboard_index import fill, table_of
+from tests.observe.test_report import audit_it
+from tests.support.chromium import browser, browser_program
+from tests.support.fake_run import fake_run
+from unstale.durability.journal import Journal
+from unstale.durability.run_folder import EVENTS, METRICS
+from unstale.observe.dashboard import ages, audits, charts, details, pairs, timeline
+from unstale.observe.dashboard.index import RunIndex
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return audit_it(fake_run(tmp_path_factory.mktemp("runs") / "first", steps=6))
+
+
+@pytest.fixture
+def run(recorded: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(recorded, tmp_path / "runs" / "first"))
+
+
+@pytest.fixture
+def index(run: Path, tmp_path: Path) -> Iterator[RunIndex]:
+    found = RunIndex(run, tmp_path / "index.sqlite")
+    yield found
+    found.close()
+
+
+def add_row(run: Path, **values: Any) -> None:
+    with (run / METRICS).open("a") as file:
+        file.write(json.dumps(values) + "\n")
+
+
+def add_event(run: Path, **values: Any) -> None:
+    with (run / EVENTS).open("a") as file:
+        file.write(json.dumps(values) + "\n")
+
+
+def test_every_plot_says_what_good_and_bad_look_like() -> None:
+    for section in charts.SECTIONS:
+        for chart in section.charts:
+            assert chart.reading.startswith("Good: ") and " Bad: " in chart.reading, chart.title
+
+
+def test_engines_and_rewards_have_one_plot_for_all_their_lines() -> None:
+    names = [f"engine_{number}/{name}" for number in (0, 1) for name in ("up", "busy_share")]
+    names += ["reward/task_mean", "reward/format_mean", "reward/mean", "engine_0/odd/name"]
+    found = {section["name"]: section["charts"] for section in charts.sections(names)}
+    (engines,) = found["engines"]
+    assert engines["title"] == "Busy, by engine"
+    assert [line["name"] for line in engines["lines"]] == ["engine 0", "engine 1"]
+    (rewards,) = found["rewards"]
+    assert [line["name"] for line in rewards["lines"]] == ["format", "task"]
+    assert not any(name.startswith("other-") for name in found)
+
+
+def test_tokens_are_counted_by_their_place_in_the_episode() -> None:
+    """Of 3 tokens, the tenths 0, 3 and 6 have one each; context takes place but is not counted."""
+    assert ages.count_ages([(1, None), (1, 4), (1, 5)], 6) == {(3, 2): 1, (6, 1): 1}
+    assert ages.count_ages([(20, 2)], 2) == {(tenth, 0): 2 for tenth in range(10)}
+    assert ages.count_ages([], 2) == {}
+
+
+def test_the_ages_of_a_run_add_up_to_its_trained_tokens(index: RunIndex, run: Path) -> None:
+    fill(index)
+    found = details.ages(index.database)
+    with Journal.read(run) as journal:
+        versions = {row.number: row.version for row in journal.groups()}
+        expected: dict[int, int] = {}
+        for number, version in versions.items():
+            for count, own in journal.rows(
+                "SELECT num_tokens, version FROM pieces JOIN episodes USING (episode) "
+                "WHERE number = ? AND version IS NOT NULL",
+                number,
+            ):
+                expected[version - own] = expected.get(version - own, 0) + count
+    assert sum(each["tokens"] for each in found) == sum(expected.values()) > 0
+    assert max(each["max"] for each in found) == max(expected)
+    total = sum(each["mean"] * each["tokens"] for each in found)
+    assert total == pytest.approx(sum(lag * count for lag, count in expected.items()))
+
+
+def test_each_engine_has_its_last_state_and_all_its_restarts(index: RunIndex, run: Path) -> None:
+    for step, version in ((7, 6), (8, 7)):
+        add_row(
+            run,
+            step=step,
+            time_s=100 * step,
+            **{
+                "engine_0/version": version,
+                "engine_0/busy_share": 0.5,
+                "engine_0/restarts": 1,
+                "engine_1/version": 5,
+                "engine_1/busy_share": 0.25,
+            },
+        )
+    add_event(run, time=705.0, kind="engine_lost", engine=0, cause="out of memory")
+    fill(index)
+    first, second = details.engines(index.database)
+    assert first == {
+        "engine": 0,
+        "version": 7,
+        "busy_share": 0.5,
+        "restarts": 2,
+        "lost": 1,
+        "cause": "out of memory",
+    }
+    assert second["version"] == 5 and "lost" not in second
+    found = timeline.spans(index.database, 700, 800)
+    engines = [level for level in found["levels"] if level[0].startswith("engine")]
+    assert engines == []  # no activity was recorded as late as these steps
+    add_event(run, time=801.0, kind="span", lane="publish", start=790, end=800, label="version 8")
+    fill(index)
+    found = timeline.spans(index.database, 700, 800)
+    assert [level for level in found["levels"] if level[0].startswith("engine")] == [
+        ["engine 0", 700.0, 800.0, 0.5, "step 8: busy 50%"],
+        ["engine 1", 700.0, 800.0, 0.25, "step 8: busy 25%"],
+    ]
+    assert found["marks"] == [[800.0, "version 8"]] and found["steps"] == [700.0, 800.0]
+
+
+def test_a_dense_timeline_keeps_all_of_the_time(
+    index: RunIndex, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each part of a lane has the share of its time that is covered, so nothing disappears."""
+    fill(index)
+    monkeypatch.setattr(timeline, "PARTS", 7)
+    exact = timeline.spans(index.database, 20, 60)
+    dense = timeline.spans(index.database, 20, 60, limit=3)
+    assert dense["spans"] == [] and dense["inside"] == len(exact["spans"]) > 3
+    assert dense["left_out"] == 0
+    end = min(60, exact["last"])
+    for lane, shares in dense["parts"]:
+        seconds = sum(
+            min(stop, end) - max(start, 20)
+            for name, start, stop, _ in exact["spans"]
+            if name == lane
+        )
+        assert sum(shares) * (end - 20) / 7 == pytest.approx(seconds, abs=0.05), lane
+
+
+def test_the_shares_of_time_are_those_of_the_report(index: RunIndex) -> None:
+    fill(index)
+    trainer, engine = timeline.shares(index.database)
+    assert trainer["name"] == "trainer" and engine["name"] == "engine"
+    for bar in (trainer, engine):
+        assert sum(share for *_, share in bar["parts"]) == pytest.approx(1.0, abs=0.01)
+    assert [name for name, *_ in trainer["parts"]][:3] == ["trainer waits", "scoring", "training"]
+
+
+def test_sizes_by_lag_are_weighted_by_tokens(index: RunIndex, run: Path) -> None:
+    for step, tokens, size in ((7, 100, 0.5), (8, 300, 0.1)):
+        row = {
+            "objective/log_s_abs_mean/lag_9": size,
+            "schedule/staleness_histogram": {"9": tokens},
+        }
+        add_row(run, step=step, **row)
+    fill(index)
+    found = dict(details.size_by_lag(index.database, "S"))
+    assert found[9] == pytest.approx(0.2) and {0, 1, 2} < found.keys()
+
+
+def test_attempts_examples_and_forks_come_from_the_index(index: RunIndex, run: Path) -> None:
+    for episode in (3, 5):
+        add_event(run, time=9.0, kind="forked", reason="edited", episode=episode, at=2)
+    fill(index)
+    found = details.details(index.database)
+    assert found["forks"] == [{"reason": "edited", "count": 2, "episode": 3, "at": 2}]
+    (trained,) = found["attempts"]["kinds"]
+    assert trained["count"] == 24 and trained["name"] == "trained on"
+    assert found["attempts"]["curve"][-1][1:] == [1.0, 1.0]
+    assert found["attempts"]["sentence"] == "No attempt that ended was lost."
+    steps = {each["why"]: each["step"] for each in found["examples"]}
+    assert {"early success", "early failure", "late success"} <= steps.keys()
+    assert all(step <= 2 if why.startswith("early") else step >= 5 for why, step in steps.items())
+    for each in found["examples"]:
+        reward = table_of(index)[each["episode"] - 1]["reward"]
+        assert each["reward"] == reward == each["why"].endswith("success")
+
+
+def test_an_audit_has_a_verdict_for_each_route(index: RunIndex, run: Path) -> None:
+    fill(index)
+    found = audits.audit(index)
+    after = found["after"]
+    stored = json.loads((run / "audit.json").read_text())
+    assert [row["route"] for row in after["routes"]] == [row["route"] for row in stored["routes"]]
+    assert len(after["routes"][0]["cells"]) == len(after["columns"])
+    assert found["verdict"] == (
+        "Approximate: the mean error is 0.004 nats. It moves 30% of the staleness into D and 70% "
+        "of the discrepancy into S. Other tokens are clipped (F1 0.06) than with the true old_logp."
+    )
+    assert all(row["verdict"] for row in after["routes"])
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [("{", "audit.json is not a JSON object"), ("x" * 2000, "has 2,000 bytes; at most 1,000 are")],
+)
+def test_a_damaged_or_too_large_audit_is_a_sentence(
+    index: RunIndex, run: Path, monkeypatch: pytest.MonkeyPatch, content: str, problem: str
+) -> None:
+    monkeypatch.setattr(audits, "MAX_BYTES", 1000)
+    (run / "audit.json").write_text(content)
+    found = audits.audit(index)
+    assert found["after"] is None and problem in " ".join(found["problems"])
+
+
+def test_two_runs_are_compared_on_the_groups_that_both_began(tmp_path: Path) -> None:
+    """Groups 1 to 3 have the differences 0, 1 and 0.5 in success; group 4 had another task."""
+    indexes = []
+    shares = {"a": [(0, 0), (0, 0), (0, 1), (1, 1)], "b": [(0, 0), (1, 1), (1, 1), (0, 0)]}
+    for name, groups in shares.items():
+        index = RunIndex(tmp_path, tmp_path / f"{name}.sqlite")
+        with index.database.write() as writer:
+            for number, successes in enumerate(groups, 1):
+                for sibling, success in enumerate(successes):
+                    task = f"t/{number}" if number < 4 else f"t/{name}"
+                    writer.execute(
+                        "INSERT INTO episodes (group_number, sibling, task, outcome, success, seed,"
+                        " is_branch) VALUES (?, ?, ?, 'trained', ?, 0, 0)",
+                        (number, sibling, task, success),
+                    )
+        indexes.append(index)
+    found = pairs.pairs(*(index.database for index in indexes))
+    assert (found["groups"], found["only"], found["late_groups"]) == (3, 2, 1)
+    (success,) = found["figures"]
+    assert (success["a"], success["b"]) == pytest.approx((1 / 6, 2 / 3))
+    assert success["difference"] == pytest.approx(0.5)
+    assert success["error"] == pytest.approx(0.5 / 3**0.5)
+    for index in indexes:
+        index.close()
+
+
+def test_the_server_answers_them(run: Path) -> None:
+    with served(run.parent) as client:
+        client.when_read("first")
+        assert client.ask("details", run="first")["ages"]
+        assert client.ask("audit", run="first")["after"]["routes"]
+        paired = client.ask("pairs", a="first", b="first")
+        assert paired["groups"] == 6
+        assert all(figure["difference"] == 0 for figure in paired["figures"])
+        assert client.ask("pairs", 404, a="first", b="no")["error"]
+        assert client.ask("audit", 404, run="../first")["error"]
+
+
+PAGES = {
+    "run/first": "document.querySelector('.time-bar') && document.querySelector('.lanes') && "
+    "document.querySelectorAll('.contents button').length > 5",
+    "run/first/audit": "document.querySelectorAll('.cloud').length > 1 && "
+    "document.querySelector('.verdict')",
+    "compare?a=first&b=second": "document.querySelector('main').innerText.includes('last 2')",
+}
+"""The pages, each with a condition that it is complete."""
+
+
+@pytest.mark.skipif(browser_program() is None, reason="needs Chromium")
+def test_the_pages_are_complete_and_readable(recorded: Path, tmp_path: Path) -> None:
+    """In light, dark and narrow windows; the timeline's wheel, drag and keys change its range."""
+    root = tmp_path / "runs"
+    first = Path(shutil.copytree(recorded, root / "first"))
+    values = {"up": 1, "version": 5, "busy_share": 0.5, "running": 3, "restarts": 0}
+    both = {f"engine_{n}/{name}": value for n in (0, 1) for name, value in values.items()}
+    add_row(first, step=7, time_s=60, **both, **{"engine_1/version": 4})
+    shutil.copytree(first, root / "second")
+    with served(root) as client, browser() as page:
+        for name in ("first", "second"):
+            client.when_read(name)
+        page.open(client.dashboard.url)
+        page.wait("document.querySelectorAll('tbody tr').length == 2")
+        for width, dark in ((1280, False), (1280, True), (380, False)):
+            page.resize(width, 900, dark=dark)
+            for path, is_complete in PAGES.items():
+                page.run(f"location.hash = {json.dumps('#/' + path)}")
+                page.wait(is_complete)
+                assert page.run("document.documentElement.scrollWidth <= innerWidth + 1"), path
+                assert page.run(CONTRAST) == [] and page.run(NAMELESS) == [], path
+                assert page.run("document.querySelectorAll('h1').length") == 1, path
+        page.resize(1280, 900)
+        page.run("location.hash = '#/run/first'")
+        page.wait(PAGES["run/first"])
+        text = page.run("document.querySelector('#section-engines').innerText")
+        assert "engine 0" in text and "4, 1 behind" in text
+        page.run("document.querySelector('.lanes').focus()")
+        page.press("+")
+        page.wait(f"{NOTE} !== {json.dumps(page.run(NOTE))}")
+        zoomed = page.run(NOTE)
+        page.run(
+            "document.querySelector('.lanes').dispatchEvent(new WheelEvent('wheel', "
+            "{ deltaY: -1, ctrlKey: true, clientX: 600, cancelable: true }))"
+        )
+        page.wait(f"{NOTE} !== {json.dumps(zoomed)}")
+        page.press("0")
+        page.wait(f"{NOTE}.startsWith('0.0 s')")
+        assert page.errors == []
+
+
+NOTE = "document.querySelector('#section-timeline [role=status]').textContent.split(',')[0]"
+"""The range that the timeline shows."""

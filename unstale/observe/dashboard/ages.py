@@ -1,0 +1,57 @@
+"""Count the trained tokens by their place in the episode and their lag, for the staleness plot."""
+
+import sqlite3
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from unstale.durability.journal import JournalReader
+
+TENTHS = 10
+"""Parts of equal length into which an episode is divided, whatever its length."""
+
+Run = tuple[int, int | None]
+"""Number of tokens of a piece, and the version that sampled it. None if none did."""
+
+
+def count_ages(pieces: Sequence[Run], version: int) -> Counter[tuple[int, int]]:
+    """Return the number of sampled tokens of an episode by tenth and lag.
+
+    `version` is the one that was trained on them. Pieces of no version are context, which takes
+    place and is not counted. The lag of a token is `version` minus its own version.
+
+    >>> sorted(count_ages([(10, None), (5, 3), (5, 4)], 4).items())
+    [((5, 1), 2), ((6, 1), 2), ((7, 0), 1), ((7, 1), 1), ((8, 0), 2), ((9, 0), 2)]
+    """
+    total = sum(count for count, _ in pieces)
+    found: Counter[tuple[int, int]] = Counter()
+    start = 0
+    for count, own in pieces:
+        end = start + count
+        for tenth in range(TENTHS) if own is not None else ():
+            # the tokens of a tenth are those from ceil(tenth * total / 10) on
+            low = max(start, -(-tenth * total // TENTHS))
+            high = min(end, -(-(tenth + 1) * total // TENTHS))
+            if high > low and own is not None:
+                found[tenth, version - own] += high - low
+        start = end
+    return found
+
+
+def add_ages(writer: sqlite3.Connection, pieces: Sequence[Run], version: int) -> None:
+    """Add the tokens of an episode that was trained on from a version."""
+    writer.executemany(
+        "INSERT INTO ages VALUES (?, ?, ?) "
+        "ON CONFLICT (tenth, lag) DO UPDATE SET tokens = tokens + excluded.tokens",
+        [(tenth, lag, tokens) for (tenth, lag), tokens in count_ages(pieces, version).items()],
+    )
+
+
+def add_ages_of(
+    journal: JournalReader, writer: sqlite3.Connection, episodes: Iterable[int], version: int
+) -> None:
+    """Add the tokens of several episodes, which are read from the journal."""
+    for episode in episodes:
+        pieces = journal.rows(
+            "SELECT num_tokens, version FROM pieces WHERE episode = ? ORDER BY position", episode
+        )
+        add_ages(writer, pieces, version)

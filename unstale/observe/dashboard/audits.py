@@ -1,0 +1,160 @@
+"""Answer the audit of a run: how far the old_logp of a route is from the true one, with verdicts.
+
+A route is a method to compute old_logp. `unstale audit` writes `audit.json`, which compares routes
+on recorded batches. With `audit.share`, a run measures its own route while it trains.
+"""
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from unstale.config.routes import exact_routes
+from unstale.durability.run_folder import AUDIT, Row, RunFolder
+from unstale.observe.dashboard.index import RunIndex
+from unstale.observe.report.audited import COLUMNS, cells
+from unstale.observe.report.gather import by_lag
+from unstale.observe.report.words import amount, mapping, number, percent, records
+
+MAX_BYTES = 32 << 20
+"""Size of an `audit.json` that is read."""
+
+MAX_ROUTES = 40
+MAX_POINTS = 400
+
+NOISE_TIMES = 3.0
+"""An error up to this multiple of the numerical noise counts as exact."""
+
+LEAK = 0.1
+"""A leak above this share is named in the verdict."""
+
+AGREEMENT = 0.95
+"""An F1 below this is named in the verdict."""
+
+
+def audit(index: RunIndex) -> Row:
+    """Return the audit of a run: `during` training, and `after` it by `unstale audit`.
+
+    `after` is None if there is no `audit.json`. `during` has the last values of the metrics
+    `audit/...`, and is empty if the run did not measure them.
+    """
+    problems: list[str] = []
+    found = _read(index, problems)
+    last = index.database.rows(
+        """SELECT names.name, value, max(step) FROM names JOIN metrics ON metrics.name = names.id
+        WHERE names.name GLOB 'audit/*' GROUP BY names.id"""
+    )
+    during = {name: value for name, value, _ in last}
+    config = mapping(RunFolder(index.folder).config().get("old_logps"))
+    route = str(config.get("route", "unknown"))[:80]
+    return {
+        "route": route,
+        "exact": route in exact_routes(),
+        "problems": problems,
+        "during": during,
+        "verdict": verdict(_of_metrics(during, route)) if during else "",
+        "after": _after(found) if found else None,
+    }
+
+
+def _read(index: RunIndex, problems: list[str]) -> Row:
+    try:
+        size = os.lstat(index.folder / AUDIT).st_size
+    except OSError:
+        return {}
+    if size > MAX_BYTES:
+        problems.append(f"{AUDIT} has {size:,} bytes; at most {MAX_BYTES:,} are read")
+        return {}
+    folder = RunFolder(index.folder)
+    found = folder.read_object(AUDIT)
+    problems += folder.gaps
+    return found
+
+
+def _of_metrics(metrics: Mapping[str, float], route: str) -> Row:
+    """Return the metrics `audit/...` like a row of `audit.json`."""
+    own = {name.removeprefix("audit/"): value for name, value in metrics.items()}
+    return {**own, "route": route, "noise": own.get("logp_noise_rms")}
+
+
+def _after(found: Row) -> Row:
+    noise = number(found.get("noise"))
+    rows = records(found.get("routes"), MAX_ROUTES)
+    return {
+        "tokens": number(found.get("tokens")),
+        "steps": number(found.get("steps")),
+        "noise": noise,
+        "dtype": str(found.get("dtype", ""))[:40],
+        "tokens_by_lag": by_lag(mapping(found.get("tokens_by_lag")).items()),
+        "columns": [{"name": column.name, "about": column.about} for column in COLUMNS],
+        "routes": [
+            {
+                "route": str(row.get("route"))[:80],
+                "cells": cells(row),
+                "verdict": verdict({**row, "noise": noise}),
+                "error": number(row.get("logp_error_abs_mean")),
+                "mask_f1": number(row.get("mask_f1")),
+                "clip_f1": number(row.get("clip_f1")),
+                "by_lag": by_lag(
+                    (lag, mapping(figures).get("error"))
+                    for lag, figures in mapping(row.get("by_lag")).items()
+                ),
+                "points": _points(row.get("points")),
+            }
+            for row in rows
+        ],
+        "points": _points(found.get("points")),
+        "not_built": {
+            str(name)[:80]: str(why)[:300]
+            for name, why in list(mapping(found.get("not_built")).items())[:MAX_ROUTES]
+        },
+    }
+
+
+def verdict(row: Mapping[str, Any]) -> str:
+    """Return what an audit of a route says, in one to three sentences.
+
+    `row` has the figures of the route, as in `audit.json`, and the numerical `noise` in nats.
+
+    >>> verdict({"logp_error_abs_mean": 1e-6, "noise": 1e-6})
+    'Exact: the mean error of 1.0e-06 nats is within the numerical noise.'
+    >>> verdict({"logp_error_abs_mean": 0.02, "noise": 1e-6, "staleness_leak": 0.4})
+    'Approximate: the mean error is 0.02 nats. It moves 40% of the staleness into D.'
+    """
+    error, noise = number(row.get("logp_error_abs_mean")), number(row.get("noise"))
+    if error is None:
+        return "Not known: no audited token could be scored by its version."
+    if noise is not None and error <= NOISE_TIMES * noise:
+        first = f"Exact: the mean error of {amount(error)} nats is within the numerical noise."
+    elif noise is None:
+        first = f"The mean error is {amount(error)} nats. The numerical noise is not known."
+    else:
+        first = f"Approximate: the mean error is {amount(error)} nats."
+    sentences = [first]
+    moved = [
+        f"{percent(leak)} of the {ratio} into {into}"
+        for name, ratio, into in (
+            ("staleness_leak", "staleness", "D"),
+            ("discrepancy_leak", "discrepancy", "S"),
+        )
+        if (leak := number(row.get(name))) is not None and leak > LEAK
+    ]
+    if moved:
+        sentences.append(f"It moves {' and '.join(moved)}.")
+    wrong = [
+        f"{what} (F1 {f1:.2f})"
+        for name, what in (("mask_f1", "dropped"), ("clip_f1", "clipped"))
+        if (f1 := number(row.get(name))) is not None and f1 < AGREEMENT
+    ]
+    if wrong:
+        sentences.append(f"Other tokens are {' and '.join(wrong)} than with the true old_logp.")
+    return " ".join(sentences)
+
+
+def _points(columns: Any) -> list[list[float]]:
+    """Return log D and log S of the recorded tokens, as pairs."""
+    names = [mapping(columns).get(name) for name in ("log_d", "log_s")]
+    if not all(isinstance(column, list) for column in names):
+        return []
+    pairs = zip(*names, strict=False)
+    found = [(number(log_d), number(log_s)) for log_d, log_s in pairs]
+    return [[x, y] for x, y in found if x is not None and y is not None][:MAX_POINTS]

@@ -1,0 +1,208 @@
+"""Answer what the page of a run shows beside plots over the steps: engines, lengths, forks.
+
+All comes from the index, so it is live. The number of rows of an answer is bounded.
+"""
+
+import math
+import re
+from bisect import bisect_right
+from collections.abc import Sequence
+from typing import Any
+
+from unstale.durability.run_folder import Row
+from unstale.observe.dashboard.database import Database
+from unstale.observe.dashboard.timeline import shares
+from unstale.observe.report.words import FATES, survivorship
+
+MAX_ENGINES = 64
+MAX_REASONS = 20
+MAX_LAGS = 12
+MAX_EPISODES = 100_000
+"""Newest episodes from which lengths are computed."""
+
+CURVE = 20
+"""Points of a curve of lengths."""
+
+_GAUGE = re.compile(r"engine_([0-9]{1,4})/([a-z_]+)")
+
+
+def details(database: Database) -> Row:
+    """Return the tables of a run's page, by name."""
+    return {
+        "shares": shares(database),
+        "engines": engines(database),
+        "ages": ages(database),
+        "sizes": {ratio: size_by_lag(database, ratio) for ratio in ("D", "S")},
+        "attempts": attempts(database),
+        "examples": examples(database),
+        "forks": forks(database),
+    }
+
+
+def engines(database: Database) -> list[Row]:
+    """Return the last state of each engine, and how often it was lost and restarted.
+
+    Runs from before engines had metrics of their own give an empty list.
+    """
+    found: dict[int, Row] = {}
+    rows = database.rows(
+        """SELECT names.name, value, max(step), (
+            SELECT sum(value) FROM metrics WHERE name = names.id AND names.name GLOB '*/restarts')
+        FROM names JOIN metrics ON metrics.name = names.id
+        WHERE names.name GLOB 'engine_[0-9]*/*' GROUP BY names.id"""
+    )
+    for name, value, _, restarts in rows:
+        if match := _GAUGE.fullmatch(name):
+            engine = found.setdefault(int(match[1]), {})
+            engine[match[2]] = restarts if match[2] == "restarts" else value
+    losses = database.rows(
+        """SELECT json_extract(fields, '$.engine'), count(*), json_extract(fields, '$.cause'),
+            max(id)
+        FROM events WHERE kind = 'engine_lost' AND json_valid(fields) GROUP BY 1 LIMIT 1000"""
+    )
+    for number, count, cause, _ in losses:
+        if number in found:
+            found[number] |= {"lost": count, "cause": str(cause or "")[:300]}
+    return [{"engine": number, **found[number]} for number in sorted(found)[:MAX_ENGINES]]
+
+
+def ages(database: Database) -> list[Row]:
+    """Return the staleness of the trained tokens by their place in the episode, in tenths.
+
+    Each has `mean` and `max` in versions, and its number of `tokens`.
+    """
+    rows = database.rows(
+        "SELECT tenth, sum(lag * tokens), max(lag), sum(tokens) FROM ages "
+        "GROUP BY tenth ORDER BY tenth"
+    )
+    return [
+        {"tenth": tenth, "mean": total / tokens, "max": most, "tokens": tokens}
+        for tenth, total, most, tokens in rows
+        if tokens
+    ]
+
+
+def size_by_lag(database: Database, ratio: str) -> list[list[float]]:
+    """Return the mean |log D| or |log S| at each lag, weighted by tokens, as `[lag, mean]`."""
+    component = {"D": "correction", "S": "objective"}[ratio]
+    prefix = f"{component}/log_{ratio.lower()}_abs_mean/lag_"
+    rows = database.rows(
+        """SELECT lags.lag, sum(value * tokens) / sum(tokens)
+        FROM names JOIN metrics ON metrics.name = names.id JOIN lags USING (step)
+        WHERE names.name GLOB ? AND lags.lag = cast(substr(names.name, ?) AS INTEGER)
+        GROUP BY lags.lag HAVING sum(tokens) > 0 ORDER BY lags.lag LIMIT ?""",
+        (f"{prefix}[0-9]*", len(prefix) + 1, MAX_LAGS),
+    )
+    return [[lag, mean] for lag, mean in rows]
+
+
+def attempts(database: Database) -> Row:
+    """Return the attempts at episodes by how they ended, and the lengths of those trained on.
+
+    `curve` has sampled tokens, the share of all ended attempts with at most so many, and the share
+    of those trained on. If long attempts are lost more often, training prefers short ones.
+    """
+    rows = database.rows(
+        """SELECT outcome, count(*), avg(sampled_tokens), avg(turns), avg(success), avg(reward)
+        FROM (SELECT * FROM episodes ORDER BY episode DESC LIMIT ?) GROUP BY outcome""",
+        (MAX_EPISODES,),
+    )
+    names = ("count", "sampled_tokens", "turns", "success", "reward")
+    kinds = [
+        {
+            "outcome": outcome,
+            "name": FATES.get(outcome, outcome),
+            **dict(zip(names, rest, strict=True)),
+        }
+        for outcome, *rest in rows
+    ]
+    lengths = database.rows(
+        """SELECT sampled_tokens, outcome FROM episodes
+        WHERE outcome NOT IN ('open', 'damaged') AND sampled_tokens IS NOT NULL
+        ORDER BY episode DESC LIMIT ?""",
+        (MAX_EPISODES,),
+    )
+    ended = sorted(length for length, _ in lengths)
+    trained = sorted(length for length, outcome in lengths if outcome == "trained")
+    place = {"kinds": {kind["outcome"]: {} for kind in kinds}, "contrast": _contrast(lengths)}
+    sentence, is_biased = survivorship(place) if lengths else ("", False)
+    return {
+        "kinds": kinds,
+        "curve": _curve(ended, trained),
+        "sentence": sentence,
+        "is_biased": is_biased,
+    }
+
+
+def _curve(ended: Sequence[float], trained: Sequence[float]) -> list[list[float]]:
+    if not ended or not trained:
+        return []
+    points = sorted({ended[(len(ended) - 1) * part // CURVE] for part in range(CURVE + 1)})
+    return [
+        [point, *(bisect_right(values, point) / len(values) for values in (ended, trained))]
+        for point in points
+    ]
+
+
+def _contrast(lengths: Sequence[tuple[float, str]]) -> Row:
+    """Return number and mean length of lost and kept attempts, and the error of the difference."""
+    lost = [length for length, outcome in lengths if outcome in ("failed", "restarted")]
+    kept = [length for length, outcome in lengths if outcome in ("trained", "waiting")]
+    found: Row = {"lost": len(lost), "kept": len(kept)}
+    squares = 0.0
+    for name, values in (("lost", lost), ("kept", kept)):
+        mean = sum(values) / len(values) if values else 0.0
+        found[f"{name}_mean"] = mean
+        if len(values) > 1:
+            variance = sum((value - mean) ** 2 for value in values) / (len(values) - 1)
+            squares += variance / len(values)
+    return {**found, "se": math.sqrt(squares)}
+
+
+def examples(database: Database) -> list[Row]:
+    """Return a success and a failure from the first and the last quarter of the trained steps.
+
+    Episodes that several versions sampled are preferred.
+    """
+    ((first, last),) = database.rows("SELECT min(step), max(step) FROM episodes")
+    if first is None:
+        return []
+    quarter = (last - first) / 4
+    found = []
+    for when, low, high, order in (
+        ("early", first, first + quarter, "ASC"),
+        ("late", last - quarter, last, "DESC"),
+    ):
+        for success in (1, 0):
+            rows = database.rows(
+                "SELECT episode, step, reward, versions, task FROM episodes WHERE success = ? "
+                f"AND step BETWEEN ? AND ? ORDER BY min(versions, 2) DESC, step {order} LIMIT 1",
+                (success, low, high),
+            )
+            for episode, step, reward, versions, task in rows:
+                found.append(
+                    {
+                        "why": f"{when} {'success' if success else 'failure'}",
+                        "episode": episode,
+                        "step": step,
+                        "reward": reward,
+                        "versions": versions,
+                        "task": task,
+                    }
+                )
+    return found
+
+
+def forks(database: Database) -> list[Row]:
+    """Return the reasons why agents changed their history, most frequent first."""
+    rows: list[tuple[Any, ...]] = database.rows(
+        """SELECT json_extract(fields, '$.reason'), count(*), json_extract(fields, '$.episode'),
+            json_extract(fields, '$.at'), min(id)
+        FROM events WHERE kind = 'forked' AND json_valid(fields)
+        GROUP BY 1 ORDER BY 2 DESC LIMIT ?""",
+        (MAX_REASONS,),
+    )
+    return [
+        {"reason": str(reason)[:300], "count": count, "episode": episode, "at": at}
+        for reason, count, episode, at, _ in rows
+    ]

@@ -1,0 +1,116 @@
+// The audit of a run: how far old_logp is from the true one, by route, with verdicts.
+
+import { ask, follow } from "./api.js";
+import { Plot, colour, onTheme } from "./chart.js";
+import { card } from "./details.js";
+import { h, replace, settled } from "./dom.js";
+import { amount, whole } from "./format.js";
+import { failed, problem, toRun } from "./parts.js";
+
+const MEANING = "Tokens were scored again by full copies of the versions that sampled them. With an approximate old_logp, a share s of the staleness moves into D and a share d of the discrepancy moves into S. Exact routes have (s, d) = (0, 0), rollout (0, 1), and current_recompute (1, 0).";
+const SIZE = 220;
+
+// Points of log D against log S on axes that several clouds share.
+function cloud(name, points, reach) {
+  const canvas = h("canvas", { width: 2 * SIZE, height: 2 * SIZE, class: "cloud", role: "img", "aria-label": `${name}: log S against log D of ${points.length} tokens, up to ${amount(reach[0])} and ${amount(reach[1])} nats` });
+  const draw = () => {
+    const pen = canvas.getContext("2d");
+    pen.setTransform(2, 0, 0, 2, 0, 0);
+    pen.clearRect(0, 0, SIZE, SIZE);
+    pen.strokeStyle = colour("rule");
+    pen.strokeRect(0.5, 0.5, SIZE - 1, SIZE - 1);
+    pen.beginPath();
+    pen.moveTo(SIZE / 2, 0);
+    pen.lineTo(SIZE / 2, SIZE);
+    pen.moveTo(0, SIZE / 2);
+    pen.lineTo(SIZE, SIZE / 2);
+    pen.stroke();
+    pen.fillStyle = colour("engine");
+    pen.globalAlpha = 0.5;
+    for (const [d, s] of points) {
+      pen.beginPath();
+      pen.arc((SIZE / 2) * (1 + d / reach[0]), (SIZE / 2) * (1 - s / reach[1]), 2, 0, 7);
+      pen.fill();
+    }
+    pen.globalAlpha = 1;
+    pen.fillStyle = colour("quiet");
+    pen.font = "12px system-ui, sans-serif";
+    pen.textAlign = "right";
+    pen.fillText(`log D ±${amount(reach[0])}`, SIZE - 6, SIZE / 2 - 5);
+    pen.textAlign = "left";
+    pen.fillText(`log S ±${amount(reach[1])}`, SIZE / 2 + 5, 14);
+  };
+  draw();
+  return { element: h("div", { class: "facet" }, h("h4", {}, name), canvas), draw };
+}
+
+function clouds(after) {
+  const named = [["true", after.points], ...after.routes.map((each) => [each.route, each.points])].filter(([, points]) => points.length);
+  const reach = [0, 1].map((axis) => {
+    const values = named.flatMap(([, points]) => points.map((point) => Math.abs(point[axis]))).sort((a, b) => a - b);
+    return Math.max(1e-4, 1.15 * (values[Math.floor(0.995 * (values.length - 1))] || 0));
+  });
+  const made = named.map(([name, points]) => cloud(name, points, reach));
+  onTheme("audit", () => made.forEach((each) => each.draw()));
+  return card("log D against log S, by route", "The same tokens on common axes. Points on a line mean that the route does not separate the two ratios.", made.length ? h("div", { class: "facets" }, made.map((each) => each.element)) : h("p", { class: "gap" }, "No points were recorded."));
+}
+
+// A table with a bar for each value.
+function bars(title, about, head, rows, most) {
+  const body = rows.map(([name, series, value]) => h("tr", {}, h("th", { scope: "row" }, name), h("td", {}, series), h("td", { class: "wide-cell" }, h("meter", { min: "0", max: "1", value: String(Math.min(1, value / most)), class: "ink-bar", "aria-label": `${name} ${series}` })), h("td", {}, amount(value))));
+  return card(title, about, body.length ? h("table", { class: "lags" }, h("thead", {}, h("tr", {}, head.map((each) => h("th", { scope: "col" }, each)))), h("tbody", {}, body)) : h("p", { class: "gap" }, "Nothing was recorded."));
+}
+
+function table(after) {
+  const cells = after.routes.map((each) => h("tr", {}, each.cells.map((text, index) => (index ? h("td", {}, text) : h("th", { scope: "row" }, text)))));
+  const notes = Object.entries(after.not_built).map(([name, why]) => h("p", { class: "gap" }, `${name} was not built: ${why}`));
+  const legend = h("details", { class: "quiet" }, h("summary", {}, "Columns"), h("ul", {}, after.columns.filter((each) => each.about).map((each) => h("li", {}, `${each.name}: ${each.about}`))));
+  return card("All routes on these tokens", `${whole(after.tokens)} action tokens of ${whole(after.steps)} recorded batches, scored by each route${after.dtype ? ` with ${after.dtype} weights` : ""}. Numerical noise, measured with different packing: ${amount(after.noise)} nats.`,
+    h("div", { class: "scroll" }, h("table", { class: "results" }, h("thead", {}, h("tr", {}, after.columns.map((each) => h("th", { scope: "col" }, each.name)))), h("tbody", {}, cells))), notes, legend);
+}
+
+function results(after) {
+  if (!after) return h("section", {}, h("h2", {}, "All routes on recorded tokens"), h("p", { class: "gap" }, "Not measured. Train with --audit.record true, then `unstale audit` compares all routes on the recorded batches."));
+  const errors = after.routes.flatMap((each) => Object.entries(each.by_lag).map(([lag, error]) => [each.route, `lag ${lag}`, error]));
+  const agreements = after.routes.flatMap((each) => [["dropped", each.mask_f1], ["clipped", each.clip_f1]].filter(([, f1]) => f1 !== null).map(([what, f1]) => [each.route, what, f1]));
+  return h("section", {}, h("h2", {}, "All routes on recorded tokens"), h("dl", { class: "meaning" }, after.routes.map((each) => h("div", {}, h("dt", {}, each.route), h("dd", {}, each.verdict)))), table(after), clouds(after),
+    h("div", { class: "charts" }, bars("Error by lag", "Mean |prox - old_logp| in nats, by versions between sampling and training.", ["route", "lag", "", "error"], errors, Math.max(...errors.map((each) => each[2]), 1e-12)),
+      bars("Agreement", "F1 of the dropped and of the clipped tokens: the route against the true old_logp. 1 is equal.", ["route", "tokens", "", "F1"], agreements, 1)));
+}
+
+const SERIES = [
+  ["Error over the run", "Mean |prox - old_logp| of a step's audited tokens, in nats, and the noise of another packing. Good: within the noise. Bad: it grows with staleness.", "count", { error: "audit/logp_error_abs_mean", noise: "audit/logp_noise_rms" }],
+  ["Leaks over the run", "s: part of the staleness that is in D; d: part of the discrepancy that is in S. Good: both near 0. Bad: near 1, because D and S are then not what they are called.", "value", { s: "audit/staleness_leak", d: "audit/discrepancy_leak" }],
+  ["Agreement over the run", "F1 of the dropped and of the clipped tokens. Good: 1. Bad: less: the route drops or clips other tokens than the true old_logp would.", "share", { dropped: "audit/mask_f1", clipped: "audit/clip_f1" }],
+];
+
+export function audit(content, { run: name }) {
+  let closed = false;
+  let shown = "";
+  const top = h("div");
+  const below = h("div");
+  const plots = SERIES.map(([title, about, scale, metrics]) => ({ plot: new Plot({ title, scale, unit: scale === "share" ? "share" : "nats" }), title, about, metrics }));
+  const during = h("section", {}, h("h2", {}, "During training"), h("div", { class: "charts" }, plots.map((each) => card(each.title, each.about, each.plot.element))));
+  async function load() {
+    try {
+      const names = plots.flatMap((each) => Object.values(each.metrics));
+      const [found, { series }] = await Promise.all([ask("audit", { run: name }), ask("series", { run: name, name: names })]);
+      if (closed) return;
+      const measured = Object.keys(found.during).length > 0;
+      replace(top, h("h1", {}, "Audit of the old log-probabilities"), h("p", { class: "lead" }, MEANING), found.problems.map(problem),
+        h("p", {}, h("a", { href: toRun(name) }, name), ` computes old_logp by the route ${found.route}, which is ${found.exact ? "exact by construction" : "approximate"}.`),
+        measured ? h("p", { class: "verdict" }, h("b", {}, "During training: "), found.verdict) : h("p", { class: "gap" }, "The run measures no tokens while it trains: --audit.share does."));
+      during.hidden = !measured;
+      plots.forEach((each) => each.plot.set(Object.entries(each.metrics).map(([key, metric]) => ({ name: key, x: series[metric][0], y: series[metric][1] }))));
+      const now = JSON.stringify(found.after);
+      if (now !== shown) replace(below, results(found.after));
+      shown = now;
+      if (!top.isConnected) replace(content, top, during, below);
+    } catch (error) {
+      if (!top.isConnected && !closed) failed(content, error);
+    }
+  }
+  const close = follow(name, settled(1000, load));
+  load();
+  return { close: () => { closed = true; close(); onTheme("audit", null); plots.forEach((each) => each.plot.remove()); } };
+}
