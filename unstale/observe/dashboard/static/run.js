@@ -239,9 +239,9 @@ export function run(content, { run: name }) {
       made = cards([name], found.sections);
       const [before, after] = [[], []];
       found.sections.forEach((section, index) => (["outcome", "signal", "rewards", "health"].includes(section.name) ? before : after).push(place(made.elements[index], section.name)));
-      const rest = after.findIndex((element) => element.matches("details"));
-      const ahead = rest < 0 ? after : after.slice(0, rest);
-      replace(plots, before, factors(found), ahead, shares, times.element, episodes, rest < 0 ? [] : after.slice(rest));
+      const speed = ["section-ratios", "section-schedule", "section-engines"];
+      const rest = after.filter((element) => !speed.includes(element.id));
+      replace(plots, before, factors(found), after.filter((element) => speed.includes(element.id)), shares, times.element, episodes, rest);
       replace(nav, contents(plots));
     } else made.refresh();
     if (!top.isConnected) replace(content, top, nav, curve.element, plots, bottom);

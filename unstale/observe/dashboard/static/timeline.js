@@ -21,7 +21,7 @@ function order(found) {
 }
 
 export function timeline(run) {
-  const canvas = h("canvas", { class: "lanes", tabindex: "0", role: "img" });
+  const canvas = h("canvas", { class: "lanes", tabindex: "0", role: "img", "aria-label": "Timeline" });
   const names = h("div", { class: "lane-names" });
   const note = h("p", { class: "quiet", role: "status" });
   const under = h("p", { class: "quiet under" }, " ");
