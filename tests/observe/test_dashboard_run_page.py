@@ -299,8 +299,8 @@ def test_the_pages_are_complete_and_readable(recorded: Path, tmp_path: Path) -> 
         page.wait(PAGES["run/first"])
         text = page.run("document.querySelector('#section-engines').innerText")
         assert "engine 0" in text and "4, 1 behind" in text
-        page.wait(f"{NOTE}.startsWith('0.0 s')")
         page.run("document.querySelector('.lanes').focus()")
+        page.wait(f"{NOTE}.startsWith('0.0 s')")
         page.press("+")
         page.wait(f"!{NOTE}.startsWith('0.0 s')")
         zoomed = page.run(NOTE)

@@ -10,6 +10,7 @@ import { timeline } from "./timeline.js";
 
 const POINTS = 500;
 const DETAILS_MS = 5000;
+const DETAILS_PAUSE = 30;
 
 // A card with one plot. It asks for its series when it comes into view, and after each new step.
 export class Card {
@@ -179,16 +180,18 @@ export function run(content, { run: name }) {
   const [top, nav, plots, bottom, shares, engines, sizes, histogram, examples, forks] = Array.from({ length: 10 }, () => h("div"));
   const episodes = h("section", { id: "section-episodes" }, h("h2", {}, "Episodes"), examples, attempts.element, forks);
 
-  // Once now, and once more if it was called again meanwhile: these answers read all episodes.
-  function detail() {
+  // Once now, and once more if it was called again meanwhile. The answer reads all episodes, so the
+  // pause grows with the time that it takes.
+  async function detail() {
     if (waits) return void (waits = 2);
     waits = 1;
-    fetch_details();
+    const began = performance.now();
+    await fetch_details();
     setTimeout(() => {
       const again = waits === 2 && !closed;
       waits = 0;
       if (again) detail();
-    }, DETAILS_MS);
+    }, Math.max(DETAILS_MS, DETAILS_PAUSE * (performance.now() - began)));
   }
 
   async function fetch_details() {

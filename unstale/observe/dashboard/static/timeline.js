@@ -11,6 +11,7 @@ const LANES = [
 ];
 const HEIGHT = 26;
 const MARKS = 18;
+const REST = 10;
 
 // Lanes in the order of the page: generation of each engine, tools, then the trainer's activities.
 function order(found) {
@@ -196,8 +197,25 @@ export function timeline(run) {
     event.preventDefault();
     actions[event.key]();
   });
+  // News are only asked for in view, and the pause grows with the time that an answer takes.
+  let [in_view, is_stale, is_resting] = [false, false, false];
+  async function refresh() {
+    if (!in_view || !is_stale || is_resting) return;
+    [is_stale, is_resting] = [false, true];
+    const began = performance.now();
+    await load();
+    setTimeout(() => {
+      is_resting = false;
+      refresh();
+    }, REST * (performance.now() - began));
+  }
+  const seen = new IntersectionObserver((entries) => {
+    in_view = entries.at(-1).isIntersecting;
+    refresh();
+  }, { rootMargin: "300px" });
+  seen.observe(element);
   const resized = new ResizeObserver(draw);
   resized.observe(element);
   onTheme("timeline", draw);
-  return { element, load, close: () => { resized.disconnect(); onTheme("timeline", null); } };
+  return { element, load: () => { is_stale = true; refresh(); }, close: () => { seen.disconnect(); resized.disconnect(); onTheme("timeline", null); } };
 }
