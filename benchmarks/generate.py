@@ -174,6 +174,7 @@ class Player:
             else f"no {PYTHONS[kind]}: make bench-peers"
         )
         self._limit_s = arguments.limit
+        self._cpu_time = arguments.cpu_time
         self._words = tempfile.TemporaryFile()  # noqa: SIM115 - as long as the process
         self._process: subprocess.Popen[bytes] | None = None
         self._groups: list[int] = []
@@ -217,6 +218,7 @@ class Player:
         """
         if self.error or self._process is None or self._process.stdin is None:
             return None
+        cpu_start_s = self._cpu_s()
         self._signal(signal.SIGCONT)
         asked = {"episodes": episodes, "live": live, "warm": warm}
         self._process.stdin.write(json.dumps(asked).encode() + b"\n")
@@ -229,7 +231,18 @@ class Player:
         wanted = sum(length for _, turns in played for length, _ in turns)
         if answer["sampled"] != wanted:
             raise RuntimeError(f"{answer['sampled']} tokens sampled of {wanted}")
-        return wanted / answer["seconds"], answer["probe"]
+        took_s = self._cpu_s() - cpu_start_s if self._cpu_time else answer["seconds"]
+        return wanted / took_s, answer["probe"]
+
+    def _cpu_s(self) -> float:
+        """Return the CPU time of all live processes of this contestant since their start."""
+        ticks = 0
+        for stat in Path("/proc").glob("[0-9]*/stat"):
+            with suppress(OSError):
+                fields = stat.read_text().rpartition(")")[2].split()
+                if int(fields[2]) in self._groups:
+                    ticks += int(fields[11]) + int(fields[12])
+        return ticks / os.sysconf("SC_CLK_TCK")
 
     def close(self) -> None:
         """Kill the process and its children."""
@@ -449,6 +462,11 @@ def _arguments() -> argparse.Namespace:
         "--limit", type=float, default=150, help="seconds for one start or play of a contestant"
     )
     parser.add_argument(
+        "--cpu-time",
+        action="store_true",
+        help="tokens per second of CPU time, for a machine that other programs load",
+    )
+    parser.add_argument(
         "--smoke", action="store_true", help="a tiny model and nothing written: seconds"
     )
     return parser.parse_args()
@@ -485,6 +503,11 @@ def main() -> None:
         "same; they take turns in coming first. `log D`: mean difference of a reply's "
         "log-probabilities from the plain float32 forward pass. Medians (range)."
     )
+    if arguments.cpu_time:
+        about += (
+            " **Other programs loaded the machine, so a second is one of CPU time, summed over the "
+            "processes of a contestant: only the ratios mean something.**"
+        )
     if arguments.architectures != ["Qwen3"]:
         about += (
             " Sliding windows are 128 tokens (Mistral, and some layers of Gemma). The MoE has 8 "

@@ -70,7 +70,7 @@ def players_of(tmp_path: Path) -> Iterator[Callable[..., Player]]:
     started = []
 
     def start(kind: str, *, limit: float = 60, threads: int = 1) -> Player:
-        asked = argparse.Namespace(limit=limit, threads=threads)
+        asked = argparse.Namespace(limit=limit, threads=threads, cpu_time=False)
         started.append(Player(kind, tmp_path, arguments=asked, dtype="float32"))
         return started[-1]
 
