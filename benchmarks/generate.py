@@ -489,8 +489,27 @@ def main() -> None:
                 rows, figures[f"{model}, {dtype}"] = measure(arguments, (model, dtype), folder)
                 lines += rows
                 CONSOLE.print("\n".join(rows), markup=False)
-    if arguments.smoke:
+            if not arguments.smoke and arguments.architectures != ["Qwen3"]:
+                _write_architectures(arguments, lines)
+    if arguments.smoke or arguments.architectures != ["Qwen3"]:
         return
+    about = _about(arguments)
+    write("generate", "Sampled tokens per second", [about, "", *lines, *own_growth(figures)])
+    draw(figures)
+
+
+def _write_architectures(arguments: argparse.Namespace, lines: Sequence[str]) -> None:
+    """Write the table so far, so that a run that is interrupted leaves what it has measured."""
+    about = (
+        " Sliding windows are 128 tokens (Mistral, and some layers of Gemma). The MoE has 8 "
+        "experts, of which a token uses 2. Qwen3 runs in its own decoder, the others packed."
+    )
+    title = "Sampled tokens per second by architecture"
+    write("generate-architectures", title, [_about(arguments) + about, "", *lines])
+
+
+def _about(arguments: argparse.Namespace) -> str:
+    """Return the paragraph above a table: who runs what, and how it is counted."""
     about = (
         f"{arguments.threads} threads each, ours and those `divided` one in each of "
         f"{arguments.threads} processes that share the episodes (`engine.processes`); every "
@@ -508,16 +527,7 @@ def main() -> None:
             " **Other programs loaded the machine, so a second is one of CPU time, summed over the "
             "processes of a contestant: only the ratios mean something.**"
         )
-    if arguments.architectures != ["Qwen3"]:
-        about += (
-            " Sliding windows are 128 tokens (Mistral, and some layers of Gemma). The MoE has 8 "
-            "experts, of which a token uses 2. Qwen3 runs in its own decoder, the others packed."
-        )
-        title = "Sampled tokens per second by architecture"
-        write("generate-architectures", title, [about, "", *lines])
-        return
-    write("generate", "Sampled tokens per second", [about, "", *lines, *own_growth(figures)])
-    draw(figures)
+    return about
 
 
 def _range(bounds: tuple[int, int]) -> str:
