@@ -170,9 +170,9 @@ def _batcher(
     return Batcher(runner, max_slots=max_slots, max_context=512, keep_cache=keep_cache)
 
 
-def _live(folder: Path, **options: Any) -> tuple[Module, Batcher]:
+def _live(folder: Path, *, kind: str = "qwen3, tied", **options: Any) -> tuple[Module, Batcher]:
     """Return a model and its sampler."""
-    model = _model("qwen3, tied")
+    model = _model(kind)
     model.save_pretrained(folder)
     batcher = _batcher(folder, **options)
     with torch.inference_mode():
@@ -374,10 +374,11 @@ def test_whole_pages_are_shared_and_written_to_by_nobody() -> None:
     assert not pages.users.any() and pages.span == 1
 
 
-def test_siblings_go_on_from_shared_pages_and_back_into_them(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["qwen3, tied", "mistral"])
+def test_siblings_go_on_from_shared_pages_and_back_into_them(kind: str, tmp_path: Path) -> None:
     """Prompts of several pages; then each context is cut at another place within them and
     extended."""
-    model, batcher = _live(tmp_path)
+    model, batcher = _live(tmp_path, kind=kind)
     prompt = _text(200, seed=1)
     _run(batcher, *(_ask(number, prompt, 70) for number in range(8)))
     asked = {
@@ -430,8 +431,9 @@ def test_a_turn_computes_only_what_is_new(tmp_path: Path) -> None:
     assert batcher.counters["prefill_tokens"] == 6
 
 
-def test_siblings_share_their_opening(tmp_path: Path) -> None:
-    model, batcher = _live(tmp_path)
+@pytest.mark.parametrize("kind", ["qwen3, tied", "llama"])
+def test_siblings_share_their_opening(kind: str, tmp_path: Path) -> None:
+    model, batcher = _live(tmp_path, kind=kind)
     prompt = _text(40, seed=1)
     found = _run(batcher, *(_ask(number, prompt, 4) for number in range(8)))
     assert batcher.counters["prefill_tokens"] == 40, (
@@ -441,7 +443,7 @@ def test_siblings_share_their_opening(tmp_path: Path) -> None:
     assert len({tuple(reply.tokens) for reply in found.values()}) == 8, "each has its own noise"
 
 
-@pytest.mark.parametrize("kind", ["qwen3, tied", "llama"])
+@pytest.mark.parametrize("kind", ["qwen3, tied", "gemma2", "gptj"])
 def test_after_a_load_contexts_are_computed_again_and_counted(kind: str, tmp_path: Path) -> None:
     """The second half of an interrupted reply is sampled by the second weights with a new cache."""
     old, new = _model(kind, seed=1), _model(kind, seed=2)
@@ -514,8 +516,11 @@ def test_a_slot_given_to_a_new_context_is_clean_again(tmp_path: Path) -> None:
     assert reply.clean and _error(new, context, reply) < 1e-5
 
 
-def test_a_reply_goes_on_with_its_own_noise_whoever_runs_beside_it(tmp_path: Path) -> None:
-    model = _model("qwen3, tied")
+@pytest.mark.parametrize("kind", ["qwen3, tied", "gemma3"])
+def test_a_reply_goes_on_with_its_own_noise_whoever_runs_beside_it(
+    kind: str, tmp_path: Path
+) -> None:
+    model = _model(kind)
     model.save_pretrained(tmp_path)
     prompt = _text(25, seed=1)
 
