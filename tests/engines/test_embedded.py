@@ -44,6 +44,8 @@ from transformers import (
     MambaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
@@ -303,6 +305,26 @@ def test_a_model_that_mixes_packed_sequences_is_found_by_its_logits(
     monkeypatch.setattr(packed, "load_model", lambda *arguments, **options: model)
     with pytest.raises(packed.CannotPack, match=r"log-probabilities differ by .* of a plain"):
         packed.PackedRunner(tmp_path, dtype=torch.float32, max_slots=2, max_context=64)
+
+
+def test_a_rotary_embedding_that_depends_on_the_longest_position_is_found(tmp_path: Path) -> None:
+    """Up to 64 positions the embedding is the same for all; beyond, one sequence changes others."""
+    scaling = {
+        "rope_type": "longrope",
+        "rope_theta": 10_000.0,
+        "short_factor": [1.0] * 6,
+        "long_factor": [4.0] * 6,
+        "original_max_position_embeddings": 64,
+    }
+    torch.manual_seed(0)
+    config = Phi3Config(
+        **SIZES, pad_token_id=0, original_max_position_embeddings=64, rope_parameters=scaling
+    )
+    Phi3ForCausalLM(config).save_pretrained(tmp_path)
+    sizes: dict[str, Any] = {"dtype": "float32", "max_slots": 2}
+    assert "packed" in build_runner(tmp_path, max_context=64, **sizes).name
+    with pytest.raises(ValueError, match="a lower max_context helps"):
+        build_runner(tmp_path, max_context=256, **sizes)
 
 
 def test_a_window_is_read_from_the_masks_at_the_full_context(tmp_path: Path) -> None:

@@ -129,7 +129,8 @@ class TransformersRunner:
         if error:
             raise ValueError(
                 f"the embedded engine cannot run {architecture}. Packed into one forward pass: "
-                f"{why_slow}. One by one with a cache: {error}"
+                f"{why_slow}. One by one with a cache: {error}. If its rotary embedding depends on "
+                "the longest position, a lower max_context helps"
             )
         if dtype != torch.float32:
             # Not converted: transformers keeps some buffers and parameters in float32.

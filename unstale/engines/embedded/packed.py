@@ -296,7 +296,9 @@ def _grown(pools: list[Tensor], index: int, shape: tuple[int, ...]) -> Tensor:
 def _rows(states: Tensor, count: int, width: int) -> Tensor:
     """Return the first tokens of `[1, heads, T, width]` states as `[count, heads, width]`."""
     rows = states[0, :, :count].transpose(0, 1)
-    return F.pad(rows, (0, width - rows.shape[2])).contiguous()
+    if rows.shape[2] < width:
+        rows = F.pad(rows, (0, width - rows.shape[2]))
+    return rows.contiguous()
 
 
 _running: ContextVar[_Survey | _Pages] = ContextVar("the attention of the current pass")
