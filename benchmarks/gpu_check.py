@@ -92,7 +92,7 @@ class Learned:
     """Seconds to restore one version, mean over the versions of a step."""
     peak_bytes: int
     """Largest memory of a rank after the first step. 0 without CUDA."""
-    checksums: tuple[int, ...]
+    checksums: tuple[str, ...]
     """Checksums of the trained weights, in float32, rank by rank."""
 
 

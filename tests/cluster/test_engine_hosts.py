@@ -173,7 +173,7 @@ def test_a_late_host_gets_full_weights_and_then_the_deltas_it_missed(
         asyncio.run(live())
     rows = [line.split() for line in late_log.read_text().splitlines()]
     assert [int(version) for version, *_ in rows] == [1, 3]
-    assert [int(total) for _, total, _ in rows] == [checksum(weights.full[at]) for at in (1, 3)]
+    assert [total for _, total, _ in rows] == [checksum(weights.full[at]) for at in (1, 3)]
     assert weights.reads == [1], "the full weights were read from disk once"
     # By the first host: all of version 0, then a delta each. By the second: all, then two deltas.
     assert Counter(fetched) == {(True, 0): 2, (False, 1): 3, (False, 2): 1}

@@ -8,8 +8,11 @@ tensor is stored in the smallest of three ways:
     raw      the XOR of all words: never larger than the tensor
 
 XOR is its own inverse, so a delta can be applied in both directions. Working on bits keeps NaN
-payloads, -0.0 and denormals. Tensors are compressed on the CPU, one at a time. If few words changed
-on another device, only these are copied.
+payloads, -0.0 and denormals. Tensors are compressed on the CPU, one on each of torch's threads. If
+few words changed on another device, only these are copied.
+
+A checksum is `xxh3:` and the 16 hexadecimal digits of XXH3 with 64 bits. Earlier releases wrote
+CRC-32, as a number. Both are read and checked.
 
 Input may be damaged or hostile. Reading it returns the delta that was written or raises ValueError.
 It needs no more memory than the input and the tensors to which it is applied.
@@ -17,9 +20,11 @@ It needs no more memory than the input and the tensors to which it is applied.
 
 import json
 import math
+import re
 import struct
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
 from mmap import mmap
 from pathlib import Path
@@ -28,9 +33,11 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 import torch
+import xxhash
 import zstandard
 from torch import Tensor
 
+from unstale.weights.changes import ESCAPE, encode_gaps, find_changes, split_planes
 from unstale.weights.child_process import Bytes
 
 SPARSE_BELOW = 2 / 3
@@ -41,12 +48,15 @@ PACKED_ABOVE = 1 / 3
 """Smallest share of changed words at which `packed` is tried. Below it `packed` would be slow and
 larger.
 """
+SAMPLE_WORDS = 1 << 16
+"""Number of words from the middle of a large tensor, on which both are compared."""
+EXACT_WORDS = 1 << 18
+"""Number of words from which on a tensor is large. Of a smaller one both are computed in full."""
 
 _ENTROPY = zstandard.ZstdCompressionParameters.from_level(1, min_match=7, hash_log=6)
 """Fast settings of the compressor. The data has frequent byte values but few repeated strings, so a
 search for repeats would take time and save nothing.
 """
-_ESCAPE = 255
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _NAMES = {
     torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32", torch.float64: "F64",
@@ -58,6 +68,9 @@ _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 _HEADER = struct.Struct("<Q")
 
 Array = npt.NDArray[Any]
+Checksum = int | str
+"""`xxh3:` and 16 hexadecimal digits, or a CRC-32 as a number."""
+_XXH3 = re.compile("xxh3:[0-9a-f]{16}")
 Kind = Literal["sparse", "packed", "raw"]
 Entry = tuple[str, str, tuple[int, ...], int]
 """One tensor of a safetensors file: name, dtype, shape and number of bytes."""
@@ -106,7 +119,7 @@ class Delta:
 
     base: int
     version: int
-    checksum: int
+    checksum: Checksum
     """The checksum of the weights of `version`, to check them after the delta is applied."""
     tensors: Mapping[str, Encoded]
     starts: Mapping[str, int] | None = None
@@ -156,12 +169,56 @@ def words(tensor: Tensor) -> Tensor:
     return tensor.view(_WORDS[tensor.element_size()])
 
 
-def checksum(tensors: Mapping[str, Tensor]) -> int:
-    """Return the CRC-32 of the bits of all tensors, in the order of their names."""
-    crc = 0
-    for name in sorted(tensors):
-        crc = zlib.crc32(bytes_of(tensors[name]), crc)
-    return crc
+def checksum(tensors: Mapping[str, Tensor]) -> str:
+    """Return the XXH3 of the bits of all tensors, in the order of their names."""
+    return _xxh3(_bits(tensors))
+
+
+def has_checksum(tensors: Mapping[str, Tensor], recorded: Checksum) -> bool:
+    """Return True if the tensors have a recorded checksum of either kind."""
+    return _checksum_like(recorded, _bits(tensors)) == recorded
+
+
+def _bits(tensors: Mapping[str, Tensor]) -> Iterator[Bytes]:
+    return (bytes_of(tensors[name]) for name in sorted(tensors))
+
+
+def _xxh3(parts: Iterable[Bytes]) -> str:
+    state = xxhash.xxh3_64()
+    for part in parts:
+        state.update(part)
+    return f"xxh3:{state.hexdigest()}"
+
+
+def _checksum_like(recorded: object, parts: Iterable[Bytes]) -> Checksum:
+    """Return the checksum of the kind of a recorded one. Raises ValueError for other kinds."""
+    if type(recorded) is int:
+        crc = 0
+        for part in parts:
+            crc = zlib.crc32(part, crc)
+        return crc
+    if isinstance(recorded, str) and _XXH3.fullmatch(recorded):
+        return _xxh3(parts)
+    raise ValueError(
+        f"its checksum is {recorded!r}, but this release reads CRC-32 (a number) and XXH3 "
+        "(xxh3: and 16 hexadecimal digits)"
+    )
+
+
+def encode_all(
+    before: Mapping[str, Tensor], after: Mapping[str, Tensor], names: Iterable[str]
+) -> dict[str, Encoded]:
+    """Compress the differences of some tensors between two versions, on torch's threads."""
+
+    def encode_one(name: str) -> Encoded:
+        return encode_between(words(before[name]), words(after[name]))
+
+    names = list(names)
+    threads = min(torch.get_num_threads(), len(names))
+    if threads <= 1:
+        return {name: encode_one(name) for name in names}
+    with ThreadPoolExecutor(threads) as pool:
+        return dict(zip(names, pool.map(encode_one, names), strict=True))
 
 
 def encode(difference: Tensor) -> Encoded:
@@ -172,20 +229,91 @@ def encode(difference: Tensor) -> Encoded:
     >>> encode(torch.arange(4096, dtype=torch.int16) % 100 // 99).kind
     'sparse'
     """
-    flat = difference.contiguous().reshape(-1)
-    where, changed = _changed(flat)
-    share = len(where) / max(1, len(flat))
-    candidates: list[tuple[Kind, tuple[bytes, ...]]] = []
-    if share <= SPARSE_BELOW:
-        streams = (_pack(_gaps(where)), *_planes(changed)) if len(where) else ()
-        candidates.append(("sparse", streams))
-    if share >= PACKED_ABOVE:
-        candidates.append(("packed", _planes(flat.cpu().numpy())))
-    kind, streams = min(candidates, key=lambda candidate: sum(map(len, candidate[1])))
-    shape = {"words": len(flat), "width": flat.element_size(), "changed": len(where)}
-    if sum(map(len, streams)) >= flat.nbytes > 0:
-        return Encoded("raw", streams=(flat.cpu().numpy().tobytes(),), **shape)
+    return _encode(_Pair(difference.contiguous().reshape(-1)))
+
+
+def encode_between(before: Tensor, after: Tensor) -> Encoded:
+    """Compress the difference between the `words` of a tensor in two versions, as `encode` does.
+
+    Nothing as large as the tensor is allocated if few words changed on the CPU.
+    """
+    if not before.is_cpu:
+        return encode(before ^ after.to(before.device))
+    flat = [each.cpu().contiguous().reshape(-1) for each in (before, after)]
+    return _encode(_Pair(*flat))
+
+
+@dataclass(frozen=True, slots=True)
+class _Pair:
+    """The words `[n]` of a tensor in two versions, or only their XOR."""
+
+    before: Tensor
+    after: Tensor | None = None
+
+    @property
+    def difference(self) -> Tensor:
+        return self.before if self.after is None else self.before ^ self.after
+
+    def middle(self, count: int) -> "_Pair":
+        """Return `count` words from the middle."""
+        start = (len(self.before) - count) // 2
+        part = slice(start, start + count)
+        return _Pair(self.before[part], None if self.after is None else self.after[part])
+
+    def changes(self, limit: int) -> tuple[int, tuple[Array, ...]]:
+        """Return the number of changed words, and the streams of `sparse` before compression.
+
+        There are no streams if more than `limit` words changed, or none.
+        """
+        if self.before.is_cpu:
+            found = find_changes(self.before, self.after, limit)
+            streams = (found.gaps, *found.planes) if 0 < found.count <= limit else ()
+            return found.count, streams
+        difference = self.difference
+        index = difference.nonzero().squeeze(1)
+        if not 0 < len(index) <= limit:
+            return len(index), ()
+        changed = split_planes(difference[index].cpu(), None)
+        return len(index), (encode_gaps(index.cpu().numpy()), *changed)
+
+    def planes(self) -> tuple[Array, ...]:
+        if self.before.is_cpu:
+            return split_planes(self.before, self.after)
+        return split_planes(self.difference.cpu(), None)
+
+
+def _encode(pair: _Pair) -> Encoded:
+    count, width = len(pair.before), pair.before.element_size()
+    changed, sparse = pair.changes(int(SPARSE_BELOW * count))
+    shape = {"words": count, "width": width, "changed": changed}
+    if not changed:
+        return Encoded("sparse", streams=(), **shape)
+    kind, streams = _smaller(pair, changed, sparse)
+    if sum(map(len, streams)) >= count * width:
+        return Encoded("raw", streams=(pair.difference.cpu().numpy().tobytes(),), **shape)
     return Encoded(kind, streams=streams, **shape)
+
+
+def _smaller(
+    pair: _Pair, changed: int, sparse: tuple[Array, ...]
+) -> tuple[Kind, tuple[bytes, ...]]:
+    """Return the smaller of `sparse` and `packed`, by a sample if the tensor is large."""
+    count = len(pair.before)
+    kinds: list[Kind] = []
+    if sparse:
+        kinds.append("sparse")
+    if changed >= PACKED_ABOVE * count:
+        kinds.append("packed")
+    if len(kinds) == 2 and count > EXACT_WORDS:
+        sample = pair.middle(SAMPLE_WORDS)
+        _, its_changes = sample.changes(SAMPLE_WORDS)
+        of_sample = {"sparse": its_changes, "packed": sample.planes()}
+        sizes = {kind: sum(len(_pack(each)) for each in of_sample[kind]) for kind in kinds}
+        kinds = [min(kinds, key=sizes.__getitem__)]
+    made: dict[Kind, tuple[bytes, ...]] = {
+        kind: tuple(map(_pack, sparse if kind == "sparse" else pair.planes())) for kind in kinds
+    }
+    return min(made.items(), key=lambda each: sum(map(len, each[1])))
 
 
 def whole(tensor: Tensor, *, copy: bool = True) -> Encoded:
@@ -244,7 +372,7 @@ def advance(tensors: Mapping[str, Tensor], delta: Delta) -> None:
         for name, encoded in delta.tensors.items():
             apply(encoded, targets[name])
             applied.append(name)
-        if checksum(tensors) != delta.checksum:
+        if not has_checksum(tensors, delta.checksum):
             raise ValueError(
                 f"the delta from version {delta.base} does not lead to version {delta.version}: "
                 "the checksum differs. It was applied to other weights than it was made from"
@@ -457,21 +585,25 @@ def _loads(data: Bytes) -> Delta:
                 raise ValueError(f"stream {i} of {name} is not in the file")
             streams.append(data[start + first : start + last])
         tensors[name] = Encoded(**entry | {"streams": tuple(streams)})
-    if seal != str(_seal(text, tensors)) or header or left:
+    recorded = int(seal) if seal.isdecimal() else seal
+    if _checksum_like(recorded, _sealed(text, tensors)) != recorded or header or left:
         raise ValueError("its checksum differs")
     delta = Delta(tensors=tensors, **about)
-    if any(type(getattr(delta, each.name)) is not int for each in fields(Delta)[:3]):
-        raise ValueError("base, version and checksum must be integers")
+    if any(type(getattr(delta, each.name)) is not int for each in fields(Delta)[:2]):
+        raise ValueError("base and version must be integers")
+    _checksum_like(delta.checksum, ())
     return delta
 
 
-def _seal(about: str, tensors: Mapping[str, Encoded]) -> int:
-    """Return the CRC-32 of the metadata and all compressed streams, by which damage is found."""
-    crc = zlib.crc32(about.encode())
+def _seal(about: str, tensors: Mapping[str, Encoded]) -> str:
+    """Return the checksum of the metadata and all compressed streams, by which damage is found."""
+    return _xxh3(_sealed(about, tensors))
+
+
+def _sealed(about: str, tensors: Mapping[str, Encoded]) -> Iterator[Bytes]:
+    yield about.encode()
     for encoded in tensors.values():
-        for stream in encoded.streams:
-            crc = zlib.crc32(stream, crc)
-    return crc
+        yield from encoded.streams
 
 
 def require_fit(delta: Delta, tensors: Mapping[str, Tensor]) -> None:
@@ -493,17 +625,6 @@ def _check_fit(encoded: Encoded, target: Tensor) -> None:
 def bytes_of(tensor: Tensor) -> memoryview:
     """Return the bytes of a tensor on the CPU, sharing its memory where possible."""
     return words(tensor).cpu().contiguous().numpy().reshape(-1).view(np.uint8).data
-
-
-def _changed(flat: Tensor) -> tuple[Array, Array]:
-    """Return the positions of the words that are not zero, and these words."""
-    if flat.is_cpu:
-        array = flat.numpy()
-        # on booleans this is several times faster than on numbers
-        where = (array != 0).nonzero()[0]
-        return where, array[where]
-    index = flat.nonzero().squeeze(1)
-    return index.cpu().numpy(), flat[index].cpu().numpy()
 
 
 def _pack(array: Array) -> bytes:
@@ -530,15 +651,6 @@ def _unpack(stream: Bytes, low: int, high: int) -> npt.NDArray[np.uint8]:
         raise ValueError(f"a stream cannot be read: {error}") from error
 
 
-def _planes(array: Array) -> tuple[bytes, ...]:
-    """Compress the first bytes of all words, then their second bytes, and so on (byte planes).
-
-    Bytes of one plane have similar values and so compress better.
-    """
-    bits = array.view(f"u{array.itemsize}")
-    return tuple(_pack((bits >> 8 * i).astype(np.uint8)) for i in range(array.itemsize))
-
-
 def _unplane(streams: tuple[Bytes, ...], count: int) -> Array:
     bits = np.zeros(count, f"u{len(streams)}")
     for stream in reversed(streams):  # the last plane has the highest bits
@@ -547,26 +659,11 @@ def _unplane(streams: tuple[Bytes, ...], count: int) -> Array:
     return bits.view(f"i{len(streams)}")
 
 
-def _gaps(where: Array) -> npt.NDArray[np.uint8]:
-    """Return the number of unchanged words before each changed word, as bytes.
-
-    A byte of 255 means that 255 is added to the number in the next byte.
-    """
-    gaps = np.diff(where, prepend=-1) - 1
-    if gaps.max() < _ESCAPE:
-        return gaps.astype(np.uint8)
-    escapes = gaps // _ESCAPE
-    ends = np.cumsum(escapes + 1) - 1
-    coded = np.full(int(ends[-1]) + 1, _ESCAPE, np.uint8)
-    coded[ends] = gaps - escapes * _ESCAPE
-    return coded
-
-
 def _indices(encoded: Encoded) -> npt.NDArray[np.int64]:
-    coded = _unpack(encoded.streams[0], encoded.changed, encoded.changed + encoded.words // _ESCAPE)
+    coded = _unpack(encoded.streams[0], encoded.changed, encoded.changed + encoded.words // ESCAPE)
     skipped = np.cumsum(coded, dtype=np.int64)
     if len(coded) > encoded.changed:
-        skipped = skipped[coded != _ESCAPE]
+        skipped = skipped[coded != ESCAPE]
     if len(skipped) != encoded.changed:
         raise ValueError(f"{len(skipped)} positions for {encoded.changed} changed words")
     where = skipped + np.arange(encoded.changed)

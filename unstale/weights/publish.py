@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from unstale.model.packed_weights import pack
-from unstale.weights.codec import checksum, encode, words
+from unstale.weights.codec import checksum, encode_all
 from unstale.weights.store import Delta, Update, VersionStore
 
 
@@ -148,7 +148,7 @@ class DirectPublisher:
         (base, before), self._last_packed = self._last_packed, (version, packed)
         if base < 0 or base != self._loaded or not self._engine.takes_deltas:
             return packed
-        tensors = {name: encode(words(packed[name]) ^ words(before[name])) for name in packed}
+        tensors = encode_all(before, packed, packed)
         delta = Delta(base, version, checksum(packed), tensors)
         return delta if delta.nbytes < _size(packed) else packed
 

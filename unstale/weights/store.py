@@ -14,10 +14,13 @@ import torch
 from torch import Tensor
 
 from unstale.weights.codec import (
+    Checksum,
     Delta,
     apply,
     checksum,
     encode,
+    encode_all,
+    has_checksum,
     loads,
     require_fit,
     whole,
@@ -248,9 +251,7 @@ class VersionStore:
         elif self._versions:
             newest = self._versions[-1]
             self.move_to(newest)
-            encoded = {
-                name: encode(self._difference(name, tensor)) for name, tensor in weights.items()
-            }
+            encoded = encode_all(self._movable, weights, weights)
             self._shelve(Delta(newest, version, checksum(weights), encoded))
         for name, tensor in weights.items():
             words(self._movable[name]).copy_(words(tensor))
@@ -302,24 +303,20 @@ class VersionStore:
         for delta in deltas.values():
             require_fit(delta, tensors)
 
-    def _check_copy(self, written: int) -> None:
+    def _check_copy(self, written: Checksum) -> None:
         """Raise ValueError unless the full copy has exactly the weights of its version.
 
         No delta leads to the first version, so that version is checked by the delta to the second.
         """
         at = self._at
         with_delta = self._shelf.versions
-        sound = checksum(self._movable) == written
+        sound = has_checksum(self._movable, written)
         if with_delta and sound:
             self.move_to(at if at in with_delta else self._versions[1])
-            sound = checksum(self._movable) == self._shelf.get(self._at).checksum
+            sound = has_checksum(self._movable, self._shelf.get(self._at).checksum)
             self.move_to(at)
         if not sound:
             raise ValueError(f"the state's copy is not version {at}: the checksum differs")
-
-    def _difference(self, name: str, tensor: Tensor) -> Tensor:
-        current = words(self._movable[name])
-        return current ^ words(tensor).to(current.device)
 
     def _adopt(self, tensors: Mapping[str, Tensor]) -> None:
         """Use these tensors as the store's full copy of the weights. Tied tensors are used once."""

@@ -1,0 +1,227 @@
+"""Test how changed words are found, and which checksums a delta may have.
+
+Compiled code, with and without the compress instructions, and NumPy return the same bytes. Every
+tensor comes back bit for bit: of any dtype and bits, empty, without dimensions, and too large for
+both encodings to be tried. Without a compiler a warning is given. Deltas and stores with the CRC-32
+of earlier releases are read and checked. Other checksums are refused by name.
+"""
+
+import base64
+import warnings
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from unstale.native import compile_library
+from unstale.weights import changes, codec
+from unstale.weights.changes import find_changes, split_planes
+from unstale.weights.codec import (
+    Delta,
+    advance,
+    apply,
+    bytes_of,
+    checksum,
+    dumps,
+    encode_all,
+    encode_between,
+    has_checksum,
+    loads,
+    words,
+)
+from unstale.weights.store import VersionStore
+
+WIDTHS = {torch.int8: 1, torch.int16: 2, torch.int32: 4, torch.int64: 8}
+DTYPES = (
+    torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.complex64, torch.bool,
+    torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
+)  # fmt: skip
+CRC_DELTA = base64.b64decode(
+    "YAEAAAAAAAB7Il9fbWV0YWRhdGFfXyI6eyJkZWx0YSI6IjM3NTE1OTUyODQge1wiYmFzZVwiOiAxLCBcInZlcnNpb25cIjog"
+    "MiwgXCJjaGVja3N1bVwiOiAzMjkwNDE4OTQzLCBcInRlbnNvcnNcIjoge1wid1wiOiB7XCJraW5kXCI6IFwicmF3XCIsIFwi"
+    "d29yZHNcIjogNiwgXCJ3aWR0aFwiOiA0LCBcImNoYW5nZWRcIjogMSwgXCJzdHJlYW1zXCI6IDF9LCBcImJcIjoge1wia2lu"
+    "ZFwiOiBcInNwYXJzZVwiLCBcIndvcmRzXCI6IDEsIFwid2lkdGhcIjogNCwgXCJjaGFuZ2VkXCI6IDAsIFwic3RyZWFtc1wi"
+    "OiAwfX19In0sIncvMCI6eyJkdHlwZSI6IlU4Iiwic2hhcGUiOlsyNF0sImRhdGFfb2Zmc2V0cyI6WzAsMjRdfX0gICAgICAg"
+    "AAAAAAAAAAAAACAAAAAAAAAAAAAAAAAA"
+)
+"""A delta that a release with CRC-32 wrote: 2 in `w` became 2.5."""
+
+
+def crc_weights() -> dict[str, Tensor]:
+    return {"w": torch.arange(6).float(), "b": torch.tensor(2.0)}
+
+
+@contextmanager
+def without_compiler() -> Iterator[None]:
+    """Let NumPy find the changes."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(changes, "_library", lambda: None)
+        yield
+
+
+@contextmanager
+def without_compress() -> Iterator[None]:
+    """Use the code for processors without the compress instructions."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            changes,
+            "compile_library",
+            lambda source: compile_library(source, ("-U__AVX512VBMI2__",)),
+        )
+        changes._library.cache_clear()
+        try:
+            yield
+        finally:
+            changes._library.cache_clear()
+
+
+def two_versions(data: st.DataObject, dtype: torch.dtype, count: int) -> tuple[Tensor, Tensor]:
+    """Draw words, and others that differ in some places: few, none, all, or behind long gaps."""
+    noise = torch.Generator().manual_seed(data.draw(st.integers(0, 2**32 - 1)))
+    bits = torch.iinfo(dtype)
+    before = torch.randint(bits.min, bits.max, (count,), generator=noise, dtype=dtype)
+    share = data.draw(st.sampled_from([0.0, 0.001, 0.05, 0.5, 1.0]))
+    where = torch.rand(count, generator=noise) < share
+    where[: data.draw(st.integers(0, count))] = False
+    other = torch.randint(bits.min, bits.max, (count,), generator=noise, dtype=dtype)
+    return before, torch.where(where, other, before)
+
+
+@given(st.data(), st.sampled_from(list(WIDTHS)), st.integers(0, 3000), st.booleans())
+@settings(max_examples=60, deadline=None)
+def test_compiled_code_and_numpy_return_the_same_bytes(
+    data: st.DataObject, dtype: torch.dtype, count: int, as_difference: bool
+) -> None:
+    before, after = two_versions(data, dtype, count)
+    pair = (before ^ after, None) if as_difference else (before, after)
+    limit = data.draw(st.integers(0, count))
+    found = [(find_changes(*pair, limit), split_planes(*pair))]
+    for other in (without_compress, without_compiler):
+        with other():
+            found.append((find_changes(*pair, limit), split_planes(*pair)))
+    (first, planes), *others = found
+    assert first.count == int((before != after).sum())
+    assert len(first.planes) == (dtype.itemsize if first.count <= limit else 0)
+    for each, its_planes in others:
+        assert each.count == first.count
+        assert each.gaps.tolist() == first.gaps.tolist()
+        assert [plane.tolist() for plane in each.planes] == [p.tolist() for p in first.planes]
+        assert [plane.tolist() for plane in its_planes] == [plane.tolist() for plane in planes]
+
+
+@given(
+    st.data(),
+    st.sampled_from(DTYPES),
+    st.sampled_from([(), (0,), (3, 0), (1,), (7,), (40, 60)]),
+    st.integers(1, 3),
+)
+@settings(max_examples=60, deadline=None)
+def test_any_bits_of_any_dtype_and_shape_come_back(
+    data: st.DataObject, dtype: torch.dtype, shape: tuple[int, ...], threads: int
+) -> None:
+    like = torch.zeros(shape, dtype=dtype)
+    count = like.nbytes
+    raw = np.frombuffer(data.draw(st.binary(min_size=count, max_size=count)), np.uint8)
+    noise = np.random.default_rng(data.draw(st.integers(0, 99)))
+    changed = np.where(noise.random(count) < data.draw(st.floats(0, 1)), 255 - raw, raw)
+    if dtype == torch.bool:
+        raw, changed = raw & 1, changed & 1
+    before, after = ({"a": from_bytes(each, like), "b": like} for each in (raw, changed))
+    old_threads = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        encoded = encode_all(before, after, before)
+    finally:
+        torch.set_num_threads(old_threads)
+    delta = loads(dumps(Delta(1, 2, checksum(after), encoded)))
+    advance(before, delta)
+    assert bytes(bytes_of(before["a"])) == changed.tobytes()
+    apply(delta.tensors["a"], words(before["a"]))
+    assert bytes(bytes_of(before["a"])) == raw.tobytes()
+
+
+def from_bytes(data: np.ndarray, like: Tensor) -> Tensor:
+    made = like.clone()
+    bytes_of(made)[:] = data.tobytes()
+    return made
+
+
+@pytest.mark.parametrize(("kind", "most", "share"), [("packed", 4, 0.54), ("sparse", 2**15, 0.4)])
+def test_a_large_tensor_is_encoded_in_the_way_that_is_smaller_for_a_sample(
+    monkeypatch: pytest.MonkeyPatch, kind: str, most: int, share: float
+) -> None:
+    noise = torch.Generator().manual_seed(0)
+    count = codec.EXACT_WORDS + 3
+    before = torch.randint(-(2**15), 2**15, (count,), generator=noise, dtype=torch.int16)
+    difference = torch.randint(1, most, (count,), generator=noise, dtype=torch.int16)
+    after = before ^ torch.where(torch.rand(count, generator=noise) < share, difference, 0)
+    encoded = encode_between(before, after)
+    assert encoded.kind == kind
+    monkeypatch.setattr(codec, "EXACT_WORDS", count)
+    assert encode_between(before, after) == encoded
+    apply(encoded, before)
+    assert torch.equal(before, after)
+
+
+def test_without_a_compiler_a_warning_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CC", "/does/not/exist")
+    before, after = torch.zeros(100).int(), torch.arange(100).int()
+    compile_library.cache_clear()
+    changes._library.cache_clear()
+    try:
+        with pytest.warns(RuntimeWarning, match=r"NumPy, several times slower.*does/not/exist"):
+            encoded = encode_between(before, after)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert encode_between(before, after) == encoded
+    finally:
+        compile_library.cache_clear()
+        changes._library.cache_clear()
+    monkeypatch.undo()
+    assert encode_between(before, after) == encoded
+
+
+def test_a_delta_with_crc32_is_read_and_checked() -> None:
+    weights = crc_weights()
+    delta = loads(CRC_DELTA)
+    assert delta.checksum == 3290418943
+    advance(weights, delta)
+    assert weights["w"].tolist() == [0, 1, 2.5, 3, 4, 5]
+    assert loads(dumps(delta)).checksum == delta.checksum
+
+    damaged = bytearray(CRC_DELTA)
+    damaged[-14] ^= 1
+    with pytest.raises(ValueError, match="its checksum differs"):
+        loads(bytes(damaged))
+    other = {"w": torch.ones(6), "b": torch.tensor(2.0)}
+    with pytest.raises(ValueError, match="the checksum differs"):
+        advance(other, delta)
+    assert other["w"].tolist() == [1] * 6
+
+
+def test_a_store_with_crc32_is_restored_and_checked() -> None:
+    store = VersionStore()
+    store.put(1, crc_weights())
+    state = dict(store.state())
+    assert has_checksum(state["movable"], state["checksum"])
+    crc = 0
+    for name in ("b", "w"):
+        crc = zlib.crc32(bytes_of(state["movable"][name]), crc)
+    VersionStore().restore(state | {"checksum": crc})
+    with pytest.raises(ValueError, match="the checksum differs"):
+        VersionStore().restore(state | {"checksum": crc ^ 1})
+
+
+@pytest.mark.parametrize("unknown", ["sha256:00", "xxh3:12", 1.5, None])
+def test_an_unknown_kind_of_checksum_is_refused_by_name(unknown: object) -> None:
+    weights = crc_weights()
+    encoded = encode_all(weights, weights, weights)
+    file = dumps(Delta(1, 2, unknown, encoded))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"its checksum is .*, but this release reads CRC-32"):
+        loads(file)

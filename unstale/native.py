@@ -1,0 +1,66 @@
+"""C code of this package, which is compiled once for each machine and loaded as a library."""
+
+import ctypes
+import hashlib
+import os
+import shlex
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+
+_FLAGS = (
+    "-O3",
+    "-march=native",
+    "-fPIC",
+    "-shared",
+    "-std=gnu11",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+)
+
+
+@cache
+def compile_library(source: Path, macros: tuple[str, ...] = ()) -> ctypes.CDLL:
+    """Load the compiled library from the user's cache folder, or compile it.
+
+    `macros` are arguments of the compiler, as `-DNAME=1`. The library's file name is a hash of the
+    source, the flags, and the macros that the compiler defines for this CPU. Raises OSError with
+    the compiler's first error.
+    """
+    compiler = (
+        shlex.split(os.environ.get("CC", ""))
+        or [*filter(None, map(shutil.which, ("cc", "gcc", "clang")))][:1]
+    )
+    if not compiler:
+        raise FileNotFoundError("no C compiler: CC, cc, gcc or clang")
+    cpu = _run_compiler([*compiler, *_FLAGS, "-dM", "-E", "-x", "c", os.devnull])
+    inputs = "\0".join([source.read_text(), cpu, *_FLAGS, *macros])
+    name = f"{source.stem}-{hashlib.sha256(inputs.encode()).hexdigest()[:24]}.so"
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "unstale")
+    with suppress(OSError):  # the file is missing or damaged
+        return ctypes.CDLL(str(folder / name))
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        scratch = tempfile.TemporaryDirectory(dir=folder)
+    except OSError:  # there is no cache folder: compile for this process alone
+        scratch = tempfile.TemporaryDirectory()
+    with scratch as place:
+        made = Path(place, name)
+        _run_compiler([*compiler, *_FLAGS, *macros, str(source), "-o", str(made), "-lm"])
+        library = ctypes.CDLL(str(made))
+        if made.parent.parent == folder:
+            # atomic, since several processes may compile it at the same time
+            made.replace(folder / name)
+        return library
+
+
+def _run_compiler(command: Sequence[str]) -> str:
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    if done.returncode:
+        named = [line for line in done.stderr.splitlines() if "error" in line]
+        raise OSError(*named[:1] or [f"{command[0]} ended with {done.returncode}"])
+    return done.stdout

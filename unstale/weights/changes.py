@@ -1,0 +1,138 @@
+"""The words that differ between two tensors on the CPU.
+
+Compiled code (`changes.c`) finds them in one pass. Without a C compiler NumPy does, several times
+slower, after a warning. Both return the same bytes.
+"""
+
+import ctypes
+import warnings
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from unstale.native import compile_library
+
+SOURCE = Path(__file__).with_name("changes.c")
+ESCAPE = 255
+"""A gap's byte of this value means that 255 is added to the number in the next byte."""
+
+Bytes = npt.NDArray[np.uint8]
+
+
+@dataclass(frozen=True, slots=True)
+class Changes:
+    """The changed words of a tensor: their number, and unless these are too many, what changed."""
+
+    count: int
+    gaps: Bytes
+    """The number of unchanged words before each changed word, in bytes with `ESCAPE`."""
+    planes: tuple[Bytes, ...]
+    """The first bytes of the XOR of all changed words, then their second bytes, and so on."""
+
+
+def find_changes(before: Tensor, after: Tensor | None, limit: int) -> Changes:
+    """Return the words that differ between two contiguous integer tensors `[n]`.
+
+    Without `after`, `before` is their XOR. If more than `limit` words differ, only their number is
+    returned.
+    """
+    library = _library()
+    if library is None:
+        return _by_numpy(_difference(before, after), limit)
+    width = before.element_size()
+    gaps = np.empty(limit + len(before) // ESCAPE + 1, np.uint8)
+    planes = np.empty((width, limit), np.uint8)
+    num_gaps = ctypes.c_int64()
+    count = getattr(library, f"changes_{8 * width}")(
+        before.data_ptr(),
+        after.data_ptr() if after is not None else None,
+        len(before),
+        limit,
+        gaps.ctypes.data,
+        planes.ctypes.data,
+        ctypes.byref(num_gaps),
+    )
+    if count > limit:
+        return Changes(count, gaps[:0], ())
+    return Changes(count, gaps[: num_gaps.value], tuple(plane[:count] for plane in planes))
+
+
+def split_planes(before: Tensor, after: Tensor | None) -> tuple[Bytes, ...]:
+    """Return the byte planes of the XOR of all words of two contiguous integer tensors `[n]`.
+
+    Without `after`, `before` is their XOR.
+    """
+    library = _library()
+    if library is None:
+        return _planes(_difference(before, after))
+    width = before.element_size()
+    planes = np.empty((width, len(before)), np.uint8)
+    getattr(library, f"split_{8 * width}")(
+        before.data_ptr(),
+        after.data_ptr() if after is not None else None,
+        len(before),
+        planes.ctypes.data,
+    )
+    return tuple(planes)
+
+
+@cache
+def _library() -> ctypes.CDLL | None:
+    """Return the compiled functions. Without a compiler, warn and return None."""
+    try:
+        library = compile_library(SOURCE)
+    except OSError as error:
+        warnings.warn(
+            "differences of weights are found by NumPy, several times slower, because "
+            f"{SOURCE.name} does not compile: {error}",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return None
+    pointer, number = ctypes.c_void_p, ctypes.c_int64
+    for bits in (8, 16, 32, 64):
+        changes = getattr(library, f"changes_{bits}")
+        changes.argtypes = [pointer, pointer, number, number, pointer, pointer, pointer]
+        changes.restype = number
+        split = getattr(library, f"split_{bits}")
+        split.argtypes = [pointer, pointer, number, pointer]
+        split.restype = None
+    return library
+
+
+def _difference(before: Tensor, after: Tensor | None) -> npt.NDArray[Any]:
+    return (before if after is None else before ^ after).numpy()
+
+
+def _by_numpy(difference: npt.NDArray[Any], limit: int) -> Changes:
+    # on booleans this is several times faster than on numbers
+    where = (difference != 0).nonzero()[0]
+    if len(where) > limit:
+        return Changes(len(where), np.empty(0, np.uint8), ())
+    return Changes(len(where), encode_gaps(where), _planes(difference[where]))
+
+
+def encode_gaps(where: npt.NDArray[Any]) -> Bytes:
+    """Return the number of unchanged words before each changed word, as bytes.
+
+    A byte of 255 means that 255 is added to the number in the next byte.
+    """
+    gaps = np.diff(where, prepend=-1) - 1
+    if not len(gaps) or gaps.max() < ESCAPE:
+        return gaps.astype(np.uint8)
+    escapes = gaps // ESCAPE
+    ends = np.cumsum(escapes + 1) - 1
+    coded = np.full(int(ends[-1]) + 1, ESCAPE, np.uint8)
+    coded[ends] = gaps - escapes * ESCAPE
+    return coded
+
+
+def _planes(array: npt.NDArray[Any]) -> tuple[Bytes, ...]:
+    """Return the first bytes of all words, then their second bytes, and so on."""
+    bits = array.view(f"u{array.itemsize}")
+    return tuple((bits >> 8 * i).astype(np.uint8) for i in range(array.itemsize))
