@@ -8,5 +8,6 @@ def test_a_measurement_counts_turns_and_tokens() -> None:
     (figures,) = measure("scripted", [case])
     assert figures["turns"] == 2 * case.episodes == 16
     assert figures["tokens"] == 16 * 8192
+    assert figures["stall_s"] > 0
     assert carried([figures], "loop_s", "turns") == 16 / figures["loop_s"]
     assert "| scripted | 8,192 | 2 | yes |" in table([case], {case: [figures]})[-1]

@@ -170,7 +170,11 @@ class RemoteEngine(ABC):
     ) -> Mapping[str, Any]: ...
 
     @abstractmethod
-    def _parse_reply(self, body: Any) -> ServerReply: ...
+    def _parse_reply(self, body: Any) -> ServerReply:
+        """Return a reply from its JSON. Large ones are parsed in a thread.
+
+        Raises LookupError, TypeError or ValueError if it is malformed.
+        """
 
     def _decode_routes(self, routes: str) -> Any:
         """Return `ServerReply.routes` as an array of expert numbers, `[tokens, layers, k]`.
@@ -326,11 +330,17 @@ class RemoteEngine(ABC):
         """Send one request to the server. Raises ValueError if the server rejects it."""
         request = self._request_body(request_id, tokens, params)
         try:
-            body = await self._http.call("POST", self.GENERATE_PATH, request)
+            reply: ServerReply = await self._http.call(
+                "POST", self.GENERATE_PATH, request, read=self._read_reply
+            )
         except HttpError as error:
             if error.status in (400, 422):
                 raise ValueError(str(error)) from error
             raise
+        return reply
+
+    def _read_reply(self, body: Any) -> ServerReply:
+        """Return a reply from its JSON. Raises ConnectionError if it is malformed."""
         with malformed_as_connection_error():
             reply = self._parse_reply(body)
             if reply.finish_reason not in _STOPS:
