@@ -200,7 +200,7 @@ def _checksum_like(recorded: object, parts: Iterable[Bytes]) -> Checksum:
     if isinstance(recorded, str) and _XXH3.fullmatch(recorded):
         return _xxh3(parts)
     raise ValueError(
-        f"its checksum is {recorded!r}, but this release reads CRC-32 (a number) and XXH3 "
+        f"its checksum is {repr(recorded)[:40]}, but this release reads CRC-32 (a number) and XXH3 "
         "(xxh3: and 16 hexadecimal digits)"
     )
 
