@@ -7,6 +7,7 @@ SGLang alone are in test_sglang.py.
 
 import asyncio
 import json
+import math
 import socket
 import threading
 from collections.abc import Awaitable, Iterator, Sequence
@@ -15,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import orjson
 import pytest
 import torch
 
@@ -785,11 +787,15 @@ def test_a_long_answer_is_parsed_beside_the_event_loop(
 ) -> None:
     numbers = [0.125] * 50_000
     content = json.dumps(numbers).encode()
-    parse, threads = json.loads, set()
+    parse, threads = orjson.loads, set()
 
     def noted(text: bytes) -> Any:
         threads.add(threading.current_thread())
         return parse(text)
+
+    def total(read: list[float]) -> float:
+        threads.add(threading.current_thread())
+        return sum(read)
 
     def serve(listener: socket.socket) -> None:
         connection, _ = listener.accept()
@@ -802,7 +808,26 @@ def test_a_long_answer_is_parsed_beside_the_event_loop(
         listener.bind(f"{tmp_path}/s")
         listener.listen()
         serving = server.submit(serve, listener)
-        monkeypatch.setattr(json, "loads", noted)
-        assert asyncio.run(Http(f"unix:{tmp_path}/s").call("GET", "/")) == numbers
+        monkeypatch.setattr(orjson, "loads", noted)
+        assert asyncio.run(Http(f"unix:{tmp_path}/s").call("GET", "/", read=total)) == sum(numbers)
         serving.result()
     assert len(threads) == 1 and threading.main_thread() not in threads
+
+
+def test_json_that_orjson_refuses_is_sent_and_read_as_by_json(tmp_path: Path) -> None:
+    received = bytearray()
+
+    def serve(listener: socket.socket) -> None:
+        connection, _ = listener.accept()
+        with connection:
+            received.extend(connection.recv(1 << 16))
+            connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\n[NaN]")
+
+    with socket.socket(socket.AF_UNIX) as listener, ThreadPoolExecutor(1) as server:
+        listener.bind(f"{tmp_path}/s")
+        listener.listen()
+        serving = server.submit(serve, listener)
+        (value,) = asyncio.run(Http(f"unix:{tmp_path}/s").call("POST", "/", {"text": "\ud800"}))
+        serving.result()
+    assert math.isnan(value)
+    assert received.endswith(b'{"text":"\\ud800"}')
