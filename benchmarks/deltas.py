@@ -143,7 +143,8 @@ def main() -> None:
     lines.append("")
     for rate in SHARES:
         rates = [run[f"encode {rate}"] for run in results["this"]]
-        lines.append(f"- Encoding at {rate}: {tables.verdict(rates, GOAL_GB)} GB/s a core.")
+        verdict = tables.verdict(rates, GOAL_GB)
+        lines.append(f"- Encoding at {rate}, GB a second of a core: {verdict}.")
     tables.write("deltas", "Encoding and applying deltas", lines)
 
 
