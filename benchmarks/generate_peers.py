@@ -68,9 +68,12 @@ class Ours:
         self._engine = EnginePool(each, max_running=slots) if processes > 1 else each[0]
         self._version = -1
         self._loop.run_until_complete(self._engine.start())
-        from safetensors.torch import load_file
+        import torch
 
-        self._weights = load_file(folder / "model.safetensors")
+        from unstale.model.loading import load_model
+
+        # Not the tensors of the file, where the weights of experts have other names.
+        self._weights = load_model(folder, torch.float32).state_dict()
         self.pids = [engine.pid for engine in each]
 
     def forget(self) -> None:
