@@ -392,3 +392,16 @@ def test_the_command_refuses_what_is_no_folder(
     assert f"cannot listen on port {taken.port}" in capsys.readouterr().err
     with pytest.raises(ConfigError):
         Dashboard(tmp_path / "nowhere")
+
+
+def test_the_command_leaves_the_processor_to_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its process gives way to runs of the same session before it begins to read."""
+    calls: list[object] = []
+    monkeypatch.setattr("os.nice", calls.append)
+    monkeypatch.setattr(Dashboard, "serve", lambda self: calls.append(self._socket.close()))
+    with pytest.raises(SystemExit) as end:
+        main.main(["dashboard", str(tmp_path)])
+    assert end.value.code == 0
+    assert calls == [10, None]
