@@ -2,15 +2,17 @@
 
 Compiled code, with and without the compress instructions, and NumPy return the same bytes. Every
 tensor comes back bit for bit: of any dtype and bits, empty, without dimensions, and too large for
-both encodings to be tried. Without a compiler a warning is given. Deltas and stores with the CRC-32
-of earlier releases are read and checked. Other checksums are refused by name.
+both encodings to be tried. Versions that differ in shape or dtype are refused. Without a compiler a
+warning is given. Deltas and stores with the CRC-32 of earlier releases are read and checked. Other
+checksums are refused by name.
 """
 
 import base64
+import re
 import warnings
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import numpy as np
 import pytest
@@ -167,6 +169,43 @@ def test_a_large_tensor_is_encoded_in_the_way_that_is_smaller_for_a_sample(
     assert encode_between(before, after) == encoded
     apply(encoded, before)
     assert torch.equal(before, after)
+
+
+@pytest.mark.parametrize(
+    "after",
+    [
+        torch.zeros(1000, dtype=torch.int16),
+        torch.zeros(500, dtype=torch.int32),
+        torch.zeros(1, dtype=torch.int32),
+        torch.zeros((10, 100), dtype=torch.int32),
+    ],
+)
+def test_versions_of_other_shape_or_dtype_are_refused(after: Tensor) -> None:
+    before = torch.zeros(1000, dtype=torch.int32)
+    message = re.escape(f"[1000] of torch.int32 before, {list(after.shape)} of {after.dtype} after")
+    for compare in (encode_between, split_planes, lambda *pair: find_changes(*pair, 1000)):
+        for each in (nullcontext, without_compiler):
+            with each(), pytest.raises(ValueError, match=message):
+                compare(before, after)
+    with pytest.raises(ValueError, match="differ in shape or dtype"):
+        encode_all({"w": before}, {"w": after}, ["w"])
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.zeros(10, dtype=torch.int32)[::2],
+        torch.zeros((2, 5), dtype=torch.int32),
+        torch.zeros(10),
+        torch.zeros(10, dtype=torch.int32, device="meta"),
+    ],
+)
+def test_tensors_that_compiled_code_cannot_read_are_refused(tensor: Tensor) -> None:
+    for pair in ((tensor, tensor), (tensor, None)):
+        with pytest.raises(ValueError, match=r"need contiguous integer tensors \[n\] on the CPU"):
+            find_changes(*pair, 10)
+        with pytest.raises(ValueError, match=r"need contiguous integer tensors \[n\] on the CPU"):
+            split_planes(*pair)
 
 
 def test_without_a_compiler_a_warning_is_given(monkeypatch: pytest.MonkeyPatch) -> None:

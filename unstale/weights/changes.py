@@ -39,8 +39,9 @@ def find_changes(before: Tensor, after: Tensor | None, limit: int) -> Changes:
     """Return the words that differ between two contiguous integer tensors `[n]`.
 
     Without `after`, `before` is their XOR. If more than `limit` words differ, only their number is
-    returned.
+    returned. Raises ValueError for other tensors.
     """
+    _check_words(before, after)
     library = _library()
     if library is None:
         return _by_numpy(_difference(before, after), limit)
@@ -65,8 +66,9 @@ def find_changes(before: Tensor, after: Tensor | None, limit: int) -> Changes:
 def split_planes(before: Tensor, after: Tensor | None) -> tuple[Bytes, ...]:
     """Return the byte planes of the XOR of all words of two contiguous integer tensors `[n]`.
 
-    Without `after`, `before` is their XOR.
+    Without `after`, `before` is their XOR. Raises ValueError for other tensors.
     """
+    _check_words(before, after)
     library = _library()
     if library is None:
         return _planes(_difference(before, after))
@@ -79,6 +81,33 @@ def split_planes(before: Tensor, after: Tensor | None) -> tuple[Bytes, ...]:
         planes.ctypes.data,
     )
     return tuple(planes)
+
+
+def require_alike(before: Tensor, after: Tensor) -> None:
+    """Raise ValueError unless two tensors have the same shape and dtype."""
+    if before.shape != after.shape or before.dtype != after.dtype:
+        raise ValueError(
+            f"the versions of a tensor differ in shape or dtype: {_described(before)} before, "
+            f"{_described(after)} after"
+        )
+
+
+def _check_words(before: Tensor, after: Tensor | None) -> None:
+    """Raise ValueError unless compiled code can read the tensors by their addresses."""
+    if after is not None:
+        require_alike(before, after)
+    for each in (before,) if after is None else (before, after):
+        is_integer = not (each.is_floating_point() or each.is_complex())
+        if not (is_integer and each.is_cpu and each.dim() == 1 and each.is_contiguous()):
+            layout = "" if each.is_contiguous() else "non-contiguous "
+            raise ValueError(
+                f"differences need contiguous integer tensors [n] on the CPU, got a {layout}tensor "
+                f"{_described(each)} on {each.device}"
+            )
+
+
+def _described(tensor: Tensor) -> str:
+    return f"{list(tensor.shape)} of {tensor.dtype}"
 
 
 @cache

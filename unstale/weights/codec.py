@@ -37,7 +37,13 @@ import xxhash
 import zstandard
 from torch import Tensor
 
-from unstale.weights.changes import ESCAPE, encode_gaps, find_changes, split_planes
+from unstale.weights.changes import (
+    ESCAPE,
+    encode_gaps,
+    find_changes,
+    require_alike,
+    split_planes,
+)
 from unstale.weights.child_process import Bytes
 
 SPARSE_BELOW = 2 / 3
@@ -235,8 +241,10 @@ def encode(difference: Tensor) -> Encoded:
 def encode_between(before: Tensor, after: Tensor) -> Encoded:
     """Compress the difference between the `words` of a tensor in two versions, as `encode` does.
 
-    Nothing as large as the tensor is allocated if few words changed on the CPU.
+    Nothing as large as the tensor is allocated if few words changed on the CPU. Raises ValueError
+    unless both have the same shape and dtype.
     """
+    require_alike(before, after)
     if not before.is_cpu:
         return encode(before ^ after.to(before.device))
     flat = [each.cpu().contiguous().reshape(-1) for each in (before, after)]
