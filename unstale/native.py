@@ -1,6 +1,7 @@
 """C code of this package, which is compiled once for each machine and loaded as a library."""
 
 import ctypes
+import errno
 import hashlib
 import os
 import shlex
@@ -21,6 +22,9 @@ _FLAGS = (
     "-fno-math-errno",
     "-fno-trapping-math",
 )
+
+
+_SHORTAGES = {errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM}
 
 
 @cache
@@ -56,6 +60,15 @@ def compile_library(source: Path, macros: tuple[str, ...] = ()) -> ctypes.CDLL:
             # atomic, since several processes may compile it at the same time
             made.replace(folder / name)
         return library
+
+
+def raise_shortage(error: OSError) -> None:
+    """Raise an error of `compile_library` again if files, processes or memory are exhausted.
+
+    Slower code is no answer to that: the run will fail soon, for the same reason.
+    """
+    if error.errno in _SHORTAGES:
+        raise error
 
 
 def _run_compiler(command: Sequence[str]) -> str:

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from unstale.native import compile_library
+from unstale.native import compile_library, raise_shortage
 
 SOURCE = Path(__file__).with_name("changes.c")
 ESCAPE = 255
@@ -116,6 +116,7 @@ def _library() -> ctypes.CDLL | None:
     try:
         library = compile_library(SOURCE)
     except OSError as error:
+        raise_shortage(error)
         warnings.warn(
             "differences of weights are found by NumPy, several times slower, because "
             f"{SOURCE.name} does not compile: {error}",
