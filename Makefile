@@ -7,7 +7,7 @@ export GOMP_SPINCOUNT := 10000
 export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: setup demo test test-engines test-adapters test-cluster test-dashboard pairs conversations check base-policy bench bench-agent bench-demo bench-desks bench-tau2 bench-tau2-policy bench-compare \
-	bench-audit bench-resume bench-endpoint bench-peers bench-generate bench-train bench-growth bench-memory bench-schedule bench-async \
+	bench-audit bench-resume bench-endpoint bench-peers bench-generate bench-train bench-growth bench-windows bench-memory bench-schedule bench-async \
 	bench-async-learning bench-routes bench-event-loop bench-publish bench-simulate bench-dashboard bench-gpu gpu-check chaos chaos-cluster report fuzz sizes wheel docs
 
 setup: .venv/.ready
@@ -128,6 +128,10 @@ bench-train: bench-peers .venv/.bench
 # A whole step with 1M to 300M weights, against the machine's matrix rate and memory bandwidth (25 minutes).
 bench-growth: .venv/.ready
 	$(BIN)/python -m benchmarks.growth $(ARGS)
+
+# Groups in flight or a look-ahead window under the same staleness bound, simulated (3 minutes).
+bench-windows: setup
+	$(BIN)/python -m benchmarks.windows $(ARGS)
 
 # Peak memory of scoring and training by vocabulary size (10 minutes).
 bench-memory: .venv/.bench
