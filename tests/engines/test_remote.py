@@ -13,6 +13,7 @@ import threading
 from collections.abc import Awaitable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from datetime import date, datetime
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from unstale import config
 from unstale.build import build_engine
 from unstale.engines import Engine, EngineDied, Reply, SamplingParams, rates, remote, session
 from unstale.engines.embedded import shared_weights
-from unstale.engines.http import Http
+from unstale.engines.http import Http, _encode_json
 from unstale.engines.pool import EnginePool, Recovery
 from unstale.engines.registry import EngineOptions
 from unstale.engines.remote import ProbeFailed, RemoteEngine
@@ -831,3 +832,30 @@ def test_json_that_orjson_refuses_is_sent_and_read_as_by_json(tmp_path: Path) ->
         serving.result()
     assert math.isnan(value)
     assert received.endswith(b'{"text":"\\ud800"}')
+
+
+@pytest.mark.parametrize(
+    ("body", "name"),
+    [
+        ({"temperature": math.nan, "text": "null"}, "temperature is nan"),
+        ({"sampling": {"top_p": -math.inf}}, "sampling.top_p is -inf"),
+        ({"n": 1, "bias": [0.5, math.inf], "text": "\ud800"}, r"bias\[1\] is inf"),
+    ],
+)
+def test_numbers_that_json_does_not_have_are_refused_by_name(
+    body: dict[str, Any], name: str
+) -> None:
+    with pytest.raises(ValueError, match=f"^{name}, but a request can only have finite numbers"):
+        asyncio.run(Http("unix:/does/not/exist").call("POST", "/", body))
+
+
+@pytest.mark.parametrize("value", [date(2026, 1, 1), datetime(2026, 1, 1), SamplingParams(1, ())])
+def test_objects_that_json_does_not_have_are_refused(value: object) -> None:
+    with pytest.raises(TypeError, match="not JSON serializable"):
+        _encode_json({"value": value})
+
+
+def test_null_is_sent() -> None:
+    assert _encode_json({"a": None, "b": "null", "c": [1.5, "é"]}) == (
+        b'{"a":null,"b":"null","c":[1.5,"\\u00e9"]}'
+    )

@@ -6,8 +6,9 @@ ms.
 
 import asyncio
 import json
+import math
 import ssl
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 from urllib.parse import quote, urlsplit
 from weakref import WeakKeyDictionary
@@ -74,12 +75,14 @@ class Http:
         With `read`, return what this function makes of the JSON. It runs in a thread if the
         response is large, so it must not use what the event loop uses.
 
-        Raises OSError for every failure. Cancelling the call closes the connection, so that the
-        server can stop its work.
+        Raises ValueError for a body with a number that JSON does not have (NaN, infinity), and
+        OSError for every failure of the call. Cancelling the call closes the connection, so that
+        the server can stop its work.
         """
+        request = self._request(method, path, body)
         reader, writer = await self._connect()
         try:
-            writer.write(self._request(method, path, body))
+            writer.write(request)
             await writer.drain()
             return await _read_response(reader, self._max_body_bytes, read)
         except (
@@ -143,11 +146,41 @@ def _parsing() -> asyncio.Lock:
 
 
 def _encode_json(body: Any) -> bytes:
-    """Return JSON. Values that orjson refuses, such as lone surrogates, are left to `json`."""
+    """Return JSON. Values that orjson refuses, such as lone surrogates, are left to `json`.
+
+    Raises ValueError for numbers that are not finite. orjson writes them as null, so a text with
+    null is made again by `json`, which refuses them.
+    """
     try:
-        return orjson.dumps(body)
+        content = orjson.dumps(body, option=_AS_JSON)
     except TypeError:
-        return json.dumps(body, separators=(",", ":")).encode()
+        content = b"null"
+    if b"null" not in content:
+        return content
+    try:
+        return json.dumps(body, separators=(",", ":"), allow_nan=False).encode()
+    except ValueError:
+        for name, value in _not_finite(body):
+            raise ValueError(
+                f"{name} is {value}, but a request can only have finite numbers"
+            ) from None
+        raise
+
+
+_AS_JSON = orjson.OPT_PASSTHROUGH_DATETIME | orjson.OPT_PASSTHROUGH_DATACLASS
+"""Refuse dates and dataclasses, as `json` does."""
+
+
+def _not_finite(value: Any, name: str = "the body") -> Iterator[tuple[str, str]]:
+    """Yield the names and texts of all numbers that are not finite."""
+    if isinstance(value, float) and not math.isfinite(value):
+        yield name, str(value)
+    elif isinstance(value, Mapping):
+        for key, each in value.items():
+            yield from _not_finite(each, str(key) if name == "the body" else f"{name}.{key}")
+    elif isinstance(value, list | tuple):
+        for index, each in enumerate(value):
+            yield from _not_finite(each, f"{name}[{index}]")
 
 
 def _decode_json(content: bytes) -> Any:
