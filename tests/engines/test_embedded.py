@@ -307,6 +307,22 @@ def test_a_model_that_mixes_packed_sequences_is_found_by_its_logits(
         packed.PackedRunner(tmp_path, dtype=torch.float32, max_slots=2, max_context=64)
 
 
+def test_attention_that_is_wrong_only_in_bfloat16_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attend = packed._Pages.attend
+
+    def wrong(pages: packed._Pages, query: Tensor, *others: Any) -> Tensor:
+        return attend(pages, query, *others) * (-1.0 if query.dtype == torch.bfloat16 else 1.0)
+
+    monkeypatch.setattr(packed._Pages, "attend", wrong)
+    _model("llama").save_pretrained(tmp_path)
+    sizes: dict[str, Any] = {"max_slots": 2, "max_context": 64}
+    packed.PackedRunner(tmp_path, dtype=torch.float32, **sizes)
+    with pytest.raises(packed.CannotPack, match="bfloat16 logits differ by"):
+        packed.PackedRunner(tmp_path, dtype=torch.bfloat16, **sizes)
+
+
 def test_a_rotary_embedding_that_depends_on_the_longest_position_is_found(tmp_path: Path) -> None:
     """Up to 64 positions the embedding is the same for all; beyond, one sequence changes others."""
     scaling = {

@@ -121,20 +121,13 @@ class TransformersRunner:
         self.vocab_size = int(config.vocab_size)
         _refuse_other_state(config, max_context)
         self._model = model
-        self._reset(SLOTS, max_context)
-        try:
-            error = Probe(model, max_context).error(self)
-        except FORWARD_ERRORS as failure:
-            error = f"{type(failure).__name__}: {failure}"
-        if error:
-            raise ValueError(
-                f"the embedded engine cannot run {architecture}. Packed into one forward pass: "
-                f"{why_slow}. One by one with a cache: {error}. If its rotary embedding depends on "
-                "the longest position, a lower max_context helps"
-            )
+        probe = self._probed(max_context, why_slow)
+        if probe.warning:
+            self.warning += f". One by one, {probe.warning}"
         if dtype != torch.float32:
             # Not converted: transformers keeps some buffers and parameters in float32.
             self._model = load_model(folder, dtype, attn_implementation="eager").eval()
+            self._probed(max_context, why_slow, exact=probe)
         self._reset(max_slots, max_context)
         self._quantise = quantise
         round_activations(self._model, quantise)
@@ -143,6 +136,25 @@ class TransformersRunner:
         self._tied = tied_parameters(self._model)
         self._buffers = persistent_buffers(self._model)
         self._recorder = RouteRecorder(self._model) if record_routes else None
+
+    def _probed(self, max_context: int, why_slow: str, exact: Probe | None = None) -> Probe:
+        """Return a probe that the model passed. Raises ValueError if it differs from a plain pass.
+
+        `exact` is the probe of the same model in float32, if this one is rounded.
+        """
+        self._reset(SLOTS, max_context)
+        try:
+            probe = Probe(self._model, max_context, exact)
+            error = probe.error(self)
+        except FORWARD_ERRORS as failure:
+            error = f"{type(failure).__name__}: {failure}"
+        if error:
+            raise ValueError(
+                f"the embedded engine cannot run {type(self._model).__name__}. Packed into one "
+                f"forward pass: {why_slow}. One by one with a cache: {error}. If its rotary "
+                "embedding depends on the longest position, a lower max_context helps"
+            )
+        return probe
 
     def _reset(self, max_slots: int, max_context: int) -> None:
         self._slots = _Slots(max_slots, max_context)

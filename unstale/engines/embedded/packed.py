@@ -7,7 +7,7 @@ with the same first tokens share pages, as in `decoder.py`.
 
 Which tokens a layer attends is read from the masks that transformers makes: all earlier ones, or a
 sliding window. Whether the rest of the model keeps packed sequences apart is tested at the start:
-a packed pass must give the logits of a plain one.
+a packed pass must give the logits of a plain one, in float32 and in the engine's precision.
 """
 
 import inspect
@@ -355,11 +355,30 @@ class PackedRunner:
         self.vocab_size = int(model.config.get_text_config().vocab_size)
         self._selects = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._layers: list[_Layer] = []
+        probe = self._take(model, max_context)
+        warning = probe.warning
+        if dtype != torch.float32:
+            # Not converted: transformers keeps some buffers and parameters in float32.
+            del model, self._model
+            model = load_model(folder, dtype, attn_implementation="eager").eval()
+            self._take(model, max_context, exact=probe)
+        self._cache = _Pages(self._layers, dtype, max_slots, max_context)
+        slow = self._cache.warning or _warning_with_gpu(type(model).__name__)
+        self.warning = ". ".join(filter(None, (slow, warning)))
+        self._quantise = quantise
+        round_activations(model, quantise)
+        self._recorder = RouteRecorder(model) if record_routes else None
+
+    def _take(self, model: PreTrainedModel, max_context: int, exact: Probe | None = None) -> Probe:
+        """Take over a model. Raises CannotPack if it differs from its plain forward pass.
+
+        `exact` is the probe of the same model in float32, if this one is rounded.
+        """
         try:
-            probe = Probe(model, max_context)
-            self._layers = _surveyed(model, max_context)
+            probe = Probe(model, max_context, exact)
+            self._layers = self._layers or _surveyed(model, max_context)
             self._prepare(model)
-            self._cache = _Pages(self._layers, torch.float32, SLOTS, max_context)
+            self._cache = _Pages(self._layers, model.dtype, SLOTS, max_context)
             error = probe.error(self)
         except CannotPack:
             raise
@@ -367,16 +386,7 @@ class PackedRunner:
             raise CannotPack(f"a packed pass fails: {_one_line(failure)}") from failure
         if error:
             raise CannotPack(f"in a packed pass, {error}")
-        if dtype != torch.float32:
-            # Not converted: transformers keeps some buffers and parameters in float32.
-            del model, self._model
-            model = load_model(folder, dtype, attn_implementation=PACKED).eval()
-            self._prepare(model)
-        self._cache = _Pages(self._layers, dtype, max_slots, max_context)
-        self.warning = self._cache.warning or _warning_with_gpu(type(model).__name__)
-        self._quantise = quantise
-        round_activations(model, quantise)
-        self._recorder = RouteRecorder(model) if record_routes else None
+        return probe
 
     def _prepare(self, model: PreTrainedModel) -> None:
         """Take over a model. Its linear layers are prepared, and their own weights are freed."""
