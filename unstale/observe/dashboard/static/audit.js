@@ -56,9 +56,11 @@ function clouds(after) {
 }
 
 // A table with a bar for each value.
-function bars(title, about, head, rows, most) {
+function bars(title, about, head, rows, most, empty = "Nothing was recorded.") {
   const body = rows.map(([name, series, value]) => h("tr", {}, h("th", { scope: "row" }, name), h("td", {}, series), h("td", { class: "wide-cell" }, h("meter", { min: "0", max: "1", value: String(Math.min(1, value / most)), class: "ink-bar", "aria-label": `${name} ${series}` })), h("td", {}, amount(value))));
-  return card(title, about, body.length ? h("table", { class: "lags" }, h("thead", {}, h("tr", {}, head.map((each) => h("th", { scope: "col" }, each)))), h("tbody", {}, body)) : h("p", { class: "gap" }, "Nothing was recorded."));
+  const found = card(title, about, body.length ? h("div", { class: "scroll" }, h("table", { class: "lags" }, h("thead", {}, h("tr", {}, head.map((each) => h("th", { scope: "col" }, each)))), h("tbody", {}, body))) : h("p", { class: "gap" }, empty));
+  found.classList.add("full-row");
+  return found;
 }
 
 function table(after) {
@@ -74,14 +76,14 @@ function results(after) {
   const errors = after.routes.flatMap((each) => Object.entries(each.by_lag).map(([lag, error]) => [each.route, `lag ${lag}`, error]));
   const agreements = after.routes.flatMap((each) => [["dropped", each.mask_f1], ["clipped", each.clip_f1]].filter(([, f1]) => f1 !== null).map(([what, f1]) => [each.route, what, f1]));
   return h("section", {}, h("h2", {}, "All routes on recorded tokens"), h("dl", { class: "meaning" }, after.routes.map((each) => h("div", {}, h("dt", {}, each.route), h("dd", {}, each.verdict)))), table(after), clouds(after),
-    h("div", { class: "charts" }, bars("Error by lag", "Mean |prox - old_logp| in nats, by versions between sampling and training.", ["route", "lag", "", "error"], errors, Math.max(...errors.map((each) => each[2]), 1e-12)),
-      bars("Agreement", "F1 of the dropped and of the clipped tokens: the route against the true old_logp. 1 is equal.", ["route", "tokens", "", "F1"], agreements, 1)));
+    h("div", { class: "charts" }, bars("Error by lag", "Mean |the route's old_logp - the true one| in nats, by versions between sampling and training.", ["route", "lag", "", "error"], errors, Math.max(...errors.map((each) => each[2]), 1e-12)),
+      bars("Agreement", "F1 of the dropped and of the clipped tokens: the route against the true old_logp. 1 is equal.", ["route", "tokens", "", "F1"], agreements, 1, "No token was dropped or clipped in the recorded batches.")));
 }
 
 const SERIES = [
-  ["Error over the run", "Mean |prox - old_logp| of a step's audited tokens, in nats, and the noise of another packing. Good: within the noise. Bad: it grows with staleness.", "count", { error: "audit/logp_error_abs_mean", noise: "audit/logp_noise_rms" }],
+  ["Error over the run", "Mean |the route's old_logp - the true one| of a step's audited tokens, in nats, and the noise of another packing. Good: within the noise. Bad: it grows with staleness.", "count", { error: "audit/logp_error_abs_mean", noise: "audit/logp_noise_rms" }],
   ["Leaks over the run", "s: part of the staleness that is in D; d: part of the discrepancy that is in S. Good: both near 0. Bad: near 1, because D and S are then not what they are called.", "value", { s: "audit/staleness_leak", d: "audit/discrepancy_leak" }],
-  ["Agreement over the run", "F1 of the dropped and of the clipped tokens. Good: 1. Bad: less: the route drops or clips other tokens than the true old_logp would.", "share", { dropped: "audit/mask_f1", clipped: "audit/clip_f1" }],
+  ["Agreement over the run", "F1 of the dropped and of the clipped tokens. Good: 1. Bad: less: the route drops or clips other tokens than the true old_logp would.", "share", { dropped: "audit/mask_f1", clipped: "audit/clip_f1" }, "No token was dropped or clipped in the audited batches."],
 ];
 
 export function audit(content, { run: name }) {
@@ -89,7 +91,7 @@ export function audit(content, { run: name }) {
   let shown = "";
   const top = h("div");
   const below = h("div");
-  const plots = SERIES.map(([title, about, scale, metrics]) => ({ plot: new Plot({ title, scale, unit: scale === "share" ? "share" : "nats" }), title, about, metrics }));
+  const plots = SERIES.map(([title, about, scale, metrics, empty]) => ({ plot: new Plot({ title, scale, unit: scale === "share" ? "share" : "nats", empty }), title, about, metrics }));
   const during = h("section", {}, h("h2", {}, "During training"), h("div", { class: "charts" }, plots.map((each) => card(each.title, each.about, each.plot.element))));
   async function load() {
     try {

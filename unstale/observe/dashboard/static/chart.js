@@ -23,8 +23,8 @@ const resized = new ResizeObserver((entries) => entries.forEach(({ target }) => 
 
 // A plot. `series` is [{name, x, y, colour?, dots?, faint?, low?, high?}]; each has its own steps.
 export class Plot {
-  constructor({ title, unit = "", scale = "count", height = 190, label = "step" }) {
-    Object.assign(this, { title, unit, scale, height, label, series: [], plot: null });
+  constructor({ title, unit = "", scale = "count", height = 190, label = "step", empty = "Nothing was recorded yet." }) {
+    Object.assign(this, { title, unit, scale, height, label, empty, series: [], plot: null });
     this.box = h("div", { class: "plot-box", tabindex: "0", role: "img", "aria-label": title, onkeydown: (event) => this.key(event) });
     this.keys = h("div", { class: "keys" });
     this.element = h("div", {}, this.keys, this.box);
@@ -51,7 +51,7 @@ export class Plot {
     const series = this.series.filter((each) => each.x.length);
     if (!series.length) {
       replace(this.keys);
-      replace(this.box, h("p", { class: "gap" }, "Nothing was recorded yet."));
+      replace(this.box, h("p", { class: "gap" }, this.empty));
       return;
     }
     replace(this.box);
