@@ -4,6 +4,7 @@ import { ask } from "./api.js";
 import { h, replace } from "./dom.js";
 import { NONE, amount, percent, whole } from "./format.js";
 import { lagName } from "./lags.js";
+import { outcomeWord } from "./outcomes.js";
 import { problem, toRun } from "./parts.js";
 
 const GROUPS = [["kept", ["kept"]], ["dropped", ["vetoed", "masked", "dropped"]], ["clipped low", ["clipped_low"]], ["clipped high", ["clipped_high"]], ["capped", ["capped"]]];
@@ -145,8 +146,8 @@ export class Alternative {
 
   changed(found) {
     if (!found.num_changes) return h("p", {}, "No token would have had another outcome.");
-    const kinds = found.changes.map(([before, after, count]) => `${whole(count)} ${before} → ${after}`).join(", ");
-    const rows = found.rows.map((row) => h("tr", {}, h("td", {}, h("a", { href: `${toRun(this.run)}/episode/${row.episode}/token/${row.token}` }, `episode ${row.episode}, token ${row.token}`)), h("td", {}, row.step), h("td", {}, row.lag), h("td", {}, amount(row.log_d)), h("td", {}, amount(row.log_s)), h("td", {}, `${row.run} → ${row.other}`)));
+    const kinds = found.changes.map(([before, after, count]) => `${whole(count)} ${outcomeWord(before)} → ${outcomeWord(after)}`).join(", ");
+    const rows = found.rows.map((row) => h("tr", {}, h("td", {}, h("a", { href: `${toRun(this.run)}/episode/${row.episode}/token/${row.token}` }, `episode ${row.episode}, token ${row.token}`)), h("td", {}, row.step), h("td", {}, row.lag), h("td", {}, amount(row.log_d)), h("td", {}, amount(row.log_s)), h("td", {}, `${outcomeWord(row.run)} → ${outcomeWord(row.other)}`)));
     const listed = found.rows.length < found.num_changes ? ` The ${whole(found.rows.length)} with the largest |log S| are listed.` : "";
     return [h("p", {}, h("b", {}, `${whole(found.num_changes)} of ${whole(found.compared)} tokens differ`), `: ${kinds || NONE}.${listed}`),
       h("div", { class: "scroll low" }, h("table", { class: "results" }, h("thead", {}, h("tr", {}, ["token", "step", "lag", "log D", "log S", "outcome"].map((name) => h("th", { scope: "col" }, name)))), h("tbody", {}, rows)))];

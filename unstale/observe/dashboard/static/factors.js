@@ -6,6 +6,7 @@ import { h, replace, settled } from "./dom.js";
 import { downloads } from "./download.js";
 import { amount, percent, whole } from "./format.js";
 import { lagName } from "./lags.js";
+import { outcomeWord } from "./outcomes.js";
 import { failed, problem, toRun } from "./parts.js";
 import { Scatter } from "./scatter.js";
 
@@ -83,7 +84,7 @@ export function factors(content, { run }, query) {
     }
     const share = found.placed ? ` (${percent(picked.tokens / found.placed, 2)})` : "";
     const lags = picked.by_lag.map(([lag, tokens]) => `${lagName(lag)}: ${whole(tokens)}`).join(", ");
-    const outcomes = Object.entries(picked.outcomes).map(([name, tokens]) => `${whole(tokens)} ${name}`).join(", ");
+    const outcomes = Object.entries(picked.outcomes).map(([name, tokens]) => `${whole(tokens)} ${outcomeWord(name)}`).join(", ");
     const rows = picked.rows.map((row) => h("tr", {}, h("td", {}, h("a", { href: `${toRun(run)}/episode/${row.episode}` }, `episode ${row.episode}`)), h("td", {}, row.step), h("td", {}, whole(row.tokens)), h("td", {}, h("a", { href: `${toRun(run)}/episode/${row.episode}/token/${row.token}?colour=log_s` }, `token ${row.token}`)), h("td", {}, row.lag), h("td", {}, amount(row.log_d)), h("td", {}, amount(row.log_s))));
     const rest = picked.episodes > picked.rows.length ? ` The ${whole(picked.rows.length)} with most of them are listed.` : "";
     replace(chosen, h("h2", {}, "Selected tokens"), h("p", {}, h("b", {}, `${whole(picked.tokens)} of ${whole(found.placed)} tokens`), share, picked.tokens ? `, in ${whole(picked.episodes)} episodes. ${lags}. ${outcomes}.${rest}` : "."),
@@ -116,7 +117,9 @@ export function factors(content, { run }, query) {
       shortcuts(found.lines);
       selected(found);
     } catch (error) {
-      if (mine === turn && !over) replace(wrong, problem(error.message));
+      if (mine !== turn || over) return;
+      note.textContent = "";
+      replace(wrong, problem(error.message));
     }
   }
 

@@ -5,6 +5,7 @@ import { charts, colour } from "./chart.js";
 import { h, replace, svg } from "./dom.js";
 import { amount, whole } from "./format.js";
 import { LAST_LAG, lagName } from "./lags.js";
+import { outcomeWord } from "./outcomes.js";
 
 const LEFT = 70, BOTTOM = 46, SIDE = 74, GAP = 6;
 const TICKS = [-10, -1, -0.1, -0.01, -0.001, 0, 0.001, 0.01, 0.1, 1, 10];
@@ -332,6 +333,6 @@ export class Scatter {
 
   describe(index) {
     const each = (name) => this.found.points[name][index];
-    return `Episode ${each("episode")}, token ${each("token")}, step ${each("step")}, lag ${each("lag")}: log D ${amount(each("log_d"))}, log S ${amount(each("log_s"))}, ${this.found.outcomes[each("outcome")]}. Click to read it.`;
+    return `Episode ${each("episode")}, token ${each("token")}, step ${each("step")}, lag ${each("lag")}: log D ${amount(each("log_d"))}, log S ${amount(each("log_s"))}, ${outcomeWord(this.found.outcomes[each("outcome")])}. Click to read it.`;
   }
 }

@@ -2,6 +2,7 @@
 
 import { h } from "./dom.js";
 import { NONE, amount, percent } from "./format.js";
+import { OUTCOMES, outcomeText } from "./outcomes.js";
 
 // Return the tokens of an answer of the server, one object for each.
 export function flat(episode) {
@@ -34,12 +35,6 @@ const ratios = (read) => ({
   },
 });
 
-// What can happen to a trained token (docs/journal.md).
-const OUTCOMES = {
-  kept: "kept", clipped_low: "clipped, S too low", clipped_high: "clipped, S too high", capped: "capped by the ratio cap", masked: "masked by the correction",
-  vetoed: "vetoed with its sequence", dropped: "dropped by a technique", skipped: "skipped: no gradient",
-};
-
 // Ways to colour. `kind(token)` returns the end of a CSS class, or nothing; `keys(tokens)` returns
 // the legend as [kind, text].
 export const MODES = {
@@ -70,7 +65,7 @@ export const MODES = {
   outcome: {
     name: "kept or clipped", about: "what happened to the token in training", trained: true,
     kind: (token) => (token.trained ? `out-${token.trained.outcome}` : undefined),
-    keys: (tokens) => Object.keys(OUTCOMES).filter((name) => tokens.some((token) => token.trained?.outcome === name)).map((name) => [`out-${name}`, OUTCOMES[name]]),
+    keys: (tokens) => OUTCOMES.filter((name) => tokens.some((token) => token.trained?.outcome === name)).map((name) => [`out-${name}`, outcomeText(name)]),
   },
   weight: {
     name: "weight", about: "factor of the loss by the correction", trained: true,
@@ -163,7 +158,7 @@ export function numbersOf(token) {
   row("advantage", advantage, "in the loss");
   row("weight", weight, "of the correction of D");
   row("entropy", entropy, "nats");
-  rows.push(["outcome", outcome, OUTCOMES[outcome] ?? ""]);
+  rows.push(["outcome", outcomeText(outcome), ""]);
   return rows;
 }
 
