@@ -221,6 +221,30 @@ def test_a_run_that_is_not_explained_is_no_source(
     assert "Furthest off: trainer" in told and "staleness mean" not in told
 
 
+def test_errors_that_cancel_are_no_source() -> None:
+    *_, own = simulate_own(RECORDED, setup_of(RECORDED, fit_costs([RECORDED])))
+
+    def but(name: str, predicted: float) -> list[str]:
+        figures = (
+            replace(each, measured=0.4 if each.unit == "share" else 100.0, predicted=predicted)
+            if each.name == name
+            else each
+            for each in own.figures
+        )
+        return replace(own, figures=tuple(figures)).problems
+
+    shares = [each.name for each in own.figures if each.unit == "share"]
+    assert len(shares) == 4
+    for name in shares:
+        assert but(name, 0.49) == but(name, 0.31) == []
+        for predicted, shown in ((0.54, "54%"), (0.26, "26%")):
+            (problem,) = but(name, predicted)
+            assert f"{name}, 40% of the step measured and {shown} simulated" in problem
+    assert but(own_run.DECODING, 124) == but(own_run.DECODING, 76) == []
+    (problem,) = but(own_run.DECODING, 53)
+    assert "decoding steps a step, 100 measured and 53 simulated: -47% (limit 25%)" in problem
+
+
 def ask(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: str) -> Any:
     """Return the exit code and the JSON of `simulate --like` on the recorded run."""
     monkeypatch.setattr(RecordedRun, "read", lambda path: RECORDED)

@@ -1,8 +1,9 @@
 """Compare the simulation of a recorded run with the run itself, and find what a fit leaves open.
 
 A simulation of other settings is worth no more than that of the run's own: it is refused if the own
-one misses the run by more than `LIMIT` or names another bottleneck. It is also refused if the
-recorded steps leave the duration of the simulated work open by more than `OPEN`.
+one misses the run by more than `LIMIT`, gets a part of the step wrong, or names another bottleneck.
+It is also refused if the recorded steps leave the duration of the simulated work open by more than
+`OPEN`.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -18,6 +19,13 @@ from unstale.planner.result import SimulationResult
 
 LIMIT = 0.1
 """Largest deviation of the seconds per step of a run's own simulation."""
+SHARE_LIMIT = 0.1
+"""Largest deviation of the share of a step that a part takes. Errors of several parts can cancel in
+the seconds per step, and do not cancel with other settings.
+"""
+DECODING_LIMIT = 0.25
+"""Largest deviation of the number of decoding steps, as a share of those of the run."""
+DECODING = "decoding steps a step"
 OPEN = 0.15
 """Largest half-width of the 95% confidence interval of the seconds of a part, as a share of the
 step.
@@ -66,12 +74,34 @@ class OwnRun:
                 f"step, measured were {self.figures[0].measured:.3g} s: {self.error:+.0%}, more "
                 f"than {LIMIT:.0%}. {self._furthest()}"
             )
+        if parts := self._wrong_parts():
+            found.append(
+                f"the simulation of {self.name} gets parts of the step wrong, which other settings "
+                f"change differently: {'; '.join(parts)}"
+            )
         if self.run.bottleneck != self.simulated.bottleneck:
             found.append(
                 f"the bottleneck of {self.name} is {_named(self.run)}, that of its simulation "
                 f"{_named(self.simulated)}"
             )
         return found
+
+    def _wrong_parts(self) -> list[str]:
+        """Name the parts of a step that are too far off."""
+        wrong = []
+        for each in self.figures:
+            off = each.predicted - each.measured
+            if each.unit == "share" and abs(off) > SHARE_LIMIT:
+                wrong.append(
+                    f"{each.name}, {each.measured:.0%} of the step measured and "
+                    f"{each.predicted:.0%} simulated (limit {100 * SHARE_LIMIT:.0f} points)"
+                )
+            if each.name == DECODING and abs(off) > DECODING_LIMIT * each.measured > 0:
+                wrong.append(
+                    f"{each.name}, {each.measured:,.3g} measured and {each.predicted:,.3g} "
+                    f"simulated: {off / each.measured:+.0%} (limit {DECODING_LIMIT:.0%})"
+                )
+        return wrong
 
     def _furthest(self) -> str:
         """Name the figure that is furthest off."""
@@ -158,7 +188,7 @@ def compare(run: RecordedRun, result: SimulationResult) -> OwnRun:
             mean("engine/prefill_tokens"),
             result.work.prefilled / simulated,
         ),
-        Compared("decoding steps a step", mean("engine/steps"), result.work.steps / simulated),
+        Compared(DECODING, mean("engine/steps"), result.work.steps / simulated),
         Compared(
             "tokens trained a step",
             fmean(each.tokens for each in steady),
