@@ -171,6 +171,26 @@ def test_a_large_tensor_is_encoded_in_the_way_that_is_smaller_for_a_sample(
     assert torch.equal(before, after)
 
 
+@pytest.mark.parametrize("at_end", [False, True])
+def test_changes_at_one_end_of_a_large_tensor_are_sampled(
+    monkeypatch: pytest.MonkeyPatch, at_end: bool
+) -> None:
+    """The words in the middle are equal: they alone would speak for `sparse`."""
+    noise = torch.Generator().manual_seed(0)
+    count = codec.EXACT_WORDS + 3
+    before = torch.randint(-(2**15), 2**15, (count,), generator=noise, dtype=torch.int16)
+    difference = torch.randint(1, 4, (count,), generator=noise, dtype=torch.int16)
+    difference[torch.rand(count, generator=noise) > 0.95] = 0
+    difference[int(0.37 * count) :] = 0
+    after = before ^ (difference.flip(0) if at_end else difference)
+    encoded = encode_between(before, after)
+    assert encoded.kind == "packed"
+    monkeypatch.setattr(codec, "EXACT_WORDS", count)
+    assert encode_between(before, after) == encoded
+    apply(encoded, before)
+    assert torch.equal(before, after)
+
+
 @pytest.mark.parametrize(
     "after",
     [

@@ -55,7 +55,11 @@ PACKED_ABOVE = 1 / 3
 larger.
 """
 SAMPLE_WORDS = 1 << 16
-"""Number of words from the middle of a large tensor, on which both are compared."""
+"""Number of words of a large tensor on which both are compared."""
+SAMPLE_BLOCKS = 64
+"""Number of blocks of these words, at equal distances from the first to the last word. Changes may
+be in one part of a tensor only, such as the rows of some tokens or experts.
+"""
 EXACT_WORDS = 1 << 18
 """Number of words from which on a tensor is large. Of a smaller one both are computed in full."""
 
@@ -262,11 +266,16 @@ class _Pair:
     def difference(self) -> Tensor:
         return self.before if self.after is None else self.before ^ self.after
 
-    def middle(self, count: int) -> "_Pair":
-        """Return `count` words from the middle."""
-        start = (len(self.before) - count) // 2
-        part = slice(start, start + count)
-        return _Pair(self.before[part], None if self.after is None else self.after[part])
+    def sample(self) -> "_Pair":
+        """Return `SAMPLE_WORDS` words of a large tensor, in `SAMPLE_BLOCKS` blocks."""
+        length = SAMPLE_WORDS // SAMPLE_BLOCKS
+        last = len(self.before) - length
+        starts = [number * last // (SAMPLE_BLOCKS - 1) for number in range(SAMPLE_BLOCKS)]
+
+        def blocks(flat: Tensor) -> Tensor:
+            return torch.cat([flat[start : start + length] for start in starts])
+
+        return _Pair(blocks(self.before), None if self.after is None else blocks(self.after))
 
     def changes(self, limit: int) -> tuple[int, tuple[Array, ...]]:
         """Return the number of changed words, and the streams of `sparse` before compression.
@@ -313,7 +322,7 @@ def _smaller(
     if changed >= PACKED_ABOVE * count:
         kinds.append("packed")
     if len(kinds) == 2 and count > EXACT_WORDS:
-        sample = pair.middle(SAMPLE_WORDS)
+        sample = pair.sample()
         _, its_changes = sample.changes(SAMPLE_WORDS)
         of_sample = {"sparse": its_changes, "packed": sample.planes()}
         sizes = {kind: sum(len(_pack(each)) for each in of_sample[kind]) for kind in kinds}
