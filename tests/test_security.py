@@ -15,7 +15,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
-from functools import cache
+from functools import cache, partial
 from io import StringIO
 from pathlib import Path
 
@@ -31,6 +31,7 @@ from unstale.cli import session
 from unstale.config import SHIPPED_POLICY, AuditConfig, ConfigError, EvalConfig
 from unstale.durability.journal import JOURNAL, Journal, JournalError, check
 from unstale.engines.embedded.fallback import TransformersRunner
+from unstale.engines.embedded.packed import PackedRunner
 from unstale.model.policy import Policy
 from unstale.trainer.failed_batch import save_failed_batch
 from unstale.weights.recording import WENT_WRONG, WentWrong
@@ -279,8 +280,9 @@ def test_weights_in_a_pickle_are_refused(model_folder: Path, canary: Path) -> No
             torch.save(weights, pickled)
         with pytest.raises(ConfigError, match=r"the model in .* cannot be read"):
             Policy.load(model_folder)
-        with pytest.raises(ConfigError, match="safetensors"):
-            TransformersRunner(model_folder, dtype=torch.float32, max_slots=2, max_context=32)
+        for runner in (PackedRunner, partial(TransformersRunner, why_slow="")):
+            with pytest.raises(ConfigError, match="safetensors"):
+                runner(model_folder, dtype=torch.float32, max_slots=2, max_context=32)
     assert not canary.exists()
 
 

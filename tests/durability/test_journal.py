@@ -48,7 +48,7 @@ from unstale.durability.journal import (
 )
 from unstale.durability.journal.export import export_rows, write_jsonl
 from unstale.durability.journal.tables import ADDED
-from unstale.planner.measured import RESULTS
+from unstale.planner.recorded import RESULTS
 from unstale.records import (
     HAS_BEHAVIOR,
     ContextPiece,

@@ -307,7 +307,7 @@ def test_any_architecture_can_be_merged_into(tmp_path: Path) -> None:
         assert policy.merging is not None
         merged = Base(tmp_path, policy.merging).merged(policy.weights())
         runner = build_runner(tmp_path, dtype="float32", max_slots=2, max_context=64)
-        assert runner.name == "transformers LlamaForCausalLM"
+        assert runner.name == "transformers LlamaForCausalLM, packed"
         runner.load(merged)
         tokens, none = torch.tensor(TOKENS), torch.empty(0, dtype=torch.long)
         with torch.no_grad():

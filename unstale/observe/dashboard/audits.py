@@ -116,7 +116,7 @@ def verdict(row: Mapping[str, Any]) -> str:
     `row` has the figures of the route, as in `audit.json`, and the numerical `noise` in nats.
 
     >>> verdict({"logp_error_abs_mean": 1e-6, "noise": 1e-6})
-    'Exact: the mean error of 1.0e-06 nats is within the numerical noise.'
+    'Exact: the mean error of 1e-06 nats is within the numerical noise.'
     >>> verdict({"logp_error_abs_mean": 0.02, "noise": 1e-6, "staleness_leak": 0.4})
     'Approximate: the mean error is 0.02 nats. It moves 40% of the staleness into D.'
     """
