@@ -16,7 +16,7 @@ import shutil
 import sqlite3
 import sys
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -91,7 +91,12 @@ def test_counts_are_of_all_tokens_and_points_are_a_stated_sample(
     assert found["placed"] == placed.sum() < len(placed)
     assert sum(count for *_, count in found["counts"]) == placed.sum()
     for name in ("log_d", "log_s"):
-        assert sum(sum(each["counts"]) for each in found["marginals"][name]) == placed.sum()
+        in_marginal = sum(sum(each["counts"]) for each in found["marginals"][name])
+        assert in_marginal == (~np.isnan(whole[name])).sum()
+    apart = ~placed & ~np.isnan(whole["log_d"])
+    dropped = apart & (whole["outcome"] == "masked")
+    assert found["without_s"] == {"tokens": apart.sum(), "dropped": dropped.sum()}
+    assert 0 < dropped.sum() < apart.sum()
     lags, counts = np.unique(whole["lag"][placed], return_counts=True)
     assert found["by_lag"] == [[int(a), int(b)] for a, b in zip(lags, counts, strict=True)]
     for lag, each in zip(lags, found["marginals"]["log_s"], strict=True):
@@ -142,22 +147,30 @@ def test_a_brush_selects_exactly_the_tokens_inside(client: Client, runs: Path) -
         {"d_min": -0.004, "d_max": 0.001, "s_min": -0.2, "s_max": 0},
         {"s_min": edge},
         {"d_max": -5},
+        {"d_min": math.log(2)},
     ):
         low, high = brush.get("d_min", -np.inf), brush.get("d_max", np.inf)
         inside = (whole["log_d"] >= low) & (whole["log_d"] <= high)
-        inside &= whole["log_s"] >= brush.get("s_min", -np.inf)
-        inside &= whole["log_s"] <= brush.get("s_max", np.inf)
+        of = ~np.isnan(whole["log_d"])
+        if "s_min" in brush or "s_max" in brush:
+            inside &= whole["log_s"] >= brush.get("s_min", -np.inf)
+            inside &= whole["log_s"] <= brush.get("s_max", np.inf)
+            of &= ~np.isnan(whole["log_s"])
         picked = client.ask("factors", run="first", **brush)["selected"]
-        assert picked["tokens"] == inside.sum()
+        assert (picked["tokens"], picked["of"]) == (inside.sum(), of.sum())
+        names, numbers = np.unique(whole["outcome"][inside], return_counts=True)
+        assert picked["outcomes"] == dict(zip(names.tolist(), numbers.tolist(), strict=True))
         assert picked["episodes"] == len(np.unique(whole["episode"][inside]))
         assert sum(row["tokens"] for row in picked["rows"]) == inside.sum()
         assert sum(picked["outcomes"].values()) == inside.sum()
         for row in picked["rows"]:
             own = inside & (whole["episode"] == row["episode"])
-            size = np.maximum(np.abs(whole["log_d"]), np.abs(whole["log_s"]))
+            limited = {f"log_{name[0]}" for name in brush}
+            size = np.max([np.abs(whole[name]) for name in sorted(limited)], axis=0)
             at = own & (whole["token"] == row["token"])
             assert at.sum() == 1 and size[at] == size[own].max() and own.sum() == row["tokens"]
-            assert row["log_s"] == whole["log_s"][at]
+            (log_s,) = whole["log_s"][at].tolist()
+            assert row["log_s"] == (None if math.isnan(log_s) else log_s)
     assert client.ask("factors", run="first")["selected"] is None
 
 
@@ -175,6 +188,27 @@ def test_a_run_with_more_tokens_is_read_evenly_and_memory_is_bounded(runs: Path)
     assert sum(part.log_d.sum() for part in again.placed) == pytest.approx(
         sum(part.log_d.sum() for part in whole.placed)
     )
+
+
+@pytest.mark.parametrize(("share", "steps"), [(0.99, 5), (0.7, 4), (0.5, 3), (0.01, 1)])
+def test_no_more_rows_are_left_out_than_the_limit_needs(
+    tmp_path: Path, share: float, steps: int
+) -> None:
+    """Six rows of 100 tokens each. A row is always read, so that an answer is not empty."""
+
+    class Rows:
+        num_token_values = 1
+
+        def rows(self, *_: Any) -> list[tuple[int, ...]]:
+            return [(step, step, 100, 0) for step in range(6)]
+
+        def wrap_errors(self, _: str) -> Any:
+            return nullcontext()
+
+    found = factors.find_rows(Rows(), TokenChoice(), limit=int(600 * share))  # type: ignore[arg-type]
+    assert found.num_tokens == 100 * steps and found.num_all == 600
+    gaps = np.diff([row.step for row in found.rows])
+    assert steps == 1 or gaps.max() - gaps.min() <= 1
 
 
 def test_the_limits_of_a_run_are_lines_with_a_sentence(client: Client) -> None:

@@ -130,11 +130,22 @@ class Brush:
     @property
     def is_set(self) -> bool:
         """True if it has a limit."""
-        return any(getattr(self, each.name) is not None for each in fields(self))
+        return bool(self.ratios)
+
+    @property
+    def ratios(self) -> str:
+        """The ratios with a limit: "d", "s", "ds" or nothing."""
+        limited = {each.name[0] for each in fields(self) if getattr(self, each.name) is not None}
+        return "".join(sorted(limited))
 
     def contains(self, log_d: Any, log_s: Any) -> Any:
-        """Return True for tokens inside, `[n]`. Those without a log D or log S are outside."""
-        where = np.isfinite(log_d) & np.isfinite(log_s)
+        """Return True for tokens inside, `[n]`.
+
+        Tokens without a log D are outside. Those without a log S are outside if S has a limit.
+        """
+        where = np.isfinite(log_d)
+        if "s" in self.ratios or not self.is_set:
+            where &= np.isfinite(log_s)
         for values, name in ((log_d, "d"), (log_s, "s")):
             low, high = getattr(self, f"{name}_min"), getattr(self, f"{name}_max")
             # float32 as the values, so that a limit that was read off a token includes the token
@@ -167,7 +178,7 @@ class RowsToRead:
 def find_rows(journal: JournalReader, choice: TokenChoice, *, limit: int) -> RowsToRead:
     """Return the rows of the chosen steps, in order, with at most `limit` tokens.
 
-    If there are more, every k-th row is taken, so that they are evenly spaced over the steps.
+    If there are more, rows are left out evenly over the steps. One row is always read.
     """
     if not journal.num_token_values:
         return RowsToRead((), 0, 0)
@@ -182,11 +193,12 @@ def find_rows(journal: JournalReader, choice: TokenChoice, *, limit: int) -> Row
     with journal.wrap_errors("the trained tokens"):
         found = [TokenRow(*map(int, row)) for row in rows]
     total = sum(row.num_tokens for row in found)
-    every = 1
     chosen = found
     while sum(row.num_tokens for row in chosen) > limit and len(chosen) > 1:
-        every += 1
-        chosen = found[::every]
+        tokens = sum(row.num_tokens for row in chosen)
+        fewer = len(chosen) - 1 - len(chosen) // 100  # so there are few passes
+        kept = max(1, min(fewer, len(chosen) * limit // tokens))
+        chosen = [found[i * len(found) // kept] for i in range(kept)]
     return RowsToRead(chosen, sum(row.num_tokens for row in chosen), total)
 
 
@@ -331,7 +343,9 @@ class ChosenTokens:
     def __init__(self, parts: Sequence[TokenColumns], read: RowsToRead) -> None:
         self.read = read
         self._parts = parts
-        self.placed = [part.take(_is_placed(part)) for part in parts]
+        self.with_d = [_finite(part, "log_d") for part in parts]
+        """The tokens that have a log D. Those whose episode was not run have no log S."""
+        self.placed = [_finite(part, "log_s") for part in self.with_d]
         """The tokens that have a log D and a log S."""
 
     def __len__(self) -> int:
@@ -340,6 +354,19 @@ class ChosenTokens:
     @property
     def num_placed(self) -> int:
         return sum(map(len, self.placed))
+
+    @property
+    def without_s(self) -> Row:
+        """The number of tokens with a log D but no log S, and how many of these were dropped."""
+        dropped = 0
+        for part in self.with_d:
+            names = np.array(OUTCOME_NAMES)[part.outcome[~np.isfinite(part.log_s)]]
+            dropped += int((~np.isin(names, (KEPT, SKIPPED))).sum())
+        return {"tokens": sum(map(len, self.with_d)) - self.num_placed, "dropped": dropped}
+
+    def for_ratios(self, ratios: str) -> Sequence[TokenColumns]:
+        """Return the tokens that limits on these ratios can select."""
+        return self.with_d if ratios == "d" else self.placed
 
     @property
     def lag_max(self) -> int:
@@ -352,12 +379,14 @@ class ChosenTokens:
         return [min(steps), max(steps)] if steps else []
 
     def inside(self, brush: Brush) -> Iterator[TokenColumns]:
-        for part in self.placed:
+        for part in self.for_ratios(brush.ratios):
             yield part.take(brush.contains(part.log_d, part.log_s))
 
 
-def _is_placed(part: TokenColumns) -> Any:
-    return np.isfinite(part.log_d) & np.isfinite(part.log_s)
+def _finite(part: TokenColumns, name: str) -> TokenColumns:
+    """Return the tokens that have a value in this column."""
+    where = np.isfinite(getattr(part, name))
+    return part if where.all() else part.take(where)
 
 
 def answer(tokens: ChosenTokens, brush: Brush, drawn: Row) -> Row:
@@ -373,6 +402,7 @@ def answer(tokens: ChosenTokens, brush: Brush, drawn: Row) -> Row:
         "read": tokens.read.num_tokens,
         "chosen": len(tokens),
         "placed": tokens.num_placed,
+        "without_s": tokens.without_s,
         "lag_max": tokens.lag_max,
         "steps": tokens.steps,
         "unit": UNIT,
@@ -381,7 +411,8 @@ def answer(tokens: ChosenTokens, brush: Brush, drawn: Row) -> Row:
         "cells": CELLS,
         "counts": _counts(tokens.placed, axes),
         "marginals": {
-            name: _marginal(tokens.placed, name, axes[name]) for name in ("log_d", "log_s")
+            name: _marginal(tokens.for_ratios(name[-1]), name, axes[name])
+            for name in ("log_d", "log_s")
         },
         "points": points,
         "by_lag": _by_lag(tokens.placed),
@@ -398,7 +429,7 @@ def to_axis(values: Any) -> Any:
 def _extent(tokens: ChosenTokens, name: str, lines: Sequence[Row]) -> list[float]:
     """Return the ends of an axis, as positions."""
     values = [0.01, -0.01]
-    for part in tokens.placed:
+    for part in tokens.for_ratios(name[-1]):
         if len(part):
             column = getattr(part, name)
             values += [float(column.min()), float(column.max())]
@@ -511,13 +542,17 @@ class _Episode:
 
 
 def _selected(tokens: ChosenTokens, brush: Brush) -> Row:
-    """Return the number of tokens inside the brush, and the episodes with most of them."""
+    """Return the number of tokens inside the brush, and the episodes with most of them.
+
+    Each has its farthest token: that with the largest size of the ratios with a limit.
+    """
     found: list[_Episode] = []
     parts = list(tokens.inside(brush))
     for part in parts:
         if not len(part):
             continue
-        size = np.maximum(np.abs(part.log_d), np.abs(part.log_s))
+        sizes = {"d": np.abs(part.log_d), "s": np.abs(part.log_s)}
+        size = np.maximum.reduce([sizes[ratio] for ratio in brush.ratios])
         episodes, inverse, counts = np.unique(part.episode, return_inverse=True, return_counts=True)
         by_size = np.lexsort((-size, inverse))
         starts = np.concatenate([[0], np.cumsum(counts)[:-1]])
@@ -541,6 +576,7 @@ def _selected(tokens: ChosenTokens, brush: Brush) -> Row:
     names = {name: int(n) for name, n in zip(OUTCOME_NAMES, outcomes, strict=True) if n}
     return {
         "tokens": sum(map(len, parts)),
+        "of": sum(map(len, tokens.for_ratios(brush.ratios))),
         "by_lag": _by_lag(parts),
         "outcomes": names,
         "episodes": len(found),
