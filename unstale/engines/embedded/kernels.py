@@ -22,7 +22,8 @@ RUNS_A_THREAD = 16
 class Kernels:
     """The compiled functions of `kernels.c`, as attributes.
 
-    Their arguments are contiguous tensors, ints and floats.
+    Their arguments are contiguous tensors of the CPU, ints and floats. The caller must convert
+    the tensors to the number formats that the kernels expect.
     """
 
     def __init__(self, **shape: int) -> None:
@@ -42,7 +43,11 @@ class Kernels:
                 kinds = {int: ctypes.c_int64, float: ctypes.c_float}
                 function.argtypes = [kinds.get(type(each), ctypes.c_void_p) for each in arguments]
             for each in arguments:
-                if isinstance(each, Tensor) and not each.is_contiguous():
+                if not isinstance(each, Tensor):
+                    continue
+                if not each.is_cpu:
+                    raise ValueError(f"{name} needs tensors of the CPU, got one of {each.device}")
+                if not each.is_contiguous():
                     raise ValueError(
                         f"{name} needs contiguous tensors, got strides {each.stride()} "
                         f"of {list(each.shape)}"

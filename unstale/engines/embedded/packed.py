@@ -75,6 +75,19 @@ class _Layer:
         return -(-max(self.key_dim, self.value_dim) // _LANES) * _LANES
 
 
+@dataclass(frozen=True, slots=True)
+class _Scores:
+    """How the scores of a call of attention are computed from queries and keys."""
+
+    scale: float
+    cap: float
+    """Soft cap of the scores. 0 if there is none."""
+    sinks: Tensor
+    """One further score for each head, float32, whose value is zero. Empty if there are none."""
+    window: int
+    """As in `_Layer`."""
+
+
 class _Survey:
     """Records the attention layers of a model during one forward pass, in the order of calls."""
 
@@ -200,32 +213,29 @@ class _Pages:
         cap = float(options.get("softcap") or 0.0)
         sinks = options.get("s_aux")
         sinks = torch.empty(0) if sinks is None else sinks.float().contiguous()
-        rows = [_rows(states, count, layer.width) for states in (query, key, value)]
-        mixed = query.new_zeros(query.shape[2], layer.heads, layer.width)
+        how = _Scores(scale, cap, sinks, layer.window)
+        # A model may compute some states in another precision than its weights.
+        rows = [_rows(states.to(self._dtype), count, layer.width) for states in (query, key, value)]
+        mixed = torch.zeros(query.shape[2], layer.heads, layer.width, dtype=self._dtype)
         if self._kernels:
-            self._by_kernels(index, rows, mixed, (scale, cap, sinks))
+            self._by_kernels(index, rows, mixed, how)
         else:
-            self._by_torch(index, rows, mixed, (scale, cap, sinks))
-        return mixed[None, ..., : layer.value_dim]
+            self._by_torch(index, rows, mixed, how)
+        return mixed[None, ..., : layer.value_dim].to(value.dtype)
 
-    def _by_kernels(
-        self, index: int, rows: list[Tensor], mixed: Tensor, how: tuple[float, float, Tensor]
-    ) -> None:
-        layer = self._layers[index]
-        scale, cap, sinks = how
-        kernels, keys, values = self._kernels[layer], self._keys[index], self._values[index]
+    def _by_kernels(self, index: int, rows: list[Tensor], mixed: Tensor, how: _Scores) -> None:
+        kernels = self._kernels[self._layers[index]]
+        keys, values = self._keys[index], self._values[index]
         scaled = torch.empty(rows[0].shape, dtype=torch.float32)
-        kernels.place(*rows, self._cells, scale, scaled, keys, values, len(scaled))
+        kernels.place(*rows, self._cells, how.scale, scaled, keys, values, len(scaled))
         arguments = (scaled, keys, values, self._of, self._of.shape[1], *self._runs, mixed)
         work = partial(kernels.attend, *arguments)
-        if layer.window or cap or len(sinks):
-            window = layer.window or len(self._pages.of[0]) * PAGE
-            work = partial(kernels.attend_limited, *arguments, window, cap, sinks)
+        if how.window or how.cap or len(how.sinks):
+            window = how.window or len(self._pages.of[0]) * PAGE
+            work = partial(kernels.attend_limited, *arguments, window, how.cap, how.sinks)
         divided(self._helpers, work, self._runs.shape[1])
 
-    def _by_torch(
-        self, index: int, rows: list[Tensor], mixed: Tensor, how: tuple[float, float, Tensor]
-    ) -> None:
+    def _by_torch(self, index: int, rows: list[Tensor], mixed: Tensor, how: _Scores) -> None:
         """Compute what `_by_kernels` does: the rows as one batch, then each chunk."""
         query, key, value = rows
         page, offset = self._cells // PAGE, self._cells % PAGE
@@ -242,29 +252,26 @@ class _Pages:
             keys = self._keys[index][pages].permute(0, 2, 3, 1, 4).flatten(3)
             values = self._values[index][pages].transpose(1, 2).flatten(2, 3)
             queries = query[span].unflatten(0, at.shape).unflatten(2, (keys.shape[1], -1))
-            out = _attention(queries, keys, values, at, (self._layers[index].window, *how))
+            out = _attention(queries, keys, values, at, how)
             mixed[span] = out.flatten(0, 1).flatten(1, 2).to(mixed.dtype)
 
 
-def _attention(
-    query: Tensor, key: Tensor, value: Tensor, at: Tensor, how: tuple[int, float, float, Tensor]
-) -> Tensor:
+def _attention(query: Tensor, key: Tensor, value: Tensor, at: Tensor, how: _Scores) -> Tensor:
     """Return attention `[B, n, kv_heads, repeats, width]`, float32.
 
     `query` has the same shape, `key` is `[B, kv_heads, width, length]`, `value`
     `[B, kv_heads, length, width]`, and `at [B, n]` are the positions of the queries.
     """
-    window, scale, cap, sinks = how
-    scores = torch.einsum("bnkrd,bkdl->bnkrl", query.float() * scale, key.float())
-    if cap:
-        scores = torch.tanh(scores / cap) * cap
+    scores = torch.einsum("bnkrd,bkdl->bnkrl", query.float() * how.scale, key.float())
+    if how.cap:
+        scores = torch.tanh(scores / how.cap) * how.cap
     place = torch.arange(key.shape[3])
     hidden = place > at[..., None]
-    if window:
-        hidden |= place <= at[..., None] - window
+    if how.window:
+        hidden |= place <= at[..., None] - how.window
     scores = scores.masked_fill(hidden[:, :, None, None], -torch.inf)
-    if len(sinks):
-        further = sinks.view(scores.shape[2:4]).expand(scores.shape[:-1])[..., None]
+    if len(how.sinks):
+        further = how.sinks.view(scores.shape[2:4]).expand(scores.shape[:-1])[..., None]
         scores = torch.cat([scores, further], -1)
     weights = scores.softmax(-1)[..., : key.shape[3]]
     return torch.einsum("bnkrl,bkld->bnkrd", weights, value.float())
@@ -441,7 +448,7 @@ class PackedRunner:
         return self._recorder.take()[: self._count]
 
     def forward(self, step: Step) -> Tensor:
-        """Return float32 logits after each row and chunk. A model without attention cannot run."""
+        """Return float32 logits after each row and chunk."""
         self._cache.begin(step)
         self._count = len(step.tokens)
         padding = (0, tiled(self._count) - self._count)
@@ -474,7 +481,7 @@ def _run(model: PreTrainedModel, attention: _Survey | _Pages, **inputs: Any) -> 
 def _surveyed(model: PreTrainedModel, max_context: int) -> list[_Layer]:
     """Return the attention layers of a model, in the order of their calls.
 
-    Raises CannotPack if a layer cannot be computed here.
+    Raises CannotPack if a layer cannot be computed here, or if the model has no attention.
     """
     survey = _Survey(max_context)
     model.set_attn_implementation(_SURVEY)
