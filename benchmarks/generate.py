@@ -502,10 +502,26 @@ def _write_architectures(arguments: argparse.Namespace, lines: Sequence[str]) ->
     """Write the table so far, so that a run that is interrupted leaves what it has measured."""
     about = (
         " Sliding windows are 128 tokens (Mistral, and some layers of Gemma). The MoE has 8 "
-        "experts, of which a token uses 2. Qwen3 runs in its own decoder, the others packed."
+        "experts, of which a token uses 2. Qwen3 runs in its own decoder, the others packed. The "
+        "peers from transformers compute Gemma 2 by eager attention, because of its soft caps, and "
+        "the others by sdpa."
     )
+    if missing := unmeasured(arguments.architectures, arguments.sizes, lines):
+        about += f" **Incomplete: {', '.join(missing)} not measured.**"
     title = "Sampled tokens per second by architecture"
     write("generate-architectures", title, [_about(arguments) + about, "", *lines])
+
+
+def unmeasured(
+    architectures: Sequence[str], sizes: Sequence[str], lines: Sequence[str]
+) -> list[str]:
+    """Return the models that have no row in a table.
+
+    >>> unmeasured(["Llama", "Gemma 2"], ["1M"], ["| Llama 1M | float32 |"])
+    ['Gemma 2 1M']
+    """
+    models = [f"{architecture} {size}" for architecture, size in product(architectures, sizes)]
+    return [name for name in models if not any(line.startswith(f"| {name} |") for line in lines)]
 
 
 def _about(arguments: argparse.Namespace) -> str:

@@ -1,6 +1,7 @@
 """Helpers of the benchmarks: alternating rounds, summaries, and dated tables and pictures."""
 
 import os
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -133,7 +134,7 @@ def _dated(name: str) -> Path:
 def write(question: str, title: str, lines: Sequence[str]) -> Path:
     """Write a table to `<date>-<question>.md`, with command, commit, machine and versions."""
     target = _dated(f"{question}.md")
-    command = " ".join([f"python -m benchmarks.{Path(sys.argv[0]).stem}", *sys.argv[1:]])
+    command = shlex.join(["python", "-m", f"benchmarks.{Path(sys.argv[0]).stem}", *sys.argv[1:]])
     head = [
         f"# {title}, {date.today()}",
         "",
