@@ -196,6 +196,20 @@ def test_the_keyboard_reaches_a_token(page: Page, client: Client) -> None:
     assert page.errors == []
 
 
+def test_the_numbers_of_a_token_have_the_limits_and_the_gradient_weight(
+    page: Page, client: Client
+) -> None:
+    page.resize(1280, 900)
+    page.run("location.hash = '#/run/plain/episode/5'")
+    page.wait("document.querySelectorAll('.t.sampled').length > 10")
+    page.run("document.querySelector('.tokens .t.sampled').click()")
+    page.wait("document.querySelector('.panel').innerText.includes('limits of S')")
+    shown = page.run("document.querySelector('.panel').innerText")
+    names = ("log D + log S", "limits of D", "weight of the correction", "gradient weight")
+    assert [name for name in names if name not in shown] == []
+    assert page.errors == []
+
+
 def test_an_address_leads_to_a_token_and_a_wrong_one_says_so(page: Page, client: Client) -> None:
     page.run("location.hash = '#/run/hostile/episode/6/token/9'")
     page.wait("document.querySelector('.selected')?.dataset.at === '9'")

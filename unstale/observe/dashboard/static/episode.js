@@ -1,10 +1,10 @@
 // One episode, token by token. The address of a token is #/run/<name>/episode/<id>/token/<n>.
 
-import { askUntil } from "./api.js";
+import { ask, askUntil } from "./api.js";
 import { h, replace } from "./dom.js";
 import { amount, whole } from "./format.js";
 import { cell, failed, problem, toRun } from "./parts.js";
-import { KIND, MODES, contextOf, flat, modesOf, numbersOf, tokenElement, turnsOf } from "./tokens.js";
+import { KIND, MODES, contextOf, flat, limitsOf, modesOf, numbersOf, tokenElement, turnsOf } from "./tokens.js";
 
 const PART = 4000;
 
@@ -17,6 +17,7 @@ export function episode(content, at, query) {
   let mode = query.get("colour") || "version";
   let start = 0;
   let over = false;
+  let limits = null;
   const panel = h("aside", { class: "panel", "aria-label": "Selected token" });
   const numbers = h("div", { "aria-live": "polite" });
   const legend = h("div", { class: "legend", "aria-label": "Colours" });
@@ -47,7 +48,7 @@ export function episode(content, at, query) {
     element.classList.add("selected");
     if (scroll) element.scrollIntoView({ block: "center" });
     else element.scrollIntoView({ block: "nearest" });
-    replace(numbers, h("h2", {}, "Token ", h("code", {}, JSON.stringify(token.text))), h("table", {}, h("tbody", {}, numbersOf(token).map(([name, value, about]) =>
+    replace(numbers, h("h2", {}, "Token ", h("code", {}, JSON.stringify(token.text))), h("table", {}, h("tbody", {}, numbersOf(token, limits).map(([name, value, about]) =>
       h("tr", {}, h("th", { scope: "row" }, name), h("td", {}, h("span", { class: "number" }, value), " ", h("small", { class: "quiet" }, about)))))));
   }
 
@@ -128,8 +129,19 @@ export function episode(content, at, query) {
     if (selected !== null) select(selected, true);
   }
 
+  // Without the options of the run, the panel has no limits.
+  async function load_limits() {
+    try {
+      limits = limitsOf(await ask("run", { run: at.run }));
+    } catch {
+      return;
+    }
+    if (!over && tokens.some((token) => token.at === selected)) select(selected);
+  }
+
   const partOf = (place) => (Number.isInteger(place) && place > 0 ? Math.floor(place / PART) * PART : 0);
   load(partOf(selected));
+  load_limits();
   return {
     close: () => (over = true),
     moved(now, parameters) {
