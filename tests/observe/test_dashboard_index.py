@@ -24,7 +24,7 @@ from unstale.config import ConfigError
 from unstale.durability.journal import JOURNAL, Journal
 from unstale.durability.journal.conversations import load_decoder
 from unstale.durability.run_folder import EVENTS, METRICS
-from unstale.observe.dashboard import charts, table, tokens
+from unstale.observe.dashboard import charts, summary, table, tokens
 from unstale.observe.dashboard import index as index_module
 from unstale.observe.dashboard.database import COLUMNS, Database
 from unstale.observe.dashboard.folders import RunFolders, UnknownRun
@@ -691,3 +691,47 @@ def test_only_run_folders_below_the_root_have_names(run: Path, tmp_path: Path) -
 
 def test_columns_are_described() -> None:
     assert all(column["about"] for column in table.columns())
+
+
+def test_a_long_event_is_shortened_and_a_damaged_one_is_left_out(
+    filled: RunIndex, run: Path
+) -> None:
+    error = "x" * 150_000
+    many = [[error[:1000]] * 200]
+    before = summary.failures(filled.database)["count"]
+    with (run / EVENTS).open("a") as file:
+        for more in ({"error": error}, {"error": error, "final": False}, {"many": many}):
+            event = {"kind": "episode_failed", "time": 1.0, "episode": 7, **more}
+            file.write(json.dumps(event) + "\n")
+    fill(filled)
+    with filled.database.write() as writer:
+        writer.execute("INSERT INTO events (kind, fields) VALUES ('episode_failed', '{\"x')")
+    found = summary.overview("first", filled)["failures"]
+    assert found["count"] == before + 2
+    rows = found["rows"][before:]
+    assert [row["episode"] for row in rows] == ["7", "7"]
+    assert [row["error"] for row in rows] == ["x" * 300, ""]
+    stored = filled.database.rows("SELECT fields FROM events WHERE kind = 'episode_failed'")
+    assert max(len(fields) for (fields,) in stored) < index_module.MAX_EVENT
+
+
+def test_large_files_of_a_run_are_not_read_whole(filled: RunIndex, run: Path) -> None:
+    (run / "error.txt").write_text("a" * 3_000_000 + "\nValueError: the end\n")
+    (run / "config.json").write_text(json.dumps({"recipe": "x" * 3_000_000}))
+    found = summary.overview("first", filled)
+    assert found["error"].endswith("ValueError: the end") and len(found["error"]) <= 20_000
+    gaps = " ".join(found["gaps"])
+    assert "error.txt has 3,000,021 bytes; its last 100,000 were read" in gaps
+    assert "config.json has 3,000,014 bytes; at most 1,048,576 are read" in gaps
+    assert found["options"] == {}
+
+
+def test_a_run_without_steps_has_no_checks_and_the_time_of_its_options(tmp_path: Path) -> None:
+    folder = tmp_path / "empty"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    index = fill(RunIndex(folder, tmp_path / "index.sqlite"))
+    found = summary.overview("empty", index)
+    assert found["checks"] == []
+    assert found["age_s"] < 100
+    index.close()

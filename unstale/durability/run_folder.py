@@ -30,6 +30,15 @@ SURVIVORS = "survivors.json"
 TOKENIZER = "tokenizer.json"
 """Name of the file with the policy's tokenizer, which turns the journal's tokens into text."""
 
+MAX_OBJECT_BYTES = 32 << 20
+"""Size of a JSON file that is read whole. The folder may come from somebody else."""
+
+MAX_CONFIG_BYTES = 1 << 20
+"""Size of a `config.json` that is read. A run writes about 10 kB."""
+
+MAX_ERROR_BYTES = 100_000
+"""Bytes of `error.txt` that are read."""
+
 
 def plain(value: Any) -> Any:
     """Return a value in a form that JSON can express. Non-finite numbers become None.
@@ -255,7 +264,7 @@ class RunFolder:
         """Return the content of `config.json`. Empty if it is missing or damaged."""
         if not self.holds(CONFIG):
             self.add_gap(f"{CONFIG} is missing")
-        return self.read_object(CONFIG)
+        return self.read_object(CONFIG, max_bytes=MAX_CONFIG_BYTES)
 
     def metrics(self) -> list[Row]:
         """Return the metrics, one row per step."""
@@ -272,10 +281,20 @@ class RunFolder:
             self.add_gap(f"{error}; what follows it was not read")
 
     def error(self) -> str:
-        """Return the error that ended the run, or an empty string."""
+        """Return the error that ended the run, or an empty string.
+
+        Of a file above `MAX_ERROR_BYTES` the end is returned, because a traceback ends with its
+        error.
+        """
         if not self.holds(ERROR):
             return ""
-        return (self.path / ERROR).read_text(encoding="utf-8", errors="replace").strip()
+        with (self.path / ERROR).open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            if size > MAX_ERROR_BYTES:
+                self.add_gap(f"{ERROR} has {size:,} bytes; its last {MAX_ERROR_BYTES:,} were read")
+                file.seek(size - MAX_ERROR_BYTES)
+            text = file.read(MAX_ERROR_BYTES)
+        return text.decode(errors="replace").strip()
 
     def holds(self, name: str) -> bool:
         """Return True if the file exists.
@@ -292,9 +311,13 @@ class RunFolder:
         if text not in self.gaps:
             self.gaps.append(text)
 
-    def read_object(self, name: str) -> Row:
-        """Return the object in a JSON file. Empty if the file is missing or damaged."""
+    def read_object(self, name: str, *, max_bytes: int = MAX_OBJECT_BYTES) -> Row:
+        """Return the object in a JSON file. Empty if the file is missing, damaged or too large."""
         if not self.holds(name):
+            return {}
+        size = (self.path / name).stat().st_size
+        if size > max_bytes:
+            self.add_gap(f"{name} has {size:,} bytes; at most {max_bytes:,} are read")
             return {}
         try:
             value = json.loads((self.path / name).read_bytes())

@@ -29,6 +29,12 @@ CHUNK_TOKENS = 400_000
 MAX_NAMES = 2000
 """Names of metrics that are kept, because a damaged file may have any number."""
 
+MAX_EVENT = 100_000
+"""Characters of an event that are kept, as JSON. A line may have 4 MiB."""
+
+MAX_EVENT_TEXT = 4000
+"""Characters of a text in a longer event that are kept. Pages show at most 2,000 of them."""
+
 MAX_FIGURES = 64
 """Rewards and facts of an episode that are kept."""
 
@@ -367,8 +373,27 @@ def _add_event(writer: sqlite3.Connection, row: Row) -> None:
         return
     writer.execute(
         "INSERT INTO events (time, kind, fields) VALUES (?, ?, ?)",
-        (number(row.get("time")), kind[:80], dumps(row)[:100_000]),
+        (number(row.get("time")), kind[:80], _event_json(row)),
     )
+
+
+def _event_json(row: Row) -> str:
+    """Return an event as JSON of at most `MAX_EVENT` characters.
+
+    Of a longer event, texts are cut, and other fields are left out if that is not enough.
+    """
+    text = dumps(row)
+    if len(text) <= MAX_EVENT:
+        return text
+    short: Row = {}
+    left = MAX_EVENT - 2
+    for name, value in row.items():
+        kept = value[:MAX_EVENT_TEXT] if isinstance(value, str) else value
+        size = len(dumps({name: kept}))
+        if size <= left:
+            short[name] = kept
+            left -= size
+    return dumps(short)
 
 
 def _measure(pieces: Sequence[Piece]) -> Row:

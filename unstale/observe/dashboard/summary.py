@@ -9,7 +9,7 @@ from typing import Any
 from unstale.config import ConfigError, RunConfig
 from unstale.config.routes import exact_routes
 from unstale.durability.journal import JOURNAL
-from unstale.durability.run_folder import EVENTS, METRICS, Row, RunFolder, plain
+from unstale.durability.run_folder import CONFIG, EVENTS, METRICS, Row, RunFolder, plain
 from unstale.observe.dashboard.charts import sections
 from unstale.observe.dashboard.database import Database
 from unstale.observe.dashboard.index import RunIndex
@@ -55,7 +55,7 @@ def state_of(index: RunIndex, *, now: float | None = None) -> Row:
 def last_write(folder: Path) -> float:
     """Return when a file of the run was last written, in seconds since 1970. 0 if there is none."""
     times = []
-    for name in (METRICS, EVENTS, JOURNAL, f"{JOURNAL}-wal"):
+    for name in (CONFIG, METRICS, EVENTS, JOURNAL, f"{JOURNAL}-wal"):
         try:
             times.append(os.lstat(folder / name).st_mtime)
         except OSError:
@@ -79,7 +79,7 @@ def _load(fields: str) -> Row:
 
     try:
         value = json.loads(fields)
-    except ValueError:  # it was cut
+    except ValueError:
         return {}
     return value if isinstance(value, dict) else {}
 
@@ -158,7 +158,7 @@ def overview(name: str, index: RunIndex) -> Row:
         "figures": _figures(database),
         "checks": _checks(database),
         "failures": failures(database),
-        "error": folder.error()[:20_000],
+        "error": folder.error()[-20_000:],
         "gaps": [*gaps, *folder.gaps],
         "command": _text(
             _last_events(database, ("started",)).get("started", (0, {}))[1].get("command")
@@ -256,12 +256,14 @@ def lags(database: Database, points: int = 300) -> Row:
 
 def failures(database: Database, limit: int = MAX_EVENTS) -> Row:
     """Return the episodes that failed for good, and their number."""
-    condition = "kind = 'episode_failed' AND coalesce(json_extract(fields, '$.final'), 1)"
-    ((count,),) = database.rows(
-        f"SELECT count(*) FROM events WHERE {condition} AND json_valid(fields)"
+    # CASE, because SQLite may evaluate the operands of AND in any order
+    condition = (
+        "kind = 'episode_failed' AND CASE WHEN json_valid(fields) "
+        "THEN coalesce(json_extract(fields, '$.final'), 1) ELSE 0 END"
     )
+    ((count,),) = database.rows(f"SELECT count(*) FROM events WHERE {condition}")
     rows = database.rows(
-        f"SELECT fields FROM events WHERE json_valid(fields) AND {condition} ORDER BY id LIMIT ?",
+        f"SELECT fields FROM events WHERE {condition} ORDER BY id LIMIT ?",
         (limit,),
     )
     names = ("time", "episode", "task", "stage", "error")
@@ -294,7 +296,12 @@ def _event_text(fields: str) -> str:
 
 
 def _checks(database: Database) -> list[Row]:
-    """Return the checks of training health, each with the finding that failed it, if any."""
+    """Return the checks of training health, each with the finding that failed it, if any.
+
+    Without a recorded step there are none, because nothing was checked.
+    """
+    if not database.rows("SELECT 1 FROM metrics WHERE step > 0 LIMIT 1"):
+        return []
     found: dict[str, Row] = {}
     rows = database.rows("SELECT fields FROM events WHERE kind = 'health' ORDER BY id LIMIT 1000")
     for (fields,) in rows:
