@@ -23,7 +23,7 @@ from tests.observe.test_report import audit_it
 from tests.support.chromium import browser, browser_program
 from tests.support.fake_run import fake_run
 from unstale.durability.journal import Journal
-from unstale.durability.run_folder import EVENTS, METRICS
+from unstale.durability.run_folder import EVENTS, METRICS, RunFolder
 from unstale.observe.dashboard import ages, audits, charts, details, pairs, timeline
 from unstale.observe.dashboard.index import RunIndex
 
@@ -222,6 +222,25 @@ def test_a_damaged_or_too_large_audit_is_a_sentence(
     (run / "audit.json").write_text(content)
     found = audits.audit(index)
     assert found["after"] is None and problem in " ".join(found["problems"])
+
+
+def test_no_common_dropped_token_is_a_sentence_without_f1() -> None:
+    text = audits.verdict({"logp_error_abs_mean": 0.1, "noise": 0.0, "mask_f1": 0, "clip_f1": 0.5})
+    assert "No token is dropped both by the route and with the true old_logp." in text
+    assert "F1 0.00" not in text and "clipped (F1 0.50)" in text
+
+
+def test_an_audit_is_read_again_only_if_its_file_changed(
+    index: RunIndex, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = audits.audit(index)
+    points = {"log_d": [0.5] * 10_000, "log_s": [0.25] * 10_000}
+    with monkeypatch.context() as patched:
+        patched.setattr(RunFolder, "read_object", lambda *_, **__: {})
+        patched.setattr(RunFolder, "config", lambda _: {})
+        assert audits.audit(index)["after"] == first["after"]
+    (run / "audit.json").write_text(json.dumps({"points": points}))
+    assert audits.audit(index)["after"]["points"] == [[0.5, 0.25]] * audits.MAX_POINTS
 
 
 def test_two_runs_are_compared_on_the_groups_that_both_began(tmp_path: Path) -> None:

@@ -6,6 +6,8 @@ on recorded batches. With `audit.share`, a run measures its own route while it t
 
 import os
 from collections.abc import Mapping
+from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 from unstale.config.routes import exact_routes
@@ -15,8 +17,8 @@ from unstale.observe.report.audited import COLUMNS, cells
 from unstale.observe.report.gather import by_lag
 from unstale.observe.report.words import amount, mapping, number, percent, records
 
-MAX_BYTES = 32 << 20
-"""Size of an `audit.json` that is read."""
+MAX_BYTES = 8 << 20
+"""Size of an `audit.json` that is read. Parsed, it takes several times as much memory."""
 
 MAX_ROUTES = 40
 MAX_POINTS = 400
@@ -37,8 +39,7 @@ def audit(index: RunIndex) -> Row:
     `after` is None if there is no `audit.json`. `during` has the last values of the metrics
     `audit/...`, and is empty if the run did not measure them.
     """
-    problems: list[str] = []
-    found = _read(index, problems)
+    after, problems = _stored(index)
     last = index.database.rows(
         """SELECT names.name, value, max(step) FROM names JOIN metrics ON metrics.name = names.id
         WHERE names.name GLOB 'audit/*' GROUP BY names.id"""
@@ -52,22 +53,27 @@ def audit(index: RunIndex) -> Row:
         "problems": problems,
         "during": during,
         "verdict": verdict(_of_metrics(during, route)) if during else "",
-        "after": _after(found) if found else None,
+        "after": after,
     }
 
 
-def _read(index: RunIndex, problems: list[str]) -> Row:
+def _stored(index: RunIndex) -> tuple[Row | None, list[str]]:
+    """Return what the page shows of `audit.json`, and what could not be read."""
     try:
-        size = os.lstat(index.folder / AUDIT).st_size
+        status = os.lstat(index.folder / AUDIT)
     except OSError:
-        return {}
-    if size > MAX_BYTES:
-        problems.append(f"{AUDIT} has {size:,} bytes; at most {MAX_BYTES:,} are read")
-        return {}
-    folder = RunFolder(index.folder)
-    found = folder.read_object(AUDIT)
-    problems += folder.gaps
-    return found
+        return None, []
+    return _read(index.folder, status.st_ino, status.st_size, status.st_mtime_ns, MAX_BYTES)
+
+
+@lru_cache(maxsize=8)
+def _read(
+    path: Path, _inode: int, _size: int, _time: int, max_bytes: int
+) -> tuple[Row | None, list[str]]:
+    """Read `audit.json`. The answer is kept until the file's size or time changes."""
+    folder = RunFolder(path)
+    found = folder.read_object(AUDIT, max_bytes=max_bytes)
+    return _after(found) if found else None, folder.gaps
 
 
 def _of_metrics(metrics: Mapping[str, float], route: str) -> Row:
@@ -143,7 +149,13 @@ def verdict(row: Mapping[str, Any]) -> str:
     wrong = [
         f"{what} (F1 {f1:.2f})"
         for name, what in (("mask_f1", "dropped"), ("clip_f1", "clipped"))
-        if (f1 := number(row.get(name))) is not None and f1 < AGREEMENT
+        if (f1 := number(row.get(name))) is not None and 0 < f1 < AGREEMENT
+    ]
+    # an F1 of 0 is no measure of agreement: often the true old_logp drops no token at all
+    sentences += [
+        f"No token is {what} both by the route and with the true old_logp."
+        for name, what in (("mask_f1", "dropped"), ("clip_f1", "clipped"))
+        if number(row.get(name)) == 0
     ]
     if wrong:
         sentences.append(f"Other tokens are {' and '.join(wrong)} than with the true old_logp.")
@@ -152,9 +164,12 @@ def verdict(row: Mapping[str, Any]) -> str:
 
 def _points(columns: Any) -> list[list[float]]:
     """Return log D and log S of the recorded tokens, as pairs."""
-    names = [mapping(columns).get(name) for name in ("log_d", "log_s")]
-    if not all(isinstance(column, list) for column in names):
+    first = [
+        column[:MAX_POINTS]
+        for name in ("log_d", "log_s")
+        if isinstance(column := mapping(columns).get(name), list)
+    ]
+    if len(first) < 2:
         return []
-    pairs = zip(*names, strict=False)
-    found = [(number(log_d), number(log_s)) for log_d, log_s in pairs]
-    return [[x, y] for x, y in found if x is not None and y is not None][:MAX_POINTS]
+    found = [(number(log_d), number(log_s)) for log_d, log_s in zip(*first, strict=False)]
+    return [[x, y] for x, y in found if x is not None and y is not None]

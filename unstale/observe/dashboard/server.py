@@ -11,6 +11,7 @@ import json
 import logging
 import secrets
 import socket
+import threading
 from collections.abc import AsyncIterator, Callable, Mapping
 from importlib.resources import files
 from pathlib import Path
@@ -216,6 +217,8 @@ class _Api:
     def __init__(self, indexer: Indexer) -> None:
         self._indexer = indexer
         self._cache = TokenCache()
+        self._reading_tokens = threading.Lock()
+        """Held while trained tokens are read and compared, which takes much memory."""
 
     def runs(self, request: Request) -> Any:
         return {
@@ -287,8 +290,10 @@ class _Api:
 
     def factors(self, request: Request) -> Any:
         folder = self._indexer.get(_text(request, "run"), journal=False).folder
-        found = self._cache.read(folder, _choice(request))
-        return answer(found, _brush(request), limits.of_run(folder, lag_max=found.lag_max))
+        choice, brush = _choice(request), _brush(request)
+        with self._reading_tokens:
+            found = self._cache.read(folder, choice)
+            return answer(found, brush, limits.of_run(folder, lag_max=found.lag_max))
 
     def limits(self, request: Request) -> Any:
         folder = self._indexer.get(_text(request, "run"), journal=False).folder
@@ -299,7 +304,9 @@ class _Api:
         own = limits.own_settings(folder)
         names = [name for name in request.query_params if "." in name]
         other = limits.changed_settings(own, {name: _text(request, name) for name in names})
-        found = alternatives.compare(folder, _choice(request), own, other)
+        choice = _choice(request)
+        with self._reading_tokens:
+            found = alternatives.compare(folder, choice, own, other)
         lags = [each["lag"] for each in found["lags"]]
         return found | limits.drawn(other, lag_max=max(lags, default=0))
 
