@@ -26,8 +26,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import Module
 from transformers import (
+    AutoModelForCausalLM,
+    BloomConfig,
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
+    FalconConfig,
     Gemma2Config,
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
@@ -38,12 +41,15 @@ from transformers import (
     GPTJForCausalLM,
     GptOssConfig,
     GptOssForCausalLM,
+    JambaConfig,
+    Llama4TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
     MambaConfig,
     MambaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    MptConfig,
     Phi3Config,
     Phi3ForCausalLM,
     Qwen2Config,
@@ -52,6 +58,7 @@ from transformers import (
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
+    Qwen3NextConfig,
 )
 
 from tests.support.waits import LIMIT_S, wait_until
@@ -910,6 +917,72 @@ def test_a_model_with_another_kind_of_state_is_refused_at_the_start(tmp_path: Pa
             await engine.close()
 
     asyncio.run(live())
+
+
+TINY = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2}
+TINY_ATTENTION = {
+    **TINY,
+    "intermediate_size": 32,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_experts_per_tok": 1,
+}
+
+
+@pytest.mark.parametrize(
+    ("config", "refused"),
+    [
+        (FalconConfig(**TINY, num_attention_heads=4), ""),
+        (MptConfig(vocab_size=VOCAB, d_model=32, n_layers=2, n_heads=4, max_seq_len=64), ""),
+        (BloomConfig(**TINY, n_head=4), "cannot run BloomForCausalLM"),
+        (
+            FalconConfig(**TINY, num_attention_heads=4, alibi=True),
+            "cannot run FalconForCausalLM",
+        ),
+        (
+            JambaConfig(
+                **TINY_ATTENTION,
+                num_experts=2,
+                attn_layer_period=2,
+                attn_layer_offset=1,
+                mamba_dt_rank=4,
+                use_mamba_kernels=False,
+            ),
+            "this model has linear_attention",
+        ),
+        (
+            Qwen3NextConfig(
+                **TINY_ATTENTION,
+                num_experts=2,
+                moe_intermediate_size=16,
+                shared_expert_intermediate_size=16,
+                linear_num_key_heads=2,
+                linear_num_value_heads=2,
+                layer_types=["linear_attention", "full_attention"],
+            ),
+            "this model has linear_attention",
+        ),
+        (
+            Llama4TextConfig(
+                **TINY_ATTENTION, head_dim=8, num_local_experts=2, attention_chunk_size=16
+            ),
+            "this model has chunked_attention",
+        ),
+    ],
+    ids=lambda value: type(value).__name__ if hasattr(value, "model_type") else "",
+)
+def test_models_that_cannot_be_packed_are_slow_or_refused(
+    config: Any, refused: str, tmp_path: Path
+) -> None:
+    """The models that docs/engines.md names."""
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    sizes: dict[str, Any] = {"max_slots": 2, "max_context": 64, "device": "cpu"}
+    if refused:
+        with pytest.raises(ValueError, match=refused):
+            build_runner(tmp_path, dtype="float32", **sizes)
+    else:
+        assert "one by one" in build_runner(tmp_path, dtype="float32", **sizes).warning
 
 
 def test_before_start_nothing_works_and_close_is_harmless(folder: Path) -> None:
