@@ -167,16 +167,24 @@ def test_the_shares_of_time_are_those_of_the_report(index: RunIndex) -> None:
     assert [name for name, *_ in trainer["parts"]][:3] == ["trainer waits", "scoring", "training"]
 
 
-def test_sizes_by_lag_are_weighted_by_tokens(index: RunIndex, run: Path) -> None:
-    for step, tokens, size in ((7, 100, 0.5), (8, 300, 0.1)):
+@pytest.mark.parametrize("ratio", ["D", "S"])
+def test_sizes_by_lag_are_weighted_by_the_tokens_that_were_measured(
+    index: RunIndex, run: Path, ratio: str
+) -> None:
+    """Runs from before their numbers were recorded are weighted by all tokens of a lag."""
+    name = {"D": "correction/log_d", "S": "objective/log_s"}[ratio]
+    for step, tokens, measured, size in ((7, 100, 90, 0.5), (8, 300, 10, 0.1)):
         row = {
-            "objective/log_s_abs_mean/lag_9": size,
-            "schedule/staleness_histogram": {"9": tokens},
+            f"{name}_abs_mean/lag_8": size,
+            f"{name}_abs_mean/lag_9": size,
+            f"{name}_tokens/lag_9": measured,
+            "schedule/staleness_histogram": {"8": tokens, "9": tokens},
         }
         add_row(run, step=step, **row)
     fill(index)
-    found = dict(details.size_by_lag(index.database, "S"))
-    assert found[9] == pytest.approx(0.2) and {0, 1, 2} < found.keys()
+    found = dict(details.size_by_lag(index.database, ratio))
+    assert found[8] == pytest.approx(0.2) and {0, 1, 2} < found.keys()
+    assert found[9] == pytest.approx((90 * 0.5 + 10 * 0.1) / 100)
 
 
 def test_attempts_examples_and_forks_come_from_the_index(index: RunIndex, run: Path) -> None:

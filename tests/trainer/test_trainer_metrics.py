@@ -91,6 +91,8 @@ def test_a_batch_gives_the_figures_worked_out_by_hand() -> None:
         "correction/d_ess_share": 3.5**2 / (3 * 5.25),
         "correction/log_d_abs_mean": 2 * log2 / 3,
         "correction/log_d_abs_mean/lag_1": 2 * log2 / 3,
+        "correction/log_d_tokens/lag_1": 3,
+        "objective/log_s_tokens/lag_1": 3,
         "correction/kept_share": 1.0,
         "objective/kl_k1": -2 * log2 / 3,
         "objective/kl_k3": (3 - 2 * log2) / 3,

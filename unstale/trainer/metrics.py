@@ -325,7 +325,7 @@ def _kl(name: str, log_ratio: Tensor) -> dict[str, float]:
 def _log_ratio(name: str, log_ratio: Tensor, lag: Tensor) -> dict[str, float]:
     """Return metrics of a log-ratio: mean, mean size and 99th percentile of the size.
 
-    The mean size is also given for each lag.
+    The mean size is also given for each lag, with its number of tokens.
     """
     size = log_ratio.double().abs()
     p99 = math.nan
@@ -337,5 +337,7 @@ def _log_ratio(name: str, log_ratio: Tensor, lag: Tensor) -> dict[str, float]:
         f"{name}_abs_p99": p99,
     }
     for age in lag.unique().tolist():
-        metrics[f"{name}_abs_mean/lag_{age}"] = _mean(size[lag == age])
+        own = size[lag == age]
+        metrics[f"{name}_abs_mean/lag_{age}"] = _mean(own)
+        metrics[f"{name}_tokens/lag_{age}"] = float(len(own))
     return metrics

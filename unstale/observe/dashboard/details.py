@@ -83,15 +83,25 @@ def ages(database: Database) -> list[Row]:
 
 
 def size_by_lag(database: Database, ratio: str) -> list[list[float]]:
-    """Return the mean |log D| or |log S| at each lag, weighted by tokens, as `[lag, mean]`."""
+    """Return the mean |log D| or |log S| at each lag, as `[lag, mean]`.
+
+    Steps are weighted by the tokens in their means. Runs from before these were recorded are
+    weighted by all action tokens of that lag, also those without a gradient.
+    """
     component = {"D": "correction", "S": "objective"}[ratio]
     prefix = f"{component}/log_{ratio.lower()}_abs_mean/lag_"
+    measured = f"{component}/log_{ratio.lower()}_tokens/lag_"
     rows = database.rows(
-        """SELECT lags.lag, sum(value * tokens) / sum(tokens)
-        FROM names JOIN metrics ON metrics.name = names.id JOIN lags USING (step)
-        WHERE names.name GLOB ? AND lags.lag = cast(substr(names.name, ?) AS INTEGER)
-        GROUP BY lags.lag HAVING sum(tokens) > 0 ORDER BY lags.lag LIMIT ?""",
-        (f"{prefix}[0-9]*", len(prefix) + 1, MAX_LAGS),
+        """WITH means AS (
+            SELECT lags.lag AS lag, value, coalesce((
+                SELECT counted.value FROM metrics AS counted JOIN names AS own
+                ON counted.name = own.id
+                WHERE own.name = ? || lags.lag AND counted.step = metrics.step), tokens) AS weight
+            FROM names JOIN metrics ON metrics.name = names.id JOIN lags USING (step)
+            WHERE names.name GLOB ? AND lags.lag = cast(substr(names.name, ?) AS INTEGER))
+        SELECT lag, sum(value * weight) / sum(weight) FROM means
+        GROUP BY lag HAVING sum(weight) > 0 ORDER BY lag LIMIT ?""",
+        (measured, f"{prefix}[0-9]*", len(prefix) + 1, MAX_LAGS),
     )
     return [[lag, mean] for lag, mean in rows]
 
