@@ -19,11 +19,11 @@ import pytest
 
 from tests.observe.test_dashboard import ATTACK, Client, served
 from tests.support.axe import needs_axe, serious
-from tests.support.chromium import Page, browser, browser_program
+from tests.support.chromium import NO_BROWSER, Page, browser, browser_program
 from tests.support.fake_run import fake_run
 from unstale.durability.run_folder import METRICS
 
-pytestmark = pytest.mark.skipif(browser_program() is None, reason="needs Chromium")
+pytestmark = pytest.mark.skipif(browser_program() is None, reason=NO_BROWSER)
 
 PAGES = {
     "": "document.querySelectorAll('tbody tr').length == 2",

@@ -14,10 +14,10 @@ import pytest
 
 from tests.observe.test_dashboard import ATTACK, Client, served
 from tests.observe.test_dashboard_browser import CONTRAST, NAMELESS
-from tests.support.chromium import Page, browser, browser_program
+from tests.support.chromium import NO_BROWSER, Page, browser, browser_program
 from tests.support.fake_run import fake_run
 
-pytestmark = pytest.mark.skipif(browser_program() is None, reason="needs Chromium")
+pytestmark = pytest.mark.skipif(browser_program() is None, reason=NO_BROWSER)
 
 NAME = "hostile<b>run"
 PAGE = "run/hostile%3Cb%3Erun/factors"

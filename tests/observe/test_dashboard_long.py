@@ -23,7 +23,7 @@ from benchmarks.dashboard import multiply, read_groups
 from tests.observe.test_dashboard import Client, served
 from tests.observe.test_dashboard_browser import PAGES, go
 from tests.support.axe import needs_axe, serious
-from tests.support.chromium import Page, browser, browser_program
+from tests.support.chromium import NO_BROWSER, Page, browser, browser_program
 from tests.support.fake_run import fake_run
 from unstale.durability.journal import JOURNAL, Journal
 from unstale.durability.run_folder import EVENTS, METRICS
@@ -32,7 +32,7 @@ from unstale.records import ContextPiece, Failure, GroupRequest, Sampled, Task, 
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(browser_program() is None, reason="needs Chromium"),
+    pytest.mark.skipif(browser_program() is None, reason=NO_BROWSER),
 ]
 
 SCRIPT = "<img src=x onerror=window.attacked=1><svg onload=window.attacked=2>"

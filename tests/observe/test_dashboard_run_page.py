@@ -20,7 +20,7 @@ from tests.observe.test_dashboard import served
 from tests.observe.test_dashboard_browser import CONTRAST, NAMELESS
 from tests.observe.test_dashboard_index import fill, table_of
 from tests.observe.test_report import audit_it
-from tests.support.chromium import browser, browser_program
+from tests.support.chromium import NO_BROWSER, browser, browser_program
 from tests.support.fake_run import fake_run
 from unstale.durability.journal import Journal
 from unstale.durability.run_folder import EVENTS, METRICS, RunFolder
@@ -299,7 +299,7 @@ PAGES = {
 """The pages, each with a condition that it is complete."""
 
 
-@pytest.mark.skipif(browser_program() is None, reason="needs Chromium")
+@pytest.mark.skipif(browser_program() is None, reason=NO_BROWSER)
 def test_the_pages_are_complete_and_readable(recorded: Path, tmp_path: Path) -> None:
     """In light, dark and narrow windows; the timeline's wheel, drag and keys change its range."""
     root = tmp_path / "runs"

@@ -22,7 +22,9 @@ def axe_script() -> Path | None:
     return Path(spec.origin).with_name("axe.min.js")
 
 
-needs_axe = pytest.mark.skipif(axe_script() is None, reason=f"needs {PACKAGE}, of the extra dev")
+needs_axe = pytest.mark.skipif(
+    axe_script() is None, reason=f"needs {PACKAGE}: run `pip install -e '.[dev]'`"
+)
 
 RUN = """
 axe.run(document, { resultTypes: ['violations'] }).then(({ violations }) => violations

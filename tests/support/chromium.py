@@ -19,6 +19,10 @@ from typing import Any
 PROGRAMS = ("chromium", "chromium-browser", "google-chrome")
 TIMEOUT_S = 60.0
 
+NO_BROWSER = (
+    "needs Chromium: install it from your system, or run `.venv/bin/playwright install chromium`"
+)
+"""Reason for which tests are skipped."""
 
 DOWNLOADED = ".cache/ms-playwright/chromium-*/chrome-linux*/chrome"
 
