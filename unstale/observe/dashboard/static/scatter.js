@@ -42,7 +42,8 @@ export class Scatter {
 
   // Draw the limits of other options too.
   compare(lines) {
-    this.other = lines;
+    const isOwn = (line) => this.found?.lines.some((own) => own.on === line.on && own.on !== "curve" && Math.abs(own.at - line.at) < 1e-9);
+    this.other = lines.filter((line) => !isOwn(line));
     this.draw();
   }
 
@@ -223,6 +224,14 @@ export class Scatter {
       }
       if (line.on === "s" && this.within(line.at, "log_s")) write(line.label, left + 5, this.y(line.at) - 4, "s", "left");
       if (line.on === "ds") write(line.label, right - 5, Math.min(bottom - 6, Math.max(top + 14, this.y(line.at) - 4)), "bad", "right");
+    }
+    for (const line of this.other) {
+      if (line.on === "d" && this.within(line.at, "log_d")) {
+        const x = this.x(line.at);
+        const space = x + 60 < right;
+        write(line.label, space ? x + 4 : x - 4, top + 14 + 14 * (crowded++ % 2), "trainer", space ? "left" : "right");
+      }
+      if (line.on === "s" && this.within(line.at, "log_s")) write(line.label, right - 5, this.y(line.at) - 4, "trainer", "right");
     }
     this.other.filter((line) => line.on === "ds").forEach((line) => {
       const y = this.y(line.at - this.value(this.found.axes.log_d[0]));
