@@ -2,7 +2,7 @@
 
 import { ask, follow } from "./api.js";
 import { Alternative } from "./alternative.js";
-import { h, replace, settled } from "./dom.js";
+import { h, replace } from "./dom.js";
 import { downloads } from "./download.js";
 import { amount, percent, whole } from "./format.js";
 import { lagName } from "./lags.js";
@@ -13,6 +13,7 @@ import { Scatter } from "./scatter.js";
 const CHOICE = ["step_min", "step_max", "lag_min", "lag_max", "exact"];
 const BRUSH = ["d_min", "d_max", "s_min", "s_max"];
 const NAMES = { step_min: "steps from", step_max: "to", lag_min: "lags from", lag_max: "to", d_min: "log D from", d_max: "to", s_min: "log S from", s_max: "to" };
+const AGAIN_MS = 10_000;
 const LABELS = { step_max: "last step", lag_max: "largest lag", d_max: "largest log D", s_max: "largest log S" };
 
 export function factors(content, { run }, query) {
@@ -134,14 +135,23 @@ export function factors(content, { run }, query) {
     await load();
     if (!over) await alternative.load();
   }
-  const reload = settled(1500, load);
+  // The answer reads all tokens of the run, so a live run is read again after a pause.
+  let timer = 0;
+  let due = 0;
+  function reload() {
+    clearTimeout(timer);
+    timer = setTimeout(() => {
+      due = Date.now() + AGAIN_MS;
+      load();
+    }, Math.max(1500, due - Date.now()));
+  }
   const close = follow(run, (progress) => {
     if (step >= 0 && progress.last_step !== step) reload();
     step = progress.last_step ?? step;
   });
   begin();
   return {
-    close: () => ((over = true), close(), scatter.remove()),
+    close: () => ((over = true), clearTimeout(timer), close(), scatter.remove()),
     moved(now, parameters) {
       read(parameters);
       write();
