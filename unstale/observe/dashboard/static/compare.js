@@ -35,11 +35,14 @@ export function compare(content, _, query) {
       figure("engine, tokens per second", "engine_tokens_per_s", amount), figure("trainer, tokens per second", "trainer_tokens_per_s", amount))));
   }
 
+  // The value of an option as on the command line.
+  const option = (run, name) => ({ True: "true", False: "false" })[run.options[name]] ?? run.options[name] ?? "—";
+
   function differences([a, b]) {
     const options = [...new Set([...Object.keys(a.options), ...Object.keys(b.options)])].filter((name) => a.options[name] !== b.options[name]).sort();
     if (!options.length) return h("p", { class: "quiet" }, "All options are equal.");
     return h("div", { class: "scroll" }, h("table", {}, h("thead", {}, h("tr", {}, ["option", "A", "B"].map((name) => h("th", { scope: "col" }, name)))), h("tbody", {}, options.map((name) =>
-      h("tr", {}, h("th", { scope: "row" }, name), h("td", {}, a.options[name] ?? "—"), h("td", {}, b.options[name] ?? "—"))))));
+      h("tr", {}, h("th", { scope: "row" }, name), h("td", {}, option(a, name)), h("td", {}, option(b, name)))))));
   }
 
   function sections([a, b]) {

@@ -10,6 +10,7 @@ const LANES = [
   ["publish", "publishing", "s"], ["standstill", "engines pause", "ink"], ["checkpoint", "checkpoints", "lag-4"], ["eval", "evaluation", "good"],
 ];
 const HEIGHT = 26;
+const NARROW = 42;
 const MARKS = 18;
 const REST = 10;
 
@@ -65,9 +66,13 @@ export function timeline(run) {
     draw();
   }
 
+  // A narrow page has no space for names beside the lanes, so each has one above its bars.
+  const laneHeight = () => (getComputedStyle(names).display === "none" ? NARROW : HEIGHT);
+
   function draw() {
     if (!answer || !canvas.isConnected) return;
-    const [width, height] = [canvas.parentElement.clientWidth - names.offsetWidth - 8, MARKS + lanes.length * HEIGHT + 20];
+    const pitch = laneHeight();
+    const [width, height] = [canvas.parentElement.clientWidth - names.offsetWidth - 8, MARKS + lanes.length * laneHeight() + 20];
     const scale = devicePixelRatio || 1;
     Object.assign(canvas, { width: Math.max(50, width) * scale, height: height * scale });
     canvas.style.height = `${height}px`;
@@ -75,7 +80,7 @@ export function timeline(run) {
     pen.scale(scale, scale);
     pen.font = "12px system-ui, sans-serif";
     const x = (time) => ((time - view.start) / (view.end - view.start)) * width;
-    const top = (row) => MARKS + row * HEIGHT + 2;
+    const top = (row) => MARKS + (row + 1) * pitch - HEIGHT + 2;
     const box = (row, from, to, level = 1) => {
       const tall = (HEIGHT - 6) * Math.max(level, 0.04);
       pen.fillRect(x(from), top(row) + HEIGHT - 6 - tall, Math.max(1, x(to) - x(from)), tall);
@@ -86,7 +91,7 @@ export function timeline(run) {
     });
     const rows = new Map(lanes.map(([lane], row) => [lane, row]));
     pen.fillStyle = colour("rule");
-    for (const end of answer.steps) pen.fillRect(x(end), MARKS, 1, lanes.length * HEIGHT);
+    for (const end of answer.steps) pen.fillRect(x(end), MARKS, 1, lanes.length * laneHeight());
     const inks = lanes.map(([, , ink]) => colour(ink));
     for (const [lane, start, end, level] of answer.levels) {
       pen.fillStyle = inks[rows.get(lane)];
@@ -101,24 +106,23 @@ export function timeline(run) {
       const part = (answer.to - answer.from) / shares.length;
       shares.forEach((share, at) => share > 0 && box(rows.get(lane), answer.from + at * part, answer.from + (at + 1) * part, share));
     }
-    if (!names.offsetWidth) {
-      // a narrow page has no space for names beside the lanes
+    if (pitch === NARROW) {
       pen.fillStyle = colour("ink");
       pen.textAlign = "left";
-      lanes.forEach(([, name], row) => pen.fillText(name, 6, top(row) + 14));
+      lanes.forEach(([, name], row) => pen.fillText(name, 0, top(row) - 4));
     }
     marks(pen, x, width);
     pen.fillStyle = colour("quiet");
-    const count = Math.max(2, Math.floor(width / 90));
+    const count = answer.last > answer.first ? Math.max(2, Math.floor(width / 90)) : 0; // an empty run has one time
     for (let tick = 0; tick <= count; tick += 1) {
-      const time = view.start + ((view.end - view.start) * tick) / count;
+      const time = view.start + ((view.end - view.start) * tick) / (count || 1);
       pen.textAlign = tick === 0 ? "left" : tick === count ? "right" : "center";
       pen.fillText(duration(time), x(time), height - 5);
     }
     if (drag !== null && over !== null) {
       pen.fillStyle = colour("ink");
       pen.globalAlpha = 0.12;
-      pen.fillRect(Math.min(drag, over) * width, MARKS, Math.abs(over - drag) * width, lanes.length * HEIGHT);
+      pen.fillRect(Math.min(drag, over) * width, MARKS, Math.abs(over - drag) * width, lanes.length * laneHeight());
       pen.globalAlpha = 1;
     }
     replace(names, lanes.map(([, name]) => h("span", {}, name)));
@@ -136,7 +140,7 @@ export function timeline(run) {
       const at = x(time);
       if (at < 0 || at > width) continue;
       pen.fillStyle = colour("s");
-      pen.fillRect(at, MARKS - 4, 1, lanes.length * HEIGHT + 4);
+      pen.fillRect(at, MARKS - 4, 1, lanes.length * laneHeight() + 4);
       const text = label.replace(/^version /, "v");
       const wide = pen.measureText(text).width;
       if (at - wide / 2 < free || at - wide / 2 < 0 || at + wide / 2 > width) continue;
@@ -183,7 +187,7 @@ export function timeline(run) {
     over = at(event);
     if (drag !== null) draw();
     const time = view.start + over * (view.end - view.start);
-    const row = Math.floor((event.clientY - canvas.getBoundingClientRect().top - MARKS) / HEIGHT);
+    const row = Math.floor((event.clientY - canvas.getBoundingClientRect().top - MARKS) / laneHeight());
     const [lane, name] = lanes[row] || [];
     const hit = answer.spans.find(([each, start, end]) => each === lane && start <= time && time <= end);
     const level = answer.levels.find(([each, start, end]) => each === lane && start <= time && time <= end);
