@@ -16,6 +16,33 @@ const NAMES = { step_min: "steps from", step_max: "to", lag_min: "lags from", la
 const AGAIN_MS = 10_000;
 const LABELS = { step_max: "last step", lag_max: "largest lag", d_max: "largest log D", s_max: "largest log S" };
 
+// What was read, chosen and counted, in sentences.
+function counts(found) {
+  if (!found.total) return "The journal has no values of trained tokens (journal.token_share, --journal.token_share 1 keeps all).";
+  const points = found.points.log_d.length;
+  const parts = [
+    found.read < found.total ? `${whole(found.read)} of ${whole(found.total)} recorded tokens were read, in groups that are evenly spaced over the steps; choose fewer steps to read all.` : `${whole(found.total)} tokens are recorded.`,
+    found.chosen < found.read ? `${whole(found.chosen)} of them were chosen.` : "",
+    `${whole(found.placed)} have a log D and a log S and are counted.`,
+    found.without_s.tokens ? `${whole(found.without_s.tokens)} have a log D but no log S, of these ${whole(found.without_s.dropped)} dropped; they are counted along D alone.` : "",
+    found.chosen > found.placed + found.without_s.tokens ? `${whole(found.chosen - found.placed - found.without_s.tokens)} have no log D.` : "",
+    points < found.placed ? `Points show a sample of ${whole(points)}, with some of every shaded cell; ${whole(found.placed - points)} are in the shading alone.` : "Points show all of them.",
+  ];
+  return parts.filter(Boolean).join(" ");
+}
+
+// The figures of the selected tokens, and the episodes with most of them.
+function selection(run, found) {
+  const picked = found.selected;
+  const share = picked.of ? ` (${percent(picked.tokens / picked.of, 2)})` : "";
+  const lags = picked.by_lag.map(([lag, tokens]) => `${lagName(lag)}: ${whole(tokens)}`).join(", ");
+  const outcomes = Object.entries(picked.outcomes).map(([name, tokens]) => `${whole(tokens)} ${outcomeWord(name)}`).join(", ");
+  const rows = picked.rows.map((row) => h("tr", {}, h("td", {}, h("a", { href: `${toRun(run)}/episode/${row.episode}` }, `episode ${row.episode}`)), h("td", {}, row.step), h("td", {}, whole(row.tokens)), h("td", {}, h("a", { href: `${toRun(run)}/episode/${row.episode}/token/${row.token}?colour=log_s` }, `token ${row.token}`)), h("td", {}, row.lag), h("td", {}, amount(row.log_d)), h("td", {}, amount(row.log_s))));
+  const rest = picked.episodes > picked.rows.length ? ` The ${whole(picked.rows.length)} with most of them are listed.` : "";
+  return [h("h2", {}, "Selected tokens"), h("p", {}, h("b", {}, `${whole(picked.tokens)} of ${whole(picked.of)} tokens`), share, picked.tokens ? `, in ${whole(picked.episodes)} episodes. ${lags}. ${outcomes}.${rest}` : "."),
+    rows.length ? h("div", { class: "scroll low" }, h("table", { class: "results" }, h("thead", {}, h("tr", {}, ["episode", "step", "selected", "its farthest token", "lag", "log D", "log S"].map((name) => h("th", { scope: "col" }, name)))), h("tbody", {}, rows))) : null];
+}
+
 export function factors(content, { run }, query) {
   let state = {};
   let parquetProblem = "";
@@ -83,27 +110,7 @@ export function factors(content, { run }, query) {
       replace(chosen);
       return;
     }
-    const share = picked.of ? ` (${percent(picked.tokens / picked.of, 2)})` : "";
-    const lags = picked.by_lag.map(([lag, tokens]) => `${lagName(lag)}: ${whole(tokens)}`).join(", ");
-    const outcomes = Object.entries(picked.outcomes).map(([name, tokens]) => `${whole(tokens)} ${outcomeWord(name)}`).join(", ");
-    const rows = picked.rows.map((row) => h("tr", {}, h("td", {}, h("a", { href: `${toRun(run)}/episode/${row.episode}` }, `episode ${row.episode}`)), h("td", {}, row.step), h("td", {}, whole(row.tokens)), h("td", {}, h("a", { href: `${toRun(run)}/episode/${row.episode}/token/${row.token}?colour=log_s` }, `token ${row.token}`)), h("td", {}, row.lag), h("td", {}, amount(row.log_d)), h("td", {}, amount(row.log_s))));
-    const rest = picked.episodes > picked.rows.length ? ` The ${whole(picked.rows.length)} with most of them are listed.` : "";
-    replace(chosen, h("h2", {}, "Selected tokens"), h("p", {}, h("b", {}, `${whole(picked.tokens)} of ${whole(picked.of)} tokens`), share, picked.tokens ? `, in ${whole(picked.episodes)} episodes. ${lags}. ${outcomes}.${rest}` : "."),
-      rows.length ? h("div", { class: "scroll low" }, h("table", { class: "results" }, h("thead", {}, h("tr", {}, ["episode", "step", "selected", "its farthest token", "lag", "log D", "log S"].map((name) => h("th", { scope: "col" }, name)))), h("tbody", {}, rows))) : null);
-  }
-
-  function counts(found) {
-    if (!found.total) return "The journal has no values of trained tokens (journal.token_share, --journal.token_share 1 keeps all).";
-    const points = found.points.log_d.length;
-    const parts = [
-      found.read < found.total ? `${whole(found.read)} of ${whole(found.total)} recorded tokens were read, in groups that are evenly spaced over the steps; choose fewer steps to read all.` : `${whole(found.total)} tokens are recorded.`,
-      found.chosen < found.read ? `${whole(found.chosen)} of them were chosen.` : "",
-      `${whole(found.placed)} have a log D and a log S and are counted.`,
-      found.without_s.tokens ? `${whole(found.without_s.tokens)} have a log D but no log S, of these ${whole(found.without_s.dropped)} dropped; they are counted along D alone.` : "",
-      found.chosen > found.placed + found.without_s.tokens ? `${whole(found.chosen - found.placed - found.without_s.tokens)} have no log D.` : "",
-      points < found.placed ? `Points show a sample of ${whole(points)}, with some of every shaded cell; ${whole(found.placed - points)} are in the shading alone.` : "Points show all of them.",
-    ];
-    return parts.filter(Boolean).join(" ");
+    replace(chosen, ...selection(run, found));
   }
 
   async function load() {
