@@ -48,6 +48,10 @@ export function episode(content, at, query) {
     element.classList.add("selected");
     if (scroll) element.scrollIntoView({ block: "center" });
     else element.scrollIntoView({ block: "nearest" });
+    tell(token);
+  }
+
+  function tell(token) {
     replace(numbers, h("h2", {}, "Token ", h("code", {}, JSON.stringify(token.text))), h("table", {}, h("tbody", {}, numbersOf(token, limits).map(([name, value, about]) =>
       h("tr", {}, h("th", { scope: "row" }, name), h("td", {}, h("span", { class: "number" }, value), " ", h("small", { class: "quiet" }, about)))))));
   }
@@ -136,7 +140,8 @@ export function episode(content, at, query) {
     } catch {
       return;
     }
-    if (!over && tokens.some((token) => token.at === selected)) select(selected);
+    const token = tokens.find((each) => each.at === selected);
+    if (!over && token) tell(token); // the address stays, because it may lead elsewhere by now
   }
 
   const partOf = (place) => (Number.isInteger(place) && place > 0 ? Math.floor(place / PART) * PART : 0);
