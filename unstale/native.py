@@ -27,14 +27,30 @@ _FLAGS = (
 _SHORTAGES = {errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM}
 
 
+class NotCompiled(Exception):
+    """C code of this package cannot be compiled on this machine. The message gives the reason."""
+
+
 @cache
 def compile_library(source: Path, macros: tuple[str, ...] = ()) -> ctypes.CDLL:
     """Load the compiled library from the user's cache folder, or compile it.
 
     `macros` are arguments of the compiler, as `-DNAME=1`. The library's file name is a hash of the
-    source, the flags, and the macros that the compiler defines for this CPU. Raises OSError with
-    the compiler's first error.
+    source, the flags, and the macros that the compiler defines for this CPU.
+
+    Raises NotCompiled without a compiler, or with the compiler's first error. Raises OSError if
+    files, processes or memory are exhausted: slower code is no answer to that, because the run
+    would soon fail for the same reason.
     """
+    try:
+        return _compiled(source, macros)
+    except OSError as error:
+        if error.errno in _SHORTAGES:
+            raise
+        raise NotCompiled(str(error)) from error
+
+
+def _compiled(source: Path, macros: tuple[str, ...]) -> ctypes.CDLL:
     compiler = (
         shlex.split(os.environ.get("CC", ""))
         or [*filter(None, map(shutil.which, ("cc", "gcc", "clang")))][:1]
@@ -62,18 +78,9 @@ def compile_library(source: Path, macros: tuple[str, ...] = ()) -> ctypes.CDLL:
         return library
 
 
-def raise_shortage(error: OSError) -> None:
-    """Raise an error of `compile_library` again if files, processes or memory are exhausted.
-
-    Slower code is no answer to that: the run will fail soon, for the same reason.
-    """
-    if error.errno in _SHORTAGES:
-        raise error
-
-
 def _run_compiler(command: Sequence[str]) -> str:
     done = subprocess.run(command, check=False, capture_output=True, text=True)
     if done.returncode:
-        named = [line for line in done.stderr.splitlines() if "error" in line]
+        named = [line for line in done.stderr.splitlines() if "error: " in line]
         raise OSError(*named[:1] or [f"{command[0]} ended with {done.returncode}"])
     return done.stdout

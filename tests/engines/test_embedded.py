@@ -73,6 +73,7 @@ from unstale.engines.embedded.runner import Step
 from unstale.engines.embedded.sampling import draw, uniforms
 from unstale.engines.embedded.worker import build_runner
 from unstale.engines.registry import EngineOptions
+from unstale.native import NotCompiled
 from unstale.records import Sampled
 
 pytestmark = pytest.mark.usefixtures("forked_children")
@@ -282,7 +283,7 @@ def test_packed_attention_without_a_compiler(
     """Torch computes windows, soft caps and sinks as `kernels.c` does, with a warning."""
 
     def no_compiler(*arguments: Any) -> Kernels:
-        raise OSError("no C compiler")
+        raise NotCompiled("no C compiler")
 
     monkeypatch.setattr(packed, "_compiled", no_compiler)
     model = _model(kind)

@@ -9,6 +9,7 @@ from torch import Tensor
 from unstale.engines.embedded import packed
 from unstale.engines.embedded.kernels import Kernels
 from unstale.engines.embedded.runner import Chunk, Step
+from unstale.native import NotCompiled
 
 HEADS, KV_HEADS, KEYS, VALUES = 4, 2, 24, 8
 LENGTH = 200
@@ -58,7 +59,7 @@ def test_attention_over_several_pages(  # noqa: PLR0913 - the parameters
     bfloat16 cache."""
 
     def no_compiler(*arguments: Any) -> Kernels:
-        raise OSError("no C compiler")
+        raise NotCompiled("no C compiler")
 
     if not compiled:
         monkeypatch.setattr(packed, "_compiled", no_compiler)

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from unstale.native import compile_library, raise_shortage
+from unstale.native import NotCompiled, compile_library
 
 SOURCE = Path(__file__).with_name("changes.c")
 ESCAPE = 255
@@ -115,8 +115,7 @@ def _library() -> ctypes.CDLL | None:
     """Return the compiled functions. Without a compiler, warn and return None."""
     try:
         library = compile_library(SOURCE)
-    except OSError as error:
-        raise_shortage(error)
+    except NotCompiled as error:
         warnings.warn(
             "differences of weights are found by NumPy, several times slower, because "
             f"{SOURCE.name} does not compile: {error}",

@@ -32,6 +32,7 @@ from unstale.engines.embedded.runner import Step, check_update
 from unstale.model import linear
 from unstale.model.packed_weights import RoundedWeights
 from unstale.model.quantisation import FORMATS, quantised
+from unstale.native import NotCompiled
 
 RUN = 8
 """Number of successive prompt tokens for which `kernels.c` reads the cache once."""
@@ -464,7 +465,7 @@ def _kernels_for(
         macros["BFLOAT16"] = 1
     try:
         return Kernels(**macros), ""
-    except OSError as error:
+    except NotCompiled as error:
         return None, f"{slower} its kernels do not compile: {error}"
 
 

@@ -14,17 +14,10 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from unstale.engines.embedded.probe import FORWARD_ERRORS, SLOTS, Probe
-from unstale.engines.embedded.runner import (
-    Step,
-    check_update,
-    persistent_buffers,
-    shapes_of,
-    tied_parameters,
-)
+from unstale.engines.embedded.runner import ModelWeights, Step
 from unstale.model.experts import RouteRecorder
 from unstale.model.loading import load_model
-from unstale.model.packed_weights import RoundedWeights
-from unstale.model.quantisation import quantised, round_activations
+from unstale.model.quantisation import round_activations
 
 
 class _Slots:
@@ -129,12 +122,8 @@ class TransformersRunner:
             self._model = load_model(folder, dtype, attn_implementation="eager").eval()
             self._probed(max_context, why_slow, exact=probe)
         self._reset(max_slots, max_context)
-        self._quantise = quantise
         round_activations(self._model, quantise)
-        parameters = self._model.named_parameters()
-        self._shapes = {name: tuple(parameter.shape) for name, parameter in parameters}
-        self._tied = tied_parameters(self._model)
-        self._buffers = persistent_buffers(self._model)
+        self._weights = ModelWeights(self._model, quantise)
         self._recorder = RouteRecorder(self._model) if record_routes else None
 
     def _probed(self, max_context: int, why_slow: str, exact: Probe | None = None) -> Probe:
@@ -165,14 +154,9 @@ class TransformersRunner:
         self._cache = Cache(layers=list(self._layers))
 
     def load(self, update: Mapping[str, Tensor]) -> None:
-        check_update(update, self._shapes | shapes_of(self._buffers, update), self._tied)
-        kind = "none" if isinstance(update, RoundedWeights) else self._quantise
         with torch.no_grad():
-            for name in self._buffers.keys() & update.keys():
-                self._buffers[name].copy_(update[name])
-            for name, parameter in self._model.named_parameters():
-                converted = update[name].to(parameter.dtype)
-                parameter.copy_(quantised(name, converted, kind))
+            for _, parameter, value in self._weights.take(update):
+                parameter.copy_(value)
 
     def keep(self, slot: int, count: int) -> None:
         """Do nothing. This cache keeps the memory of all slots, so none can be freed."""

@@ -29,7 +29,7 @@ class Kernels:
     def __init__(self, **shape: int) -> None:
         """Compile `kernels.c` with the sizes of a model as macros.
 
-        Raises OSError with the compiler's first error.
+        Raises what `compile_library` does.
         """
         macros = tuple(f"-D{name}={value}" for name, value in shape.items())
         self._library = compile_library(SOURCE, macros)

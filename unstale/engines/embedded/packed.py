@@ -29,18 +29,12 @@ from transformers.masking_utils import AttentionMaskInterface
 from unstale.engines.embedded.kernels import Kernels, divided
 from unstale.engines.embedded.pages import PAGE, Pages, placed, runs, tiled
 from unstale.engines.embedded.probe import FORWARD_ERRORS, SLOTS, Probe
-from unstale.engines.embedded.runner import (
-    Step,
-    check_update,
-    persistent_buffers,
-    shapes_of,
-    tied_parameters,
-)
+from unstale.engines.embedded.runner import ModelWeights, Step
 from unstale.model import linear
 from unstale.model.experts import RouteRecorder
 from unstale.model.loading import load_model
-from unstale.model.packed_weights import RoundedWeights
-from unstale.model.quantisation import quantised, round_activations
+from unstale.model.quantisation import round_activations
+from unstale.native import NotCompiled
 
 PACKED = "unstale_paged"
 """The name under which transformers knows the attention of this file."""
@@ -144,7 +138,7 @@ class _Pages:
         self._kernels: dict[_Layer, Kernels] = {}
         try:
             self._kernels = {layer: _compiled(layer, dtype) for layer in layers}
-        except OSError as error:
+        except NotCompiled as error:
             self.warning = (
                 "the engine attends by torch, several times slower, because its kernels do not "
                 f"compile: {error}"
@@ -360,6 +354,7 @@ class PackedRunner:
         model = load_model(folder, torch.float32, attn_implementation="eager").eval()
         self.name = f"transformers {type(model).__name__}, packed"
         self.vocab_size = int(model.config.get_text_config().vocab_size)
+        self._quantise = quantise
         self._selects = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._layers: list[_Layer] = []
         probe = self._take(model, max_context)
@@ -372,7 +367,6 @@ class PackedRunner:
         self._cache = _Pages(self._layers, dtype, max_slots, max_context)
         slow = self._cache.warning or _warning_with_gpu(type(model).__name__)
         self.warning = ". ".join(filter(None, (slow, warning)))
-        self._quantise = quantise
         round_activations(model, quantise)
         self._recorder = RouteRecorder(model) if record_routes else None
 
@@ -400,9 +394,7 @@ class PackedRunner:
         model.set_attn_implementation(PACKED)
         self._model = model
         parameters = dict(model.named_parameters())
-        self._shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
-        self._tied = tied_parameters(model)
-        self._buffers = persistent_buffers(model)
+        self._weights = ModelWeights(model, self._quantise)
         self._linears: dict[str, list[_PreparedLinear]] = {}
         names = {id(parameter): name for name, parameter in parameters.items()}
         users = Counter(
@@ -424,13 +416,8 @@ class PackedRunner:
                 )
 
     def load(self, update: Mapping[str, Tensor]) -> None:
-        check_update(update, self._shapes | shapes_of(self._buffers, update), self._tied)
-        kind = "none" if isinstance(update, RoundedWeights) else self._quantise
         with torch.no_grad():
-            for name in self._buffers.keys() & update.keys():
-                self._buffers[name].copy_(update[name])
-            for name, parameter in self._model.named_parameters():
-                weight = quantised(name, update[name].to(parameter.dtype), kind)
+            for name, parameter, weight in self._weights.take(update):
                 for module in self._linears.get(name, ()):
                     module.prepared = linear.prepare(weight)
                 if parameter.shape == weight.shape:

@@ -1,11 +1,14 @@
 """The interface between batching and model: forward passes of packed sequences with a KV cache."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
+
+from unstale.model.packed_weights import RoundedWeights
+from unstale.model.quantisation import quantised
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -103,17 +106,34 @@ def tied_parameters(model: nn.Module) -> dict[str, str]:
     }
 
 
-def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """Return the buffers that belong to a model's state, by name. An update may contain them."""
-    saved = model.state_dict().keys()
-    return {name: buffer for name, buffer in model.named_buffers() if name in saved}
+class ModelWeights:
+    """What an update of a model contains: its parameters, and the buffers of its state, by name.
 
+    Made of the whole model: later its parameters may change their shapes. `quantise` is how the
+    engine rounds weights (`unstale.model.quantisation`).
+    """
 
-def shapes_of(
-    buffers: Mapping[str, Tensor], update: Mapping[str, Tensor]
-) -> dict[str, Sequence[int]]:
-    """Return the shapes of those buffers that an update contains, by name."""
-    return {name: buffers[name].shape for name in buffers.keys() & update.keys()}
+    def __init__(self, model: nn.Module, quantise: str) -> None:
+        saved = model.state_dict().keys()
+        self._model = model
+        self._quantise = quantise
+        self._shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+        self._tied = tied_parameters(model)
+        self._buffers = {name: buffer for name, buffer in model.named_buffers() if name in saved}
+
+    def take(self, update: Mapping[str, Tensor]) -> Iterator[tuple[str, nn.Parameter, Tensor]]:
+        """Copy the buffers of an update. Yield each parameter with its new value, rounded.
+
+        An update may leave out buffers. Raises ValueError, and changes nothing, if it does not fit.
+        """
+        buffers = self._buffers.keys() & update.keys()
+        shapes = self._shapes | {name: self._buffers[name].shape for name in buffers}
+        check_update(update, shapes, self._tied)
+        kind = "none" if isinstance(update, RoundedWeights) else self._quantise
+        for name in buffers:
+            self._buffers[name].copy_(update[name])
+        for name, parameter in self._model.named_parameters():
+            yield name, parameter, quantised(name, update[name].to(parameter.dtype), kind)
 
 
 def check_update(
