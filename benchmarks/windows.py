@@ -9,6 +9,7 @@ real queue on a virtual clock.
 
 import argparse
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
@@ -19,20 +20,17 @@ from unstale.planner.simulate import Constant, Fleet, LogNormal, Workload, simul
 
 GROUPS, SIBLINGS = 8, 4
 COSTS = LinearCosts(decode=0.01, decode_reply=1e-4, prefill_token=1e-4, train_token=2e-4)
+SHORT_TOOLS = Workload(
+    prompt_tokens=Constant(60),
+    turns=LogNormal(3, 0.6, 8),
+    reply_tokens=LogNormal(40, 0.9, 400),
+    tool_tokens=Constant(20),
+    tool_s=LogNormal(0.5, 1.0, 10),
+)
 WORKLOADS = {
-    "tools of 0.5 s, at most 10 s": Workload(
-        prompt_tokens=Constant(60),
-        turns=LogNormal(3, 0.6, 8),
-        reply_tokens=LogNormal(40, 0.9, 400),
-        tool_tokens=Constant(20),
-        tool_s=LogNormal(0.5, 1.0, 10),
-    ),
-    "tools of 4 s, at most 120 s": Workload(
-        prompt_tokens=Constant(60),
-        turns=LogNormal(4, 0.6, 12),
-        reply_tokens=LogNormal(40, 0.9, 400),
-        tool_tokens=Constant(20),
-        tool_s=LogNormal(4, 1.5, 120),
+    "tools of 0.5 s, at most 10 s": SHORT_TOOLS,
+    "tools of 4 s, at most 120 s": replace(
+        SHORT_TOOLS, turns=LogNormal(4, 0.6, 12), tool_s=LogNormal(4, 1.5, 120)
     ),
 }
 
