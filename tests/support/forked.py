@@ -175,9 +175,9 @@ class ForkedChild:
     def __init__(
         self, command: Sequence[str], *, pass_fds: Sequence[int], stderr: IO[bytes], **options: Any
     ) -> None:
-        *_, program, _, _, settings = command
+        *_, program, _, _ = command
         passed = [Connection(os.dup(each)) for each in (*pass_fds, stderr.fileno())]
-        arguments = (program, settings, dict(options["env"]), passed)
+        arguments = (program, dict(options["env"]), passed)
         self._process = CONTEXT.Process(target=_run_child, args=arguments, daemon=True)
         self._process.start()
         for each in passed:
@@ -194,9 +194,7 @@ class ForkedChild:
         return self._process.exitcode
 
 
-def _run_child(
-    program: str, settings: str, environment: dict[str, str], passed: Sequence[Connection]
-) -> None:
+def _run_child(program: str, environment: dict[str, str], passed: Sequence[Connection]) -> None:
     os.setsid()
     connection, beat, errors = (os.dup(each.fileno()) for each in passed)
     for each in passed:
@@ -205,5 +203,5 @@ def _run_child(
     os.dup2(errors, 2)
     os.environ.clear()
     os.environ.update(environment)
-    sys.argv = ["-c", str(connection), str(beat), settings]
+    sys.argv = ["-c", str(connection), str(beat)]
     exec(compile(program, "<child>", "exec"), {"__name__": "__main__"})

@@ -2,15 +2,19 @@
 
 import os
 import signal
+import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from unstale.weights import child_process
-from unstale.weights.child_process import Child, ChildFrozen
+from unstale.weights.child_process import Child, ChildFrozen, receive_options, start_early
 
 _PROGRAM = """
 import socket
@@ -89,3 +93,67 @@ def test_the_end_of_a_process_is_an_empty_read(start: Start) -> None:
     assert "ended with signal 9" in child.last_words()
     with pytest.raises((BrokenPipeError, ConnectionResetError)):
         child.sendall(b"c")
+
+
+@pytest.fixture
+def pids(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return the ids of the processes that are started from now on."""
+    found: list[int] = []
+    begin = subprocess.Popen
+
+    def counted(*arguments: Any, **options: Any) -> subprocess.Popen[bytes]:
+        process = begin(*arguments, **options)
+        found.append(process.pid)
+        return process
+
+    monkeypatch.setattr(subprocess, "Popen", counted)
+    return found
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def test_a_process_that_was_started_early_is_used(start: Start, pids: list[int]) -> None:
+    start_early("echo_of_a_child", threads=1)
+    assert [start().pid, start().pid] == pids
+    assert len(pids) == 2
+
+
+def test_a_process_that_was_started_early_for_other_arguments_is_killed(
+    start: Start, pids: list[int]
+) -> None:
+    start_early("echo_of_a_child", threads=2)
+    child = start()
+    early, other = pids
+    assert child.pid == other
+    assert not _is_alive(early)
+
+
+def test_an_unused_process_ends_with_the_program_that_started_it(start: Start) -> None:
+    program = (
+        "import subprocess\n"
+        "from unstale.weights.child_process import start_early\n"
+        "begin = subprocess.Popen\n"
+        "def counted(*arguments, **options):\n"
+        "    process = begin(*arguments, **options)\n"
+        "    print(process.pid)\n"
+        "    return process\n"
+        "subprocess.Popen = counted\n"
+        "start_early('echo_of_a_child', threads=1)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert not _is_alive(int(done.stdout))
+
+
+def test_a_process_whose_parent_was_killed_does_not_wait_for_options() -> None:
+    parent, child = socket.socketpair()
+    parent.close()
+    with child:
+        assert receive_options(child.fileno()) == ""

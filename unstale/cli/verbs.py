@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from unstale.cli import advise, dashboard, techniques
+from unstale.cli.early import start_engines
 from unstale.cli.failures import exit_after
 from unstale.cli.recipe_options import configure, file_values, print_json
 from unstale.config import SHIPPED_POLICIES, ConfigError, install
@@ -583,6 +584,7 @@ def _train(chosen: argparse.Namespace) -> int:
             "or --resume and the folder of a run"
         )
     config = configure(chosen)
+    start_engines(config)
     from unstale.cli.session import train
 
     train(config, command=shlex.join(["unstale", *chosen.given]))
@@ -595,11 +597,14 @@ def _resume(chosen: argparse.Namespace) -> int:
             f"a run resumes with its own recipe: leave out {chosen.recipe} or --resume"
         )
     from unstale.cli.resume import load_config, require_named_trackers
-    from unstale.cli.session import resume
 
     values = file_values(chosen)
     config = load_config(chosen.resume, named=values)
     require_named_trackers(config, values)
     values.pop("recipe", None)
-    resume(chosen.resume, override(config, values))
+    config = override(config, values)
+    start_engines(config)
+    from unstale.cli.session import resume
+
+    resume(chosen.resume, config)
     return 0

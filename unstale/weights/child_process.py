@@ -4,6 +4,7 @@ A message is one frame: `header length | body length | header | body`. The heade
 is empty or in safetensors format. No data is unpickled, because that could run code.
 """
 
+import atexit
 import json
 import os
 import select
@@ -14,10 +15,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 _LENGTHS = struct.Struct(">IQ")
+_SIZE = struct.Struct(">I")
 _ALIGNMENT = 16
 """The body of a message starts at a multiple of this many bytes, so that tensors can be views of
 it.
@@ -45,7 +48,9 @@ signal.signal(signal.SIGALRM, lambda *_: None)
 signal.siginterrupt(signal.SIGALRM, False)
 signal.setitimer(signal.ITIMER_REAL, 0.001, {beat_s})
 from {module} import main
-main(int(sys.argv[1]), sys.argv[3])
+from unstale.weights.child_process import receive_options
+if options := receive_options(int(sys.argv[1])):
+    main(int(sys.argv[1]), options)
 """
 """The program of the child process. A timer signal lets Python's C handler write the heartbeat,
 even while other code holds the GIL.
@@ -109,6 +114,90 @@ class Frames:
             yield header, body
 
 
+class _Process:
+    """A process that has imported its module, or soon will, and then waits for its options."""
+
+    def __init__(self, module: str, *, threads: int, gpus: Sequence[str]) -> None:
+        self.kind = (threads, tuple(gpus))
+        self.stderr = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the process
+        self.socket, child_socket = socket.socketpair()
+        beats, beat = os.pipe()
+        os.set_blocking(beats, False)
+        os.set_blocking(beat, False)
+        self.beats = os.fdopen(beats, "rb", buffering=0)
+        program = _PROGRAM.format(beat_s=BEAT_S, module=module)
+        arguments = [str(child_socket.fileno()), str(beat)]
+        with child_socket, os.fdopen(beat, "wb"):
+            self.popen = subprocess.Popen(
+                [sys.executable, "-P", "-X", "faulthandler", "-c", program, *arguments],
+                pass_fds=[child_socket.fileno(), beat],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=self.stderr,
+                start_new_session=True,
+                env=_environment(threads) | visible_gpus(gpus),
+            )
+
+    def begin(self, options: Header) -> None:
+        """Send the options. If the process has ended, this shows at the end of its socket."""
+        text = json.dumps(options).encode()
+        with suppress(BrokenPipeError, ConnectionResetError):
+            self.socket.sendall(_SIZE.pack(len(text)) + text)
+
+    def kill(self) -> None:
+        """Kill the process and wait for its end."""
+        self.popen.kill()
+        self.popen.wait()
+        for file in (self.socket, self.beats, self.stderr):
+            file.close()
+
+
+def receive_options(descriptor: int) -> str:
+    """Return the options that `Child` sends first. Return "" if the parent ends without."""
+    connection = socket.socket(fileno=descriptor)
+    try:
+        size = connection.recv(_SIZE.size, socket.MSG_WAITALL)
+        if len(size) < _SIZE.size:
+            return ""
+        (length,) = _SIZE.unpack(size)
+        return connection.recv(length, socket.MSG_WAITALL).decode()
+    finally:
+        connection.detach()  # the descriptor stays open
+
+
+_early: dict[str, list[_Process]] = {}
+"""Processes that `start_early` has started and no `Child` uses yet, by module."""
+
+
+def start_early(module: str, *, threads: int, gpus: Sequence[str] = ()) -> None:
+    """Start the process of the next `Child` with the same arguments.
+
+    The process imports the module while this one does something else. It is killed if the next
+    `Child` of the module has other arguments, or at the end of this program.
+    """
+    if not _early:
+        atexit.register(_end_early)
+    _early.setdefault(module, []).append(_Process(module, threads=threads, gpus=gpus))
+
+
+def _end_early() -> None:
+    """Kill the processes that were started early and are not used."""
+    while _early:
+        for process in _early.popitem()[1]:
+            process.kill()
+
+
+def _started(module: str, *, threads: int, gpus: Sequence[str]) -> _Process:
+    """Return a process that was started early, or a new one."""
+    waiting = _early.get(module, [])
+    while waiting:
+        process = waiting.pop(0)
+        if process.kind == (threads, tuple(gpus)):
+            return process
+        process.kill()
+    return _Process(module, threads=threads, gpus=gpus)
+
+
 class Child:
     """A child process that runs `main(descriptor, options)` of a module, with a `socket` to it.
 
@@ -120,29 +209,20 @@ class Child:
     def __init__(
         self, name: str, module: str, options: Header, *, threads: int, gpus: Sequence[str] = ()
     ) -> None:
-        """Start the process with some CPU threads. `gpus` are those of `visible_gpus`."""
+        """Start the process with some CPU threads, unless `start_early` has started it.
+
+        `gpus` are those of `visible_gpus`. `main` gets the options as JSON.
+        """
         self.name = name
-        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the process
-        self.socket, child_socket = socket.socketpair()
-        beats, beat = os.pipe()
-        os.set_blocking(beats, False)
-        os.set_blocking(beat, False)
-        self._beats = os.fdopen(beats, "rb", buffering=0)
+        process = _started(module, threads=threads, gpus=gpus)
+        process.begin(options)
+        self.socket = process.socket
+        self._process = process.popen
+        self._stderr = process.stderr
+        self._beats = process.beats
         self._max_silent_s = _START_S
         self._silent_s = 0.0
         self._last_check = time.monotonic()
-        program = _PROGRAM.format(beat_s=BEAT_S, module=module)
-        arguments = [str(child_socket.fileno()), str(beat), json.dumps(options)]
-        with child_socket, os.fdopen(beat, "wb"):
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-X", "faulthandler", "-c", program, *arguments],
-                pass_fds=[child_socket.fileno(), beat],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=self._stderr,
-                start_new_session=True,
-                env=_environment(threads) | visible_gpus(gpus),
-            )
 
     @property
     def pid(self) -> int:

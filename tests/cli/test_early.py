@@ -1,0 +1,77 @@
+"""Tests that a command starts the processes of the engines that it will use, and no others."""
+
+import asyncio
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.tiny_runs import tiny_run
+from tests.support.waits import LIMIT_S
+from unstale.cli.early import start_engines
+from unstale.engines.embedded.engine import EmbeddedEngine
+from unstale.engines.registry import EngineOptions
+from unstale.testing import tiny_policy
+from unstale.weights import child_process
+
+pytestmark = pytest.mark.usefixtures("forked_children")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("policy")
+    tiny_policy().save(path)
+    return path
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+    """Return the processes that are started from now on. They are killed at the end."""
+    processes: list[Any] = []
+    begin = child_process.subprocess.Popen
+
+    def counted(*arguments: Any, **options: Any) -> Any:
+        processes.append(begin(*arguments, **options))
+        return processes[-1]
+
+    monkeypatch.setattr(child_process.subprocess, "Popen", counted)
+    monkeypatch.setattr(child_process, "_early", {})
+    yield processes
+    for process in processes:
+        process.kill()
+        process.wait()
+
+
+def test_the_engines_use_the_processes_that_were_started(
+    folder: Path, tmp_path: Path, started: list[Any]
+) -> None:
+    config = tiny_run(folder, tmp_path, deterministic=False)
+    config = replace(config, engine=replace(config.engine, processes=2))
+    start_engines(config)
+    assert len(started) == 2
+
+    async def use() -> None:
+        options = EngineOptions(folder, threads=config.engine.threads)
+        for _ in range(2):
+            engine = EmbeddedEngine(options)
+            async with asyncio.timeout(LIMIT_S):
+                await engine.start()
+            await engine.close()
+
+    asyncio.run(use())
+    assert len(started) == 2
+
+
+def test_no_process_is_started_for_engines_elsewhere(
+    folder: Path, tmp_path: Path, started: list[Any]
+) -> None:
+    config = tiny_run(folder, tmp_path, deterministic=False)
+    for section, changes in (
+        ("engine", {"backend": "vllm"}),
+        ("cluster", {"engine_hosts": 2}),
+        ("cluster", {"trainers": 2}),
+    ):
+        start_engines(replace(config, **{section: replace(getattr(config, section), **changes)}))
+    assert started == []
