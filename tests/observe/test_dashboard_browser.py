@@ -207,6 +207,20 @@ def test_the_numbers_of_a_token_have_the_limits_and_the_gradient_weight(
     shown = page.run("document.querySelector('.panel').innerText")
     names = ("log D + log S", "limits of D", "weight of the correction", "gradient weight")
     assert [name for name in names if name not in shown] == []
+    answer = client.ask("episode", run="plain", episode=5)
+    training = answer["training"]
+    values = next(piece["trained"] for piece in answer["pieces"] if "trained" in piece)
+    rows = page.run(
+        "Object.fromEntries([...document.querySelectorAll('.panel tr')].map((row) => "
+        "[row.querySelector('th').innerText, row.querySelector('td').innerText]))"
+    )
+    for limit, outside in zip(training["limits"], values["outside"][0], strict=True):
+        side = "outside" if outside else "inside"
+        ends = f"from {limit['low']:g} to {limit['high']:g}"
+        assert rows[limit["name"]] == f"{ends} {limit['about']}; the token is {side}"
+    formula = training["formulas"][values["formula"][0]]
+    number = f"{values['gradient'][0]:.5f}" if values["gradient"][0] else "0"
+    assert rows["gradient weight"] == f"{number} {formula}"
     assert page.errors == []
 
 

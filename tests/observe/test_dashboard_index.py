@@ -268,6 +268,9 @@ def test_values_of_training_are_in_the_table_and_at_each_token(tmp_path: Path) -
             "version": 4,
             "minibatch": 0,
             "skipped": False,
+            "limits": [],
+            "formulas": [],
+            "problem": "the options of the run cannot be read: config.json has no option recipe",
         }
         assert ["trained" in each for each in whole["pieces"]] == [False, True, False, True]
         one, two = (each["trained"] for each in whole["pieces"][1::2])

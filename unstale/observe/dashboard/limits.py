@@ -17,6 +17,7 @@ from unstale.config.options import options, stored_config
 from unstale.config.routes import Needs, OldLogpsConfig, routes
 from unstale.config.techniques import Entry, chosen
 from unstale.durability.run_folder import CONFIG, Row, RunFolder
+from unstale.observe.dashboard.bounds import NAMES, Bounds, bounds, explain
 from unstale.observe.dashboard.folders import is_own_file
 from unstale.observe.dashboard.table import BadQuestion
 from unstale.observe.report.words import factor_names
@@ -261,77 +262,31 @@ def lines(settings: Settings, *, lag_max: int) -> list[Row]:
     Lines of the run's own settings are vertical or horizontal; `ratio_cap` is diagonal. With a
     route that mixes `behavior_logp` and `logp`, they are diagonal, and may differ between lags.
     """
-    every = [*_of_correction(settings.correction), *_of_objective(settings.objective)]
-    own = [line for line in every if math.isfinite(line["at"])]
+    found = bounds(settings.correction, settings.objective)
+    own = [line for each in found for line in _lines(each)]
     if not settings.is_mixed:
         return [*own, *_of_route(settings, lag_max)]
     return [each for line in own for each in _on_ratio(line, settings, lag_max)]
 
 
-def _line(  # noqa: PLR0913 - the columns of a line
-    on: str, at: float, kind: str, label: str, text: str, *, unit: str = "token"
-) -> Row:
-    aggregated = unit != "token"
-    if aggregated:
-        text += f" It applies to the {unit} of a token, so the place of one token does not decide."
-    return {"on": on, "at": at, "kind": kind, "label": label, "text": text, "faint": aggregated}
-
-
-def _of_correction(config: CorrectionConfig) -> Iterator[Row]:
-    low, high = _log(config.low), _log(config.high)
-    control, unit = config.control, config.unit
-    if config.token_veto_threshold:
-        veto = config.token_veto_threshold
-        yield _line(
-            "d",
-            math.log(veto),
-            "veto",
-            f"veto, D {veto:g}",
-            f"A token with D below {veto:g} drops its whole sequence.",
-        )
-    if control in ("mask", "mask_weight"):
-        weighted = "; between both limits D is the weight" if control == "mask_weight" else ""
-        sides = [(low, "below", config.low), (high, "above", config.high)]
-        text = f"A token with D {{}} {{:g}} is dropped ({control}){weighted}."
-    elif control in ("clamp", "truncate"):
-        sides = [(low, "below", config.low), (high, "above", config.high)]
-        sides = sides if control == "clamp" else sides[1:]
-        text = f"A token with D {{}} {{:g}} is kept, with this limit as its weight ({control})."
-    else:
-        return
-    kind = "mask" if control.startswith("mask") else "weight"
-    for at, side, limit in sides:
-        yield _line("d", at, kind, f"D {limit:g}", text.format(side, limit), unit=unit)
-
-
-def _of_objective(config: ObjectiveConfig) -> Iterator[Row]:
-    unit = "sequence" if config.kind == "gspo" else config.unit
-    clips = {
-        "ppo_clip": ("negative", "positive", "has no gradient"),
-        "dual_clip": ("negative", "positive", "has no gradient"),
-        "gspo": ("negative", "positive", "has no gradient"),
-        "cispo": ("any", "any", "keeps its gradient, with the limit as its weight"),
-    }
-    if config.kind in clips:
-        below, above, what = clips[config.kind]
-        for limit, side, sign in (
-            (1 - config.clip_low, "below", below),
-            (1 + config.clip_high, "above", above),
-        ):
-            text = f"A token with S {side} {limit:g} and {sign} advantage {what}."
-            yield _line("s", _log(limit), "clip", f"S {limit:g}", text, unit=unit)
-    if config.kind == "dual_clip":
-        limit = config.dual_clip
-        text = f"A token with S above {limit:g} and negative advantage has no gradient."
-        yield _line("s", math.log(limit), "clip", f"S {limit:g}", text, unit=unit)
-    if config.ratio_cap:
-        cap = config.ratio_cap
-        text = f"A token with D S above {cap:g} has a smaller weight (ratio_cap)."
-        yield _line("ds", math.log(cap), "cap", f"D S {cap:g}", text)
-
-
-def _log(value: float) -> float:
-    return math.log(value) if value > 0 else -math.inf
+def _lines(limit: Bounds) -> Iterator[Row]:
+    """Yield a line for each end of a range, with a sentence on the tokens beyond it."""
+    aggregated = limit.unit != "token"
+    for at, text in limit.ends():
+        label = f"{NAMES[limit.on]} {at:g}"
+        if aggregated:
+            text += (
+                f" It applies to the {limit.unit} of a token, so the place of one token does not "
+                "decide."
+            )
+        yield {
+            "on": limit.on,
+            "at": math.log(at),
+            "kind": limit.kind,
+            "label": f"veto, {label}" if limit.kind == "veto" else label,
+            "text": text,
+            "faint": aggregated,
+        }
 
 
 def _of_route(settings: Settings, lag_max: int) -> Iterator[Row]:
@@ -439,6 +394,20 @@ def drawn(settings: Settings, *, lag_max: int) -> Row:
             "clip are those of a token without it."
         )
     return {"lines": found, "sentences": list(dict.fromkeys(texts))}
+
+
+def of_training(folder: Path, training: Row) -> Row:
+    """Add the limits of a run and the gradients to the values of an episode's training.
+
+    `problem` has the reason why the options of the run are not known, or "".
+    """
+    try:
+        own = own_settings(folder)
+    except BadQuestion as error:
+        return training | {"limits": [], "formulas": [], "problem": str(error)}
+    is_replaced = bool(in_loss(own.config))
+    found = explain(own.correction, own.objective, training, is_replaced=is_replaced)
+    return found | {"problem": ""}
 
 
 def of_run(folder: Path, *, lag_max: int) -> Row:

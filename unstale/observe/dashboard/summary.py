@@ -167,14 +167,12 @@ def overview(name: str, index: RunIndex) -> Row:
         "changed": [
             key for key, value in config.items() if key in _DEFAULTS and _DEFAULTS[key] != value
         ],
-        "limits": {option: number(setting(option)) for option in _LIMITS},
         "sections": sections(names),
         "index": progress(index),
     }
 
 
 _DEFAULTS = flatten(plain(RunConfig(recipe="")))
-_LIMITS = ("correction.low", "correction.high", "objective.clip_low", "objective.clip_high")
 
 
 def progress(index: RunIndex) -> Row:

@@ -1,12 +1,14 @@
 """Read one episode or one group of a journal, token by token."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import takewhile
 from typing import Any
 
 from unstale.durability.journal import Journal, JournalError, JournalReader
 from unstale.durability.journal.conversations import Decode, load_decoder
 from unstale.durability.run_folder import Row
+from unstale.observe.dashboard import limits
 from unstale.observe.dashboard.database import COLUMNS
 from unstale.observe.dashboard.index import RunIndex, unreadable
 from unstale.observe.dashboard.table import BadQuestion, as_row
@@ -43,7 +45,8 @@ def episode(
 ) -> Row:
     """Return an episode: its row of the table, and `limit` tokens from the token `start` on.
 
-    Trained tokens have the values of `step`, or of the first step that trained on them.
+    Trained tokens have the values of `step`, or of the first step that trained on them, with the
+    limits of the run (`limits.of_training`).
 
     Raises `UnknownEpisode`, `NotYet`, `JournalError` if the journal is damaged, and `BadQuestion`.
     """
@@ -51,7 +54,15 @@ def episode(
         raise BadQuestion(f"start must be >= 0 and limit between 1 and {MAX_TOKENS}")
     row = _row(index, number)
     with _open(index) as journal:
-        return row | _tokens(journal, row, _decoder(index), start=start, limit=limit, step=step)
+        return row | _tokens(
+            journal,
+            row,
+            _decoder(index),
+            start=start,
+            limit=limit,
+            step=step,
+            explain=partial(limits.of_training, index.folder),
+        )
 
 
 def group(index: RunIndex, number: int) -> Row:
@@ -147,12 +158,15 @@ def _tokens(  # noqa: PLR0913
     start: int,
     limit: int,
     step: int | None = None,
+    explain: Callable[[Row], Row] | None = None,
 ) -> Row:
     pieces = journal.pieces(int(row["episode"]))
     trained = journal.rows(
         "SELECT version FROM consumed WHERE number = ?", int(row["group_number"])
     )
     training = of_episode(journal, int(row["group_number"]), int(row["episode"]), step)
+    if training and explain is not None:
+        training = explain(training)
     shown: list[Row] = []
     total = sum(len(piece.tokens) for piece in pieces)
     sampled = 0

@@ -1,10 +1,10 @@
 // One episode, token by token. The address of a token is #/run/<name>/episode/<id>/token/<n>.
 
-import { ask, askUntil } from "./api.js";
+import { askUntil } from "./api.js";
 import { h, replace } from "./dom.js";
 import { amount, whole } from "./format.js";
 import { cell, failed, problem, toRun } from "./parts.js";
-import { KIND, MODES, contextOf, flat, limitsOf, modesOf, numbersOf, tokenElement, turnsOf } from "./tokens.js";
+import { KIND, MODES, contextOf, flat, modesOf, numbersOf, tokenElement, turnsOf } from "./tokens.js";
 
 const PART = 4000;
 
@@ -17,7 +17,6 @@ export function episode(content, at, query) {
   let mode = query.get("colour") || "version";
   let start = 0;
   let over = false;
-  let limits = null;
   const panel = h("aside", { class: "panel", "aria-label": "Selected token" });
   const numbers = h("div", { "aria-live": "polite" });
   const legend = h("div", { class: "legend", "aria-label": "Colours" });
@@ -52,7 +51,7 @@ export function episode(content, at, query) {
   }
 
   function tell(token) {
-    replace(numbers, h("h2", {}, "Token ", h("code", {}, JSON.stringify(token.text))), h("table", {}, h("tbody", {}, numbersOf(token, limits).map(([name, value, about]) =>
+    replace(numbers, h("h2", {}, "Token ", h("code", {}, JSON.stringify(token.text))), h("table", {}, h("tbody", {}, numbersOf(token, found.training).map(([name, value, about]) =>
       h("tr", {}, h("th", { scope: "row" }, name), h("td", {}, h("span", { class: "number" }, value), " ", h("small", { class: "quiet" }, about)))))));
   }
 
@@ -126,27 +125,15 @@ export function episode(content, at, query) {
     const text = !training ? "The journal has no values of this episode's training (journal.token_share), so log D, log S and the advantage are not shown."
       : `Trained in step ${step} with old_logp of the route ${training.route}${training.skipped ? ". All advantages are 0, so the episode was not run" : ""}${training.steps.length > 1 ? `; again in step ${training.steps.slice(1).join(", ")}` : ""}.`;
     const note = h("p", { class: "quiet" }, text);
-    replace(panel, numbers, note);
+    replace(panel, numbers, note, training?.problem ? problem(`The limits are not known: ${training.problem}`) : null);
     replace(numbers, h("p", { class: "quiet" }, "Choose a token to see its numbers."));
     replace(content, header(), h("div", { class: "bar tools" }, h("label", { for: "colour" }, "colour by"), colours), legend, pager(), h("div", { class: "reading" }, h("div", { class: "conversation" }, chat), panel), pager());
     draw();
     if (selected !== null) select(selected, true);
   }
 
-  // Without the options of the run, the panel has no limits.
-  async function load_limits() {
-    try {
-      limits = limitsOf(await ask("run", { run: at.run }));
-    } catch {
-      return;
-    }
-    const token = tokens.find((each) => each.at === selected);
-    if (!over && token) tell(token); // the address stays, because it may lead elsewhere by now
-  }
-
   const partOf = (place) => (Number.isInteger(place) && place > 0 ? Math.floor(place / PART) * PART : 0);
   load(partOf(selected));
-  load_limits();
   return {
     close: () => (over = true),
     moved(now, parameters) {

@@ -138,54 +138,20 @@ export function tokenElement(token, kind, extra = "") {
 
 export const KIND = { system: "system", user: "user", agent: "assistant", tool: "tool" };
 
-const LOW = ["mask", "mask_weight", "clamp"];
-const HIGH = [...LOW, "truncate"];
-const CLIPS = ["ppo_clip", "dual_clip", "gspo", "cispo"];
-
-// The limits of a run from the answer `run` of the server.
-export function limitsOf({ options, limits, techniques }) {
-  const number = (name) => (options[name] && Number.isFinite(Number(options[name])) ? Number(options[name]) : null);
-  const limit = (name, isUsed) => (isUsed && isNumber(limits[name]) ? limits[name] : null);
-  const [control, kind] = [options["correction.control"] ?? "", options["objective.kind"] ?? ""];
-  return {
-    control, kind, techniques, veto: number("correction.token_veto_threshold"), dualClip: number("objective.dual_clip"), cap: number("objective.ratio_cap"),
-    low: limit("correction.low", LOW.includes(control)), high: limit("correction.high", HIGH.includes(control)),
-    clipLow: limit("objective.clip_low", CLIPS.includes(kind)), clipHigh: limit("objective.clip_high", CLIPS.includes(kind)),
-    unitD: options["correction.unit"], unitS: kind === "gspo" ? "sequence" : options["objective.unit"],
-  };
-}
-
 const between = (low, high) => [low === null ? "" : `from ${amount(low)}`, high === null ? "" : `to ${amount(high)}`].filter(Boolean).join(" ");
-const ofUnit = (unit) => (unit && unit !== "token" ? `, of the whole ${unit}` : "");
 
-// The rows of the limits on D, S and D S.
-function limitRows({ control, kind, low, high, veto, clipLow, clipHigh, dualClip, cap, unitD, unitS }) {
-  const rows = [];
-  if (low !== null || high !== null) rows.push(["limits of D", between(low, high), `correction.low and high (${control})${ofUnit(unitD)}`]);
-  if (veto) rows.push(["veto of D", `below ${amount(veto)}`, "drops the whole sequence (correction.token_veto_threshold)"]);
-  if (clipLow !== null && clipHigh !== null) rows.push(["limits of S", between(1 - clipLow, 1 + clipHigh), `1 - objective.clip_low and 1 + clip_high (${kind})${ofUnit(unitS)}`]);
-  if (kind === "dual_clip" && dualClip) rows.push(["limit of S if A < 0", `to ${amount(dualClip)}`, "objective.dual_clip"]);
-  if (cap) rows.push(["limit of D S", `to ${amount(cap)}`, "objective.ratio_cap"]);
-  return rows;
+// The rows of the limits on D, S and D S, as the server sent them.
+function limitRows(limits, outside) {
+  return limits.map(({ name, low, high, about, unit }, index) => {
+    const whole = unit === "token" ? "" : `, of the whole ${unit}`;
+    const side = isOutside(outside[index]);
+    return [name, between(low, high), `${about}${whole}${side}`];
+  });
 }
+const isOutside = (is) => (is === null ? "" : is ? "; the token is outside" : "; the token is inside");
 
-const NO_GRADIENT = ["vetoed", "masked", "dropped", "skipped"];
-
-// The factor of the gradient of logp in the policy's loss, with its formula. Nothing if a technique,
-// an objective without clip, or a ratio of several tokens decides.
-function gradient({ weight, advantage, log_d, log_s, outcome }, { kind, clipLow, clipHigh, cap, unitS, techniques }) {
-  if (NO_GRADIENT.includes(outcome)) return ["0", `the token is ${outcome}`];
-  if (techniques || unitS !== "token" || ![weight, advantage, log_d, log_s].every(isNumber) || !["ppo_clip", "dual_clip", "cispo"].includes(kind)) return null;
-  const isClipped = outcome.startsWith("clipped");
-  if (isClipped && kind !== "cispo") return ["0", "the token is clipped, so the loss does not change with S"];
-  const s = isClipped ? (outcome === "clipped_low" ? 1 - clipLow : 1 + clipHigh) : Math.exp(log_s);
-  const capped = cap ? Math.min(1, cap / Math.exp(log_d + log_s)) : 1;
-  const formula = ["weight", isClipped ? "limit of S" : "S", "advantage", ...(capped < 1 ? ["limit of D S / (D S)"] : [])].join(" × ");
-  return [exactly(weight * s * advantage * capped), `${formula}, before the division of the loss`];
-}
-
-// The numbers of a token as [name, value, explanation]. `limits` may be null.
-export function numbersOf(token, limits = null) {
+// The numbers of a token as [name, value, explanation]. `training` is that of the server's answer.
+export function numbersOf(token, training) {
   const rows = [
     ["token", `${token.at}`, "its place in the episode"], ["id", `${token.id}`, "in the vocabulary"],
     ["provenance", token.provenance, "where it came from"],
@@ -195,7 +161,7 @@ export function numbersOf(token, limits = null) {
     ["lag", token.lag === undefined ? NONE : `${token.lag}`, "versions published until it was trained on"],
     ["behavior_logp", exactly(token.behavior_logp), `the engine, when it sampled: ${percent(Math.exp(token.behavior_logp), 2)}`]);
   if (!token.trained) return rows;
-  const { old_logp, logp, log_d, log_s, advantage, entropy, weight, exact, outcome } = token.trained;
+  const { old_logp, logp, log_d, log_s, advantage, entropy, weight, exact, outcome, outside, gradient, formula } = token.trained;
   const row = (name, value, about) => rows.push([name, isNumber(value) ? exactly(value) : NONE, isNumber(value) ? about : "was not computed"]);
   row("old_logp", old_logp, exact ? "exact" : "approximated by the route");
   row("logp", logp, "the trainer, when it trained");
@@ -203,11 +169,10 @@ export function numbersOf(token, limits = null) {
   row("log S", log_s, ratio("S", log_s));
   const both = isNumber(log_d) && isNumber(log_s) ? log_d + log_s : null;
   row("log D + log S", both, ratio("D × S", both));
-  if (limits) rows.push(...limitRows(limits));
+  rows.push(...limitRows(training.limits, outside));
   row("advantage", advantage, "in the loss");
   row("weight of the correction", weight, "from D");
-  const steep = limits && gradient(token.trained, limits);
-  if (steep) rows.push(["gradient weight", ...steep]);
+  if (isNumber(gradient)) rows.push(["gradient weight", gradient ? exactly(gradient) : "0", training.formulas[formula]]);
   row("entropy", entropy, "nats");
   rows.push(["outcome", outcomeText(outcome), ""]);
   return rows;
