@@ -23,9 +23,11 @@ from tests.observe.test_report import audit_it
 from tests.support.chromium import NO_BROWSER, browser, browser_program
 from tests.support.fake_run import fake_run
 from unstale.durability.journal import Journal
+from unstale.durability.journal.survivors import contrast
 from unstale.durability.run_folder import EVENTS, METRICS, RunFolder
 from unstale.observe.dashboard import ages, audits, charts, details, pairs, timeline
 from unstale.observe.dashboard.index import RunIndex
+from unstale.observe.report.words import survivorship
 
 
 @pytest.fixture(scope="module")
@@ -203,6 +205,34 @@ def test_attempts_examples_and_forks_come_from_the_index(index: RunIndex, run: P
     for each in found["examples"]:
         reward = table_of(index)[each["episode"] - 1]["reward"]
         assert each["reward"] == reward == each["why"].endswith("success")
+
+
+@pytest.mark.parametrize(
+    ("lost", "sentence", "is_biased"),
+    [
+        ([300] * 9 + [400] * 9, "Lost attempts were 3.5 times as long as kept ones", True),
+        ([300], "Lengths cannot be compared: fewer than two attempts were lost or kept.", False),
+        ([], "No attempt that ended was lost.", False),
+    ],
+)
+def test_the_lengths_of_lost_attempts_are_compared_as_in_the_report(
+    tmp_path: Path, lost: list[int], sentence: str, is_biased: bool
+) -> None:
+    index = RunIndex(tmp_path, tmp_path / "lengths.sqlite")
+    kept = [90, 110] * 10
+    ends = [*zip(lost, ("failed", "restarted") * 9, strict=False), *((n, "trained") for n in kept)]
+    with index.database.write() as writer:
+        for number, (length, outcome) in enumerate(ends):
+            writer.execute(
+                "INSERT INTO episodes (group_number, sibling, task, outcome, sampled_tokens, seed,"
+                " is_branch) VALUES (?, 0, 't', ?, ?, 0, 0)",
+                (number, outcome, length),
+            )
+    found = details.attempts(index.database)
+    assert found["sentence"].startswith(sentence) and found["is_biased"] == is_biased
+    reported = survivorship({"contrast": contrast(lost, kept)})
+    assert not lost or reported == (found["sentence"], is_biased)
+    index.close()
 
 
 def test_an_audit_has_a_verdict_for_each_route(index: RunIndex, run: Path) -> None:

@@ -102,10 +102,13 @@ def _summarize(attempts: Sequence[_Attempt]) -> Row:
     by_fate = {fate: [each for each in attempts if each.fate == fate] for fate in FATES}
     ended = [attempt for attempt in attempts if attempt.fate != "open"]
     kinds = {"generated": attempts, "ended": ended, **by_fate}
+    lost, kept = (
+        [attempt.tokens for attempt in ended if attempt.fate in fates] for fates in (LOST, KEPT)
+    )
     return {
         "kinds": {name: _statistics(members) for name, members in kinds.items() if members},
         "buckets": _buckets(ended),
-        "contrast": _contrast(ended),
+        "contrast": contrast(lost, kept),
         "curve": _curve(_lengths(ended), _lengths(by_fate["trained"])),
     }
 
@@ -170,9 +173,14 @@ def _buckets(ended: Sequence[_Attempt]) -> list[Row]:
     return buckets
 
 
-def _contrast(ended: Sequence[_Attempt]) -> Row | None:
-    lost = [attempt.tokens for attempt in ended if attempt.fate in LOST]
-    kept = [attempt.tokens for attempt in ended if attempt.fate in KEPT]
+def contrast(lost: Sequence[float], kept: Sequence[float]) -> Row | None:
+    """Compare the lengths of lost and of kept attempts. None if there are fewer than two of one.
+
+    `se` is the standard error of the difference of the means, if attempts are independent.
+
+    >>> contrast([2, 4], [1, 1])
+    {'lost': 2, 'kept': 2, 'lost_mean': 3.0, 'kept_mean': 1.0, 'se': 1.0}
+    """
     if min(len(lost), len(kept)) < 2:
         return None
     errors = (stdev(lost) / math.sqrt(len(lost)), stdev(kept) / math.sqrt(len(kept)))

@@ -3,12 +3,12 @@
 All comes from the index, so it is live. The number of rows of an answer is bounded.
 """
 
-import math
 import re
 from bisect import bisect_right
 from collections.abc import Sequence
 from typing import Any
 
+from unstale.durability.journal.survivors import KEPT, LOST, contrast
 from unstale.durability.run_folder import Row
 from unstale.observe.dashboard.database import Database
 from unstale.observe.dashboard.timeline import shares
@@ -134,7 +134,13 @@ def attempts(database: Database) -> Row:
     )
     ended = sorted(length for length, _ in lengths)
     trained = sorted(length for length, outcome in lengths if outcome == "trained")
-    place = {"kinds": {kind["outcome"]: {} for kind in kinds}, "contrast": _contrast(lengths)}
+    lost, kept = (
+        [length for length, outcome in lengths if outcome in fates] for fates in (LOST, KEPT)
+    )
+    place: Row = {
+        "kinds": {kind["outcome"]: {} for kind in kinds},
+        "contrast": contrast(lost, kept),
+    }
     sentence, is_biased = survivorship(place) if lengths else ("", False)
     return {
         "kinds": kinds,
@@ -152,21 +158,6 @@ def _curve(ended: Sequence[float], trained: Sequence[float]) -> list[list[float]
         [point, *(bisect_right(values, point) / len(values) for values in (ended, trained))]
         for point in points
     ]
-
-
-def _contrast(lengths: Sequence[tuple[float, str]]) -> Row:
-    """Return number and mean length of lost and kept attempts, and the error of the difference."""
-    lost = [length for length, outcome in lengths if outcome in ("failed", "restarted")]
-    kept = [length for length, outcome in lengths if outcome in ("trained", "waiting")]
-    found: Row = {"lost": len(lost), "kept": len(kept)}
-    squares = 0.0
-    for name, values in (("lost", lost), ("kept", kept)):
-        mean = sum(values) / len(values) if values else 0.0
-        found[f"{name}_mean"] = mean
-        if len(values) > 1:
-            variance = sum((value - mean) ** 2 for value in values) / (len(values) - 1)
-            squares += variance / len(values)
-    return {**found, "se": math.sqrt(squares)}
 
 
 def examples(database: Database) -> list[Row]:
