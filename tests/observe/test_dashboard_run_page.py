@@ -21,12 +21,14 @@ from tests.observe.test_dashboard_browser import CONTRAST, NAMELESS
 from tests.observe.test_dashboard_index import fill, table_of
 from tests.observe.test_report import audit_it
 from tests.support.chromium import NO_BROWSER, browser, browser_program
-from tests.support.fake_run import fake_run
-from unstale.durability.journal import Journal
+from tests.support.fake_run import NoDisplay, fake_run
+from unstale.durability.journal import JOURNAL, Journal
 from unstale.durability.journal.survivors import contrast
-from unstale.durability.run_folder import EVENTS, METRICS, RunFolder
+from unstale.durability.run_folder import EVENTS, METRICS, RunFolder, RunLog
 from unstale.observe.dashboard import ages, audits, charts, details, pairs, timeline
 from unstale.observe.dashboard.index import RunIndex
+from unstale.observe.recorder import Outputs, Recorder
+from unstale.observe.report.audited import COLUMNS, cells
 from unstale.observe.report.words import survivorship
 
 
@@ -249,6 +251,36 @@ def test_an_audit_has_a_verdict_for_each_route(index: RunIndex, run: Path) -> No
     assert all(row["verdict"] for row in after["routes"])
 
 
+def test_an_f1_without_tokens_is_none_and_not_0() -> None:
+    """`algorithms.audit.agreement` gives None if no token was dropped or should have been."""
+    names = [column.name for column in COLUMNS]
+    row = {"route": "rollout", "mask_f1": None, "clip_f1": 0.0}
+    found = dict(zip(names, cells(row), strict=True))
+    assert (found["mask F1"], found["clip F1"]) == ("none", "0.000")
+    assert dict(zip(names, cells({}), strict=True))["mask F1"] == "—"
+    text = audits.verdict({"logp_error_abs_mean": 0.1, "noise": 0.0, "mask_f1": None})
+    assert text == "Approximate: the mean error is 0.1 nats."
+
+
+def test_the_audited_tokens_of_the_newest_steps_are_shown(
+    index: RunIndex, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = [0.01, 0.02, 0.02, 0.01]
+    assert audits.audit(index)["tokens"] == [first] * 40
+    names = ("log_d", "log_s", "true_log_d", "true_log_s")
+    second = dict(zip(names, (0.5, 0.25, 0.125, 0.625), strict=True))
+    with Journal(run / JOURNAL) as journal:
+        recorder = Recorder(Outputs(RunLog(run), NoDisplay()), journal=journal)
+        recorder.learnt(7, points=[second | {"lag": 1}], events=())
+    assert audits.audit(index)["tokens"] == [first] * 40 + [[*second.values()]]
+    monkeypatch.setattr(audits, "MAX_STEPS", 1)
+    found = audits.audit(index)
+    assert found["tokens"] == [[*second.values()]] and found["problems"] == []
+    (run / JOURNAL).write_bytes(b"no journal")
+    found = audits.audit(index)
+    assert found["tokens"] == [] and "audited tokens cannot be read" in found["problems"][0]
+
+
 @pytest.mark.parametrize(
     ("content", "problem"),
     [("{", "audit.json is not a JSON object"), ("x" * 2000, "has 2,000 bytes; at most 1,000 are")],
@@ -322,7 +354,7 @@ def test_the_server_answers_them(run: Path) -> None:
 PAGES = {
     "run/first": "document.querySelector('.time-bar') && document.querySelector('.lanes') && "
     "document.querySelectorAll('.contents button').length > 5",
-    "run/first/audit": "document.querySelectorAll('.cloud').length > 1 && "
+    "run/first/audit": "document.querySelectorAll('.cloud').length == 6 && "
     "document.querySelector('.verdict')",
     "compare?a=first&b=second": "document.querySelector('main').innerText.includes('last 2')",
 }

@@ -575,7 +575,7 @@ def test_an_audit_is_drawn_beside_the_truth(tmp_path: Path) -> None:
     assert "Not built: eager: no time." in page.text
     assert "6,000 action tokens of 6 recorded batches" in page.text
     assert "300 in all. The audit took 0.6 s and 3 MB of copies" in page.text
-    assert "dropped tokens —, clipped tokens 0.060" in page.text
+    assert "dropped tokens none, clipped tokens 0.060" in page.text
     found = gather(folder)
     assert (
         len(found.audited) == 40

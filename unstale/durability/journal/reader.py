@@ -211,13 +211,19 @@ class JournalReader:
         with self.wrap_errors("the metrics"):
             return [_parse_object(fields) for (fields,) in rows]
 
-    def token_samples(self) -> Iterator[dict[str, Any]]:
+    def token_samples(self, *, newest: int = -1) -> Iterator[dict[str, Any]]:
         """Yield the logged sample of trained tokens: step, lag in versions, log_d and log_s.
 
         log_d is old_logp - behavior_logp and log_s is logp - old_logp. A token that was audited
         also has `true_log_d` and `true_log_s`, which are computed with the exact old_logp.
+        With `newest` only the samples of so many steps are read, the last ones.
         """
-        rows = self.rows("SELECT fields FROM events WHERE kind = ? ORDER BY id", TOKEN_SAMPLES)
+        rows = self.rows(
+            "SELECT fields FROM (SELECT id, fields FROM events WHERE kind = ? "
+            "ORDER BY id DESC LIMIT ?) ORDER BY id",
+            TOKEN_SAMPLES,
+            newest,
+        )
         with self.wrap_errors("the token samples"):
             for (fields,) in rows:
                 sample = _parse_object(fields)

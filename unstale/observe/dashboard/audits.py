@@ -11,14 +11,19 @@ from pathlib import Path
 from typing import Any
 
 from unstale.config.routes import exact_routes
+from unstale.durability.journal import JOURNAL, Journal, JournalError
 from unstale.durability.run_folder import AUDIT, Row, RunFolder
-from unstale.observe.dashboard.index import RunIndex
+from unstale.observe.dashboard.folders import is_own_file
+from unstale.observe.dashboard.index import RunIndex, unreadable
 from unstale.observe.report.audited import COLUMNS, cells
 from unstale.observe.report.gather import by_lag
 from unstale.observe.report.words import amount, mapping, number, percent, records
 
 MAX_BYTES = 8 << 20
 """Size of an `audit.json` that is read. Parsed, it takes several times as much memory."""
+
+MAX_STEPS = 32
+"""Newest steps whose audited tokens are shown. A step has at most 64 of them."""
 
 MAX_ROUTES = 40
 MAX_POINTS = 400
@@ -37,9 +42,11 @@ def audit(index: RunIndex) -> Row:
     """Return the audit of a run: `during` training, and `after` it by `unstale audit`.
 
     `after` is None if there is no `audit.json`. `during` has the last values of the metrics
-    `audit/...`, and is empty if the run did not measure them.
+    `audit/...`, and is empty if the run did not measure them. `tokens` has of some audited tokens
+    log D and log S by the route, and the true log D and log S.
     """
     after, problems = _stored(index)
+    tokens, problem = _audited_tokens(index.folder)
     last = index.database.rows(
         """SELECT names.name, value, max(step) FROM names JOIN metrics ON metrics.name = names.id
         WHERE names.name GLOB 'audit/*' GROUP BY names.id"""
@@ -50,8 +57,9 @@ def audit(index: RunIndex) -> Row:
     return {
         "route": route,
         "exact": route in exact_routes(),
-        "problems": problems,
+        "problems": [*problems, *([problem] if problem else [])],
         "during": during,
+        "tokens": tokens,
         "verdict": verdict(_of_metrics(during, route)) if during else "",
         "after": after,
     }
@@ -74,6 +82,24 @@ def _read(
     folder = RunFolder(path)
     found = folder.read_object(AUDIT, max_bytes=max_bytes)
     return _after(found) if found else None, folder.gaps
+
+
+def _audited_tokens(folder: Path) -> tuple[list[list[float]], str]:
+    """Return the values of the audited tokens of the newest steps, and why they are not known."""
+    names = ("log_d", "log_s", "true_log_d", "true_log_s")
+    if not is_own_file(folder / JOURNAL):
+        return [], ""
+    try:
+        if problem := unreadable(folder):
+            return [], problem
+        with Journal.read(folder) as journal:
+            rows = [
+                [number(row.get(name)) for name in names]
+                for row in journal.token_samples(newest=MAX_STEPS)
+            ]
+    except (JournalError, OSError) as error:
+        return [], f"audited tokens cannot be read: {error}"
+    return [[each for each in row if each is not None] for row in rows if None not in row], ""
 
 
 def _of_metrics(metrics: Mapping[str, float], route: str) -> Row:

@@ -55,8 +55,15 @@ COLUMNS = (
         "correlation of the approximate log D and log S; none if one of them is constant",
         brief=False,
     ),
-    Column("mask F1", "agreement on dropped tokens between the route and the true old_logp"),
-    Column("clip F1", "agreement on clipped tokens between the route and the true old_logp"),
+    Column(
+        "mask F1",
+        "agreement on dropped tokens between the route and the true old_logp; none if neither "
+        "drops a token, 0 if they drop no token in common",
+    ),
+    Column(
+        "clip F1",
+        "agreement on clipped tokens between the route and the true old_logp, as mask F1",
+    ),
     Column("exact", "share of action tokens that the route marks as exact"),
     Column("worst exact", "largest error of a token that the route marks as exact", brief=False),
     Column("seconds", "time of the route, including the policy's forward pass where it is used"),
@@ -77,8 +84,8 @@ def cells(row: Mapping[str, Any]) -> list[str]:
         _with_error(row, "staleness_leak", _places),
         _with_error(row, "discrepancy_leak", _places),
         _places(number(row.get("log_d_log_s_corr"))),
-        _places(number(row.get("mask_f1"))),
-        _places(number(row.get("clip_f1"))),
+        _agreement(row, "mask_f1"),
+        _agreement(row, "clip_f1"),
         percent(number(row.get("exact_fraction")), 1),
         amount(number(row.get("claimed_error_max"))),
         amount(number(row.get("seconds"))),
@@ -89,6 +96,11 @@ def cells(row: Mapping[str, Any]) -> list[str]:
 
 def _places(value: float | None) -> str:
     return NONE if value is None else f"{value:.3f}".replace("-0.000", "0.000")
+
+
+def _agreement(row: Mapping[str, Any], name: str) -> str:
+    """Return an F1 as text. The audit records None if neither side has a token."""
+    return "none" if name in row and row[name] is None else _places(number(row.get(name)))
 
 
 def _with_error(row: Mapping[str, Any], name: str, show: Any) -> str:
@@ -162,7 +174,7 @@ def _by_route_and_true(run: Gathered) -> Markup:
 
 def _last_f1(run: Gathered, threshold: str) -> str:
     values = run.series(f"audit/{threshold}_f1")
-    return _places(values[-1][1] if values else None)
+    return _places(values[-1][1]) if values else "none"
 
 
 def _facets(clouds: Sequence[tuple[str, Sequence[Point]]]) -> Markup:

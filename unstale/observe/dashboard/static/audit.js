@@ -10,9 +10,16 @@ import { failed, problem, toRun } from "./parts.js";
 const MEANING = "Tokens were scored again by full copies of the versions that sampled them. With an approximate old_logp, a share s of the staleness moves into D and a share d of the discrepancy moves into S. Exact routes have (s, d) = (0, 0), rollout (0, 1), and current_recompute (1, 0).";
 const SIZE = 220;
 
-// Points of log D against log S on axes that several clouds share.
-function cloud(name, points, reach) {
-  const canvas = h("canvas", { width: 2 * SIZE, height: 2 * SIZE, class: "cloud", role: "img", "aria-label": `${name}: log S against log D of ${points.length} tokens, up to ${amount(reach[0])} and ${amount(reach[1])} nats` });
+const FACTORS = ["log D", "log S"];
+
+// Points of two values, such as log D and log S, on axes that several clouds share.
+function cloud({ name, points, names = FACTORS, reach }) {
+  const [across, up] = names;
+  const canvas = h("canvas", { width: 2 * SIZE, height: 2 * SIZE, class: "cloud", role: "img", "aria-label": `${name}: ${up} against ${across} of ${points.length} tokens, up to ${amount(reach[0])} and ${amount(reach[1])} nats` });
+  const line = (pen, ...ends) => {
+    pen.moveTo(...ends[0]);
+    pen.lineTo(...ends[1]);
+  };
   const draw = () => {
     const pen = canvas.getContext("2d");
     pen.setTransform(2, 0, 0, 2, 0, 0);
@@ -20,39 +27,55 @@ function cloud(name, points, reach) {
     pen.strokeStyle = colour("rule");
     pen.strokeRect(0.5, 0.5, SIZE - 1, SIZE - 1);
     pen.beginPath();
-    pen.moveTo(SIZE / 2, 0);
-    pen.lineTo(SIZE / 2, SIZE);
-    pen.moveTo(0, SIZE / 2);
-    pen.lineTo(SIZE, SIZE / 2);
+    line(pen, [SIZE / 2, 0], [SIZE / 2, SIZE]);
+    line(pen, [0, SIZE / 2], [SIZE, SIZE / 2]);
+    if (names !== FACTORS) line(pen, [0, SIZE], [SIZE, 0]);
     pen.stroke();
     pen.fillStyle = colour("engine");
-    pen.globalAlpha = 0.5;
-    for (const [d, s] of points) {
+    pen.globalAlpha = points.length > 500 ? 0.25 : 0.5;
+    for (const [x, y] of points) {
       pen.beginPath();
-      pen.arc((SIZE / 2) * (1 + d / reach[0]), (SIZE / 2) * (1 - s / reach[1]), 2, 0, 7);
+      pen.arc((SIZE / 2) * (1 + x / reach[0]), (SIZE / 2) * (1 - y / reach[1]), 2, 0, 7);
       pen.fill();
     }
     pen.globalAlpha = 1;
     pen.fillStyle = colour("quiet");
     pen.font = "12px system-ui, sans-serif";
     pen.textAlign = "right";
-    pen.fillText(`log D ±${amount(reach[0])}`, SIZE - 6, SIZE / 2 - 5);
+    pen.fillText(`${across} ±${amount(reach[0])}`, SIZE - 6, SIZE / 2 - 5);
     pen.textAlign = "left";
-    pen.fillText(`log S ±${amount(reach[1])}`, SIZE / 2 + 5, 14);
+    pen.fillText(`${up} ±${amount(reach[1])}`, SIZE / 2 + 5, 14);
   };
   draw();
   return { element: h("div", { class: "facet" }, h("h4", {}, name), canvas), draw };
 }
 
+// The largest size of nearly all values.
+function reachOf(values) {
+  const sizes = values.map(Math.abs).sort((a, b) => a - b);
+  return Math.max(1e-4, 1.15 * (sizes[Math.floor(0.995 * (sizes.length - 1))] || 0));
+}
+
+function facets(key, title, about, made, empty) {
+  onTheme(key, () => made.forEach((each) => each.draw()));
+  return card(title, about, made.length ? h("div", { class: "facets" }, made.map((each) => each.element)) : h("p", { class: "gap" }, empty));
+}
+
 function clouds(after) {
   const named = [["true", after.points], ...after.routes.map((each) => [each.route, each.points])].filter(([, points]) => points.length);
-  const reach = [0, 1].map((axis) => {
-    const values = named.flatMap(([, points]) => points.map((point) => Math.abs(point[axis]))).sort((a, b) => a - b);
-    return Math.max(1e-4, 1.15 * (values[Math.floor(0.995 * (values.length - 1))] || 0));
-  });
-  const made = named.map(([name, points]) => cloud(name, points, reach));
-  onTheme("audit", () => made.forEach((each) => each.draw()));
-  return card("log D against log S, by route", "The same tokens on common axes. Points on a line mean that the route does not separate the two ratios.", made.length ? h("div", { class: "facets" }, made.map((each) => each.element)) : h("p", { class: "gap" }, "No points were recorded."));
+  const reach = [0, 1].map((axis) => reachOf(named.flatMap(([, points]) => points.map((point) => point[axis]))));
+  return facets("audit", "log D against log S, by route", "The same tokens on common axes. Points on a line mean that the route does not separate the two ratios.",
+    named.map(([name, points]) => cloud({ name, points, reach })), "No points were recorded.");
+}
+
+// Audited tokens of the newest steps, as [log D, log S, true log D, true log S].
+function audited(tokens, route) {
+  const [by_route, truly] = [tokens.map(([d, s]) => [d, s]), tokens.map(([, , d, s]) => [d, s])];
+  const reach = [0, 1].map((axis) => reachOf([...by_route, ...truly].map((point) => point[axis])));
+  const both = tokens.map(([, s, , true_s]) => [true_s, s]);
+  const made = tokens.length ? [cloud({ name: route, points: by_route, reach }), cloud({ name: "true", points: truly, reach }),
+    cloud({ name: "log S, true and by the route", points: both, names: ["true", "route"], reach: [reach[1], reach[1]] })] : [];
+  return facets("audited", "Audited tokens, by the route and true", "Tokens of the newest steps. On the diagonal of the last plot the route's log S is the true one.", made, "No sample of audited tokens was recorded.");
 }
 
 // A table with a bar for each value.
@@ -77,7 +100,7 @@ function results(after) {
   const agreements = after.routes.flatMap((each) => [["dropped", each.mask_f1], ["clipped", each.clip_f1]].filter(([, f1]) => f1 !== null).map(([what, f1]) => [each.route, what, f1]));
   return h("section", {}, h("h2", {}, "All routes on recorded tokens"), h("dl", { class: "meaning" }, after.routes.map((each) => h("div", {}, h("dt", {}, each.route), h("dd", {}, each.verdict)))), table(after), clouds(after),
     h("div", { class: "charts" }, bars("Error by lag", "Mean |the route's old_logp - the true one| in nats, by versions between sampling and training.", ["route", "lag", "", "error"], errors, Math.max(...errors.map((each) => each[2]), 1e-12)),
-      bars("Agreement", "F1 of the dropped and of the clipped tokens: the route against the true old_logp. 1 is equal.", ["route", "tokens", "", "F1"], agreements, 1, "No token was dropped or clipped in the recorded batches.")));
+      bars("Agreement", "F1 of the dropped and of the clipped tokens: the route against the true old_logp. 1 is equal. 0: some are dropped or clipped, none of them by both. A route is left out where neither drops or clips a token.", ["route", "tokens", "", "F1"], agreements, 1, "No token was dropped or clipped in the recorded batches.")));
 }
 
 const SERIES = [
@@ -92,7 +115,9 @@ export function audit(content, { run: name }) {
   const top = h("div");
   const below = h("div");
   const plots = SERIES.map(([title, about, scale, metrics, empty]) => ({ plot: new Plot({ title, scale, unit: scale === "share" ? "share" : "nats", empty }), title, about, metrics }));
-  const during = h("section", {}, h("h2", {}, "During training"), h("div", { class: "charts" }, plots.map((each) => card(each.title, each.about, each.plot.element))));
+  const sample = h("div");
+  let sampled = "";
+  const during = h("section", {}, h("h2", {}, "During training"), h("div", { class: "charts" }, plots.map((each) => card(each.title, each.about, each.plot.element))), sample);
   async function load() {
     try {
       const names = plots.flatMap((each) => Object.values(each.metrics));
@@ -104,6 +129,9 @@ export function audit(content, { run: name }) {
         measured ? h("p", { class: "verdict" }, h("b", {}, "During training: "), found.verdict) : h("p", { class: "gap" }, "The run measures no tokens while it trains: --audit.share does."));
       during.hidden = !measured;
       plots.forEach((each) => each.plot.set(Object.entries(each.metrics).map(([key, metric]) => ({ name: key, x: series[metric][0], y: series[metric][1] }))));
+      const tokens = JSON.stringify(found.tokens);
+      if (measured && tokens !== sampled) replace(sample, audited(found.tokens, found.route));
+      sampled = tokens;
       const now = JSON.stringify(found.after);
       if (now !== shown) replace(below, results(found.after));
       shown = now;
@@ -114,5 +142,5 @@ export function audit(content, { run: name }) {
   }
   const close = follow(name, settled(1000, load));
   load();
-  return { close: () => { closed = true; close(); onTheme("audit", null); plots.forEach((each) => each.plot.remove()); } };
+  return { close: () => { closed = true; close(); ["audit", "audited"].forEach((key) => onTheme(key, null)); plots.forEach((each) => each.plot.remove()); } };
 }
