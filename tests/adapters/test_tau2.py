@@ -232,14 +232,17 @@ def test_the_tasks_of_training_can_be_measured() -> None:
     assert len(build_taskset(make_task("tau2:all", eval_split="train")).held_out(1000)) == 178
 
 
-def test_the_demonstrations_of_telecom_look_before_they_act() -> None:
-    made = list(islice(tau2_policy.conversations("telecom"), 3))
+def test_the_demonstrations_of_telecom_look_first_and_repair_in_a_fixed_order() -> None:
+    made = list(tau2_policy.conversations("telecom"))
+    assert len(made) == DOMAINS["telecom"][0], "all succeed"
     for messages in made:
+        replies = [message for message in messages if message.role == "assistant"]
+        repairs = [tau2_policy.tool_of(reply) for reply in replies[2:] if reply != benchmark.DONE]
+        assert repairs == sorted(repairs, key=tau2_policy.ORDER.index)
         record, phone = messages[3], messages[5]
         assert record.role == "tool" and "roaming_enabled" in record.content
         assert phone.role == "user" and "Network Mode Preference" in phone.content
         assert messages[-1] == benchmark.DONE
-    assert len(made) == 3
 
 
 def test_what_there_is_none_of_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

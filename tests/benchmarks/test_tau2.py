@@ -91,3 +91,49 @@ def test_practice_takes_domains_in_turn_and_each_example_once_in_a_round() -> No
         for begin in range(0, 8, size):
             assert sorted(place for _, place in rounds[begin : begin + size]) == list(range(size))
     assert drawn[1:9:2] != drawn[9::2], "each round has a new order"
+
+
+def test_the_repairs_of_telecom_are_demonstrated_in_a_fixed_order() -> None:
+    roaming = {"customer_id": "C1001", "line_id": "L1002"}
+    actions = [
+        SimpleNamespace(name="grant_app_permission", requestor="user", arguments={}),
+        SimpleNamespace(name="enable_roaming", requestor="assistant", arguments=roaming),
+        SimpleNamespace(name="toggle_airplane_mode", requestor="user", arguments={}),
+    ]
+    task = SimpleNamespace(evaluation_criteria=SimpleNamespace(actions=actions))
+    order = ["toggle_airplane_mode", "enable_roaming", "grant_app_permission"]
+    first, second, *repairs = tau2_policy.demonstration("telecom", task)
+    assert (first, second) == (tau2_policy.LINE, tau2_policy.CHECKS)
+    assert [tau2_policy.tool_of(reply) for reply in repairs] == order
+    assert repairs[1].tool_calls[0].arguments == roaming
+    retail = [tau2_policy.tool_of(reply) for reply in tau2_policy.demonstration("retail", task)]
+    assert retail == [action.name for action in actions], "in the order of the solution"
+
+
+class Saved:
+    """A model or tokenizer that writes a file, or fails."""
+
+    def __init__(self, name: str, *, fails: bool = False) -> None:
+        self._name = name
+        self._fails = fails
+
+    def to(self, dtype: object) -> "Saved":
+        return self
+
+    def save_pretrained(self, folder: Path) -> None:
+        folder.mkdir(exist_ok=True)
+        (folder / self._name).write_text(self._name)
+        if self._fails:
+            raise KeyboardInterrupt
+
+
+def test_the_folder_of_a_policy_exists_only_if_it_is_complete(tmp_path: Path) -> None:
+    folder = tmp_path / "practice"
+    model: Any = Saved("model")
+    with pytest.raises(KeyboardInterrupt):
+        tau2_policy.save_policy(model, Saved("tokenizer", fails=True), folder)
+    assert not folder.exists(), "make would take it for a finished policy"
+    for _ in range(2):
+        tau2_policy.save_policy(model, Saved("tokenizer"), folder)
+    assert [path.name for path in tmp_path.iterdir()] == ["practice"]
+    assert {path.name for path in folder.iterdir()} == {"model", "tokenizer"}
