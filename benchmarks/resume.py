@@ -19,7 +19,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import date
 from itertools import pairwise
 from pathlib import Path
@@ -33,6 +33,7 @@ from unstale.durability.checkpoint import Checkpoints
 from unstale.durability.journal import Journal
 from unstale.durability.journal import writer as journal_writer
 from unstale.durability.machine import commit, machine, versions
+from unstale.durability.run_folder import EVENTS
 from unstale.observe.recorder import Recorder
 from unstale.trainer.local import LocalTrainer
 
@@ -170,10 +171,6 @@ def child(mode: str, out: Path, arguments: list[str]) -> None:
             Meter(out).watch()
         case "kill":
             after_steps(KILLED_AT, tell_and_leave)
-        case "resume":
-            after_steps(
-                1, lambda: (out.write_text(str(time.time())), os.kill(os.getpid(), signal.SIGKILL))
-            )
         case "with" | "without":
             if mode == "without":
                 without_journal()
@@ -200,16 +197,14 @@ def _cpu_s() -> float:
     return used.ru_utime + used.ru_stime
 
 
-def spawn(mode: str, out: Path, *arguments: str) -> float:
-    """Run a child to its end. Return its start, in seconds since 1970."""
+def spawn(mode: str, out: Path, *arguments: str) -> None:
+    """Run a child to its end."""
     out.parent.mkdir(parents=True, exist_ok=True)
-    began = time.time()
     command = [sys.executable, __file__, CHILD, mode, str(out), *arguments]
     with (out.with_suffix(".log")).open("w") as log:
         code = subprocess.run(command, stdout=log, stderr=log).returncode
     if code not in (0, -signal.SIGKILL):
         raise RuntimeError(f"{' '.join(command)} ended with {code}; see {log.name}")
-    return began
 
 
 def steps(runs: Path, count: int) -> Measured:
@@ -262,12 +257,39 @@ def resumes(runs: Path, repeats: int) -> list[float]:
     spawn("kill", runs / "killed.json", *_demo(runs, "killed"))
     found = []
     for number in range(repeats):
-        shutil.copytree(runs / "killed", runs / f"again{number}")
-        out = runs / f"again{number}.json"
-        began = spawn("resume", out, "train", "--resume", str(runs / f"again{number}"))
-        found.append(float(out.read_text()) - began)
+        run = runs / f"again{number}"
+        shutil.copytree(runs / "killed", run)
+        found.append(_resume_s(run))
         CONSOLE.print(f"resumed: {found[-1]:.1f} s to the first trained step", markup=False)
     return found
+
+
+def _resume_s(run: Path) -> float:
+    """Return the seconds from the start of the resume command to its first trained step."""
+    command = [sys.executable, "-m", "unstale", "train", "--resume", str(run)]
+    log = run.with_suffix(".log")
+    began = time.monotonic()
+    with log.open("w") as file:
+        process = subprocess.Popen(command, stdout=file, stderr=file, start_new_session=True)
+    try:
+        while not _has_trained_again(run / EVENTS):
+            if process.poll() is not None:
+                raise RuntimeError(f"{' '.join(command)} ended; see {log}")
+            time.sleep(0.01)
+        return time.monotonic() - began
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def _has_trained_again(events: Path) -> bool:
+    """Return True if a run was resumed and has then trained a step."""
+    lines = events.read_text().splitlines(keepends=True)
+    rows = [json.loads(line) for line in lines if line.endswith("\n")]
+    kinds = [row["kind"] for row in rows]
+    after = rows[kinds.index("resumed") :] if "resumed" in kinds else []
+    return any(row["kind"] == "span" and row["lane"] == "trainer" for row in after)
 
 
 def apart(runs: Path, repeats: int) -> dict[str, list[Measured]]:
@@ -299,18 +321,52 @@ def _demo(runs: Path, name: str, *knobs: str) -> list[str]:
 def table(
     costs: list[Measured], back: list[float], ab: dict[str, list[Measured]], command: str
 ) -> str:
-    def of(name: str) -> float:
-        return median(cost[name] for cost in costs)
-
+    """Return the page with what was measured so far."""
     lines = [
         f"# What durability costs, {date.today()}",
         "",
-        f"`{command}` at commit {commit()}, {machine()}, {versions()}. The demo's configuration; "
-        f"medians of {len(costs)} runs, of {costs[0]['counted']} steps each, the first {WARM} not "
-        "counted.",
+        f"`{command}` at commit {commit()}, {machine()}, {versions()}. The demo's configuration"
+        + (
+            f"; medians of {len(costs)} runs, of {costs[0]['counted']} steps each, the first "
+            f"{WARM} not counted."
+            if costs
+            else "."
+        ),
         "",
         "| of the demo | measured | goal |",
         "|---|---|---|",
+    ]
+    if costs:
+        lines += _cost_rows(costs)
+    if back:
+        lines.append(
+            f"| `--resume` to the first trained step, killed at step {KILLED_AT} | "
+            f"**{median(back):.1f} s** ({min(back):.1f} to {max(back):.1f}, {len(back)} times) "
+            "| 5 s |"
+        )
+    if costs:
+        lines += _cost_notes(costs)
+    if ab["with"]:
+        lines += [
+            "",
+            f"{AB_STEPS} deterministic steps of the demo (one thread, one core at a time), by "
+            f"turns, medians of {len(ab['with'])}:",
+            "",
+            "| | seconds | processor seconds of the trainer's process |",
+            "|---|---|---|",
+            *(
+                f"| {mode} a journal | {_spread(rows, 'wall_s')} | {_spread(rows, 'cpu_s')} |"
+                for mode, rows in ab.items()
+            ),
+        ]
+    return "\n".join(lines) + "\n"
+
+
+def _cost_rows(costs: list[Measured]) -> list[str]:
+    def of(name: str) -> float:
+        return median(cost[name] for cost in costs)
+
+    return [
         f"| a step | {of('step_s'):.2f} s | |",
         f"| the journal's part of it, at most | **{of('share'):.2%}** (largest of any step "
         f"{max(cost['share_max'] for cost in costs):.2%}) | < 3% |",
@@ -327,38 +383,20 @@ def table(
         "continues meanwhile | |",
         f"| a version's weights to the disk | {1000 * of('put_s'):.0f} ms | |",
     ]
-    if back:
-        lines.append(
-            f"| `--resume` to the first trained step, killed at step {KILLED_AT} | "
-            f"**{median(back):.1f} s** ({min(back):.1f} to {max(back):.1f}, {len(back)} times) | < "
-            "10 s |"
-        )
-    lines += [
+
+
+def _cost_notes(costs: list[Measured]) -> list[str]:
+    tables = costs[0]["tables"].items()
+    return [
         "",
         "The journal's part is counted as if its thread had the interpreter to itself whenever it "
         "works, every wait",
         "were one of the trainer's, and one group in each batch were waited for.",
         "",
         "Bytes a sampled token by table: "
-        + ", ".join(
-            f"{name} {held:.1f}" for name, held in costs[0]["tables"].items() if held >= 0.05
-        )
+        + ", ".join(f"{name} {held:.1f}" for name, held in tables if held >= 0.05)
         + ".",
     ]
-    if ab["with"]:
-        lines += [
-            "",
-            f"{AB_STEPS} deterministic steps of the demo (one thread, one core at a time), by "
-            f"turns, medians of {len(ab['with'])}:",
-            "",
-            "| | seconds | processor seconds of the trainer's process |",
-            "|---|---|---|",
-            *(
-                f"| {mode} a journal | {_spread(rows, 'wall_s')} | {_spread(rows, 'cpu_s')} |"
-                for mode, rows in ab.items()
-            ),
-        ]
-    return "\n".join(lines) + "\n"
 
 
 def _spread(rows: list[Measured], name: str) -> str:
@@ -380,22 +418,26 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument(
+        "--only-resumes", action="store_true", help="measure the time to resume, and nothing else"
+    )
     parser.add_argument("--runs", type=Path, default=Path("runs") / f"bench-resume-{date.today()}")
     parser.add_argument("--out", type=Path, default=RESULTS / f"{date.today()}-resume.md")
     chosen = parser.parse_args()
-    command = f"python benchmarks/resume.py --repeats {chosen.repeats} --steps {chosen.steps}"
+    command = f"python benchmarks/resume.py {' '.join(sys.argv[1:])}"
     back: list[float] = []
     ab: dict[str, list[Measured]] = {"with": [], "without": []}
-    costs = []
+    costs: list[Measured] = []
     with folder(chosen.runs.resolve()) as runs:
-        for number in range(chosen.repeats):
+        for number in range(0 if chosen.only_resumes else chosen.repeats):
             costs.append(steps(runs / f"steps{number}", chosen.steps))
             CONSOLE.print(f"{chosen.steps} steps: {costs[-1]}", markup=False)
             chosen.out.write_text(table(costs, back, ab, command))
         back = resumes(runs / "resumes", chosen.repeats)
         chosen.out.write_text(table(costs, back, ab, command))
-        ab = apart(runs / "apart", chosen.repeats)
-        chosen.out.write_text(table(costs, back, ab, command))
+        if not chosen.only_resumes:
+            ab = apart(runs / "apart", chosen.repeats)
+            chosen.out.write_text(table(costs, back, ab, command))
     CONSOLE.print(f"{chosen.out.read_text()}\n{chosen.out}", markup=False)
 
 
