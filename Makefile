@@ -22,8 +22,9 @@ setup: .venv/.ready
 demo: setup
 	$(BIN)/unstale train retail
 
+# Three processes keep two cores busy: many tests wait for processes and clocks.
 test: setup
-	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
+	$(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 # Test against a real vLLM server, in its own environment (minutes, 3 GB of disk).
 test-engines: .venv-engines/.ready

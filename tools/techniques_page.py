@@ -131,4 +131,6 @@ def _entry(entry: Entry) -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page(), encoding="utf-8")
+    text = page()
+    if not PAGE.is_file() or PAGE.read_text("utf-8") != text:  # a test may read it meanwhile
+        PAGE.write_text(text, encoding="utf-8")

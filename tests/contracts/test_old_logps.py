@@ -26,6 +26,8 @@ from unstale.testing import check_old_logps, episode, tiny_policy
 from unstale.trainer.auditor import Auditor
 from unstale.trainer.local import Rules
 
+pytestmark = pytest.mark.usefixtures("forked_children")
+
 
 def maker(route: str) -> Callable[[Scorer], OldLogps]:
     return lambda scorer: build_old_logps(OldLogpsConfig(route=route), scorer)
