@@ -25,7 +25,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -65,6 +65,9 @@ SHORT = (*DEMO, "--steps=12", "--task.latency_s=0")
 
 IN_VIEW = 12
 """Plots of a run's page that are in view, and therefore follow the run."""
+
+UPDATE_S = 5.0
+"""Seconds between two updates of a page, as in `static/api.js`."""
 
 TICKS = os.sysconf("SC_CLK_TCK")
 """Units of the processor time of a process, in a second."""
@@ -223,7 +226,7 @@ class Server:
 
     def __init__(self, process: subprocess.Popen[str], url: str) -> None:
         self.url = url
-        self.pid = process.pid
+        self.pid = _child_of(process.pid)
         address, token = url.split("/?token=")
         self._host = address.removeprefix("http://")
         self._cookie = f"unstale_{self._host.split(':')[1]}={token}"
@@ -239,6 +242,16 @@ class Server:
         if response.status != 200:
             raise RuntimeError(f"{path}: {response.status} {body[:200]!r}")
         return json.loads(body)
+
+    def news(self, run: str) -> Iterator[dict[str, Any]]:
+        """Yield the progress of a run after each change, and {} now and then without one."""
+        connection = http.client.HTTPConnection(self._host, timeout=120)
+        path = f"/api/stream?{urlencode({'run': run})}"
+        connection.request("GET", path, headers={"cookie": self._cookie})
+        with closing(connection), connection.getresponse() as response:
+            for line in response:
+                is_news = line.startswith(b"data:")
+                yield json.loads(line.removeprefix(b"data:")) if is_news else {}
 
     def cpu_s(self) -> float:
         """Return the processor time of the process so far."""
@@ -269,6 +282,13 @@ class Timed:
 
     walls: list[float]
     cpu: float
+
+
+def _child_of(pid: int) -> int:
+    """Return the process in which a dashboard serves. It may not have started yet."""
+    while not (children := Path(f"/proc/{pid}/task/{pid}/children").read_text().split()):
+        time.sleep(0.01)
+    return int(children[0])
 
 
 @contextmanager
@@ -512,8 +532,8 @@ def _browser_table(shown: dict[str, list[Paused]]) -> list[str]:
 
 
 class Reader:
-    """A client that does what an open page of a run does: it follows the run, and asks again after
-    every change. Each time it also asks for the table of episodes, which no one page does."""
+    """A client that does what an open page of a run does: it follows the run and asks again after
+    changes, as often as the page. It also asks for the table of episodes, which no one page does."""
 
     def __init__(self, server: Server) -> None:
         self._server = server
@@ -530,30 +550,32 @@ class Reader:
         self._thread.join()
 
     def _follow(self) -> None:
-        while not self._over.is_set():
-            runs = self._server.ask("runs")["runs"]
-            if runs:
-                break
-            self._over.wait(1)
-        name = runs[0]["name"] if runs else ""
-        changes = -1
-        while not self._over.is_set():
-            run = self._server.ask("run", run=name)
-            if run["index"]["changes"] != changes:
-                changes = run["index"]["changes"]
-                self.updates += 1
-                charts = [chart for section in run["sections"] for chart in section["charts"]]
-                for chart in charts[:IN_VIEW]:
-                    names = [line["metric"] for line in chart["lines"]]
-                    self._server.ask("series", run=name, name=names, points=500)
-                for question in ("lags", "spans", "log", "episodes"):
-                    self._server.ask(question, run=name)
-            self._over.wait(1)
+        while not (runs := self._server.ask("runs")["runs"]):
+            if self._over.wait(1):
+                return
+        name = runs[0]["name"]
+        for progress in self._server.news(name):
+            if self._over.is_set():
+                return
+            if progress:
+                self._update(name)
+                self._over.wait(UPDATE_S)
+
+    def _update(self, name: str) -> None:
+        self.updates += 1
+        run = self._server.ask("run", run=name)
+        charts = [chart for section in run["sections"] for chart in section["charts"]]
+        for chart in charts[:IN_VIEW]:
+            names = [line["metric"] for line in chart["lines"]]
+            self._server.ask("series", run=name, name=names, points=500)
+        self._server.ask("series", run=name, name="rollout/success_rate", points=500)
+        for question in ("lags", "spans", "log", "details", "episodes"):
+            self._server.ask(question, run=name)
 
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """What a run of the demo took."""
+    """Times of a run of the demo, with or without a dashboard."""
 
     step_s: float
     """Median time of a step, without the first two."""

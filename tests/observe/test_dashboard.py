@@ -13,7 +13,7 @@ import re
 import shutil
 import sqlite3
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.resources import files
 from pathlib import Path
@@ -23,6 +23,7 @@ from urllib.parse import urlencode
 import pytest
 
 from tests.support.fake_run import fake_run
+from unstale.cli import dashboard as dashboard_command
 from unstale.cli import main
 from unstale.config import ConfigError
 from unstale.durability.journal import JOURNAL
@@ -394,14 +395,24 @@ def test_the_command_refuses_what_is_no_folder(
         Dashboard(tmp_path / "nowhere")
 
 
-def test_the_command_leaves_the_processor_to_runs(
+def test_the_command_serves_at_the_lowest_priority(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its process gives way to runs of the same session before it begins to read."""
-    calls: list[object] = []
-    monkeypatch.setattr("os.nice", calls.append)
-    monkeypatch.setattr(Dashboard, "serve", lambda self: calls.append(self._socket.close()))
+    calls: list[str] = []
+
+    def run_last(act: Callable[[], object]) -> int:
+        calls.append("lowest priority")
+        act()
+        return 7
+
+    monkeypatch.setattr(dashboard_command, "run_last", run_last)
+
+    def serve(dashboard: Dashboard) -> None:
+        dashboard._socket.close()
+        calls.append("served")
+
+    monkeypatch.setattr(Dashboard, "serve", serve)
     with pytest.raises(SystemExit) as end:
         main.main(["dashboard", str(tmp_path)])
-    assert end.value.code == 0
-    assert calls == [10, None]
+    assert end.value.code == 7
+    assert calls == ["lowest priority", "served"]

@@ -1,17 +1,14 @@
 """The command `dashboard`: show run folders in the browser, live."""
 
 import argparse
-import os
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
+from unstale.cli.lowest_priority import run_last
 from unstale.config import ConfigError, install
 from unstale.config.checks import bounded
-
-NICENESS = 10
-"""Added to the niceness of the process: a run in the same session gets the processor first."""
 
 
 def add(verbs: Any) -> None:
@@ -47,7 +44,4 @@ def _dashboard(chosen: argparse.Namespace) -> int:
     console = Console(soft_wrap=True)
     console.print(dashboard.url, highlight=False, markup=False)
     console.print("Ctrl-C stops the dashboard", style="dim")
-    if hasattr(os, "nice"):
-        os.nice(NICENESS)
-    dashboard.serve()
-    return 0
+    return run_last(dashboard.serve)

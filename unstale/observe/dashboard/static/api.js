@@ -47,9 +47,9 @@ function show(text, kind) {
   state.className = `badge ${kind}`;
 }
 
-// Milliseconds between two updates of a page to which only episodes were added. A page asks for much,
-// and shares the processor with the training.
-const EPISODES_MS = 5000;
+// Milliseconds between two updates of a page, unless the state of a run has changed. A page asks for
+// much, and shares the processor with the training.
+const UPDATE_MS = 5000;
 
 // Follow a run, or all runs if `run` is undefined. Return a function that ends it.
 // A hidden page is not followed, because a browser opens few connections to one server.
@@ -60,11 +60,11 @@ export function follow(run, onProgress) {
   let due = 0;
   const pass = (progress) => {
     clearTimeout(timer);
-    due = Date.now() + EPISODES_MS;
+    due = Date.now() + UPDATE_MS;
     onProgress(progress, last);
     last = progress;
   };
-  const isNew = (progress) => !last || ["runs", "rows", "state", "complete"].some((name) => progress[name] !== last[name]);
+  const isNew = (progress) => !last || ["runs", "state", "complete"].some((name) => progress[name] !== last[name]);
   const open = () => {
     if (source || document.hidden) return;
     source = new EventSource(run === undefined ? "/api/stream" : `/api/stream?run=${encodeURIComponent(run)}`);

@@ -1,0 +1,73 @@
+"""Tests of a command at the lowest priority: its session, exit codes, signals, and its end."""
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from unstale.cli.lowest_priority import LOWEST
+
+AUTOGROUP = Path("/proc/self/autogroup")
+
+pytestmark = pytest.mark.skipif(
+    not AUTOGROUP.exists(), reason="this system has no sessions for the processor"
+)
+
+HEAD = """
+import os, signal, sys, time
+from pathlib import Path
+from unstale.cli.lowest_priority import run_last
+"""
+SLEEPER = f"""{HEAD}
+def act():
+    print(os.getpid(), flush=True)
+    time.sleep(600)
+sys.exit(run_last(act))
+"""
+
+
+def started(program: str) -> subprocess.Popen[str]:
+    return subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+
+
+def test_it_runs_in_a_session_of_its_own_with_the_lowest_priority() -> None:
+    program = f"""{HEAD}
+def act():
+    group = Path("/proc/self/autogroup").read_text().split()[-1]
+    print(os.nice(0), group, os.getsid(0) == os.getpid())
+sys.exit(run_last(act))
+"""
+    before = AUTOGROUP.read_text()
+    with started(program) as process:
+        output, _ = process.communicate()
+    assert output.split() == [str(LOWEST), str(LOWEST), "True"]
+    assert AUTOGROUP.read_text() == before
+
+
+def test_the_exit_code_is_that_of_the_child() -> None:
+    with started(f"{HEAD}\nsys.exit(run_last(lambda: sys.exit(3)))") as process:
+        process.communicate()
+        assert process.returncode == 3
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signals_reach_the_child(number: signal.Signals) -> None:
+    with started(SLEEPER) as process:
+        assert process.stdout
+        process.stdout.readline()
+        process.send_signal(number)
+        process.wait()
+        assert process.returncode == 128 + number
+
+
+def test_the_child_ends_with_its_parent() -> None:
+    with started(SLEEPER) as process:
+        assert process.stdout
+        child = int(process.stdout.readline())
+        process.kill()
+        process.wait()
+        while Path(f"/proc/{child}").exists():
+            time.sleep(0.01)
