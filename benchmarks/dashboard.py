@@ -532,8 +532,11 @@ def _browser_table(shown: dict[str, list[Paused]]) -> list[str]:
 
 
 class Reader:
-    """A client that does what an open page of a run does: it follows the run and asks again after
-    changes, as often as the page. It also asks for the table of episodes, which no one page does."""
+    """A client that does what an open page of a run does.
+
+    It follows the run and asks again after changes, as often as the page. It also asks for the
+    table of episodes, which no one page does.
+    """
 
     def __init__(self, server: Server) -> None:
         self._server = server
