@@ -19,7 +19,7 @@ import pytest
 
 from tests.observe.test_dashboard import ATTACK, Client, served
 from tests.support.axe import needs_axe, serious
-from tests.support.chromium import NO_BROWSER, Page, browser, browser_program
+from tests.support.chromium import NO_BROWSER, Page, browser_program, dashboard_page
 from tests.support.fake_run import fake_run
 from unstale.durability.run_folder import METRICS
 
@@ -61,12 +61,7 @@ def client(root: Path) -> Iterator[Client]:
 
 @pytest.fixture(scope="module")
 def page(client: Client) -> Iterator[Page]:
-    with browser() as page:
-        page.resize(1280, 900)
-        page.open(client.dashboard.url)
-        page.wait(PAGES[""])
-        assert page.run("location.search") == ""  # the token is no longer in the address
-        page.run("window.alert = () => { throw new Error('a script of the run was run'); }")
+    with dashboard_page(client.dashboard.url, runs=2) as page:
         yield page
 
 

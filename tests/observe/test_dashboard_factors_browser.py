@@ -14,7 +14,7 @@ import pytest
 
 from tests.observe.test_dashboard import ATTACK, Client, served
 from tests.observe.test_dashboard_browser import CONTRAST, NAMELESS
-from tests.support.chromium import NO_BROWSER, Page, browser, browser_program
+from tests.support.chromium import NO_BROWSER, Page, browser_program, dashboard_page
 from tests.support.fake_run import fake_run
 
 pytestmark = pytest.mark.skipif(browser_program() is None, reason=NO_BROWSER)
@@ -41,11 +41,7 @@ def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
 
 @pytest.fixture(scope="module")
 def page(client: Client) -> Iterator[Page]:
-    with browser() as page:
-        page.resize(1280, 900)
-        page.open(client.dashboard.url)
-        page.wait("document.querySelectorAll('tbody tr').length == 2")
-        page.run("window.alert = () => { throw new Error('a script of the run was run'); }")
+    with dashboard_page(client.dashboard.url, runs=2) as page:
         yield page
 
 

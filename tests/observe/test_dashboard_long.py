@@ -23,7 +23,7 @@ from benchmarks.dashboard import multiply, read_groups
 from tests.observe.test_dashboard import Client, served
 from tests.observe.test_dashboard_browser import PAGES, go
 from tests.support.axe import needs_axe, serious
-from tests.support.chromium import NO_BROWSER, Page, browser, browser_program
+from tests.support.chromium import NO_BROWSER, Page, browser_program, dashboard_page
 from tests.support.fake_run import fake_run
 from unstale.durability.journal import JOURNAL, Journal
 from unstale.durability.run_folder import EVENTS, METRICS
@@ -68,10 +68,7 @@ def client(root: Path) -> Iterator[Client]:
 
 @pytest.fixture(scope="module")
 def page(client: Client) -> Iterator[Page]:
-    with browser() as page:
-        page.resize(1280, 900)
-        page.open(client.dashboard.url)
-        page.wait("document.querySelector('tbody tr')")
+    with dashboard_page(client.dashboard.url, runs=2) as page:
         yield page
 
 
@@ -178,10 +175,8 @@ def test_a_demo_is_followed_and_what_a_kill_leaves_is_shown(
         stderr=subprocess.DEVNULL,
     )
     try:
-        with served(tmp_path) as client, browser() as page:
-            page.resize(1280, 900)
-            page.open(client.dashboard.url)
-            page.wait("document.querySelector('tbody a')?.textContent === 'demo'")
+        with served(tmp_path) as client, dashboard_page(client.dashboard.url, runs=1) as page:
+            assert page.run("document.querySelector('tbody a').textContent") == "demo"
             page.run("location.hash = '#/run/demo'")
             for step in (1, 2):
                 page.wait(f"document.body.innerText.includes('{step} of 4 steps')")
@@ -251,12 +246,9 @@ def test_the_keyboard_alone_leads_from_a_curve_to_a_token(page: Page, client: Cl
 def test_100_000_episodes_are_opened_sorted_filtered_and_searched(tmp_path: Path) -> None:
     source = fake_run(tmp_path / "source", steps=12, with_values=True)
     multiply(source, read_groups(source), tmp_path / "runs" / "long", 100_000)
-    with served(tmp_path / "runs") as client, browser() as page:
+    with served(tmp_path / "runs") as client, dashboard_page(client.dashboard.url, runs=1) as page:
         found = client.when_read("long")
         assert found["index"]["episodes"] > 99_000
-        page.resize(1280, 900)
-        page.open(client.dashboard.url)
-        page.wait("document.querySelector('tbody tr')")
         page.run("location.hash = '#/run/long/episodes'")
         page.wait("document.querySelectorAll('tbody tr').length === 50")
         for number in range(1, page.run("document.querySelectorAll('th').length") + 1):

@@ -20,7 +20,7 @@ from tests.observe.test_dashboard import served
 from tests.observe.test_dashboard_browser import CONTRAST, NAMELESS
 from tests.observe.test_dashboard_index import fill, table_of
 from tests.observe.test_report import audit_it
-from tests.support.chromium import NO_BROWSER, browser, browser_program
+from tests.support.chromium import NO_BROWSER, browser_program, dashboard_page
 from tests.support.fake_run import NoDisplay, fake_run
 from unstale.durability.journal import JOURNAL, Journal
 from unstale.durability.journal.survivors import contrast
@@ -370,11 +370,9 @@ def test_the_pages_are_complete_and_readable(recorded: Path, tmp_path: Path) -> 
     both = {f"engine_{n}/{name}": value for n in (0, 1) for name, value in values.items()}
     add_row(first, step=7, time_s=60, **both | {"engine_1/version": 4})
     shutil.copytree(first, root / "second")
-    with served(root) as client, browser() as page:
+    with served(root) as client, dashboard_page(client.dashboard.url, runs=2) as page:
         for name in ("first", "second"):
             client.when_read(name)
-        page.open(client.dashboard.url)
-        page.wait("document.querySelectorAll('tbody tr').length == 2")
         for width, dark in ((1280, False), (1280, True), (380, False)):
             page.resize(width, 900, dark=dark)
             for path, is_complete in PAGES.items():

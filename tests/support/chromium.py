@@ -173,3 +173,19 @@ def browser() -> Iterator[Page]:
             process.wait()
             os.close(to_write)
             os.close(from_read)
+
+
+@contextmanager
+def dashboard_page(url: str, *, runs: int) -> Iterator[Page]:
+    """Start the browser and yield the dashboard's list of runs, which has `runs` of them.
+
+    `url` has the token, which is then no longer in the address. A script of a run that calls
+    `alert` is an error of the page.
+    """
+    with browser() as page:
+        page.resize(1280, 900)
+        page.open(url)
+        page.wait(f"document.querySelectorAll('tbody tr').length === {runs}")
+        assert page.run("location.search") == ""
+        page.run("window.alert = () => { throw new Error('a script of the run was run'); }")
+        yield page
