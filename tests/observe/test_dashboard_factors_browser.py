@@ -52,24 +52,35 @@ def go(page: Page, query: str = "", *, path: str = PAGE) -> None:
     page.wait(f"{READY} && {FORM}")
 
 
-def drag(page: Page, start: tuple[float, float], end: tuple[float, float]) -> None:
-    """Drag over the plot. Places are shares of its width and height."""
+def drag(
+    page: Page, start: tuple[float, float], end: tuple[float, float], *, touch: bool = False
+) -> None:
+    """Drag over the plot by mouse or by touch. Places are shares of its width and height."""
     page.run("document.querySelector('.scatter').scrollIntoView({ block: 'center' })")
     box: dict[str, float] = page.run(
         "(({ x, y, width, height }) => ({ x, y, width, height }))"
         "(document.querySelector('.scatter').getBoundingClientRect())"
     )
 
-    def mouse(kind: str, at: tuple[float, float]) -> None:
-        place: dict[str, Any] = {"x": box["x"] + at[0] * box["width"]}
-        place["y"] = box["y"] + at[1] * box["height"]
-        buttons = {"button": "left", "buttons": 1, "clickCount": 1}
-        page.call("Input.dispatchMouseEvent", type=kind, **place, **buttons)
+    def place(at: tuple[float, float]) -> dict[str, Any]:
+        return {"x": box["x"] + at[0] * box["width"], "y": box["y"] + at[1] * box["height"]}
 
-    mouse("mousePressed", start)
-    mouse("mouseMoved", ((start[0] + end[0]) / 2, (start[1] + end[1]) / 2))
-    mouse("mouseMoved", end)
-    mouse("mouseReleased", end)
+    def finger(kind: str, *points: dict[str, Any]) -> None:
+        page.call("Input.dispatchTouchEvent", type=f"touch{kind}", touchPoints=list(points))
+
+    def mouse(kind: str, point: dict[str, Any]) -> None:
+        buttons = {"button": "left", "buttons": 1, "clickCount": 1}
+        page.call("Input.dispatchMouseEvent", type=f"mouse{kind}", **point, **buttons)
+
+    middle = (start[0] + end[0]) / 2, (start[1] + end[1]) / 2
+    act = finger if touch else mouse
+    act("Start" if touch else "Pressed", place(start))
+    for at in (middle, end):
+        act("Move" if touch else "Moved", place(at))
+    if touch:
+        finger("End")
+    else:
+        mouse("Released", place(end))
 
 
 def picked(page: Page) -> str:
@@ -135,6 +146,36 @@ def test_a_drag_and_the_fields_select_the_same_tokens(page: Page, client: Client
     assert picked(page) == expected
     page.run(f"document.querySelector(`#selected a[href={json.dumps(link)}]`).click()")
     page.wait(f"document.querySelector('.selected')?.dataset.at === '{row['token']}'")
+    assert page.errors == []
+
+
+def test_a_finger_selects_tokens_and_does_not_scroll(page: Page, client: Client) -> None:
+    page.resize(380, 900)
+    page.call("Emulation.setTouchEmulationEnabled", enabled=True)
+    try:
+        go(page)
+        page.run("document.querySelector('.scatter').scrollIntoView({ block: 'center' })")
+        page.run("window.before = scrollY; window.kinds = []; true")
+        page.run(
+            "document.querySelector('.scatter').addEventListener('pointerup', "
+            "(event) => window.kinds.push(event.pointerType)); true"
+        )
+        drag(page, (0.25, 0.8), (0.75, 0.25), touch=True)
+        shown = picked(page)
+        assert page.run("scrollY === window.before")
+        assert page.run("window.kinds") == ["touch"]
+        limits = page.run(
+            "['d_min', 'd_max', 's_min', 's_max']"
+            ".map((name) => document.getElementById(name).value)"
+        )
+        brush = dict(zip(("d_min", "d_max", "s_min", "s_max"), limits, strict=True))
+        found = client.ask("factors", run=NAME, **brush)
+        assert found["selected"]["tokens"] > 0
+        assert shown == f"{found['selected']['tokens']:,} of {found['placed']:,} tokens"
+        drag(page, (0.45, 0.5), (0.45, 0.5), touch=True)  # where most tokens are
+        page.wait("location.hash.includes('/token/') && document.querySelector('.selected')")
+    finally:
+        page.call("Emulation.setTouchEmulationEnabled", enabled=False)
     assert page.errors == []
 
 

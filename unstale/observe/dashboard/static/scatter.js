@@ -10,8 +10,10 @@ import { outcomeWord } from "./outcomes.js";
 const LEFT = 70, BOTTOM = 46, SIDE = 74, GAP = 6;
 const TICKS = [-10, -1, -0.1, -0.01, -0.001, 0, 0.001, 0.01, 0.1, 1, 10];
 const INKS = { d: "d", s: "s", ds: "bad", curve: "quiet" };
-const NEAR = 8;
-const CLICK = 4;
+// Pixels within which a point is near, and a pointer that moves less has clicked. Fingers are wide.
+const NEAR = 8, NEAR_TOUCH = 20;
+const CLICK = 4, CLICK_TOUCH = 10;
+const isTouch = (event) => event.pointerType === "touch";
 
 export class Scatter {
   // `onBrush` gets the limits of a rectangle that was drawn, `onChoose` a token that was clicked.
@@ -285,31 +287,31 @@ export class Scatter {
   }
 
   pointerdown(event) {
-    if (!this.found || event.button || event.pointerType === "touch") return;
+    if (!this.found || event.button || !event.isPrimary) return;
     this.canvas.setPointerCapture(event.pointerId);
     this.drag = { from: this.at(event), to: null };
   }
 
   pointermove(event) {
-    if (!this.found) return;
+    if (!this.found || !event.isPrimary) return;
     const now = this.at(event);
     if (this.drag) {
       this.drag.to = now;
       this.draw();
       return;
     }
-    const index = this.nearest(now);
+    const index = this.nearest(now, NEAR);
     this.canvas.classList.toggle("near", index !== null);
     replace(this.about, index === null ? "" : this.describe(index));
   }
 
   pointerup(event) {
-    if (!this.drag) return;
+    if (!this.drag || !event.isPrimary) return;
     const { from } = this.drag;
     const to = this.at(event);
     this.drag = null;
-    if (Math.hypot(to[0] - from[0], to[1] - from[1]) < CLICK) {
-      const index = this.nearest(to);
+    if (Math.hypot(to[0] - from[0], to[1] - from[1]) < (isTouch(event) ? CLICK_TOUCH : CLICK)) {
+      const index = this.nearest(to, isTouch(event) ? NEAR_TOUCH : NEAR);
       const { episode, token } = this.found.points;
       this.draw();
       if (index !== null) this.onChoose(episode[index], token[index]);
@@ -330,9 +332,8 @@ export class Scatter {
     if (!this.drag) replace(this.about);
   }
 
-  nearest([left, top]) {
+  nearest([left, top], size) {
     let best = null;
-    let size = NEAR;
     this.places.forEach(([x, y], index) => {
       const far = Math.hypot(x - left, y - top);
       if (far < size) [best, size] = [index, far];
