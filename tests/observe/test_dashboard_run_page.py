@@ -4,7 +4,8 @@
 - The timeline has a lane for each engine, and stays bounded and complete when it is dense.
 - Each engine's last state is shown, and the staleness by place in the episode is counted exactly.
 - An audit is turned into verdicts; one that is damaged or too large is a sentence.
-- Two runs are compared on the groups that both began.
+- Two runs are compared on the groups that both began, and their curves over steps, seconds or
+  sampled tokens.
 - In Chromium, the pages are complete and readable, and the timeline is moved by wheel and keys.
 """
 
@@ -25,8 +26,9 @@ from tests.support.fake_run import NoDisplay, fake_run
 from unstale.durability.journal import JOURNAL, Journal
 from unstale.durability.journal.survivors import contrast
 from unstale.durability.run_folder import EVENTS, METRICS, RunFolder, RunLog
-from unstale.observe.dashboard import ages, audits, charts, details, pairs, timeline
+from unstale.observe.dashboard import ages, audits, axes, charts, details, pairs, summary, timeline
 from unstale.observe.dashboard.index import RunIndex
+from unstale.observe.dashboard.table import BadQuestion
 from unstale.observe.recorder import Outputs, Recorder
 from unstale.observe.report.audited import COLUMNS, cells
 from unstale.observe.report.words import survivorship
@@ -339,6 +341,34 @@ def test_two_runs_are_compared_on_the_groups_that_both_began(tmp_path: Path) -> 
         index.close()
 
 
+def test_curves_may_be_over_seconds_of_training_and_sampled_tokens(
+    index: RunIndex, run: Path
+) -> None:
+    """The seconds are those of `unstale compare`: without evaluations, from the first step on."""
+    add_row(run, step=7, time_s=1e6)
+    add_row(run, step=8, **{"rollout/sampled_tokens": 50, "trainer/action_tokens": 20, "x": 1})
+    fill(index)
+    rows = [json.loads(line) for line in (run / METRICS).read_text().splitlines()]
+    events = [json.loads(line) for line in (run / EVENTS).read_text().splitlines()]
+    spans = [each for each in events if each["kind"] == "span"]
+    first = next(row["time_s"] for row in rows if row["step"] == 0)
+    seconds = axes.positions(index.database, "seconds", [0, 3, 8, 99])
+    assert seconds[0] == 0 and seconds[2:] == [None, None]
+    between = [each for each in spans if each["lane"] == "eval" and each["start"] >= first]
+    assert between == []  # 6 steps, and an evaluation every 20
+    assert seconds[1] == pytest.approx(rows[3]["time_s"] - first)
+    tokens = {row["step"]: row.get("trainer/action_tokens", 0) for row in rows}
+    upto = [sum(count for step, count in tokens.items() if step <= last) for last in (3, 6)]
+    found = axes.positions(index.database, "tokens", [3, 6, 8])
+    assert found == [*upto, upto[1] + 50]
+    series = summary.series(index.database, ["reward/mean", "x"], axis="tokens")
+    assert series["x"] == [[upto[1] + 50], [1]]
+    assert series["reward/mean"][0][2] == upto[0]
+    assert summary.series(index.database, ["x"], axis="seconds")["x"] == [[], []]
+    with pytest.raises(BadQuestion, match="x must be one of step, seconds, tokens"):
+        axes.positions(index.database, "hours", [1])
+
+
 def test_the_server_answers_them(run: Path) -> None:
     with served(run.parent) as client:
         client.when_read("first")
@@ -348,6 +378,11 @@ def test_the_server_answers_them(run: Path) -> None:
         assert paired["groups"] == 6
         assert all(figure["difference"] == 0 for figure in paired["figures"])
         assert client.ask("pairs", 404, a="first", b="no")["error"]
+        found = client.ask("series", run="first", name="reward/mean", x="seconds", at=[2, 99])
+        assert found["at"] == [found["series"]["reward/mean"][0][1], None]
+        assert client.ask("series", 400, run="first", x="hours", at=1)["error"].startswith("x must")
+        assert client.ask("series", 400, run="first", at="x")["error"]
+        assert client.ask("series", 400, run="first", at=[1] * 501)["error"]
         assert client.ask("audit", 404, run="../first")["error"]
 
 
@@ -398,6 +433,18 @@ def test_the_pages_are_complete_and_readable(recorded: Path, tmp_path: Path) -> 
         page.wait(f"{NOTE} !== {json.dumps(zoomed)}")
         page.press("0")
         page.wait(f"{NOTE}.startsWith('0.0 s')")
+        tokens = client.ask("series", run="first", name="rollout/success_rate", x="tokens")
+        last = round(tokens["series"]["rollout/success_rate"][0][-1])
+        for axis, end in (("seconds", ""), ("tokens", f" {last:,}"), ("step", " 6")):
+            page.run("location.hash = '#/compare?a=first&b=second'")
+            page.wait("document.querySelector('#x-axis')?.value === 'step'")
+            page.run(
+                "{ const choice = document.querySelector('#x-axis');"
+                f" choice.value = '{axis}'; choice.dispatchEvent(new Event('change')); }}"
+            )
+            page.wait(f"document.querySelector('#x-axis')?.value === '{axis}'")
+            page.wait(f"document.querySelector('.where')?.innerText.startsWith('{axis}{end}')")
+            assert page.run("location.hash").endswith("" if axis == "step" else f"&x={axis}")
         assert page.errors == []
 
 

@@ -32,6 +32,7 @@ from unstale.durability.run_folder import dumps
 from unstale.observe.dashboard import (
     alternatives,
     audits,
+    axes,
     details,
     export,
     limits,
@@ -53,6 +54,9 @@ KEEP_ALIVE_S = 15.0
 """Seconds after which a stream without news sends a comment, so that a lost client is noticed."""
 
 MAX_CONNECTIONS = 100
+
+MAX_NUMBERS = 500
+"""Values of a parameter that may be repeated."""
 
 POLICY = "; ".join(
     (
@@ -239,7 +243,12 @@ class _Api:
     def series(self, request: Request) -> Any:
         index = self._indexer.get(_text(request, "run"), journal=False)
         names = [name for name in request.query_params.getlist("name") if name]
-        return {"series": summary.series(index.database, names, _int(request, "points", 500))}
+        axis, points = _text(request, "x", "step"), _int(request, "points", 500)
+        steps = _ints(request, "at")
+        return {
+            "series": summary.series(index.database, names, points, axis=axis),
+            "at": axes.positions(index.database, axis, steps),
+        }
 
     def lags(self, request: Request) -> Any:
         index = self._indexer.get(_text(request, "run"), journal=False)
@@ -390,8 +399,18 @@ def _text(request: Request, name: str, default: str | None = None) -> str:
     return value
 
 
+def _ints(request: Request, name: str) -> list[int]:
+    texts = request.query_params.getlist(name)
+    if len(texts) > MAX_NUMBERS:
+        raise BadQuestion(f"{name} may be given {MAX_NUMBERS} times at most, got {len(texts)}")
+    return [_as_int(name, text) for text in texts]
+
+
 def _int(request: Request, name: str, default: int | None = None) -> int:
-    text = _text(request, name, None if default is None else str(default))
+    return _as_int(name, _text(request, name, None if default is None else str(default)))
+
+
+def _as_int(name: str, text: str) -> int:
     if not text.removeprefix("-").isascii() or not text.removeprefix("-").isdigit():
         raise BadQuestion(f"{name} must be a whole number, got {text!r}")
     if len(text) > 15:

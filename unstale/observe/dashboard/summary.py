@@ -10,6 +10,7 @@ from unstale.config import ConfigError, RunConfig
 from unstale.config.routes import exact_routes
 from unstale.durability.journal import JOURNAL
 from unstale.durability.run_folder import CONFIG, EVENTS, METRICS, Row, RunFolder, plain
+from unstale.observe.dashboard.axes import positions
 from unstale.observe.dashboard.charts import sections
 from unstale.observe.dashboard.database import Database
 from unstale.observe.dashboard.index import RunIndex
@@ -190,8 +191,13 @@ def progress(index: RunIndex) -> Row:
     }
 
 
-def series(database: Database, names: Sequence[str], points: int = 500) -> dict[str, list[Any]]:
+def series(
+    database: Database, names: Sequence[str], points: int = 500, *, axis: str = "step"
+) -> dict[str, list[Any]]:
     """Return the values of metrics over the steps, as `[steps, values]` by name.
+
+    With another `axis` (`axes.AXES`) its values take the place of the steps. Steps without one are
+    left out.
 
     Of longer series about `points` points are kept: the smallest and the largest value of each of
     equal parts of the steps, so that no peak is lost.
@@ -208,7 +214,13 @@ def series(database: Database, names: Sequence[str], points: int = 500) -> dict[
             (name,),
         )
         kept = thin(rows, points)
-        found[name] = [[step for step, _ in kept], [value for _, value in kept]]
+        places = positions(database, axis, [step for step, _ in kept])
+        both = [
+            (place, value)
+            for place, (_, value) in zip(places, kept, strict=True)
+            if place is not None
+        ]
+        found[name] = [[place for place, _ in both], [value for _, value in both]]
     return found
 
 

@@ -9,6 +9,7 @@ so the page can be written on another machine.
 import json
 import math
 import re
+from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -236,16 +237,35 @@ def _training_minutes(rows: Sequence[Row], events: Sequence[Row]) -> dict[int, f
         for event in events
         if event.get("kind") == "span"
     ]
+    return {step: seconds / 60 for step, seconds in training_seconds(timed, spans).items()}
+
+
+def training_seconds(
+    timed: Sequence[tuple[int, float]], spans: Iterable[tuple[Any, float, float]]
+) -> dict[int, float]:
+    """Return the seconds of training up to each step, without evaluations.
+
+    `timed` are steps with their seconds since the run began. `spans` are activities: lane, start
+    and end. Training begins with the row of step 0, or else with the first wait. Evaluations do not
+    overlap.
+
+    >>> training_seconds([(0, 2.0), (1, 5.0), (2, 9.0)], [("eval", 0.0, 2.0), ("eval", 5.0, 6.0)])
+    {0: 0.0, 1: 3.0, 2: 6.0}
+    """
+    spans = list(spans)
     waits = [start for lane, start, _ in spans if lane == "wait"]
     begin = next((time for step, time in timed if step == 0), min(waits, default=0.0))
-    evaluations = [(start, end) for lane, start, end in spans if lane == "eval" and start >= begin]
-    return {
-        step: (
-            time - begin - sum(min(end, time) - start for start, end in evaluations if start < time)
-        )
-        / 60
-        for step, time in timed
-    }
+    evaluations = sorted(
+        (start, end) for lane, start, end in spans if lane == "eval" and start >= begin
+    )
+    starts = [start for start, _ in evaluations]
+    totals = [0.0, *accumulate(end - start for start, end in evaluations)]
+    found = {}
+    for step, time in timed:
+        begun = bisect_left(starts, time)
+        unfinished = max(0.0, evaluations[begun - 1][1] - time) if begun else 0.0
+        found[step] = time - begin - totals[begun] + unfinished
+    return found
 
 
 def _sampled_tokens(rows: Sequence[Row]) -> dict[int, float]:

@@ -93,7 +93,7 @@ export class Plot {
         legend: { show: false },
         cursor: { points: { size: 7 }, drag: { x: true, y: false } },
         scales: { x: { time: false, range: (_, low, high) => (low === high ? [low - 1, high + 1] : [low, high]) }, y: { range: (_, low, high) => this.range(low, high) } },
-        axes: [this.axis({ size: 30, values: (_, ticks) => ticks.map((tick) => (Number.isInteger(tick) ? amount(tick) : "")) }), this.axis({ size: 56, values: (_, ticks) => ticks.map((tick) => this.tick(tick)) })],
+        axes: [this.axis({ size: 30, space: this.label === "step" ? 50 : 90, values: (_, ticks) => ticks.map((tick) => (Number.isInteger(tick) ? amount(tick) : "")) }), this.axis({ size: 56, values: (_, ticks) => ticks.map((tick) => this.tick(tick)) })],
         series: drawn,
         bands,
         hooks: { setCursor: [(plot) => this.name(plot.cursor.idx)] },

@@ -6,8 +6,12 @@ import { amount, duration, percent } from "./format.js";
 import { badge, failed, problem, success, toRun } from "./parts.js";
 import { cards, learning } from "./run.js";
 
+// What the curves have on their x axis, and its name in the choice.
+const AXES = { step: "steps", seconds: "seconds of training", tokens: "sampled tokens" };
+
 export function compare(content, _, query) {
   const names = [query.get("a"), query.get("b")];
+  const axis = query.get("x") in AXES ? query.get("x") : "step";
   let made = null;
   let curve = null;
   let closed = false;
@@ -16,11 +20,13 @@ export function compare(content, _, query) {
   async function choose() {
     const { runs } = await ask("runs");
     const picked = [names[0] ?? runs[0]?.name, names[1] ?? runs[1]?.name];
+    const go = (x) => (location.hash = `#/compare?a=${encodeURIComponent(picked[0])}&b=${encodeURIComponent(picked[1])}${x === "step" ? "" : `&x=${x}`}`);
     const select = (index) => h("select", { "aria-label": `Run ${"AB"[index]}`, onchange: (event) => {
       picked[index] = event.target.value;
-      location.hash = `#/compare?a=${encodeURIComponent(picked[0])}&b=${encodeURIComponent(picked[1])}`;
+      go(axis);
     } }, runs.map((run) => h("option", { value: run.name, selected: run.name === picked[index] }, run.name)));
-    return h("div", { class: "bar tools" }, h("label", {}, "A ", select(0)), h("label", {}, "B ", select(1)));
+    const over = h("select", { id: "x-axis", onchange: () => go(over.value) }, Object.entries(AXES).map(([value, text]) => h("option", { value, selected: value === axis }, text)));
+    return h("div", { class: "bar tools" }, h("label", {}, "A ", select(0)), h("label", {}, "B ", select(1)), made ? h("label", {}, "curves over ", over) : null);
   }
 
   function table(found) {
@@ -80,8 +86,8 @@ export function compare(content, _, query) {
       ask("pairs", { a: names[0], b: names[1] }).then((answer) => closed || replace(pairs, paired(answer)), (error) => replace(pairs, problem(error.message)));
       if (made) made.refresh();
       else {
-        curve = learning(names);
-        made = cards(names, sections(found));
+        curve = learning(names, axis);
+        made = cards(names, sections(found), axis);
         replace(content, h("h1", {}, "Compare"), await choose(), tables, h("p", { class: "quiet" }, "A difference of two single runs is mostly chance: `unstale compare` runs several seeds."), curve.element,
           h("section", {}, h("h2", {}, "In pairs"), pairs), h("section", {}, h("h2", {}, "Options that differ"), differences(found)), made.elements);
       }

@@ -9,14 +9,15 @@ import { badge, failed, problem, tile, toRun } from "./parts.js";
 import { timeline } from "./timeline.js";
 
 const POINTS = 500;
+const HELD_OUT = 500;
 const DETAILS_MS = 5000;
 const DETAILS_PAUSE = 30;
 
 // A card with one plot. It asks for its series when it comes into view, and after each new step.
 export class Card {
-  constructor(names, chart, watch) {
-    Object.assign(this, { names, chart, inView: false, stale: true });
-    this.plot = new Plot({ title: chart.title, unit: chart.unit, scale: chart.scale });
+  constructor(names, chart, watch, axis) {
+    Object.assign(this, { names, chart, axis, inView: false, stale: true });
+    this.plot = new Plot({ title: chart.title, unit: chart.unit, scale: chart.scale, label: axis });
     const unit = chart.unit && chart.unit !== "share" ? ` (${chart.unit})` : "";
     this.element = h("figure", { class: "card chart" }, h("figcaption", {}, h("h3", {}, chart.title, h("small", { class: "unit" }, unit)), h("p", {}, chart.about)), this.plot.element, chart.reading ? h("p", { class: "reading-of" }, chart.reading) : null);
     this.element.card = this;
@@ -28,7 +29,7 @@ export class Card {
     this.stale = false;
     const metrics = this.chart.lines.map((line) => line.metric);
     try {
-      const answers = await Promise.all(this.names.map((run) => ask("series", { run, name: metrics, points: POINTS })));
+      const answers = await Promise.all(this.names.map((run) => ask("series", { run, name: metrics, points: POINTS, x: this.axis })));
       this.plot.set(answers.flatMap(({ series }, number) => this.lines(series, number)));
     } catch (error) {
       this.stale = true;
@@ -48,8 +49,8 @@ export class Card {
   }
 }
 
-// The cards of some sections, and a function that marks them all as stale.
-export function cards(names, sections) {
+// The cards of some sections, and a function that marks them all as stale. `axis` is one of AXES.
+export function cards(names, sections, axis = "step") {
   const made = [];
   const watch = new IntersectionObserver((entries) => {
     for (const { target, isIntersecting } of entries) {
@@ -58,7 +59,7 @@ export function cards(names, sections) {
     }
   }, { rootMargin: "300px" });
   const elements = sections.map((section) => {
-    const charts = section.charts.map((chart) => new Card(names, chart, watch));
+    const charts = section.charts.map((chart) => new Card(names, chart, watch, axis));
     made.push(...charts);
     const grid = h("div", { class: "charts" }, charts.map((card) => card.element));
     const head = [h("h2", {}, section.title), h("p", { class: "lead" }, section.about)];
@@ -72,22 +73,24 @@ export function cards(names, sections) {
   };
 }
 
-export function learning(names) {
-  const plot = new Plot({ title: "Learning curve", unit: "share", scale: "share", height: 240 });
+export function learning(names, axis = "step") {
+  const plot = new Plot({ title: "Learning curve", unit: "share", scale: "share", height: 240, label: axis });
   const about = "Share of solved tasks: rollouts of each step, their mean over five steps, and held-out tasks with a 95% interval.";
   const element = h("figure", { class: "card" }, h("figcaption", {}, h("h3", {}, "Learning curve"), h("p", {}, about)), plot.element);
   async function load(runs) {
-    const answers = await Promise.all(names.map((run) => ask("series", { run, name: "rollout/success_rate", points: POINTS })));
+    const steps = runs.map((run) => (axis === "step" ? [] : run.evaluations.slice(-HELD_OUT).map((each) => each.step)));
+    const answers = await Promise.all(names.map((run, number) => ask("series", { run, name: "rollout/success_rate", points: POINTS, x: axis, at: steps[number] })));
     const several = names.length > 1;
-    plot.set(answers.flatMap(({ series }, number) => {
+    plot.set(answers.flatMap(({ series, at }, number) => {
       const [x, y] = series["rollout/success_rate"];
       const before = several ? `${"AB"[number]} ` : "";
       const tint = several ? ["engine", "trainer"][number] : "engine";
-      const held = runs[number].evaluations;
+      const places = new Map(steps[number].map((step, index) => [step, at[index]]));
+      const held = runs[number].evaluations.map((each) => ({ ...each, x: axis === "step" ? each.step : places.get(each.step) })).filter((each) => Number.isFinite(each.x));
       const counted = held.length && held.every((each) => each.interval);
       const lines = several ? [] : [{ name: "rollouts", x, y, colour: tint, faint: true }];
       if (x.length > 1) lines.push({ name: `${before}rollouts, mean of 5`, x, y: smooth(y), colour: tint, faint: several });
-      lines.push({ name: `${before}held out`, x: held.map((each) => each.step), y: held.map((each) => each.success), colour: several ? tint : "good", dots: true,
+      lines.push({ name: `${before}held out`, x: held.map((each) => each.x), y: held.map((each) => each.success), colour: several ? tint : "good", dots: true,
         low: counted ? held.map((each) => each.interval[0]) : undefined, high: counted ? held.map((each) => each.interval[1]) : undefined });
       return lines;
     }));
