@@ -19,16 +19,16 @@ DOCS = Path(__file__).parent.parent / "docs"
 MAX_BYTES = 60_000
 WIDTH = 1180
 RUN, OTHER = "recompute", "exact"
-EPISODE, TOKEN, GROUP = 1329, 183, 166
+EPISODE, TOKEN = 1329, 183
 
 PICTURES = {
     "run": (f"run/{RUN}", ".uplot", 860),
+    "timeline": (f"run/{OTHER}", ".lanes", 460),
     "episodes": (
         f"run/{RUN}/episodes?filter=step%3D21&sort=-log_d_abs_max",
         "tbody tr:first-child",
         560,
     ),
-    "group": (f"run/{RUN}/group/{GROUP}", ".sibling:nth-child(1)", 640),
     "episode": (f"run/{RUN}/episode/{EPISODE}/token/{TOKEN}?colour=log_d", ".selected", 640),
     "factors": (f"run/{RUN}/factors", ".scatter[aria-label*=' tokens.']", 760),
     "compare": (f"compare?a={RUN}&b={OTHER}", ".uplot", 640),
@@ -56,8 +56,10 @@ def take(page: Page, name: str, target: Path) -> None:
     page.resize(WIDTH, height)
     page.run(f"location.hash = {json.dumps('#/' + path)}")
     page.wait(f"document.querySelector({json.dumps(element)})")
-    page.run(f"document.querySelector({json.dumps(element)}).scrollIntoView({{ block: 'center' }})")
-    time.sleep(SETTLE_S)
+    for _ in range(2):  # plots that come into view move what is below them
+        centre = "scrollIntoView({ block: 'center' })"
+        page.run(f"document.querySelector({json.dumps(element)}).{centre}")
+        time.sleep(SETTLE_S / 2)
     shot = page.call("Page.captureScreenshot", format="webp", quality=72)
     content = base64.b64decode(shot["data"])
     if len(content) > MAX_BYTES:
