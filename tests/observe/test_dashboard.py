@@ -9,10 +9,12 @@
 
 import http.client
 import json
+import os
 import re
 import shutil
 import sqlite3
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.resources import files
@@ -28,7 +30,8 @@ from unstale.cli import main
 from unstale.config import ConfigError
 from unstale.durability.journal import JOURNAL
 from unstale.durability.run_folder import METRICS
-from unstale.observe.dashboard import indexer
+from unstale.observe.dashboard import indexer, summary
+from unstale.observe.dashboard.folders import RunFolders
 from unstale.observe.dashboard.index import RunIndex
 from unstale.observe.dashboard.server import HEADERS, HOST, POLICY, Dashboard
 
@@ -376,6 +379,47 @@ def test_one_run_that_cannot_be_followed_stops_no_other(
         (failure,) = problems
         assert failure.endswith("failed: database or disk is full; start again")
         assert client.when_read("first")["problems"] == []
+
+
+@pytest.mark.parametrize(
+    ("error", "sentence"),
+    [
+        (sqlite3.OperationalError("no such table: names"), "no such table: names; was it removed?"),
+        (ConfigError("steps must be positive"), "steps must be positive"),
+    ],
+)
+def test_a_run_that_is_removed_while_it_is_read_is_a_sentence(
+    client: Client, monkeypatch: pytest.MonkeyPatch, error: Exception, sentence: str
+) -> None:
+    def overview(*given: Any) -> Any:
+        raise error
+
+    monkeypatch.setattr(summary, "overview", overview)
+    assert client.ask("run", 409, run="first")["error"].endswith(sentence)
+
+
+def test_many_runs_need_few_descriptors_and_one_fails_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(40):
+        run = tmp_path / f"run{number:02}"
+        run.mkdir()
+        (run / METRICS).write_text('{"step": 1, "loss": 1}\n')
+    made = indexer.RunIndex
+
+    def make(folder: Path, path: Path) -> RunIndex:
+        if folder.name == "run07":
+            raise sqlite3.OperationalError("unable to open database file")
+        return made(folder, path)
+
+    monkeypatch.setattr(indexer, "RunIndex", make)
+    before = len(os.listdir("/proc/self/fd"))
+    with indexer.Indexer(RunFolders(tmp_path)) as found:
+        while len(known := found.known()) < 39 or any(not each.num_rows for each in known.values()):
+            time.sleep(0.01)
+        while len(os.listdir("/proc/self/fd")) > before + 20:  # closed when there is nothing new
+            time.sleep(0.01)
+        assert found.problem == "run07 cannot be read: unable to open database file"
 
 
 def test_the_command_refuses_what_is_no_folder(

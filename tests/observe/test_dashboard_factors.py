@@ -488,7 +488,6 @@ def test_parquet_without_its_package_is_explained(
 def test_a_damaged_row_is_a_sentence_and_breaks_a_download_off(
     runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(export, "GROUPS", 1)
     monkeypatch.setattr(export, "PART_ROWS", 50)
     shutil.copytree(runs / "first", tmp_path / "runs" / "first")
     with closing(sqlite3.connect(tmp_path / "runs" / "first" / JOURNAL)) as journal:

@@ -13,6 +13,7 @@ import random
 import shutil
 import sqlite3
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -149,6 +150,34 @@ def test_broken_lines_are_left_out_and_named(filled: RunIndex, run: Path) -> Non
         "metrics.jsonl has lines that are not JSON objects; they were left out"
     ]
     assert series(filled.database, ["loss", "x/y"], 10) == {"loss": [[21], [2.0]], "x/y": [[], []]}
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        '{"step": 1e300, "loss": 1}',
+        '{"step": 21, "\\ud800": 1}',
+        '{"kind": "span", "lane": "\\ud800", "start": 0, "end": 1}',
+        '{"kind": "\\ud800", "time": 1}',
+        '{"kind": "deep", "time": 1, "x": ' + "[" * 900 + "]" * 900 + "}",
+    ],
+)
+def test_lines_that_cannot_be_stored_are_left_out_and_named(
+    filled: RunIndex, run: Path, line: str
+) -> None:
+    name = EVENTS if "kind" in line else METRICS
+    last = {METRICS: '{"step": 22, "loss": 2}', EVENTS: '{"kind": "stopped", "time": 2}'}[name]
+    with (run / name).open("a") as file:
+        file.write(f"{line}\n{last}\n")
+    fill(filled)
+    assert filled.problems == [
+        f"{name} has lines with numbers or texts that cannot be stored; they were left out"
+    ]
+    if name == METRICS:
+        assert series(filled.database, ["loss"], 500)["loss"][0][-1] == filled.last_step == 22
+    else:
+        ((kind,),) = filled.database.rows("SELECT kind FROM events ORDER BY id DESC LIMIT 1")
+        assert kind == "stopped"
 
 
 def piece(*ids: int, version: int | None = None) -> ContextPiece | Sampled:
@@ -308,6 +337,25 @@ def test_episodes_that_a_resume_deleted_leave_the_index(filled: RunIndex, run: P
     fake_run(run, steps=3, seed=5)  # another run with the same name
     fill(filled)
     assert len(table_of(filled)) == 12 and filled.last_step == 3
+
+
+def test_groups_that_a_resume_trains_on_again_have_their_new_values(
+    filled: RunIndex, run: Path
+) -> None:
+    """A resume from an older checkpoint takes back what was trained on, and keeps the episodes."""
+    with closing(sqlite3.connect(run / JOURNAL)) as journal:
+        journal.execute(f"DELETE FROM consumed WHERE step > {STEPS - 3}")
+        journal.commit()
+        fill(filled)
+        found = table_of(filled)
+        assert max(row["step"] for row in found if "step" in row) == STEPS - 3
+        assert {row["outcome"] for row in found if "step" not in row} == {"waiting"}
+        journal.execute(f"UPDATE consumed SET version = version + 5 WHERE step = {STEPS - 3}")
+        journal.commit()
+    again = {row["episode"]: row["lag_max"] for row in table_of(fill(filled)) if "step" in row}
+    for row in found:
+        if "step" in row:
+            assert again[row["episode"]] == row["lag_max"] + 5 * (row["step"] == STEPS - 3)
 
 
 def test_small_parts_give_the_same_index(

@@ -106,23 +106,29 @@ class Database:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._writer = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
-        self._writer.executescript(
-            "PRAGMA journal_mode=WAL; PRAGMA synchronous=OFF; PRAGMA temp_store=MEMORY;"
-            + f"{FILES};{EPISODES};"
-        )
+        self._writer: sqlite3.Connection | None = None
+        """The connection that writes. None if there is none at present."""
+        self._open().executescript(f"PRAGMA journal_mode=WAL;{FILES};{EPISODES};")
         self._unsorted = list(SORTED)
+
+    def _open(self) -> sqlite3.Connection:
+        if self._writer is None:
+            self._writer = sqlite3.connect(self.path, isolation_level=None, check_same_thread=False)
+            self._writer.execute("PRAGMA synchronous=OFF")
+            self._writer.execute("PRAGMA temp_store=MEMORY")
+        return self._writer
 
     @contextmanager
     def write(self) -> Iterator[sqlite3.Connection]:
         """Run a transaction. It is undone if the body fails."""
-        self._writer.execute("BEGIN")
+        writer = self._open()
+        writer.execute("BEGIN")
         try:
-            yield self._writer
+            yield writer
         except BaseException:
-            self._writer.execute("ROLLBACK")
+            writer.execute("ROLLBACK")
             raise
-        self._writer.execute("COMMIT")
+        writer.execute("COMMIT")
 
     @contextmanager
     def read(self) -> Iterator[sqlite3.Connection]:
@@ -169,4 +175,7 @@ class Database:
                 writer.execute(f"DELETE FROM {name}")
 
     def close(self) -> None:
-        self._writer.close()
+        """Close the file, so that many runs need few descriptors. `write` opens it again."""
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None

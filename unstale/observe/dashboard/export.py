@@ -20,7 +20,7 @@ from unstale.durability.journal.export import parquet_schema, token_row, trained
 from unstale.durability.journal.token_rows import TrainedTokens
 from unstale.durability.run_folder import Row, dumps
 from unstale.observe.dashboard.database import COLUMNS
-from unstale.observe.dashboard.factors import Brush, TokenChoice, TokenRow, find_rows
+from unstale.observe.dashboard.factors import Brush, TokenChoice, find_rows
 from unstale.observe.dashboard.index import RunIndex, unreadable
 from unstale.observe.dashboard.table import (
     BadQuestion,
@@ -29,7 +29,7 @@ from unstale.observe.dashboard.table import (
     parse_filter,
     parse_search,
 )
-from unstale.records import Sampled, walk
+from unstale.records import Piece, Sampled, walk
 from unstale.token_values import TokenFlag
 
 Content = Literal["table", "tokens", "brushed"]
@@ -50,8 +50,8 @@ PART_TOKENS = 100_000
 PAGE = 500
 """Episodes that are read from the index at a time."""
 
-GROUPS = 8
-"""Groups that are read from the journal in one transaction."""
+EPISODES = 8
+"""Episodes that are read from the journal in one transaction."""
 
 _FLOATS = frozenset(
     {
@@ -283,11 +283,11 @@ def _episodes(index: RunIndex, selection: ExportRequest, *, with_values: bool) -
     """Yield the chosen episodes that finished, with their tokens."""
     finished = Condition("outcome IN ('trained', 'waiting')")
     for rows in _pages(index, selection, "episode", finished):
-        for start in range(0, len(rows), GROUPS):
+        for start in range(0, len(rows), EPISODES):
             with Journal.read(index.folder) as journal:
                 found = [
                     _episode(journal, each, with_values=with_values)
-                    for (each,) in rows[start : start + GROUPS]
+                    for (each,) in rows[start : start + EPISODES]
                 ]
             yield from found
 
@@ -309,14 +309,15 @@ def _brushed(index: RunIndex, selection: ExportRequest) -> Iterator[Row]:
     """
     with Journal.read(index.folder) as journal:
         rows = find_rows(journal, selection.choice, limit=2**62).rows
-    for start in range(0, len(rows), GROUPS):
+    for row in rows:
         with Journal.read(index.folder) as journal:
-            found = [
-                row
-                for each in rows[start : start + GROUPS]
-                for row in _tokens_of(journal, each, selection)
+            trained = [
+                (values, journal.pieces(values.episode))
+                for values in journal.trained_tokens(row.group, row.step)
             ]
-        yield from found
+        # Outside of the transaction, because a slow client would keep it open.
+        for values, pieces in trained:
+            yield from _tokens_of(values, pieces, selection)
 
 
 _VALUES = (
@@ -331,36 +332,36 @@ _VALUES = (
 )
 
 
-def _tokens_of(journal: JournalReader, row: TokenRow, selection: ExportRequest) -> Iterator[Row]:
-    for values in journal.trained_tokens(row.group, row.step):
-        pieces = [
-            (start, piece, turn)
-            for start, piece, turn in walk(journal.pieces(values.episode))
-            if isinstance(piece, Sampled)
-        ]
-        places = [start + i for start, piece, _ in pieces for i in range(len(piece.tokens))]
-        ids = [token for _, piece, _ in pieces for token in piece.tokens]
-        versions = [piece.version for _, piece, _ in pieces for _ in piece.tokens]
-        turns = [turn for _, piece, turn in pieces for _ in piece.tokens]
-        columns = {name: _listed(getattr(values, name)) for name in _VALUES}
-        exact = values.has(TokenFlag.EXACT).tolist()
-        outcome = values.outcome
-        for i in _inside(values, versions, selection):
-            yield {
-                "episode": values.episode,
-                "group": values.group,
-                "step": values.step,
-                "token": places[i],
-                "id": ids[i],
-                "version": versions[i],
-                "lag": values.version - versions[i],
-                "turn": turns[i],
-                **{name: column[i] for name, column in columns.items()},
-                "exact": exact[i],
-                "outcome": outcome[i],
-                "route": values.route,
-                "minibatch": values.minibatch,
-            }
+def _tokens_of(
+    values: TrainedTokens, pieces: Sequence[Piece], selection: ExportRequest
+) -> Iterator[Row]:
+    """Yield the chosen trained tokens of an episode."""
+    sampled = [
+        (start, piece, turn) for start, piece, turn in walk(pieces) if isinstance(piece, Sampled)
+    ]
+    places = [start + i for start, piece, _ in sampled for i in range(len(piece.tokens))]
+    ids = [token for _, piece, _ in sampled for token in piece.tokens]
+    versions = [piece.version for _, piece, _ in sampled for _ in piece.tokens]
+    turns = [turn for _, piece, turn in sampled for _ in piece.tokens]
+    columns = {name: _listed(getattr(values, name)) for name in _VALUES}
+    exact = values.has(TokenFlag.EXACT).tolist()
+    outcome = values.outcome
+    for i in _inside(values, versions, selection):
+        yield {
+            "episode": values.episode,
+            "group": values.group,
+            "step": values.step,
+            "token": places[i],
+            "id": ids[i],
+            "version": versions[i],
+            "lag": values.version - versions[i],
+            "turn": turns[i],
+            **{name: column[i] for name, column in columns.items()},
+            "exact": exact[i],
+            "outcome": outcome[i],
+            "route": values.route,
+            "minibatch": values.minibatch,
+        }
 
 
 def _inside(values: TrainedTokens, versions: Sequence[int], selection: ExportRequest) -> list[int]:

@@ -6,7 +6,7 @@ import sqlite3
 import struct
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from unstale.durability.journal import JOURNAL, Journal, JournalError, JournalReader
 from unstale.durability.journal.conversations import Decode, load_decoder
@@ -38,8 +38,22 @@ MAX_EVENT_TEXT = 4000
 MAX_FIGURES = 64
 """Rewards and facts of an episode that are kept."""
 
+_UNSTORABLE = (OverflowError, UnicodeEncodeError, RecursionError)
+"""Errors of a number beyond 64 bits, of half a surrogate pair, and of very deep JSON."""
+
 Piece = tuple[int, int, int, int | None, bytes, bytes | None]
 """A row of the journal: episode, position, number of tokens, version, tokens, behavior_logp."""
+
+
+class _Consumed(NamedTuple):
+    """A group that was trained on: its number, the step, and the version before the step."""
+
+    group: int
+    step: int
+    version: int
+
+
+_NOTHING = _Consumed(-1, -1, -1)
 
 
 class RunIndex:
@@ -77,7 +91,7 @@ class RunIndex:
         self._state: tuple[int, ...] = ()
         self._inode = 0
         self._last_episode = -1
-        self._last_consumed = -1
+        self._last_consumed = _NOTHING
         self._has_backlog = False
         """True if episodes that have ended are not copied yet."""
         self._siblings: tuple[int, dict[int, Row]] = (-1, {})
@@ -103,20 +117,32 @@ class RunIndex:
         if is_new:
             self.database.clear_metrics()
             self._names, self.num_rows, self.last_step = {}, 0, 0
-        if rows:
-            with self.database.write() as writer:
-                for row in rows:
-                    self._add_row(writer, row)
+        self._add_each(self._metrics, rows, self._add_row)
         self.num_rows += len(rows)
         self.changes += bool(rows or is_new)
         return bool(rows)
+
+    def _add_each(
+        self, tail: Tail, rows: Sequence[Row], add: Callable[[sqlite3.Connection, Row], None]
+    ) -> None:
+        """Add rows of a file. One that SQLite cannot store is left out, and `problem` says so."""
+        if not rows:
+            return
+        with self.database.write() as writer:
+            for row in rows:
+                try:
+                    add(writer, row)
+                except _UNSTORABLE:
+                    tail.problem = (
+                        f"{tail.path.name} has lines with numbers or texts that cannot be stored; "
+                        "they were left out"
+                    )
 
     def _add_row(self, writer: sqlite3.Connection, row: Row) -> None:
         found = number(row.get("step"))
         if found is None:
             return
         step = int(found)
-        self.last_step = max(self.last_step, step)
         values = []
         for name, value in row.items():
             amount = number(value)
@@ -125,24 +151,22 @@ class RunIndex:
             if name not in self._names:
                 if len(self._names) >= MAX_NAMES:
                     continue
+                writer.execute("INSERT INTO names VALUES (?, ?)", (len(self._names), name))
                 self._names[name] = len(self._names)
-                writer.execute("INSERT INTO names VALUES (?, ?)", (self._names[name], name))
             values.append((self._names[name], step, amount))
         writer.executemany("INSERT OR REPLACE INTO metrics VALUES (?, ?, ?)", values)
         writer.executemany(
             "INSERT OR REPLACE INTO lags VALUES (?, ?, ?)",
             [(step, lag, tokens) for lag, tokens in histogram(row).items()],
         )
+        self.last_step = max(self.last_step, step)
 
     def _read_events(self) -> bool:
         rows, is_new = self._events.read()
         if is_new:
             self.database.clear_events()
             self.num_events = 0
-        if rows:
-            with self.database.write() as writer:
-                for row in rows:
-                    _add_event(writer, row)
+        self._add_each(self._events, rows, _add_event)
         self.num_events += len(rows)
         self.changes += bool(rows or is_new)
         return bool(rows)
@@ -177,7 +201,7 @@ class RunIndex:
 
     def _restart(self, inode: int) -> None:
         self.database.clear_episodes()
-        self._inode, self._last_episode, self._last_consumed = inode, -1, -1
+        self._inode, self._last_episode, self._last_consumed = inode, -1, _NOTHING
         self._has_backlog = False
         self._siblings = (-1, {})
         self.num_episodes = self.num_ended = 0
@@ -191,7 +215,7 @@ class RunIndex:
     def _copy(self, journal: JournalReader) -> bool:
         """Copy one part of the journal. Return True if it was the last."""
         ((started,),) = journal.rows("SELECT count(*) FROM episodes")
-        if started < self.num_episodes:  # a resume deleted what it repeats
+        if started < self.num_episodes or self._was_rewound(journal):
             self._restart(self._inode)
         self.num_started = started
         new = journal.rows(
@@ -207,14 +231,24 @@ class RunIndex:
                 "SELECT episode FROM episodes WHERE outcome = 'open' ORDER BY episode"
             ).fetchall()
             copied, is_last = self._copy_ended(journal, writer, [episode for (episode,) in open_])
-            consumed = _copy_consumed(journal, writer, self._last_consumed)
+            consumed = _copy_consumed(journal, writer, self._last_consumed.step)
         self._has_backlog = not is_last
         self._last_episode = new[-1][0] if new else self._last_episode
-        self._last_consumed = max(self._last_consumed, *consumed, -1)
+        self._last_consumed = consumed[-1] if consumed else self._last_consumed
         self.num_episodes += len(new)
         self.num_ended += copied
         self.changes += bool(new or copied or consumed)
         return is_last and self.num_episodes >= started
+
+    def _was_rewound(self, journal: JournalReader) -> bool:
+        """Return True if a resume has deleted the group that was trained on last.
+
+        It may have been trained on again since. Then its version has another number, or it has the
+        same values as before.
+        """
+        last = self._last_consumed
+        rows = journal.rows("SELECT step, version FROM consumed WHERE number = ?", last.group)
+        return last is not _NOTHING and (last.step, last.version) not in rows
 
     def _copy_ended(
         self, journal: JournalReader, writer: sqlite3.Connection, open_: Sequence[int]
@@ -291,8 +325,10 @@ def _add_episode(writer: sqlite3.Connection, *row: Any) -> None:
     )
 
 
-def _copy_consumed(journal: JournalReader, writer: sqlite3.Connection, after: int) -> list[int]:
-    """Mark the episodes of groups that were trained on after a step. Return the groups' steps."""
+def _copy_consumed(
+    journal: JournalReader, writer: sqlite3.Connection, after: int
+) -> list[_Consumed]:
+    """Mark the episodes of groups that were trained on after a step. Return these groups."""
     rows = journal.rows(
         "SELECT number, step, version FROM consumed WHERE step > ? ORDER BY step", after
     )
@@ -308,7 +344,7 @@ def _copy_consumed(journal: JournalReader, writer: sqlite3.Connection, after: in
         if changed.rowcount:
             add_ages_of(journal, writer, [episode for (episode,) in waiting], version)
             _add_training(journal, writer, group, step)
-    return [step for _, step, _ in rows]
+    return [_Consumed(*row) for row in rows]
 
 
 def _add_training(

@@ -33,6 +33,8 @@ class Indexer:
 
     def __init__(self, folders: RunFolders, *, clock: Callable[[], float] = time.monotonic) -> None:
         self.folders = folders
+        self.problem = ""
+        """Why a run that was found is not shown, as a sentence."""
         self._clock = clock
         self._indexes: dict[str, RunIndex] = {}
         self._asked: dict[str, float] = {}
@@ -92,19 +94,25 @@ class Indexer:
         """Give every run its turn. Return True if there is more to read."""
         now = self._clock()
         if now - self._searched >= SEARCH_S:
-            self._searched = now
+            self._searched, problem = now, ""
             for name in sorted({*self.folders.names(), *self.known()}):
                 try:
                     self.get(name, journal=False)
                 except UnknownRun:
                     self._forget(name)
+                except (sqlite3.Error, OSError) as error:
+                    problem = f"{name} cannot be read: {error}"
+            self.problem = problem
         more = False
         for name, index in self.known().items():
             if self._stopped:
                 return False
+            before = index.changes
             more |= self._for_a_while(index, index.update_files)
             if now - self._asked.get(name, -WATCHED_S) < WATCHED_S:
                 more |= self._for_a_while(index, index.update_journal)
+            if index.changes == before:
+                index.database.close()
         return more
 
     def _forget(self, name: str) -> None:
@@ -119,14 +127,16 @@ class Indexer:
         """Repeat an update until there is nothing new or time is over. Return True if it is.
 
         An index that cannot be written, for example on a full disk, is left as it is and says so.
+        So is one that fails for any other reason: the other runs must still be read.
         """
         end = self._clock() + SLICE_S
         while not self._stopped and not index.failure:
             try:
                 if not update():
                     return False
-            except sqlite3.Error as error:
-                index.failure = f"the index {index.database.path} failed: {error}; start again"
+            except Exception as error:  # noqa: BLE001 - told by `failure`
+                text = str(error) if isinstance(error, sqlite3.Error) else repr(error)
+                index.failure = f"the index {index.database.path} failed: {text}; start again"
                 index.changes += 1
                 return False
             if self._clock() >= end:

@@ -11,6 +11,7 @@ import json
 import logging
 import secrets
 import socket
+import sqlite3
 import threading
 from collections.abc import AsyncIterator, Callable, Mapping
 from importlib.resources import files
@@ -27,6 +28,7 @@ from starlette.responses import RedirectResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from unstale.config import ConfigError
 from unstale.durability.journal import JournalError
 from unstale.durability.run_folder import dumps
 from unstale.observe.dashboard import (
@@ -206,8 +208,10 @@ def _answering(answer: Callable[[Request], Any]) -> Callable[[Request], Any]:
             return _error(404, str(error))
         except NotYet as error:
             return _error(503, str(error))
-        except (JournalError, OSError) as error:
+        except (JournalError, OSError, ConfigError) as error:
             return _error(409, str(error))
+        except sqlite3.Error as error:
+            return _error(409, f"the index of the run cannot be read: {error}; was it removed?")
 
     async def endpoint(request: Request) -> Response:
         return await run_in_threadpool(compute, request)
@@ -228,6 +232,7 @@ class _Api:
         return {
             "folder": str(self._indexer.folders.root),
             "runs": summary.list_runs(self._indexer.known().items()),
+            "problem": self._indexer.problem,
         }
 
     def run(self, request: Request) -> Any:

@@ -28,8 +28,8 @@ class Tail:
     def read(self) -> tuple[list[Row], bool]:
         """Return the next rows, and True if they are the first of a new file.
 
-        An incomplete last line is left for the next time. No rows are returned if there are none. A
-        file that cannot be opened is named in `problem`.
+        An incomplete last line is left for the next time. A file that cannot be opened is named in
+        `problem`.
         """
         try:
             return self._read()

@@ -3,7 +3,7 @@
 import { ask, follow } from "./api.js";
 import { sparkline } from "./chart.js";
 import { h, replace, settled } from "./dom.js";
-import { badge, failed, success, toRun } from "./parts.js";
+import { badge, failed, problem, success, toRun } from "./parts.js";
 import { percent } from "./format.js";
 
 export function runs(content) {
@@ -11,9 +11,10 @@ export function runs(content) {
   const button = h("button", { type: "button", disabled: true, onclick: () => compare() }, "Compare two");
   const body = h("tbody");
   const note = h("p", { class: "quiet", role: "status" }, "Reading the runs…");
+  const trouble = h("div");
   const filter = h("input", { type: "search", placeholder: "name, recipe or route", "aria-label": "Show only runs with this text", oninput: () => draw() });
   const head = h("tr", {}, ["", "run", "state", "step", "success", "held out", "recipe", "route"].map((name) => h("th", { scope: "col" }, name || h("span", { class: "unseen" }, "choose"))));
-  replace(content, h("h1", {}, "Runs"), note, h("div", { class: "bar tools" }, filter, button), h("div", { class: "scroll" }, h("table", { class: "results" }, h("thead", {}, head), body)));
+  replace(content, h("h1", {}, "Runs"), note, trouble, h("div", { class: "bar tools" }, filter, button), h("div", { class: "scroll" }, h("table", { class: "results" }, h("thead", {}, head), body)));
   let answer = null;
   let shown = "";
 
@@ -57,6 +58,7 @@ export function runs(content) {
   async function load() {
     try {
       answer = await ask("runs");
+      replace(trouble, answer.problem ? problem(answer.problem) : null);
       draw();
     } catch (error) {
       if (!answer) failed(content, error);
