@@ -22,7 +22,7 @@ import pytest
 
 from benchmarks.dashboard import multiply, read_groups
 from tests.observe.test_dashboard import Client, served
-from tests.observe.test_dashboard_browser import PAGES, go
+from tests.observe.test_dashboard_browser import PAGES, audit_with, go
 from tests.support.axe import needs_axe, serious
 from tests.support.chromium import NO_BROWSER, Page, browser_program, dashboard_page
 from tests.support.fake_run import fake_run
@@ -57,7 +57,7 @@ WINDOWS = {"light": (1280, False), "dark": (1280, True), "narrow": (380, False)}
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("runs")
     fake_run(root / "plain", steps=6, with_values=True)
-    fake_run(root / "hostile", steps=6, prefix=SCRIPT, with_values=True)
+    audit_with(fake_run(root / "hostile", steps=6, prefix=SCRIPT, with_values=True), SCRIPT)
     return root
 
 

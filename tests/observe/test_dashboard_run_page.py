@@ -10,6 +10,7 @@
 """
 
 import json
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,8 +18,9 @@ from typing import Any
 
 import pytest
 
-from tests.observe.test_dashboard import served
+from tests.observe.test_dashboard import STATIC, served
 from tests.observe.test_dashboard_browser import CONTRAST, NAMELESS
+from tests.observe.test_dashboard_browser import PAGES as TRIED
 from tests.observe.test_dashboard_index import fill, table_of
 from tests.observe.test_report import audit_it
 from tests.support.chromium import NO_BROWSER, browser_program, dashboard_page
@@ -394,6 +396,20 @@ PAGES = {
     "compare?a=first&b=second": "document.querySelector('main').innerText.includes('last 2')",
 }
 """The pages, each with a condition that it is complete."""
+
+
+def test_every_page_is_tried_with_axe() -> None:
+    """The long tests visit all of `PAGES`. Only the address of a token is left out: it is that of
+    its episode with a token chosen."""
+    (listed,) = re.findall(
+        r"const PAGES = \[(.*?)\n\];", (STATIC / "main.js").read_text(), re.DOTALL
+    )
+    patterns = re.findall(r'^  \["([^"]*)"', listed, re.MULTILINE)
+    assert len(patterns) > 7
+    for pattern in patterns:
+        shape = re.sub(":[a-z]+", "[^/?]+", pattern) + r"(\?.*)?"
+        found = [path for path in TRIED if re.fullmatch(shape, path)]
+        assert found or pattern.endswith("/token/:token"), pattern
 
 
 @pytest.mark.skipif(browser_program() is None, reason=NO_BROWSER)
