@@ -19,13 +19,13 @@ pytestmark = pytest.mark.skipif(
 HEAD = """
 import os, signal, sys, time
 from pathlib import Path
-from unstale.cli.lowest_priority import run_last
+from unstale.cli.lowest_priority import run_at_lowest_priority
 """
 SLEEPER = f"""{HEAD}
 def act():
     print(os.getpid(), flush=True)
     time.sleep(600)
-sys.exit(run_last(act))
+sys.exit(run_at_lowest_priority(act))
 """
 
 
@@ -38,7 +38,7 @@ def test_it_runs_in_a_session_of_its_own_with_the_lowest_priority() -> None:
 def act():
     group = Path("/proc/self/autogroup").read_text().split()[-1]
     print(os.nice(0), group, os.getsid(0) == os.getpid())
-sys.exit(run_last(act))
+sys.exit(run_at_lowest_priority(act))
 """
     before = AUTOGROUP.read_text()
     with started(program) as process:
@@ -48,7 +48,7 @@ sys.exit(run_last(act))
 
 
 def test_the_exit_code_is_that_of_the_child() -> None:
-    with started(f"{HEAD}\nsys.exit(run_last(lambda: sys.exit(3)))") as process:
+    with started(f"{HEAD}\nsys.exit(run_at_lowest_priority(lambda: sys.exit(3)))") as process:
         process.communicate()
         assert process.returncode == 3
 

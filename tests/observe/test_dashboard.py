@@ -444,12 +444,12 @@ def test_the_command_serves_at_the_lowest_priority(
 ) -> None:
     calls: list[str] = []
 
-    def run_last(act: Callable[[], object]) -> int:
+    def run_at_lowest_priority(act: Callable[[], object]) -> int:
         calls.append("lowest priority")
         act()
         return 7
 
-    monkeypatch.setattr(dashboard_command, "run_last", run_last)
+    monkeypatch.setattr(dashboard_command, "run_at_lowest_priority", run_at_lowest_priority)
 
     def serve(dashboard: Dashboard) -> None:
         dashboard._socket.close()

@@ -6,7 +6,7 @@ from typing import Any
 
 from rich.console import Console
 
-from unstale.cli.lowest_priority import run_last
+from unstale.cli.lowest_priority import run_at_lowest_priority
 from unstale.config import ConfigError, install
 from unstale.config.checks import bounded
 
@@ -44,4 +44,4 @@ def _dashboard(chosen: argparse.Namespace) -> int:
     console = Console(soft_wrap=True)
     console.print(dashboard.url, highlight=False, markup=False)
     console.print("Ctrl-C stops the dashboard", style="dim")
-    return run_last(dashboard.serve)
+    return run_at_lowest_priority(dashboard.serve)

@@ -8,15 +8,14 @@ from contextlib import suppress
 from pathlib import Path
 
 LOWEST = 19
-"""The lowest priority, as niceness. Two busy processes get about 1.5% and 98.5% of a core if one of
-them has it and the other has none."""
+"""Niceness. Of two busy processes on one core, one with this niceness gets about 1.5% of the time."""
 
 _AUTOGROUP = Path("/proc/self/autogroup")
 _PDEATHSIG = 1
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-def run_last(act: Callable[[], object]) -> int:
+def run_at_lowest_priority(act: Callable[[], object]) -> int:
     """Call `act` at the lowest priority. Return the exit code: 0, or that of the child process.
 
     Linux divides the processor between sessions (terminals) first, and by niceness only within a
