@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 
 LOWEST = 19
-"""Niceness. Of two busy processes on one core, one with this niceness gets about 1.5% of the time."""
+"""Niceness. Of two busy processes on one core, the one that has it gets about 1.5% of the time."""
 
 _AUTOGROUP = Path("/proc/self/autogroup")
 _PDEATHSIG = 1
