@@ -431,6 +431,7 @@ def test_the_pages_are_complete_and_readable(recorded: Path, tmp_path: Path) -> 
                 page.wait(is_complete)
                 assert page.run("document.documentElement.scrollWidth <= innerWidth + 1"), path
                 assert page.run(CONTRAST) == [] and page.run(NAMELESS) == [], path
+                assert page.run(UNREACHED) == [], path
                 assert page.run("document.querySelectorAll('h1').length") == 1, path
         page.resize(1280, 900)
         page.run("location.hash = '#/run/first'")
@@ -463,6 +464,13 @@ def test_the_pages_are_complete_and_readable(recorded: Path, tmp_path: Path) -> 
             assert page.run("location.hash").endswith("" if axis == "step" else f"&x={axis}")
         assert page.errors == []
 
+
+UNREACHED = """
+[...document.querySelectorAll('.scroll')].filter((each) => each.querySelector('td'))
+  .filter((each) => each.tabIndex < 0 && !each.querySelector('a, button'))
+  .map((each) => each.innerText.slice(0, 80))
+"""
+"""Return tables that may be wider than the window and that the keyboard cannot move."""
 
 NOTE = "document.querySelector('#section-timeline [role=status]').textContent.split(',')[0]"
 """The range that the timeline shows."""

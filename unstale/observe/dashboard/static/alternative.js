@@ -1,7 +1,7 @@
 // What another route or other limits would have kept and clipped on the same tokens.
 
 import { ask } from "./api.js";
-import { h, replace } from "./dom.js";
+import { h, replace, scrolling } from "./dom.js";
 import { NONE, amount, percent, whole } from "./format.js";
 import { lagName } from "./lags.js";
 import { outcomeWord } from "./outcomes.js";
@@ -125,7 +125,7 @@ export class Alternative {
     const line = (row) => h("tr", {}, h("th", { scope: "row" }, row.lag === null ? "all lags" : lagName(row.lag)), h("td", {}, whole(sum(row.run, Object.keys(row.run)))), shown.map(([, names]) => count(row, names)));
     const ess = (value) => percent(value, 1);
     return [
-      h("div", { class: "scroll" }, h("table", { class: "results outcomes" }, h("caption", { class: "unseen" }, "Outcomes in the run and with the other options"), h("thead", {}, h("tr", {}, ["", "tokens", ...shown.map(([name]) => name)].map((name) => h("th", { scope: "col" }, name)))), h("tbody", {}, found.lags.map(line), found.lags.length > 1 ? line(total) : null))),
+      scrolling("Outcomes", h("table", { class: "results outcomes" }, h("caption", { class: "unseen" }, "Outcomes in the run and with the other options"), h("thead", {}, h("tr", {}, ["", "tokens", ...shown.map(([name]) => name)].map((name) => h("th", { scope: "col" }, name)))), h("tbody", {}, found.lags.map(line), found.lags.length > 1 ? line(total) : null))),
       h("p", {}, `Effective sample size of the tokens with an advantage: ${ess(found.ess.run)} in the run, ${ess(found.ess.other)} with these options. The weight of a token is that of its gradient, divided by its advantage.`),
       this.notes(found),
       h("ul", { class: "meaning-lines" }, found.sentences.map((text) => h("li", {}, text))),

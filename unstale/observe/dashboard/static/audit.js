@@ -3,7 +3,7 @@
 import { ask, follow } from "./api.js";
 import { Plot, colour, onTheme } from "./chart.js";
 import { card } from "./details.js";
-import { h, replace, settled } from "./dom.js";
+import { h, replace, scrolling, settled } from "./dom.js";
 import { amount, whole } from "./format.js";
 import { failed, problem, toRun } from "./parts.js";
 
@@ -81,7 +81,7 @@ function audited(tokens, route) {
 // A table with a bar for each value.
 function bars(title, about, head, rows, most, empty = "Nothing was recorded.") {
   const body = rows.map(([name, series, value]) => h("tr", {}, h("th", { scope: "row" }, name), h("td", {}, series), h("td", { class: "wide-cell" }, h("meter", { min: "0", max: "1", value: String(Math.min(1, value / most)), class: "ink-bar", "aria-label": `${name} ${series}` })), h("td", {}, amount(value))));
-  const found = card(title, about, body.length ? h("div", { class: "scroll" }, h("table", { class: "lags" }, h("thead", {}, h("tr", {}, head.map((each) => h("th", { scope: "col" }, each)))), h("tbody", {}, body))) : h("p", { class: "gap" }, empty));
+  const found = card(title, about, body.length ? scrolling(title, h("table", { class: "lags" }, h("thead", {}, h("tr", {}, head.map((each) => h("th", { scope: "col" }, each)))), h("tbody", {}, body))) : h("p", { class: "gap" }, empty));
   found.classList.add("full-row");
   return found;
 }
@@ -91,7 +91,7 @@ function table(after) {
   const notes = Object.entries(after.not_built).map(([name, why]) => h("p", { class: "gap" }, `${name} was not built: ${why}`));
   const legend = h("details", { class: "quiet" }, h("summary", {}, "Columns"), h("ul", {}, after.columns.filter((each) => each.about).map((each) => h("li", {}, `${each.name}: ${each.about}`))));
   return card("All routes on these tokens", `${whole(after.tokens)} action tokens of ${whole(after.steps)} recorded batches, scored by each route${after.dtype ? ` with ${after.dtype} weights` : ""}. Numerical noise, measured with different packing: ${amount(after.noise)} nats.`,
-    h("div", { class: "scroll" }, h("table", { class: "results" }, h("thead", {}, h("tr", {}, after.columns.map((each) => h("th", { scope: "col" }, each.name)))), h("tbody", {}, cells))), notes, legend);
+    scrolling("All routes", h("table", { class: "results" }, h("thead", {}, h("tr", {}, after.columns.map((each) => h("th", { scope: "col" }, each.name)))), h("tbody", {}, cells))), notes, legend);
 }
 
 function results(after) {

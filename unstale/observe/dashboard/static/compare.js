@@ -1,7 +1,7 @@
 // Two runs side by side: their curves in the same plots, and the options in which they differ.
 
 import { ask, follow } from "./api.js";
-import { h, replace, settled } from "./dom.js";
+import { h, replace, scrolling, settled } from "./dom.js";
 import { amount, duration, percent } from "./format.js";
 import { badge, failed, problem, success, toRun } from "./parts.js";
 import { cards, learning } from "./run.js";
@@ -47,7 +47,7 @@ export function compare(content, _, query) {
   function differences([a, b]) {
     const options = [...new Set([...Object.keys(a.options), ...Object.keys(b.options)])].filter((name) => a.options[name] !== b.options[name]).sort();
     if (!options.length) return h("p", { class: "quiet" }, "All options are equal.");
-    return h("div", { class: "scroll" }, h("table", {}, h("thead", {}, h("tr", {}, ["option", "A", "B"].map((name) => h("th", { scope: "col" }, name)))), h("tbody", {}, options.map((name) =>
+    return scrolling("Options that differ", h("table", {}, h("thead", {}, h("tr", {}, ["option", "A", "B"].map((name) => h("th", { scope: "col" }, name)))), h("tbody", {}, options.map((name) =>
       h("tr", {}, h("th", { scope: "row" }, name), h("td", {}, option(a, name)), h("td", {}, option(b, name)))))));
   }
 
@@ -72,7 +72,7 @@ export function compare(content, _, query) {
       return h("tr", {}, h("th", { scope: "row" }, NAMES[each.name]), h("td", {}, groups), h("td", {}, show(each.name, each.a)), h("td", {}, show(each.name, each.b)),
         h("td", {}, h(clear ? "b" : "span", {}, show(each.name, each.difference)), reach === null ? "" : h("small", {}, ` ${show(each.name, each.difference - reach)} to ${show(each.name, each.difference + reach)}`)));
     });
-    return [h("p", { class: "lead" }, about), h("div", { class: "scroll" }, h("table", { class: "results" }, h("thead", {}, h("tr", {}, ["figure", "groups", "A", "B", "B - A"].map((name) => h("th", { scope: "col" }, name)))), h("tbody", {},
+    return [h("p", { class: "lead" }, about), scrolling("Pairs", h("table", { class: "results" }, h("thead", {}, h("tr", {}, ["figure", "groups", "A", "B", "B - A"].map((name) => h("th", { scope: "col" }, name)))), h("tbody", {},
       rows(found.figures, `all ${found.groups} common`), rows(found.late, `last ${found.late_groups}`)))), found.only ? h("p", { class: "quiet" }, `${found.only} groups were in one run only, or had different tasks.`) : null];
   }
 

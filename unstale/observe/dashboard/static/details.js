@@ -1,7 +1,7 @@
 // Parts of a run's page that are no series over the steps: shares of time, engines, ages, attempts.
 
 import { Plot } from "./chart.js";
-import { h, svg } from "./dom.js";
+import { h, scrolling, svg } from "./dom.js";
 import { amount, percent, whole } from "./format.js";
 import { toRun } from "./parts.js";
 
@@ -32,7 +32,7 @@ export function engines(rows) {
   const newest = Math.max(...rows.map((each) => each.version ?? -1));
   const state = (each) => (each.up === 0 ? h("b", { class: "badge bad" }, "down") : h("span", { class: "badge good" }, "works"));
   const version = (each) => (each.version === undefined ? "—" : each.version < newest ? h("b", { class: "badge bad" }, `${whole(each.version)}, ${newest - each.version} behind`) : whole(each.version));
-  return card("Engines", about, h("div", { class: "scroll" }, h("table", { class: "results" }, head(["engine", "state", "version", "load: requests", "busy", "tokens per second", "cache hits", "restarts", "last loss"]), h("tbody", {}, rows.map((each) =>
+  return card("Engines", about, scrolling("Engines", h("table", { class: "results" }, head(["engine", "state", "version", "load: requests", "busy", "tokens per second", "cache hits", "restarts", "last loss"]), h("tbody", {}, rows.map((each) =>
     row(`engine ${each.engine}`, state(each), version(each), whole(each.running), percent(each.busy_share), amount(each.sampled_tokens_per_s), percent(each.cached_share), whole(each.restarts ?? 0), each.cause ? `${each.cause} (${whole(each.lost)} in all)` : ""))))));
 }
 
@@ -79,7 +79,7 @@ export function attempts() {
     const x = found.curve.map(([tokens]) => tokens);
     plot.set([{ name: "all that ended", x, y: found.curve.map((each) => each[1]), colour: "engine" }, { name: "trained on", x, y: found.curve.map((each) => each[2]), colour: "trainer" }]);
     const rows = found.kinds.map((each) => row(each.name, whole(each.count), amount(each.sampled_tokens), amount(each.turns), percent(each.success), amount(each.reward)));
-    table.replaceChildren(h("div", { class: "scroll" }, h("table", { class: "results" }, head(["episodes", "number", "mean sampled tokens", "mean turns", "success", "reward"]), h("tbody", {}, rows))),
+    table.replaceChildren(scrolling("Episodes by outcome", h("table", { class: "results" }, head(["episodes", "number", "mean sampled tokens", "mean turns", "success", "reward"]), h("tbody", {}, rows))),
       h("p", { class: found.is_biased ? "warning" : "quiet" }, found.sentence));
   } };
 }
@@ -93,5 +93,5 @@ export function examples(name, found) {
 export function forks(name, found) {
   if (!found.length) return null;
   const rows = found.map((each) => row(each.reason, whole(each.count), h("a", { href: `${toRun(name)}/episode/${each.episode}` }, `episode ${each.episode}`), whole(each.at)));
-  return card("Forks", "An agent's messages differed from the recorded history. A new branch of the episode begins there.", h("div", { class: "scroll" }, h("table", { class: "results" }, head(["reason", "number", "first", "at message"]), h("tbody", {}, rows))));
+  return card("Forks", "An agent's messages differed from the recorded history. A new branch of the episode begins there.", scrolling("Forks", h("table", { class: "results" }, head(["reason", "number", "first", "at message"]), h("tbody", {}, rows))));
 }

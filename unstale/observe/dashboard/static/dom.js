@@ -31,6 +31,10 @@ export const h = (tag, attributes = {}, ...children) => fill(document.createElem
 export const svg = (tag, attributes = {}, ...children) =>
   fill(document.createElementNS("http://www.w3.org/2000/svg", tag), attributes, children);
 
+// A table that may be wider than its place, with a name for screen readers. The keyboard can reach
+// it, and arrow keys then move it.
+export const scrolling = (name, ...children) => h("div", { class: "scroll", tabindex: "0", role: "group", "aria-label": name }, children);
+
 export function replace(element, ...children) {
   const fragment = document.createDocumentFragment();
   add(fragment, children);

@@ -3,7 +3,7 @@
 import { ask, follow } from "./api.js";
 import { Plot, smooth } from "./chart.js";
 import * as details from "./details.js";
-import { h, replace, settled } from "./dom.js";
+import { h, replace, scrolling, settled } from "./dom.js";
 import { amount, duration, percent, whole } from "./format.js";
 import { badge, failed, problem, tile, toRun } from "./parts.js";
 import { timeline } from "./timeline.js";
@@ -153,9 +153,9 @@ function lagBars(answer, bound) {
 function again(run, log) {
   const options = Object.entries(run.options);
   return h("section", { id: "again" }, h("h2", {}, "Events and options"),
-    h("details", { open: true }, h("summary", {}, `${log.length} newest events`), h("div", { class: "scroll" }, h("table", {}, h("tbody", {}, log.slice(0, 60).map((event) =>
+    h("details", { open: true }, h("summary", {}, `${log.length} newest events`), scrolling("Events", h("table", {}, h("tbody", {}, log.slice(0, 60).map((event) =>
       h("tr", {}, h("td", {}, duration(event.time)), h("td", {}, event.kind), h("td", {}, event.text))))))),
-    run.failures.count ? h("details", {}, h("summary", {}, `${run.failures.count} failed episodes`), h("div", { class: "scroll" }, h("table", {}, h("tbody", {}, run.failures.rows.map((row) =>
+    run.failures.count ? h("details", {}, h("summary", {}, `${run.failures.count} failed episodes`), scrolling("Failed episodes", h("table", {}, h("tbody", {}, run.failures.rows.map((row) =>
       h("tr", {}, h("td", {}, row.episode ? h("a", { href: `${toRun(run.name)}/episode/${row.episode}` }, row.episode) : ""), h("td", {}, row.task), h("td", {}, row.stage), h("td", {}, row.error))))))) : null,
     run.command ? h("pre", { class: "command" }, run.command) : null,
     h("details", {}, h("summary", {}, `${options.length} options`), h("ul", { class: "knobs" }, options.map(([name, value]) => h("li", { class: run.changed.includes(name) ? "changed" : undefined }, name, h("code", {}, value)))), h("p", { class: "quiet" }, "Marked options differ from their defaults.")));
