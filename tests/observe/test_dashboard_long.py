@@ -154,13 +154,16 @@ def test_a_malicious_folder_runs_no_script(page: Page, client: Client, root: Pat
     assert [each["name"] for each in client.ask("runs")["runs"]] == [FOLDER, "hostile", "plain"]
     for name in ("linked", f"{FOLDER}/linked", f"{FOLDER}/../../secret", "../secret", "/etc"):
         assert "secret of yours" not in json.dumps(client.ask("run", 404, run=name))
+    page.run("location.hash = '#/'")
+    page.wait("document.querySelector('h1')?.textContent === 'Runs'")
     shutil.rmtree(root / FOLDER)
     (root / "linked").unlink()
+    page.wait("document.querySelectorAll('tbody tr').length == 2")
     page.errors.clear()
 
 
 DEMO = (
-    "--steps=4 --eval.tasks=4 --eval.every=2 --minutes=0 --schedule.groups_per_step=4 "
+    "--steps=4000 --eval.tasks=4 --eval.every=2 --minutes=0 --schedule.groups_per_step=4 "
     "--schedule.group_size=4 --task.latency_s=0 --audit.share=0 --checkpoint.every=1"
 )
 
@@ -179,8 +182,9 @@ def test_a_demo_is_followed_and_what_a_kill_leaves_is_shown(
         with served(tmp_path) as client, dashboard_page(client.dashboard.url, runs=1) as page:
             assert page.run("document.querySelector('tbody a').textContent") == "demo"
             page.run("location.hash = '#/run/demo'")
-            for step in (1, 2):
-                page.wait(f"document.body.innerText.includes('{step} of 4 steps')")
+            step = r"Number(/(\d+) of 4000 steps/.exec(document.body.innerText)?.[1] ?? 0)"
+            page.wait(f"{step} >= 1")
+            page.wait(f"{step} > {page.run(step)}")
             page.run("location.hash = '#/run/demo/episodes?filter=outcome%3Dtrained'")
             page.wait("document.querySelectorAll('tbody tr').length >= 16")
             demo.kill()
