@@ -23,6 +23,17 @@ WATCHED_S = 600.0
 SLICE_S = 0.5
 """Seconds for which one run is read before the next one has its turn."""
 
+_FAILURES = (
+    sqlite3.Error,
+    OSError,
+    ValueError,
+    TypeError,
+    LookupError,
+    ArithmeticError,
+    RuntimeError,
+)
+"""Errors that damaged or unexpected content of a run folder can cause."""
+
 
 class Indexer:
     """The indexes of all runs in a folder, in a temporary folder that is removed at the end.
@@ -134,7 +145,7 @@ class Indexer:
             try:
                 if not update():
                     return False
-            except Exception as error:  # noqa: BLE001 - told by `failure`
+            except _FAILURES as error:
                 text = str(error) if isinstance(error, sqlite3.Error) else repr(error)
                 index.failure = f"the index {index.database.path} failed: {text}; start again"
                 index.changes += 1
