@@ -194,7 +194,8 @@ bench-tau2: .venv-adapters/tau2/.ready
 	TAU2_DATA_DIR=$(TAU2)/data .venv-adapters/tau2/bin/python -m benchmarks.tau2 $(ARGS)
 
 # Make a small policy from tau2-bench's training tasks, train it there, and measure it before and after (an hour).
-# Each part that was interrupted resumes: make bench-tau2-policy TAU2=<folder of its source>
+# If it is killed, repeat it. Training and evaluation resume, practice (15 minutes) starts again.
+# make bench-tau2-policy TAU2=<folder of its source>
 bench-tau2-policy: export TAU2_DATA_DIR = $(TAU2)/data
 bench-tau2-policy: .venv-adapters/tau2/.ready
 	test -e runs/tau2/practice || .venv-adapters/tau2/bin/python -m benchmarks.tau2_policy runs/tau2
