@@ -222,6 +222,25 @@ def test_the_limits_of_a_run_are_lines_with_a_sentence(client: Client) -> None:
     assert any("D and S are not separated" in text for text in engine["sentences"])
 
 
+@pytest.mark.parametrize("route", ["interp_prox_loglinear", "interp_prox_linear"])
+def test_the_line_of_a_route_is_drawn_where_its_tokens_lie(tmp_path: Path, route: str) -> None:
+    """The page joins the points by straight lines in the scale of its axes."""
+    run = fake_run(tmp_path / "run", steps=1, route=route)
+    found = limits.of_run(run, lag_max=4)["lines"]
+    curves = {line["label"]: line["points"] for line in found if line["on"] == "curve"}
+    ratio = np.concatenate([sign * np.geomspace(1e-6, limits.REACH, 2000) for sign in (-1, 1)])
+    for lag in (1, 2, 3, 4):
+        points = np.array(curves[f"{route}, lag {lag}"])
+        at, of_points = factors.to_axis(ratio), factors.to_axis(points.sum(axis=1))
+        shown_d, shown_s = (np.interp(at, of_points, each) for each in factors.to_axis(points).T)
+        log_d = ROUTES[route](ratio, 0 * ratio, np.full(len(ratio), lag))
+        true_d, true_s = factors.to_axis([log_d, ratio - log_d])
+        assert np.hypot(shown_d - true_d, shown_s - true_s).max() < 0.01, lag
+    if route == "interp_prox_loglinear":
+        place = np.interp(factors.to_axis(0.00225), *factors.to_axis(points).T)
+        assert factors.UNIT * math.sinh(place) == pytest.approx(0.00075, rel=0.01)
+
+
 def by_hand(whole: dict[str, Any], log_d: Any, log_s: Any) -> Any:
     """Return the outcomes with the options of the fake run, by formulas."""
     outcome = np.full(len(log_d), "kept", object)

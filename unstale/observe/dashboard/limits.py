@@ -18,6 +18,7 @@ from unstale.config.routes import Needs, OldLogpsConfig, routes
 from unstale.config.techniques import Entry, chosen
 from unstale.durability.run_folder import CONFIG, Row, RunFolder
 from unstale.observe.dashboard.bounds import NAMES, Bounds, bounds, explain
+from unstale.observe.dashboard.factors import UNIT, to_axis
 from unstale.observe.dashboard.folders import is_own_file
 from unstale.observe.dashboard.table import BadQuestion
 from unstale.observe.report.words import factor_names
@@ -38,6 +39,13 @@ FIXED = ("loss_aggregation", "constant", "kl_coef", "entropy_coef", "normalize",
 
 REACH = 8.0
 """Largest |log pi - log mu| at which the limits of a route are looked for, in nats."""
+
+CURVE_POINTS = 81
+"""Points of a route's curve, evenly spaced in the scale of the axes (`to_axis`).
+
+With straight lines between them, the curves of `interp_prox_*` are off by less than 0.005 of that
+scale. An axis is about 20 long, so this is a fifth of a pixel.
+"""
 
 LAGS = 6
 """Lags whose lines are drawn, from 0."""
@@ -299,10 +307,14 @@ def _of_route(settings: Settings, lag_max: int) -> Iterator[Row]:
         return
     if spec.needs.now and settings.config.trainer.minibatches_per_batch > 1:
         return
+    import numpy as np
+
+    end = float(to_axis(REACH))
+    ratio = UNIT * np.sinh(np.linspace(-end, end, CURVE_POINTS))
     drawn: list[list[list[float]]] = []
     for lag in range(min(lag_max, LAGS - 1) + 1):
-        log_d, log_s = _factors(settings, lag)
-        points = [[float(d), float(s)] for d, s in zip(log_d[::20], log_s[::20], strict=True)]
+        log_d, log_s = _factors(settings, lag, ratio)
+        points = [[float(d), float(s)] for d, s in zip(log_d, log_s, strict=True)]
         if points in drawn:
             continue
         drawn.append(points)
@@ -320,18 +332,18 @@ def _of_route(settings: Settings, lag_max: int) -> Iterator[Row]:
         }
 
 
-def _factors(settings: Settings, lag: int) -> tuple[Any, Any]:
-    """Return log D and log S of a route over a range of log pi - log mu, for tokens of one lag.
+def _factors(settings: Settings, lag: int, ratio: Any) -> tuple[Any, Any]:
+    """Return log D and log S of a route at values of log pi - log mu, for tokens of one lag.
 
-    The route itself computes them. `[801]` each, float64.
+    The route itself computes them. `[n]` each, float64, as `ratio`.
     """
     import torch
 
-    ratio = torch.linspace(-REACH, REACH, 801, dtype=torch.float64)
-    mu = torch.full_like(ratio, -10.0)
-    old_logp, _ = make_route(settings, version=lag).logps(_tokens(mu), mu + ratio)
+    logp = torch.from_numpy(ratio) - 10.0
+    mu = torch.full_like(logp, -10.0)
+    old_logp, _ = make_route(settings, version=lag).logps(_tokens(mu), logp)
     old_logp = old_logp.to(torch.float64)
-    return (old_logp - mu).numpy(), (mu + ratio - old_logp).numpy()
+    return (old_logp - mu).numpy(), (logp - old_logp).numpy()
 
 
 def _tokens(behavior_logp: "Tensor") -> "Batch":
@@ -366,7 +378,7 @@ def _on_ratio(line: Row, settings: Settings, lag_max: int) -> Iterator[Row]:
     seen: set[float] = set()
     ratio = np.linspace(-REACH, REACH, 801)
     for lag in range(min(lag_max, LAGS - 1) + 1):
-        values = _factors(settings, lag)[0 if line["on"] == "d" else 1]
+        values = _factors(settings, lag, ratio)[0 if line["on"] == "d" else 1]
         above = values >= line["at"] if line["at"] > 0 else values <= line["at"]
         if above.all() or not above.any():
             continue
