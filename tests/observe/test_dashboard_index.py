@@ -654,23 +654,64 @@ def test_tokens_of_an_episode_in_parts_are_those_of_the_whole(filled: RunIndex) 
         tokens.episode(filled, 4711)
 
 
-def test_siblings_are_compared_with_the_first(filled: RunIndex) -> None:
+def test_siblings_are_compared_with_one_that_finished(filled: RunIndex) -> None:
     number = table_of(filled)[0]["group_number"]
     found = tokens.group(filled, number)
+    assert found["compared_with"] == found["members"][0]["episode"]
     streams = [
         [token for each in member["pieces"] for token in each["ids"]] for member in found["members"]
     ]
     assert len(streams) == 4 and found["num_episodes"] == 4
     for member, stream in zip(found["members"], streams, strict=True):
         same = member["first_difference"]
-        assert stream[:same] == streams[0][:same]
-        assert stream[same : same + 1] != streams[0][same : same + 1] or stream == streams[0]
+        assert (same is None) == (stream == streams[0]) and member["window"] is None
+        if same is not None:
+            assert stream[:same] == streams[0][:same]
+            assert stream[same : same + 1] != streams[0][same : same + 1]
     assert all(
         stream[: found["common_tokens"]] == streams[0][: found["common_tokens"]]
         for stream in streams
     )
     with pytest.raises(tokens.UnknownEpisode, match="the run has no group 4711"):
         tokens.group(filled, 4711)
+
+
+def test_a_late_difference_is_found_and_an_unfinished_sibling_is_not_the_measure(
+    tmp_path: Path,
+) -> None:
+    """The prompt has 4,000 tokens, so the first 3,000 of the siblings are equal."""
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "config.json").write_text("{}")
+    task = Task("toy", "train", 0)
+    prompt = piece(*range(4000))
+    replies = {2: (7,) * 900, 3: (7, 7, 8, *(9,) * 900), 4: (7,) * 900, 5: (7,) * 500}
+    with Journal(run / JOURNAL) as journal:
+        journal.add_request(GroupRequest(0, task, seed=0, place=0))
+        journal.begin(0, 0, episode=0, seed=0)
+        journal.begin(0, 1, episode=1, seed=1).write_piece(0, piece(1, 2))
+        for number, reply in replies.items():
+            writer = journal.begin(0, number, episode=number, seed=number)
+            pieces = (prompt, piece(*reply, version=1))
+            for position, each in enumerate(pieces):
+                writer.write_piece(position, each)
+            writer.write_outcome(Trajectory(pieces, {}, "done", task, number, number))
+        asyncio.run(journal.checkpoint("first", step=1, version=1))
+    index = fill(RunIndex(run, tmp_path / "index.sqlite"))
+    found = tokens.group(index, 0)
+    assert (found["compared_with"], found["common_tokens"]) == (2, 0)
+    differences = [each["first_difference"] for each in found["members"]]
+    assert differences == [None, 0, None, 4002, None, 4500]
+    windows = [each["window"] for each in found["members"]]
+    assert [bool(each) for each in windows] == [False, False, True, True, False, True]
+    for member, start, end in ((2, 3902, 4402), (3, 3902, 4402), (5, 4400, 4500)):
+        window = windows[member]
+        ids = [token for each in window["pieces"] for token in each["ids"]]
+        assert (window["start"], window["end"], len(ids)) == (start, end, end - start)
+        assert window["pieces"][0]["start"] == start
+    assert 8 in windows[3]["pieces"][1]["ids"]
+    assert all(each.get("end", 0) <= tokens.MAX_SIBLING_TOKENS for each in found["members"])
+    index.close()
 
 
 def test_texts_of_tokens_join_to_the_text_of_all() -> None:

@@ -1,4 +1,5 @@
-// The siblings of a group side by side, each with the first token in which it differs.
+// The siblings of a group side by side, each with the first token in which it differs from one that
+// finished.
 
 import { askUntil } from "./api.js";
 import { h, replace } from "./dom.js";
@@ -18,19 +19,34 @@ export function group(content, at) {
     const about = [h("p", { class: "quiet" }, `sibling ${member.sibling}${member.is_branch ? ", a branch" : ""} · ${facts}`), h("p", { class: "quiet" }, member.advantage === undefined ? null : `advantage ${amount(member.advantage)}`)];
     if (!member.pieces) return h("article", { class: "card" }, head, about, problem(member.problem));
     const all = flat(member);
-    const from = skip ? Math.max(0, found.common_tokens - 8) : 0;
+    const around = windowOf(member);
+    const shown = all.slice(skip ? Math.max(0, found.common_tokens - 8) : 0);
     const differs = member.first_difference;
-    const turns = turnsOf(all.slice(from)).map((turn) => h("div", { class: `turn ${KIND[turn.role] || "tool"}` }, h("span", { class: "who" }, turn.role), h("div", { class: "words" }, turn.tokens.map((token) => {
-      const element = tokenElement(token, MODES[mode].kind(token, context), token.at === differs && member !== found.members[0] ? "differs" : "");
-      return token.at === differs && member !== found.members[0] ? [h("span", { class: "interruption", title: "The first token that differs from the first sibling" }, "≠"), h("a", { href: `${link}/token/${token.at}`, "aria-label": `First difference, token ${token.at}` }, element)] : element;
+    const chat = (tokens) => turnsOf(tokens).map((turn) => h("div", { class: `turn ${KIND[turn.role] || "tool"}` }, h("span", { class: "who" }, turn.role), h("div", { class: "words" }, turn.tokens.map((token) => {
+      const element = tokenElement(token, MODES[mode].kind(token, context), token.at === differs ? "differs" : "");
+      return token.at === differs ? [h("span", { class: "interruption", title: `The first token that differs from episode ${found.compared_with}` }, "≠"), h("a", { href: `${link}/token/${token.at}`, "aria-label": `First difference, token ${token.at}` }, element)] : element;
     }))));
-    const where = member === found.members[0] ? "the first sibling, with which the others are compared" : differs >= all.length ? "equal to the first sibling as far as shown" : `differs from the first sibling at token ${whole(differs)}`;
-    const more = member.num_tokens > all.length ? h("p", { class: "quiet" }, `${whole(member.num_tokens - all.length)} more tokens: `, h("a", { href: link }, "the whole episode")) : null;
-    return h("article", { class: "card sibling" }, head, about, h("p", { class: "quiet" }, where), h("div", { class: "chat tokens" }, turns), more);
+    const gap = shown.length && around.length && around[0].at > all.length ? h("p", { class: "quiet" }, `tokens ${whole(all.length)} to ${whole(around[0].at - 1)} are left out`) : null;
+    const left = member.num_tokens - all.length - around.length;
+    const more = left > 0 ? h("p", { class: "quiet" }, `${whole(left)} more tokens: `, h("a", { href: link }, "the whole episode")) : null;
+    return h("article", { class: "card sibling" }, head, about, h("p", { class: "quiet" }, place(member, found)), h("div", { class: "chat tokens" }, chat(shown), gap, chat(around)), more);
+  }
+
+  // The tokens around a difference that lies after the first tokens.
+  const windowOf = (member) => (member.window ? flat({ ...member, pieces: member.window.pieces }) : []);
+
+  // Where an episode departs from the one that all are compared with.
+  function place(member, found) {
+    const other = `episode ${found.compared_with}`;
+    const differs = member.first_difference;
+    if (!member.num_tokens) return "no tokens";
+    if (member.episode === found.compared_with) return "the others are compared with this episode";
+    if (differs === null) return `equal to ${other}`;
+    return differs >= member.num_tokens ? `ends at token ${whole(differs)}, where ${other} continues` : `differs from ${other} at token ${whole(differs)}`;
   }
 
   function draw(found) {
-    const all = found.members.flatMap((member) => (member.pieces ? flat(member) : []));
+    const all = found.members.flatMap((member) => (member.pieces ? [...flat(member), ...windowOf(member)] : []));
     const context = contextOf(all);
     const select = h("select", { id: "colour", onchange: () => ((mode = select.value), draw(found)) }, modesOf(all).map((name) => h("option", { value: name, selected: name === mode }, MODES[name].name)));
     const box = h("input", { type: "checkbox", id: "skip", checked: skip, onchange: () => ((skip = box.checked), draw(found)) });
