@@ -1,7 +1,7 @@
 """Promises: a study runs each of its settings as a comparison, all of one seed before the next, and
 continues after an interruption; names choose its parts; an arm of equal reach is cut at the
 reference's pi / mu; a mistake in the file has one message before anything runs; the linter accepts
-every arm of the shipped study."""
+every arm of the shipped study; an archive of a study is continued in another folder."""
 
 import io
 import json
@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from benchmarks import study_archive
 from unstale.cli import main, study
 from unstale.cli.compare import Planned
 from unstale.cli.launcher import Plan, compare
@@ -252,7 +253,36 @@ def test_the_linter_accepts_the_shipped_study() -> None:
     assert len(plan.comparisons) > 10
 
 
-def test_the_linter_accepts_the_shipped_study_of_techniques() -> None:
-    file = Path(__file__).parents[2] / "benchmarks" / "studies" / "techniques.toml"
+@pytest.mark.usefixtures("fake_run")
+def test_an_archive_of_a_study_is_continued_in_another_folder(tmp_path: Path) -> None:
+    here, there, archive = tmp_path / "here", tmp_path / "there", tmp_path / "kept.tar.xz"
+    here.mkdir(), there.mkdir()
+    with pytest.raises(ConfigError, match=r"mine has no finished runs"):
+        study_archive.pack(here / "mine", archive)
+    start(planned(here, "--settings", "s6-bf16", "--seeds", "1"))
+    run = here / "mine" / "s6-bf16" / "rollout-seed0"
+    rows = [{"step": step, "eval/success_rate": 0.25 * step, "large": 1} for step in (1, 2)]
+    (run / "metrics.jsonl").write_text("".join(map("{}\n".format, map(dumps, rows))))
+    (run / "old").write_text("weights")
+    (here / "mine" / "break").touch()
+    start(planned(here, "--settings", "s2-bf16", "--seeds", "1"))
+    assert study_archive.pack(here / "mine", archive) == 2
+    first = archive.read_bytes()
+    assert (study_archive.pack(here / "mine", archive), archive.read_bytes()) == (2, first)
+
+    assert study_archive.unpack(archive, there / "mine") == 2
+    assert not (there / "mine" / "s6-bf16" / "rollout-seed0" / "old").exists()
+    said = start(planned(there, "--settings", "stale", "--seeds", "1"))
+    assert "4 runs in" in said and "2 of them already finished" in said
+    assert ran(there) == ["s2-bf16/rollout-seed0", "s2-bf16/snapshot_old-seed0"]
+    trials = {trial.arm: trial for trial in read_comparison(there / "mine" / "s6-bf16").trials}
+    assert (trials["rollout"].final, trials["rollout"].launch["jobs"]) == (0.5, 1)
+    with pytest.raises(ConfigError, match=r"mine already has runs"):
+        study_archive.unpack(archive, there / "mine")
+
+
+@pytest.mark.parametrize(("name", "settings"), [("techniques", 2), ("levels", 9)])
+def test_the_linter_accepts_other_shipped_studies(name: str, settings: int) -> None:
+    file = Path(__file__).parents[2] / "benchmarks" / "studies" / f"{name}.toml"
     plan = study.planned(main.parse(["compare", str(file)]))
-    assert len(plan.comparisons) == 2
+    assert len(plan.comparisons) == settings

@@ -114,7 +114,7 @@ def client(root: Path) -> Iterator[Client]:
         yield found
 
 
-def test_only_the_token_opens_the_door(client: Client) -> None:
+def test_only_the_token_admits_a_request(client: Client) -> None:
     token, port = client.dashboard.token, client.dashboard.port
     assert len(token) >= 32 and client.dashboard.url == f"http://{HOST}:{port}/?token={token}"
     paths = ["/", "/main.js", "/api/runs", "/api/stream", "/api/episode?run=first&episode=1"]

@@ -260,6 +260,42 @@ def test_a_page_follows_a_growing_run(page: Page, client: Client, root: Path) ->
     assert page.errors == []
 
 
+def test_columns_are_chosen_sorted_and_kept_in_the_address(page: Page, client: Client) -> None:
+    """A fact of the environment is a column as any other."""
+    page.run("location.hash = '#/run/plain/episodes'")
+    page.wait("document.querySelectorAll('tbody tr').length == 24")
+    heads = "[...document.querySelectorAll('thead th')].map((each) => each.innerText)"
+    usual = page.run(heads)
+    boxes = "[...document.querySelectorAll('.choice input')]"
+    names = page.run(f"{boxes}.map((each) => each.value)")
+    (fact, *_) = [name for name in names if ":" in name]
+    page.run(f"{boxes}[{names.index(fact)}].click()")
+    assert page.run(heads) == [*usual, fact]
+    assert "column=episode&column=group_number" in page.run("location.hash")
+    page.run("[...document.querySelectorAll('thead button')].at(-1).click()")
+    page.wait("document.querySelector('thead th[aria-sort=descending]')?.cellIndex > 10")
+    shown = page.run("[...document.querySelectorAll('tbody tr')].map((r) => r.lastChild.innerText)")
+    values = [float(each) for each in shown if each]
+    assert values == sorted(values, reverse=True) and len(values) > 3
+    page.run("document.querySelector('.choice input[value=stop]').click()")
+    assert len(page.run(heads)) == len(usual)
+
+    address = page.run("location.hash")
+    page.run("location.hash = '#/'")
+    page.wait("document.querySelector('h1').innerText === 'Runs'")
+    page.run(f"location.hash = {json.dumps(address)}")
+    page.wait("document.querySelectorAll('tbody tr').length == 24")
+    kept = [name for name in usual if name != "stop"]
+    assert [head.split(" ")[0] for head in page.run(heads)][: len(kept)] == [
+        head.split(" ")[0] for head in kept
+    ]
+    page.run("document.querySelector('.choice button').click()")
+    assert [head.split(" ")[0] for head in page.run(heads)] == [
+        head.split(" ")[0] for head in usual
+    ]
+    assert "column" not in page.run("location.hash")
+
+
 def test_filter_and_search_narrow_the_table(page: Page, client: Client) -> None:
     go(page, client, "run/hostile/episodes")
     page.run(

@@ -472,6 +472,24 @@ def test_brushed_tokens_are_saved_with_their_values(client: Client, runs: Path) 
     assert len(both(client, run="first", content="brushed")) == len(inside)
 
 
+def test_all_tokens_that_other_options_treat_differently_are_saved(
+    client: Client, runs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = {"old_logps.route": "current_recompute", "lag_min": "1"}
+    found = client.ask("alternative", run="first", **options)
+    rows = both(client, run="first", content="changed", **options)
+    assert len(rows) == found["num_changes"] > 0
+    assert [row["step"] for row in rows] == sorted(row["step"] for row in rows)
+    assert all(row in rows for row in found["rows"])
+    monkeypatch.setattr(alternatives, "MAX_LISTED", 3)
+    monkeypatch.setattr(alternatives, "MAX_TOKENS", 50)
+    part = client.ask("alternative", run="first", **options)
+    assert part["read"] < part["total"] and len(part["rows"]) <= 3
+    assert both(client, run="first", content="changed", **options) == rows
+    wrong = {"old_logps.route": "ewma_prox", "content": "changed", "format": "jsonl"}
+    assert "moving averages" in client.ask("export", 400, run="first", **wrong)["error"]
+
+
 def test_a_file_has_a_safe_name_and_no_path_leads_out(runs: Path, tmp_path: Path) -> None:
     strange = 'we"ird; x=..\r\nset-cookie: a é'
     shutil.copytree(runs / "engine", tmp_path / "runs" / strange)

@@ -140,7 +140,9 @@ def test_a_drag_and_the_fields_select_the_same_tokens(page: Page, client: Client
     address = page.run("location.hash")
     assert all(f"{name}={value}" in address for name, value in brush.items())
     row = found["selected"]["rows"][0]
-    link = f"#/run/hostile%3Cb%3Erun/episode/{row['episode']}/token/{row['token']}?colour=log_s"
+    colour = "log_d" if abs(row["log_d"]) > abs(row["log_s"]) else "log_s"
+    link = f"#/run/hostile%3Cb%3Erun/episode/{row['episode']}/token/{row['token']}"
+    link += f"?colour={colour}&step={row['step']}"
     assert page.run(f"Boolean(document.querySelector(`#selected a[href={json.dumps(link)}]`))")
     go(page, address.partition("factors")[2])  # the address alone leads to the same
     assert picked(page) == expected

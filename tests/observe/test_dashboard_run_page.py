@@ -338,7 +338,10 @@ def test_two_runs_are_compared_on_the_groups_that_both_began(tmp_path: Path) -> 
     (success,) = found["figures"]
     assert (success["a"], success["b"]) == pytest.approx((1 / 6, 2 / 3))
     assert success["difference"] == pytest.approx(0.5)
-    assert success["error"] == pytest.approx(0.5 / 3**0.5)
+    # Student's t with two degrees of freedom is 4.303.
+    half = 4.302653 * 0.5 / 3**0.5
+    assert success["interval"] == pytest.approx([0.5 - half, 0.5 + half])
+    assert found["late"][0]["interval"] is None
     for index in indexes:
         index.close()
 

@@ -87,7 +87,7 @@ def compare(folder: Path, choice: TokenChoice, own: Settings, other: Settings) -
     """
     if problem := unreadable(folder):
         raise FileNotFoundError(problem)
-    tally = _Tally(choice)
+    tally = _Tally()
     with Journal.read(folder) as journal:
         read = find_rows(journal, choice, limit=MAX_TOKENS)
         for row in read.rows:
@@ -96,14 +96,8 @@ def compare(folder: Path, choice: TokenChoice, own: Settings, other: Settings) -
             group = _group(journal, [each for each in values if each.minibatch is not None])
             if group is None:
                 continue
-            where = _known(group, other)
-            tally.add(
-                group,
-                row.step,
-                where=where,
-                own=apply_settings(group, own),
-                other=apply_settings(group, other),
-            )
+            applied = apply_settings(group, own), apply_settings(group, other)
+            tally.add(_outcomes(group, row.step, choice, applied, _known(group, other)), *applied)
     return {
         "total": read.num_all,
         "read": read.num_tokens,
@@ -212,17 +206,106 @@ def apply_settings(group: RecordedGroup, settings: Settings) -> Applied:
     return Applied(found.numpy(), weight[sampled].detach().numpy())
 
 
+@dataclass(frozen=True, slots=True)
+class Outcomes:
+    """The outcomes of a group's sampled tokens, in the run and with other settings, `[n]`."""
+
+    group: RecordedGroup
+    step: int
+    lag: Any
+    chosen: Any
+    """True for the tokens that were chosen and whose values are known."""
+    unknown: int
+    """Number of the chosen tokens whose values the other settings' route does not have."""
+    run: Any
+    """Codes of the outcomes in the run: places in `OUTCOME_NAMES`."""
+    other: Any
+    """Codes of the outcomes with the other settings."""
+    rounded: Any
+    """True for tokens that have other flags with the run's own settings, by rounding."""
+    changed: Any
+    """True for the chosen tokens with another outcome that rounding does not explain."""
+
+    def rows(self, where: Any) -> Iterator[Row]:
+        """Yield the tokens at some places."""
+        batch = self.group.batch
+        starts = np.array(batch.offsets)
+        sequence = batch.sequence[batch.sampled].numpy()
+        place = batch.sampled.nonzero().flatten().numpy()
+        log_d, log_s = self.group.column("log_d"), self.group.column("log_s")
+        for i in where.tolist():
+            yield {
+                "episode": batch.episodes[sequence[i]],
+                "step": self.step,
+                "token": int(place[i] - starts[sequence[i]]),
+                "lag": int(self.lag[i]),
+                "log_d": float(log_d[i]),
+                "log_s": float(log_s[i]),
+                "run": OUTCOME_NAMES[self.run[i]],
+                "other": OUTCOME_NAMES[self.other[i]],
+            }
+
+
+def _outcomes(
+    group: RecordedGroup,
+    step: int,
+    choice: TokenChoice,
+    applied: tuple[Applied, Applied],
+    known: Any,
+) -> Outcomes:
+    """Return the outcomes of a group. `applied` are the run's own and the other settings."""
+    own, other = applied
+    stored = group.column("flags")
+    batch = group.batch
+    lag = (group.version - batch.version[batch.sampled]).numpy()
+    wanted = choice.contains(lag, stored)
+    chosen = wanted & known
+    used = stored & int(USED)
+    before, after = (outcome_codes(flags, run=True) for flags in (used, other.flags))
+    return Outcomes(
+        group,
+        step,
+        lag,
+        chosen,
+        unknown=int((wanted & ~known).sum()),
+        run=before,
+        other=after,
+        rounded=own.flags != used,
+        # A token that comes out otherwise with the run's own settings too has changed by rounding.
+        changed=chosen & (before != after) & (after != outcome_codes(own.flags, run=True)),
+    )
+
+
+def changed_tokens(
+    folder: Path, choice: TokenChoice, own: Settings, other: Settings
+) -> Iterator[Row]:
+    """Yield all chosen tokens that other settings treat differently, in the order of the steps.
+
+    The journal is read a group at a time. Raises `JournalError`, and OSError without a journal.
+    """
+    with Journal.read(folder) as journal:
+        found = find_rows(journal, choice, limit=2**62).rows
+    for row in found:
+        with Journal.read(folder) as journal:
+            values = journal.trained_tokens(row.group, row.step)
+            group = _group(journal, [each for each in values if each.minibatch is not None])
+        if group is None:
+            continue
+        applied = apply_settings(group, own), apply_settings(group, other)
+        outcomes = _outcomes(group, row.step, choice, applied, _known(group, other))
+        yield from outcomes.rows(outcomes.changed.nonzero()[0])
+
+
 class _Tally:
     """Adds up groups for an answer."""
 
-    def __init__(self, choice: TokenChoice) -> None:
-        self._choice = choice
+    def __init__(self) -> None:
         self._counts = {
             name: np.zeros((MAX_LAG + 1, len(OUTCOME_NAMES)), np.int64) for name in ("run", "other")
         }
         self._weights: dict[str, list[Any]] = {"run": [], "other": []}
         self._changes: Counter[tuple[str, str]] = Counter()
-        self._listed: list[tuple[float, Row]] = []
+        self._listed: list[Row] = []
         self._rounding = 0
         self._compared = 0
         self._unknown = 0
@@ -236,56 +319,25 @@ class _Tally:
             if each.advantage.any():
                 self._not_run_dropped += len(each.flags)
 
-    def add(
-        self, group: RecordedGroup, step: int, *, where: Any, own: Applied, other: Applied
-    ) -> None:
-        """Add the sampled tokens in `where` that were chosen. The others have no known value."""
-        stored = group.column("flags")
-        batch = group.batch
-        sampled = batch.sampled
-        lag = (group.version - batch.version[sampled]).numpy()
-        chosen = self._choice.contains(lag, stored)
-        self._unknown += int((chosen & ~where).sum())
-        chosen &= where
+    def add(self, found: Outcomes, own: Applied, other: Applied) -> None:
+        """Add the outcomes of a group."""
+        chosen = found.chosen
+        self._unknown += found.unknown
         self._compared += int(chosen.sum())
-        used = stored & int(USED)
-        self._rounding += int(((own.flags != used) & chosen).sum())
-        before, after = (outcome_codes(flags, run=True) for flags in (used, other.flags))
-        shown = np.clip(lag, 0, MAX_LAG)
-        for name, codes in (("run", before), ("other", after)):
+        self._rounding += int((found.rounded & chosen).sum())
+        shown = np.clip(found.lag, 0, MAX_LAG)
+        for name, codes in (("run", found.run), ("other", found.other)):
             np.add.at(self._counts[name], (shown[chosen], codes[chosen]), 1)
         for name, result in (("run", own), ("other", other)):
             weight = result.weight[chosen]
             self._weights[name].append(weight[np.isfinite(weight)])
-        # A token that comes out otherwise with the run's own settings too has changed by rounding.
-        changed = chosen & (before != after) & (after != outcome_codes(own.flags, run=True))
-        self._list(group, step, changed, lag, before, after)
-
-    def _list(  # noqa: PLR0913 - the columns of a row
-        self, group: RecordedGroup, step: int, changed: Any, lag: Any, before: Any, after: Any
-    ) -> None:
-        (at,) = changed.nonzero()
-        pairs = Counter(zip(before[at].tolist(), after[at].tolist(), strict=True))
+        (at,) = found.changed.nonzero()
+        pairs = Counter(zip(found.run[at].tolist(), found.other[at].tolist(), strict=True))
         for (one, two), count in pairs.items():
             self._changes[OUTCOME_NAMES[one], OUTCOME_NAMES[two]] += count
-        log_d, log_s = group.column("log_d"), group.column("log_s")
-        first = at[np.argsort(-np.abs(log_s[at]), kind="stable")][:MAX_LISTED]
-        starts = np.array(group.batch.offsets)
-        sequence = group.batch.sequence[group.batch.sampled].numpy()
-        place = group.batch.sampled.nonzero().flatten().numpy()
-        for i in first.tolist():
-            row = {
-                "episode": group.batch.episodes[sequence[i]],
-                "step": step,
-                "token": int(place[i] - starts[sequence[i]]),
-                "lag": int(lag[i]),
-                "log_d": float(log_d[i]),
-                "log_s": float(log_s[i]),
-                "run": OUTCOME_NAMES[before[i]],
-                "other": OUTCOME_NAMES[after[i]],
-            }
-            self._listed.append((abs(float(log_s[i])), row))
-        self._listed.sort(key=lambda each: -each[0])
+        size = np.abs(found.group.column("log_s")[at])
+        self._listed += found.rows(at[np.argsort(-size, kind="stable")][:MAX_LISTED])
+        self._listed.sort(key=lambda row: -abs(row["log_s"]))
         del self._listed[MAX_LISTED:]
 
     def answer(self) -> Row:
@@ -300,7 +352,7 @@ class _Tally:
             "ess": {name: _share(parts) for name, parts in self._weights.items()},
             "num_changes": sum(self._changes.values()),
             "changes": [[*pair, count] for pair, count in self._changes.most_common()],
-            "rows": [row for _, row in self._listed],
+            "rows": self._listed,
         }
 
     def _by_lag(self) -> Iterator[Row]:

@@ -1,4 +1,4 @@
-"""What a plot has on its x axis: steps, seconds of training, or sampled tokens."""
+"""Place steps on the x axis of a plot: steps, seconds of training, or sampled tokens."""
 
 from collections.abc import Sequence
 from itertools import accumulate

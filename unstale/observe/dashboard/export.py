@@ -6,7 +6,7 @@ incomplete file is not taken for a complete one.
 """
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, islice
 from math import isfinite
@@ -19,6 +19,7 @@ from unstale.durability.journal import Journal, JournalReader
 from unstale.durability.journal.export import parquet_schema, token_row, trained_columns
 from unstale.durability.journal.token_rows import TrainedTokens
 from unstale.durability.run_folder import Row, dumps
+from unstale.observe.dashboard import alternatives, limits
 from unstale.observe.dashboard.database import COLUMNS
 from unstale.observe.dashboard.factors import Brush, TokenChoice, find_rows
 from unstale.observe.dashboard.index import RunIndex, unreadable
@@ -32,9 +33,10 @@ from unstale.observe.dashboard.table import (
 from unstale.records import Piece, Sampled, walk
 from unstale.token_values import TokenFlag
 
-Content = Literal["table", "tokens", "brushed"]
+Content = Literal["table", "tokens", "brushed", "changed"]
 """What a row is. `table`: an episode with the columns of its table. `tokens`: a finished episode
 with lists over its tokens, as `unstale export-trajectories` writes it. `brushed`: a trained token.
+`changed`: a trained token that other options treat differently.
 """
 
 Format = Literal["jsonl", "parquet"]
@@ -68,7 +70,10 @@ _FLOATS = frozenset(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportRequest:
-    """What is exported: episodes by a filter and a search, or tokens by a choice and a brush."""
+    """What is exported: episodes by a filter and a search, or tokens by a choice and a brush.
+
+    `changes` are the options with which tokens are treated differently.
+    """
 
     content: str
     format: str
@@ -76,6 +81,7 @@ class ExportRequest:
     search: str = ""
     choice: TokenChoice = field(default_factory=TokenChoice)
     brush: Brush = field(default_factory=Brush)
+    changes: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name, allowed in (("content", get_args(Content)), ("format", get_args(Format))):
@@ -121,6 +127,10 @@ def parts(index: RunIndex, selection: ExportRequest) -> Iterator[bytes]:
             raise FileNotFoundError(problem)
         if selection.content == "brushed":
             rows = _brushed(index, selection)
+        elif selection.content == "changed":
+            own = limits.own_settings(index.folder)
+            other = limits.changed_settings(own, selection.changes)
+            rows = alternatives.changed_tokens(index.folder, selection.choice, own, other)
         else:
             with Journal.read(index.folder) as journal:
                 with_values = bool(journal.num_token_values)
@@ -228,6 +238,10 @@ def _schema(pyarrow: Any, content: str) -> Any:
         columns |= {"figures": pyarrow.map_(text, number), "is_branch": pyarrow.bool_()}
         return pyarrow.schema(columns | {"note": text})
     small = pyarrow.float32()
+    if content == "changed":
+        columns = dict.fromkeys(("episode", "step", "token", "lag"), integer)
+        columns |= {"log_d": small, "log_s": small, "run": text, "other": text}
+        return pyarrow.schema(columns)
     whole = ("episode", "group", "step", "token", "id", "version", "lag", "turn")
     columns = dict.fromkeys(whole, integer)
     columns |= dict.fromkeys(_VALUES, small)

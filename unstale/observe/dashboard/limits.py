@@ -7,7 +7,7 @@ its limits is then a limit on the sum.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -106,7 +106,7 @@ def own_settings(folder: Path) -> Settings:
         raise BadQuestion(f"the options of the run cannot be read: {error}") from error
 
 
-def changed_settings(own: Settings, changes: dict[str, str]) -> Settings:
+def changed_settings(own: Settings, changes: Mapping[str, str]) -> Settings:
     """Return the settings of a run with other values of some options, by full name.
 
     With another route, the options of the run's route do not apply. An exact route stands for the

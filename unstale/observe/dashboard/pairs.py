@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 from unstale.durability.run_folder import Row
 from unstale.observe.dashboard.database import Database
+from unstale.observe.statistics import student_t975
 
 MAX_GROUPS = 50_000
 """Newest groups of a run that are compared."""
@@ -15,10 +16,10 @@ FIGURES = ("success", "reward", "sampled_tokens", "turns")
 def pairs(a: Database, b: Database) -> Row:
     """Return the mean difference B - A over the groups with equal number and equal task.
 
-    `figures` has for each figure the means of A and B, the difference, and `error`, its standard
-    error over groups: `[name, a, b, difference, error]`. `late` has the same for the last quarter
-    of the common groups, where the runs have trained longest. `groups` is the number of common
-    groups, `only` the number that had different tasks or that one run did not finish.
+    `figures` has for each figure the means of A and B, the difference, and `interval`, its 95%
+    interval over groups by Student's t, or None for a single group. `late` has the same for the
+    last quarter of the common groups, where the runs have trained longest. `groups` is the number
+    of common groups, `only` the number that had different tasks or that one run did not finish.
     """
     left, right = _groups(a), _groups(b)
     common = sorted(left.keys() & right.keys())
@@ -63,13 +64,16 @@ def _compare(
         count = len(known)
         mean = sum(differences) / count
         spread = sum((each - mean) ** 2 for each in differences)
+        half = None
+        if count > 1:
+            half = student_t975(count - 1) * math.sqrt(spread / (count - 1) / count)
         found.append(
             {
                 "name": name,
                 "a": sum(one for one, _ in known) / count,
                 "b": sum(other for _, other in known) / count,
                 "difference": mean,
-                "error": math.sqrt(spread / (count - 1) / count) if count > 1 else None,
+                "interval": None if half is None else [mean - half, mean + half],
                 "groups": count,
             }
         )

@@ -316,8 +316,7 @@ class _Api:
     def alternative(self, request: Request) -> Any:
         folder = self._indexer.get(_text(request, "run"), journal=False).folder
         own = limits.own_settings(folder)
-        names = [name for name in request.query_params if "." in name]
-        other = limits.changed_settings(own, {name: _text(request, name) for name in names})
+        other = limits.changed_settings(own, _options(request))
         choice = _choice(request)
         with self._reading_tokens:
             found = alternatives.compare(folder, choice, own, other)
@@ -333,6 +332,7 @@ class _Api:
             search=_text(request, "search", ""),
             choice=_choice(request),
             brush=_brush(request),
+            changes=_options(request),
         )
         parts = export.parts(self._indexer.get(name), selection)
         file = export.file_name(name, selection)
@@ -387,6 +387,11 @@ def _choice(request: Request) -> TokenChoice:
     limits = ("step_min", "step_max", "lag_min", "lag_max")
     given = {name: _int(request, name) for name in limits if request.query_params.get(name)}
     return TokenChoice(**given, exact=_text(request, "exact", "all"))
+
+
+def _options(request: Request) -> dict[str, str]:
+    """Return the changed options of a request. Only their names have a dot."""
+    return {name: _text(request, name) for name in request.query_params if "." in name}
 
 
 def _brush(request: Request) -> Brush:

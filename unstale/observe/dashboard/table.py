@@ -15,6 +15,9 @@ MAX_CONDITIONS = 20
 OPERATORS = {"=": "=", "!=": "!=", "<": "<", "<=": "<=", ">": ">", ">=": ">=", "~": "LIKE"}
 """Operators of a filter, and their SQL. `~` means that a text contains another."""
 
+_FIGURE = re.compile(r"(?:reward|fact):.+", re.DOTALL)
+"""Name of a reward or of a fact of the environment."""
+
 _CONDITION = re.compile(r"([a-z_]+|(?:reward|fact):[^<>=!~]+)(<=|>=|!=|=|<|>|~)(.*)", re.DOTALL)
 
 
@@ -35,8 +38,8 @@ class Question:
     """A page of the table of episodes.
 
     `filter` has conditions such as `reward<1 stop=max_turns`, all of which must hold. `search` has
-    words that a conversation must contain. `sort` is a column, with `-` before it for descending
-    order. `page` counts from 0.
+    words that a conversation must contain. `sort` is a column, `reward:NAME` or `fact:NAME`, with
+    `-` before it for descending order. `page` counts from 0.
     """
 
     filter: str = ""
@@ -50,8 +53,20 @@ class Question:
             raise BadQuestion(f"size must be between 1 and {MAX_PAGE}, got {self.size}")
         if self.page < 0:
             raise BadQuestion(f"page must be >= 0, got {self.page}")
-        if self.sort.removeprefix("-") not in COLUMN:
-            raise BadQuestion(f"sort must be one of {', '.join(COLUMN)}, got {self.sort!r}")
+        if self.column not in COLUMN and not _FIGURE.fullmatch(self.column):
+            raise BadQuestion(
+                f"sort must be one of {', '.join(COLUMN)}, reward:NAME or fact:NAME, "
+                f"got {self.sort!r}"
+            )
+
+    @property
+    def column(self) -> str:
+        """The name of the column, reward or fact that gives the order."""
+        return self.sort.removeprefix("-")
+
+    @property
+    def order(self) -> str:
+        return "DESC" if self.sort[0] == "-" else "ASC"
 
 
 def parse_filter(text: str) -> list[Condition]:
@@ -130,18 +145,35 @@ def statements(question: Question) -> tuple[Condition, list[Condition]]:
         conditions.append(search)
     where = " AND ".join(condition.sql for condition in conditions) or "1"
     parameters = tuple(value for condition in conditions for value in condition.parameters)
-    name, order = question.sort.removeprefix("-"), "DESC" if question.sort[0] == "-" else "ASC"
     names = ", ".join(column.name for column in COLUMNS)
-    read = f"SELECT {names}, is_branch, note FROM episodes WHERE {where}"
-    present = Condition(
-        f"{read} AND {name} IS NOT NULL ORDER BY {name} {order}, episode {order}", parameters
+    read, order = f"SELECT {names}, is_branch, note FROM", question.order
+    if question.column in COLUMN:
+        name = question.column
+        count = Condition(f"SELECT count(*), count({name}) FROM episodes WHERE {where}", parameters)
+        known = f"episodes WHERE {where} AND {name} IS NOT NULL"
+        present = Condition(f"{read} {known} ORDER BY {name} {order}, episode {order}", parameters)
+        absent = Condition(f"{name} IS NULL")
+    else:
+        figure = (question.column,)
+        known = f"""(SELECT episode AS valued, value FROM figures WHERE name = ?)
+            CROSS JOIN episodes ON episode = valued WHERE {where}"""
+        count = Condition(
+            f"SELECT (SELECT count(*) FROM episodes WHERE {where}), (SELECT count(*) FROM {known})",
+            (*parameters, *figure, *parameters),
+        )
+        present = Condition(
+            f"{read} {known} ORDER BY value {order}, valued {order}", (*figure, *parameters)
+        )
+        absent = Condition(
+            "NOT EXISTS (SELECT 1 FROM figures AS own WHERE name = ? AND own.episode = "
+            "episodes.episode)",
+            figure,
+        )
+    rest = Condition(
+        f"{read} episodes WHERE {where} AND {absent.sql} ORDER BY episode {order}",
+        (*parameters, *absent.parameters),
     )
-    absent = Condition(f"{read} AND {name} IS NULL ORDER BY episode {order}", parameters)
-    count = Condition(
-        f"SELECT count(*), count({name}) FROM episodes WHERE {where}",
-        parameters,
-    )
-    return count, [present, absent]
+    return count, [present, rest]
 
 
 def page(database: Database, question: Question) -> Row:

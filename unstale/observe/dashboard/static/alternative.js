@@ -2,6 +2,7 @@
 
 import { ask } from "./api.js";
 import { h, replace, scrolling } from "./dom.js";
+import { downloads } from "./download.js";
 import { NONE, amount, percent, whole } from "./format.js";
 import { lagName } from "./lags.js";
 import { outcomeWord } from "./outcomes.js";
@@ -21,7 +22,7 @@ const add = (rows, side) => rows.reduce((total, row) => {
 // `onChange` keeps them in the address, `onLines` gets the limits to draw.
 export class Alternative {
   constructor(run, { changes, getChoice, onChange, onLines }) {
-    Object.assign(this, { run, changes, getChoice, onChange, onLines, about: null, turn: 0 });
+    Object.assign(this, { run, changes, getChoice, onChange, onLines, about: null, turn: 0, parquetProblem: "" });
     this.form = h("form", { class: "options", onsubmit: (event) => (event.preventDefault(), this.compute()) });
     this.result = h("div", { "aria-live": "polite" });
     this.element = h("section", { id: "alternative" }, h("h2", {}, "With other options"),
@@ -147,9 +148,12 @@ export class Alternative {
   changed(found) {
     if (!found.num_changes) return h("p", {}, "No token would have had another outcome.");
     const kinds = found.changes.map(([before, after, count]) => `${whole(count)} ${outcomeWord(before)} → ${outcomeWord(after)}`).join(", ");
-    const rows = found.rows.map((row) => h("tr", {}, h("td", {}, h("a", { href: `${toRun(this.run)}/episode/${row.episode}/token/${row.token}` }, `episode ${row.episode}, token ${row.token}`)), h("td", {}, row.step), h("td", {}, row.lag), h("td", {}, amount(row.log_d)), h("td", {}, amount(row.log_s)), h("td", {}, `${outcomeWord(row.run)} → ${outcomeWord(row.other)}`)));
+    const rows = found.rows.map((row) => h("tr", {}, h("td", {}, h("a", { href: `${toRun(this.run)}/episode/${row.episode}/token/${row.token}?step=${row.step}` }, `episode ${row.episode}, token ${row.token}`)), h("td", {}, row.step), h("td", {}, row.lag), h("td", {}, amount(row.log_d)), h("td", {}, amount(row.log_s)), h("td", {}, `${outcomeWord(row.run)} → ${outcomeWord(row.other)}`)));
     const listed = found.rows.length < found.num_changes ? ` The ${whole(found.rows.length)} with the largest |log S| are listed.` : "";
+    const all = found.read < found.total ? "all tokens of the run that differ" : "these tokens";
+    const params = { run: this.run, ...this.getChoice(), ...this.changes, content: "changed" };
     return [h("p", {}, h("b", {}, `${whole(found.num_changes)} of ${whole(found.compared)} tokens differ`), `: ${kinds || NONE}.${listed}`),
-      h("div", { class: "scroll low" }, h("table", { class: "results" }, h("thead", {}, h("tr", {}, ["token", "step", "lag", "log D", "log S", "outcome"].map((name) => h("th", { scope: "col" }, name)))), h("tbody", {}, rows)))];
+      h("div", { class: "scroll low" }, h("table", { class: "results" }, h("thead", {}, h("tr", {}, ["token", "step", "lag", "log D", "log S", "outcome"].map((name) => h("th", { scope: "col" }, name)))), h("tbody", {}, rows))),
+      h("p", {}, downloads(all, params, this.parquetProblem))];
   }
 }

@@ -51,14 +51,19 @@ export function compare(content, _, query) {
       h("tr", {}, h("th", { scope: "row" }, name), h("td", {}, option(a, name)), h("td", {}, option(b, name)))))));
   }
 
+  // The plots of both runs. A plot or line that only one run has is shown with this run alone.
   function sections([a, b]) {
-    const has = (chart, other) => other.some((section) => section.charts.some((each) => each.title === chart.title));
-    const only = (section) => ({ ...section, charts: section.charts.filter((chart) => has(chart, b.sections)).map((chart) => ({ ...chart, lines: shared(chart, b.sections) })).filter((chart) => chart.lines.length) });
-    return a.sections.map(only).filter((section) => section.charts.length);
+    const all = [...a.sections, ...b.sections];
+    return [...new Set(all.map((section) => section.name))].map((name) => {
+      const [mine, other] = [a, b].map((run) => run.sections.find((section) => section.name === name)?.charts ?? []);
+      const charts = mine.map((chart) => joined(chart, other.find((each) => each.title === chart.title)));
+      const others = other.filter((chart) => !mine.some((each) => each.title === chart.title));
+      return { ...all.find((section) => section.name === name), charts: [...charts, ...others] };
+    });
   }
-  function shared(chart, other) {
-    const metrics = new Set(other.flatMap((section) => section.charts).flatMap((each) => each.lines).map((line) => line.metric));
-    return chart.lines.filter((line) => metrics.has(line.metric));
+  function joined(chart, other) {
+    const known = new Set(chart.lines.map((line) => line.metric));
+    return { ...chart, lines: [...chart.lines, ...(other?.lines ?? []).filter((line) => !known.has(line.metric))] };
   }
 
   const NAMES = { success: "success", reward: "reward", sampled_tokens: "sampled tokens", turns: "turns" };
@@ -67,10 +72,10 @@ export function compare(content, _, query) {
     if (!found.groups) return h("p", { class: "gap" }, "No group has the same task in both runs, so they cannot be compared in pairs. Runs with the same seed and task options draw the same tasks.");
     const show = (name, value) => (name === "success" ? percent(value, 1) : amount(value));
     const rows = (figures, groups) => figures.map((each) => {
-      const reach = each.error === null ? null : 1.96 * each.error;
-      const clear = reach !== null && Math.abs(each.difference) > reach;
+      const [low, high] = each.interval ?? [];
+      const clear = each.interval && (low > 0 || high < 0);
       return h("tr", {}, h("th", { scope: "row" }, NAMES[each.name]), h("td", {}, groups), h("td", {}, show(each.name, each.a)), h("td", {}, show(each.name, each.b)),
-        h("td", {}, h(clear ? "b" : "span", {}, show(each.name, each.difference)), reach === null ? "" : h("small", {}, ` ${show(each.name, each.difference - reach)} to ${show(each.name, each.difference + reach)}`)));
+        h("td", {}, h(clear ? "b" : "span", {}, show(each.name, each.difference)), each.interval ? h("small", {}, ` ${show(each.name, low)} to ${show(each.name, high)}`) : ""));
     });
     return [h("p", { class: "lead" }, about), scrolling("Pairs", h("table", { class: "results" }, h("thead", {}, h("tr", {}, ["figure", "groups", "A", "B", "B - A"].map((name) => h("th", { scope: "col" }, name)))), h("tbody", {},
       rows(found.figures, `all ${found.groups} common`), rows(found.late, `last ${found.late_groups}`)))), found.only ? h("p", { class: "quiet" }, `${found.only} groups were in one run only, or had different tasks.`) : null];

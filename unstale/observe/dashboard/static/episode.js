@@ -1,4 +1,5 @@
 // One episode, token by token. The address of a token is #/run/<name>/episode/<id>/token/<n>.
+// With ?step=<n> the values are those of a later training of a replayed episode.
 
 import { askUntil } from "./api.js";
 import { h, replace } from "./dom.js";
@@ -15,6 +16,7 @@ export function episode(content, at, query) {
   let elements = new Map();
   let selected = at.token === undefined ? null : Number(at.token);
   let mode = query.get("colour") || "version";
+  let step = query.get("step");
   let start = 0;
   let over = false;
   const panel = h("aside", { class: "panel", "aria-label": "Selected token" });
@@ -25,9 +27,13 @@ export function episode(content, at, query) {
     onclick: (event) => choose(event.target.closest?.("[data-at]")), onkeydown: key });
   replace(content, h("p", { class: "quiet", role: "status" }, `Reading episode ${at.episode}…`));
 
+  function address(ofStep) {
+    const params = new URLSearchParams([["colour", mode === "version" ? "" : mode], ["step", ofStep ?? ""]].filter(([, value]) => value));
+    return `${base}${selected === null ? "" : `/token/${selected}`}${params.size ? `?${params}` : ""}`;
+  }
+
   function keep() {
-    const place = selected === null ? base : `${base}/token/${selected}`;
-    history.replaceState(null, "", mode === "version" ? place : `${place}?colour=${mode}`);
+    history.replaceState(null, "", address(step));
   }
 
   function choose(element) {
@@ -47,10 +53,10 @@ export function episode(content, at, query) {
     element.classList.add("selected");
     if (scroll) element.scrollIntoView({ block: "center" });
     else element.scrollIntoView({ block: "nearest" });
-    tell(token);
+    showNumbers(token);
   }
 
-  function tell(token) {
+  function showNumbers(token) {
     replace(numbers, h("h2", {}, "Token ", h("code", {}, JSON.stringify(token.text))), h("table", {}, h("tbody", {}, numbersOf(token, found.training).map(([name, value, about]) =>
       h("tr", {}, h("th", { scope: "row" }, name), h("td", {}, h("span", { class: "number" }, value), " ", h("small", { class: "quiet" }, about)))))));
   }
@@ -110,7 +116,7 @@ export function episode(content, at, query) {
   async function load(from) {
     start = from;
     try {
-      found = await askUntil("episode", { run: at.run, episode: at.episode, start, limit: PART }, (text) => replace(content, h("p", { class: "quiet", role: "status" }, text)), () => over);
+      found = await askUntil("episode", { run: at.run, episode: at.episode, start, limit: PART, step }, (text) => replace(content, h("p", { class: "quiet", role: "status" }, text)), () => over);
     } catch (error) {
       if (!over) failed(content, error);
       return;
@@ -121,11 +127,13 @@ export function episode(content, at, query) {
     if (!modes.includes(mode)) mode = "version";
     replace(colours, modes.map((name) => h("option", { value: name, selected: name === mode }, MODES[name].name)));
     const training = found.training;
-    const step = training?.step;
+    const others = training?.steps.filter((each) => each !== training.step) ?? [];
+    const link = (each, index) => [index ? ", " : " ", h("a", { href: address(each) }, each)];
     const text = !training ? "The journal has no values of this episode's training (journal.token_share), so log D, log S and the advantage are not shown."
-      : `Trained in step ${step} with old_logp of the route ${training.route}${training.skipped ? ". All advantages are 0, so the episode was not run" : ""}${training.steps.length > 1 ? `; again in step ${training.steps.slice(1).join(", ")}` : ""}.`;
-    const note = h("p", { class: "quiet" }, text);
-    replace(panel, numbers, note, training?.problem ? problem(`The limits are not known: ${training.problem}`) : null);
+      : `Trained in step ${training.step} with old_logp of the route ${training.route}${training.skipped ? ". All advantages are 0, so the episode was not run" : ""}.`;
+    const note = h("p", { class: "quiet" }, text, others.length ? [" It was also trained on in step", others.map(link), "."] : null);
+    const missing = training && step !== null && Number(step) !== training.step ? problem(`Step ${step} did not train on this episode.`) : null;
+    replace(panel, numbers, missing, note, training?.problem ? problem(`The limits are not known: ${training.problem}`) : null);
     replace(numbers, h("p", { class: "quiet" }, "Choose a token to see its numbers."));
     replace(content, header(), h("div", { class: "bar tools" }, h("label", { for: "colour" }, "colour by"), colours), legend, pager(), h("div", { class: "reading" }, h("div", { class: "conversation" }, chat), panel), pager());
     draw();
@@ -142,8 +150,15 @@ export function episode(content, at, query) {
         mode = colours.value = wanted;
         draw();
       }
-      if (now.token === undefined) return;
-      const place = Number(now.token);
+      const place = now.token === undefined ? null : Number(now.token);
+      if (parameters.get("step") !== step) {
+        step = parameters.get("step");
+        mode = wanted;
+        selected = place;
+        load(partOf(place));
+        return;
+      }
+      if (place === null) return;
       if (tokens.some((token) => token.at === place)) select(place, true);
       else {
         selected = place;

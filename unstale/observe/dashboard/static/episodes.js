@@ -1,4 +1,5 @@
-// The table of all episodes: filter, full-text search, sorting and paging, all by the server.
+// The table of all episodes: filter, full-text search, sorting and paging, all by the server. The
+// columns can be chosen, also rewards and facts of the environment.
 
 import { ask, follow } from "./api.js";
 import { h, replace, settled } from "./dom.js";
@@ -6,14 +7,17 @@ import { downloads } from "./download.js";
 import { whole } from "./format.js";
 import { cell, problem, toRun } from "./parts.js";
 
-const SHOWN = ["episode", "group_number", "task", "outcome", "stop", "reward", "success", "advantage", "step", "lag_max", "log_d_abs_max", "log_s_abs_max", "dropped_tokens", "clipped_tokens", "turns", "sampled_tokens"];
+const USUAL = ["episode", "group_number", "task", "outcome", "stop", "reward", "success", "advantage", "step", "lag_max", "log_d_abs_max", "log_s_abs_max", "dropped_tokens", "clipped_tokens", "turns", "sampled_tokens"];
 const SHORT = { group_number: "group", lag_max: "lag, max", sampled_tokens: "sampled", log_d_abs_max: "|log D|", log_s_abs_max: "|log S|", dropped_tokens: "dropped", clipped_tokens: "clipped", behavior_logp_mean: "mean logp", behavior_logp_min: "min logp", version_min: "oldest version", version_max: "newest version" };
 const EXAMPLES = [["failures", "success=0 outcome=trained"], ["cut short", "stop~max"], ["several versions", "versions>1"], ["stale", "lag_max>=2"], ["clipped", "clipped_tokens>0"], ["dropped", "dropped_tokens>0"], ["not trained on", "outcome!=trained"]];
 
 export function episodes(content, { run }, query) {
   const state = { filter: query.get("filter") || "", search: query.get("search") || "", sort: query.get("sort") || "-episode", page: Number(query.get("page")) || 0 };
+  let shownColumns = query.getAll("column");
+  if (!shownColumns.length) shownColumns = USUAL;
   let columns = null;
   let parquetProblem = "";
+  let rows = [];
   let shown = "";
   let turn = 0;
   const note = h("p", { class: "quiet", role: "status" }, "Reading the episodes…");
@@ -23,12 +27,12 @@ export function episodes(content, { run }, query) {
   const search = h("input", { id: "search", type: "search", value: state.search, spellcheck: "false", placeholder: "words of a conversation", oninput: () => changed() });
   const head = h("tr");
   const body = h("tbody");
-  const help = h("details", {}, h("summary", {}, "Columns and facts"));
+  const choice = h("details", { class: "choice" }, h("summary", {}, "Columns"));
   const saved = h("p");
   const pager = h("nav", { class: "bar pager", "aria-label": "Pages" });
   const example = ([name, text]) => h("button", { type: "button", onclick: () => ((filter.value = text), changed()) }, name);
   replace(content, h("h1", {}, "Episodes"), note, progress, h("div", { class: "form" }, h("label", { for: "filter" }, "filter"), filter, h("label", { for: "search" }, "search"), search),
-    h("div", { class: "bar tools" }, EXAMPLES.map(example), h("button", { type: "button", onclick: () => ((filter.value = search.value = ""), changed()) }, "all")), wrong, help,
+    h("div", { class: "bar tools" }, EXAMPLES.map(example), h("button", { type: "button", onclick: () => ((filter.value = search.value = ""), changed()) }, "all")), wrong, choice,
     h("div", { class: "scroll" }, h("table", { class: "results episodes" }, h("thead", {}, head), body)), pager, saved);
 
   const changed = settled(250, () => {
@@ -39,6 +43,7 @@ export function episodes(content, { run }, query) {
 
   function keep() {
     const params = new URLSearchParams(Object.entries(state).filter(([, value]) => value && value !== "-episode"));
+    if (shownColumns !== USUAL) for (const name of shownColumns) params.append("column", name);
     history.replaceState(null, "", `${toRun(run)}/episodes${params.size ? `?${params}` : ""}`);
   }
 
@@ -49,21 +54,53 @@ export function episodes(content, { run }, query) {
     load();
   }
 
+  // Boxes with which columns are chosen. A filter can name all of them.
+  function chooser() {
+    const box = ({ name, about }) => h("div", {}, h("dt", {}, h("label", {}, h("input", { type: "checkbox", value: name, checked: shownColumns.includes(name), disabled: name === "episode", onchange: choose }), h("code", {}, name))), h("dd", {}, about));
+    const usual = h("button", { type: "button", onclick: () => show(USUAL) }, "usual columns");
+    replace(choice, h("summary", {}, "Columns"), h("p", { class: "quiet" }, "Chosen columns are shown. A filter can name all of them. ", usual), h("dl", { class: "names" }, columns.map(box)));
+  }
+
+  function choose() {
+    const boxes = [...choice.querySelectorAll("input")];
+    const chosen = new Set(boxes.filter((each) => each.checked).map((each) => each.value));
+    const kept = shownColumns.filter((name) => chosen.has(name));
+    show([...kept, ...[...chosen].filter((name) => !kept.includes(name))]);
+  }
+
+  function show(names) {
+    const usual = names.length === USUAL.length && names.every((name, index) => name === USUAL[index]);
+    shownColumns = usual ? USUAL : names;
+    for (const each of choice.querySelectorAll("input")) each.checked = names.includes(each.value);
+    keep();
+    draw();
+  }
+
   function heading(name) {
     const column = columns.find((each) => each.name === name);
     const order = state.sort === name ? "ascending" : state.sort === `-${name}` ? "descending" : "none";
     const mark = { ascending: " ▲", descending: " ▼", none: "" }[order];
-    return h("th", { scope: "col", "aria-sort": order }, h("button", { type: "button", title: `${column.about}. Sort.`, onclick: () => sort(name) }, SHORT[name] || name, mark));
+    return h("th", { scope: "col", "aria-sort": order }, h("button", { type: "button", title: `${column?.about ?? "No episode has a value"}. Sort.`, onclick: () => sort(name) }, SHORT[name] || name, mark));
   }
 
   function row(each) {
     const link = { episode: `${toRun(run)}/episode/${each.episode}`, group_number: `${toRun(run)}/group/${each.group_number}` };
     const about = Object.entries(each.figures).map(([name, value]) => `${name} ${cell("", value)}`).join("\n");
-    return h("tr", { title: [each.note, about].filter(Boolean).join("\n") }, SHOWN.map((name) => {
-      const text = cell(name, each[name]);
+    return h("tr", { title: [each.note, about].filter(Boolean).join("\n") }, shownColumns.map((name) => {
+      const text = cell(name, name.includes(":") ? each.figures[name] : each[name]);
       const kind = name === "success" && text ? (each.success ? "won" : "lost") : name === "outcome" && each.outcome === "damaged" ? "lost" : undefined;
       return h("td", { class: kind }, link[name] ? h("a", { href: link[name] }, text) : text);
     }));
+  }
+
+  // Draw the table from the newest answer. The button that has the focus keeps it.
+  function draw() {
+    const now = JSON.stringify([rows, shownColumns]);
+    if (now !== shown) replace(body, rows.map(row));
+    shown = now;
+    const focused = head.contains(document.activeElement) ? [...head.querySelectorAll("button")].indexOf(document.activeElement) : -1;
+    replace(head, shownColumns.map(heading));
+    if (focused >= 0) head.querySelectorAll("button")[focused]?.focus();
   }
 
   function pages(answer) {
@@ -85,19 +122,14 @@ export function episodes(content, { run }, query) {
     try {
       if (!columns) {
         const about = await ask("run", { run });
-        columns = about.columns;
+        columns = [...about.columns, ...about.figure_names.map((name) => ({ name, about: "number that the environment gave" }))];
         parquetProblem = about.parquet_problem;
-        const names = [...columns.map((column) => [column.name, column.about]), ...about.figure_names.map((name) => [name, "number that the environment gave"])];
-        replace(help, h("summary", {}, "Columns and facts that a filter can name"), h("dl", { class: "names" }, names.map(([name, text]) => h("div", {}, h("dt", {}, h("code", {}, name)), h("dd", {}, text)))));
+        chooser();
       }
       const answer = await ask("episodes", { run, ...state });
       if (mine !== turn) return;
-      const now = JSON.stringify(answer.rows);
-      if (now !== shown) replace(body, answer.rows.map(row));
-      shown = now;
-      const focused = head.contains(document.activeElement) ? [...head.querySelectorAll("button")].indexOf(document.activeElement) : -1;
-      replace(head, SHOWN.map(heading));
-      if (focused >= 0) head.querySelectorAll("button")[focused].focus();
+      rows = answer.rows;
+      draw();
       pages(answer);
       const chosen = { run, filter: state.filter, search: state.search };
       replace(saved, downloads("these rows", { ...chosen, content: "table" }, parquetProblem), "; ", downloads("the tokens of those that finished", { ...chosen, content: "tokens" }, parquetProblem));

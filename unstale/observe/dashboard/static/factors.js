@@ -37,7 +37,8 @@ function selection(run, found) {
   const share = picked.of ? ` (${percent(picked.tokens / picked.of, 2)})` : "";
   const lags = picked.by_lag.map(([lag, tokens]) => `${lagName(lag)}: ${whole(tokens)}`).join(", ");
   const outcomes = Object.entries(picked.outcomes).map(([name, tokens]) => `${whole(tokens)} ${outcomeWord(name)}`).join(", ");
-  const rows = picked.rows.map((row) => h("tr", {}, h("td", {}, h("a", { href: `${toRun(run)}/episode/${row.episode}` }, `episode ${row.episode}`)), h("td", {}, row.step), h("td", {}, whole(row.tokens)), h("td", {}, h("a", { href: `${toRun(run)}/episode/${row.episode}/token/${row.token}?colour=log_s` }, `token ${row.token}`)), h("td", {}, row.lag), h("td", {}, amount(row.log_d)), h("td", {}, amount(row.log_s))));
+  const token = (row) => `${toRun(run)}/episode/${row.episode}/token/${row.token}?colour=${Math.abs(row.log_d) > Math.abs(row.log_s) ? "log_d" : "log_s"}&step=${row.step}`;
+  const rows = picked.rows.map((row) => h("tr", {}, h("td", {}, h("a", { href: `${toRun(run)}/episode/${row.episode}` }, `episode ${row.episode}`)), h("td", {}, row.step), h("td", {}, whole(row.tokens)), h("td", {}, h("a", { href: token(row) }, `token ${row.token}`)), h("td", {}, row.lag), h("td", {}, amount(row.log_d)), h("td", {}, amount(row.log_s))));
   const rest = picked.episodes > picked.rows.length ? ` The ${whole(picked.rows.length)} with most of them are listed.` : "";
   return [h("h2", {}, "Selected tokens"), h("p", {}, h("b", {}, `${whole(picked.tokens)} of ${whole(picked.of)} tokens`), share, picked.tokens ? `, in ${whole(picked.episodes)} episodes. ${lags}. ${outcomes}.${rest}` : "."),
     rows.length ? h("div", { class: "scroll low" }, h("table", { class: "results" }, h("thead", {}, h("tr", {}, ["episode", "step", "selected", "its farthest token", "lag", "log D", "log S"].map((name) => h("th", { scope: "col" }, name)))), h("tbody", {}, rows))) : null];
@@ -134,7 +135,7 @@ export function factors(content, { run }, query) {
 
   async function begin() {
     try {
-      parquetProblem = (await ask("run", { run })).parquet_problem;
+      parquetProblem = alternative.parquetProblem = (await ask("run", { run })).parquet_problem;
     } catch (error) {
       if (!over) failed(content, error);
       return;
