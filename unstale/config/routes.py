@@ -351,6 +351,8 @@ def live_versions(run: "RunConfig") -> int:
 Spec = TypeVar("Spec", bound=type[OldLogpsConfig])
 
 _registered: dict[str, type[OldLogpsConfig]] = {}
+_exact: dict[type[OldLogpsConfig], bool] = {}
+"""Whether the routes that were asked for are exact with all settings of their options."""
 
 
 def register_route(spec: Spec) -> Spec:
@@ -387,6 +389,10 @@ def routes() -> dict[str, type[OldLogpsConfig]]:
 
 def exact_routes() -> list[str]:
     """Return the names of the routes that are exact with all settings of their options."""
-    return [
-        name for name, spec in routes().items() if spec().exact and not hasattr(spec, "fallback")
-    ]
+    return [name for name, spec in routes().items() if _is_exact(spec)]
+
+
+def _is_exact(spec: type[OldLogpsConfig]) -> bool:
+    if spec not in _exact:
+        _exact[spec] = spec().exact and not hasattr(spec, "fallback")
+    return _exact[spec]

@@ -47,6 +47,7 @@ from unstale.records import (
     TurnLimit,
     link_routes,
 )
+from unstale.token_values import TokenValues
 
 GroupEnd = Literal["open", "finished", "consumed", "failed"]
 
@@ -436,21 +437,40 @@ class JournalReader:
         A step is here as soon as it is committed, before its checkpoint. Raises `JournalError` if a
         row is damaged.
         """
+        found: list[TrainedTokens] = []
+        for row in self._token_rows(group, step):
+            with self.wrap_errors(_row_of_tokens(row)):
+                found += self._trained(row, episode)
+        return found
+
+    def token_values(self, group: int, step: int) -> list[TokenValues]:
+        """Return the values of the trained tokens of a group in a step, one element per episode.
+
+        They are as in `trained_tokens`, but without what is computed from the pieces: `logp`,
+        `old_logp` and `behavior_logp`. This takes a third of the time, and does not compare the
+        number of the tokens with the pieces. Raises `JournalError` if the row is damaged.
+        """
+        found: list[TokenValues] = []
+        for row in self._token_rows(group, step):
+            with self.wrap_errors(_row_of_tokens(row)):
+                found += _unpack_row(row)
+        return found
+
+    def _token_rows(self, group: int, step: int | None) -> Iterator[tuple[Any, ...]]:
+        """Yield the rows of a group's trained tokens, in the order of the steps."""
         if "trained_tokens" not in self._tables:
-            return []
+            return
         where = "" if step is None else f"AND step = {int(step)}"
         rows = self.rows(
             f"SELECT {', '.join(COLUMNS['trained_tokens'])}, seal FROM trained_tokens "
             f"WHERE number = ? {where} ORDER BY step",
             group,
         )
-        found: list[TrainedTokens] = []
         for row in rows:
-            with self.wrap_errors(f"the trained tokens of group {group} in step {row[1]}"):
+            with self.wrap_errors(_row_of_tokens(row)):
                 if seal("trained_tokens", *row[:-1]) != row[-1]:
                     raise ValueError("they changed after they were written")
-                found += self._trained(row, episode)
-        return found
+            yield row
 
     def _trained(self, row: Sequence[Any], episode: int | None) -> list[TrainedTokens]:
         """Return the episodes of a row of `trained_tokens`, or one. Raises ValueError if it is
@@ -458,12 +478,9 @@ class JournalReader:
         """
         import numpy as np
 
-        number, step, version, route, num_tokens, packed, *_ = row
+        number, step, version, *_ = row
         found = []
-        every = unpack_tokens(packed, group=number, route=route)
-        if sum(len(each.flags) for each in every) != num_tokens:
-            raise ValueError(f"they are not {num_tokens} tokens")
-        for values in every:
+        for values in _unpack_row(row):
             if episode not in (None, values.episode):
                 continue
             rows = self.rows("SELECT number FROM episodes WHERE episode = ?", values.episode)
@@ -615,6 +632,20 @@ class JournalReader:
         ) as error:
             cause = f"{subject}: {error}" if subject else error
             raise journal_error(self.path, cause) from error
+
+
+def _row_of_tokens(row: Sequence[Any]) -> str:
+    """Return the name of a row of `trained_tokens`, for errors."""
+    return f"the trained tokens of group {row[0]} in step {row[1]}"
+
+
+def _unpack_row(row: Sequence[Any]) -> list[TokenValues]:
+    """Return the episodes of a row of `trained_tokens`. Raises ValueError if it is wrong."""
+    number, _, _, route, num_tokens, packed, *_ = row
+    found = unpack_tokens(packed, group=number, route=route)
+    if sum(len(each.flags) for each in found) != num_tokens:
+        raise ValueError(f"they are not {num_tokens} tokens")
+    return found
 
 
 def require_tables(path: Path, connection: sqlite3.Connection, journal_format: int) -> None:

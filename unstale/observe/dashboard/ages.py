@@ -23,26 +23,28 @@ def count_ages(pieces: Sequence[Run], version: int) -> Counter[tuple[int, int]]:
     [((5, 1), 2), ((6, 1), 2), ((7, 0), 1), ((7, 1), 1), ((8, 0), 2), ((9, 0), 2)]
     """
     total = sum(count for count, _ in pieces)
+    # the tokens of a tenth are those from ceil(tenth * total / 10) on
+    edges = [-(-tenth * total // TENTHS) for tenth in range(TENTHS + 1)]
     found: Counter[tuple[int, int]] = Counter()
-    start = 0
+    start = tenth = 0
     for count, own in pieces:
         end = start + count
-        for tenth in range(TENTHS) if own is not None else ():
-            # the tokens of a tenth are those from ceil(tenth * total / 10) on
-            low = max(start, -(-tenth * total // TENTHS))
-            high = min(end, -(-(tenth + 1) * total // TENTHS))
-            if high > low and own is not None:
-                found[tenth, version - own] += high - low
-        start = end
+        while start < end:
+            while edges[tenth + 1] <= start:
+                tenth += 1
+            stop = min(end, edges[tenth + 1])
+            if own is not None:
+                found[tenth, version - own] += stop - start
+            start = stop
     return found
 
 
-def add_ages(writer: sqlite3.Connection, pieces: Sequence[Run], version: int) -> None:
-    """Add the tokens of an episode that was trained on from a version."""
+def add_ages(writer: sqlite3.Connection, ages: Counter[tuple[int, int]]) -> None:
+    """Add numbers of tokens by tenth and lag."""
     writer.executemany(
         "INSERT INTO ages VALUES (?, ?, ?) "
         "ON CONFLICT (tenth, lag) DO UPDATE SET tokens = tokens + excluded.tokens",
-        [(tenth, lag, tokens) for (tenth, lag), tokens in count_ages(pieces, version).items()],
+        [(tenth, lag, tokens) for (tenth, lag), tokens in ages.items()],
     )
 
 
@@ -50,8 +52,10 @@ def add_ages_of(
     journal: JournalReader, writer: sqlite3.Connection, episodes: Iterable[int], version: int
 ) -> None:
     """Add the tokens of several episodes, which are read from the journal."""
+    found: Counter[tuple[int, int]] = Counter()
     for episode in episodes:
         pieces = journal.rows(
             "SELECT num_tokens, version FROM pieces WHERE episode = ? ORDER BY position", episode
         )
-        add_ages(writer, pieces, version)
+        found.update(count_ages(pieces, version))
+    add_ages(writer, found)

@@ -5,6 +5,7 @@ tables and plots need. It can be deleted at any time, because it is filled again
 """
 
 import sqlite3
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
@@ -108,6 +109,8 @@ class Database:
         self.path = path
         self._writer: sqlite3.Connection | None = None
         """The connection that writes. None if there is none at present."""
+        self._reading = threading.local()
+        """Has the connection `reader` of the thread that is reading, if it is."""
         self._open().executescript(f"PRAGMA journal_mode=WAL;{FILES};{EPISODES};")
         self._unsorted = list(SORTED)
 
@@ -132,11 +135,22 @@ class Database:
 
     @contextmanager
     def read(self) -> Iterator[sqlite3.Connection]:
-        """Open the database for reading, as it is at one moment."""
+        """Open the database for reading, as it is at one moment.
+
+        Reads of a thread inside of another one have the same connection and the same moment.
+        """
+        reader: sqlite3.Connection | None = getattr(self._reading, "reader", None)
+        if reader is not None:
+            yield reader
+            return
         with closing(sqlite3.connect(self.path, isolation_level=None)) as reader:
             reader.execute("PRAGMA query_only=ON")
             reader.execute("BEGIN")
-            yield reader
+            self._reading.reader = reader
+            try:
+                yield reader
+            finally:
+                self._reading.reader = None
 
     def rows(self, statement: str, parameters: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
         """Return the result of one statement."""

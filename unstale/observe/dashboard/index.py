@@ -4,7 +4,8 @@ import json
 import os
 import sqlite3
 import struct
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,7 +13,7 @@ from unstale.durability.journal import JOURNAL, Journal, JournalError, JournalRe
 from unstale.durability.journal.conversations import Decode, load_decoder
 from unstale.durability.journal.tables import grade
 from unstale.durability.run_folder import EVENTS, METRICS, Row, dumps
-from unstale.observe.dashboard.ages import add_ages, add_ages_of
+from unstale.observe.dashboard.ages import add_ages, add_ages_of, count_ages
 from unstale.observe.dashboard.database import Database
 from unstale.observe.dashboard.folders import is_own_file
 from unstale.observe.dashboard.tail import Tail
@@ -255,24 +256,16 @@ class RunIndex:
     ) -> tuple[int, bool]:
         """Copy episodes that have ended. Return their number, and True if none are left."""
         copied = tokens = 0
-        for start in range(0, len(open_), CHUNK_EPISODES):
-            part = open_[start : start + CHUNK_EPISODES]
-            marks = ", ".join("?" * len(part))
-            ends = journal.rows(
-                f"""SELECT e.episode, t.stop, t.rewards, t.facts, f.stage, f.error, r.reason,
-                    c.step, number, c.version FROM episodes e
-                LEFT JOIN trajectories t USING (episode) LEFT JOIN failures f USING (episode)
-                LEFT JOIN restarts r USING (episode) LEFT JOIN consumed c USING (number)
-                WHERE e.episode IN ({marks}) AND
-                    coalesce(t.episode, f.episode, r.episode) IS NOT NULL ORDER BY e.episode""",
-                *part,
-            )
-            for end in ends:
-                tokens += self._copy_end(journal, writer, end)
-                copied += 1
-                if tokens >= CHUNK_TOKENS or copied >= CHUNK_EPISODES:
-                    return copied, False
-        return copied, True
+        is_last = True
+        ages: Counter[tuple[int, int]] = Counter()
+        for end in _ends(journal, open_):
+            tokens += self._copy_end(journal, writer, end, ages)
+            copied += 1
+            if tokens >= CHUNK_TOKENS or copied >= CHUNK_EPISODES:
+                is_last = False
+                break
+        add_ages(writer, ages)
+        return copied, is_last
 
     def _training(self, journal: JournalReader, end: Sequence[Any], oldest: int | None) -> Row:
         """Return the columns of an episode that was trained on. Its siblings' are kept for them."""
@@ -283,9 +276,16 @@ class RunIndex:
         return {"lag_max": lag, **self._siblings[1].get(episode, {})}
 
     def _copy_end(
-        self, journal: JournalReader, writer: sqlite3.Connection, end: Sequence[Any]
+        self,
+        journal: JournalReader,
+        writer: sqlite3.Connection,
+        end: Sequence[Any],
+        ages: Counter[tuple[int, int]],
     ) -> int:
-        """Copy one episode that has ended. Return its number of tokens."""
+        """Copy one episode that has ended, and count its trained tokens in `ages`.
+
+        Return its number of tokens.
+        """
         episode = end[0]
         try:
             with journal.wrap_errors(f"episode {episode}"):
@@ -297,7 +297,7 @@ class RunIndex:
                 values = _measure(pieces) | _outcome(writer, end)
                 if values.get("step") is not None:
                     values |= self._training(journal, end, values["version_min"])
-                    add_ages(writer, [piece[2:4] for piece in pieces], end[-1])
+                    ages.update(count_ages([piece[2:4] for piece in pieces], end[-1]))
                 text = _text(pieces, self._decode) if self._decode else ""
         except JournalError as error:
             values, text = {"outcome": "damaged", "note": str(error)[:2000]}, ""
@@ -308,6 +308,22 @@ class RunIndex:
         if text:
             writer.execute("INSERT INTO words (rowid, text) VALUES (?, ?)", (episode, text))
         return int(values.get("tokens", 0))
+
+
+def _ends(journal: JournalReader, open_: Sequence[int]) -> Iterator[tuple[Any, ...]]:
+    """Yield how those of some episodes ended that have ended, in their order."""
+    for start in range(0, len(open_), CHUNK_EPISODES):
+        part = open_[start : start + CHUNK_EPISODES]
+        marks = ", ".join("?" * len(part))
+        yield from journal.rows(
+            f"""SELECT e.episode, t.stop, t.rewards, t.facts, f.stage, f.error, r.reason,
+                c.step, number, c.version FROM episodes e
+            LEFT JOIN trajectories t USING (episode) LEFT JOIN failures f USING (episode)
+            LEFT JOIN restarts r USING (episode) LEFT JOIN consumed c USING (number)
+            WHERE e.episode IN ({marks}) AND
+                coalesce(t.episode, f.episode, r.episode) IS NOT NULL ORDER BY e.episode""",
+            *part,
+        )
 
 
 def _add_episode(writer: sqlite3.Connection, *row: Any) -> None:

@@ -238,22 +238,23 @@ class _Api:
     def run(self, request: Request) -> Any:
         name = _text(request, "run")
         index = self._indexer.get(name)
-        found = summary.overview(name, index)
-        return found | {
-            "columns": table.columns(),
-            "figure_names": table.figure_names(index.database),
-            "parquet_problem": export.parquet_problem(),
-        }
+        with index.database.read():
+            return summary.overview(name, index) | {
+                "columns": table.columns(),
+                "figure_names": table.figure_names(index.database),
+                "parquet_problem": export.parquet_problem(),
+            }
 
     def series(self, request: Request) -> Any:
         index = self._indexer.get(_text(request, "run"), journal=False)
         names = [name for name in request.query_params.getlist("name") if name]
         axis, points = _text(request, "x", "step"), _int(request, "points", 500)
         steps = _ints(request, "at")
-        return {
-            "series": summary.series(index.database, names, points, axis=axis),
-            "at": axes.positions(index.database, axis, steps),
-        }
+        with index.database.read():
+            return {
+                "series": summary.series(index.database, names, points, axis=axis),
+                "at": axes.positions(index.database, axis, steps),
+            }
 
     def lags(self, request: Request) -> Any:
         index = self._indexer.get(_text(request, "run"), journal=False)
@@ -262,14 +263,17 @@ class _Api:
     def spans(self, request: Request) -> Any:
         index = self._indexer.get(_text(request, "run"), journal=False)
         start, end = _float(request, "start", 0.0), _float(request, "end", 1e18)
-        return timeline.spans(index.database, start, end, _int(request, "limit", 3000))
+        with index.database.read():
+            return timeline.spans(index.database, start, end, _int(request, "limit", 3000))
 
     def log(self, request: Request) -> Any:
         index = self._indexer.get(_text(request, "run"), journal=False)
         return {"events": summary.log(index.database, _int(request, "after", 0))}
 
     def details(self, request: Request) -> Any:
-        return details.details(self._indexer.get(_text(request, "run")).database)
+        database = self._indexer.get(_text(request, "run")).database
+        with database.read():
+            return details.details(database)
 
     def audit(self, request: Request) -> Any:
         index = self._indexer.get(_text(request, "run"), journal=False)
@@ -379,7 +383,10 @@ class _Api:
             index = self._indexer.get(name)
         except UnknownRun as error:
             return json.dumps({"error": str(error)})
-        return json.dumps({"state": summary.state_of(index)["state"], **summary.progress(index)})
+        with index.database.read():
+            return json.dumps(
+                {"state": summary.state_of(index)["state"], **summary.progress(index)}
+            )
 
 
 def _choice(request: Request) -> TokenChoice:

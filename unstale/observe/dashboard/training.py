@@ -6,9 +6,8 @@ from typing import Any
 import numpy as np
 
 from unstale.durability.journal import JournalReader
-from unstale.durability.journal.token_rows import TrainedTokens
 from unstale.durability.run_folder import Row
-from unstale.token_values import TokenFlag
+from unstale.token_values import TokenFlag, TokenValues
 
 DROPPED = TokenFlag.VETOED | TokenFlag.MASKED | TokenFlag.DROPPED
 CLIPPED = TokenFlag.CLIPPED_LOW | TokenFlag.CLIPPED_HIGH | TokenFlag.CAPPED
@@ -17,7 +16,7 @@ ARRAYS = ("old_logp", "logp", "log_d", "log_s", "weight", "advantage", "entropy"
 """Values of a token that an answer has."""
 
 
-def measure(values: TrainedTokens) -> Row:
+def measure(values: TokenValues) -> Row:
     """Return the columns of the table that the values of an episode give.
 
     An episode that was not run has an advantage and no other value.
@@ -36,7 +35,7 @@ def measure(values: TrainedTokens) -> Row:
 
 def measure_group(journal: JournalReader, group: int, step: int) -> dict[int, Row]:
     """Return `measure` of each episode of a group in a step. Raises `JournalError`."""
-    return {each.episode: measure(each) for each in journal.trained_tokens(group, step)}
+    return {each.episode: measure(each) for each in journal.token_values(group, step)}
 
 
 def of_episode(journal: JournalReader, group: int, episode: int, step: int | None) -> Row:
