@@ -27,6 +27,7 @@ from unstale.durability.journal.conversations import load_decoder
 from unstale.durability.run_folder import EVENTS, METRICS
 from unstale.observe.dashboard import charts, summary, table, tokens
 from unstale.observe.dashboard import index as index_module
+from unstale.observe.dashboard import table as table_module
 from unstale.observe.dashboard.database import COLUMNS, Database
 from unstale.observe.dashboard.folders import RunFolders, UnknownRun
 from unstale.observe.dashboard.index import RunIndex
@@ -372,19 +373,30 @@ def test_small_parts_give_the_same_index(
     small.close()
 
 
-def test_a_run_is_read_without_a_pause_and_then_sorted(
+def test_a_run_is_read_without_a_pause_and_sorted_on_demand(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An update returns False only when nothing is left, because the next one is a second later.
-    Afterwards each column has its index, from which the pages are read."""
+    A column by which many episodes were sorted has its index after the next update."""
     monkeypatch.setattr(index_module, "CHUNK_EPISODES", 3)
     index = RunIndex(run, tmp_path / "index.sqlite")
+
+    def indexed() -> set[str]:
+        found = index.database.rows("SELECT name FROM sqlite_master WHERE type = 'index'")
+        return {name for (name,) in found} & {f"episodes_by_{each.name}" for each in COLUMNS}
+
     while index.update_journal():
         pass
     assert index.is_complete and index.num_ended == 4 * STEPS
-    found = index.database.rows("SELECT name FROM sqlite_master WHERE type = 'index'")
-    names = {name for (name,) in found}
-    assert {f"episodes_by_{each.name}" for each in COLUMNS[1:]} <= names
+    first = page(index.database, Question(sort="reward"))
+    page(index.database, Question(sort="fact:calls"))
+    assert not index.update_journal() and indexed() == {"episodes_by_group_number"}
+    monkeypatch.setattr(table_module, "SORTED_QUICKLY", 20)
+    page(index.database, Question(sort="stop", filter="episode<=20"))
+    assert page(index.database, Question(sort="reward")) == first
+    assert index.update_journal() and not index.update_journal()
+    assert indexed() == {"episodes_by_group_number", "episodes_by_reward"}
+    assert page(index.database, Question(sort="reward")) == first
     (run / JOURNAL).touch()
     assert not index.update_journal()
     index.close()
@@ -578,7 +590,9 @@ def test_a_page_of_100_000_episodes_is_read_without_sorting(tmp_path: Path) -> N
     database = Database(tmp_path / "index.sqlite")
     count = 100_000
     synthetic(database, count, random.Random(1))
-    while database.sort_next():
+    for column in COLUMNS:
+        page(database, Question(sort=column.name))
+    while database.make_index():
         pass
     for name in (*(column.name for column in COLUMNS), "fact:calls"):
         for order in ("", "-"):

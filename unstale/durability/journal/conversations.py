@@ -1,5 +1,6 @@
 """Conversations in readable form from a journal, for reports and exports."""
 
+import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -46,7 +47,7 @@ def trained_episodes(journal: JournalReader) -> Iterator[dict[str, Any]]:
     """
     for episode, step, env, split, index, stop, rewards, facts, versions in journal.rows(TRAINED):
         with journal.wrap_errors(f"episode {episode}"):
-            success, reward = grade(rewards, facts)
+            success, reward = grade(json.loads(rewards), json.loads(facts))
         yield {
             "step": step,
             "episode": episode,

@@ -4,6 +4,7 @@ Lengths are computed from the sizes of pieces (runs of tokens). No token is read
 episodes take seconds.
 """
 
+import json
 import math
 from bisect import bisect_right
 from collections import Counter, defaultdict
@@ -88,7 +89,9 @@ def survivors(journal: JournalReader) -> Row:
     attempts: defaultdict[tuple[str, str], list[_Attempt]] = defaultdict(list)
     with journal.wrap_errors("rewards or facts of a trajectory"):
         for env, split, fate, tokens, turns, rewards, facts in journal.rows(ATTEMPTS_WITH_TOKENS):
-            success, reward = grade(rewards, facts) if rewards and facts else (None, None)
+            success, reward = (
+                grade(json.loads(rewards), json.loads(facts)) if rewards and facts else (None, None)
+            )
             attempts[env, split].append(_Attempt(fate, tokens, turns, success, reward))
     return {
         "places": [

@@ -236,10 +236,10 @@ def to_utf8(text: str) -> str:
     return text.encode(errors="replace").decode()
 
 
-def grade(rewards: str, facts: str) -> tuple[bool, float]:
-    """Return success and total reward of a row of `trajectories`, as `Trajectory` computes them."""
-    reward = float(sum(json.loads(rewards).values()))
-    return json.loads(facts).get("success", reward) >= 1, reward
+def grade(rewards: Mapping[str, float], facts: Mapping[str, float]) -> tuple[bool, float]:
+    """Return success and total reward of an episode, as `Trajectory` computes them."""
+    reward = float(sum(rewards.values()))
+    return facts.get("success", reward) >= 1, reward
 
 
 def _dump_numbers(values: Mapping[str, float]) -> str:

@@ -50,8 +50,9 @@ COLUMNS = (
     Column("behavior_logp_mean", "number", "mean behavior_logp of the sampled tokens", "nats"),
     Column("behavior_logp_min", "number", "smallest behavior_logp of a sampled token", "nats"),
 )
-"""Columns of the table of episodes. Each has an index, so that a page is read without sorting. The
-indexes are made once the run has been read, because keeping them slows the reading down.
+"""Columns of the table of episodes. A column by which many episodes are sorted gets an index, so
+that the next page is read without sorting. Others have none: to keep 21 indexes takes as long as to
+read the episodes of a live run.
 """
 
 COLUMN = {column.name: column for column in COLUMNS}
@@ -83,7 +84,7 @@ CREATE INDEX events_by_kind ON events (kind, id)"""
 _EPISODE_COLUMNS = ", ".join(_declare(column) for column in COLUMNS)
 
 SORTED = tuple(column.name for column in COLUMNS if column.name not in ("episode", "group_number"))
-"""Columns whose index is made when a run has been read."""
+"""Columns whose index is made when it is wanted. The other two have theirs from the beginning."""
 
 EPISODES = f"""
 CREATE TABLE episodes ({_EPISODE_COLUMNS}, seed INTEGER NOT NULL, is_branch INTEGER NOT NULL,
@@ -112,7 +113,9 @@ class Database:
         self._reading = threading.local()
         """Has the connection `reader` of the thread that is reading, if it is."""
         self._open().executescript(f"PRAGMA journal_mode=WAL;{FILES};{EPISODES};")
-        self._unsorted = list(SORTED)
+        self._made: set[str] = set()
+        self._wanted: set[str] = set()
+        """Columns that have an index, and those that should get one."""
 
     def _open(self) -> sqlite3.Connection:
         if self._writer is None:
@@ -157,15 +160,22 @@ class Database:
         with self.read() as reader:
             return reader.execute(statement, parameters).fetchall()
 
-    def sort_next(self) -> bool:
-        """Make the index of one more column. Return False if all columns have theirs."""
-        if not self._unsorted:
-            return False
-        name = self._unsorted[-1]
-        with self.write() as writer:
-            writer.execute(f"CREATE INDEX episodes_by_{name} ON episodes ({name}, episode)")
-        self._unsorted.pop()
-        return True
+    def want_index(self, column: str) -> None:
+        """Ask for the index of a column. `make_index` makes it."""
+        if column in SORTED and column not in self._made:
+            self._wanted.add(column)
+
+    def make_index(self) -> bool:
+        """Make one index that is wanted. Return False if there is none to make."""
+        for name in sorted(self._wanted):
+            self._wanted.discard(name)
+            with self.write() as writer:
+                writer.execute(
+                    f"CREATE INDEX IF NOT EXISTS episodes_by_{name} ON episodes ({name}, episode)"
+                )
+            self._made.add(name)
+            return True
+        return False
 
     def clear_episodes(self) -> None:
         """Remove all that came from the journal."""
@@ -174,7 +184,8 @@ class Database:
                 writer.execute(f"DROP TABLE {name}")
             for statement in EPISODES.split(";"):
                 writer.execute(statement)
-        self._unsorted = list(SORTED)
+        self._wanted |= self._made
+        self._made = set()
 
     def clear_metrics(self) -> None:
         """Remove all that came from `metrics.jsonl`."""

@@ -3,11 +3,14 @@
 import json
 import os
 import sqlite3
-import struct
+from array import array
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from unstale.durability.journal import JOURNAL, Journal, JournalError, JournalReader
 from unstale.durability.journal.conversations import Decode, load_decoder
@@ -180,7 +183,7 @@ class RunIndex:
         """
         state = _state(self.folder)
         if self.is_complete and state == self._state:
-            return self.database.sort_next()
+            return self.database.make_index()
         before, had_backlog = self.changes, self._has_backlog
         try:
             self.problem = unreadable(self.folder)
@@ -198,7 +201,7 @@ class RunIndex:
             self._state = state
         if self.changes != before or had_backlog:
             return True
-        return self.is_complete and self.database.sort_next()
+        return self.is_complete and self.database.make_index()
 
     def _restart(self, inode: int) -> None:
         self.database.clear_episodes()
@@ -452,10 +455,9 @@ def _measure(pieces: Sequence[Piece]) -> Row:
     """Return the columns of an episode that its pieces give."""
     versions: set[int] = set()
     turns = tokens = sampled = 0
-    total = 0.0
-    lowest: float | None = None
+    logps: list[bytes] = []
     in_reply = False
-    for _, _, count, version, _, logps in pieces:
+    for _, _, count, version, _, packed in pieces:
         tokens += count
         if not count:
             continue
@@ -466,9 +468,8 @@ def _measure(pieces: Sequence[Piece]) -> Row:
         in_reply = True
         sampled += count
         versions.add(version)
-        values = struct.unpack(f"<{len(logps or b'') // 4}f", (logps or b"")[: 4 * count])
-        total += sum(values)
-        lowest = min(values) if lowest is None else min(lowest, *values)
+        logps.append((packed or b"")[: 4 * count])
+    values = np.frombuffer(b"".join(logps), "<f4")
     return {
         "tokens": tokens,
         "sampled_tokens": sampled,
@@ -476,8 +477,8 @@ def _measure(pieces: Sequence[Piece]) -> Row:
         "versions": len(versions),
         "version_min": min(versions, default=None),
         "version_max": max(versions, default=None),
-        "behavior_logp_mean": total / sampled if sampled else None,
-        "behavior_logp_min": lowest,
+        "behavior_logp_mean": float(values.sum(dtype=np.float64)) / sampled if sampled else None,
+        "behavior_logp_min": float(values.min()) if len(values) else None,
     }
 
 
@@ -491,9 +492,9 @@ def _outcome(writer: sqlite3.Connection, end: Sequence[Any]) -> Row:
             "stop": f"failed in {stage}"[:200] if failed else "restarted",
             "note": str(error if failed else reason)[:2000],
         }
+    rewards, facts = json.loads(rewards), json.loads(facts)
     success, reward = grade(rewards, facts)
-    _add_figures(writer, episode, "reward", json.loads(rewards))
-    _add_figures(writer, episode, "fact", json.loads(facts))
+    _add_figures(writer, episode, {"reward": rewards, "fact": facts})
     return {
         "outcome": "waiting" if step is None else "trained",
         "stop": str(stop)[:200],
@@ -503,10 +504,11 @@ def _outcome(writer: sqlite3.Connection, end: Sequence[Any]) -> Row:
     }
 
 
-def _add_figures(writer: sqlite3.Connection, episode: int, prefix: str, values: Row) -> None:
+def _add_figures(writer: sqlite3.Connection, episode: int, figures: Mapping[str, Row]) -> None:
     rows = [
         (episode, f"{prefix}:{name}"[:200], value)
-        for name, item in list(values.items())[:MAX_FIGURES]
+        for prefix, values in figures.items()
+        for name, item in islice(values.items(), MAX_FIGURES)
         if (value := number(item)) is not None
     ]
     writer.executemany("INSERT OR REPLACE INTO figures VALUES (?, ?, ?)", rows)
@@ -516,6 +518,7 @@ def _text(pieces: Sequence[Piece], decode: Callable[[Sequence[int]], str]) -> st
     """Return an episode as text, for the full-text index."""
     tokens: list[int] = []
     for _, _, count, _, packed, _ in pieces:
-        width = "H" if len(packed) == 2 * count else "I"
-        tokens += struct.unpack(f"<{count}{width}", packed)
+        if len(packed) not in (2 * count, 4 * count):
+            raise ValueError(f"{len(packed)} bytes cannot be {count} tokens")
+        tokens += array("H" if len(packed) == 2 * count else "I", packed)
     return decode(tokens)

@@ -12,6 +12,9 @@ from unstale.observe.dashboard.database import COLUMN, COLUMNS, Column, Database
 MAX_PAGE = 200
 MAX_CONDITIONS = 20
 
+SORTED_QUICKLY = 5000
+"""Episodes that are sorted without an index of their column. It takes a few milliseconds."""
+
 OPERATORS = {"=": "=", "!=": "!=", "<": "<", "<=": "<=", ">": ">", ">=": ">=", "~": "LIKE"}
 """Operators of a filter, and their SQL. `~` means that a text contains another."""
 
@@ -177,7 +180,10 @@ def statements(question: Question) -> tuple[Condition, list[Condition]]:
 
 
 def page(database: Database, question: Question) -> Row:
-    """Return a page of the table: `total` episodes that match, and the `rows` of the page."""
+    """Return a page of the table: `total` episodes that match, and the `rows` of the page.
+
+    If there are many, an index of the column is asked for, with which the next page is quicker.
+    """
     count, (present, absent) = statements(question)
     first, limit = question.page * question.size, question.size
     with database.read() as reader:
@@ -194,6 +200,8 @@ def page(database: Database, question: Question) -> Row:
         names = [column.name for column in COLUMNS]
         found = [as_row(row, names) for row in rows]
         _add_figures(reader, found)
+    if total > SORTED_QUICKLY:
+        database.want_index(question.column)
     return {"total": total, "page": question.page, "size": question.size, "rows": found}
 
 

@@ -27,6 +27,37 @@ export async function ask(name, params = {}) {
   return answer;
 }
 
+// Metrics that an answer may have, as in summary.py.
+const MOST = 24;
+let waiting = new Map();
+
+// Ask for the series of some metrics of a run. What the plots of a page ask for at one moment is
+// asked together, because each request takes time of the server.
+export function askSeries(run, names, { points, x }) {
+  if (!waiting.size) queueMicrotask(send);
+  const key = JSON.stringify({ run, points, x });
+  if (!waiting.has(key)) waiting.set(key, []);
+  return new Promise((resolve, reject) => waiting.get(key).push({ names, resolve, reject }));
+}
+
+function send() {
+  const asked = waiting;
+  waiting = new Map();
+  for (const [key, questions] of asked) {
+    const parts = [];
+    for (const question of questions) {
+      const part = parts.at(-1);
+      if (part && part.names.length + question.names.length <= MOST) {
+        part.names.push(...question.names);
+        part.questions.push(question);
+      } else parts.push({ names: [...question.names], questions: [question] });
+    }
+    for (const { names, questions } of parts) {
+      ask("series", { ...JSON.parse(key), name: names }).then((answer) => questions.forEach(({ resolve }) => resolve(answer)), (error) => questions.forEach(({ reject }) => reject(error)));
+    }
+  }
+}
+
 // Ask for something that the index may not have yet. `onWait` gets the reason, until `isOver()`.
 export async function askUntil(name, params, onWait, isOver) {
   for (;;) {

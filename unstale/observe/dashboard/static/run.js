@@ -1,6 +1,6 @@
 // One run: its outcome, key figures, health, plots and timeline, live.
 
-import { ask, follow } from "./api.js";
+import { ask, askSeries, follow } from "./api.js";
 import { Plot, smooth } from "./chart.js";
 import * as details from "./details.js";
 import { h, replace, scrolling, settled } from "./dom.js";
@@ -29,7 +29,7 @@ export class Card {
     this.stale = false;
     const metrics = this.chart.lines.map((line) => line.metric);
     try {
-      const answers = await Promise.all(this.names.map((run) => ask("series", { run, name: metrics, points: POINTS, x: this.axis })));
+      const answers = await Promise.all(this.names.map((run) => askSeries(run, metrics, { points: POINTS, x: this.axis })));
       this.plot.set(answers.flatMap(({ series }, number) => this.lines(series, number)));
     } catch (error) {
       this.stale = true;
