@@ -150,7 +150,7 @@ export class Alternative {
     const kinds = found.changes.map(([before, after, count]) => `${whole(count)} ${outcomeWord(before)} → ${outcomeWord(after)}`).join(", ");
     const rows = found.rows.map((row) => h("tr", {}, h("td", {}, h("a", { href: `${toRun(this.run)}/episode/${row.episode}/token/${row.token}?step=${row.step}` }, `episode ${row.episode}, token ${row.token}`)), h("td", {}, row.step), h("td", {}, row.lag), h("td", {}, amount(row.log_d)), h("td", {}, amount(row.log_s)), h("td", {}, `${outcomeWord(row.run)} → ${outcomeWord(row.other)}`)));
     const listed = found.rows.length < found.num_changes ? ` The ${whole(found.rows.length)} with the largest |log S| are listed.` : "";
-    const all = found.read < found.total ? "all tokens of the run that differ" : "these tokens";
+    const all = found.read < found.total ? "all tokens of the run that differ" : `all ${whole(found.num_changes)}`;
     const params = { run: this.run, ...this.getChoice(), ...this.changes, content: "changed" };
     return [h("p", {}, h("b", {}, `${whole(found.num_changes)} of ${whole(found.compared)} tokens differ`), `: ${kinds || NONE}.${listed}`),
       h("div", { class: "scroll low" }, h("table", { class: "results" }, h("thead", {}, h("tr", {}, ["token", "step", "lag", "log D", "log S", "outcome"].map((name) => h("th", { scope: "col" }, name)))), h("tbody", {}, rows))),
