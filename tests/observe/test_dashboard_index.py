@@ -26,6 +26,7 @@ from unstale.durability.journal import JOURNAL, Journal
 from unstale.durability.journal.conversations import load_decoder
 from unstale.durability.run_folder import EVENTS, METRICS
 from unstale.observe.dashboard import charts, summary, table, tokens
+from unstale.observe.dashboard import folders as folders_module
 from unstale.observe.dashboard import index as index_module
 from unstale.observe.dashboard import table as table_module
 from unstale.observe.dashboard.database import COLUMNS, Database
@@ -795,6 +796,22 @@ def test_only_run_folders_below_the_root_have_names(run: Path, tmp_path: Path) -
         RunFolders(tmp_path / "nowhere")
     with pytest.raises(ConfigError, match="it is a file"):
         RunFolders(run / METRICS)
+
+
+@pytest.mark.parametrize(("limit", "shown"), [("MAX_RUNS", 2), ("MAX_VISITED", 1)])
+def test_runs_beyond_the_limit_are_named_as_missing(
+    run: Path, limit: str, shown: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With two runs allowed the third is missing; of two folders, one is no run."""
+    shutil.copytree(run, run.parent / "second")
+    shutil.copytree(run, run.parent / "third")
+    (run.parent / "a").mkdir()
+    monkeypatch.setattr(folders_module, limit, 2)
+    folders = RunFolders(run.parent)
+    assert folders.names() == ["first", "second"][:shown]
+    assert f"only the first {shown} runs are shown" in folders.problem
+    monkeypatch.setattr(folders_module, limit, 4)
+    assert len(folders.names()) == 3 and folders.problem == ""
 
 
 def test_columns_are_described() -> None:

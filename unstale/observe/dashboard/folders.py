@@ -34,17 +34,30 @@ class RunFolders:
         root = root.resolve()
         self._only = root.name if _is_run(root) else ""
         self.root = root.parent if self._only else root
+        self.problem = ""
+        """Why the newest search did not find all runs, as a sentence. Empty if it did."""
 
     def names(self) -> list[str]:
-        """Return the names of all runs, at most `MAX_RUNS`, in alphabetical order."""
+        """Return the names of all runs in alphabetical order.
+
+        If there are more than `MAX_RUNS`, or more than `MAX_VISITED` folders, only the first ones
+        are found, and `problem` says so.
+        """
         if self._only:
             return [self._only]
-        found = []
+        found: list[str] = []
+        self.problem = ""
         for number, (name, path) in enumerate(_folders(self.root, "", MAX_DEPTH)):
-            if _is_run(path):
-                found.append(name)
-            if len(found) == MAX_RUNS or number == MAX_VISITED:
+            is_run = _is_run(path)
+            if number == MAX_VISITED or (is_run and len(found) == MAX_RUNS):
+                self.problem = (
+                    f"{self.root} has more than {MAX_RUNS:,} runs or {MAX_VISITED:,} folders: "
+                    f"only the first {len(found):,} runs are shown; "
+                    "start the dashboard on a folder in it"
+                )
                 break
+            if is_run:
+                found.append(name)
         return sorted(found)
 
     def path(self, name: str) -> Path:

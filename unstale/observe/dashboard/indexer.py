@@ -45,7 +45,7 @@ class Indexer:
     def __init__(self, folders: RunFolders, *, clock: Callable[[], float] = time.monotonic) -> None:
         self.folders = folders
         self.problem = ""
-        """Why a run that was found is not shown, as a sentence."""
+        """Why a run is not shown, as a sentence."""
         self._clock = clock
         self._indexes: dict[str, RunIndex] = {}
         self._asked: dict[str, float] = {}
@@ -105,8 +105,9 @@ class Indexer:
         """Give every run its turn. Return True if there is more to read."""
         now = self._clock()
         if now - self._searched >= SEARCH_S:
-            self._searched, problem = now, ""
-            for name in sorted({*self.folders.names(), *self.known()}):
+            self._searched, names = now, self.folders.names()
+            problem = self.folders.problem
+            for name in sorted({*names, *self.known()}):
                 try:
                     self.get(name, journal=False)
                 except UnknownRun:
