@@ -6,7 +6,7 @@ export GOMP_SPINCOUNT := 10000
 # Compile each module once, even where the environment says otherwise: tests start many processes.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup demo test test-engines test-adapters test-cluster test-dashboard pairs conversations check base-policy bench bench-agent bench-demo bench-desks bench-tau2 bench-tau2-policy bench-compare \
+.PHONY: setup demo test test-engines test-adapters test-cluster test-dashboard pairs ranks conversations check base-policy bench bench-agent bench-demo bench-desks bench-tau2 bench-tau2-policy bench-compare \
 	bench-audit bench-resume bench-endpoint bench-peers bench-generate bench-train bench-growth bench-windows bench-memory bench-schedule bench-async \
 	bench-async-learning bench-routes bench-event-loop bench-publish bench-simulate bench-dashboard bench-gpu gpu-check chaos chaos-cluster report fuzz sizes wheel docs
 
@@ -74,6 +74,10 @@ test-dashboard: setup
 # Train every named combination of techniques for three steps, with a kill and a resume (2 minutes).
 pairs: setup
 	$(BIN)/pytest -m "slow or not slow" tests/techniques/test_pairs.py
+
+# Test trainer ranks with all routes and variants (2 minutes).
+ranks: setup
+	$(BIN)/pytest -m "slow or not slow" tests/trainer/test_ranks.py
 
 # Check each chat template with 10,000 generated conversations instead of 150 (minutes).
 conversations: setup

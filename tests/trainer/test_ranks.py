@@ -7,7 +7,7 @@ contract. A number that is not finite on one rank is an error on all.
 
 import errno
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cache
@@ -95,8 +95,10 @@ VARIANTS_OF = {
     3: ("plain", "lora"),
 }
 """The variants that run on this number of ranks."""
-SHARDED_ROUTES = sorted(routes().keys() - {"old_logit_model"})
+ROUTES = sorted(routes().keys() - {"old_logit_model"})
 """Routes without a second model on ranks of its own. `tests/cluster` tests that one."""
+SECOND_OF_KIND = {"interp_prox_loglinear", "ppo_ewma_async", "rollout"}
+"""Routes that use the ranks like another one: `interp_prox_linear`, `ewma_prox`, or none."""
 EXACT_SETTINGS = (
     SNAPSHOT,
     OldLogpsConfig(route="snapshot_old", placement="own"),
@@ -241,8 +243,10 @@ def test_ranks_learn_what_one_process_learns(count: int, variant: str, folder: P
     assert one.metrics[-1]["trainer/microbatches"] > 3
 
 
-CONTEXT_VARIANTS = {2: ("own", "lora", "two steps a batch", "replay"), 4: ("plain",)}
+CONTEXT_VARIANTS = {2: ("own", "replay"), 4: ("plain",)}
 """The variants that run on this number of ranks, of which each two divide a pass."""
+SLOW_CONTEXT_VARIANTS = {2: ("lora", "two steps a batch")}
+"""More variants, which `make ranks` runs."""
 
 
 def learn_in_context_groups(
@@ -252,24 +256,31 @@ def learn_in_context_groups(
 
 
 @cache
-def context_outcomes(folder: Path, count: int) -> list[dict[str, Outcome]]:
-    return run_ranks(count, learn_in_context_groups, folder, CONTEXT_VARIANTS[count])
+def context_outcomes(
+    folder: Path, count: int, variants: tuple[str, ...]
+) -> list[dict[str, Outcome]]:
+    return run_ranks(count, learn_in_context_groups, folder, variants)
 
 
 @pytest.mark.parametrize(
-    ("count", "variant"),
-    [(count, name) for count, names in CONTEXT_VARIANTS.items() for name in names],
+    ("count", "variant", "variants"),
+    [
+        pytest.param(count, name, names, id=f"{count}-{name}", marks=marks)
+        for variants, marks in ((CONTEXT_VARIANTS, ()), (SLOW_CONTEXT_VARIANTS, pytest.mark.slow))
+        for count, names in variants.items()
+        for name in names
+    ],
 )
 def test_ranks_that_divide_each_pass_learn_what_one_process_learns(
-    count: int, variant: str, folder: Path
+    count: int, variant: str, variants: tuple[str, ...], folder: Path
 ) -> None:
     """4 ranks are two groups of two. Old log-probabilities stay exact, bit for bit.
 
-    The variant with two steps recomputes activations.
+    The variants "replay" and "two steps a batch" recompute activations.
     """
     (alone,) = outcomes(folder, 0)
     one = alone[variant]
-    for rank in context_outcomes(folder, count):
+    for rank in context_outcomes(folder, count, variants):
         other = rank[variant]
         error = max((one.weights[n] - t).abs().max().item() for n, t in other.weights.items())
         assert error <= 1e-6 and all(other.exact) and len(other.exact) == len(one.exact)
@@ -317,9 +328,12 @@ def test_a_loss_that_is_not_finite_on_one_rank_is_an_error_on_all(folder: Path) 
     assert "the loss of optimizer step 1 is" in messages[0]
 
 
-def check_routes(peers: Peers, folder: Path) -> None:
-    for route in SHARDED_ROUTES:
+def check_each(peers: Peers, folder: Path, names: Sequence[str]) -> None:
+    for route in names:
         check(peers, folder, OldLogpsConfig(route=route))
+
+
+def check_settings(peers: Peers, folder: Path) -> None:
     check(peers, folder, OldLogpsConfig(route="snapshot_old", placement="own"))
     check(peers, folder, OldLogpsConfig(route="snapshot_old", storage="full"), LORA)
     for config in EXACT_SETTINGS:
@@ -387,9 +401,23 @@ def pending(scored: ScoredTrajectory) -> list[PendingPiece]:
     ]
 
 
-def test_every_route_keeps_its_contract_on_two_ranks(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "names",
+    [
+        pytest.param([name for name in ROUTES if name not in SECOND_OF_KIND], id="one of a kind"),
+        pytest.param(sorted(SECOND_OF_KIND), id="others", marks=pytest.mark.slow),
+    ],
+)
+def test_every_route_keeps_its_contract_on_two_ranks(names: list[str], tmp_path: Path) -> None:
+    """`make ranks` tests the others, too."""
+    assert set(ROUTES) >= SECOND_OF_KIND
     tiny_policy().save(tmp_path)
-    run_ranks(2, check_routes, tmp_path)
+    run_ranks(2, check_each, tmp_path, names)
+
+
+def test_every_setting_of_a_route_keeps_its_contract_on_two_ranks(tmp_path: Path) -> None:
+    tiny_policy().save(tmp_path)
+    run_ranks(2, check_settings, tmp_path)
 
 
 def components(
