@@ -22,9 +22,11 @@ setup: .venv/.ready
 demo: setup
 	$(BIN)/unstale train retail
 
-# Three processes keep two cores busy: many tests wait for processes and clocks.
+# Four processes keep two cores busy: many tests wait for processes and clocks.
+# The first import of the largest packages writes their bytecode, which each process would write.
 test: setup
-	$(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -c "import torch._dynamo, transformers, unstale.trainer.local"
+	$(BIN)/pytest -n 4 --dist loadfile --no-loadscope-reorder
 
 # Test against a real vLLM server, in its own environment (minutes, 3 GB of disk).
 test-engines: .venv-engines/.ready
@@ -75,7 +77,7 @@ test-dashboard: setup
 pairs: setup
 	$(BIN)/pytest -m "slow or not slow" tests/techniques/test_pairs.py
 
-# Test trainer ranks with all routes and variants (2 minutes).
+# Test trainer ranks with all routes (2 minutes).
 ranks: setup
 	$(BIN)/pytest -m "slow or not slow" tests/trainer/test_ranks.py
 

@@ -243,10 +243,8 @@ def test_ranks_learn_what_one_process_learns(count: int, variant: str, folder: P
     assert one.metrics[-1]["trainer/microbatches"] > 3
 
 
-CONTEXT_VARIANTS = {2: ("own", "replay"), 4: ("plain",)}
+CONTEXT_VARIANTS = {2: ("own", "lora", "two steps a batch", "replay"), 4: ("plain",)}
 """The variants that run on this number of ranks, of which each two divide a pass."""
-SLOW_CONTEXT_VARIANTS = {2: ("lora", "two steps a batch")}
-"""More variants, which `make ranks` runs."""
 
 
 def learn_in_context_groups(
@@ -256,23 +254,16 @@ def learn_in_context_groups(
 
 
 @cache
-def context_outcomes(
-    folder: Path, count: int, variants: tuple[str, ...]
-) -> list[dict[str, Outcome]]:
-    return run_ranks(count, learn_in_context_groups, folder, variants)
+def context_outcomes(folder: Path, count: int) -> list[dict[str, Outcome]]:
+    return run_ranks(count, learn_in_context_groups, folder, CONTEXT_VARIANTS[count])
 
 
 @pytest.mark.parametrize(
-    ("count", "variant", "variants"),
-    [
-        pytest.param(count, name, names, id=f"{count}-{name}", marks=marks)
-        for variants, marks in ((CONTEXT_VARIANTS, ()), (SLOW_CONTEXT_VARIANTS, pytest.mark.slow))
-        for count, names in variants.items()
-        for name in names
-    ],
+    ("count", "variant"),
+    [(count, name) for count, names in CONTEXT_VARIANTS.items() for name in names],
 )
 def test_ranks_that_divide_each_pass_learn_what_one_process_learns(
-    count: int, variant: str, variants: tuple[str, ...], folder: Path
+    count: int, variant: str, folder: Path
 ) -> None:
     """4 ranks are two groups of two. Old log-probabilities stay exact, bit for bit.
 
@@ -280,7 +271,7 @@ def test_ranks_that_divide_each_pass_learn_what_one_process_learns(
     """
     (alone,) = outcomes(folder, 0)
     one = alone[variant]
-    for rank in context_outcomes(folder, count, variants):
+    for rank in context_outcomes(folder, count):
         other = rank[variant]
         error = max((one.weights[n] - t).abs().max().item() for n, t in other.weights.items())
         assert error <= 1e-6 and all(other.exact) and len(other.exact) == len(one.exact)
