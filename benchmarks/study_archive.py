@@ -1,4 +1,4 @@
-"""Keep the finished runs of a study in one small file, and lay them back to continue the study.
+"""Keep the finished runs of a study in one small file, and restore them to continue the study.
 
     python -m benchmarks.study_archive pack runs/levels benchmarks/results/levels.tar.xz
     python -m benchmarks.study_archive unpack benchmarks/results/levels.tar.xz runs/levels
@@ -6,7 +6,7 @@
 The archive has what the pages of a study read: plans, configurations, and those columns and events
 from which success is computed. `unstale compare` takes such runs for finished and starts the rest,
 so machines can take turns. Weights and journals are not kept: these runs can be compared, but not
-looked at. Packing a folder again, in which finished runs were added, keeps the earlier ones.
+looked at. An archive is only replaced by one that has its runs, too.
 """
 
 import argparse
@@ -23,23 +23,30 @@ from unstale.observe.report.compare import LAUNCHES, PLAN, SERIES, TOKENS, TRAIN
 
 COLUMNS = ("step", "time_s", "eval/success_rate", TOKENS, TRAINED, *SERIES)
 KINDS = ("stopped", "eval", "ewma_reset")
-LANES = ("wait", "eval")
-"""Activities from which the time of training is computed."""
 
 
 def pack(study: Path, archive: Path) -> int:
     """Write the finished runs of a study's folder into an archive. Return their number.
 
-    Equal folders give equal archives. Raises ConfigError if the folder has no finished run.
+    Equal folders give equal archives. Raises ConfigError if the folder has no finished run, or
+    lacks one that the archive has.
     """
     runs = [run.parent for run in sorted(study.glob(f"*/*/{CONFIG}"))]
     finished = [run for run in runs if ended(run)[0] == "finished"]
     if not finished:
         raise ConfigError(f"{study} has no finished runs")
-    with tarfile.open(archive, "w:xz", preset=9) as file:
+    names = {run.relative_to(study) for run in finished}
+    if archive.exists():
+        with tarfile.open(archive) as file:
+            lost = sorted(each for each in _runs_in(file) if each not in names)
+        if lost:
+            raise ConfigError(
+                f"{study} lacks {len(lost)} runs of {archive}, such as {lost[0]}: unpack it first"
+            )
+    new = archive.with_name(f".{archive.name}.new")
+    with tarfile.open(new, "w:xz", preset=9) as file:
         for path in [study / PLAN, *sorted(study.glob(f"*/{PLAN}"))]:
             _add(file, path.relative_to(study), path.read_text("utf-8"))
-        names = {run.relative_to(study) for run in finished}
         for path in sorted(study.glob(f"*/{LAUNCHES}")):
             setting = path.parent.relative_to(study)
             rows = [row for row in read_jsonl(path) if setting / str(row["run"]) in names]
@@ -49,11 +56,12 @@ def pack(study: Path, archive: Path) -> int:
             _add(file, folder / CONFIG, (run / CONFIG).read_text("utf-8"))
             _add(file, folder / METRICS, _lines(_columns(run)))
             _add(file, folder / EVENTS, _lines(_events(run)))
+    new.replace(archive)
     return len(finished)
 
 
 def unpack(archive: Path, study: Path) -> int:
-    """Lay the runs of an archive into a study's folder. Return their number.
+    """Restore the runs of an archive in a study's folder. Return their number.
 
     Raises ConfigError if the folder already has runs: they could be newer.
     """
@@ -61,7 +69,12 @@ def unpack(archive: Path, study: Path) -> int:
         raise ConfigError(f"{study} already has runs; move it away, or go on in it")
     with tarfile.open(archive) as file:
         file.extractall(study, filter="data")
-        return sum(Path(name).name == CONFIG for name in file.getnames())
+        return len(_runs_in(file))
+
+
+def _runs_in(file: tarfile.TarFile) -> list[Path]:
+    """Return the folders of the runs in an archive."""
+    return [Path(name).parent for name in file.getnames() if Path(name).name == CONFIG]
 
 
 def _columns(run: Path) -> Iterator[dict[str, Any]]:

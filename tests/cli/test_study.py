@@ -6,6 +6,7 @@ every arm of the shipped study; an archive of a study is continued in another fo
 import io
 import json
 import re
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -277,6 +278,10 @@ def test_an_archive_of_a_study_is_continued_in_another_folder(tmp_path: Path) ->
     assert ran(there) == ["s2-bf16/rollout-seed0", "s2-bf16/snapshot_old-seed0"]
     trials = {trial.arm: trial for trial in read_comparison(there / "mine" / "s6-bf16").trials}
     assert (trials["rollout"].final, trials["rollout"].launch["jobs"]) == (0.5, 1)
+    with pytest.raises(ConfigError, match=r"lacks 2 runs of .*, such as s6-bf16/rollout-seed0"):
+        shutil.rmtree(there / "mine" / "s6-bf16")
+        study_archive.pack(there / "mine", archive)
+    assert archive.read_bytes() == first
     with pytest.raises(ConfigError, match=r"mine already has runs"):
         study_archive.unpack(archive, there / "mine")
 

@@ -296,6 +296,35 @@ def test_columns_are_chosen_sorted_and_kept_in_the_address(page: Page, client: C
     assert "column" not in page.run("location.hash")
 
 
+def test_plots_of_one_run_are_compared_and_series_are_asked_for_together(
+    page: Page, client: Client
+) -> None:
+    """Only `hostile` has metrics of its environment. A request has at most 24 metrics."""
+    page.run("performance.clearResourceTimings()")
+    go(page, client, "compare?a=hostile&b=plain")
+    page.run("document.querySelectorAll('details').forEach((each) => (each.open = true))")
+    page.run(
+        """(async () => {
+          for (let at = 0; at < document.body.scrollHeight; at += 300) {
+            scrollTo(0, at);
+            await new Promise((done) => setTimeout(done, 60));
+          }
+        })()"""
+    )
+    page.wait(
+        "[...document.querySelectorAll('.card.chart')].every((c) => c.querySelector('.uplot'))"
+    )
+    texts = page.run("[...document.querySelectorAll('.card.chart')].map((each) => each.innerText)")
+    (own,) = [text for text in texts if text.startswith(f"env/{ATTACK}") or "env/" in text][:1]
+    assert "A " in own and "B " not in own
+    asked = page.run(
+        "performance.getEntriesByType('resource')"
+        ".filter((each) => each.name.includes('/api/series'))"
+        ".map((each) => [...new URL(each.name).searchParams].filter(([n]) => n === 'name').length)"
+    )
+    assert 4 < max(asked) <= 24 and len(asked) < sum(asked) / 2
+
+
 def test_filter_and_search_narrow_the_table(page: Page, client: Client) -> None:
     go(page, client, "run/hostile/episodes")
     page.run(

@@ -328,6 +328,38 @@ def test_values_of_training_are_in_the_table_and_at_each_token(tmp_path: Path) -
         index.close()
 
 
+def test_a_replayed_episode_has_the_values_and_the_lags_of_each_step(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    task = Task("toy", "train", 0)
+    kept, masked = (TokenFlag.EXACT,) * 3, (TokenFlag.EXACT, TokenFlag.EXACT, TokenFlag.MASKED)
+    with Journal(tmp_path / JOURNAL) as journal:
+        journal.add_request(GroupRequest(0, task, seed=0, place=0))
+        writer = journal.begin(0, 0, episode=0, seed=0)
+        pieces = (piece(1, 2), piece(4, 5, 6, version=3))
+        for position, each in enumerate(pieces):
+            writer.write_piece(position, each)
+        ended = Trajectory(pieces, {"r": 1.0}, "done", task, 0, 0)
+        writer.write_outcome(ended)
+        group = Group(task, (ended,), number=0)
+        asyncio.run(journal.finish(group))
+        journal.consume([group], step=1, version=4, tokens=[trained(0, kept)])
+        journal.consume([], step=5, version=8, replayed=[0], tokens=[trained(0, masked)])
+        asyncio.run(journal.checkpoint("first", step=5, version=8))
+    index = fill(RunIndex(tmp_path, tmp_path / "index.sqlite"))
+    for step, used, lag, outcome in (
+        (None, 1, 1, ["kept"] * 3),
+        (1, 1, 1, ["kept"] * 3),
+        (5, 5, 5, ["kept", "kept", "masked"]),
+    ):
+        found = tokens.episode(index, 0, step=step)
+        assert (found["training"]["step"], found["training"]["steps"]) == (used, [1, 5])
+        assert found["pieces"][1]["lag"] == lag
+        assert found["pieces"][1]["trained"]["outcome"] == outcome
+    with pytest.raises(BadQuestion, match=r"step 4 did not train on episode 0; these did: 1, 5"):
+        tokens.episode(index, 0, step=4)
+    index.close()
+
+
 def test_episodes_that_a_resume_deleted_leave_the_index(filled: RunIndex, run: Path) -> None:
     with sqlite3.connect(run / JOURNAL) as journal:
         for name in ("pieces", "trajectories", "episodes"):

@@ -352,7 +352,7 @@ Spec = TypeVar("Spec", bound=type[OldLogpsConfig])
 
 _registered: dict[str, type[OldLogpsConfig]] = {}
 _exact: dict[type[OldLogpsConfig], bool] = {}
-"""Whether the routes that were asked for are exact with all settings of their options."""
+"""The routes that were asked for: True if one is exact with all settings of its options."""
 
 
 def register_route(spec: Spec) -> Spec:

@@ -26,6 +26,7 @@ from unstale.observe.dashboard.factors import (
     TokenChoice,
     find_rows,
     outcome_codes,
+    require_values,
 )
 from unstale.observe.dashboard.index import unreadable
 from unstale.observe.dashboard.limits import Settings, make_route
@@ -288,6 +289,7 @@ def changed_tokens(
     for row in found:
         with Journal.read(folder) as journal:
             values = journal.trained_tokens(row.group, row.step)
+            require_values(values, row)
             group = _group(journal, [each for each in values if each.minibatch is not None])
         if group is None:
             continue

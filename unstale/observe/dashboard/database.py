@@ -140,7 +140,7 @@ class Database:
     def read(self) -> Iterator[sqlite3.Connection]:
         """Open the database for reading, as it is at one moment.
 
-        Reads of a thread inside of another one have the same connection and the same moment.
+        A read inside of another one, in the same thread, has its connection and its moment.
         """
         reader: sqlite3.Connection | None = getattr(self._reading, "reader", None)
         if reader is not None:

@@ -21,7 +21,7 @@ from unstale.durability.journal.token_rows import TrainedTokens
 from unstale.durability.run_folder import Row, dumps
 from unstale.observe.dashboard import alternatives, limits
 from unstale.observe.dashboard.database import COLUMNS
-from unstale.observe.dashboard.factors import Brush, TokenChoice, find_rows
+from unstale.observe.dashboard.factors import Brush, TokenChoice, find_rows, require_values
 from unstale.observe.dashboard.index import RunIndex, unreadable
 from unstale.observe.dashboard.table import (
     BadQuestion,
@@ -325,10 +325,9 @@ def _brushed(index: RunIndex, selection: ExportRequest) -> Iterator[Row]:
         rows = find_rows(journal, selection.choice, limit=2**62).rows
     for row in rows:
         with Journal.read(index.folder) as journal:
-            trained = [
-                (values, journal.pieces(values.episode))
-                for values in journal.trained_tokens(row.group, row.step)
-            ]
+            found = journal.trained_tokens(row.group, row.step)
+            require_values(found, row)
+            trained = [(values, journal.pieces(values.episode)) for values in found]
         # Outside of the transaction, because a slow client would keep it open.
         for values, pieces in trained:
             yield from _tokens_of(values, pieces, selection)

@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from unstale.durability.journal import Journal, JournalReader
+from unstale.durability.journal import Journal, JournalError, JournalReader
 from unstale.durability.journal.tables import COLUMNS, seal
-from unstale.durability.journal.token_rows import unpack_tokens
+from unstale.durability.journal.token_rows import TrainedTokens, unpack_tokens
 from unstale.durability.run_folder import Row
 from unstale.observe.dashboard.index import unreadable
 from unstale.observe.dashboard.table import BadQuestion
@@ -164,6 +164,15 @@ class TokenRow:
     step: int
     num_tokens: int
     seal: int
+
+
+def require_values(values: Sequence[TrainedTokens], row: TokenRow) -> None:
+    """Raise `JournalError` if a row that was found is not there any more."""
+    if not values:
+        raise JournalError(
+            f"the values of group {row.group} in step {row.step} were deleted meanwhile, "
+            "by a resume of the run"
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -106,15 +106,15 @@ class Indexer:
         now = self._clock()
         if now - self._searched >= SEARCH_S:
             self._searched, names = now, self.folders.names()
-            problem = self.folders.problem
+            problems = [self.folders.problem]
             for name in sorted({*names, *self.known()}):
                 try:
                     self.get(name, journal=False)
                 except UnknownRun:
                     self._forget(name)
                 except (sqlite3.Error, OSError) as error:
-                    problem = f"{name} cannot be read: {error}"
-            self.problem = problem
+                    problems.append(f"{name} cannot be read: {error}")
+            self.problem = "; ".join(filter(None, problems))
         more = False
         for name, index in self.known().items():
             if self._stopped:

@@ -241,7 +241,6 @@ class _Api:
         with index.database.read():
             return summary.overview(name, index) | {
                 "columns": table.columns(),
-                "figure_names": table.figure_names(index.database),
                 "parquet_problem": export.parquet_problem(),
             }
 
@@ -294,7 +293,11 @@ class _Api:
         )
         if question.search and index.search_problem:
             raise BadQuestion(index.search_problem)
-        return table.page(index.database, question) | {"index": summary.progress(index)}
+        with index.database.read():
+            return table.page(index.database, question) | {
+                "figure_names": table.figure_names(index.database),
+                "index": summary.progress(index),
+            }
 
     def episode(self, request: Request) -> Any:
         index = self._indexer.get(_text(request, "run"))

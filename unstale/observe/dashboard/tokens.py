@@ -55,7 +55,7 @@ def episode(
     """Return an episode: its row of the table, and `limit` tokens from the token `start` on.
 
     Trained tokens have the values of `step`, or of the first step that trained on them, with the
-    limits of the run (`limits.of_training`).
+    limits of the run (`limits.of_training`), and lags are those of this training.
 
     Raises `UnknownEpisode`, `NotYet`, `JournalError` if the journal is damaged, and `BadQuestion`.
     """
@@ -199,7 +199,7 @@ class _Recorded:
 
     pieces: Sequence[Piece]
     trained_version: int | None
-    """Version of the weights that were first trained on it."""
+    """Version of the weights that were first trained on it, also if no values were kept."""
     training: Row
     """The values of its sampled tokens in a step (`training.of_episode`)."""
 
@@ -213,7 +213,8 @@ class _Recorded:
 
     def shown(self, decode: Decode | None, *, start: int, limit: int) -> Row:
         """Return `limit` tokens from the token `start` on, with the values of training."""
-        version, training = self.trained_version, self.training
+        training = self.training
+        version = training["version"] if training else self.trained_version
         shown: list[Row] = []
         sampled = 0
         for at, piece, turn in walk(self.pieces):

@@ -7,6 +7,7 @@ import numpy as np
 
 from unstale.durability.journal import JournalReader
 from unstale.durability.run_folder import Row
+from unstale.observe.dashboard.table import BadQuestion
 from unstale.token_values import TokenFlag, TokenValues
 
 DROPPED = TokenFlag.VETOED | TokenFlag.MASKED | TokenFlag.DROPPED
@@ -42,17 +43,22 @@ def of_episode(journal: JournalReader, group: int, episode: int, step: int | Non
     """Return the values of the sampled tokens of an episode, in order, as lists by name.
 
     `step` is the step whose values are wanted, or None for the first one. `steps` has all of them.
-    Empty if the journal keeps none. Raises `JournalError`.
+    Empty if the journal keeps none. Raises `BadQuestion` if `step` is none of them, and
+    `JournalError`.
     """
     every = journal.trained_tokens(group, episode=episode)
     if not every:
         return {}
-    chosen = next((each for each in every if each.step == step), every[0])
+    steps = [each.step for each in every]
+    if step is not None and step not in steps:
+        known = ", ".join(map(str, steps))
+        raise BadQuestion(f"step {step} did not train on episode {episode}; these did: {known}")
+    chosen = every[0 if step is None else steps.index(step)]
     found: Row = {name: _listed(getattr(chosen, name)) for name in ARRAYS}
     found["outcome"] = chosen.outcome
     found["exact"] = [bool(each) for each in chosen.has(TokenFlag.EXACT)]
     return {
-        "steps": [each.step for each in every],
+        "steps": steps,
         "step": chosen.step,
         "route": chosen.route,
         "version": chosen.version,

@@ -104,10 +104,11 @@ export class Alternative {
     const mine = (this.turn += 1);
     replace(this.result, h("p", { class: "quiet", role: "status" }, "Computing…"));
     try {
-      const found = await ask("alternative", { run: this.run, ...this.getChoice(), ...this.changes });
+      const asked = { run: this.run, ...this.getChoice(), ...this.changes };
+      const found = await ask("alternative", asked);
       if (mine !== this.turn) return;
       this.onLines(Object.keys(this.changes).length ? found.lines : []);
-      replace(this.result, this.answer(found));
+      replace(this.result, this.answer(found, asked));
     } catch (error) {
       if (mine !== this.turn) return;
       this.onLines([]);
@@ -115,7 +116,7 @@ export class Alternative {
     }
   }
 
-  answer(found) {
+  answer(found, asked) {
     if (!found.compared) return [problem("None of the chosen tokens has the values that this needs."), this.notes(found)];
     const total = { lag: null, run: add(found.lags, "run"), other: add(found.lags, "other") };
     const shown = GROUPS.filter(([name, names]) => name === "kept" || sum(total.run, names) || sum(total.other, names));
@@ -130,7 +131,7 @@ export class Alternative {
       h("p", {}, `Effective sample size of the tokens with an advantage: ${ess(found.ess.run)} in the run, ${ess(found.ess.other)} with these options. The weight of a token is that of its gradient, divided by its advantage.`),
       this.notes(found),
       h("ul", { class: "meaning-lines" }, found.sentences.map((text) => h("li", {}, text))),
-      this.changed(found),
+      this.changed(found, asked),
     ];
   }
 
@@ -145,15 +146,14 @@ export class Alternative {
     return notes.filter(Boolean).map((text) => h("p", { class: "quiet" }, text));
   }
 
-  changed(found) {
+  changed(found, asked) {
     if (!found.num_changes) return h("p", {}, "No token would have had another outcome.");
     const kinds = found.changes.map(([before, after, count]) => `${whole(count)} ${outcomeWord(before)} → ${outcomeWord(after)}`).join(", ");
     const rows = found.rows.map((row) => h("tr", {}, h("td", {}, h("a", { href: `${toRun(this.run)}/episode/${row.episode}/token/${row.token}?step=${row.step}` }, `episode ${row.episode}, token ${row.token}`)), h("td", {}, row.step), h("td", {}, row.lag), h("td", {}, amount(row.log_d)), h("td", {}, amount(row.log_s)), h("td", {}, `${outcomeWord(row.run)} → ${outcomeWord(row.other)}`)));
     const listed = found.rows.length < found.num_changes ? ` The ${whole(found.rows.length)} with the largest |log S| are listed.` : "";
-    const all = found.read < found.total ? "all tokens of the run that differ" : `all ${whole(found.num_changes)}`;
-    const params = { run: this.run, ...this.getChoice(), ...this.changes, content: "changed" };
+    const all = found.read < found.total ? "all chosen tokens that differ" : `all ${whole(found.num_changes)}`;
     return [h("p", {}, h("b", {}, `${whole(found.num_changes)} of ${whole(found.compared)} tokens differ`), `: ${kinds || NONE}.${listed}`),
       h("div", { class: "scroll low" }, h("table", { class: "results" }, h("thead", {}, h("tr", {}, ["token", "step", "lag", "log D", "log S", "outcome"].map((name) => h("th", { scope: "col" }, name)))), h("tbody", {}, rows))),
-      h("p", {}, downloads(all, params, this.parquetProblem))];
+      h("p", {}, downloads(all, { ...asked, content: "changed" }, this.parquetProblem))];
   }
 }

@@ -19,6 +19,7 @@ export function episode(content, at, query) {
   let step = query.get("step");
   let start = 0;
   let over = false;
+  let turn = 0;
   const panel = h("aside", { class: "panel", "aria-label": "Selected token" });
   const numbers = h("div", { "aria-live": "polite" });
   const legend = h("div", { class: "legend", "aria-label": "Colours" });
@@ -114,26 +115,29 @@ export function episode(content, at, query) {
   }
 
   async function load(from) {
+    const mine = (turn += 1);
     start = from;
+    let answer;
     try {
-      found = await askUntil("episode", { run: at.run, episode: at.episode, start, limit: PART, step }, (text) => replace(content, h("p", { class: "quiet", role: "status" }, text)), () => over);
+      answer = await askUntil("episode", { run: at.run, episode: at.episode, start, limit: PART, step }, (text) => replace(content, h("p", { class: "quiet", role: "status" }, text)), () => over || mine !== turn);
     } catch (error) {
-      if (!over) failed(content, error);
+      if (!over && mine === turn) failed(content, error);
       return;
     }
-    if (over) return;
+    if (over || mine !== turn) return;
+    found = answer;
     tokens = flat(found);
     const modes = modesOf(tokens);
     if (!modes.includes(mode)) mode = "version";
     replace(colours, modes.map((name) => h("option", { value: name, selected: name === mode }, MODES[name].name)));
     const training = found.training;
     const others = training?.steps.filter((each) => each !== training.step) ?? [];
-    const link = (each, index) => [index ? ", " : " ", h("a", { href: address(each) }, each)];
+    // The address has what is selected at the click.
+    const link = (each, index) => [index ? ", " : " ", h("a", { href: address(each), onclick: (event) => void (event.currentTarget.href = address(each)) }, each)];
     const text = !training ? "The journal has no values of this episode's training (journal.token_share), so log D, log S and the advantage are not shown."
       : `Trained in step ${training.step} with old_logp of the route ${training.route}${training.skipped ? ". All advantages are 0, so the episode was not run" : ""}.`;
     const note = h("p", { class: "quiet" }, text, others.length ? [" It was also trained on in step", others.map(link), "."] : null);
-    const missing = training && step !== null && Number(step) !== training.step ? problem(`Step ${step} did not train on this episode.`) : null;
-    replace(panel, numbers, missing, note, training?.problem ? problem(`The limits are not known: ${training.problem}`) : null);
+    replace(panel, numbers, note, training?.problem ? problem(`The limits are not known: ${training.problem}`) : null);
     replace(numbers, h("p", { class: "quiet" }, "Choose a token to see its numbers."));
     replace(content, header(), h("div", { class: "bar tools" }, h("label", { for: "colour" }, "colour by"), colours), legend, pager(), h("div", { class: "reading" }, h("div", { class: "conversation" }, chat), panel), pager());
     draw();

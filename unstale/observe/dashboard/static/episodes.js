@@ -8,6 +8,8 @@ import { whole } from "./format.js";
 import { cell, problem, toRun } from "./parts.js";
 
 const USUAL = ["episode", "group_number", "task", "outcome", "stop", "reward", "success", "advantage", "step", "lag_max", "log_d_abs_max", "log_s_abs_max", "dropped_tokens", "clipped_tokens", "turns", "sampled_tokens"];
+// Rewards and facts that an answer names at most.
+const MAX_FIGURES = 200;
 const SHORT = { group_number: "group", lag_max: "lag, max", sampled_tokens: "sampled", log_d_abs_max: "|log D|", log_s_abs_max: "|log S|", dropped_tokens: "dropped", clipped_tokens: "clipped", behavior_logp_mean: "mean logp", behavior_logp_min: "min logp", version_min: "oldest version", version_max: "newest version" };
 const EXAMPLES = [["failures", "success=0 outcome=trained"], ["cut short", "stop~max"], ["several versions", "versions>1"], ["stale", "lag_max>=2"], ["clipped", "clipped_tokens>0"], ["dropped", "dropped_tokens>0"], ["not trained on", "outcome!=trained"]];
 
@@ -16,6 +18,8 @@ export function episodes(content, { run }, query) {
   let shownColumns = query.getAll("column");
   if (!shownColumns.length) shownColumns = USUAL;
   let columns = null;
+  let own = [];
+  let figures = null;
   let parquetProblem = "";
   let rows = [];
   let shown = "";
@@ -58,7 +62,8 @@ export function episodes(content, { run }, query) {
   function chooser() {
     const box = ({ name, about }) => h("div", {}, h("dt", {}, h("label", {}, h("input", { type: "checkbox", value: name, checked: shownColumns.includes(name), disabled: name === "episode", onchange: choose }), h("code", {}, name))), h("dd", {}, about));
     const usual = h("button", { type: "button", onclick: () => show(USUAL) }, "usual columns");
-    replace(choice, h("summary", {}, "Columns"), h("p", { class: "quiet" }, "Chosen columns are shown. A filter can name all of them. ", usual), h("dl", { class: "names" }, columns.map(box)));
+    const missing = shownColumns.filter((name) => !columns.some((each) => each.name === name));
+    replace(choice, h("summary", {}, "Columns"), h("p", { class: "quiet" }, "Chosen columns are shown. A filter can name all of them. ", figures.length < MAX_FIGURES ? "" : `Only the first ${MAX_FIGURES} rewards and facts are listed. `, usual), h("dl", { class: "names" }, [...columns, ...missing.map((name) => ({ name, about: "no episode has a value so far" }))].map(box)));
   }
 
   function choose() {
@@ -80,7 +85,7 @@ export function episodes(content, { run }, query) {
     const column = columns.find((each) => each.name === name);
     const order = state.sort === name ? "ascending" : state.sort === `-${name}` ? "descending" : "none";
     const mark = { ascending: " ▲", descending: " ▼", none: "" }[order];
-    return h("th", { scope: "col", "aria-sort": order }, h("button", { type: "button", title: `${column?.about ?? "No episode has a value"}. Sort.`, onclick: () => sort(name) }, SHORT[name] || name, mark));
+    return h("th", { scope: "col", "aria-sort": order }, h("button", { type: "button", title: `${column?.about ?? "No episode has a value so far"}. Sort.`, onclick: () => sort(name) }, SHORT[name] || name, mark));
   }
 
   function row(each) {
@@ -120,15 +125,19 @@ export function episodes(content, { run }, query) {
   async function load() {
     const mine = (turn += 1);
     try {
-      if (!columns) {
+      if (!own.length) {
         const about = await ask("run", { run });
-        columns = [...about.columns, ...about.figure_names.map((name) => ({ name, about: "number that the environment gave" }))];
+        own = about.columns;
         parquetProblem = about.parquet_problem;
-        chooser();
       }
       const answer = await ask("episodes", { run, ...state });
       if (mine !== turn) return;
       rows = answer.rows;
+      if (JSON.stringify(answer.figure_names) !== JSON.stringify(figures)) {
+        figures = answer.figure_names;
+        columns = [...own, ...figures.map((name) => ({ name, about: "number that the environment gave" }))];
+        chooser();
+      }
       draw();
       pages(answer);
       const chosen = { run, filter: state.filter, search: state.search };

@@ -63,7 +63,7 @@ export function factors(content, { run }, query) {
       for (const name of BRUSH) inputs[name].value = limits[name];
       changed();
     },
-    onChoose: (episode, token) => (location.hash = `${toRun(run)}/episode/${episode}/token/${token}`),
+    onChoose: (episode, token, at) => (location.hash = `${toRun(run)}/episode/${episode}/token/${token}?step=${at}`),
   });
   const alternative = new Alternative(run, { changes: options(query), getChoice: () => params(CHOICE), onChange: () => keep(), onLines: (lines) => scatter.compare(lines) });
   const meaning = h("ul", { class: "meaning-lines" });

@@ -312,9 +312,9 @@ export class Scatter {
     this.drag = null;
     if (Math.hypot(to[0] - from[0], to[1] - from[1]) < (isTouch(event) ? CLICK_TOUCH : CLICK)) {
       const index = this.nearest(to, isTouch(event) ? NEAR_TOUCH : NEAR);
-      const { episode, token } = this.found.points;
+      const { episode, token, step } = this.found.points;
       this.draw();
-      if (index !== null) this.onChoose(episode[index], token[index]);
+      if (index !== null) this.onChoose(episode[index], token[index], step[index]);
       return;
     }
     const [one, two] = [this.valueAt(...from), this.valueAt(...to)];
