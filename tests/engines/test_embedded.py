@@ -63,7 +63,7 @@ from transformers import (
 
 from tests.support.waits import LIMIT_S, wait_until
 from unstale.engines import EngineDied, SamplingParams
-from unstale.engines.embedded import packed
+from unstale.engines.embedded import decoder, packed
 from unstale.engines.embedded.batcher import Batcher, FinishedReply, SampleRequest
 from unstale.engines.embedded.decoder import Qwen3Runner
 from unstale.engines.embedded.engine import EmbeddedEngine
@@ -127,6 +127,14 @@ MODELS: dict[str, Callable[[], Module]] = {
     "gemma2": lambda: Gemma2ForCausalLM(Gemma2Config(**SIZES, **SLIDING, **SOFT_CAPS)),
     "gemma3": lambda: Gemma3ForCausalLM(Gemma3TextConfig(**SIZES, **SLIDING)),
     "qwen3 moe": lambda: Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, **EXPERTS, head_dim=16)),
+    "qwen3 moe, weights that sum to 1, odd sizes": lambda: Qwen3MoeForCausalLM(
+        Qwen3MoeConfig(
+            **{**SIZES, **EXPERTS, "moe_intermediate_size": 20}, head_dim=12, norm_topk_prob=True
+        )
+    ),
+    "qwen3 moe, a layer without experts": lambda: Qwen3MoeForCausalLM(
+        Qwen3MoeConfig(**SIZES, **EXPERTS, head_dim=16, mlp_only_layers=[0])
+    ),
     "gpt-oss, with sinks": lambda: GptOssForCausalLM(
         GptOssConfig(**SIZES, **SLIDING, num_local_experts=4, num_experts_per_tok=2)
     ),
@@ -274,6 +282,30 @@ def test_who_is_served_slowly_is_told_why(tmp_path: Path, kind: str, says: str) 
     ).warning
     assert re.search(says, warning)
     assert says or not warning or "do not compile" in warning
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("qwen3 moe", "qwen3 decoder"),
+        ("qwen3 moe, a layer without experts", "transformers Qwen3MoeForCausalLM, packed"),
+    ],
+)
+def test_experts_in_every_layer_are_decoded(kind: str, name: str, tmp_path: Path) -> None:
+    _model(kind).save_pretrained(tmp_path)
+    assert build_runner(tmp_path, dtype="float32", max_slots=2, max_context=64).name == name
+
+
+def test_experts_without_a_compiler_are_packed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_compiler(**macros: int) -> Kernels:
+        raise NotCompiled("no C compiler")
+
+    monkeypatch.setattr(decoder, "Kernels", no_compiler)
+    _model("qwen3 moe").save_pretrained(tmp_path)
+    runner = build_runner(tmp_path, dtype="float32", max_slots=2, max_context=64)
+    assert runner.name == "transformers Qwen3MoeForCausalLM, packed"
 
 
 @pytest.mark.parametrize("kind", ["gemma2", "gpt-oss, with sinks"])

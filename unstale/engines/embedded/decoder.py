@@ -1,14 +1,14 @@
-"""A fast decoder for models of the Qwen3 architecture.
+"""A fast decoder for models of the Qwen3 and, on CPUs, of the Qwen3-MoE architecture.
 
 It uses few, large operations, because for small models the overhead of each operation dominates:
 query, key and value are one matrix, gate and up another.
 
-On a CPU, `kernels.c` computes everything between the matrix products. Sequences with the same first
-tokens share the cache pages of these tokens. On other devices, torch computes the same with its
-operations. All sequences that sample one token form one batched attention: each page of the cache
-is attended separately, and the results of a sequence's pages are then combined. Prompts are cut
-into blocks, which form a second batched attention. On CUDA, steps without prompts replay a recorded
-graph.
+On a CPU, `kernels.c` computes experts, and everything between the other matrix products. Sequences
+with the same first tokens share the cache pages of these tokens. On other devices, torch computes
+the same with its operations. All sequences that sample one token form one batched attention: each
+page of the cache is attended separately, and the results of a sequence's pages are then combined.
+Prompts are cut into blocks, which form a second batched attention. On CUDA, steps without prompts
+replay a recorded graph.
 
 When weights are loaded, the two halves of each head's rotary embedding are interleaved. The
 rotation is then one complex multiplication, and inner products stay the same.
@@ -28,7 +28,8 @@ from torch import Tensor
 from unstale.engines.embedded.graphs import Graphs
 from unstale.engines.embedded.kernels import Kernels, divided
 from unstale.engines.embedded.pages import PAGE, Inputs, Pages, StepShape, placed, plan, runs, tiled
-from unstale.engines.embedded.runner import Step, check_update
+from unstale.engines.embedded.runner import Step, check_update, warning_with_gpu
+from unstale.expert_routes import num_experts
 from unstale.model import linear
 from unstale.model.packed_weights import RoundedWeights
 from unstale.model.quantisation import FORMATS, quantised
@@ -44,12 +45,21 @@ def supports(config: Mapping[str, Any]) -> bool:
     """Return True if this decoder computes exactly the model that a `config.json` describes."""
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     return (
-        config.get("model_type") == "qwen3"
+        (config.get("model_type") == "qwen3" or _has_experts(config))
         and config.get("hidden_act", "silu") == "silu"
         and not config.get("attention_bias", False)
         and not config.get("use_sliding_window", False)
         and set(config.get("layer_types") or ["full_attention"]) == {"full_attention"}
         and rope.get("rope_type", "default") == "default"
+    )
+
+
+def _has_experts(config: Mapping[str, Any]) -> bool:
+    """Return True if this decoder computes the model's layers, which all have experts."""
+    return (
+        config.get("model_type") == "qwen3_moe"
+        and config.get("decoder_sparse_step", 1) == 1
+        and not config.get("mlp_only_layers")
     )
 
 
@@ -67,16 +77,23 @@ class ModelSizes:
     theta: float
     eps: float
     tied: bool
+    experts: int
+    """Number of experts in each layer, whose size is `inner`. 0 in a dense model."""
+    choices: int
+    """Number of experts of a token."""
+    normed: bool
+    """The weights of a token's experts sum to 1."""
 
     @classmethod
     def read(cls, config: Mapping[str, Any]) -> "ModelSizes":
         rope = config.get("rope_parameters") or {}
         heads = int(config["num_attention_heads"])
         hidden = int(config["hidden_size"])
+        experts = num_experts(config)
         return cls(
             layers=int(config["num_hidden_layers"]),
             hidden=hidden,
-            inner=int(config["intermediate_size"]),
+            inner=int(config["moe_intermediate_size" if experts else "intermediate_size"]),
             heads=heads,
             kv_heads=int(config["num_key_value_heads"]),
             head_dim=int(config.get("head_dim") or hidden // heads),
@@ -84,32 +101,42 @@ class ModelSizes:
             theta=float(rope.get("rope_theta") or config.get("rope_theta") or 10_000.0),
             eps=float(config.get("rms_norm_eps", 1e-6)),
             tied=bool(config.get("tie_word_embeddings", False)),
+            experts=experts,
+            choices=int(config.get("num_experts_per_tok", 0)),
+            normed=bool(config.get("norm_topk_prob", False)),
         )
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the shape of every parameter, by its name in transformers."""
         query = self.heads * self.head_dim
         key = self.kv_heads * self.head_dim
-        layer = {
-            "input_layernorm": (self.hidden,),
-            "post_attention_layernorm": (self.hidden,),
-            "self_attn.q_proj": (query, self.hidden),
-            "self_attn.k_proj": (key, self.hidden),
-            "self_attn.v_proj": (key, self.hidden),
-            "self_attn.o_proj": (self.hidden, query),
-            "self_attn.q_norm": (self.head_dim,),
-            "self_attn.k_norm": (self.head_dim,),
-            "mlp.gate_proj": (self.inner, self.hidden),
-            "mlp.up_proj": (self.inner, self.hidden),
-            "mlp.down_proj": (self.hidden, self.inner),
+        layer: dict[str, tuple[int, ...]] = {
+            "input_layernorm.weight": (self.hidden,),
+            "post_attention_layernorm.weight": (self.hidden,),
+            "self_attn.q_proj.weight": (query, self.hidden),
+            "self_attn.k_proj.weight": (key, self.hidden),
+            "self_attn.v_proj.weight": (key, self.hidden),
+            "self_attn.o_proj.weight": (self.hidden, query),
+            "self_attn.q_norm.weight": (self.head_dim,),
+            "self_attn.k_norm.weight": (self.head_dim,),
         }
+        if self.experts:
+            layer |= {
+                "mlp.gate.weight": (self.experts, self.hidden),
+                "mlp.experts.gate_up_proj": (self.experts, 2 * self.inner, self.hidden),
+                "mlp.experts.down_proj": (self.experts, self.hidden, self.inner),
+            }
+        else:
+            layer |= {
+                "mlp.gate_proj.weight": (self.inner, self.hidden),
+                "mlp.up_proj.weight": (self.inner, self.hidden),
+                "mlp.down_proj.weight": (self.hidden, self.inner),
+            }
         shapes: dict[str, tuple[int, ...]] = {
             "model.embed_tokens.weight": (self.vocab, self.hidden)
         }
         for index in range(self.layers):
-            shapes |= {
-                f"model.layers.{index}.{name}.weight": shape for name, shape in layer.items()
-            }
+            shapes |= {f"model.layers.{index}.{name}": shape for name, shape in layer.items()}
         shapes["model.norm.weight"] = (self.hidden,)
         if not self.tied:
             shapes["lm_head.weight"] = (self.vocab, self.hidden)
@@ -126,8 +153,11 @@ class _Layer:
     """
     out: Tensor
     norm_2: Tensor
+    router: Tensor
+    """`[experts, hidden]`. Empty in a dense model."""
     gate_up: Tensor
     down: Tensor
+    """With experts, this and `gate_up` are as `_panels` returns them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +171,10 @@ class _Masks:
     tokens against the `reach` cache pages that they may attend. `rep` is the number of query heads
     per key head.
     """
+
+
+class CannotDecode(ValueError):
+    """The decoder cannot compute a model with experts here. The message gives the reason."""
 
 
 class Qwen3Runner:
@@ -169,7 +203,13 @@ class Qwen3Runner:
         if quantise != "none":
             product, rounded = self._linear, FORMATS[quantise].activations
             self._project = lambda x, weight: product(rounded(x), weight)
+        self._lanes = math.gcd(16, sizes.head_dim)
         self._kernels, self.warning = _kernels_for(self._device, dtype, sizes)
+        if sizes.experts and self._kernels is None:
+            raise CannotDecode(self.warning)
+        if sizes.experts:
+            self.warning = warning_with_gpu("Qwen3-MoE")
+        self._chosen: list[Tensor] = []
         self._helpers = ThreadPoolExecutor(max(torch.get_num_threads() - 1, 1))
         self._layers: list[_Layer] = []
         frequencies = 1.0 / sizes.theta ** (
@@ -249,18 +289,32 @@ class Qwen3Runner:
             interleaved("self_attn.k_proj"),
             weight("self_attn.v_proj"),
         ]
+        if sizes.experts:
+            router = weight("mlp.gate")
+            gate, up = weights(f"{prefix}mlp.experts.gate_up_proj").chunk(2, 1)
+            lanes = self._lanes
+            gate_up = torch.cat([_panels(gate, lanes), _panels(up, lanes)], 1)
+            down = weights(f"{prefix}mlp.experts.down_proj")
+            down = _panels(F.pad(down, (0, -sizes.inner % lanes)), lanes)
+        else:
+            router = torch.empty(0)
+            gate_up = torch.cat([weight("mlp.gate_proj"), weight("mlp.up_proj")])
+            gate_up, down = self._packed(gate_up), self._packed(weight("mlp.down_proj"))
         return _Layer(
             norm_1=weight("input_layernorm"),
             qkv=self._packed(torch.cat(qkv)),
             qk_norm=torch.stack([query_norm] * sizes.heads + [key_norm] * sizes.kv_heads),
             out=self._packed(weight("self_attn.o_proj")),
             norm_2=weight("post_attention_layernorm"),
-            gate_up=self._packed(torch.cat([weight("mlp.gate_proj"), weight("mlp.up_proj")])),
-            down=self._packed(weight("mlp.down_proj")),
+            router=router,
+            gate_up=gate_up,
+            down=down,
         )
 
     def take_experts(self) -> Tensor:
-        raise RuntimeError("a dense model has no experts")
+        if not self._chosen:
+            raise RuntimeError("a dense model has no experts")
+        return torch.stack(self._chosen, 1)
 
     def keep(self, slot: int, count: int) -> None:
         self._copy(self._pages.hold(slot, count))
@@ -306,6 +360,7 @@ class Qwen3Runner:
         mixed = x.new_zeros(wide, sizes.heads * sizes.head_dim)
         gated = x.new_empty(wide, sizes.inner)
         more = torch.zeros_like(x)
+        self._chosen = []
         for layer, keys, values in zip(self._layers, self._keys, self._values, strict=True):
             kernels.norm(x, more, layer.norm_1, h, wide, sizes.hidden, eps)
             qkv = self._project(h, layer.qkv)
@@ -316,6 +371,9 @@ class Qwen3Runner:
             kernels.norm(
                 x, self._project(mixed, layer.out), layer.norm_2, h, wide, sizes.hidden, eps
             )
+            if sizes.experts:
+                more = self._mixed_experts(kernels, layer, h, count)
+                continue
             kernels.gated(self._project(h, layer.gate_up), gated, wide, sizes.inner)
             more = self._project(gated, layer.down)
         ends = [*range(len(step.rows)), *(span.stop - 1 for _, span in step.spans())]
@@ -326,6 +384,33 @@ class Qwen3Runner:
         h = torch.empty_like(x)
         kernels.norm(x, more, self._norm, h, len(x), sizes.hidden, eps)
         return self._linear(h, self._head).float()[: len(ends)]
+
+    def _mixed_experts(self, kernels: Kernels, layer: _Layer, h: Tensor, count: int) -> Tensor:
+        """Return the sums of the chosen experts `[T, hidden]`, which are 0 after `count` tokens."""
+        sizes = self.sizes
+        scores = F.linear(h, layer.router)[:count].softmax(-1, dtype=torch.float32)
+        weights, chosen = scores.topk(sizes.choices)
+        if sizes.normed:
+            weights = weights / weights.sum(-1, keepdim=True)
+        weights = weights.to(self._dtype).float().contiguous()
+        self._chosen.append(chosen)
+        pairs = chosen.numel()
+        inner = -(-sizes.inner // self._lanes) * self._lanes
+        wide = layer.down.shape[1] * self._lanes
+        begins = torch.empty(sizes.experts + 1, dtype=torch.long)
+        order, place = torch.empty(2, pairs, dtype=torch.long)
+        rows = torch.empty(pairs, sizes.hidden)
+        both = torch.empty(pairs, 2 * inner)
+        output = torch.empty(pairs, wide)
+        kernels.grouped(chosen, pairs, sizes.experts, begins, order)
+        choice = (layer.gate_up, layer.down, begins, order, sizes.choices)
+        work = partial(kernels.experts, h, *choice, sizes.hidden, inner, wide, rows, both, output)
+        divided(self._helpers, work, sizes.experts)
+        more = torch.zeros_like(h)
+        kernels.summed(
+            output, weights, order, pairs, sizes.choices, sizes.hidden, wide, place, more
+        )
+        return more
 
     def _run(self, inputs: Inputs, shape: StepShape) -> Tensor:
         """Run a step with torch.
@@ -429,6 +514,15 @@ class Qwen3Runner:
         mixed = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=1.0)
         mixed = mixed.view(blocks, sizes.heads, -1, sizes.head_dim).transpose(1, 2)
         return mixed.reshape(-1, sizes.heads * sizes.head_dim)[inputs.spots]
+
+
+def _panels(weights: Tensor, lanes: int) -> Tensor:
+    """Return weights `[experts, out, in]` as `[experts, out / lanes, in, lanes]`.
+
+    Zeros are added until `out` is a multiple of `lanes`, the width of a vector of `kernels.c`.
+    """
+    padded = F.pad(weights, (0, 0, 0, -weights.shape[1] % lanes))
+    return padded.unflatten(1, (-1, lanes)).transpose(2, 3).contiguous()
 
 
 def _linear_for(

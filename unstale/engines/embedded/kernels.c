@@ -374,3 +374,115 @@ void gated(const number *both, number *out, int64_t count, int64_t inner) {
         }
     }
 }
+
+/* Group the `pairs` of tokens and chosen experts by expert. Write the pairs to `order`, in which
+   those of an expert begin at `begins` [experts + 1]. */
+void grouped(const int64_t *chosen, int64_t pairs, int64_t experts, int64_t *begins,
+             int64_t *order) {
+    for (int64_t expert = 0; expert <= experts; expert++) begins[expert] = 0;
+    for (int64_t pair = 0; pair < pairs; pair++) begins[chosen[pair] + 1]++;
+    for (int64_t expert = 0; expert < experts; expert++) begins[expert + 1] += begins[expert];
+    for (int64_t pair = 0; pair < pairs; pair++) order[begins[chosen[pair]]++] = pair;
+    for (int64_t expert = experts; expert > 0; expert--) begins[expert] = begins[expert - 1];
+    begins[0] = 0;
+}
+
+/* A vector that fits into a register. Compilers keep sums of wider ones in memory. */
+#if LANES == 16 && !defined(__AVX512F__)
+#define PART 8
+#else
+#define PART LANES
+#endif
+typedef float part_ __attribute__((vector_size(4 * PART)));
+typedef int32_t bits_ __attribute__((vector_size(4 * PART)));
+
+inline_ part_ loaded_part(const number *at) {
+#ifdef BFLOAT16
+    typedef uint16_t packed_ __attribute__((vector_size(2 * PART)));
+    packed_ packed;
+    memcpy(&packed, at, sizeof packed);
+    return (part_)(__builtin_convertvector(packed, bits_) << 16);
+#else
+    part_ value;
+    memcpy(&value, at, sizeof value);
+    return value;
+#endif
+}
+
+/* Multiply `width` rows [depth] by a weight [depth, LANES]. Each row's result is rounded to the
+   model's precision and written `stride` after that of the row before. */
+inline_ void multiply(const float *rows, int width, const number *weight, int64_t depth, float *out,
+                      int64_t stride) {
+    part_ sums[MOST][LANES / PART];
+    for (int row = 0; row < width; row++)
+        for (int part = 0; part < LANES / PART; part++) sums[row][part] = (part_){0};
+    for (int64_t d = 0; d < depth; d++, weight += LANES) {
+        part_ column[LANES / PART];
+        for (int part = 0; part < LANES / PART; part++)
+            column[part] = loaded_part(weight + part * PART);
+        for (int row = 0; row < width; row++)
+            for (int part = 0; part < LANES / PART; part++)
+                sums[row][part] += rows[row * depth + d] * column[part];
+    }
+    for (int row = 0; row < width; row++)
+        for (int lane = 0; lane < LANES; lane++)
+            out[row * stride + lane] = widened(rounded(sums[row][lane / PART][lane % PART]));
+}
+
+/* Multiply `count` rows [depth] by a weight [width / LANES, depth, LANES]: out is [count, width]. */
+inline_ void products(const float *rows, int64_t count, const number *weight, int64_t depth,
+                      int64_t width, float *out) {
+    for (int64_t at = 0; at < width; at += LANES, weight += depth * LANES, out += LANES) {
+        int64_t row = 0;
+        for (; row + MOST <= count; row += MOST)
+            multiply(rows + row * depth, MOST, weight, depth, out + row * width, width);
+        for (; row < count; row++)
+            multiply(rows + row * depth, 1, weight, depth, out + row * width, width);
+    }
+}
+
+/* Compute the experts `first` to `last` for their pairs, whose places are those of `grouped`.
+   `rows` are the tokens [count, hidden], of which each has `choices` pairs. `gate_up` is
+   [experts, 2 * inner / LANES, hidden, LANES], `down` [experts, wide / LANES, inner, LANES]. `input`
+   [pairs, hidden], `both` [pairs, 2 * inner] and `output` [pairs, wide] are in the order of
+   `order`. */
+void experts(const number *rows, const number *gate_up, const number *down, const int64_t *begins,
+             const int64_t *order, int64_t choices, int64_t hidden, int64_t inner, int64_t wide,
+             float *input, float *both, float *output, int64_t first, int64_t last) {
+    for (int64_t expert = first; expert < last; expert++) {
+        const int64_t begin = begins[expert], count = begins[expert + 1] - begin;
+        float *from = input + begin * hidden, *middle = both + begin * 2 * inner;
+        for (int64_t pair = 0; pair < count; pair++)
+            for (int64_t d = 0; d < hidden; d++)
+                from[pair * hidden + d] =
+                    widened(rows[order[begin + pair] / choices * hidden + d]);
+        products(from, count, gate_up + expert * 2 * inner * hidden, hidden, 2 * inner, middle);
+        /* The products of gate and up are read before the rows of `gated` overwrite them. */
+        for (int64_t pair = 0; pair < count; pair++)
+            for (int64_t d = 0; d < inner; d += LANES) {
+                floats gate, up;
+                memcpy(&gate, middle + pair * 2 * inner + d, sizeof gate);
+                memcpy(&up, middle + pair * 2 * inner + inner + d, sizeof up);
+                const floats small = exponential(either(gate < 0, gate, -gate));
+                number result[LANES];
+                stored(result, gate * either(gate < 0, small, all(1)) / (1 + small) * up);
+                const floats value = loaded(result);
+                memcpy(middle + pair * inner + d, &value, sizeof value);
+            }
+        products(middle, count, down + expert * wide * inner, inner, wide, output + begin * wide);
+    }
+}
+
+/* Write each token's sum of outputs [wide] of its `choices` pairs, times their `weights`, to `out`
+   [count, hidden]. */
+void summed(const float *output, const float *weights, const int64_t *order, int64_t pairs,
+            int64_t choices, int64_t hidden, int64_t wide, int64_t *place, number *out) {
+    for (int64_t at = 0; at < pairs; at++) place[order[at]] = at;
+    for (int64_t token = 0; token * choices < pairs; token++)
+        for (int64_t d = 0; d < hidden; d++) {
+            float sum = 0;
+            for (int64_t pair = token * choices; pair < (token + 1) * choices; pair++)
+                sum += weights[pair] * output[place[pair] * wide + d];
+            out[token * hidden + d] = rounded(sum);
+        }
+}

@@ -29,7 +29,7 @@ from transformers.masking_utils import AttentionMaskInterface
 from unstale.engines.embedded.kernels import Kernels, divided
 from unstale.engines.embedded.pages import PAGE, Pages, placed, runs, tiled
 from unstale.engines.embedded.probe import FORWARD_ERRORS, SLOTS, Probe
-from unstale.engines.embedded.runner import ModelWeights, Step
+from unstale.engines.embedded.runner import ModelWeights, Step, warning_with_gpu
 from unstale.model import linear
 from unstale.model.experts import RouteRecorder
 from unstale.model.loading import load_model
@@ -365,7 +365,7 @@ class PackedRunner:
             model = load_model(folder, dtype, attn_implementation="eager").eval()
             self._take(model, max_context, exact=probe)
         self._cache = _Pages(self._layers, dtype, max_slots, max_context)
-        slow = self._cache.warning or _warning_with_gpu(type(model).__name__)
+        slow = self._cache.warning or warning_with_gpu(type(model).__name__)
         self.warning = ". ".join(filter(None, (slow, warning)))
         round_activations(model, quantise)
         self._recorder = RouteRecorder(model) if record_routes else None
@@ -477,15 +477,6 @@ def _surveyed(model: PreTrainedModel, max_context: int) -> list[_Layer]:
     if not survey.layers:
         raise CannotPack("it does not call transformers' attention interface")
     return survey.layers
-
-
-def _warning_with_gpu(architecture: str) -> str:
-    if not torch.cuda.is_available():
-        return ""
-    return (
-        f"the engine decodes {architecture} on the CPU: on a GPU it decodes only Qwen3. Use a "
-        "server of vLLM or SGLang"
-    )
 
 
 def _one_line(error: Exception) -> str:

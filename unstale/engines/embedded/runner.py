@@ -95,6 +95,16 @@ class Runner(Protocol):
         ...
 
 
+def warning_with_gpu(architecture: str) -> str:
+    """Return why an architecture is slow on this machine if it has a GPU, or ""."""
+    if not torch.cuda.is_available():
+        return ""
+    return (
+        f"the engine decodes {architecture} on the CPU: on a GPU it decodes only Qwen3. Use a "
+        "server of vLLM or SGLang"
+    )
+
+
 def tied_parameters(model: nn.Module) -> dict[str, str]:
     """Return aliases in a model's state, each with the name of the repeated parameter."""
     parameters = dict(model.named_parameters())

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from unstale.engines.embedded.batcher import Batcher, FinishedReply, SampleRequest
-from unstale.engines.embedded.decoder import Qwen3Runner, supports
+from unstale.engines.embedded.decoder import CannotDecode, Qwen3Runner, supports
 from unstale.engines.embedded.posted_routes import post
 from unstale.engines.embedded.runner import DTYPES, Runner
 from unstale.expert_routes import num_experts
@@ -68,9 +68,18 @@ def build_runner(  # noqa: PLR0913 - the limits and the kind of runner
     """
     config = json.loads((folder / "config.json").read_text())
     if supports(config):
-        device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-        limits = {"max_slots": max_slots, "max_context": max_context}
-        return Qwen3Runner(config, dtype=DTYPES[dtype], device=device, quantise=quantise, **limits)
+        routed = num_experts(config) > 0
+        device = device or ("cuda" if torch.cuda.is_available() and not routed else "cpu")
+        # transformers computes experts where the decoder cannot.
+        with suppress(CannotDecode):
+            return Qwen3Runner(
+                config,
+                dtype=DTYPES[dtype],
+                max_slots=max_slots,
+                max_context=max_context,
+                device=device,
+                quantise=quantise,
+            )
     # imported here, because transformers takes longer to import than everything else
     from unstale.engines.embedded.fallback import TransformersRunner
     from unstale.engines.embedded.packed import CannotPack, PackedRunner
