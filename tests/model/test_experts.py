@@ -30,6 +30,7 @@ from unstale.config import ConfigError
 from unstale.expert_routes import ExpertRoutes, link, pack_experts
 from unstale.model.experts import RouteRecorder, find_routers, replay_routes
 from unstale.model.forward import ForwardOptions
+from unstale.model.packing_check import check_packing
 from unstale.model.policy import Policy
 from unstale.model.prefix_tree import MIN_SHARED, Packed, build_prefix_tree
 from unstale.records import Sampled, ScoredTrajectory, Trajectory, collate
@@ -73,10 +74,9 @@ def test_packing_changes_no_bit_where_each_token_has_its_own_products() -> None:
 @pytest.mark.parametrize("experts", ["eager", "grouped_mm"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_other_implementations_may_round_otherwise(experts: str, dtype: str) -> None:
-    model = tiny_policy(experts=EXPERTS, dtype=dtype).model
-    model.set_experts_implementation(experts)
-    policy = Policy(model, tiny_policy().tokenizer)
-    assert policy.has_experts and 0 <= policy.packing_noise < 0.3
+    policy = tiny_policy(experts=EXPERTS, dtype=dtype)
+    policy.model.set_experts_implementation(experts)
+    assert policy.has_experts and 0 <= check_packing(policy.model).noise < 0.3
 
 
 def test_ones_own_choice_changes_no_bit() -> None:

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.support.ranks import run_ranks
+from unstale.model.expert_products import EXPERTS
 from unstale.model.peers import Peers
 from unstale.model.policy import Policy
 from unstale.records import collate
@@ -42,4 +43,4 @@ def _expert_options(peers: Peers, folder: Path) -> tuple[list[str], bool]:
 def test_a_sharded_moe_model_computes_rows_independently(tmp_path: Path) -> None:
     tiny_policy(seed=3, experts=4).save(tmp_path)
     for implementations, same in run_ranks(2, _expert_options, tmp_path):
-        assert implementations == ["batched_mm", "batched_mm"] and same
+        assert implementations == [EXPERTS, EXPERTS] and same

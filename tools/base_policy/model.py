@@ -15,6 +15,8 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
+from unstale.model import expert_products
+
 HEAD = 32
 STD = 0.06
 GAIN = 1.5
@@ -58,6 +60,7 @@ def make_model(tokenizer: Any, seed: int, *, experts: int = 0) -> PreTrainedMode
             "norm_topk_prob": False,
         }
         model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**shape, **routed))
+        expert_products.use(model)
     else:
         model = Qwen3ForCausalLM(Qwen3Config(**shape))
     # On a CPU, the backward pass through short sequences is much faster with eager attention.

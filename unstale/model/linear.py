@@ -100,9 +100,15 @@ class Linear(nn.Linear):
         if input.device.type != "cpu" or input.dtype != torch.float32:
             return F.linear(input, self.weight, self.bias)
         rows = input.reshape(-1, self.in_features)
-        return _Linear.apply(rows, self.weight, self.bias).view(
-            *input.shape[:-1], self.out_features
-        )
+        return apply(rows, self.weight, self.bias).view(*input.shape[:-1], self.out_features)
+
+
+def apply(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return `rows [R, K] @ weight [N, K]^T + bias [N]`, with gradient."""
+    if torch.is_autocast_enabled("cpu"):
+        return F.linear(rows, weight, bias)
+    result: Tensor = _Linear.apply(rows, weight, bias)
+    return result
 
 
 def use(model: nn.Module) -> None:

@@ -21,7 +21,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from unstale.config import ConfigError
 from unstale.expert_routes import num_experts
-from unstale.model import linear, sharding
+from unstale.model import expert_products, linear, sharding
 from unstale.model import lora as adapters
 from unstale.model.attention import ATTENTION
 from unstale.model.context import check_heads
@@ -117,9 +117,9 @@ class Policy:
 
         If `device` is None, the model is loaded to the GPU, or to the CPU if there is none. `lora`
         adds adapters. With several `peers`, each loads its part to its own device. With
-        `independent_rows` an MoE model computes each token's experts apart. Then no value depends
-        on what it is packed with, but it takes more memory and time. A policy that is not `trained`
-        only scores, and has no float32 weights for an optimizer.
+        `independent_rows` no value of an MoE model depends on what it is packed with. On a GPU this
+        takes more memory and time, because each token's experts are computed apart. A policy that
+        is not `trained` only scores, and has no float32 weights for an optimizer.
         """
         folder = Path(folder)
         if not folder.is_dir():
@@ -129,7 +129,8 @@ class Policy:
                 f"policy: {folder} is not a Hugging Face model folder: it has no config.json"
             )
         tokenizer = load_tokenizer(folder)
-        options = _expert_options(folder, independent_rows=independent_rows)
+        device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        options = _expert_options(folder, device, independent_rows=independent_rows)
         if peers.count > 1:
             model = sharding.load_shard(
                 folder,
@@ -147,7 +148,7 @@ class Policy:
                 f"but the model's embedding has {rows} rows"
             )
         if peers.count == 1:
-            nn.Module.to(model, device or ("cuda" if torch.cuda.is_available() else "cpu"))
+            nn.Module.to(model, device)
         if not trained:
             model.requires_grad_(False)
         base = adapters.base_checksum(folder) if lora else 0
@@ -316,7 +317,9 @@ class Policy:
             )
         if self._is_sharded:
             folder = Path(str(self.model.name_or_path))
-            options = _expert_options(folder, independent_rows=self.independent_rows)
+            options = _expert_options(
+                folder, self.device.type, independent_rows=self.independent_rows
+            )
             model = sharding.load_shard(
                 folder, passes=self.dtype, wide=False, count=self.peers.count, **options
             )
@@ -719,15 +722,19 @@ class Policy:
         return Packed(batch.tokens, batch.offsets, routes)
 
 
-def _expert_options(folder: Path, *, independent_rows: bool) -> dict[str, str]:
+def _expert_options(folder: Path, device: str, *, independent_rows: bool) -> dict[str, str]:
     """Return the options with which an MoE model is loaded. They are empty for other models."""
-    routed = num_experts(json.loads((folder / "config.json").read_text())) > 0
-    return {"experts_implementation": "batched_mm"} if routed and independent_rows else {}
+    if not num_experts(json.loads((folder / "config.json").read_text())):
+        return {}
+    if device == "cpu":
+        return {"experts_implementation": expert_products.EXPERTS}
+    return {"experts_implementation": expert_products.ON_GPU} if independent_rows else {}
 
 
 def _use_packing(model: PreTrainedModel) -> PreTrainedModel:
     """Prepare a model for packed forward passes. Return it in eval mode."""
     linear.use(model)
+    expert_products.use(model)
     model.set_attn_implementation(ATTENTION)
     return model.eval()
 

@@ -22,6 +22,7 @@ from transformers import (
 )
 
 from unstale.durability.checkpoint import Checkpoints, Progress
+from unstale.model.expert_products import ON_GPU
 from unstale.model.loading import DTYPES
 from unstale.model.lora import Lora
 from unstale.model.policy import Policy
@@ -63,7 +64,7 @@ def tiny_policy(
             }
             config = Qwen3MoeConfig(**shape, **routed, moe_intermediate_size=32)
             model = Qwen3MoeForCausalLM(config)
-            model.set_experts_implementation("batched_mm")
+            model.set_experts_implementation(ON_GPU)
         else:
             model = Qwen3ForCausalLM(Qwen3Config(**shape))
     Module.to(model, DTYPES[dtype])
