@@ -1,8 +1,10 @@
 """How long does the dashboard take with 100,000 episodes, and what does it cost the training?
 
-    python -m benchmarks.dashboard                 # both parts (40 minutes on two cores)
+    python -m benchmarks.dashboard                 # all parts (40 minutes on two cores)
     python -m benchmarks.dashboard --parts pauses  # a long run: server and Chromium
     python -m benchmarks.dashboard --parts cost    # a demo with and without an open dashboard
+    python -m benchmarks.dashboard --parts bytes   # the journal with and without values of tokens
+    python -m benchmarks.dashboard --parts cost --rounds 1 --keep FILE  # add a round
 
 The long run is made from a short one of the demo: its episodes are written again, by the journal's
 own writer, with other groups, versions and log-probabilities, until there are enough. Each question
@@ -17,7 +19,6 @@ import http.client
 import json
 import os
 import random
-import resource
 import shutil
 import subprocess
 import sys
@@ -25,11 +26,11 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
-from dataclasses import dataclass, replace
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, Literal
 from urllib.parse import urlencode
 
 import numpy as np
@@ -41,6 +42,8 @@ from unstale.observe.dashboard.database import COLUMNS
 from unstale.observe.dashboard.summary import MAX_METRICS
 from unstale.records import Group, GroupRequest, Piece, Sampled, Trajectory
 from unstale.token_values import TokenValues
+
+PARTS = ("pauses", "cost", "bytes")
 
 EPISODES = 100_000
 SMALL = 100
@@ -229,7 +232,7 @@ class Server:
 
     def __init__(self, process: subprocess.Popen[str], url: str) -> None:
         self.url = url
-        self.pid = _child_of(process.pid)
+        self.pid = _child_of(process)
         address, token = url.split("/?token=")
         self._host = address.removeprefix("http://")
         self._cookie = f"unstale_{self._host.split(':')[1]}={token}"
@@ -287,9 +290,12 @@ class Timed:
     cpu: float
 
 
-def _child_of(pid: int) -> int:
+def _child_of(process: subprocess.Popen[str]) -> int:
     """Return the process in which a dashboard serves. It may not have started yet."""
-    while not (children := Path(f"/proc/{pid}/task/{pid}/children").read_text().split()):
+    path = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    while not (children := path.read_text().split()):
+        if process.poll() is not None:
+            raise RuntimeError(f"the dashboard ended with status {process.returncode}")
         time.sleep(0.01)
     return int(children[0])
 
@@ -534,15 +540,26 @@ def _browser_table(shown: dict[str, list[Paused]]) -> list[str]:
 # What an open page costs the training -----------------------------------------------------------
 
 
+Kind = Literal["page", "all"]
+"""A client of a dashboard."""
+
+OPEN: dict[Kind, str] = {
+    "page": "the page of the run",
+    "all": "all of that page, and the table of episodes",
+}
+
+
 class Reader:
     """A client that does what an open page of a run does.
 
-    It follows the run and asks again after changes, as often as the page. It also asks for the
-    table of episodes, which no one page does.
+    It follows the run and asks again after changes, as often as the page. The kind `page` asks for
+    what a page shows before it is scrolled: the page asks for other parts when they come into view.
+    The kind `all` asks for all parts, and for the table of episodes, which no one page does.
     """
 
-    def __init__(self, server: Server) -> None:
+    def __init__(self, server: Server, kind: Kind) -> None:
         self._server = server
+        self._kind = kind
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._follow)
         self.spent: list[tuple[int, float]] = []
@@ -570,16 +587,17 @@ class Reader:
                 self._over.wait(UPDATE_S)
 
     def _update(self, name: str) -> int:
-        """Ask for all that the page of the run shows. Return the last step of the run."""
+        """Ask for what is shown. Return the last step of the run."""
         run = self._server.ask("run", run=name)
         charts = [chart for section in run["sections"] for chart in section["charts"]]
         names = [line["metric"] for chart in charts[:IN_VIEW] for line in chart["lines"]]
+        names.append("rollout/success_rate")
         for start in range(0, len(names), MAX_METRICS):
             part = names[start : start + MAX_METRICS]
             self._server.ask("series", run=name, name=part, points=500)
-        self._server.ask("series", run=name, name="rollout/success_rate", points=500)
-        for question in ("lags", "spans", "log", "details", "episodes"):
-            self._server.ask(question, run=name)
+        if self._kind == "all":
+            for question in ("lags", "spans", "log", "details", "episodes"):
+                self._server.ask(question, run=name)
         return int(run["step"] or 0)
 
     def per_step(self) -> float:
@@ -591,47 +609,56 @@ class Reader:
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """Times of a run of the demo, with or without a dashboard. The first two steps do not count."""
+    """Times of a run of the demo, with open dashboards or without."""
 
     step_s: float
-    """Mean time of a step."""
+    """Mean time of a step. The first two do not count."""
     cpu_s: float
     """Processor time of the training per step, with all its processes and its start."""
-    dashboard_s: float
-    """Processor time of the dashboard per step."""
+    dashboard_s: dict[Kind, float]
+    """Processor time per step of the dashboard that has this client. Empty without dashboards."""
 
 
 def train(folder: Path, name: str, *options: str) -> Path:
     """Train the demo and return its folder."""
-    command = [sys.executable, "-m", "unstale", "train", "retail", f"--name={name}"]
-    subprocess.run(
-        [*command, f"--runs={folder}", *DEMO, *options],
-        cwd=ROOT,
-        check=True,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
+    run_training(folder, name, *options)
     return folder / name
 
 
+def run_training(folder: Path, name: str, *options: str) -> float:
+    """Train the demo and return its processor time, with that of all its processes."""
+    command = [sys.executable, "-m", "unstale", "train", "retail", f"--name={name}"]
+    process = subprocess.Popen(
+        [*command, f"--runs={folder}", *DEMO, *options],
+        cwd=ROOT,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    _, status, used = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    if process.returncode:
+        raise RuntimeError(f"the training ended with status {process.returncode}")
+    return used.ru_utime + used.ru_stime
+
+
 def measure_training(folder: Path, name: str, *, is_open: bool) -> Trained:
-    """Train the demo, with an open dashboard or without one."""
+    """Train the demo, without a dashboard or with one for each client."""
     runs = folder / name
     runs.mkdir()
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    spent = 0.0
-    if is_open:
-        with served(runs) as server, Reader(server) as reader:
-            run = train(runs, "demo")
-        spent = reader.per_step()
-    else:
-        run = train(runs, "demo")
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    used = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    rows = [json.loads(line) for line in (run / METRICS).read_text().splitlines()]
+    with ExitStack() as stack:
+        readers = {
+            kind: stack.enter_context(Reader(stack.enter_context(served(runs)), kind))
+            for kind in (OPEN if is_open else ())
+        }
+        used = run_training(runs, "demo")
+    rows = [json.loads(line) for line in (runs / "demo" / METRICS).read_text().splitlines()]
     times = {each["step"]: each["time_s"] for each in rows}
     last = max(times)
-    return Trained((times[last] - times[FIRST]) / (last - FIRST), used / last, spent)
+    return Trained(
+        step_s=(times[last] - times[FIRST]) / (last - FIRST),
+        cpu_s=used / last,
+        dashboard_s={kind: reader.per_step() for kind, reader in readers.items()},
+    )
 
 
 def journal_bytes(folder: Path, share: float) -> tuple[int, float]:
@@ -643,49 +670,65 @@ def journal_bytes(folder: Path, share: float) -> tuple[int, float]:
     return tokens, size / tokens
 
 
-def cost(folder: Path, rounds: int) -> list[str]:
-    """Measure the cost of an open dashboard and return the lines of the table."""
-    results: dict[bool, list[Trained]] = {False: [], True: []}
-    for turn in range(rounds):
-        for is_open in (False, True) if turn % 2 == 0 else (True, False):
-            CONSOLE.print(f"round {turn + 1} of {rounds}: {'open' if is_open else 'no'} dashboard")
-            name = f"{turn}-{'open' if is_open else 'none'}"
-            results[is_open].append(measure_training(folder, name, is_open=is_open))
-    steps = [
-        opened.step_s / without.step_s
-        for opened, without in zip(results[True], results[False], strict=True)
-    ]
-    shares = [
-        100 * opened.dashboard_s / without.cpu_s
-        for opened, without in zip(results[True], results[False], strict=True)
-    ]
-    sizes = {share: journal_bytes(folder, share) for share in (0.0, 1.0)}
-    return [
+def read_kept(path: Path | None) -> list[Trained]:
+    """Return the trainings that earlier calls kept in a file."""
+    if path is None or not path.exists():
+        return []
+    return [Trained(**json.loads(line)) for line in path.read_text().splitlines()]
+
+
+def cost(folder: Path, rounds: int, keep: Path | None) -> list[str]:
+    """Measure the cost of an open dashboard and return the lines of the table.
+
+    A round is a training with open dashboards and one without. Trainings in the file `keep` count
+    as well, and each new one is added to it.
+    """
+    measured = read_kept(keep)
+    for _ in range(2 * rounds):
+        is_open = sum(bool(each.dashboard_s) for each in measured) * 2 <= len(measured)
+        CONSOLE.print(f"training {len(measured) + 1}: {'open dashboards' if is_open else 'none'}")
+        found = measure_training(folder, f"run-{len(measured)}", is_open=is_open)
+        measured.append(found)
+        if keep is not None:
+            with keep.open("a") as file:
+                file.write(json.dumps(asdict(found)) + "\n")
+    opened = [each for each in measured if each.dashboard_s]
+    without = [each for each in measured if not each.dashboard_s]
+    lines = [
         "## The training",
         "",
-        f"The demo for {DEMO[0].split('=')[1]} steps, in {rounds} alternating rounds without a "
-        "dashboard and with one whose client asks for all that a run's page shows, and the table "
-        f"of episodes, at most every {UPDATE_S:.0f} seconds. Without the first {FIRST} steps. "
-        "Median and range.",
+        f"The demo for {DEMO[0].split('=')[1]} steps: {len(opened)} times with two open "
+        f"dashboards, in turn with {len(without)} times without. The client of the first asks for "
+        "what the page of the run shows before it is scrolled, that of the second for all of that "
+        f"page and the table of episodes, each at most every {UPDATE_S:.0f} seconds. Processor "
+        f"times are those of one dashboard and of the same training. Without the first {FIRST} "
+        "steps. Median and range.",
         "",
-        *columns("what", "value"),
-        row("step with an open dashboard / without", spread(steps, "{:.3f}")),
-        row(
-            "processor time of the dashboard per step",
-            spread([1000 * each.dashboard_s for each in results[True]], "{:.0f} ms"),
-        ),
-        row(
-            "processor time of the training per step, all processes, no dashboard",
-            spread([each.cpu_s for each in results[False]], "{:.2f} s"),
-        ),
-        row("the dashboard's part of it", spread(shares, "{:.2f}%")),
-        row("time of a step", spread([each.step_s for each in results[False]], "{:.2f} s")),
+        *columns("one dashboard, with", "processor time per step", "part of the training's"),
+    ]
+    for kind, name in OPEN.items():
+        spent = [1000 * each.dashboard_s[kind] for each in opened]
+        parts = [100 * each.dashboard_s[kind] / each.cpu_s for each in opened]
+        lines.append(row(name, spread(spent, "{:.1f} ms"), spread(parts, "{:.2f}%")))
+    lines += ["", *columns("training", "time of a step", "processor time of a step")]
+    for name, trainings in (("both dashboards", opened), ("none", without)):
+        if trainings:
+            times = spread([each.step_s for each in trainings], "{:.2f} s")
+            used = spread([each.cpu_s for each in trainings], "{:.2f} s")
+            lines.append(row(name, times, used))
+    return [*lines, ""]
+
+
+def sizes(folder: Path) -> list[str]:
+    """Measure the journal with and without the values of trained tokens. Return the table."""
+    found = {share: journal_bytes(folder, share) for share in (0.0, 1.0)}
+    return [
+        "## The journal",
+        "",
+        *columns("`journal.token_share`", "bytes per trained token", "trained tokens"),
         *(
-            row(
-                f"bytes of the journal per trained token, `journal.token_share={share:g}`",
-                f"{size:.1f} ({tokens:,} tokens)",
-            )
-            for share, (tokens, size) in sizes.items()
+            row(f"{share:g}", f"{size:.1f}", f"{tokens:,}")
+            for share, (tokens, size) in found.items()
         ),
         "",
     ]
@@ -693,12 +736,12 @@ def cost(folder: Path, rounds: int) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument(
-        "--parts", nargs="*", choices=("pauses", "cost"), default=("pauses", "cost")
-    )
+    parser.add_argument("--parts", nargs="*", choices=PARTS, default=("pauses", "cost", "bytes"))
     parser.add_argument("--episodes", type=int, default=EPISODES)
     parser.add_argument("--repeats", type=int, default=5, help="answers to each question")
     parser.add_argument("--rounds", type=int, default=5, help="trainings with and without")
+    parser.add_argument("--kinds", nargs="*")
+    parser.add_argument("--keep", type=Path, help="file of trainings, to which each is added")
     chosen = parser.parse_args()
     lines = [
         f"Goals: no interaction above {GOAL_MS:.0f} ms, and a step with an open dashboard at most "
@@ -709,7 +752,9 @@ def main() -> None:
         if "pauses" in chosen.parts:
             lines += pauses(Path(folder), chosen.repeats, chosen.episodes)
         if "cost" in chosen.parts:
-            lines += cost(Path(folder), chosen.rounds)
+            lines += cost(Path(folder), chosen.rounds, chosen.keep)
+        if "bytes" in chosen.parts:
+            lines += sizes(Path(folder))
     write("dashboard", "What the dashboard takes", lines)
 
 

@@ -4,6 +4,7 @@
 - No path, name or link leads out of the runs folder or the folder of the pages.
 - Every answer has a content security policy without inline scripts; text of a run stays text.
 - Nothing is written into a run folder.
+- The episodes of a live run are counted, and read once a page shows them.
 - A live run's growth is sent as it happens; a damaged journal is a sentence.
 """
 
@@ -29,11 +30,11 @@ from unstale.cli import dashboard as dashboard_command
 from unstale.cli import main
 from unstale.config import ConfigError
 from unstale.durability.journal import JOURNAL
-from unstale.durability.run_folder import METRICS
+from unstale.durability.run_folder import EVENTS, METRICS
 from unstale.observe.dashboard import indexer, summary
 from unstale.observe.dashboard.folders import RunFolders
 from unstale.observe.dashboard.index import RunIndex
-from unstale.observe.dashboard.server import HEADERS, HOST, POLICY, Dashboard
+from unstale.observe.dashboard.server import HEADERS, HOST, POLICY, Dashboard, _json
 
 ATTACK = "</script><script>alert(1)</script><img src=x onerror=alert(2)>"
 SECRET = "a secret of yours"
@@ -94,6 +95,7 @@ def often(monkeypatch: pytest.MonkeyPatch) -> None:
     """Look at the folders more often than a user needs."""
     monkeypatch.setattr(indexer, "POLL_S", 0.05)
     monkeypatch.setattr(indexer, "SEARCH_S", 0.05)
+    monkeypatch.setattr(indexer, "JOURNAL_S", 0.05)
 
 
 @pytest.fixture(scope="module")
@@ -325,6 +327,46 @@ def test_a_growing_run_is_sent_as_it_grows(client: Client, root: Path) -> None:
     again = Stream(client, "?run=first")  # a client that lost its connection
     assert again.until("last_step", 7)["episodes"] == 24
     again.close()
+
+
+def test_the_episodes_of_a_live_run_are_read_when_they_are_shown(root: Path) -> None:
+    """The page of a live run counts them, because the training needs the processor."""
+    events = root / "first" / EVENTS
+    lines = events.read_text().splitlines(keepends=True)
+    events.write_text("".join(line for line in lines if '"stopped"' not in line))
+    with served(root) as client:
+        stream = Stream(client, "?run=first")
+        assert stream.until("started", 24)["state"] == "live"
+        pause = threading.Event()
+        pause.wait(0.3)
+        index = client.ask("run", run="first")["index"]
+        assert (index["started"], index["ended"], index["complete"]) == (24, 0, False)
+        client.ask("episodes", run="first")
+        assert stream.until("complete", True)["ended"] == 24
+        stream.close()
+    with served(root) as client:
+        stream = Stream(client, "?run=first&episodes=1")
+        assert stream.until("complete", True)["searchable"] == 0
+        client.ask("export", 503, run="first", content="table", format="jsonl", search="Mia")
+        assert stream.until("searchable", 24)["complete"]
+        found = client.ask("episodes", run="first", search="Mia")
+        assert 0 < found["total"] < 24 and found["index"]["complete"]
+        stream.close()
+
+
+@pytest.mark.parametrize(
+    ("text", "written"),
+    [
+        ("plain ü", b'"plain \xc3\xbc"'),
+        ("\x7f\u202e", b'"\\u007f\\u202e"'),
+        ("\ud800", b'"?"'),
+        (float("nan"), b"null"),
+        (1 << 70, b"1180591620717411303424"),
+    ],
+)
+def test_an_answer_is_valid_json_whatever_a_run_says(text: Any, written: bytes) -> None:
+    body = bytes(_json({"text": text, 3: [1]}).body)
+    assert body.replace(b'": ', b'":').replace(b", ", b",") == b'{"text":' + written + b',"3":[1]}'
 
 
 def test_a_damaged_journal_is_a_sentence_and_the_rest_is_shown(root: Path) -> None:

@@ -11,6 +11,7 @@ The long tests of the pages are in `test_dashboard_long.py` (`make test-dashboar
 """
 
 import json
+import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -81,6 +82,24 @@ def page(client: Client) -> Iterator[Page]:
 def go(page: Page, client: Client, path: str) -> None:
     page.run(f"location.hash = {json.dumps('#/' + path)}")
     page.wait(PAGES[path])
+    if re.fullmatch(r"run/[^/]+", path):
+        see_all(page)
+
+
+def see_all(page: Page) -> None:
+    """Scroll through the page of a run, whose parts are asked for when they come into view."""
+    page.run(
+        """(async () => {
+          for (let at = 0; at < document.body.scrollHeight; at += 300) {
+            scrollTo(0, at);
+            await new Promise((done) => setTimeout(done, 30));
+          }
+        })()"""
+    )
+    shown = ("again", "section-episodes", "section-timeline")
+    page.wait(" && ".join(f"document.getElementById('{each}')" for each in shown))
+    page.wait("document.querySelector('#section-episodes td')")
+    page.run("scrollTo(0, 0)")
 
 
 CONTRAST = """

@@ -3,12 +3,14 @@
 - It has what the journal has, also while the run writes, after a kill and after a resume.
 - A damaged journal gives a sentence, and one damaged episode hides no other.
 - Filters, search, sorting and pages give what a plain search through all episodes gives.
+- Texts are read only once somebody searches, and none is left out or read twice.
 - A page of 100,000 episodes is read through an index and not by sorting.
 - The texts of tokens join to the text of the episode.
 """
 
 import asyncio
 import json
+import os
 import random
 import shutil
 import sqlite3
@@ -25,7 +27,8 @@ from unstale.config import ConfigError
 from unstale.durability.journal import JOURNAL, Journal
 from unstale.durability.journal.conversations import load_decoder
 from unstale.durability.run_folder import EVENTS, METRICS
-from unstale.observe.dashboard import charts, summary, table, tokens
+from unstale.observe.dashboard import charts, summary, table, tokens, training
+from unstale.observe.dashboard import database as database_module
 from unstale.observe.dashboard import folders as folders_module
 from unstale.observe.dashboard import index as index_module
 from unstale.observe.dashboard import table as table_module
@@ -68,8 +71,9 @@ def run(recorded: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def filled(run: Path, tmp_path: Path) -> Iterator[RunIndex]:
-    index = fill(RunIndex(run, tmp_path / "index.sqlite"))
-    yield index
+    index = RunIndex(run, tmp_path / "index.sqlite")
+    index.want_words()
+    yield fill(index)
     index.close()
 
 
@@ -589,6 +593,123 @@ def test_search_finds_the_conversations_with_all_words(filled: RunIndex, run: Pa
         assert [row["episode"] for row in found] == expected, search
     assert page(filled.database, Question(search='*"^ - OR'))["total"] == 0
     assert page(filled.database, Question(search='  "" '))["total"] == 4 * STEPS
+
+
+def test_texts_are_read_only_for_a_search(
+    filled: RunIndex, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Texts that were left out are read when a search is wanted, and later ones with their episode.
+    The index then finds what one finds that had all from the beginning."""
+    monkeypatch.setattr(index_module, "CHUNK_EPISODES", 7)
+    index = fill(RunIndex(run, tmp_path / "late.sqlite"))
+    question = Question(search="kettle", sort="episode", size=200)
+    assert index.is_idle and index.num_searchable == 0
+    assert index.database.rows("SELECT count(*) FROM words WHERE words MATCH 'kettle'") == [(0,)]
+    index.want_words()
+    assert index.lacks_words and not index.is_idle
+    assert index.update_journal() and index.num_searchable == 7
+    fill(index)
+    assert index.is_idle and index.num_searchable == 4 * STEPS
+    assert page(index.database, question) == page(filled.database, question)
+    assert page(index.database, question)["total"] > 0
+    index.close()
+
+
+def test_a_failed_transaction_leaves_no_text_out_and_adds_none_twice(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    index = RunIndex(run, tmp_path / "index.sqlite")
+    copy = index_module._copy_consumed
+
+    def fail(*given: Any) -> Any:
+        raise ValueError("the disk is gone")
+
+    monkeypatch.setattr(index_module, "_copy_consumed", fail)
+    index.update_journal()
+    assert index.problem == "the disk is gone" and index.num_ended == 0
+    monkeypatch.setattr(index_module, "_copy_consumed", copy)
+    (run / JOURNAL).touch()
+    index.want_words()
+    fill(index)
+    assert index.num_searchable == index.num_ended == 4 * STEPS
+    ((count, distinct),) = index.database.rows(
+        "SELECT count(rowid), count(DISTINCT rowid) FROM words WHERE words MATCH 'the'"
+    )
+    assert count == distinct
+    index.close()
+
+
+def test_episodes_are_counted_without_being_copied(run: Path, tmp_path: Path) -> None:
+    index = RunIndex(run, tmp_path / "index.sqlite")
+    index.count_episodes()
+    changes = index.changes
+    index.count_episodes()
+    assert (index.num_started, index.num_episodes, index.is_complete) == (4 * STEPS, 0, False)
+    assert index.changes == changes > 0
+    fill(index)
+    index.count_episodes()
+    assert index.is_complete and index.num_episodes == 4 * STEPS
+    (run / JOURNAL).unlink()
+    index.count_episodes()
+    assert index.problem.startswith(f"{JOURNAL} is missing") and not index.is_complete
+    index.close()
+
+
+def test_connections_for_reading_are_kept_and_bounded(tmp_path: Path) -> None:
+    databases = [Database(tmp_path / f"{number}.sqlite") for number in range(12)]
+
+    def opened() -> int:
+        links = Path("/proc/self/fd").iterdir()
+        return sum(os.readlink(link).endswith(".sqlite") for link in links if os.path.islink(link))
+
+    for database in databases:
+        database.close_writer()
+        assert database.rows("SELECT count(*) FROM episodes") == [(0,)]
+    assert opened() == database_module.MAX_IDLE
+    with pytest.raises(sqlite3.OperationalError):
+        databases[-1].rows("SELECT nothing FROM nowhere")
+    for database in databases:
+        assert database.rows("SELECT count(*) FROM episodes") == [(0,)]
+        database.close()
+    assert opened() == 0
+
+
+def test_the_columns_of_training_are_those_of_each_episode_alone() -> None:
+    rng = np.random.default_rng(3)
+
+    def values(episode: int, count: int, minibatch: int | None) -> TokenValues:
+        numbers = {
+            name: rng.normal(size=count).astype(np.float32)
+            for name in ("advantage", "log_d", "weight", "log_s", "entropy")
+        }
+        numbers["log_d"][: count // 3] = np.nan
+        flags = rng.integers(0, 128, size=count).astype(np.uint8)
+        return TokenValues(
+            group=1, episode=episode, route="rollout", minibatch=minibatch, flags=flags, **numbers
+        )
+
+    given = [
+        values(1, 5, 0),
+        values(2, 0, 0),
+        values(3, 40, None),
+        values(4, 1, 1),
+        values(5, 9, 0),
+    ]
+    given[4].log_s[:] = np.inf
+    found = training.measure(given)
+    for each in given:
+        row: dict[str, Any] = {"advantage": None}
+        if len(each.flags):
+            row["advantage"] = pytest.approx(float(each.advantage.astype(float).mean()))
+        if each.minibatch is not None and len(each.flags):
+            for name in ("log_d", "log_s"):
+                sizes = [abs(x) for x in getattr(each, name).tolist() if np.isfinite(x)]
+                row[f"{name}_abs_max"] = max(sizes, default=None)
+            dropped = each.has(training.DROPPED)
+            row["dropped_tokens"] = int(dropped.sum())
+            row["clipped_tokens"] = int((each.has(training.CLIPPED) & ~dropped).sum())
+        assert found[each.episode] == row
+    assert training.measure([]) == {}
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ import pytest
 
 from benchmarks.dashboard import multiply, read_groups
 from tests.observe.test_dashboard import Client, served
-from tests.observe.test_dashboard_browser import PAGES, audit_with, go
+from tests.observe.test_dashboard_browser import PAGES, audit_with, go, see_all
 from tests.support.axe import needs_axe, serious
 from tests.support.chromium import NO_BROWSER, Page, browser_program, dashboard_page
 from tests.support.fake_run import fake_run
@@ -135,6 +135,8 @@ def test_a_malicious_folder_runs_no_script(page: Page, client: Client, root: Pat
         page.run(f"location.hash = {json.dumps('#/' + there)}")
         page.wait("document.querySelector('main h1')")
         client.when_read(FOLDER)
+        if path == "run/hostile":
+            see_all(page)
         page.wait(
             "!document.querySelector('main [role=status]')?.textContent.startsWith('Reading')"
         )

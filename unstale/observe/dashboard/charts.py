@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
 from unstale.durability.run_folder import Row
@@ -497,6 +498,15 @@ _REWARD = re.compile(r"reward/(.+)_mean")
 
 def sections(names: Iterable[str]) -> list[Row]:
     """Return the groups of plots for the metrics that a run has, as JSON.
+
+    The answer is kept for the next time, so it must not be changed.
+    """
+    return _sections(tuple(names))
+
+
+@lru_cache(maxsize=64)
+def _sections(names: tuple[str, ...]) -> list[Row]:
+    """Make the groups of plots.
 
     Metrics by lag become one plot each, and those by engine one plot for all engines. Rewards and
     figures of the environment have their own groups. All other metrics come last, one group for

@@ -7,7 +7,7 @@ tables and plots need. It can be deleted at any time, because it is filled again
 import sqlite3
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -103,6 +103,48 @@ CREATE VIRTUAL TABLE words USING fts5(text, content='', tokenize='unicode61')"""
 """
 
 
+MAX_IDLE = 8
+"""Connections for reading that are kept for the next answer, of all indexes together."""
+
+
+class _IdleReaders:
+    """Connections for reading that nobody uses. To open one takes as long as a short answer."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._idle: list[tuple[Path, sqlite3.Connection]] = []
+
+    def take(self, path: Path) -> sqlite3.Connection:
+        """Return a connection to an index, which is opened if none is idle."""
+        with self._lock:
+            for place, (own, reader) in enumerate(self._idle):
+                if own == path:
+                    del self._idle[place]
+                    return reader
+        reader = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+        reader.execute("PRAGMA query_only=ON")
+        return reader
+
+    def give(self, path: Path, reader: sqlite3.Connection) -> None:
+        """Keep a connection, and close the one that was kept longest if there are too many."""
+        with self._lock:
+            self._idle.append((path, reader))
+            spare = self._idle.pop(0)[1] if len(self._idle) > MAX_IDLE else None
+        if spare is not None:
+            spare.close()
+
+    def drop(self, path: Path) -> None:
+        """Close all idle connections to an index."""
+        with self._lock:
+            closed = [reader for own, reader in self._idle if own == path]
+            self._idle = [each for each in self._idle if each[0] != path]
+        for reader in closed:
+            reader.close()
+
+
+_READERS = _IdleReaders()
+
+
 class Database:
     """The index of one run. One thread writes; any thread reads, each with its own connection."""
 
@@ -146,14 +188,18 @@ class Database:
         if reader is not None:
             yield reader
             return
-        with closing(sqlite3.connect(self.path, isolation_level=None)) as reader:
-            reader.execute("PRAGMA query_only=ON")
+        reader = _READERS.take(self.path)
+        try:
             reader.execute("BEGIN")
             self._reading.reader = reader
-            try:
-                yield reader
-            finally:
-                self._reading.reader = None
+            yield reader
+            reader.execute("COMMIT")
+        except BaseException:
+            reader.close()
+            raise
+        finally:
+            self._reading.reader = None
+        _READERS.give(self.path, reader)
 
     def rows(self, statement: str, parameters: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
         """Return the result of one statement."""
@@ -164,6 +210,11 @@ class Database:
         """Ask for the index of a column. `make_index` makes it."""
         if column in SORTED and column not in self._made:
             self._wanted.add(column)
+
+    @property
+    def wants_index(self) -> bool:
+        """True if the index of a column was asked for and is not made yet."""
+        return bool(self._wanted)
 
     def make_index(self) -> bool:
         """Make one index that is wanted. Return False if there is none to make."""
@@ -199,8 +250,16 @@ class Database:
             for name in ("spans", "events"):
                 writer.execute(f"DELETE FROM {name}")
 
-    def close(self) -> None:
-        """Close the file, so that many runs need few descriptors. `write` opens it again."""
+    def close_writer(self) -> None:
+        """Close the connection that writes, so that many runs need few descriptors.
+
+        `write` opens it again.
+        """
         if self._writer is not None:
             self._writer.close()
             self._writer = None
+
+    def close(self) -> None:
+        """Close the file. It can be used again."""
+        self.close_writer()
+        _READERS.drop(self.path)

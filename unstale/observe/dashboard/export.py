@@ -30,6 +30,7 @@ from unstale.observe.dashboard.table import (
     parse_filter,
     parse_search,
 )
+from unstale.observe.dashboard.tokens import NotYet
 from unstale.records import Piece, Sampled, walk
 from unstale.token_values import TokenFlag
 
@@ -277,6 +278,11 @@ def _pages(
     conditions = [*parse_filter(selection.filter), *more]
     if selection.search and index.search_problem:
         raise BadQuestion(index.search_problem)
+    if selection.search:
+        index.want_words()
+        if index.lacks_words:
+            read = f"{index.num_searchable} of {index.num_ended} episodes"
+            raise NotYet(f"the texts are not read yet: {read} can be searched")
     if search := parse_search(selection.search):
         conditions.append(search)
     where = "".join(f" AND {condition.sql}" for condition in conditions)

@@ -39,6 +39,11 @@ MAX_EVENT = 100_000
 MAX_EVENT_TEXT = 4000
 """Characters of a text in a longer event that are kept. Pages show at most 2,000 of them."""
 
+STATE_EVENTS = ("started", "resumed", "stopped")
+"""Kinds of events that give the state of a run."""
+
+STATE_FIELDS = ("reason", "detail", "command")
+
 MAX_FIGURES = 64
 """Rewards and facts of an episode that are kept."""
 
@@ -47,6 +52,13 @@ _UNSTORABLE = (OverflowError, UnicodeEncodeError, RecursionError)
 
 Piece = tuple[int, int, int, int | None, bytes, bytes | None]
 """A row of the journal: episode, position, number of tokens, version, tokens, behavior_logp."""
+
+
+PIECES = (
+    "SELECT episode, position, num_tokens, version, tokens, behavior_logp "
+    "FROM pieces WHERE episode = ? ORDER BY position"
+)
+ADD_WORDS = "INSERT INTO words (rowid, text) VALUES (?, ?)"
 
 
 class _Consumed(NamedTuple):
@@ -91,6 +103,8 @@ class RunIndex:
         """A number that grows with every change of the index."""
         self._metrics = Tail(folder / METRICS)
         self._events = Tail(folder / EVENTS)
+        self.state_events: dict[str, tuple[int, Row]] = {}
+        """The last event of each kind of `STATE_EVENTS`: its place in the log, and its fields."""
         self._names: dict[str, int] = {}
         self._state: tuple[int, ...] = ()
         self._inode = 0
@@ -101,6 +115,13 @@ class RunIndex:
         self._siblings: tuple[int, dict[int, Row]] = (-1, {})
         """The group whose training was read last, and the columns of its episodes."""
         self._decode: Decode | None = None
+        self._counted: tuple[int, ...] = ()
+        """State of the journal when its episodes were counted last."""
+        self._wants_words = False
+        self._without_words = array("q")
+        """Episodes that have ended and whose text is not in the full-text index."""
+        self._skipped = array("q")
+        """Those of the transaction in progress."""
 
     def close(self) -> None:
         self.database.close()
@@ -111,6 +132,33 @@ class RunIndex:
         read = (self._metrics.problem, self._events.problem, self.problem, self.search_problem)
         found = (self.failure, *read)
         return [text for text in found if text]
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the metrics read so far."""
+        return list(self._names)
+
+    @property
+    def num_searchable(self) -> int:
+        """Episodes of the index whose text can be searched."""
+        return self.num_ended - len(self._without_words)
+
+    @property
+    def lacks_words(self) -> bool:
+        """True if a search was asked for and texts are missing from the full-text index."""
+        return self._wants_words and len(self._without_words) > 0
+
+    @property
+    def is_idle(self) -> bool:
+        """True if `update_journal` has nothing to do until the journal grows."""
+        return self.is_complete and not self.lacks_words and not self.database.wants_index
+
+    def want_words(self) -> None:
+        """Ask for the full-text index. `update_journal` fills it, from now on with each episode.
+
+        Without a search nobody reads it, and it takes a quarter of the time of an episode.
+        """
+        self._wants_words = True
 
     def update_files(self) -> bool:
         """Read the next part of metrics and events. Return False if there was nothing new."""
@@ -169,8 +217,12 @@ class RunIndex:
         rows, is_new = self._events.read()
         if is_new:
             self.database.clear_events()
-            self.num_events = 0
+            self.num_events, self.state_events = 0, {}
         self._add_each(self._events, rows, _add_event)
+        for place, row in enumerate(rows, self.num_events):
+            if (kind := str(row.get("kind"))) in STATE_EVENTS:
+                fields = {name: str(row.get(name) or "")[:MAX_EVENT_TEXT] for name in STATE_FIELDS}
+                self.state_events = {**self.state_events, kind: (place, fields)}
         self.num_events += len(rows)
         self.changes += bool(rows or is_new)
         return bool(rows)
@@ -182,7 +234,7 @@ class RunIndex:
         tries again once the file has changed.
         """
         state = _state(self.folder)
-        if self.is_complete and state == self._state:
+        if self.is_complete and state == self._state and not self.lacks_words:
             return self.database.make_index()
         before, had_backlog = self.changes, self._has_backlog
         try:
@@ -203,8 +255,26 @@ class RunIndex:
             return True
         return self.is_complete and self.database.make_index()
 
+    def count_episodes(self) -> None:
+        """Read how many episodes the journal has, and copy none. It must have changed since."""
+        state = _state(self.folder)
+        if state in (self._counted, self._state):
+            return
+        self._counted, self.is_complete = state, False
+        before = self.num_started, self.problem
+        try:
+            self.problem = unreadable(self.folder)
+            if not self.problem:
+                with Journal.read(self.folder) as journal:
+                    rows = journal.rows("SELECT num_rows FROM counts WHERE name = 'episodes'")
+                self.num_started = sum(count for (count,) in rows)
+        except (JournalError, OSError, ValueError) as error:
+            self.problem = str(error)
+        self.changes += before != (self.num_started, self.problem)
+
     def _restart(self, inode: int) -> None:
         self.database.clear_episodes()
+        self._without_words = array("q")
         self._inode, self._last_episode, self._last_consumed = inode, -1, _NOTHING
         self._has_backlog = False
         self._siblings = (-1, {})
@@ -228,6 +298,7 @@ class RunIndex:
             self._last_episode,
             0 if self._has_backlog else CHUNK_EPISODES,
         )
+        self._skipped = array("q")
         with self.database.write() as writer:
             for row in new:
                 _add_episode(writer, *row)
@@ -236,12 +307,14 @@ class RunIndex:
             ).fetchall()
             copied, is_last = self._copy_ended(journal, writer, [episode for (episode,) in open_])
             consumed = _copy_consumed(journal, writer, self._last_consumed.step)
+        self._without_words += self._skipped
+        texts = self._copy_words(journal) if is_last and self.lacks_words else 0
         self._has_backlog = not is_last
         self._last_episode = new[-1][0] if new else self._last_episode
         self._last_consumed = consumed[-1] if consumed else self._last_consumed
         self.num_episodes += len(new)
         self.num_ended += copied
-        self.changes += bool(new or copied or consumed)
+        self.changes += bool(new or copied or consumed or texts)
         return is_last and self.num_episodes >= started
 
     def _was_rewound(self, journal: JournalReader) -> bool:
@@ -292,16 +365,12 @@ class RunIndex:
         episode = end[0]
         try:
             with journal.wrap_errors(f"episode {episode}"):
-                pieces = journal.rows(
-                    "SELECT episode, position, num_tokens, version, tokens, behavior_logp "
-                    "FROM pieces WHERE episode = ? ORDER BY position",
-                    episode,
-                )
+                pieces = journal.rows(PIECES, episode)
                 values = _measure(pieces) | _outcome(writer, end)
                 if values.get("step") is not None:
                     values |= self._training(journal, end, values["version_min"])
                     ages.update(count_ages([piece[2:4] for piece in pieces], end[-1]))
-                text = _text(pieces, self._decode) if self._decode else ""
+                text = self._searched_text(episode, pieces)
         except JournalError as error:
             values, text = {"outcome": "damaged", "note": str(error)[:2000]}, ""
         changes = ", ".join(f"{name} = ?" for name in values)
@@ -309,8 +378,41 @@ class RunIndex:
             f"UPDATE episodes SET {changes} WHERE episode = ?", (*values.values(), episode)
         )
         if text:
-            writer.execute("INSERT INTO words (rowid, text) VALUES (?, ?)", (episode, text))
+            writer.execute(ADD_WORDS, (episode, text))
         return int(values.get("tokens", 0))
+
+    def _searched_text(self, episode: int, pieces: Sequence[Piece]) -> str:
+        """Return the text of an episode, or note that it is missing if nobody searches."""
+        if self._decode is None:
+            return ""
+        if not self._wants_words:
+            self._skipped.append(episode)
+            return ""
+        return _text(pieces, self._decode)
+
+    def _copy_words(self, journal: JournalReader) -> int:
+        """Add the next missing texts to the full-text index. Return their number.
+
+        An episode whose text cannot be read gets a note and no text.
+        """
+        copied = tokens = 0
+        with self.database.write() as writer:
+            for episode in reversed(self._without_words[-CHUNK_EPISODES:]):
+                copied += 1
+                try:
+                    with journal.wrap_errors(f"episode {episode}"):
+                        pieces = journal.rows(PIECES, episode)
+                        text = _text(pieces, self._decode) if self._decode else ""
+                except JournalError as error:
+                    note = "UPDATE episodes SET note = ? WHERE episode = ?"
+                    writer.execute(note, (str(error)[:2000], episode))
+                    continue
+                writer.execute(ADD_WORDS, (episode, text))
+                tokens += sum(piece[2] for piece in pieces)
+                if tokens >= CHUNK_TOKENS:
+                    break
+        del self._without_words[-copied:]
+        return copied
 
 
 def _ends(journal: JournalReader, open_: Sequence[int]) -> Iterator[tuple[Any, ...]]:
@@ -457,7 +559,8 @@ def _measure(pieces: Sequence[Piece]) -> Row:
     turns = tokens = sampled = 0
     logps: list[bytes] = []
     in_reply = False
-    for _, _, count, version, _, packed in pieces:
+    for _, _, count, version, ids, packed in pieces:
+        _require_size(ids, count)
         tokens += count
         if not count:
             continue
@@ -514,11 +617,16 @@ def _add_figures(writer: sqlite3.Connection, episode: int, figures: Mapping[str,
     writer.executemany("INSERT OR REPLACE INTO figures VALUES (?, ?, ?)", rows)
 
 
+def _require_size(packed: bytes, count: int) -> None:
+    """Raise ValueError if packed tokens are not as many as recorded."""
+    if len(packed) not in (2 * count, 4 * count):
+        raise ValueError(f"{len(packed)} bytes cannot be {count} tokens")
+
+
 def _text(pieces: Sequence[Piece], decode: Callable[[Sequence[int]], str]) -> str:
     """Return an episode as text, for the full-text index."""
     tokens: list[int] = []
     for _, _, count, _, packed, _ in pieces:
-        if len(packed) not in (2 * count, 4 * count):
-            raise ValueError(f"{len(packed)} bytes cannot be {count} tokens")
+        _require_size(packed, count)
         tokens += array("H" if len(packed) == 2 * count else "I", packed)
     return decode(tokens)

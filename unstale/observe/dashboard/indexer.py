@@ -17,8 +17,11 @@ POLL_S = 1.0
 SEARCH_S = 5.0
 """Seconds between two searches for new runs."""
 
-WATCHED_S = 600.0
-"""Seconds after the last request for a run in which its journal is followed."""
+JOURNAL_S = 5.0
+"""Seconds between two looks at a journal of which all was read, as between two updates of pages."""
+
+WATCHED_S = 60.0
+"""Seconds after the last request for a run's episodes in which its journal is followed."""
 
 SLICE_S = 0.5
 """Seconds for which one run is read before the next one has its turn."""
@@ -38,8 +41,9 @@ _FAILURES = (
 class Indexer:
     """The indexes of all runs in a folder, in a temporary folder that is removed at the end.
 
-    Metrics and events of every run are followed. The journal is followed for runs that somebody
-    looks at. Use it as a context manager.
+    Metrics and events of every run are followed. A journal is followed while somebody looks at
+    the episodes, and of a run that is only shown the episodes are counted. Use it as a context
+    manager.
     """
 
     def __init__(self, folders: RunFolders, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -49,6 +53,11 @@ class Indexer:
         self._clock = clock
         self._indexes: dict[str, RunIndex] = {}
         self._asked: dict[str, float] = {}
+        """When the episodes of a run were asked for last."""
+        self._shown: dict[str, float] = {}
+        """When a run was asked for last."""
+        self._read_at: dict[str, float] = {}
+        """When the journal of a run was read last."""
         self._searched = -SEARCH_S
         self._made = 0
         """Indexes made so far, of which each has a file of its own."""
@@ -72,10 +81,10 @@ class Indexer:
             index.close()
         self._folder.cleanup()
 
-    def get(self, name: str, *, journal: bool = True) -> RunIndex:
+    def get(self, name: str, *, journal: bool = True, count: bool = False) -> RunIndex:
         """Return the index of a run, which may still be empty. Raises `UnknownRun`.
 
-        With `journal`, its episodes are followed from now on.
+        With `journal`, its episodes are followed from now on. With `count`, they are counted.
         """
         path = self.folders.path(name)
         with self._lock:
@@ -84,11 +93,21 @@ class Indexer:
                 index = RunIndex(path, Path(self._folder.name) / f"{self._made}.sqlite")
                 self._indexes[name] = index
                 self._made += 1
+        now = self._clock()
         if journal:
-            if name not in self._asked:
+            if now - self._asked.get(name, -WATCHED_S) >= WATCHED_S:
+                self._read_at.pop(name, None)
                 self._wake.set()
-            self._asked[name] = self._clock()
+            self._asked[name] = now
+        if count:
+            self._shown[name] = now
         return index
+
+    def want_words(self, index: RunIndex) -> None:
+        """Ask for the full-text index of a run."""
+        index.want_words()
+        if index.lacks_words:
+            self._wake.set()
 
     def known(self) -> dict[str, RunIndex]:
         """Return the indexes of all runs that were found so far, by name."""
@@ -121,11 +140,38 @@ class Indexer:
                 return False
             before = index.changes
             more |= self._for_a_while(index, index.update_files)
-            if now - self._asked.get(name, -WATCHED_S) < WATCHED_S:
-                more |= self._for_a_while(index, index.update_journal)
-            if index.changes == before:
-                index.database.close()
+            more |= self._read_journal(name, index)
+            if index.changes == before and not self._is_looked_at(name):
+                index.database.close_writer()
         return more
+
+    def _is_looked_at(self, name: str) -> bool:
+        """Return True if a run or its episodes were asked for lately."""
+        last = max(self._asked.get(name, -WATCHED_S), self._shown.get(name, -WATCHED_S))
+        return self._clock() - last < WATCHED_S
+
+    def _read_journal(self, name: str, index: RunIndex) -> bool:
+        """Follow or count the episodes of a run, if somebody looks. Return True if more are left.
+
+        A journal of which all was read is not opened again before `JOURNAL_S`: it takes some
+        milliseconds, however little is new.
+        """
+        now = self._clock()
+        if not self._is_looked_at(name):
+            return False
+        is_followed = now - self._asked.get(name, -WATCHED_S) < WATCHED_S
+        is_due = now - self._read_at.get(name, -JOURNAL_S) >= JOURNAL_S
+        if not is_due and (index.is_idle or not is_followed):
+            return False
+        self._read_at[name] = now
+        if is_followed:
+            return self._for_a_while(index, index.update_journal)
+
+        def count() -> bool:
+            index.count_episodes()
+            return False
+
+        return self._for_a_while(index, count)
 
     def _forget(self, name: str) -> None:
         """Close the index of a run whose folder was removed, if there is one."""

@@ -1,8 +1,10 @@
 """Answer questions about a run as a whole: its outcome, state, series and timeline."""
 
+import json
 import os
 import time
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,14 @@ from unstale.observe.dashboard.index import RunIndex
 from unstale.observe.dashboard.table import BadQuestion
 from unstale.observe.health import CHECKS
 from unstale.observe.report.gather import flatten
-from unstale.observe.report.words import factor_names, is_exact, number, semantics, waiting
+from unstale.observe.report.words import (
+    WAITING_METRICS,
+    factor_names,
+    is_exact,
+    number,
+    semantics,
+    waiting,
+)
 from unstale.observe.statistics import wilson
 
 LIVE_S = 120.0
@@ -42,10 +51,10 @@ def state_of(index: RunIndex, *, now: float | None = None) -> Row:
     step. `age_s` is the time since the last write.
     """
     age = (time.time() if now is None else now) - last_write(index.folder)
-    events = _last_events(index.database, ("started", "resumed", "stopped"))
+    events = index.state_events
     begun = max((at for kind, (at, _) in events.items() if kind != "stopped"), default=-1)
     stopped_at, stopped = events.get("stopped", (-1, {}))
-    reason, detail = (str(stopped.get(name) or "")[:1000] for name in ("reason", "detail"))
+    reason, detail = (stopped.get(name, "")[:1000] for name in ("reason", "detail"))
     if stopped_at > begun:
         state = reason if reason in ("finished", "failed") else "stopped"
         return {"state": state, "reason": reason, "detail": detail, "age_s": max(0.0, age)}
@@ -64,20 +73,7 @@ def last_write(folder: Path) -> float:
     return max(times, default=0.0)
 
 
-def _last_events(database: Database, kinds: Sequence[str]) -> dict[str, tuple[int, Row]]:
-    """Return the last event of each kind, with its position in the log."""
-    found = {}
-    for kind in kinds:
-        for at, fields in database.rows(
-            "SELECT id, fields FROM events WHERE kind = ? ORDER BY id DESC LIMIT 1", (kind,)
-        ):
-            found[kind] = at, _load(fields)
-    return found
-
-
 def _load(fields: str) -> Row:
-    import json
-
     try:
         value = json.loads(fields)
     except ValueError:
@@ -145,7 +141,6 @@ def overview(name: str, index: RunIndex) -> Row:
     exact = is_exact(setting)
     route = _text(setting("old_logps.route", "unknown"))
     pace = waiting(_recent_rows(database, index.last_step))
-    names = [each for (each,) in database.rows("SELECT name FROM names")]
     exact_share = _mean(database, "old_logps/exact_share")
     folder = RunFolder(index.folder)
     return {
@@ -161,14 +156,12 @@ def overview(name: str, index: RunIndex) -> Row:
         "failures": failures(database),
         "error": folder.error()[-20_000:],
         "gaps": [*gaps, *folder.gaps],
-        "command": _text(
-            _last_events(database, ("started",)).get("started", (0, {}))[1].get("command")
-        ),
+        "command": _text(index.state_events.get("started", (0, {}))[1].get("command")),
         "options": {key: _text(value) for key, value in config.items()},
         "changed": [
             key for key, value in config.items() if key in _DEFAULTS and _DEFAULTS[key] != value
         ],
-        "sections": sections(names),
+        "sections": sections(index.names),
         "index": progress(index),
     }
 
@@ -184,8 +177,9 @@ def progress(index: RunIndex) -> Row:
         "last_step": index.last_step,
         "episodes": index.num_episodes,
         "ended": index.num_ended,
+        "searchable": index.num_searchable,
         "started": index.num_started,
-        "complete": index.is_complete,
+        "complete": index.is_complete and not index.lacks_words,
         "problems": index.problems,
         "changes": index.changes,
     }
@@ -206,20 +200,25 @@ def series(
         raise BadQuestion(f"at most {MAX_METRICS} metrics at a time, got {len(names)}")
     if not 2 <= points <= MAX_POINTS:
         raise BadQuestion(f"points must be between 2 and {MAX_POINTS}, got {points}")
-    found = {}
-    for name in names:
-        rows = database.rows(
-            "SELECT step, value FROM metrics WHERE name = (SELECT id FROM names WHERE name = ?) "
-            "ORDER BY step",
-            (name,),
-        )
-        kept = thin(rows, points)
-        places = positions(database, axis, [step for step, _ in kept])
-        both = [
-            (place, value)
-            for place, (_, value) in zip(places, kept, strict=True)
-            if place is not None
-        ]
+    rows: dict[str, list[tuple[int, float]]] = {name: [] for name in names}
+    marks = ", ".join("?" * len(rows))
+    for name, step, value in database.rows(
+        "SELECT names.name, step, value FROM names JOIN metrics ON metrics.name = names.id "
+        f"WHERE names.name IN ({marks}) ORDER BY names.id, step",
+        list(rows),
+    ):
+        rows[name].append((step, value))
+    kept = {name: thin(each, points) for name, each in rows.items()}
+    if axis == "step":
+        return {
+            name: [[step for step, _ in each], [value for _, value in each]]
+            for name, each in kept.items()
+        }
+    steps = sorted({step for each in kept.values() for step, _ in each})
+    places = dict(zip(steps, positions(database, axis, steps), strict=True))
+    found: dict[str, list[Any]] = {}
+    for name, each in kept.items():
+        both = [(places[step], value) for step, value in each if places[step] is not None]
         found[name] = [[place for place, _ in both], [value for _, value in both]]
     return found
 
@@ -368,8 +367,8 @@ def _mean(database: Database, name: str) -> float | None:
 def _recent_rows(database: Database, last: int) -> list[Row]:
     rows = database.rows(
         "SELECT step, names.name, value FROM names JOIN metrics ON metrics.name = names.id "
-        "WHERE step BETWEEN ? AND ?",
-        (last - RECENT, last),
+        f"WHERE names.name IN ({', '.join('?' * len(WAITING_METRICS))}) AND step BETWEEN ? AND ?",
+        (*WAITING_METRICS, last - RECENT, last),
     )
     steps: dict[int, Row] = {}
     for step, name, value in rows:
@@ -380,9 +379,21 @@ def _recent_rows(database: Database, last: int) -> list[Row]:
 def _config(folder: Path) -> tuple[dict[str, Any], list[str]]:
     """Return the options of a run by full name, and what could not be read."""
     try:
-        read = RunFolder(folder)
+        status = os.lstat(folder / CONFIG)
+        state = status.st_ino, status.st_size, status.st_mtime_ns
+    except OSError:
+        state = 0, 0, 0
+    try:
+        config, gaps = _read_config(folder, state)
     except ConfigError as error:  # the folder was removed
         return {}, [str(error)]
+    return config, list(gaps)
+
+
+@lru_cache(maxsize=256)
+def _read_config(folder: Path, state: tuple[int, int, int]) -> tuple[dict[str, Any], list[str]]:
+    """Return the options of a run, and what could not be read. `state` differs if the file does."""
+    read = RunFolder(folder)
     return flatten(read.config()), read.gaps
 
 

@@ -1,6 +1,7 @@
 """The values with which a step trained on tokens, for the table of episodes and for one episode."""
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -17,26 +18,50 @@ ARRAYS = ("old_logp", "logp", "log_d", "log_s", "weight", "advantage", "entropy"
 """Values of a token that an answer has."""
 
 
-def measure(values: TokenValues) -> Row:
-    """Return the columns of the table that the values of an episode give.
+def measure(values: Sequence[TokenValues]) -> dict[int, Row]:
+    """Return the columns of the table that the values of some episodes give, by episode.
 
-    An episode that was not run has an advantage and no other value.
+    An episode that was not run has an advantage and no other value. All are computed together,
+    because an episode may have few tokens.
     """
-    row: Row = {"advantage": _finite(values.advantage.mean()) if len(values.advantage) else None}
-    if values.minibatch is None:
-        return row
-    dropped = values.has(DROPPED)  # the first outcome that applies counts, so these are not clipped
-    return row | {
-        "log_d_abs_max": _largest(values.log_d),
-        "log_s_abs_max": _largest(values.log_s),
-        "dropped_tokens": int(dropped.sum()),
-        "clipped_tokens": int((values.has(CLIPPED) & ~dropped).sum()),
-    }
+    found: dict[int, Row] = {each.episode: {"advantage": None} for each in values}
+    filled = [each for each in values if len(each.flags)]
+    if not filled:
+        return found
+    lengths = np.array([len(each.flags) for each in filled])
+    starts = lengths.cumsum() - lengths
+
+    def joined(name: str) -> Any:
+        return np.concatenate([getattr(each, name) for each in filled])
+
+    flags = joined("flags")
+    dropped = (
+        flags & int(DROPPED)
+    ) != 0  # the first outcome that applies counts: these are not clipped
+    clipped = ((flags & int(CLIPPED)) != 0) & ~dropped
+    means = np.add.reduceat(joined("advantage").astype(np.float64), starts) / lengths
+    sums = [np.add.reduceat(each.astype(np.int64), starts) for each in (dropped, clipped)]
+    largest = [np.maximum.reduceat(_sizes(joined(name)), starts) for name in ("log_d", "log_s")]
+    columns = [each.tolist() for each in (means, *largest, *sums)]
+    for each, mean, log_d, log_s, num_dropped, num_clipped in zip(filled, *columns, strict=True):
+        row = found[each.episode]
+        row["advantage"] = _finite(mean)
+        if each.minibatch is not None:
+            row["log_d_abs_max"] = log_d if log_d >= 0 else None
+            row["log_s_abs_max"] = log_s if log_s >= 0 else None
+            row["dropped_tokens"] = num_dropped
+            row["clipped_tokens"] = num_clipped
+    return found
+
+
+def _sizes(values: Any) -> Any:
+    """Return absolute values, with -1 for what is not finite."""
+    return np.where(np.isfinite(values), np.abs(values), np.float32(-1))
 
 
 def measure_group(journal: JournalReader, group: int, step: int) -> dict[int, Row]:
-    """Return `measure` of each episode of a group in a step. Raises `JournalError`."""
-    return {each.episode: measure(each) for each in journal.token_values(group, step)}
+    """Return the columns of the episodes of a group in a step. Raises `JournalError`."""
+    return measure(journal.token_values(group, step))
 
 
 def of_episode(journal: JournalReader, group: int, episode: int, step: int | None) -> Row:
@@ -80,8 +105,3 @@ def _listed(values: Any) -> list[float | None]:
 
 def _finite(value: float) -> float | None:
     return float(value) if math.isfinite(value) else None
-
-
-def _largest(values: Any) -> float | None:
-    sizes = np.abs(values[np.isfinite(values)])
-    return float(sizes.max()) if len(sizes) else None

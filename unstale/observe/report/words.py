@@ -250,6 +250,16 @@ _SUMMED = (
     "schedule/groups_in_flight",
 )
 
+WAITING_METRICS = (
+    "time_s",
+    "schedule/wait_for_batch_s",
+    "engine/busy_share",
+    "schedule/staleness_bound",
+    *_WORK,
+    *_SUMMED,
+)
+"""Metrics that `waiting` reads."""
+
 
 FATES = {
     "trained": "trained on",

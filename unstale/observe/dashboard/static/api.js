@@ -33,9 +33,9 @@ let waiting = new Map();
 
 // Ask for the series of some metrics of a run. What the plots of a page ask for at one moment is
 // asked together, because each request takes time of the server.
-export function askSeries(run, names, { points, x }) {
+export function askSeries(run, names, { points, x, at = [] }) {
   if (!waiting.size) queueMicrotask(send);
-  const key = JSON.stringify({ run, points, x });
+  const key = JSON.stringify({ run, points, x, at });
   if (!waiting.has(key)) waiting.set(key, []);
   return new Promise((resolve, reject) => waiting.get(key).push({ names, resolve, reject }));
 }
@@ -82,9 +82,10 @@ function show(text, kind) {
 // much, and shares the processor with the training.
 const UPDATE_MS = 5000;
 
-// Follow a run, or all runs if `run` is undefined. Return a function that ends it.
+// Follow a run, or all runs if `run` is undefined. Return a function that ends it. `episodes` is true
+// if the page shows episodes, which are otherwise only counted.
 // A hidden page is not followed, because a browser opens few connections to one server.
-export function follow(run, onProgress) {
+export function follow(run, onProgress, { episodes = false } = {}) {
   let source = null;
   let last = null;
   let timer = 0;
@@ -98,7 +99,7 @@ export function follow(run, onProgress) {
   const isNew = (progress) => !last || ["runs", "state", "complete"].some((name) => progress[name] !== last[name]);
   const open = () => {
     if (source || document.hidden) return;
-    source = new EventSource(run === undefined ? "/api/stream" : `/api/stream?run=${encodeURIComponent(run)}`);
+    source = new EventSource(run === undefined ? "/api/stream" : `/api/stream?run=${encodeURIComponent(run)}${episodes ? "&episodes=1" : ""}`);
     source.addEventListener("open", () => show("connected", "good"));
     source.addEventListener("error", () => show("connecting again", "bad"));
     source.addEventListener("progress", (event) => {

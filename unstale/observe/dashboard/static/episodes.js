@@ -116,10 +116,10 @@ export function episodes(content, { run }, query) {
   }
 
   function filled(index) {
-    const share = index.started ? index.ended / index.started : 0;
+    const [done, all] = index.ended < index.episodes || index.episodes < index.started || !state.search ? [index.ended, index.started] : [index.searchable, index.ended];
     progress.hidden = index.complete;
-    progress.value = share;
-    return index.complete ? "" : ` The index is being filled: ${whole(index.ended)} of ${whole(index.started)} episodes.`;
+    progress.value = all ? done / all : 0;
+    return index.complete ? "" : ` The index is being filled: ${whole(done)} of ${whole(all)} episodes.`;
   }
 
   async function load() {
@@ -149,7 +149,7 @@ export function episodes(content, { run }, query) {
       if (mine === turn) replace(wrong, problem(error.message));
     }
   }
-  const close = follow(run, settled(700, load));
+  const close = follow(run, settled(700, load), { episodes: true });
   load();
   return { close };
 }

@@ -7,11 +7,12 @@ import { h, replace, scrolling, settled } from "./dom.js";
 import { amount, duration, percent, whole } from "./format.js";
 import { badge, failed, problem, tile, toRun } from "./parts.js";
 import { timeline } from "./timeline.js";
+import { whileInView } from "./view.js";
 
 const POINTS = 500;
 const HELD_OUT = 500;
 const DETAILS_MS = 5000;
-const DETAILS_PAUSE = 30;
+const DETAILS_REST = 30;
 
 // A card with one plot. It asks for its series when it comes into view, and after each new step.
 export class Card {
@@ -79,7 +80,7 @@ export function learning(names, axis = "step") {
   const element = h("figure", { class: "card" }, h("figcaption", {}, h("h3", {}, "Learning curve"), h("p", {}, about)), plot.element);
   async function load(runs) {
     const steps = runs.map((run) => (axis === "step" ? [] : run.evaluations.slice(-HELD_OUT).map((each) => each.step)));
-    const answers = await Promise.all(names.map((run, number) => ask("series", { run, name: "rollout/success_rate", points: POINTS, x: axis, at: steps[number] })));
+    const answers = await Promise.all(names.map((run, number) => askSeries(run, ["rollout/success_rate"], { points: POINTS, x: axis, at: steps[number] })));
     const several = names.length > 1;
     plot.set(answers.flatMap(({ series, at }, number) => {
       const [x, y] = series["rollout/success_rate"];
@@ -176,26 +177,13 @@ export function run(content, { run: name }) {
   let made = null;
   let sections = "";
   let closed = false;
-  let waits = 0;
+  let latest = null;
+  let below = "";
   const curve = learning([name]);
   const times = timeline(name);
   const [ages, lagged, attempts] = [details.ages(), details.lagsOverSteps(), details.attempts()];
   const [top, nav, plots, bottom, shares, engines, sizes, histogram, examples, forks] = Array.from({ length: 10 }, () => h("div"));
   const episodes = h("section", { id: "section-episodes" }, h("h2", {}, "Episodes"), examples, attempts.element, forks);
-
-  // Once now, and once more if it was called again meanwhile. The answer reads all episodes, so the
-  // pause grows with the time that it takes.
-  async function detail() {
-    if (waits) return void (waits = 2);
-    waits = 1;
-    const began = performance.now();
-    await fetch_details();
-    setTimeout(() => {
-      const again = waits === 2 && !closed;
-      waits = 0;
-      if (again) detail();
-    }, Math.max(DETAILS_MS, DETAILS_PAUSE * (performance.now() - began)));
-  }
 
   async function fetch_details() {
     try {
@@ -213,6 +201,42 @@ export function run(content, { run: name }) {
     }
   }
 
+  async function fetch_lags() {
+    try {
+      const found = await ask("lags", { run: name });
+      if (closed) return;
+      replace(histogram, details.card("Staleness of the trained tokens", "Versions published between sampling and training, over all steps.", lagBars(found, latest.figures.staleness_bound)));
+      lagged.set(found);
+    } catch (error) {
+      replace(histogram, problem(error.message));
+    }
+  }
+
+  // Parts that the user opened stay open.
+  async function fetch_log() {
+    try {
+      const { events } = await ask("log", { run: name });
+      const now = JSON.stringify([events, latest.failures, latest.options]);
+      if (closed || now === below) return;
+      below = now;
+      const open = [...bottom.querySelectorAll("details")].map((each) => [each.querySelector("summary").textContent.replace(/^\d+ /, ""), each.open]);
+      replace(bottom, again(latest, events));
+      for (const each of bottom.querySelectorAll("details")) {
+        const before = open.find(([title]) => title === each.querySelector("summary").textContent.replace(/^\d+ /, ""));
+        if (before) each.open = before[1];
+      }
+    } catch (error) {
+      replace(bottom, problem(error.message));
+    }
+  }
+
+  // The answer reads all episodes, so its pause is long.
+  const viewed = [
+    whileInView([shares, engines, sizes, ages.element, episodes], fetch_details, { pause: DETAILS_MS, rest: DETAILS_REST }),
+    whileInView([histogram, lagged.element], fetch_lags),
+    whileInView([bottom], fetch_log),
+  ];
+
   // Where the parts that are no series stand: after the plots of their section.
   function place(element, section) {
     if (section === "ratios") element.append(sizes);
@@ -222,22 +246,20 @@ export function run(content, { run: name }) {
   }
 
   async function load() {
-    let found, by_lag, events;
+    let found;
     try {
-      [found, by_lag, events] = await Promise.all([ask("run", { run: name }), ask("lags", { run: name }), ask("log", { run: name })]);
+      found = await ask("run", { run: name });
     } catch (error) {
       if (!made && !closed) failed(content, error);
       return;
     }
     if (closed) return;
+    latest = found;
     const facts = [found.recipe, `seed ${amount(found.seed)}`, `${found.step} of ${found.steps ?? "?"} steps`, duration(found.figures.seconds), found.techniques].filter(Boolean).join(" · ");
     const links = h("p", { class: "bar" }, h("a", { class: "go", href: `${toRun(name)}/episodes` }, `${whole(found.index.started)} episodes`), h("a", { class: "go", href: `${toRun(name)}/factors` }, "D against S"), h("a", { class: "go", href: `${toRun(name)}/audit` }, "Audit of old_logp"), h("span", { class: "quiet" }, facts));
     replace(top, h("div", { class: "bar" }, h("h1", {}, name), badge(found)), links, outcome(found),
       found.error ? h("details", { class: "error", open: true }, h("summary", {}, "The error that ended the run"), h("pre", {}, found.error)) : found.detail ? h("p", { class: found.state === "finished" ? "quiet" : "end" }, found.detail) : null,
       [...found.gaps, ...found.problems].map(problem), tiles(found), h("p", { class: "quiet pace" }, `${found.pace.sentence} ${found.pace.advice}`), health(found));
-    replace(histogram, details.card("Staleness of the trained tokens", "Versions published between sampling and training, over all steps.", lagBars(by_lag, found.figures.staleness_bound)));
-    lagged.set(by_lag);
-    replace(bottom, again(found, events.events));
     const now = JSON.stringify(found.sections);
     if (now !== sections) {
       sections = now;
@@ -253,9 +275,9 @@ export function run(content, { run: name }) {
     if (!top.isConnected) replace(content, top, nav, curve.element, plots, bottom);
     curve.load([found]).catch(() => {});
     times.load();
-    detail();
+    for (const each of viewed) each.refresh();
   }
   const close = follow(name, settled(400, (progress) => load(progress)));
   load();
-  return { close: () => { closed = true; close(); made?.close(); for (const each of [curve, times, ages, lagged, attempts]) each.close(); } };
+  return { close: () => { closed = true; close(); made?.close(); for (const each of [curve, times, ages, lagged, attempts, ...viewed]) each.close(); } };
 }

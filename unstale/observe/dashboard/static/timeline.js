@@ -4,6 +4,7 @@ import { ask } from "./api.js";
 import { colour, onTheme } from "./chart.js";
 import { h, replace, settled } from "./dom.js";
 import { duration, percent, whole } from "./format.js";
+import { whileInView } from "./view.js";
 
 const LANES = [
   ["engine", "generation", "engine"], ["tools", "tools", "good"], ["wait", "trainer waits", "wait"], ["old_logps", "scoring", "d"], ["trainer", "training", "trainer"],
@@ -12,7 +13,6 @@ const LANES = [
 const HEIGHT = 26;
 const NARROW = 42;
 const MARKS = 18;
-const REST = 10;
 
 // Lanes in the order of the page: generation of each engine, tools, then the trainer's activities.
 function order(found) {
@@ -201,25 +201,9 @@ export function timeline(run) {
     event.preventDefault();
     actions[event.key]();
   });
-  // News are only asked for in view, and the pause grows with the time that an answer takes.
-  let [in_view, is_stale, is_resting] = [false, false, false];
-  async function refresh() {
-    if (!in_view || !is_stale || is_resting) return;
-    [is_stale, is_resting] = [false, true];
-    const began = performance.now();
-    await load();
-    setTimeout(() => {
-      is_resting = false;
-      refresh();
-    }, REST * (performance.now() - began));
-  }
-  const seen = new IntersectionObserver((entries) => {
-    in_view = entries.at(-1).isIntersecting;
-    refresh();
-  }, { rootMargin: "300px" });
-  seen.observe(element);
+  const viewed = whileInView([element], load);
   const resized = new ResizeObserver(draw);
   resized.observe(element);
   onTheme("timeline", draw);
-  return { element, load: () => { is_stale = true; refresh(); }, close: () => { seen.disconnect(); resized.disconnect(); onTheme("timeline", null); } };
+  return { element, load: viewed.refresh, close: () => { viewed.close(); resized.disconnect(); onTheme("timeline", null); } };
 }
