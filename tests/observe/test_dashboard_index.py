@@ -33,6 +33,7 @@ from unstale.observe.dashboard import folders as folders_module
 from unstale.observe.dashboard import index as index_module
 from unstale.observe.dashboard import table as table_module
 from unstale.observe.dashboard.database import COLUMNS, Database
+from unstale.observe.dashboard.events import MAX_EVENT
 from unstale.observe.dashboard.folders import RunFolders, UnknownRun
 from unstale.observe.dashboard.index import RunIndex
 from unstale.observe.dashboard.summary import series, state_of, thin
@@ -990,7 +991,7 @@ def test_a_long_event_is_shortened_and_a_damaged_one_is_left_out(
     assert [row["episode"] for row in rows] == ["7", "7"]
     assert [row["error"] for row in rows] == ["x" * 300, ""]
     stored = filled.database.rows("SELECT fields FROM events WHERE kind = 'episode_failed'")
-    assert max(len(fields) for (fields,) in stored) < index_module.MAX_EVENT
+    assert max(len(fields) for (fields,) in stored) < MAX_EVENT
 
 
 def test_large_files_of_a_run_are_not_read_whole(filled: RunIndex, run: Path) -> None:

@@ -53,7 +53,7 @@ USED |= TokenFlag.CLIPPED_HIGH | TokenFlag.CAPPED
 
 @dataclass(frozen=True, slots=True)
 class RecordedGroup:
-    """The episodes of a group that a step ran, as a batch, with the stored values of its tokens."""
+    """The episodes of a group in a step, as a batch, with the stored values of their tokens."""
 
     batch: "Batch"
     old_logp: "torch.Tensor"
@@ -299,7 +299,7 @@ def changed_tokens(
 
 
 class _Tally:
-    """Adds up groups for an answer."""
+    """The running totals of an answer over its groups."""
 
     def __init__(self) -> None:
         self._counts = {

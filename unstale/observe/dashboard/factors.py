@@ -479,7 +479,7 @@ def _marginal(parts: Sequence[TokenColumns], name: str, axis: Sequence[float]) -
 
 
 def _by_lag(parts: Sequence[TokenColumns]) -> list[list[int]]:
-    """Return `[lag, tokens]`, where the last lag stands for all larger ones."""
+    """Return `[lag, tokens]` of each lag. Larger lags than `MAX_LAG` are counted at it."""
     counts = np.zeros(MAX_LAG + 1, np.int64)
     for part in parts:
         counts += np.bincount(np.clip(part.lag, 0, MAX_LAG), minlength=MAX_LAG + 1)

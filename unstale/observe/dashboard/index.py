@@ -1,23 +1,26 @@
 """Copy a run's metrics, events and journal into its index, a bounded part at a time."""
 
-import json
 import os
 import sqlite3
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import islice
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from unstale.durability.journal import JOURNAL, Journal, JournalError, JournalReader
 from unstale.durability.journal.conversations import Decode, load_decoder
-from unstale.durability.journal.tables import grade
-from unstale.durability.run_folder import EVENTS, METRICS, Row, dumps
+from unstale.durability.run_folder import EVENTS, METRICS, Row
 from unstale.observe.dashboard.ages import add_ages, add_ages_of, count_ages
 from unstale.observe.dashboard.database import Database
+from unstale.observe.dashboard.episode_rows import (
+    PIECES,
+    Piece,
+    add_outcome,
+    measure_pieces,
+    text_of,
+)
+from unstale.observe.dashboard.events import MAX_EVENT_TEXT, add_event
 from unstale.observe.dashboard.folders import is_own_file
 from unstale.observe.dashboard.tail import Tail
 from unstale.observe.dashboard.training import measure_group
@@ -33,31 +36,14 @@ CHUNK_TOKENS = 400_000
 MAX_NAMES = 2000
 """Names of metrics that are kept, because a damaged file may have any number."""
 
-MAX_EVENT = 100_000
-"""Characters of an event that are kept, as JSON. A line may have 4 MiB."""
-
-MAX_EVENT_TEXT = 4000
-"""Characters of a text in a longer event that are kept. Pages show at most 2,000 of them."""
-
 STATE_EVENTS = ("started", "resumed", "stopped")
 """Kinds of events that give the state of a run."""
 
 STATE_FIELDS = ("reason", "detail", "command")
 
-MAX_FIGURES = 64
-"""Rewards and facts of an episode that are kept."""
-
 _UNSTORABLE = (OverflowError, UnicodeEncodeError, RecursionError)
 """Errors of a number beyond 64 bits, of half a surrogate pair, and of very deep JSON."""
 
-Piece = tuple[int, int, int, int | None, bytes, bytes | None]
-"""A row of the journal: episode, position, number of tokens, version, tokens, behavior_logp."""
-
-
-PIECES = (
-    "SELECT episode, position, num_tokens, version, tokens, behavior_logp "
-    "FROM pieces WHERE episode = ? ORDER BY position"
-)
 ADD_WORDS = "INSERT INTO words (rowid, text) VALUES (?, ?)"
 
 
@@ -218,7 +204,7 @@ class RunIndex:
         if is_new:
             self.database.clear_events()
             self.num_events, self.state_events = 0, {}
-        self._add_each(self._events, rows, _add_event)
+        self._add_each(self._events, rows, add_event)
         for place, row in enumerate(rows, self.num_events):
             if (kind := str(row.get("kind"))) in STATE_EVENTS:
                 fields = {name: str(row.get(name) or "")[:MAX_EVENT_TEXT] for name in STATE_FIELDS}
@@ -256,7 +242,7 @@ class RunIndex:
         return self.is_complete and self.database.make_index()
 
     def count_episodes(self) -> None:
-        """Read how many episodes the journal has, and copy none. It must have changed since."""
+        """Update `num_started` from the journal if it has changed, without copying episodes."""
         state = _state(self.folder)
         if state in (self._counted, self._state):
             return
@@ -366,7 +352,7 @@ class RunIndex:
         try:
             with journal.wrap_errors(f"episode {episode}"):
                 pieces = journal.rows(PIECES, episode)
-                values = _measure(pieces) | _outcome(writer, end)
+                values = measure_pieces(pieces) | add_outcome(writer, end)
                 if values.get("step") is not None:
                     values |= self._training(journal, end, values["version_min"])
                     ages.update(count_ages([piece[2:4] for piece in pieces], end[-1]))
@@ -388,7 +374,7 @@ class RunIndex:
         if not self._wants_words:
             self._skipped.append(episode)
             return ""
-        return _text(pieces, self._decode)
+        return text_of(pieces, self._decode)
 
     def _copy_words(self, journal: JournalReader) -> int:
         """Add the next missing texts to the full-text index. Return their number.
@@ -402,7 +388,7 @@ class RunIndex:
                 try:
                     with journal.wrap_errors(f"episode {episode}"):
                         pieces = journal.rows(PIECES, episode)
-                        text = _text(pieces, self._decode) if self._decode else ""
+                        text = text_of(pieces, self._decode) if self._decode else ""
                 except JournalError as error:
                     note = "UPDATE episodes SET note = ? WHERE episode = ?"
                     writer.execute(note, (str(error)[:2000], episode))
@@ -515,118 +501,3 @@ def unreadable(folder: Path) -> str:
             "`unstale journal` undoes it, which the dashboard may not"
         )
     return ""
-
-
-def _add_event(writer: sqlite3.Connection, row: Row) -> None:
-    kind = str(row.get("kind"))
-    if kind == "span":
-        start, end = number(row.get("start")), number(row.get("end"))
-        if start is not None and end is not None and 0 <= start <= end:
-            label = str(row.get("label") or "")[:200]
-            writer.execute(
-                'INSERT INTO spans (lane, start, "end", label) VALUES (?, ?, ?, ?)',
-                (str(row.get("lane"))[:40], start, end, label),
-            )
-        return
-    writer.execute(
-        "INSERT INTO events (time, kind, fields) VALUES (?, ?, ?)",
-        (number(row.get("time")), kind[:80], _event_json(row)),
-    )
-
-
-def _event_json(row: Row) -> str:
-    """Return an event as JSON of at most `MAX_EVENT` characters.
-
-    Of a longer event, texts are cut, and other fields are left out if that is not enough.
-    """
-    text = dumps(row)
-    if len(text) <= MAX_EVENT:
-        return text
-    short: Row = {}
-    left = MAX_EVENT - 2
-    for name, value in row.items():
-        kept = value[:MAX_EVENT_TEXT] if isinstance(value, str) else value
-        size = len(dumps({name: kept}))
-        if size <= left:
-            short[name] = kept
-            left -= size
-    return dumps(short)
-
-
-def _measure(pieces: Sequence[Piece]) -> Row:
-    """Return the columns of an episode that its pieces give."""
-    versions: set[int] = set()
-    turns = tokens = sampled = 0
-    logps: list[bytes] = []
-    in_reply = False
-    for _, _, count, version, ids, packed in pieces:
-        _require_size(ids, count)
-        tokens += count
-        if not count:
-            continue
-        if version is None:
-            in_reply = False
-            continue
-        turns += not in_reply
-        in_reply = True
-        sampled += count
-        versions.add(version)
-        logps.append((packed or b"")[: 4 * count])
-    values = np.frombuffer(b"".join(logps), "<f4")
-    return {
-        "tokens": tokens,
-        "sampled_tokens": sampled,
-        "turns": turns,
-        "versions": len(versions),
-        "version_min": min(versions, default=None),
-        "version_max": max(versions, default=None),
-        "behavior_logp_mean": float(values.sum(dtype=np.float64)) / sampled if sampled else None,
-        "behavior_logp_min": float(values.min()) if len(values) else None,
-    }
-
-
-def _outcome(writer: sqlite3.Connection, end: Sequence[Any]) -> Row:
-    """Return the columns of how an episode ended, and add its rewards and facts."""
-    episode, stop, rewards, facts, stage, error, reason, step, *_ = end
-    if stop is None:
-        failed = stage is not None
-        return {
-            "outcome": "failed" if failed else "restarted",
-            "stop": f"failed in {stage}"[:200] if failed else "restarted",
-            "note": str(error if failed else reason)[:2000],
-        }
-    rewards, facts = json.loads(rewards), json.loads(facts)
-    success, reward = grade(rewards, facts)
-    _add_figures(writer, episode, {"reward": rewards, "fact": facts})
-    return {
-        "outcome": "waiting" if step is None else "trained",
-        "stop": str(stop)[:200],
-        "reward": reward,
-        "success": int(success),
-        "step": step,
-    }
-
-
-def _add_figures(writer: sqlite3.Connection, episode: int, figures: Mapping[str, Row]) -> None:
-    rows = [
-        (episode, f"{prefix}:{name}"[:200], value)
-        for prefix, values in figures.items()
-        for name, item in islice(values.items(), MAX_FIGURES)
-        if (value := number(item)) is not None
-    ]
-    writer.executemany("INSERT OR REPLACE INTO figures VALUES (?, ?, ?)", rows)
-
-
-def _require_size(packed: bytes, count: int) -> None:
-    """Raise ValueError if packed tokens are not as many as recorded."""
-    if len(packed) not in (2 * count, 4 * count):
-        raise ValueError(f"{len(packed)} bytes cannot be {count} tokens")
-
-
-def _text(pieces: Sequence[Piece], decode: Callable[[Sequence[int]], str]) -> str:
-    """Return an episode as text, for the full-text index."""
-    tokens: list[int] = []
-    for _, _, count, _, packed, _ in pieces:
-        _require_size(packed, count)
-        tokens += array("H" if len(packed) == 2 * count else "I", packed)
-    return decode(tokens)

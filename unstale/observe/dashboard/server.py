@@ -41,12 +41,13 @@ from unstale.observe.dashboard import (
     export,
     limits,
     pairs,
+    parameters,
     summary,
     table,
     timeline,
     tokens,
 )
-from unstale.observe.dashboard.factors import Brush, TokenCache, TokenChoice, answer
+from unstale.observe.dashboard.factors import TokenCache, answer
 from unstale.observe.dashboard.folders import RunFolders, UnknownRun
 from unstale.observe.dashboard.index import RunIndex
 from unstale.observe.dashboard.indexer import POLL_S, Indexer
@@ -62,9 +63,6 @@ MAX_CONNECTIONS = 100
 
 _ESCAPED = re.compile(rb"\x7f|\xc2[\x80-\x9f]|\xe2\x80[\xaa-\xae]|\xe2\x81[\xa6-\xa9]")
 """UTF-8 of the characters that `dumps` escapes and orjson does not."""
-
-MAX_NUMBERS = 500
-"""Values of a parameter that may be repeated."""
 
 POLICY = "; ".join(
     (
@@ -252,7 +250,7 @@ class _Api:
         }
 
     def run(self, request: Request) -> Any:
-        name = _text(request, "run")
+        name = parameters.text(request, "run")
         index = self._shown(name)
         with index.database.read():
             return summary.overview(name, index) | {
@@ -261,10 +259,13 @@ class _Api:
             }
 
     def series(self, request: Request) -> Any:
-        index = self._indexer.get(_text(request, "run"), journal=False)
+        index = self._indexer.get(parameters.text(request, "run"), journal=False)
         names = [name for name in request.query_params.getlist("name") if name]
-        axis, points = _text(request, "x", "step"), _int(request, "points", 500)
-        steps = _ints(request, "at")
+        axis, points = (
+            parameters.text(request, "x", "step"),
+            parameters.whole(request, "points", 500),
+        )
+        steps = parameters.ints(request, "at")
         with index.database.read():
             return {
                 "series": summary.series(index.database, names, points, axis=axis),
@@ -272,40 +273,45 @@ class _Api:
             }
 
     def lags(self, request: Request) -> Any:
-        index = self._indexer.get(_text(request, "run"), journal=False)
+        index = self._indexer.get(parameters.text(request, "run"), journal=False)
         return summary.lags(index.database)
 
     def spans(self, request: Request) -> Any:
-        index = self._indexer.get(_text(request, "run"), journal=False)
-        start, end = _float(request, "start", 0.0), _float(request, "end", 1e18)
+        index = self._indexer.get(parameters.text(request, "run"), journal=False)
+        start, end = (
+            parameters.number(request, "start", 0.0),
+            parameters.number(request, "end", 1e18),
+        )
         with index.database.read():
-            return timeline.spans(index.database, start, end, _int(request, "limit", 3000))
+            return timeline.spans(
+                index.database, start, end, parameters.whole(request, "limit", 3000)
+            )
 
     def log(self, request: Request) -> Any:
-        index = self._indexer.get(_text(request, "run"), journal=False)
-        return {"events": summary.log(index.database, _int(request, "after", 0))}
+        index = self._indexer.get(parameters.text(request, "run"), journal=False)
+        return {"events": summary.log(index.database, parameters.whole(request, "after", 0))}
 
     def details(self, request: Request) -> Any:
-        database = self._indexer.get(_text(request, "run")).database
+        database = self._indexer.get(parameters.text(request, "run")).database
         with database.read():
             return details.details(database)
 
     def audit(self, request: Request) -> Any:
-        index = self._indexer.get(_text(request, "run"), journal=False)
+        index = self._indexer.get(parameters.text(request, "run"), journal=False)
         return audits.audit(index)
 
     def pairs(self, request: Request) -> Any:
-        a, b = (self._indexer.get(_text(request, name)).database for name in ("a", "b"))
+        a, b = (self._indexer.get(parameters.text(request, name)).database for name in ("a", "b"))
         return pairs.pairs(a, b)
 
     def episodes(self, request: Request) -> Any:
-        index = self._indexer.get(_text(request, "run"))
+        index = self._indexer.get(parameters.text(request, "run"))
         question = table.Question(
-            filter=_text(request, "filter", ""),
-            search=_text(request, "search", ""),
-            sort=_text(request, "sort", "-episode"),
-            page=_int(request, "page", 0),
-            size=_int(request, "size", 50),
+            filter=parameters.text(request, "filter", ""),
+            search=parameters.text(request, "search", ""),
+            sort=parameters.text(request, "sort", "-episode"),
+            page=parameters.whole(request, "page", 0),
+            size=parameters.whole(request, "size", 50),
         )
         if question.search:
             if index.search_problem:
@@ -318,46 +324,49 @@ class _Api:
             }
 
     def episode(self, request: Request) -> Any:
-        index = self._indexer.get(_text(request, "run"))
-        start, limit = _int(request, "start", 0), _int(request, "limit", tokens.MAX_TOKENS)
-        step = _int(request, "step") if "step" in request.query_params else None
-        return tokens.episode(index, _int(request, "episode"), start, limit, step)
+        index = self._indexer.get(parameters.text(request, "run"))
+        start, limit = (
+            parameters.whole(request, "start", 0),
+            parameters.whole(request, "limit", tokens.MAX_TOKENS),
+        )
+        step = parameters.whole(request, "step") if "step" in request.query_params else None
+        return tokens.episode(index, parameters.whole(request, "episode"), start, limit, step)
 
     def group(self, request: Request) -> Any:
-        index = self._indexer.get(_text(request, "run"))
-        return tokens.group(index, _int(request, "group"))
+        index = self._indexer.get(parameters.text(request, "run"))
+        return tokens.group(index, parameters.whole(request, "group"))
 
     def factors(self, request: Request) -> Any:
-        folder = self._indexer.get(_text(request, "run"), journal=False).folder
-        choice, brush = _choice(request), _brush(request)
+        folder = self._indexer.get(parameters.text(request, "run"), journal=False).folder
+        choice, brush = parameters.token_choice(request), parameters.brush(request)
         with self._reading_tokens:
             found = self._cache.read(folder, choice)
             return answer(found, brush, limits.of_run(folder, lag_max=found.lag_max))
 
     def limits(self, request: Request) -> Any:
-        folder = self._indexer.get(_text(request, "run"), journal=False).folder
+        folder = self._indexer.get(parameters.text(request, "run"), journal=False).folder
         return limits.choices(limits.own_settings(folder))
 
     def alternative(self, request: Request) -> Any:
-        folder = self._indexer.get(_text(request, "run"), journal=False).folder
+        folder = self._indexer.get(parameters.text(request, "run"), journal=False).folder
         own = limits.own_settings(folder)
-        other = limits.changed_settings(own, _options(request))
-        choice = _choice(request)
+        other = limits.changed_settings(own, parameters.options(request))
+        choice = parameters.token_choice(request)
         with self._reading_tokens:
             found = alternatives.compare(folder, choice, own, other)
         lags = [each["lag"] for each in found["lags"]]
         return found | limits.drawn(other, lag_max=max(lags, default=0))
 
     def export(self, request: Request) -> Response:
-        name = _text(request, "run")
+        name = parameters.text(request, "run")
         selection = export.ExportRequest(
-            content=_text(request, "content"),
-            format=_text(request, "format"),
-            filter=_text(request, "filter", ""),
-            search=_text(request, "search", ""),
-            choice=_choice(request),
-            brush=_brush(request),
-            changes=_options(request),
+            content=parameters.text(request, "content"),
+            format=parameters.text(request, "format"),
+            filter=parameters.text(request, "filter", ""),
+            search=parameters.text(request, "search", ""),
+            choice=parameters.token_choice(request),
+            brush=parameters.brush(request),
+            changes=parameters.options(request),
         )
         parts = export.parts(self._indexer.get(name), selection)
         file = export.file_name(name, selection)
@@ -418,60 +427,6 @@ class _Api:
         except UnknownRun as error:
             return json.dumps({"error": str(error)})
         return json.dumps({"state": summary.state_of(index)["state"], **summary.progress(index)})
-
-
-def _choice(request: Request) -> TokenChoice:
-    """Return which trained tokens a question is about."""
-    limits = ("step_min", "step_max", "lag_min", "lag_max")
-    given = {name: _int(request, name) for name in limits if request.query_params.get(name)}
-    return TokenChoice(**given, exact=_text(request, "exact", "all"))
-
-
-def _options(request: Request) -> dict[str, str]:
-    """Return the changed options of a request. Only their names have a dot."""
-    return {name: _text(request, name) for name in request.query_params if "." in name}
-
-
-def _brush(request: Request) -> Brush:
-    limits = ("d_min", "d_max", "s_min", "s_max")
-    given = {name: _float(request, name, 0.0) for name in limits if request.query_params.get(name)}
-    return Brush(**given)
-
-
-def _text(request: Request, name: str, default: str | None = None) -> str:
-    value = request.query_params.get(name, default)
-    if value is None:
-        raise BadQuestion(f"the parameter {name} is missing")
-    if len(value) > 2000:
-        raise BadQuestion(f"{name} may have at most 2000 characters, got {len(value)}")
-    return value
-
-
-def _ints(request: Request, name: str) -> list[int]:
-    texts = request.query_params.getlist(name)
-    if len(texts) > MAX_NUMBERS:
-        raise BadQuestion(f"{name} may be given {MAX_NUMBERS} times at most, got {len(texts)}")
-    return [_as_int(name, text) for text in texts]
-
-
-def _int(request: Request, name: str, default: int | None = None) -> int:
-    return _as_int(name, _text(request, name, None if default is None else str(default)))
-
-
-def _as_int(name: str, text: str) -> int:
-    if not text.removeprefix("-").isascii() or not text.removeprefix("-").isdigit():
-        raise BadQuestion(f"{name} must be a whole number, got {text!r}")
-    if len(text) > 15:
-        raise BadQuestion(f"{name} is too large: {text}")
-    return int(text)
-
-
-def _float(request: Request, name: str, default: float) -> float:
-    text = _text(request, name, str(default))
-    try:
-        return float(text)
-    except ValueError:
-        raise BadQuestion(f"{name} must be a number, got {text!r}") from None
 
 
 def _read_pages() -> Mapping[str, tuple[bytes, str]]:
