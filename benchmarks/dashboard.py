@@ -20,6 +20,7 @@ import json
 import os
 import random
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -53,8 +54,11 @@ GOAL_MS = 200.0
 GOAL_COST = 1.01
 """Goal for the time of a step with an open dashboard, as a multiple of that without."""
 
+STEPS = 16
+"""Steps of a training whose cost is measured."""
+
 DEMO = (
-    "--steps=16",
+    f"--steps={STEPS}",
     "--eval.tasks=8",
     "--eval.every=0",
     "--minutes=0",
@@ -361,17 +365,17 @@ def ask_all(server: Server, run: str, repeats: int) -> dict[str, list[Timed]]:
 
 
 def wait_until_read(server: Server, run: str) -> tuple[float, float, list[float]]:
-    """Wait until the index has a run.
+    """Wait until the index has a run and all its texts.
 
     Return the seconds, the processor time, and the milliseconds that pages of the table took
-    meanwhile, sorted by different columns.
+    meanwhile, with a search and sorted by different columns.
     """
     begin, before = time.perf_counter(), server.cpu_s()
     walls = []
     for turn in range(1_000_000):
         sort = f"-{COLUMNS[turn % len(COLUMNS)].name}"
         asked = time.perf_counter()
-        answer = server.ask("episodes", run=run, sort=sort)
+        answer = server.ask("episodes", run=run, sort=sort, search=COMMON)
         walls.append(1000 * (time.perf_counter() - asked))
         if answer["index"]["complete"]:
             break
@@ -634,14 +638,19 @@ def run_training(folder: Path, name: str, *options: str) -> float:
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
-    _, status, used = os.wait4(process.pid, 0)
+    try:
+        _, status, used = os.wait4(process.pid, 0)
+    except BaseException:
+        process.terminate()
+        process.wait()
+        raise
     process.returncode = os.waitstatus_to_exitcode(status)
     if process.returncode:
         raise RuntimeError(f"the training ended with status {process.returncode}")
     return used.ru_utime + used.ru_stime
 
 
-def measure_training(folder: Path, name: str, *, is_open: bool) -> Trained:
+def measure_training(folder: Path, name: str, *, steps: int, is_open: bool) -> Trained:
     """Train the demo, without a dashboard or with one for each client."""
     runs = folder / name
     runs.mkdir()
@@ -650,7 +659,7 @@ def measure_training(folder: Path, name: str, *, is_open: bool) -> Trained:
             kind: stack.enter_context(Reader(stack.enter_context(served(runs)), kind))
             for kind in (OPEN if is_open else ())
         }
-        used = run_training(runs, "demo")
+        used = run_training(runs, "demo", f"--steps={steps}")
     rows = [json.loads(line) for line in (runs / "demo" / METRICS).read_text().splitlines()]
     times = {each["step"]: each["time_s"] for each in rows}
     last = max(times)
@@ -677,7 +686,7 @@ def read_kept(path: Path | None) -> list[Trained]:
     return [Trained(**json.loads(line)) for line in path.read_text().splitlines()]
 
 
-def cost(folder: Path, rounds: int, keep: Path | None) -> list[str]:
+def cost(folder: Path, rounds: int, steps: int, keep: Path | None) -> list[str]:
     """Measure the cost of an open dashboard and return the lines of the table.
 
     A round is a training with open dashboards and one without. Trainings in the file `keep` count
@@ -687,7 +696,8 @@ def cost(folder: Path, rounds: int, keep: Path | None) -> list[str]:
     for _ in range(2 * rounds):
         is_open = sum(bool(each.dashboard_s) for each in measured) * 2 <= len(measured)
         CONSOLE.print(f"training {len(measured) + 1}: {'open dashboards' if is_open else 'none'}")
-        found = measure_training(folder, f"run-{len(measured)}", is_open=is_open)
+        name = f"run-{len(measured)}"
+        found = measure_training(folder, name, steps=steps, is_open=is_open)
         measured.append(found)
         if keep is not None:
             with keep.open("a") as file:
@@ -697,7 +707,7 @@ def cost(folder: Path, rounds: int, keep: Path | None) -> list[str]:
     lines = [
         "## The training",
         "",
-        f"The demo for {DEMO[0].split('=')[1]} steps: {len(opened)} times with two open "
+        f"The demo for {steps} steps: {len(opened)} times with two open "
         f"dashboards, in turn with {len(without)} times without. The client of the first asks for "
         "what the page of the run shows before it is scrolled, that of the second for all of that "
         f"page and the table of episodes, each at most every {UPDATE_S:.0f} seconds. Processor "
@@ -740,9 +750,10 @@ def main() -> None:
     parser.add_argument("--episodes", type=int, default=EPISODES)
     parser.add_argument("--repeats", type=int, default=5, help="answers to each question")
     parser.add_argument("--rounds", type=int, default=5, help="trainings with and without")
-    parser.add_argument("--kinds", nargs="*")
+    parser.add_argument("--steps", type=int, default=STEPS, help="steps of these trainings")
     parser.add_argument("--keep", type=Path, help="file of trainings, to which each is added")
     chosen = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))  # ends its processes as well
     lines = [
         f"Goals: no interaction above {GOAL_MS:.0f} ms, and a step with an open dashboard at most "
         f"{GOAL_COST:.2f} times as long as without.",
@@ -752,7 +763,7 @@ def main() -> None:
         if "pauses" in chosen.parts:
             lines += pauses(Path(folder), chosen.repeats, chosen.episodes)
         if "cost" in chosen.parts:
-            lines += cost(Path(folder), chosen.rounds, chosen.keep)
+            lines += cost(Path(folder), chosen.rounds, chosen.steps, chosen.keep)
         if "bytes" in chosen.parts:
             lines += sizes(Path(folder))
     write("dashboard", "What the dashboard takes", lines)

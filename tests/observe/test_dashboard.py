@@ -70,10 +70,13 @@ class Client:
         assert (code, headers["content-type"]) == (status, "application/json"), body
         return json.loads(body)
 
-    def when_read(self, run: str) -> Any:
-        """Wait until the index has all of a run, and return the answer about the run."""
+    def when_read(self, run: str, **search: str) -> Any:
+        """Wait until the index has all of a run, and return the answer about the run.
+
+        With `search`, the index also has all texts.
+        """
         pause = threading.Event()
-        while not self.ask("run", run=run)["index"]["complete"]:
+        while not self.ask("episodes", run=run, **search)["index"]["complete"]:
             pause.wait(0.05)
         return self.ask("run", run=run)
 

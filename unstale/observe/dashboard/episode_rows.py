@@ -32,7 +32,8 @@ def measure_pieces(pieces: Sequence[Piece]) -> Row:
     logps: list[bytes] = []
     in_reply = False
     for _, _, count, version, ids, packed in pieces:
-        _require_size(ids, count)
+        if len(ids) != 2 * count and len(ids) != 4 * count:
+            raise _wrong_size(ids, count)
         tokens += count
         if not count:
             continue
@@ -89,16 +90,15 @@ def _add_figures(writer: sqlite3.Connection, episode: int, figures: Mapping[str,
     writer.executemany("INSERT OR REPLACE INTO figures VALUES (?, ?, ?)", rows)
 
 
-def _require_size(packed: bytes, count: int) -> None:
-    """Raise ValueError if packed tokens are not as many as recorded."""
-    if len(packed) not in (2 * count, 4 * count):
-        raise ValueError(f"{len(packed)} bytes cannot be {count} tokens")
+def _wrong_size(packed: bytes, count: int) -> ValueError:
+    return ValueError(f"{len(packed)} bytes cannot be {count} tokens")
 
 
 def text_of(pieces: Sequence[Piece], decode: Callable[[Sequence[int]], str]) -> str:
     """Return an episode as text, for the full-text index."""
     tokens: list[int] = []
     for _, _, count, _, packed, _ in pieces:
-        _require_size(packed, count)
+        if len(packed) not in (2 * count, 4 * count):
+            raise _wrong_size(packed, count)
         tokens += array("H" if len(packed) == 2 * count else "I", packed)
     return decode(tokens)

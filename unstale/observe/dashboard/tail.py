@@ -44,6 +44,9 @@ class Tail:
             if self.path.is_symlink():
                 self.problem = f"{self.path.name} is a link, and links are not followed"
             return [], gone
+        status = os.lstat(self.path)
+        if status.st_ino == self.inode and status.st_size == self.offset:
+            return [], False
         with self.path.open("rb") as file:
             status = os.fstat(file.fileno())
             is_new = status.st_ino != self.inode or status.st_size < self.offset
