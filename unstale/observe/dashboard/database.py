@@ -213,7 +213,7 @@ class Database:
 
     @property
     def wants_index(self) -> bool:
-        """True if the index of a column was asked for and is not made yet."""
+        """Return True if the index of a column was asked for and is not made yet."""
         return bool(self._wanted)
 
     def make_index(self) -> bool:

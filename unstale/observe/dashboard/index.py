@@ -121,22 +121,22 @@ class RunIndex:
 
     @property
     def names(self) -> list[str]:
-        """Names of the metrics read so far."""
+        """Return the names of the metrics read so far."""
         return list(self._names)
 
     @property
     def num_searchable(self) -> int:
-        """Episodes of the index whose text can be searched."""
+        """Return the number of episodes whose text can be searched."""
         return self.num_ended - len(self._without_words)
 
     @property
     def lacks_words(self) -> bool:
-        """True if a search was asked for and texts are missing from the full-text index."""
+        """Return True if a search was asked for and texts are missing from the full-text index."""
         return self._wants_words and len(self._without_words) > 0
 
     @property
     def is_idle(self) -> bool:
-        """True if `update_journal` has nothing to do until the journal grows."""
+        """Return True if `update_journal` has nothing to do until the journal grows."""
         return self.is_complete and not self.lacks_words and not self.database.wants_index
 
     def want_words(self) -> None:
