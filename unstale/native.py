@@ -58,7 +58,8 @@ def _compiled(source: Path, macros: tuple[str, ...]) -> ctypes.CDLL:
     if not compiler:
         raise FileNotFoundError("no C compiler: CC, cc, gcc or clang")
     cpu = _run_compiler([*compiler, *_FLAGS, "-dM", "-E", "-x", "c", os.devnull])
-    inputs = "\0".join([source.read_text(), cpu, *_FLAGS, *macros])
+    near = [path.read_text() for path in sorted(source.parent.glob("*.[ch]"))]
+    inputs = "\0".join([source.name, *near, cpu, *_FLAGS, *macros])
     name = f"{source.stem}-{hashlib.sha256(inputs.encode()).hexdigest()[:24]}.so"
     folder = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "unstale")
     with suppress(OSError):  # the file is missing or damaged

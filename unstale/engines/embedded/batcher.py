@@ -18,7 +18,7 @@ from torch import Tensor
 
 from unstale.engines import ReplyStop
 from unstale.engines.embedded.runner import Chunk, Runner, Step
-from unstale.engines.embedded.sampling import draw, uniforms
+from unstale.engines.embedded.sampling import Sampler
 from unstale.expert_routes import pack_experts
 
 if TYPE_CHECKING:
@@ -81,6 +81,7 @@ class Batcher:
         num_experts: int = 0,
     ) -> None:
         self.runner = runner
+        self._sampler = Sampler()
         self._keep_cache = keep_cache
         self._num_experts = num_experts
         self._experts: "Experts | None" = None
@@ -294,7 +295,8 @@ class Batcher:
         rows = slots[due == 1]
         chunks = []
         budget = MAX_CHUNK_TOKENS
-        for slot in [slot for slot in self._active if self._length[slot] - self._cached[slot] > 1]:
+        prefilling = set(slots[due > 1].tolist())
+        for slot in [slot for slot in self._active if slot in prefilling]:
             start = int(self._cached[slot])
             length = int(self._length[slot])
             if budget <= 0:
@@ -325,12 +327,9 @@ class Batcher:
         if not len(slots):
             return
         at = self._length[slots]
-        noise = uniforms(self._seed[slots], at)
-        tokens, logp = draw(
-            logits, torch.from_numpy(self._temperature[slots]), torch.from_numpy(noise)
-        )
-        self._tokens[slots, at] = tokens.numpy()
-        self._logp[slots, at] = logp.numpy()
+        tokens, logp = self._sampler(logits, self._temperature[slots], self._seed[slots], at)
+        self._tokens[slots, at] = tokens
+        self._logp[slots, at] = logp
         self._length[slots] += 1
 
     def _ended(self, slots: NDArray[np.int64]) -> list[FinishedReply]:

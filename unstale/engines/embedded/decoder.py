@@ -3,12 +3,14 @@
 It uses few, large operations, because for small models the overhead of each operation dominates:
 query, key and value are one matrix, gate and up another.
 
-On a CPU, `kernels.c` computes experts, and everything between the other matrix products. Sequences
-with the same first tokens share the cache pages of these tokens. On other devices, torch computes
-the same with its operations. All sequences that sample one token form one batched attention: each
-page of the cache is attended separately, and the results of a sequence's pages are then combined.
-Prompts are cut into blocks, which form a second batched attention. On CUDA, steps without prompts
-replay a recorded graph.
+On a CPU, `decoder.c` computes a step of a dense model in one call. `kernels.c` computes experts,
+and everything between the other matrix products, for models with experts, and if torch multiplies
+faster, as with bfloat16 on CPUs that have instructions for it. Sequences with the same first tokens
+share the cache pages of these tokens. On other devices, torch computes the same with its
+operations. All sequences that sample one token form one batched attention: each page of the cache
+is attended separately, and the results of a sequence's pages are then combined. Prompts are cut
+into blocks, which form a second batched attention. On CUDA, steps without prompts replay a recorded
+graph.
 
 When weights are loaded, the two halves of each head's rotary embedding are interleaved. The
 rotation is then one complex multiplication, and inner products stay the same.
@@ -27,6 +29,7 @@ from torch import Tensor
 
 from unstale.engines.embedded.graphs import Graphs
 from unstale.engines.embedded.kernels import Kernels, divided
+from unstale.engines.embedded.one_call import SOURCE, OneCall, StepSizes, StepTokens
 from unstale.engines.embedded.pages import PAGE, Inputs, Pages, StepShape, placed, plan, runs, tiled
 from unstale.engines.embedded.runner import Step, check_update, warning_with_gpu
 from unstale.expert_routes import num_experts
@@ -159,6 +162,11 @@ class _Layer:
     down: Tensor
     """With experts, this and `gate_up` are as `_panels` returns them."""
 
+    def in_one_call(self) -> tuple[Tensor, ...]:
+        """Return the weights in the order of `layer_` of `decoder.c`."""
+        products = (self.qkv, self.out, self.gate_up, self.down)
+        return (self.norm_1, self.norm_2, self.qk_norm, *products)
+
 
 @dataclass(frozen=True, slots=True)
 class _Masks:
@@ -210,6 +218,11 @@ class Qwen3Runner:
         if sizes.experts:
             self.warning = warning_with_gpu("Qwen3-MoE")
         self._chosen: list[Tensor] = []
+        self._one_call = self._one_call_for(self._kernels)
+        if self._one_call:
+            self._packed = self._one_call.pack
+        self._pages_given = 0
+        """The size of the cache when `_one_call` last received it. 0 if it must receive it."""
         self._helpers = ThreadPoolExecutor(max(torch.get_num_threads() - 1, 1))
         self._layers: list[_Layer] = []
         frequencies = 1.0 / sizes.theta ** (
@@ -266,9 +279,12 @@ class Qwen3Runner:
         self._embed = self._head = self._norm = torch.empty(0)
         self._embed = weight("model.embed_tokens.weight")
         self._head = self._packed(self._embed if sizes.tied else weight("lm_head.weight"))
-        self._norm = weight("model.norm.weight")
+        self._norm = self._norm_weight(weight("model.norm.weight"))
+        if self._one_call:
+            self._one_call.load(self._embed, self._head, self._norm, self._rotations)
         for index in range(sizes.layers):
             self._layers.append(self._layer(weight, f"model.layers.{index}."))
+        self._pages_given = 0
 
     def _layer(self, weights: Callable[[str], Tensor], prefix: str) -> _Layer:
         sizes = self.sizes
@@ -298,18 +314,25 @@ class Qwen3Runner:
             down = _panels(F.pad(down, (0, -sizes.inner % lanes)), lanes)
         else:
             router = torch.empty(0)
-            gate_up = torch.cat([weight("mlp.gate_proj"), weight("mlp.up_proj")])
-            gate_up, down = self._packed(gate_up), self._packed(weight("mlp.down_proj"))
+            gate, up = weight("mlp.gate_proj"), weight("mlp.up_proj")
+            down = self._packed(weight("mlp.down_proj"))
+            if self._one_call:
+                gate_up = self._one_call.pack_gated(gate, up)
+            else:
+                gate_up = self._packed(torch.cat([gate, up]))
         return _Layer(
-            norm_1=weight("input_layernorm"),
+            norm_1=self._norm_weight(weight("input_layernorm")),
             qkv=self._packed(torch.cat(qkv)),
             qk_norm=torch.stack([query_norm] * sizes.heads + [key_norm] * sizes.kv_heads),
             out=self._packed(weight("self_attn.o_proj")),
-            norm_2=weight("post_attention_layernorm"),
+            norm_2=self._norm_weight(weight("post_attention_layernorm")),
             router=router,
             gate_up=gate_up,
             down=down,
         )
+
+    def _norm_weight(self, weight: Tensor) -> Tensor:
+        return weight.float() if self._one_call else weight
 
     def take_experts(self) -> Tensor:
         if not self._chosen:
@@ -336,6 +359,8 @@ class Qwen3Runner:
                 whole[new] = whole[old]
 
     def forward(self, step: Step) -> Tensor:
+        if self._one_call is not None:
+            return self._in_one_call(self._one_call, step)
         if self._kernels is not None:
             return self._by_kernels(self._kernels, step)
         shape, flat = plan(step, self._pages)
@@ -343,6 +368,47 @@ class Qwen3Runner:
         if shape.tokens:
             return self._run(Inputs.of(flat.to(self._device), shape), shape)
         return self._graphs(flat, shape)[: len(step.rows)]
+
+    def _one_call_for(self, kernels: Kernels | None) -> OneCall | None:
+        """Return the decoder in C, or None for experts, or if torch multiplies faster or rounds."""
+        sizes = self.sizes
+        rounds = self._quantise != "none" and FORMATS[self._quantise].activation_block is not None
+        if kernels is None or rounds or sizes.experts:
+            return None
+        if self._dtype == torch.bfloat16 and kernels.library.multiplies_bfloat16():
+            return None
+        wanted = StepSizes(
+            hidden=sizes.hidden,
+            inner=sizes.inner,
+            vocab=sizes.vocab,
+            query=sizes.heads * sizes.head_dim,
+            qkv=(sizes.heads + 2 * sizes.kv_heads) * sizes.head_dim,
+            eps=sizes.eps,
+        )
+        return OneCall(kernels, wanted, self._dtype)
+
+    def _in_one_call(self, one_call: OneCall, step: Step) -> Tensor:
+        """Run a step on a CPU by `decoder.c`."""
+        cells = torch.from_numpy(placed(step, self._pages))
+        self._reserve(self._pages.span)
+        if self._pages_given != self._num_pages:
+            self._pages_given = self._num_pages
+            caches = zip(self._layers, self._keys, self._values, strict=True)
+            one_call.load_layers(
+                [(*layer.in_one_call(), keys, values) for layer, keys, values in caches]
+            )
+        last_of_chunks = [span.stop - 1 for _, span in step.spans()]
+        tokens = StepTokens(
+            tokens=step.tokens,
+            positions=step.positions,
+            cells=cells,
+            pages=torch.from_numpy(self._pages.of),
+            runs=runs(step, self._pages, RUN),
+            ends=torch.cat(
+                [torch.arange(len(step.rows)), torch.tensor(last_of_chunks, dtype=torch.int64)]
+            ),
+        )
+        return one_call.run(tokens, self._helpers)
 
     def _by_kernels(self, kernels: Kernels, step: Step) -> Tensor:
         """Run a step on a CPU: matrix products by oneDNN, everything else by `kernels.c`."""
@@ -558,7 +624,7 @@ def _kernels_for(
     if dtype == torch.bfloat16:
         macros["BFLOAT16"] = 1
     try:
-        return Kernels(**macros), ""
+        return Kernels(SOURCE, **macros), ""
     except NotCompiled as error:
         return None, f"{slower} its kernels do not compile: {error}"
 

@@ -5,95 +5,10 @@
    type. The cache is paged: keys are [page, KV_HEADS, HEAD_DIM, PAGE], values are
    [page, KV_HEADS, PAGE, HEAD_DIM]. */
 
-#include <math.h>
-#include <stdint.h>
-#include <string.h>
+#include "vectors.h"
 
 #define REP (HEADS / KV_HEADS)
-#define MOST 4 /* queries whose sums fit into registers together */
-#define LEAST -1e30f
-#define inline_ static inline __attribute__((always_inline))
-
-typedef float floats __attribute__((vector_size(4 * LANES)));
-typedef int32_t ints __attribute__((vector_size(4 * LANES)));
-
-inline_ floats all(float value) { return (floats){0} + value; }
-
-#ifdef BFLOAT16
-typedef uint16_t number;
-typedef uint16_t numbers __attribute__((vector_size(2 * LANES)));
-
-inline_ float widened(number value) {
-    uint32_t bits = (uint32_t)value << 16;
-    float wide;
-    memcpy(&wide, &bits, 4);
-    return wide;
-}
-
-inline_ number rounded(float value) {
-    uint32_t bits;
-    memcpy(&bits, &value, 4);
-    if (value != value) return 0x7fc0;
-    return (number)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
-}
-
-inline_ floats loaded(const number *at) {
-    numbers packed;
-    memcpy(&packed, at, sizeof packed);
-    return (floats)(__builtin_convertvector(packed, ints) << 16);
-}
-
-inline_ void stored(number *at, floats value) {
-    ints bits = (ints)value, bad = value != value;
-    ints upper = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
-    numbers packed = __builtin_convertvector((upper & ~bad) | (0x7fc0 & bad), numbers);
-    memcpy(at, &packed, sizeof packed);
-}
-#else
-typedef float number;
-inline_ float widened(number value) { return value; }
-inline_ number rounded(float value) { return value; }
-
-inline_ floats loaded(const number *at) {
-    floats value;
-    memcpy(&value, at, sizeof value);
-    return value;
-}
-
-inline_ void stored(number *at, floats value) { memcpy(at, &value, sizeof value); }
-#endif
-
-/* e^x for x <= 0, to 2 units in the last place. 0 below -87, where float32 loses digits. NaN stays
-   NaN. */
-inline_ floats exponential(floats x) {
-    ints power = __builtin_convertvector(x * 1.44269504f - 0.5f, ints);
-    floats whole = __builtin_convertvector(power, floats);
-    floats remainder = (x - whole * 0.693359375f) - whole * -2.12194440e-4f;
-    floats sum = all(1.98756915e-4f);
-    sum = sum * remainder + 1.39819995e-3f;
-    sum = sum * remainder + 8.33345191e-3f;
-    sum = sum * remainder + 4.16657959e-2f;
-    sum = sum * remainder + 1.66666655e-1f;
-    sum = sum * remainder + 0.5f;
-    sum = sum * remainder * remainder + remainder + 1.0f;
-    return (floats)((ints)(sum * (floats)((power + 127) << 23)) & ~(x <= -87.0f));
-}
-
-inline_ floats either(ints which, floats yes, floats no) {
-    return (floats)(((ints)yes & which) | ((ints)no & ~which));
-}
-
-inline_ float highest(floats x) {
-    float most = x[0];
-    for (int lane = 1; lane < LANES; lane++) most = x[lane] > most ? x[lane] : most;
-    return most;
-}
-
-inline_ float total(floats x) {
-    float sum = 0;
-    for (int lane = 0; lane < LANES; lane++) sum += x[lane];
-    return sum;
-}
+#define MOST 4 /* queries that are computed together */
 
 /* Return 1 / sqrt(mean square + eps). */
 inline_ float root(const number *x, int64_t count, float eps) {
@@ -140,26 +55,66 @@ inline_ floats tangent(floats x) {
     return either(square < 0.0625f, near, either(x < 0, -far, far));
 }
 
+/* Read `count` numbers into the cache. */
+inline_ void prefetch(const number *from, int count) {
+    for (int byte = 0; byte < count * (int)sizeof *from; byte += 64)
+        __builtin_prefetch((const char *)from + byte);
+}
+
+/* Scores of `width` queries with `parts` vectors of keys of a page, from token `at` on. */
+inline_ void score(const query_ *queries, int width, const number *keys, const number *next, int at,
+                   int parts, float scores[MOST][PAGE]) {
+    floats sums[MOST][SUMS];
+    for (int q = 0; q < width; q++)
+        for (int part = 0; part < parts; part++) sums[q][part] = all(0);
+    for (int d = 0; d < HEAD_DIM; d++) {
+        floats key[SUMS];
+        prefetch(next + d * PAGE + at, parts * LANES);
+        for (int part = 0; part < parts; part++)
+            key[part] = loaded(keys + d * PAGE + at + part * LANES);
+        for (int q = 0; q < width; q++)
+            for (int part = 0; part < parts; part++)
+                sums[q][part] += key[part] * queries[q].query[d];
+    }
+    for (int q = 0; q < width; q++)
+        for (int part = 0; part < parts; part++)
+            memcpy(scores[q] + at + part * LANES, &sums[q][part], sizeof sums[q][part]);
+}
+
+/* Add the first `count` values of a page, by weight, to `parts` vectors of the results from `d`. */
+inline_ void mix(query_ *queries, int width, const number *values, const number *next, int count,
+                 int d, int parts, float weights[MOST][PAGE]) {
+    floats sums[MOST][SUMS];
+    for (int q = 0; q < width; q++)
+        for (int part = 0; part < parts; part++)
+            memcpy(&sums[q][part], queries[q].mixed + d + part * LANES, sizeof sums[q][part]);
+    for (int token = 0; token < count; token++) {
+        floats value[SUMS];
+        prefetch(next + token * HEAD_DIM + d, parts * LANES);
+        for (int part = 0; part < parts; part++)
+            value[part] = loaded(values + token * HEAD_DIM + d + part * LANES);
+        for (int q = 0; q < width; q++)
+            for (int part = 0; part < parts; part++)
+                sums[q][part] += value[part] * weights[q][token];
+    }
+    for (int q = 0; q < width; q++)
+        for (int part = 0; part < parts; part++)
+            memcpy(queries[q].mixed + d + part * LANES, &sums[q][part], sizeof sums[q][part]);
+}
+
 /* Attend with `width` queries over a page whose first token has position `start`. Prefetches the
    page `next`. `limits` is NULL for full attention. */
 inline_ void attend_page(query_ *queries, int width, page_ page, int64_t start, page_ next,
                          const limits_ *limits) {
-    const number *keys = page.keys, *values = page.values;
-    floats scores[MOST][PAGE / LANES];
-    for (int q = 0; q < width; q++)
-        for (int part = 0; part < PAGE / LANES; part++) scores[q][part] = all(0);
-    for (int d = 0; d < HEAD_DIM; d++) {
-        for (int byte = 0; byte < PAGE * (int)sizeof *keys; byte += 64) {
-            __builtin_prefetch((const char *)(next.keys + d * PAGE) + byte);
-            __builtin_prefetch((const char *)(next.values + d * PAGE) + byte);
-        }
-        for (int part = 0; part < PAGE / LANES; part++) {
-            floats key = loaded(keys + d * PAGE + part * LANES);
-            for (int q = 0; q < width; q++) scores[q][part] += key * queries[q].query[d];
-        }
-    }
-    float weights[MOST][PAGE];
+    const int parts = SUMS / width;
+    float scores[MOST][PAGE] __attribute__((aligned(64)));
+    int at = 0;
+    for (; at + parts * LANES <= PAGE; at += parts * LANES)
+        score(queries, width, page.keys, next.keys, at, parts, scores);
+    for (; at < PAGE; at += LANES) score(queries, width, page.keys, next.keys, at, 1, scores);
     int most = 0;
+    ints place;
+    for (int lane = 0; lane < LANES; lane++) place[lane] = lane;
     for (int q = 0; q < width; q++) {
         int64_t left = queries[q].visible - start;
         int seen = left < 0 ? 0 : left < PAGE ? (int)left : PAGE;
@@ -168,55 +123,38 @@ inline_ void attend_page(query_ *queries, int width, page_ page, int64_t start, 
         if (limits) {
             const int64_t before = left - limits->window;
             hidden = before < 0 ? 0 : before < PAGE ? (int)before : PAGE;
-            if (limits->cap > 0)
-                for (int part = 0; part < PAGE / LANES; part++)
-                    scores[q][part] = tangent(scores[q][part] / limits->cap) * limits->cap;
         }
         floats tops = all(LEAST);
         for (int part = 0; part < PAGE / LANES; part++) {
-            ints place;
-            for (int lane = 0; lane < LANES; lane++) place[lane] = part * LANES + lane;
-            const ints visible = limits ? (place < seen) & (place >= hidden) : place < seen;
-            scores[q][part] = either(visible, scores[q][part], all(2 * LEAST));
-            tops = either(tops > scores[q][part], tops, scores[q][part]);
+            floats score;
+            memcpy(&score, scores[q] + part * LANES, sizeof score);
+            if (limits && limits->cap > 0) score = tangent(score / limits->cap) * limits->cap;
+            if (seen < PAGE || hidden) {
+                const ints here = place + part * LANES;
+                score = either((here < seen) & (here >= hidden), score, all(2 * LEAST));
+            }
+            memcpy(scores[q] + part * LANES, &score, sizeof score);
+            tops = either(tops > score, tops, score);
         }
         float top = highest(tops);
         top = top > queries[q].top ? top : queries[q].top;
-        float before = expf(queries[q].top - top);
+        const float before = exponential(all(queries[q].top - top))[0];
         floats sums = all(0);
         for (int part = 0; part < PAGE / LANES; part++) {
-            floats weight = exponential(scores[q][part] - top);
+            floats weight;
+            memcpy(&weight, scores[q] + part * LANES, sizeof weight);
+            weight = exponential(weight - top);
             sums += weight;
-            memcpy(weights[q] + part * LANES, &weight, sizeof weight);
+            memcpy(scores[q] + part * LANES, &weight, sizeof weight);
         }
         queries[q].top = top;
         queries[q].weight = queries[q].weight * before + total(sums);
         for (int d = 0; d < HEAD_DIM; d++) queries[q].mixed[d] *= before;
     }
-    for (int d = 0; d < HEAD_DIM; d += LANES) {
-        floats even[MOST], odd[MOST];
-        for (int q = 0; q < width; q++) {
-            memcpy(&even[q], queries[q].mixed + d, sizeof even[q]);
-            odd[q] = all(0);
-        }
-        int token = 0;
-        for (; token + 1 < most; token += 2) {
-            floats first = loaded(values + token * HEAD_DIM + d);
-            floats second = loaded(values + (token + 1) * HEAD_DIM + d);
-            for (int q = 0; q < width; q++) {
-                even[q] += first * weights[q][token];
-                odd[q] += second * weights[q][token + 1];
-            }
-        }
-        if (token < most) {
-            floats last = loaded(values + token * HEAD_DIM + d);
-            for (int q = 0; q < width; q++) even[q] += last * weights[q][token];
-        }
-        for (int q = 0; q < width; q++) {
-            even[q] += odd[q];
-            memcpy(queries[q].mixed + d, &even[q], sizeof even[q]);
-        }
-    }
+    int d = 0;
+    for (; d + parts * LANES <= HEAD_DIM; d += parts * LANES)
+        mix(queries, width, page.values, next.values, most, d, parts, scores);
+    for (; d < HEAD_DIM; d += LANES) mix(queries, width, page.values, next.values, most, d, 1, scores);
 }
 
 inline_ page_ page_of(const number *keys, const number *values, int64_t page, int head) {
@@ -229,61 +167,143 @@ inline_ int64_t first_page(int64_t at, int64_t window) {
     return at < window ? 0 : (at - window + 1) / PAGE;
 }
 
-/* Attention of runs `first` to `last`. A run is up to RUN successive tokens of a sequence, so that
-   its pages are read once for all of them: `counts` tokens from index `begins` of the step, at
-   position `held` of the sequence. `query` [T, HEADS, HEAD_DIM] includes the softmax scale; `of`
-   [slots, width] are the pages. */
-inline_ void attend_runs(const float *query, const number *keys, const number *values,
-                         const int64_t *of, int64_t width, const int64_t *begins,
-                         const int64_t *counts, const int64_t *slots, const int64_t *held,
-                         number *out, int64_t first, int64_t last, const limits_ *limits) {
-    query_ queries[RUN * REP];
-    for (int64_t run = first; run < last; run++)
-        for (int head = 0; head < KV_HEADS; head++) {
-            const int64_t begin = begins[run];
-            const int64_t count = counts[run];
-            const int64_t *pages = of + slots[run] * width;
-            const int64_t begin_page = limits ? first_page(held[run], limits->window) : 0;
-            const int num = (int)count * REP;
-            for (int q = 0; q < num; q++) {
-                query_ *one = queries + q;
-                const int64_t row = (begin + q / REP) * HEADS + head * REP + q % REP;
-                memcpy(one->query, query + row * HEAD_DIM, sizeof one->query);
-                memset(one->mixed, 0, sizeof one->mixed);
-                const int sinks = limits && limits->sinks;
-                one->top = sinks ? limits->sinks[head * REP + q % REP] : LEAST;
-                one->weight = sinks ? 1 : 0;
-                one->visible = held[run] + q / REP + 1;
-            }
-            page_ next = page_of(keys, values, pages[begin_page], head);
-            for (int64_t start = begin_page * PAGE; start < held[run] + count; start += PAGE) {
-                const page_ page = next;
-                if (start + PAGE < held[run] + count)
-                    next = page_of(keys, values, pages[start / PAGE + 1], head);
-                else if (head + 1 < KV_HEADS)
-                    next = page_of(keys, values, pages[begin_page], head + 1);
-                else if (run + 1 < last)
-                    next = page_of(keys, values, of[slots[run + 1] * width], 0);
-                int q = 0;
-                for (; q + 4 <= num; q += 4)
-                    attend_page(queries + q, 4, page, start, next, limits);
-                for (; q + 2 <= num; q += 2)
-                    attend_page(queries + q, 2, page, start, next, limits);
-                for (; q < num; q++) attend_page(queries + q, 1, page, start, next, limits);
-            }
-            for (int q = 0; q < num; q++) {
-                number *to = out + ((begin + q / REP) * HEADS + head * REP + q % REP) * HEAD_DIM;
-                for (int d = 0; d < HEAD_DIM; d++)
-                    to[d] = rounded(queries[q].mixed[d] / queries[q].weight);
+/* The runs of a step. A run is up to RUN successive tokens of a sequence, so that its pages are read
+   once for all of them: `counts` tokens from index `begins` of the step, at position `held` of the
+   sequence. `of` [slots, width] are the pages. */
+typedef struct {
+    const int64_t *of;
+    int64_t width;
+    const int64_t *begins, *counts, *slots, *held;
+} runs_;
+
+inline_ int64_t page_at(const runs_ *runs, int64_t run, int64_t index) {
+    return runs->of[runs->slots[run] * runs->width + index];
+}
+
+/* Return the page with this index if the run attends it, else -1. */
+inline_ int64_t attended(const runs_ *runs, int64_t run, int64_t index, const limits_ *limits) {
+    if (index * PAGE >= runs->held[run] + runs->counts[run]) return -1;
+    if (limits && index < first_page(runs->held[run], limits->window)) return -1;
+    return page_at(runs, run, index);
+}
+
+/* Successive runs with at most RUN tokens together. */
+typedef struct {
+    const runs_ *runs;
+    int64_t first, last;
+    int64_t begin, end; /* the pages that any of them attends, by index */
+    const limits_ *limits;
+} group_;
+
+/* A page, and the runs that attend it. It is `num` queries from `query` on. */
+typedef struct {
+    int head;
+    int64_t index, page, next_run;
+    int query, num;
+} shared_;
+
+/* Return the next page of a group, or its first page of the next head. Runs that have the same page
+   at the same place attend it together. */
+inline_ shared_ following(const group_ *group, shared_ now) {
+    now.query += now.num;
+    while (1) {
+        if (now.next_run == group->last) {
+            now.next_run = group->first;
+            now.query = 0;
+            if (++now.index >= group->end) {
+                now.index = group->begin;
+                now.head++;
             }
         }
+        now.num = 0;
+        now.page = attended(group->runs, now.next_run, now.index, group->limits);
+        do now.num += group->runs->counts[now.next_run++] * REP;
+        while (now.next_run < group->last &&
+               attended(group->runs, now.next_run, now.index, group->limits) == now.page);
+        if (now.page >= 0) return now;
+        now.query += now.num;
+    }
+}
+
+inline_ void begin_queries(query_ *queries, const float *query, const group_ *group, int head) {
+    const limits_ *limits = group->limits;
+    const runs_ *runs = group->runs;
+    for (int64_t run = group->first; run < group->last; run++)
+        for (int q = 0; q < runs->counts[run] * REP; q++, queries++) {
+            const int64_t row = (runs->begins[run] + q / REP) * HEADS + head * REP + q % REP;
+            memcpy(queries->query, query + row * HEAD_DIM, sizeof queries->query);
+            memset(queries->mixed, 0, sizeof queries->mixed);
+            const int sinks = limits && limits->sinks;
+            queries->top = sinks ? limits->sinks[head * REP + q % REP] : LEAST;
+            queries->weight = sinks ? 1 : 0;
+            queries->visible = runs->held[run] + q / REP + 1;
+        }
+}
+
+inline_ void end_queries(const query_ *queries, number *out, const group_ *group, int head) {
+    const runs_ *runs = group->runs;
+    for (int64_t run = group->first; run < group->last; run++)
+        for (int q = 0; q < runs->counts[run] * REP; q++, queries++) {
+            const int64_t row = (runs->begins[run] + q / REP) * HEADS + head * REP + q % REP;
+            for (int d = 0; d < HEAD_DIM; d++)
+                out[row * HEAD_DIM + d] = rounded(queries->mixed[d] / queries->weight);
+        }
+}
+
+inline_ void attend_group(const float *query, const number *keys, const number *values, number *out,
+                          group_ group) {
+    const limits_ *limits = group.limits;
+    const runs_ *runs = group.runs;
+    group.begin = INT64_MAX;
+    group.end = 0;
+    for (int64_t run = group.first; run < group.last; run++) {
+        const int64_t end = (runs->held[run] + runs->counts[run] + PAGE - 1) / PAGE;
+        const int64_t begin = limits ? first_page(runs->held[run], limits->window) : 0;
+        group.begin = begin < group.begin ? begin : group.begin;
+        group.end = end > group.end ? end : group.end;
+    }
+    query_ queries[RUN * REP];
+    shared_ next = following(&group, (shared_){0, group.begin - 1, -1, group.last, 0, 0});
+    for (int head = 0; head < KV_HEADS; head++) {
+        begin_queries(queries, query, &group, head);
+        while (next.head == head) {
+            const shared_ now = next;
+            next = following(&group, now);
+            const int64_t start = now.index * PAGE;
+            const page_ page = page_of(keys, values, now.page, head);
+            page_ ahead = page_of(keys, values, next.page, next.head < KV_HEADS ? next.head : 0);
+            query_ *one = queries + now.query, *end = one + now.num;
+            for (; one + 4 <= end; one += 4, ahead = page)
+                attend_page(one, 4, page, start, ahead, limits);
+            for (; one + 2 <= end; one += 2, ahead = page)
+                attend_page(one, 2, page, start, ahead, limits);
+            for (; one < end; one++, ahead = page)
+                attend_page(one, 1, page, start, ahead, limits);
+        }
+        end_queries(queries, out, &group, head);
+    }
+}
+
+/* Attention of runs `first` to `last`. `query` [T, HEADS, HEAD_DIM] includes the softmax scale.
+   Successive runs with the same first page form a group. */
+inline_ void attend_runs(const float *query, const number *keys, const number *values,
+                         const runs_ *runs, number *out, int64_t first, int64_t last,
+                         const limits_ *limits) {
+    for (int64_t run = first, next; run < last; run = next) {
+        int64_t tokens = runs->counts[run];
+        for (next = run + 1; next < last; next++) {
+            tokens += runs->counts[next];
+            if (tokens > RUN || page_at(runs, next, 0) != page_at(runs, run, 0)) break;
+        }
+        attend_group(query, keys, values, out, (group_){runs, run, next, 0, 0, limits});
+    }
 }
 
 void attend(const float *query, const number *keys, const number *values, const int64_t *of,
             int64_t width, const int64_t *begins, const int64_t *counts, const int64_t *slots,
             const int64_t *held, number *out, int64_t first, int64_t last) {
-    attend_runs(query, keys, values, of, width, begins, counts, slots, held, out, first, last,
-                NULL);
+    const runs_ runs = {of, width, begins, counts, slots, held};
+    attend_runs(query, keys, values, &runs, out, first, last, NULL);
 }
 
 /* `attend` for layers that depart from full attention; see `limits_`. */
@@ -292,8 +312,8 @@ void attend_limited(const float *query, const number *keys, const number *values
                     const int64_t *slots, const int64_t *held, number *out, int64_t window,
                     float cap, const float *sinks, int64_t first, int64_t last) {
     const limits_ limits = {window, cap, sinks};
-    attend_runs(query, keys, values, of, width, begins, counts, slots, held, out, first, last,
-                &limits);
+    const runs_ runs = {of, width, begins, counts, slots, held};
+    attend_runs(query, keys, values, &runs, out, first, last, &limits);
 }
 
 /* Scale queries [count, HEADS, HEAD_DIM] into `scaled`, and write keys and values
@@ -388,10 +408,10 @@ void grouped(const int64_t *chosen, int64_t pairs, int64_t experts, int64_t *beg
 }
 
 /* A vector that fits into a register. Compilers keep sums of wider ones in memory. */
-#if LANES == 16 && !defined(__AVX512F__)
+#if WIDE == 16 && !defined(__AVX512F__)
 #define PART 8
 #else
-#define PART LANES
+#define PART WIDE
 #endif
 typedef float part_ __attribute__((vector_size(4 * PART)));
 typedef int32_t bits_ __attribute__((vector_size(4 * PART)));
@@ -409,30 +429,30 @@ inline_ part_ loaded_part(const number *at) {
 #endif
 }
 
-/* Multiply `width` rows [depth] by a weight [depth, LANES]. Each row's result is rounded to the
+/* Multiply `width` rows [depth] by a weight [depth, WIDE]. Each row's result is rounded to the
    model's precision and written `stride` after that of the row before. */
 inline_ void multiply(const float *rows, int width, const number *weight, int64_t depth, float *out,
                       int64_t stride) {
-    part_ sums[MOST][LANES / PART];
+    part_ sums[MOST][WIDE / PART];
     for (int row = 0; row < width; row++)
-        for (int part = 0; part < LANES / PART; part++) sums[row][part] = (part_){0};
-    for (int64_t d = 0; d < depth; d++, weight += LANES) {
-        part_ column[LANES / PART];
-        for (int part = 0; part < LANES / PART; part++)
+        for (int part = 0; part < WIDE / PART; part++) sums[row][part] = (part_){0};
+    for (int64_t d = 0; d < depth; d++, weight += WIDE) {
+        part_ column[WIDE / PART];
+        for (int part = 0; part < WIDE / PART; part++)
             column[part] = loaded_part(weight + part * PART);
         for (int row = 0; row < width; row++)
-            for (int part = 0; part < LANES / PART; part++)
+            for (int part = 0; part < WIDE / PART; part++)
                 sums[row][part] += rows[row * depth + d] * column[part];
     }
     for (int row = 0; row < width; row++)
-        for (int lane = 0; lane < LANES; lane++)
+        for (int lane = 0; lane < WIDE; lane++)
             out[row * stride + lane] = widened(rounded(sums[row][lane / PART][lane % PART]));
 }
 
-/* Multiply `count` rows [depth] by a weight [width / LANES, depth, LANES]: out is [count, width]. */
+/* Multiply `count` rows [depth] by a weight [width / WIDE, depth, WIDE]: out is [count, width]. */
 inline_ void products(const float *rows, int64_t count, const number *weight, int64_t depth,
                       int64_t width, float *out) {
-    for (int64_t at = 0; at < width; at += LANES, weight += depth * LANES, out += LANES) {
+    for (int64_t at = 0; at < width; at += WIDE, weight += depth * WIDE, out += WIDE) {
         int64_t row = 0;
         for (; row + MOST <= count; row += MOST)
             multiply(rows + row * depth, MOST, weight, depth, out + row * width, width);
@@ -443,7 +463,7 @@ inline_ void products(const float *rows, int64_t count, const number *weight, in
 
 /* Compute the experts `first` to `last` for their pairs, whose places are those of `grouped`.
    `rows` are the tokens [count, hidden], of which each has `choices` pairs. `gate_up` is
-   [experts, 2 * inner / LANES, hidden, LANES], `down` [experts, wide / LANES, inner, LANES]. `input`
+   [experts, 2 * inner / WIDE, hidden, WIDE], `down` [experts, wide / WIDE, inner, WIDE]. `input`
    [pairs, hidden], `both` [pairs, 2 * inner] and `output` [pairs, wide] are in the order of
    `order`. */
 void experts(const number *rows, const number *gate_up, const number *down, const int64_t *begins,

@@ -26,16 +26,16 @@ class Kernels:
     the tensors to the number formats that the kernels expect.
     """
 
-    def __init__(self, **shape: int) -> None:
+    def __init__(self, source: Path = SOURCE, /, **shape: int) -> None:
         """Compile `kernels.c` with the sizes of a model as macros.
 
         Raises what `compile_library` does.
         """
         macros = tuple(f"-D{name}={value}" for name, value in shape.items())
-        self._library = compile_library(SOURCE, macros)
+        self.library = compile_library(source, macros)
 
     def __getattr__(self, name: str) -> Callable[..., None]:
-        function = getattr(self._library, name)
+        function = getattr(self.library, name)
         function.restype = None
 
         def call(*arguments: Tensor | int | float) -> None:

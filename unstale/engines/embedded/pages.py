@@ -222,13 +222,13 @@ def runs(step: Step, pages: Pages, most: int) -> Tensor:
     count = len(step.rows)
     rows = step.rows.numpy()
     at = step.positions.numpy()[:count]
-    parts = [np.stack([np.arange(count), np.ones(count), rows, at])]
+    parts = [np.stack([np.arange(count), np.ones(count, np.int64), rows, at])]
     for chunk, span in step.spans():
         offsets = np.arange(0, chunk.end - chunk.start, most)
         counts = np.minimum(chunk.end - chunk.start - offsets, most)
         slots = np.full(len(counts), chunk.slot)
         parts.append(np.stack([span.start + offsets, counts, slots, chunk.start + offsets]))
-    table = np.concatenate(parts, axis=1).astype(np.int64)
+    table = np.concatenate(parts, axis=1).astype(np.int64, copy=False)
     order = np.argsort(pages.of[table[2], 0], kind="stable")
     return torch.from_numpy(np.take(table, order, axis=1))
 

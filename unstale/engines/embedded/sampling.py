@@ -1,14 +1,28 @@
-"""Sampling of tokens. The random number of a token depends only on the seed and its position."""
+"""Sampling of tokens. The random number of a token depends only on the seed and its position.
+
+On a CPU, `sampling.c` does this. Torch does the same on other devices, and without a compiler.
+"""
+
+import ctypes
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from unstale.engines.embedded.kernels import divided
+from unstale.native import NotCompiled, compile_library
+
+SOURCE = Path(__file__).with_name("sampling.c")
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
 _MIX_2 = np.uint64(0x94D049BB133111EB)
 _BITS = 48
+_NOT_FINITE = "the logits are not finite: check the weights for NaN and infinity"
 
 
 def uniforms(seeds: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray[np.float64]:
@@ -30,6 +44,62 @@ def _mix(value: NDArray[np.uint64]) -> NDArray[np.uint64]:
     return value ^ (value >> np.uint64(31))
 
 
+class Sampler:
+    """Draws tokens as `draw` does, with the noise that `uniforms` returns."""
+
+    def __init__(self) -> None:
+        self._helpers = ThreadPoolExecutor(max(torch.get_num_threads() - 1, 1))
+        self._library: ctypes.CDLL | None = None
+        try:
+            self._library = library = compile_library(SOURCE, ("-DLANES=16",))
+        except NotCompiled:  # the runner has the warning
+            return
+        library.scratch.restype = ctypes.c_int64
+        library.scratch.argtypes = [ctypes.c_int64]
+        pointer, number = ctypes.c_void_p, ctypes.c_int64
+        library.draw.restype = None
+        library.draw.argtypes = [pointer, number, *[pointer] * 6, number, number]
+
+    @property
+    def compiled(self) -> bool:
+        """True if logits on the CPU are sampled by C."""
+        return self._library is not None
+
+    def __call__(
+        self,
+        logits: Tensor,
+        temperature: NDArray[np.float32],
+        seeds: NDArray[np.uint64],
+        positions: NDArray[np.int64],
+    ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+        """Return sampled tokens `[B]` and their log-probabilities `[B]` in nats."""
+        if self._library is None or logits.device.type != "cpu":
+            noise = torch.from_numpy(uniforms(seeds, positions))
+            drawn = draw(logits, torch.from_numpy(temperature), noise)
+            return drawn[0].numpy(), drawn[1].numpy()
+        rows, vocab = logits.shape
+        logits = logits.contiguous()
+        tokens, logp = np.empty(rows, np.int64), np.empty(rows, np.float32)
+        arrays = [np.ascontiguousarray(array) for array in (temperature, seeds, positions)]
+        inputs = [logits.data_ptr(), vocab, *map(_address, arrays)]
+        divided(self._helpers, partial(self._draw, inputs, (tokens, logp)), rows)
+        if (tokens < 0).any():
+            raise FloatingPointError(_NOT_FINITE)
+        return tokens, logp
+
+    def _draw(
+        self, inputs: list[int], outputs: tuple[NDArray[Any], ...], first: int, last: int
+    ) -> None:
+        assert self._library is not None
+        scratch = np.empty(self._library.scratch(inputs[1]), np.uint8)
+        to = list(map(_address, outputs))
+        self._library.draw(*inputs, _address(scratch), *to, first, last)
+
+
+def _address(array: NDArray[Any]) -> int:
+    return torch.from_numpy(array).data_ptr()
+
+
 def draw(logits: Tensor, temperature: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
     """Return sampled tokens `[B]` and their log-probabilities `[B]` in nats, on the CPU.
 
@@ -46,9 +116,7 @@ def draw(logits: Tensor, temperature: Tensor, noise: Tensor) -> tuple[Tensor, Te
     below = logp.exp().cumsum(-1, dtype=torch.float64)
     total = below[:, -1:]
     if not bool(torch.isfinite(total).all()):
-        raise FloatingPointError(
-            "the logits are not finite: check the weights for NaN and infinity"
-        )
+        raise FloatingPointError(_NOT_FINITE)
     tokens = torch.searchsorted(below, noise[:, None] * total, right=True)
     chosen = logp.gather(1, tokens)[:, 0]
     if bool(greedy.any()):
