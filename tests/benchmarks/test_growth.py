@@ -32,7 +32,8 @@ def test_the_limits_follow_from_arithmetic_and_traffic() -> None:
 
 
 def test_the_table_has_the_median_shares_of_each_part() -> None:
-    rounds = [Round(10.0, 4.0, 5.0, 1.0, 2.0, 2.0, 4.0), Round(20.0, 8.0, 5.0, 1.0, 2.0, 2.0, 4.0)]
+    bounds = (1.0, 2.0, 2.0, 4.0, {})
+    rounds = [Round(10.0, 4.0, 5.0, *bounds), Round(20.0, 8.0, 5.0, *bounds)]
     sampling, training, whole = table("small", SMALL, rounds)
     assert sampling == (
         "| small | sampling | 6 (4 to 8) | 20 | 120 | 19% (12% to 25%) | 38% (25% to 50%) |"
