@@ -252,6 +252,7 @@ def main(words: Sequence[str] | None = None) -> Path:
     parser.add_argument("--steps", type=int, help="steps of a round, in place of each model's")
     parser.add_argument("--processes", type=int, help="engine processes, in place of each model's")
     parser.add_argument("--rounds", type=Path, help="a file of rounds, to continue or to begin")
+    parser.add_argument("--folder", type=Path, help="a folder to keep the models and runs in")
     chosen = parser.parse_args(words)
     torch.set_num_threads(chosen.threads)
     works = {
@@ -259,10 +260,12 @@ def main(words: Sequence[str] | None = None) -> Path:
         for name in chosen.models
     }
     rounds = _kept(chosen.rounds)
-    with tempfile.TemporaryDirectory() as folder:
-        bench = Bench(train_options().parse_args(["--threads", str(chosen.threads)]), Path(folder))
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = chosen.folder or Path(scratch)
+        bench = Bench(train_options().parse_args(["--threads", str(chosen.threads)]), folder)
         for name, work in works.items():
-            make_model(bench.folder / name, work.shape)
+            if not (folder / name).exists():
+                make_model(folder / name, work.shape)
         for number in range(chosen.repeats):
             for name, work in works.items():
                 CONSOLE.print(f"round {number + 1} of {chosen.repeats}: {name}")
