@@ -46,6 +46,8 @@ STEPS = {"1M": 16, "20M": 3, "100M": 2, "300M": 2}
 """Measured steps of a round. One comes before them."""
 PROCESSES = {"1M": 2, "20M": 2, "100M": 1, "300M": 1}
 """Engine processes, which divide the threads. Each reads all weights for each token."""
+LEARNING_RATE = 1e-6
+"""Small, so that large models do not learn to end their completions early."""
 PROMPT = 8
 """Tokens of a prompt of `benchmarks.train.Words`."""
 
@@ -185,7 +187,7 @@ def measure(bench: Bench, name: str, work: Work, *, steps: int, processes: int) 
     training_bare = 3 * bare_products(work, work.trained, logits=work.sampled)
     sampling_bare = work.tokens * bare_products(work, rows, logits=rows)
     size = ("--prompts", work.prompts, "--tokens", work.tokens, "--steps", steps)
-    size = (*size, "--staleness", 0, "--warm", 1, "--processes", processes)
+    size = (*size, "--staleness", 0, "--warm", 1, "--processes", processes, "--lr", LEARNING_RATE)
     with bench.mine("whole", bench.folder / name, *size) as turn:
         found = turn()
     return Round(

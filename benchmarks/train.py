@@ -301,7 +301,7 @@ def whole(chosen: argparse.Namespace) -> None:
             ),
             old_logps=OldLogpsConfig(route="rollout" if apart else "snapshot_old"),
             correction=CorrectionConfig(control="none") if apart else CorrectionConfig(),
-            trainer=TrainerConfig(threads=chosen.threads if apart else share),
+            trainer=TrainerConfig(lr=chosen.lr, threads=chosen.threads if apart else share),
             eval=EvalConfig(tasks=0),
             checkpoint=CheckpointConfig(every=10_000),
         ),
@@ -625,6 +625,7 @@ def options() -> argparse.ArgumentParser:
     inner.add_argument("--recompute", action="store_true")
     inner.add_argument("--compile", action="store_true")
     inner.add_argument("--staleness", type=int, default=0)
+    inner.add_argument("--lr", type=float, default=TrainerConfig().lr)
     inner.add_argument("--warm", type=int, default=WARM, help="steps that are not measured")
     inner.add_argument("--processes", type=int, help="engines of a synchronous run, else --threads")
     return parser
