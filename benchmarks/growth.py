@@ -7,7 +7,8 @@ file, so a size or a round can be measured by a call of its own.
 
 Models of about 1, 20, 100 and 300 million random weights in float32. A step samples all
 completions, trains on them and publishes the new weights, one after the other, by `unstale.train`.
-Each part is compared with two bounds, measured in the same round:
+Each part is compared with two bounds, measured in the same round. The comparison is of processor
+time, which depends less on what else the machine does:
 
 * *Limit*: the least time that the arithmetic and the memory traffic of the part can take, at the
   rate of large matrix products (by MKL or oneDNN, whichever is faster) and of large tensors that
@@ -112,7 +113,7 @@ class Work:
 
 
 def machine_rates() -> dict[str, float]:
-    """Return the measured FLOPs per second of large products, and bytes per second of memory."""
+    """Return FLOPs of large products, and bytes moved in memory, per processor second."""
     n = 2048
     a, b = torch.randn(n, n), torch.randn(n, n)
     narrow = a.bfloat16(), b.bfloat16()
@@ -130,7 +131,7 @@ def machine_rates() -> dict[str, float]:
 
 
 def bare_products(work: Work, rows: int, *, logits: int) -> float:
-    """Return the seconds of a forward pass's matrix products over `rows` tokens.
+    """Return the processor seconds of a forward pass's matrix products over `rows` tokens.
 
     The products of the logits have `logits` tokens. Each layer has weights of its own, as in the
     model, so they are read from memory if they do not fit the caches.
@@ -153,20 +154,23 @@ def bare_products(work: Work, rows: int, *, logits: int) -> float:
 
 
 def _least_s(call: Callable[[], object], repeats: int) -> float:
-    """Return the shortest time of some calls, after one that does not count."""
+    """Return the least processor time of some calls, after one that does not count."""
     call()
     took = []
     for _ in range(repeats):
-        began = time.perf_counter()
+        began = time.process_time()
         call()
-        took.append(time.perf_counter() - began)
+        took.append(time.process_time() - began)
     return min(took)
 
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """The seconds of a step of one model in one round, and the bounds of the same round."""
+    """The seconds and processor seconds of a step of one model in one round, and its bounds."""
 
+    step_s: float
+    sampling_s: float
+    training_s: float
     step: float
     sampling: float
     training: float
@@ -191,9 +195,12 @@ def measure(bench: Bench, name: str, work: Work, *, steps: int, processes: int) 
     with bench.mine("whole", bench.folder / name, *size) as turn:
         found = turn()
     return Round(
-        step=1 / found["steps_per_s"],
-        sampling=found["waiting_s"],
-        training=found["training_s"],
+        step_s=1 / found["steps_per_s"],
+        sampling_s=found["waiting_s"],
+        training_s=found["training_s"],
+        step=found["engine/cpu_s"] + found["trainer/cpu_s"],
+        sampling=found["engine/cpu_s"],
+        training=found["trainer/cpu_s"],
         sampling_limit=work.sampling_limit(flops, bandwidth),
         training_limit=work.training_limit(flops, bandwidth),
         sampling_bare=sampling_bare,
@@ -205,30 +212,29 @@ def measure(bench: Bench, name: str, work: Work, *, steps: int, processes: int) 
 def table(name: str, work: Work, rounds: Sequence[Round]) -> list[str]:
     """Return a model's rows: of sampling, training and the whole step."""
 
-    def part(
-        label: str, tokens: int, took: list[float], limits: list[float], bare: list[float]
-    ) -> str:
+    def part(label: str, tokens: int, kind: str, bounds: tuple[list[float], list[float]]) -> str:
+        seconds = [getattr(each, f"{kind}_s") for each in rounds]
+        used = [getattr(each, kind) for each in rounds]
         return row(
             name,
             label,
-            spread(took, "{:.3g}"),
-            f"{tokens / median(took):,.0f}",
-            f"{tokens / median(limits):,.0f}",
-            spread(_shares(limits, took), "{:.0%}"),
-            spread(_shares(bare, took), "{:.0%}"),
+            spread(seconds, "{:.3g}"),
+            f"{tokens / median(seconds):,.0f}",
+            spread(used, "{:.3g}"),
+            *(spread(_shares(bound, used), "{:.0%}") for bound in bounds),
         )
 
     sampling, training = (
-        [[getattr(each, f"{kind}{bound}") for each in rounds] for bound in ("", "_limit", "_bare")]
+        tuple([getattr(each, f"{kind}_{bound}") for each in rounds] for bound in ("limit", "bare"))
         for kind in ("sampling", "training")
     )
-    bounds = [
+    whole = [
         [a + b for a, b in zip(*both, strict=True)] for both in zip(sampling, training, strict=True)
     ]
     return [
-        part("sampling", work.sampled, *sampling),
-        part("training", work.trained, *training),
-        part("whole step", work.sampled, [each.step for each in rounds], *bounds[1:]),
+        part("sampling", work.sampled, "sampling", sampling),
+        part("training", work.trained, "training", training),
+        part("whole step", work.sampled, "step", (whole[0], whole[1])),
     ]
 
 
@@ -294,12 +300,15 @@ def main(words: Sequence[str] | None = None) -> Path:
     lines = [
         f"A step has 8 completions of {chosen.tokens} tokens for each prompt of {PROMPT}, and "
         f"engines and trainer take turns on {chosen.threads} threads. Float32; {sizes}. Medians "
-        "and ranges. Shares are the bound's time over the measured time. A whole step also "
-        "publishes the weights and writes its records; its rate counts sampled tokens.",
+        "and ranges. Shares are the bound's processor time over the measured processor time, which "
+        "for sampling is that of the engines' steps, and for training that of the whole process of "
+        "the trainer: it also publishes the weights and writes records. The rate of a whole step "
+        "counts sampled tokens.",
         "",
-        f"The machine, in the same rounds: {giga['MKL']} GFLOP/s by MKL and {giga['oneDNN']} by "
+        f"The machine, in the same rounds, per processor second: {giga['MKL']} GFLOP by MKL and "
+        f"{giga['oneDNN']} by "
         f"oneDNN in float32 products of 2048 x 2048 matrices, {giga['bfloat16']} in bfloat16; "
-        f"{giga['read']} GB/s when reading, {giga['copy']} when copying and {giga['add']} when "
+        f"{giga['read']} GB when reading, {giga['copy']} when copying and {giga['add']} when "
         "adding 268 MB. The limit of training is 6 FLOPs for each weight and token (prompts once "
         "for all siblings) and 28 bytes for each weight (AdamW). The limit of sampling is 2 FLOPs "
         "for each weight and token, or 4 bytes for each weight and new token of all sequences, "
@@ -310,7 +319,7 @@ def main(words: Sequence[str] | None = None) -> Path:
             "part",
             "seconds",
             "tokens/s",
-            "limit, tokens/s",
+            "processor seconds",
             "share of the limit",
             "share of bare products",
         ),

@@ -317,6 +317,8 @@ def whole(chosen: argparse.Namespace) -> None:
     waiting = [each["schedule/wait_for_batch_s"] for each in rows]
     found = {"steps_per_s": chosen.steps / (ends[-1] - ends[chosen.warm - 1])}
     found |= {"waiting_s": median(waiting), "training_s": median(training)}
+    for name in ("engine/cpu_s", "trainer/cpu_s"):
+        found[name] = median(each[name] for each in rows)
     CONSOLE.file.write(f"took {json.dumps(found)}\n")
 
 
