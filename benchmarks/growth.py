@@ -191,8 +191,8 @@ def measure(bench: Bench, name: str, work: Work, *, steps: int, processes: int) 
     training_bare = 3 * bare_products(work, work.trained, logits=work.sampled)
     sampling_bare = work.tokens * bare_products(work, rows, logits=rows)
     size = ("--prompts", work.prompts, "--tokens", work.tokens, "--steps", steps)
-    size = (*size, "--staleness", 0, "--warm", 1, "--processes", processes, "--lr", LEARNING_RATE)
-    with bench.mine("whole", bench.folder / name, *size) as turn:
+    how = ("--staleness", 0, "--warm", 1, "--processes", processes, "--lr", LEARNING_RATE)
+    with bench.mine("whole", bench.folder / name, *size, *how) as turn:
         found = turn()
     return Round(
         step_s=1 / found["steps_per_s"],
@@ -212,7 +212,7 @@ def measure(bench: Bench, name: str, work: Work, *, steps: int, processes: int) 
 def table(name: str, work: Work, rounds: Sequence[Round]) -> list[str]:
     """Return a model's rows: of sampling, training and the whole step."""
 
-    def part(label: str, tokens: int, kind: str, bounds: tuple[list[float], list[float]]) -> str:
+    def part(label: str, tokens: int, kind: str, bounds: list[list[float]]) -> str:
         seconds = [getattr(each, f"{kind}_s") for each in rounds]
         used = [getattr(each, kind) for each in rounds]
         return row(
@@ -225,7 +225,7 @@ def table(name: str, work: Work, rounds: Sequence[Round]) -> list[str]:
         )
 
     sampling, training = (
-        tuple([getattr(each, f"{kind}_{bound}") for each in rounds] for bound in ("limit", "bare"))
+        [[getattr(each, f"{kind}_{bound}") for each in rounds] for bound in ("limit", "bare")]
         for kind in ("sampling", "training")
     )
     whole = [
@@ -234,7 +234,7 @@ def table(name: str, work: Work, rounds: Sequence[Round]) -> list[str]:
     return [
         part("sampling", work.sampled, "sampling", sampling),
         part("training", work.trained, "training", training),
-        part("whole step", work.sampled, "step", (whole[0], whole[1])),
+        part("whole step", work.sampled, "step", whole),
     ]
 
 
