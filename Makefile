@@ -132,7 +132,7 @@ bench-generate: bench-peers .venv/.bench
 bench-train: bench-peers .venv/.bench
 	$(BIN)/python -m benchmarks.train $(ARGS)
 
-# A whole step with 1M to 300M weights, against the machine's matrix rate and memory bandwidth (25 minutes).
+# A whole step with 1M to 300M weights, against the machine's matrix rate and memory bandwidth (10 minutes).
 bench-growth: .venv/.ready
 	$(BIN)/python -m benchmarks.growth $(ARGS)
 

@@ -6,6 +6,9 @@ Each measurement runs in a new process, in this checkout and in the peer's, in t
 weights of two versions differ in the share of words that one optimizer step changes at some
 learning rates. A version store encodes the second version, checksum and copy included. The rates
 are those of one thread, per processor second. Copying the weights in memory is the limit.
+
+A second table has the rates of encoding on several threads, per processor second and per second.
+If they are the same per processor second, the threads do not wait for each other.
 """
 
 import argparse
@@ -29,6 +32,8 @@ SHARES = {"1e-06": 0.014, "3e-06": 0.034, "1e-05": 0.115, "0.0001": 0.54}
 TENSORS = 8
 GOAL_GB = 2.0
 """GB of weights that a core should encode per second."""
+THREADS = (1, 2, 4)
+"""Numbers of threads of the second table."""
 TRIES = 5
 """Each measurement is the fastest of these."""
 
@@ -48,13 +53,13 @@ def versions(share: float, num_words: int) -> tuple[dict[str, Tensor], dict[str,
     return before, after
 
 
-def put_s(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> float:
-    """Return the processor seconds in which a version store adds the second version."""
+def put_s(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> tuple[float, float]:
+    """Return the processor seconds and the seconds in which a store adds the second version."""
     store = VersionStore()
     store.put(0, before)
-    began = time.process_time()
+    began, began_cpu = time.perf_counter(), time.process_time()
     store.put(1, after)
-    return time.process_time() - began
+    return time.process_time() - began_cpu, time.perf_counter() - began
 
 
 def advance_s(before: Mapping[str, Tensor], delta: Delta) -> float:
@@ -90,7 +95,13 @@ def measure(num_words: int) -> Figures:
         store.put(0, before)
         store.put(1, after)
         delta = store.delta(1)
-        figures[f"encode {rate}"] = gigabytes / min(put_s(before, after) for _ in range(TRIES))
+        for threads in THREADS:
+            torch.set_num_threads(threads)
+            processor_s, elapsed_s = zip(*(put_s(before, after) for _ in range(TRIES)), strict=True)
+            figures[f"threads {rate}, {threads}"] = gigabytes / min(processor_s)
+            figures[f"elapsed {rate}, {threads}"] = gigabytes / min(elapsed_s)
+        torch.set_num_threads(1)
+        figures[f"encode {rate}"] = figures[f"threads {rate}, 1"]
         figures[f"apply {rate}"] = gigabytes / min(advance_s(before, delta) for _ in range(TRIES))
     figures["checksum"] = gigabytes / min(checksum_s(after) for _ in range(TRIES))
     figures["copy"] = gigabytes / min(copy_s(before, after) for _ in range(TRIES))
@@ -136,10 +147,20 @@ def main() -> None:
         "",
         *tables.columns("", *checkouts, *(["ratio"] if options.peer else [])),
     ]
-    for what in results["this"][0]:
+    alone = [what for what in results["this"][0] if not what.startswith(("threads ", "elapsed "))]
+    for what in alone:
         runs = {name: [run[what] for run in results[name]] for name in checkouts}
         ratio = [tables.spread(tables.ratios(runs, "this", over="peer"))] if options.peer else []
         lines.append(tables.row(what, *map(tables.spread, runs.values()), *ratio))
+    lines += ["", "## Encoding on several threads", ""]
+    lines += tables.columns("", "threads", "GB per processor second", "GB per second")
+    for rate in SHARES:
+        for threads in THREADS:
+            both = [
+                tables.spread([run[f"{kind} {rate}, {threads}"] for run in results["this"]])
+                for kind in ("threads", "elapsed")
+            ]
+            lines.append(tables.row(f"encode {rate}", threads, *both))
     lines.append("")
     for rate in SHARES:
         rates = [run[f"encode {rate}"] for run in results["this"]]

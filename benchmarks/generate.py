@@ -39,6 +39,7 @@ from benchmarks.tables import (
     spread,
     verdict,
     write,
+    written_today,
 )
 
 ROOT = Path(__file__).parents[1]
@@ -444,7 +445,8 @@ def _arguments() -> argparse.Namespace:
         nargs="+",
         choices=ARCHITECTURES,
         default=["Qwen3"],
-        help="with others than the default, the table is named generate-architectures",
+        help="with others than the default, the table is named generate-architectures, and keeps "
+        "today's rows of other models, so that each model can have a run of its own",
     )
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=["1M", "5M"])
     parser.add_argument(
@@ -499,7 +501,10 @@ def main() -> None:
 
 
 def _write_architectures(arguments: argparse.Namespace, lines: Sequence[str]) -> None:
-    """Write the table so far, so that a run that is interrupted leaves what it has measured."""
+    """Write the table so far, so that a run that is interrupted leaves what it has measured.
+
+    Today's rows of models that are not measured in this run are kept.
+    """
     about = (
         " Sliding windows are 128 tokens (Mistral, and some layers of Gemma). The MoE has 8 "
         "experts, of which a token uses 2. Qwen3 runs in its own decoder, the others packed. The "
@@ -508,8 +513,23 @@ def _write_architectures(arguments: argparse.Namespace, lines: Sequence[str]) ->
     )
     if missing := unmeasured(arguments.architectures, arguments.sizes, lines):
         about += f" **Incomplete: {', '.join(missing)} not measured.**"
-    title = "Sampled tokens per second by architecture"
-    write("generate-architectures", title, [_about(arguments) + about, "", *lines])
+    question, title = "generate-architectures", "Sampled tokens per second by architecture"
+    kept = other_rows(written_today(question), lines[2:])
+    if kept:
+        about += " Each model had a run of its own, by this command with its name."
+    write(question, title, [_about(arguments) + about, "", *lines[:2], *kept, *lines[2:]])
+
+
+def other_rows(table: str, rows: Sequence[str]) -> list[str]:
+    """Return the rows of an earlier table that are of other models than `rows`.
+
+    >>> table = "| model | a |\\n| --- | --- |\\n| Llama 1M | 1 |\\n| M 1M | 2 |"
+    >>> other_rows(table, ["| M 1M | 3 |"])
+    ['| Llama 1M | 1 |']
+    """
+    models = {"model", "---", *(line.split(" | ")[0].removeprefix("| ") for line in rows)}
+    lines = [line for line in table.splitlines() if line.startswith("| ")]
+    return [line for line in lines if line.split(" | ")[0].removeprefix("| ") not in models]
 
 
 def unmeasured(

@@ -146,6 +146,12 @@ def write(question: str, title: str, lines: Sequence[str]) -> Path:
     return target
 
 
+def written_today(question: str) -> str:
+    """Return the table of a question that was written today, an empty string if there is none."""
+    target = _dated(f"{question}.md")
+    return target.read_text() if target.exists() else ""
+
+
 @contextmanager
 def picture(
     question: str, *, width: float = 7.2, height: float = 3.6, panels: int = 1

@@ -71,7 +71,7 @@ from unstale.trainer.local import LocalTrainer
 ROOT = Path(__file__).parent.parent
 SIBLINGS = 8
 WARM = 3
-"""Steps of a whole run that are not measured."""
+"""Steps of a whole run that are not measured, at least 1."""
 
 
 class Shape(NamedTuple):
@@ -278,13 +278,14 @@ def whole(chosen: argparse.Namespace) -> None:
     loop.take_step = timed
     apart = chosen.staleness == 0  # engines and trainer take turns: each side may have all cores
     share = max(1, chosen.threads // 2)
+    processes = (chosen.processes or chosen.threads) if apart else 1
     run = unstale.train(
         RunConfig(
             recipe="train",
             policy=str(chosen.model),
             runs=chosen.model,
             name=f"run-{time.time_ns()}",
-            steps=chosen.steps + WARM,
+            steps=chosen.steps + chosen.warm,
             task=TaskConfig(env="benchmarks.train:Words"),
             schedule=ScheduleConfig(
                 max_staleness=chosen.staleness, groups_per_step=chosen.prompts, group_size=SIBLINGS
@@ -292,21 +293,21 @@ def whole(chosen: argparse.Namespace) -> None:
             rollout=RolloutConfig(max_turns=1),
             engine=EngineConfig(
                 dtype="float32",
-                threads=1 if apart else share,
-                processes=chosen.threads if apart else 1,
+                threads=chosen.threads // processes if apart else share,
+                processes=processes,
                 max_context=64,
                 max_running=chosen.prompts * SIBLINGS,
                 max_completion_tokens=chosen.tokens,
             ),
             old_logps=OldLogpsConfig(route="rollout" if apart else "snapshot_old"),
             correction=CorrectionConfig(control="none") if apart else CorrectionConfig(),
-            trainer=TrainerConfig(threads=chosen.threads if apart else share),
+            trainer=TrainerConfig(lr=chosen.lr, threads=chosen.threads if apart else share),
             eval=EvalConfig(tasks=0),
             checkpoint=CheckpointConfig(every=10_000),
         ),
         console=Console(file=StringIO()),
     )
-    rows = run.metrics[WARM:]
+    rows = run.metrics[chosen.warm :]
     expected = chosen.prompts * SIBLINGS * chosen.tokens
     if said := [
         each["trainer/action_tokens"] for each in rows if each["trainer/action_tokens"] != expected
@@ -314,8 +315,10 @@ def whole(chosen: argparse.Namespace) -> None:
         raise RuntimeError(f"a step has {said[0]:.0f} tokens, and TRL's has {expected}")
     training = [each["trainer/update_s"] + each["old_logps/prepare_s"] for each in rows]
     waiting = [each["schedule/wait_for_batch_s"] for each in rows]
-    found = {"steps_per_s": (len(ends) - WARM) / (ends[-1] - ends[WARM - 1])}
+    found = {"steps_per_s": chosen.steps / (ends[-1] - ends[chosen.warm - 1])}
     found |= {"waiting_s": median(waiting), "training_s": median(training)}
+    for name in ("engine/cpu_s", "trainer/cpu_s"):
+        found[name] = median(each[name] for each in rows)
     CONSOLE.file.write(f"took {json.dumps(found)}\n")
 
 
@@ -323,13 +326,14 @@ class Child:
     """A process of one of the two trainers. It takes a step on request."""
 
     def __init__(self, *command: object, waiting: Mapping[str, str]) -> None:
+        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - as long as the process
         self.process = subprocess.Popen(
             list(map(str, command)),
             cwd=ROOT,
             text=True,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
+            stderr=self._errors,
             env=environ(waiting),
         )
 
@@ -339,6 +343,7 @@ class Child:
     def __exit__(self, *reason: object) -> None:
         self.process.kill()
         self.process.wait()
+        self._errors.close()
 
     def turn(self) -> Any:
         assert self.process.stdin and self.process.stdout
@@ -347,7 +352,11 @@ class Child:
         for line in self.process.stdout:
             if line.startswith("took "):
                 return json.loads(line[5:])
-        raise RuntimeError(f"{' '.join(self.process.args)} ended with {self.process.wait()}")  # type: ignore[arg-type]
+        status = self.process.wait()
+        self._errors.seek(0)
+        last = self._errors.read().strip().splitlines()[-3:]
+        command = " ".join(map(str, self.process.args))  # type: ignore[arg-type]
+        raise RuntimeError(f"{command} ended with {status}: {' '.join(last)}")
 
 
 class Bench:
@@ -618,6 +627,9 @@ def options() -> argparse.ArgumentParser:
     inner.add_argument("--recompute", action="store_true")
     inner.add_argument("--compile", action="store_true")
     inner.add_argument("--staleness", type=int, default=0)
+    inner.add_argument("--lr", type=float, default=TrainerConfig().lr)
+    inner.add_argument("--warm", type=int, default=WARM, help="steps that are not measured")
+    inner.add_argument("--processes", type=int, help="engines of a synchronous run, else --threads")
     return parser
 
 

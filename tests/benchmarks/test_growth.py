@@ -32,12 +32,17 @@ def test_the_limits_follow_from_arithmetic_and_traffic() -> None:
 
 
 def test_the_table_has_the_median_shares_of_each_part() -> None:
-    rounds = [Round(10.0, 4.0, 5.0, 1.0, 2.0, 2.0, 4.0), Round(20.0, 8.0, 5.0, 1.0, 2.0, 2.0, 4.0)]
+    bounds = (1.0, 2.0, 2.0, 4.0, {})
+    rounds = [
+        Round(10.0, 4.0, 5.0, 12.0, 4.0, 5.0, *bounds),
+        Round(20.0, 8.0, 5.0, 24.0, 8.0, 5.0, *bounds),
+    ]
     sampling, training, whole = table("small", SMALL, rounds)
     assert sampling == (
-        "| small | sampling | 6 (4 to 8) | 20 | 120 | 19% (12% to 25%) | 38% (25% to 50%) |"
+        "| small | sampling | 6 (4 to 8) | 20 | 6 (4 to 8) | 19% (12% to 25%) | 38% (25% to 50%) |"
     )
-    assert "| 5 (5 to 5) | 29 | 72 | 40% (40% to 40%) | 80% (80% to 80%) |" in training
+    assert "| 5 (5 to 5) | 29 | 5 (5 to 5) | 40% (40% to 40%) | 80% (80% to 80%) |" in training
     assert whole == (
-        "| small | whole step | 15 (10 to 20) | 8 | 40 | 22% (15% to 30%) | 45% (30% to 60%) |"
+        "| small | whole step | 15 (10 to 20) | 8 | 18 (12 to 24) | 19% (12% to 25%) | "
+        "38% (25% to 50%) |"
     )

@@ -1,0 +1,29 @@
+"""Prepared weights give the same products by MKL and by oneDNN, and are copies."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from unstale.model import linear
+
+pytestmark = pytest.mark.skipif(
+    not linear.supported(torch.float32), reason="oneDNN cannot multiply float32 on this CPU"
+)
+
+
+@pytest.mark.parametrize("capability", ["AVX2", "AVX512"])
+@pytest.mark.parametrize("outputs", [128, 2048])
+def test_prepared_weights_multiply_like_plain_ones(
+    monkeypatch: pytest.MonkeyPatch, capability: str, outputs: int
+) -> None:
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: True)
+    noise = torch.Generator().manual_seed(0)
+    weight = torch.randn(outputs, 128, generator=noise)
+    rows, bias = torch.randn(16, 128, generator=noise), torch.randn(outputs, generator=noise)
+    expected = F.linear(rows, weight, bias)
+    prepared = linear.prepare(weight)
+    by_mkl = capability == "AVX2" and outputs * 128 <= linear.SMALL_WEIGHTS
+    assert prepared.is_mkldnn != by_mkl
+    weight.zero_()
+    torch.testing.assert_close(linear.prepared_product(rows, prepared, bias), expected)
