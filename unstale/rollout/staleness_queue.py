@@ -229,9 +229,10 @@ class StalenessQueue:
         taken = self._finished[:count]
         del self._finished[:count]
         if self._deadlines:
-            finished = (position for position, _ in self._finished)
-            left = (next(iter(each), self._num_admitted) for each in (self._unfinished, finished))
-            self._deadlines.take(count, oldest=min(left))
+            oldest = next(iter(self._unfinished), self._num_admitted)
+            if self._finished:
+                oldest = min(oldest, self._finished[0][0])
+            self._deadlines.take(count, oldest=oldest)
             if count == missing:
                 self._adapt_tickets()
         return [group for _, group in taken]
