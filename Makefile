@@ -102,9 +102,9 @@ SHORT_generate := --repeats 2 --sizes 1M
 SHORT_train := --repeats 2 --models 1M
 SHORT_memory := --repeats 1
 SHORT_schedule := --repeats 2
-SHORT_async := --repeats 1
-SHORT_routes := --rounds 1
-SHORT_publish := --repeats 3
+SHORT_async := --repeats 1 --no-curve
+SHORT_routes := --rounds 1 --repeats 2
+SHORT_publish := --repeats 2 --models 1M 5M 20M
 SHORT_simulate := --repeats 1
 bench: bench-peers .venv/.bench
 	@export BENCH_RESULTS="$(CURDIR)/benchmarks/results/short"; failed=; began=$$(date +%s); $(foreach question,$(QUESTIONS),$(MAKE) --no-print-directory bench-$(question) \
@@ -136,7 +136,7 @@ bench-train: bench-peers .venv/.bench
 bench-growth: .venv/.ready
 	$(BIN)/python -m benchmarks.growth $(ARGS)
 
-# Groups in flight or a look-ahead window under the same staleness bound, simulated (3 minutes).
+# Groups in flight or a look-ahead window under the same staleness bound, simulated (5 minutes).
 bench-windows: setup
 	$(BIN)/python -m benchmarks.windows $(ARGS)
 
@@ -152,7 +152,7 @@ bench-schedule: .venv/.bench
 bench-event-loop: .venv-cluster/.ready
 	PYTHONPATH=$(CURDIR) .venv-cluster/bin/python -m benchmarks.event_loop $(ARGS)
 
-# Asynchronous against synchronous by share of tool time, staleness bound and window (25 minutes).
+# Asynchronous against synchronous by share of tool time, staleness bound and window (27 minutes).
 bench-async: .venv/.bench
 	$(BIN)/python -m benchmarks.asynchrony $(ARGS)
 

@@ -1,6 +1,6 @@
 """Compare the step time of asynchronous and synchronous training, and of an ideal schedule.
 
-    python -m benchmarks.asynchrony                # 25 minutes on two idle cores
+    python -m benchmarks.asynchrony                # 27 minutes on two idle cores
     python -m benchmarks.asynchrony --learning     # held-out success at equal samples: 35 minutes
 
 The workloads of workloads.toml are runs of the retail recipe with the exact route, with real waits
@@ -86,6 +86,7 @@ class Workload:
     lookahead_window: int
     groups_per_step: int
     group_size: int
+    adaptive_window: bool = False
     synchronous: bool = True
 
     def config(self, *, seed: int, steps: int, synchronous: bool) -> RunConfig:
@@ -101,6 +102,7 @@ class Workload:
             schedule=ScheduleConfig(
                 max_staleness=0 if synchronous else self.max_staleness,
                 lookahead_window=1 if synchronous else self.lookahead_window,
+                adaptive_window=self.adaptive_window and not synchronous,
                 groups_per_step=self.groups_per_step,
                 group_size=self.group_size,
             ),
@@ -109,6 +111,10 @@ class Workload:
             checkpoint=CheckpointConfig(every=steps + 1),
             eval=EvalConfig(tasks=0),
         )
+
+    @property
+    def window(self) -> str:
+        return "adaptive" if self.adaptive_window else str(self.lookahead_window)
 
     @property
     def live(self) -> int:
@@ -304,7 +310,7 @@ def tables(results: Sequence[Result]) -> list[str]:
         work, runs = result.work, result.runs[ASYNC]
         lines.append(
             row(
-                work.name, f"{result.tools:.0%}", f"{work.max_staleness}, {work.lookahead_window}",
+                work.name, f"{result.tools:.0%}", f"{work.max_staleness}, {work.window}",
                 len(runs), f"{result.step_s(SYNC):.2f}", f"{result.step_s(ASYNC):.2f}",
                 spread(result.faster),
                 f"{result.ideal_s:.2f}", _most(runs),
@@ -347,7 +353,7 @@ def _curve(results: Sequence[Result]) -> list[str]:
         work, runs = result.work, result.runs[ASYNC]
         lines.append(
             row(
-                work.max_staleness, work.lookahead_window, len(runs),
+                work.max_staleness, work.window, len(runs),
                 spread([run.step_s for run in runs]),
                 f"{base.step_s(SYNC) / result.step_s(ASYNC):.2f}", f"{result.ideal_s:.2f}",
                 f"{median(result.near):.0%}", f"{result.of_bounded:.0%}",
@@ -392,7 +398,7 @@ def shown(
     """Return the plotted data.
 
     The first list has, by tool share, the speedups and the two ideal speedups; the second has the
-    speedup by lookahead window and staleness.
+    speedup by lookahead window and staleness, without adaptive windows.
     """
     both = sorted((result for result in results if result.faster), key=lambda result: result.tools)
     base = _base(results)
@@ -403,7 +409,7 @@ def shown(
     curve = []
     if base:
         points = [result for result in results if not result.work.synchronous]
-        for result in [*points, base]:
+        for result in [*(each for each in points if not each.work.adaptive_window), base]:
             speedup = base.step_s(SYNC) / result.step_s(ASYNC)
             work = result.work
             curve.append((work.lookahead_window, work.max_staleness, speedup))
@@ -596,6 +602,9 @@ def main(words: Sequence[str] | None = None, put: Callable[..., Any] = write) ->
         "--steps", type=int, help="least timed steps of a run (10), or steps with --learning (60)"
     )
     parser.add_argument("--repeats", type=int, default=5, help="rounds")
+    parser.add_argument(
+        "--no-curve", action="store_true", help="without the curve over the staleness bound"
+    )
     parser.add_argument("--learning", action="store_true", help="held-out success instead of pace")
     parser.add_argument(
         "--runs",
@@ -617,7 +626,8 @@ def main(words: Sequence[str] | None = None, put: Callable[..., Any] = write) ->
         results = [
             compare(work, Path(place) / "runs", steps=chosen.steps or 10, repeats=chosen.repeats)
             for work in wanted
-            if not chosen.only or work.name in chosen.only
+            if (not chosen.only or work.name in chosen.only)
+            and (work.synchronous or not chosen.no_curve)
         ]
     draw(*shown(results))
     put("async", "Asynchronous against synchronous training", tables(results))

@@ -281,7 +281,7 @@ def build(
         engine=engine,
         rollout=rollout,
         evaluation=_evaluation(config, taskset, make_rollout, recorder),
-        queue=build_queue(config.schedule, life),
+        queue=build_queue(config.schedule, life, policy),
         pending=pending,
         advantage=partial(
             machine.techniques.credit,
@@ -462,7 +462,7 @@ def build_scoring_rank(config: RunConfig, peers: Peers) -> ScoringRank:
     return ScoringRank(policy, build_scorer(config, policy))
 
 
-def build_queue(config: ScheduleConfig, life: ResumeState) -> StalenessQueue:
+def build_queue(config: ScheduleConfig, life: ResumeState, policy: Policy) -> StalenessQueue:
     """Return the staleness queue: it limits the groups in flight and sorts finished ones.
 
     In a resumed run it contains the groups that were not trained on before the resume.
@@ -471,8 +471,13 @@ def build_queue(config: ScheduleConfig, life: ResumeState) -> StalenessQueue:
         max_staleness=config.max_staleness,
         groups_per_step=config.groups_per_step,
         lookahead_window=config.lookahead_window,
+        adaptive_window=config.adaptive_window,
     )
-    queue.restore(life.admitted, [request.number for request in life.requests])
+    ages: dict[int, int] = {}
+    for request in life.requests if config.adaptive_window else ():
+        if versions := sorted({each.piece.version for each in request.opens()}):
+            ages[request.number] = int(policy.lag(torch.tensor(versions)).max())
+    queue.restore(life.admitted, [request.number for request in life.requests], ages)
     return queue
 
 
@@ -570,7 +575,7 @@ def build_rollout(
     if isinstance(taskset, IsolatedTasks):
         taskset.workers.on_event = on_event
     if not ends_freely(taskset):
-        return Rollout
+        return partial(Rollout, deterministic=config.deterministic)
     limiters = [each.name for each in chosen(config.techniques) if each.slot == "limiter"]
     if limiters:
         raise ConfigError(

@@ -31,7 +31,7 @@ def test_synchronous_runs_differ_in_the_schedule_and_have_all_cores_by_turns(
         and both[0].latency_s == 0
     )
     points = [work for work in held if not work.synchronous]
-    assert {work.max_staleness for work in points} == {1, 2, 4} and {
+    assert {work.max_staleness for work in points} == {1, 2, 3, 4} and {
         work.lookahead_window for work in points
     } == {1, 4, 16}
     assert len({(work.latency_s, work.latency_sigma) for work in points}) == 1

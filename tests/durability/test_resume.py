@@ -386,6 +386,7 @@ SCHEDULES: list[dict[str, int]] = [
     {"lookahead_window": 4},
     {"max_staleness": 2},
     {"max_staleness": 0},
+    {"max_staleness": 2, "adaptive_window": True},
 ]
 
 

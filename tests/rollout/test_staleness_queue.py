@@ -8,7 +8,9 @@ pieces name the versions still needed.
 
 import asyncio
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import pytest
 import torch
@@ -111,11 +113,19 @@ class World:
 
 
 def simulate(  # noqa: PLR0913 - a queue, its groups and how they are taken
-    budget: int, groups: int, window: int, *, slow: int, seed: int = 0, parts: bool = False
+    budget: int,
+    groups: int,
+    window: int | None,
+    *,
+    slow: int,
+    seed: int = 0,
+    parts: bool = False,
 ) -> World:
+    """Run `STEPS` steps. Without a `window`, the queue chooses it."""
+
     async def main() -> World:
         world = World(
-            StalenessQueue(max_staleness=budget, groups_per_step=groups, lookahead_window=window),
+            make_queue(budget, groups, window),
             slow_ticks=slow,
             parts=parts,
         )
@@ -123,6 +133,15 @@ def simulate(  # noqa: PLR0913 - a queue, its groups and how they are taken
         return world
 
     return asyncio.run(main())
+
+
+def make_queue(budget: int, groups: int, window: int | None) -> StalenessQueue:
+    return StalenessQueue(
+        max_staleness=budget,
+        groups_per_step=groups,
+        lookahead_window=window or 1,
+        adaptive_window=window is None,
+    )
 
 
 @pytest.mark.parametrize("budget", [0, 1, 2, 3])
@@ -148,17 +167,17 @@ def test_the_same_budget_with_whatever_is_finished_bounds_nothing() -> None:
 @given(
     budget=st.integers(0, 3),
     groups=st.integers(1, 5),
-    window=st.integers(1, 12),
+    window=st.none() | st.integers(1, 12),
     slow=st.integers(1, 120),
     seed=st.integers(0, 99),
     parts=st.booleans(),
 )
 @settings(max_examples=60, deadline=None)
 def test_no_window_outruns_its_derived_bound(  # noqa: PLR0913 - drawn values
-    budget: int, groups: int, window: int, slow: int, seed: int, parts: bool
+    budget: int, groups: int, window: int | None, slow: int, seed: int, parts: bool
 ) -> None:
     world = simulate(budget, groups, window, slow=slow, seed=seed, parts=parts)
-    assert max(world.ages) <= staleness_bound(budget, groups, window)
+    assert max(world.ages) <= staleness_bound(budget, groups, window or 1)
     assert len(set(world.order)) == len(world.order) == STEPS * groups
 
 
@@ -322,24 +341,22 @@ def test_a_line_that_is_closed_while_somebody_waits_wakes_them() -> None:
 @given(
     budget=st.integers(0, 3),
     groups=st.integers(1, 4),
-    window=st.integers(1, 6),
+    window=st.none() | st.integers(1, 6),
     seed=st.integers(0, 99),
     cut=st.integers(1, 30),
 )
 @settings(max_examples=40, deadline=None)
 def test_a_line_goes_on_where_it_was_with_its_order_and_its_tickets(
-    budget: int, groups: int, window: int, seed: int, cut: int
+    budget: int, groups: int, window: int | None, seed: int, cut: int
 ) -> None:
     """One queue takes half of a run's groups and a restored one the others, each exactly once."""
 
     async def main() -> tuple[World, World]:
-        line = StalenessQueue(max_staleness=budget, groups_per_step=groups, lookahead_window=window)
+        line = make_queue(budget, groups, window)
         first = World(line, slow_ticks=30)
         await first.run(cut, seed)
         open_groups = sorted(set(range(first.admitted)) - set(first.order))
-        again = StalenessQueue(
-            max_staleness=budget, groups_per_step=groups, lookahead_window=window
-        )
+        again = make_queue(budget, groups, window)
         again.restore(first.admitted, open_groups)
         assert again.num_open == len(open_groups) and again.num_finished == 0
         second = World(
@@ -358,7 +375,7 @@ def test_a_line_goes_on_where_it_was_with_its_order_and_its_tickets(
     first, second = asyncio.run(main())
     order = first.order + second.order
     assert len(set(order)) == len(order) == groups * (cut + 10)
-    assert max(second.ages) <= staleness_bound(budget, groups, window)
+    assert max(second.ages) <= staleness_bound(budget, groups, window or 1)
     assert set(range(min(second.order))) <= set(order)
     assert second.most_live <= (budget + 1) * groups
 
@@ -389,5 +406,119 @@ def test_groups_that_lost_batches_had_made_room_for_wait_for_their_tickets() -> 
                 line.release()
                 for _ in range(5):
                     await asyncio.sleep(0)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("budget", [2, 3, 4])
+def test_an_adaptive_window_passes_stragglers_and_attains_the_bound(budget: int) -> None:
+    world = simulate(budget, groups=4, window=None, slow=60)
+    assert max(world.ages) == budget
+    assert world.order != sorted(world.order)
+    assert world.most_live <= (budget + 1) * 4
+
+
+def test_an_adaptive_window_is_strict_order_where_nothing_can_be_passed() -> None:
+    """With one version in each batch or two, all tickets are needed."""
+    for budget in (0, 1):
+        strict, adaptive = (simulate(budget, groups=4, window=w, slow=60) for w in (1, None))
+        assert [set(strict.order[n : n + 4]) for n in range(8, 4 * STEPS, 4)] == [
+            set(adaptive.order[n : n + 4]) for n in range(8, 4 * STEPS, 4)
+        ]
+
+
+@dataclass
+class Shuffled:
+    """A queue whose groups end, and whose batches are taken and released, in any order.
+
+    Tokens are stamped with the place of their version, as in `unstale.model.versions`.
+    """
+
+    queue: StalenessQueue
+    rng: random.Random
+    taken: int = 0
+    released: int = 0
+    first: dict[int, int] = field(default_factory=dict)
+    """The place of the version of each group's first token."""
+    ends: dict[int, asyncio.Event] = field(default_factory=dict)
+    batches: list[list[int]] = field(default_factory=list)
+
+    async def group(self, number: int) -> Group:
+        self.first[number] = min(self.first.get(number, self.released), self.released)
+        self.ends[number] = asyncio.Event()
+        await self.ends[number].wait()
+        del self.ends[number]
+        return Group(Task("toy", "train", number), ())
+
+    async def produce(self, first: int, reopened: list[int]) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            for number in reopened:
+                await self.queue.readmit(number, partial(self.group, number), tasks)
+            for number in range(first, 10**9):
+                await self.queue.admit(partial(self.group, number), tasks)
+
+    async def train(self, steps: int) -> None:
+        for _ in range(steps):
+            taking = asyncio.ensure_future(self.queue.take())
+            while not taking.done():
+                await self._settle()
+                if self.released < self.taken and self.rng.random() < 0.5:
+                    self.release()
+                elif self.ends:
+                    self.ends[self.rng.choice(list(self.ends))].set()
+                elif not taking.done():
+                    self.release()
+            batch = [group.task.index for group in taking.result()]
+            assert all(self.taken - self.first[number] <= self.queue.bound for number in batch)
+            self.batches.append(batch)
+            self.taken += 1
+            while self.released < self.taken - min(1, self.queue.bound):  # as the loop does
+                self.release()
+        await self._settle()
+
+    def release(self) -> None:
+        self.released += 1
+        self.queue.release()
+
+    async def _settle(self) -> None:
+        for _ in range(6):
+            await asyncio.sleep(0)
+
+    async def run(self, steps: int, first: int = 0, reopened: Sequence[int] = ()) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            producer = tasks.create_task(self.produce(first, list(reopened)))
+            await self.train(steps)
+            producer.cancel()
+
+
+@given(
+    budget=st.integers(0, 5),
+    groups=st.integers(1, 5),
+    seed=st.integers(0, 10**6),
+    lost=st.integers(0, 3),
+)
+@settings(max_examples=80, deadline=None)
+def test_deadlines_hold_in_any_order_and_after_lost_batches(
+    budget: int, groups: int, seed: int, lost: int
+) -> None:
+    """A resume opens the groups of lost batches again, with tokens of lost versions."""
+
+    async def main() -> None:
+        rng = random.Random(seed)
+        first = Shuffled(make_queue(budget, groups, None), rng)
+        await first.run(12)
+        kept = first.batches[: 12 - lost]
+        trained = {number for batch in kept for number in batch}
+        admitted = max(first.first) + 1
+        reopened = [number for number in range(admitted) if number not in trained]
+        begun = {number: first.first[number] for number in reopened if rng.random() < 0.8}
+        place = len(kept)
+        queue = make_queue(budget, groups, None)
+        ages = {number: max(0, place - version) for number, version in begun.items()}
+        queue.restore(admitted, reopened, ages)
+        second = Shuffled(queue, rng, taken=place, released=place, first=begun)
+        await second.run(12, admitted, reopened)
+        order = [number for batch in [*kept, *second.batches] for number in batch]
+        assert len(set(order)) == len(order)
 
     asyncio.run(main())

@@ -352,6 +352,18 @@ class ScheduleConfig(Section):
     """A finished group may be taken out of turn if it is among this many of the oldest groups. 1 is
     strict order.
     """
+    adaptive_window: bool = False
+    """Take a finished group out of turn whenever all older ones can still be trained on within
+    `max_staleness`. It replaces `lookahead_window`, which must be 1.
+    """
+
+    def check_combination(self) -> None:
+        if self.adaptive_window and self.lookahead_window > 1:
+            raise ConfigError(
+                "schedule.lookahead_window must be 1 with schedule.adaptive_window, got "
+                f"{self.lookahead_window}: the queue chooses the window, and max_staleness is the "
+                "whole bound"
+            )
 
     @property
     def staleness_bound(self) -> int:

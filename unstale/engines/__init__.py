@@ -5,6 +5,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol, TypeVar
 
+from unstale.engines.prefixes import EpisodeTokens
 from unstale.records import Sampled
 from unstale.weights.store import Delta
 from unstale.weights.store import Update as Update
@@ -88,8 +89,11 @@ def check_request(
         raise ValueError(
             f"{len(tokens)} tokens leave no space for a reply; raise max_context={max_context}"
         )
-    ids = (*tokens, *params.stop_tokens)
-    if vocab_size and not 0 <= min(ids) <= max(ids) < vocab_size:
+    if not vocab_size:
+        return
+    new = tokens.unchecked(vocab_size) if isinstance(tokens, EpisodeTokens) else tokens
+    ids = (*new, *params.stop_tokens)
+    if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
         raise ValueError(
             f"token ids from {min(ids)} to {max(ids)}, but the model has 0 to {vocab_size - 1}; "
             "does the tokenizer fit the model?"

@@ -12,7 +12,7 @@ from functools import partial
 from torch import Tensor
 
 from unstale.engines import Engine, EngineDied, Reply, SamplingParams, Update, per_second
-from unstale.engines.prefixes import CachedPrefixes, hash_blocks
+from unstale.engines.prefixes import CachedPrefixes, add_blocks, hash_blocks
 from unstale.engines.routing import (
     CACHED_TOKENS_PER_REPLY,
     MAX_EXTRA_REPLIES,
@@ -207,7 +207,8 @@ class EnginePool:
                     raise
                 self._lose(member, lives, died)
             else:
-                member.cached.add(self._hash_blocks([*tokens, *reply.piece.tokens], blocks))
+                if len(self._members) > 1:
+                    member.cached.add(add_blocks(tokens, reply.piece.tokens, blocks))
                 if _is_complete(reply, params):
                     self._lengths.add(params.sampled + len(reply.piece.tokens))
                 return reply
@@ -299,9 +300,9 @@ class EnginePool:
     def _up(self) -> list[_Member]:
         return [member for member in self._members if member.up]
 
-    def _hash_blocks(self, tokens: Sequence[int], known: Sequence[int] = ()) -> list[int]:
+    def _hash_blocks(self, tokens: Sequence[int]) -> Sequence[int]:
         """Return the blocks of a context, by which `_route` chooses among several engines."""
-        return hash_blocks(tokens, known) if len(self._members) > 1 else []
+        return hash_blocks(tokens) if len(self._members) > 1 else []
 
     def _route(self, blocks: Sequence[int]) -> _Member:
         """Return the engine for a request: one that has enough of it cached, or the least loaded.

@@ -1,13 +1,46 @@
 """A record of the token prefixes that a server probably has in its cache."""
 
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
 
 BLOCK = 16
 """Number of tokens in a block. The blocks of a server's cache have this length or a multiple of
 it.
 """
 _MAX_BLOCKS = 1 << 17
-"""Largest number of blocks to remember, which limits memory. The oldest are dropped first."""
+"""Largest number of blocks to remember, which limits memory. The older half is dropped first."""
+
+
+class EpisodeTokens(list[int]):
+    """The tokens of an episode, to which others are only ever added.
+
+    It keeps what was computed from the tokens, so that each call computes only what was added. A
+    copy in another process is a plain list.
+    """
+
+    __slots__ = ("_blocks", "_num_valid", "_vocab_size")
+
+    def __init__(self, tokens: Iterable[int] = ()) -> None:
+        super().__init__(tokens)
+        self._blocks: Sequence[int] = ()
+        self._num_valid = 0
+        self._vocab_size = 0
+
+    def __reduce__(self) -> tuple[type[list[int]], tuple[tuple[int, ...]]]:
+        return list, (tuple(self),)
+
+    def hash_blocks(self) -> Sequence[int]:
+        self._blocks = [*self._blocks, *_hashes(self, self._blocks)]
+        return self._blocks
+
+    def unchecked(self, vocab_size: int) -> list[int]:
+        """Return the tokens that were not found to be in a vocabulary of this size yet."""
+        if vocab_size != self._vocab_size:
+            self._num_valid, self._vocab_size = 0, vocab_size
+        tokens = self[self._num_valid :]
+        if tokens and 0 <= min(tokens) <= max(tokens) < vocab_size:
+            self._num_valid = len(self)
+        return tokens
 
 
 class CachedPrefixes:
@@ -22,45 +55,59 @@ class CachedPrefixes:
     """
 
     def __init__(self) -> None:
-        self._blocks: dict[int, None] = {}
+        self._newer: set[int] = set()
+        """The blocks that were added last. If one is in it, so are all blocks before it."""
+        self._older: set[int] = set()
 
     def add(self, blocks: Sequence[int]) -> None:
-        for block in blocks:
-            self._blocks.pop(block, None)
-            self._blocks[block] = None
+        self._newer.update(blocks)
         self._forget()
 
     def update(self, others: "CachedPrefixes") -> None:
         """Add all prefixes of another set to this one."""
-        self._blocks.update(others._blocks)
+        self._older |= others._older
+        self._newer |= others._newer
         self._forget()
 
     def length(self, blocks: Sequence[int]) -> int:
         """Return the length, in tokens, of the longest prefix that is in the set."""
-        count = 0
-        for block in blocks:
-            if block not in self._blocks:
-                break
-            count += BLOCK
-        return count
+        return BLOCK * bisect_left(blocks, True, key=lambda block: block not in self)
+
+    def __contains__(self, block: int) -> bool:
+        return block in self._newer or block in self._older
 
     def _forget(self) -> None:
-        while len(self._blocks) > _MAX_BLOCKS:
-            del self._blocks[next(iter(self._blocks))]
+        if len(self._newer) > _MAX_BLOCKS // 2:
+            self._older, self._newer = self._newer, set()
 
 
-def hash_blocks(tokens: Sequence[int], known: Sequence[int] = ()) -> list[int]:
+def hash_blocks(tokens: Sequence[int]) -> Sequence[int]:
     """Return one hash per whole block of tokens. It depends on all blocks before it.
 
-    `known` are the hashes of the first blocks, which are then not computed again.
+    >>> hash_blocks(range(40)) == hash_blocks(range(70))[:2]
+    True
+    >>> hash_blocks(EpisodeTokens(range(40))) == hash_blocks(range(40))
+    True
+    """
+    return tokens.hash_blocks() if isinstance(tokens, EpisodeTokens) else _hashes(tokens, ())
+
+
+def add_blocks(context: Sequence[int], reply: Sequence[int], known: Sequence[int]) -> list[int]:
+    """Return the hashes of a context and a reply. `known` are those of the context.
 
     >>> known = hash_blocks(range(40))
-    >>> len(known), hash_blocks(range(70), known) == hash_blocks(range(70))
-    (2, True)
+    >>> add_blocks(range(40), range(40, 70), known) == hash_blocks(range(70))
+    True
     """
-    blocks = [*known]
-    number = blocks[-1] if blocks else 0
-    for start in range(len(blocks) * BLOCK, len(tokens) - BLOCK + 1, BLOCK):
+    rest = (*context[len(known) * BLOCK :], *reply)
+    return [*known, *_hashes(rest, (), known[-1] if known else 0)]
+
+
+def _hashes(tokens: Sequence[int], known: Sequence[int], before: int = 0) -> list[int]:
+    """Return the hashes of all blocks after the `known` ones. `before` is the hash before these."""
+    number = known[-1] if known else before
+    hashes = []
+    for start in range(len(known) * BLOCK, len(tokens) - BLOCK + 1, BLOCK):
         number = hash((number, *tokens[start : start + BLOCK]))
-        blocks.append(number)
-    return blocks
+        hashes.append(number)
+    return hashes

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Sequence
 
-from unstale.engines.prefixes import CachedPrefixes, hash_blocks
+from unstale.engines.prefixes import CachedPrefixes, add_blocks, hash_blocks
 
 _COUNTERS = (
     "sampled_tokens",
@@ -72,7 +72,7 @@ class UsageCounters:
         # If an older cache of the same context exists, the server may use either one for the next
         # reply.
         if clean and (not self._keep_cache or older <= cached):
-            self._current.add(hash_blocks([*context, *reply], blocks))
+            self._current.add(add_blocks(context, reply, blocks))
         return clean
 
     def read(self) -> dict[str, float]:

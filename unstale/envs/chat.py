@@ -44,6 +44,9 @@ _REPLY = Message("assistant", STAND_IN)
 _THOUGHT = "<think>"
 _END_OF_THOUGHT = "</think>"
 _TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError)
+LONG_REPLY_TOKENS = 4096
+"""Number of tokens from which on `Chat.text` takes about 1 ms, and others should not wait for it.
+"""
 _MAX_CACHED = 64
 """Largest number of `Chat` objects with other tools that a `Chat` keeps."""
 _SEAM = "\ue000"
@@ -77,6 +80,7 @@ class Chat:
         if tokenizer.eos_token_id is None:
             raise ValueError("the tokenizer has no end-of-sequence token; a reply could never end")
         self._tokenizer = tokenizer
+        self._backend = _plain_backend(tokenizer)
         self._tools = [dict(tool) for tool in tools]
         template = tokenizer.get_chat_template(None, self._tools or None)
         self._template_kwargs = dict(template_kwargs)
@@ -179,15 +183,25 @@ class Chat:
 
         A malformed tool call becomes a `ToolCall` with an `error`.
         """
-        thoughts, message = self.parse_text(self.text(tokens))
+        return self.message(self.text(tokens))
+
+    def message(self, text: str) -> Message:
+        """Return the message of a reply with this text."""
+        thoughts, message = self.parse_text(text)
         return replace(message, thoughts=thoughts or "")
 
     def text(self, tokens: Sequence[int], *, whole: bool = False) -> str:
-        """Return the text of a reply, without its end token unless `whole`."""
+        """Return the text of a reply, without its end token unless `whole`.
+
+        For long replies, most of the work is done without the interpreter lock.
+        """
         # transformers checks the type of each token of a list, which takes as long as decoding.
         kept = np.array(tokens, np.int64)
         for stop in () if whole else self.stop_tokens:
             kept = kept[kept != stop]
+        if len(kept) >= LONG_REPLY_TOKENS and self._backend is not None:
+            (text,) = self._backend.decode_batch([kept.tolist()], skip_special_tokens=False)
+            return str(text)
         return str(
             self._tokenizer.decode(
                 kept, skip_special_tokens=False, clean_up_tokenization_spaces=False
@@ -406,6 +420,14 @@ def _control_texts(tokenizer: Any, template: str) -> list[str]:
     added = tokenizer.added_tokens_decoder.values()
     texts = (token.content for token in added if token.special or token.content in template)
     return sorted({tokenizer.eos_token, *texts})
+
+
+def _plain_backend(tokenizer: Any) -> Any:
+    """Return the Rust tokenizer, if the tokenizer's `decode` is its `decode`. Otherwise, None."""
+    from transformers import PreTrainedTokenizerFast
+
+    own = getattr(type(tokenizer), "_decode", None)
+    return tokenizer.backend_tokenizer if own is PreTrainedTokenizerFast._decode else None
 
 
 def _check_variables(tokenizer: Any, template: str, variables: Mapping[str, Any]) -> None:

@@ -231,6 +231,7 @@ class SimulatedQueue(StalenessQueue):
             max_staleness=schedule.max_staleness,
             groups_per_step=schedule.groups_per_step,
             lookahead_window=schedule.lookahead_window,
+            adaptive_window=schedule.adaptive_window,
         )
         self.bound //= every
         self._every = every

@@ -25,12 +25,13 @@ from unstale.envs import (
     EnvError,
     HasSimulatedDelays,
     HasTaskTools,
+    Message,
     Resumable,
     Taskset,
     Turn,
     combine_rewards,
 )
-from unstale.envs.chat import Chat
+from unstale.envs.chat import LONG_REPLY_TOKENS, Chat
 from unstale.envs.guard import EnvCaller, describe
 from unstale.records import (
     NO_BUDGET,
@@ -156,6 +157,7 @@ class Rollout:
         on_restart: OnRestart = lambda episode, failure: None,
         on_blocked: OnBlocked = lambda name, seconds: None,
         slots: EpisodeSlots | None = None,
+        deterministic: bool = False,
     ) -> None:
         """Make a rollout. `slots` are those of the episodes that run in segments."""
         self.generator = generator
@@ -166,6 +168,7 @@ class Rollout:
         self.on_restart = on_restart
         self._on_blocked = on_blocked
         self._slots = slots
+        self._deterministic = deterministic
         self._longest_blocked: dict[str, float] = {}
         self.wait_times = Stopwatch(
             "generation_wait", "tool_wait", *(["slot_wait"] if slots else [])
@@ -425,7 +428,7 @@ class Rollout:
             if simulated:
                 simulated.replaying = transcript.replaying
             with stage(f"step {len(turn_rewards) + 1}", self.config.timeout_s):
-                message = chat.parse(reply)
+                message = await self._parse(chat, reply)
                 budget_use.count_calls(len(message.tool_calls))
                 step = caller.turn(env.step, message)
                 turn = combine_rewards(self.taskset, await self.wait_times.on("tool_wait", step))
@@ -441,6 +444,15 @@ class Rollout:
                     if resumable:
                         transcript.save_snapshot(resumable, turn_rewards)
         return turn, "done"
+
+    async def _parse(self, chat: Chat, reply: Sequence[int]) -> Message:
+        """Return a reply as a message. A long one is decoded in a thread.
+
+        In a deterministic run a call in a thread takes virtual time, which would change the run.
+        """
+        if self._deterministic or len(reply) < LONG_REPLY_TOKENS:
+            return chat.parse(reply)
+        return chat.message(await asyncio.to_thread(chat.text, reply))
 
     async def _generate(
         self, transcript: Transcript, budget_use: BudgetUse

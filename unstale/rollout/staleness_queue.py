@@ -9,13 +9,19 @@ import asyncio
 import math
 from bisect import bisect_left, insort
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from operator import itemgetter
 
 from torch import Tensor
 
 from unstale.config import staleness_bound
 from unstale.records import Batch, Group, PendingPiece
+from unstale.rollout.deadlines import Deadlines
+
+TICKET_SHARE = 8
+"""The number of tickets changes by a batch's groups divided by this. A smaller change would take
+too many steps to fit the workload, a larger one would change the bound's use from step to step.
+"""
 
 StartGroup = Callable[[], Awaitable[Group]]
 
@@ -35,15 +41,26 @@ class StalenessQueue:
     it takes only positions less than `lookahead_window` after the oldest unfinished group. A window
     of 1 is strict admission order. `take_part` returns the groups of a batch in several parts,
     without a change of the batch or the bound.
+
+    With `adaptive_window`, every group has a deadline, and `take` passes over unfinished groups as
+    long as these can still be taken in time. The bound is `max_staleness`. More of the tickets stay
+    free if groups wait for older ones, and fewer if too few groups are finished.
     """
 
     def __init__(
-        self, *, max_staleness: int, groups_per_step: int, lookahead_window: int = 1
+        self,
+        *,
+        max_staleness: int,
+        groups_per_step: int,
+        lookahead_window: int = 1,
+        adaptive_window: bool = False,
     ) -> None:
         self.groups_per_step = groups_per_step
         self.lookahead_window = lookahead_window
         self.bound = staleness_bound(max_staleness, groups_per_step, lookahead_window)
-        self._num_tickets = (max_staleness + 1) * groups_per_step
+        self._most_tickets = (max_staleness + 1) * groups_per_step
+        self._num_tickets = self._most_tickets
+        """Number of tickets that may be in use now. With `adaptive_window` it changes."""
         self._num_live = 0
         self._num_unreleased = 0
         self._num_admitted = 0
@@ -59,6 +76,11 @@ class StalenessQueue:
         """Number of groups that the batch which is waited for still lacks."""
         self._takes_part = False
         """True if a part of the batch is waited for."""
+        self._waited_for = ""
+        """The cause of the last wait: "groups" to finish, or an older group's "deadline"."""
+        self._deadlines = Deadlines(self.bound, groups_per_step) if adaptive_window else None
+        self._restored_deadlines: Mapping[int, int] = {}
+        """Deadlines of groups that have tokens from before a resume, or are older than such."""
         self._closed = ""
 
     @property
@@ -79,13 +101,17 @@ class StalenessQueue:
             "schedule/tickets_in_use": self._num_live,
         }
 
-    def restore(self, admitted: int, open_positions: Sequence[int]) -> None:
+    def restore(
+        self, admitted: int, open_positions: Sequence[int], ages: Mapping[int, int] | None = None
+    ) -> None:
         """Restore a queue that had admitted `admitted` groups before a resume.
 
-        Call `readmit` for each of `open_positions` afterwards.
+        `ages` has the staleness of the oldest token by position, for groups that have tokens. Call
+        `readmit` for each of `open_positions` afterwards.
         """
         self._num_admitted = admitted
         self._unfinished = OrderedDict.fromkeys(sorted(open_positions))
+        self._restored_deadlines = _ascending_deadlines(self._unfinished, ages or {}, self.bound)
 
     async def readmit(self, position: int, start: StartGroup, tasks: asyncio.TaskGroup) -> None:
         """Wait for a ticket, then start a group that was admitted before a resume.
@@ -95,12 +121,17 @@ class StalenessQueue:
         when the group is taken.
         """
         await self._take_ticket()
+        if self._deadlines:
+            self._deadlines.admit(position, at_most=self._restored_deadlines.get(position))
+            self._notify()  # the last of these groups lets others pass
         tasks.create_task(self._run(position, start))
 
     async def admit(self, start: StartGroup, tasks: asyncio.TaskGroup) -> None:
         """Wait for a ticket, then start a group in the task group `tasks`."""
         await self._take_ticket()
         self._unfinished[self._num_admitted] = None
+        if self._deadlines:
+            self._deadlines.admit(self._num_admitted)
         tasks.create_task(self._run(self._num_admitted, start))
         self._num_admitted += 1
 
@@ -125,18 +156,44 @@ class StalenessQueue:
     async def _run(self, position: int, start: StartGroup) -> None:
         group = await start()
         del self._unfinished[position]
+        if self._deadlines:
+            self._deadlines.finish(position)
         insort(self._finished, (position, group), key=itemgetter(0))
-        if self._num_ready() >= self._num_wanted:
+        self._notify()
+
+    def _notify(self) -> None:
+        """Wake the caller of `take` if enough groups may be taken."""
+        if self._num_ready() >= self._num_wanted and not self._ready.is_set():
+            was_enough = self.num_finished > self._num_wanted
+            self._waited_for = "deadline" if was_enough else "groups"
             self._ready.set()
 
     def _num_ready(self) -> int:
         """Return the number of finished groups that may be taken."""
+        if self._deadlines:
+            return self._num_in_time(self._deadlines)
         reach = next(iter(self._unfinished), self._num_admitted) + self.lookahead_window
         if self._takes_part and self.lookahead_window == 1:
             # The batch is certain: it has the oldest groups, in whatever order they finish.
             positions = sorted([*self._unfinished, *map(itemgetter(0), self._finished)])
             reach = [*positions, self._num_admitted][: self._num_missing + 1][-1]
         return bisect_left(self._finished, reach, key=itemgetter(0))
+
+    def _num_in_time(self, deadlines: Deadlines) -> int:
+        """Return the number of finished groups that may be taken because of the deadlines.
+
+        The oldest groups may always be taken. While groups wait for their tickets after a resume,
+        no others may.
+        """
+        oldest = next(iter(self._unfinished), self._num_admitted)
+        most = min(len(self._finished), self._num_missing)
+        in_order = min(most, bisect_left(self._finished, oldest, key=itemgetter(0)))
+        if deadlines.num_unfinished < len(self._unfinished):
+            return in_order
+        for count in range(most, max(in_order, self._num_wanted - 1), -1):
+            if deadlines.allow(count, self._finished):
+                return count
+        return in_order
 
     async def take(self) -> list[Group]:
         """Wait for the next `groups_per_step` groups and return them.
@@ -162,6 +219,7 @@ class StalenessQueue:
     async def _take(self, fewest: int, *, missing: int) -> list[Group]:
         self._num_wanted = fewest
         self._num_missing = missing
+        self._waited_for = ""
         while self._num_ready() < fewest:
             self._require_prospects(missing)
             self._ready.clear()
@@ -170,7 +228,27 @@ class StalenessQueue:
         self._num_unreleased += count
         taken = self._finished[:count]
         del self._finished[:count]
+        if self._deadlines:
+            oldest = next(iter(self._unfinished), self._num_admitted)
+            if self._finished:
+                oldest = min(oldest, self._finished[0][0])
+            self._deadlines.take(count, oldest=oldest)
+            if count == missing:
+                self._adapt_tickets()
         return [group for _, group in taken]
+
+    def _adapt_tickets(self) -> None:
+        """Change the number of tickets by what the last group of a batch waited for.
+
+        A free ticket is a place that no group has yet, so finished groups may pass slow ones. There
+        are enough tickets for a batch in training and another one.
+        """
+        change = max(1, self.groups_per_step // TICKET_SHARE)
+        if self._waited_for == "deadline":
+            fewest = min(2 * self.groups_per_step, self._most_tickets)
+            self._num_tickets = max(self._num_tickets - change, fewest)
+        elif self._waited_for == "groups":
+            self._num_tickets = min(self._num_tickets + change, self._most_tickets)
 
     def _require_prospects(self, missing: int) -> None:
         """Raise `QueueExhausted` if a batch that lacks `missing` groups can never be completed."""
@@ -194,9 +272,32 @@ class StalenessQueue:
         Call it when every engine has the weights that were trained on this batch.
         """
         count = min(self._num_unreleased, self.groups_per_step)
+        if self._deadlines and count:
+            self._deadlines.release()
         self._num_live -= count
         self._num_unreleased -= count
         self._ticket_free.set()
+
+
+def _ascending_deadlines(
+    positions: Collection[int], ages: Mapping[int, int], bound: int
+) -> dict[int, int]:
+    """Return deadlines of groups with tokens of some ages, after a resume before batch 0.
+
+    An older group gets the deadline of a newer one if this is earlier.
+
+    >>> _ascending_deadlines([3, 5, 6, 8], {5: 2, 6: 0}, bound=2)
+    {3: 0, 5: 0, 6: 2}
+    """
+    deadlines: dict[int, int] = {}
+    earliest: int | None = None
+    for position in reversed([*positions]):
+        if position in ages:
+            own = bound - ages[position]
+            earliest = own if earliest is None else min(own, earliest)
+        if earliest is not None:
+            deadlines[position] = earliest
+    return dict(reversed(deadlines.items()))
 
 
 class PendingPieces:

@@ -9,6 +9,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
+from unstale.engines.prefixes import EpisodeTokens
 from unstale.envs import Resumable
 from unstale.records import (
     ContextPiece,
@@ -96,7 +97,7 @@ class Transcript:
         self.seed = seed
         """Seed of the random numbers for sampling."""
         self.pieces: list[Piece] = []
-        self.tokens: list[int] = []
+        self.tokens = EpisodeTokens()
         """The tokens of all pieces so far. Tokens are only ever added."""
         self.branches: list[Transcript] = []
         self.writer: EpisodeWriter = NullWriter(episode=episode, seed=seed)

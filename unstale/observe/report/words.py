@@ -99,7 +99,8 @@ BOTTLENECKS = {
     "docs/engines.md) or shorter completions (engine.max_completion_tokens)",
     "Waiting for tools": "more concurrent groups (schedule.max_staleness) or faster tools",
     "The staleness budget": "training on finished groups before older unfinished ones "
-    "(schedule.lookahead_window), or more concurrent groups (schedule.max_staleness)",
+    "(schedule.adaptive_window or schedule.lookahead_window), or more concurrent groups "
+    "(schedule.max_staleness)",
     "Taking turns": "generating while the trainer works (schedule.max_staleness above 0)",
     "Training": "more compute for the trainer (trainer.threads, a bfloat16 trainer.dtype) or "
     "smaller batches",
