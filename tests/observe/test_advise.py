@@ -31,12 +31,7 @@ from unstale.durability.journal import JOURNAL, Journal
 from unstale.durability.run_folder import AUDIT, METRICS, RunLog, dumps
 from unstale.lint import check
 from unstale.observe.advice import Calibration, Evidence, conclude, gather_evidence
-from unstale.observe.advice.calibration import (
-    MIN_SETTINGS,
-    Case,
-    fit,
-    measure,
-)
+from unstale.observe.advice.calibration import MIN_SETTINGS, Case, described, fit, measure, recount
 from unstale.observe.advice.conclusion import Conclusion
 from unstale.observe.advice.evidence import FIGURES, with_route
 from unstale.observe.advice.rules import RULES
@@ -573,9 +568,9 @@ def test_a_folder_that_is_not_a_run_gives_one_line(
 # --- calibration ---
 
 
-def case(setting: str, changed: float, better: bool, env: str = "retail") -> Case:
+def case(setting: str, missed: float, better: bool, env: str = "retail") -> Case:
     interval = (-0.3, -0.1) if better else (-0.05, 0.1)
-    return Case(f"study/{setting}", env, "arm", changed, *interval)
+    return Case(f"study/{setting}", env, "arm", missed, *interval)
 
 
 def table(*cases: Case) -> Calibration:
@@ -587,7 +582,7 @@ def table(*cases: Case) -> Calibration:
                 "name": name.partition("/")[2],
                 "options": {"task.env": env},
                 "arms": [
-                    {"name": each.arm, "changed": each.changed, "low": each.low, "high": each.high}
+                    {"name": each.arm, "missed": each.missed, "low": each.low, "high": each.high}
                     for each in cases
                     if each.setting == name
                 ],
@@ -598,8 +593,8 @@ def table(*cases: Case) -> Calibration:
 
 
 def test_a_limit_is_fitted_and_predicts_settings_that_were_left_out() -> None:
-    cases = [case(f"s{i}", changed, changed > 0.01)
-             for i, changed in enumerate((0.001, 0.002, 0.004, 0.02, 0.04, 0.08))]  # fmt: skip
+    cases = [case(f"s{i}", missed, missed > 0.01)
+             for i, missed in enumerate((0.001, 0.002, 0.004, 0.02, 0.04, 0.08))]  # fmt: skip
     assert fit(cases) == pytest.approx(math.sqrt(0.004 * 0.02))
     assert fit(cases[:3]) == math.inf, "no setting has a difference, so none is predicted"
     whole = table(*cases)
@@ -608,8 +603,11 @@ def test_a_limit_is_fitted_and_predicts_settings_that_were_left_out() -> None:
     assert accuracy.by_majority == 0  # of the five others, three always have the other answer
     assert whole.threshold == fit(cases)
     assert "one task environment" in whole.sentences({})[-1]
-    assert "less success" in whole.sentences({"changed/rollout": 0.03})[-1]
-    assert "at most 10 points less" in whole.sentences({"changed/rollout": 0.003})[-1]
+    more, less = whole.sentences({"missed/current_recompute": 0.03, "missed/rollout": 0.003})[-2:]
+    assert "In this run less success" in more and more.endswith("miss: `current_recompute` 3%.")
+    assert "at most 10 points less" in less and less.endswith("miss: `rollout` 0.3%.")
+    own = whole.sentences({"missed/rollout": 0.003, "missed_by_route": 0.03})[-1]
+    assert own.endswith("its route 3%."), "the run's own route is not exact"
 
 
 def test_a_limit_must_predict_other_environments_too() -> None:
@@ -635,7 +633,7 @@ def test_few_settings_or_a_poor_prediction_claim_nothing() -> None:
     assert alike.threshold is None and "too few" in alike.sentences({})[-1]
     chance = table(*(case(f"s{i}", (i * 7 % 10) / 100, i % 2 == 0) for i in range(10)))
     assert chance.enough and chance.threshold is None
-    assert "did not predict" in chance.sentences({"changed/rollout": 0.5})[-1]
+    assert "did not predict" in chance.sentences({"missed/rollout": 0.5})[-1]
     assert "no setting yet" in Calibration([]).sentences({})[0]
     wide = table(*(Case(f"study/s{i}", "retail", "arm", i / 100, -0.4, 0.4) for i in range(9)))
     assert not wide.decided and not wide.enough, "few seeds do not show that routes are equal"
@@ -664,6 +662,7 @@ def test_the_table_is_measured_from_the_folders_of_a_study(
     assert setting["figures"]["sample_tokens"] == 32
     by_name = {arm["name"]: arm for arm in setting["arms"]}
     assert by_name["rollout"]["changed"] == 0 and by_name["current_recompute"]["changed"] == 0.25
+    assert by_name["rollout"]["missed"] == 0 and by_name["current_recompute"]["missed"] == 1
     assert by_name["rollout"]["mean"] == pytest.approx(-0.1)
     assert by_name["current_recompute"]["pairs"] == 2
     assert [each.exact_is_better for each in Calibration([setting]).cases] == [True, True]
@@ -676,6 +675,40 @@ def test_the_table_is_measured_from_the_folders_of_a_study(
         measure([tmp_path / "study", tmp_path / "study" / "int4"])
     with pytest.raises(ConfigError, match="no comparison"):
         measure([tmp_path / "study" / "int4" / "rollout-seed0"])
+
+
+def test_decisions_are_counted_again_on_runs_with_the_same_options(tmp_path: Path) -> None:
+    run_folder(tmp_path / "again", configure("snapshot_old"), STALE)
+    run_folder(tmp_path / "other", configure("snapshot_old", **{"trainer.lr": 1e-7}), STALE)
+    averaged = configure("ewma_prox")
+    pairs = [((d + s, 0.0, lag), (d, s, lag)) for d, s, lag in STALE]
+    run_folder(tmp_path / "averaged", averaged, [], pairs)
+    names = described(configure("snapshot_old"))
+    arms = [
+        {"name": route, "route": route, "changed": 0.5, "missed": None, "low": -0.3, "high": -0.1}
+        for route in ("rollout", "current_recompute", "ewma_prox")
+    ]
+    setting = {"study": "old", "name": "int4", "options": names, "arms": arms}
+    unlike = {**setting, "options": {**names, "trainer.lr": 0.25}}
+    runs = [tmp_path / "other", tmp_path / "again", tmp_path / "averaged"]
+    first, second = recount([setting, unlike], runs)
+    assert [arm["missed"] for arm in first["arms"]] == [0, 1, 1]
+    assert [arm["changed"] for arm in first["arms"]] == [0, 0.25, 0.25]
+    assert first["arms"][0]["low"] == -0.3, "success stays"
+    assert second == unlike, "no run has these options"
+    without = recount([setting], runs[:2])[0]["arms"][2]
+    assert without == arms[2], "an average is known from its own runs only"
+
+
+def test_a_limit_is_tested_on_settings_that_were_not_used() -> None:
+    cases = [case(f"s{i}", missed, missed > 0.1)
+             for i, missed in enumerate((0.01, 0.02, 0.04, 0.2, 0.4, 0.8))]  # fmt: skip
+    new = [case("new1", 0.6, True), case("new2", 0.6, False), case("new3", 0.05, False)]
+    undecided = Case("study/new4", "retail", "arm", 0.9, -0.4, 0.4)
+    found = table(*cases).tested(table(*new, undecided))
+    assert found is not None
+    assert (found.right, found.cases, found.by_majority) == (2, 3, 2)
+    assert table(*cases[:2]).tested(table(*new)) is None, "too few to fit a limit"
 
 
 def test_the_table_of_the_package_can_be_read() -> None:

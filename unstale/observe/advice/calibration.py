@@ -2,15 +2,15 @@
 
 A setting is one comparison: a task environment, an engine, a staleness bound. It is named by its
 study and its folder. Its arms are routes with thresholds, trained with several seeds. Advice counts
-the tokens that a route treats differently from exact values. The table has the settings in which
-such a route was also less successful.
+which stops by exact values a route misses. The table has the settings in which such a route was
+also less successful.
 `python -m tools.advice_table FOLDER` writes the table from the folders of comparisons.
 """
 
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -18,9 +18,10 @@ from typing import Any
 from unstale.config import ConfigError, RunConfig
 from unstale.config.options import options, stored_config
 from unstale.durability.run_folder import Row, RunFolder
-from unstale.observe.advice.evidence import TokenSample, of_sample, read_sample
+from unstale.observe.advice.evidence import TokenSample, of_sample, read_sample, with_route
 from unstale.observe.advice.measured import read_lengths
 from unstale.observe.advice.samples import (
+    Difference,
     Factors,
     Lengths,
     Thresholds,
@@ -63,8 +64,8 @@ class Case:
     env: str
     """The task environment."""
     arm: str
-    changed: float
-    """Share of tokens that the arm treats differently from the reference."""
+    missed: float
+    """Share of the reference's stops that the arm misses."""
     low: float
     """95% interval of the difference in held-out success, arm less reference."""
     high: float
@@ -115,13 +116,13 @@ class Calibration:
                 setting=f"{setting['study']}/{setting['name']}",
                 env=setting["options"]["task.env"],
                 arm=arm["name"],
-                changed=arm["changed"],
+                missed=arm["missed"],
                 low=arm["low"],
                 high=arm["high"],
             )
             for setting in self.settings
             for arm in setting["arms"]
-            if arm["changed"] is not None and arm["low"] is not None
+            if arm["missed"] is not None and arm["low"] is not None
         ]
 
     @property
@@ -139,7 +140,7 @@ class Calibration:
 
     @property
     def threshold(self) -> float | None:
-        """Return the share of changed tokens above which exact routes were better.
+        """Return the share of missed stops from which exact routes were better.
 
         None if there are too few settings, or if the share predicts settings or environments that
         were left out no better than the more frequent answer does.
@@ -160,6 +161,21 @@ class Calibration:
         if len({case.env for case in self.decided}) > 1:
             found["environments"] = leave_out(self.decided, lambda case: case.env)
         return found
+
+    def tested(self, new: "Calibration") -> Accuracy | None:
+        """Return how well the limit of this table predicts the arms of other settings.
+
+        The more frequent answer is that of this table. None if it has no limit.
+        """
+        limit = self.threshold
+        if limit is None:
+            return None
+        mostly = 2 * sum(case.exact_is_better for case in self.decided) > len(self.decided)
+        return Accuracy(
+            right=sum((case.missed >= limit) == case.exact_is_better for case in new.decided),
+            cases=len(new.decided),
+            by_majority=sum(mostly == case.exact_is_better for case in new.decided),
+        )
 
     def sentences(self, figures: Mapping[str, float]) -> list[str]:
         """Return sentences on the table, and on what it predicts for a run with these figures."""
@@ -193,13 +209,13 @@ class Calibration:
         limit = self.threshold
         if limit is None:
             lines.append(
-                "The share of tokens that a route treats differently did not predict which had "
-                f"less success ({about})."
+                "The share of exact stops that a route misses did not predict which had less "
+                f"success ({about})."
             )
             return lines
         lines.append(
-            f"Routes that treat more than {percent(limit, 2)} of the tokens differently had less "
-            f"success ({about})."
+            f"Routes that miss more than {percent(limit)} of the exact stops had less success "
+            f"({about})."
         )
         return [*lines, *_prediction(figures, limit)]
 
@@ -215,36 +231,48 @@ class Calibration:
 
 
 def _prediction(figures: Mapping[str, float], limit: float) -> Iterator[str]:
-    share = figures.get("changed_by_route", figures.get("changed/rollout"))
-    if share is not None:
-        name = "its route" if "changed_by_route" in figures else "`rollout`"
-        expected = "less success"
-        if share < limit:
-            expected = f"at most {100 * MARGIN:g} points less success"
-        yield (
-            f"In this run {name} treats {percent(share, 2)} of the tokens differently: {expected} "
-            "than with an exact route is predicted."
-        )
+    """Predict the success of the run's own route, or of every route if the run's is exact."""
+    own = figures.get("missed_by_route")
+    shares = {
+        f"`{name.removeprefix('missed/')}`": share
+        for name, share in figures.items()
+        if name.startswith("missed/")
+    }
+    if own is not None:
+        shares = {"its route": own}
+    for expected, chosen in (
+        ("less success", {name: each for name, each in shares.items() if each >= limit}),
+        (
+            f"at most {100 * MARGIN:g} points less success",
+            {name: each for name, each in shares.items() if each < limit},
+        ),
+    ):
+        if chosen:
+            words = ", ".join(f"{name} {percent(share)}" for name, share in chosen.items())
+            yield (
+                f"In this run {expected} than with an exact route is predicted for routes by the "
+                f"exact stops that they miss: {words}."
+            )
 
 
 def fit(cases: Sequence[Case]) -> float:
-    """Return the share of changed tokens from which exact routes are predicted to be better.
+    """Return the share of missed stops from which exact routes are predicted to be better.
 
     It is right for as many cases as possible. Of several such limits the largest is returned, which
     predicts a difference least often. Infinity predicts none.
 
-    >>> fit([Case("s/a", "retail", "x", 0.001, -0.1, 0.1),
-    ...      Case("s/b", "retail", "x", 0.1, -0.3, -0.1)])
-    0.01
+    >>> fit([Case("s/a", "retail", "x", 0.09, -0.1, 0.1),
+    ...      Case("s/b", "retail", "x", 0.25, -0.3, -0.1)])
+    0.15
     """
-    shares = sorted({case.changed for case in cases})
+    shares = sorted({case.missed for case in cases})
     between = [
         math.sqrt(low * high) if low > 0 else (low + high) / 2 for low, high in pairwise(shares)
     ]
     limits = [0.0, *between, math.inf]
 
     def right(limit: float) -> int:
-        return sum((case.changed >= limit) == case.exact_is_better for case in cases)
+        return sum((case.missed >= limit) == case.exact_is_better for case in cases)
 
     return max(limits, key=lambda limit: (right(limit), limit))
 
@@ -258,7 +286,7 @@ def leave_out(cases: Sequence[Case], group: Callable[[Case], str]) -> Accuracy:
         mostly = 2 * sum(case.exact_is_better for case in others) > len(others)
         for case in cases:
             if group(case) == name:
-                right += (case.changed >= limit) == case.exact_is_better
+                right += (case.missed >= limit) == case.exact_is_better
                 by_majority += mostly == case.exact_is_better
     return Accuracy(right, len(cases), by_majority)
 
@@ -307,11 +335,7 @@ def _setting(folder: Path) -> Row | None:
     return {
         "study": folder.resolve().parent.name,
         "name": comparison.name,
-        "options": {
-            name: options()[name].of(config)
-            for name in DESCRIBED
-            if name in options() and options()[name].is_in(config)
-        },
+        "options": described(config),
         "reference": {
             "name": comparison.reference.name,
             "runs": len(comparison.reference.finished),
@@ -322,6 +346,43 @@ def _setting(folder: Path) -> Row | None:
             for arm, found in arms
             if not found.config.old_logps.exact
         ],
+    }
+
+
+def recount(settings: Sequence[Row], folders: Sequence[Path]) -> list[Row]:
+    """Count the decisions of arms again, on the tokens of other runs with the same options.
+
+    For settings whose runs are gone: success stays, `changed` and `missed` are new. `folders` are
+    run folders, one with the exact reference for each setting, and one for each arm with averages
+    of the weights. Arms without such runs keep what they have.
+    """
+    runs = [_Arm.read([RunFolder(folder)]) for folder in folders]
+    return [_recounted(setting, runs) for setting in settings]
+
+
+def _recounted(setting: Row, runs: "Sequence[_Arm]") -> Row:
+    same = [run for run in runs if described(run.config) == setting["options"]]
+    reference = next((run for run in same if run.config.old_logps.exact), None)
+    if reference is None:
+        return setting
+    arms = []
+    for arm in setting["arms"]:
+        found = replace(reference, config=with_route(reference.config, arm["route"]))
+        if not is_computable(found.config):
+            own = (run for run in same if run.config.old_logps.route == arm["route"])
+            found = next(own, found)
+        decisions = _decisions(found, reference)
+        counted = {"changed": decisions.share, "missed": decisions.missed} if decisions else {}
+        arms.append({**arm, **counted})
+    return {**setting, "arms": arms}
+
+
+def described(config: RunConfig) -> Row:
+    """Return the options by which a setting is described."""
+    return {
+        name: options()[name].of(config)
+        for name in DESCRIBED
+        if name in options() and options()[name].is_in(config)
     }
 
 
@@ -338,7 +399,11 @@ class _Arm:
         """Read the runs of an arm. None if none has finished."""
         if not arm.finished:
             return None
-        runs = [RunFolder(folder / trial.folder) for trial in arm.finished]
+        return cls.read([RunFolder(folder / trial.folder) for trial in arm.finished])
+
+    @classmethod
+    def read(cls, runs: Sequence[RunFolder]) -> "_Arm":
+        """Read runs with the options of the first, which may differ in their seed."""
         samples = [read_sample(run) for run in runs]
         rows = [row for run in runs for row in run.metrics()]
         pooled = TokenSample(
@@ -346,18 +411,20 @@ class _Arm:
             Factors.join([sample.audited for sample in samples]),
             Factors.join([sample.audited_by_route for sample in samples]),
         )
-        return cls(stored_config(arm.finished[0].config), pooled, read_lengths(rows))
+        return cls(stored_config(runs[0].config()), pooled, read_lengths(rows))
 
 
 def _row(comparison: Comparison, arm: ArmResult, found: _Arm, reference: _Arm) -> Row:
     """Return an arm's decisions, and its difference in success from the reference."""
     less = comparison.versus(arm)
+    decisions = _decisions(found, reference)
     return {
         "name": arm.name,
         "route": found.config.old_logps.route,
         "runs": len(arm.finished),
         "collapsed": arm.collapsed,
-        "changed": _changed(found, reference),
+        "changed": decisions and decisions.share,
+        "missed": decisions and decisions.missed,
         "pairs": less.n if less else 0,
         "mean": less.mean if less else None,
         "low": less.low if less else None,
@@ -365,8 +432,8 @@ def _row(comparison: Comparison, arm: ArmResult, found: _Arm, reference: _Arm) -
     }
 
 
-def _changed(arm: _Arm, reference: _Arm) -> float | None:
-    """Return the share of tokens that an arm treats differently from the reference.
+def _decisions(arm: _Arm, reference: _Arm) -> Difference | None:
+    """Compare the tokens that an arm stops with those that the reference stops.
 
     Ratios that follow from the exact ones are computed from the reference's tokens. Those of an
     average of the weights are known from the audit of the arm's own runs, if there was one.
@@ -381,4 +448,4 @@ def _changed(arm: _Arm, reference: _Arm) -> float | None:
     ours, theirs = (Thresholds.of(each.config, lengths) for each in (reference, arm))
     rows = draw_sequences(true, max(ours.tokens, theirs.tokens))
     stopped = ours.stopped(true, rows), theirs.stopped(by_arm, rows)
-    return difference(*stopped, effective=len(true)).share
+    return difference(*stopped, effective=len(true))

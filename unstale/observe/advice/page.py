@@ -65,6 +65,8 @@ def as_json(
 
 def meaning(name: str) -> tuple[str, str]:
     """Return the unit of a figure, and what it is."""
+    if name.startswith("missed/"):
+        return "share", f"stops by exact values that `{name.removeprefix('missed/')}` misses"
     if not name.startswith("changed/"):
         return FIGURES[name]
     route = name.removeprefix("changed/").removesuffix("_low").removesuffix("_high")
