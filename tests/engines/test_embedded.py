@@ -299,7 +299,7 @@ def test_experts_in_every_layer_are_decoded(kind: str, name: str, tmp_path: Path
 def test_experts_without_a_compiler_are_packed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def no_compiler(**macros: int) -> Kernels:
+    def no_compiler(*arguments: Any, **macros: int) -> Kernels:
         raise NotCompiled("no C compiler")
 
     monkeypatch.setattr(decoder, "Kernels", no_compiler)
