@@ -439,6 +439,7 @@ def test_a_selection_of_episodes_is_saved_with_the_values_of_the_table(
     answers = client.ask("episodes", run="first", sort="episode", size=200)["rows"]
     for row, shown in zip(rows, answers, strict=True):
         assert {name: row[name] for name in shown} == shown
+    client.when_read("first", search="Done")
     some = both(client, run="first", content="table", filter="success=1 step>=3", search="Done")
     total = client.ask("episodes", run="first", filter="success=1 step>=3", search="Done")["total"]
     assert 0 < len(some) == total < 24
