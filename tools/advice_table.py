@@ -3,7 +3,8 @@
 python -m tools.advice_table FOLDER...    # comparisons, or studies with one folder per setting
 
 With `--keep` the settings of the present table stay. With `--recount RUN...` the decisions of arms
-are counted on the tokens of these runs, for settings with the same options whose runs are gone.
+are counted on the tokens of these runs, for settings with the same options whose runs are gone;
+`--of STUDY...` limits this to the settings of some studies, whose runs had the same policy.
 With `--test` the table stays as it is, and its prediction is tested on the folders.
 """
 
@@ -24,6 +25,7 @@ def main() -> None:
     parser.add_argument(
         "--recount", nargs="*", type=Path, default=[], metavar="RUN", help="run folders"
     )
+    parser.add_argument("--of", nargs="*", default=[], metavar="STUDY", help="studies to recount")
     parser.add_argument("--out", type=Path, default=TABLE, help=f"default: {TABLE.name}")
     chosen = parser.parse_args()
     try:
@@ -36,7 +38,11 @@ def main() -> None:
             new = {(setting["study"], setting["name"]) for setting in settings}
             kept = Calibration.load(chosen.out).settings
             settings = [row for row in kept if (row["study"], row["name"]) not in new] + settings
-        settings = recount(settings, chosen.recount)
+        chosen_of = chosen.of or {row["study"] for row in settings}
+        settings = [
+            recount([row], chosen.recount)[0] if row["study"] in chosen_of else row
+            for row in settings
+        ]
     except ConfigError as error:
         sys.exit(f"advice_table: {error}")
     write_whole(chosen.out, dumps({"settings": settings}, indent=1) + "\n")

@@ -367,11 +367,11 @@ def _recounted(setting: Row, runs: "Sequence[_Arm]") -> Row:
         return setting
     arms = []
     for arm in setting["arms"]:
-        found = replace(reference, config=with_route(reference.config, arm["route"]))
-        if not is_computable(found.config):
+        found: _Arm | None = replace(reference, config=with_route(reference.config, arm["route"]))
+        if found and not is_computable(found.config):
             own = (run for run in same if run.config.old_logps.route == arm["route"])
-            found = next(own, found)
-        decisions = _decisions(found, reference)
+            found = next(own, None)
+        decisions = _decisions(found, reference) if found else None
         counted = {"changed": decisions.share, "missed": decisions.missed} if decisions else {}
         arms.append({**arm, **counted})
     return {**setting, "arms": arms}
