@@ -446,7 +446,7 @@ def _arguments() -> argparse.Namespace:
         choices=ARCHITECTURES,
         default=["Qwen3"],
         help="with others than the default, the table is named generate-architectures, and keeps "
-        "today's rows of other models, so that each model can have a run of its own",
+        "today's rows of other models, so that each model can be measured by a separate command",
     )
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=["1M", "5M"])
     parser.add_argument(

@@ -38,11 +38,7 @@ def main() -> None:
             new = {(setting["study"], setting["name"]) for setting in settings}
             kept = Calibration.load(chosen.out).settings
             settings = [row for row in kept if (row["study"], row["name"]) not in new] + settings
-        chosen_of = chosen.of or {row["study"] for row in settings}
-        settings = [
-            recount([row], chosen.recount)[0] if row["study"] in chosen_of else row
-            for row in settings
-        ]
+        settings = recount(settings, chosen.recount, of=chosen.of)
     except ConfigError as error:
         sys.exit(f"advice_table: {error}")
     write_whole(chosen.out, dumps({"settings": settings}, indent=1) + "\n")

@@ -349,15 +349,21 @@ def _setting(folder: Path) -> Row | None:
     }
 
 
-def recount(settings: Sequence[Row], folders: Sequence[Path]) -> list[Row]:
+def recount(
+    settings: Sequence[Row], folders: Sequence[Path], *, of: Sequence[str] = ()
+) -> list[Row]:
     """Count the decisions of arms again, on the tokens of other runs with the same options.
 
     For settings whose runs are gone: success stays, `changed` and `missed` are new. `folders` are
     run folders, one with the exact reference for each setting, and one for each arm with averages
-    of the weights. Arms without such runs keep what they have.
+    of the weights. Arms without such runs keep what they have. `of` are the studies whose settings
+    are counted again, by default all.
     """
     runs = [_Arm.read([RunFolder(folder)]) for folder in folders]
-    return [_recounted(setting, runs) for setting in settings]
+    chosen = of or [setting["study"] for setting in settings]
+    return [
+        _recounted(setting, runs) if setting["study"] in chosen else setting for setting in settings
+    ]
 
 
 def _recounted(setting: Row, runs: "Sequence[_Arm]") -> Row:
@@ -367,10 +373,10 @@ def _recounted(setting: Row, runs: "Sequence[_Arm]") -> Row:
         return setting
     arms = []
     for arm in setting["arms"]:
-        found: _Arm | None = replace(reference, config=with_route(reference.config, arm["route"]))
-        if found and not is_computable(found.config):
-            own = (run for run in same if run.config.old_logps.route == arm["route"])
-            found = next(own, None)
+        config = with_route(reference.config, arm["route"])
+        own = (run for run in same if run.config.old_logps.route == arm["route"])
+        computed = replace(reference, config=config) if is_computable(config) else None
+        found = computed or next(own, None)
         decisions = _decisions(found, reference) if found else None
         counted = {"changed": decisions.share, "missed": decisions.missed} if decisions else {}
         arms.append({**arm, **counted})
