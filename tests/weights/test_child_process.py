@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.waits import wait_until
 from unstale.weights import child_process
 from unstale.weights.child_process import Child, ChildFrozen, receive_options, start_early
 
@@ -27,6 +28,18 @@ def main(descriptor, options):
                 sum(range(2 * 10**8))
             connection.sendall(asked)
 """
+
+_TELL_PIDS = """
+import subprocess
+from unstale.weights.child_process import start_early
+begin = subprocess.Popen
+def counted(*arguments, **options):
+    process = begin(*arguments, **options)
+    print(process.pid, flush=True)
+    return process
+subprocess.Popen = counted
+"""
+"""The start of a program that prints the id of each process that it starts."""
 
 Start = Callable[[], Child]
 
@@ -135,17 +148,7 @@ def test_a_process_that_was_started_early_for_other_arguments_is_killed(
 
 
 def test_an_unused_process_ends_with_the_program_that_started_it(start: Start) -> None:
-    program = (
-        "import subprocess\n"
-        "from unstale.weights.child_process import start_early\n"
-        "begin = subprocess.Popen\n"
-        "def counted(*arguments, **options):\n"
-        "    process = begin(*arguments, **options)\n"
-        "    print(process.pid)\n"
-        "    return process\n"
-        "subprocess.Popen = counted\n"
-        "start_early('echo_of_a_child', threads=1)\n"
-    )
+    program = f"{_TELL_PIDS}start_early('echo_of_a_child', threads=1)\n"
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True
     )
@@ -157,3 +160,33 @@ def test_a_process_whose_parent_was_killed_does_not_wait_for_options() -> None:
     parent.close()
     with child:
         assert receive_options(child.fileno()) == ""
+
+
+def test_a_process_that_still_imports_ends_when_its_parent_is_killed(tmp_path: Path) -> None:
+    began = tmp_path / "began"
+    (tmp_path / "slow_to_import.py").write_text(
+        f"import time\nopen({str(began)!r}, 'w').close()\ntime.sleep(3600)\n"
+    )
+    program = (
+        f"{_TELL_PIDS}import os, signal, time\n"
+        "start_early('slow_to_import', threads=1)\n"
+        f"while not os.path.exists({str(began)!r}): time.sleep(0.01)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{os.getcwd()}"},
+    )
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    wait_until(lambda: _has_ended(int(done.stdout)), "the end of a process without a parent")
+
+
+def _has_ended(pid: int) -> bool:
+    """Return if a process is gone, or is a zombie that nobody has waited for."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+    return stat.rpartition(")")[2].split()[0] == "Z"

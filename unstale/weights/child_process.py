@@ -40,11 +40,11 @@ caller may be the event loop, which waits meanwhile. A child normally ends in le
 """
 
 _PROGRAM = """
-import signal, sys
+import os, signal, sys
 signal.signal(signal.SIGINT, signal.SIG_IGN)
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 signal.set_wakeup_fd(int(sys.argv[2]), warn_on_full_buffer=False)
-signal.signal(signal.SIGALRM, lambda *_: None)
+signal.signal(signal.SIGALRM, lambda *_: os.getppid() == int(sys.argv[3]) or os._exit(1))
 signal.siginterrupt(signal.SIGALRM, False)
 signal.setitimer(signal.ITIMER_REAL, 0.001, {beat_s})
 from {module} import main
@@ -53,7 +53,8 @@ if options := receive_options(int(sys.argv[1])):
     main(int(sys.argv[1]), options)
 """
 """The program of the child process. A timer signal lets Python's C handler write the heartbeat,
-even while other code holds the GIL.
+even while other code holds the GIL. Its handler in Python ends the process when the parent is gone,
+so that a process that still imports its module is not left behind.
 """
 
 Bytes = bytes | memoryview
@@ -126,7 +127,7 @@ class _Process:
         os.set_blocking(beat, False)
         self.beats = os.fdopen(beats, "rb", buffering=0)
         program = _PROGRAM.format(beat_s=BEAT_S, module=module)
-        arguments = [str(child_socket.fileno()), str(beat)]
+        arguments = [str(child_socket.fileno()), str(beat), str(os.getpid())]
         with child_socket, os.fdopen(beat, "wb"):
             self.popen = subprocess.Popen(
                 [sys.executable, "-P", "-X", "faulthandler", "-c", program, *arguments],
