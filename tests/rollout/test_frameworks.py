@@ -11,10 +11,12 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import pytest
 
 from tests.rollout import test_external
 from tests.rollout.test_external import CALL, CHAT, OPENAI_AGENTS, World, says, whole
+from tests.support.waits import LIMIT_S
 from unstale.config import EndpointConfig
 from unstale.engines import SamplingParams
 from unstale.envs.calculator import calculate
@@ -110,10 +112,13 @@ def test_pydantic_ai_gets_its_typed_output() -> None:
     from pydantic_ai.providers.openai import OpenAIProvider
 
     async def agent(base_url: str, task: str, seed: int, api_key: str) -> float:
-        model = OpenAIChatModel("policy", provider=OpenAIProvider(base_url, api_key=api_key))
-        solver = pydantic_ai.Agent(model, output_type=Person)
-        result = await solver.run("Ada is 36. Who is that?")
-        return float(result.output == Person(name="Ada", age=36))
+        # A busy machine may need longer than the library's 5 s to connect, while it still imports.
+        async with httpx2.AsyncClient(timeout=LIMIT_S) as client:
+            provider = OpenAIProvider(base_url, api_key=api_key, http_client=client)
+            model = OpenAIChatModel("policy", provider=provider)
+            solver = pydantic_ai.Agent(model, output_type=Person)
+            result = await solver.run("Ada is 36. Who is that?")
+            return float(result.output == Person(name="Ada", age=36))
 
     call = f'<tool_call>\n{{"name": "final_result", "arguments": {ADA}}}\n</tool_call>'
     trajectory = play(lenient("It is Ada.", call), agent)
