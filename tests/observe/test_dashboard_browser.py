@@ -344,6 +344,15 @@ def test_plots_of_one_run_are_compared_and_series_are_asked_for_together(
     assert 4 < max(asked) <= 24 and len(asked) < sum(asked) / 2
 
 
+def test_marks_of_an_axis_of_shares_are_not_rounded_to_equal_ones(page: Page) -> None:
+    marks = page.run(
+        "import(new URL('chart.js', document.querySelector('script[src]').src)).then("
+        "({ Plot }) => [0, 0.005, 0.01, 0.015, 0.02, 1]"
+        ".map((each) => Plot.prototype.tick.call({ unit: 'share' }, each)))"
+    )
+    assert marks == ["0%", "0.5%", "1%", "1.5%", "2%", "100%"]
+
+
 def test_filter_and_search_narrow_the_table(page: Page, client: Client) -> None:
     go(page, client, "run/hostile/episodes")
     page.run(

@@ -2,7 +2,7 @@
 
 import uPlot from "./vendor/uPlot.js";
 import { h, replace } from "./dom.js";
-import { NONE, amount, percent, shown } from "./format.js";
+import { NONE, amount, shown } from "./format.js";
 
 export const COLOURS = ["engine", "trainer", "s", "good", "lag-4", "d", "bad", "v5-line"];
 export const charts = new Set();
@@ -118,7 +118,7 @@ export class Plot {
   }
 
   tick(value) {
-    return this.unit === "share" ? percent(value, Math.abs(value) < 0.01 && value ? 1 : 0) : amount(value);
+    return this.unit === "share" ? `${amount(100 * value)}%` : amount(value);
   }
 
   range(low, high) {
