@@ -19,7 +19,7 @@ HEAD = """The importance ratio of a token is pi / mu = D * S:
   S = pi / pi_old   staleness: weights now / weights that sampled, both trainer
 The option old_logps.route chooses how pi_old is computed. A token is stopped
 (has no gradient) if D is outside the correction's band or S outside the clip.
-The objective `cispo` stops no token: its clip only limits a weight."""
+With the objective `cispo`, the clip stops no token: it only limits a weight."""
 
 
 def page(evidence: Evidence, conclusions: Iterable[Conclusion], calibration: Calibration) -> Group:
