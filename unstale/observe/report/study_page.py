@@ -117,7 +117,7 @@ def findings(study: StudyResults) -> list[str]:
     for each in found:
         sentences.append(
             f"{each.setting}, {HEADINGS[each.measure].lower()}: {each.arm} less {study.reference}: "
-            f"{_difference(each)} points, p = {_p(each)}."
+            f"{_difference(each)} points, {_p_equation(each)}."
         )
     unclear = [each for each in planned if not each.significant]
     limits = sorted(each.detectable for each in unclear if each.detectable is not None)
@@ -192,6 +192,11 @@ def _p(each: Difference) -> str:
         return NONE
     p = _p_value(each.p)
     return p if each.planned else f"{p} alone"
+
+
+def _p_equation(each: Difference) -> str:
+    p = _p(each)
+    return f"p {p}" if p.startswith("<") else f"p = {p}"
 
 
 def _p_value(p: float) -> str:
