@@ -37,7 +37,7 @@ def tree_layout(run: PrefixTree) -> TreeLayout:
 def _make_layout(segments: tuple[Segment, ...]) -> TreeLayout:
     index = {(segment.start, segment.end): i for i, segment in enumerate(segments)}
     rows = []
-    pieces = []
+    pieces: list[tuple[int, int]] = []
     roots = []
     for i, segment in enumerate(segments):
         depth = segment.depth
@@ -144,8 +144,9 @@ class TreeAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, out, lse = ctx.saved_tensors
+        layout, scale = ctx.tree
         to_value = torch.empty_like(value)
         to_query, to_key = attend_backward(
-            query, key, value, out, lse, grad.contiguous(), *ctx.tree, to_value
+            query, key, value, out, lse, grad.contiguous(), layout, scale, to_value
         )
         return to_query, to_key, to_value, None
