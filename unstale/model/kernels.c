@@ -527,7 +527,8 @@ static void attend_backward_piece(const void *task, int64_t number) {
     const int64_t width = t->width, heads = t->heads, rep = heads / t->kv_heads;
     const int64_t kv = number % t->kv_heads, root = number / t->kv_heads;
     const int64_t stride = heads * width, keys_stride = t->kv_heads * width;
-    float *memory = scratch(BLOCK * width * (4 + 3 * rep + 2) + 2 * BLOCK * BLOCK + 2 * rep * BLOCK);
+    float *memory =
+        scratch(BLOCK * width * (6 + 3 * rep) + 2 * BLOCK * BLOCK + 2 * rep * BLOCK);
     float *keys = memory, *turned = keys + BLOCK * width, *values = turned + BLOCK * width;
     float *turned_values = values + BLOCK * width, *to_keys = turned_values + BLOCK * width;
     float *to_values = to_keys + BLOCK * width, *queries = to_values + BLOCK * width;
