@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from unstale.model.attention import running, sees_all
 from unstale.model.kernels import fits, kernels, pieces
@@ -24,12 +25,20 @@ ARCHITECTURES = ("Llama", "Mistral", "Qwen2", "Qwen3", "Qwen3Moe")
 def use(model: nn.Module) -> None:
     """Make the known modules of a model run fused operations, in place."""
     for module in model.modules():
-        kind = type(module)
-        if not kind.__module__.startswith("transformers.models."):
-            continue
         for suffix, forward in _FORWARDS.items():
-            if kind.__name__ in {f"{name}{suffix}" for name in ARCHITECTURES}:
-                module.__class__ = _fused_class(kind, forward)  # type: ignore[arg-type]
+            if _is_known(type(module), suffix):
+                module.__class__ = _fused_class(type(module), forward)  # type: ignore[arg-type]
+
+
+def _is_known(kind: type[nn.Module], suffix: str) -> bool:
+    """Return True for a class of `ARCHITECTURES` with this suffix, also after FSDP2 divided it.
+
+    FSDP2 replaces the class of a module that is a group of parameters by a subclass.
+    """
+    names = {f"{name}{suffix}" for name in ARCHITECTURES}
+    if issubclass(kind, FSDPModule):
+        kind = kind.__mro__[2]
+    return kind.__module__.startswith("transformers.models.") and kind.__name__ in names
 
 
 @cache
