@@ -44,7 +44,8 @@ import os, signal, sys
 signal.signal(signal.SIGINT, signal.SIG_IGN)
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 signal.set_wakeup_fd(int(sys.argv[2]), warn_on_full_buffer=False)
-signal.signal(signal.SIGALRM, lambda *_: os.getppid() == int(sys.argv[3]) or os._exit(1))
+parent = os.getppid()
+signal.signal(signal.SIGALRM, lambda *_: os.getppid() == parent or os._exit(1))
 signal.siginterrupt(signal.SIGALRM, False)
 signal.setitimer(signal.ITIMER_REAL, 0.001, {beat_s})
 from {module} import main
@@ -127,7 +128,7 @@ class _Process:
         os.set_blocking(beat, False)
         self.beats = os.fdopen(beats, "rb", buffering=0)
         program = _PROGRAM.format(beat_s=BEAT_S, module=module)
-        arguments = [str(child_socket.fileno()), str(beat), str(os.getpid())]
+        arguments = [str(child_socket.fileno()), str(beat)]
         with child_socket, os.fdopen(beat, "wb"):
             self.popen = subprocess.Popen(
                 [sys.executable, "-P", "-X", "faulthandler", "-c", program, *arguments],
