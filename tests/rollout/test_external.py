@@ -89,7 +89,7 @@ class World:
     def __init__(self, say: Any = solver, delay: Any = None, **config: Any) -> None:
         self.engine = ScriptedEngine(self._say, token_delay=delay)
         self.say, self.sampled = say, []
-        self.config = RolloutConfig(**{"retries": 0, "timeout_s": 100.0, **config})
+        self.config = RolloutConfig(**{"retries": 0, "timeout_s": LIMIT_S, **config})
         self.events: list[dict[str, Any]] = []
         self.arrived: list[Any] = []
         self.failures: list[tuple[int, Failure, bool]] = []
