@@ -61,7 +61,7 @@ from transformers import (
     Qwen3NextConfig,
 )
 
-from tests.support.waits import LIMIT_S, wait_until
+from tests.support.waits import LIMIT_S, wait_until_gone
 from unstale.engines import EngineDied, SamplingParams
 from unstale.engines.embedded import decoder, packed
 from unstale.engines.embedded.batcher import Batcher, FinishedReply, SampleRequest
@@ -917,15 +917,7 @@ def test_the_process_does_not_outlive_a_killed_parent(folder: Path) -> None:
         assert parent.stdout is not None
         pid = int(parent.stdout.readline())
         parent.kill()
-    wait_until(lambda: not _alive(pid), f"process {pid} to end with its parent")
-
-
-def _alive(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
-    except OSError:
-        return False
-    return state != "Z"
+    wait_until_gone(pid)
 
 
 def test_bad_input_is_one_clear_line(tmp_path: Path) -> None:

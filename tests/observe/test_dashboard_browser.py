@@ -163,9 +163,9 @@ def test_every_page_is_complete_and_readable(
 
 
 @needs_axe
-def test_axe_finds_nothing_serious_on_three_pages(page: Page, client: Client) -> None:
+def test_axe_finds_nothing_serious_on_any_page(page: Page, client: Client) -> None:
     page.resize(1280, 900)
-    for path in ("run/hostile", "run/hostile/episode/5", "run/hostile/audit"):
+    for path in PAGES:
         go(page, client, path)
         assert serious(page) == [], path
 
@@ -344,13 +344,67 @@ def test_plots_of_one_run_are_compared_and_series_are_asked_for_together(
     assert 4 < max(asked) <= 24 and len(asked) < sum(asked) / 2
 
 
-def test_marks_of_an_axis_of_shares_are_not_rounded_to_equal_ones(page: Page) -> None:
-    marks = page.run(
-        "import(new URL('chart.js', document.querySelector('script[src]').src)).then("
-        "({ Plot }) => [0, 0.005, 0.01, 0.015, 0.02, 1]"
-        ".map((each) => Plot.prototype.tick.call({ unit: 'share' }, each)))"
+def test_marks_of_an_axis_are_not_rounded_to_equal_ones(page: Page) -> None:
+    def marks(unit: str, *values: float) -> object:
+        return page.run(
+            "import(new URL('chart.js', document.querySelector('script[src]').src)).then("
+            f"({{ Plot }}) => Plot.prototype.marks.call({{ unit: '{unit}' }}, {list(values)}))"
+        )
+
+    assert marks("share", 0, 0.005, 0.01, 0.015, 1) == ["0%", "0.5%", "1%", "1.5%", "100%"]
+    assert marks("nats", 12.34, 12.36) == ["12.34", "12.36"]
+    assert marks("tokens", 10_000.5, 10_001) == ["10,000.5", "10,001"]
+    assert marks("", 1.02e-5, 1.04e-5) == ["1.02e-5", "1.04e-5"]
+    assert marks("", 0, 1, 2) == ["0", "1", "2"]
+
+
+def test_new_values_leave_the_chosen_steps_and_the_cursor(
+    page: Page, client: Client, root: Path
+) -> None:
+    """A live page redraws its plots. Someone may have zoomed in, or read a value by the keys."""
+    go(page, client, "run/hostile")
+    plots = "[...document.querySelectorAll('.plot-box')]"
+    box = f"{plots}.find((each) => each.getAttribute('aria-label').startsWith('Success'))"
+    page.run(f"{box}.scrollIntoView()")
+    page.wait(f"{box}.querySelector('.uplot')")
+    page.run(
+        """
+        (() => {
+          const over = BOX.querySelector('.u-over');
+          const { left, top, width } = over.getBoundingClientRect();
+          const send = (name, share) => over.dispatchEvent(new MouseEvent(name, {
+            clientX: left + share * width, clientY: top + 40, bubbles: true, movementX: 1 }));
+          send('mousemove', 0.3); send('mousedown', 0.3);
+          send('mousemove', 0.9); send('mouseup', 0.9);
+        })()
+        """.replace("BOX", box)
     )
-    assert marks == ["0%", "0.5%", "1%", "1.5%", "2%", "100%"]
+    page.run(f"{box}.focus()")
+    page.press("Home")
+    page.wait(f"/, step [23]:/.test({box}.getAttribute('aria-label'))")
+    before = page.run(f"{box}.getAttribute('aria-label')")
+    with (root / "hostile" / METRICS).open("a") as file:
+        file.write(json.dumps({"step": 7, "rollout/success_rate": 0.5}) + "\n")
+    page.wait("document.querySelector('#content').innerText.includes('7 of')")
+    page.run("new Promise((done) => setTimeout(done, 500))")
+    assert page.run(f"{box}.getAttribute('aria-label')") == before
+    page.press("End")
+    page.wait(f"/, step 5:/.test({box}.getAttribute('aria-label'))")
+    page.press("Escape")
+    page.press("End")
+    page.wait(f"/, step 7:/.test({box}.getAttribute('aria-label'))")
+
+
+def test_a_filter_that_waits_does_not_follow_to_another_page(page: Page, client: Client) -> None:
+    """It is applied a moment after the last key."""
+    go(page, client, "run/hostile/episodes")
+    page.run(
+        "{ const box = document.getElementById('filter'); box.value = 'episode<=3';"
+        " box.dispatchEvent(new Event('input', { bubbles: true })); location.hash = '#/'; }"
+    )
+    page.wait(PAGES[""])
+    page.run("new Promise((done) => setTimeout(done, 500))")
+    assert page.run("location.hash") == "#/"
 
 
 def test_filter_and_search_narrow_the_table(page: Page, client: Client) -> None:

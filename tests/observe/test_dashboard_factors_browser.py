@@ -220,6 +220,23 @@ def test_the_keyboard_alone_selects_computes_and_reaches_a_token(
     assert page.errors == []
 
 
+def test_an_answer_about_other_tokens_is_taken_back(page: Page, client: Client) -> None:
+    go(page, "?old_logps.route=current_recompute")
+    page.wait("document.querySelector('#alternative .outcomes')")
+    page.run(
+        "{ const box = document.getElementById('lag_min'); box.value = '1';"
+        " box.dispatchEvent(new Event('change')); }"
+    )
+    page.wait("!document.querySelector('#alternative .outcomes')")
+    assert "Compute again" in page.run("document.querySelector('#alternative').innerText")
+    assert page.run("document.querySelectorAll('#alternative .downloads').length") == 0
+    page.run("document.querySelector('#alternative button.do').click()")
+    page.wait("document.querySelector('#alternative .outcomes')")
+    rows = page.run("document.querySelector('#alternative .outcomes tbody').innerText")
+    assert "lag 1" in rows and "lag 0" not in rows
+    assert page.errors == []
+
+
 def test_a_refusal_is_shown_and_the_run_s_options_come_back(page: Page, client: Client) -> None:
     page.resize(1280, 900)
     go(page, "?correction.low=3")

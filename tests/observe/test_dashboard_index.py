@@ -27,7 +27,7 @@ from unstale.config import ConfigError
 from unstale.durability.journal import JOURNAL, Journal
 from unstale.durability.journal.conversations import load_decoder
 from unstale.durability.run_folder import EVENTS, METRICS
-from unstale.observe.dashboard import charts, summary, table, tokens, training
+from unstale.observe.dashboard import charts, export, summary, table, tokens, training
 from unstale.observe.dashboard import database as database_module
 from unstale.observe.dashboard import folders as folders_module
 from unstale.observe.dashboard import index as index_module
@@ -406,8 +406,16 @@ def test_small_parts_give_the_same_index(
     assert small.update_journal() and 0 < small.num_ended < 7 and not small.is_complete
     with pytest.raises(tokens.NotYet, match="episode 70 is not read yet"):
         tokens.episode(small, 70)
+    for content in ("table", "tokens"):
+        with pytest.raises(tokens.NotYet, match="not all episodes are read yet"):
+            export.parts(small, export.ExportRequest(content=content, format="jsonl"))
     fill(small)
     assert table_of(small) == table_of(filled) and small.is_complete
+    saved = b"".join(export.parts(small, export.ExportRequest(content="table", format="jsonl")))
+    assert len(saved.splitlines()) == small.num_episodes
+    small.failure = "the index failed"
+    with pytest.raises(OSError, match="the index failed"):
+        export.parts(small, export.ExportRequest(content="table", format="jsonl"))
     small.close()
 
 
@@ -987,9 +995,11 @@ def test_a_long_event_is_shortened_and_a_damaged_one_is_left_out(
         writer.execute("INSERT INTO events (kind, fields) VALUES ('episode_failed', '{\"x')")
     found = summary.overview("first", filled)["failures"]
     assert found["count"] == before + 2
-    rows = found["rows"][before:]
-    assert [row["episode"] for row in rows] == ["7", "7"]
-    assert [row["error"] for row in rows] == ["x" * 300, ""]
+    rows = found["rows"]
+    assert len(rows) == found["count"]
+    assert [row["episode"] for row in rows[:2]] == ["7", "7"]
+    assert [row["error"] for row in rows[:2]] == ["", "x" * 300], "newest first"
+    assert summary.failures(filled.database, limit=1)["rows"] == rows[:1]
     stored = filled.database.rows("SELECT fields FROM events WHERE kind = 'episode_failed'")
     assert max(len(fields) for (fields,) in stored) < MAX_EVENT
 

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from tests.support.forked import run_forked
-from tests.support.waits import FROZEN_S, LIMIT_S, wait_until
+from tests.support.waits import FROZEN_S, LIMIT_S, wait_until_gone
 from tests.test_loop import make, run
 from unstale.build import build_old_logps
 from unstale.config import CorrectionConfig, OldLogpsConfig, TrainerConfig
@@ -281,18 +281,6 @@ def old_logit_model(policy: Policy) -> Iterator[OldLogitModel]:
     with closing(OldLogitModel(LocalScorer(policy, 1.0, 48))) as route:
         route.published(live=())
         yield route
-
-
-def wait_until_gone(pid: int) -> None:
-    status = Path(f"/proc/{pid}/status")
-
-    def is_gone() -> bool:
-        try:
-            return "State:\tZ" in status.read_text()
-        except OSError:
-            return True
-
-    wait_until(is_gone, f"the end of process {pid}")
 
 
 def advance(policy: Policy, route: OldLogps, seed: int) -> None:

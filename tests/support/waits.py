@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 LIMIT_S = 300.0
 """Processes start slowly on a busy machine."""
@@ -26,6 +27,19 @@ def wait_until(claim: Callable[[], bool], what: str) -> None:
     while not claim():
         assert time.monotonic() < until, f"waited {LIMIT_S:g} s for {what}"
         time.sleep(_TICK_S)
+
+
+def wait_until_gone(pid: int) -> None:
+    """Wait for the end of a process. A zombie, which nobody has waited for, has ended."""
+    status = Path(f"/proc/{pid}/status")
+
+    def is_gone() -> bool:
+        try:
+            return "State:\tZ" in status.read_text()
+        except OSError:
+            return True
+
+    wait_until(is_gone, f"the end of process {pid}")
 
 
 async def until(claim: Callable[[], bool], what: str) -> None:

@@ -208,6 +208,7 @@ def test_a_skipped_step_changes_no_weight_and_each_step_has_its_own_sequences() 
     trainer = make(skips, Plans(StepPlan()), steps=2)
     assert not change(trainer, a_batch()).any()
     assert [len(seen.log_weight) for seen in skips.seen] == [2, 1] and trainer.steps == 2
+    assert trainer.metrics()["trainer/skipped_step_share"] == 1.0
 
 
 def test_tokens_that_the_policy_did_not_sample_are_in_no_weight() -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.waits import wait_until
+from tests.support.waits import wait_until_gone
 from unstale.weights import child_process
 from unstale.weights.child_process import Child, ChildFrozen, receive_options, start_early
 
@@ -162,7 +162,9 @@ def test_a_process_whose_parent_was_killed_does_not_wait_for_options() -> None:
         assert receive_options(child.fileno()) == ""
 
 
-def test_a_process_that_still_imports_ends_when_its_parent_is_killed(tmp_path: Path) -> None:
+def test_a_process_that_still_imports_ends_when_its_parent_is_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     began = tmp_path / "began"
     (tmp_path / "slow_to_import.py").write_text(
         f"import time\nopen({str(began)!r}, 'w').close()\ntime.sleep(3600)\n"
@@ -173,20 +175,7 @@ def test_a_process_that_still_imports_ends_when_its_parent_is_killed(tmp_path: P
         f"while not os.path.exists({str(began)!r}): time.sleep(0.01)\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        capture_output=True,
-        text=True,
-        env=os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{os.getcwd()}"},
-    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == -signal.SIGKILL, done.stderr
-    wait_until(lambda: _has_ended(int(done.stdout)), "the end of a process without a parent")
-
-
-def _has_ended(pid: int) -> bool:
-    """Return if a process is gone, or is a zombie that nobody has waited for."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return True
-    return stat.rpartition(")")[2].split()[0] == "Z"
+    wait_until_gone(int(done.stdout))

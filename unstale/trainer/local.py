@@ -364,7 +364,9 @@ class LocalTrainer:
         lr *= plan.lr_factor
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        if not plan.skip:
+        if plan.skip:
+            self._metrics.skipped_steps += 1
+        else:
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self._cast_master()

@@ -76,6 +76,8 @@ class StepMetrics:
         self.imbalance = 1.0
         """Tokens run by the busiest rank over their mean, in the last optimizer step."""
         self.grad_norms: list[float] = []
+        self.skipped_steps = 0
+        """Optimizer steps that a technique refused."""
         self._log_weights: list[float] = []
         """The logarithm of pi / mu of each sequence of the present optimizer step."""
         self._taken = 0
@@ -218,6 +220,7 @@ class StepMetrics:
             "trainer/forward_tokens": float(self.forward_tokens),
             "trainer/microbatches": float(self.microbatches),
             "trainer/grad_norm": sum(self.grad_norms) / max(1, len(self.grad_norms)),
+            "trainer/skipped_step_share": self.skipped_steps / max(1, len(self.grad_norms)),
             "trainer/lr": self.lr,
             "trainer/update_s": self.update_s,
             "trainer/tokens_per_s": self.sequence_tokens / self.update_s if self.update_s else 0.0,

@@ -156,6 +156,15 @@ SECTIONS = (
                 "fall to 0.",
             ),
             Chart(
+                "Skipped optimizer steps",
+                "Share of the optimizer steps that were not taken: a technique refused them.",
+                "share",
+                {"skipped": "trainer/skipped_step_share"},
+                "share",
+                reading="Good: 0, or a few. Bad: a large share, because the policy moves too far "
+                "within a batch.",
+            ),
+            Chart(
                 "Learning rate",
                 "Of the last optimizer step.",
                 "",
@@ -300,7 +309,7 @@ SECTIONS = (
             Chart(
                 "Queue and tickets",
                 "Groups started and not yet trained on, those of them that are finished, and the "
-                "tickets. A group needs one to start, until the weights trained on it are loaded.",
+                "tickets. A group holds a ticket until engines load the weights trained on it.",
                 "groups",
                 {
                     "in flight": "schedule/groups_in_flight",
@@ -403,7 +412,7 @@ SECTIONS = (
             ),
             Chart(
                 "Crashes and restarts",
-                "Of engines, since the previous row.",
+                "Engine crashes and restarts since the previous step.",
                 "engines",
                 {"crashes": "engine/crashes", "restarts": "engine/restarts"},
                 reading="Good: 0. Bad: repeated ones; the events name the causes.",

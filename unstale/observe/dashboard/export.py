@@ -112,9 +112,10 @@ def parquet_problem() -> str:
 
 
 def parts(index: RunIndex, selection: ExportRequest) -> Iterator[bytes]:
-    """Yield a file in parts. The first one is there when this returns, so that errors come early.
+    """Yield a file in parts. The first part is computed before returning, so errors come early.
 
-    Raises `BadQuestion`, `JournalError`, and OSError without a journal.
+    Raises `BadQuestion`, `JournalError`, `NotYet` while the index lacks episodes that are chosen
+    from it, and OSError without a journal or if its index has failed.
     """
     if selection.format == "parquet" and (problem := parquet_problem()):
         raise BadQuestion(problem)
@@ -275,6 +276,7 @@ def _pages(
     index: RunIndex, selection: ExportRequest, names: str, *more: Condition
 ) -> Iterator[list[tuple[Any, ...]]]:
     """Yield columns of the chosen episodes, a page at a time. The first one is the episode."""
+    _require_complete(index)
     conditions = [*parse_filter(selection.filter), *more]
     if selection.search and index.search_problem:
         raise BadQuestion(index.search_problem)
@@ -297,6 +299,15 @@ def _pages(
             return
         yield rows
         last = rows[-1][0]
+
+
+def _require_complete(index: RunIndex) -> None:
+    """Raise an error if the index lacks episodes that the journal had when it was last read."""
+    if problem := index.failure or index.problem:
+        raise OSError(problem)
+    if not index.is_complete:
+        count = f"{index.num_ended} of {index.num_started}"
+        raise NotYet(f"not all episodes are read yet: {count} are in the index")
 
 
 def _episodes(index: RunIndex, selection: ExportRequest, *, with_values: bool) -> Iterator[Row]:

@@ -402,7 +402,7 @@ class RunIndex:
 
 
 def _ends(journal: JournalReader, open_: Sequence[int]) -> Iterator[tuple[Any, ...]]:
-    """Yield how those of some episodes ended that have ended, in their order."""
+    """Yield the outcomes of those episodes that have ended, by number."""
     for start in range(0, len(open_), CHUNK_EPISODES):
         part = open_[start : start + CHUNK_EPISODES]
         marks = ", ".join("?" * len(part))

@@ -264,7 +264,7 @@ def lags(database: Database, points: int = 300) -> Row:
 
 
 def failures(database: Database, limit: int = MAX_EVENTS) -> Row:
-    """Return the episodes that failed for good, and their number."""
+    """Return the newest episodes that failed for good, and the number of all."""
     # CASE, because SQLite may evaluate the operands of AND in any order
     condition = (
         "kind = 'episode_failed' AND CASE WHEN json_valid(fields) "
@@ -272,7 +272,7 @@ def failures(database: Database, limit: int = MAX_EVENTS) -> Row:
     )
     ((count,),) = database.rows(f"SELECT count(*) FROM events WHERE {condition}")
     rows = database.rows(
-        f"SELECT fields FROM events WHERE {condition} ORDER BY id LIMIT ?",
+        f"SELECT fields FROM events WHERE {condition} ORDER BY id DESC LIMIT ?",
         (limit,),
     )
     names = ("time", "episode", "task", "stage", "error")

@@ -68,8 +68,8 @@ def of_episode(journal: JournalReader, group: int, episode: int, step: int | Non
     """Return the values of the sampled tokens of an episode, in order, as lists by name.
 
     `step` is the step whose values are wanted, or None for the first one. `steps` has all of them.
-    Empty if the journal keeps none. Raises `BadQuestion` if `step` is none of them, and
-    `JournalError`.
+    Empty if the journal keeps none. Raises `BadQuestion` if `step` did not train on the episode,
+    and `JournalError`.
     """
     every = journal.trained_tokens(group, episode=episode)
     if not every:

@@ -100,6 +100,13 @@ export class Alternative {
     if (Object.keys(changes).length) this.compute();
   }
 
+  // Take back an answer about tokens that are no longer chosen.
+  outdate() {
+    this.turn += 1;
+    this.onLines([]);
+    if (this.result.hasChildNodes()) replace(this.result, h("p", { class: "quiet" }, "Other tokens are chosen now. Compute again."));
+  }
+
   async compute() {
     const mine = (this.turn += 1);
     replace(this.result, h("p", { class: "quiet", role: "status" }, "Computing…"));

@@ -2,9 +2,11 @@
 
 import uPlot from "./vendor/uPlot.js";
 import { h, replace } from "./dom.js";
-import { NONE, amount, shown } from "./format.js";
+import { NONE, amount, amounts, shown } from "./format.js";
 
 export const COLOURS = ["engine", "trainer", "s", "good", "lag-4", "d", "bad", "v5-line"];
+// Distances between marks of an axis over the steps, which are whole numbers.
+const WHOLE_STEPS = Array.from({ length: 12 }, (_, power) => [1, 2, 5].map((each) => each * 10 ** power)).flat();
 export const charts = new Set();
 
 export const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
@@ -41,20 +43,76 @@ export class Plot {
 
   set(series) {
     this.series = series;
-    this.draw();
+    if (!this.update()) this.draw();
   }
 
+  // Draw anew. The part of the steps that was chosen and the step at the cursor stay.
   draw() {
-    const at = this.plot?.cursor.idx ?? null;
+    const [part, at] = [this.part(), this.stepAtCursor()];
     this.plot?.destroy();
     this.plot = null;
-    const series = this.series.filter((each) => each.x.length);
-    if (!series.length) {
+    const made = this.columns();
+    if (!made) {
       replace(this.keys);
       replace(this.box, h("p", { class: "gap" }, this.empty));
       return;
     }
     replace(this.box);
+    const { data, drawn, bands } = made;
+    Object.assign(this, { data, shape: made.shape });
+    this.plot = new uPlot(
+      {
+        width: this.width(),
+        height: this.height,
+        legend: { show: false },
+        cursor: { points: { size: 7 }, drag: { x: true, y: false } },
+        scales: { x: { time: false, range: (_, low, high) => (low === high ? [low - 1, high + 1] : [low, high]) }, y: { range: (_, low, high) => this.range(low, high) } },
+        axes: [this.axis({ size: 30, space: this.label === "step" ? 50 : 90, incrs: WHOLE_STEPS, values: (_, ticks) => ticks.map((tick) => (Number.isInteger(tick) ? amount(tick) : "")) }), this.axis({ size: 56, values: (_, ticks) => this.marks(ticks) })],
+        series: drawn,
+        bands,
+        hooks: { setCursor: [(plot) => this.name(plot.cursor.idx)] },
+      },
+      data,
+      this.box,
+    );
+    this.show(part, at);
+  }
+
+  // Draw new values in place if there are the same lines as before. Return false if not.
+  update() {
+    const made = this.plot && this.columns();
+    if (!made || made.shape !== this.shape) return false;
+    const [part, at] = [this.part(), this.stepAtCursor()];
+    this.data = made.data;
+    this.plot.setData(this.data, !part);
+    this.show(part, at);
+    return true;
+  }
+
+  // The part of the steps that was chosen by a drag, or null if all are shown.
+  part() {
+    if (!this.plot) return null;
+    const { min, max } = this.plot.scales.x;
+    return min > this.data[0][0] || max < this.data[0].at(-1) ? { min, max } : null;
+  }
+
+  stepAtCursor() {
+    const at = this.plot?.cursor.idx ?? null;
+    return at === null ? null : this.data[0][at];
+  }
+
+  // Show a part of the steps and the values at a step. Null stands for all steps, and for the last.
+  show(part, step) {
+    if (part) this.plot.setScale("x", part);
+    const at = step === null ? -1 : this.data[0].indexOf(step);
+    if (at >= 0) this.point(at);
+    else this.name(null);
+  }
+
+  // The values and the look of the lines, with `shape` as a text of the looks. Null without values.
+  columns() {
+    const series = this.series.filter((each) => each.x.length);
+    if (!series.length) return null;
     const steps = [...new Set(series.flatMap((each) => each.x))].sort((a, b) => a - b);
     const place = new Map(steps.map((step, at) => [step, at]));
     const column = (x, y) => {
@@ -84,24 +142,8 @@ export class Plot {
       });
       each.column = data.length - 1;
     });
-    this.data = data;
     this.shownSeries = series;
-    this.plot = new uPlot(
-      {
-        width: this.width(),
-        height: this.height,
-        legend: { show: false },
-        cursor: { points: { size: 7 }, drag: { x: true, y: false } },
-        scales: { x: { time: false, range: (_, low, high) => (low === high ? [low - 1, high + 1] : [low, high]) }, y: { range: (_, low, high) => this.range(low, high) } },
-        axes: [this.axis({ size: 30, space: this.label === "step" ? 50 : 90, values: (_, ticks) => ticks.map((tick) => (Number.isInteger(tick) ? amount(tick) : "")) }), this.axis({ size: 56, values: (_, ticks) => ticks.map((tick) => this.tick(tick)) })],
-        series: drawn,
-        bands,
-        hooks: { setCursor: [(plot) => this.name(plot.cursor.idx)] },
-      },
-      data,
-      this.box,
-    );
-    this.name(at);
+    return { data, drawn, bands, shape: JSON.stringify(drawn) };
   }
 
   width() {
@@ -117,8 +159,8 @@ export class Plot {
     return { stroke: ink, font: "12px system-ui, sans-serif", grid: { stroke: colour("rule"), width: 1 }, ticks: { show: false }, ...options };
   }
 
-  tick(value) {
-    return this.unit === "share" ? `${amount(100 * value)}%` : amount(value);
+  marks(values) {
+    return this.unit === "share" ? amounts(values.map((value) => 100 * value)).map((text) => `${text}%`) : amounts(values);
   }
 
   range(low, high) {
@@ -151,12 +193,19 @@ export class Plot {
   key(event) {
     const steps = { ArrowLeft: -1, ArrowRight: 1, PageUp: -20, PageDown: 20, Home: -Infinity, End: Infinity };
     if (!this.plot) return;
-    if (event.key === "Escape") return this.draw();
+    const places = this.data[0];
+    if (event.key === "Escape") return this.plot.setScale("x", { min: places[0], max: places.at(-1) });
     if (!(event.key in steps)) return;
     event.preventDefault();
-    const last = this.data[0].length - 1;
-    const now = this.plot.cursor.idx ?? last;
-    const at = Math.min(last, Math.max(0, now + steps[event.key]));
+    const { min, max } = this.plot.scales.x;
+    const shown = places.map((_, at) => at).filter((at) => places[at] >= min && places[at] <= max);
+    if (!shown.length) return;
+    const now = this.plot.cursor.idx ?? shown.at(-1);
+    this.point(Math.min(shown.at(-1), Math.max(shown[0], now + steps[event.key])));
+  }
+
+  // Move the cursor to one of the steps, by its place among them.
+  point(at) {
     this.plot.setCursor({ left: this.plot.valToPos(this.data[0][at], "x"), top: this.plot.over.clientHeight / 2 });
   }
 }

@@ -41,11 +41,12 @@ export function replace(element, ...children) {
   element.replaceChildren(fragment);
 }
 
-// Call a function once, after no further call came for a while.
+// Call a function once, after no further call came for a while. `cancel` forgets a call that waits.
 export function settled(ms, action) {
   let timer = 0;
-  return (...given) => {
+  const call = (...given) => {
     clearTimeout(timer);
     timer = setTimeout(() => action(...given), ms);
   };
+  return Object.assign(call, { cancel: () => clearTimeout(timer) });
 }

@@ -141,7 +141,8 @@ export function episodes(content, { run }, query) {
       draw();
       pages(answer);
       const chosen = { run, filter: state.filter, search: state.search };
-      replace(saved, downloads("these rows", { ...chosen, content: "table" }, parquetProblem), "; ", downloads("the tokens of those that finished", { ...chosen, content: "tokens" }, parquetProblem));
+      if (answer.index.complete) replace(saved, downloads("these rows", { ...chosen, content: "table" }, parquetProblem), "; ", downloads("the tokens of those that finished", { ...chosen, content: "tokens" }, parquetProblem));
+      else replace(saved, h("span", { class: "quiet" }, "The rows can be saved when all episodes are read."));
       const narrowed = state.filter || state.search;
       note.textContent = `${whole(answer.total)} episodes${narrowed ? ` of ${whole(answer.index.episodes)}` : ""}.${filled(answer.index)}`;
       replace(wrong, answer.index.problems.map(problem));
@@ -149,7 +150,8 @@ export function episodes(content, { run }, query) {
       if (mine === turn) replace(wrong, problem(error.message));
     }
   }
-  const close = follow(run, settled(700, load), { episodes: true });
+  const reload = settled(700, load);
+  const close = follow(run, reload, { episodes: true });
   load();
-  return { close };
+  return { close: () => (close(), changed.cancel(), reload.cancel(), (turn += 1)) };
 }

@@ -85,7 +85,9 @@ export function factors(content, { run }, query) {
   }
 
   function changed() {
+    const before = JSON.stringify(params(CHOICE));
     for (const [name, input] of Object.entries(inputs)) state[name] = input.value.trim();
+    if (JSON.stringify(params(CHOICE)) !== before) alternative.outdate();
     keep();
     load();
   }

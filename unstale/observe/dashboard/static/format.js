@@ -4,12 +4,21 @@ export const NONE = "—";
 
 const isNumber = (value) => typeof value === "number" && Number.isFinite(value);
 
-export function amount(value) {
+export function amount(value, digits = 3) {
   if (!isNumber(value)) return NONE;
   const size = Math.abs(value);
-  if (size >= 1000) return Math.round(value).toLocaleString("en-US");
-  if (size && size < 1e-4) return value.toExponential(1);
-  return String(Number(value.toPrecision(3)));
+  if (size >= 1000) return value.toLocaleString("en-US", { maximumFractionDigits: digits - 3 });
+  if (size && size < 1e-4) return value.toExponential(digits - 2);
+  return String(Number(value.toPrecision(digits)));
+}
+
+// The texts of rising numbers, rounded by at most a tenth of the smallest distance between two.
+export function amounts(values) {
+  const allowed = 0.1 * Math.min(...values.slice(1).map((value, index) => value - values[index]));
+  const rounded = (value, digits) => Number(amount(value, digits).replaceAll(",", ""));
+  let digits = 3;
+  while (digits < 15 && values.some((value) => Math.abs(value - rounded(value, digits)) > allowed)) digits += 1;
+  return values.map((value) => amount(value, digits));
 }
 
 export const whole = (value) => (isNumber(value) ? Math.round(value).toLocaleString("en-US") : NONE);

@@ -11,6 +11,8 @@ import { whileInView } from "./view.js";
 
 const POINTS = 500;
 const HELD_OUT = 500;
+// Lags with a bar of their own. One more bar has the larger ones.
+const LAG_BARS = 12;
 const DETAILS_MS = 5000;
 const DETAILS_REST = 30;
 
@@ -143,9 +145,12 @@ function factors(run) {
 function lagBars(answer, bound) {
   const total = answer.total.reduce((sum, [, tokens]) => sum + tokens, 0);
   if (!total) return h("p", { class: "gap" }, "No staleness was recorded yet.");
-  const rows = answer.total.slice(0, 12).map(([lag, tokens]) => {
-    const bar = h("meter", { min: "0", max: "1", value: String(tokens / total), class: `lag-${Math.min(lag, 5)}`, "aria-label": `lag ${lag}` });
-    return h("tr", {}, h("th", { scope: "row" }, `lag ${lag}`), h("td", { class: "wide-cell" }, bar), h("td", {}, percent(tokens / total, 1)), h("td", {}, whole(tokens)));
+  const later = answer.total.slice(LAG_BARS);
+  const rest = later.length ? [[later[0][0], later.reduce((sum, [, tokens]) => sum + tokens, 0)]] : [];
+  const rows = [...answer.total.slice(0, LAG_BARS), ...rest].map(([lag, tokens], index) => {
+    const name = index < LAG_BARS ? `lag ${lag}` : `lag ${lag} or more`;
+    const bar = h("meter", { min: "0", max: "1", value: String(tokens / total), class: `lag-${Math.min(lag, 5)}`, "aria-label": name });
+    return h("tr", {}, h("th", { scope: "row" }, name), h("td", { class: "wide-cell" }, bar), h("td", {}, percent(tokens / total, 1)), h("td", {}, whole(tokens)));
   });
   const over = bound !== null && answer.total.some(([lag]) => lag > bound) ? problem(`Tokens beyond the bound of ${bound} were trained on.`) : null;
   return h("div", {}, over, h("table", { class: "lags" }, h("thead", {}, h("tr", {}, ["staleness", "", "share", "tokens"].map((name) => h("th", { scope: "col" }, name)))), h("tbody", {}, rows)));
@@ -154,9 +159,9 @@ function lagBars(answer, bound) {
 function again(run, log) {
   const options = Object.entries(run.options);
   return h("section", { id: "again" }, h("h2", {}, "Events and options"),
-    h("details", { open: true }, h("summary", {}, `${log.length} newest events`), scrolling("Events", h("table", {}, h("tbody", {}, log.slice(0, 60).map((event) =>
+    h("details", { open: true }, h("summary", {}, `${log.length} newest events`), scrolling("Events", h("table", {}, h("tbody", {}, log.map((event) =>
       h("tr", {}, h("td", {}, duration(event.time)), h("td", {}, event.kind), h("td", {}, event.text))))))),
-    run.failures.count ? h("details", {}, h("summary", {}, `${run.failures.count} failed episodes`), scrolling("Failed episodes", h("table", {}, h("tbody", {}, run.failures.rows.map((row) =>
+    run.failures.count ? h("details", {}, h("summary", {}, run.failures.count > run.failures.rows.length ? `${whole(run.failures.count)} failed episodes, the newest ${run.failures.rows.length} listed` : `${whole(run.failures.count)} failed episodes`), scrolling("Failed episodes", h("table", {}, h("tbody", {}, run.failures.rows.map((row) =>
       h("tr", {}, h("td", {}, row.episode ? h("a", { href: `${toRun(run.name)}/episode/${row.episode}` }, row.episode) : ""), h("td", {}, row.task), h("td", {}, row.stage), h("td", {}, row.error))))))) : null,
     run.command ? h("pre", { class: "command" }, run.command) : null,
     h("details", {}, h("summary", {}, `${options.length} options`), h("ul", { class: "knobs" }, options.map(([name, value]) => h("li", { class: run.changed.includes(name) ? "changed" : undefined }, name, h("code", {}, value)))), h("p", { class: "quiet" }, "Marked options differ from their defaults.")));
@@ -219,10 +224,10 @@ export function run(content, { run: name }) {
       const now = JSON.stringify([events, latest.failures, latest.options]);
       if (closed || now === below) return;
       below = now;
-      const open = [...bottom.querySelectorAll("details")].map((each) => [each.querySelector("summary").textContent.replace(/^\d+ /, ""), each.open]);
+      const open = [...bottom.querySelectorAll("details")].map((each) => [each.querySelector("summary").textContent.replace(/[\d,]+/g, ""), each.open]);
       replace(bottom, again(latest, events));
       for (const each of bottom.querySelectorAll("details")) {
-        const before = open.find(([title]) => title === each.querySelector("summary").textContent.replace(/^\d+ /, ""));
+        const before = open.find(([title]) => title === each.querySelector("summary").textContent.replace(/[\d,]+/g, ""));
         if (before) each.open = before[1];
       }
     } catch (error) {
@@ -277,7 +282,8 @@ export function run(content, { run: name }) {
     times.load();
     for (const each of viewed) each.refresh();
   }
-  const close = follow(name, settled(400, (progress) => load(progress)));
+  const reload = settled(400, load);
+  const close = follow(name, reload);
   load();
-  return { close: () => { closed = true; close(); made?.close(); for (const each of [curve, times, ages, lagged, attempts, ...viewed]) each.close(); } };
+  return { close: () => { closed = true; close(); reload.cancel(); made?.close(); for (const each of [curve, times, ages, lagged, attempts, ...viewed]) each.close(); } };
 }

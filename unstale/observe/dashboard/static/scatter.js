@@ -210,10 +210,10 @@ export class Scatter {
     const pen = this.pen;
     const { left, right, top, bottom } = this.box;
     const write = (text, x, y, ink, align) => {
+      const wide = pen.measureText(text).width;
       pen.textAlign = align;
-      pen.lineWidth = 3;
-      pen.strokeStyle = colour("card");
-      pen.strokeText(text, x, y);
+      pen.fillStyle = colour("card");
+      pen.fillRect(align === "left" ? x - 2 : x - wide - 2, y - 11, wide + 4, 14);
       pen.fillStyle = colour(ink);
       pen.fillText(text, x, y);
     };
@@ -225,7 +225,7 @@ export class Scatter {
         write(line.label, space ? x + 4 : x - 4, bottom - 6 - 14 * (crowded++ % 2), "d", space ? "left" : "right");
       }
       if (line.on === "s" && this.within(line.at, "log_s")) write(line.label, left + 5, this.y(line.at) - 4, "s", "left");
-      if (line.on === "ds") write(line.label, right - 5, Math.min(bottom - 6, Math.max(top + 14, this.y(line.at) - 4)), "bad", "right");
+      if (line.on === "ds") this.writeDiagonal(line, write, "bad");
     }
     for (const line of this.other) {
       if (line.on === "d" && this.within(line.at, "log_d")) {
@@ -235,10 +235,16 @@ export class Scatter {
       }
       if (line.on === "s" && this.within(line.at, "log_s")) write(line.label, right - 5, this.y(line.at) - 4, "trainer", "right");
     }
-    this.other.filter((line) => line.on === "ds").forEach((line) => {
-      const y = this.y(line.at - this.value(this.found.axes.log_d[0]));
-      if (y > top + 12 && y < bottom) write(line.label, left + 5, y - 4, "trainer", "left");
-    });
+    this.other.filter((line) => line.on === "ds").forEach((line) => this.writeDiagonal(line, write, "trainer"));
+  }
+
+  // Write the name of a diagonal where it leaves the plot: at the right side, or else at the bottom.
+  writeDiagonal(line, write, ink) {
+    const { left, right, top, bottom } = this.box;
+    const y = this.y(line.at - this.value(this.found.axes.log_d[1]));
+    if (y >= top + 14 && y <= bottom) return write(line.label, right - 5, y - 6, ink, "right");
+    const x = this.x(line.at - this.value(this.found.axes.log_s[0]));
+    if (x >= left && x <= right - 40) write(line.label, x + 6, bottom - 34, ink, "left");
   }
 
   rectangle() {

@@ -26,6 +26,8 @@ const ENTROPIES = [0.05, 0.2, 0.5, 1, 2];
 const ADVANTAGES = [1e-9, 0.5, 1, 1.5, 2];
 const isNumber = (value) => typeof value === "number";
 const fixed = (keys) => () => keys;
+// Six colours, each with four kinds of underline.
+const versionKind = (index) => `version-${index % 6} t-round-${Math.floor(index / 6) % 4}`;
 const RATIO_KEYS = [...[...RATIOS].reverse().map((limit, index) => [`low-${RATIOS.length - index}`, `≤ −${limit}`]), ["none", `within ±${RATIOS[0]}`], ...RATIOS.map((limit, index) => [`high-${index + 1}`, `≥ ${limit}`])];
 const ratios = (read) => ({
   trained: true, keys: fixed(RATIO_KEYS),
@@ -40,8 +42,8 @@ const ratios = (read) => ({
 export const MODES = {
   version: {
     name: "version", about: "the version of the policy that sampled the token",
-    kind: (token, { versions }) => (token.sampled ? `version-${versions.indexOf(token.version) % 6}` : undefined),
-    keys: (tokens, { versions }) => versions.map((version, index) => [`version-${index % 6}`, `version ${version}`]),
+    kind: (token, { versions }) => (token.sampled ? versionKind(versions.indexOf(token.version)) : undefined),
+    keys: (tokens, { versions }) => versions.map((version, index) => [versionKind(index), `version ${version}`]),
   },
   lag: {
     name: "lag", about: "versions published between sampling and training",
@@ -70,12 +72,12 @@ export const MODES = {
   weight: {
     name: "weight of the correction", about: "factor of the loss by the correction", trained: true,
     kind: (token) => (isNumber(token.trained?.weight) ? (token.trained.weight === 0 ? "low-5" : token.trained.weight === 1 ? "none" : signed(RATIOS)(Math.log(token.trained.weight))) : undefined),
-    keys: fixed([["low-5", "0, or below 0.5"], ["low-3", "0.74 to 0.9"], ["none", "1"], ["high-3", "1.1 to 1.35"], ["high-5", "above 2"]]),
+    keys: fixed([["low-5", "0 to 0.5"], ["low-4", "0.5 to 0.74"], ["low-3", "0.74 to 0.9"], ["low-2", "0.9 to 0.98"], ["low-1", "0.98 to 0.995"], ["none", "1, within 0.5%"], ["high-1", "1.005 to 1.02"], ["high-2", "1.02 to 1.11"], ["high-3", "1.11 to 1.35"], ["high-4", "1.35 to 2"], ["high-5", "above 2"]]),
   },
   advantage: {
     name: "advantage", about: "tokens above 0 are made more probable, those below 0 less", trained: true,
     kind: (token) => (isNumber(token.trained?.advantage) ? signed(ADVANTAGES)(token.trained.advantage) : undefined),
-    keys: fixed([["low-5", "below −2"], ["low-3", "−1.5 to −1"], ["low-1", "−0.5 to 0"], ["none", "0"], ["high-1", "0 to 0.5"], ["high-3", "1 to 1.5"], ["high-5", "above 2"]]),
+    keys: fixed([["low-5", "below −2"], ["low-4", "−2 to −1.5"], ["low-3", "−1.5 to −1"], ["low-2", "−1 to −0.5"], ["low-1", "−0.5 to 0"], ["none", "0"], ["high-1", "0 to 0.5"], ["high-2", "0.5 to 1"], ["high-3", "1 to 1.5"], ["high-4", "1.5 to 2"], ["high-5", "above 2"]]),
   },
   entropy: {
     name: "entropy", about: "of the policy at the token, in nats; computed for some tokens", trained: true,
