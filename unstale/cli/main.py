@@ -59,12 +59,12 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     `values` has the options of the recipe by name, and `given` all words of the command line.
     Raises `ConfigError` for a word that the command does not accept.
     """
-    parser, verbs = make_parser()
     words = list(arguments)
+    if words and words[0] not in VERBS and not words[0].startswith("-"):
+        raise ConfigError(f"unknown command {words[0]!r}{nearest(words[0], sorted(VERBS))}")
+    parser, verbs = make_parser(words[0] if words and words[0] in VERBS else None)
     values: dict[str, Any] = {}
     verb = verbs.get(words[0]) if words else None
-    if verb is None and words and not words[0].startswith("-"):
-        raise ConfigError(f"unknown command {words[0]!r}{nearest(words[0], list(verbs))}")
     if verb is not None and verb.get_default("takes_options"):
         words, values = split_options(words)
         if "-h" in words or "--help" in words:
@@ -103,8 +103,11 @@ class _Parser(argparse.ArgumentParser):
         raise ConfigError(f"{message}; see {self.prog} --help")
 
 
-def make_parser() -> tuple[_Parser, dict[str, _Parser]]:
-    """Return the parser of the command line, and the parser of each command by name."""
+def make_parser(only: str | None = None) -> tuple[_Parser, dict[str, _Parser]]:
+    """Return the parser of the command line, and the parser of each command by name.
+
+    With `only` it has that command alone, and the modules of the others are not imported.
+    """
     parser = _Parser(
         prog="unstale",
         description="Asynchronous reinforcement learning for LLM agents.",
@@ -114,7 +117,7 @@ def make_parser() -> tuple[_Parser, dict[str, _Parser]]:
     verbs = parser.add_subparsers(
         dest="verb", required=True, parser_class=_Parser, metavar="COMMAND"
     )
-    for name in sorted(VERBS):
+    for name in sorted(VERBS) if only is None else [only]:
         VERBS[name](verbs)
     return parser, verbs.choices
 

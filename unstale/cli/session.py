@@ -50,7 +50,6 @@ from unstale.model.policy import Policy
 from unstale.observe import RunRecorder
 from unstale.observe.live import LiveDisplay
 from unstale.observe.recorder import Outputs
-from unstale.observe.report.page import write_report
 from unstale.observe.trackers import OutcomeKind, RunOutcome, TrackedRun, Trackers
 from unstale.planner.footprint import predict_footprint, require_disk_to_resume
 from unstale.rollout.timeouts import first_error
@@ -304,6 +303,8 @@ def _try(problem: str, action: Callable[[], None], console: Console) -> None:
 
 def _record_end(session: "RunSession", console: Console, reason: str, detail: str) -> None:
     """Send the outcome of a run to trackers and run folder, and write the report."""
+    from unstale.observe.report.page import write_report  # only needed at the end
+
     log = session.log
     with suppress(OSError, JournalError, ConfigError) if reason == "failed" else nullcontext():
         try:

@@ -5,7 +5,6 @@ from collections import Counter
 from typing import Any
 
 from rich.console import Console
-from rich.markdown import Markdown
 from rich.table import Table
 from rich.text import Text
 
@@ -67,6 +66,8 @@ def _explain(name: str, *, as_json: bool) -> int:
     if as_json:
         print_json({**words, "papers": papers})
         return 0
+    from rich.markdown import Markdown  # no other command needs its parser
+
     table = Table(show_header=False, box=None, padding=(0, 2, 1, 0))
     for title, text in words.items():
         table.add_row(Text(title, "bold"), Markdown(text or "nothing"))

@@ -12,20 +12,19 @@ import shlex
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
 
-from unstale.cli import advise, dashboard, techniques
-from unstale.cli.early import start_engines
+from unstale.cli.early import quick_imports, start_engines
 from unstale.cli.failures import exit_after
 from unstale.cli.recipe_options import configure, file_values, print_json
 from unstale.config import SHIPPED_POLICIES, ConfigError, install
 from unstale.config.checks import JsonObject, bounded
 from unstale.config.options import override
-from unstale.planner import plan_command, simulate_command
 from unstale.recipes import RECIPES
 
 if TYPE_CHECKING:  # these modules import torch
@@ -35,12 +34,18 @@ if TYPE_CHECKING:  # these modules import torch
 Argument = tuple[tuple[str, ...], dict[str, Any]]
 Act = Callable[[argparse.Namespace], int]
 
+
+def _add_from(module: str) -> Callable[[Any], None]:
+    """Return a function that imports a module and calls its `add`."""
+    return lambda verbs: import_module(module).add(verbs)
+
+
 VERBS: dict[str, Callable[[Any], None]] = {
-    "advise": advise.add,
-    "dashboard": dashboard.add,
-    "plan": plan_command.add,
-    "simulate": simulate_command.add,
-    "techniques": techniques.add,
+    "advise": _add_from("unstale.cli.advise"),
+    "dashboard": _add_from("unstale.cli.dashboard"),
+    "plan": _add_from("unstale.planner.plan_command"),
+    "simulate": _add_from("unstale.planner.simulate_command"),
+    "techniques": _add_from("unstale.cli.techniques"),
 }
 """Name of a command -> function that adds the command to argparse's subparsers."""
 
@@ -585,7 +590,8 @@ def _train(chosen: argparse.Namespace) -> int:
         )
     config = configure(chosen)
     start_engines(config)
-    from unstale.cli.session import train
+    with quick_imports():
+        from unstale.cli.session import train
 
     train(config, command=shlex.join(["unstale", *chosen.given]))
     return 0
@@ -604,7 +610,8 @@ def _resume(chosen: argparse.Namespace) -> int:
     values.pop("recipe", None)
     config = override(config, values)
     start_engines(config)
-    from unstale.cli.session import resume
+    with quick_imports():
+        from unstale.cli.session import resume
 
     resume(chosen.resume, config)
     return 0

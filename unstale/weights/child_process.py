@@ -40,7 +40,7 @@ caller may be the event loop, which waits meanwhile. A child normally ends in le
 """
 
 _PROGRAM = """
-import os, signal, sys
+import gc, os, signal, sys
 signal.signal(signal.SIGINT, signal.SIG_IGN)
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 signal.set_wakeup_fd(int(sys.argv[2]), warn_on_full_buffer=False)
@@ -48,14 +48,18 @@ parent = os.getppid()
 signal.signal(signal.SIGALRM, lambda *_: os.getppid() == parent or os._exit(1))
 signal.siginterrupt(signal.SIGALRM, False)
 signal.setitimer(signal.ITIMER_REAL, 0.001, {beat_s})
+gc.disable()
 from {module} import main
+gc.freeze()
+gc.enable()
 from unstale.weights.child_process import receive_options
 if options := receive_options(int(sys.argv[1])):
     main(int(sys.argv[1]), options)
 """
 """The program of the child process. A timer signal lets Python's C handler write the heartbeat,
 even while other code holds the GIL. Its handler in Python ends the process when the parent is gone,
-so that a process that still imports its module is not left behind.
+so that a process that still imports its module is not left behind. No garbage is collected during
+the imports, which create little.
 """
 
 Bytes = bytes | memoryview
