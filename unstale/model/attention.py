@@ -17,7 +17,9 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
+from unstale.model.kernels import fits
 from unstale.model.prefix_tree import PrefixTree, Segment
+from unstale.model.tree_attention import TreeAttention, tree_layout
 
 ATTENTION = "unstale_packed"
 """The name under which transformers knows this attention function."""
@@ -56,11 +58,14 @@ def packed_attention(
         )
     scale = options.get("scaling")
     window = options.get("sliding_window")
-    if window is not None and all(s.depth + s.end - s.start <= window for s in run.segments):
+    if sees_all(run, window):
         window = None
 
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        on_cpu = query.device.type == "cpu" and query.shape[-1] == value.shape[-1]
+        same_width = query.shape[-1] == value.shape[-1]
+        if window is None and same_width and fits(query, key, value):
+            return attend_by_tree(query, key, value, run, scale)
+        on_cpu = query.device.type == "cpu" and same_width
         if window is None and on_cpu and _flash():
             out = attend_by_block(query, key, value, run.segments, scale)
         else:
@@ -72,12 +77,27 @@ def packed_attention(
     return attend(query, key, value), None
 
 
+def sees_all(run: PrefixTree, window: int | None) -> bool:
+    """Return True if a sliding window does not limit attention in any sequence of the tree."""
+    return window is None or all(s.depth + s.end - s.start <= window for s in run.segments)
+
+
 def packed_mask(**options: Any) -> Tensor | None:
     return sdpa_mask(**options) if running.get() is None else None
 
 
 AttentionInterface.register(ATTENTION, packed_attention)
 AttentionMaskInterface.register(ATTENTION, packed_mask)
+
+
+def attend_by_tree(
+    query: Tensor, key: Tensor, value: Tensor, run: PrefixTree, scale: float | None
+) -> Tensor:
+    """Return attention `[1, N, heads, width]` by compiled kernels, which `fits` allows."""
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    inputs = (each[0].transpose(0, 1) for each in (query, key, value))
+    out: Tensor = TreeAttention.apply(*inputs, (tree_layout(run), scale))
+    return out[None]
 
 
 def attend_by_block(

@@ -21,7 +21,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from unstale.config import ConfigError
 from unstale.expert_routes import num_experts
-from unstale.model import expert_products, linear, sharding
+from unstale.model import expert_products, fused, linear, sharding
 from unstale.model import lora as adapters
 from unstale.model.attention import ATTENTION
 from unstale.model.context import check_heads
@@ -735,6 +735,7 @@ def _use_packing(model: PreTrainedModel) -> PreTrainedModel:
     """Prepare a model for packed forward passes. Return it in eval mode."""
     linear.use(model)
     expert_products.use(model)
+    fused.use(model)
     model.set_attn_implementation(ATTENTION)
     return model.eval()
 

@@ -8,6 +8,7 @@ attend to the segment in one call.
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -78,6 +79,8 @@ class PrefixTree:
     """`[N, layers, k]`: the experts that each token replays."""
     masks: dict[tuple[int, int, int | None], Tensor] = field(default_factory=dict, compare=False)
     """Attention masks that the layers share, by `(queries, depth, window)`."""
+    layouts: list[Any] = field(default_factory=list, compare=False)
+    """The tree as compiled kernels read it, once `tree_layout` has made it."""
     context: ContextGroup | None = None
     """The ranks that divide the tokens of the pass. None if this process runs all tokens."""
 

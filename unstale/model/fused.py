@@ -1,0 +1,323 @@
+"""Modules of transformers that run as few operations with a gradient of their own, on CPUs.
+
+In a packed pass in float32, the attention, the MLP and the norms of a decoder layer are one
+operation each. Between the matrix products they run compiled kernels. In all other passes they run
+the code of transformers, and `packing_check` compares the two when a model is loaded.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from unstale.model.attention import running, sees_all
+from unstale.model.kernels import fits, kernels, pieces
+from unstale.model.linear import Linear, outer, product
+from unstale.model.tree_attention import TreeLayout, attend, attend_backward, tree_layout
+
+ARCHITECTURES = ("Llama", "Mistral", "Qwen2", "Qwen3", "Qwen3Moe")
+"""Architectures of transformers whose attention, MLP and norms are the functions below."""
+
+
+def use(model: nn.Module) -> None:
+    """Make the known modules of a model run fused operations, in place."""
+    for module in model.modules():
+        for suffix, forward in _FORWARDS.items():
+            if _is_known(type(module), suffix):
+                module.__class__ = _fused_class(type(module), forward)  # type: ignore[arg-type]
+
+
+def _is_known(kind: type[nn.Module], suffix: str) -> bool:
+    """Return True for a class of `ARCHITECTURES` with this suffix, also after FSDP2 divided it.
+
+    FSDP2 replaces the class of a module that is a group of parameters by a subclass.
+    """
+    names = {f"{name}{suffix}" for name in ARCHITECTURES}
+    if issubclass(kind, FSDPModule):
+        kind = kind.__mro__[2]
+    return kind.__module__.startswith("transformers.models.") and kind.__name__ in names
+
+
+@cache
+def _fused_class(base: type[nn.Module], forward: Callable[..., Any]) -> type[nn.Module]:
+    """Return a subclass whose `forward` is called with the forward function of `base`."""
+
+    def run(self: Any, *args: Any, **options: Any) -> Any:
+        if torch.compiler.is_compiling() or running.get() is None:
+            return base.forward(self, *args, **options)
+        return forward(self, base.forward, *args, **options)
+
+    return type(base.__name__, (base,), {"forward": run})
+
+
+def _norm(self: Any, plain: Callable[..., Tensor], hidden: Tensor) -> Tensor:
+    if not fits(hidden, self.weight):
+        return plain(self, hidden)
+    normed: Tensor = _Norm.apply(hidden, self.weight, self.variance_epsilon)
+    return normed
+
+
+class _Norm(torch.autograd.Function):
+    """Root-mean-square normalization (arXiv 1910.07467)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        found = kernels()
+        assert found
+        x = x.contiguous()
+        out = torch.empty_like(x)
+        width = x.shape[-1]
+        rows = x.numel() // width
+        roots = x.new_empty(rows)
+        found.norm(x, weight, eps, out, roots, rows, width)
+        ctx.save_for_backward(x, weight, roots)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, roots = ctx.saved_tensors
+        found = kernels()
+        assert found
+        out = torch.empty_like(x)
+        rows, width = len(roots), x.shape[-1]
+        sums = x.new_empty(pieces(rows), width)
+        found.norm_backward(x, weight, roots, grad.contiguous(), out, sums, rows, width)
+        return out, sums.sum(0), None
+
+
+def _attention(  # noqa: PLR0913 - the arguments of transformers
+    self: Any,
+    plain: Callable[..., tuple[Tensor, Tensor | None]],
+    hidden_states: Tensor,
+    position_embeddings: tuple[Tensor, Tensor],
+    attention_mask: Tensor | None = None,
+    past_key_values: Any = None,
+    **options: Any,
+) -> tuple[Tensor, Tensor | None]:
+    run = running.get()
+    assert run
+    cosine, sine = position_embeddings
+    projections = (self.q_proj, self.k_proj, self.v_proj, self.o_proj)
+    norms = [getattr(self, name, None) for name in ("q_norm", "k_norm")]
+    width = self.head_dim
+    window = getattr(self, "sliding_window", getattr(self.config, "sliding_window", None))
+    if not (
+        fits(hidden_states, cosine)
+        and cosine.shape[-1] == width
+        and past_key_values is None
+        and run.context is None
+        and sees_all(run, window)
+        and all(map(_is_plain, projections))
+        and len({each.bias is None for each in projections[:3]}) == 1
+        and all(each is None or _is_unchanged(each) for each in norms)
+    ):
+        return plain(
+            self, hidden_states, position_embeddings, attention_mask, past_key_values, **options
+        )
+    heads, key_heads = (each.out_features // width for each in projections[:2])
+    shape = _Heads(
+        tree_layout(run),
+        heads,
+        key_heads,
+        width,
+        self.scaling,
+        norms[0].variance_epsilon if norms[0] is not None else 0.0,
+    )
+    out: Tensor = _Attention.apply(
+        hidden_states.reshape(-1, hidden_states.shape[-1]),
+        (cosine.reshape(-1, width).contiguous(), sine.reshape(-1, width).contiguous(), shape),
+        *(each.weight for each in projections),
+        *(each.bias for each in projections),
+        *(None if each is None else each.weight for each in norms),
+    )
+    return out.view(hidden_states.shape), None
+
+
+class _Heads(NamedTuple):
+    """The constants of one pass through an attention layer."""
+
+    layout: TreeLayout
+    heads: int
+    key_heads: int
+    width: int
+    scale: float
+    eps: float
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """The columns of query, key and value in the product with their joined weights."""
+        return self.heads * self.width, self.key_heads * self.width, self.key_heads * self.width
+
+
+class _Attention(torch.autograd.Function):
+    """Projections, normalization of heads, rotary positions, attention and output projection."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: Tensor, given: tuple[Tensor, Tensor, _Heads], *weights: Any
+    ) -> Tensor:
+        cosine, sine, shape = given
+        found = kernels()
+        assert found
+        to_query, to_key, to_value, to_out, *biases, query_norm, key_norm = weights
+        joined = torch.cat([to_query, to_key, to_value])
+        bias = None if biases[0] is None else torch.cat(biases[:3])
+        projected = product(rows, joined, bias)
+        query, key, value = projected.split(shape.sizes, 1)
+        turned = []
+        roots = []
+        for part, norm in ((query, query_norm), (key, key_norm)):
+            num = part.shape[1] // shape.width
+            out = rows.new_empty(len(rows), num, shape.width)
+            inverse = rows.new_empty(len(rows), num) if norm is not None else None
+            found.heads(
+                part,
+                part.stride(0),
+                norm,
+                shape.eps,
+                cosine,
+                sine,
+                out,
+                inverse,
+                len(rows),
+                num,
+                shape.width,
+            )
+            turned.append(out)
+            roots.append(inverse)
+        values = value.unflatten(1, (-1, shape.width))
+        out, lse = attend(turned[0], turned[1], values, shape.layout, shape.scale)
+        ctx.save_for_backward(rows, projected, *turned, *roots, out, lse, *weights)
+        ctx.given = given
+        return product(out.flatten(1), to_out, biases[3])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        rows, projected, query, key, *roots, out, lse = ctx.saved_tensors[:8]
+        weights = ctx.saved_tensors[8:]
+        to_query, to_key, to_value, to_out, *biases, query_norm, key_norm = weights
+        cosine, sine, shape = ctx.given
+        needs = ctx.needs_input_grad[2:]
+        found = kernels()
+        assert found
+        grad = grad.contiguous()
+        results: list[Any] = [None] * len(weights)
+        if needs[3]:
+            results[3] = outer(grad, out.flatten(1))
+        if needs[7]:
+            results[7] = grad.sum(0)
+        slopes = torch.empty_like(projected)
+        parts = projected.split(shape.sizes, 1)
+        targets = slopes.split(shape.sizes, 1)
+        value, to_values = (each[2].unflatten(1, (-1, shape.width)) for each in (parts, targets))
+        back = product(grad, to_out.t()).view_as(out)
+        turned = attend_backward(
+            query, key, value, out, lse, back, shape.layout, shape.scale, to_values
+        )
+        for i, norm in enumerate((query_norm, key_norm)):
+            num = turned[i].shape[1]
+            sums = rows.new_empty(pieces(len(rows)), shape.width)
+            found.heads_backward(
+                parts[i],
+                parts[i].stride(0),
+                norm,
+                cosine,
+                sine,
+                roots[i],
+                turned[i],
+                targets[i],
+                sums,
+                len(rows),
+                num,
+                shape.width,
+            )
+            if needs[8 + i]:
+                results[8 + i] = sums.sum(0)
+        _split_gradients(slopes, rows, shape.sizes, needs[:3], results)
+        for i, bias in enumerate(biases[:3]):
+            if bias is not None and needs[4 + i]:
+                results[4 + i] = targets[i].sum(0)
+        for_rows = None
+        if ctx.needs_input_grad[0]:
+            for_rows = product(slopes, torch.cat([to_query, to_key, to_value]).t())
+        return for_rows, None, *results
+
+
+def _mlp(self: Any, plain: Callable[..., Tensor], hidden: Tensor) -> Tensor:
+    layers = (self.gate_proj, self.up_proj, self.down_proj)
+    if not (
+        fits(hidden, self.down_proj.weight)
+        and type(self.act_fn).__name__ in ("SiLU", "SiLUActivation")
+        and all(_is_plain(each) and each.bias is None for each in layers)
+    ):
+        return plain(self, hidden)
+    out: Tensor = _GatedMLP.apply(
+        hidden.reshape(-1, hidden.shape[-1]), *(each.weight for each in layers)
+    )
+    return out.view(hidden.shape)
+
+
+class _GatedMLP(torch.autograd.Function):
+    """`down(silu(gate(x)) * up(x))` (arXiv 2002.05202)."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+        found = kernels()
+        assert found
+        both = product(rows, torch.cat([gate, up]))
+        inner = rows.new_empty(len(rows), len(up))
+        found.swiglu(both, inner, len(rows), len(up))
+        ctx.save_for_backward(rows, both, gate, up, down)
+        return product(inner, down)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        rows, both, gate, up, down = ctx.saved_tensors
+        for_rows, *needs = ctx.needs_input_grad
+        found = kernels()
+        assert found
+        grad = grad.contiguous()
+        back = product(grad, down.t())
+        inner = torch.empty_like(back)
+        slopes = torch.empty_like(both)
+        found.swiglu_backward(both, back, inner, slopes, len(rows), len(up))
+        results: list[Any] = [None, None, outer(grad, inner) if needs[2] else None]
+        _split_gradients(slopes, rows, (len(gate), len(up)), needs[:2], results)
+        return product(slopes, torch.cat([gate, up]).t()) if for_rows else None, *results
+
+
+def _split_gradients(
+    slopes: Tensor,
+    rows: Tensor,
+    sizes: Sequence[int],
+    needs: Sequence[bool],
+    results: list[Any],
+) -> None:
+    """Write the gradients of joined weights into `results`, where they are needed."""
+    if any(needs):
+        found = outer(slopes, rows).split(list(sizes))
+        results[: len(sizes)] = [
+            each if needed else None for each, needed in zip(found, needs, strict=True)
+        ]
+
+
+def _is_plain(layer: nn.Module) -> bool:
+    """Return True if a layer multiplies by its weight and does nothing else."""
+    return type(layer) is Linear and _is_unchanged(layer)
+
+
+def _is_unchanged(layer: nn.Module) -> bool:
+    """Return True if nobody has replaced a module's forward function, or added hooks."""
+    hooks = layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks
+    return not hooks and "forward" not in vars(layer)
+
+
+_FORWARDS: dict[str, Callable[..., Any]] = {
+    "RMSNorm": _norm,
+    "Attention": _attention,
+    "MLP": _mlp,
+}
+"""The forward function of a module, by the end of its class's name."""
