@@ -1,6 +1,8 @@
 """Tests that a command starts the processes of the engines that it will use, and no others."""
 
 import asyncio
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -75,3 +77,30 @@ def test_no_process_is_started_for_engines_elsewhere(
     ):
         start_engines(replace(config, **{section: replace(getattr(config, section), **changes)}))
     assert started == []
+
+
+@pytest.mark.parametrize(
+    ("before", "during", "enabled", "frozen"),
+    [
+        ("", "import json", True, True),
+        ("", "import no_such_module", True, True),
+        ("gc.disable()", "import json", False, False),
+        ("sys.modules['torch'] = sys", "import json", True, False),
+    ],
+)
+def test_garbage_is_collected_after_the_imports_as_before(
+    before: str, during: str, enabled: bool, frozen: bool
+) -> None:
+    """A host program may have disabled it. One that has imported torch has nothing to save."""
+    program = f"""
+import contextlib, gc, sys
+from unstale.cli.early import quick_imports
+{before}
+with contextlib.suppress(ImportError), quick_imports():
+    print(gc.isenabled())
+    {during}
+print(gc.isenabled(), gc.get_freeze_count() > 0)
+"""
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == [str(not frozen and enabled), str(enabled), str(frozen)]

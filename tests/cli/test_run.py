@@ -11,6 +11,7 @@ import math
 import os
 import re
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -42,6 +43,7 @@ from unstale.config import (
 )
 from unstale.durability.journal import Journal, conversation, trained_episodes
 from unstale.durability.journal.conversations import load_decoder
+from unstale.durability.run_folder import read_jsonl
 from unstale.records import Failure, Task, Trajectory
 from unstale.rollout.episode import Rollout
 from unstale.trainer import threads as cpu_threads
@@ -259,6 +261,18 @@ def test_too_many_failures_end_the_run_with_the_reason(tmp_path: Path) -> None:
     ):
         session.train(config, console=quiet())
     assert "TooManyFailures" in (tmp_path / "run" / "error.txt").read_text()
+
+
+def test_the_end_of_a_failed_run_is_recorded_without_a_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that failed for lack of memory or open files may not be able to import modules."""
+    monkeypatch.setitem(sys.modules, "unstale.observe.report.page", None)
+    config = small(tmp_path, task=TaskConfig(env="tests.support.toy:BrokenTasks"), steps=200)
+    with pytest.raises(unstale.RunFailed, match="episodes of a batch failed"):
+        session.train(replace(config, eval=EvalConfig(tasks=0)), console=quiet())
+    events = read_jsonl(tmp_path / "run" / "events.jsonl")
+    assert [event["reason"] for event in events if event["kind"] == "stopped"] == ["failed"]
 
 
 def test_a_run_without_rewards_says_so(tmp_path: Path) -> None:

@@ -390,9 +390,22 @@ def test_new_values_leave_the_chosen_steps_and_the_cursor(
     assert page.run(f"{box}.getAttribute('aria-label')") == before
     page.press("End")
     page.wait(f"/, step 5:/.test({box}.getAttribute('aria-label'))")
+    at_step_5 = page.run(f"{box}.getAttribute('aria-label')")
     page.press("Escape")
+    page.run("new Promise((done) => setTimeout(done, 100))")
+    assert page.run(f"{box}.getAttribute('aria-label')") == at_step_5
+    with (root / "hostile" / METRICS).open("a") as file:
+        for step in (8, 9, 10):
+            file.write(json.dumps({"step": step, "rollout/success_rate": 0.5}) + "\n")
+    page.wait("document.querySelector('#content').innerText.includes('10 of')")
+    page.run("new Promise((done) => setTimeout(done, 500))")
+    assert page.run(f"{box}.getAttribute('aria-label')") == at_step_5, "without a zoom"
+    for _ in range(2):  # to the other theme, and back
+        page.run("document.getElementById('theme').click()")
+        page.run("new Promise((done) => setTimeout(done, 100))")
+        assert page.run(f"{box}.getAttribute('aria-label')") == at_step_5, "in another theme"
     page.press("End")
-    page.wait(f"/, step 7:/.test({box}.getAttribute('aria-label'))")
+    page.wait(f"/, step 10:/.test({box}.getAttribute('aria-label'))")
 
 
 def test_a_filter_that_waits_does_not_follow_to_another_page(page: Page, client: Client) -> None:

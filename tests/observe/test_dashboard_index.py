@@ -413,6 +413,14 @@ def test_small_parts_give_the_same_index(
     assert table_of(small) == table_of(filled) and small.is_complete
     saved = b"".join(export.parts(small, export.ExportRequest(content="table", format="jsonl")))
     assert len(saved.splitlines()) == small.num_episodes
+    parts = export.parts(small, export.ExportRequest(content="table", format="jsonl"))
+    small.num_restarts += 1
+    with pytest.raises(OSError, match="was replaced during the export"):
+        list(parts)
+    os.utime(run / JOURNAL)
+    small.look_again()
+    assert not small.is_complete, "the journal has changed"
+    fill(small)
     small.failure = "the index failed"
     with pytest.raises(OSError, match="the index failed"):
         export.parts(small, export.ExportRequest(content="table", format="jsonl"))

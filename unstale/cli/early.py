@@ -1,4 +1,4 @@
-"""What shortens the start of a run: engines start before this process imports torch."""
+"""Start the engines of a run early, and import modules quickly."""
 
 import gc
 import sys

@@ -45,7 +45,9 @@ def rare_garbage_collection() -> Iterator[None]:
         yield
     finally:
         gc.set_threshold(*thresholds)
-        if not was_frozen:  # objects that the host program has frozen stay frozen
+        # Objects that the host program, or `quick_imports`, has frozen stay frozen. Then those of
+        # the run do too, because Python has one set of frozen objects.
+        if not was_frozen:
             gc.unfreeze()
 
 

@@ -303,16 +303,17 @@ def _try(problem: str, action: Callable[[], None], console: Console) -> None:
 
 def _record_end(session: "RunSession", console: Console, reason: str, detail: str) -> None:
     """Send the outcome of a run to trackers and run folder, and write the report."""
-    from unstale.observe.report.page import write_report  # only needed at the end
-
     log = session.log
-    with suppress(OSError, JournalError, ConfigError) if reason == "failed" else nullcontext():
+    quiet = suppress(OSError, JournalError, ConfigError, ImportError, MemoryError)
+    with quiet if reason == "failed" else nullcontext():
         try:
             session.close_trackers(RunOutcome(OUTCOMES[reason], detail))
         finally:
             log.event("stopped", reason=reason, detail=detail)
             log.close()
         write_survivors(log.path)
+        from unstale.observe.report.page import write_report  # takes long: not at the start
+
         report = write_report(log.path)
         console.print(f"run folder {log.path}\nreport     {report}", highlight=False)
         if reason != "failed":  # the caller prints the error of a failed run at the very end

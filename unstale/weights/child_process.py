@@ -59,7 +59,7 @@ if options := receive_options(int(sys.argv[1])):
 """The program of the child process. A timer signal lets Python's C handler write the heartbeat,
 even while other code holds the GIL. Its handler in Python ends the process when the parent is gone,
 so that a process that still imports its module is not left behind. No garbage is collected during
-the imports, which create little.
+the imports, which create little garbage.
 """
 
 Bytes = bytes | memoryview

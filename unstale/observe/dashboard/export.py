@@ -289,12 +289,14 @@ def _pages(
         conditions.append(search)
     where = "".join(f" AND {condition.sql}" for condition in conditions)
     parameters = [value for condition in conditions for value in condition.parameters]
-    last = -1
+    last, begun = -1, index.num_restarts
     while True:
         rows = index.database.rows(
             f"SELECT {names} FROM episodes WHERE episode > ?{where} ORDER BY episode LIMIT {PAGE}",
             (last, *parameters),
         )
+        if index.num_restarts != begun:
+            raise OSError(f"the journal of {index.folder.name} was replaced during the export")
         if not rows:
             return
         yield rows

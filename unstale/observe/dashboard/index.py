@@ -85,6 +85,8 @@ class RunIndex:
         """Why the index is no longer updated, as a sentence."""
         self.search_problem = ""
         """Why texts cannot be searched, as a sentence."""
+        self.num_restarts = 0
+        """How often the table of episodes was emptied, to read a journal from its beginning."""
         self.changes = 0
         """A number that grows with every change of the index."""
         self._metrics = Tail(folder / METRICS)
@@ -138,6 +140,11 @@ class RunIndex:
     def is_idle(self) -> bool:
         """Return True if `update_journal` has nothing to do until the journal grows."""
         return self.is_complete and not self.lacks_words and not self.database.wants_index
+
+    def look_again(self) -> None:
+        """Note that the journal has changed, if it has, since it was last read."""
+        if _state(self.folder) != self._state:
+            self.is_complete = False
 
     def want_words(self) -> None:
         """Ask for the full-text index. `update_journal` fills it, from now on with each episode.
@@ -260,6 +267,7 @@ class RunIndex:
 
     def _restart(self, inode: int) -> None:
         self.database.clear_episodes()
+        self.num_restarts += 1
         self._without_words = array("q")
         self._inode, self._last_episode, self._last_consumed = inode, -1, _NOTHING
         self._has_backlog = False

@@ -96,6 +96,7 @@ class Indexer:
         now = self._clock()
         if journal:
             if now - self._asked.get(name, -WATCHED_S) >= WATCHED_S:
+                index.look_again()
                 self._read_at.pop(name, None)
                 self._wake.set()
             self._asked[name] = now

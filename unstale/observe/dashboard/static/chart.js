@@ -75,7 +75,9 @@ export class Plot {
       data,
       this.box,
     );
-    this.show(part, at);
+    // The scales are only set when a batch of changes ends.
+    this.plot.batch(() => part && this.plot.setScale("x", part));
+    this.point(at);
   }
 
   // Draw new values in place if there are the same lines as before. Return false if not.
@@ -84,8 +86,11 @@ export class Plot {
     if (!made || made.shape !== this.shape) return false;
     const [part, at] = [this.part(), this.stepAtCursor()];
     this.data = made.data;
-    this.plot.setData(this.data, !part);
-    this.show(part, at);
+    this.plot.batch(() => {
+      this.plot.setData(this.data, !part);
+      if (part) this.plot.setScale("x", part);
+    });
+    this.point(at);
     return true;
   }
 
@@ -101,15 +106,8 @@ export class Plot {
     return at === null ? null : this.data[0][at];
   }
 
-  // Show a part of the steps and the values at a step. Null stands for all steps, and for the last.
-  show(part, step) {
-    if (part) this.plot.setScale("x", part);
-    const at = step === null ? -1 : this.data[0].indexOf(step);
-    if (at >= 0) this.point(at);
-    else this.name(null);
-  }
-
-  // The values and the look of the lines, with `shape` as a text of the looks. Null without values.
+  // Return data, options of the lines and bands, or null without values. `shape` is a text that two
+  // plots share if their lines look the same.
   columns() {
     const series = this.series.filter((each) => each.x.length);
     if (!series.length) return null;
@@ -194,19 +192,25 @@ export class Plot {
     const steps = { ArrowLeft: -1, ArrowRight: 1, PageUp: -20, PageDown: 20, Home: -Infinity, End: Infinity };
     if (!this.plot) return;
     const places = this.data[0];
-    if (event.key === "Escape") return this.plot.setScale("x", { min: places[0], max: places.at(-1) });
+    if (event.key === "Escape") {
+      const at = this.stepAtCursor();
+      this.plot.batch(() => this.plot.setScale("x", { min: places[0], max: places.at(-1) }));
+      return this.point(at);
+    }
     if (!(event.key in steps)) return;
     event.preventDefault();
     const { min, max } = this.plot.scales.x;
     const shown = places.map((_, at) => at).filter((at) => places[at] >= min && places[at] <= max);
     if (!shown.length) return;
     const now = this.plot.cursor.idx ?? shown.at(-1);
-    this.point(Math.min(shown.at(-1), Math.max(shown[0], now + steps[event.key])));
+    this.point(places[Math.min(shown.at(-1), Math.max(shown[0], now + steps[event.key]))]);
   }
 
-  // Move the cursor to one of the steps, by its place among them.
-  point(at) {
-    this.plot.setCursor({ left: this.plot.valToPos(this.data[0][at], "x"), top: this.plot.over.clientHeight / 2 });
+  // Move the cursor to a step, or to the nearest one with values. Null stands for no cursor.
+  point(step) {
+    if (step === null) return this.name(null);
+    const nearest = this.data[0][this.plot.valToIdx(step)];
+    this.plot.setCursor({ left: this.plot.valToPos(nearest, "x"), top: this.plot.over.clientHeight / 2 });
   }
 }
 

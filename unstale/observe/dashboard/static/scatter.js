@@ -242,9 +242,11 @@ export class Scatter {
   writeDiagonal(line, write, ink) {
     const { left, right, top, bottom } = this.box;
     const y = this.y(line.at - this.value(this.found.axes.log_d[1]));
-    if (y >= top + 14 && y <= bottom) return write(line.label, right - 5, y - 6, ink, "right");
+    if (y >= top && y <= bottom) return write(line.label, right - 5, Math.max(top + 12, y - 6), ink, "right");
     const x = this.x(line.at - this.value(this.found.axes.log_s[0]));
-    if (x >= left && x <= right - 40) write(line.label, x + 6, bottom - 34, ink, "left");
+    if (x < left || x > right) return;
+    const fits = x + 6 + this.pen.measureText(line.label).width < right;
+    write(line.label, fits ? x + 6 : x - 6, bottom - 34, ink, fits ? "left" : "right");
   }
 
   rectangle() {
