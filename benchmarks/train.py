@@ -70,6 +70,13 @@ from unstale.trainer.local import LocalTrainer
 
 ROOT = Path(__file__).parent.parent
 SIBLINGS = 8
+GOALS = {
+    "ours, `rollout`": 6.0,
+    "ours, `snapshot_old`": 5.0,
+    "ours, synchronous": 2.0,
+    "ours, one version behind, exact": 1.6,
+}
+"""The wanted ratio to TRL, in float32, of trained tokens and of whole steps per second."""
 WARM = 3
 """Steps of a whole run that are not measured, at least 1."""
 
@@ -453,9 +460,8 @@ class Bench:
         for contestant, seconds in took.items():
             speed = [actions / one for one in seconds]
             over = ratios(took, "TRL", over=contestant)
-            goal = (
-                verdict(over, 3) if contestant == "ours, `rollout`" and dtype == "float32" else ""
-            )
+            wanted = GOALS.get(contestant) if dtype == "float32" else None
+            goal = verdict(over, wanted) if wanted else ""
             label = f"{contestant}, micro-batches of {micro}" if contestant == "TRL" else contestant
             lines.append(
                 row(
@@ -511,7 +517,7 @@ class Bench:
                     f"{1 / median(trains):.2f}",
                     f"{1 / median(speed) - median(waits) - median(trains):.2f}",
                 ]
-            goal = verdict(over, 2) if contestant == sync else ""
+            goal = verdict(over, GOALS[contestant]) if contestant in GOALS else ""
             label = f"{contestant}, micro-batches of {micro}" if contestant == "TRL" else contestant
             lines.append(row(name, label, spread(speed), spread(over), goal, *bounds))
             CONSOLE.print(lines[-1], markup=False)
@@ -583,7 +589,7 @@ def draw(bars: dict[str, dict[str, list[float]]], speeds: dict[str, list[float]]
             left.bar(at, values, width=0.18, label=name.replace("`", ""))
         left.set_xticks(range(len(bars)), list(bars))
         left.set_ylabel("trained tokens/s over TRL's")
-        left.axhline(3, color="grey", linestyle=":")
+        left.axhline(GOALS["ours, `rollout`"], color="grey", linestyle=":")
         left.set_ylim(top=1.35 * max(3.0, left.get_ylim()[1]))
         left.legend(frameon=False, fontsize=7, loc="upper left")
         right.bar(range(len(speeds)), [median(found) for found in speeds.values()], width=0.5)
