@@ -12,7 +12,6 @@ import shlex
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,17 +34,45 @@ Argument = tuple[tuple[str, ...], dict[str, Any]]
 Act = Callable[[argparse.Namespace], int]
 
 
-def _add_from(module: str) -> Callable[[Any], None]:
-    """Return a function that imports a module and calls its `add`."""
-    return lambda verbs: import_module(module).add(verbs)
+# A command that has a module of its own imports it here, so that the others start without it.
+
+
+def _add_advise(verbs: Any) -> None:
+    from unstale.cli import advise
+
+    advise.add(verbs)
+
+
+def _add_dashboard(verbs: Any) -> None:
+    from unstale.cli import dashboard
+
+    dashboard.add(verbs)
+
+
+def _add_plan(verbs: Any) -> None:
+    from unstale.planner import plan_command
+
+    plan_command.add(verbs)
+
+
+def _add_simulate(verbs: Any) -> None:
+    from unstale.planner import simulate_command
+
+    simulate_command.add(verbs)
+
+
+def _add_techniques(verbs: Any) -> None:
+    from unstale.cli import techniques
+
+    techniques.add(verbs)
 
 
 VERBS: dict[str, Callable[[Any], None]] = {
-    "advise": _add_from("unstale.cli.advise"),
-    "dashboard": _add_from("unstale.cli.dashboard"),
-    "plan": _add_from("unstale.planner.plan_command"),
-    "simulate": _add_from("unstale.planner.simulate_command"),
-    "techniques": _add_from("unstale.cli.techniques"),
+    "advise": _add_advise,
+    "dashboard": _add_dashboard,
+    "plan": _add_plan,
+    "simulate": _add_simulate,
+    "techniques": _add_techniques,
 }
 """Name of a command -> function that adds the command to argparse's subparsers."""
 
