@@ -19,18 +19,19 @@ DOCS = Path(__file__).parent.parent / "docs"
 MAX_BYTES = 60_000
 WIDTH = 1180
 RUN, OTHER = "recompute", "exact"
-EPISODE, TOKEN = 1329, 183
+EPISODE, TOKEN = 400, 194
 
 PICTURES = {
     "run": (f"run/{RUN}", ".uplot", 860),
     "timeline": (f"run/{OTHER}", ".lanes", 460),
     "episodes": (
-        f"run/{RUN}/episodes?filter=step%3D21&sort=-log_d_abs_max",
+        f"run/{RUN}/episodes?filter=step%3D7&sort=-log_d_abs_max",
         "tbody tr:first-child",
         560,
     ),
     "episode": (f"run/{RUN}/episode/{EPISODE}/token/{TOKEN}?colour=log_d", ".selected", 640),
     "factors": (f"run/{RUN}/factors", ".scatter[aria-label*=' tokens.']", 760),
+    "selected": (f"run/{RUN}/factors?step_max=7&d_max=-0.693147", "#selected tr", 520),
     "compare": (f"compare?a={RUN}&b={OTHER}", ".uplot", 640),
 }
 """Pictures by name: address, an element that exists when the page is complete, height."""

@@ -68,7 +68,7 @@ export function compare(content, _, query) {
 
   const NAMES = { success: "success", reward: "reward", sampled_tokens: "sampled tokens", turns: "turns" };
   function paired(found) {
-    const about = "Groups with the same number and the same task in both runs: mean of A, mean of B, and B - A with its 95% interval over groups. With equal groups per step they were also trained on in the same step. Tasks are held equal, the chance of sampling is not: `unstale compare` runs several seeds.";
+    const about = "Groups with the same number and the same task in both runs: mean of A, mean of B, and B - A with its 95% interval over groups. With equal groups per step they were also trained on in the same step. Tasks are held equal, the chance of sampling is not. The command \"unstale compare\" runs several seeds.";
     if (!found.groups) return h("p", { class: "gap" }, "No group has the same task in both runs, so they cannot be compared in pairs. Runs with the same seed and task options draw the same tasks.");
     const show = (name, value) => (name === "success" ? percent(value, 1) : amount(value));
     const rows = (figures, groups) => figures.map((each) => {
@@ -93,7 +93,7 @@ export function compare(content, _, query) {
       else {
         curve = learning(names, axis);
         made = cards(names, sections(found), axis);
-        replace(content, h("h1", {}, "Compare"), await choose(), tables, h("p", { class: "quiet" }, "A difference of two single runs is mostly chance: `unstale compare` runs several seeds."), curve.element,
+        replace(content, h("h1", {}, "Compare"), await choose(), tables, h("p", { class: "quiet" }, "A difference of two single runs is mostly chance. The command \"unstale compare\" runs several seeds."), curve.element,
           h("section", {}, h("h2", {}, "In pairs"), pairs), h("section", {}, h("h2", {}, "Options that differ"), differences(found)), made.elements);
       }
       curve.load(found).catch(() => {});
