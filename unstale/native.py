@@ -23,6 +23,8 @@ _FLAGS = (
     "-fno-trapping-math",
 )
 
+SHARED = Path(__file__).parent
+"""The folder of headers that several libraries include."""
 
 _SHORTAGES = {errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM}
 
@@ -58,8 +60,8 @@ def _compiled(source: Path, macros: tuple[str, ...]) -> ctypes.CDLL:
     if not compiler:
         raise FileNotFoundError("no C compiler: CC, cc, gcc or clang")
     cpu = _run_compiler([*compiler, *_FLAGS, "-dM", "-E", "-x", "c", os.devnull])
-    near = [path.read_text() for path in sorted(source.parent.glob("*.[ch]"))]
-    inputs = "\0".join([source.name, *near, cpu, *_FLAGS, *macros])
+    near = [*sorted(source.parent.glob("*.[ch]")), *sorted(SHARED.glob("*.h"))]
+    inputs = "\0".join([source.name, *(path.read_text() for path in near), cpu, *_FLAGS, *macros])
     name = f"{source.stem}-{hashlib.sha256(inputs.encode()).hexdigest()[:24]}.so"
     folder = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "unstale")
     with suppress(OSError):  # the file is missing or damaged
@@ -71,7 +73,8 @@ def _compiled(source: Path, macros: tuple[str, ...]) -> ctypes.CDLL:
         scratch = tempfile.TemporaryDirectory()
     with scratch as place:
         made = Path(place, name)
-        _run_compiler([*compiler, *_FLAGS, *macros, str(source), "-o", str(made), "-lm"])
+        arguments = [*macros, f"-I{SHARED}", str(source), "-o", str(made), "-lm"]
+        _run_compiler([*compiler, *_FLAGS, *arguments])
         library = ctypes.CDLL(str(made))
         if made.parent.parent == folder:
             # atomic, since several processes may compile it at the same time

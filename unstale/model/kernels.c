@@ -18,11 +18,8 @@
 #define ROWS 64 /* rows of one piece of work */
 #define BLOCK 64 /* queries, and keys, of one block of attention */
 #define GROUP 16 /* queries that are multiplied together */
-#define LEAST -1e30f
-#define inline_ static inline __attribute__((always_inline))
 
-typedef float floats __attribute__((vector_size(4 * LANES)));
-typedef int32_t ints __attribute__((vector_size(4 * LANES)));
+#include "floats.h"
 
 /* Threads: the caller's OpenMP library runs a function in all threads. */
 
@@ -66,8 +63,6 @@ inline_ int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 #define keep_in_register(vector)
 #endif
 
-inline_ floats all(float value) { return (floats){0} + value; }
-
 inline_ floats loaded(const float *at) {
     floats value;
     memcpy(&value, at, sizeof value);
@@ -76,10 +71,7 @@ inline_ floats loaded(const float *at) {
 
 inline_ void stored(float *at, floats value) { memcpy(at, &value, sizeof value); }
 
-inline_ floats larger(floats x, floats y) {
-    ints which = x > y;
-    return (floats)(((ints)x & which) | ((ints)y & ~which));
-}
+inline_ floats larger(floats x, floats y) { return either(x > y, x, y); }
 
 /* Exchange each lane with the one `distance` (a power of 2) away. */
 inline_ floats swapped(floats x, int distance) {
@@ -98,28 +90,12 @@ inline_ float highest(floats x) {
     return x[0];
 }
 
-/* e^x for x <= 0, to 2 units in the last place. 0 below -87, where float32 loses digits. NaN stays
-   NaN. */
-inline_ floats exponential(floats x) {
-    ints power = __builtin_convertvector(x * 1.44269504f - 0.5f, ints);
-    floats whole = __builtin_convertvector(power, floats);
-    floats remainder = (x - whole * 0.693359375f) - whole * -2.12194440e-4f;
-    floats sum = all(1.98756915e-4f);
-    sum = sum * remainder + 1.39819995e-3f;
-    sum = sum * remainder + 8.33345191e-3f;
-    sum = sum * remainder + 4.16657959e-2f;
-    sum = sum * remainder + 1.66666655e-1f;
-    sum = sum * remainder + 0.5f;
-    sum = sum * remainder * remainder + remainder + 1.0f;
-    return (floats)((ints)(sum * (floats)((power + 127) << 23)) & ~(x <= -87.0f));
-}
-
 /* 1 / (1 + e^-x) */
 inline_ floats sigmoid(floats x) {
     const ints negative = x < 0;
     const floats small = exponential((floats)((ints)x | INT32_MIN)); /* e^-|x| */
     const floats share = 1.0f / (1.0f + small);
-    return (floats)(((ints)(small * share) & negative) | ((ints)share & ~negative));
+    return either(negative, small * share, share);
 }
 
 /* Root-mean-square normalization. */
@@ -158,6 +134,19 @@ void norm(parallel_t parallel, int64_t num, const float *x, const float *weight,
     divide(&threads, (rows + ROWS - 1) / ROWS, norm_piece, &task);
 }
 
+/* Add the gradient of the weight to `sums`. Return the factor of x in that of x. `root` is the
+   inverse root of x, and `grad` the gradient of the result. */
+inline_ float norm_gradient(const float *x, const float *grad, const float *weight, float root,
+                            float *sums, int64_t width) {
+    floats along = all(0);
+    for (int64_t at = 0; at < width; at += LANES) {
+        const floats part = loaded(grad + at) * loaded(x + at);
+        along += part * loaded(weight + at);
+        stored(sums + at, loaded(sums + at) + part * root);
+    }
+    return total(along) * root * root * root / width;
+}
+
 static void norm_backward_piece(const void *task, int64_t piece) {
     const norm_t *t = task;
     const int64_t width = t->width, end = least((piece + 1) * ROWS, t->rows);
@@ -167,13 +156,7 @@ static void norm_backward_piece(const void *task, int64_t piece) {
         const float *x = t->x + row * width, *grad = t->grad + row * width;
         float *out = t->out + row * width;
         const float root = t->roots[row];
-        floats along = all(0);
-        for (int64_t at = 0; at < width; at += LANES) {
-            const floats part = loaded(grad + at) * loaded(x + at);
-            along += part * loaded(t->weight + at);
-            stored(sums + at, loaded(sums + at) + part * root);
-        }
-        const float back = total(along) * root * root * root / width;
+        const float back = norm_gradient(x, grad, t->weight, root, sums, width);
         for (int64_t at = 0; at < width; at += LANES)
             stored(out + at, loaded(grad + at) * loaded(t->weight + at) * root
                                  - loaded(x + at) * back);
@@ -254,13 +237,7 @@ static void heads_backward_piece(const void *task, int64_t piece) {
             }
             if (!t->weight) continue;
             const float root = t->roots[row * t->heads + head];
-            floats along = all(0);
-            for (int64_t at = 0; at < width; at += LANES) {
-                const floats part = loaded(y + at) * loaded(x + at);
-                along += part * loaded(t->weight + at);
-                stored(sums + at, loaded(sums + at) + part * root);
-            }
-            const float back = total(along) * root * root * root / width;
+            const float back = norm_gradient(x, y, t->weight, root, sums, width);
             for (int64_t d = 0; d < width; d++)
                 out[d] = y[d] * t->weight[d] * root - x[d] * back;
         }
