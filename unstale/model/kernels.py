@@ -5,6 +5,7 @@ and the threads of torch's OpenMP library.
 """
 
 import ctypes
+import os
 import warnings
 from collections.abc import Callable
 from functools import cache
@@ -65,15 +66,11 @@ def _openmp() -> int | None:
     folder = Path(torch.__file__).parent
     for path in [*folder.glob("lib/libgomp*"), *folder.parent.glob("torch.libs/libgomp*")]:
         try:
-            library = ctypes.CDLL(str(path), ctypes.DEFAULT_MODE | _NO_LOAD)
+            library = ctypes.CDLL(str(path), ctypes.DEFAULT_MODE | os.RTLD_NOLOAD)
         except OSError:
             continue
         return ctypes.cast(library.GOMP_parallel, ctypes.c_void_p).value
     return None
-
-
-_NO_LOAD = 4
-"""RTLD_NOLOAD of Linux: find a library that is loaded already."""
 
 
 @cache

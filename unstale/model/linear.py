@@ -18,7 +18,13 @@ It compiles code for each new shape, which takes milliseconds.
 """
 
 
-HAS_AVX512 = torch.backends.cpu.get_cpu_capability() == "AVX512"
+def _has_fast_mkl() -> bool:
+    """Return True on CPUs where MKL computes some products faster than oneDNN."""
+    return torch.backends.mkl.is_available() and torch.backends.cpu.get_cpu_capability() == "AVX2"
+
+
+HAS_FAST_MKL = _has_fast_mkl()
+"""The answer on this CPU, for code that torch.compile compiles."""
 
 
 def supported(dtype: torch.dtype) -> bool:
@@ -85,12 +91,7 @@ def prepared_product(rows: Tensor, prepared: Tensor, bias: Tensor | None = None)
 
 def _is_small(weight: Tensor) -> bool:
     """Return True if MKL multiplies faster by this weight. The answer depends on the CPU alone."""
-    return (
-        weight.dtype == torch.float32
-        and weight.numel() <= SMALL_WEIGHTS
-        and torch.backends.mkl.is_available()
-        and torch.backends.cpu.get_cpu_capability() == "AVX2"
-    )
+    return weight.dtype == torch.float32 and weight.numel() <= SMALL_WEIGHTS and _has_fast_mkl()
 
 
 @torch.library.custom_op("unstale::product", mutates_args=())
@@ -113,7 +114,7 @@ def outer(grad: Tensor, rows: Tensor) -> Tensor:
     oneDNN is fastest if the result has at least as many columns as rows, so the product may be
     transposed.
     """
-    if grad.device.type == "cpu" and not HAS_AVX512:
+    if grad.device.type == "cpu" and HAS_FAST_MKL:
         return grad.t() @ rows
     if grad.shape[1] <= rows.shape[1]:
         return product(grad.t(), rows.t())
