@@ -523,8 +523,9 @@ def _browser_table(shown: dict[str, list[Paused]]) -> list[str]:
     if not shown:
         return ["Chromium was not installed, so the pauses of the pages were not measured.", ""]
     return [
-        "Milliseconds of the page's thread in Chromium. A task is a pause: 0 stands for less than "
-        "50 ms. The processor time is that of all tasks of the interaction together.",
+        "Milliseconds in which the page in Chromium did not respond, by the longest pause of an "
+        "interaction. Pauses below 50 ms are not reported and count as 0. The processor time is "
+        "that of all tasks of the interaction together.",
         "",
         *columns("interaction", "longest task, median", "largest", "processor", "its largest"),
         *(

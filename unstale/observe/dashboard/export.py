@@ -308,8 +308,7 @@ def _require_complete(index: RunIndex) -> None:
     if problem := index.failure or index.problem:
         raise OSError(problem)
     if not index.is_complete:
-        count = f"{index.num_ended} of {index.num_started}"
-        raise NotYet(f"not all episodes are read yet: {count} are in the index")
+        raise NotYet(f"not all episodes are read yet: {index.coverage}")
 
 
 def _episodes(index: RunIndex, selection: ExportRequest, *, with_values: bool) -> Iterator[Row]:

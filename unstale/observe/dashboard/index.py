@@ -86,7 +86,7 @@ class RunIndex:
         self.search_problem = ""
         """Why texts cannot be searched, as a sentence."""
         self.num_restarts = 0
-        """How often the table of episodes was emptied, to read a journal from its beginning."""
+        """How many times the index of episodes was emptied, for a replaced or rewound journal."""
         self.changes = 0
         """A number that grows with every change of the index."""
         self._metrics = Tail(folder / METRICS)
@@ -125,6 +125,11 @@ class RunIndex:
     def names(self) -> list[str]:
         """Return the names of the metrics read so far."""
         return list(self._names)
+
+    @property
+    def coverage(self) -> str:
+        """Return how many of the episodes that have begun are in the index, as a clause."""
+        return f"{self.num_ended} of {self.num_started} episodes are in the index"
 
     @property
     def num_searchable(self) -> int:

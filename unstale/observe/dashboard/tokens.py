@@ -189,8 +189,7 @@ def _row(index: RunIndex, number: int) -> Row:
 def _missing(index: RunIndex, what: str) -> UnknownEpisode | NotYet:
     if index.is_complete:
         return UnknownEpisode(f"the run has no {what}")
-    count = f"{index.num_ended} of {index.num_started}"
-    return NotYet(f"{what} is not read yet: {count} episodes are in the index")
+    return NotYet(f"{what} is not read yet: {index.coverage}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -156,6 +156,9 @@ function lagBars(answer, bound) {
   return h("div", {}, over, h("table", { class: "lags" }, h("thead", {}, h("tr", {}, ["staleness", "", "share", "tokens"].map((name) => h("th", { scope: "col" }, name)))), h("tbody", {}, rows)));
 }
 
+// The summary of a part that can be opened, without its numbers, which change.
+const titleOf = (part) => part.querySelector("summary").textContent.replace(/[\d,]+/g, "");
+
 function again(run, log) {
   const options = Object.entries(run.options);
   return h("section", { id: "again" }, h("h2", {}, "Events and options"),
@@ -224,10 +227,10 @@ export function run(content, { run: name }) {
       const now = JSON.stringify([events, latest.failures, latest.options]);
       if (closed || now === below) return;
       below = now;
-      const open = [...bottom.querySelectorAll("details")].map((each) => [each.querySelector("summary").textContent.replace(/[\d,]+/g, ""), each.open]);
+      const open = [...bottom.querySelectorAll("details")].map((each) => [titleOf(each), each.open]);
       replace(bottom, again(latest, events));
       for (const each of bottom.querySelectorAll("details")) {
-        const before = open.find(([title]) => title === each.querySelector("summary").textContent.replace(/[\d,]+/g, ""));
+        const before = open.find(([title]) => title === titleOf(each));
         if (before) each.open = before[1];
       }
     } catch (error) {
