@@ -60,11 +60,12 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     Raises `ConfigError` for a word that the command does not accept.
     """
     words = list(arguments)
-    if words and words[0] not in VERBS and not words[0].startswith("-"):
-        raise ConfigError(f"unknown command {words[0]!r}{nearest(words[0], sorted(VERBS))}")
-    parser, verbs = make_parser(words[0] if words and words[0] in VERBS else None)
+    command = words[0] if words and not words[0].startswith("-") else None
+    if command is not None and command not in VERBS:
+        raise ConfigError(f"unknown command {command!r}{nearest(command, sorted(VERBS))}")
+    parser, verbs = make_parser(command)
     values: dict[str, Any] = {}
-    verb = verbs.get(words[0]) if words else None
+    verb = verbs[command] if command is not None else None
     if verb is not None and verb.get_default("takes_options"):
         words, values = split_options(words)
         if "-h" in words or "--help" in words:

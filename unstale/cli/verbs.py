@@ -34,7 +34,7 @@ Argument = tuple[tuple[str, ...], dict[str, Any]]
 Act = Callable[[argparse.Namespace], int]
 
 
-# A command that has a module of its own imports it here, so that the others start without it.
+# These commands have modules of their own. Only the command that was called imports its module.
 
 
 def _add_advise(verbs: Any) -> None:
