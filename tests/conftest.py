@@ -11,8 +11,12 @@ os.environ.setdefault("UNSTALE_ALLOW_WEAK_SANDBOX", "1")  # machines of tests ma
 os.environ.update(OMP_WAIT_POLICY="PASSIVE", OMP_NUM_THREADS="1")  # before torch loads
 
 import pytest
+import torch
 from hypothesis import settings
 from jaxtyping import install_import_hook
+
+if not torch.cuda.is_available():  # before anything imports Triton
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 install_import_hook(
     [

@@ -32,7 +32,7 @@ from unstale.model import attention, fused, kernels
 from unstale.model.lora import Lora
 from unstale.model.policy import Policy
 from unstale.model.prefix_tree import PrefixTree, build_prefix_tree
-from unstale.model.tree_attention import TreeAttention, tree_layout
+from unstale.model.tree_attention import TreeAttention, layout_of
 from unstale.native import NotCompiled
 
 SHAPE: dict[str, Any] = {
@@ -153,7 +153,7 @@ def test_attention_has_the_gradient_of_plain_attention(heads: tuple[int, int]) -
         for number in (heads[0], heads[1], heads[1], heads[0])
     )
     own = [each.clone().requires_grad_() for each in (query, key, value)]
-    out = TreeAttention.apply(*own, (tree_layout(run), 0.2))
+    out = TreeAttention.apply(*own, (layout_of(run, torch.device("cpu")), 0.2))
     found = [out.detach(), *torch.autograd.grad(out, own, grad)]
     wide = [each.double().requires_grad_() for each in (query, key, value)]
     plain = F.scaled_dot_product_attention(
@@ -176,7 +176,7 @@ def test_attention_has_the_same_bits_whatever_it_is_packed_with() -> None:
     def attended(run: PrefixTree) -> Tensor:
         # Equal tokens at equal positions have equal inputs, as siblings have in a model.
         inputs = [each[run.positions, run.tokens] for each in of_token]
-        return TreeAttention.apply(*inputs, (tree_layout(run), 0.25))[run.place]
+        return TreeAttention.apply(*inputs, (layout_of(run, torch.device("cpu")), 0.25))[run.place]
 
     together = attended(shared)
     assert torch.equal(together, attended(apart))
@@ -194,7 +194,7 @@ def test_the_number_of_threads_does_not_change_a_bit(threads: Callable[[int], No
     results = []
     for number in (1, 2, 3):
         threads(number)
-        out = TreeAttention.apply(*inputs, (tree_layout(run), 0.25))
+        out = TreeAttention.apply(*inputs, (layout_of(run, torch.device("cpu")), 0.25))
         normed = fused._Norm.apply(hidden, weight, 1e-6)
         loss = out.square().sum() + normed.square().sum()
         results.append([out, normed, *torch.autograd.grad(loss, [*inputs, hidden, weight])])

@@ -19,7 +19,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from unstale.model.kernels import fits
 from unstale.model.prefix_tree import PrefixTree, Segment
-from unstale.model.tree_attention import TreeAttention, tree_layout
+from unstale.model.tree_attention import TreeAttention, can_attend, layout_of
 
 ATTENTION = "unstale_packed"
 """The name under which transformers knows this attention function."""
@@ -63,7 +63,8 @@ def packed_attention(
 
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         same_width = query.shape[-1] == value.shape[-1]
-        if window is None and same_width and fits(query, key, value):
+        can_run = same_width and fits(query, key, value) and can_attend(query, query.shape[-1])
+        if window is None and can_run:
             return attend_by_tree(query, key, value, run, scale)
         on_cpu = query.device.type == "cpu" and same_width
         if window is None and on_cpu and _flash():
@@ -93,10 +94,10 @@ AttentionMaskInterface.register(ATTENTION, packed_mask)
 def attend_by_tree(
     query: Tensor, key: Tensor, value: Tensor, run: PrefixTree, scale: float | None
 ) -> Tensor:
-    """Return attention `[1, N, heads, width]` by compiled kernels, which `fits` allows."""
+    """Return attention `[1, N, heads, width]` by kernels, which `can_attend` allows."""
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     inputs = (each[0].transpose(0, 1) for each in (query, key, value))
-    out: Tensor = TreeAttention.apply(*inputs, (tree_layout(run), scale))
+    out: Tensor = TreeAttention.apply(*inputs, (layout_of(run, query.device), scale))
     return out[None]
 
 

@@ -1,8 +1,9 @@
-"""Modules of transformers that run as few operations with a gradient of their own, on CPUs.
+"""Modules of transformers that run as few operations with a gradient of their own.
 
-In a packed pass in float32, the attention, the MLP and the norms of a decoder layer are one
-operation each. Between the matrix products they run compiled kernels. In all other passes they run
-the code of transformers, and `packing_check` compares the two when a model is loaded.
+In a packed pass, in float32 on CPUs and in any usual dtype on GPUs, the attention, the MLP and the
+norms of a decoder layer are one operation each. Between the matrix products they run compiled
+kernels. In all other passes they run the code of transformers, and `packing_check` compares the two
+when a model is loaded.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,9 +15,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from unstale.model.attention import running, sees_all
-from unstale.model.kernels import fits, kernels, pieces
+from unstale.model.kernels import fits, kernels_for
 from unstale.model.linear import Linear, outer, product
-from unstale.model.tree_attention import TreeLayout, attend, attend_backward, tree_layout
+from unstale.model.tree_attention import Layout, can_attend, layout_of
 
 ARCHITECTURES = ("Llama", "Mistral", "Qwen2", "Qwen3", "Qwen3Moe")
 """Architectures of transformers whose attention, MLP and norms are the functions below."""
@@ -65,13 +66,12 @@ class _Norm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        found = kernels()
-        assert found
+        found = kernels_for(x)
         x = x.contiguous()
         out = torch.empty_like(x)
         width = x.shape[-1]
         rows = x.numel() // width
-        roots = x.new_empty(rows)
+        roots = x.new_empty(rows, dtype=torch.float32)
         found.norm(x, weight, eps, out, roots, rows, width)
         ctx.save_for_backward(x, weight, roots)
         return out
@@ -79,13 +79,12 @@ class _Norm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, roots = ctx.saved_tensors
-        found = kernels()
-        assert found
+        found = kernels_for(x)
         out = torch.empty_like(x)
         rows, width = len(roots), x.shape[-1]
-        sums = x.new_empty(pieces(rows), width)
+        sums = x.new_empty(found.pieces(rows), width, dtype=torch.float32)
         found.norm_backward(x, weight, roots, grad.contiguous(), out, sums, rows, width)
-        return out, sums.sum(0), None
+        return out, sums.sum(0).to(weight.dtype), None
 
 
 def _attention(  # noqa: PLR0913 - the arguments of transformers
@@ -106,6 +105,7 @@ def _attention(  # noqa: PLR0913 - the arguments of transformers
     window = getattr(self, "sliding_window", getattr(self.config, "sliding_window", None))
     if not (
         fits(hidden_states, cosine)
+        and can_attend(hidden_states, width)
         and cosine.shape[-1] == width
         and past_key_values is None
         and run.context is None
@@ -119,7 +119,7 @@ def _attention(  # noqa: PLR0913 - the arguments of transformers
         )
     heads, key_heads = (each.out_features // width for each in projections[:2])
     shape = _Heads(
-        tree_layout(run),
+        layout_of(run, hidden_states.device),
         heads,
         key_heads,
         width,
@@ -139,7 +139,7 @@ def _attention(  # noqa: PLR0913 - the arguments of transformers
 class _Heads(NamedTuple):
     """The constants of one pass through an attention layer."""
 
-    layout: TreeLayout
+    layout: Layout
     heads: int
     key_heads: int
     width: int
@@ -160,8 +160,7 @@ class _Attention(torch.autograd.Function):
         ctx: Any, rows: Tensor, given: tuple[Tensor, Tensor, _Heads], *weights: Any
     ) -> Tensor:
         cosine, sine, shape = given
-        found = kernels()
-        assert found
+        found = kernels_for(rows)
         to_query, to_key, to_value, to_out, *biases, query_norm, key_norm = weights
         joined = torch.cat([to_query, to_key, to_value])
         bias = None if biases[0] is None else torch.cat(biases[:3])
@@ -172,7 +171,9 @@ class _Attention(torch.autograd.Function):
         for part, norm in ((query, query_norm), (key, key_norm)):
             num = part.shape[1] // shape.width
             out = rows.new_empty(len(rows), num, shape.width)
-            inverse = rows.new_empty(len(rows), num) if norm is not None else None
+            inverse = None
+            if norm is not None:
+                inverse = rows.new_empty(len(rows), num, dtype=torch.float32)
             found.heads(
                 part,
                 part.stride(0),
@@ -189,7 +190,7 @@ class _Attention(torch.autograd.Function):
             turned.append(out)
             roots.append(inverse)
         values = value.unflatten(1, (-1, shape.width))
-        out, lse = attend(turned[0], turned[1], values, shape.layout, shape.scale)
+        out, lse = shape.layout.attend(turned[0], turned[1], values, shape.scale)
         ctx.save_for_backward(rows, projected, *turned, *roots, out, lse, *weights)
         ctx.given = given
         return product(out.flatten(1), to_out, biases[3])
@@ -201,8 +202,7 @@ class _Attention(torch.autograd.Function):
         to_query, to_key, to_value, to_out, *biases, query_norm, key_norm = weights
         cosine, sine, shape = ctx.given
         needs = ctx.needs_input_grad[2:]
-        found = kernels()
-        assert found
+        found = kernels_for(rows)
         grad = grad.contiguous()
         results: list[Any] = [None] * len(weights)
         if needs[3]:
@@ -214,12 +214,12 @@ class _Attention(torch.autograd.Function):
         targets = slopes.split(shape.sizes, 1)
         value, to_values = (each[2].unflatten(1, (-1, shape.width)) for each in (parts, targets))
         back = product(grad, to_out.t()).view_as(out)
-        turned = attend_backward(
-            query, key, value, out, lse, back, shape.layout, shape.scale, to_values
+        turned = shape.layout.attend_backward(
+            query, key, value, (out, lse, back), shape.scale, to_values
         )
         for i, norm in enumerate((query_norm, key_norm)):
             num = turned[i].shape[1]
-            sums = rows.new_empty(pieces(len(rows)), shape.width)
+            sums = rows.new_empty(found.pieces(len(rows)), shape.width, dtype=torch.float32)
             found.heads_backward(
                 parts[i],
                 parts[i].stride(0),
@@ -235,7 +235,7 @@ class _Attention(torch.autograd.Function):
                 shape.width,
             )
             if needs[8 + i]:
-                results[8 + i] = sums.sum(0)
+                results[8 + i] = sums.sum(0).to(norm.dtype)
         _split_gradients(slopes, rows, shape.sizes, needs[:3], results)
         for i, bias in enumerate(biases[:3]):
             if bias is not None and needs[4 + i]:
@@ -265,8 +265,7 @@ class _GatedMLP(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
-        found = kernels()
-        assert found
+        found = kernels_for(rows)
         both = product(rows, torch.cat([gate, up]))
         inner = rows.new_empty(len(rows), len(up))
         found.swiglu(both, inner, len(rows), len(up))
@@ -277,8 +276,7 @@ class _GatedMLP(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         rows, both, gate, up, down = ctx.saved_tensors
         for_rows, *needs = ctx.needs_input_grad
-        found = kernels()
-        assert found
+        found = kernels_for(rows)
         grad = grad.contiguous()
         back = product(grad, down.t())
         inner = torch.empty_like(back)

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from unstale.model.kernels import fits_gpu, gpu_kernels
 from unstale.model.linear import WHOLE, Linear, outer, product
 
 TILE = {"cpu": 2**11, "cuda": 2**15}
@@ -133,22 +134,15 @@ class _Head(torch.autograd.Function):
         targets, temperature, with_entropy = options
         logp, total, entropy = rows.new_zeros(3, len(rows), dtype=wide(rows.dtype))
         highest = torch.full_like(logp, LEAST)
-        for tile in _tiles(rows, weight, bias, targets, temperature):
-            at, logits = tile.rows, tile.logits
-            logp[at] += logits.gather(1, tile.place).squeeze(1).where(tile.inside, 0.0)
-            peak = torch.maximum(highest[at], logits.amax(-1))
-            fall = highest[at] - peak
-            sums = total[at]
-            highest[at] = peak
-            logits.sub_(peak[:, None])
-            if with_entropy:  # also sum each probability times its logarithm, for the entropy
-                likely = logits.clamp_(min=LEAST).exp()
-                entropy[at] = (entropy[at] + fall * sums) * fall.exp() + logits.mul_(likely).sum(-1)
-                logits = likely
-            else:  # in place, because a second tile would nearly double the memory of the pass
-                logits.exp_()
-            sums.mul_(fall.exp_()).add_(logits.sum(-1))
-            del logits, tile  # frees the memory before the next tile is made
+        gpu = gpu_kernels() if fits_gpu(rows, weight) else None
+        for tile in _tiles(rows, weight, bias, targets, 0.0 if gpu else temperature):
+            at = tile.rows
+            sums = _Sums(logp[at], highest[at], total[at], entropy[at] if with_entropy else None)
+            if gpu:
+                gpu.add_logits(tile.logits, targets[at], tile.tokens.start, temperature, *sums)
+            else:
+                _add_logits(tile, sums)
+            del tile  # frees the memory before the next tile is made
         entropy = total.log() - entropy.div_(total) if with_entropy else entropy
         total.log_().add_(highest)
         ctx.save_for_backward(rows, weight, bias, targets, total, entropy)
@@ -163,27 +157,45 @@ class _Head(torch.autograd.Function):
             torch.zeros_like(tensor, dtype=total.dtype) if needed else None
             for tensor, needed in zip((rows, weight, bias), ctx.needs_input_grad, strict=False)
         )
-        for tile in _tiles(rows, weight, bias, targets, temperature):
-            at, logits = tile.rows, tile.logits
-            logits.sub_(total[at, None])
-            if with_entropy:
-                grad_logits = logits.clamp_(min=LEAST).exp()
-                grad_logits *= (
-                    (logits + entropy[at, None]).mul_(-grad_entropy[at, None]).sub_(grad[at, None])
+        gpu = gpu_kernels() if fits_gpu(rows, weight) else None
+        for tile in _tiles(rows, weight, bias, targets, 0.0 if gpu else temperature):
+            at = tile.rows
+            entropies = (entropy[at], grad_entropy[at]) if with_entropy else None
+            if gpu:
+                grad_logits = tile.logits
+                gpu.logit_slopes(
+                    grad_logits,
+                    targets[at],
+                    tile.tokens.start,
+                    temperature,
+                    total[at],
+                    grad[at],
+                    entropies,
                 )
             else:
-                grad_logits = logits.exp_().mul_(-grad[at, None])
-            grad_logits.scatter_add_(1, tile.place, grad[at].where(tile.inside, 0.0)[:, None])
-            grad_logits = grad_logits.div_(temperature).to(rows.dtype)
+                grad_logits = _logit_slopes(tile, total[at], grad[at], entropies)
+                grad_logits = grad_logits.div_(temperature).to(rows.dtype)
             if for_rows is not None:
                 for_rows[at] += product(grad_logits, weight[tile.tokens].t())
             if for_weight is not None:
                 for_weight[tile.tokens] += outer(grad_logits, rows[at])
             if for_bias is not None:
                 for_bias[tile.tokens] += grad_logits.sum(0, dtype=total.dtype)
-            del logits, grad_logits, tile
+            del grad_logits, tile
         sums = (for_rows, for_weight, for_bias)
         return *(None if each is None else each.to(rows.dtype) for each in sums), None
+
+
+class _Sums(NamedTuple):
+    """The sums of an online softmax so far, `[R]` each."""
+
+    logp: Tensor
+    """The logit of the target token, once its part of the vocabulary was added."""
+    highest: Tensor
+    total: Tensor
+    """The sum of exp(logit - highest)."""
+    entropy: Tensor | None
+    """The sum of exp(logit - highest) * (logit - highest). None if it is not needed."""
 
 
 class _Tile(NamedTuple):
@@ -200,11 +212,53 @@ class _Tile(NamedTuple):
     """`[R]` bool: True if the target token is in this part of the vocabulary."""
 
 
+def _add_logits(tile: _Tile, sums: _Sums) -> None:
+    """Add a tile to the sums of its rows."""
+    logits = tile.logits
+    sums.logp.add_(logits.gather(1, tile.place).squeeze(1).where(tile.inside, 0.0))
+    peak = torch.maximum(sums.highest, logits.amax(-1))
+    fall = sums.highest - peak
+    sums.highest.copy_(peak)
+    logits.sub_(peak[:, None])
+    if sums.entropy is not None:
+        likely = logits.clamp_(min=LEAST).exp()
+        added = logits.mul_(likely).sum(-1)
+        sums.entropy.copy_((sums.entropy + fall * sums.total) * fall.exp() + added)
+        logits = likely
+    else:  # in place, because a second tile would nearly double the memory of the pass
+        logits.exp_()
+    sums.total.mul_(fall.exp_()).add_(logits.sum(-1))
+
+
+def _logit_slopes(
+    tile: _Tile, total: Tensor, grad: Tensor, entropies: tuple[Tensor, Tensor] | None
+) -> Tensor:
+    """Return the gradient of a tile's logits, times the temperature.
+
+    `total` `[R]` is the logarithm of the softmax's denominator, `grad` `[R]` the gradient of the
+    log-probability. `entropies` are the entropy `[R]` and its gradient, if it has one.
+    """
+    logits = tile.logits.sub_(total[:, None])
+    if entropies:
+        entropy, grad_entropy = entropies
+        slopes = logits.clamp_(min=LEAST).exp()
+        slopes *= (logits + entropy[:, None]).mul_(-grad_entropy[:, None]).sub_(grad[:, None])
+    else:
+        slopes = logits.exp_().mul_(-grad[:, None])
+    return slopes.scatter_add_(1, tile.place, grad.where(tile.inside, 0.0)[:, None])
+
+
 def _tiles(
     rows: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: float
 ) -> Iterator[_Tile]:
+    """Divide the logits into tiles.
+
+    They are wider than the rows and divided by the temperature, unless it is 0.
+    """
     width = min(len(weight), TILE.get(rows.device.type, TILE["cpu"]))
     size = _rows_at_once(rows, width)
+    if not temperature:  # the numbers are half as wide as those that `MAX_LOGITS` counts
+        size = size * 4 // rows.element_size()
     for low in range(0, len(weight), width):
         tokens = slice(low, min(low + width, len(weight)))
         inside = (targets >= low) & (targets < tokens.stop)
@@ -222,5 +276,8 @@ def _tiles(
 
 
 def _logits(rows: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
-    logits = product(rows, weight, bias).to(wide(rows.dtype))
+    logits = product(rows, weight, bias)
+    if not temperature:
+        return logits
+    logits = logits.to(wide(rows.dtype))
     return logits if temperature == 1.0 else logits.div_(temperature)

@@ -1,7 +1,8 @@
-"""The functions of `kernels.c`: parts of a decoder layer, forward and backward, on CPUs.
+"""Compiled functions for parts of a decoder layer, forward and backward.
 
-They need float32 tensors whose widths are multiples of `WIDTH`. They use as many threads as torch,
-and the threads of torch's OpenMP library.
+On CPUs they are those of `kernels.c`. They need float32 tensors whose widths are multiples of
+`WIDTH`, and use as many threads as torch, of torch's OpenMP library. On GPUs they are those of
+`gpu_kernels`.
 """
 
 import ctypes
@@ -10,11 +11,15 @@ import warnings
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from unstale.native import NotCompiled, compile_library
+
+if TYPE_CHECKING:
+    from unstale.model.gpu_kernels import GpuKernels
 
 SOURCE = Path(__file__).with_name("kernels.c")
 
@@ -41,6 +46,10 @@ class Kernels:
         """Raise what `compile_library` raises."""
         self._library = compile_library(SOURCE)
         self._parallel = _openmp()
+
+    def pieces(self, rows: int) -> int:
+        """Return the number of pieces of work into which the functions divide `rows`."""
+        return -(-rows // ROWS)
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         function = getattr(self._library, name)
@@ -87,8 +96,36 @@ def kernels() -> Kernels | None:
         return None
 
 
+@cache
+def gpu_kernels() -> "GpuKernels | None":
+    """Return the functions for GPUs. Without Triton, warn and return None."""
+    try:
+        import triton  # noqa: F401
+    except ImportError:
+        warnings.warn(
+            "training on the GPU is slower, because Triton is not installed: pip install triton",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return None
+    from unstale.model.gpu_kernels import GpuKernels
+
+    return GpuKernels()
+
+
+def kernels_for(x: Tensor) -> "Kernels | GpuKernels":
+    """Return the functions for the device of a tensor that `fits`."""
+    found = gpu_kernels() if x.is_cuda else kernels()
+    assert found
+    return found
+
+
 def fits(*tensors: Tensor) -> bool:
     """Return True if the kernels can run on tensors of these devices, dtypes and widths."""
+    if torch.compiler.is_compiling():
+        return False
+    if tensors[0].is_cuda:
+        return fits_gpu(*tensors)
     return (
         all(
             each.device.type == "cpu"
@@ -96,11 +133,15 @@ def fits(*tensors: Tensor) -> bool:
             and each.shape[-1] % WIDTH == 0
             for each in tensors
         )
-        and not torch.compiler.is_compiling()
         and kernels() is not None
     )
 
 
-def pieces(rows: int) -> int:
-    """Return the number of pieces of work into which the kernels divide `rows`."""
-    return -(-rows // ROWS)
+def fits_gpu(*tensors: Tensor) -> bool:
+    """Return True if the kernels for GPUs can run on tensors of these devices and dtypes."""
+    dtype = tensors[0].dtype
+    return (
+        dtype in (torch.bfloat16, torch.float16, torch.float32)
+        and all(each.is_cuda and each.dtype == dtype for each in tensors)
+        and gpu_kernels() is not None
+    )

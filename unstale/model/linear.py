@@ -114,7 +114,7 @@ def outer(grad: Tensor, rows: Tensor) -> Tensor:
     oneDNN is fastest if the result has at least as many columns as rows, so the product may be
     transposed.
     """
-    if grad.device.type == "cpu" and HAS_FAST_MKL:
+    if grad.device.type != "cpu" or HAS_FAST_MKL:
         return grad.t() @ rows
     if grad.shape[1] <= rows.shape[1]:
         return product(grad.t(), rows.t())

@@ -79,8 +79,8 @@ class PrefixTree:
     """`[N, layers, k]`: the experts that each token replays."""
     masks: dict[tuple[int, int, int | None], Tensor] = field(default_factory=dict, compare=False)
     """Attention masks that the layers share, by `(queries, depth, window)`."""
-    layouts: list[Any] = field(default_factory=list, compare=False)
-    """The tree as compiled kernels read it, once `tree_layout` has made it."""
+    layouts: dict[str, Any] = field(default_factory=dict, compare=False)
+    """The tree as attention kernels read it, once `layout_of` has made it, by type of device."""
     context: ContextGroup | None = None
     """The ranks that divide the tokens of the pass. None if this process runs all tokens."""
 

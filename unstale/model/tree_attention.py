@@ -1,10 +1,11 @@
-"""Attention over a prefix tree by compiled kernels, on CPUs.
+"""Attention over a prefix tree: by compiled kernels on CPUs, by torch's flash attention on GPUs.
 
 The keys of a query are divided into blocks by their positions in its sequence. So its value has
 the same bits whatever it is packed with, and however its sequence is divided into segments.
 """
 
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -13,10 +14,13 @@ from torch import Tensor
 from unstale.model.kernels import BLOCK, kernels
 from unstale.model.prefix_tree import PrefixTree, Segment
 
+WIDEST = 256
+"""Largest width of a head for which torch's flash attention has a kernel."""
+
 
 @dataclass(frozen=True, slots=True)
 class TreeLayout:
-    """A prefix tree as the kernels read it. The tensors are int64."""
+    """A prefix tree as the kernels for CPUs read it. The tensors are int64."""
 
     segments: Tensor
     """`[segments, 4]`: start, end, depth and the index of the segment before, -1 at a root."""
@@ -25,16 +29,194 @@ class TreeLayout:
     roots: Tensor
     """`[roots + 1]`: the first block of each root, and the number of blocks."""
 
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        """Return attention `[N, heads, width]` and the logarithms of the denominators.
 
-def tree_layout(run: PrefixTree) -> TreeLayout:
+        `query` is `[N, heads, width]`, `key` and `value` are `[N, key heads, width]`. The rows of
+        `value` may be part of longer ones. The second result is only for `attend_backward`.
+        """
+        found = kernels()
+        assert found
+        out = torch.empty_like(query)
+        lse = query.new_empty(query.shape[:2])
+        found.attend(
+            query,
+            key,
+            value,
+            value.stride(0),
+            self.segments,
+            self.pieces,
+            len(self.pieces),
+            scale,
+            out,
+            lse,
+            query.shape[1],
+            key.shape[1],
+            query.shape[2],
+        )
+        return out, lse
+
+    def attend_backward(  # noqa: PLR0913 - all that the forward pass had, and its results
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        results: tuple[Tensor, Tensor, Tensor],
+        scale: float,
+        to_value: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """Return the gradients of query and key. Write that of the value to `to_value`.
+
+        `results` are both results of `attend`, and the gradient of the first. `to_value` has the
+        strides of `value`.
+        """
+        found = kernels()
+        assert found
+        to_query = torch.empty_like(query)
+        to_key = torch.zeros_like(key)
+        to_value.zero_()
+        found.attend_backward(
+            query,
+            key,
+            value,
+            value.stride(0),
+            *results,
+            self.segments,
+            self.pieces,
+            self.roots,
+            len(self.roots) - 1,
+            scale,
+            to_query,
+            to_key,
+            to_value,
+            query.shape[1],
+            key.shape[1],
+            query.shape[2],
+        )
+        return to_query, to_key
+
+
+@dataclass(frozen=True, slots=True)
+class FlashLayout:
+    """A prefix tree as torch's flash attention reads it, on GPUs.
+
+    A segment's queries are one sequence. Its keys are those of the segments before it and its own,
+    and the last query sees all of them.
+    """
+
+    keys: Tensor | None
+    """`[K]` int64: the tokens of the keys of all segments, or None if no prefix is shared."""
+    query_starts: Tensor
+    """`[segments + 1]` int32: the first query of each segment, and the number of queries."""
+    key_starts: Tensor
+    """`[segments + 1]` int32: the first key of each segment, and the number of keys."""
+    longest: tuple[int, int]
+    """The largest numbers of queries and of keys of a segment."""
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        """Do the same as `TreeLayout.attend`."""
+        out, lse, *_ = torch.ops.aten._flash_attention_forward(
+            query,
+            self._gathered(key),
+            self._gathered(value),
+            self.query_starts,
+            self.key_starts,
+            *self.longest,
+            0.0,
+            True,
+            False,
+            scale=scale,
+        )
+        return out, lse
+
+    def attend_backward(  # noqa: PLR0913 - all that the forward pass had, and its results
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        results: tuple[Tensor, Tensor, Tensor],
+        scale: float,
+        to_value: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """Do the same as `TreeLayout.attend_backward`."""
+        out, lse, grad = results
+        no_dropout = torch.empty(2, dtype=torch.uint64, device=query.device)
+        to_query, to_key, to_values = torch.ops.aten._flash_attention_backward(
+            grad,
+            query,
+            self._gathered(key),
+            self._gathered(value),
+            out,
+            lse,
+            self.query_starts,
+            self.key_starts,
+            *self.longest,
+            0.0,
+            True,
+            no_dropout,
+            no_dropout,
+            scale=scale,
+        )
+        to_value.copy_(self._summed(to_values, len(value)))
+        return to_query, self._summed(to_key, len(key))
+
+    def _gathered(self, rows: Tensor) -> Tensor:
+        """Return the rows `[K, ...]` of the keys of all segments."""
+        return rows if self.keys is None else rows[self.keys]
+
+    def _summed(self, rows: Tensor, count: int) -> Tensor:
+        """Return the sums `[count, ...]` of the rows of each token."""
+        if self.keys is None:
+            return rows
+        sums = rows.new_zeros(count, *rows.shape[1:], dtype=torch.float32)
+        return sums.index_add_(0, self.keys, rows.float()).to(rows.dtype)
+
+
+Layout = TreeLayout | FlashLayout
+
+
+def can_attend(x: Tensor, width: int) -> bool:
+    """Return True if there is attention for this device, dtype and width of heads.
+
+    The tensor must be one that the kernels can run on (`kernels.fits`).
+    """
+    if not x.is_cuda:
+        return True
+    is_half = x.dtype in (torch.bfloat16, torch.float16)
+    is_new = torch.version.hip is None and torch.cuda.get_device_capability(x.device) >= (8, 0)
+    return is_half and is_new and width % 8 == 0 and width <= WIDEST
+
+
+def layout_of(run: PrefixTree, device: torch.device) -> Layout:
     """Return the layout of a prefix tree, which is made once for all layers."""
-    if not run.layouts:
-        run.layouts.append(_make_layout(run.segments))
-    layout: TreeLayout = run.layouts[0]
+    if device.type not in run.layouts:
+        is_gpu = device.type == "cuda"
+        made = flash_layout(run.segments, device) if is_gpu else _tree_layout(run.segments)
+        run.layouts[device.type] = made
+    layout: Layout = run.layouts[device.type]
     return layout
 
 
-def _make_layout(segments: tuple[Segment, ...]) -> TreeLayout:
+def flash_layout(segments: tuple[Segment, ...], device: torch.device) -> FlashLayout:
+    """Return the layout of segments for flash attention."""
+    queries = [segment.end - segment.start for segment in segments]
+    keys = [segment.depth + own for segment, own in zip(segments, queries, strict=True)]
+    index = None
+    if any(segment.depth for segment in segments):
+        spans = [(*segment.path, (segment.start, segment.end)) for segment in segments]
+        index = torch.cat([torch.arange(*span) for path in spans for span in path]).to(device)
+    query_starts, key_starts = (
+        torch.tensor([*accumulate(lengths, initial=0)], dtype=torch.int32, device=device)
+        for lengths in (queries, keys)
+    )
+    return FlashLayout(index, query_starts, key_starts, (max(queries), max(keys)))
+
+
+def _tree_layout(segments: tuple[Segment, ...]) -> TreeLayout:
     index = {(segment.start, segment.end): i for i, segment in enumerate(segments)}
     rows = []
     pieces: list[tuple[int, int]] = []
@@ -55,88 +237,16 @@ def _make_layout(segments: tuple[Segment, ...]) -> TreeLayout:
     )
 
 
-def attend(
-    query: Tensor, key: Tensor, value: Tensor, layout: TreeLayout, scale: float
-) -> tuple[Tensor, Tensor]:
-    """Return attention `[N, heads, width]` and the logarithm `[N, heads]` of the denominators.
-
-    `query` is `[N, heads, width]`, `key` and `value` are `[N, key heads, width]`. The rows of
-    `value` may be part of longer ones.
-    """
-    found = kernels()
-    assert found
-    out = torch.empty_like(query)
-    lse = query.new_empty(query.shape[:2])
-    found.attend(
-        query,
-        key,
-        value,
-        value.stride(0),
-        layout.segments,
-        layout.pieces,
-        len(layout.pieces),
-        scale,
-        out,
-        lse,
-        query.shape[1],
-        key.shape[1],
-        query.shape[2],
-    )
-    return out, lse
-
-
-def attend_backward(  # noqa: PLR0913 - all that the forward pass had, and its results
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    grad: Tensor,
-    layout: TreeLayout,
-    scale: float,
-    to_value: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """Return the gradients of query and key. Write that of the value to `to_value`.
-
-    `to_value` has the strides of `value`.
-    """
-    found = kernels()
-    assert found
-    to_query = torch.empty_like(query)
-    to_key = torch.zeros_like(key)
-    to_value.zero_()
-    found.attend_backward(
-        query,
-        key,
-        value,
-        value.stride(0),
-        out,
-        lse,
-        grad,
-        layout.segments,
-        layout.pieces,
-        layout.roots,
-        len(layout.roots) - 1,
-        scale,
-        to_query,
-        to_key,
-        to_value,
-        query.shape[1],
-        key.shape[1],
-        query.shape[2],
-    )
-    return to_query, to_key
-
-
 class TreeAttention(torch.autograd.Function):
     """Attention `[N, heads, width]` over a prefix tree, with a gradient."""
 
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, tree: tuple[TreeLayout, float]
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, tree: tuple[Layout, float]
     ) -> Tensor:
         query, key, value = (each.contiguous() for each in (query, key, value))
-        out, lse = attend(query, key, value, *tree)
+        layout, scale = tree
+        out, lse = layout.attend(query, key, value, scale)
         ctx.save_for_backward(query, key, value, out, lse)
         ctx.tree = tree
         return out
@@ -146,7 +256,6 @@ class TreeAttention(torch.autograd.Function):
         query, key, value, out, lse = ctx.saved_tensors
         layout, scale = ctx.tree
         to_value = torch.empty_like(value)
-        to_query, to_key = attend_backward(
-            query, key, value, out, lse, grad.contiguous(), layout, scale, to_value
-        )
+        results = (out, lse, grad.contiguous())
+        to_query, to_key = layout.attend_backward(query, key, value, results, scale, to_value)
         return to_query, to_key, to_value, None

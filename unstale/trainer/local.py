@@ -656,8 +656,10 @@ class LocalTrainer:
             master = self._master[name]
             if master is parameter or parameter.grad is None:
                 continue
-            gradient = parameter.grad.to(master.dtype)
-            master.grad = gradient if master.grad is None else master.grad.add_(gradient)
+            if master.grad is None:
+                master.grad = parameter.grad.to(master.dtype)
+            else:  # adds in float32, without a copy of the gradient
+                master.grad.add_(parameter.grad)
             parameter.grad = None
 
     @torch.no_grad()

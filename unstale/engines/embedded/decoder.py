@@ -578,7 +578,7 @@ class Qwen3Runner:
             query[inputs.lanes].transpose(1, 2).reshape(blocks, sizes.kv_heads, -1, sizes.head_dim)
         )
         mixed = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=1.0)
-        mixed = mixed.view(blocks, sizes.heads, -1, sizes.head_dim).transpose(1, 2)
+        mixed = mixed.reshape(blocks, sizes.heads, -1, sizes.head_dim).transpose(1, 2)
         return mixed.reshape(-1, sizes.heads * sizes.head_dim)[inputs.spots]
 
 

@@ -1,0 +1,474 @@
+"""Parts of a decoder layer and of the output head as Triton kernels, forward and backward, on GPUs.
+
+Triton is part of torch's builds for CUDA. The functions compute what those of `kernels.c` compute,
+in float32, and round where transformers rounds: a normalized value and an activation are rounded
+before they are multiplied. No sum depends on the order in which a GPU runs its blocks.
+"""
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+ROWS = 16
+"""Number of rows of one piece of work: a sum for a weight's gradient is first taken over them."""
+COLUMNS = 1024
+"""Number of columns of one piece of an elementwise function."""
+LOGITS = 4096
+"""Number of logits of a row that are read at once."""
+
+
+class GpuKernels:
+    """The kernels, with the arguments of the functions of `kernels.c`.
+
+    The tensors are bfloat16, float16 or float32, all the same, except inverse roots and `sums`,
+    which are float32. A tensor may be a slice of the columns of a contiguous one where a `stride`
+    is given.
+    """
+
+    def pieces(self, rows: int) -> int:
+        """Return the number of rows of `sums`."""
+        return triton.cdiv(rows, ROWS)
+
+    def norm(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        eps: float,
+        out: Tensor,
+        roots: Tensor,
+        rows: int,
+        width: int,
+    ) -> None:
+        with _device_of(x):
+            _norm[(rows,)](x, weight, eps, out, roots, width, WIDTH=_power(width))
+
+    def norm_backward(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        roots: Tensor,
+        grad: Tensor,
+        out: Tensor,
+        sums: Tensor,
+        rows: int,
+        width: int,
+    ) -> None:
+        with _device_of(x):
+            _norm_backward[(self.pieces(rows),)](
+                x, weight, roots, grad, out, sums, rows, width, ROWS=ROWS, WIDTH=_power(width)
+            )
+
+    def heads(
+        self,
+        x: Tensor,
+        stride: int,
+        weight: Tensor | None,
+        eps: float,
+        cosine: Tensor,
+        sine: Tensor,
+        out: Tensor,
+        roots: Tensor | None,
+        rows: int,
+        count: int,
+        width: int,
+    ) -> None:
+        with _device_of(x):
+            _heads[(rows,)](
+                x,
+                stride,
+                x if weight is None else weight,
+                eps,
+                cosine,
+                sine,
+                out,
+                out if roots is None else roots,
+                count,
+                width // 2,
+                NORMED=weight is not None,
+                COUNT=_power(count),
+                HALF=_power(width // 2),
+            )
+
+    def heads_backward(
+        self,
+        x: Tensor,
+        stride: int,
+        weight: Tensor | None,
+        cosine: Tensor,
+        sine: Tensor,
+        roots: Tensor | None,
+        grad: Tensor,
+        out: Tensor,
+        sums: Tensor,
+        rows: int,
+        count: int,
+        width: int,
+    ) -> None:
+        with _device_of(x):
+            _heads_backward[(self.pieces(rows),)](
+                x,
+                stride,
+                x if weight is None else weight,
+                cosine,
+                sine,
+                sums if roots is None else roots,
+                grad,
+                out,
+                sums,
+                rows,
+                count,
+                width // 2,
+                ROWS=ROWS,
+                NORMED=weight is not None,
+                COUNT=_power(count),
+                HALF=_power(width // 2),
+            )
+
+    def swiglu(self, both: Tensor, out: Tensor, rows: int, width: int) -> None:
+        with _device_of(both):
+            grid = (rows, triton.cdiv(width, COLUMNS))
+            _swiglu[grid](both, out, width, COLUMNS=COLUMNS)
+
+    def swiglu_backward(
+        self, both: Tensor, grad: Tensor, inner: Tensor, slopes: Tensor, rows: int, width: int
+    ) -> None:
+        with _device_of(both):
+            grid = (rows, triton.cdiv(width, COLUMNS))
+            _swiglu_backward[grid](both, grad, inner, slopes, width, COLUMNS=COLUMNS)
+
+    def add_logits(
+        self,
+        logits: Tensor,
+        targets: Tensor,
+        low: int,
+        temperature: float,
+        logp: Tensor,
+        highest: Tensor,
+        total: Tensor,
+        entropy: Tensor | None,
+    ) -> None:
+        """Add the logits `[R, W]` of a part of the vocabulary to the sums of an online softmax.
+
+        All others are `[R]`. `targets` are the tokens whose log-probability is computed, and `low`
+        is the first token of the part. The other four are the sums of `head._Sums`.
+        """
+        rows, width = logits.shape
+        with _device_of(logits):
+            _add_logits[(rows,)](
+                logits,
+                logits.stride(0),
+                targets,
+                low,
+                width,
+                temperature,
+                logp,
+                highest,
+                total,
+                total if entropy is None else entropy,
+                WITH_ENTROPY=entropy is not None,
+                BLOCK=LOGITS,
+            )
+
+    def logit_slopes(
+        self,
+        logits: Tensor,
+        targets: Tensor,
+        low: int,
+        temperature: float,
+        total: Tensor,
+        grad: Tensor,
+        entropies: tuple[Tensor, Tensor] | None,
+    ) -> None:
+        """Replace the logits `[R, W]` of a part of the vocabulary by their gradients.
+
+        `total` `[R]` is the logarithm of the softmax's denominator, and `grad` `[R]` the gradient
+        of the log-probability of `targets`. `entropies` are the entropy `[R]` and its gradient, if
+        it has one.
+        """
+        rows, width = logits.shape
+        entropy, grad_entropy = (total, total) if entropies is None else entropies
+        with _device_of(logits):
+            _logit_slopes[(rows, triton.cdiv(width, LOGITS))](
+                logits,
+                logits.stride(0),
+                targets,
+                low,
+                width,
+                temperature,
+                total,
+                grad.contiguous(),
+                entropy,
+                grad_entropy.contiguous(),
+                WITH_ENTROPY=entropies is not None,
+                BLOCK=LOGITS,
+            )
+
+
+def _power(size: int) -> int:
+    """Return the smallest power of two that is not below `size`."""
+    return int(triton.next_power_of_2(size))
+
+
+def _device_of(x: Tensor) -> AbstractContextManager[object]:
+    """Return a context in which kernels are launched on the device of `x`."""
+    return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
+
+
+@triton.jit
+def _norm(x, weight, eps, out, roots, width, WIDTH: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, WIDTH)
+    inside = at < width
+    values = tl.load(x + row * width + at, mask=inside, other=0.0).to(tl.float32)
+    root = 1.0 / tl.sqrt(tl.sum(values * values, 0) / width + eps)
+    normed = (values * root).to(out.dtype.element_ty).to(tl.float32)
+    scale = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + row * width + at, (normed * scale).to(out.dtype.element_ty), mask=inside)
+    tl.store(roots + row, root)
+
+
+@triton.jit
+def _norm_backward(
+    x, weight, roots, grad, out, sums, rows, width, ROWS: tl.constexpr, WIDTH: tl.constexpr
+):
+    piece = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, WIDTH)
+    inside = at < width
+    scale = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
+    total = tl.zeros([WIDTH], dtype=tl.float32)
+    for i in range(ROWS):
+        row = piece * ROWS + i
+        here = inside & (row < rows)
+        root = tl.load(roots + row, mask=row < rows, other=0.0)
+        normed = tl.load(x + row * width + at, mask=here, other=0.0).to(tl.float32) * root
+        slope = tl.load(grad + row * width + at, mask=here, other=0.0).to(tl.float32)
+        total += slope * normed
+        slope = slope * scale
+        along = tl.sum(slope * normed, 0) / width
+        back = root * (slope - normed * along)
+        tl.store(out + row * width + at, back.to(out.dtype.element_ty), mask=here)
+    tl.store(sums + piece * width + at, total, mask=inside)
+
+
+@triton.jit
+def _heads(
+    x,
+    stride,
+    weight,
+    eps,
+    cosine,
+    sine,
+    out,
+    roots,
+    count,
+    half,
+    NORMED: tl.constexpr,
+    COUNT: tl.constexpr,
+    HALF: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.arange(0, COUNT)[:, None]
+    at = tl.arange(0, HALF)[None, :]
+    in_half = at < half
+    inside = (head < count) & in_half
+    place = head * (2 * half) + at
+    left = tl.load(x + row * stride + place, mask=inside, other=0.0).to(tl.float32)
+    right = tl.load(x + row * stride + place + half, mask=inside, other=0.0).to(tl.float32)
+    kind = out.dtype.element_ty
+    if NORMED:
+        squares = tl.sum(left * left, 1) + tl.sum(right * right, 1)
+        root = 1.0 / tl.sqrt(squares / (2 * half) + eps)
+        number = tl.arange(0, COUNT)
+        tl.store(roots + row * count + number, root, mask=number < count)
+        scale = tl.load(weight + at, mask=in_half, other=0.0).to(tl.float32)
+        left = (left * root[:, None]).to(kind).to(tl.float32) * scale
+        left = left.to(kind).to(tl.float32)
+        scale = tl.load(weight + half + at, mask=in_half, other=0.0).to(tl.float32)
+        right = (right * root[:, None]).to(kind).to(tl.float32) * scale
+        right = right.to(kind).to(tl.float32)
+    turn = row * (2 * half) + at
+    cosine_left = tl.load(cosine + turn, mask=in_half, other=0.0).to(tl.float32)
+    cosine_right = tl.load(cosine + turn + half, mask=in_half, other=0.0).to(tl.float32)
+    sine_left = tl.load(sine + turn, mask=in_half, other=0.0).to(tl.float32)
+    sine_right = tl.load(sine + turn + half, mask=in_half, other=0.0).to(tl.float32)
+    to = out + row * count * (2 * half) + place
+    tl.store(to, (left * cosine_left - right * sine_left).to(kind), mask=inside)
+    tl.store(to + half, (right * cosine_right + left * sine_right).to(kind), mask=inside)
+
+
+@triton.jit
+def _heads_backward(
+    x,
+    stride,
+    weight,
+    cosine,
+    sine,
+    roots,
+    grad,
+    out,
+    sums,
+    rows,
+    count,
+    half,
+    ROWS: tl.constexpr,
+    NORMED: tl.constexpr,
+    COUNT: tl.constexpr,
+    HALF: tl.constexpr,
+):
+    piece = tl.program_id(0).to(tl.int64)
+    number = tl.arange(0, COUNT)
+    head = number[:, None]
+    at = tl.arange(0, HALF)[None, :]
+    in_half = at < half
+    place = head * (2 * half) + at
+    kind = out.dtype.element_ty
+    total_left = tl.zeros([HALF], dtype=tl.float32)
+    total_right = tl.zeros([HALF], dtype=tl.float32)
+    if NORMED:
+        scale_left = tl.load(weight + at, mask=in_half, other=0.0).to(tl.float32)
+        scale_right = tl.load(weight + half + at, mask=in_half, other=0.0).to(tl.float32)
+    for i in range(ROWS):
+        row = piece * ROWS + i
+        inside = (head < count) & in_half & (row < rows)
+        turn = row * (2 * half) + at
+        here = in_half & (row < rows)
+        cosine_left = tl.load(cosine + turn, mask=here, other=0.0).to(tl.float32)
+        cosine_right = tl.load(cosine + turn + half, mask=here, other=0.0).to(tl.float32)
+        sine_left = tl.load(sine + turn, mask=here, other=0.0).to(tl.float32)
+        sine_right = tl.load(sine + turn + half, mask=here, other=0.0).to(tl.float32)
+        from_ = grad + row * count * (2 * half) + place
+        up = tl.load(from_, mask=inside, other=0.0).to(tl.float32)
+        down = tl.load(from_ + half, mask=inside, other=0.0).to(tl.float32)
+        left = up * cosine_left + down * sine_right
+        right = down * cosine_right - up * sine_left
+        if NORMED:
+            root = tl.load(
+                roots + row * count + number, mask=(number < count) & (row < rows), other=0.0
+            )[:, None]
+            x_left = tl.load(x + row * stride + place, mask=inside, other=0.0).to(tl.float32)
+            x_right = tl.load(x + row * stride + place + half, mask=inside, other=0.0)
+            x_left = x_left * root
+            x_right = x_right.to(tl.float32) * root
+            total_left += tl.sum(left * x_left, 0)
+            total_right += tl.sum(right * x_right, 0)
+            left = left * scale_left
+            right = right * scale_right
+            along = (tl.sum(left * x_left, 1) + tl.sum(right * x_right, 1)) / (2 * half)
+            left = root * (left - x_left * along[:, None])
+            right = root * (right - x_right * along[:, None])
+        to = out + row * stride + place
+        tl.store(to, left.to(kind), mask=inside)
+        tl.store(to + half, right.to(kind), mask=inside)
+    if NORMED:
+        column = tl.arange(0, HALF)
+        to_sums = sums + piece * (2 * half) + column
+        tl.store(to_sums, total_left, mask=column < half)
+        tl.store(to_sums + half, total_right, mask=column < half)
+
+
+@triton.jit
+def _swiglu(both, out, width, COLUMNS: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = at < width
+    kind = out.dtype.element_ty
+    gate = tl.load(both + row * 2 * width + at, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(both + row * 2 * width + width + at, mask=inside, other=0.0).to(tl.float32)
+    active = (gate / (1.0 + tl.exp(-gate))).to(kind).to(tl.float32)
+    tl.store(out + row * width + at, (active * up).to(kind), mask=inside)
+
+
+@triton.jit
+def _swiglu_backward(both, grad, inner, slopes, width, COLUMNS: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = at < width
+    kind = slopes.dtype.element_ty
+    gate = tl.load(both + row * 2 * width + at, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(both + row * 2 * width + width + at, mask=inside, other=0.0).to(tl.float32)
+    back = tl.load(grad + row * width + at, mask=inside, other=0.0).to(tl.float32)
+    likely = 1.0 / (1.0 + tl.exp(-gate))
+    active = (gate * likely).to(kind).to(tl.float32)
+    tl.store(inner + row * width + at, (active * up).to(kind), mask=inside)
+    slope = back * up * likely * (1.0 + gate * (1.0 - likely))
+    tl.store(slopes + row * 2 * width + at, slope.to(kind), mask=inside)
+    tl.store(slopes + row * 2 * width + width + at, (back * active).to(kind), mask=inside)
+
+
+@triton.jit
+def _add_logits(
+    logits,
+    stride,
+    targets,
+    low,
+    width,
+    temperature,
+    logp,
+    highest,
+    total,
+    entropy,
+    WITH_ENTROPY: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    first = logits + row * stride
+    peak = tl.load(highest + row)
+    sums = tl.load(total + row)
+    spread = 0.0
+    if WITH_ENTROPY:
+        spread = tl.load(entropy + row)
+    for begin in range(0, width, BLOCK):
+        at = begin + tl.arange(0, BLOCK)
+        inside = at < width
+        values = tl.load(first + at, mask=inside, other=-float("inf")).to(tl.float32) / temperature
+        top = tl.maximum(peak, tl.max(values, 0))
+        fall = peak - top
+        likely = tl.exp(values - top)
+        if WITH_ENTROPY:
+            gap = tl.where(likely > 0, values - top, 0.0)
+            spread = (spread + fall * sums) * tl.exp(fall) + tl.sum(likely * gap, 0)
+        sums = sums * tl.exp(fall) + tl.sum(likely, 0)
+        peak = top
+    tl.store(highest + row, peak)
+    tl.store(total + row, sums)
+    if WITH_ENTROPY:
+        tl.store(entropy + row, spread)
+    place = tl.load(targets + row) - low
+    is_here = (place >= 0) & (place < width)
+    value = tl.load(first + place, mask=is_here, other=0.0).to(tl.float32) / temperature
+    tl.store(logp + row, tl.load(logp + row) + value)
+
+
+@triton.jit
+def _logit_slopes(
+    logits,
+    stride,
+    targets,
+    low,
+    width,
+    temperature,
+    total,
+    grad,
+    entropy,
+    grad_entropy,
+    WITH_ENTROPY: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < width
+    place = logits + row * stride + at
+    values = tl.load(place, mask=inside, other=-float("inf")).to(tl.float32) / temperature
+    values = values - tl.load(total + row)
+    likely = tl.exp(values)
+    back = tl.load(grad + row)
+    if WITH_ENTROPY:
+        gap = tl.where(likely > 0, values, 0.0) + tl.load(entropy + row)
+        slope = likely * (gap * (-tl.load(grad_entropy + row)) - back)
+    else:
+        slope = likely * (-back)
+    slope = slope + tl.where(at == tl.load(targets + row) - low, back, 0.0)
+    tl.store(place, (slope / temperature).to(logits.dtype.element_ty), mask=inside)
