@@ -33,7 +33,7 @@ from unstale.old_logps.snapshot_old import SnapshotOld
 from unstale.rollout.transcript import Transcript
 from unstale.trainer.local import LocalTrainer
 from unstale.weights import child_process
-from unstale.weights.codec import checksum
+from unstale.weights.bits import checksum
 from unstale.weights.publish import DirectPublisher
 
 ORPHAN_S = 10.0

@@ -24,7 +24,8 @@ import torch
 from torch import Tensor
 
 from benchmarks import tables
-from unstale.weights.codec import Delta, advance, checksum, words
+from unstale.weights.bits import checksum, words
+from unstale.weights.codec import Delta, advance
 from unstale.weights.store import VersionStore
 
 SHARES = {"1e-06": 0.014, "3e-06": 0.034, "1e-05": 0.115, "0.0001": 0.54}

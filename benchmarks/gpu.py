@@ -184,13 +184,13 @@ def training(name: str, size: Big, chip: Chip, history: History) -> list[str]:
     ]
 
 
-def scoring(name: str, size: Big, history: History) -> list[str]:
-    """Return a table of the time that each old-log-probability route adds to a training step."""
+def scoring(name: str, size: Big, history: History, chosen: Sequence[str]) -> list[str]:
+    """Return a table of the time that some old-log-probability routes add to a training step."""
     lines = columns(
         "model", "route", "extra time a step", "idle time", "resident copies", "movable models"
     )
     batches, step = batches_of(size, len(history.copies)), median(history.step_s)
-    for route in list(routes()):
+    for route in chosen:
         CONSOLE.print(f"{name}: {route}")
         played = play(route, size, history, batches)
         resident = played.costs.get("memory_bytes", 0.0) / copy_bytes(history.copies[0])
@@ -290,7 +290,7 @@ def measure(name: str, size: Big, chip: Chip, chosen: argparse.Namespace) -> lis
             collect()
             lines += training(name, size, chip, history)
             if "routes" in chosen.parts:
-                lines += ["", "### Scoring", "", *scoring(name, size, history)]
+                lines += ["", "### Scoring", "", *scoring(name, size, history, chosen.routes)]
             del history
             collect()
         if "publish" in chosen.parts:
@@ -318,6 +318,7 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--sizes", nargs="+", choices=list(SHAPES), default=list(SHAPES))
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--routes", nargs="+", choices=list(routes()), default=list(routes()))
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument(
         "--rows", type=int, nargs="+", default=[1, 64, 256], help="replies decoded at once"

@@ -59,7 +59,7 @@ from unstale.records import (
     ScoredTrajectory,
     collate,
 )
-from unstale.weights.codec import checksum
+from unstale.weights.bits import checksum
 
 RATE = 1e-6
 STEPS = 20

@@ -132,11 +132,15 @@ class Sender:
         self._engine, self._vocab = engine, int(policy.model.config.vocab_size)
         folder.mkdir()
         self._checkpoints = Checkpoints(folder, {})
-        self._store = VersionStore() if way == "delta" else None
+        self._store = VersionStore(policy.twin().weights()) if way == "delta" else None
         self._disk_s = 0.0
         self._publisher = DirectPublisher(
-            engine, dtype=policy.dtype, store=self._store, put=self._put
-        )  # type: ignore[arg-type]
+            engine,  # type: ignore[arg-type]
+            dtype=policy.dtype,
+            store=self._store,
+            put=self._put,
+            in_place=policy.device.type == "cuda",
+        )
 
     def _put(self, *version: Any) -> None:
         with timed() as clock:

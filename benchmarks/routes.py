@@ -55,7 +55,7 @@ from unstale.records import (
 )
 from unstale.testing import tiny_policy
 from unstale.trainer.local import LocalTrainer
-from unstale.weights.codec import words
+from unstale.weights.bits import words
 from unstale.weights.store import VersionStore
 
 LIVE = 5

@@ -348,7 +348,7 @@ def _publisher(
         store=delta_store(machine.scorer) if shares_deltas(config) else None,
         put=checkpoints.write_version,
         post=posts.post if posts else None,
-        in_place=config.engine.transfer == "nccl" and not config.trainer.lora_rank,
+        in_place=loads_in_place(config),
         packed=config.engine.quantise if packs_weights(config) else "none",
     )
 
@@ -493,6 +493,16 @@ def shares_deltas(config: RunConfig) -> bool:
     return config.old_logps.shares_deltas and (same_precision or config.trainer.lora_rank > 0)
 
 
+def loads_in_place(config: RunConfig) -> bool:
+    """Return True if the engines get whole weights on the trainer's GPU, not in main memory."""
+    options, cluster = config.engine, config.cluster
+    if config.trainer.lora_rank or packs_weights(config):
+        return False
+    is_here = not (cluster.trainers or cluster.engine_hosts or cluster.address)
+    reads_gpu = engine_spec(options.backend).reads_gpu and torch.cuda.is_available()
+    return options.transfer == "nccl" or (is_here and reads_gpu)
+
+
 def build_generator(
     config: RunConfig, policy: Policy, taskset: Taskset, engine: Engine | None = None
 ) -> Generator:
@@ -527,7 +537,7 @@ def build_engine(config: RunConfig, merging: Merging | None) -> EnginePool:
     urls = options.urls.split() or [""] * options.processes
     max_running = math.ceil(options.max_running / options.processes)
     over_file = options.transfer == "file" and not config.cluster.engine_hosts
-    is_single = len(urls) == 1 and over_file
+    is_single = len(urls) == 1 and over_file and not loads_in_place(config)
     sends_deltas = is_single and (merging is None or spec.adapter_deltas)
     every = tuple(
         EngineOptions(

@@ -33,7 +33,7 @@ from unstale.engines.embedded.engine import EmbeddedEngine
 from unstale.engines.pool import EnginePool, Recovery
 from unstale.engines.registry import EngineOptions
 from unstale.testing import check_engine, tiny_policy
-from unstale.weights.codec import checksum
+from unstale.weights.bits import checksum
 from unstale.weights.store import VersionStore
 
 

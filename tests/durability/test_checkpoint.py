@@ -22,7 +22,7 @@ from unstale.durability import checkpoint_files
 from unstale.durability.checkpoint import CheckpointError, Checkpoints, Progress
 from unstale.model.policy import Policy
 from unstale.testing import nudge, tiny_policy
-from unstale.weights.codec import checksum
+from unstale.weights.bits import checksum
 from unstale.weights.store import VersionStore
 
 

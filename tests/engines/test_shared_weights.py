@@ -13,7 +13,8 @@ from tests.support.forked import Forked
 from unstale.engines.embedded import shared_weights
 from unstale.engines.embedded.shared_weights import WEIGHTS, SharedWeights
 from unstale.testing import nudge, tiny_policy
-from unstale.weights.codec import advance, checksum
+from unstale.weights.bits import checksum
+from unstale.weights.codec import advance
 from unstale.weights.store import VersionStore
 
 

@@ -1,14 +1,22 @@
-"""On CUDA the embedded engine samples as on the CPU, with and without CUDA graphs."""
+"""On CUDA the embedded engine samples as on the CPU, with and without CUDA graphs.
 
+It reads weights in the memory of this process. A checksum has the same value on both devices.
+"""
+
+import asyncio
 from pathlib import Path
 
 import pytest
 import torch
 
+from unstale.engines import SamplingParams
 from unstale.engines.embedded.batcher import Batcher, FinishedReply, SampleRequest
 from unstale.engines.embedded.decoder import Qwen3Runner
+from unstale.engines.embedded.engine import EmbeddedEngine
 from unstale.engines.embedded.worker import build_runner
+from unstale.engines.registry import EngineOptions
 from unstale.testing import tiny_policy
+from unstale.weights.bits import checksum, has_checksum
 
 pytestmark = [
     pytest.mark.gpu,
@@ -49,6 +57,46 @@ def _live(batcher: Batcher) -> list[list[FinishedReply]]:
             for number, reply in replies.items():
                 contexts[number] += [*reply.tokens, *range(7, 8 + turn + 11 * number)]
     return found
+
+
+def test_an_engine_process_reads_the_weights_on_this_gpu(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a load the weights may change, and the engine keeps those that it read."""
+    policy = tiny_policy()
+    on_gpu = {name: tensor.cuda() for name, tensor in policy.weights().items()}
+    params = SamplingParams(max_tokens=40, stop_tokens=(), seed=3)
+    monkeypatch.setattr("unstale.engines.embedded.engine._pack_update", None)  # no bytes are sent
+
+    async def run() -> list[int]:
+        engine = EmbeddedEngine(EngineOptions(folder, dtype="float32", max_context=128))
+        await engine.start()
+        try:
+            await engine.load(on_gpu, 0)
+            for tensor in on_gpu.values():
+                tensor.zero_()
+            torch.cuda.synchronize()
+            await engine.resume()
+            return list((await engine.sample(range(5, 45), params)).piece.tokens)
+        finally:
+            await engine.close()
+
+    found = asyncio.run(run())
+    batcher = _batcher(folder, "cuda")
+    with torch.inference_mode():
+        batcher.submit(SampleRequest(0, tuple(range(5, 45)), 40, (), 1.0, seed=3))
+        (reply,) = [each for _ in range(60) if batcher.has_work for each in batcher.step()]
+    assert found == list(reply.tokens) and len(found) == 40
+
+
+def test_a_checksum_is_the_same_on_both_devices() -> None:
+    weights = {"a": torch.arange(1003).to(torch.int16), "b": torch.randn(7, 5).bfloat16()}
+    on_gpu = {name: tensor.cuda() for name, tensor in weights.items()}
+    found = checksum(on_gpu)
+    assert found.startswith("sum64:") and has_checksum(weights, found)
+    assert has_checksum(on_gpu, checksum(weights))
+    on_gpu["a"][1002] += 1
+    assert checksum(on_gpu) != found
 
 
 def test_cuda_says_what_the_processor_says(folder: Path) -> None:

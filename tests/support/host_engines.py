@@ -13,7 +13,7 @@ from unstale.engines.embedded.engine import EmbeddedEngine
 from unstale.engines.registry import EngineOptions
 from unstale.engines.scripted import ScriptedEngine
 from unstale.expert_routes import ExpertRoutes, pack_experts
-from unstale.weights.codec import checksum
+from unstale.weights.bits import checksum
 from unstale.weights.store import Delta
 
 

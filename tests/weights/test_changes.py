@@ -11,7 +11,7 @@ import base64
 import re
 import warnings
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 
 import numpy as np
@@ -23,20 +23,9 @@ from torch import Tensor
 
 from unstale.native import compile_library
 from unstale.weights import changes, codec
+from unstale.weights.bits import bytes_of, checksum, has_checksum, words
 from unstale.weights.changes import find_changes, split_planes
-from unstale.weights.codec import (
-    Delta,
-    advance,
-    apply,
-    bytes_of,
-    checksum,
-    dumps,
-    encode_all,
-    encode_between,
-    has_checksum,
-    loads,
-    words,
-)
+from unstale.weights.codec import Delta, advance, apply, dumps, encode_all, encode_between, loads
 from unstale.weights.store import VersionStore
 
 WIDTHS = {torch.int8: 1, torch.int16: 2, torch.int32: 4, torch.int64: 8}
@@ -277,7 +266,41 @@ def test_a_store_with_crc32_is_restored_and_checked() -> None:
         VersionStore().restore(state | {"checksum": crc ^ 1})
 
 
-@pytest.mark.parametrize("unknown", ["sha256:00", "xxh3:12", 1.5, None])
+def mixed(lanes: Sequence[int]) -> int:
+    """Return the sum of words, each mixed with its place, in Python's integers."""
+    total = 0
+    for place, lane in enumerate(lanes):
+        z = lane ^ (place + 1) * 0x9E3779B97F4A7C15 % 2**64
+        z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+        z = (z ^ z >> 27) * 0x94D049BB133111EB % 2**64
+        total += z ^ z >> 31
+    return total % 2**64
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_a_sum_is_over_the_words_of_all_tensors(
+    compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not compiled:
+        monkeypatch.setattr(changes, "_library", lambda: None)
+        monkeypatch.setattr(changes, "SUMMED", 7)
+    noise = torch.Generator().manual_seed(0)
+    long = torch.randint(-(2**15), 2**15, (401,), generator=noise).short()
+    tensors = {"b": torch.tensor([1.5, -2.0, 0.0]), "a": long[1:]}
+    data = [bytes(bytes_of(tensors["a"])), bytes(bytes_of(tensors["b"])) + bytes(4)]
+    assert len(data[0]) % 8 == len(data[1]) % 8 == 0
+    recorded = f"sum64:{mixed(np.frombuffer(b''.join(data), np.uint64).tolist()):016x}"
+    assert has_checksum(tensors, recorded)
+    for name in tensors:
+        for place in (0, -1):
+            other = {key: tensor.clone() for key, tensor in tensors.items()}
+            other[name].view(-1)[place] += 1
+            assert not has_checksum(other, recorded)
+    swapped = tensors | {"a": tensors["a"].flip(0)}
+    assert not has_checksum(swapped, recorded)
+
+
+@pytest.mark.parametrize("unknown", ["sum64:xyz", "sha256:00", "xxh3:12", 1.5, None])
 def test_an_unknown_kind_of_checksum_is_refused_by_name(unknown: object) -> None:
     weights = crc_weights()
     encoded = encode_all(weights, weights, weights)

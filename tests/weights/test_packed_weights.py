@@ -20,7 +20,8 @@ from unstale.engines.registry import EngineOptions, packs_weights
 from unstale.model.packed_weights import RoundedWeights, pack
 from unstale.model.quantisation import FORMATS, quantised
 from unstale.testing import tiny_policy
-from unstale.weights.codec import advance, words
+from unstale.weights.bits import words
+from unstale.weights.codec import advance
 from unstale.weights.publish import DirectPublisher
 from unstale.weights.store import Delta
 

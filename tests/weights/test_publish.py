@@ -9,11 +9,12 @@ import asyncio
 from collections.abc import Awaitable, Callable, Collection
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from unstale.build import shares_deltas
+from unstale.build import loads_in_place, shares_deltas
 from unstale.config import ClusterConfig, EngineConfig, OldLogpsConfig, RunConfig, TrainerConfig
 from unstale.engines import Engine, Reply, SamplingParams, Update
 from unstale.engines.embedded.engine import EmbeddedEngine
@@ -23,7 +24,7 @@ from unstale.model.policy import Policy
 from unstale.old_logps.scoring.local_scorer import LocalScorer
 from unstale.old_logps.snapshot_old import SnapshotOld
 from unstale.testing import nudge, tiny_policy
-from unstale.weights.codec import checksum
+from unstale.weights.bits import checksum
 from unstale.weights.publish import DirectPublisher
 from unstale.weights.store import Delta, VersionStore
 
@@ -104,6 +105,29 @@ def test_the_route_and_the_engine_share_one_delta_per_version() -> None:
         *(route.scorer.store.delta(version).nbytes for version in (1, 2, 3)),
     ]
     assert max(sizes[1:]) < size(policy) / 8
+
+
+def test_the_disk_gets_a_delta_also_if_the_engine_takes_none() -> None:
+    policy, engine = tiny_policy(dtype="bfloat16"), Remembering()
+    engine.takes_deltas = False
+    written: list[Delta | None] = []
+    publisher = DirectPublisher(
+        engine,
+        dtype=torch.bfloat16,
+        store=fresh(policy),
+        put=lambda version, weights, delta: written.append(delta),
+    )
+
+    async def run() -> None:
+        await engine.start()
+        await publish(publisher, policy)
+        step(policy, 1)
+        await publish(publisher, policy, range(1))
+
+    asyncio.run(run())
+    assert written[0] is None and written[1] is not None
+    assert (written[1].base, written[1].version) == (0, 1)
+    assert not any(isinstance(update, Delta) for update in engine.loaded)
 
 
 @pytest.mark.parametrize("case", ["takes none", "another version", "no smaller", "no store"])
@@ -270,3 +294,23 @@ def test_a_run_shares_deltas_where_route_and_engine_have_one_precision(
     )
     assert shares_deltas(config) == shares
     assert not shares_deltas(replace(config, cluster=ClusterConfig(trainers=2)))
+
+
+@pytest.mark.parametrize(
+    ("changes", "in_place"),
+    [
+        ({}, True),
+        ({"trainer": TrainerConfig(lora_rank=2)}, False),
+        ({"engine": EngineConfig(quantise="fp8")}, False),
+        ({"engine": EngineConfig(backend="vllm")}, False),
+        ({"cluster": ClusterConfig(trainers=2)}, False),
+        ({"cluster": ClusterConfig(engine_hosts=2)}, False),
+    ],
+)
+def test_an_embedded_engine_beside_the_trainer_reads_weights_on_its_gpu(
+    changes: dict[str, Any], in_place: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = replace(RunConfig(recipe="retail"), **changes)
+    assert not loads_in_place(config)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert loads_in_place(config) == in_place

@@ -26,17 +26,8 @@ from safetensors.numpy import load_file
 from safetensors.torch import load
 from torch import Tensor
 
-from unstale.weights.codec import (
-    Encoded,
-    advance,
-    apply,
-    checksum,
-    dumps,
-    encode,
-    file_of,
-    loads,
-    words,
-)
+from unstale.weights.bits import checksum, words
+from unstale.weights.codec import Encoded, advance, apply, dumps, encode, file_of, loads
 from unstale.weights.store import Delta, StoreFull, VersionStore
 
 DTYPES = (

@@ -26,7 +26,7 @@ from unstale.old_logps.scoring.scorer import Weights
 from unstale.records import Batch, PendingPiece
 from unstale.token_values import TokenValues
 from unstale.weights import codec
-from unstale.weights.codec import words
+from unstale.weights.bits import words
 from unstale.weights.publish import VersionedWeights
 
 

@@ -22,7 +22,8 @@ from unstale.old_logps.old_logit_model import pieces_of
 from unstale.old_logps.scoring.cache import answer
 from unstale.old_logps.scoring.queue import Pieces, ScoringOrder
 from unstale.old_logps.scoring.second_model import Reply, SecondModel
-from unstale.weights.codec import advance_overlap, words
+from unstale.weights.bits import words
+from unstale.weights.codec import advance_overlap
 
 if TYPE_CHECKING:
     from unstale.config.routes import Needs

@@ -43,7 +43,8 @@ from unstale.durability.checkpoint_shards import (
     write_parts,
 )
 from unstale.model.peers import ALONE, Peers
-from unstale.weights.codec import advance, all_of, file_parts, loads, words
+from unstale.weights.bits import words
+from unstale.weights.codec import advance, all_of, file_parts, loads
 from unstale.weights.publish import VersionedWeights
 from unstale.weights.store import Delta
 

@@ -31,14 +31,8 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_sharded
 from torch.distributed.checkpoint.state_dict_saver import save as save_sharded
 
 from unstale.model.sharding import host_copy, is_sharded
-from unstale.weights.codec import (
-    Encoded,
-    apply,
-    encode,
-    file_of,
-    read_tensors,
-    words,
-)
+from unstale.weights.bits import words
+from unstale.weights.codec import Encoded, apply, encode, file_of, read_tensors
 
 FORMAT = 3
 MANIFEST = "manifest.json"

@@ -45,7 +45,7 @@ from unstale.durability.checkpoint_files import (
 )
 from unstale.model.peers import ALONE, Peers
 from unstale.model.sharding import is_sharded, local, part_of
-from unstale.weights.codec import words
+from unstale.weights.bits import words
 from unstale.weights.store import VersionStore
 
 _FILE_ERRORS = (OSError, SafetensorError, ValueError, LookupError)

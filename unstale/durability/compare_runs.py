@@ -13,7 +13,7 @@ from unstale.durability.checkpoint import Checkpoint, Checkpoints
 from unstale.durability.journal import Journal, JournalReader
 from unstale.durability.journal.tables import COLUMNS
 from unstale.durability.run_folder import METRICS, RunFolder
-from unstale.weights.codec import words
+from unstale.weights.bits import words
 
 MEASURED = ("_s", "/busy_share")
 """Endings of the names of metrics that depend on the real clock. They are not compared."""

@@ -97,6 +97,8 @@ class EngineSpec:
     """True if the engine accepts deltas of LoRA adapters, because it keeps the adapters that it
     loaded.
     """
+    reads_gpu: bool = False
+    """True if an engine on this machine reads weights from the memory of the trainer's GPU."""
 
 
 def engine_spec(backend: str) -> EngineSpec:

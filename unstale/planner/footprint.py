@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from unstale.build import shares_deltas
+from unstale.build import loads_in_place, shares_deltas
 from unstale.config import ConfigError, RunConfig
 from unstale.config.routes import live_versions
 from unstale.config.techniques import needs_reference
@@ -238,7 +238,8 @@ def _engine_bytes(config: RunConfig, total: int, copy: int) -> float:
     engine = config.engine
     if engine.backend != "embedded":
         return 0.0
-    held: float = copy if shares_deltas(config) else 0  # the weights that deltas are applied to
+    applies_deltas = shares_deltas(config) and not loads_in_place(config)
+    held: float = copy if applies_deltas else 0  # the weights that deltas are applied to
     if packs_weights(config):
         held = _PACKED * total
     engines = engine.processes * (PROCESS_BYTES + total * _DTYPE_BYTES[engine.dtype] + held)

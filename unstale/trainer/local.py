@@ -665,9 +665,10 @@ class LocalTrainer:
     @torch.no_grad()
     def _cast_master(self) -> None:
         """Round the float32 weights into the bfloat16 weights of the forward pass."""
-        for name, parameter in self._forward.items():
-            if parameter is not self._master[name]:
-                parameter.copy_(self._master[name])
+        names = [name for name, each in self._forward.items() if each is not self._master[name]]
+        if names:
+            rounded: list[Tensor] = [self._forward[name] for name in names]
+            torch._foreach_copy_(rounded, [self._master[name] for name in names])
 
 
 def _select(values: Tensor, index: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-/* The words that differ between two tensors, for words of 8, 16, 32 and 64 bits. */
+/* The words that differ between two tensors, for words of 8, 16, 32 and 64 bits, and sums of words. */
 
 #include <stddef.h>
 #include <stdint.h>
@@ -65,6 +65,19 @@ static int64_t write_gaps(const uint16_t *where, int found, int64_t before, uint
         gaps[coded++] = (uint8_t)gap;
     }
     return coded;
+}
+
+/* Return the sum of words, each mixed with its place as in changes.py. `place` is the first one's. */
+uint64_t sum_words(const uint64_t *words, int64_t count, int64_t place)
+{
+    uint64_t total = 0;
+    for (int64_t i = 0; i < count; i++) {
+        uint64_t mixed = words[i] ^ (uint64_t)(place + i + 1) * 0x9E3779B97F4A7C15u;
+        mixed = (mixed ^ mixed >> 30) * 0xBF58476D1CE4E5B9u;
+        mixed = (mixed ^ mixed >> 27) * 0x94D049BB133111EBu;
+        total += mixed ^ mixed >> 31;
+    }
+    return total;
 }
 
 /*

@@ -1,4 +1,4 @@
-"""The words that differ between two tensors on the CPU.
+"""The words that differ between two tensors on the CPU, and sums over words.
 
 Compiled code (`changes.c`) finds them in one pass. Without a C compiler NumPy does, several times
 slower, after a warning. Both return the same bytes.
@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import Tensor
 
 from unstale.native import NotCompiled, compile_library
@@ -20,6 +21,12 @@ from unstale.native import NotCompiled, compile_library
 SOURCE = Path(__file__).with_name("changes.c")
 ESCAPE = 255
 """A gap's byte of this value means that 255 is added to the number in the next byte."""
+
+SUMMED = 1 << 24
+"""Largest number of words that are mixed at once without compiled code."""
+_STEP = 0x9E3779B97F4A7C15
+_MIXING = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1))
+"""Shifts and factors of SplitMix64."""
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -83,6 +90,35 @@ def split_planes(before: Tensor, after: Tensor | None) -> tuple[Bytes, ...]:
     return tuple(planes)
 
 
+def mixed_sum(lanes: Tensor, place: int) -> int:
+    """Return the sum of 64-bit words `[n]`, each mixed with its place, as a number below 2^64.
+
+    `place` is that of the first word. A word is mixed by the last steps of SplitMix64 (Steele, Lea
+    and Flood, 2014), after the exclusive or with a multiple of its place.
+    """
+    library = _library() if lanes.is_cpu else None
+    if library is not None:
+        total: int = library.sum_words(lanes.data_ptr(), len(lanes), place)
+        return total
+    total = 0
+    for first in range(0, len(lanes), SUMMED):
+        part = lanes[first : first + SUMMED]
+        begin = place + first + 1
+        mixed = torch.arange(begin, begin + len(part), device=lanes.device).mul_(_signed(_STEP))
+        mixed ^= part
+        for shift, factor in _MIXING:
+            shifted = mixed >> shift
+            mixed ^= shifted.bitwise_and_((1 << 64 - shift) - 1)  # `>>` repeats the sign
+            mixed *= _signed(factor)
+        total += int(mixed.sum())
+    return total % 2**64
+
+
+def _signed(number: int) -> int:
+    """Return the number that has the same 64 bits with a sign."""
+    return number - (number >> 63 << 64)
+
+
 def require_alike(before: Tensor, after: Tensor) -> None:
     """Raise ValueError unless two tensors have the same shape and dtype."""
     if before.shape != after.shape or before.dtype != after.dtype:
@@ -124,6 +160,8 @@ def _library() -> ctypes.CDLL | None:
         )
         return None
     pointer, number = ctypes.c_void_p, ctypes.c_int64
+    library.sum_words.argtypes = [pointer, number, number]
+    library.sum_words.restype = ctypes.c_uint64
     for bits in (8, 16, 32, 64):
         changes = getattr(library, f"changes_{bits}")
         changes.argtypes = [pointer, pointer, number, number, pointer, pointer, pointer]

@@ -11,8 +11,7 @@ XOR is its own inverse, so a delta can be applied in both directions. Working on
 payloads, -0.0 and denormals. Tensors are compressed on the CPU, one on each of torch's threads. If
 few words changed on another device, only these are copied.
 
-A checksum is `xxh3:` and the 16 hexadecimal digits of XXH3 with 64 bits. Earlier releases wrote
-CRC-32, as a number. Both are read and checked.
+Checksums of weights are those of `bits`. A file has one of its own bytes, too.
 
 Input may be damaged or hostile. Reading it returns the delta that was written or raises ValueError.
 It needs no more memory than the input and the tensors to which it is applied.
@@ -20,23 +19,30 @@ It needs no more memory than the input and the tensors to which it is applied.
 
 import json
 import math
-import re
 import struct
-import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
 from mmap import mmap
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
-import xxhash
 import zstandard
 from torch import Tensor
 
+from unstale.weights.bits import (
+    Checksum,
+    bytes_of,
+    check_kind,
+    checksum,
+    checksum_like,
+    has_checksum,
+    words,
+    xxh3,
+)
 from unstale.weights.changes import (
     ESCAPE,
     encode_gaps,
@@ -67,7 +73,7 @@ _ENTROPY = zstandard.ZstdCompressionParameters.from_level(1, min_match=7, hash_l
 """Fast settings of the compressor. The data has frequent byte values but few repeated strings, so a
 search for repeats would take time and save nothing.
 """
-_WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_WIDTHS = (1, 2, 4, 8)
 _NAMES = {
     torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32", torch.float64: "F64",
     torch.complex64: "C64", torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8",
@@ -78,9 +84,7 @@ _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 _HEADER = struct.Struct("<Q")
 
 Array = npt.NDArray[Any]
-Checksum = int | str
-"""`xxh3:` and 16 hexadecimal digits, or a CRC-32 as a number."""
-_XXH3 = re.compile("xxh3:[0-9a-f]{16}")
+T = TypeVar("T")
 Kind = Literal["sparse", "packed", "raw"]
 Entry = tuple[str, str, tuple[int, ...], int]
 """One tensor of a safetensors file: name, dtype, shape and number of bytes."""
@@ -102,7 +106,7 @@ class Encoded:
         num_streams = {"sparse": 1 + self.width, "packed": self.width, "raw": 1}[self.kind]
         is_valid = (
             all(type(number) is int for number in (self.words, self.width, self.changed))
-            and self.width in _WORDS
+            and self.width in _WIDTHS
             and 0 <= self.changed <= self.words
             and len(self.streams) == (num_streams if self.changed else 0)
         )
@@ -171,50 +175,6 @@ class Delta:
             )
 
 
-def words(tensor: Tensor) -> Tensor:
-    """Return the bits of a tensor as integers. The result shares the tensor's memory."""
-    tensor = tensor.detach()
-    if tensor.is_complex():
-        tensor = torch.view_as_real(tensor)
-    return tensor.view(_WORDS[tensor.element_size()])
-
-
-def checksum(tensors: Mapping[str, Tensor]) -> str:
-    """Return the XXH3 of the bits of all tensors, in the order of their names."""
-    return _xxh3(_bits(tensors))
-
-
-def has_checksum(tensors: Mapping[str, Tensor], recorded: Checksum) -> bool:
-    """Return True if the tensors have a recorded checksum of either kind."""
-    return _checksum_like(recorded, _bits(tensors)) == recorded
-
-
-def _bits(tensors: Mapping[str, Tensor]) -> Iterator[Bytes]:
-    return (bytes_of(tensors[name]) for name in sorted(tensors))
-
-
-def _xxh3(parts: Iterable[Bytes]) -> str:
-    state = xxhash.xxh3_64()
-    for part in parts:
-        state.update(part)
-    return f"xxh3:{state.hexdigest()}"
-
-
-def _checksum_like(recorded: object, parts: Iterable[Bytes]) -> Checksum:
-    """Return the checksum of the kind of a recorded one. Raises ValueError for other kinds."""
-    if type(recorded) is int:
-        crc = 0
-        for part in parts:
-            crc = zlib.crc32(part, crc)
-        return crc
-    if isinstance(recorded, str) and _XXH3.fullmatch(recorded):
-        return _xxh3(parts)
-    raise ValueError(
-        f"its checksum is {repr(recorded)[:40]}, but this release reads CRC-32 (a number) and XXH3 "
-        "(xxh3: and 16 hexadecimal digits)"
-    )
-
-
 def encode_all(
     before: Mapping[str, Tensor], after: Mapping[str, Tensor], names: Iterable[str]
 ) -> dict[str, Encoded]:
@@ -224,11 +184,16 @@ def encode_all(
         return encode_between(words(before[name]), words(after[name]))
 
     names = list(names)
+    return dict(zip(names, _in_threads(encode_one, names), strict=True))
+
+
+def _in_threads(call: Callable[[str], T], names: Sequence[str]) -> list[T]:
+    """Return the results of a function for all names, computed on torch's threads."""
     threads = min(torch.get_num_threads(), len(names))
     if threads <= 1:
-        return {name: encode_one(name) for name in names}
+        return [call(name) for name in names]
     with ThreadPoolExecutor(threads) as pool:
-        return dict(zip(names, pool.map(encode_one, names), strict=True))
+        return list(pool.map(call, names))
 
 
 def encode(difference: Tensor) -> Encoded:
@@ -373,6 +338,11 @@ def apply(encoded: Encoded, target: Tensor) -> None:
             flat ^= raw.to(flat.device)
     if not target.is_contiguous():
         target.copy_(flat.view(target.shape))
+
+
+def apply_all(tensors: Mapping[str, Encoded], targets: Mapping[str, Tensor]) -> None:
+    """Apply differences to the `words` of tensors, in place, on torch's threads."""
+    _in_threads(lambda name: apply(tensors[name], targets[name]), [*tensors])
 
 
 def advance(tensors: Mapping[str, Tensor], delta: Delta) -> None:
@@ -603,18 +573,18 @@ def _loads(data: Bytes) -> Delta:
             streams.append(data[start + first : start + last])
         tensors[name] = Encoded(**entry | {"streams": tuple(streams)})
     recorded = int(seal) if seal.isdecimal() else seal
-    if _checksum_like(recorded, _sealed(text, tensors)) != recorded or header or left:
+    if checksum_like(recorded, _sealed(text, tensors)) != recorded or header or left:
         raise ValueError("its checksum differs")
     delta = Delta(tensors=tensors, **about)
     if any(type(getattr(delta, each.name)) is not int for each in fields(Delta)[:2]):
         raise ValueError("base and version must be integers")
-    _checksum_like(delta.checksum, ())
+    check_kind(delta.checksum)
     return delta
 
 
 def _seal(about: str, tensors: Mapping[str, Encoded]) -> str:
     """Return the checksum of the metadata and all compressed streams, by which damage is found."""
-    return _xxh3(_sealed(about, tensors))
+    return xxh3(_sealed(about, tensors))
 
 
 def _sealed(about: str, tensors: Mapping[str, Encoded]) -> Iterator[Bytes]:
@@ -637,11 +607,6 @@ def _check_fit(encoded: Encoded, target: Tensor) -> None:
             f"a difference of {encoded.words} words of {encoded.width} bytes does not fit "
             f"a tensor of {target.numel()} words of {target.element_size()} bytes"
         )
-
-
-def bytes_of(tensor: Tensor) -> memoryview:
-    """Return the bytes of a tensor on the CPU, sharing its memory where possible."""
-    return words(tensor).cpu().contiguous().numpy().reshape(-1).view(np.uint8).data
 
 
 def _pack(array: Array) -> bytes:

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from unstale.model.packed_weights import pack
-from unstale.weights.codec import checksum, encode_all
+from unstale.weights.bits import checksum
+from unstale.weights.codec import encode_all
 from unstale.weights.store import Delta, Update, VersionStore
 
 
@@ -78,10 +79,10 @@ class DirectPublisher:
     """A publisher that passes weights to one engine, in the precision `dtype`.
 
     `store` is the version store of the old-logit route, if it has one. It also returns the delta,
-    which is the compressed difference from the previous version. The engine gets the delta instead
-    of the weights if it accepts deltas, has the previous version, and the delta is smaller. `put`
-    saves every version to disk before the engine gets it. With `post`, the engine gets what it
-    returns, and fetches the weights from there. With `in_place`, whole weights stay on the
+    which is the compressed difference from the previous version. If the delta is smaller than the
+    weights, `put` gets it, and so does an engine that accepts deltas and has the previous version.
+    `put` saves every version to disk before the engine gets it. With `post`, the engine gets what
+    it returns, and fetches the weights from there. With `in_place`, whole weights stay on the
     trainer's device. With `packed`, a format of `quantisation.FORMATS`, the engine gets the values
     and scales of this format, and later versions as their differences.
     """
@@ -124,7 +125,8 @@ class DirectPublisher:
             if self._packed != "none":
                 update = self._pack(source.version, weights)
             else:
-                update = delta or cast(weights, self._dtype, device=self._device)
+                sent = delta if self._engine.takes_deltas else None
+                update = sent or cast(weights, self._dtype, device=self._device)
             self.bytes = update.nbytes if isinstance(update, Delta) else _size(update)
         self._prepared = update, source.version
 
@@ -160,9 +162,7 @@ class DirectPublisher:
         # versions that are no longer needed must not count against the memory limit
         self._store.keep(live)
         self._store.put(version, weights)
-        older = self._store.versions[: self._store.versions.index(version)]
-        takes_deltas = self._post is not None or self._engine.takes_deltas
-        if not takes_deltas or self._loaded not in older:
+        if self._loaded not in self._store.versions[: self._store.versions.index(version)]:
             return None
         delta = self._store.delta(version)
         return delta if delta.base == self._loaded and delta.nbytes < _size(weights) else None

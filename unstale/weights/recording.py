@@ -24,7 +24,8 @@ from unstale.config import ConfigError
 from unstale.expert_routes import ExpertRoutes, RouteTable
 from unstale.model.whole_weights import WholeWeights
 from unstale.records import Batch, StoredLogps
-from unstale.weights.codec import bytes_of, file_header
+from unstale.weights.bits import bytes_of
+from unstale.weights.codec import file_header
 
 RECORDED = "recorded"
 """Name of the folder with the recording, in a run folder."""

@@ -13,18 +13,16 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from unstale.weights.bits import Checksum, checksum, has_checksum, words
 from unstale.weights.codec import (
-    Checksum,
     Delta,
     apply,
-    checksum,
+    apply_all,
     encode,
     encode_all,
-    has_checksum,
     loads,
     require_fit,
     whole,
-    words,
 )
 from unstale.weights.shelf import Shelf
 
@@ -270,8 +268,8 @@ class VersionStore:
         self._shelf.put(delta.version, delta)
 
     def _apply(self, version: int) -> None:
-        for name, encoded in self._shelf.get(version).tensors.items():
-            apply(encoded, words(self._movable[name]))
+        targets = {name: words(tensor) for name, tensor in self._movable.items()}
+        apply_all(self._shelf.get(version).tensors, targets)
 
     def _merge(self, before: int, links: list[int]) -> Delta:
         """Return one delta from `before` to the last of `links`, by joining their deltas."""

@@ -13,9 +13,10 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
+from torch import Tensor
 
 from unstale.engines import (
     NOT_STARTED,
@@ -35,6 +36,7 @@ from unstale.expert_routes import ExpertRoutes
 from unstale.records import Sampled
 from unstale.weights.child_process import BEAT_S, Bytes, Child, ChildFrozen, Frames, Header, frame
 from unstale.weights.codec import file_of, file_parts
+from unstale.weights.gpu_handles import handles_of
 from unstale.weights.store import Delta
 
 STEP_S = 0.02
@@ -169,10 +171,19 @@ class EmbeddedEngine:
     async def load(self, update: Update, version: int) -> None:
         """Load weights as `Engine.load` does. The tensors must not change before this returns."""
         check_load(update, version, self._version, sampling=self._running, deltas=self.takes_deltas)
-        body = await asyncio.to_thread(_pack_update, update)
-        delta = isinstance(update, Delta)
-        await self._command({"op": "load", "version": version, "delta": delta}, body)
+        header = {"op": "load", "version": version, "delta": isinstance(update, Delta)}
+        if self._is_read_in_place(update):
+            handles = await asyncio.to_thread(handles_of, update)
+            await self._command(header | {"handles": handles})
+        else:
+            await self._command(header, await asyncio.to_thread(_pack_update, update))
         self._version = version
+
+    def _is_read_in_place(self, update: Update) -> TypeGuard[Mapping[str, Tensor]]:
+        """Return True if the process reads the weights from the memory of the GPU."""
+        if isinstance(update, Delta) or self.takes_deltas or self._options.merging:
+            return False
+        return bool(update) and all(tensor.is_cuda for tensor in update.values())
 
     async def resume(self) -> None:
         self._live_child()
@@ -455,4 +466,4 @@ def _pack_update(update: Update) -> Sequence[Bytes]:
     return file_parts(update) if isinstance(update, Delta) else file_of(update)
 
 
-SPEC = EngineSpec(EmbeddedEngine, takes_packed=True, adapter_deltas=True)
+SPEC = EngineSpec(EmbeddedEngine, takes_packed=True, adapter_deltas=True, reads_gpu=True)

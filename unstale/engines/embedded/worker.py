@@ -27,6 +27,7 @@ from unstale.model.lora import Base, Merging
 from unstale.model.packed_weights import RoundedWeights, pack
 from unstale.weights.child_process import Frames, Header, frame
 from unstale.weights.codec import advance, loads, tensors_of
+from unstale.weights.gpu_handles import open_handles
 
 _READ_BYTES = 1 << 20
 READY = -1
@@ -206,9 +207,13 @@ class _EngineWorker:
             if header["delta"]:
                 advance(self._full_weights, loads(memoryview(body)))
                 update = self._full_weights
+            elif handles := header.get("handles"):
+                update = self._received(open_handles(handles))
             else:
                 update = self._received(tensors_of(body))
             self._batcher.load(self._to_load(update))
+            if header.get("handles"):  # the trainer may change its weights from now on
+                torch.cuda.synchronize()
         except ValueError as error:
             return str(error)
         self._full_weights = update if self._options["deltas"] else {}

@@ -1,0 +1,119 @@
+"""The bits of tensors, as words and as bytes, and checksums of them.
+
+A checksum of weights is text, by its kind:
+
+    xxh3:...    XXH3 with 64 bits, which reads the bytes in order. For weights in main memory.
+    sum64:...   a sum over all words of 64 bits, which a GPU computes where its weights are
+
+Earlier releases wrote a CRC-32, as a number. Every kind can be checked on every device.
+"""
+
+import re
+import zlib
+from collections.abc import Iterable, Mapping
+
+import numpy as np
+import torch
+import xxhash
+from torch import Tensor
+
+from unstale.weights.changes import mixed_sum
+from unstale.weights.child_process import Bytes
+
+Checksum = int | str
+"""`xxh3:` or `sum64:` and 16 hexadecimal digits, or a CRC-32 as a number."""
+
+_KINDS = re.compile("(xxh3|sum64):[0-9a-f]{16}")
+_WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_LANE = 8
+"""Bytes of a word of a sum."""
+
+
+def words(tensor: Tensor) -> Tensor:
+    """Return the bits of a tensor as integers. The result shares the tensor's memory."""
+    tensor = tensor.detach()
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
+    return tensor.view(_WORDS[tensor.element_size()])
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """Return the bytes of a tensor on the CPU, sharing its memory where possible."""
+    return words(tensor).cpu().contiguous().numpy().reshape(-1).view(np.uint8).data
+
+
+def checksum(tensors: Mapping[str, Tensor]) -> str:
+    """Return the checksum of the bits of all tensors, in the order of their names.
+
+    It is an XXH3, or a sum if all tensors are on a GPU.
+    """
+    ordered = [tensors[name] for name in sorted(tensors)]
+    if ordered and all(tensor.is_cuda for tensor in ordered):
+        return sum64(ordered)
+    return xxh3(map(bytes_of, ordered))
+
+
+def has_checksum(tensors: Mapping[str, Tensor], recorded: Checksum) -> bool:
+    """Return True if the tensors have a recorded checksum.
+
+    Raises ValueError for other kinds of checksums.
+    """
+    ordered = [tensors[name] for name in sorted(tensors)]
+    check_kind(recorded)
+    if isinstance(recorded, str) and recorded.startswith("sum64:"):
+        return sum64(ordered) == recorded
+    return checksum_like(recorded, map(bytes_of, ordered)) == recorded
+
+
+def xxh3(parts: Iterable[Bytes]) -> str:
+    """Return the XXH3 of bytes that are given in parts."""
+    state = xxhash.xxh3_64()
+    for part in parts:
+        state.update(part)
+    return f"xxh3:{state.hexdigest()}"
+
+
+def sum64(tensors: Iterable[Tensor]) -> str:
+    """Return the sum of all words, each mixed with its place, modulo 2^64.
+
+    The bytes of each tensor are padded with zeros to whole words of 64 bits. The sum of the first
+    `n` words does not depend on the order in which they are added, so any device can compute it.
+    """
+    total = place = 0
+    for tensor in tensors:
+        flat = words(tensor).contiguous().reshape(-1).view(torch.uint8)
+        whole = len(flat) // _LANE * _LANE
+        if flat.storage_offset() % _LANE:  # words of 64 bits must be at such addresses
+            flat = flat.clone()
+        parts = [flat[:whole]]
+        if rest := len(flat) - whole:
+            parts.append(torch.cat([flat[whole:], flat.new_zeros(_LANE - rest)]))
+        for part in parts:
+            lanes = part.view(torch.int64)
+            total += mixed_sum(lanes, place)
+            place += len(lanes)
+    return f"sum64:{total % 2**64:016x}"
+
+
+def check_kind(recorded: object) -> None:
+    """Raise ValueError unless this is a checksum that this release can compute."""
+    is_text = isinstance(recorded, str) and _KINDS.fullmatch(recorded)
+    if type(recorded) is not int and not is_text:
+        raise ValueError(
+            f"its checksum is {repr(recorded)[:40]}, but this release reads CRC-32 (a number), and "
+            "XXH3 and sums (xxh3: or sum64:, and 16 hexadecimal digits)"
+        )
+
+
+def checksum_like(recorded: object, parts: Iterable[Bytes]) -> Checksum:
+    """Return the CRC-32 or XXH3 of bytes, whichever a recorded checksum is.
+
+    Raises ValueError for other kinds.
+    """
+    check_kind(recorded)
+    if type(recorded) is int:
+        crc = 0
+        for part in parts:
+            crc = zlib.crc32(part, crc)
+        return crc
+    return xxh3(parts)
