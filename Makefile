@@ -6,7 +6,9 @@ export GOMP_SPINCOUNT := 10000
 # Compile each module once, even where the environment says otherwise: tests start many processes.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup demo test test-engines test-adapters test-cluster test-dashboard pairs ranks conversations check base-policy bench bench-agent bench-demo bench-desks bench-tau2 bench-tau2-policy bench-compare \
+PURELIB := -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
+
+.PHONY: setup demo test test-engines test-adapters test-cluster test-dashboard test-kernels pairs ranks conversations check base-policy bench bench-agent bench-demo bench-desks bench-tau2 bench-tau2-policy bench-compare \
 	bench-audit bench-resume bench-endpoint bench-peers bench-generate bench-train bench-growth bench-windows bench-memory bench-schedule bench-async \
 	bench-async-learning bench-routes bench-event-loop bench-publish bench-simulate bench-dashboard bench-gpu gpu-check chaos chaos-cluster report fuzz sizes wheel docs
 
@@ -28,6 +30,17 @@ test: setup
 	$(BIN)/python -c "import torch._dynamo, transformers, unstale.trainer.local"
 	$(BIN)/pytest -n 4 --dist loadfile --no-loadscope-reorder
 
+# Test the kernels for GPUs with Triton's interpreter, in an environment on top of .venv (2 minutes, 1 GB of disk).
+test-kernels: .venv-triton/.ready
+	PYTHONPATH=$(CURDIR) .venv-triton/bin/python -m pytest -n 2 tests/model/test_gpu_kernels.py
+
+# The version that torch 2.13 for CUDA needs.
+.venv-triton/.ready: .venv/.ready
+	$(PYTHON) -m venv .venv-triton
+	$(BIN)/python $(PURELIB) > $$(.venv-triton/bin/python $(PURELIB))/shared.pth
+	.venv-triton/bin/pip install --quiet --disable-pip-version-check triton==3.7.1
+	touch $@
+
 # Test against a real vLLM server, in its own environment (minutes, 3 GB of disk).
 test-engines: .venv-engines/.ready
 	.venv-engines/bin/pytest tests/servers
@@ -41,7 +54,6 @@ test-engines: .venv-engines/.ready
 # Test the adapters whose libraries need their own environments, each on top of .venv (minutes, 1 GB of disk).
 # tau2-bench is not in the registry: make test-adapters TAU2=<folder of its source>.
 ADAPTERS := openenv verifiers $(if $(TAU2),tau2)
-PURELIB := -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
 test-adapters: $(ADAPTERS:%=.venv-adapters/%/.ready)
 	set -e; for name in $(ADAPTERS); do \
 		TAU2_DATA_DIR=$(TAU2)/data .venv-adapters/$$name/bin/python -m pytest tests/adapters/test_$$name.py; done

@@ -17,6 +17,7 @@ from unstale.engines.embedded.worker import build_runner
 from unstale.engines.registry import EngineOptions
 from unstale.testing import tiny_policy
 from unstale.weights.bits import checksum, has_checksum
+from unstale.weights.store import VersionStore
 
 pytestmark = [
     pytest.mark.gpu,
@@ -97,6 +98,25 @@ def test_a_checksum_is_the_same_on_both_devices() -> None:
     assert has_checksum(on_gpu, checksum(weights))
     on_gpu["a"][1002] += 1
     assert checksum(on_gpu) != found
+
+
+def test_a_store_on_the_gpu_has_the_versions_of_one_on_the_cpu() -> None:
+    noise = torch.Generator().manual_seed(0)
+    version = {"a": torch.randn(300, 1000, generator=noise).bfloat16(), "b": torch.randn(7)}
+    on_cpu, on_gpu = VersionStore(), VersionStore({k: v.cuda() for k, v in version.items()})
+    kept = []
+    for number, share in enumerate((0.0, 0.01, 0.5, 1.0)):
+        for tensor in version.values():
+            changed = torch.rand(tensor.shape, generator=noise) < share
+            tensor.copy_(torch.where(changed, tensor * 1.01, tensor))
+        kept.append({name: tensor.clone() for name, tensor in version.items()})
+        on_cpu.put(number, version)
+        on_gpu.put(number, {name: tensor.cuda() for name, tensor in version.items()})
+        if number:
+            assert on_gpu.delta(number).tensors == on_cpu.delta(number).tensors
+    for number in (0, 2, 1, 3):
+        found = on_gpu.tensors(number)
+        assert all(torch.equal(found[name].cpu(), kept[number][name]) for name in kept[number])
 
 
 def test_cuda_says_what_the_processor_says(folder: Path) -> None:

@@ -24,7 +24,9 @@ from unstale.model.policy import Policy
 from unstale.model.tree_attention import flash_layout, layout_of
 from unstale.testing import tiny_policy
 
-pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
+pytestmark = pytest.mark.skipif(
+    find_spec("triton") is None, reason="needs Triton: make test-kernels"
+)
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.bfloat16]

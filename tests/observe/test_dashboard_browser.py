@@ -88,16 +88,8 @@ def go(page: Page, client: Client, path: str) -> None:
 
 def see_all(page: Page) -> None:
     """Scroll through the page of a run, whose parts are asked for when they come into view."""
-    page.run(
-        """(async () => {
-          for (let at = 0; at < document.body.scrollHeight; at += 300) {
-            scrollTo(0, at);
-            await new Promise((done) => setTimeout(done, 30));
-          }
-        })()"""
-    )
     shown = ("again", "section-episodes", "section-timeline")
-    page.wait(" && ".join(f"document.getElementById('{each}')" for each in shown))
+    page.scroll_until(" && ".join(f"document.getElementById('{each}')" for each in shown))
     page.wait("document.querySelector('#section-episodes td')")
     page.run("scrollTo(0, 0)")
 
@@ -322,15 +314,7 @@ def test_plots_of_one_run_are_compared_and_series_are_asked_for_together(
     page.run("performance.clearResourceTimings()")
     go(page, client, "compare?a=hostile&b=plain")
     page.run("document.querySelectorAll('details').forEach((each) => (each.open = true))")
-    page.run(
-        """(async () => {
-          for (let at = 0; at < document.body.scrollHeight; at += 300) {
-            scrollTo(0, at);
-            await new Promise((done) => setTimeout(done, 60));
-          }
-        })()"""
-    )
-    page.wait(
+    page.scroll_until(
         "[...document.querySelectorAll('.card.chart')].every((c) => c.querySelector('.uplot'))"
     )
     texts = page.run("[...document.querySelectorAll('.card.chart')].map((each) => each.innerText)")

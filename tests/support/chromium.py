@@ -104,6 +104,21 @@ class Page:
             text = self.run("document.body?.innerText.slice(0, 600)")
             assert time.monotonic() < end, f"never true: {condition}; {self.errors}; {text}"
 
+    def scroll_until(self, condition: str) -> None:
+        """Scroll through the page, again and again, until a JavaScript expression is true.
+
+        Parts of a page are asked for when they come into view. The page grows when one arrives.
+        """
+        end = time.monotonic() + TIMEOUT_S
+        scroll = (
+            "(async () => { for (let at = 0; at < document.body.scrollHeight; at += 300) { "
+            "scrollTo(0, at); await new Promise((done) => setTimeout(done, 30)); } "
+            f"try {{ return Boolean({condition}); }} catch {{ return false; }} }})()"
+        )
+        while not self.run(scroll):
+            text = self.run("document.body?.innerText.slice(0, 600)")
+            assert time.monotonic() < end, f"never true: {condition}; {self.errors}; {text}"
+
     def resize(self, width: int, height: int, *, dark: bool = False) -> None:
         """Set the size of the window, and the theme that the system prefers."""
         self.call(

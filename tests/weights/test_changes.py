@@ -24,7 +24,12 @@ from torch import Tensor
 from unstale.native import compile_library
 from unstale.weights import changes, codec
 from unstale.weights.bits import bytes_of, checksum, has_checksum, words
-from unstale.weights.changes import find_changes, split_planes
+from unstale.weights.changes import (
+    changes_on_device,
+    find_changes,
+    positions_of,
+    split_planes,
+)
 from unstale.weights.codec import Delta, advance, apply, dumps, encode_all, encode_between, loads
 from unstale.weights.store import VersionStore
 
@@ -264,6 +269,40 @@ def test_a_store_with_crc32_is_restored_and_checked() -> None:
     VersionStore().restore(state | {"checksum": crc})
     with pytest.raises(ValueError, match="the checksum differs"):
         VersionStore().restore(state | {"checksum": crc ^ 1})
+
+
+@settings(max_examples=60)
+@given(
+    bits=st.sampled_from([8, 16, 32, 64]),
+    gaps=st.lists(st.integers(0, 600), min_size=1, max_size=40),
+    seed=st.integers(0, 2**31),
+)
+def test_code_for_any_device_finds_the_same_changes(bits: int, gaps: list[int], seed: int) -> None:
+    """The code for GPUs, on the CPU."""
+    noise = np.random.default_rng(seed)
+    where = np.cumsum(np.array(gaps) + 1) - 1
+    difference = np.zeros(where[-1] + 1 + seed % 300, f"i{bits // 8}")
+    low, high = np.iinfo(difference.dtype).min, np.iinfo(difference.dtype).max
+    difference[where] = noise.integers(low, high, len(where), difference.dtype, endpoint=True) | 1
+    tensor = torch.from_numpy(difference)
+    for limit in (len(where), len(where) - 1):
+        expected = find_changes(tensor, None, limit)
+        found = changes_on_device(tensor, limit)
+        assert found.count == expected.count == len(where)
+        assert found.gaps.tolist() == expected.gaps.tolist()
+        assert [each.tolist() for each in found.planes] == [
+            each.tolist() for each in expected.planes
+        ]
+    coded = torch.from_numpy(find_changes(tensor, None, len(where)).gaps)
+    assert positions_of(coded, len(where), len(tensor)).tolist() == where.tolist()
+    with pytest.raises(ValueError, match="outside a tensor"):
+        positions_of(coded, len(where), int(where[-1]))
+    with pytest.raises(ValueError, match=r"positions for \d+ changed words"):
+        positions_of(coded, len(where) - 1, len(tensor))
+    planes = changes_on_device(tensor, len(where)).planes
+    streams = [codec._pack(each) for each in planes]
+    words_found = codec._unplane_on(tensor, streams, len(where))
+    assert words_found.tolist() == difference[where].tolist()
 
 
 def mixed(lanes: Sequence[int]) -> int:

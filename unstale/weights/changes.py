@@ -90,6 +90,47 @@ def split_planes(before: Tensor, after: Tensor | None) -> tuple[Bytes, ...]:
     return tuple(planes)
 
 
+def changes_on_device(difference: Tensor, limit: int) -> Changes:
+    """Return what `find_changes` returns for the XOR `[n]` of two tensors on any device.
+
+    Gaps and planes are made on that device, so only these bytes are copied to the CPU.
+    """
+    where = difference.nonzero().squeeze(1)
+    if not 0 < len(where) <= limit:
+        return Changes(len(where), np.empty(0, np.uint8), ())
+    changed = difference[where]
+    planes = [(changed >> 8 * i).to(torch.uint8) for i in range(difference.element_size())]
+    gaps, *parts = (each.cpu().numpy() for each in (_gaps_of(where), *planes))
+    return Changes(len(where), gaps, tuple(parts))
+
+
+def _gaps_of(where: Tensor) -> Tensor:
+    """Return what `encode_gaps` returns, on the device of the positions."""
+    gaps = torch.diff(where, prepend=where.new_tensor([-1])) - 1
+    escapes = gaps // ESCAPE
+    ends = (escapes + 1).cumsum(0) - 1
+    coded = torch.full((int(ends[-1]) + 1,), ESCAPE, dtype=torch.uint8, device=where.device)
+    coded[ends] = (gaps - escapes * ESCAPE).to(torch.uint8)
+    return coded
+
+
+def positions_of(gaps: Tensor, changed: int, words: int) -> Tensor:
+    """Return the positions `[changed]` of changed words, from what `encode_gaps` returned.
+
+    They are on the device of the gaps, `[n]` uint8. Raises ValueError if they are not positions of
+    that many words.
+    """
+    skipped = gaps.cumsum(0, dtype=torch.int64)
+    if len(gaps) > changed:
+        skipped = skipped[gaps != ESCAPE]
+    if len(skipped) != changed:
+        raise ValueError(f"{len(skipped)} positions for {changed} changed words")
+    where = skipped + torch.arange(changed, device=gaps.device)
+    if len(where) and where[-1] >= words:
+        raise ValueError(f"position {where[-1]} is outside a tensor of {words} words")
+    return where
+
+
 def mixed_sum(lanes: Tensor, place: int) -> int:
     """Return the sum of 64-bit words `[n]`, each mixed with its place, as a number below 2^64.
 

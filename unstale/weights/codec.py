@@ -9,7 +9,7 @@ tensor is stored in the smallest of three ways:
 
 XOR is its own inverse, so a delta can be applied in both directions. Working on bits keeps NaN
 payloads, -0.0 and denormals. Tensors are compressed on the CPU, one on each of torch's threads. If
-few words changed on another device, only these are copied.
+few words changed on another device, only their gaps and planes are copied.
 
 Checksums of weights are those of `bits`. A file has one of its own bytes, too.
 
@@ -45,8 +45,9 @@ from unstale.weights.bits import (
 )
 from unstale.weights.changes import (
     ESCAPE,
-    encode_gaps,
+    changes_on_device,
     find_changes,
+    positions_of,
     require_alike,
     split_planes,
 )
@@ -249,14 +250,9 @@ class _Pair:
         """
         if self.before.is_cpu:
             found = find_changes(self.before, self.after, limit)
-            streams = (found.gaps, *found.planes) if 0 < found.count <= limit else ()
-            return found.count, streams
-        difference = self.difference
-        index = difference.nonzero().squeeze(1)
-        if not 0 < len(index) <= limit:
-            return len(index), ()
-        changed = split_planes(difference[index].cpu(), None)
-        return len(index), (encode_gaps(index.cpu().numpy()), *changed)
+        else:
+            found = changes_on_device(self.difference, limit)
+        return found.count, (found.gaps, *found.planes) if 0 < found.count <= limit else ()
 
     def planes(self) -> tuple[Array, ...]:
         if self.before.is_cpu:
@@ -324,15 +320,18 @@ def apply(encoded: Encoded, target: Tensor) -> None:
     flat = target.reshape(-1)
     match encoded.kind:
         case "sparse":
-            where = _indices(encoded)
-            changed = _unplane(encoded.streams[1:], encoded.changed)
+            gaps, *planes = encoded.streams
             if flat.is_cpu:  # NumPy needs half of torch's time here
-                flat.numpy()[where] ^= changed
+                flat.numpy()[_indices(gaps, encoded)] ^= _unplane(planes, encoded.changed)
             else:
-                index = torch.from_numpy(where).to(flat.device)
-                flat[index] ^= torch.from_numpy(changed).to(flat.device)
+                coded = _to_device(_unpack_gaps(gaps, encoded), flat)
+                where = positions_of(coded, encoded.changed, encoded.words)
+                flat[where] ^= _unplane_on(flat, planes, encoded.changed)
         case "packed":
-            flat ^= torch.from_numpy(_unplane(encoded.streams, encoded.words)).to(flat.device)
+            if flat.is_cpu:
+                flat ^= torch.from_numpy(_unplane(encoded.streams, encoded.words))
+            else:
+                flat ^= _unplane_on(flat, encoded.streams, encoded.words)
         case "raw":
             raw = torch.frombuffer(bytearray(encoded.streams[0]), dtype=target.dtype)
             flat ^= raw.to(flat.device)
@@ -633,16 +632,35 @@ def _unpack(stream: Bytes, low: int, high: int) -> npt.NDArray[np.uint8]:
         raise ValueError(f"a stream cannot be read: {error}") from error
 
 
-def _unplane(streams: tuple[Bytes, ...], count: int) -> Array:
+def _unplane(streams: Sequence[Bytes], count: int) -> Array:
+    """Return the words of byte planes, of which the last has the highest bits."""
     bits = np.zeros(count, f"u{len(streams)}")
-    for stream in reversed(streams):  # the last plane has the highest bits
+    for stream in reversed(streams):
         bits <<= 8 * (len(streams) > 1)
         bits |= _unpack(stream, count, count)
     return bits.view(f"i{len(streams)}")
 
 
-def _indices(encoded: Encoded) -> npt.NDArray[np.int64]:
-    coded = _unpack(encoded.streams[0], encoded.changed, encoded.changed + encoded.words // ESCAPE)
+def _unplane_on(flat: Tensor, streams: Sequence[Bytes], count: int) -> Tensor:
+    """Return what `_unplane` returns, in the dtype and on the device of another tensor."""
+    bits = torch.zeros(count, dtype=flat.dtype, device=flat.device)
+    for i, stream in enumerate(streams):
+        bits |= _to_device(_unpack(stream, count, count), flat).to(flat.dtype) << 8 * i
+    return bits
+
+
+def _to_device(array: npt.NDArray[np.uint8], like: Tensor) -> Tensor:
+    return torch.frombuffer(bytearray(array.data), dtype=torch.uint8).to(like.device)
+
+
+def _unpack_gaps(stream: Bytes, encoded: Encoded) -> npt.NDArray[np.uint8]:
+    most = encoded.changed + encoded.words // ESCAPE
+    return _unpack(stream, encoded.changed, most)
+
+
+def _indices(stream: Bytes, encoded: Encoded) -> npt.NDArray[np.int64]:
+    """Return the positions of changed words, as `positions_of` does."""
+    coded = _unpack_gaps(stream, encoded)
     skipped = np.cumsum(coded, dtype=np.int64)
     if len(coded) > encoded.changed:
         skipped = skipped[coded != ESCAPE]
