@@ -30,7 +30,7 @@ test: setup
 	$(BIN)/python -c "import torch._dynamo, transformers, unstale.trainer.local"
 	$(BIN)/pytest -n 4 --dist loadfile --no-loadscope-reorder
 
-# Test the kernels for GPUs with Triton's interpreter, in an environment on top of .venv (2 minutes, 1 GB of disk).
+# Test the kernels for GPUs with Triton's interpreter, in an environment on top of .venv (4 minutes, 1 GB of disk).
 test-kernels: .venv-triton/.ready
 	PYTHONPATH=$(CURDIR) .venv-triton/bin/python -m pytest -n 2 tests/model/test_gpu_kernels.py
 
