@@ -494,13 +494,16 @@ def shares_deltas(config: RunConfig) -> bool:
 
 
 def loads_in_place(config: RunConfig) -> bool:
-    """Return True if the engines get whole weights on the trainer's GPU, not in main memory."""
+    """Return True if the engines get whole weights on a GPU, not in main memory.
+
+    They get them by NCCL, or the embedded engine reads them on the trainer's GPU.
+    """
     options, cluster = config.engine, config.cluster
     if config.trainer.lora_rank or packs_weights(config):
         return False
     is_here = not (cluster.trainers or cluster.engine_hosts or cluster.address)
     reads_gpu = engine_spec(options.backend).reads_gpu and torch.cuda.is_available()
-    return options.transfer == "nccl" or (is_here and reads_gpu)
+    return options.transfer == "nccl" or (options.transfer == "auto" and is_here and reads_gpu)
 
 
 def build_generator(
@@ -536,7 +539,7 @@ def build_engine(config: RunConfig, merging: Merging | None) -> EnginePool:
         raise ConfigError(f"engine.backend = {options.backend} needs engine.urls")
     urls = options.urls.split() or [""] * options.processes
     max_running = math.ceil(options.max_running / options.processes)
-    over_file = options.transfer == "file" and not config.cluster.engine_hosts
+    over_file = options.transfer != "nccl" and not config.cluster.engine_hosts
     is_single = len(urls) == 1 and over_file and not loads_in_place(config)
     sends_deltas = is_single and (merging is None or spec.adapter_deltas)
     every = tuple(

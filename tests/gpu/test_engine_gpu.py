@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from unstale.engines import SamplingParams
 from unstale.engines.embedded.batcher import Batcher, FinishedReply, SampleRequest
@@ -73,10 +74,14 @@ def test_an_engine_process_reads_the_weights_on_this_gpu(
         engine = EmbeddedEngine(EngineOptions(folder, dtype="float32", max_context=128))
         await engine.start()
         try:
-            await engine.load(on_gpu, 0)
-            for tensor in on_gpu.values():
-                tensor.zero_()
-            torch.cuda.synchronize()
+            for version in range(3):  # other weights, and then those of the policy
+                if version == 2:
+                    for name, tensor in policy.weights().items():
+                        on_gpu[name].copy_(tensor)
+                await engine.load(on_gpu, version)
+                for tensor in on_gpu.values():
+                    tensor.zero_()
+                torch.cuda.synchronize()
             await engine.resume()
             return list((await engine.sample(range(5, 45), params)).piece.tokens)
         finally:
@@ -88,6 +93,32 @@ def test_an_engine_process_reads_the_weights_on_this_gpu(
         batcher.submit(SampleRequest(0, tuple(range(5, 45)), 40, (), 1.0, seed=3))
         (reply,) = [each for _ in range(60) if batcher.has_work for each in batcher.step()]
     assert found == list(reply.tokens) and len(found) == 40
+
+
+def test_a_model_that_is_run_on_the_cpu_takes_weights_from_the_gpu(tmp_path: Path) -> None:
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        bos_token_id=None,
+        eos_token_id=1,
+        pad_token_id=2,
+    )
+    model = LlamaForCausalLM(config)
+    model.save_pretrained(tmp_path)
+    logits = []
+    for device in ("cpu", "cuda"):
+        batcher = Batcher(build_runner(tmp_path, dtype="float32", **SLOTS), **SLOTS)
+        weights = {name: tensor.to(device) for name, tensor in model.state_dict().items()}
+        with torch.inference_mode():
+            batcher.load(weights)
+            batcher.submit(SampleRequest(0, tuple(range(5, 45)), 20, (), 1.0, seed=3))
+            replies = [each for _ in range(40) if batcher.has_work for each in batcher.step()]
+        logits.append([(reply.tokens, reply.behavior_logp) for reply in replies])
+    assert logits[0] == logits[1] and logits[0]
 
 
 def test_a_checksum_is_the_same_on_both_devices() -> None:

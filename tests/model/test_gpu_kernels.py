@@ -194,6 +194,20 @@ def test_flash_attention_gets_the_earlier_tokens_as_keys() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs CUDA")
+@pytest.mark.parametrize("name", ["Qwen3", "Llama, with biases"])
+def test_a_bfloat16_model_has_the_gradients_of_a_float32_one(name: str) -> None:
+    """In bfloat16 attention is torch's flash attention. The weights are the same numbers."""
+    torch.manual_seed(0)
+    model = MODELS[name]().to(DEVICE, torch.bfloat16)
+    found, mine = learnt(Policy(model, tiny_policy().tokenizer))
+    expected, slopes = learnt(Policy(model.float(), tiny_policy().tokenizer))
+    assert (found - expected).abs().mean() < 0.05
+    for each, slope in slopes.items():
+        assert (mine[each] - slope).norm() < 0.1 * slope.norm(), each
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs CUDA")
 def test_flash_attention_has_the_values_and_gradients_of_the_kernels_for_cpus() -> None:
     run = tree()
     inputs = [noise(len(run.tokens), heads, 64, seed=heads) for heads in (4, 2, 2)]

@@ -25,8 +25,8 @@ from unstale.native import compile_library
 from unstale.weights import changes, codec
 from unstale.weights.bits import bytes_of, checksum, has_checksum, words
 from unstale.weights.changes import (
-    changes_on_device,
     find_changes,
+    find_changes_on_device,
     positions_of,
     split_planes,
 )
@@ -287,7 +287,7 @@ def test_code_for_any_device_finds_the_same_changes(bits: int, gaps: list[int], 
     tensor = torch.from_numpy(difference)
     for limit in (len(where), len(where) - 1):
         expected = find_changes(tensor, None, limit)
-        found = changes_on_device(tensor, limit)
+        found = find_changes_on_device(tensor, limit)
         assert found.count == expected.count == len(where)
         assert found.gaps.tolist() == expected.gaps.tolist()
         assert [each.tolist() for each in found.planes] == [
@@ -299,7 +299,7 @@ def test_code_for_any_device_finds_the_same_changes(bits: int, gaps: list[int], 
         positions_of(coded, len(where), int(where[-1]))
     with pytest.raises(ValueError, match=r"positions for \d+ changed words"):
         positions_of(coded, len(where) - 1, len(tensor))
-    planes = changes_on_device(tensor, len(where)).planes
+    planes = find_changes_on_device(tensor, len(where)).planes
     streams = [codec._pack(each) for each in planes]
     words_found = codec._unplane_on(tensor, streams, len(where))
     assert words_found.tolist() == difference[where].tolist()
@@ -322,14 +322,16 @@ def test_a_sum_is_over_the_words_of_all_tensors(
 ) -> None:
     if not compiled:
         monkeypatch.setattr(changes, "_library", lambda: None)
-        monkeypatch.setattr(changes, "SUMMED", 7)
+        monkeypatch.setattr(changes, "MAX_WORDS_AT_ONCE", 7)
     noise = torch.Generator().manual_seed(0)
-    long = torch.randint(-(2**15), 2**15, (401,), generator=noise).short()
-    tensors = {"b": torch.tensor([1.5, -2.0, 0.0]), "a": long[1:]}
-    data = [bytes(bytes_of(tensors["a"])), bytes(bytes_of(tensors["b"])) + bytes(4)]
+    long = torch.randint(-(2**15), 2**15, (402,), generator=noise).short()
+    unaligned = torch.frombuffer(bytearray(long.numpy().tobytes()), dtype=torch.int16, offset=2)
+    assert torch.equal(unaligned, long[1:])
+    tensors = {"b": torch.tensor([1.5, -2.0, 0.0]), "a": unaligned}
+    data = [bytes(bytes_of(tensors["a"])) + bytes(6), bytes(bytes_of(tensors["b"])) + bytes(4)]
     assert len(data[0]) % 8 == len(data[1]) % 8 == 0
     recorded = f"sum64:{mixed(np.frombuffer(b''.join(data), np.uint64).tolist()):016x}"
-    assert has_checksum(tensors, recorded)
+    assert has_checksum(tensors, recorded) and has_checksum(tensors | {"a": long[1:]}, recorded)
     for name in tensors:
         for place in (0, -1):
             other = {key: tensor.clone() for key, tensor in tensors.items()}

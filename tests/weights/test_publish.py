@@ -303,6 +303,7 @@ def test_a_run_shares_deltas_where_route_and_engine_have_one_precision(
         ({"trainer": TrainerConfig(lora_rank=2)}, False),
         ({"engine": EngineConfig(quantise="fp8")}, False),
         ({"engine": EngineConfig(backend="vllm")}, False),
+        ({"engine": EngineConfig(transfer="file")}, False),
         ({"cluster": ClusterConfig(trainers=2)}, False),
         ({"cluster": ClusterConfig(engine_hosts=2)}, False),
     ],

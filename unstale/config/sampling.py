@@ -23,7 +23,7 @@ from unstale.config.checks import (
 )
 
 Dtype = Literal["float32", "bfloat16"]
-Transfer = Literal["file", "nccl"]
+Transfer = Literal["auto", "file", "nccl"]
 Quantise = Literal["none", "fp8", "int8", "int4"]
 ROUNDED_BY: dict[str, tuple[Quantise, ...]] = {
     "embedded": ("fp8", "int8", "int4"),
@@ -172,9 +172,10 @@ class EngineConfig(Section):
     """
     dtype: Literal["auto", "float32", "bfloat16"] = "bfloat16"
     """Precision of generation. `auto` picks the faster one on this machine."""
-    transfer: Transfer = "file"
-    """The way of new weights to vLLM servers: a file in memory, or NCCL from the trainer's GPU to
-    other GPUs of this machine.
+    transfer: Transfer = "auto"
+    """The way of new weights to the engines. `file`: through main memory, to vLLM servers as a file
+    there. `nccl`: to vLLM servers, from the trainer's GPU to other GPUs of this machine. `auto`:
+    the embedded engine reads them on the trainer's GPU, if there is one; otherwise like `file`.
     """
     quantise: Quantise = "none"
     """Number format to which the engine rounds weights and activations: all with `embedded`, `fp8`

@@ -60,8 +60,9 @@ class EngineOptions:
     """Let the deltas be those of packed weights: values and scales of the format `quantise`. The
     engine packs full weights itself.
     """
-    transfer: Transfer = "file"
-    """The way of weights to a vLLM server: a file in memory, or NCCL from the trainer's GPU."""
+    transfer: Transfer = "auto"
+    """The way of weights to a vLLM server: by NCCL from the trainer's GPU, or as a file in memory.
+    """
     merging: Merging | None = None
     """If given, updates are LoRA adapters, which the engine adds to the model's weights."""
     record_routes: bool = False

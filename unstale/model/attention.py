@@ -63,8 +63,8 @@ def packed_attention(
 
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         same_width = query.shape[-1] == value.shape[-1]
-        can_run = same_width and fits(query, key, value) and can_attend(query, query.shape[-1])
-        if window is None and can_run:
+        can_run = same_width and window is None and fits(query, key, value)
+        if can_run and can_attend(run, query, query.shape[-1]):
             return attend_by_tree(query, key, value, run, scale)
         on_cpu = query.device.type == "cpu" and same_width
         if window is None and on_cpu and _flash():

@@ -105,7 +105,7 @@ def _attention(  # noqa: PLR0913 - the arguments of transformers
     window = getattr(self, "sliding_window", getattr(self.config, "sliding_window", None))
     if not (
         fits(hidden_states, cosine)
-        and can_attend(hidden_states, width)
+        and can_attend(run, hidden_states, width)
         and cosine.shape[-1] == width
         and past_key_values is None
         and run.context is None

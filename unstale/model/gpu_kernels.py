@@ -2,7 +2,8 @@
 
 Triton is part of torch's builds for CUDA. The functions compute what those of `kernels.c` compute,
 in float32, and round where transformers rounds: a normalized value and an activation are rounded
-before they are multiplied. No sum depends on the order in which a GPU runs its blocks.
+before they are multiplied. No sum of these kernels depends on the order in which a GPU runs its
+blocks. Flash attention, which they leave to torch, adds gradients in any order.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -13,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 ROWS = 16
-"""Number of rows of one piece of work: a sum for a weight's gradient is first taken over them."""
+"""Number of rows of one piece of work, which makes one partial sum of a weight's gradient."""
 COLUMNS = 1024
 """Number of columns of one piece of an elementwise function."""
 LOGITS = 4096

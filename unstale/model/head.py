@@ -135,7 +135,7 @@ class _Head(torch.autograd.Function):
         logp, total, entropy = rows.new_zeros(3, len(rows), dtype=wide(rows.dtype))
         highest = torch.full_like(logp, LEAST)
         gpu = gpu_kernels() if fits_gpu(rows, weight) else None
-        for tile in _tiles(rows, weight, bias, targets, 0.0 if gpu else temperature):
+        for tile in _tiles(rows, weight, bias, targets, None if gpu else temperature):
             at = tile.rows
             sums = _Sums(logp[at], highest[at], total[at], entropy[at] if with_entropy else None)
             if gpu:
@@ -158,7 +158,7 @@ class _Head(torch.autograd.Function):
             for tensor, needed in zip((rows, weight, bias), ctx.needs_input_grad, strict=False)
         )
         gpu = gpu_kernels() if fits_gpu(rows, weight) else None
-        for tile in _tiles(rows, weight, bias, targets, 0.0 if gpu else temperature):
+        for tile in _tiles(rows, weight, bias, targets, None if gpu else temperature):
             at = tile.rows
             entropies = (entropy[at], grad_entropy[at]) if with_entropy else None
             if gpu:
@@ -249,15 +249,15 @@ def _logit_slopes(
 
 
 def _tiles(
-    rows: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: float
+    rows: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: float | None
 ) -> Iterator[_Tile]:
-    """Divide the logits into tiles.
+    """Divide the logits into tiles, and by the temperature, in float32 or float64.
 
-    They are wider than the rows and divided by the temperature, unless it is 0.
+    Without a temperature they are in the dtype of the rows, for kernels that divide them.
     """
     width = min(len(weight), TILE.get(rows.device.type, TILE["cpu"]))
     size = _rows_at_once(rows, width)
-    if not temperature:  # the numbers are half as wide as those that `MAX_LOGITS` counts
+    if temperature is None:  # `MAX_LOGITS` counts numbers of 4 bytes
         size = size * 4 // rows.element_size()
     for low in range(0, len(weight), width):
         tokens = slice(low, min(low + width, len(weight)))
@@ -275,9 +275,9 @@ def _tiles(
             )
 
 
-def _logits(rows: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
+def _logits(rows: Tensor, weight: Tensor, bias: Tensor | None, temperature: float | None) -> Tensor:
     logits = product(rows, weight, bias)
-    if not temperature:
+    if temperature is None:
         return logits
     logits = logits.to(wide(rows.dtype))
     return logits if temperature == 1.0 else logits.div_(temperature)

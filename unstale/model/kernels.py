@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from subprocess import CalledProcessError
 from typing import TYPE_CHECKING
 
 import torch
@@ -98,19 +99,22 @@ def kernels() -> Kernels | None:
 
 @cache
 def gpu_kernels() -> "GpuKernels | None":
-    """Return the functions for GPUs. Without Triton, warn and return None."""
+    """Return the functions for GPUs. If Triton is missing or cannot compile, warn, return None."""
     try:
-        import triton  # noqa: F401
-    except ImportError:
+        from unstale.model.gpu_kernels import GpuKernels
+
+        found = GpuKernels()
+        both = torch.zeros(1, 2, device="cuda")
+        found.swiglu(both, torch.empty_like(both), 1, 1)
+    except (ImportError, RuntimeError, OSError, CalledProcessError) as error:
         warnings.warn(
-            "training on the GPU is slower, because Triton is not installed: pip install triton",
+            "training on the GPU is slower, because Triton is not installed or cannot compile "
+            f"kernels, for which it needs a C compiler: {error}",
             RuntimeWarning,
             stacklevel=2,
         )
         return None
-    from unstale.model.gpu_kernels import GpuKernels
-
-    return GpuKernels()
+    return found
 
 
 def kernels_for(x: Tensor) -> "Kernels | GpuKernels":

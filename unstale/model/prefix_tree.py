@@ -80,7 +80,7 @@ class PrefixTree:
     masks: dict[tuple[int, int, int | None], Tensor] = field(default_factory=dict, compare=False)
     """Attention masks that the layers share, by `(queries, depth, window)`."""
     layouts: dict[str, Any] = field(default_factory=dict, compare=False)
-    """The tree as attention kernels read it, once `layout_of` has made it, by type of device."""
+    """The tree as attention kernels read it, once `layout_of` has made it, by device."""
     context: ContextGroup | None = None
     """The ranks that divide the tokens of the pass. None if this process runs all tokens."""
 

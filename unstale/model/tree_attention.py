@@ -1,7 +1,7 @@
 """Attention over a prefix tree: by compiled kernels on CPUs, by torch's flash attention on GPUs.
 
-The keys of a query are divided into blocks by their positions in its sequence. So its value has
-the same bits whatever it is packed with, and however its sequence is divided into segments.
+On CPUs the keys of a query are divided into blocks by their positions in its sequence. So its value
+has the same bits whatever it is packed with, and however its sequence is divided into segments.
 """
 
 from dataclasses import dataclass
@@ -14,8 +14,14 @@ from torch import Tensor
 from unstale.model.kernels import BLOCK, kernels
 from unstale.model.prefix_tree import PrefixTree, Segment
 
-WIDEST = 256
-"""Largest width of a head for which torch's flash attention has a kernel."""
+WIDEST = 192
+"""Largest width of a head for which torch's flash attention has a gradient on every GPU."""
+
+WIDEST_OF = {(8, 0): 256, (9, 0): 256}
+"""The same, by compute capability, where it is larger."""
+
+MOST_KEYS = 8
+"""Largest number of gathered keys, as a multiple of the tokens. They take memory in every layer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,25 +185,30 @@ class FlashLayout:
 Layout = TreeLayout | FlashLayout
 
 
-def can_attend(x: Tensor, width: int) -> bool:
-    """Return True if there is attention for this device, dtype and width of heads.
+def can_attend(run: PrefixTree, x: Tensor, width: int) -> bool:
+    """Return True if there is attention for this tree, device, dtype and width of heads.
 
     The tensor must be one that the kernels can run on (`kernels.fits`).
     """
     if not x.is_cuda:
         return True
-    is_half = x.dtype in (torch.bfloat16, torch.float16)
-    is_new = torch.version.hip is None and torch.cuda.get_device_capability(x.device) >= (8, 0)
-    return is_half and is_new and width % 8 == 0 and width <= WIDEST
+    if torch.version.hip is not None or x.dtype not in (torch.bfloat16, torch.float16):
+        return False
+    capability = torch.cuda.get_device_capability(x.device)
+    widest = WIDEST_OF.get(capability, WIDEST)
+    num_keys = sum(segment.depth + segment.end - segment.start for segment in run.segments)
+    has_kernel = capability >= (8, 0) and width % 8 == 0 and width <= widest
+    return has_kernel and num_keys <= MOST_KEYS * len(run.tokens)
 
 
 def layout_of(run: PrefixTree, device: torch.device) -> Layout:
     """Return the layout of a prefix tree, which is made once for all layers."""
-    if device.type not in run.layouts:
+    key = str(device)
+    if key not in run.layouts:
         is_gpu = device.type == "cuda"
         made = flash_layout(run.segments, device) if is_gpu else _tree_layout(run.segments)
-        run.layouts[device.type] = made
-    layout: Layout = run.layouts[device.type]
+        run.layouts[key] = made
+    layout: Layout = run.layouts[key]
     return layout
 
 

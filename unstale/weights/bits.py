@@ -1,9 +1,9 @@
 """The bits of tensors, as words and as bytes, and checksums of them.
 
-A checksum of weights is text, by its kind:
+A checksum of weights is text that begins with its kind:
 
-    xxh3:...    XXH3 with 64 bits, which reads the bytes in order. For weights in main memory.
-    sum64:...   a sum over all words of 64 bits, which a GPU computes where its weights are
+    xxh3:...    XXH3 with 64 bits, which reads the bytes in order: for weights in main memory
+    sum64:...   a sum over all words of 64 bits, which a GPU computes: for weights in its memory
 
 Earlier releases wrote a CRC-32, as a number. Every kind can be checked on every device.
 """
@@ -25,8 +25,8 @@ Checksum = int | str
 
 _KINDS = re.compile("(xxh3|sum64):[0-9a-f]{16}")
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_LANE = 8
-"""Bytes of a word of a sum."""
+_WORD_BYTES = 8
+"""Size of a word of a sum."""
 
 
 def words(tensor: Tensor) -> Tensor:
@@ -82,12 +82,12 @@ def sum64(tensors: Iterable[Tensor]) -> str:
     total = place = 0
     for tensor in tensors:
         flat = words(tensor).contiguous().reshape(-1).view(torch.uint8)
-        whole = len(flat) // _LANE * _LANE
-        if flat.storage_offset() % _LANE:  # words of 64 bits must be at such addresses
-            flat = flat.clone()
+        whole = len(flat) // _WORD_BYTES * _WORD_BYTES
+        if flat.storage_offset() % _WORD_BYTES or flat.data_ptr() % _WORD_BYTES:
+            flat = flat.clone()  # words of 64 bits must be at such addresses
         parts = [flat[:whole]]
         if rest := len(flat) - whole:
-            parts.append(torch.cat([flat[whole:], flat.new_zeros(_LANE - rest)]))
+            parts.append(torch.cat([flat[whole:], flat.new_zeros(_WORD_BYTES - rest)]))
         for part in parts:
             lanes = part.view(torch.int64)
             total += mixed_sum(lanes, place)

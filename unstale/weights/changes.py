@@ -22,9 +22,10 @@ SOURCE = Path(__file__).with_name("changes.c")
 ESCAPE = 255
 """A gap's byte of this value means that 255 is added to the number in the next byte."""
 
-SUMMED = 1 << 24
-"""Largest number of words that are mixed at once without compiled code."""
+MAX_WORDS_AT_ONCE = 1 << 24
+"""Largest number of words of a sum that are mixed at once without compiled code."""
 _STEP = 0x9E3779B97F4A7C15
+"""The factor of a word's place."""
 _MIXING = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1))
 """Shifts and factors of SplitMix64."""
 
@@ -90,18 +91,19 @@ def split_planes(before: Tensor, after: Tensor | None) -> tuple[Bytes, ...]:
     return tuple(planes)
 
 
-def changes_on_device(difference: Tensor, limit: int) -> Changes:
+def find_changes_on_device(difference: Tensor, limit: int) -> Changes:
     """Return what `find_changes` returns for the XOR `[n]` of two tensors on any device.
 
     Gaps and planes are made on that device, so only these bytes are copied to the CPU.
     """
+    count = int(torch.count_nonzero(difference))
+    if not 0 < count <= limit:
+        return Changes(count, np.empty(0, np.uint8), ())
     where = difference.nonzero().squeeze(1)
-    if not 0 < len(where) <= limit:
-        return Changes(len(where), np.empty(0, np.uint8), ())
     changed = difference[where]
     planes = [(changed >> 8 * i).to(torch.uint8) for i in range(difference.element_size())]
     gaps, *parts = (each.cpu().numpy() for each in (_gaps_of(where), *planes))
-    return Changes(len(where), gaps, tuple(parts))
+    return Changes(count, gaps, tuple(parts))
 
 
 def _gaps_of(where: Tensor) -> Tensor:
@@ -142,8 +144,8 @@ def mixed_sum(lanes: Tensor, place: int) -> int:
         total: int = library.sum_words(lanes.data_ptr(), len(lanes), place)
         return total
     total = 0
-    for first in range(0, len(lanes), SUMMED):
-        part = lanes[first : first + SUMMED]
+    for first in range(0, len(lanes), MAX_WORDS_AT_ONCE):
+        part = lanes[first : first + MAX_WORDS_AT_ONCE]
         begin = place + first + 1
         mixed = torch.arange(begin, begin + len(part), device=lanes.device).mul_(_signed(_STEP))
         mixed ^= part

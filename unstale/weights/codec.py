@@ -45,8 +45,8 @@ from unstale.weights.bits import (
 )
 from unstale.weights.changes import (
     ESCAPE,
-    changes_on_device,
     find_changes,
+    find_changes_on_device,
     positions_of,
     require_alike,
     split_planes,
@@ -189,7 +189,10 @@ def encode_all(
 
 
 def _in_threads(call: Callable[[str], T], names: Sequence[str]) -> list[T]:
-    """Return the results of a function for all names, computed on torch's threads."""
+    """Return the results of a function for all names, computed on torch's threads.
+
+    The threads have torch's default stream and modes, not those of the caller.
+    """
     threads = min(torch.get_num_threads(), len(names))
     if threads <= 1:
         return [call(name) for name in names]
@@ -251,7 +254,7 @@ class _Pair:
         if self.before.is_cpu:
             found = find_changes(self.before, self.after, limit)
         else:
-            found = changes_on_device(self.difference, limit)
+            found = find_changes_on_device(self.difference, limit)
         return found.count, (found.gaps, *found.planes) if 0 < found.count <= limit else ()
 
     def planes(self) -> tuple[Array, ...]:

@@ -9,57 +9,68 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.dlpack import from_dlpack
 
 Handle = dict[str, Any]
+"""Name, dtype, shape, strides and first element of a tensor, and what torch needs to open its
+memory: device, handle of the allocation, size and offset in bytes, and the counter of its users.
+"""
+
+_INSTEAD = "set engine.transfer = file"
 
 
 def handles_of(tensors: Mapping[str, Tensor]) -> list[Handle]:
-    """Return the handles of tensors on GPUs, after all work on them.
+    """Wait for all work on tensors on GPUs, and return their handles.
 
-    The tensors must live, and stay unchanged, until the other process has dropped its own.
+    Keep the tensors unchanged until the other process has released its views. Raises RuntimeError
+    if CUDA cannot share their memory.
     """
     for device in {tensor.device for tensor in tensors.values()}:
         torch.cuda.synchronize(device)
-    torch.cuda.ipc_collect()  # frees what the other process has dropped since
-    return [_handle(name, tensor.detach()) for name, tensor in tensors.items()]
-
-
-def open_handles(handles: Sequence[Handle]) -> dict[str, Tensor]:
-    """Return the tensors of another process by name, in its memory.
-
-    Raises ValueError if CUDA cannot open that memory.
-    """
+    torch.cuda.ipc_collect()  # frees the counters of views that other processes have released
     try:
-        return {handle["name"]: _opened(handle) for handle in handles}
+        return [_describe(name, tensor.detach()) for name, tensor in tensors.items()]
     except RuntimeError as error:
-        raise ValueError(
-            "the engine cannot read weights in the memory of the trainer's GPU. Both processes "
-            f"need the same GPUs, and CUDA's communication between processes: {error}"
+        raise RuntimeError(
+            f"the memory of the trainer's GPU cannot be shared with the engine: {_INSTEAD}: {error}"
         ) from error
 
 
-def _handle(name: str, tensor: Tensor) -> Handle:
-    storage: Any = tensor.untyped_storage()
-    device, memory, size, offset, counter, place, event, waits = storage._share_cuda_()
+def open_handles(handles: Sequence[Handle]) -> dict[str, Tensor]:
+    """Return views of another process's tensors, by name.
+
+    Raises ValueError if CUDA cannot open that memory.
+    """
+    torch.cuda.init()
+    try:
+        return {handle["name"]: _open(handle) for handle in handles}
+    except RuntimeError as error:
+        raise ValueError(
+            "the engine cannot read weights in the memory of the trainer's GPU. Both processes "
+            f"need the same GPUs, and CUDA's communication between processes: {_INSTEAD}: {error}"
+        ) from error
+
+
+def _describe(name: str, tensor: Tensor) -> Handle:
+    # torch changes a storage that it shares, until the storage is freed. So another storage of the
+    # same memory is shared, which is freed here.
+    storage: Any = from_dlpack(tensor).untyped_storage()
+    device, memory, size, offset, counter, place, _, _ = storage._share_cuda_()
     return {
         "name": name,
         "dtype": str(tensor.dtype).removeprefix("torch."),
         "shape": list(tensor.shape),
         "stride": list(tensor.stride()),
-        "start": tensor.storage_offset(),
         "device": device,
         "memory": memory.hex(),
         "bytes": size,
         "offset": offset,
         "counter": counter.hex(),
         "place": place,
-        "event": event.hex(),
-        "waits": waits,
     }
 
 
-def _opened(handle: Handle) -> Tensor:
-    torch.cuda.init()
+def _open(handle: Handle) -> Tensor:
     storage = torch.UntypedStorage._new_shared_cuda(
         handle["device"],
         bytes.fromhex(handle["memory"]),
@@ -67,8 +78,8 @@ def _opened(handle: Handle) -> Tensor:
         handle["offset"],
         bytes.fromhex(handle["counter"]),
         handle["place"],
-        bytes.fromhex(handle["event"]),
-        handle["waits"],
+        b"",  # no event to wait for, because the other process has waited
+        False,
     )
     empty = torch.empty(0, dtype=getattr(torch, handle["dtype"]), device=storage.device)
-    return empty.set_(storage, handle["start"], handle["shape"], handle["stride"])
+    return empty.set_(storage, 0, handle["shape"], handle["stride"])

@@ -180,7 +180,10 @@ class EmbeddedEngine:
         self._version = version
 
     def _is_read_in_place(self, update: Update) -> TypeGuard[Mapping[str, Tensor]]:
-        """Return True if the process reads the weights from the memory of the GPU."""
+        """Return True if the process reads the weights from the memory of the GPU.
+
+        Weights to which deltas or adapters are added are in main memory there.
+        """
         if isinstance(update, Delta) or self.takes_deltas or self._options.merging:
             return False
         return bool(update) and all(tensor.is_cuda for tensor in update.values())

@@ -143,7 +143,8 @@ class ModelWeights:
         for name in buffers:
             self._buffers[name].copy_(update[name])
         for name, parameter in self._model.named_parameters():
-            yield name, parameter, quantised(name, update[name].to(parameter.dtype), kind)
+            value = update[name].to(parameter.device, parameter.dtype)
+            yield name, parameter, quantised(name, value, kind)
 
 
 def check_update(
