@@ -134,7 +134,8 @@ def test_no_sequence_sees_its_neighbour() -> None:
 
 def test_a_model_that_mixes_packed_sequences_is_refused() -> None:
     model = BloomForCausalLM(BloomConfig(vocab_size=64, hidden_size=32, n_layer=1, n_head=4))
-    with pytest.raises(ConfigError, match="does not keep packed sequences apart"):
+    told = r"does not keep packed sequences apart.*differ by \d.* most 0\.0001"
+    with pytest.raises(ConfigError, match=told):
         Policy(model, None)
 
 
