@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
+from tests.model.test_fused import MODELS
 from unstale.engines import SamplingParams
 from unstale.engines.embedded.batcher import Batcher, FinishedReply, SampleRequest
 from unstale.engines.embedded.decoder import Qwen3Runner
@@ -96,18 +96,7 @@ def test_an_engine_process_reads_the_weights_on_this_gpu(
 
 
 def test_a_model_that_is_run_on_the_cpu_takes_weights_from_the_gpu(tmp_path: Path) -> None:
-    config = LlamaConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        bos_token_id=None,
-        eos_token_id=1,
-        pad_token_id=2,
-    )
-    model = LlamaForCausalLM(config)
+    model = MODELS["Llama, with biases"]()
     model.save_pretrained(tmp_path)
     logits = []
     for device in ("cpu", "cuda"):

@@ -93,29 +93,30 @@ class Page:
 
     def wait(self, condition: str) -> None:
         """Wait until a JavaScript expression is true."""
-        end = time.monotonic() + TIMEOUT_S
-        pause = (
+        self._repeat(
             "new Promise((done) => { const look = () => { let is = false; "
             f"try {{ is = Boolean({condition}); }} catch {{ is = false; }} "
             "if (is) done(true); else setTimeout(look, 30); }; look(); "
-            "setTimeout(() => done(false), 2000); })"
+            "setTimeout(() => done(false), 2000); })",
+            condition,
         )
-        while not self.run(pause):
-            text = self.run("document.body?.innerText.slice(0, 600)")
-            assert time.monotonic() < end, f"never true: {condition}; {self.errors}; {text}"
 
     def scroll_until(self, condition: str) -> None:
         """Scroll through the page, again and again, until a JavaScript expression is true.
 
         Parts of a page are asked for when they come into view. The page grows when one arrives.
         """
-        end = time.monotonic() + TIMEOUT_S
-        scroll = (
+        self._repeat(
             "(async () => { for (let at = 0; at < document.body.scrollHeight; at += 300) { "
             "scrollTo(0, at); await new Promise((done) => setTimeout(done, 30)); } "
-            f"try {{ return Boolean({condition}); }} catch {{ return false; }} }})()"
+            f"try {{ return Boolean({condition}); }} catch {{ return false; }} }})()",
+            condition,
         )
-        while not self.run(scroll):
+
+    def _repeat(self, script: str, condition: str) -> None:
+        """Run a script again and again until it returns true, which it does once `condition` is."""
+        end = time.monotonic() + TIMEOUT_S
+        while not self.run(script):
             text = self.run("document.body?.innerText.slice(0, 600)")
             assert time.monotonic() < end, f"never true: {condition}; {self.errors}; {text}"
 

@@ -294,11 +294,12 @@ def test_code_for_any_device_finds_the_same_changes(bits: int, gaps: list[int], 
             each.tolist() for each in expected.planes
         ]
     coded = torch.from_numpy(find_changes(tensor, None, len(where)).gaps)
-    assert positions_of(coded, len(where), len(tensor)).tolist() == where.tolist()
-    with pytest.raises(ValueError, match="outside a tensor"):
-        positions_of(coded, len(where), int(where[-1]))
-    with pytest.raises(ValueError, match=r"positions for \d+ changed words"):
-        positions_of(coded, len(where) - 1, len(tensor))
+    for of_either in (coded, coded.numpy()):
+        assert positions_of(of_either, len(where), len(tensor)).tolist() == where.tolist()
+        with pytest.raises(ValueError, match="outside a tensor"):
+            positions_of(of_either, len(where), int(where[-1]))
+        with pytest.raises(ValueError, match=r"positions for \d+ changed words"):
+            positions_of(of_either, len(where) - 1, len(tensor))
     planes = find_changes_on_device(tensor, len(where)).planes
     streams = [codec._pack(each) for each in planes]
     words_found = codec._unplane_on(tensor, streams, len(where))

@@ -9,7 +9,7 @@ import warnings
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -30,6 +30,7 @@ _MIXING = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1))
 """Shifts and factors of SplitMix64."""
 
 Bytes = npt.NDArray[np.uint8]
+Gaps = TypeVar("Gaps", npt.NDArray[Any], Tensor)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,18 +117,24 @@ def _gaps_of(where: Tensor) -> Tensor:
     return coded
 
 
-def positions_of(gaps: Tensor, changed: int, words: int) -> Tensor:
+def positions_of(gaps: Gaps, changed: int, words: int) -> Gaps:
     """Return the positions `[changed]` of changed words, from what `encode_gaps` returned.
 
-    They are on the device of the gaps, `[n]` uint8. Raises ValueError if they are not positions of
-    that many words.
+    The gaps, `[n]` uint8, are of NumPy or torch, and so are the positions, on the same device.
+    NumPy takes down to a third of torch's time on a CPU. Raises ValueError if they are not
+    positions of that many words.
     """
-    skipped = gaps.cumsum(0, dtype=torch.int64)
+    if isinstance(gaps, Tensor):
+        skipped = gaps.cumsum(0, dtype=torch.int64)
+        order = torch.arange(changed, device=gaps.device)
+    else:
+        skipped = gaps.cumsum(dtype=np.int64)
+        order = np.arange(changed)
     if len(gaps) > changed:
         skipped = skipped[gaps != ESCAPE]
     if len(skipped) != changed:
         raise ValueError(f"{len(skipped)} positions for {changed} changed words")
-    where = skipped + torch.arange(changed, device=gaps.device)
+    where = skipped + order
     if len(where) and where[-1] >= words:
         raise ValueError(f"position {where[-1]} is outside a tensor of {words} words")
     return where

@@ -11,7 +11,7 @@ XOR is its own inverse, so a delta can be applied in both directions. Working on
 payloads, -0.0 and denormals. Tensors are compressed on the CPU, one on each of torch's threads. If
 few words changed on another device, only their gaps and planes are copied.
 
-Checksums of weights are those of `bits`. A file has one of its own bytes, too.
+`bits` describes the checksums of weights. A file of a delta also has a checksum of its own bytes.
 
 Input may be damaged or hostile. Reading it returns the delta that was written or raises ValueError.
 It needs no more memory than the input and the tensors to which it is applied.
@@ -323,13 +323,15 @@ def apply(encoded: Encoded, target: Tensor) -> None:
     flat = target.reshape(-1)
     match encoded.kind:
         case "sparse":
-            gaps, *planes = encoded.streams
+            stream, *planes = encoded.streams
+            changed = encoded.changed
+            gaps = _unpack(stream, changed, changed + encoded.words // ESCAPE)
             if flat.is_cpu:  # NumPy needs half of torch's time here
-                flat.numpy()[_indices(gaps, encoded)] ^= _unplane(planes, encoded.changed)
+                where = positions_of(gaps, changed, encoded.words)
+                flat.numpy()[where] ^= _unplane(planes, changed)
             else:
-                coded = _to_device(_unpack_gaps(gaps, encoded), flat)
-                where = positions_of(coded, encoded.changed, encoded.words)
-                flat[where] ^= _unplane_on(flat, planes, encoded.changed)
+                index = positions_of(_to_device(gaps, flat), changed, encoded.words)
+                flat[index] ^= _unplane_on(flat, planes, changed)
         case "packed":
             if flat.is_cpu:
                 flat ^= torch.from_numpy(_unplane(encoded.streams, encoded.words))
@@ -654,22 +656,3 @@ def _unplane_on(flat: Tensor, streams: Sequence[Bytes], count: int) -> Tensor:
 
 def _to_device(array: npt.NDArray[np.uint8], like: Tensor) -> Tensor:
     return torch.frombuffer(bytearray(array.data), dtype=torch.uint8).to(like.device)
-
-
-def _unpack_gaps(stream: Bytes, encoded: Encoded) -> npt.NDArray[np.uint8]:
-    most = encoded.changed + encoded.words // ESCAPE
-    return _unpack(stream, encoded.changed, most)
-
-
-def _indices(stream: Bytes, encoded: Encoded) -> npt.NDArray[np.int64]:
-    """Return the positions of changed words, as `positions_of` does."""
-    coded = _unpack_gaps(stream, encoded)
-    skipped = np.cumsum(coded, dtype=np.int64)
-    if len(coded) > encoded.changed:
-        skipped = skipped[coded != ESCAPE]
-    if len(skipped) != encoded.changed:
-        raise ValueError(f"{len(skipped)} positions for {encoded.changed} changed words")
-    where = skipped + np.arange(encoded.changed)
-    if len(where) and where[-1] >= encoded.words:
-        raise ValueError(f"position {where[-1]} is outside a tensor of {encoded.words} words")
-    return where

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
 Handle = dict[str, Any]
-"""Name, dtype, shape, strides and first element of a tensor, and what torch needs to open its
-memory: device, handle of the allocation, size and offset in bytes, and the counter of its users.
+"""Name, dtype, shape and strides of a tensor, and what torch needs to open its memory: device,
+handle of the allocation, size and offset in bytes, and the place of a counter of its users.
 """
 
 _INSTEAD = "set engine.transfer = file"
