@@ -1,8 +1,9 @@
 """Test a decoding step in one call of C, and sampling in C.
 
 The logits of a sequence have the same bits whatever other sequences are in the step, and with any
-number of threads. Every width of registers computes the same model. Sampling in C draws the tokens
-that `draw` draws, from the distribution that it reports.
+number of threads. Every width of registers computes the same model. The inputs of layers are
+rounded to the bits that the trainer rounds them to. Sampling in C draws the tokens that `draw`
+draws, from the distribution that it reports.
 """
 
 import json
@@ -21,6 +22,7 @@ from unstale.engines.embedded.decoder import Qwen3Runner
 from unstale.engines.embedded.kernels import Kernels
 from unstale.engines.embedded.runner import DTYPES, Chunk, Step
 from unstale.engines.embedded.sampling import Sampler, draw, uniforms
+from unstale.model.quantisation import FORMATS
 
 pytestmark = pytest.mark.skipif(
     not (shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")), reason="no C compiler"
@@ -29,11 +31,13 @@ OPENING = _text(70, seed=1)
 """More than a page, so that sequences with this opening share a page."""
 
 
-def _runner(folder: Path, kind: str, dtype: str) -> Qwen3Runner:
+def _runner(folder: Path, kind: str, dtype: str, quantise: str = "none") -> Qwen3Runner:
     model = _model(kind)
     model.save_pretrained(folder)
     config = json.loads((folder / "config.json").read_text())
-    runner = Qwen3Runner(config, dtype=DTYPES[dtype], max_slots=24, max_context=256)
+    runner = Qwen3Runner(
+        config, dtype=DTYPES[dtype], max_slots=24, max_context=256, quantise=quantise
+    )
     runner.load(_weights(model))
     return runner
 
@@ -71,12 +75,35 @@ def _logits(runner: Qwen3Runner, num_others: int) -> Tensor:
     return torch.stack([each for slot, each in found if slot == num_others // 2])
 
 
+@pytest.mark.parametrize("quantise", ["none", "fp8", "int8"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_sequence_has_the_same_bits_in_every_batch(dtype: str, tmp_path: Path) -> None:
-    alone = _logits(_runner(tmp_path, "qwen3, tied", dtype), 0)
+def test_a_sequence_has_the_same_bits_in_every_batch(
+    dtype: str, quantise: str, tmp_path: Path
+) -> None:
+    alone = _logits(_runner(tmp_path, "qwen3, tied", dtype, quantise), 0)
     for num_others in (1, 6, 21):
-        beside = _logits(_runner(tmp_path, "qwen3, tied", dtype), num_others)
+        beside = _logits(_runner(tmp_path, "qwen3, tied", dtype, quantise), num_others)
         assert torch.equal(beside, alone)
+
+
+@pytest.mark.parametrize("width", [40, 128, 200, 384])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("quantise", ["fp8", "int8"])
+def test_inputs_of_layers_are_rounded_to_the_bits_of_the_trainer(
+    quantise: str, dtype: str, width: int, tmp_path: Path
+) -> None:
+    kernels = _runner(tmp_path, "qwen3, tied", dtype, quantise)._kernels
+    assert kernels is not None
+    random = torch.Generator().manual_seed(width)
+    sizes = torch.randn(500, 1, generator=random).exp() ** 3
+    inputs = (sizes * torch.randn(500, width, generator=random)).to(DTYPES[dtype])
+    inputs[3] = 0
+    inputs[4, 5:] = 1e-30
+    rounded = inputs.float().clone()
+    for row in rounded:
+        kernels.round_input(row, width)
+    assert torch.equal(rounded, FORMATS[quantise].activations(inputs).float())
+    assert not torch.equal(rounded, inputs.float())
 
 
 def test_threads_change_no_bits(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Prepared weights give the same products by MKL and by oneDNN, and are copies."""
+"""Prepared weights give the same products by MKL, by oneDNN and in float32, and are copies."""
 
 import pytest
 import torch
@@ -27,3 +27,19 @@ def test_prepared_weights_multiply_like_plain_ones(
     assert prepared.is_mkldnn != by_mkl
     weight.zero_()
     torch.testing.assert_close(linear.prepared_product(rows, prepared, bias), expected)
+
+
+@pytest.mark.skipif(not linear.supported(torch.bfloat16), reason="oneDNN cannot multiply bfloat16")
+@pytest.mark.parametrize("native", [True, False])
+def test_prepared_bfloat16_weights_multiply_with_float32_sums(
+    monkeypatch: pytest.MonkeyPatch, native: bool
+) -> None:
+    monkeypatch.setattr(linear, "_multiplies_bfloat16", lambda: native)
+    noise = torch.Generator().manual_seed(0)
+    weight, rows, bias = (
+        torch.randn(*shape, generator=noise).bfloat16() for shape in ((256, 512), (64, 512), (256,))
+    )
+    exact = F.linear(rows.double(), weight.double(), bias.double())
+    product = linear.prepared_product(rows, linear.prepare(weight), bias)
+    assert product.dtype == torch.bfloat16
+    torch.testing.assert_close(product.double(), exact, rtol=2**-8, atol=1e-4)

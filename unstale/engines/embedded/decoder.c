@@ -5,6 +5,10 @@
    not depend on the other tokens of the step. Activations are float32 numbers that are rounded to
    the model's type wherever torch would store them in it.
 
+   If ROUND_LARGEST is defined, the input of each linear layer is rounded to a format with few values
+   (`Format.activations` of quantisation.py): in blocks of ROUND_BLOCK features (0: all), of which the
+   largest becomes ROUND_LARGEST; to e4m3 if ROUND_E4M3 is defined, else to whole numbers.
+
    Several threads may compute a step together: each calls `decode` with its own number. */
 
 #include "kernels.c"
@@ -256,6 +260,48 @@ inline_ void turn_one(const step_ *step, const layer_ *layer, int64_t token) {
     }
 }
 
+#ifdef ROUND_LARGEST
+/* The nearest value of the format; `value` is at most ROUND_LARGEST. Adding a number whose last digit
+   is the distance between two values rounds to the nearest one, and to an even one in the middle. */
+inline_ float nearest(float value) {
+    int32_t shift = (127 + 23) << 23 | 1 << 22; /* 1.5 * 2^23: the distance is 1 */
+#ifdef ROUND_E4M3
+    int32_t exponent;
+    memcpy(&exponent, &value, 4);
+    exponent &= 0xff << 23;
+    if (exponent < (127 - 6) << 23) exponent = (127 - 6) << 23; /* the smallest normal number */
+    shift += exponent - ((127 + 3) << 23);
+#endif
+    float large;
+    memcpy(&large, &shift, 4);
+    return value + large - large;
+}
+
+/* Round the input of a layer for one token. */
+void round_input(float *x, int64_t count) {
+    const int64_t block = ROUND_BLOCK ? ROUND_BLOCK : count;
+    for (int64_t first = 0; first < count; first += block) {
+        const int64_t last = first + block < count ? first + block : count;
+        int32_t most = 0; /* bits of positive numbers have the order of the numbers */
+        for (int64_t i = first; i < last; i++) {
+            int32_t bits;
+            memcpy(&bits, x + i, 4);
+            bits &= 0x7fffffff;
+            most = bits > most ? bits : most;
+        }
+        float scale;
+        memcpy(&scale, &most, 4);
+        scale /= ROUND_LARGEST;
+        if (!(scale > 0)) scale = 1;
+        for (int64_t i = first; i < last; i++) x[i] = as_stored(nearest(x[i] / scale) * scale);
+    }
+}
+#define ROUNDS 1
+#else
+inline_ void round_input(float *x, int64_t count) { (void)x, (void)count; }
+#define ROUNDS 0
+#endif
+
 static void embed_tokens(worker_ *worker) {
     const step_ *step = worker->step;
     const range_ rows = share(worker, step->count);
@@ -265,6 +311,7 @@ static void embed_tokens(worker_ *worker) {
                 widened(step->embed[step->tokens[row] * step->hidden + d]);
 }
 
+/* Write norms of `count` tokens to `h`. */
 static void norm_rows(worker_ *worker, const float *weight, const int64_t *which, int64_t count) {
     const step_ *step = worker->step;
     const int64_t hidden = step->hidden;
@@ -272,6 +319,12 @@ static void norm_rows(worker_ *worker, const float *weight, const int64_t *which
     for (int64_t row = rows.first; row < rows.last; row++)
         norm_one(step->x + (which ? which[row] : row) * hidden, weight, step->h + row * hidden,
                  hidden, (float)step->eps);
+}
+
+/* Round this thread's rows of the input of a layer. */
+static void round_rows(worker_ *worker, float *input, int64_t width) {
+    const range_ rows = share(worker, worker->step->count);
+    for (int64_t row = rows.first; row < rows.last; row++) round_input(input + row * width, width);
 }
 
 static void attention(worker_ *worker, const layer_ *layer) {
@@ -293,6 +346,7 @@ void decode(step_ *step, int64_t thread) {
     for (int64_t index = 0; index < step->num_layers; index++) {
         const layer_ *layer = step->layers + index;
         norm_rows(worker, layer->norm_1, NULL, count);
+        round_rows(worker, step->h, hidden);
         meet(worker);
         product(worker, step->h, count, hidden, layer->qkv, step->qkv, whole, 0);
         meet(worker);
@@ -301,9 +355,10 @@ void decode(step_ *step, int64_t thread) {
         meet(worker);
         attention(worker, layer);
         meet(worker);
-#ifdef BFLOAT16
+#if defined BFLOAT16 || ROUNDS
         for (int64_t i = rows.first * width; i < rows.last * width; i++)
             step->query[i] = widened(step->mixed[i]);
+        round_rows(worker, step->query, width);
         meet(worker);
         const float *mixed = step->query;
 #else
@@ -312,9 +367,14 @@ void decode(step_ *step, int64_t thread) {
         product(worker, mixed, count, width, layer->out, step->x, hidden, 1);
         meet(worker);
         norm_rows(worker, layer->norm_2, NULL, count);
+        round_rows(worker, step->h, hidden);
         meet(worker);
         gated_product(worker, step->h, count, hidden, layer->gate_up, step->gated, inner);
         meet(worker);
+        if (ROUNDS) {
+            round_rows(worker, step->gated, inner);
+            meet(worker);
+        }
         product(worker, step->gated, count, inner, layer->down, step->x, hidden, 1);
         meet(worker);
     }

@@ -35,7 +35,7 @@ from unstale.engines.embedded.runner import Step, check_update, warning_with_gpu
 from unstale.expert_routes import num_experts
 from unstale.model import linear
 from unstale.model.packed_weights import RoundedWeights
-from unstale.model.quantisation import FORMATS, quantised
+from unstale.model.quantisation import FORMATS, Format, quantised
 from unstale.native import NotCompiled
 
 RUN = 8
@@ -212,7 +212,7 @@ class Qwen3Runner:
             product, rounded = self._linear, FORMATS[quantise].activations
             self._project = lambda x, weight: product(rounded(x), weight)
         self._lanes = math.gcd(16, sizes.head_dim)
-        self._kernels, self.warning = _kernels_for(self._device, dtype, sizes)
+        self._kernels, self.warning = _kernels_for(self._device, dtype, sizes, quantise)
         if sizes.experts and self._kernels is None:
             raise CannotDecode(self.warning)
         if sizes.experts:
@@ -370,10 +370,9 @@ class Qwen3Runner:
         return self._graphs(flat, shape)[: len(step.rows)]
 
     def _one_call_for(self, kernels: Kernels | None) -> OneCall | None:
-        """Return the decoder in C, or None for experts, or if torch multiplies faster or rounds."""
+        """Return the decoder in C, or None for experts, or if torch multiplies faster."""
         sizes = self.sizes
-        rounds = self._quantise != "none" and FORMATS[self._quantise].activation_block is not None
-        if kernels is None or rounds or sizes.experts:
+        if kernels is None or sizes.experts:
             return None
         if self._dtype == torch.bfloat16 and kernels.library.multiplies_bfloat16():
             return None
@@ -604,7 +603,7 @@ def _linear_for(
 
 
 def _kernels_for(
-    device: torch.device, dtype: torch.dtype, sizes: ModelSizes
+    device: torch.device, dtype: torch.dtype, sizes: ModelSizes, quantise: str
 ) -> tuple[Kernels | None, str]:
     """Return the CPU kernels, or None and a warning if this CPU cannot use them."""
     lanes = math.gcd(16, sizes.head_dim)
@@ -623,10 +622,20 @@ def _kernels_for(
     }
     if dtype == torch.bfloat16:
         macros["BFLOAT16"] = 1
+    if quantise != "none":
+        macros |= _rounding(FORMATS[quantise])
     try:
         return Kernels(SOURCE, **macros), ""
     except NotCompiled as error:
         return None, f"{slower} its kernels do not compile: {error}"
+
+
+def _rounding(form: Format) -> dict[str, int]:
+    """Return the macros with which `decoder.c` rounds the inputs of layers to a format."""
+    if form.activation_block is None:
+        return {}
+    macros = {"ROUND_LARGEST": int(form.largest), "ROUND_BLOCK": form.activation_block}
+    return macros | ({"ROUND_E4M3": 1} if form.stored == torch.float8_e4m3fn else {})
 
 
 def _per_row(values: Tensor, inputs: Inputs, *, mode: str) -> Tensor:
