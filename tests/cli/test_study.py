@@ -1,7 +1,8 @@
 """Promises: a study runs each of its settings as a comparison, all of one seed before the next, and
 continues after an interruption; names choose its parts; an arm of equal reach is cut at the
 reference's pi / mu; a mistake in the file has one message before anything runs; the linter accepts
-every arm of the shipped study; an archive of a study is continued in another folder."""
+every arm of the shipped study; an archive of a study is continued in another folder, and the
+shipped ones with today's defaults."""
 
 import io
 import json
@@ -291,3 +292,20 @@ def test_the_linter_accepts_other_shipped_studies(name: str, settings: int) -> N
     file = Path(__file__).parents[2] / "benchmarks" / "studies" / f"{name}.toml"
     plan = study.planned(main.parse(["compare", str(file)]))
     assert len(plan.comparisons) == settings
+
+
+@pytest.mark.usefixtures("fake_run")
+@pytest.mark.parametrize(
+    ("name", "options", "runs"),
+    [("levels", ["--settings", "bfloat16-s2", "--seeds", "1"], 8), ("moe", [], 35)],
+)
+def test_the_shipped_archives_are_continued_with_the_defaults_of_today(
+    name: str, options: list[str], runs: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A study file pins each option whose default has changed since its runs were made."""
+    root = Path(__file__).parents[2]
+    monkeypatch.chdir(root)  # a policy is given relative to the repository
+    study_archive.unpack(root / "benchmarks" / "results" / f"{name}.tar.xz", tmp_path / name)
+    words = [str(root / "benchmarks" / "studies" / f"{name}.toml"), "--runs", str(tmp_path)]
+    said = start(study.planned(main.parse(["compare", *words, *options])))
+    assert f"{runs} runs in" in said and f"{runs} of them already finished" in said

@@ -1,8 +1,11 @@
 """Prepared weights give the same products by MKL, by oneDNN and in float32, and are copies."""
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from unstale.model import linear
 
@@ -29,12 +32,13 @@ def test_prepared_weights_multiply_like_plain_ones(
     torch.testing.assert_close(linear.prepared_product(rows, prepared, bias), expected)
 
 
-@pytest.mark.skipif(not linear.supported(torch.bfloat16), reason="oneDNN cannot multiply bfloat16")
 @pytest.mark.parametrize("native", [True, False])
 def test_prepared_bfloat16_weights_multiply_with_float32_sums(
     monkeypatch: pytest.MonkeyPatch, native: bool
 ) -> None:
-    monkeypatch.setattr(linear, "_multiplies_bfloat16", lambda: native)
+    monkeypatch.setattr(linear, "MULTIPLIES_BFLOAT16", native)
+    if not linear.supported(torch.bfloat16):
+        pytest.skip("oneDNN cannot multiply bfloat16 on this CPU")
     noise = torch.Generator().manual_seed(0)
     weight, rows, bias = (
         torch.randn(*shape, generator=noise).bfloat16() for shape in ((256, 512), (64, 512), (256,))
@@ -43,3 +47,24 @@ def test_prepared_bfloat16_weights_multiply_with_float32_sums(
     product = linear.prepared_product(rows, linear.prepare(weight), bias)
     assert product.dtype == torch.bfloat16
     torch.testing.assert_close(product.double(), exact, rtol=2**-8, atol=1e-4)
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_bfloat16_layers_have_the_gradients_of_float32_ones(
+    monkeypatch: pytest.MonkeyPatch, native: bool
+) -> None:
+    monkeypatch.setattr(linear, "MULTIPLIES_BFLOAT16", native)
+    torch.manual_seed(0)
+    layer = nn.Linear(64, 96).bfloat16()
+    exact = copy.deepcopy(layer).double()
+    linear.use(layer)
+    rows, grad = torch.randn(3, 32, 64).bfloat16(), torch.randn(3, 32, 96).bfloat16()
+    gradients = []
+    for each, dtype in ((layer, torch.bfloat16), (exact, torch.float64)):
+        inputs = rows.to(dtype, copy=True).requires_grad_()
+        each(inputs).backward(grad.to(dtype))
+        gradients.append((inputs.grad, each.weight.grad, each.bias.grad))
+    for found, wanted in zip(*gradients, strict=True):
+        assert found is not None and wanted is not None
+        assert found.dtype == torch.bfloat16
+        torch.testing.assert_close(found.double(), wanted, rtol=2**-7, atol=0.05)

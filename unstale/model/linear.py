@@ -1,11 +1,12 @@
-"""Faster float32 matrix products on CPUs, by the library oneDNN.
+"""Faster matrix products on CPUs, by the library oneDNN.
 
 On AMD CPUs with AVX-512, torch's default library (MKL) has less than half of this speed, forward
 and backward. Without AVX-512 both are equally fast, except that a call of oneDNN takes longer:
 small matrices are then multiplied by MKL. MKL is the faster one there for gradients of weights.
 
-x86 CPUs without instructions for bfloat16 multiply it at an eighth of the speed of float32. Engines
-convert it to float32 there. Sums are float32 either way, so the results differ in their order only.
+x86 CPUs without instructions for bfloat16 multiply it at an eighth of the speed of float32, or
+less. There it is converted to float32, multiplied, and the result rounded. Sums are float32 either
+way.
 """
 
 import platform
@@ -31,9 +32,23 @@ HAS_FAST_MKL = _has_fast_mkl()
 """The answer on this CPU, for code that torch.compile compiles."""
 
 
+def _multiplies_bfloat16() -> bool:
+    """Return False on x86 CPUs without instructions for bfloat16."""
+    if platform.machine().lower() not in ("x86_64", "amd64"):
+        return True
+    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+
+
+MULTIPLIES_BFLOAT16 = _multiplies_bfloat16()
+
+
 def supported(dtype: torch.dtype) -> bool:
-    """Return True if oneDNN is enabled in torch and can multiply this dtype on this CPU."""
-    return bool(torch.backends.mkldnn.enabled) and _works(dtype)
+    """Return True if oneDNN is enabled in torch and can multiply this dtype on this CPU.
+
+    bfloat16 may be multiplied as float32.
+    """
+    multiplied = torch.float32 if dtype == torch.bfloat16 and not MULTIPLIES_BFLOAT16 else dtype
+    return bool(torch.backends.mkldnn.enabled) and _works(multiplied)
 
 
 @cache
@@ -52,6 +67,9 @@ def product(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return `rows [R, K] @ weight [N, K]^T + bias [N]`, without gradient."""
     if torch.compiler.is_compiling():
         return _opaque(rows, weight, bias)
+    if _is_slow(rows):
+        wide = product(rows.float(), weight.float(), None if bias is None else bias.float())
+        return wide.to(rows.dtype)
     regular = rows.numel() and not any(size % WHOLE for size in rows.shape)
     if (
         regular
@@ -80,7 +98,7 @@ def prepare(weight: Tensor) -> Tensor:
     It needs a dtype that is `supported`. The copy of a bfloat16 weight is float32 if this CPU is
     faster with it.
     """
-    if weight.dtype == torch.bfloat16 and not _multiplies_bfloat16():
+    if weight.dtype == torch.bfloat16 and not MULTIPLIES_BFLOAT16:
         weight = weight.float()
     if _is_small(weight):
         return weight.clone(memory_format=torch.contiguous_format)
@@ -107,12 +125,9 @@ def _is_small(weight: Tensor) -> bool:
     return weight.dtype == torch.float32 and weight.numel() <= SMALL_WEIGHTS and _has_fast_mkl()
 
 
-@cache
-def _multiplies_bfloat16() -> bool:
-    """Return False on x86 CPUs without instructions for bfloat16."""
-    if platform.machine().lower() not in ("x86_64", "amd64"):
-        return True
-    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+def _is_slow(rows: Tensor) -> bool:
+    """Return True if products of these rows are faster in float32."""
+    return rows.dtype == torch.bfloat16 and rows.device.type == "cpu" and not MULTIPLIES_BFLOAT16
 
 
 @torch.library.custom_op("unstale::product", mutates_args=())
@@ -135,6 +150,8 @@ def outer(grad: Tensor, rows: Tensor) -> Tensor:
     oneDNN is fastest if the result has at least as many columns as rows, so the product may be
     transposed.
     """
+    if _is_slow(grad):
+        return outer(grad.float(), rows.float()).to(grad.dtype)
     if grad.device.type != "cpu" or HAS_FAST_MKL:
         return grad.t() @ rows
     if grad.shape[1] <= rows.shape[1]:
@@ -143,10 +160,11 @@ def outer(grad: Tensor, rows: Tensor) -> Tensor:
 
 
 class Linear(nn.Linear):
-    """An `nn.Linear` layer that multiplies by oneDNN."""
+    """An `nn.Linear` layer that multiplies as `product` does."""
 
     def forward(self, input: Tensor) -> Tensor:
-        if input.device.type != "cpu" or input.dtype != torch.float32:
+        usual = input.dtype != torch.float32 and not _is_slow(input)
+        if input.device.type != "cpu" or usual:
             return F.linear(input, self.weight, self.bias)
         rows = input.reshape(-1, self.in_features)
         return apply(rows, self.weight, self.bias).view(*input.shape[:-1], self.out_features)
@@ -161,7 +179,7 @@ def apply(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def use(model: nn.Module) -> None:
-    """Replace all `nn.Linear` layers of a model by layers that multiply by oneDNN, in place."""
+    """Replace all `nn.Linear` layers of a model by layers that multiply faster, in place."""
     for module in model.modules():
         if type(module) is nn.Linear:
             module.__class__ = Linear
