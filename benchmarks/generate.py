@@ -91,11 +91,12 @@ GOALS = {
     "generate": 2.0,
     "generate-divided": 2.0,
     "continuous": 1.5,
-    "vllm": 1.5,
-    "vllm-divided": 1.5,
-    "eager": 1.5,
+    "vllm": 2.5,
+    "vllm-divided": 2.5,
+    "eager": 2.5,
 }
-WIDER = 1.5
+"""Goals for all sizes. That of 1M is 3 over vLLM, and 4 in bfloat16."""
+WIDER = 1.6
 """Goal for our tokens per second with 256 concurrent episodes, over those with 64."""
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1}
 """Nats: a larger mean difference from a plain float32 forward pass means another model."""

@@ -106,13 +106,15 @@ def test_inputs_of_layers_are_rounded_to_the_bits_of_the_trainer(
     assert not torch.equal(rounded, inputs.float())
 
 
-def test_threads_change_no_bits(tmp_path: Path) -> None:
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("quantise", ["none", "fp8", "int8"])
+def test_threads_change_no_bits(quantise: str, dtype: str, tmp_path: Path) -> None:
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(1)
-        one = _logits(_runner(tmp_path, "qwen3, untied", "float32"), 7)
+        one = _logits(_runner(tmp_path, "qwen3, untied", dtype, quantise), 7)
         torch.set_num_threads(3)
-        three = _logits(_runner(tmp_path, "qwen3, untied", "float32"), 7)
+        three = _logits(_runner(tmp_path, "qwen3, untied", dtype, quantise), 7)
     finally:
         torch.set_num_threads(threads)
     assert torch.equal(one, three)

@@ -380,25 +380,29 @@ def test_a_compiled_policy_says_the_same_and_so_does_its_twin() -> None:
     assert (twin.logps(siblings(), temperature=1.0) - found[0][0]).abs().max() < 1e-4
 
 
-def test_linear_layers_that_are_trained_compile() -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_linear_layers_that_are_trained_compile(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """This includes shapes for which oneDNN multiplies. Without g++ no kernels are compiled."""
+    monkeypatch.setattr(linear, "MULTIPLIES_BFLOAT16", False)
     backend = "aot_eager" if shutil.which("g++") is None else "inductor"
     # Inductor would compile a program for each set of vector instructions, to see if it works.
     options = {"cpp.vec_isa_ok": False} if backend == "inductor" else None
     layers = nn.Sequential(linear.Linear(64, 96), nn.SiLU(), linear.Linear(96, 64, bias=False))
+    layers.to(dtype)
     compiled = torch.compile(layers, dynamic=True, backend=backend, options=options)
     found = []
     for run in (layers, compiled):
         for tokens in (32, 61):
-            given = torch.randn(
-                1, tokens, 64, generator=torch.Generator().manual_seed(0)
-            ).requires_grad_()
-            out = run(given)
+            given = torch.randn(1, tokens, 64, generator=torch.Generator().manual_seed(0)).to(dtype)
+            out = run(given.requires_grad_())
             found.append(
                 [out.detach(), *torch.autograd.grad(out.sin().sum(), [given, *layers.parameters()])]
             )
     for ours, theirs in zip(found[:2], found[2:], strict=True):
-        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+        limit = {torch.float32: 1e-5, torch.bfloat16: 0.03}[dtype]
+        torch.testing.assert_close(ours, theirs, atol=limit, rtol=limit)
 
 
 @pytest.mark.parametrize("tokens", [64, 61])
@@ -422,12 +426,15 @@ def test_linear_layers_are_those_of_torch(tokens: int, bias: bool) -> None:
 def test_what_a_processor_lacks_is_left_to_torch() -> None:
     """Uses new processes, because oneDNN reads the allowed instructions once."""
     asked = (
-        "import torch; from unstale.model.linear import product, supported; a = torch.ones(32, "
-        "32)\n"
+        "import torch; from unstale.model import linear\n"
+        "from unstale.model.linear import product, supported; a = torch.ones(32, 32)\n"
+        "linear.MULTIPLIES_BFLOAT16 = True\n"
         "for d in (torch.float32, torch.bfloat16, torch.float64):\n"
         "    assert torch.equal(product(a.to(d), a.to(d)), (32 * a).to(d)) and supported(d) in "
         "(True, False)\n"
         "print(supported(torch.bfloat16), supported(torch.float64))\n"
+        "linear.MULTIPLIES_BFLOAT16 = False\n"
+        "print(supported(torch.bfloat16) == supported(torch.float32))\n"
         "torch.backends.mkldnn.enabled = False\n"
         "print(supported(torch.float32))\n"
     )
@@ -436,7 +443,7 @@ def test_what_a_processor_lacks_is_left_to_torch() -> None:
     told = subprocess.run(
         command, env=environment, capture_output=True, text=True, check=True
     ).stdout
-    assert told.split() == ["False", "False", "False"]
+    assert told.split() == ["False", "False", "True", "False"]
 
 
 @pytest.mark.parametrize("hidden", [32, 256, 1024])

@@ -4,9 +4,8 @@ On AMD CPUs with AVX-512, torch's default library (MKL) has less than half of th
 and backward. Without AVX-512 both are equally fast, except that a call of oneDNN takes longer:
 small matrices are then multiplied by MKL. MKL is the faster one there for gradients of weights.
 
-x86 CPUs without instructions for bfloat16 multiply it at an eighth of the speed of float32, or
-less. There it is converted to float32, multiplied, and the result rounded. Sums are float32 either
-way.
+x86 CPUs without instructions for bfloat16 are slow with it. There the rows and weights of a linear
+layer are converted to float32, multiplied, and the result is rounded. Sums are float32 either way.
 """
 
 import platform
@@ -40,6 +39,7 @@ def _multiplies_bfloat16() -> bool:
 
 
 MULTIPLIES_BFLOAT16 = _multiplies_bfloat16()
+"""The answer on this CPU, for the same reason."""
 
 
 def supported(dtype: torch.dtype) -> bool:
@@ -111,9 +111,9 @@ def prepared_product(rows: Tensor, prepared: Tensor, bias: Tensor | None = None)
 
     The result has the dtype of `rows`.
     """
-    if prepared.dtype != rows.dtype:
-        wide = None if bias is None else bias.to(prepared.dtype)
-        return prepared_product(rows.to(prepared.dtype), prepared, wide).to(rows.dtype)
+    if rows.dtype == torch.bfloat16 and prepared.dtype == torch.float32:
+        wide = None if bias is None else bias.float()
+        return prepared_product(rows.float(), prepared, wide).to(rows.dtype)
     if not prepared.is_mkldnn:
         return F.linear(rows, prepared, bias)
     result: Tensor = torch.ops.mkldnn._linear_pointwise(rows, prepared, bias, "none", [], "")
@@ -163,8 +163,8 @@ class Linear(nn.Linear):
     """An `nn.Linear` layer that multiplies as `product` does."""
 
     def forward(self, input: Tensor) -> Tensor:
-        usual = input.dtype != torch.float32 and not _is_slow(input)
-        if input.device.type != "cpu" or usual:
+        by_torch = input.dtype != torch.float32 and not _is_slow(input)
+        if input.device.type != "cpu" or by_torch:
             return F.linear(input, self.weight, self.bias)
         rows = input.reshape(-1, self.in_features)
         return apply(rows, self.weight, self.bias).view(*input.shape[:-1], self.out_features)
@@ -197,8 +197,11 @@ class _Linear(torch.autograd.Function):
         rows, weight = ctx.saved_tensors
         for_rows, for_weight, for_bias = ctx.needs_input_grad
         grad = grad.contiguous()
-        return (
-            product(grad, weight.t()) if for_rows else None,
-            outer(grad, rows) if for_weight else None,
-            grad.sum(0) if for_bias else None,
-        )
+        # Converted here once, not in each product.
+        wide = grad.float() if _is_slow(grad) else grad
+        of_rows = of_weight = None
+        if for_rows:
+            of_rows = product(wide, weight.t().to(wide.dtype)).to(grad.dtype)
+        if for_weight:
+            of_weight = outer(wide, rows.to(wide.dtype)).to(grad.dtype)
+        return of_rows, of_weight, grad.sum(0) if for_bias else None

@@ -5,9 +5,10 @@
    not depend on the other tokens of the step. Activations are float32 numbers that are rounded to
    the model's type wherever torch would store them in it.
 
-   If ROUND_LARGEST is defined, the input of each linear layer is rounded to a format with few values
-   (`Format.activations` of quantisation.py): in blocks of ROUND_BLOCK features (0: all), of which the
-   largest becomes ROUND_LARGEST; to e4m3 if ROUND_E4M3 is defined, else to whole numbers.
+   If ROUND_LARGEST is defined, the input of each linear layer is rounded to a format with few
+   values (`Format.activations` of quantisation.py): in blocks of ROUND_BLOCK features (0: all), of
+   which the largest becomes ROUND_LARGEST; to e4m3 if ROUND_E4M3 is defined, else to whole
+   numbers.
 
    Several threads may compute a step together: each calls `decode` with its own number. */
 
@@ -261,16 +262,16 @@ inline_ void turn_one(const step_ *step, const layer_ *layer, int64_t token) {
 }
 
 #ifdef ROUND_LARGEST
-/* The nearest value of the format; `value` is at most ROUND_LARGEST. Adding a number whose last digit
-   is the distance between two values rounds to the nearest one, and to an even one in the middle. */
+/* The nearest value of the format; `value` is at most ROUND_LARGEST. If the last digit of `large` is
+   the distance between two values, adding it rounds to the nearest value, or to the even one. */
 inline_ float nearest(float value) {
-    int32_t shift = (127 + 23) << 23 | 1 << 22; /* 1.5 * 2^23: the distance is 1 */
+    uint32_t shift = 150u << 23 | 1u << 22; /* 1.5 * 2^23: the distance is 1 */
 #ifdef ROUND_E4M3
-    int32_t exponent;
+    uint32_t exponent;
     memcpy(&exponent, &value, 4);
-    exponent &= 0xff << 23;
-    if (exponent < (127 - 6) << 23) exponent = (127 - 6) << 23; /* the smallest normal number */
-    shift += exponent - ((127 + 3) << 23);
+    exponent &= 255u << 23;
+    if (exponent < 121u << 23) exponent = 121u << 23; /* 2^-6, the smallest normal number */
+    shift += exponent - (130u << 23);
 #endif
     float large;
     memcpy(&large, &shift, 4);
