@@ -36,7 +36,7 @@ def test_everyone_plays_the_same_and_groups_share_their_opening() -> None:
 def test_a_line_has_the_ratio_the_goal_or_why_there_is_none() -> None:
     found = {"ours 64": [200.0, 300.0], "vllm 64": [100.0, 100.0]}
     what = ("1M", "float32", 64)
-    assert "2.50 (2.00 to 3.00) | met: 2.50 of 1.5, in 2 rounds" in _line(
+    assert "2.50 (2.00 to 3.00) | met: 2.50 of 2.5, in 2 rounds" in _line(
         what, "vllm", found, "", 1e-6
     )
     assert "not run: no .venv-peers" in _line(what, "generate", found, "no .venv-peers", None)
@@ -45,7 +45,7 @@ def test_a_line_has_the_ratio_the_goal_or_why_there_is_none() -> None:
 
 def test_growth_is_taken_round_by_round() -> None:
     lines = own_growth({"1M": {"ours 64": [10.0, 20.0, 5.0], "ours 256": [20.0, 20.0, 7.5]}})
-    assert lines[-1] == "| 1M | 1.50 (1.00 to 2.00) | met: 1.50 of 1.5, in 3 rounds |"
+    assert lines[-1] == "| 1M | 1.50 (1.00 to 2.00) | missed: 1.50 of 1.6, in 3 rounds |"
     assert own_growth({"1M": {"ours 64": [10.0]}}) == []
 
 
