@@ -36,7 +36,7 @@ from unstale.weights import child_process
 from unstale.weights.bits import checksum
 from unstale.weights.publish import DirectPublisher
 
-ORPHAN_S = 30.0
+ORPHAN_S = 10.0
 """Seconds within which the processes of a killed run must end."""
 FROZEN_S = 60.0
 """Seconds in place of the package's few: an engine on a busy machine is not frozen."""

@@ -175,7 +175,7 @@ class ForkedChild:
     def __init__(
         self, command: Sequence[str], *, pass_fds: Sequence[int], stderr: IO[bytes], **options: Any
     ) -> None:
-        *_, program, _, _ = command
+        *_, program, _, _, _ = command
         passed = [Connection(os.dup(each)) for each in (*pass_fds, stderr.fileno())]
         arguments = (program, dict(options["env"]), passed)
         self._process = CONTEXT.Process(target=_run_child, args=arguments, daemon=True)
@@ -203,5 +203,5 @@ def _run_child(program: str, environment: dict[str, str], passed: Sequence[Conne
     os.dup2(errors, 2)
     os.environ.clear()
     os.environ.update(environment)
-    sys.argv = ["-c", str(connection), str(beat)]
+    sys.argv = ["-c", str(connection), str(beat), str(os.getppid())]
     exec(compile(program, "<child>", "exec"), {"__name__": "__main__"})

@@ -162,9 +162,11 @@ def test_a_process_whose_parent_was_killed_does_not_wait_for_options() -> None:
         assert receive_options(child.fileno()) == ""
 
 
+@pytest.mark.parametrize("begins", [True, False])
 def test_a_process_that_still_imports_ends_when_its_parent_is_killed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    begins: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Also if the parent is killed before the process has run its first line."""
     began = tmp_path / "began"
     (tmp_path / "slow_to_import.py").write_text(
         f"import time\nopen({str(began)!r}, 'w').close()\ntime.sleep(3600)\n"
@@ -172,7 +174,7 @@ def test_a_process_that_still_imports_ends_when_its_parent_is_killed(
     program = (
         f"{_TELL_PIDS}import os, signal, time\n"
         "start_early('slow_to_import', threads=1)\n"
-        f"while not os.path.exists({str(began)!r}): time.sleep(0.01)\n"
+        f"while {begins} and not os.path.exists({str(began)!r}): time.sleep(0.01)\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))

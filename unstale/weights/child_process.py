@@ -44,7 +44,7 @@ import gc, os, signal, sys
 signal.signal(signal.SIGINT, signal.SIG_IGN)
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 signal.set_wakeup_fd(int(sys.argv[2]), warn_on_full_buffer=False)
-parent = os.getppid()
+parent = int(sys.argv[3])
 signal.signal(signal.SIGALRM, lambda *_: os.getppid() == parent or os._exit(1))
 signal.siginterrupt(signal.SIGALRM, False)
 signal.setitimer(signal.ITIMER_REAL, 0.001, {beat_s})
@@ -58,8 +58,9 @@ if options := receive_options(int(sys.argv[1])):
 """
 """The program of the child process. A timer signal lets Python's C handler write the heartbeat,
 even while other code holds the GIL. Its handler in Python ends the process when the parent is gone,
-so that a process that still imports its module is not left behind. No garbage is collected during
-the imports, which create little garbage.
+so that a process that still imports its module is not left behind. The parent is an argument,
+because it may be gone before the first line runs. No garbage is collected during the imports, which
+create little garbage.
 """
 
 Bytes = bytes | memoryview
@@ -132,7 +133,7 @@ class _Process:
         os.set_blocking(beat, False)
         self.beats = os.fdopen(beats, "rb", buffering=0)
         program = _PROGRAM.format(beat_s=BEAT_S, module=module)
-        arguments = [str(child_socket.fileno()), str(beat)]
+        arguments = [str(child_socket.fileno()), str(beat), str(os.getpid())]
         with child_socket, os.fdopen(beat, "wb"):
             self.popen = subprocess.Popen(
                 [sys.executable, "-P", "-X", "faulthandler", "-c", program, *arguments],
