@@ -47,8 +47,12 @@ def supported(dtype: torch.dtype) -> bool:
 
     bfloat16 may be multiplied as float32.
     """
-    multiplied = torch.float32 if dtype == torch.bfloat16 and not MULTIPLIES_BFLOAT16 else dtype
-    return bool(torch.backends.mkldnn.enabled) and _works(multiplied)
+    return bool(torch.backends.mkldnn.enabled) and _works(_multiplied(dtype))
+
+
+def _multiplied(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which this CPU computes products of a dtype."""
+    return torch.float32 if dtype == torch.bfloat16 and not MULTIPLIES_BFLOAT16 else dtype
 
 
 @cache
@@ -98,11 +102,11 @@ def prepare(weight: Tensor) -> Tensor:
     It needs a dtype that is `supported`. The copy of a bfloat16 weight is float32 if this CPU is
     faster with it.
     """
-    if weight.dtype == torch.bfloat16 and not MULTIPLIES_BFLOAT16:
-        weight = weight.float()
-    if _is_small(weight):
-        return weight.clone(memory_format=torch.contiguous_format)
-    prepared: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), USUAL_ROWS)
+    dtype = _multiplied(weight.dtype)
+    if _is_small(weight.numel(), dtype):
+        return weight.to(dtype, copy=True, memory_format=torch.contiguous_format)
+    whole = weight.to(dtype).contiguous()
+    prepared: Tensor = torch.ops.mkldnn._reorder_linear_weight(whole, USUAL_ROWS)
     return prepared
 
 
@@ -120,14 +124,14 @@ def prepared_product(rows: Tensor, prepared: Tensor, bias: Tensor | None = None)
     return result
 
 
-def _is_small(weight: Tensor) -> bool:
-    """Return True if MKL multiplies faster by this weight. The answer depends on the CPU alone."""
-    return weight.dtype == torch.float32 and weight.numel() <= SMALL_WEIGHTS and _has_fast_mkl()
+def _is_small(size: int, dtype: torch.dtype) -> bool:
+    """Return True if MKL multiplies faster by a matrix of `size` numbers on this CPU."""
+    return dtype == torch.float32 and size <= SMALL_WEIGHTS and _has_fast_mkl()
 
 
 def _is_slow(rows: Tensor) -> bool:
     """Return True if products of these rows are faster in float32."""
-    return rows.dtype == torch.bfloat16 and rows.device.type == "cpu" and not MULTIPLIES_BFLOAT16
+    return rows.device.type == "cpu" and _multiplied(rows.dtype) != rows.dtype
 
 
 @torch.library.custom_op("unstale::product", mutates_args=())
@@ -197,11 +201,8 @@ class _Linear(torch.autograd.Function):
         rows, weight = ctx.saved_tensors
         for_rows, for_weight, for_bias = ctx.needs_input_grad
         grad = grad.contiguous()
-        # Converted here once, not in each product.
-        wide = grad.float() if _is_slow(grad) else grad
-        of_rows = of_weight = None
-        if for_rows:
-            of_rows = product(wide, weight.t().to(wide.dtype)).to(grad.dtype)
-        if for_weight:
-            of_weight = outer(wide, rows.to(wide.dtype)).to(grad.dtype)
-        return of_rows, of_weight, grad.sum(0) if for_bias else None
+        return (
+            product(grad, weight.t()) if for_rows else None,
+            outer(grad, rows) if for_weight else None,
+            grad.sum(0) if for_bias else None,
+        )

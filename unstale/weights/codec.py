@@ -11,7 +11,8 @@ XOR is its own inverse, so a delta can be applied in both directions. Working on
 payloads, -0.0 and denormals. Tensors are compressed on the CPU, one on each of torch's threads. If
 few words changed on another device, only their gaps and planes are copied.
 
-`bits` describes the checksums of weights. A file of a delta also has a checksum of its own bytes.
+`weights/bits.py` computes the checksums of weights. A file with a delta also has a checksum of its
+own bytes.
 
 Input may be damaged or hostile. Reading it returns the delta that was written or raises ValueError.
 It needs no more memory than the input and the tensors to which it is applied.
