@@ -97,6 +97,7 @@ class Chat:
         self._leading_marks = re.compile(rf"\s*(?:(?:{any_mark})\s*)*")
         self._other_chats: dict[str, Chat] = {}
         self._tools_json = json.dumps(self._tools, default=str, ensure_ascii=False)
+        self._longest_seam = max(map(_longest_seam, (self._tools_json, self._template)))
         self._schemas = schemas_of(self._tools)
         self._ends = self._find_ends()
         known = [*map(tokenizer.convert_tokens_to_ids, self._ends), tokenizer.eos_token_id]
@@ -389,8 +390,7 @@ class Chat:
         the tool calls of a reply in whose place a placeholder is.
         """
         record = json.dumps(_as_dicts(messages, reply_calls), ensure_ascii=False)
-        all_text = f"{record}{self._tools_json}{self._template}"
-        seam = _SEAM * (1 + max(map(len, re.findall(f"{_SEAM}+", all_text)), default=0))
+        seam = _SEAM * (1 + max(_longest_seam(record), self._longest_seam))
         tools = self._tools
         if self._mark_start.search(self._tools_json):
             tools = json.loads(self._mark_start.sub(rf"\1{seam}", self._tools_json))
@@ -407,6 +407,11 @@ class Chat:
     def _encode(self, text: str, seam: str) -> tuple[int, ...]:
         """Encode the text between separators part by part, so that no control token spans one."""
         return tuple(token for part in text.split(seam) for token in self.encode(part))
+
+
+def _longest_seam(text: str) -> int:
+    """Return the length of the longest run of `_SEAM` in a text."""
+    return max(map(len, re.findall(f"{_SEAM}+", text)), default=0)
 
 
 def _split_thoughts(text: str) -> tuple[str, str]:
