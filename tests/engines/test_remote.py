@@ -13,11 +13,10 @@ import threading
 from collections.abc import Awaitable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from datetime import date, datetime
 from pathlib import Path
 from typing import Any
 
-import orjson
+import msgspec
 import pytest
 import torch
 
@@ -30,7 +29,7 @@ from unstale import config
 from unstale.build import build_engine
 from unstale.engines import Engine, EngineDied, Reply, SamplingParams, rates, remote, session
 from unstale.engines.embedded import shared_weights
-from unstale.engines.http import Http, _encode_json
+from unstale.engines.http import Http, _decode_json, _encode_json
 from unstale.engines.pool import EnginePool, Recovery
 from unstale.engines.registry import EngineOptions
 from unstale.engines.remote import ProbeFailed, RemoteEngine
@@ -790,11 +789,11 @@ def test_a_long_answer_is_parsed_beside_the_event_loop(
 ) -> None:
     numbers = [0.125] * 50_000
     content = json.dumps(numbers).encode()
-    parse, threads = orjson.loads, set()
+    parse, threads = msgspec.json.decode, set()
 
-    def noted(text: bytes) -> Any:
+    def noted(text: bytes, **options: Any) -> Any:
         threads.add(threading.current_thread())
-        return parse(text)
+        return parse(text, **options)
 
     def total(read: list[float]) -> float:
         threads.add(threading.current_thread())
@@ -811,13 +810,13 @@ def test_a_long_answer_is_parsed_beside_the_event_loop(
         listener.bind(f"{tmp_path}/s")
         listener.listen()
         serving = server.submit(serve, listener)
-        monkeypatch.setattr(orjson, "loads", noted)
+        monkeypatch.setattr(msgspec.json, "decode", noted)
         assert asyncio.run(Http(f"unix:{tmp_path}/s").call("GET", "/", read=total)) == sum(numbers)
         serving.result()
     assert len(threads) == 1 and threading.main_thread() not in threads
 
 
-def test_json_that_orjson_refuses_is_sent_and_read_as_by_json(tmp_path: Path) -> None:
+def test_json_that_msgspec_refuses_is_sent_and_read_as_by_json(tmp_path: Path) -> None:
     received = bytearray()
 
     def serve(listener: socket.socket) -> None:
@@ -851,10 +850,24 @@ def test_numbers_that_json_does_not_have_are_refused_by_name(
         asyncio.run(Http("unix:/does/not/exist").call("POST", "/", body))
 
 
-@pytest.mark.parametrize("value", [date(2026, 1, 1), datetime(2026, 1, 1), SamplingParams(1, ())])
-def test_objects_that_json_does_not_have_are_refused(value: object) -> None:
+def test_objects_that_json_does_not_have_are_refused() -> None:
     with pytest.raises(TypeError, match="not JSON serializable"):
-        _encode_json({"value": value})
+        _encode_json({"value": object()})
+
+
+@pytest.mark.parametrize("text", ['{"n": 1, "more": [[]]}', '{"n": 1, "more": NaN}'])
+def test_fields_that_a_form_does_not_name_are_skipped(text: str) -> None:
+    assert _decode_json(text.encode(), _OnlyN).n == 1
+
+
+@pytest.mark.parametrize("text", ['{"n": "1"}', '{"m": 1}', '{"n": NaN}', "[1]"])
+def test_json_of_another_form_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r"Expected|required"):
+        _decode_json(text.encode(), _OnlyN)
+
+
+class _OnlyN(msgspec.Struct):
+    n: int
 
 
 def test_null_is_sent() -> None:

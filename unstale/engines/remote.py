@@ -106,6 +106,10 @@ class RemoteEngine(ABC):
     GENERATE_PATH: ClassVar[str]
     MIN_TEMPERATURE: ClassVar[float]
     """Lowest temperature that the server applies. It replaces lower ones."""
+    REPLY: ClassVar[Any] = Any
+    """The type of the JSON of a reply, for msgspec. Fields that it does not name are skipped, which
+    makes long replies faster to read.
+    """
 
     def __init__(self, options: EngineOptions, server: VllmServer | None = None) -> None:
         """Use the server at `options.url`, or a `server` that this engine starts."""
@@ -171,7 +175,8 @@ class RemoteEngine(ABC):
 
     @abstractmethod
     def _parse_reply(self, body: Any) -> ServerReply:
-        """Return a reply from its JSON. Large ones are parsed in a thread.
+        """Return a reply from its JSON, which has the type `REPLY`. Large ones are parsed in a
+        thread.
 
         Raises LookupError, TypeError or ValueError if it is malformed.
         """
@@ -331,7 +336,7 @@ class RemoteEngine(ABC):
         request = self._request_body(request_id, tokens, params)
         try:
             reply: ServerReply = await self._http.call(
-                "POST", self.GENERATE_PATH, request, read=self._read_reply
+                "POST", self.GENERATE_PATH, request, form=self.REPLY, read=self._read_reply
             )
         except HttpError as error:
             if error.status in (400, 422):

@@ -6,12 +6,38 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from unstale.engines import SamplingParams
 from unstale.engines.prefixes import BLOCK
 from unstale.engines.registry import EngineSpec
 from unstale.engines.remote import LOAD_S, RemoteEngine, ServerReply, decode_base64
+
+
+class _FinishReason(msgspec.Struct):
+    type: str
+
+
+class _Span(msgspec.Struct):
+    version: str
+    end: int
+
+
+class _Meta(msgspec.Struct):
+    finish_reason: _FinishReason
+    output_token_logprobs: list[tuple[float, int, Any]]
+    weight_versions: list[_Span]
+    cached_tokens: int = 0
+    """Missing if the request was aborted while it waited."""
+    routed_experts: str | None = None
+
+
+class _Reply(msgspec.Struct):
+    """The fields of a reply that are read."""
+
+    output_ids: tuple[int, ...]
+    meta_info: _Meta
 
 
 class SglangEngine(RemoteEngine):
@@ -29,6 +55,7 @@ class SglangEngine(RemoteEngine):
     HEALTH_PATH = "/model_info"
     GENERATE_PATH = "/generate"
     MIN_TEMPERATURE = 1e-6
+    REPLY = _Reply
 
     async def _handshake(self) -> int:
         info = await self._http.call("GET", "/server_info")
@@ -131,23 +158,20 @@ class SglangEngine(RemoteEngine):
             body["routed_experts_start_len"] = params.first_route(self._version)
         return body
 
-    def _parse_reply(self, body: Mapping[str, Any]) -> ServerReply:
-        tokens = tuple(body["output_ids"])
-        meta = body["meta_info"]
-        finish_reason = meta["finish_reason"]["type"]
+    def _parse_reply(self, body: _Reply) -> ServerReply:
+        tokens = body.output_ids
+        meta = body.meta_info
+        finish_reason = meta.finish_reason.type
         if finish_reason == "stop" and not tokens:
             raise ValueError("a reply without tokens ended with a stop token")
-        logps = meta["output_token_logprobs"][: len(tokens)]
+        logps = meta.output_token_logprobs[: len(tokens)]
         return ServerReply(
             tokens=tokens,
-            logps=tuple((token, float(logp)) for logp, token, _ in logps),
-            versions=tuple(
-                (span["version"], span["end"]) for span in meta["weight_versions"] if span["end"]
-            ),
+            logps=tuple([(token, logp) for logp, token, _ in logps]),
+            versions=tuple((span.version, span.end) for span in meta.weight_versions if span.end),
             finish_reason=finish_reason,
-            # missing if the request was aborted while it waited
-            cached_tokens=meta.get("cached_tokens", 0),
-            routes=meta.get("routed_experts") or "",
+            cached_tokens=meta.cached_tokens,
+            routes=meta.routed_experts or "",
         )
 
     def _decode_routes(self, routes: str) -> Any:

@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 from torch import Tensor
 
@@ -41,6 +42,43 @@ the group.
 """
 
 
+class _Token(msgspec.Struct, gc=False):
+    token_id: int
+    logprob: float
+
+
+class _Logprobs(msgspec.Struct):
+    content: list[_Token] | None
+
+
+class _Span(msgspec.Struct):
+    version: str
+    end: int
+
+
+class _Choice(msgspec.Struct):
+    token_ids: tuple[int, ...]
+    logprobs: _Logprobs
+    weight_versions: list[_Span] | None
+    finish_reason: str
+    routed_experts: str | None = None
+
+
+class _PromptDetails(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens_details: _PromptDetails | None = None
+
+
+class _Reply(msgspec.Struct):
+    """The fields of a reply that are read."""
+
+    choices: list[_Choice]
+    usage: _Usage
+
+
 class VllmEngine(RemoteEngine):
     """An engine on one vLLM server.
 
@@ -58,6 +96,7 @@ class VllmEngine(RemoteEngine):
     HEALTH_PATH = "/health"
     GENERATE_PATH = "/inference/v1/generate"
     MIN_TEMPERATURE = 0.01
+    REPLY = _Reply
 
     def __init__(self, options: EngineOptions, *, extension: str = EXTENSION) -> None:
         if not options.url and find_spec("vllm") is None:
@@ -128,18 +167,18 @@ class VllmEngine(RemoteEngine):
             sampling["routed_experts_prompt_start"] = params.first_route(self._version)
         return {"request_id": request_id, "token_ids": list(tokens), "sampling_params": sampling}
 
-    def _parse_reply(self, body: Mapping[str, Any]) -> ServerReply:
-        choice = body["choices"][0]
-        logps = choice["logprobs"]["content"] or []
-        versions = choice["weight_versions"] or []
-        prompt_details = body["usage"].get("prompt_tokens_details") or {}
+    def _parse_reply(self, body: _Reply) -> ServerReply:
+        choice = body.choices[0]
+        prompt_details = body.usage.prompt_tokens_details or _PromptDetails()
         return ServerReply(
-            tokens=tuple(choice["token_ids"]),
-            logps=tuple((token["token_id"], token["logprob"]) for token in logps),
-            versions=tuple((span["version"], span["end"]) for span in versions),
-            finish_reason=choice["finish_reason"],
-            cached_tokens=prompt_details.get("cached_tokens") or 0,
-            routes=choice.get("routed_experts") or "",
+            tokens=choice.token_ids,
+            logps=tuple(
+                [(token.token_id, token.logprob) for token in choice.logprobs.content or ()]
+            ),
+            versions=tuple((span.version, span.end) for span in choice.weight_versions or ()),
+            finish_reason=choice.finish_reason,
+            cached_tokens=prompt_details.cached_tokens or 0,
+            routes=choice.routed_experts or "",
         )
 
     def _decode_routes(self, routes: str) -> Any:
