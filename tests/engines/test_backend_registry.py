@@ -50,8 +50,8 @@ class TinyEngine(RemoteEngine):
 
     def _parse_reply(self, body):
         tokens = tuple(body["tokens"])
-        logps = tuple(zip(tokens, body["logps"], strict=True))
-        return ServerReply(tokens, logps, ((body["version"], len(tokens)),), "length", 0)
+        versions = ((body["version"], len(tokens)),)
+        return ServerReply(tokens, tuple(body["logps"]), tokens, versions, "length", 0)
 
 
 SPEC = EngineSpec(TinyEngine, needs_urls=True)

@@ -80,8 +80,11 @@ class ServerReply:
     """The answer of a server to one request."""
 
     tokens: tuple[int, ...]
-    logps: tuple[tuple[int, float], ...]
-    """Pairs of token id and log-probability from the server. The ids must equal `tokens`."""
+    logps: tuple[float, ...]
+    """The log-probability of each token, in nats."""
+    logp_tokens: tuple[int, ...]
+    """The token ids that the server names beside the log-probabilities. They must equal `tokens`.
+    """
     versions: tuple[tuple[str, int], ...]
     """For each part of the reply sampled by one version: the version as text, and the end of the
     part.
@@ -364,8 +367,8 @@ class RemoteEngine(ABC):
             if stamped != {str(version)} or reply.versions[-1][1] != len(tokens):
                 reason = f"{len(tokens)} tokens of version {version} are stamped {reply.versions}"
                 raise self._fail(session, reason)
-        drawn, logps = zip(*reply.logps, strict=True) if reply.logps else ((), ())
-        if drawn != tokens or not _in_range(logps):
+        logps = reply.logps
+        if reply.logp_tokens != tokens or len(logps) != len(tokens) or not _in_range(logps):
             raise self._fail(session, "the server sampled tokens without a log-probability")
         if max(logps, default=-1.0) >= 0:
             logps = tuple(min(0.0, logp) for logp in logps)

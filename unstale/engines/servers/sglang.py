@@ -131,6 +131,7 @@ class SglangEngine(RemoteEngine):
             reply = ServerReply(
                 tokens=reply.tokens + more.tokens,
                 logps=reply.logps + more.logps,
+                logp_tokens=reply.logp_tokens + more.logp_tokens,
                 versions=reply.versions + moved,
                 finish_reason=more.finish_reason,
                 cached_tokens=reply.cached_tokens,
@@ -167,7 +168,8 @@ class SglangEngine(RemoteEngine):
         logps = meta.output_token_logprobs[: len(tokens)]
         return ServerReply(
             tokens=tokens,
-            logps=tuple([(token, logp) for logp, token, _ in logps]),
+            logps=tuple([logp for logp, _, _ in logps]),
+            logp_tokens=tuple([token for _, token, _ in logps]),
             versions=tuple((span.version, span.end) for span in meta.weight_versions if span.end),
             finish_reason=finish_reason,
             cached_tokens=meta.cached_tokens,

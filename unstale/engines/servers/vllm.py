@@ -169,12 +169,12 @@ class VllmEngine(RemoteEngine):
 
     def _parse_reply(self, body: _Reply) -> ServerReply:
         choice = body.choices[0]
+        content = choice.logprobs.content or ()
         prompt_details = body.usage.prompt_tokens_details or _PromptDetails()
         return ServerReply(
             tokens=choice.token_ids,
-            logps=tuple(
-                [(token.token_id, token.logprob) for token in choice.logprobs.content or ()]
-            ),
+            logps=tuple([token.logprob for token in content]),
+            logp_tokens=tuple([token.token_id for token in content]),
             versions=tuple((span.version, span.end) for span in choice.weight_versions or ()),
             finish_reason=choice.finish_reason,
             cached_tokens=prompt_details.cached_tokens or 0,
