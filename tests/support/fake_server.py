@@ -121,6 +121,8 @@ class FakeServer:
             task = asyncio.ensure_future(self._connection(reader, writer))
             served.add(task)
             task.add_done_callback(served.discard)
+            # a task that is cancelled before it begins closes nothing
+            task.add_done_callback(lambda _: writer.close())
 
         server = await self.listen(connected)
         self._ready.set()
