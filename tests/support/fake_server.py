@@ -127,6 +127,9 @@ class FakeServer:
         server = await self.listen(connected)
         self._ready.set()
         await self._stop.wait()
+        for listener in server.sockets:
+            self._loop.remove_reader(listener.fileno())
+        await asyncio.sleep(0)  # asyncio never closes a connection that begins after `close`
         server.close()
         for task in [*served]:
             task.cancel()
