@@ -98,6 +98,16 @@ def test_every_imported_package_is_declared() -> None:
     assert imported_packages() - names == of_other_environments | of_torch
 
 
+def test_the_environment_of_the_real_servers_has_every_dependency() -> None:
+    """It is installed without dependencies, from a list; only torch is installed apart."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    needed = {re.split("[<>=]", each)[0] for each in project["dependencies"]}
+    lines = (ROOT / "constraints-engines.txt").read_text().splitlines()
+    assert needed - {line.partition("==")[0].replace("_", "-").lower() for line in lines} == {
+        "torch"
+    }
+
+
 def test_public_names_are_sorted_and_importable() -> None:
     assert unstale.__all__ == sorted(unstale.__all__)
     for name in unstale.__all__:

@@ -13,6 +13,7 @@ import threading
 from collections.abc import Awaitable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from datetime import date, datetime
 from pathlib import Path
 from typing import Any
 
@@ -816,7 +817,7 @@ def test_a_long_answer_is_parsed_beside_the_event_loop(
     assert len(threads) == 1 and threading.main_thread() not in threads
 
 
-def test_json_that_msgspec_refuses_is_sent_and_read_as_by_json(tmp_path: Path) -> None:
+def test_json_that_orjson_or_msgspec_refuses_is_sent_and_read_as_by_json(tmp_path: Path) -> None:
     received = bytearray()
 
     def serve(listener: socket.socket) -> None:
@@ -850,9 +851,10 @@ def test_numbers_that_json_does_not_have_are_refused_by_name(
         asyncio.run(Http("unix:/does/not/exist").call("POST", "/", body))
 
 
-def test_objects_that_json_does_not_have_are_refused() -> None:
+@pytest.mark.parametrize("value", [date(2026, 1, 1), datetime(2026, 1, 1), SamplingParams(1, ())])
+def test_objects_that_json_does_not_have_are_refused(value: object) -> None:
     with pytest.raises(TypeError, match="not JSON serializable"):
-        _encode_json({"value": object()})
+        _encode_json({"value": value})
 
 
 @pytest.mark.parametrize("text", ['{"n": 1, "more": [[]]}', '{"n": 1, "more": NaN}'])

@@ -121,7 +121,7 @@ class FakeServer:
             task = asyncio.ensure_future(self._connection(reader, writer))
             served.add(task)
             task.add_done_callback(served.discard)
-            # a task that is cancelled before it begins closes nothing
+            # not in the task itself, which may be cancelled before it begins
             task.add_done_callback(lambda _: writer.close())
 
         server = await self.listen(connected)
@@ -163,8 +163,6 @@ class FakeServer:
             await writer.drain()
         except (asyncio.IncompleteReadError, ConnectionError):
             pass
-        finally:
-            writer.close()
 
     async def _answering(self, method: str, target: str, body: Any) -> tuple[int, Any]:
         return self.answers.get(target.partition("?")[0]) or await self.answer(method, target, body)

@@ -21,6 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -73,6 +74,13 @@ _T = TypeVar("_T")
 
 class ProbeFailed(EngineDied):
     """Error: the server's log-probabilities do not match the weights that were loaded."""
+
+
+class VersionSpan(msgspec.Struct):
+    """A part of a server's reply that one version sampled. It ends before token `end`."""
+
+    version: str
+    end: int
 
 
 @dataclass(frozen=True, slots=True)

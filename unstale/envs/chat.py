@@ -97,6 +97,7 @@ class Chat:
         self._leading_marks = re.compile(rf"\s*(?:(?:{any_mark})\s*)*")
         self._other_chats: dict[str, Chat] = {}
         self._tools_json = json.dumps(self._tools, default=str, ensure_ascii=False)
+        self._tools_have_marks = bool(self._mark_start.search(self._tools_json))
         self._longest_seam = max(map(_longest_seam, (self._tools_json, self._template)))
         self._schemas = schemas_of(self._tools)
         self._ends = self._find_ends()
@@ -392,7 +393,7 @@ class Chat:
         record = json.dumps(_as_dicts(messages, reply_calls), ensure_ascii=False)
         seam = _SEAM * (1 + max(_longest_seam(record), self._longest_seam))
         tools = self._tools
-        if self._mark_start.search(self._tools_json):
+        if self._tools_have_marks:
             tools = json.loads(self._mark_start.sub(rf"\1{seam}", self._tools_json))
         text = self._tokenizer.apply_chat_template(
             json.loads(self._mark_start.sub(rf"\1{seam}", record)),

@@ -12,22 +12,17 @@ import numpy as np
 from unstale.engines import SamplingParams
 from unstale.engines.prefixes import BLOCK
 from unstale.engines.registry import EngineSpec
-from unstale.engines.remote import LOAD_S, RemoteEngine, ServerReply, decode_base64
+from unstale.engines.remote import LOAD_S, RemoteEngine, ServerReply, VersionSpan, decode_base64
 
 
 class _FinishReason(msgspec.Struct):
     type: str
 
 
-class _Span(msgspec.Struct):
-    version: str
-    end: int
-
-
 class _Meta(msgspec.Struct):
     finish_reason: _FinishReason
     output_token_logprobs: list[tuple[float, int, Any]]
-    weight_versions: list[_Span]
+    weight_versions: list[VersionSpan]
     cached_tokens: int = 0
     """Missing if the request was aborted while it waited."""
     routed_experts: str | None = None

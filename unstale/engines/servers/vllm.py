@@ -22,6 +22,7 @@ from unstale.engines.remote import (
     LOAD_S,
     RemoteEngine,
     ServerReply,
+    VersionSpan,
     decode_base64,
     malformed_as_connection_error,
 )
@@ -51,15 +52,10 @@ class _Logprobs(msgspec.Struct):
     content: list[_Token] | None
 
 
-class _Span(msgspec.Struct):
-    version: str
-    end: int
-
-
 class _Choice(msgspec.Struct):
     token_ids: tuple[int, ...]
     logprobs: _Logprobs
-    weight_versions: list[_Span] | None
+    weight_versions: list[VersionSpan] | None
     finish_reason: str
     routed_experts: str | None = None
 

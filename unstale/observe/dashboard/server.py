@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs
 
-import msgspec
+import orjson
 import uvicorn
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
@@ -62,7 +62,7 @@ KEEP_ALIVE_S = 15.0
 MAX_CONNECTIONS = 100
 
 _ESCAPED = re.compile(rb"\x7f|\xc2[\x80-\x9f]|\xe2\x80[\xaa-\xae]|\xe2\x81[\xa6-\xa9]")
-"""UTF-8 of the characters that `dumps` escapes and msgspec does not."""
+"""UTF-8 of the characters that `dumps` escapes and orjson does not."""
 
 POLICY = "; ".join(
     (
@@ -163,12 +163,12 @@ def _error(status: int, text: str) -> Response:
 def _json(value: Any, status: int = 200) -> Response:
     """Return an answer.
 
-    msgspec writes it in a tenth of the time of `dumps`, which is used if msgspec refuses the
-    answer, or if characters in it have to be escaped for a terminal.
+    orjson writes it in a tenth of the time of `dumps`, which is used if orjson refuses the answer,
+    or if characters in it have to be escaped for a terminal.
     """
     try:
-        body = msgspec.json.encode(value)
-    except (TypeError, UnicodeEncodeError):  # such as halves of surrogate pairs
+        body = orjson.dumps(value, option=orjson.OPT_NON_STR_KEYS)
+    except TypeError:  # such as numbers above 64 bits and halves of surrogate pairs
         body = b"\x7f"
     if _ESCAPED.search(body):
         body = dumps(value).encode(errors="replace")
