@@ -25,6 +25,7 @@ from unstale.native import compile_library
 from unstale.weights import changes, codec
 from unstale.weights.bits import bytes_of, checksum, has_checksum, words
 from unstale.weights.changes import (
+    apply_on_device,
     find_changes,
     find_changes_on_device,
     positions_of,
@@ -293,17 +294,60 @@ def test_code_for_any_device_finds_the_same_changes(bits: int, gaps: list[int], 
         assert [each.tolist() for each in found.planes] == [
             each.tolist() for each in expected.planes
         ]
-    coded = torch.from_numpy(find_changes(tensor, None, len(where)).gaps)
-    for of_either in (coded, coded.numpy()):
-        assert positions_of(of_either, len(where), len(tensor)).tolist() == where.tolist()
-        with pytest.raises(ValueError, match="outside a tensor"):
-            positions_of(of_either, len(where), int(where[-1]))
-        with pytest.raises(ValueError, match=r"positions for \d+ changed words"):
-            positions_of(of_either, len(where) - 1, len(tensor))
-    planes = find_changes_on_device(tensor, len(where)).planes
-    streams = [codec._pack(each) for each in planes]
-    words_found = codec._unplane_on(tensor, streams, len(where))
-    assert words_found.tolist() == difference[where].tolist()
+    found = find_changes(tensor, None, len(where))
+    assert positions_of(found.gaps, len(where), len(tensor)).tolist() == where.tolist()
+    with pytest.raises(ValueError, match="outside a tensor"):
+        positions_of(found.gaps, len(where), int(where[-1]))
+    with pytest.raises(ValueError, match=r"positions for \d+ changed words"):
+        positions_of(found.gaps, len(where) - 1, len(tensor))
+    target = torch.zeros_like(tensor)
+    apply_on_device([target], [found])
+    assert torch.equal(target, tensor)
+
+
+@settings(max_examples=60)
+@given(
+    st.data(),
+    st.sampled_from(list(WIDTHS)),
+    st.lists(st.tuples(st.integers(0, 900), st.sampled_from([0.0, 0.01, 0.3, 1.0])), min_size=1),
+)
+def test_code_for_gpus_handles_several_tensors_at_once(
+    data: st.DataObject, dtype: torch.dtype, parts: list[tuple[int, float]]
+) -> None:
+    noise = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
+    bits = torch.iinfo(dtype)
+    before, after = {}, {}
+    for number, (count, share) in enumerate(parts):
+        old = torch.randint(bits.min, bits.max, (count, 2), generator=noise, dtype=dtype)
+        changed = torch.rand(old.shape, generator=noise) < share
+        before[str(number)], after[str(number)] = old, torch.where(changed, old ^ 3, old)
+    if len(parts) > 1:  # one of another layout
+        before["1"] = before["1"].t().contiguous().t()
+    encoded = codec._encode_group(before, after)
+    assert encoded == encode_all(before, after, before)
+    names = [name for name, each in encoded.items() if each.kind == "sparse" and each.streams]
+    if names:
+        apply_on_device(
+            [before[name] for name in names], [codec._changes_of(encoded[name]) for name in names]
+        )
+    assert all(torch.equal(before[name], after[name]) for name in names)
+
+
+def test_nothing_is_changed_by_damaged_changes() -> None:
+    targets = [torch.zeros(4, dtype=torch.int16) for _ in range(2)]
+    found = find_changes(torch.tensor([0, 0, 0, 0, 7], dtype=torch.int16), None, 5)
+    sound = find_changes(torch.tensor([0, 5, 0, 7], dtype=torch.int16), None, 4)
+    with pytest.raises(ValueError, match="position 4 is outside a tensor of 4 words"):
+        apply_on_device(targets, [sound, found])
+    assert not any(target.any() for target in targets)
+
+
+def test_tensors_on_a_device_are_grouped_by_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(codec, "MAX_WORDS_AT_ONCE", 10)
+    sizes = {"a": 4, "b": 6, "c": 1, "d": 30, "e": 2}
+    tensors = {name: torch.zeros(size, dtype=torch.int16) for name, size in sizes.items()}
+    tensors["other"] = torch.zeros(3, dtype=torch.int8)
+    assert list(codec._groups(tensors)) == [["a", "b"], ["c"], ["d"], ["e"], ["other"]]
 
 
 def mixed(lanes: Sequence[int]) -> int:

@@ -312,6 +312,7 @@ def test_an_embedded_engine_beside_the_trainer_reads_weights_on_its_gpu(
     changes: dict[str, Any], in_place: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = replace(RunConfig(recipe="retail"), **changes)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert not loads_in_place(config)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert loads_in_place(config) == in_place

@@ -10,14 +10,14 @@ Earlier releases wrote a CRC-32, as a number. Every kind can be checked on every
 
 import re
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import numpy as np
 import torch
 import xxhash
 from torch import Tensor
 
-from unstale.weights.changes import mixed_sum
+from unstale.weights.changes import MAX_WORDS_AT_ONCE, mixed_sum
 from unstale.weights.child_process import Bytes
 
 Checksum = int | str
@@ -80,19 +80,38 @@ def sum64(tensors: Iterable[Tensor]) -> str:
     `n` words does not depend on the order in which they are added, so any device can compute it.
     """
     total = place = 0
-    for tensor in tensors:
-        flat = words(tensor).contiguous().reshape(-1).view(torch.uint8)
-        whole = len(flat) // _WORD_BYTES * _WORD_BYTES
-        if flat.storage_offset() % _WORD_BYTES or flat.data_ptr() % _WORD_BYTES:
-            flat = flat.clone()  # words of 64 bits must be at such addresses
-        parts = [flat[:whole]]
-        if rest := len(flat) - whole:
-            parts.append(torch.cat([flat[whole:], flat.new_zeros(_WORD_BYTES - rest)]))
-        for part in parts:
-            lanes = part.view(torch.int64)
-            total += mixed_sum(lanes, place)
-            place += len(lanes)
+    for lanes in _joined(lanes for tensor in tensors for lanes in _lanes_of(tensor)):
+        total += mixed_sum(lanes, place)
+        place += len(lanes)
     return f"sum64:{total % 2**64:016x}"
+
+
+def _lanes_of(tensor: Tensor) -> Iterator[Tensor]:
+    """Yield the bytes of a tensor as words of 64 bits, the last of them padded with zeros."""
+    flat = words(tensor).contiguous().reshape(-1).view(torch.uint8)
+    whole = len(flat) // _WORD_BYTES * _WORD_BYTES
+    if flat.storage_offset() % _WORD_BYTES or flat.data_ptr() % _WORD_BYTES:
+        flat = flat.clone()  # words of 64 bits must be at such addresses
+    yield flat[:whole].view(torch.int64)
+    if rest := len(flat) - whole:
+        padded = torch.cat([flat[whole:], flat.new_zeros(_WORD_BYTES - rest)])
+        yield padded.view(torch.int64)
+
+
+def _joined(parts: Iterable[Tensor]) -> Iterator[Tensor]:
+    """Join successive small tensors on a GPU, where each operation takes time to start."""
+    small: list[Tensor] = []
+    for part in parts:
+        alike = not small or small[0].device == part.device
+        if small and not (alike and sum(map(len, small)) + len(part) <= MAX_WORDS_AT_ONCE):
+            yield torch.cat(small)
+            small = []
+        if part.is_cpu:
+            yield part
+        else:
+            small.append(part)
+    if small:
+        yield torch.cat(small)
 
 
 def check_kind(recorded: object) -> None:

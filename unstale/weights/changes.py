@@ -6,10 +6,11 @@ slower, after a warning. Both return the same bytes.
 
 import ctypes
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -30,7 +31,6 @@ _MIXING = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1))
 """Shifts and factors of SplitMix64."""
 
 Bytes = npt.NDArray[np.uint8]
-Gaps = TypeVar("Gaps", npt.NDArray[Any], Tensor)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,37 +107,122 @@ def find_changes_on_device(difference: Tensor, limit: int) -> Changes:
     return Changes(count, gaps, tuple(parts))
 
 
+def find_all_on_device(
+    difference: Tensor, sizes: Sequence[int], limits: Sequence[int]
+) -> list[Changes]:
+    """Return what `find_changes_on_device` returns for each of several tensors, found together.
+
+    `difference` has their XORs one after the other, and `sizes` their numbers of words. Work on a
+    GPU is started a few times in all, not a few times for each tensor.
+    """
+    count = int(torch.count_nonzero(difference))
+    if not count or 3 * count > len(difference):  # many positions would take much memory
+        parts = zip(difference.split([*sizes]), limits, strict=True)
+        return [find_changes_on_device(part, limit) for part, limit in parts]
+    where = difference.nonzero().squeeze(1)
+    changed = difference[where]
+    starts = torch.tensor([0, *sizes]).cumsum(0)
+    first = torch.searchsorted(where, starts.to(where.device)).cpu()  # of each tensor's changes
+    has_changes = first[1:] > first[:-1]
+    before = torch.cat([where.new_tensor([-1]), where[:-1]])
+    before[first[:-1][has_changes].to(where.device)] = starts[:-1][has_changes].to(where.device) - 1
+    coded, ends = _coded(where - before - 1)
+    ends = torch.cat([ends.new_zeros(1), ends])[first.to(where.device)]
+    gaps = coded.cpu().numpy()
+    planes = [
+        (changed >> 8 * i).to(torch.uint8).cpu().numpy() for i in range(changed.element_size())
+    ]
+    found = []
+    places = zip(first.tolist(), first.tolist()[1:], ends.tolist(), ends.tolist()[1:], strict=False)
+    for (begin, end, gaps_begin, gaps_end), limit in zip(places, limits, strict=True):
+        few = 0 < end - begin <= limit
+        found.append(
+            Changes(
+                end - begin,
+                gaps[gaps_begin:gaps_end] if few else gaps[:0],
+                tuple(plane[begin:end] for plane in planes) if few else (),
+            )
+        )
+    return found
+
+
+def apply_on_device(targets: Sequence[Tensor], changes: Sequence[Changes]) -> None:
+    """Change the words of several integer tensors on one device and of one dtype, in place.
+
+    The targets may have any layout. Raises ValueError before any of them is changed, if gaps are
+    not positions of that many words.
+    """
+    like = targets[0]
+    for target, found in zip(targets, changes, strict=True):
+        check_gaps(found.gaps, found.count, target.numel())
+    counts = torch.tensor([found.count for found in changes])
+    sizes = torch.tensor([target.numel() for target in targets])
+    skipped = torch.tensor([int(found.gaps.sum(dtype=np.int64)) for found in changes])
+    # In the sum over the gaps of all tensors, a tensor's first word is not where it begins.
+    moved = sum((each.cumsum(0) - each) * sign for each, sign in ((sizes, 1), (skipped, -1)))
+    moved -= counts.cumsum(0) - counts
+    gaps = _uploaded([found.gaps for found in changes], like)
+    where = gaps.cumsum(0, dtype=torch.int64)
+    if len(gaps) > int(counts.sum()):
+        where = where[gaps != ESCAPE]
+    where += torch.arange(len(where), device=like.device)
+    where += torch.repeat_interleave(
+        moved.to(like.device), counts.to(like.device), output_size=len(where)
+    )
+    difference = torch.zeros(int(sizes.sum()), dtype=like.dtype, device=like.device)
+    width = like.element_size()
+    planes = [_uploaded([found.planes[i] for found in changes], like) for i in range(width)]
+    difference[where] = join_planes(planes, like.dtype)
+    for target, part in zip(targets, difference.split(sizes.tolist()), strict=True):
+        target ^= part.view(target.shape)
+
+
+def check_gaps(gaps: Bytes, changed: int, words: int) -> None:
+    """Raise ValueError unless these gaps lead to `changed` words of a tensor of `words` words."""
+    found = len(gaps) - int(np.count_nonzero(gaps == ESCAPE))
+    if found != changed:
+        raise ValueError(f"{found} positions for {changed} changed words")
+    last = int(gaps.sum(dtype=np.int64)) + changed - 1
+    if last >= words:
+        raise ValueError(f"position {last} is outside a tensor of {words} words")
+
+
+def join_planes(planes: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """Return the words of byte planes `[n]` uint8, of which the last has the highest bits."""
+    bits = torch.zeros(len(planes[0]), dtype=dtype, device=planes[0].device)
+    for i, plane in enumerate(planes):
+        bits |= plane.to(dtype) << 8 * i
+    return bits
+
+
+def _uploaded(parts: Sequence[Bytes], like: Tensor) -> Tensor:
+    return torch.from_numpy(np.concatenate(parts)).to(like.device)
+
+
 def _gaps_of(where: Tensor) -> Tensor:
     """Return what `encode_gaps` returns, on the device of the positions."""
-    gaps = torch.diff(where, prepend=where.new_tensor([-1])) - 1
+    return _coded(torch.diff(where, prepend=where.new_tensor([-1])) - 1)[0]
+
+
+def _coded(gaps: Tensor) -> tuple[Tensor, Tensor]:
+    """Return gaps as bytes with `ESCAPE`, and where the bytes of each gap end."""
     escapes = gaps // ESCAPE
-    ends = (escapes + 1).cumsum(0) - 1
-    coded = torch.full((int(ends[-1]) + 1,), ESCAPE, dtype=torch.uint8, device=where.device)
-    coded[ends] = (gaps - escapes * ESCAPE).to(torch.uint8)
-    return coded
+    ends = (escapes + 1).cumsum(0)
+    coded = torch.full((int(ends[-1]),), ESCAPE, dtype=torch.uint8, device=gaps.device)
+    coded[ends - 1] = (gaps - escapes * ESCAPE).to(torch.uint8)
+    return coded, ends
 
 
-def positions_of(gaps: Gaps, changed: int, words: int) -> Gaps:
+def positions_of(gaps: Bytes, changed: int, words: int) -> npt.NDArray[np.int64]:
     """Return the positions `[changed]` of changed words, from what `encode_gaps` returned.
 
-    The gaps, `[n]` uint8, are of NumPy or torch, and so are the positions, on the same device.
-    NumPy takes down to a third of torch's time on a CPU. Raises ValueError if they are not
-    positions of that many words.
+    Raises ValueError if they are not positions of that many words.
     """
-    if isinstance(gaps, Tensor):
-        skipped = gaps.cumsum(0, dtype=torch.int64)
-        order = torch.arange(changed, device=gaps.device)
-    else:
-        skipped = gaps.cumsum(dtype=np.int64)
-        order = np.arange(changed)
+    check_gaps(gaps, changed, words)
+    skipped = gaps.cumsum(dtype=np.int64)
     if len(gaps) > changed:
         skipped = skipped[gaps != ESCAPE]
-    if len(skipped) != changed:
-        raise ValueError(f"{len(skipped)} positions for {changed} changed words")
-    where = skipped + order
-    if len(where) and where[-1] >= words:
-        raise ValueError(f"position {where[-1]} is outside a tensor of {words} words")
-    return where
+    return skipped + np.arange(changed)
 
 
 def mixed_sum(lanes: Tensor, place: int) -> int:

@@ -46,8 +46,12 @@ from unstale.weights.bits import (
 )
 from unstale.weights.changes import (
     ESCAPE,
+    Changes,
+    apply_on_device,
+    find_all_on_device,
     find_changes,
     find_changes_on_device,
+    join_planes,
     positions_of,
     require_alike,
     split_planes,
@@ -70,6 +74,8 @@ be in one part of a tensor only, such as the rows of some tokens or experts.
 """
 EXACT_WORDS = 1 << 18
 """Number of words from which on a tensor is large. Of a smaller one both are computed in full."""
+MAX_WORDS_AT_ONCE = 1 << 26
+"""Largest number of words of several tensors on a GPU whose changes are found at once."""
 
 _ENTROPY = zstandard.ZstdCompressionParameters.from_level(1, min_match=7, hash_log=6)
 """Fast settings of the compressor. The data has frequent byte values but few repeated strings, so a
@@ -186,7 +192,55 @@ def encode_all(
         return encode_between(words(before[name]), words(after[name]))
 
     names = list(names)
-    return dict(zip(names, _in_threads(encode_one, names), strict=True))
+    on_cpu = [name for name in names if before[name].is_cpu]
+    made = dict(zip(on_cpu, _in_threads(encode_one, on_cpu), strict=True))
+    others = {name: words(before[name]) for name in names if name not in made}
+    for group in _groups(others):
+        made |= _encode_group(
+            {name: others[name] for name in group}, {name: words(after[name]) for name in group}
+        )
+    return {name: made[name] for name in names}
+
+
+def _groups(tensors: Mapping[str, Tensor]) -> Iterator[list[str]]:
+    """Yield the names of tensors in groups of one element size and device.
+
+    A group has at most `MAX_WORDS_AT_ONCE` elements, or one tensor.
+    """
+    alike: dict[tuple[int, torch.device], list[str]] = {}
+    for name, tensor in tensors.items():
+        alike.setdefault((tensor.element_size(), tensor.device), []).append(name)
+    for names in alike.values():
+        group: list[str] = []
+        size = 0
+        for name in names:
+            count = tensors[name].numel()
+            if group and size + count > MAX_WORDS_AT_ONCE:
+                yield group
+                group, size = [], 0
+            group.append(name)
+            size += count
+        yield group
+
+
+def _encode_group(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> dict[str, Encoded]:
+    """Compress the differences of `words` of one dtype, which are on one GPU or other device.
+
+    The device finds what changed in all of them at once, and torch's threads compress it.
+    """
+    for name, tensor in before.items():
+        require_alike(tensor, after[name])
+    device = next(iter(before.values())).device
+    difference = torch.cat([tensor.reshape(-1) for tensor in before.values()])
+    difference ^= torch.cat([after[name].to(device).reshape(-1) for name in before])
+    sizes = [tensor.numel() for tensor in before.values()]
+    limits = [_sparse_limit(size) for size in sizes]
+    changes = find_all_on_device(difference, sizes, limits)
+    parts = zip(difference.split(sizes), changes, strict=True)
+    pairs = {
+        name: _Pair(part, found=found) for name, (part, found) in zip(before, parts, strict=True)
+    }
+    return dict(zip(pairs, _in_threads(lambda name: _encode(pairs[name]), [*pairs]), strict=True))
 
 
 def _in_threads(call: Callable[[str], T], names: Sequence[str]) -> list[T]:
@@ -221,8 +275,8 @@ def encode_between(before: Tensor, after: Tensor) -> Encoded:
     require_alike(before, after)
     if not before.is_cpu:
         return encode(before ^ after.to(before.device))
-    flat = [each.cpu().contiguous().reshape(-1) for each in (before, after)]
-    return _encode(_Pair(*flat))
+    flat, its_next = (each.cpu().contiguous().reshape(-1) for each in (before, after))
+    return _encode(_Pair(flat, its_next))
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,6 +285,8 @@ class _Pair:
 
     before: Tensor
     after: Tensor | None = None
+    found: Changes | None = None
+    """The changes, if they are known: up to `_sparse_limit` changed words."""
 
     @property
     def difference(self) -> Tensor:
@@ -252,7 +308,9 @@ class _Pair:
 
         There are no streams if more than `limit` words changed, or none.
         """
-        if self.before.is_cpu:
+        if self.found is not None:
+            found = self.found
+        elif self.before.is_cpu:
             found = find_changes(self.before, self.after, limit)
         else:
             found = find_changes_on_device(self.difference, limit)
@@ -266,7 +324,7 @@ class _Pair:
 
 def _encode(pair: _Pair) -> Encoded:
     count, width = len(pair.before), pair.before.element_size()
-    changed, sparse = pair.changes(int(SPARSE_BELOW * count))
+    changed, sparse = pair.changes(_sparse_limit(count))
     shape = {"words": count, "width": width, "changed": changed}
     if not changed:
         return Encoded("sparse", streams=(), **shape)
@@ -274,6 +332,11 @@ def _encode(pair: _Pair) -> Encoded:
     if sum(map(len, streams)) >= count * width:
         return Encoded("raw", streams=(pair.difference.cpu().numpy().tobytes(),), **shape)
     return Encoded(kind, streams=streams, **shape)
+
+
+def _sparse_limit(count: int) -> int:
+    """Return the largest number of changed words, of `count`, at which `sparse` is tried."""
+    return int(SPARSE_BELOW * count)
 
 
 def _smaller(
@@ -321,23 +384,22 @@ def apply(encoded: Encoded, target: Tensor) -> None:
     _check_fit(encoded, target)
     if not encoded.streams:
         return
+    if encoded.kind == "sparse" and not target.is_cpu:
+        apply_on_device([target], [_changes_of(encoded)])
+        return
     flat = target.reshape(-1)
     match encoded.kind:
         case "sparse":
-            stream, *planes = encoded.streams
-            changed = encoded.changed
-            gaps = _unpack(stream, changed, changed + encoded.words // ESCAPE)
-            if flat.is_cpu:  # NumPy needs half of torch's time here
-                where = positions_of(gaps, changed, encoded.words)
-                flat.numpy()[where] ^= _unplane(planes, changed)
-            else:
-                index = positions_of(_to_device(gaps, flat), changed, encoded.words)
-                flat[index] ^= _unplane_on(flat, planes, changed)
+            found = _changes_of(encoded)
+            where = positions_of(found.gaps, encoded.changed, encoded.words)
+            flat.numpy()[where] ^= _words_of(found.planes)
         case "packed":
+            planes = [_unpack(each, encoded.words, encoded.words) for each in encoded.streams]
             if flat.is_cpu:
-                flat ^= torch.from_numpy(_unplane(encoded.streams, encoded.words))
+                flat ^= torch.from_numpy(_words_of(planes))
             else:
-                flat ^= _unplane_on(flat, encoded.streams, encoded.words)
+                uploaded = [torch.from_numpy(plane.copy()).to(flat.device) for plane in planes]
+                flat ^= join_planes(uploaded, flat.dtype)
         case "raw":
             raw = torch.frombuffer(bytearray(encoded.streams[0]), dtype=target.dtype)
             flat ^= raw.to(flat.device)
@@ -346,8 +408,30 @@ def apply(encoded: Encoded, target: Tensor) -> None:
 
 
 def apply_all(tensors: Mapping[str, Encoded], targets: Mapping[str, Tensor]) -> None:
-    """Apply differences to the `words` of tensors, in place, on torch's threads."""
-    _in_threads(lambda name: apply(tensors[name], targets[name]), [*tensors])
+    """Apply differences to the `words` of tensors, in place, on torch's threads.
+
+    On other devices than CPUs, the sparse ones are applied together.
+    """
+    together = {
+        name: targets[name]
+        for name, encoded in tensors.items()
+        if encoded.kind == "sparse" and encoded.streams and not targets[name].is_cpu
+    }
+    others = [name for name in tensors if name not in together]
+    _in_threads(lambda name: apply(tensors[name], targets[name]), others)
+    for group in _groups(together):
+        for name in group:
+            _check_fit(tensors[name], targets[name])
+        changes = _in_threads(lambda name: _changes_of(tensors[name]), group)
+        apply_on_device([targets[name] for name in group], changes)
+
+
+def _changes_of(encoded: Encoded) -> Changes:
+    """Decompress the streams of a sparse difference. Raises ValueError if they are damaged."""
+    stream, *planes = encoded.streams
+    changed = encoded.changed
+    gaps = _unpack(stream, changed, changed + encoded.words // ESCAPE)
+    return Changes(changed, gaps, tuple(_unpack(each, changed, changed) for each in planes))
 
 
 def advance(tensors: Mapping[str, Tensor], delta: Delta) -> None:
@@ -638,22 +722,10 @@ def _unpack(stream: Bytes, low: int, high: int) -> npt.NDArray[np.uint8]:
         raise ValueError(f"a stream cannot be read: {error}") from error
 
 
-def _unplane(streams: Sequence[Bytes], count: int) -> Array:
+def _words_of(planes: Sequence[npt.NDArray[np.uint8]]) -> Array:
     """Return the words of byte planes, of which the last has the highest bits."""
-    bits = np.zeros(count, f"u{len(streams)}")
-    for stream in reversed(streams):
-        bits <<= 8 * (len(streams) > 1)
-        bits |= _unpack(stream, count, count)
-    return bits.view(f"i{len(streams)}")
-
-
-def _unplane_on(flat: Tensor, streams: Sequence[Bytes], count: int) -> Tensor:
-    """Return what `_unplane` returns, in the dtype and on the device of another tensor."""
-    bits = torch.zeros(count, dtype=flat.dtype, device=flat.device)
-    for i, stream in enumerate(streams):
-        bits |= _to_device(_unpack(stream, count, count), flat).to(flat.dtype) << 8 * i
-    return bits
-
-
-def _to_device(array: npt.NDArray[np.uint8], like: Tensor) -> Tensor:
-    return torch.frombuffer(bytearray(array.data), dtype=torch.uint8).to(like.device)
+    bits = np.zeros(len(planes[0]), f"u{len(planes)}")
+    for plane in reversed(planes):
+        bits <<= 8 * (len(planes) > 1)
+        bits |= plane
+    return bits.view(f"i{len(planes)}")
