@@ -32,7 +32,7 @@ test: setup
 
 # Test the kernels for GPUs with Triton's interpreter, in an environment on top of .venv (4 minutes, 1 GB of disk).
 test-kernels: .venv-triton/.ready
-	PYTHONPATH=$(CURDIR) .venv-triton/bin/python -m pytest -n 2 tests/model/test_gpu_kernels.py
+	PYTHONPATH=$(CURDIR) .venv-triton/bin/python -m pytest -n 2 tests/model/test_gpu_kernels.py tests/engines/test_gpu_decoding.py
 
 # The version that torch 2.13 for CUDA needs.
 .venv-triton/.ready: .venv/.ready

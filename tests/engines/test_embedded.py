@@ -429,7 +429,6 @@ def test_pages_are_held_as_far_as_tokens_need_them() -> None:
     pages.hold(0, 1)
     pages.hold(2, 200)
     assert pages.of[2].tolist() == [2, 4, 5, 6], "the lowest that are free"
-    assert pages.first[pages.of[2]].tolist() == [0, 64, 128, 192]
     for slot in range(3):
         pages.hold(slot, 0)
     assert pages.span == 1 and not pages.of.any()
@@ -482,19 +481,19 @@ def test_the_pool_of_pages_grows_no_further_than_slots_can_fill_it(tmp_path: Pat
     )
 
 
-def test_few_rows_among_many_pages_are_gathered() -> None:
-    pages = Pages(max_slots=8, max_context=64)
-    for slot in range(8):
-        pages.hold(slot, 10)
-    row = torch.tensor([5])
-    shape, flat = plan(Step(row, (), row, torch.tensor([10])), pages)
+def test_rows_have_a_table_of_their_pages() -> None:
+    pages = Pages(max_slots=4, max_context=1024)
+    pages.hold(0, 10)
+    pages.hold(1, 130)
+    rows = torch.tensor([1, 0])
+    shape, flat = plan(Step(rows, (), rows, torch.tensor([130, 10])), pages)
     inputs = Inputs.of(flat, shape)
-    assert shape.gathered and inputs.page_ids[0] == 6 and inputs.visible.tolist() == [11] + [0] * 7
-    rows = torch.arange(8)
-    shape, flat = plan(Step(rows, (), rows, torch.full((8,), 10)), pages)
-    assert not shape.gathered and Inputs.of(flat, shape).visible.tolist()[:10] == [0] + [11] * 8 + [
-        0
-    ]
+    assert inputs.tables.shape == (8, 8), "both numbers are rounded up"
+    assert inputs.tables[0].tolist() == [2, 3, 4, 0, 0, 0, 0, 0]
+    assert inputs.tables[1].tolist() == [1, 0, 0, 0, 0, 0, 0, 0]
+    assert not inputs.tables[2:].any()
+    shape, _ = plan(Step(rows, (), rows, torch.tensor([10, 512])), pages)
+    assert (shape.rows, shape.reach) == (8, 16)
 
 
 def test_a_turn_computes_only_what_is_new(tmp_path: Path) -> None:

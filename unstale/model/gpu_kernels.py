@@ -43,7 +43,7 @@ class GpuKernels:
         rows: int,
         width: int,
     ) -> None:
-        with _device_of(x):
+        with device_of(x):
             _norm[(rows,)](x, weight, eps, out, roots, width, WIDTH=_power(width))
 
     def norm_backward(
@@ -57,7 +57,7 @@ class GpuKernels:
         rows: int,
         width: int,
     ) -> None:
-        with _device_of(x):
+        with device_of(x):
             _norm_backward[(self.pieces(rows),)](
                 x, weight, roots, grad, out, sums, rows, width, ROWS=ROWS, WIDTH=_power(width)
             )
@@ -76,7 +76,7 @@ class GpuKernels:
         count: int,
         width: int,
     ) -> None:
-        with _device_of(x):
+        with device_of(x):
             _heads[(rows,)](
                 x,
                 stride,
@@ -108,7 +108,7 @@ class GpuKernels:
         count: int,
         width: int,
     ) -> None:
-        with _device_of(x):
+        with device_of(x):
             _heads_backward[(self.pieces(rows),)](
                 x,
                 stride,
@@ -129,14 +129,14 @@ class GpuKernels:
             )
 
     def swiglu(self, both: Tensor, out: Tensor, rows: int, width: int) -> None:
-        with _device_of(both):
+        with device_of(both):
             grid = (rows, triton.cdiv(width, COLUMNS))
             _swiglu[grid](both, out, width, COLUMNS=COLUMNS)
 
     def swiglu_backward(
         self, both: Tensor, grad: Tensor, inner: Tensor, slopes: Tensor, rows: int, width: int
     ) -> None:
-        with _device_of(both):
+        with device_of(both):
             grid = (rows, triton.cdiv(width, COLUMNS))
             _swiglu_backward[grid](both, grad, inner, slopes, width, COLUMNS=COLUMNS)
 
@@ -157,7 +157,7 @@ class GpuKernels:
         is the first token of the part. The other four are the sums of `head._Sums`.
         """
         rows, width = logits.shape
-        with _device_of(logits):
+        with device_of(logits):
             _add_logits[(rows,)](
                 logits,
                 logits.stride(0),
@@ -191,7 +191,7 @@ class GpuKernels:
         """
         rows, width = logits.shape
         entropy, grad_entropy = (total, total) if entropies is None else entropies
-        with _device_of(logits):
+        with device_of(logits):
             _logit_slopes[(rows, triton.cdiv(width, LOGITS))](
                 logits,
                 logits.stride(0),
@@ -213,7 +213,7 @@ def _power(size: int) -> int:
     return int(triton.next_power_of_2(size))
 
 
-def _device_of(x: Tensor) -> AbstractContextManager[object]:
+def device_of(x: Tensor) -> AbstractContextManager[object]:
     """Return a context in which kernels are launched on the device of `x`."""
     return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
 

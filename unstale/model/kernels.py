@@ -108,7 +108,7 @@ def gpu_kernels() -> "GpuKernels | None":
         found.swiglu(both, torch.empty_like(both), 1, 1)
     except (ImportError, RuntimeError, OSError, CalledProcessError) as error:
         warnings.warn(
-            "training on the GPU is slower, because Triton is not installed or cannot compile "
+            "models on the GPU are slower, because Triton is not installed or cannot compile "
             f"kernels, for which it needs a C compiler: {error}",
             RuntimeWarning,
             stacklevel=2,

@@ -7,10 +7,9 @@ On a CPU, `decoder.c` computes a step of a dense model in one call. `kernels.c` 
 and everything between the other matrix products, for models with experts, and if torch multiplies
 faster, as with bfloat16 on CPUs that have instructions for it. Sequences with the same first tokens
 share the cache pages of these tokens. On other devices, torch computes the same with its
-operations. All sequences that sample one token form one batched attention: each page of the cache
-is attended separately, and the results of a sequence's pages are then combined. Prompts are cut
-into blocks, which form a second batched attention. On CUDA, steps without prompts replay a recorded
-graph.
+operations, or Triton between the matrix products on a GPU (`gpu_kernels.py`). All sequences
+that sample one token form one batched attention. Prompts are cut into blocks, which form a second
+batched attention. On CUDA, steps without prompts replay a recorded graph.
 
 When weights are loaded, the two halves of each head's rotary embedding are interleaved. The
 rotation is then one complex multiplication, and inner products stay the same.
@@ -29,11 +28,13 @@ from torch import Tensor
 
 from unstale.engines.embedded.graphs import Graphs
 from unstale.engines.embedded.kernels import Kernels, divided
+from unstale.engines.embedded.layer_parts import LayerParts, TorchParts, attend_blocks
 from unstale.engines.embedded.one_call import SOURCE, OneCall, StepSizes, StepTokens
 from unstale.engines.embedded.pages import PAGE, Inputs, Pages, StepShape, placed, plan, runs, tiled
 from unstale.engines.embedded.runner import Step, check_update, warning_with_gpu
 from unstale.expert_routes import num_experts
 from unstale.model import linear
+from unstale.model.kernels import gpu_kernels
 from unstale.model.packed_weights import RoundedWeights
 from unstale.model.quantisation import FORMATS, Format, quantised
 from unstale.native import NotCompiled
@@ -168,19 +169,6 @@ class _Layer:
         return (self.norm_1, self.norm_2, self.qk_norm, *products)
 
 
-@dataclass(frozen=True, slots=True)
-class _Masks:
-    """The masks added to attention scores: 0 for tokens that may be attended, -inf for others."""
-
-    rows: Tensor
-    """`[pages, 1, PAGE]`: the masks of sequences that sample one token."""
-    blocks: Tensor
-    """Masks of prompt parts: `[blocks, 1, rep * BLOCK, reach * PAGE]`. One block is BLOCK query
-    tokens against the `reach` cache pages that they may attend. `rep` is the number of query heads
-    per key head.
-    """
-
-
 class CannotDecode(ValueError):
     """The decoder cannot compute a model with experts here. The message gives the reason."""
 
@@ -232,6 +220,7 @@ class Qwen3Runner:
         self._rotations = torch.polar(torch.ones_like(angles), angles).to(self._device)
         self._pages = Pages(max_slots, max_context)
         self._graphs = Graphs(self._device, self._run)
+        self._parts = _parts_for(self._rotations, sizes)
         self._keys: list[Tensor] = []
         self._values: list[Tensor] = []
         self._num_pages = 0
@@ -248,7 +237,7 @@ class Qwen3Runner:
         sizes = self.sizes
         old = self._num_pages * sizes.kv_heads
         self._num_pages = max(
-            min(max(_FIRST_PAGES, 2 * self._num_pages), len(self._pages.owner)), pages
+            min(max(_FIRST_PAGES, 2 * self._num_pages), len(self._pages.users)), pages
         )
         self._graphs.clear()
         for pool, page in (
@@ -343,17 +332,13 @@ class Qwen3Runner:
         self._copy(self._pages.hold(slot, count))
 
     def copy_prefix(self, source: int, target: int, count: int) -> None:
-        if self._kernels is not None:
-            return self._copy(self._pages.share(source, target, count))
-        self._pages.hold(target, count)
-        pages = int(self._pages.count[target])
-        return self._copy((self._pages.of[source, :pages], self._pages.of[target, :pages]))
+        self._copy(self._pages.share(source, target, count))
 
-    def _copy(self, moved: tuple[Any, Any] | None) -> None:
-        """Copy pages of the cache. `moved` has their old and their new indices, or is None."""
+    def _copy(self, moved: tuple[int, int] | None) -> None:
+        """Copy a page of the cache. `moved` has its old and its new index, or is None."""
         self._reserve(self._pages.span)
         if moved is not None:
-            old, new = (torch.as_tensor(pages).to(self._device) for pages in moved)
+            old, new = moved
             for pool in (*self._keys, *self._values):
                 whole = pool.view(self._num_pages, -1)
                 whole[new] = whole[old]
@@ -364,7 +349,7 @@ class Qwen3Runner:
         if self._kernels is not None:
             return self._by_kernels(self._kernels, step)
         shape, flat = plan(step, self._pages)
-        self._reserve(max(self._pages.span, shape.pages))
+        self._reserve(self._pages.span)
         if shape.tokens:
             return self._run(Inputs.of(flat.to(self._device), shape), shape)
         return self._graphs(flat, shape)[: len(step.rows)]
@@ -484,101 +469,27 @@ class Qwen3Runner:
 
         A row is one token of a sequence that is being sampled. A chunk is a part of a prompt.
         """
-        sizes = self.sizes
-        rotations = self._rotations[inputs.positions][:, None]
-        masks = self._masks(inputs, shape)
-        heads = torch.arange(sizes.kv_heads, device=self._device)
-        cells = (
-            (inputs.cells // PAGE)[:, None] * sizes.kv_heads + heads,
-            (inputs.cells % PAGE)[:, None],
-        )
+        sizes, parts = self.sizes, self._parts
+        num_rows = len(inputs.tables)
         x = F.embedding(inputs.tokens, self._embed)
-        for index, layer in enumerate(self._layers):
-            h = F.rms_norm(x, (sizes.hidden,), layer.norm_1, sizes.eps)
-            qkv = self._project(h, layer.qkv).view(
-                len(x), sizes.heads + 2 * sizes.kv_heads, sizes.head_dim
-            )
-            qk = qkv[:, : -sizes.kv_heads].float()
-            value = qkv[:, -sizes.kv_heads :]
-            qk = F.rms_norm(qk, (sizes.head_dim,), None, sizes.eps) * layer.qk_norm
-            turned = torch.view_as_complex(qk.view(*qk.shape[:2], -1, 2)) * rotations
-            qk = torch.view_as_real(turned).flatten(2).to(self._dtype)
-            self._keys[index].transpose(1, 2)[cells[0], cells[1]] = qk[:, sizes.heads :]
-            self._values[index][cells[0], cells[1]] = value
-            mixed = self._attend(index, qk[:, : sizes.heads], inputs, masks=masks)
-            x = x + self._project(mixed, layer.out)
-            h = F.rms_norm(x, (sizes.hidden,), layer.norm_2, sizes.eps)
-            gate, up = self._project(h, layer.gate_up).chunk(2, dim=-1)
-            x = x + self._project(F.silu(gate) * up, layer.down)
-        if shape.ends:
-            x = x[inputs.ends]
-        x = F.rms_norm(x, (sizes.hidden,), self._norm, sizes.eps)
-        return self._linear(x, self._head).float()
-
-    def _masks(self, inputs: Inputs, shape: StepShape) -> _Masks:
-        within = torch.arange(PAGE, device=self._device)
-        rows = _hidden(within >= inputs.visible[:, None], torch.float32)
-        at = inputs.positions[inputs.lanes].repeat(1, self.sizes.heads // self.sizes.kv_heads)
-        blocks = torch.arange(shape.reach * PAGE, device=self._device) > at[..., None]
-        return _Masks(rows[:, None], _hidden(blocks, self._dtype)[:, None])
-
-    def _attend(self, index: int, query: Tensor, inputs: Inputs, *, masks: _Masks) -> Tensor:
-        """Return the attention of one layer, `[T, heads * head_dim]`.
-
-        The keys and values of this step's tokens must be in the cache.
-        """
-        mixed = []
-        num_rows = len(inputs.bags) - 1
-        if num_rows:
-            mixed.append(self._attend_rows(index, query[:num_rows], inputs, mask=masks.rows))
-        if len(inputs.lanes):
-            mixed.append(self._attend_blocks(index, query, inputs, mask=masks.blocks))
-        return torch.cat(mixed) if len(mixed) > 1 else mixed[0]
-
-    def _attend_rows(self, index: int, query: Tensor, inputs: Inputs, *, mask: Tensor) -> Tensor:
-        """Return attention for one query per sequence, `[rows, ...]`.
-
-        It is computed for each page of the KV cache, and then combined over pages
-        (arXiv:2311.01282).
-        """
-        sizes = self.sizes
-        pages = len(inputs.page_rows)
-        keys = self._paged(self._keys[index], inputs)
-        values = self._paged(self._values[index], inputs)
-        queries = query[inputs.page_rows].view(pages * sizes.kv_heads, -1, sizes.head_dim)
-        scores = torch.bmm(queries, keys).view(pages, sizes.heads, PAGE) + mask
-        top = _per_row(scores.amax(-1), inputs, mode="max")
-        weights = (scores - top[inputs.page_rows][..., None]).exp_()
-        total = _per_row(weights.sum(-1), inputs, mode="sum")
-        weights = weights.to(self._dtype).view(pages * sizes.kv_heads, -1, PAGE)
-        mixed = torch.bmm(weights, values).view(pages, -1).float()
-        mixed = _per_row(mixed, inputs, mode="sum").view(-1, sizes.heads, sizes.head_dim)
-        # the divisor is 0 for padding, which has no pages
-        total = total[..., None].clamp_min(1e-30)
-        return (mixed / total).flatten(1).to(self._dtype)
-
-    def _paged(self, pool: Tensor, inputs: Inputs) -> Tensor:
-        """Return the keys or values of the pages that are attended, `[pages * kv, ...]`."""
-        kv_heads = self.sizes.kv_heads
-        if not len(inputs.page_ids):
-            return pool[: len(inputs.page_rows) * kv_heads]
-        pages = pool.view(self._num_pages, kv_heads, *pool.shape[1:])
-        return pages[inputs.page_ids].flatten(0, 1)
-
-    def _attend_blocks(self, index: int, query: Tensor, inputs: Inputs, *, mask: Tensor) -> Tensor:
-        """Attend with prompt tokens, in blocks of queries, over the pages of their sequences."""
-        sizes = self.sizes
-        blocks = len(inputs.lanes)
-        heads = torch.arange(sizes.kv_heads, device=self._device)[:, None]
-        reached = inputs.reached[:, None] * sizes.kv_heads + heads
-        keys = self._keys[index][reached].transpose(3, 4).flatten(2, 3)
-        values = self._values[index][reached].flatten(2, 3)
-        queries = (
-            query[inputs.lanes].transpose(1, 2).reshape(blocks, sizes.kv_heads, -1, sizes.head_dim)
-        )
-        mixed = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=1.0)
-        mixed = mixed.reshape(blocks, sizes.heads, -1, sizes.head_dim).transpose(1, 2)
-        return mixed.reshape(-1, sizes.heads * sizes.head_dim)[inputs.spots]
+        more = None
+        caches = zip(self._keys, self._values, strict=True)
+        for layer, cache in zip(self._layers, caches, strict=True):
+            h = parts.add_norm(x, more, layer.norm_1)
+            qkv = self._project(h, layer.qkv).view(len(x), -1, sizes.head_dim)
+            query = parts.place(qkv, layer.qk_norm, inputs, cache)
+            mixed = []
+            if num_rows:
+                mixed.append(parts.attend_rows(query[:num_rows], inputs, cache))
+            if len(inputs.lanes):
+                mixed.append(attend_blocks(query, inputs, cache, sizes.kv_heads))
+            more = self._project(torch.cat(mixed) if len(mixed) > 1 else mixed[0], layer.out)
+            h = parts.add_norm(x, more, layer.norm_2)
+            more = self._project(parts.gated(self._project(h, layer.gate_up)), layer.down)
+        if more is not None and shape.ends:
+            x, more = x[inputs.ends], more[inputs.ends]
+        h = parts.add_norm(x, more, self._norm)
+        return self._linear(h, self._head).float()
 
 
 def _panels(weights: Tensor, lanes: int) -> Tensor:
@@ -600,6 +511,15 @@ def _linear_for(
     if device.type != "cpu" or not linear.supported(dtype):
         return F.linear, lambda weight: weight
     return linear.prepared_product, linear.prepare
+
+
+def _parts_for(rotations: Tensor, sizes: ModelSizes) -> LayerParts:
+    """Return Triton kernels on a GPU, or torch's operations if it has no Triton."""
+    if not rotations.is_cuda or gpu_kernels() is None:
+        return TorchParts(sizes.kv_heads, rotations, sizes.eps)
+    from unstale.engines.embedded.gpu_kernels import TritonParts  # it needs Triton
+
+    return TritonParts(sizes.kv_heads, rotations, sizes.eps)
 
 
 def _kernels_for(
@@ -636,17 +556,3 @@ def _rounding(form: Format) -> dict[str, int]:
         return {}
     macros = {"ROUND_LARGEST": int(form.largest), "ROUND_BLOCK": form.activation_block}
     return macros | ({"ROUND_E4M3": 1} if form.stored == torch.float8_e4m3fn else {})
-
-
-def _per_row(values: Tensor, inputs: Inputs, *, mode: str) -> Tensor:
-    """Combine values of pages `[pages, n]` to values of the rows that attend them, `[rows, n]`.
-
-    `mode` is the kind of sum or maximum.
-    """
-    return F.embedding_bag(inputs.order, values, inputs.bags, mode=mode)[:-1]
-
-
-def _hidden(where: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch.zeros(where.shape, dtype=dtype, device=where.device).masked_fill_(
-        where, -torch.inf
-    )

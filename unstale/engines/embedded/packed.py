@@ -158,7 +158,7 @@ class _Pages:
         """
         if pages <= self._num_pages:
             return
-        most = len(self._pages.owner)
+        most = len(self._pages.users)
         self._num_pages = max(min(max(_FIRST_PAGES, 2 * self._num_pages), most), pages)
         self._keys = [
             _grown(self._keys, index, (self._num_pages, layer.kv_heads, layer.width, PAGE)).to(

@@ -1,9 +1,8 @@
 """The paged KV cache: the pages of each sequence, and the index arrays for a step's attention.
 
 The cache is a pool of pages. A page holds the keys and values of `PAGE` successive tokens of one
-sequence. The attention is one batched product over all pages, so one long sequence does not slow
-down the others. The code of this file runs on the CPU in numpy. Each step sends one flat array to
-the device.
+sequence. Sequences can share pages. The code of this file runs on the CPU in numpy. Each step sends
+one flat array to the device.
 """
 
 import heapq
@@ -21,6 +20,8 @@ PAGE = 64
 """Number of tokens in a page."""
 BLOCK = 32
 """Number of prompt tokens in an attention block."""
+SPLIT_PAGES = 8
+"""Number of pages of a sequence that a GPU attends in one piece of work."""
 TILE = 8
 """Numbers of tokens are padded to a multiple of this number, because each shape needs a graph."""
 
@@ -41,10 +42,6 @@ class Pages:
         self.count = np.zeros(max_slots, dtype=np.int64)
         self.users = np.zeros(max_slots * each + 1, dtype=np.int64)
         """`[pages]`: the number of slots that use each page."""
-        self.owner = np.full(max_slots * each + 1, -1, dtype=np.int64)
-        """`[pages]`: the slot that took each page first."""
-        self.first = np.zeros(max_slots * each + 1, dtype=np.int64)
-        """`[pages]`: the position in its sequence of each page's first token."""
         self._free = list(range(1, max_slots * each + 1))
 
     @property
@@ -96,14 +93,11 @@ class Pages:
         page = heapq.heappop(self._free)
         self.of[slot, index] = page
         self.users[page] = 1
-        self.owner[page] = slot
-        self.first[page] = index * PAGE
         return page
 
     def _release(self, page: int) -> None:
         self.users[page] -= 1
         if not self.users[page]:
-            self.owner[page] = -1
             heapq.heappush(self._free, page)
 
 
@@ -114,15 +108,12 @@ class StepShape(NamedTuple):
     """
 
     rows: int
-    pages: int
-    gathered: bool
-    """True if the attended pages are first copied together, because few of the used pages are
-    attended.
-    """
+    reach: int
+    """Number of pages of the longest sequence of a row, rounded up."""
     tokens: int = 0
     """Number of prompt tokens that the step computes."""
     blocks: int = 0
-    reach: int = 0
+    prompt_reach: int = 0
     """Number of pages of the longest sequence that has a chunk in this step."""
     ends: int = 0
     """Number of tokens after which logits are computed. It is 0 without chunks, when all tokens
@@ -135,13 +126,9 @@ class StepShape(NamedTuple):
             "tokens": (width,),
             "positions": (width,),
             "cells": (width,),
-            "page_ids": (self.pages if self.gathered else 0,),
-            "page_rows": (self.pages,),
-            "visible": (self.pages,),
-            "order": (self.pages,),
-            "bags": (self.rows + 1,),
+            "tables": (self.rows, self.reach),
             "lanes": (self.blocks, BLOCK),
-            "reached": (self.blocks, self.reach),
+            "reached": (self.blocks, self.prompt_reach),
             "spots": (self.tokens,),
             "ends": (self.ends,),
         }
@@ -157,18 +144,8 @@ class Inputs(NamedTuple):
     positions: Tensor
     cells: Tensor
     """The place of each token's key and value in the cache: page * PAGE + offset."""
-    page_ids: Tensor
-    """The attended pages, if they are first copied together. Otherwise empty."""
-    page_rows: Tensor
-    """`[pages]`: the row whose query attends each page. Without meaning where `visible` is 0."""
-    visible: Tensor
-    """`[pages]`: how many tokens of each page are attended."""
-    order: Tensor
-    """`[pages]`: the indices of the pages, sorted by the row that attends them."""
-    bags: Tensor
-    """`[rows + 1]`: where the pages of each row begin in `order`. The last entry is where the pages
-    of no row begin.
-    """
+    tables: Tensor
+    """`[rows, reach]`: the pages of each row's sequence in order, 0 where there is none."""
     lanes: Tensor
     """`[blocks, BLOCK]`: the indices in `tokens` of the queries of each block. A block is a part of
     a chunk.
@@ -242,50 +219,24 @@ def plan(step: Step, pages: Pages) -> tuple[StepShape, Tensor]:
     rows = step.rows.numpy()
     at = step.positions.numpy()
     num_rows = len(rows)
-    fields, gathered = _attended(rows, at[:num_rows], pages)
     wide = tiled(num_rows)
     num_tokens = len(at) - num_rows
+    fields: dict[str, Ints] = {}
     for name, values in (("tokens", step.tokens.numpy()), ("positions", at), ("cells", cells)):
         of_rows = _padded(values[:num_rows], wide)
         of_chunks = _padded(values[num_rows:], tiled(num_tokens))
         fields[name] = np.concatenate([of_rows, of_chunks])
-    shape = StepShape(wide, len(fields["visible"]), gathered)
+    reach = -(-step.longest // (PAGE * SPLIT_PAGES)) * SPLIT_PAGES
+    tables = fields["tables"] = np.zeros((wide, reach), dtype=np.int64)
+    held = pages.of[rows, :reach]
+    tables[:num_rows, : held.shape[1]] = held
+    shape = StepShape(wide, reach)
     if step.chunks:
         fields |= _blocks(step, pages, start=wide)
-        blocks, reach = fields["reached"].shape
+        blocks, prompt_reach = fields["reached"].shape
         ends = num_rows + len(step.chunks)
-        shape = StepShape(wide, shape.pages, gathered, tiled(num_tokens), blocks, reach, ends)
+        shape = StepShape(wide, reach, tiled(num_tokens), blocks, prompt_reach, ends)
     return shape, torch.from_numpy(_flat(shape, fields))
-
-
-def _attended(rows: Ints, at: Ints, pages: Pages) -> tuple[dict[str, Ints], bool]:
-    """Return the index arrays of the pages that rows attend, and `StepShape.gathered`."""
-    span = pages.span
-    # One element more than there are slots. A page without an owner has owner -1, which selects it.
-    row_of = np.full(len(pages.count) + 1, -1, dtype=np.int64)
-    row_of[rows] = np.arange(len(rows))
-    row = row_of[pages.owner[:span]]
-    ids = np.flatnonzero(row >= 0)
-    gathered = 3 * len(ids) < span
-    if not gathered:
-        ids = np.arange(span)
-    size = _rounded_size(len(ids))
-    wide = tiled(len(rows))
-    row_of_page = np.full(size, -1, dtype=np.int64)
-    row_of_page[: len(ids)] = row[ids]
-    held = np.where(row_of_page >= 0, at[row_of_page] + 1, 0)
-    held[: len(ids)] -= pages.first[ids]
-    bag = np.where(row_of_page >= 0, row_of_page, wide)
-    order = np.argsort(bag, kind="stable")
-    fields = {
-        "page_rows": np.maximum(row_of_page, 0),
-        "visible": np.where(row_of_page >= 0, held, 0).clip(0, PAGE),
-        "order": order,
-        "bags": np.searchsorted(bag[order], np.arange(wide + 1)),
-    }
-    if gathered:
-        fields["page_ids"] = _padded(ids, size)
-    return fields, gathered
 
 
 def _blocks(step: Step, pages: Pages, *, start: int) -> dict[str, Ints]:
@@ -330,13 +281,3 @@ def tiled(size: int) -> int:
     (40, 64)
     """
     return -(-size // TILE) * TILE
-
-
-def _rounded_size(size: int) -> int:
-    """Round up to one of sixteen sizes between two powers of two, so that few shapes occur.
-
-    >>> _rounded_size(100), _rounded_size(1000)
-    (104, 1024)
-    """
-    tile = max(TILE, 2 ** max(size.bit_length() - 5, 0))
-    return -(-size // tile) * tile

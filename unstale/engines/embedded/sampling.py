@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -22,6 +23,8 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
 _MIX_2 = np.uint64(0x94D049BB133111EB)
 _BITS = 48
+BLOCK = 512
+"""Number of tokens in a block, whose probabilities torch adds before it looks for a token."""
 _NOT_FINITE = "the logits are not finite: check the weights for NaN and infinity"
 
 
@@ -105,21 +108,43 @@ def draw(logits: Tensor, temperature: Tensor, noise: Tensor) -> tuple[Tensor, Te
 
     The cumulative distribution of `logits [B, V]`, which may be on any device, is inverted at
     `noise` (`[B]` float64 in (0, 1)). `temperature` is `[B]` float32. At 0 the token is the argmax
-    and its log-probability 0. Raises FloatingPointError for logits that are not finite.
+    and its log-probability 0. Both are on the CPU. Raises FloatingPointError for logits that are
+    not finite.
     """
-    temperature = temperature.to(logits.device)
-    noise = noise.to(logits.device)
     greedy = temperature == 0
     if bool((temperature != 1).any()):
-        logits = logits / temperature.masked_fill(greedy, 1)[:, None]
+        divisor = temperature.masked_fill(greedy, 1)[:, None]
+        logits = logits / divisor.to(logits.device)
     logp = logits.log_softmax(-1)
-    below = logp.exp().cumsum(-1, dtype=torch.float64)
-    total = below[:, -1:]
-    if not bool(torch.isfinite(total).all()):
-        raise FloatingPointError(_NOT_FINITE)
-    tokens = torch.searchsorted(below, noise[:, None] * total, right=True)
-    chosen = logp.gather(1, tokens)[:, 0]
+    tokens, total = _inverted(logp.exp(), noise.to(logits.device)[:, None])
+    chosen = logp.gather(1, tokens)
     if bool(greedy.any()):
-        tokens = torch.where(greedy[:, None], logits.argmax(-1, keepdim=True), tokens)
-        chosen = chosen.masked_fill(greedy, 0)
-    return tokens[:, 0].cpu(), chosen.cpu()
+        tokens = torch.where(
+            greedy[:, None].to(logits.device), logits.argmax(-1, keepdim=True), tokens
+        )
+    # in one copy, because each waits for the device
+    drawn = torch.cat([tokens.double(), chosen.double(), total], 1).cpu()
+    if not bool(torch.isfinite(drawn[:, 2]).all()):
+        raise FloatingPointError(_NOT_FINITE)
+    return drawn[:, 0].long(), drawn[:, 1].float().masked_fill(greedy, 0)
+
+
+def _inverted(likely: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the tokens `[B, 1]` at which the sums of probabilities `[B, V]` exceed `noise`.
+
+    `noise` `[B, 1]` is a share of each row's sum, which is also returned. First the block of
+    tokens is found, and then the token in it. So only one block is summed up token by token.
+    """
+    vocab = likely.shape[1]
+    blocks = F.pad(likely, (0, -vocab % BLOCK)).unflatten(1, (-1, BLOCK))
+    ends = blocks.sum(-1, dtype=torch.float64).cumsum(-1)
+    total = ends[:, -1:]
+    wanted = noise * total
+    block = torch.searchsorted(ends, wanted, right=True).clamp_max(ends.shape[1] - 1)
+    begin = torch.where(block > 0, ends.gather(1, (block - 1).clamp_min(0)), 0.0)
+    its_likely = blocks.gather(1, block[:, None].expand(-1, -1, BLOCK))[:, 0]
+    below = its_likely.cumsum(-1, dtype=torch.float64) + begin
+    place = torch.searchsorted(below, wanted, right=True)
+    # Rounding can leave the sum of a block's tokens below the block's end.
+    last = (its_likely > 0).cumsum(-1).argmax(-1, keepdim=True)
+    return block * BLOCK + torch.minimum(place, last), total

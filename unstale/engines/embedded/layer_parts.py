@@ -1,0 +1,120 @@
+"""The parts of a decoder layer between the products with weights, for tokens of a paged KV cache.
+
+`TorchParts` computes them with torch's operations on any device. `gpu_kernels.py` computes the same
+with Triton kernels on a GPU.
+"""
+
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from unstale.engines.embedded.pages import PAGE, Inputs
+
+Cache = tuple[Tensor, Tensor]
+"""The cache of a layer: keys `[pages * kv_heads, head_dim, PAGE]`, and values `[pages * kv_heads,
+PAGE, head_dim]`.
+"""
+
+
+class LayerParts(Protocol):
+    """The parts of a layer of T tokens, of which the first R are rows.
+
+    A row is one token of a sequence that is being sampled.
+    """
+
+    def add_norm(self, x: Tensor, more: Tensor | None, weight: Tensor) -> Tensor:
+        """Add `more` to `x [T, width]`, in place. Return the sum's RMS norm, times `weight`."""
+        ...
+
+    def place(self, qkv: Tensor, norm: Tensor, inputs: Inputs, cache: Cache) -> Tensor:
+        """Write keys and values to the cache. Return the queries `[T, heads, head_dim]`.
+
+        `qkv` is `[T, heads + 2 * kv_heads, head_dim]`. Queries and keys are normalized, multiplied
+        by `norm` `[heads + kv_heads, head_dim]`, and rotated by the angles of their positions.
+        """
+        ...
+
+    def attend_rows(self, query: Tensor, inputs: Inputs, cache: Cache) -> Tensor:
+        """Return the attention of rows to their sequences, `[R, heads * head_dim]`.
+
+        `query` is `[R, heads, head_dim]` and includes the softmax scale. The keys and values of the
+        rows must be in the cache.
+        """
+        ...
+
+    def gated(self, both: Tensor) -> Tensor:
+        """Return `silu(gate) * up`, `[T, width]`. `both` has `gate` and then `up` in each row."""
+        ...
+
+
+class TorchParts:
+    """The parts of a layer, with torch's operations.
+
+    `rotations` `[positions, head_dim / 2]` are complex, and `eps` is that of all norms.
+    """
+
+    def __init__(self, kv_heads: int, rotations: Tensor, eps: float) -> None:
+        self._kv_heads = kv_heads
+        self._rotations = rotations
+        self._eps = eps
+
+    def add_norm(self, x: Tensor, more: Tensor | None, weight: Tensor) -> Tensor:
+        if more is not None:
+            x += more
+        return F.rms_norm(x, weight.shape, weight, self._eps)
+
+    def place(self, qkv: Tensor, norm: Tensor, inputs: Inputs, cache: Cache) -> Tensor:
+        turned, head_dim = norm.shape
+        heads = turned - self._kv_heads
+        qk = F.rms_norm(qkv[:, :turned].float(), (head_dim,), None, self._eps) * norm
+        pairs = torch.view_as_complex(qk.view(*qk.shape[:2], -1, 2))
+        pairs = pairs * self._rotations[inputs.positions][:, None]
+        qk = torch.view_as_real(pairs).flatten(2).to(qkv.dtype)
+        at = torch.arange(self._kv_heads, device=qkv.device)
+        page = (inputs.cells // PAGE)[:, None] * self._kv_heads + at
+        place = (inputs.cells % PAGE)[:, None]
+        keys, values = cache
+        keys.transpose(1, 2)[page, place] = qk[:, heads:]
+        values[page, place] = qkv[:, turned:]
+        return qk[:, :heads]
+
+    def attend_rows(self, query: Tensor, inputs: Inputs, cache: Cache) -> Tensor:
+        positions = inputs.positions[: len(query), None]
+        return _attend(query[:, None], positions, inputs.tables, cache, self._kv_heads)
+
+    def gated(self, both: Tensor) -> Tensor:
+        gate, up = both.chunk(2, dim=-1)
+        return F.silu(gate) * up
+
+
+def attend_blocks(query: Tensor, inputs: Inputs, cache: Cache, kv_heads: int) -> Tensor:
+    """Return the attention of prompt tokens to their sequences, `[tokens, heads * head_dim]`.
+
+    `query` is `[T, heads, head_dim]` of all tokens. A block of queries is a part of a prompt.
+    """
+    queries, positions = query[inputs.lanes], inputs.positions[inputs.lanes]
+    return _attend(queries, positions, inputs.reached, cache, kv_heads)[inputs.spots]
+
+
+def _attend(query: Tensor, positions: Tensor, pages: Tensor, cache: Cache, kv_heads: int) -> Tensor:
+    """Return the attention of queries at positions of sequences, `[N * L, heads * head_dim]`.
+
+    `query` `[N, L, heads, head_dim]` has L queries of each of N sequences, `positions` is `[N, L]`,
+    and `pages` `[N, P]` has the first P pages of each sequence.
+    """
+    count, length, heads, head_dim = query.shape
+    group = heads // kv_heads
+    at = torch.arange(kv_heads, device=query.device)[:, None]
+    chosen = pages[:, None] * kv_heads + at
+    keys, values = cache
+    its_keys = keys[chosen].transpose(3, 4).flatten(2, 3)
+    its_values = values[chosen].flatten(2, 3)
+    hidden = torch.arange(pages.shape[1] * PAGE, device=query.device) > positions[..., None]
+    mask = torch.zeros(hidden.shape, dtype=query.dtype, device=query.device)
+    mask = mask.masked_fill_(hidden, -torch.inf).repeat(1, group, 1)[:, None]
+    queries = query.transpose(1, 2).reshape(count, kv_heads, group * length, head_dim)
+    mixed = F.scaled_dot_product_attention(queries, its_keys, its_values, attn_mask=mask, scale=1.0)
+    mixed = mixed.reshape(count, heads, length, head_dim).transpose(1, 2)
+    return mixed.reshape(count * length, heads * head_dim)
