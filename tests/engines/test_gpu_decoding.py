@@ -5,9 +5,14 @@ Without a GPU, Triton's interpreter runs them on the CPU.
 * Each part of a layer has the values of torch's operations, in float32 and bfloat16.
 * Rows of several sequences, which share pages, attend the right keys of the cache.
 * The attention of a row is bitwise the same beside other rows.
+* The kernels compile for GPUs, also where there is none.
 """
 
+import os
+import subprocess
+import sys
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 import torch
@@ -122,3 +127,19 @@ def test_a_gate_is_applied(dtype: torch.dtype) -> None:
     mine, by_torch = both_parts(16)
     both = noise(3, 2 * 40, seed=7, dtype=dtype)
     assert near(mine.gated(both), by_torch.gated(both))
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+def test_the_kernels_compile_for_gpus(capability: int) -> None:
+    """In another process, because here the interpreter has replaced the compiler."""
+    environment = {name: os.environ[name] for name in os.environ if name != "TRITON_INTERPRET"}
+    script = Path(__file__).with_name("compile_gpu_kernels.py")
+    done = subprocess.run(
+        [sys.executable, script, str(capability)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert not done.returncode, done.stderr[-2000:]
+    assert done.stdout.split() == ["_add_norm", "_place", "_attend_rows", "_join_splits"] * 2
