@@ -14,8 +14,7 @@ behind them answers at once (`benchmarks.canned`):
 The loop's seconds are the processor time of its thread, from which the rates follow. The process's
 seconds are those of all of its threads, Ray's among them. Threads that run Python wait for each
 other, so the limit of one process is between the two. The longest stall is the longest time between
-two rounds of the event loop, in processor seconds of the process, so that other programs do not
-count. The result is a dated table under benchmarks/results/.
+two rounds of the event loop (`RoundTimer`). The result is a dated table under benchmarks/results/.
 """
 
 import argparse
@@ -110,25 +109,33 @@ class RoundTimer:
     """Measures the longest time between two rounds of the event loop, within a context.
 
     The loop never sleeps in it, so that the time is that of other callbacks, and of threads that
-    hold the interpreter lock.
+    hold the interpreter lock. It is the shorter of two: elapsed time, in which other programs also
+    count, and processor time of the process, in which threads count that run at the same time.
     """
 
     def __init__(self) -> None:
         self.longest_s = 0.0
 
     def __enter__(self) -> "RoundTimer":
-        self._last_s = time.process_time()
+        self._last = _clocks()
         self._next = asyncio.get_running_loop().call_soon(self._round)
         return self
 
     def _round(self) -> None:
-        now_s = time.process_time()
-        self.longest_s = max(self.longest_s, now_s - self._last_s)
-        self._last_s = now_s
+        now = _clocks()
+        self.longest_s = max(
+            self.longest_s, min(b - a for a, b in zip(self._last, now, strict=True))
+        )
+        self._last = now
         self._next = asyncio.get_running_loop().call_soon(self._round)
 
     def __exit__(self, *_: object) -> None:
         self._next.cancel()
+
+
+def _clocks() -> tuple[float, float]:
+    """Return elapsed seconds, and those of processors in all threads of this process."""
+    return time.perf_counter(), time.process_time()
 
 
 class RealRollout:
