@@ -40,7 +40,7 @@ from torch import Tensor
 from benchmarks import tables
 from benchmarks.canned import EXPERTS, TOP_K, CannedEngine, UnprobedVllm, serve
 from benchmarks.schedule import NullJournal
-from unstale.cli.process import rare_garbage_collection
+from unstale.cli.process import limit_threads, rare_garbage_collection
 from unstale.config import (
     SHIPPED_POLICY,
     ClusterConfig,
@@ -320,6 +320,7 @@ def measure(kind: str, cases: Sequence[Case]) -> list[Figures]:
     """Measure all cases of one kind of engine. The process must be new."""
     with tempfile.TemporaryDirectory() as folder:
         model = moe_model(Path(folder))
+        limit_threads()  # as a run does
         with rare_garbage_collection():
             return run_loop(measure_all(kind, cases, model))
 

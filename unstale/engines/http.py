@@ -10,6 +10,7 @@ import math
 import ssl
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager
+from mmap import mmap
 from typing import Any
 from urllib.parse import quote, urlsplit
 from weakref import WeakKeyDictionary
@@ -24,7 +25,7 @@ LARGE_BODY_BYTES = 1 << 16
 The parser holds the interpreter lock: 5 ms for a reply of 16,384 tokens with log-probabilities
 if a type names the fields, 15 ms if all fields are read.
 """
-
+Body = bytes | mmap
 
 ROUNDS_TO_CALLER = 4
 """Rounds of the event loop until a reply has reached its episode: each task in between takes one.
@@ -137,9 +138,9 @@ async def _read_response(
         headers[name.strip().lower()] = value.strip()
     content = await _read_body(reader, headers, max_bytes)
     if status >= 300:
-        raise HttpError(status, content.decode(errors="replace"))
+        raise HttpError(status, bytes(content).decode(errors="replace"))
     if len(content) > LARGE_BODY_BYTES:
-        async with _parsing_turn():
+        async with parsing_turn():
             return await asyncio.to_thread(lambda: read(_decode_json(content, form)))
     return read(_decode_json(content, form) if content else None)
 
@@ -148,8 +149,8 @@ _LOCKS = WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock]()
 
 
 @asynccontextmanager
-async def _parsing_turn() -> AsyncIterator[None]:
-    """Wait for the turn to parse a large response in a thread of this event loop.
+async def parsing_turn() -> AsyncIterator[None]:
+    """Wait for the turn to parse a part of a large response in a thread of this event loop.
 
     Several threads would not be faster, and each would make the event loop wait. For the same
     reason, the turn ends when the caller has had time to process what it receives.
@@ -208,23 +209,25 @@ def _not_finite(value: Any, name: str = "the body") -> Iterator[tuple[str, str]]
             yield from _not_finite(each, f"{name}[{index}]")
 
 
-def _decode_json(content: bytes, form: Any) -> Any:
+def _decode_json(content: Body, form: Any) -> Any:
     """Return the value of a JSON text, with this type.
 
-    Texts that msgspec refuses, as with NaN, are left to `json`. Raises ValueError for invalid texts
-    and for values of another type.
+    Texts that msgspec refuses, as with NaN, are left to `json`. With a type other than `Any`, NaN
+    is null. Raises ValueError for invalid texts and for values of another type.
     """
     try:
         return msgspec.json.decode(content, type=form)
     except msgspec.ValidationError:
         raise
     except ValueError:
-        return msgspec.convert(json.loads(content), form)
+        value = json.loads(bytes(content))
+        # `msgspec.convert` cannot make the `Raw` fields of a type.
+        return value if form is Any else msgspec.json.decode(msgspec.json.encode(value), type=form)
 
 
 async def _read_body(
     reader: asyncio.StreamReader, headers: Mapping[str, str], max_bytes: int
-) -> bytes:
+) -> Body:
     content = b""
     if headers.get("transfer-encoding", "").lower() == "chunked":
         while size := int((await reader.readuntil(b"\r\n")).split(b";")[0], 16):
@@ -234,11 +237,27 @@ async def _read_body(
     elif "content-length" in headers:
         size = int(headers["content-length"])
         _check_size(size, max_bytes)
+        if size > LARGE_BODY_BYTES:
+            return await _read_large(reader, size)
         content = await reader.readexactly(size)
     else:
         while part := await reader.read(1 << 16):
             content += part
             _check_size(len(content), max_bytes)
+    return content
+
+
+async def _read_large(reader: asyncio.StreamReader, size: int) -> mmap:
+    """Read this number of bytes. The event loop can do other work between two parts.
+
+    Megabytes in one `bytes` would be copied at once, and no other thread could run meanwhile.
+    """
+    content = mmap(-1, size)
+    while (at := content.tell()) < size:
+        part = await reader.read(min(size - at, 1 << 16))
+        if not part:
+            raise EOFError(f"the body ends after {at} of {size} bytes")
+        content.write(part)
     return content
 
 

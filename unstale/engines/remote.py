@@ -7,7 +7,7 @@ those of the trainer's model under the same weights. See docs/engines.md.
 """
 
 import asyncio
-import base64
+import binascii
 import contextlib
 import itertools
 import json
@@ -22,7 +22,9 @@ from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 import msgspec
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from unstale.engines import (
@@ -39,7 +41,7 @@ from unstale.engines import (
 from unstale.engines.embedded.reference import ReferenceModel
 from unstale.engines.embedded.runner import DTYPES
 from unstale.engines.embedded.shared_weights import SharedWeights
-from unstale.engines.http import Http, HttpError
+from unstale.engines.http import Http, HttpError, parsing_turn
 from unstale.engines.registry import EngineOptions
 from unstale.engines.session import EngineSession, deadline
 from unstale.engines.usage import UsageCounters
@@ -66,7 +68,8 @@ _MIN_LOGP = -9999.0
 """The value that vLLM sends for a token that has no log-probability."""
 _MAX_LOGP = 1e-3
 """How far above 0, in nats, a log-probability may be by rounding."""
-_BASE64_PART = 1 << 20
+NO_ROUTES = memoryview(b"null")
+_BASE64_PART = 1 << 18
 """Characters that are decoded at once, a multiple of 4."""
 _STOPS: dict[str, ReplyStop] = {"stop": "stop", "length": "length", "abort": "interrupted"}
 _T = TypeVar("_T")
@@ -100,8 +103,14 @@ class ServerReply:
     finish_reason: str
     cached_tokens: int
     """Number of context tokens that the server found in its prefix cache."""
-    routes: str = ""
-    """Expert routes in the encoding of the server, from the first token that was asked for."""
+    routes: memoryview = NO_ROUTES
+    """Expert routes from the first token that was asked for, as the JSON in which the server
+    encodes them. It may be null or an empty string.
+    """
+
+    @property
+    def has_routes(self) -> bool:
+        return bytes(self.routes[:4]) not in (b"null", b'""')
 
 
 class RemoteEngine(ABC):
@@ -192,7 +201,7 @@ class RemoteEngine(ABC):
         Raises LookupError, TypeError or ValueError if it is malformed.
         """
 
-    def _decode_routes(self, routes: str) -> Any:
+    def _decode_routes(self, routes: memoryview) -> Any:
         """Return `ServerReply.routes` as an array of expert numbers, `[tokens, layers, k]`.
 
         A backend whose replies have `routes` must define it.
@@ -235,7 +244,7 @@ class RemoteEngine(ABC):
         try:
             reply = await self._while_alive(session, self.generate(request_id, tokens, params))
             routes = None
-            if self.options.record_routes and reply.routes:
+            if self.options.record_routes and reply.has_routes:
                 stop = len(tokens) + len(reply.tokens)
                 first = params.first_route(version)
                 routes = await self._routes_in_thread(session, reply.routes, first, stop)
@@ -246,16 +255,20 @@ class RemoteEngine(ABC):
         return Reply(replace(piece, clean=clean, routes=routes), _STOPS[reply.finish_reason])
 
     async def _routes_in_thread(
-        self, session: "_Session", encoded: str, first: int, stop: int
+        self, session: "_Session", encoded: memoryview, first: int, stop: int
     ) -> ExpertRoutes:
         """Call `_read_routes` in a thread, because routes of long texts are megabytes."""
-        read = asyncio.to_thread(self._read_routes, encoded, first, stop)
+
+        async def read() -> ExpertRoutes:
+            async with parsing_turn():
+                return await asyncio.to_thread(self._read_routes, encoded, first, stop)
+
         try:
-            return await self._while_alive(session, read)
+            return await self._while_alive(session, read())
         except ValueError as error:
             raise self._fail(session, f"malformed expert routes: {error}") from error
 
-    def _read_routes(self, encoded: str, first: int, stop: int) -> ExpertRoutes:
+    def _read_routes(self, encoded: memoryview, first: int, stop: int) -> ExpertRoutes:
         """Return the expert routes of a text of `stop` tokens, from the token `first` on.
 
         Raises ValueError if they are invalid.
@@ -398,7 +411,7 @@ class RemoteEngine(ABC):
         piece = self._checked_piece(reply, _PROBE_PARAMS, version)
         if not piece.tokens:
             raise self._fail(session, "the reply to the probe has no tokens")
-        if self.options.record_routes and not reply.routes:
+        if self.options.record_routes and not reply.has_routes:
             reason = (
                 "trainer.routing_replay is set, but the server returns no expert routes: start it "
                 "with --enable-return-routed-experts"
@@ -528,17 +541,25 @@ def _in_range(logps: Sequence[float]) -> bool:
     return math.isfinite(sum(logps)) and min(logps) > _MIN_LOGP and max(logps) < _MAX_LOGP
 
 
-def decode_base64(text: str) -> bytes:
-    """Return the bytes of a base64 text. Raises ValueError if it is invalid.
+def decode_base64(text: memoryview) -> NDArray[np.uint8]:
+    """Return the bytes of a JSON string in base64. Raises ValueError if it is invalid."""
+    if bytes(text[:1]) != b'"':
+        raise ValueError("base64 must be a JSON string")
+    try:
+        return _decode_parts(text[1:-1])
+    except ValueError:  # perhaps / is written as \/
+        return _decode_parts(memoryview(msgspec.json.decode(text, type=str).encode()))
 
-    It is decoded in parts: another thread can only run between two of them.
-    """
-    encoded = text.encode()
-    parts = [
-        base64.b64decode(encoded[start : start + _BASE64_PART], validate=True)
-        for start in range(0, len(encoded), _BASE64_PART)
-    ]
-    return b"".join(parts)
+
+def _decode_parts(encoded: memoryview) -> NDArray[np.uint8]:
+    """Decode base64 in parts: another thread can only run between two of them."""
+    decoded = np.empty(3 * len(encoded) // 4, np.uint8)
+    end = 0
+    for start in range(0, len(encoded), _BASE64_PART):
+        part = binascii.a2b_base64(encoded[start : start + _BASE64_PART], strict_mode=True)
+        decoded[end : end + len(part)] = np.frombuffer(part, np.uint8)
+        end += len(part)
+    return decoded[:end]
 
 
 @contextlib.contextmanager

@@ -12,7 +12,14 @@ import numpy as np
 from unstale.engines import SamplingParams
 from unstale.engines.prefixes import BLOCK
 from unstale.engines.registry import EngineSpec
-from unstale.engines.remote import LOAD_S, RemoteEngine, ServerReply, VersionSpan, decode_base64
+from unstale.engines.remote import (
+    LOAD_S,
+    NO_ROUTES,
+    RemoteEngine,
+    ServerReply,
+    VersionSpan,
+    decode_base64,
+)
 
 
 class _FinishReason(msgspec.Struct):
@@ -25,7 +32,7 @@ class _Meta(msgspec.Struct):
     weight_versions: list[VersionSpan]
     cached_tokens: int = 0
     """Missing if the request was aborted while it waited."""
-    routed_experts: str | None = None
+    routed_experts: msgspec.Raw = msgspec.Raw(NO_ROUTES)
 
 
 class _Reply(msgspec.Struct):
@@ -168,10 +175,10 @@ class SglangEngine(RemoteEngine):
             versions=tuple((span.version, span.end) for span in meta.weight_versions if span.end),
             finish_reason=finish_reason,
             cached_tokens=meta.cached_tokens,
-            routes=meta.routed_experts or "",
+            routes=memoryview(meta.routed_experts),
         )
 
-    def _decode_routes(self, routes: str) -> Any:
+    def _decode_routes(self, routes: memoryview) -> Any:
         """Return expert routes from int32 numbers in base64. Their shape is that of the model."""
         config = json.loads((self.options.model_folder / "config.json").read_text())
         config = {**config, **(config.get("text_config") or {})}

@@ -2,6 +2,7 @@
 
 import asyncio
 import io
+import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
@@ -12,6 +13,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from unstale.engines import Engine, SamplingParams, Update
@@ -20,6 +22,7 @@ from unstale.engines.http import HttpError
 from unstale.engines.registry import EngineOptions, EngineSpec
 from unstale.engines.remote import (
     LOAD_S,
+    NO_ROUTES,
     RemoteEngine,
     ServerReply,
     VersionSpan,
@@ -43,6 +46,14 @@ the group.
 """
 
 
+_MAX_HEADER = 1 << 16
+"""Largest size in bytes of the header of a NumPy file that is read."""
+_READ_HEADER = {
+    (1, 0): np.lib.format.read_array_header_1_0,
+    (2, 0): np.lib.format.read_array_header_2_0,
+}
+
+
 class _Token(msgspec.Struct, gc=False):
     token_id: int
     logprob: float
@@ -57,7 +68,7 @@ class _Choice(msgspec.Struct):
     logprobs: _Logprobs
     weight_versions: list[VersionSpan] | None
     finish_reason: str
-    routed_experts: str | None = None
+    routed_experts: msgspec.Raw = msgspec.Raw(NO_ROUTES)
 
 
 class _PromptDetails(msgspec.Struct):
@@ -174,12 +185,28 @@ class VllmEngine(RemoteEngine):
             versions=tuple((span.version, span.end) for span in choice.weight_versions or ()),
             finish_reason=choice.finish_reason,
             cached_tokens=prompt_details.cached_tokens or 0,
-            routes=choice.routed_experts or "",
+            routes=memoryview(choice.routed_experts),
         )
 
-    def _decode_routes(self, routes: str) -> Any:
+    def _decode_routes(self, routes: memoryview) -> Any:
         """Return expert routes from a NumPy file in base64."""
-        return np.load(io.BytesIO(decode_base64(routes)), allow_pickle=False)
+        return _read_array(decode_base64(routes))
+
+
+def _read_array(file: NDArray[np.uint8]) -> NDArray[Any]:
+    """Return the array of a NumPy file `[bytes]`, whose memory it shares.
+
+    Raises ValueError for other bytes, and for arrays of objects.
+    """
+    head = io.BytesIO(file[:_MAX_HEADER].tobytes())
+    version = np.lib.format.read_magic(head)
+    if version not in _READ_HEADER:
+        raise ValueError(f"a NumPy file of version {version}")
+    shape, is_fortran, dtype = _READ_HEADER[version](head)
+    if dtype.hasobject:
+        raise ValueError("a NumPy file with Python objects")
+    numbers = np.frombuffer(file, dtype, math.prod(shape), head.tell())
+    return numbers.reshape(shape, order="F" if is_fortran else "C")
 
 
 class NcclVllmEngine(VllmEngine):
