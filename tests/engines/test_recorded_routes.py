@@ -7,6 +7,9 @@ that records none, or sends nonsense, is refused.
 """
 
 import asyncio
+import base64
+import io
+import json
 import threading
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import replace
@@ -30,8 +33,9 @@ from unstale.engines.embedded import engine as embedded
 from unstale.engines.embedded.engine import EmbeddedEngine
 from unstale.engines.embedded.posted_routes import PostedRoutes
 from unstale.engines.registry import EngineOptions
+from unstale.engines.remote import decode_base64
 from unstale.engines.servers.sglang import SglangEngine
-from unstale.engines.servers.vllm import VllmEngine
+from unstale.engines.servers.vllm import VllmEngine, read_array
 from unstale.model.experts import RouteRecorder
 from unstale.testing import tiny_policy
 from unstale.weights.child_process import Frames, Header
@@ -267,3 +271,45 @@ def test_a_dense_model_is_refused(tmp_path: Path) -> None:
 
     with pytest.raises(ValueError, match="the policy has no experts"):
         replies(EmbeddedEngine(options), story)
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 3, 300_000])
+def test_base64_of_json_is_decoded(count: int) -> None:
+    data = np.random.default_rng(count).integers(0, 256, count, np.uint8).tobytes()
+    text = json.dumps(base64.b64encode(data).decode()).encode()
+    for written in (text, text.replace(b"/", b"\\/")):
+        assert decode_base64(memoryview(written)).tobytes() == data
+
+
+@pytest.mark.parametrize("text", [b"null", b"[1]", b'"AB"', b'"AB=C"', b'"A B="', b'"A"'])
+def test_what_is_not_base64_is_refused(text: bytes) -> None:
+    with pytest.raises(ValueError, match=r"base64|padding|data|character"):
+        decode_base64(memoryview(text))
+
+
+def npy(array: np.ndarray[Any, Any], version: tuple[int, int] | None = None) -> np.ndarray:
+    file = io.BytesIO()
+    np.lib.format.write_array(file, array, version)
+    return np.frombuffer(file.getvalue(), np.uint8)
+
+
+@pytest.mark.parametrize("version", [(1, 0), (2, 0)])
+@pytest.mark.parametrize("order", ["C", "F"])
+def test_a_numpy_file_is_read(version: tuple[int, int], order: Any) -> None:
+    array = np.asarray(np.arange(24, dtype=np.int16).reshape(2, 3, 4), order=order)
+    found = read_array(npy(array, version))
+    assert found.dtype == array.dtype and (found == array).all()
+
+
+@pytest.mark.parametrize(
+    ("file", "reason"),
+    [
+        (npy(np.zeros((2, 3, 4)))[:-1], "buffer is smaller"),
+        (npy(np.zeros(3), (3, 0)), r"a NumPy file of version \(3, 0\)"),
+        (npy(np.array([None])), "Python objects"),
+        (np.zeros(100, np.uint8), "magic"),
+    ],
+)
+def test_other_bytes_than_a_numpy_file_are_refused(file: np.ndarray, reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        read_array(file)

@@ -817,6 +817,22 @@ def test_a_long_answer_is_parsed_beside_the_event_loop(
     assert len(threads) == 1 and threading.main_thread() not in threads
 
 
+def test_a_long_answer_that_is_cut_off_is_refused(tmp_path: Path) -> None:
+    def serve(listener: socket.socket) -> None:
+        connection, _ = listener.accept()
+        with connection:
+            connection.recv(1 << 16)
+            connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 100000\r\n\r\n" + b"1" * 99_999)
+
+    with socket.socket(socket.AF_UNIX) as listener, ThreadPoolExecutor(1) as server:
+        listener.bind(f"{tmp_path}/s")
+        listener.listen()
+        serving = server.submit(serve, listener)
+        with pytest.raises(ConnectionError, match="the body ends after 99999 of 100000 bytes"):
+            asyncio.run(Http(f"unix:{tmp_path}/s").call("GET", "/"))
+        serving.result()
+
+
 def test_json_that_orjson_or_msgspec_refuses_is_sent_and_read_as_by_json(tmp_path: Path) -> None:
     received = bytearray()
 

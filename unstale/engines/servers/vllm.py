@@ -190,10 +190,10 @@ class VllmEngine(RemoteEngine):
 
     def _decode_routes(self, routes: memoryview) -> Any:
         """Return expert routes from a NumPy file in base64."""
-        return _read_array(decode_base64(routes))
+        return read_array(decode_base64(routes))
 
 
-def _read_array(file: NDArray[np.uint8]) -> NDArray[Any]:
+def read_array(file: NDArray[np.uint8]) -> NDArray[Any]:
     """Return the array of a NumPy file `[bytes]`, whose memory it shares.
 
     Raises ValueError for other bytes, and for arrays of objects.
