@@ -293,6 +293,12 @@ def npy(array: np.ndarray[Any, Any], version: tuple[int, int] | None = None) -> 
     return np.frombuffer(file.getvalue(), np.uint8)
 
 
+def altered(old: bytes, new: bytes) -> np.ndarray:
+    """Return a NumPy file whose header is changed."""
+    file = npy(np.zeros((2, 3, 4), np.int16)).tobytes().replace(old, new, 1)
+    return np.frombuffer(file, np.uint8)
+
+
 @pytest.mark.parametrize("version", [(1, 0), (2, 0)])
 @pytest.mark.parametrize("order", ["C", "F"])
 def test_a_numpy_file_is_read(version: tuple[int, int], order: Any) -> None:
@@ -304,9 +310,16 @@ def test_a_numpy_file_is_read(version: tuple[int, int], order: Any) -> None:
 @pytest.mark.parametrize(
     ("file", "reason"),
     [
-        (npy(np.zeros((2, 3, 4)))[:-1], "buffer is smaller"),
+        (npy(np.zeros((2, 3, 4), np.int16))[:-1], "buffer is smaller"),
+        (altered(b"(2, 3, 4)", b"(9**99, )"), "malformed node"),
+        (altered(b"(2, 3, 4)", b"(2, 3,-4)"), r"shape \(2, 3, -4\)"),
+        (altered(b"(2, 3, 4)", b"(9999999)"), "header|shape"),
+        (altered(b"(2, 3, 4)", b"(9, 9, 9)"), r"shape \(9, 9, 9\)"),
+        (altered(b"}", b"{"), "header"),
+        (npy(np.zeros(3)), "of float64, not of integers"),
+        (npy(np.zeros(3, "U2")), "not of integers"),
         (npy(np.zeros(3), (3, 0)), r"a NumPy file of version \(3, 0\)"),
-        (npy(np.array([None])), "Python objects"),
+        (npy(np.array([None])), "of object, not of integers"),
         (np.zeros(100, np.uint8), "magic"),
     ],
 )

@@ -343,7 +343,7 @@ def test_nothing_is_changed_by_damaged_changes() -> None:
 
 
 def test_tensors_on_a_device_are_grouped_by_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(codec, "MAX_WORDS_AT_ONCE", 10)
+    monkeypatch.setattr(codec, "MAX_GROUP_WORDS", 10)
     sizes = {"a": 4, "b": 6, "c": 1, "d": 30, "e": 2}
     tensors = {name: torch.zeros(size, dtype=torch.int16) for name, size in sizes.items()}
     tensors["other"] = torch.zeros(3, dtype=torch.int8)
@@ -367,7 +367,7 @@ def test_a_sum_is_over_the_words_of_all_tensors(
 ) -> None:
     if not compiled:
         monkeypatch.setattr(changes, "_library", lambda: None)
-        monkeypatch.setattr(changes, "MAX_WORDS_AT_ONCE", 7)
+        monkeypatch.setattr(changes, "MAX_SUM_WORDS", 7)
     noise = torch.Generator().manual_seed(0)
     long = torch.randint(-(2**15), 2**15, (402,), generator=noise).short()
     unaligned = torch.frombuffer(bytearray(long.numpy().tobytes()), dtype=torch.int16, offset=2)

@@ -10,7 +10,7 @@ import math
 import ssl
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager
-from mmap import mmap
+from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
 from typing import Any
 from urllib.parse import quote, urlsplit
 from weakref import WeakKeyDictionary
@@ -26,6 +26,7 @@ The parser holds the interpreter lock: 5 ms for a reply of 16,384 tokens with lo
 if a type names the fields, 15 ms if all fields are read.
 """
 Body = bytes | mmap
+"""The body of a response. A long one is in memory of its own."""
 
 ROUNDS_TO_CALLER = 4
 """Rounds of the event loop until a reply has reached its episode: each task in between takes one.
@@ -252,7 +253,7 @@ async def _read_large(reader: asyncio.StreamReader, size: int) -> mmap:
 
     Megabytes in one `bytes` would be copied at once, and no other thread could run meanwhile.
     """
-    content = mmap(-1, size)
+    content = mmap(-1, size, MAP_PRIVATE | MAP_ANONYMOUS)
     while (at := content.tell()) < size:
         part = await reader.read(min(size - at, 1 << 16))
         if not part:

@@ -282,12 +282,13 @@ class RemoteEngine(ABC):
         session = self._live_session()
         session.open.clear()
         await self._pause(keep_cache=self.options.keep_cache)
-        async with self._deadline(session, HANG_S, "aborted replies did not return"):
-            while session.pending:  # these requests reached the server after the pause
-                await self._abort([*session.pending])
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(0.05):
-                        await session.quiet.wait()
+        while left := len(session.pending):  # these requests reached the server after the pause
+            async with self._deadline(session, HANG_S, "aborted replies did not return"):
+                while len(session.pending) == left:
+                    await self._abort([*session.pending])
+                    with contextlib.suppress(TimeoutError):
+                        async with asyncio.timeout(0.05):
+                            await session.quiet.wait()
 
     async def load(self, update: Update, version: int) -> None:
         session = self._live_session()

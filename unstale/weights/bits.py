@@ -17,7 +17,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from unstale.weights.changes import MAX_WORDS_AT_ONCE, mixed_sum
+from unstale.weights.changes import MAX_SUM_WORDS, mixed_sum
 from unstale.weights.child_process import Bytes
 
 Checksum = int | str
@@ -102,16 +102,21 @@ def _joined(parts: Iterable[Tensor]) -> Iterator[Tensor]:
     """Join successive small tensors on a GPU, where each operation takes time to start."""
     small: list[Tensor] = []
     for part in parts:
-        alike = not small or small[0].device == part.device
-        if small and not (alike and sum(map(len, small)) + len(part) <= MAX_WORDS_AT_ONCE):
-            yield torch.cat(small)
+        fits = sum(map(len, small)) + len(part) <= MAX_SUM_WORDS
+        if small and not (fits and small[0].device == part.device):
+            yield _cat(small)
             small = []
         if part.is_cpu:
             yield part
         else:
             small.append(part)
     if small:
-        yield torch.cat(small)
+        yield _cat(small)
+
+
+def _cat(parts: list[Tensor]) -> Tensor:
+    """Return the parts one after the other. A single part is not copied."""
+    return torch.cat(parts) if len(parts) > 1 else parts[0]
 
 
 def check_kind(recorded: object) -> None:

@@ -1,4 +1,4 @@
-"""The words that differ between two tensors on the CPU, and sums over words.
+"""The words that differ between two tensors, and sums over words.
 
 Compiled code (`changes.c`) finds them in one pass. Without a C compiler NumPy does, several times
 slower, after a warning. Both return the same bytes.
@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,8 @@ SOURCE = Path(__file__).with_name("changes.c")
 ESCAPE = 255
 """A gap's byte of this value means that 255 is added to the number in the next byte."""
 
-MAX_WORDS_AT_ONCE = 1 << 24
-"""Largest number of words of a sum that are mixed at once without compiled code."""
+MAX_SUM_WORDS = 1 << 24
+"""Largest number of words of a sum that torch mixes at once. It keeps two copies of them."""
 _STEP = 0x9E3779B97F4A7C15
 """The factor of a word's place."""
 _MIXING = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1))
@@ -133,8 +134,8 @@ def find_all_on_device(
         (changed >> 8 * i).to(torch.uint8).cpu().numpy() for i in range(changed.element_size())
     ]
     found = []
-    places = zip(first.tolist(), first.tolist()[1:], ends.tolist(), ends.tolist()[1:], strict=False)
-    for (begin, end, gaps_begin, gaps_end), limit in zip(places, limits, strict=True):
+    places = zip(pairwise(first.tolist()), pairwise(ends.tolist()), limits, strict=True)
+    for (begin, end), (gaps_begin, gaps_end), limit in places:
         few = 0 < end - begin <= limit
         found.append(
             Changes(
@@ -159,8 +160,7 @@ def apply_on_device(targets: Sequence[Tensor], changes: Sequence[Changes]) -> No
     sizes = torch.tensor([target.numel() for target in targets])
     skipped = torch.tensor([int(found.gaps.sum(dtype=np.int64)) for found in changes])
     # In the sum over the gaps of all tensors, a tensor's first word is not where it begins.
-    moved = sum((each.cumsum(0) - each) * sign for each, sign in ((sizes, 1), (skipped, -1)))
-    moved -= counts.cumsum(0) - counts
+    moved = _starts(sizes) - _starts(skipped + counts)
     gaps = _uploaded([found.gaps for found in changes], like)
     where = gaps.cumsum(0, dtype=torch.int64)
     if len(gaps) > int(counts.sum()):
@@ -169,12 +169,21 @@ def apply_on_device(targets: Sequence[Tensor], changes: Sequence[Changes]) -> No
     where += torch.repeat_interleave(
         moved.to(like.device), counts.to(like.device), output_size=len(where)
     )
-    difference = torch.zeros(int(sizes.sum()), dtype=like.dtype, device=like.device)
     width = like.element_size()
     planes = [_uploaded([found.planes[i] for found in changes], like) for i in range(width)]
-    difference[where] = join_planes(planes, like.dtype)
+    bits = join_planes(planes, like.dtype)
+    if len(targets) == 1 and like.is_contiguous():
+        like.view(-1)[where] ^= bits
+        return
+    difference = torch.zeros(int(sizes.sum()), dtype=like.dtype, device=like.device)
+    difference[where] = bits
     for target, part in zip(targets, difference.split(sizes.tolist()), strict=True):
         target ^= part.view(target.shape)
+
+
+def _starts(sizes: Tensor) -> Tensor:
+    """Return where each of successive parts of these sizes begins."""
+    return sizes.cumsum(0) - sizes
 
 
 def check_gaps(gaps: Bytes, changed: int, words: int) -> None:
@@ -236,8 +245,8 @@ def mixed_sum(lanes: Tensor, place: int) -> int:
         total: int = library.sum_words(lanes.data_ptr(), len(lanes), place)
         return total
     total = 0
-    for first in range(0, len(lanes), MAX_WORDS_AT_ONCE):
-        part = lanes[first : first + MAX_WORDS_AT_ONCE]
+    for first in range(0, len(lanes), MAX_SUM_WORDS):
+        part = lanes[first : first + MAX_SUM_WORDS]
         begin = place + first + 1
         mixed = torch.arange(begin, begin + len(part), device=lanes.device).mul_(_signed(_STEP))
         mixed ^= part

@@ -15,7 +15,8 @@ few words changed on another device, only their gaps and planes are copied.
 own bytes.
 
 Input may be damaged or hostile. Reading it returns the delta that was written or raises ValueError.
-It needs no more memory than the input and the tensors to which it is applied.
+It needs no more memory than the input and the tensors to which it is applied. On a GPU it also
+needs 24 bytes for each changed word of a tensor, or of small tensors together.
 """
 
 import json
@@ -74,8 +75,10 @@ be in one part of a tensor only, such as the rows of some tokens or experts.
 """
 EXACT_WORDS = 1 << 18
 """Number of words from which on a tensor is large. Of a smaller one both are computed in full."""
-MAX_WORDS_AT_ONCE = 1 << 26
-"""Largest number of words of several tensors on a GPU whose changes are found at once."""
+MAX_GROUP_WORDS = 1 << 26
+"""Largest number of words of several tensors on a GPU that are compared or changed at once. A group
+of them is copied.
+"""
 
 _ENTROPY = zstandard.ZstdCompressionParameters.from_level(1, min_match=7, hash_log=6)
 """Fast settings of the compressor. The data has frequent byte values but few repeated strings, so a
@@ -205,7 +208,7 @@ def encode_all(
 def _groups(tensors: Mapping[str, Tensor]) -> Iterator[list[str]]:
     """Yield the names of tensors in groups of one element size and device.
 
-    A group has at most `MAX_WORDS_AT_ONCE` elements, or one tensor.
+    A group has at most `MAX_GROUP_WORDS` elements, or one tensor.
     """
     alike: dict[tuple[int, torch.device], list[str]] = {}
     for name, tensor in tensors.items():
@@ -215,7 +218,7 @@ def _groups(tensors: Mapping[str, Tensor]) -> Iterator[list[str]]:
         size = 0
         for name in names:
             count = tensors[name].numel()
-            if group and size + count > MAX_WORDS_AT_ONCE:
+            if group and size + count > MAX_GROUP_WORDS:
                 yield group
                 group, size = [], 0
             group.append(name)
@@ -410,12 +413,14 @@ def apply(encoded: Encoded, target: Tensor) -> None:
 def apply_all(tensors: Mapping[str, Encoded], targets: Mapping[str, Tensor]) -> None:
     """Apply differences to the `words` of tensors, in place, on torch's threads.
 
-    On other devices than CPUs, the sparse ones are applied together.
+    On other devices than CPUs, those with few changes are applied together.
     """
     together = {
         name: targets[name]
         for name, encoded in tensors.items()
-        if encoded.kind == "sparse" and encoded.streams and not targets[name].is_cpu
+        if encoded.kind == "sparse"
+        and 0 < encoded.changed < PACKED_ABOVE * encoded.words
+        and not targets[name].is_cpu
     }
     others = [name for name in tensors if name not in together]
     _in_threads(lambda name: apply(tensors[name], targets[name]), others)

@@ -129,7 +129,7 @@ def _key(episode: int, position: int, piece: Sampled) -> RouteKey:
 
 
 def _record(key: RouteKey, routes: ExpertRoutes) -> tuple[bytes, memoryview]:
-    """Return the bytes of a record: its header, and the numbers of experts, without a copy."""
+    """Return the bytes of a record in two parts. The second shares memory where possible."""
     import numpy as np
 
     data = np.ascontiguousarray(routes.experts).reshape(-1).view(np.uint8).data

@@ -41,6 +41,8 @@ from unstale.native import NotCompiled
 
 RUN = 8
 """Number of successive prompt tokens for which `kernels.c` reads the cache once."""
+MIN_CAPABILITY = (8, 0)
+"""The compute capability from which on GPUs multiply bfloat16."""
 _FIRST_PAGES = 64
 """Number of cache pages allocated at first. When all are used, the number doubles."""
 
@@ -514,8 +516,10 @@ def _linear_for(
 
 
 def _parts_for(rotations: Tensor, sizes: ModelSizes) -> LayerParts:
-    """Return Triton kernels on a GPU, or torch's operations if it has no Triton."""
-    if not rotations.is_cuda or gpu_kernels() is None:
+    """Return Triton kernels on a GPU, or torch's operations if it cannot run them."""
+    device = rotations.device
+    is_old = rotations.is_cuda and torch.cuda.get_device_capability(device) < MIN_CAPABILITY
+    if not rotations.is_cuda or is_old or gpu_kernels() is None:
         return TorchParts(sizes.kv_heads, rotations, sizes.eps)
     from unstale.engines.embedded.gpu_kernels import TritonParts  # it needs Triton
 

@@ -1,4 +1,4 @@
-"""The parts of a decoder layer as Triton kernels, for rows and prompts of a paged KV cache.
+"""The parts of a decoder layer as Triton kernels, for tokens of a paged KV cache.
 
 Sums are in float32. The result of a row does not depend on the other rows of a step.
 """
@@ -86,6 +86,7 @@ class TritonParts:
                 tops,
                 reach,
                 rows,
+                splits,
                 KV_HEADS=self._kv_heads,
                 GROUP=group,
                 GROUPS=max(MIN_ROWS, triton.next_power_of_2(group)),
@@ -93,12 +94,12 @@ class TritonParts:
                 WIDE=max(wide, MIN_ROWS),
                 PAGE=PAGE,
                 SPLIT=SPLIT_PAGES,
-                SPLITS=splits,
+                ONE_SPLIT=splits == 1,
                 num_warps=4,
             )
             if splits > 1:
                 _join_splits[(rows, heads)](
-                    parts, tops, out, rows, HEADS=heads, HEAD=head_dim, WIDE=wide, SPLITS=splits
+                    parts, tops, out, rows, splits, HEADS=heads, HEAD=head_dim, WIDE=wide
                 )
         return out
 
@@ -193,6 +194,7 @@ def _attend_rows(
     tops,
     reach,
     rows,
+    splits,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     GROUPS: tl.constexpr,
@@ -200,7 +202,7 @@ def _attend_rows(
     WIDE: tl.constexpr,
     PAGE: tl.constexpr,
     SPLIT: tl.constexpr,
-    SPLITS: tl.constexpr,
+    ONE_SPLIT: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     kv = tl.program_id(1)
@@ -235,13 +237,13 @@ def _attend_rows(
         more = tl.dot(weights.to(its_values.dtype), its_values, input_precision="ieee")
         mixed = mixed * fall[:, None] + more
         top = higher
-    if SPLITS == 1:
+    if ONE_SPLIT:
         tl.store(out + place, (mixed / total[:, None]).to(out.dtype.element_ty), mask=inside)
     else:
-        number = (row * SPLITS + split) * KV_HEADS * GROUP + kv * GROUP + head
+        number = (row * splits + split) * KV_HEADS * GROUP + kv * GROUP + head
         tl.store(parts + number[:, None] * HEAD + at[None, :], mixed, mask=inside)
         tl.store(tops + number, top, mask=head < GROUP)
-        tl.store(tops + rows * SPLITS * KV_HEADS * GROUP + number, total, mask=head < GROUP)
+        tl.store(tops + rows * splits * KV_HEADS * GROUP + number, total, mask=head < GROUP)
 
 
 @triton.jit
@@ -250,10 +252,10 @@ def _join_splits(
     tops,
     out,
     rows,
+    splits,
     HEADS: tl.constexpr,
     HEAD: tl.constexpr,
     WIDE: tl.constexpr,
-    SPLITS: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
@@ -262,13 +264,13 @@ def _join_splits(
     top = -float("inf")
     total = 0.0
     mixed = tl.zeros([WIDE], dtype=tl.float32)
-    for split in range(SPLITS):
-        number = (row * SPLITS + split) * HEADS + head
+    for split in range(splits):
+        number = (row * splits + split) * HEADS + head
         its_top = tl.load(tops + number)
         higher = tl.maximum(top, its_top)
         fall = tl.exp(top - higher)
         share = tl.exp(its_top - higher)
-        its_total = tl.load(tops + rows * SPLITS * HEADS + number)
+        its_total = tl.load(tops + rows * splits * HEADS + number)
         total = total * fall + its_total * share
         mixed = mixed * fall + tl.load(parts + number * HEAD + at, mask=inside, other=0.0) * share
         top = higher

@@ -12,6 +12,8 @@ from torch import Tensor
 
 from unstale.engines.embedded.pages import PAGE, Inputs
 
+MAX_KEYS = 1 << 15
+"""Largest number of keys that `TorchParts` copies together for several rows, with padding."""
 Cache = tuple[Tensor, Tensor]
 """The cache of a layer: keys `[pages * kv_heads, head_dim, PAGE]`, and values `[pages * kv_heads,
 PAGE, head_dim]`.
@@ -82,7 +84,14 @@ class TorchParts:
 
     def attend_rows(self, query: Tensor, inputs: Inputs, cache: Cache) -> Tensor:
         positions = inputs.positions[: len(query), None]
-        return _attend(query[:, None], positions, inputs.tables, cache, self._kv_heads)
+        at_once = max(1, MAX_KEYS // (inputs.tables.shape[1] * PAGE))
+        parts = zip(
+            query[:, None].split(at_once),
+            positions.split(at_once),
+            inputs.tables.split(at_once),
+            strict=True,
+        )
+        return torch.cat([_attend(*part, cache, self._kv_heads) for part in parts])
 
     def gated(self, both: Tensor) -> Tensor:
         gate, up = both.chunk(2, dim=-1)

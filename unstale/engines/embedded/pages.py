@@ -32,7 +32,7 @@ class Pages:
     """The pages of all slots. A slot is the part of the cache that holds one sequence.
 
     Slots can share full pages, but never the page to which they write next. Padding is written to
-    page 0, which belongs to no slot. Low pages are used first, so that the used ones are adjacent.
+    page 0, which belongs to no slot. Low pages are used first, so that the pool stays small.
     """
 
     def __init__(self, max_slots: int, max_context: int) -> None:
@@ -151,7 +151,7 @@ class Inputs(NamedTuple):
     a chunk.
     """
     reached: Tensor
-    """`[blocks, reach]`: the pages that each block attends."""
+    """`[blocks, prompt_reach]`: the pages that each block attends."""
     spots: Tensor
     """`[chunk tokens]`: the place of each prompt token in the flattened `lanes`."""
     ends: Tensor

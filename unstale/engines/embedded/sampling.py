@@ -23,8 +23,10 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
 _MIX_2 = np.uint64(0x94D049BB133111EB)
 _BITS = 48
-BLOCK = 512
-"""Number of tokens in a block, whose probabilities torch adds before it looks for a token."""
+_SUM_BLOCK = 512
+"""Number of tokens whose probabilities torch adds before it looks for a token. It is near the root
+of a large vocabulary, so that few numbers are summed up twice.
+"""
 _NOT_FINITE = "the logits are not finite: check the weights for NaN and infinity"
 
 
@@ -107,9 +109,9 @@ def draw(logits: Tensor, temperature: Tensor, noise: Tensor) -> tuple[Tensor, Te
     """Return sampled tokens `[B]` and their log-probabilities `[B]` in nats, on the CPU.
 
     The cumulative distribution of `logits [B, V]`, which may be on any device, is inverted at
-    `noise` (`[B]` float64 in (0, 1)). `temperature` is `[B]` float32. At 0 the token is the argmax
-    and its log-probability 0. Both are on the CPU. Raises FloatingPointError for logits that are
-    not finite.
+    `noise`, `[B]` float64 in (0, 1) on the CPU. `temperature` is `[B]` float32 on the CPU. At 0 the
+    token is the argmax and its log-probability 0. Raises FloatingPointError for logits that are not
+    finite.
     """
     greedy = temperature == 0
     if bool((temperature != 1).any()):
@@ -136,15 +138,15 @@ def _inverted(likely: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
     tokens is found, and then the token in it. So only one block is summed up token by token.
     """
     vocab = likely.shape[1]
-    blocks = F.pad(likely, (0, -vocab % BLOCK)).unflatten(1, (-1, BLOCK))
+    blocks = F.pad(likely, (0, -vocab % _SUM_BLOCK)).unflatten(1, (-1, _SUM_BLOCK))
     ends = blocks.sum(-1, dtype=torch.float64).cumsum(-1)
     total = ends[:, -1:]
     wanted = noise * total
     block = torch.searchsorted(ends, wanted, right=True).clamp_max(ends.shape[1] - 1)
     begin = torch.where(block > 0, ends.gather(1, (block - 1).clamp_min(0)), 0.0)
-    its_likely = blocks.gather(1, block[:, None].expand(-1, -1, BLOCK))[:, 0]
+    its_likely = blocks.gather(1, block[:, None].expand(-1, -1, _SUM_BLOCK))[:, 0]
     below = its_likely.cumsum(-1, dtype=torch.float64) + begin
     place = torch.searchsorted(below, wanted, right=True)
     # Rounding can leave the sum of a block's tokens below the block's end.
     last = (its_likely > 0).cumsum(-1).argmax(-1, keepdim=True)
-    return block * BLOCK + torch.minimum(place, last), total
+    return block * _SUM_BLOCK + torch.minimum(place, last), total

@@ -9,6 +9,7 @@ from contextlib import ExitStack, suppress
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from tokenize import TokenError
 from typing import Any
 
 import msgspec
@@ -196,16 +197,22 @@ class VllmEngine(RemoteEngine):
 def read_array(file: NDArray[np.uint8]) -> NDArray[Any]:
     """Return the array of a NumPy file `[bytes]`, whose memory it shares.
 
-    Raises ValueError for other bytes, and for arrays of objects.
+    Raises ValueError for other bytes, and for arrays of other numbers than integers.
     """
     head = io.BytesIO(file[:_MAX_HEADER].tobytes())
     version = np.lib.format.read_magic(head)
     if version not in _READ_HEADER:
         raise ValueError(f"a NumPy file of version {version}")
-    shape, is_fortran, dtype = _READ_HEADER[version](head)
-    if dtype.hasobject:
-        raise ValueError("a NumPy file with Python objects")
-    numbers = np.frombuffer(file, dtype, math.prod(shape), head.tell())
+    try:
+        shape, is_fortran, dtype = _READ_HEADER[version](head)
+    except (TypeError, SyntaxError, TokenError, RecursionError, MemoryError) as error:
+        raise ValueError(f"a NumPy file with a damaged header: {error!r}") from error
+    if dtype.kind not in "iu":
+        raise ValueError(f"a NumPy file of {dtype}, not of integers")
+    count = math.prod(shape)
+    if min(shape, default=0) < 0 or count * dtype.itemsize > len(file):
+        raise ValueError(f"a NumPy file of {len(file)} bytes for numbers of shape {shape}")
+    numbers = np.frombuffer(file, dtype, count, head.tell())
     return numbers.reshape(shape, order="F" if is_fortran else "C")
 
 
