@@ -141,6 +141,12 @@ def test_the_reward_examples_run(model: Model, tmp_path: Path) -> None:
         "from capitals import *; from unstale.testing import check_env; check_env(CapitalTasks())\n"
     )
     both += "print(round(CapitalTasks.combine({'answer': 1.0, 'brief': 1.0}), 3))"
+    # On a busy machine a program may need more than two seconds to start.
+    patient = (
+        "from dataclasses import replace\nfrom unstale.rewards import programs\n"
+        "programs.LIMITS = replace(programs.LIMITS, seconds=60.0)\n"
+    )
+    rules = patient + rules
     done = [run_forked(code, cwd=tmp_path) for code in (rules, judge, both)]
     assert done == [
         "0.0 1.0\n1.0 1.0\n1.0\n0.75\n",
