@@ -26,7 +26,7 @@ The parser holds the interpreter lock: 5 ms for a reply of 16,384 tokens with lo
 if a type names the fields, 15 ms if all fields are read.
 """
 Body = bytes | mmap
-"""The body of a response. A long one is in memory of its own."""
+"""The body of a response. One above `LARGE_BODY_BYTES` is an `mmap` without a file."""
 
 ROUNDS_TO_CALLER = 4
 """Rounds of the event loop until a reply has reached its episode: each task in between takes one.

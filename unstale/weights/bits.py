@@ -10,7 +10,7 @@ Earlier releases wrote a CRC-32, as a number. Every kind can be checked on every
 
 import re
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -80,7 +80,7 @@ def sum64(tensors: Iterable[Tensor]) -> str:
     `n` words does not depend on the order in which they are added, so any device can compute it.
     """
     total = place = 0
-    for lanes in _joined(lanes for tensor in tensors for lanes in _lanes_of(tensor)):
+    for lanes in _in_groups(lanes for tensor in tensors for lanes in _lanes_of(tensor)):
         total += mixed_sum(lanes, place)
         place += len(lanes)
     return f"sum64:{total % 2**64:016x}"
@@ -98,25 +98,25 @@ def _lanes_of(tensor: Tensor) -> Iterator[Tensor]:
         yield padded.view(torch.int64)
 
 
-def _joined(parts: Iterable[Tensor]) -> Iterator[Tensor]:
+def _in_groups(parts: Iterable[Tensor]) -> Iterator[Tensor]:
     """Join successive small tensors on a GPU, where each operation takes time to start."""
     small: list[Tensor] = []
     for part in parts:
         fits = sum(map(len, small)) + len(part) <= MAX_SUM_WORDS
         if small and not (fits and small[0].device == part.device):
-            yield _cat(small)
+            yield joined(small)
             small = []
         if part.is_cpu:
             yield part
         else:
             small.append(part)
     if small:
-        yield _cat(small)
+        yield joined(small)
 
 
-def _cat(parts: list[Tensor]) -> Tensor:
-    """Return the parts one after the other. A single part is not copied."""
-    return torch.cat(parts) if len(parts) > 1 else parts[0]
+def joined(parts: Sequence[Tensor]) -> Tensor:
+    """Return tensors `[n]` one after the other. A single tensor is not copied."""
+    return torch.cat([*parts]) if len(parts) > 1 else parts[0]
 
 
 def check_kind(recorded: object) -> None:

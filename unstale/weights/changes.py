@@ -102,10 +102,13 @@ def find_changes_on_device(difference: Tensor, limit: int) -> Changes:
     if not 0 < count <= limit:
         return Changes(count, np.empty(0, np.uint8), ())
     where = difference.nonzero().squeeze(1)
-    changed = difference[where]
-    planes = [(changed >> 8 * i).to(torch.uint8) for i in range(difference.element_size())]
-    gaps, *parts = (each.cpu().numpy() for each in (_gaps_of(where), *planes))
-    return Changes(count, gaps, tuple(parts))
+    gaps = _gaps_of(where).cpu().numpy()
+    return Changes(count, gaps, tuple(_planes_from_device(difference[where])))
+
+
+def _planes_from_device(changed: Tensor) -> list[Bytes]:
+    """Return the byte planes of words `[n]`, made on their device."""
+    return [(changed >> 8 * i).to(torch.uint8).cpu().numpy() for i in range(changed.element_size())]
 
 
 def find_all_on_device(
@@ -130,9 +133,7 @@ def find_all_on_device(
     coded, ends = _coded(where - before - 1)
     ends = torch.cat([ends.new_zeros(1), ends])[first.to(where.device)]
     gaps = coded.cpu().numpy()
-    planes = [
-        (changed >> 8 * i).to(torch.uint8).cpu().numpy() for i in range(changed.element_size())
-    ]
+    planes = _planes_from_device(changed)
     found = []
     places = zip(pairwise(first.tolist()), pairwise(ends.tolist()), limits, strict=True)
     for (begin, end), (gaps_begin, gaps_end), limit in places:
@@ -161,7 +162,7 @@ def apply_on_device(targets: Sequence[Tensor], changes: Sequence[Changes]) -> No
     skipped = torch.tensor([int(found.gaps.sum(dtype=np.int64)) for found in changes])
     # In the sum over the gaps of all tensors, a tensor's first word is not where it begins.
     moved = _starts(sizes) - _starts(skipped + counts)
-    gaps = _uploaded([found.gaps for found in changes], like)
+    gaps = upload([found.gaps for found in changes], like)
     where = gaps.cumsum(0, dtype=torch.int64)
     if len(gaps) > int(counts.sum()):
         where = where[gaps != ESCAPE]
@@ -170,7 +171,7 @@ def apply_on_device(targets: Sequence[Tensor], changes: Sequence[Changes]) -> No
         moved.to(like.device), counts.to(like.device), output_size=len(where)
     )
     width = like.element_size()
-    planes = [_uploaded([found.planes[i] for found in changes], like) for i in range(width)]
+    planes = [upload([found.planes[i] for found in changes], like) for i in range(width)]
     bits = join_planes(planes, like.dtype)
     if len(targets) == 1 and like.is_contiguous():
         like.view(-1)[where] ^= bits
@@ -204,7 +205,8 @@ def join_planes(planes: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     return bits
 
 
-def _uploaded(parts: Sequence[Bytes], like: Tensor) -> Tensor:
+def upload(parts: Sequence[Bytes], like: Tensor) -> Tensor:
+    """Return bytes one after the other, on the device of another tensor."""
     return torch.from_numpy(np.concatenate(parts)).to(like.device)
 
 

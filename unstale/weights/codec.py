@@ -42,6 +42,7 @@ from unstale.weights.bits import (
     checksum,
     checksum_like,
     has_checksum,
+    joined,
     words,
     xxh3,
 )
@@ -56,6 +57,7 @@ from unstale.weights.changes import (
     positions_of,
     require_alike,
     split_planes,
+    upload,
 )
 from unstale.weights.child_process import Bytes
 
@@ -234,8 +236,9 @@ def _encode_group(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> 
     for name, tensor in before.items():
         require_alike(tensor, after[name])
     device = next(iter(before.values())).device
-    difference = torch.cat([tensor.reshape(-1) for tensor in before.values()])
-    difference ^= torch.cat([after[name].to(device).reshape(-1) for name in before])
+    difference = joined([tensor.reshape(-1) for tensor in before.values()]) ^ joined(
+        [after[name].to(device).reshape(-1) for name in before]
+    )
     sizes = [tensor.numel() for tensor in before.values()]
     limits = [_sparse_limit(size) for size in sizes]
     changes = find_all_on_device(difference, sizes, limits)
@@ -401,8 +404,7 @@ def apply(encoded: Encoded, target: Tensor) -> None:
             if flat.is_cpu:
                 flat ^= torch.from_numpy(_words_of(planes))
             else:
-                uploaded = [torch.from_numpy(plane.copy()).to(flat.device) for plane in planes]
-                flat ^= join_planes(uploaded, flat.dtype)
+                flat ^= join_planes([upload([plane], flat) for plane in planes], flat.dtype)
         case "raw":
             raw = torch.frombuffer(bytearray(encoded.streams[0]), dtype=target.dtype)
             flat ^= raw.to(flat.device)

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from unstale.engines.embedded.graphs import Graphs
 from unstale.engines.embedded.kernels import Kernels, divided
-from unstale.engines.embedded.layer_parts import LayerParts, TorchParts, attend_blocks
+from unstale.engines.embedded.layer_parts import LayerParts, TorchParts, attend_blocks, mask_later
 from unstale.engines.embedded.one_call import SOURCE, OneCall, StepSizes, StepTokens
 from unstale.engines.embedded.pages import PAGE, Inputs, Pages, StepShape, placed, plan, runs, tiled
 from unstale.engines.embedded.runner import Step, check_update, warning_with_gpu
@@ -474,6 +474,8 @@ class Qwen3Runner:
         sizes, parts = self.sizes, self._parts
         num_rows = len(inputs.tables)
         x = F.embedding(inputs.tokens, self._embed)
+        group = sizes.heads // sizes.kv_heads
+        mask = mask_later(inputs.positions[inputs.lanes], inputs.reached, group, x.dtype)
         more = None
         caches = zip(self._keys, self._values, strict=True)
         for layer, cache in zip(self._layers, caches, strict=True):
@@ -484,7 +486,7 @@ class Qwen3Runner:
             if num_rows:
                 mixed.append(parts.attend_rows(query[:num_rows], inputs, cache))
             if len(inputs.lanes):
-                mixed.append(attend_blocks(query, inputs, cache, sizes.kv_heads))
+                mixed.append(attend_blocks(query, mask, inputs, cache, sizes.kv_heads))
             more = self._project(torch.cat(mixed) if len(mixed) > 1 else mixed[0], layer.out)
             h = parts.add_norm(x, more, layer.norm_2)
             more = self._project(parts.gated(self._project(h, layer.gate_up)), layer.down)

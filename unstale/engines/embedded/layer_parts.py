@@ -84,10 +84,12 @@ class TorchParts:
 
     def attend_rows(self, query: Tensor, inputs: Inputs, cache: Cache) -> Tensor:
         positions = inputs.positions[: len(query), None]
+        group = query.shape[1] // self._kv_heads
+        mask = mask_later(positions, inputs.tables, group, query.dtype)
         at_once = max(1, MAX_KEYS // (inputs.tables.shape[1] * PAGE))
         parts = zip(
             query[:, None].split(at_once),
-            positions.split(at_once),
+            mask.split(at_once),
             inputs.tables.split(at_once),
             strict=True,
         )
@@ -98,32 +100,41 @@ class TorchParts:
         return F.silu(gate) * up
 
 
-def attend_blocks(query: Tensor, inputs: Inputs, cache: Cache, kv_heads: int) -> Tensor:
+def attend_blocks(
+    query: Tensor, mask: Tensor, inputs: Inputs, cache: Cache, kv_heads: int
+) -> Tensor:
     """Return the attention of prompt tokens to their sequences, `[tokens, heads * head_dim]`.
 
     `query` is `[T, heads, head_dim]` of all tokens. A block of queries is a part of a prompt.
+    `mask` is that of the blocks (`mask_later`).
     """
-    queries, positions = query[inputs.lanes], inputs.positions[inputs.lanes]
-    return _attend(queries, positions, inputs.reached, cache, kv_heads)[inputs.spots]
+    return _attend(query[inputs.lanes], mask, inputs.reached, cache, kv_heads)[inputs.spots]
 
 
-def _attend(query: Tensor, positions: Tensor, pages: Tensor, cache: Cache, kv_heads: int) -> Tensor:
-    """Return the attention of queries at positions of sequences, `[N * L, heads * head_dim]`.
+def mask_later(positions: Tensor, pages: Tensor, group: int, dtype: torch.dtype) -> Tensor:
+    """Return what is added to attention scores: -inf for later tokens, and 0 for others.
 
-    `query` `[N, L, heads, head_dim]` has L queries of each of N sequences, `positions` is `[N, L]`,
-    and `pages` `[N, P]` has the first P pages of each sequence.
+    It is `[N, 1, group * L, P * PAGE]`, with `group` query heads per key head. `positions` `[N, L]`
+    are those of L queries of each of N sequences, and `pages` is `[N, P]`.
+    """
+    later = torch.arange(pages.shape[1] * PAGE, device=positions.device) > positions[..., None]
+    mask = torch.zeros(later.shape, dtype=dtype, device=positions.device)
+    return mask.masked_fill_(later, -torch.inf).repeat(1, group, 1)[:, None]
+
+
+def _attend(query: Tensor, mask: Tensor, pages: Tensor, cache: Cache, kv_heads: int) -> Tensor:
+    """Return the attention of queries to their sequences, `[N * L, heads * head_dim]`.
+
+    `query` `[N, L, heads, head_dim]` has L queries of each of N sequences, `mask` is what
+    `mask_later` returns, and `pages` `[N, P]` has the first P pages of each sequence.
     """
     count, length, heads, head_dim = query.shape
-    group = heads // kv_heads
     at = torch.arange(kv_heads, device=query.device)[:, None]
     chosen = pages[:, None] * kv_heads + at
     keys, values = cache
     its_keys = keys[chosen].transpose(3, 4).flatten(2, 3)
     its_values = values[chosen].flatten(2, 3)
-    hidden = torch.arange(pages.shape[1] * PAGE, device=query.device) > positions[..., None]
-    mask = torch.zeros(hidden.shape, dtype=query.dtype, device=query.device)
-    mask = mask.masked_fill_(hidden, -torch.inf).repeat(1, group, 1)[:, None]
-    queries = query.transpose(1, 2).reshape(count, kv_heads, group * length, head_dim)
+    queries = query.transpose(1, 2).reshape(count, kv_heads, -1, head_dim)
     mixed = F.scaled_dot_product_attention(queries, its_keys, its_values, attn_mask=mask, scale=1.0)
     mixed = mixed.reshape(count, heads, length, head_dim).transpose(1, 2)
     return mixed.reshape(count * length, heads * head_dim)
