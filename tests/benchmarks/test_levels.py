@@ -1,0 +1,54 @@
+"""The tables of routes by engine and bound have the means and differences of the runs."""
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.levels import differences, successes
+from tests.support.fake_comparison import launched, trial
+from unstale.durability.run_folder import dumps
+from unstale.observe.report.study import StudyResults, read_results
+
+FINAL = {  # setting -> arm -> held-out success by seed
+    "fp8-s2": {"snapshot_old": (0.50, 0.60, 0.70), "rollout": (0.40, 0.56, 0.60)},
+    "fp8-s6": {"snapshot_old": (0.02, 0.30, 0.04), "rollout": (0.10, 0.20, 0.00)},
+    "int4-s6": {"snapshot_old": (0.80, 0.80, 0.80)},
+}
+
+
+@pytest.fixture
+def study(tmp_path: Path) -> StudyResults:
+    for setting, arms in FINAL.items():
+        folder = tmp_path / setting
+        runs = []
+        for arm, success in arms.items():
+            for seed, final in enumerate(success):
+                runs.append({"arm": arm, "seed": seed, "folder": f"{arm}-seed{seed}"})
+                trial(folder / f"{arm}-seed{seed}", seed=seed, evaluations=(0.4, final))
+        launched(folder)
+        plan = {"runs": runs, "reference": "snapshot_old", "warnings": {}, "commands": []}
+        (folder / "plan.json").write_text(dumps(plan))
+    dials = ("engine", "bound")
+    settings = {name: dict(zip(dials, name.split("-"), strict=True)) for name in FINAL}
+    plan = {"settings": settings, "planned": [], "at": ["steps"], "commands": []}
+    (tmp_path / "plan.json").write_text(dumps(plan))
+    return read_results(tmp_path)
+
+
+def test_a_setting_has_the_mean_of_each_arm_with_an_interval(study: StudyResults) -> None:
+    _, _, first, second, third = successes(study)
+    # half of the interval: 4.3027 (Student's t, 2 degrees of freedom) * 0.1 / sqrt(3) = 0.248
+    assert first.startswith("| fp8-s2 | 60% (35% to 85%) |")
+    assert second.startswith("| fp8-s6 | 12% (0% to 51%) |"), "cut at 0%"
+    assert third == "| int4-s6 | 80% (80% to 80%) | — |"
+
+
+def test_differences_are_means_over_the_pairs_of_all_settings(study: StudyResults) -> None:
+    # fp8: -10, -4, -10, +8, -10 and -4 points: mean -5, standard deviation 7.0143, and
+    # 2.5706 (5 degrees of freedom) * 7.0143 / sqrt(6) = 7.4
+    assert differences(study, "engine")[2:] == [
+        "| fp8 | -5.0 (-12.4 to +2.4), 6 pairs |",
+        "| int4 | — |",
+    ]
+    # s2: -10, -4, -10: mean -8, 4.3027 * 3.4641 / sqrt(3) = 8.6
+    assert differences(study, "bound")[2] == "| s2 | -8.0 (-16.6 to +0.6), 3 pairs |"
