@@ -2,13 +2,14 @@
 those worked out by hand; what did not finish is shown and is in no mean; times are compared only of
 runs that were alone. Every run's configuration is checked before the first begins, and what the
 linter says of the arms is shown; runs that finished are kept, others begun again, one failure stops
-nobody else, runs at the same time have cores of their own, and Ctrl-C ends the run in progress; the
-page escapes what it shows and draws inside its frames."""
+nobody else, runs at the same time have cores of their own, Ctrl-C ends the run in progress, and a
+killed command continues; the page escapes what it shows and draws inside its frames."""
 
 import io
 import json
 import os
 import re
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from rich.console import Console
 
 from tests.support.fake_comparison import launched, trial
 from tests.support.fake_run import fake_run
+from tests.support.waits import wait_until
 from unstale.cli import launcher, main, recipe_options
 from unstale.cli.compare import Arm, ComparisonPlan, Planned, plan
 from unstale.cli.launcher import compare
@@ -355,7 +357,7 @@ def test_a_mistake_in_an_arm_is_found_before_anything_runs(
 
 
 FAKE_TRAIN = """
-import os, signal, sys
+import os, signal, sys, time
 from pathlib import Path
 from unstale.cli.main import parse
 from unstale.cli.recipe_options import configure
@@ -378,6 +380,10 @@ if (config.runs.parent / f"interrupt {config.name}").exists():
         signal.pause()
     except KeyboardInterrupt:
         reason = "Ctrl-C"
+if (config.runs.parent / f"kill {config.name}").exists():
+    os.kill(os.getppid(), signal.SIGKILL)
+    while (config.runs.parent / f"kill {config.name}").exists():
+        time.sleep(0.01)
 with RunLog(folder) as log:
     log.event("stopped", reason=reason)
 sys.exit({"finished": 0, "failed": 1, "Ctrl-C": 130}[reason])
@@ -404,6 +410,14 @@ def start(plan: ComparisonPlan, *, jobs: int = 1) -> str:
 
 def ran(folder: Path) -> list[str]:
     return (folder / "ran").read_text().split()
+
+
+def is_free(folder: Path) -> bool:
+    try:
+        with lock_folder(folder):
+            return True
+    except ConfigError:
+        return False
 
 
 @pytest.mark.usefixtures("fake_train")
@@ -497,6 +511,24 @@ def test_ctrl_c_ends_the_run_in_progress_and_the_same_command_goes_on(tmp_path: 
     (tmp_path / "interrupt rollout-seed0").unlink()
     start(planned(folder))
     assert ran(folder)[2:] == ["rollout-seed0", "snapshot_old-seed1", "rollout-seed1"]
+
+
+@pytest.mark.usefixtures("fake_train")
+def test_a_killed_comparison_waits_for_its_run_and_goes_on_after_it(tmp_path: Path) -> None:
+    folder = tmp_path / "x"
+    kill = tmp_path / "kill rollout-seed0"
+    kill.touch()
+    if not (child := os.fork()):
+        start(planned(folder))  # does not return
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    with pytest.raises(ConfigError, match="in use by another running process"):
+        start(planned(folder))
+    kill.unlink()  # the run, which outlived the command, finishes
+    wait_until(lambda: is_free(folder), "the end of the run")
+    start(planned(folder))
+    assert ran(folder) == [f"{arm}-seed{s}" for s in (0, 1) for arm in ("snapshot_old", "rollout")]
+    assert [len(arm.finished) for arm in read_comparison(folder).arms] == [2, 2]
 
 
 def test_the_terminal_tells_how_far_a_run_is(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from unstale import recipes
+from unstale.config import OldLogpsConfig
 from unstale.envs.desk import DeskConfig
 from unstale.recipes import RECIPES, find_recipes
 
@@ -42,6 +43,12 @@ def test_a_desk_has_the_settings_of_a_model_that_must_read_its_rules(name: str) 
         base.trainer,
     )
     assert config.minutes == 0.0 and config.policy != "base"
+
+
+def test_the_recipe_of_an_average_resets_it() -> None:
+    assert RECIPES["route_ppo_ewma_async"]().old_logps == OldLogpsConfig(
+        route="ppo_ewma_async", reset_below=0.5
+    )
 
 
 def test_one_file_adds_a_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
