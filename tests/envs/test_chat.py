@@ -16,6 +16,7 @@ from transformers import AutoTokenizer
 
 import unstale
 from unstale.envs import Message, ToolCall
+from unstale.envs import chat as module
 from unstale.envs.chat import Chat
 from unstale.envs.desk.expert import expert_replies
 from unstale.envs.retail import RetailTasks
@@ -214,6 +215,56 @@ def test_a_large_template_with_schemas_and_thoughts_can_be_continued(tokenizer: 
         "<|im_end|>\n<|im_start|>user\n<tool_response>\nok\n</tool_response><|im_end|>\n"
         "<|im_start|>assistant\n"
     )
+
+
+class Counted:
+    """A tokenizer that counts the conversations it renders."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self.rendered = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)
+
+    def __len__(self) -> int:
+        return len(self._tokenizer)
+
+    def apply_chat_template(self, *args: Any, **options: Any) -> Any:
+        self.rendered += 1
+        return self._tokenizer.apply_chat_template(*args, **options)
+
+
+def test_equal_prompts_and_results_are_rendered_once(tokenizer: Any, chat: Chat) -> None:
+    counted = Counted(tokenizer)
+    again = Chat(counted, TASKS.tools)
+    started = counted.rendered
+    found, ask = Message("tool", "found"), Message("user", "Where is it?")
+    call = ToolCall("get_order", {"order": "A1"}, id="from_elsewhere")
+    for _ in range(3):  # each differs from the others in one thing
+        assert again.encode_prompt([ask]) == chat.encode_prompt([ask])
+        assert len(again.encode_prompt([ask], add_generation_prompt=False)) < len(
+            again.encode_prompt([ask])
+        )
+        for ended, calls in ((True, ()), (False, ()), (True, [call])):
+            assert again.encode_continuation(
+                [found], ended=ended, calls=calls
+            ) == chat.encode_continuation([found], ended=ended, calls=calls)
+    assert counted.rendered - started == 5
+    again.encode_continuation([ask], ended=True)
+    assert counted.rendered - started == 6
+
+
+def test_a_chat_keeps_a_limited_number_of_tokens(
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_MAX_RECENT_BYTES", 3000)
+    counted = Counted(tokenizer)
+    chat = Chat(counted, ())
+    started = counted.rendered
+    for text in ("one", "two", "one", "x " * 2000, "one", "one"):  # the long one takes all memory
+        assert chat.encode_prompt([Message("user", text)])
+    assert counted.rendered - started == 4
 
 
 def test_a_tokenizer_that_cannot_talk_is_refused() -> None:

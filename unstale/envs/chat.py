@@ -1,6 +1,6 @@
 """Convert messages to tokens and back, with the chat template of a tokenizer.
 
-A conversation grows by appending tokens, and none is encoded twice. `encode_prompt` renders the
+A conversation grows by appending tokens, and none is encoded again. `encode_prompt` renders the
 prompt once. `encode_continuation` renders a conversation with a placeholder for the reply. Then it
 encodes only the text that the template writes after the placeholder. Placeholders also show how a
 template ends a reply and writes tool calls, so no list of models is needed. `calls.py` has the
@@ -8,12 +8,15 @@ formats of tool calls.
 
 Control tokens come only from the template, never from the content of messages. So no tool or user
 can end a turn or write in another role.
+
+Episodes of a group have the same prompt, and often the same tool results. Their tokens are kept, so
+they are rendered and encoded once.
 """
 
 import inspect
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
 from functools import cached_property
@@ -49,6 +52,10 @@ LONG_REPLY_TOKENS = 4096
 """
 _MAX_CACHED = 64
 """Largest number of `Chat` objects with other tools that a `Chat` keeps."""
+_MAX_RECENT_BYTES = 32 << 20
+"""Memory for the tokens of recent prompts and continuations that a `Chat` keeps."""
+_TOKEN_BYTES = 36
+"""Memory of a token in a tuple."""
 _SEAM = "\ue000"
 """A character that is inserted into a text such as `<|im_end|>` in a message. It divides the text,
 so that the tokenizer does not encode it as a control token. It is removed afterwards.
@@ -96,6 +103,7 @@ class Chat:
         self._mark_start = re.compile(f"(?={any_mark})(.)", re.DOTALL)
         self._leading_marks = re.compile(rf"\s*(?:(?:{any_mark})\s*)*")
         self._other_chats: dict[str, Chat] = {}
+        self._recent = _Recent(_MAX_RECENT_BYTES)
         self._tools_json = json.dumps(self._tools, default=str, ensure_ascii=False)
         self._tools_have_marks = bool(self._mark_start.search(self._tools_json))
         self._longest_seam = max(map(_longest_seam, (self._tools_json, self._template)))
@@ -122,7 +130,11 @@ class Chat:
 
         With `add_generation_prompt`, the start of a reply follows.
         """
-        return self._encode(*self._render(messages, add_generation_prompt=add_generation_prompt))
+        record = _record(messages)
+        return self._recent.get(
+            (record, add_generation_prompt),
+            lambda: self._encode(*self._render(record, add_generation_prompt)),
+        )
 
     def render(
         self,
@@ -136,7 +148,7 @@ class Chat:
         With `marked`, the text keeps the characters that `encode_prompt` puts into content that
         looks like a control token, so that it is not encoded as one.
         """
-        text, seam = self._render(messages, add_generation_prompt=add_generation_prompt)
+        text, seam = self._render(_record(messages), add_generation_prompt)
         return text if marked else text.replace(seam, "")
 
     def encode_continuation(
@@ -147,7 +159,14 @@ class Chat:
         If `ended` is False, the previous reply was cut off, and its end token is added first.
         `calls` are the tool calls of the previous reply. Their results get their ids.
         """
-        text, seam = self._render([_QUESTION, _REPLY, *messages], reply_calls=calls)
+        record = _record([_QUESTION, _REPLY, *messages], calls)
+        return self._recent.get(
+            (record, "ended" if ended else "cut off"), lambda: self._continued(record, ended)
+        )
+
+    def _continued(self, record: str, ended: bool) -> tuple[int, ...]:
+        """Return what `encode_continuation` returns, from the record of the conversation."""
+        text, seam = self._render(record)
         _, placeholder, after = text.partition(STAND_IN)
         end = next(filter(after.startswith, self._ends), None)
         if not placeholder or end is None:
@@ -164,8 +183,8 @@ class Chat:
         message. Raises ValueError if `parse` would return another message.
         """
         after = [*following] or [_QUESTION]
-        around, seam = self._render([_QUESTION, _REPLY, *after], reply_calls=reply.tool_calls)
-        text, own_seam = self._render([_QUESTION, reply, *after])
+        around, seam = self._render(_record([_QUESTION, _REPLY, *after], reply.tool_calls))
+        text, own_seam = self._render(_record([_QUESTION, reply, *after]))
         before, _, rest = around.partition(STAND_IN)
         end = next(filter(rest.startswith, self._ends), None)
         if end is None or seam != own_seam or not (text.startswith(before) and text.endswith(rest)):
@@ -328,7 +347,7 @@ class Chat:
         found: list[str] = []
         for following in (_QUESTION, Message("tool", "?")):
             try:
-                text, _ = self._render([_QUESTION, _REPLY, following])
+                text, _ = self._render(_record([_QUESTION, _REPLY, following]))
             except _TEMPLATE_ERRORS:
                 if not found:
                     raise
@@ -352,7 +371,7 @@ class Chat:
         or raise `ValueError` if there are tools.
         """
         try:
-            with_text = self._render([_QUESTION, _REPLY, _QUESTION])[0]
+            with_text = self._render(_record([_QUESTION, _REPLY, _QUESTION]))[0]
             if self._written_calls([PROBE], with_text) == self._written_calls([], with_text):
                 return JsonCalls()
             if form := find_form(lambda calls: self._written_calls(calls, with_text)):
@@ -374,23 +393,16 @@ class Chat:
         `with_text` is the same conversation with a text in place of the calls.
         """
         reply = Message("assistant", "", tuple(calls))
-        text, _ = self._render([_QUESTION, reply, _QUESTION])
+        text, _ = self._render(_record([_QUESTION, reply, _QUESTION]))
         text = text[len(commonprefix([text, with_text])) :]  # noqa: RUF071 - by character
         return min((text.partition(end)[0] for end in self._ends), key=len).strip()
 
-    def _render(
-        self,
-        messages: Sequence[Message],
-        *,
-        add_generation_prompt: bool = True,
-        reply_calls: Sequence[ToolCall] = (),
-    ) -> tuple[str, str]:
-        """Return the conversation as text, and the separator that splits control tokens.
+    def _render(self, record: str, add_generation_prompt: bool = True) -> tuple[str, str]:
+        """Return a conversation as text, and the separator that splits control tokens.
 
-        These are texts in the content of messages that look like control tokens. `reply_calls` are
-        the tool calls of a reply in whose place a placeholder is.
+        These are texts in the content of messages that look like control tokens. `record` is what
+        `_record` returns.
         """
-        record = json.dumps(_as_dicts(messages, reply_calls), ensure_ascii=False)
         seam = _SEAM * (1 + max(_longest_seam(record), self._longest_seam))
         tools = self._tools
         if self._tools_have_marks:
@@ -408,6 +420,39 @@ class Chat:
     def _encode(self, text: str, seam: str) -> tuple[int, ...]:
         """Encode the text between separators part by part, so that no control token spans one."""
         return tuple(token for part in text.split(seam) for token in self.encode(part))
+
+
+class _Recent:
+    """The tokens of the latest calls, by their arguments, up to `max_bytes` of memory."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._bytes = 0
+        self._tokens: dict[tuple[str, Hashable], tuple[int, ...]] = {}
+        """The longest unused are first."""
+
+    def get(
+        self, key: tuple[str, Hashable], make: Callable[[], tuple[int, ...]]
+    ) -> tuple[int, ...]:
+        """Return the tokens of a key, whose first part is a text. `make` returns them if new."""
+        tokens = self._tokens.pop(key, None)
+        if tokens is None:
+            tokens = make()
+            self._bytes += _memory(key, tokens)
+        self._tokens[key] = tokens
+        while self._bytes > self._max_bytes:
+            oldest = next(iter(self._tokens))
+            self._bytes -= _memory(oldest, self._tokens.pop(oldest))
+        return tokens
+
+
+def _memory(key: tuple[str, Hashable], tokens: Sequence[int]) -> int:
+    return len(key[0]) + _TOKEN_BYTES * len(tokens)
+
+
+def _record(messages: Sequence[Message], reply_calls: Sequence[ToolCall] = ()) -> str:
+    """Return a conversation as JSON. `reply_calls` are the calls of the placeholder `_REPLY`."""
+    return json.dumps(_as_dicts(messages, reply_calls), ensure_ascii=False)
 
 
 def _longest_seam(text: str) -> int:
