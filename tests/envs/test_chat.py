@@ -255,6 +255,17 @@ def test_equal_prompts_and_results_are_rendered_once(tokenizer: Any, chat: Chat)
     assert counted.rendered - started == 6
 
 
+def test_prompts_with_other_tools_are_not_mixed_up() -> None:
+    tokenizer = AutoTokenizer.from_pretrained(SHIPPED)
+    tokenizer.chat_template = QWEN
+    chat = Chat(tokenizer, TASKS.tools)
+    ask = [Message("user", "Where is it?")]
+    long, short = chat.encode_prompt(ask), chat.with_tools(TASKS.tools[:1]).encode_prompt(ask)
+    assert len(long) > len(short)
+    assert chat.encode_prompt(ask) is long
+    assert chat.with_tools(TASKS.tools[:1]).encode_prompt(ask) is short
+
+
 def test_a_chat_keeps_a_limited_number_of_tokens(
     tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,10 +16,11 @@ they are rendered and encoded once.
 import inspect
 import json
 import re
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
 from functools import cached_property
+from itertools import count
 from os.path import commonprefix
 from types import MappingProxyType
 from typing import Any
@@ -53,9 +54,12 @@ LONG_REPLY_TOKENS = 4096
 _MAX_CACHED = 64
 """Largest number of `Chat` objects with other tools that a `Chat` keeps."""
 _MAX_RECENT_BYTES = 32 << 20
-"""Memory for the tokens of recent prompts and continuations that a `Chat` keeps."""
+"""Memory for the tokens of recent prompts and continuations. A `Chat` shares it with those that
+`with_tools` returns.
+"""
 _TOKEN_BYTES = 36
 """Memory of a token in a tuple."""
+_NUMBERS = count()
 _SEAM = "\ue000"
 """A character that is inserted into a text such as `<|im_end|>` in a message. It divides the text,
 so that the tokenizer does not encode it as a control token. It is removed afterwards.
@@ -104,6 +108,8 @@ class Chat:
         self._leading_marks = re.compile(rf"\s*(?:(?:{any_mark})\s*)*")
         self._other_chats: dict[str, Chat] = {}
         self._recent = _Recent(_MAX_RECENT_BYTES)
+        self._number = next(_NUMBERS)
+        """Tells the tokens of this format in `_recent` from those of others."""
         self._tools_json = json.dumps(self._tools, default=str, ensure_ascii=False)
         self._tools_have_marks = bool(self._mark_start.search(self._tools_json))
         self._longest_seam = max(map(_longest_seam, (self._tools_json, self._template)))
@@ -132,7 +138,7 @@ class Chat:
         """
         record = _record(messages)
         return self._recent.get(
-            (record, add_generation_prompt),
+            (record, self._number, "prompt" if add_generation_prompt else "whole"),
             lambda: self._encode(*self._render(record, add_generation_prompt)),
         )
 
@@ -161,7 +167,8 @@ class Chat:
         """
         record = _record([_QUESTION, _REPLY, *messages], calls)
         return self._recent.get(
-            (record, "ended" if ended else "cut off"), lambda: self._continued(record, ended)
+            (record, self._number, "ended" if ended else "cut off"),
+            lambda: self._continued(record, ended),
         )
 
     def _continued(self, record: str, ended: bool) -> tuple[int, ...]:
@@ -333,9 +340,9 @@ class Chat:
         if key not in self._other_chats:
             if len(self._other_chats) == _MAX_CACHED:
                 self._other_chats.clear()
-            self._other_chats[key] = Chat(
-                self._tokenizer, wanted, ends=self.stop_tokens, template_kwargs=variables
-            )
+            other = Chat(self._tokenizer, wanted, ends=self.stop_tokens, template_kwargs=variables)
+            other._recent = self._recent
+            self._other_chats[key] = other
         return self._other_chats[key]
 
     def _find_ends(self) -> tuple[str, ...]:
@@ -422,19 +429,21 @@ class Chat:
         return tuple(token for part in text.split(seam) for token in self.encode(part))
 
 
+_Key = tuple[str, int, str]
+"""The record of a conversation, the number of the chat, and which of its tokens they are."""
+
+
 class _Recent:
-    """The tokens of the latest calls, by their arguments, up to `max_bytes` of memory."""
+    """The tokens of the latest calls, up to `max_bytes` of memory."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
         self._bytes = 0
-        self._tokens: dict[tuple[str, Hashable], tuple[int, ...]] = {}
+        self._tokens: dict[_Key, tuple[int, ...]] = {}
         """The longest unused are first."""
 
-    def get(
-        self, key: tuple[str, Hashable], make: Callable[[], tuple[int, ...]]
-    ) -> tuple[int, ...]:
-        """Return the tokens of a key, whose first part is a text. `make` returns them if new."""
+    def get(self, key: _Key, make: Callable[[], tuple[int, ...]]) -> tuple[int, ...]:
+        """Return the tokens of a key. `make` is called if they are not kept."""
         tokens = self._tokens.pop(key, None)
         if tokens is None:
             tokens = make()
@@ -446,7 +455,7 @@ class _Recent:
         return tokens
 
 
-def _memory(key: tuple[str, Hashable], tokens: Sequence[int]) -> int:
+def _memory(key: _Key, tokens: Sequence[int]) -> int:
     return len(key[0]) + _TOKEN_BYTES * len(tokens)
 
 
