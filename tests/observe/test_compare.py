@@ -10,6 +10,7 @@ import json
 import os
 import re
 import signal
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -390,6 +391,16 @@ sys.exit({"finished": 0, "failed": 1, "Ctrl-C": 130}[reason])
 """
 
 
+KILLED = """
+import sys
+from pathlib import Path
+from tests.observe.test_compare import FAKE_TRAIN, Planned, planned, start
+real = Planned.command.fget
+Planned.command = property(lambda run: [sys.executable, "-c", FAKE_TRAIN, *real(run)[3:]])
+start(planned(Path(sys.argv[1])))
+"""
+
+
 @pytest.fixture
 def fake_train(monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs are processes of their own that write a plausible folder instead of training."""
@@ -518,10 +529,8 @@ def test_a_killed_comparison_waits_for_its_run_and_goes_on_after_it(tmp_path: Pa
     folder = tmp_path / "x"
     kill = tmp_path / "kill rollout-seed0"
     kill.touch()
-    if not (child := os.fork()):
-        start(planned(folder))  # does not return
-        os._exit(1)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    killed = subprocess.run([sys.executable, "-c", KILLED, folder], check=False)
+    assert killed.returncode == -signal.SIGKILL
     with pytest.raises(ConfigError, match="in use by another running process"):
         start(planned(folder))
     kill.unlink()  # the run, which outlived the command, finishes
