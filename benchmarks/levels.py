@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.tables import columns, picture, row, write
-from unstale.observe.report.compare import Comparison
 from unstale.observe.report.compare_page import points, spread
-from unstale.observe.report.study import StudyResults, StudySetting, read_results
+from unstale.observe.report.study import ALPHA, StudyResults, StudySetting, read_results
 from unstale.observe.report.words import percent
 from unstale.observe.statistics import paired_difference
 
@@ -58,11 +57,10 @@ def draw(panel: Any, settings: Sequence[StudySetting], dial: str, places: Sequen
 
 def successes(study: StudyResults) -> list[str]:
     """Return the table of final success: a row for each setting, a column for each arm."""
+    means = {(each.setting, each.arm): each.success for each in study.at("steps")}
     lines = columns("setting", *study.arms)
     for setting in study.settings:
-        comparison = setting.comparison
-        means = {arm.name: comparison.success(arm) for arm in comparison.arms}
-        cells = (spread(means.get(name), _possible) for name in study.arms)
+        cells = (spread(means.get((setting.name, arm)), _possible) for arm in study.arms)
         lines.append(row(setting.name, *cells))
     return lines
 
@@ -75,25 +73,21 @@ def _possible(share: float) -> str:
 def differences(study: StudyResults, dial: str) -> list[str]:
     """Return the table of differences to the reference, over all settings at each position."""
     others = [name for name in study.arms if name != study.reference]
-    lines = columns(f"{dial}", *others)
+    lines = columns(dial, *others)
     for position in dict.fromkeys(each.positions[dial] for each in study.settings):
-        here = [each.comparison for each in study.settings if each.positions[dial] == position]
-        lines.append(row(position, *(_difference(here, name) for name in others)))
+        here = [each.name for each in study.settings if each.positions[dial] == position]
+        lines.append(row(position, *(_difference(study, here, name) for name in others)))
     return lines
 
 
-def _difference(comparisons: Sequence[Comparison], name: str) -> str:
-    pairs = [
-        pair
-        for each in comparisons
-        for arm in each.arms
-        if arm.name == name
-        for pair in each.pairs(arm)
-    ]
-    if (found := paired_difference(pairs)) is None:
+def _difference(study: StudyResults, settings: Sequence[str], arm: str) -> str:
+    """Return the mean difference of an arm over the pairs of some settings."""
+    found = [each for each in study.at("steps") if each.arm == arm and each.setting in settings]
+    pairs = [pair for each in found for pair in each.pairs]
+    if (paired := paired_difference(pairs)) is None:
         return "—"
-    low, high = found.interval(0.05)
-    return f"{points(found.mean)} ({points(low)} to {points(high)}), {len(pairs)} pairs"
+    low, high = paired.interval(ALPHA)
+    return f"{points(paired.mean)} ({points(low)} to {points(high)}), {len(pairs)} pairs"
 
 
 def main() -> None:
