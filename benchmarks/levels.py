@@ -9,11 +9,12 @@ have the same position of a dial.
 """
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks.tables import columns, picture, row, write
+from unstale.observe.report.compare import Trial, mean_over_seeds
 from unstale.observe.report.compare_page import points, spread
 from unstale.observe.report.study import ALPHA, StudyResults, StudySetting, read_results
 from unstale.observe.report.words import percent
@@ -32,8 +33,15 @@ STYLES = {
 """Colour and line of each arm. An arm of equal reach has the colour of its route."""
 
 
-def draw(panel: Any, settings: Sequence[StudySetting], dial: str, places: Sequence[str]) -> None:
-    """Draw the success of all arms in settings that differ in one dial alone."""
+def draw(
+    panel: Any,
+    settings: Sequence[StudySetting],
+    dial: str,
+    places: Sequence[str],
+    *,
+    value: Callable[[Trial], float | None] = lambda trial: trial.final,
+) -> None:
+    """Draw a share of all arms, by default their success, in settings that differ in one dial."""
     comparisons = [each.comparison for each in settings]
     names = list(dict.fromkeys(arm.name for each in comparisons for arm in each.arms))
     for index, name in enumerate(names):
@@ -42,16 +50,16 @@ def draw(panel: Any, settings: Sequence[StudySetting], dial: str, places: Sequen
         xs, means = [], []
         for place, comparison in enumerate(comparisons):
             for arm in (arm for arm in comparison.arms if arm.name == name and arm.finished):
-                success = [trial.final for trial in arm.finished]
-                dots = [place + shift] * len(success)
-                panel.scatter(dots, success, s=8, color=colour, alpha=0.45, linewidths=0)
-                if mean := comparison.success(arm):
+                shares = [share for trial in arm.finished if (share := value(trial)) is not None]
+                dots = [place + shift] * len(shares)
+                panel.scatter(dots, shares, s=8, color=colour, alpha=0.45, linewidths=0)
+                if mean := mean_over_seeds(shares):
                     xs.append(place + shift)
                     means.append(mean.mean)
         panel.plot(xs, means, line, color=colour, linewidth=1.9, label=name)
     panel.set_xticks(range(len(places)), places)
     panel.set_xlabel(dial)
-    panel.set_ylim(-0.03, 1)
+    panel.set_ylim(-0.03, 1.03)
     panel.yaxis.set_major_formatter(lambda share, _: f"{share:.0%}")
 
 
@@ -60,12 +68,12 @@ def successes(study: StudyResults) -> list[str]:
     means = {(each.setting, each.arm): each.success for each in study.at("steps")}
     lines = columns("setting", *study.arms)
     for setting in study.settings:
-        cells = (spread(means.get((setting.name, arm)), _possible) for arm in study.arms)
+        cells = (spread(means.get((setting.name, arm)), within_bounds) for arm in study.arms)
         lines.append(row(setting.name, *cells))
     return lines
 
 
-def _possible(share: float) -> str:
+def within_bounds(share: float) -> str:
     """Return a share as text, cut at 0% and 100%: Student's interval of few runs goes beyond."""
     return percent(min(max(share, 0.0), 1.0), 0)
 

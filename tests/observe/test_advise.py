@@ -6,8 +6,7 @@
 - Options that are suggested are accepted by the linter.
 - A folder of every route gives advice: killed, in progress, with and without audit or journal.
   Nothing in it changes. A folder that is not a run gives one line.
-- A threshold of success is claimed only from enough settings, and only if it predicts settings that
-  were left out better than the more frequent answer does.
+- Success in comparisons is that of settings of the run's kind, over all their pairs.
 """
 
 import json
@@ -23,6 +22,7 @@ import pytest
 
 from tests.support.fake_run import NoDisplay, fake_config
 from tools import advice_table
+from tools.advice_table import by_study
 from unstale.cli.main import main, parse
 from unstale.config import ConfigError, RunConfig
 from unstale.config.options import override
@@ -30,8 +30,8 @@ from unstale.config.routes import routes
 from unstale.durability.journal import JOURNAL, Journal
 from unstale.durability.run_folder import AUDIT, METRICS, RunLog, dumps
 from unstale.lint import check
-from unstale.observe.advice import Calibration, Evidence, conclude, gather_evidence
-from unstale.observe.advice.calibration import MIN_SETTINGS, Case, described, fit, measure, recount
+from unstale.observe.advice import ComparisonTable, Evidence, conclude, gather_evidence
+from unstale.observe.advice.comparisons import SettingKind, measure
 from unstale.observe.advice.conclusion import Conclusion
 from unstale.observe.advice.evidence import FIGURES, with_route
 from unstale.observe.advice.rules import RULES
@@ -47,6 +47,7 @@ from unstale.observe.advice.samples import (
     spread,
 )
 from unstale.observe.recorder import Outputs, Recorder
+from unstale.observe.report.compare_page import points
 
 Row = tuple[float, float, int]
 """log D, log S and lag of a token."""
@@ -541,7 +542,7 @@ def test_the_figures_are_printed_as_json(
     assert found["figures"]["step_s"] == {"value": 2.0, "unit": "s", "about": "time of a step"}
     for conclusion in found["conclusions"]:
         assert set(conclusion["figures"]) <= found["figures"].keys()
-    assert found["comparisons"]["text"]
+    assert found["comparisons"]["routes"]
 
 
 @pytest.mark.parametrize(
@@ -565,92 +566,136 @@ def test_a_folder_that_is_not_a_run_gives_one_line(
         assert words in text
 
 
-# --- calibration ---
+# --- the table of comparisons ---
+
+TOKEN_CLIP, SEQUENCE_CLIP = SettingKind(True, True), SettingKind(True, False)
 
 
-def case(setting: str, missed: float, better: bool, env: str = "retail") -> Case:
-    interval = (-0.3, -0.1) if better else (-0.05, 0.1)
-    return Case(f"study/{setting}", env, "arm", missed, *interval)
+def case(
+    name: str,
+    mean: float,
+    arm: str = "rollout",
+    *,
+    pairs: int = 4,
+    sd: float | None = 0.02,
+    **options: Any,
+) -> dict[str, Any]:
+    """Return a row of the table with one arm. An option's name has `__` in place of the dot."""
+    study, _, setting = name.partition("/")
+    named = {key.replace("__", "."): value for key, value in options.items()}
+    of_route = {key: named.pop(key) for key in list(named) if key.startswith("old_logps.")}
+    described = {
+        "task.env": "retail",
+        "trainer.minibatches_per_batch": 1,
+        "objective.unit": "token",
+        "objective.kind": "ppo_clip",
+        **named,
+    }
+    arms = [{"name": arm, "options": of_route, "pairs": pairs, "mean": mean, "sd": sd}]
+    return {"study": study, "name": setting, "options": described, "arms": arms}
 
 
-def table(*cases: Case) -> Calibration:
-    names = {each.setting: each.env for each in cases}
-    return Calibration(
-        [
-            {
-                "study": name.partition("/")[0],
-                "name": name.partition("/")[2],
-                "options": {"task.env": env},
-                "arms": [
-                    {"name": each.arm, "missed": each.missed, "low": each.low, "high": each.high}
-                    for each in cases
-                    if each.setting == name
-                ],
-            }
-            for name, env in names.items()
-        ]
-    )
+def test_pairs_of_all_settings_of_a_kind_are_pooled() -> None:
+    settings = [
+        case("one/a", -0.2),
+        case("one/b", -0.1, pairs=12),
+        case("one/c", 0.3, sd=None),  # one pair, or equal ones
+        case("one/d", -0.5, objective__unit="sequence"),
+        case("one/e", 0.4, trainer__minibatches_per_batch=4),
+        case("one/f", 0.9, objective__kind="sapo"),
+        case("one/g", 0.05, "ewma_prox", old_logps__beta=0.75),
+        case("two/g", 0.01, "ewma_prox", old_logps__beta=0.9),
+    ]
+    table = ComparisonTable(settings)
+    young, old, rollout = table.records(TOKEN_CLIP)
+    assert young.arm == "ewma_prox, beta 0.75", "the most successful arm comes first"
+    assert old.arm == "ewma_prox, beta 0.9", "averages of another age are another arm"
+    assert (rollout.settings, rollout.worse, rollout.difference.n) == (2, 2, 16)
+    assert rollout.difference.mean == pytest.approx(-0.125)
+    whole = 15 * rollout.difference.sd**2
+    assert whole == pytest.approx(3 * 0.02**2 + 11 * 0.02**2 + 4 * 0.075**2 + 12 * 0.025**2)
+    (other,) = table.records(SEQUENCE_CLIP)
+    assert other.difference.mean == -0.5
+    assert not table.records(SettingKind(False, False))
+    assert not ComparisonTable([]).records(TOKEN_CLIP)
 
 
-def test_a_limit_is_fitted_and_predicts_settings_that_were_left_out() -> None:
-    cases = [case(f"s{i}", missed, missed > 0.01)
-             for i, missed in enumerate((0.001, 0.002, 0.004, 0.02, 0.04, 0.08))]  # fmt: skip
-    assert fit(cases) == pytest.approx(math.sqrt(0.004 * 0.02))
-    assert fit(cases[:3]) == math.inf, "no setting has a difference, so none is predicted"
-    whole = table(*cases)
-    (accuracy,) = whole.left_out.values()
-    assert (accuracy.right, accuracy.cases) == (6, 6)
-    assert accuracy.by_majority == 0  # of the five others, three always have the other answer
-    assert whole.threshold == fit(cases)
-    assert "one task environment" in whole.sentences({})[-1]
-    more, less = whole.sentences({"missed/current_recompute": 0.03, "missed/rollout": 0.003})[-2:]
-    assert "In this run less success" in more and more.endswith("miss: `current_recompute` 3%.")
-    assert "at most 10 points less" in less and less.endswith("miss: `rollout` 0.3%.")
-    own = whole.sentences({"missed/rollout": 0.003, "missed_by_route": 0.03})[-1]
-    assert own.endswith("its route 3%."), "the run's own route is not exact"
+@pytest.mark.parametrize(
+    ("values", "kind"),
+    [
+        ({}, TOKEN_CLIP),
+        ({"trainer.minibatches_per_batch": 4}, SettingKind(False, True)),
+        ({"objective.unit": "sequence"}, SEQUENCE_CLIP),
+        ({"objective.kind": "gspo"}, SEQUENCE_CLIP),
+        ({"objective.kind": "sapo"}, None),
+        ({"objective.kind": "cispo"}, None),
+    ],
+)
+def test_the_kind_of_a_run_is_that_of_its_clip(
+    values: dict[str, Any], kind: SettingKind | None
+) -> None:
+    assert SettingKind.of(configure(**values)) == kind
 
 
-def test_a_limit_must_predict_other_environments_too() -> None:
-    shares = (0.001, 0.002, 0.02, 0.04)
-    alike = [case(f"{env}-{share}", share, share > 0.01, env)
-             for env in ("retail", "airline") for share in shares]  # fmt: skip
-    whole = table(*alike)
-    assert whole.threshold == fit(alike)
-    assert [each.right for each in whole.left_out.values()] == [8, 8]
-    assert "of environments: 8 of 8" in whole.sentences({})[-1]
-    # with 100 times the shares, the limit of one environment is wrong for the other
-    moved = [case(f"airline-{share}", 100 * share, share > 0.01, "airline") for share in shares]
-    assert table(*alike[:4], *moved).threshold is None
-    # two studies may use one name for a setting
-    both = replace(alike[0], setting="other/retail-0.001")
-    assert len({each.setting for each in table(*alike, both).cases}) == 9
+def printed(run: Path, capsys: pytest.CaptureFixture[str], *more: str) -> str:
+    with pytest.raises(SystemExit, match="0"):
+        main(["advise", str(run), *more])
+    return capsys.readouterr().out
 
 
-def test_few_settings_or_a_poor_prediction_claim_nothing() -> None:
-    few = table(*(case(f"s{i}", i / 100, i > 1) for i in range(MIN_SETTINGS - 1)))
-    assert few.threshold is None and "too few" in few.sentences({})[-1]
-    alike = table(*(case(f"s{i}", i / 100, False) for i in range(9)))
-    assert alike.threshold is None and "too few" in alike.sentences({})[-1]
-    chance = table(*(case(f"s{i}", (i * 7 % 10) / 100, i % 2 == 0) for i in range(10)))
-    assert chance.enough and chance.threshold is None
-    assert "did not predict" in chance.sentences({"missed/rollout": 0.5})[-1]
-    assert "no setting yet" in Calibration([]).sentences({})[0]
-    wide = table(*(Case(f"study/s{i}", "retail", "arm", i / 100, -0.4, 0.4) for i in range(9)))
-    assert not wide.decided and not wide.enough, "few seeds do not show that routes are equal"
-    assert "9 are undecided" in wide.sentences({})[0]
+def test_the_page_shows_the_comparisons_of_the_runs_kind(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = run_folder(tmp_path / "run", configure(), STALE)
+    text = printed(run, capsys)
+    assert "one minibatch per batch and a clip on tokens, as in this run:" in text.replace("\n", "")
+    lines = [line.split() for line in text.splitlines()]
+    table = ComparisonTable.load()
+    record = next(each for each in table.records(TOKEN_CLIP) if each.arm == "rollout")
+    low, high = (points(value) for value in record.difference.interval(0.05))
+    shown = [points(record.difference.mean), low, "to", high, str(record.difference.n)]
+    assert ["rollout", *shown, str(record.worse), "of", str(record.settings)] in lines
+    assert " ".join(table.about.split()) in " ".join(text.split())
+    found = json.loads(printed(run, capsys, "--json"))["comparisons"]
+    assert found["kind"] == {"one_minibatch": True, "clips_tokens": True}
+    assert found["about"] == table.about
+    assert [each["arm"] for each in found["routes"]] == [
+        each.arm for each in table.records(TOKEN_CLIP)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"objective.kind": "sapo"}, "only comparisons of objectives that stop tokens by a clip"),
+        (
+            {"trainer.minibatches_per_batch": 2, "objective.unit": "sequence"},
+            "no comparison with several minibatches per batch and a clip on sequences",
+        ),
+    ],
+)
+def test_a_run_that_is_like_no_comparison_gets_no_figures(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], values: dict[str, Any], words: str
+) -> None:
+    run = run_folder(tmp_path / "run", configure(**values), STALE)
+    assert words in " ".join(printed(run, capsys).split())
+    assert json.loads(printed(run, capsys, "--json"))["comparisons"]["routes"] == []
 
 
 def test_the_table_is_measured_from_the_folders_of_a_study(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runs = []
-    for arm, final in (("snapshot_old", 0.7), ("rollout", 0.6), ("current_recompute", 0.1)):
+    for arm, final in (("snapshot_old", 0.7), ("rollout", 0.6), ("ewma_prox", 0.1)):
         for seed in (0, 1):
             config = replace(configure(arm), seed=seed)
+            if arm == "ewma_prox":
+                config = override(config, {"old_logps.beta": 0.5})
             folder = tmp_path / "study" / "int4" / f"{arm}-seed{seed}"
             run_folder(folder, config, STALE)
             rows = (folder / METRICS).read_text().splitlines()
-            last = {**json.loads(rows[-1]), "eval/success_rate": final + seed / 100}
+            change = seed * (1 if arm == "snapshot_old" else 2) / 100
+            last = {**json.loads(rows[-1]), "eval/success_rate": final + change}
             (folder / METRICS).write_text("\n".join([*rows[:-1], dumps(last)]) + "\n")
             runs.append({"arm": arm, "seed": seed, "folder": folder.name})
     plan = {"runs": runs, "commands": [], "warnings": {}}
@@ -659,66 +704,50 @@ def test_the_table_is_measured_from_the_folders_of_a_study(
     assert measure([tmp_path / "study" / "int4"]) == [setting]
     assert (setting["study"], setting["name"]) == ("study", "int4")
     assert setting["reference"] == {"name": "snapshot_old", "runs": 2}
-    assert setting["figures"]["sample_tokens"] == 32
     by_name = {arm["name"]: arm for arm in setting["arms"]}
-    assert by_name["rollout"]["changed"] == 0 and by_name["current_recompute"]["changed"] == 0.25
-    assert by_name["rollout"]["missed"] == 0 and by_name["current_recompute"]["missed"] == 1
-    assert by_name["rollout"]["mean"] == pytest.approx(-0.1)
-    assert by_name["current_recompute"]["pairs"] == 2
-    assert [each.exact_is_better for each in Calibration([setting]).cases] == [True, True]
+    assert by_name["rollout"]["mean"] == pytest.approx(-0.095)
+    assert by_name["rollout"]["sd"] == pytest.approx(0.01 / math.sqrt(2))
+    assert by_name["ewma_prox"]["pairs"] == 2
+    assert by_name["ewma_prox"]["options"] == {"old_logps.beta": 0.5}
+    assert [each.is_worse for each in ComparisonTable([setting]).cases] == [True, True]
     out = tmp_path / "table.json"
-    monkeypatch.setattr("sys.argv", ["advice_table", str(tmp_path / "study"), "--out", str(out)])
-    advice_table.main()
-    assert Calibration.load(out).cases == Calibration([setting]).cases
-    assert "2 inexact arms in 1 setting " in capsys.readouterr().out
+    write = ["advice_table", str(tmp_path / "study"), "--out", str(out)]
+    package = ComparisonTable.load()
+    for more, settings in (([], [setting]), (["--keep"], [*package.settings, setting])):
+        monkeypatch.setattr("sys.argv", [*write, *more])
+        advice_table.main()
+        assert ComparisonTable.load(out) == ComparisonTable(settings, package.about)
     with pytest.raises(ConfigError, match="two folders have the setting study/int4"):
         measure([tmp_path / "study", tmp_path / "study" / "int4"])
     with pytest.raises(ConfigError, match="no comparison"):
         measure([tmp_path / "study" / "int4" / "rollout-seed0"])
 
 
-def test_decisions_are_counted_again_on_runs_with_the_same_options(tmp_path: Path) -> None:
-    run_folder(tmp_path / "again", configure("snapshot_old"), STALE)
-    run_folder(tmp_path / "other", configure("snapshot_old", **{"trainer.lr": 1e-7}), STALE)
-    averaged = configure("ewma_prox")
-    pairs = [((d + s, 0.0, lag), (d, s, lag)) for d, s, lag in STALE]
-    run_folder(tmp_path / "averaged", averaged, [], pairs)
-    names = described(configure("snapshot_old"))
-    arms = [
-        {"name": route, "route": route, "changed": 0.5, "missed": None, "low": -0.3, "high": -0.1}
-        for route in ("rollout", "current_recompute", "ewma_prox")
+def test_an_arm_is_shown_study_by_study() -> None:
+    settings = [
+        case("old/a", -0.3, pairs=2, sd=0.1),
+        case("old/b", -0.1, pairs=2, sd=0.1),
+        case("new/a", 0.1, pairs=4, sd=0.1),
     ]
-    setting = {"study": "old", "name": "int4", "options": names, "arms": arms}
-    unlike = {**setting, "options": {**names, "trainer.lr": 0.25}}
-    runs = [tmp_path / "other", tmp_path / "again", tmp_path / "averaged"]
-    first, second = recount([setting, unlike], runs)
-    assert [arm["missed"] for arm in first["arms"]] == [0, 1, 1]
-    assert [arm["changed"] for arm in first["arms"]] == [0, 0.25, 0.25]
-    assert first["arms"][0]["low"] == -0.3, "success stays"
-    assert second == unlike, "no run has these options"
-    without = recount([setting], runs[:2])[0]["arms"][2]
-    assert without == arms[2], "an average is known from its own runs only"
-
-
-def test_a_limit_is_tested_on_settings_that_were_not_used() -> None:
-    cases = [case(f"s{i}", missed, missed > 0.1)
-             for i, missed in enumerate((0.01, 0.02, 0.04, 0.2, 0.4, 0.8))]  # fmt: skip
-    new = [case("new1", 0.6, True), case("new2", 0.6, False), case("new3", 0.05, False)]
-    undecided = Case("study/new4", "retail", "arm", 0.9, -0.4, 0.4)
-    found = table(*cases).tested(table(*new, undecided))
-    assert found is not None
-    assert (found.right, found.cases, found.by_majority) == (2, 3, 2)
-    assert table(*cases[:2]).tested(table(*new)) is None, "too few to fit a limit"
+    *rows, mean = by_study(ComparisonTable(settings).cases, "rollout")
+    # Two samples of two pairs: squares 2 * 0.01 + 4 * 0.01, so sd is sqrt(0.06 / 3) = 0.1414, and
+    # half of the interval is 3.1824 (Student's t, 3 degrees of freedom) * 0.1414 / 2 = 0.225.
+    # The four pairs of `new`: 3.1824 * 0.1 / 2 = 0.159.
+    assert rows[2:4] == [
+        "| old | 2 | 4 | -20.0 (-42.5 to +2.5) | +10.0 (-5.9 to +25.9) |",
+        "| new | 1 | 4 | +10.0 (-5.9 to +25.9) | -20.0 (-42.5 to +2.5) |",
+    ]
+    # All: squares 0.06 + 0.03 + 8 * 0.15^2 = 0.27, sd 0.1964, 2.3646 * 0.1964 / sqrt(8) = 0.164
+    assert rows[4] == "| all | 3 | 8 | -5.0 (-21.4 to +11.4) | — |"
+    # Two studies: sd 0.2121, 12.7062 * 0.2121 / sqrt(2) = 1.906
+    assert mean == "Mean of 2 studies, each as one value: -5.0 (-195.6 to +185.6)"
 
 
 def test_the_table_of_the_package_can_be_read() -> None:
-    found = Calibration.load()
+    found = ComparisonTable.load()
     names = {(setting["study"], setting["name"]) for setting in found.settings}
     assert len(names) == len(found.settings), "a setting occurs once"
-    measured = {case.setting for case in found.cases}
-    assert measured <= {f"{study}/{name}" for study, name in names}
     for setting in found.settings:
-        assert setting["reference"]["runs"] >= 1 and 0 <= setting["figures"]["stopped_share"] <= 1
-    text = found.sentences({})[0]
-    assert ("no setting yet" in text) == (not measured)
-    assert not measured or f"in {len(measured)} setting" in text
+        assert setting["reference"]["runs"] >= 1 and setting["arms"]
+    for case in found.cases:
+        assert case.kind and -1 <= case.difference.mean <= 1 and case.difference.n >= 2

@@ -19,12 +19,12 @@ def add(verbs: Any) -> None:
 
 
 def _advise(chosen: argparse.Namespace) -> int:
-    from unstale.observe.advice import Calibration, as_json, conclude, gather_evidence, page
+    from unstale.observe.advice import ComparisonTable, as_json, conclude, gather_evidence, page
 
     evidence = gather_evidence(chosen.run)
-    conclusions, calibration = conclude(evidence), Calibration.load()
+    conclusions, comparisons = conclude(evidence), ComparisonTable.load()
     if chosen.json:
-        print_json(as_json(evidence, conclusions, calibration))
+        print_json(as_json(evidence, conclusions, comparisons))
     else:
-        Console().print(page(evidence, conclusions, calibration), highlight=False)
+        Console().print(page(evidence, conclusions, comparisons), highlight=False)
     return 0

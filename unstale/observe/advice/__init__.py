@@ -6,14 +6,14 @@ Only `gather_evidence` reads the run folder, and nothing writes to it. docs/advi
 conclusions.
 """
 
-from unstale.observe.advice.calibration import Calibration
+from unstale.observe.advice.comparisons import ComparisonTable
 from unstale.observe.advice.conclusion import Conclusion
 from unstale.observe.advice.evidence import Evidence, gather_evidence
 from unstale.observe.advice.page import as_json, page
 from unstale.observe.advice.rules import conclude
 
 __all__ = [
-    "Calibration",
+    "ComparisonTable",
     "Conclusion",
     "Evidence",
     "as_json",

@@ -84,7 +84,6 @@ FIGURES = {
     "changed_by_route_low": ("share", "its 95% interval, from"),
     "changed_by_route_high": ("share", "its 95% interval, to"),
     "passed_by_route": ("share", "tokens that exact values would stop and this route passes"),
-    "missed_by_route": ("share", "stops by exact values that this route misses"),
     "s_part": ("share", "part of log(pi / mu) that this route puts in S"),
     "reach": ("", "pi / mu at which the clip acts"),
     "reach_lag": ("versions", "staleness of the tokens for which this was computed"),
@@ -105,8 +104,8 @@ FIGURES = {
     "live_versions": ("", "versions whose tokens wait for training, at most"),
     "route_mb": ("MB", "memory of the route's weights and differences, at most"),
 }
-"""Unit and meaning of each figure. A figure `changed/NAME` or `missed/NAME` is `changed_by_route`
-or `missed_by_route` for the route NAME, if its ratios can be computed from the exact ones.
+"""Unit and meaning of each figure. A figure `changed/NAME` is `changed_by_route` for the route
+NAME, if its ratios can be computed from the exact ones.
 """
 
 Row4 = tuple[float, float, float, float]
@@ -354,12 +353,10 @@ def _of_decisions(
             decided = Thresholds.of(other, lengths).stopped(factors_of_route(other, true), rows)
             changed = difference(reference, decided, effective=effective)
             figures |= _changes(f"changed/{name}", changed)
-            figures |= known(**{f"missed/{name}": changed.missed})
     if present is not None and not config.old_logps.exact:
         changed = difference(reference, limits.stopped(present, rows), effective=effective)
         figures |= _changes("changed_by_route", changed)
         figures["passed_by_route"] = changed.passed
-        figures |= known(missed_by_route=changed.missed)
     return figures
 
 

@@ -8,9 +8,11 @@ from rich.table import Table
 from rich.text import Text
 
 from unstale.lint.finding import as_options
-from unstale.observe.advice.calibration import Calibration
+from unstale.observe.advice.comparisons import ComparisonTable, SettingKind, label_of
 from unstale.observe.advice.conclusion import Conclusion
 from unstale.observe.advice.evidence import FIGURES, SOURCES, Evidence
+from unstale.observe.report.compare_page import points
+from unstale.observe.report.study import ALPHA
 from unstale.observe.report.words import amount, percent
 
 STATES = {"unfinished": "in progress, or killed"}
@@ -22,19 +24,21 @@ The option old_logps.route chooses how pi_old is computed. A token is stopped
 With the objective `cispo`, the clip stops no token: it only limits a weight."""
 
 
-def page(evidence: Evidence, conclusions: Iterable[Conclusion], calibration: Calibration) -> Group:
+def page(
+    evidence: Evidence, conclusions: Iterable[Conclusion], comparisons: ComparisonTable
+) -> Group:
     """Return the advice on a run as text for a terminal."""
     parts: list[RenderableType] = [Text(_title(evidence), "bold"), "", Text(HEAD)]
     for number, conclusion in enumerate(conclusions, 1):
         parts += ["", Text(f"{number}  {conclusion.text}", "bold"), _rows(evidence, conclusion)]
-    verdict = "\n".join(calibration.sentences(evidence.figures))
-    parts += ["", Text("Comparisons of routes", "bold"), Text(verdict)]
+    parts += ["", Text("Success in comparisons of routes", "bold")]
+    parts += _compared(evidence, comparisons)
     parts += ["", Text("Where the figures are from", "bold"), _sources(evidence)]
     return Group(*parts)
 
 
 def as_json(
-    evidence: Evidence, conclusions: Iterable[Conclusion], calibration: Calibration
+    evidence: Evidence, conclusions: Iterable[Conclusion], comparisons: ComparisonTable
 ) -> dict[str, Any]:
     """Return the advice on a run as plain values."""
     return {
@@ -58,15 +62,13 @@ def as_json(
             }
             for conclusion in conclusions
         ],
-        "comparisons": calibration.as_json(evidence.figures),
+        "comparisons": comparisons.as_json(evidence.config),
         "gaps": list(evidence.gaps),
     }
 
 
 def meaning(name: str) -> tuple[str, str]:
     """Return the unit of a figure, and what it is."""
-    if name.startswith("missed/"):
-        return "share", f"stops by exact values that `{name.removeprefix('missed/')}` misses"
     if not name.startswith("changed/"):
         return FIGURES[name]
     route = name.removeprefix("changed/").removesuffix("_low").removesuffix("_high")
@@ -117,6 +119,37 @@ def _rows(evidence: Evidence, conclusion: Conclusion) -> Table:
     if conclusion.command:
         grid.add_row("", Text("run", "cyan"), Text(conclusion.command))
     return grid
+
+
+def _compared(evidence: Evidence, comparisons: ComparisonTable) -> list[RenderableType]:
+    """Return what the table has on each route, in settings of the run's kind."""
+    kind = SettingKind.of(evidence.config)
+    if kind is None:
+        return [Text("The table has only comparisons of objectives that stop tokens by a clip.")]
+    found = comparisons.records(kind)
+    if not found:
+        return [Text(f"The table has no comparison with {kind}, as in this run.")]
+    own = label_of(evidence.config)
+    grid = Table.grid(padding=(0, 2, 0, 0))
+    grid.add_column()
+    for _ in range(4):
+        grid.add_column(justify="right", no_wrap=True)
+    grid.add_row("route", "points", "95% interval", "pairs", "less success in")
+    for record in found:
+        low, high = record.difference.interval(ALPHA)
+        grid.add_row(
+            Text(record.arm, "bold" if record.arm == own else ""),
+            points(record.difference.mean),
+            f"{points(low)} to {points(high)}",
+            str(record.difference.n),
+            f"{record.worse} of {record.settings}",
+        )
+    head = (
+        "Held-out success of each route minus that of an exact route with the same seed, in "
+        f"settings with {kind}, as in this run:"
+    )
+    foot = f"The last column counts settings whose own interval is below 0. {comparisons.about}"
+    return [Text(head), grid, Text(foot.strip())]
 
 
 def _sources(evidence: Evidence) -> Text:

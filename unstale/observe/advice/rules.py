@@ -72,7 +72,7 @@ def _one_ratio_is_enough(evidence: Evidence) -> Conclusion | None:
         text=text,
         reason="If the clip acted on pi / mu, without a correction of D (`rollout`), it would stop "
         f"or pass at most {percent(high, 2)} of the tokens differently (95% interval). This counts "
-        "decisions at the present thresholds; it does not measure success",
+        "decisions at the present thresholds. Success was compared in other runs: see below",
         figures=(*_changed(evidence), "stopped_share", "sample_tokens"),
         options=options,
     )
@@ -85,14 +85,16 @@ def _split_decides(evidence: Evidence) -> Conclusion | None:
     old = evidence.config.old_logps
     stopped = percent(evidence.get("stopped_share"), 2)
     text = f"One ratio would treat {percent(share, 2)} of the tokens differently; exact ratios "
-    text += f"stop {stopped}. {'Keep' if old.exact else 'Use'} an exact route."
+    text += f"stop {stopped}."
+    if not old.exact:
+        text += " An exact route would decide them by each factor alone."
     return Conclusion(
         name="split_decides",
         text=text,
         reason="If the clip acted on pi / mu, without a correction of D (`rollout`), it would stop "
         "tokens for numerical differences, and pass stale ones. With an exact route the thresholds "
-        f"act on what they are meant for.{_noise(evidence)} This counts decisions; it does not "
-        "measure success",
+        f"act on what they are meant for.{_noise(evidence)} This counts decisions. Success was "
+        "compared in other runs: see below",
         figures=(
             *_changed(evidence),
             "stopped_share",
@@ -116,7 +118,7 @@ def _too_few_tokens(evidence: Evidence) -> Conclusion | None:
         name="too_few_tokens",
         text="Too few tokens to decide if one ratio would be enough.",
         reason=f"Between {percent(low, 2)} and {percent(high, 2)} of the tokens would be treated "
-        f"differently (95% interval), and the limit is {percent(same, 1)}. A step adds at most 256 "
+        f"differently (95% interval), and the limit is {percent(same, 2)}. A step adds at most 256 "
         "tokens to the sample, or 64 of the audit",
         figures=("changed/rollout", "sample_tokens"),
         command=repeat_longer(evidence, "changed/rollout", same),
@@ -346,6 +348,7 @@ RULES: Sequence[Rule] = (
     _not_exact,
     _one_ratio_is_enough,
     _split_decides,
+    _too_few_tokens,
     _confounds,
     _nearer_route,
     _large_error,
@@ -359,7 +362,6 @@ RULES: Sequence[Rule] = (
     thresholds.clip_never_acts,
     thresholds.fitting_thresholds,
     _cost,
-    _too_few_tokens,
 )
 
 

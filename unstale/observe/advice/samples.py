@@ -303,15 +303,8 @@ class Difference:
     share: float
     passed: float
     """Share of tokens that the reference stops and the other passes."""
-    stopped: float
-    """Share of tokens that the reference stops."""
     effective: int
     """Number of independent decisions."""
-
-    @property
-    def missed(self) -> float | None:
-        """The share of the reference's stops that the other misses. None if it stops nothing."""
-        return self.passed / self.stopped if self.stopped else None
 
     @property
     def interval(self) -> tuple[float, float]:
@@ -324,7 +317,6 @@ def difference(reference: Column, other: Column, *, effective: int) -> Differenc
     return Difference(
         share=(reference != other).mean().item(),
         passed=(reference & ~other).mean().item(),
-        stopped=reference.mean().item(),
         effective=effective,
     )
 
