@@ -10,7 +10,7 @@ PURELIB := -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
 
 .PHONY: setup demo test test-engines test-adapters test-cluster test-dashboard test-kernels pairs ranks conversations check base-policy bench bench-agent bench-demo bench-desks bench-tau2 bench-tau2-policy bench-compare \
 	bench-audit bench-resume bench-endpoint bench-peers bench-generate bench-train bench-growth bench-windows bench-memory bench-schedule bench-async \
-	bench-async-learning bench-routes bench-event-loop bench-publish bench-simulate bench-dashboard bench-gpu gpu-check chaos chaos-cluster report fuzz sizes wheel docs
+	bench-async-learning bench-routes bench-event-loop bench-publish bench-simulate bench-dashboard bench-quantise bench-gpu gpu-check chaos chaos-cluster report fuzz sizes wheel docs
 
 setup: .venv/.ready
 
@@ -233,6 +233,10 @@ bench-compare: setup
 # Replay every route on one recorded run and compare with the theory (minutes).
 bench-audit: setup
 	$(BIN)/python benchmarks/audit.py
+
+# What a quantised engine does to the discrepancy and to the size of a version (10 minutes).
+bench-quantise: setup
+	$(BIN)/python -m benchmarks.quantise
 
 # Cost of the journal and checkpoints, and the time to resume (minutes).
 bench-resume: setup

@@ -29,6 +29,7 @@ from unstale.config import (
 )
 from unstale.config.routes import live_versions
 from unstale.durability.checkpoint import Checkpoints, Progress
+from unstale.model import linear
 from unstale.model.lora import Lora
 from unstale.planner.footprint import PROCESS_BYTES, predict_footprint, require_disk_to_resume
 from unstale.records import collate
@@ -62,6 +63,23 @@ def test_the_trainer_takes_20_bytes_a_float32_weight_and_the_deltas() -> None:
     assert bare.checkpoint == 12 * weights
     audited = predict_footprint(replace(plain, audit=AuditConfig(share=0.5)), policy)
     assert audited.trainer > bare.trainer and audited.checkpoint > bare.checkpoint
+
+
+def test_an_engine_keeps_float32_where_the_cpu_multiplies_bfloat16_slowly(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    policy = tiny_policy()
+    weights = sum(weight.numel() for weight in policy.model.parameters())
+    made = config()
+    assert made.engine.dtype == "bfloat16"
+    found = {}
+    for multiplies in (True, False):
+        monkeypatch.setattr(linear, "MULTIPLIES_BFLOAT16", multiplies)
+        monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+        found[multiplies] = predict_footprint(made, policy).engines
+    assert found[False] - found[True] == pytest.approx(2 * weights * made.engine.processes)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    assert predict_footprint(made, policy).engines == found[True], "a GPU multiplies bfloat16"
 
 
 def test_trainer_ranks_divide_the_memory_and_write_differences() -> None:

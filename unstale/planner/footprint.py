@@ -6,12 +6,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from unstale.build import loads_in_place, shares_deltas
 from unstale.config import ConfigError, RunConfig
 from unstale.config.routes import live_versions
 from unstale.config.techniques import needs_reference
 from unstale.durability.checkpoint import CHECKPOINTS, VERSIONS
 from unstale.engines.registry import packs_weights
+from unstale.model import linear
 from unstale.model.policy import Policy
 from unstale.planner.deltas import delta_bytes
 from unstale.planner.models import WORD
@@ -233,6 +236,15 @@ def _delta_bytes(config: RunConfig, weights: int, width: int) -> float:
     return delta_bytes(weights, config.trainer.lr)
 
 
+def _multiplied_bytes(dtype: str) -> int:
+    """Return the bytes of a weight by which an embedded engine on this machine multiplies.
+
+    On CPUs that multiply bfloat16 slowly, the engine keeps float32 in place of bfloat16.
+    """
+    widened = not linear.MULTIPLIES_BFLOAT16 and not torch.cuda.is_available()
+    return _DTYPE_BYTES["float32" if widened else dtype]
+
+
 def _engine_bytes(config: RunConfig, total: int, copy: int) -> float:
     """Return the memory of embedded engines in bytes. Servers are not counted."""
     engine = config.engine
@@ -242,7 +254,7 @@ def _engine_bytes(config: RunConfig, total: int, copy: int) -> float:
     held: float = copy if applies_deltas else 0  # the weights that deltas are applied to
     if packs_weights(config):
         held = _PACKED * total
-    engines = engine.processes * (PROCESS_BYTES + total * _DTYPE_BYTES[engine.dtype] + held)
+    engines = engine.processes * (PROCESS_BYTES + total * _multiplied_bytes(engine.dtype) + held)
     if not config.cluster.engine_hosts:
         return engines
     if config.cluster.address:
