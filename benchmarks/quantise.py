@@ -34,7 +34,7 @@ def metrics_of(options: Mapping[str, str], steps: int) -> Rows:
         "steps": str(steps),
         "minutes": "0",
         "eval.tasks": "0",
-        "checkpoint.every": "0",
+        "checkpoint.every": str(steps),  # a deterministic run ends all episodes at a checkpoint
         "deterministic": "true",
         **options,
     }
