@@ -122,11 +122,14 @@ def make_model(folder: Path, shape: Shape) -> None:
     )
     torch.manual_seed(0)
     model = Qwen3ForCausalLM(config)
-    with (
-        torch.no_grad()
-    ):  # every hidden state points along its first axis, and the one word the other way
+    # Every hidden state points along its first axis, and the one word the other way. No layer adds
+    # to this axis: what twenty layers add would turn it.
+    with torch.no_grad():
         model.get_input_embeddings().weight[:, 0] = 2.0
         model.get_input_embeddings().weight[1, 0] = -2.0
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight[0] = 0.0
+            layer.mlp.down_proj.weight[0] = 0.0
     Policy(model, tokenizer).save(folder)
 
 
