@@ -334,7 +334,7 @@ def _said(pieces: Sequence[Sampled]) -> list[int]:
 
 @pytest.mark.parametrize(
     ("how", "why"),
-    [(signal.SIGKILL, "ended with signal 9"), (signal.SIGSTOP, "did not answer for 2 s")],
+    [(signal.SIGKILL, "ended with signal 9"), (signal.SIGSTOP, "did not answer for 6 s")],
 )
 def test_replies_of_a_process_that_ends_go_on_token_for_token(
     how: signal.Signals,
@@ -344,7 +344,7 @@ def test_replies_of_a_process_that_ends_go_on_token_for_token(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Five replies begin under version 0, continue under version 1, and then lose their process."""
-    monkeypatch.setattr(child_process, "FROZEN_S", 2.0)
+    monkeypatch.setattr(child_process, "FROZEN_S", 6.0)
     causes: list[str] = []
 
     def on_event(kind: str, *, cause: str = "", **_: Any) -> None:
