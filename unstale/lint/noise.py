@@ -29,15 +29,15 @@ the noise is not Gaussian.
 """
 MIN_CLIP = 1e-3
 """Smallest useful clip range for a token's ratio. One step of learning changes it by more."""
-BFLOAT16_D = 0.0005
+BFLOAT16_D = 0.00067
 """Mean log discrepancy of a bfloat16 engine, in nats, on the policy of `QUANTISED_D`."""
 QUANTISED_D = {
-    ("fp8", "bfloat16"): (0.0024, 0.0015),
-    ("int8", "bfloat16"): (0.0009, 0.0008),
-    ("int4", "bfloat16"): (0.0055, 0.0005),
-    ("fp8", "float32"): (0.0018, 0.0003),
-    ("int8", "float32"): (0.0008, 0.00004),
-    ("int4", "float32"): (0.0049, 0.0000005),
+    ("fp8", "bfloat16"): (0.0031, 0.0028),
+    ("int8", "bfloat16"): (0.0011, 0.0010),
+    ("int4", "bfloat16"): (0.0071, 0.0006),
+    ("fp8", "float32"): (0.0027, 0.00015),
+    ("int8", "float32"): (0.00096, 0.00009),
+    ("int4", "float32"): (0.0070, 0.0000005),
 }
 """Mean log discrepancy in nats, by `engine.quantise` and `engine.dtype`: if only the engine rounds,
 and if the trainer rounds, too. The table of docs/quantisation.md.
