@@ -16,10 +16,10 @@ from statistics import mean
 from typing import Any
 
 from benchmarks.levels import differences, draw, successes, within_bounds
-from benchmarks.tables import columns, picture, row, write
+from benchmarks.tables import columns, picture, row, share_axis, write
 from unstale.durability.run_folder import EVENTS, RunFolder
-from unstale.observe.report.compare import KEPT, ArmResult, Comparison, Trial
-from unstale.observe.report.compare_page import points, spread
+from unstale.observe.report.compare import KEPT, ArmResult, Comparison
+from unstale.observe.report.compare_page import points_with_interval, spread
 from unstale.observe.report.study import ALPHA, StudyResults, StudySetting, read_results
 
 LIMITS = {"seq2": "1.002", "seq4": "1.004", "seq6": "1.006"}
@@ -28,12 +28,6 @@ RESET_AT = "seq5"
 """Position of the dial `limits` in the second picture."""
 WINDOW = 5
 """Number of steps over which the drawn kept share is a mean."""
-
-
-def kept(trial: Trial) -> float | None:
-    """Return the mean share of tokens that the mask kept, over the steps of a run."""
-    shares = [share for _, share in trial.series[KEPT]]
-    return mean(shares) if shares else None
 
 
 def kept_shares(study: StudyResults) -> list[str]:
@@ -68,11 +62,10 @@ def with_limits(study: StudyResults, limits: Sequence[str]) -> StudyResults:
 
 def over_all(study: StudyResults) -> list[str]:
     """Return a line for each arm with its difference over the pairs of all settings."""
-    found = [(each.arm, each.paired, each.paired.interval(ALPHA)) for each in study.pooled("steps")]
     return [
-        f"- {arm}, over all {len(study.settings)} settings: {points(paired.mean)} "
-        f"({points(low)} to {points(high)}), {paired.n} pairs"
-        for arm, paired, (low, high) in found
+        f"- {each.arm}, over all {len(study.settings)} settings: "
+        f"{points_with_interval(each.paired, ALPHA)}, {each.paired.n} pairs"
+        for each in study.pooled("steps")
     ]
 
 
@@ -84,7 +77,13 @@ def draw_limits(study: StudyResults) -> None:
             success, shares = panels[2 * index], panels[2 * index + 1]
             draw(success, here, "limit of the clip on S", list(LIMITS.values()))
             success.set_title(f"held-out success, {engine} engine", fontsize=10)
-            draw(shares, here, "limit of the clip on S", list(LIMITS.values()), value=kept)
+            draw(
+                shares,
+                here,
+                "limit of the clip on S",
+                list(LIMITS.values()),
+                value=lambda trial: trial.mean(KEPT),
+            )
             shares.set_title(f"kept tokens, {engine} engine", fontsize=10)
         panels[0].figure.legend(
             *panels[0].get_legend_handles_labels(),
@@ -121,8 +120,7 @@ def _draw_arm(panel: Any, folder: Path, arm: ArmResult) -> None:
         panel.scatter(marks, [at[step] for step in marks], color=colour, marker="v", s=42, zorder=3)
     panel.set_title(arm.name, fontsize=10)
     panel.set_xlabel("training steps")
-    panel.set_ylim(-0.03, 1.03)
-    panel.yaxis.set_major_formatter(lambda share, _: f"{share:.0%}")
+    share_axis(panel)
 
 
 def smoothed(points: Sequence[tuple[float, float]]) -> list[tuple[int, float]]:
@@ -138,17 +136,16 @@ def smoothed(points: Sequence[tuple[float, float]]) -> list[tuple[int, float]]:
     ]
 
 
-def reset_table(folder: Path, comparison: Comparison) -> list[str]:
+def reset_table(comparison: Comparison) -> list[str]:
     """Return the table of the arms of the second picture."""
     lines = columns("arm", "held-out success", "kept", "resets of each run")
     for arm in (arm for arm in comparison.arms if arm.finished):
-        counts = [len(resets(folder / trial.folder)) for trial in arm.finished]
         lines.append(
             row(
                 arm.name,
                 spread(comparison.success(arm), within_bounds),
                 spread(arm.mean(KEPT), within_bounds),
-                ", ".join(map(str, counts)),
+                ", ".join(str(trial.resets) for trial in arm.finished),
             )
         )
     return lines
@@ -179,8 +176,8 @@ def main() -> None:
         "## Differences to snapshot_old by engine, in points",
         "",
         "Means over the pairs of all settings with this engine, each pair taken as independent.",
-        "These intervals are exploratory and not adjusted for their number. The table *over all*",
-        f"*settings* below also has {reset.name}.",
+        "These intervals are exploratory and not adjusted for their number. The table of the study",
+        f"over all its settings, below, also has {reset.name}.",
         "",
         *differences(bands, "engine"),
         "",
@@ -188,7 +185,7 @@ def main() -> None:
         "",
         f"## Resets, in {reset.name}",
         "",
-        *reset_table(folder / reset.name, reset.comparison),
+        *reset_table(reset.comparison),
     ]
     results = (folder / "study.md").read_text("utf-8").splitlines()[1:]
     write("bands", "Tight limits on sequences", [*lines, *results])

@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from benchmarks.tables import picture, write
+from benchmarks.tables import picture, share_axis, write
 from unstale.observe.report.compare import Comparison, read_comparison
 
 COLOURS = ("#1f77b4", "#d62728", "#7f7f7f", "#2ca02c", "#9467bd")
@@ -34,8 +34,7 @@ def draw(panel: Any, comparison: Comparison, title: str, colours: dict[str, str]
     number = " or ".join(map(str, runs))
     panel.set_title(f"{title}, {number} run{'s' if number != '1' else ''} each", fontsize=10)
     panel.set_xlabel("training steps")
-    panel.set_ylim(-0.03, 1)
-    panel.yaxis.set_major_formatter(lambda share, _: f"{share:.0%}")
+    share_axis(panel)
 
 
 def main() -> None:

@@ -13,9 +13,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.tables import columns, picture, row, write
+from benchmarks.tables import columns, picture, row, share_axis, write
 from unstale.observe.report.compare import Trial, mean_over_seeds
-from unstale.observe.report.compare_page import points, spread
+from unstale.observe.report.compare_page import points_with_interval, spread
 from unstale.observe.report.study import ALPHA, StudyResults, StudySetting, read_results
 from unstale.observe.report.words import percent
 from unstale.observe.statistics import paired_difference
@@ -59,8 +59,7 @@ def draw(
         panel.plot(xs, means, line, color=colour, linewidth=1.9, label=name)
     panel.set_xticks(range(len(places)), places)
     panel.set_xlabel(dial)
-    panel.set_ylim(-0.03, 1.03)
-    panel.yaxis.set_major_formatter(lambda share, _: f"{share:.0%}")
+    share_axis(panel)
 
 
 def successes(study: StudyResults) -> list[str]:
@@ -94,8 +93,7 @@ def _difference(study: StudyResults, settings: Sequence[str], arm: str) -> str:
     pairs = [pair for each in found for pair in each.pairs]
     if (paired := paired_difference(pairs)) is None:
         return "—"
-    low, high = paired.interval(ALPHA)
-    return f"{points(paired.mean)} ({points(low)} to {points(high)}), {len(pairs)} pairs"
+    return f"{points_with_interval(paired, ALPHA)}, {len(pairs)} pairs"
 
 
 def main() -> None:

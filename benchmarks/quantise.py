@@ -8,27 +8,23 @@ engine: whole for the first version, a difference for later ones where a run sen
 """
 
 import argparse
-import json
 import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import mean
-from typing import Any
 
 from benchmarks.tables import CONSOLE, columns, row, write
-from unstale.durability.run_folder import METRICS
+from unstale.durability.run_folder import Row, RunFolder
 
 FORMATS = ("none", "fp8", "int8", "int4")
 DTYPES = ("bfloat16", "float32")
 RATES = ("5e-4", "1e-6")
 """Learning rates: that of the recipe, and that of a large model."""
 
-Rows = Sequence[Mapping[str, Any]]
 
-
-def metrics_of(options: Mapping[str, str], steps: int) -> Rows:
+def metrics_of(options: Mapping[str, str], steps: int) -> list[Row]:
     """Run deterministic steps of the retail desk, and return all lines of the run's metrics."""
     given = {
         "steps": str(steps),
@@ -45,17 +41,16 @@ def metrics_of(options: Mapping[str, str], steps: int) -> Rows:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             raise SystemExit(f"quantise: {' '.join(command)}\n{done.stderr or done.stdout}")
-        lines = (Path(folder) / "run" / METRICS).read_text("utf-8").splitlines()
-    return [json.loads(line) for line in lines]
+        return RunFolder(Path(folder) / "run").metrics()
 
 
-def discrepancy(rows: Rows) -> float:
+def discrepancy(rows: Sequence[Row]) -> float:
     """Return the mean of |log D| over the steps, in nats, each step with the same weight."""
     name = "correction/log_d_abs_mean"
     return mean(found[name] for found in rows if name in found)
 
 
-def sizes(rows: Rows) -> tuple[float, float]:
+def sizes(rows: Sequence[Row]) -> tuple[float, float]:
     """Return the largest size of a published version, and the mean of the others, in KB.
 
     The largest is a whole version; others are differences, unless the run sends only whole ones.

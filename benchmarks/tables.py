@@ -146,6 +146,12 @@ def write(question: str, title: str, lines: Sequence[str]) -> Path:
     return target
 
 
+def share_axis(panel: Any) -> None:
+    """Make the vertical axis of a picture one of shares, from 0% to 100%."""
+    panel.set_ylim(-0.03, 1.03)
+    panel.yaxis.set_major_formatter(lambda share, _: f"{share:.0%}")
+
+
 def written_today(question: str) -> str:
     """Return the table of a question that was written today, an empty string if there is none."""
     target = _dated(f"{question}.md")

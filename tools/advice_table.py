@@ -11,12 +11,11 @@ import argparse
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from statistics import mean
 
 from unstale.config import ConfigError
 from unstale.durability.run_folder import dumps, write_whole
 from unstale.observe.advice.comparisons import TABLE, Case, ComparisonTable, measure
-from unstale.observe.report.compare_page import points
+from unstale.observe.report.compare_page import points, points_with_interval
 from unstale.observe.report.study import ALPHA
 from unstale.observe.statistics import paired_difference, pool
 
@@ -36,11 +35,9 @@ def by_study(cases: Sequence[Case], arm: str) -> Iterator[str]:
     yield f"| all | {_summary(cases)} | — |"
     means = [pool([case.difference for case in own]).mean for own in studies.values()]
     yield ""
-    text = f"Mean of {len(means)} studies, each as one value: {points(mean(means))}"
-    if found := paired_difference(means):
-        low, high = found.interval(ALPHA)
-        text += f" ({points(low)} to {points(high)})"
-    yield text
+    found = paired_difference(means)
+    text = points_with_interval(found, ALPHA) if found else points(means[0])
+    yield f"Mean of {len(means)} studies, each as one value: {text}"
 
 
 def _summary(cases: Sequence[Case]) -> str:
@@ -49,9 +46,7 @@ def _summary(cases: Sequence[Case]) -> str:
 
 
 def _spread(cases: Sequence[Case]) -> str:
-    difference = pool([case.difference for case in cases])
-    low, high = difference.interval(ALPHA)
-    return f"{points(difference.mean)} ({points(low)} to {points(high)})"
+    return points_with_interval(pool([case.difference for case in cases]), ALPHA)
 
 
 def main() -> None:

@@ -4,9 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.bands import kept, kept_shares, over_all, reset_table, resets, with_limits
-from tests.support.fake_comparison import launched, trial
+from benchmarks.bands import kept_shares, over_all, reset_table, resets, with_limits
+from tests.support.fake_comparison import comparison, study_plan
 from unstale.durability.run_folder import EVENTS, dumps
+from unstale.observe.report.compare import KEPT
 from unstale.observe.report.study import StudyResults, read_results
 
 SETTINGS = {  # setting -> arm -> (held-out success, kept share) by seed
@@ -28,20 +29,17 @@ SETTINGS = {  # setting -> arm -> (held-out success, kept share) by seed
 @pytest.fixture
 def study(tmp_path: Path) -> StudyResults:
     for setting, arms in SETTINGS.items():
-        folder = tmp_path / setting
-        runs = []
-        for arm, found in arms.items():
-            for seed, (final, share) in enumerate(found):
-                runs.append({"arm": arm, "seed": seed, "folder": f"{arm}-seed{seed}"})
-                success = (0.3, 0.35, final)
-                trial(folder / f"{arm}-seed{seed}", seed=seed, evaluations=success, kept=share)
-        launched(folder)
-        plan = {"runs": runs, "reference": "snapshot_old", "warnings": {}, "commands": []}
-        (folder / "plan.json").write_text(dumps(plan))
-    positions = [dict(zip(("engine", "limits"), name.split("-"), strict=True)) for name in SETTINGS]
-    settings = dict(zip(SETTINGS, positions, strict=True))
-    plan = {"settings": settings, "planned": [], "at": ["steps"], "commands": []}
-    (tmp_path / "plan.json").write_text(dumps(plan))
+        comparison(
+            tmp_path / setting,
+            {
+                arm: [{"evaluations": (0.3, 0.35, final), "kept": share} for final, share in found]
+                for arm, found in arms.items()
+            },
+        )
+    dials = ("engine", "limits")
+    study_plan(
+        tmp_path, {name: dict(zip(dials, name.split("-"), strict=True)) for name in SETTINGS}
+    )
     return read_results(tmp_path)
 
 
@@ -51,7 +49,7 @@ def test_the_kept_share_is_that_of_the_arm(study: StudyResults) -> None:
     # of 0.9 and 0.7: 12.7062 (Student's t, 1 degree of freedom) * 0.1414 / sqrt(2) = 1.27, cut
     assert rows[2] == "| bfloat16-seq2 | 80% (0% to 100%) | 100% (100% to 100%) |"
     (first, _) = study.settings[0].comparison.arms[0].finished
-    assert kept(first) == pytest.approx(0.9)
+    assert first.mean(KEPT) == pytest.approx(0.9)
 
 
 def test_the_difference_over_all_has_the_chosen_settings_alone(study: StudyResults) -> None:
@@ -70,7 +68,7 @@ def test_resets_are_counted_and_act_in_the_step_after_their_version(
         for version in (0, 1):
             file.write(dumps({"kind": "ewma_reset", "version": version, "reason": "low"}) + "\n")
     assert resets(folder / "average-seed1") == [1, 2]
-    rows = reset_table(folder, study.settings[2].comparison)
+    rows = reset_table(read_results(tmp_path).settings[2].comparison)
     assert rows[-1].startswith("| average | 42% (17% to 67%) | 30% (0% to 100%) ") and rows[
         -1
     ].endswith("| 0, 2 |")

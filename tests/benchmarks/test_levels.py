@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.levels import differences, successes
-from tests.support.fake_comparison import launched, trial
-from unstale.durability.run_folder import dumps
+from tests.support.fake_comparison import comparison, study_plan
 from unstale.observe.report.study import StudyResults, read_results
 
 FINAL = {  # setting -> arm -> held-out success by seed
@@ -19,19 +18,15 @@ FINAL = {  # setting -> arm -> held-out success by seed
 @pytest.fixture
 def study(tmp_path: Path) -> StudyResults:
     for setting, arms in FINAL.items():
-        folder = tmp_path / setting
-        runs = []
-        for arm, success in arms.items():
-            for seed, final in enumerate(success):
-                runs.append({"arm": arm, "seed": seed, "folder": f"{arm}-seed{seed}"})
-                trial(folder / f"{arm}-seed{seed}", seed=seed, evaluations=(0.4, final))
-        launched(folder)
-        plan = {"runs": runs, "reference": "snapshot_old", "warnings": {}, "commands": []}
-        (folder / "plan.json").write_text(dumps(plan))
+        comparison(
+            tmp_path / setting,
+            {
+                arm: [{"evaluations": (0.4, final)} for final in success]
+                for arm, success in arms.items()
+            },
+        )
     dials = ("engine", "bound")
-    settings = {name: dict(zip(dials, name.split("-"), strict=True)) for name in FINAL}
-    plan = {"settings": settings, "planned": [], "at": ["steps"], "commands": []}
-    (tmp_path / "plan.json").write_text(dumps(plan))
+    study_plan(tmp_path, {name: dict(zip(dials, name.split("-"), strict=True)) for name in FINAL})
     return read_results(tmp_path)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.support.fake_comparison import launched, trial
+from tests.support.fake_comparison import comparison, study_plan
 from unstale.cli import main
 from unstale.durability.run_folder import dumps
 from unstale.observe.report.study import Difference, read_results
@@ -75,32 +75,25 @@ def test_holm_adjusts_for_the_number_of_planned_tests() -> None:
 def study(tmp_path: Path) -> Path:
     """A study of three settings, finished but for one arm, and of one that has not begun."""
     for setting, position in (("narrow", 0.3), ("middle", 0.6), ("wide", 0.9)):
-        folder = tmp_path / setting
-        arms = ["snapshot_old", *(arm for name, arm in GAINS if name == setting)]
-        for arm in arms:
-            for seed in range(5):
-                gain = GAINS[setting, arm][seed] if arm != "snapshot_old" else 0.0
-                trial(
-                    folder / f"{arm}-seed{seed}",
-                    seed=seed,
-                    evaluations=(0.4, 0.6, 0.7 + gain),
-                    kept=position,
-                )
-        launched(folder)
-        runs = [
-            {"arm": arm, "seed": s, "folder": f"{arm}-seed{s}"} for arm in arms for s in range(5)
-        ]
-        plan = {"runs": runs, "reference": "snapshot_old", "warnings": {}, "commands": []}
-        (folder / "plan.json").write_text(dumps(plan))
+        gains = {"snapshot_old": [0.0] * 5}
+        gains |= {arm: gain for (name, arm), gain in GAINS.items() if name == setting}
+        comparison(
+            tmp_path / setting,
+            {
+                arm: [
+                    {"evaluations": (0.4, 0.6, 0.7 + gain), "kept": position}
+                    for gain in of_seeds[:5]
+                ]
+                for arm, of_seeds in gains.items()
+            },
+        )
     names = ("narrow", "middle", "wide", "none")
-    planned = [*((name, "rollout") for name in names)]
-    plan = {
-        "settings": {name: {"band": name, "bound": "s6"} for name in names},
-        "planned": planned,
-        "at": ["steps"],
-        "commands": ["unstale compare bands.toml"],
-    }
-    (tmp_path / "plan.json").write_text(dumps(plan))
+    study_plan(
+        tmp_path,
+        {name: {"band": name, "bound": "s6"} for name in names},
+        planned=[(name, "rollout") for name in names],
+        commands=["unstale compare bands.toml"],
+    )
     return tmp_path
 
 

@@ -1,6 +1,6 @@
 """Folders of finished runs, for tests of comparisons and studies."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,30 @@ def trial(
             }
             log.write(step, {"eval/success_rate": success, **(more if step else {})})
         log.event("stopped", reason="finished")
+
+
+def comparison(folder: Path, arms: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
+    """Write a comparison with `snapshot_old`: for each arm and seed what `trial` takes."""
+    runs = []
+    for arm, trials in arms.items():
+        for seed, found in enumerate(trials):
+            runs.append({"arm": arm, "seed": seed, "folder": f"{arm}-seed{seed}"})
+            trial(folder / f"{arm}-seed{seed}", seed=seed, **found)
+    launched(folder)
+    plan = {"runs": runs, "reference": "snapshot_old", "warnings": {}, "commands": []}
+    (folder / "plan.json").write_text(dumps(plan))
+
+
+def study_plan(
+    folder: Path,
+    settings: Mapping[str, Mapping[str, str]],
+    *,
+    planned: Sequence[tuple[str, str]] = (),
+    commands: Sequence[str] = (),
+) -> None:
+    """Write the plan of a study: the positions of each setting's dials, and its differences."""
+    plan = {"settings": settings, "planned": planned, "at": ["steps"], "commands": commands}
+    (folder / "plan.json").write_text(dumps(plan))
 
 
 def launched(folder: Path, *, jobs: int = 1, **facts: Any) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 from unstale.config import ConfigError, RunConfig
 from unstale.config.options import options, stored_config
 from unstale.durability.run_folder import CONFIG, Row, RunFolder
-from unstale.observe.advice.samples import STOPPING
+from unstale.observe.advice.samples import STOPPING, clip_unit
 from unstale.observe.report.compare import PLAN, ArmResult, Comparison, read_comparison
 from unstale.observe.report.study import ALPHA, is_study_folder
 from unstale.observe.statistics import PairedDifference, paired_difference, pool
@@ -55,8 +55,8 @@ class SettingKind:
         objective = values["objective.kind"]
         if objective not in STOPPING:
             return None
-        clips_tokens = objective != "gspo" and values.get("objective.unit", "token") == "token"
-        return cls(values["trainer.minibatches_per_batch"] == 1, clips_tokens)
+        unit = clip_unit(objective, values.get("objective.unit", "token"))
+        return cls(values["trainer.minibatches_per_batch"] == 1, unit == "token")
 
     def __str__(self) -> str:
         batches = "one minibatch" if self.one_minibatch else "several minibatches"
@@ -70,8 +70,6 @@ class Case:
 
     setting: str
     """Name of the study and of the setting in it."""
-    env: str
-    """The task environment."""
     kind: SettingKind | None
     arm: str
     """Name of the arm: its route, with a word if its limits are others than the reference's."""
@@ -84,11 +82,8 @@ class Case:
 
     @property
     def is_worse(self) -> bool:
-        return is_below_zero(self.difference)
-
-
-def is_below_zero(difference: PairedDifference) -> bool:
-    return difference.interval(ALPHA)[1] < 0
+        """True if the whole interval of the difference is below 0."""
+        return self.difference.interval(ALPHA)[1] < 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +104,7 @@ class ComparisonTable:
 
     settings: Sequence[Row]
     about: str = ""
-    """What a reader must know of all settings: models, tasks, how the studies were chosen."""
+    """Remarks on all settings: their models and tasks, and how the studies were chosen."""
 
     @classmethod
     def load(cls, path: Path = TABLE) -> "ComparisonTable":
@@ -125,7 +120,6 @@ class ComparisonTable:
         return [
             Case(
                 setting=f"{setting['study']}/{setting['name']}",
-                env=setting["options"]["task.env"],
                 kind=SettingKind.of_options(setting["options"]),
                 arm=_label(arm["name"], arm["options"]),
                 difference=PairedDifference(arm["pairs"], arm["mean"], arm["sd"]),

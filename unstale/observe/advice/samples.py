@@ -181,6 +181,11 @@ def is_of_tokens(limit: Limit | None) -> TypeGuard[Limit]:
     return limit is not None and limit.tokens == 1
 
 
+def clip_unit(kind: str, unit: Unit) -> Unit:
+    """Return the unit of the ratio that an objective clips. That of `gspo` is fixed."""
+    return "sequence" if kind == "gspo" else unit
+
+
 @dataclass(frozen=True, slots=True)
 class Thresholds:
     """The ranges of log D and log S outside which a configuration stops a token.
@@ -202,9 +207,8 @@ class Thresholds:
             band = Limit(low, high, lengths.of(rule.unit), rule.aggregate, rule.unit)
         if objective.kind in STOPPING:
             low, high = _log(1 - objective.clip_low), _log(1 + objective.clip_high)
-            is_gspo = objective.kind == "gspo"
-            unit: Unit = "sequence" if is_gspo else objective.unit
-            how: Aggregate = "mean" if is_gspo else objective.aggregate
+            unit = clip_unit(objective.kind, objective.unit)
+            how: Aggregate = "mean" if objective.kind == "gspo" else objective.aggregate
             clip = Limit(low, high, lengths.of(unit), how, unit)
         return cls(band, clip)
 

@@ -33,6 +33,7 @@ from unstale.observe.report.markup import figure, gap, render, table
 from unstale.observe.report.page import document
 from unstale.observe.report.plots import FULL, HALF, Axis, Series, line_plot, smooth, thin
 from unstale.observe.report.words import NONE, amount, percent
+from unstale.observe.statistics import PairedDifference
 
 PAGE, TABLES, RESULTS = "compare.html", "compare.md", "compare.json"
 COLOURS, GRID = 10, 40
@@ -80,6 +81,15 @@ def points(share: float) -> str:
     '-3.1'
     """
     return f"{100 * share:+.1f}"
+
+
+def points_with_interval(paired: PairedDifference, alpha: float) -> str:
+    """Return a mean difference of shares and its interval as text in percentage points.
+
+    >>> points_with_interval(PairedDifference(5, -0.02, 0.01), 0.05)
+    '-2.0 (-3.2 to -0.8)'
+    """
+    return spread(SeedMean(paired.n, paired.mean, *paired.interval(alpha)), points)
 
 
 UNITS: Mapping[Unit, tuple[str, str, Callable[[float], str]]] = {

@@ -20,6 +20,7 @@ from unstale.observe.report.compare_page import (
     course,
     intervals,
     points,
+    points_with_interval,
     provenance,
     spread,
     tenths,
@@ -158,7 +159,7 @@ def pooled(study: StudyResults, measure: Measure) -> Table:
     for each in study.pooled(measure):
         paired, (low, high) = each.paired, each.paired.interval(ALPHA)
         finds = f"{_size(paired.detectable(ALPHA))}" if low <= 0 <= high else NONE
-        mean = spread(SeedMean(paired.n, paired.mean, low, high), points)
+        mean = points_with_interval(paired, ALPHA)
         p = f"{_p_value(paired.p)} alone"
         rows.append((each.arm, f"{len(each.settings)}", f"{paired.n}", mean, p, finds))
     return Table(head, tuple(rows))
@@ -171,9 +172,9 @@ def _runs(number: int, pairs: int) -> str:
 
 def _difference(each: Difference) -> str:
     """Return a difference and its interval in percentage points."""
-    if each.paired is None or each.interval is None:
+    if each.paired is None:
         return points(each.pairs[0]) if each.pairs else NONE
-    return spread(SeedMean(each.paired.n, each.paired.mean, *each.interval), points)
+    return points_with_interval(each.paired, each.alpha)
 
 
 def _power(each: Difference) -> str:
