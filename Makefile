@@ -8,7 +8,7 @@ export PYTHONDONTWRITEBYTECODE :=
 
 PURELIB := -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
 
-.PHONY: setup demo test test-engines test-adapters test-cluster test-dashboard test-kernels pairs ranks conversations check base-policy bench bench-agent bench-demo bench-desks bench-tau2 bench-tau2-policy bench-compare \
+.PHONY: setup demo test test-all test-engines test-adapters test-cluster test-dashboard test-kernels pairs ranks conversations check base-policy bench bench-agent bench-demo bench-desks bench-tau2 bench-tau2-policy bench-compare \
 	bench-audit bench-resume bench-endpoint bench-peers bench-generate bench-train bench-growth bench-windows bench-memory bench-schedule bench-async \
 	bench-async-learning bench-routes bench-event-loop bench-publish bench-simulate bench-dashboard bench-quantise bench-gpu gpu-check chaos chaos-cluster report fuzz sizes wheel docs
 
@@ -26,9 +26,10 @@ demo: setup
 
 # Four processes keep two cores busy: many tests wait for processes and clocks.
 # The first import of the largest packages writes their bytecode, which each process would write.
-test: setup
+# --quick leaves out the tests that are marked costly, which together take most of the time; test-all runs them.
+test test-all: setup
 	$(BIN)/python -c "import torch._dynamo, transformers, unstale.trainer.local"
-	$(BIN)/pytest -n 4 --dist loadfile --no-loadscope-reorder
+	$(BIN)/pytest -n 4 --dist loadfile --no-loadscope-reorder $(if $(filter test,$@),--quick)
 
 # Test the kernels for GPUs with Triton's interpreter, in an environment on top of .venv (4 minutes, 1 GB of disk).
 test-kernels: .venv-triton/.ready

@@ -459,7 +459,8 @@ def route_lines(size: Size, histories: Sequence[History]) -> dict[str, Line]:
         now = score_alone(size, history, newest, "bfloat16")
         policy = size.policy()
         policy.load_weights(history.copies[last])
-        noise = (scorer.score(batch, batch.sampled).logp - now)[batch.sampled].std().item()
+        seen = size.scorer(policy).score(batch, batch.sampled).logp
+        noise = (seen - now)[batch.sampled].std().item()
         for name, line in lines.items():
             CONSOLE.print(f"lr {history.rate:g}: {name}")
             played = play(name, size, history, batches)

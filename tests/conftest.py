@@ -3,6 +3,7 @@
 import os
 import signal
 import subprocess
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -60,9 +61,38 @@ while the other has nothing left to do.
 """
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--quick",
+        action="store_true",
+        help="of tests that are marked costly, run those with several cases on their first one",
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     order = {path: number for number, path in enumerate(LONG_FILES)}
     items.sort(key=lambda item: order.get(item.path, len(order)))
+    if config.option.quick:
+        left_out = set(_costly(items))
+        config.hook.pytest_deselected(items=[item for item in items if item in left_out])
+        items[:] = [item for item in items if item not in left_out]
+
+
+def _costly(items: list[pytest.Item]) -> list[pytest.Item]:
+    """Return what `--quick` leaves out.
+
+    Of a test marked `costly(cases=N)` the first N cases run. Without N, one runs if the test has
+    several, and none otherwise.
+    """
+    left_out = []
+    run: Counter[tuple[Path, str]] = Counter()
+    for item in items:
+        if mark := item.get_closest_marker("costly"):
+            test = item.path, getattr(item, "originalname", item.name)
+            if run[test] >= mark.kwargs.get("cases", int(hasattr(item, "callspec"))):
+                left_out.append(item)
+            run[test] += 1
+    return left_out
 
 
 @pytest.fixture(scope="session", autouse=True)

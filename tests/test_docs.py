@@ -9,6 +9,7 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from tests.rewards.test_judge import Model, model
@@ -35,6 +36,7 @@ def test_the_package_runs_as_a_module() -> None:
     assert run_python("-m", "unstale", "--version") == f"unstale {__version__}\n"
 
 
+@pytest.mark.costly
 def test_the_example_task_trains(tmp_path: Path) -> None:
     tasks, script, _ = blocks("docs/your-own-task.md", "python")
     (tmp_path / "order_desk.py").write_text(tasks)
@@ -47,6 +49,7 @@ def test_the_example_task_trains(tmp_path: Path) -> None:
     assert 0 <= float(success) <= 1 and (tmp_path / report).exists()
 
 
+@pytest.mark.costly
 def test_the_example_horizon_has_the_figures_of_the_page() -> None:
     *_, horizon = blocks("docs/your-own-task.md", "python")
     printed = run_python("-c", horizon)
@@ -156,6 +159,7 @@ def test_the_reward_examples_run(model: Model, tmp_path: Path) -> None:
     assert (tmp_path / "verdicts.sqlite").exists()
 
 
+@pytest.mark.costly
 def test_the_example_data_trains(tmp_path: Path) -> None:
     (tmp_path / "sums.py").write_text(blocks("docs/your-own-data.md", "python")[0])
     (tmp_path / "run.toml").write_text(blocks("docs/your-own-data.md", "toml")[0])

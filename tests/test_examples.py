@@ -21,6 +21,7 @@ def forked(command: Sequence[str], *, cwd: Path, env: Mapping[str, str], **pipes
     return Forked(command[3:], cwd=cwd, env=env, forks_children=True)
 
 
+@pytest.mark.costly
 def test_the_first_hour_of_a_new_user(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -37,6 +37,7 @@ def close_endpoint() -> Iterator[None]:
         asks.world.cache_clear()
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("name", TARGETS)
 def test_no_input_breaks_a_promise(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for module, limit in (  # the targets lower them

@@ -92,6 +92,7 @@ def calls() -> Iterator[tuple[str, str, ast.Call]]:
             yield path, ast.unparse(node.func), node
 
 
+@pytest.mark.costly
 def test_nothing_is_imported_that_runs_what_it_reads() -> None:
     assert {
         (path, name) for path, name in imported() if name.split(".")[0] in RUNS_WHAT_IT_READS
@@ -418,6 +419,7 @@ VERBS = {
 need none."""
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("verb", VERBS)
 def test_looking_at_a_hostile_run_folder_runs_nothing_and_writes_nowhere_else(
     hostile: Path, tmp_path: Path, verb: str

@@ -86,6 +86,7 @@ def test_the_wheel_has_the_pages_and_the_licence_of_their_library(installed: Pat
     assert any(name.startswith("vendor/") and "LICENSE" in name.upper() for name in served)
 
 
+@pytest.mark.costly
 def test_hints_name_packages_where_there_is_no_checkout(installed: Path, tmp_path: Path) -> None:
     hide = "import sys; sys.modules['tensorboard'] = None\n"
     code = f"{hide}from unstale.cli.main import main; main()"

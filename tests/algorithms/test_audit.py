@@ -107,6 +107,7 @@ def test_leaks_are_what_the_theory_says(
     assert found.staleness.se is not None and found.staleness.se < 1e-3
 
 
+@pytest.mark.costly
 @given(seed=st.integers(0, 10**6), s=st.floats(-0.5, 1.5), d=st.floats(-0.5, 1.5))
 def test_leaks_lie_within_their_standard_errors(seed: int, s: float, d: float) -> None:
     """An independent error per sequence widens the interval and leaves the estimate unbiased."""
@@ -247,6 +248,7 @@ def answer(old: OldLogps, policy: Policy, batch: Batch) -> Tensor:
     return old.logps(batch, now)[0]
 
 
+@pytest.mark.costly
 def test_the_auditor_finds_an_exact_route_exact() -> None:
     rows, auditor = audited("snapshot_old")
     for row in rows:
@@ -262,6 +264,7 @@ def test_the_auditor_finds_an_exact_route_exact() -> None:
     assert {point["lag"] for point in points} == {0, 1, 2}
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     ("route", "s", "d"),
     [("rollout", 0, 1), ("current_recompute", 1, 0), ("interp_prox_loglinear", None, None)],
@@ -282,6 +285,7 @@ def test_the_auditor_finds_a_stand_in_wrong(route: str, s: float | None, d: floa
     assert rows[-1]["audit/logp_error_abs_mean/lag_2"] > 1e-3
 
 
+@pytest.mark.costly
 def test_the_auditor_looks_at_its_share_only_and_keeps_what_is_live() -> None:
     rows, auditor = audited("rollout", share=0.25)
     assert [row["audit/tokens"] for row in rows] == [
@@ -517,6 +521,7 @@ class Listens(OldLogps):
         self.heard.append(("close",))
 
 
+@pytest.mark.costly
 def test_a_replayed_route_hears_what_it_would_have_heard(
     recorded_run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -560,6 +565,7 @@ def weigh(recorded: Recorded, version: int) -> float:
     return float(next(iter(policy.weights().values())).double().sum())
 
 
+@pytest.mark.costly
 def test_a_route_that_cannot_be_built_is_named(
     recorded_run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

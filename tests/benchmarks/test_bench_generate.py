@@ -49,6 +49,7 @@ def test_growth_is_taken_round_by_round() -> None:
     assert own_growth({"1M": {"ours 64": [10.0]}}) == []
 
 
+@pytest.mark.costly
 def test_a_peer_in_several_processes_plays_all_of_it(tmp_path: Path) -> None:
     make_model("tiny", tmp_path)
     episodes = [
@@ -79,6 +80,7 @@ def players_of(tmp_path: Path) -> Iterator[Callable[..., Player]]:
         player.close()
 
 
+@pytest.mark.costly
 def test_our_engines_stop_and_end_with_their_contestant(players_of: Callable[..., Player]) -> None:
     player = players_of("ours", threads=2)
     each = list(player._groups)

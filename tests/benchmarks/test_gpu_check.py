@@ -57,6 +57,7 @@ def learn_twice(peers: Peers, folder: Path) -> list[Learned]:
     return [make_rank(config, peers).learn(size, batch, STEPS) for _ in range(2)]
 
 
+@pytest.mark.costly
 def test_ranks_measure_their_steps(tmp_path: Path) -> None:
     size = make_size(TINY, tmp_path, "cpu", 4, 40)
     size.policy().save(size.folder)

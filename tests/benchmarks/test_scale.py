@@ -51,6 +51,7 @@ def lines_run(act: Callable[[], object]) -> int:
     return count
 
 
+@pytest.mark.costly
 def test_a_turn_runs_as_many_lines_with_ten_times_as_many_live() -> None:
     def per_turn(live: int) -> float:
         turns = 0.0
@@ -125,6 +126,7 @@ def test_pending_pieces_looks_only_at_what_it_answers() -> None:
     assert asked(1000) == asked(10)
 
 
+@pytest.mark.costly
 def test_a_live_episode_stays_under_a_bound_of_memory() -> None:
     """Measured after two turns of 16 tokens, with siblings and a share of the queue's memory.
 
@@ -134,6 +136,7 @@ def test_a_live_episode_stays_under_a_bound_of_memory() -> None:
     assert 4_000 < found["traced"] < 17_000
 
 
+@pytest.mark.costly
 def test_with_thousands_live_in_their_middle_the_staleness_bound_holds_and_is_reached() -> None:
     found = measure(2_500, 22_500, journal=False)
     assert found["oldest"] == STALENESS and found["versions"] >= 5
@@ -190,6 +193,7 @@ def by_the_rule(finished: set[int], taken: set[int], window: int, batch: int) ->
     return chosen
 
 
+@pytest.mark.costly
 @given(
     order=st.permutations(list(range(16))),
     window=st.integers(1, 9),

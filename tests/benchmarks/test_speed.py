@@ -160,6 +160,7 @@ def test_the_trainer_s_time_is_told_by_part(monkeypatch: pytest.MonkeyPatch) -> 
     )
 
 
+@pytest.mark.costly
 def test_the_gpu_s_script_runs_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tables, "RESULTS", tmp_path)
     monkeypatch.setattr(gpu, "REPLY", 16)
@@ -179,6 +180,7 @@ def test_the_gpu_s_script_runs_on_a_cpu(tmp_path: Path, monkeypatch: pytest.Monk
         gpu.arguments([])
 
 
+@pytest.mark.costly
 def test_a_version_gets_to_real_engines_both_ways(tmp_path: Path) -> None:
     size = publish.Size(tmp_path / "model", *publish.SHAPES["tiny"], 2, 20, 1)
     size.make()

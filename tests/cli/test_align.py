@@ -74,6 +74,7 @@ def one_word(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
     return trained(folder, ENV, **{"engine.max_completion_tokens": 1})
 
 
+@pytest.mark.costly
 def test_the_figures_of_one_word_are_those_by_enumeration(one_word: RunConfig) -> None:
     """The prompt is the only prefix. A candidate's success rate is 1 if it is an even word."""
     run, teacher = one_word.runs / "run", one_word.runs / "teacher"
@@ -103,6 +104,7 @@ def test_the_figures_of_one_word_are_those_by_enumeration(one_word: RunConfig) -
     assert found.indifferent == {"correct": 0, "incorrect": 0}
 
 
+@pytest.mark.costly
 def test_open_episodes_are_bounded_and_failed_ones_are_a_warning(
     one_word: RunConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -131,6 +133,7 @@ def test_open_episodes_are_bounded_and_failed_ones_are_a_warning(
     assert isinstance(out.file, StringIO) and "of the rollouts failed" in out.file.getvalue()
 
 
+@pytest.mark.costly
 def test_an_environment_that_answers_differently_is_refused(
     one_word: RunConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -162,6 +165,7 @@ def test_wrong_options_are_refused(options: dict[str, int]) -> None:
         AlignOptions(**options)
 
 
+@pytest.mark.costly
 def test_the_command_plays_on_inside_replies_of_several_turns(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -259,6 +259,7 @@ LIMITS = {
 }
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("dialect", DIALECTS)
 def test_every_dialect_goes_on_exactly(dialect: str) -> None:
     verdicts = run_checks(chat_of(dialect, tools=TOOLS), 60)
@@ -330,6 +331,7 @@ BROKEN: dict[str, tuple[str, str, str, int]] = {
 }
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("name", BROKEN)
 def test_a_template_that_breaks_is_caught_with_the_smallest_conversation(name: str) -> None:
     template, check, says, messages = BROKEN[name]

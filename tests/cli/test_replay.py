@@ -57,6 +57,7 @@ def tell(run: Path, batch: Path | None = None) -> tuple[bool, str]:
     return replay(run, batch, console=Console(file=out, width=500)), out.getvalue()
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("route", ["snapshot_old", "interp_prox_loglinear"])
 @pytest.mark.parametrize("what", ["the loss", "a log-probability"])
 def test_what_went_wrong_goes_wrong_again_in_the_same_words(
@@ -124,6 +125,7 @@ def test_a_batch_that_was_mended_does_not_go_wrong(tmp_path: Path) -> None:
     assert not again and "did not go wrong again" in told
 
 
+@pytest.mark.costly
 def test_a_run_that_stops_on_a_number_says_how_to_see_it_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -38,6 +38,7 @@ def few_files() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (12, 12))
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     ("program", "limit", "says"),
     [

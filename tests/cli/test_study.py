@@ -87,6 +87,7 @@ def ran(tmp_path: Path) -> list[str]:
     return (tmp_path / "mine" / "ran").read_text().split()
 
 
+@pytest.mark.costly
 @pytest.mark.usefixtures("fake_run")
 def test_a_study_alternates_settings_and_continues(tmp_path: Path) -> None:
     said = start(planned(tmp_path, "--settings", "stale", "--seeds", "1"))
@@ -245,6 +246,7 @@ def test_the_command_line_tells_studies_apart(
         assert says in capsys.readouterr().err
 
 
+@pytest.mark.costly
 def test_the_linter_accepts_the_shipped_study() -> None:
     file = Path(__file__).parents[2] / "benchmarks" / "studies" / "exactness.toml"
     parts: dict[str, Any] = {}
@@ -255,6 +257,7 @@ def test_the_linter_accepts_the_shipped_study() -> None:
     assert len(plan.comparisons) > 10
 
 
+@pytest.mark.costly
 @pytest.mark.usefixtures("fake_run")
 def test_an_archive_of_a_study_is_continued_in_another_folder(tmp_path: Path) -> None:
     here, there, archive = tmp_path / "here", tmp_path / "there", tmp_path / "kept.tar.xz"
@@ -287,6 +290,7 @@ def test_an_archive_of_a_study_is_continued_in_another_folder(tmp_path: Path) ->
         study_archive.unpack(archive, there / "mine")
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(("name", "settings"), [("techniques", 2), ("levels", 9)])
 def test_the_linter_accepts_other_shipped_studies(name: str, settings: int) -> None:
     file = Path(__file__).parents[2] / "benchmarks" / "studies" / f"{name}.toml"
@@ -294,6 +298,7 @@ def test_the_linter_accepts_other_shipped_studies(name: str, settings: int) -> N
     assert len(plan.comparisons) == settings
 
 
+@pytest.mark.costly
 @pytest.mark.usefixtures("fake_run")
 @pytest.mark.parametrize(
     ("name", "options", "runs"),

@@ -23,6 +23,8 @@ from unstale.durability.run_folder import METRICS
 
 ROOT = Path(__file__).parents[2]
 
+pytestmark = pytest.mark.costly(cases=0)
+
 
 @pytest.fixture(scope="module")
 def harness(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:

@@ -154,6 +154,7 @@ class Cut(BaseException):
     """Raised in place of the death of the process."""
 
 
+@pytest.mark.costly
 def test_a_save_that_is_cut_off_anywhere_leaves_the_older_ones_and_no_half_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -228,6 +229,7 @@ def truncate(path: Path) -> None:
 FILES = ("manifest.json", "state.safetensors", "trainer")
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     "damage", [flip, truncate, Path.unlink, lambda path: path.write_bytes(b"")]
 )
@@ -294,6 +296,7 @@ LIES: dict[str, Callable[[dict[str, Any]], Any]] = {
 }
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("name", LIES)
 def test_a_manifest_that_lies_is_refused(tmp_path: Path, name: str) -> None:
     checkpoints = held(tmp_path, tiny_policy())
@@ -325,6 +328,7 @@ def publish(
     return {name: tensor.clone() for name, tensor in policy.weights().items()}
 
 
+@pytest.mark.costly
 def test_every_version_is_read_back_as_a_delta_or_in_full_and_across_pruning(
     tmp_path: Path,
 ) -> None:

@@ -86,6 +86,7 @@ def resume(made: RunConfig) -> None:
         session.resume(made.runs / "run", made, console=Console(file=StringIO()))
 
 
+@pytest.mark.costly
 def test_a_full_disk_under_the_journal_ends_the_run_and_nothing_is_lost(
     toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -110,6 +111,7 @@ def test_a_full_disk_under_the_journal_ends_the_run_and_nothing_is_lost(
     assert held <= pieces(tmp_path / "run") and not (tmp_path / "run" / "error.txt").exists()
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("name", ["state.safetensors", "manifest.json", "trainer", "000003.part"])
 def test_a_full_disk_under_a_checkpoint_or_a_version_ends_the_run_and_the_older_one_is_sound(
     toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
@@ -184,6 +186,7 @@ class RefusedWrites:
         return connection
 
 
+@pytest.mark.costly
 def test_a_damaged_page_of_the_journal_is_found_before_anything_is_written(
     toy: Toy, tmp_path: Path
 ) -> None:
@@ -259,6 +262,7 @@ def test_a_run_folder_or_a_journal_that_is_removed_in_mid_run_is_said_once(
     assert said.count(str(folder)) == 1 and "Error:" not in said
 
 
+@pytest.mark.costly
 def test_a_truncated_checkpoint_is_passed_over_and_that_is_said(toy: Toy, tmp_path: Path) -> None:
     made, folder = config(), tmp_path / "run"
     with killed("write", 4):
@@ -276,6 +280,7 @@ def test_a_truncated_checkpoint_is_passed_over_and_that_is_said(toy: Toy, tmp_pa
     assert told["name"] == newest.name and file.name in told["error"]
 
 
+@pytest.mark.costly
 def test_a_clock_that_jumps_changes_nothing_but_stamps(
     toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -374,6 +379,7 @@ def test_out_of_tasks_is_an_error_that_says_so(tmp_path: Path) -> None:
         train(named(tmp_path, config()))
 
 
+@pytest.mark.costly
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="finds the processes through /proc")
 @pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])
 def test_an_old_logit_process_that_is_killed_or_frozen_ends_the_run(

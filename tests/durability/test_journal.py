@@ -126,6 +126,7 @@ others = st.sampled_from(sorted(set(Provenance) - HAS_BEHAVIOR))
 pieces = st.lists(sampled() | st.builds(ContextPiece, tokens, others), max_size=6).map(tuple)
 
 
+@pytest.mark.costly
 @settings(max_examples=60, deadline=None)
 @given(
     st.lists(

@@ -48,6 +48,7 @@ MADE = {
 }
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("name", MADE)
 def test_whatever_a_route_is_made_of_it_goes_on(name: str) -> None:
     check_old_logps(lambda scorer: build_old_logps(MADE[name], scorer))
@@ -69,6 +70,7 @@ class Unrecovered(SnapshotOld):
         super().recover(past, lambda version: weights(max(past)))
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     ("broken", "what"),
     [
@@ -119,6 +121,7 @@ def resumed(
     return route, policy
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("name", EXACT)
 def test_killed_twice_after_the_same_checkpoint_and_resumed_from_no_state_at_all(name: str) -> None:
     policy = tiny_policy()
@@ -198,6 +201,7 @@ def test_weights_that_were_not_kept_are_named() -> None:
             route.recover({3: pieces_of(3)}, weights)
 
 
+@pytest.mark.costly
 def test_the_audit_goes_on_with_the_same_figures() -> None:
     """Killed after its second batch, when versions 2 and 3 were published and sampled from."""
     policy, old = tiny_policy(), RolloutRoute()

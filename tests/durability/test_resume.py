@@ -235,6 +235,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.costly
 def test_two_deterministic_runs_are_equal_and_sound(toy: Toy, tmp_path: Path, whole: Path) -> None:
     toy.begin(tmp_path / "run", config(deterministic=True))
     assert compare_runs.differences(whole, tmp_path / "run") == []
@@ -261,6 +262,7 @@ AGAIN = [("flush", 2), ("transaction", 2), ("write_version", 1)]
 """Where its next life is killed."""
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("name, number", KILLS)
 def test_a_deterministic_run_ends_equal_wherever_it_is_killed(
     toy: Toy, tmp_path: Path, whole: Path, name: str, number: int
@@ -275,6 +277,7 @@ def test_a_deterministic_run_ends_equal_wherever_it_is_killed(
     require_sound(folder)
 
 
+@pytest.mark.costly
 def test_a_deterministic_run_ends_equal_cut_off_at_every_checkpoint(
     toy: Toy, tmp_path: Path, whole: Path
 ) -> None:
@@ -306,6 +309,7 @@ def replay_config(*, deterministic: bool = True) -> RunConfig:
     return override(made, {"techniques": "replay", "replay.max_age": 3})
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("name, number", [("prepare", 3), ("transaction", 120)])
 def test_a_run_that_replays_groups_ends_equal_wherever_it_is_killed(
     toy: Toy, tmp_path: Path, replaying: Path, name: str, number: int
@@ -318,6 +322,7 @@ def test_a_run_that_replays_groups_ends_equal_wherever_it_is_killed(
     require_sound(folder)
 
 
+@pytest.mark.costly
 def test_stored_groups_keep_their_age_when_versions_get_new_numbers(
     toy: Toy, tmp_path: Path
 ) -> None:
@@ -332,6 +337,7 @@ def test_stored_groups_keep_their_age_when_versions_get_new_numbers(
     assert rows(folder)[-1]["replay/age_max"] <= 3
 
 
+@pytest.mark.costly
 def test_statistics_of_tasks_count_batches_when_versions_get_new_numbers(
     toy: Toy, tmp_path: Path
 ) -> None:
@@ -390,6 +396,7 @@ SCHEDULES: list[dict[str, int]] = [
 ]
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     "name, number, schedule",
     [
@@ -414,6 +421,7 @@ def test_an_ordinary_run_loses_nothing_wherever_it_is_killed(
     assert all(finished(folder)[number] == group for number, group in done.items())
 
 
+@pytest.mark.costly
 def test_versions_whose_training_was_lost_keep_their_numbers_and_their_pieces(
     toy: Toy, tmp_path: Path
 ) -> None:
@@ -447,6 +455,7 @@ def damage(folder: Path, name: str) -> None:
     path.write_bytes(path.read_bytes()[:-1])
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("deterministic", [True, False])
 def test_from_a_damaged_checkpoint_a_run_falls_back_to_the_one_before(
     toy: Toy, tmp_path: Path, whole: Path, deterministic: bool
@@ -570,6 +579,7 @@ class Snapshotted(TwoTurns):
         self.said = int(state)
 
 
+@pytest.mark.costly
 def test_an_environment_with_snapshots_is_not_asked_again(tmp_path: Path) -> None:
     Snapshotted.asked.clear()
     with played_with(Snapshotted, count) as toy:

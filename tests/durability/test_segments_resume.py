@@ -46,6 +46,7 @@ def require_within_limits(folder: Path) -> None:
     assert {each.trajectory.stop for each in ended} >= {"done", "max_tokens"}
 
 
+@pytest.mark.costly
 def test_a_killed_deterministic_run_has_the_segments_of_an_unkilled_one(tmp_path: Path) -> None:
     made = segmented(deterministic=True)
     with played(Choosing(lambda: Wandering(count()))) as toy:
@@ -56,6 +57,7 @@ def test_a_killed_deterministic_run_has_the_segments_of_an_unkilled_one(tmp_path
     require_within_limits(tmp_path / "run")
 
 
+@pytest.mark.costly
 def test_an_ordinary_run_keeps_the_limits_of_open_groups(tmp_path: Path) -> None:
     made = segmented(deterministic=False)
     with played(Choosing(lambda: Wandering(count()))) as toy:

@@ -59,6 +59,7 @@ CHOICES: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(("techniques", "options"), CHOICES)
 def test_a_killed_deterministic_run_chooses_as_an_unkilled_one(
     tmp_path: Path, techniques: str, options: dict[str, Any]
@@ -98,6 +99,7 @@ def replies(folder: Path) -> dict[int, set[int]]:
     return found
 
 
+@pytest.mark.costly
 def test_replies_of_the_first_stage_are_shorter_also_after_a_kill(tmp_path: Path) -> None:
     options = {"stages.steps": 2, "stages.size": 4, "stages.first_reply": REPLY - 2}
     made = chosen("stages", deterministic=True, **options, **{"selection.candidates": 6})

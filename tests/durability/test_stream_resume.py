@@ -58,6 +58,7 @@ def journal(folder: Path) -> list[list[Any]]:
         return episodes
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("options", [{"max_staleness": 0, "groups_per_step": 3}, {}])
 def test_a_streamed_run_is_the_run_without_it(
     toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, int]
@@ -87,6 +88,7 @@ def test_a_streamed_run_is_the_run_without_it(
             assert other[name] == wanted, name
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("number", [1, 3])
 def test_a_run_that_is_killed_between_two_parts_ends_equal(
     toy: Toy, tmp_path: Path, number: int

@@ -386,6 +386,7 @@ def check_flags(each: TrainedTokens, log_s: np.ndarray, log_d: np.ndarray) -> in
     return int(each.has(TokenFlag.CLIPPED_LOW | TokenFlag.CLIPPED_HIGH).sum())
 
 
+@pytest.mark.costly
 def test_the_share_changes_nothing_but_the_kept_groups(
     folder: Path, ran: Path, tmp_path: Path
 ) -> None:

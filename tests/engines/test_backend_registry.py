@@ -118,6 +118,7 @@ print(reply.piece.version, len(reply.piece.tokens))
 """
 
 
+@pytest.mark.costly
 def test_one_file_adds_a_backend(tmp_path: Path) -> None:
     package = tmp_path / "unstale"
     ignored = shutil.ignore_patterns("__pycache__", "*.safetensors")

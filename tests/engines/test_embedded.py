@@ -235,6 +235,7 @@ def _error(
     return (own - torch.tensor(reply.behavior_logp)).abs().max().item()
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("kind", MODELS)
 def test_float32_log_probabilities_are_those_of_transformers(kind: str, tmp_path: Path) -> None:
     """Twelve episodes of three turns in eight slots, with suffixes, shared prompts, evictions and
@@ -910,6 +911,7 @@ asyncio.run(live())
 """
 
 
+@pytest.mark.costly
 def test_the_process_does_not_outlive_a_killed_parent(folder: Path) -> None:
     command = [sys.executable, "-c", _PARENT, str(folder)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=Path(__file__).parents[2]) as parent:

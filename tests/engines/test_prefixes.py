@@ -10,6 +10,7 @@ from unstale.engines import SamplingParams, check_request, prefixes
 from unstale.engines.prefixes import CachedPrefixes, EpisodeTokens, add_blocks, hash_blocks
 
 
+@pytest.mark.costly
 @given(st.lists(st.lists(st.integers(0, 9), max_size=40), max_size=6))
 def test_tokens_that_grow_have_the_hashes_of_the_whole(parts: list[list[int]]) -> None:
     tokens, whole = EpisodeTokens(), list[int]()

@@ -134,6 +134,7 @@ def said(replies: list[Reply]) -> list[int]:
     return [token for reply in replies for token in reply.piece.tokens]
 
 
+@pytest.mark.costly
 def test_a_killed_one_costs_nobody_a_token_and_comes_back_with_the_version(folder: Path) -> None:
     """Every engine gives the same reply. One engine continues while the killed one restarts."""
     events: list[tuple[str, int]] = []
@@ -195,6 +196,7 @@ def test_a_killed_one_costs_nobody_a_token_and_comes_back_with_the_version(folde
     asyncio.run(living())
 
 
+@pytest.mark.costly
 def test_a_run_with_two_trains_adapters_too(tmp_path: Path) -> None:
     """Adapters are sent to both engines and merged there. The exact route agrees with their
     samples."""

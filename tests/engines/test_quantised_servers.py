@@ -78,6 +78,7 @@ def attached(model: Path, url: str, quantise: str = "fp8") -> VllmEngine:
     return VllmEngine(EngineOptions(model, url=url, quantise=quantise))
 
 
+@pytest.mark.costly
 def test_an_fp8_server_computes_with_weights_rounded_anew_at_each_load(
     model: Path, tmp_path: Path
 ) -> None:

@@ -104,6 +104,7 @@ async def ask_thrice(engine: Engine) -> list[Reply]:
     return [first, *[await engine.sample(text, each) for each in (known, other)]]
 
 
+@pytest.mark.costly
 def test_servers_return_the_experts_of_every_token_but_the_last(engine: Engine) -> None:
     check_thrice(replies(engine, partial(ask_thrice, engine)))
 

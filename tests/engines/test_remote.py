@@ -84,10 +84,12 @@ async def hold(engine: Engine, version: int, *, seed: int = 5) -> None:
     await engine.resume()
 
 
+@pytest.mark.costly
 def test_it_keeps_the_contract(model: Path, server: FakeServer) -> None:
     check_engine(lambda: attached(model, server), update=POLICY.model.state_dict())
 
 
+@pytest.mark.costly
 def test_deltas_change_the_weights_in_place(model: Path, server: FakeServer) -> None:
     """The server reads new weights from a delta of the version store, and refuses a foreign
     delta."""
@@ -136,6 +138,7 @@ def test_without_deltas_none_is_taken_and_nothing_stays_in_memory(
     run_engine(engine, story)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_log_probabilities_and_versions_are_those_of_the_weights(
     model: Path, server: FakeServer, temperature: float
@@ -170,6 +173,7 @@ def test_log_probabilities_and_versions_are_those_of_the_weights(
     run_engine(engine, story)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("keep_cache", [False, True])
 def test_what_is_sampled_over_a_kept_cache_is_not_clean(
     model: Path, server: FakeServer, keep_cache: bool
@@ -224,6 +228,7 @@ def test_a_greedy_reply_is_a_point_mass(model: Path, server: FakeServer) -> None
     run_engine(engine, story)
 
 
+@pytest.mark.costly
 @KINDS
 @pytest.mark.parametrize(
     "fault", ["stale head", "a tensor of zeros", "raw log-probabilities", "no record"]
@@ -253,6 +258,7 @@ def test_the_probe_refuses_to_sample(model: Path, tmp_path: Path, kind: Kind, fa
         run_engine(engine, story)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("how", ["dies", "hangs"])
 def test_a_server_that_is_gone_is_noticed(
     model: Path, server: FakeServer, monkeypatch: pytest.MonkeyPatch, how: str
@@ -337,6 +343,7 @@ def test_a_cancelled_sample_hangs_up(model: Path, server: FakeServer) -> None:
     run_engine(engine, story)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     ("tokens", "params", "why"),
     [
@@ -390,6 +397,7 @@ def test_a_server_that_greets_otherwise_is_refused(
         run_engine(attached(model, server), story)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     "answer",
     [
@@ -571,6 +579,7 @@ def test_a_request_with_a_long_context_weighs_more() -> None:
     run_engine(engine, story)
 
 
+@pytest.mark.costly
 @KINDS
 def test_episodes_go_on_elsewhere_when_a_server_dies_and_come_back_with_it(
     model: Path, tmp_path: Path, kind: Kind

@@ -123,6 +123,7 @@ server.close()
 """
 
 
+@pytest.mark.costly
 def test_the_next_server_removes_what_a_killed_run_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -194,6 +195,7 @@ while True:
 """
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("hangs_s", [0, 600])
 def test_a_server_whose_run_is_gone_is_asked_to_end_and_then_killed(
     tmp_path: Path, hangs_s: int

@@ -48,6 +48,7 @@ def _engine(model: Path, server: FakeSglang, *, keep_cache: bool = False) -> Sgl
     )
 
 
+@pytest.mark.costly
 def test_an_end_that_nobody_asked_for_is_none(model: Path, server: FakeSglang) -> None:
     engine = _engine(model, server)
 
@@ -129,6 +130,7 @@ def test_a_reply_that_nobody_waits_for_does_not_outlive_its_weights(
     run_engine(engine, story)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("keep_cache", [False, True])
 def test_a_cache_is_dropped_before_anything_is_sampled(model: Path, keep_cache: bool) -> None:
     """The flush is repeated until the server accepts it. The first load drops older caches too."""
@@ -180,6 +182,7 @@ def test_servers_that_would_do_something_else(model: Path, flags: dict[str, Any]
         run_engine(_engine(model, server, keep_cache=True), story)
 
 
+@pytest.mark.costly
 def test_an_asynchronous_run(tmp_path: Path) -> None:
     """Two servers, a lag of up to 2, replies of several versions, and exact old
     log-probabilities."""

@@ -75,6 +75,7 @@ async def hold(engine: Engine, version: int) -> None:
     await engine.resume()
 
 
+@pytest.mark.costly
 def test_it_keeps_the_contract(model: Path, tmp_path: Path) -> None:
     groups = Groups(tmp_path)
     with fake(tmp_path / "a") as server:
@@ -149,6 +150,7 @@ class Fault:
         self._released.set()
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("kind", ["killed", "hangs", "refuses", "not joined"])
 def test_a_transfer_that_fails_ends_the_engine_and_not_the_run(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str

@@ -58,6 +58,7 @@ def written(chat: Chat, *calls: ToolCall) -> str:
     return text[len(chat.render(messages[:1])) :]
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("dialect", FORMS)
 def test_a_form_is_found_and_reads_what_the_template_writes(dialect: str) -> None:
     chat = chat_of(dialect)
@@ -132,6 +133,7 @@ MALFORMED = [
 ]
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(("dialect", "text", "reason"), MALFORMED)
 def test_malformed_calls_say_why(dialect: str, text: str, reason: str) -> None:
     (call,) = chat_of(dialect).parse_text(text)[1].tool_calls
@@ -167,6 +169,7 @@ def test_values_in_tags_have_the_types_of_the_schema(text: str, schema: Any, val
     assert found == value and type(found) is type(value)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("dialect", DIALECTS)
 def test_a_stream_sends_no_text_that_becomes_a_call(dialect: str) -> None:
     chat = chat_of(dialect)
@@ -180,6 +183,7 @@ def test_a_stream_sends_no_text_that_becomes_a_call(dialect: str) -> None:
         assert sent == tags
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("dialect", FORMS)
 def test_no_text_makes_parsing_fail(dialect: str) -> None:
     chat = chat_of(dialect)

@@ -57,6 +57,7 @@ def test_degenerate_policies_stay_below_fifteen_percent(name: str) -> None:
         assert sum(table[policy] for table in tables) / len(tables) < 0.15, policy
 
 
+@pytest.mark.costly
 @every_desk
 def test_kinds_come_in_the_shares_that_are_promised(name: str) -> None:
     tasks = DESKS[1][name]
@@ -71,6 +72,7 @@ def test_kinds_come_in_the_shares_that_are_promised(name: str) -> None:
         assert 0.05 < calls.count(ending) / 1000 <= 0.15
 
 
+@pytest.mark.costly
 @every_desk
 def test_every_rule_that_is_ignored_costs_success_in_some_tasks(name: str) -> None:
     tasks = DESKS[1][name]
@@ -244,6 +246,7 @@ def test_a_fixed_contract_comes_before_a_plan_that_is_sold_out() -> None:
     assert found == 1
 
 
+@pytest.mark.costly
 @every_desk
 def test_conversations_fit_into_the_context(name: str) -> None:
     """Short conversations suit the small policy, whose tokenizer knows few words."""

@@ -47,6 +47,7 @@ def play(taskset: Taskset, index: int, *replies: str) -> list[Turn]:
     return asyncio.run(episode())
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     "name", [*NAMES, "reasoning-gym:countdown", "gymnasium:Taxi-v4", "textarena:Sudoku-v0"]
 )
@@ -54,6 +55,7 @@ def test_they_keep_the_contract(name: str) -> None:
     check_env(tasks(name), episodes=6, max_turns=8)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("name", NAMES)
 def test_tasks_are_drawn_by_their_seed(name: str) -> None:
     taskset = tasks(name)
@@ -232,6 +234,7 @@ def test_what_could_act_is_never_evaluated(monkeypatch: pytest.MonkeyPatch) -> N
         assert not (reasoning_gym._LIST.fullmatch(long) or reasoning_gym._FORMULA.fullmatch(long))
 
 
+@pytest.mark.costly
 def test_a_scorer_that_evaluates_runs_in_the_sandbox() -> None:
     """Only the scorer recognises another expression of the number. One that never ends is wrong."""
     taskset = tasks("reasoning-gym:countdown")
@@ -399,6 +402,7 @@ def test_the_factories_of_the_docs_make_task_sets() -> None:
         check_env(held[name](), episodes=2, max_turns=3)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("name", NAMES)
 def test_the_commands_of_the_docs_play_episodes(
     name: str, capsys: pytest.CaptureFixture[str]

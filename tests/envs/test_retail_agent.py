@@ -105,6 +105,7 @@ def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(retail_agent, "LATENCY_S", 0.0)
 
 
+@pytest.mark.costly
 def test_what_is_recorded_is_what_the_engine_sampled_call_by_call(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -192,6 +193,7 @@ def tokens_of(pieces: Sequence[Piece]) -> tuple[int, ...]:
     return tuple(token for piece in pieces for token in piece.tokens)
 
 
+@pytest.mark.costly
 def test_an_episode_is_the_environments_own_token_for_token() -> None:
     engine = EmbeddedEngine(
         EngineOptions(SHIPPED_POLICY, dtype="float32", max_running=16, max_context=512)

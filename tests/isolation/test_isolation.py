@@ -179,6 +179,7 @@ def outcomes() -> dict[type, tuple[Failure | Trajectory, list[str]]]:
 STAGES = {kind: (stage, message) for kind, stage, message in HOSTILE}
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("kind", [each for each in ISOLATED if each not in DO_NOT_FAIL])
 def test_a_bad_environment_fails_alone_with_one_line_that_names_it(
     kind: type, outcomes: dict[type, tuple[Failure | Trajectory, list[str]]]
@@ -203,6 +204,7 @@ def test_a_worker_with_what_never_ends_is_replaced(
     assert len(ended) == 1 and ended[0].startswith("environments have left threads")
 
 
+@pytest.mark.costly
 def test_episodes_beside_a_crash_fail_once_and_then_work() -> None:
     """The task that crashed gets a worker of its own, so it ends no other episode again."""
     world = Isolated(retries=1)
@@ -246,6 +248,7 @@ def test_code_that_cancels_the_calls_of_others_is_named() -> None:
     assert cancelled.error == f"EnvError: {name} cancelled its task"
 
 
+@pytest.mark.costly
 def test_programs_of_an_environment_end_with_its_worker_and_no_worker_outlives_the_run() -> None:
     world = Isolated(workers=3)
     seen: list[int] = []
@@ -275,6 +278,7 @@ def mixed(folder: Path, isolation: str) -> Any:
     )
 
 
+@pytest.mark.costly
 def test_a_deterministic_run_is_the_same_with_isolation_and_after_a_resume(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

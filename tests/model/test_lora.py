@@ -100,6 +100,7 @@ def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
+@pytest.mark.costly
 def test_at_first_nothing_is_changed_and_only_adapters_are_weights() -> None:
     plain, state = tiny_policy(), torch.get_rng_state()
     policy, again, another = (
@@ -132,6 +133,7 @@ def test_a_twin_has_adapters_of_its_own_over_the_same_base() -> None:
     )
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("route", ["snapshot_old", "interrupt_sync", "eager"])
 def test_an_exact_route_keeps_its_contract_on_adapters(route: str) -> None:
     options = OldLogpsConfig(route=route)
@@ -342,6 +344,7 @@ def test_an_embedded_engine_refuses_another_base(folder: Path, other: Path) -> N
     told(engine, story)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("kind", [FakeVllm, FakeSglang])
 def test_servers_sample_from_the_merged_weights(
     folder: Path, other: Path, tmp_path: Path, kind: type[FakeVllm] | type[FakeSglang]
@@ -397,6 +400,7 @@ def quiet() -> Console:
     return Console(file=StringIO(), width=300)
 
 
+@pytest.mark.costly
 def test_a_run_publishes_keeps_and_records_adapters_and_its_audit_finds_no_error(
     run: session.Run,
 ) -> None:
@@ -423,6 +427,7 @@ def test_a_run_publishes_keeps_and_records_adapters_and_its_audit_finds_no_error
     )
 
 
+@pytest.mark.costly
 def test_a_recorded_run_is_audited_on_its_own_base_alone(
     run: session.Run, folder: Path, tmp_path: Path
 ) -> None:
@@ -470,6 +475,7 @@ def toy(monkeypatch: pytest.MonkeyPatch) -> Any:
         yield toy
 
 
+@pytest.mark.costly
 def test_killed_it_goes_on_bit_for_bit(toy: Toy, tmp_path: Path) -> None:
     made = config(deterministic=True)
     toy.require_equal_resume(tmp_path, made, "step", 3)

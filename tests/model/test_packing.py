@@ -311,6 +311,7 @@ def kept() -> Iterator[list[int]]:
         yield total
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("lora", [None, Lora(4)])
 def test_running_layers_again_keeps_less_and_changes_nothing(lora: Lora | None) -> None:
     found, sizes = [], []
@@ -380,7 +381,8 @@ def test_a_compiled_policy_says_the_same_and_so_does_its_twin() -> None:
     assert (twin.logps(siblings(), temperature=1.0) - found[0][0]).abs().max() < 1e-4
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.costly
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_linear_layers_that_are_trained_compile(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -423,6 +425,7 @@ def test_linear_layers_are_those_of_torch(tokens: int, bias: bool) -> None:
         assert float((one - other).norm() / other.norm()) < 1e-6
 
 
+@pytest.mark.costly
 def test_what_a_processor_lacks_is_left_to_torch() -> None:
     """Uses new processes, because oneDNN reads the allowed instructions once."""
     asked = (
@@ -609,7 +612,8 @@ def test_a_pass_asks_for_a_few_times_as_many_log_probabilities_as_it_runs() -> N
     assert [len(group) for group in pack_shared(packed, 400, [100] * 64)] == [16] * 4
 
 
-@pytest.mark.parametrize("gradient_checkpointing", [False, True])
+@pytest.mark.costly
+@pytest.mark.parametrize("gradient_checkpointing", [True, False])
 @pytest.mark.filterwarnings("ignore:The .grad attribute")
 def test_a_compiled_policy_is_compiled_once_for_all_forests(gradient_checkpointing: bool) -> None:
     plain, policy = tiny_policy(), tiny_policy()

@@ -160,6 +160,7 @@ def log_d(policy: Policy, replies: list[tuple[list[int], Tensor]]) -> Tensor:
     return torch.cat(differences).abs()
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("experts", [0, 4], ids=["dense", "moe"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_same_format_on_both_sides_removes_the_discrepancy(
@@ -218,6 +219,7 @@ def configure(folder: Path, *, engine: str, trainer: str = "none", **changes: An
     )
 
 
+@pytest.mark.costly
 @pytest.mark.usefixtures("forked_children")
 @pytest.mark.parametrize("route", ["snapshot_old", "interrupt_sync", "old_logit_model"])
 def test_exact_routes_are_exact_with_rounded_passes(tmp_path: Path, route: str) -> None:
@@ -231,6 +233,7 @@ def test_exact_routes_are_exact_with_rounded_passes(tmp_path: Path, route: str) 
     assert min(row["trainer/grad_norm"] for row in rows) > 0, "every version has other weights"
 
 
+@pytest.mark.costly
 @pytest.mark.usefixtures("forked_children")
 def test_an_engine_that_rounds_alone_is_measured_as_discrepancy(tmp_path: Path) -> None:
     config = configure(tmp_path, engine="int4", steps=2)

@@ -263,6 +263,7 @@ def pictures(text: str) -> list[tuple[float, float, str]]:
     return [(float(width), float(height), inner) for width, height, inner in found]
 
 
+@pytest.mark.costly
 def test_the_page_is_complete_escaped_and_drawn_inside_its_frames(tmp_path: Path) -> None:
     for arm in ("snapshot_old", "rollout", "beta <b>"):
         for seed in range(3):
@@ -431,6 +432,7 @@ def is_free(folder: Path) -> bool:
         return False
 
 
+@pytest.mark.costly
 @pytest.mark.usefixtures("fake_train")
 def test_a_failed_run_stops_nobody_and_is_run_again(tmp_path: Path) -> None:
     folder = tmp_path / "x"
@@ -454,6 +456,7 @@ def test_a_failed_run_stops_nobody_and_is_run_again(tmp_path: Path) -> None:
     assert not read_comparison(folder).shared_machine
 
 
+@pytest.mark.costly
 @pytest.mark.usefixtures("fake_train")
 def test_a_folder_with_another_configuration_is_refused_before_anything_runs(
     tmp_path: Path,
@@ -465,6 +468,7 @@ def test_a_folder_with_another_configuration_is_refused_before_anything_runs(
     assert ran(folder) == ["snapshot_old-seed0", "rollout-seed0"]
 
 
+@pytest.mark.costly
 @pytest.mark.usefixtures("fake_train")
 def test_runs_at_the_same_time_have_cores_of_their_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -490,6 +494,7 @@ def test_more_jobs_than_pairs_of_cores_are_refused(
     assert not (tmp_path / "x").exists()
 
 
+@pytest.mark.costly
 @pytest.mark.usefixtures("fake_train")
 def test_what_the_linter_says_of_the_arms_is_said_once_and_stands_on_the_page(
     tmp_path: Path,
@@ -510,6 +515,7 @@ def test_what_the_linter_says_of_the_arms_is_said_once_and_stands_on_the_page(
     assert "- Not recorded: other, snapshot_old, young." in tables(read_comparison(folder))
 
 
+@pytest.mark.costly
 @pytest.mark.usefixtures("fake_train")
 def test_ctrl_c_ends_the_run_in_progress_and_the_same_command_goes_on(tmp_path: Path) -> None:
     folder = tmp_path / "x"

@@ -154,6 +154,7 @@ def test_every_page_is_complete_and_readable(
     assert page.errors == []
 
 
+@pytest.mark.costly
 @needs_axe
 def test_axe_finds_nothing_serious_on_any_page(page: Page, client: Client) -> None:
     page.resize(1280, 900)
@@ -404,6 +405,7 @@ def test_a_filter_that_waits_does_not_follow_to_another_page(page: Page, client:
     assert page.run("location.hash") == "#/"
 
 
+@pytest.mark.costly
 def test_filter_and_search_narrow_the_table(page: Page, client: Client) -> None:
     go(page, client, "run/hostile/episodes")
     page.run(

@@ -119,6 +119,7 @@ def test_counts_are_of_all_tokens_and_points_are_a_stated_sample(
     assert len(set(sample)) == 100 and set(sample) <= cells
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     ("choice", "where"),
     [
@@ -262,6 +263,7 @@ ROUTES: dict[str, Any] = {
 }
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("route", ROUTES)
 def test_another_route_gives_what_its_formula_gives(client: Client, runs: Path, route: str) -> None:
     whole = columns_of(runs / "first")
@@ -365,6 +367,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return unstale.train(config).folder
 
 
+@pytest.mark.costly
 def test_the_own_options_give_the_recorded_flags(tiny: Path) -> None:
     """Only a token whose ratio is within a float16's error of a limit may come out otherwise."""
     own = limits.own_settings(tiny)
@@ -429,6 +432,7 @@ def both(client: Client, **params: str) -> list[dict[str, Any]]:
     return rows
 
 
+@pytest.mark.costly
 def test_a_selection_of_episodes_is_saved_with_the_values_of_the_table(
     client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -456,6 +460,7 @@ def test_the_tokens_of_episodes_are_saved_as_the_command_exports_them(
     assert rows == expected and len(rows) == 4
 
 
+@pytest.mark.costly
 def test_brushed_tokens_are_saved_with_their_values(client: Client, runs: Path) -> None:
     whole = columns_of(runs / "first")
     brush = {"s_min": "0.1", "lag_min": "1"}
@@ -473,6 +478,7 @@ def test_brushed_tokens_are_saved_with_their_values(client: Client, runs: Path) 
     assert len(both(client, run="first", content="brushed")) == len(inside)
 
 
+@pytest.mark.costly
 def test_all_tokens_that_other_options_treat_differently_are_saved(
     client: Client, runs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -253,6 +253,7 @@ def test_a_refusal_is_shown_and_the_run_s_options_come_back(page: Page, client: 
     page.errors.clear()  # the browser notes the answer 400
 
 
+@pytest.mark.costly
 def test_the_table_of_episodes_links_to_the_file_of_its_rows(page: Page, client: Client) -> None:
     page.run(f"location.hash = '#/{PAGE.replace('factors', 'episodes')}?filter=step%3D2'")
     page.wait("document.querySelectorAll('.downloads a').length == 4")

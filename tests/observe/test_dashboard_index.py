@@ -546,6 +546,7 @@ def synthetic(database: Database, count: int, rng: random.Random) -> None:
         )
 
 
+@pytest.mark.costly
 def test_pages_are_those_of_a_plain_search(tmp_path: Path) -> None:
     rng = random.Random(0)
     database = Database(tmp_path / "index.sqlite")
@@ -755,6 +756,7 @@ def test_a_wrong_page_is_explained(wrong: dict[str, Any]) -> None:
         Question(**wrong)
 
 
+@pytest.mark.costly
 def test_a_page_of_100_000_episodes_is_read_without_sorting(tmp_path: Path) -> None:
     """SQLite's steps are counted: the page itself takes few, and the count of all matches some for
     each episode. A sort of all would take more, and its plan would name it."""

@@ -415,6 +415,7 @@ def test_every_page_is_tried_with_axe() -> None:
         assert found or pattern.endswith("/token/:token"), pattern
 
 
+@pytest.mark.costly
 @pytest.mark.skipif(browser_program() is None, reason=NO_BROWSER)
 def test_the_pages_are_complete_and_readable(recorded: Path, tmp_path: Path) -> None:
     """In light, dark and narrow windows; the timeline's wheel, drag and keys change its range."""

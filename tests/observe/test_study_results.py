@@ -121,6 +121,7 @@ def test_planned_differences_are_corrected_and_others_are_exploratory(study: Pat
     assert read_results(study).num_planned == 4
 
 
+@pytest.mark.costly
 def test_pairs_of_all_settings_give_one_difference_of_an_arm(study: Path) -> None:
     (rollout,) = read_results(study).pooled("steps")
     assert rollout.arm == "rollout", "`average` has pairs in one setting alone"
@@ -140,6 +141,7 @@ def test_pairs_of_all_settings_give_one_difference_of_an_arm(study: Path) -> Non
     assert "Over all settings" in (study / "study.html").read_text()
 
 
+@pytest.mark.costly
 def test_the_page_has_every_measure_and_both_figures(
     study: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

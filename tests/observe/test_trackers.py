@@ -82,6 +82,7 @@ def test_tensorboard(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.costly
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mlflow = pytest.importorskip("mlflow")
@@ -106,6 +107,7 @@ def test_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert found.data.tags["outcome"] == f"{kind or 'failed'}: no disk"
 
 
+@pytest.mark.costly
 def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wandb = pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
@@ -252,6 +254,7 @@ def test_a_run_sends_metrics_and_a_text_to_your_own_tracker(tmp_path: Path) -> N
     require_named_trackers(stored, {"trackers": ""})
 
 
+@pytest.mark.costly
 def test_a_run_in_segments_opens_a_tracker_once(tmp_path: Path) -> None:
     """A deterministic run loads every checkpoint, as a resumed one does."""
     session.train(
@@ -317,6 +320,7 @@ def test_a_tracker_receives_the_outcome_of_a_run_whose_policy_cannot_be_saved(
         assert (tmp_path / name / "report.html").is_file()
 
 
+@pytest.mark.costly
 def test_a_tracker_receives_the_outcome_of_a_run_whose_engine_cannot_be_closed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -347,6 +351,7 @@ def test_a_tracker_receives_the_outcome_of_a_run_whose_engine_cannot_be_closed(
     assert (last["kind"], last["reason"]) == ("stopped", "failed")
 
 
+@pytest.mark.costly
 def test_a_tracker_of_a_resumed_run_is_told_its_first_step(tmp_path: Path) -> None:
     config = small(tmp_path, trackers="tests.support.tracker:make_memory")
     run = session.train(config, console=quiet())

@@ -45,6 +45,7 @@ def follow(route: OldLogps, policy: Policy, versions: range) -> list[torch.Tenso
     return found
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(("options", "make_policy"), CASES, ids=["bfloat16", "two", "adapters"])
 def test_the_values_are_bitwise_those_of_a_second_model(
     options: dict[str, object], make_policy: Callable[[], Policy]

@@ -290,6 +290,7 @@ def advance(policy: Policy, route: OldLogps, seed: int) -> None:
     route.published(live=range(policy.version))
 
 
+@pytest.mark.costly
 def test_publishing_waits_for_the_process_to_load_the_version_before_and_arrivals_do_not() -> None:
     policy = tiny_policy()
     with ThreadPoolExecutor(1) as trainer, old_logit_model(policy) as route:
@@ -589,6 +590,7 @@ def pauses() -> Callable[[Sequence[int], SamplingParams], Awaitable[None]]:
     return wait
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("minibatches_per_batch", [1, 2])
 @pytest.mark.parametrize(
     "name", ["old_logit_model", "interrupt_sync", "eager, snapshot_old", "eager, interrupt_sync"]

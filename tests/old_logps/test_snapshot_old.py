@@ -80,6 +80,7 @@ def check(route: SnapshotOld, batch: Batch, copies: list[Policy], *, tolerance: 
             assert (values[start:end][here] - truth[here]).abs().max() < tolerance
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-5), ("float64", 1e-9)])
 @pytest.mark.parametrize("config", STORES.values(), ids=STORES.keys())
 def test_values_equal_those_of_independent_full_copies_however_versions_are_stored(

@@ -38,6 +38,7 @@ from unstale.testing import tiny_policy
 Usage = namedtuple("Usage", "total used free")
 
 
+@pytest.mark.costly
 def test_a_run_prints_its_footprint_and_its_checkpoints_have_the_predicted_size(
     tmp_path: Path,
 ) -> None:
@@ -129,6 +130,7 @@ def test_a_rank_in_bfloat16_has_16_bytes_a_weight_and_two_copies(lora: Lora | No
     assert found == pytest.approx(divided / 4 + whole + 2 * (head + layers))
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_checkpoint_of_ranks_copies_what_is_predicted(dtype: str, tmp_path: Path) -> None:
     made = RunConfig(
@@ -207,6 +209,7 @@ def test_a_disk_that_is_too_full_is_refused_before_anything_is_written(
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.costly
 def test_a_run_is_not_resumed_on_a_disk_without_space_for_its_rest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -244,6 +247,7 @@ def test_a_run_is_not_resumed_on_a_disk_without_space_for_its_rest(
     assert sorted(run.rglob("*")) == before
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("dtype, deltas", [("float32", 2.0), ("bfloat16", 0.2)])
 def test_a_trainer_holds_at_most_24_bytes_a_weight(dtype: str, deltas: float) -> None:
     """Count them before an optimizer step, when there are gradients, moments and a past version.

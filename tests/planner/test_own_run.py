@@ -253,6 +253,7 @@ def ask(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], wor
     return left.value.code, json.loads(capsys.readouterr().out)
 
 
+@pytest.mark.costly
 def test_the_command_refuses_what_the_run_does_not_show(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -516,6 +516,7 @@ def test_what_cannot_be_done_says_what_would() -> None:
         suggest(asked(model=replace(PRESETS["235B-A22B"], experts=1100), devices=512))
 
 
+@pytest.mark.costly
 def test_staleness_is_chosen_as_small_as_throughput_allows() -> None:
     """Tool calls of one second do not need eight batches in flight."""
     found = suggest(asked(lags=(1, 2, 8), windows=(1,), route="snapshot_old"))
@@ -730,6 +731,7 @@ def test_a_plan_for_long_episodes_names_the_context() -> None:
     assert any("131,072 tokens, divided by 4 GPUs" in reason for reason in told["reasons"])
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("name", ["0.6B", "4B", "30B-A3B"])
 def test_a_layer_keeps_the_bytes_that_a_pass_of_the_real_model_keeps(name: str) -> None:
     """Counted at the real widths, without computing: tensors that autograd saves, by layer."""

@@ -162,6 +162,7 @@ def runs(fleet: Fleet, workload: Workload = AGENT, *, seeds: int = 20) -> list[S
     return [simulate(workload, fleet, SCHEDULE, COSTS, steps=3, seed=seed) for seed in range(seeds)]
 
 
+@pytest.mark.costly
 def test_groups_shorten_the_wait_for_the_first_token() -> None:
     """Prompts of 2000 tokens and four short turns, two of four engines for prompts."""
     plain = runs(POOL)
@@ -209,6 +210,7 @@ def test_the_engines_of_a_recorded_run_are_those_of_all_hosts() -> None:
         )
 
 
+@pytest.mark.costly
 def test_two_simulations_are_shown_in_columns(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = (
         "simulate --steps 3 --set fleet.engines=2 costs.decode=0.01 costs.train=0.1 "

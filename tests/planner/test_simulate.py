@@ -230,6 +230,7 @@ def test_with_stragglers_the_oldest_token_is_as_old_as_the_bound(staleness: int)
 STREAMED = ScheduleConfig(max_staleness=0, groups_per_step=8, group_size=4)
 
 
+@pytest.mark.costly
 def test_a_trainer_that_streams_is_idle_for_a_smaller_share() -> None:
     """Taking turns, long episodes: over 20 seeds, the step is at least 20% shorter in each."""
     costs = replace(COSTS, train=0.05)
@@ -476,6 +477,7 @@ def test_a_tool_s_time_is_over_all_calls(monkeypatch: pytest.MonkeyPatch) -> Non
     assert workload.tool_s == LogNormal(0.5, 1.0)
 
 
+@pytest.mark.costly
 def test_more_requests_than_a_batch_needs_raise_the_throughput_at_the_price_of_staleness() -> None:
     """The claim of APRIL, for replies of very different lengths.
 

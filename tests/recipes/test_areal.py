@@ -42,6 +42,7 @@ def log_prox(name: str, now: Tensor, batch: Batch, start: Tensor) -> Tensor:
     return share * now + (1 - share) * batch.behavior_logp.double()
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     "name", ["areal_naive", "areal_decoupled", "areal_loglinear", "areal_m2po"]
 )

@@ -47,6 +47,7 @@ def played(tokenizer: Any) -> list[Played]:
     ]
 
 
+@pytest.mark.costly
 def test_the_recipe_in_the_code_makes_the_tokenizer_and_the_configuration(tmp_path: Path) -> None:
     record = json.loads((FOLDER / "recipe.json").read_text())
     assert record["hash"] == DESKS.hash
@@ -102,6 +103,7 @@ def test_replies_alone_have_the_full_weight(
     assert "<tool_call>" in written and "<tool_response>" not in written
 
 
+@pytest.mark.costly
 def test_calls_are_well_formed_and_decisions_often_wrong(played: list[Played]) -> None:
     calls = sum(len(message.tool_calls) for episode in played for message in episode.messages)
     assert sum(episode.malformed for episode in played) / calls < 0.03

@@ -45,6 +45,7 @@ def played(model: Any, tokenizer: Any) -> list[Played]:
     return play(model, tokenizer, RetailTasks().held_out(96), temperature=1.0, seed=3)
 
 
+@pytest.mark.costly
 def test_the_script_makes_the_same_tokenizer_and_configuration(
     made: tuple[Path, dict[str, list[float]]],
 ) -> None:
@@ -98,6 +99,7 @@ def test_numbers_are_copied_and_looked_up(model: Any, tokenizer: Any) -> None:
     assert (found == tokens[:, 1:])[asked].float().mean() > LOOKED_UP
 
 
+@pytest.mark.costly
 def test_calls_are_well_formed(played: list[Played]) -> None:
     calls = sum(len(message.tool_calls) for episode in played for message in episode.messages)
     assert sum(episode.malformed for episode in played) / calls < 0.03
@@ -105,6 +107,7 @@ def test_calls_are_well_formed(played: list[Played]) -> None:
     assert sum(episode.done for episode in played) == len(played)
 
 
+@pytest.mark.costly
 def test_decisions_are_often_wrong_and_often_right(
     played: list[Played], model: Any, tokenizer: Any
 ) -> None:

@@ -330,6 +330,7 @@ half an hour."""
 TEMPLATES = {"qwen": QWEN, "thinking": THINKING}
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("template", [*DIALECTS, *TEMPLATES])
 def test_whatever_a_harness_does_every_token_keeps_its_context(template: str) -> None:
     tokenizer = tokenizer_of(template, TEMPLATES.get(template, ""))
@@ -621,6 +622,7 @@ def test_what_cannot_be_done_is_refused_in_words() -> None:
     assert visit(World(talker), act).num_turns == 1
 
 
+@pytest.mark.costly
 def test_nothing_that_is_sent_is_more_than_refused() -> None:
     """Malformed bodies get an answer or a refusal with a reason, never status 500."""
     odd = (
@@ -771,6 +773,7 @@ REPLIES = (
 )
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("template", [*DIALECTS, *TEMPLATES])
 def test_what_is_streamed_is_how_the_answer_begins_wherever_it_is_cut(template: str) -> None:
     tokenizer = tokenizer_of(template, TEMPLATES.get(template, ""))
@@ -1095,6 +1098,7 @@ def test_prompts_that_are_text_or_tokens_go_on_from_what_was_recorded(as_tokens:
     assert [name for name, _ in groupby(sources)] == ["ENVIRONMENT", "SAMPLED"] * 2
 
 
+@pytest.mark.costly
 def test_many_stream_at_once_and_each_gets_its_own() -> None:
     async def act(client: httpx.AsyncClient, world: World) -> None:
         async def talk(number: int) -> None:

@@ -533,6 +533,7 @@ def halves(folder: Path, agent: Any, *, after: int) -> tuple[Group, World, World
     return asyncio.run(go_on(second)), first, second
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("after", [1, 2, 3])
 def test_an_episode_with_forks_goes_on_from_its_journal_token_for_token(
     tmp_path: Path, after: int
@@ -650,6 +651,7 @@ def test_what_an_agent_cannot_be_trained_with_is_refused(tmp_path: Path) -> None
         build_rollout(limited, build_taskset(config.task))
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("tasks", ["sdk_tasks", "forking_tasks"])
 def test_a_run_trains_on_it(tmp_path: Path, tasks: str) -> None:
     engine = EngineConfig(max_completion_tokens=24, max_context=256, max_running=8)
@@ -677,6 +679,7 @@ SDK, SMOL, CHECKED, OPENAI_AGENTS = [
 ]
 
 
+@pytest.mark.costly
 def test_an_agent_of_a_library_becomes_trajectories_and_may_be_killed(tmp_path: Path) -> None:
     """smolagents as in the docs: its second call is a branch that rewrites the history."""
     pytest.importorskip("smolagents")
@@ -801,6 +804,7 @@ def _threaded(base_url: str, task: str, seed: int, api_key: str) -> float:
 KEPT: list[Any] = []
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     ("agent", "words"),
     [

@@ -66,6 +66,7 @@ def play(world: World, agent: Callable[..., Any]) -> Trajectory:
     return trajectory
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("api", ["chat", "responses"])
 def test_langchain_gets_structured_output_at_its_temperature(api: str) -> None:
     langchain_openai = pytest.importorskip("langchain_openai")
@@ -106,6 +107,7 @@ def test_langchain_gets_structured_output_from_a_tool_call() -> None:
     assert (facts["overridden_tool_choice"], facts["overridden_seed"]) == (1, 1)
 
 
+@pytest.mark.costly
 def test_pydantic_ai_gets_its_typed_output() -> None:
     pydantic_ai = pytest.importorskip("pydantic_ai")
     from pydantic_ai.models.openai import OpenAIChatModel
@@ -127,6 +129,7 @@ def test_pydantic_ai_gets_its_typed_output() -> None:
     assert trajectory.num_turns == 2 and not trajectory.branches, "the library asks again itself"
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("streamed", [False, True])
 def test_openai_agents_run_by_default_through_the_responses_api(streamed: bool) -> None:
     agents = pytest.importorskip("agents")
@@ -279,6 +282,7 @@ def test_a_client_that_disconnects_during_a_retry_gets_the_rest_of_that_reply() 
     assert trajectory.reward == 1 and len(trajectory.branches) == 1
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("after", [1, 3, 5])
 def test_a_killed_run_repeats_the_retries_that_it_recorded(
     after: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -127,6 +127,7 @@ def is_explained(message: str, *names: str) -> bool:
     return has_option and len(reason.split()) > 3
 
 
+@pytest.mark.costly
 def test_every_pair_is_accepted_or_refused_with_what_to_do() -> None:
     """Two of a slot that holds one are refused. Others are built, with both in the facts."""
     accepted = 0
@@ -202,6 +203,7 @@ def require_trained(folder: Path, steps: int) -> None:
         assert check(reader) == []
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     "names",
     [

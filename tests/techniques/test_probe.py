@@ -296,6 +296,7 @@ def errors(*, shown: bool) -> tuple[float, float]:
     return float(total[0]), float(total[1])
 
 
+@pytest.mark.costly
 def test_a_probe_has_less_variance_than_the_mean_of_the_siblings() -> None:
     """Measured: 0.022 with the features of the task, 0.042 with `loo`. With those of other tasks
     the probe is about the mean of all rewards: 0.035, and `loo` 0.047.

@@ -455,6 +455,7 @@ def success(
     return float(logits.softmax(-1)[:, 0].mean())
 
 
+@pytest.mark.costly
 def test_random_stored_groups_help_without_a_clip_and_hurt_with_one() -> None:
     """Measured: 0.69 with 2 fresh groups a step and 0.84 with 4. Two fresh and two stored groups
     reach 0.81 without a clip, and 0.50 with PPO's. A clip of 0.2 stops most stored tokens, and they
@@ -466,6 +467,7 @@ def test_random_stored_groups_help_without_a_clip_and_hurt_with_one() -> None:
     assert success(steps=60, arms=16, clip=0.2, **stored) < plain - 0.06
 
 
+@pytest.mark.costly
 def test_stored_successes_of_tasks_that_fail_again_teach_them() -> None:
     """Of 64 arms one is rewarded, so most groups fail at first. Measured: 0.35 without, 0.50 with
     stored groups, no clip. With PPO's clip there is no effect: 0.33.

@@ -117,6 +117,7 @@ def successes(steps: int, penalty: float = 0.0) -> tuple[float, float]:
     return flawed_success + clean, flawed_success / (flawed_success + clean)
 
 
+@pytest.mark.costly
 def test_flawed_successes_are_learned_at_first_and_unlearned_later() -> None:
     """Measured without the technique, with it, and with a flawed success equal to a failure:
 
@@ -130,6 +131,7 @@ def test_flawed_successes_are_learned_at_first_and_unlearned_later() -> None:
     assert successes(20)[1] > 0.9
 
 
+@pytest.mark.costly
 def test_a_bonus_makes_a_policy_use_tools_sooner() -> None:
     """Measured: after 30 steps the share of answers with tools is 0.72, without the bonus 0.46."""
     arms: list[Arm] = [

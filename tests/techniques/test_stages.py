@@ -147,6 +147,7 @@ def learn(options: StagesConfig | None, episodes: int = 8000) -> tuple[float, fl
     return float(once), float(end)
 
 
+@pytest.mark.costly
 def test_more_hard_tasks_are_solved_at_least_once() -> None:
     """Measured: 0.64 with uniform draws and groups of 8, 0.77 with it; at the end 0.35 and 0.09.
 

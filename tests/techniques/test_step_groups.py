@@ -156,6 +156,7 @@ def variance(technique: StepGroups | None, *, sees_action: bool) -> tuple[float,
     return scatter / signal, np.array(gradients)
 
 
+@pytest.mark.costly
 def test_step_groups_lower_the_variance_where_states_come_again() -> None:
     """Measured with 60 groups for each of 24 seeds: 0.53 GRPO, 0.48 GiGPO, 0.45 HGPO."""
     grpo, plain = variance(None, sees_action=False)
@@ -167,6 +168,7 @@ def test_step_groups_lower_the_variance_where_states_come_again() -> None:
     np.testing.assert_allclose(variance(salt, sees_action=False)[1], plain, atol=1e-12)
 
 
+@pytest.mark.costly
 def test_salt_lowers_the_variance_of_a_policy_that_sees_more_than_the_key() -> None:
     """Measured with 60 groups for each of 24 seeds: 0.68 GRPO, 0.60 SALT."""
     grpo, _ = variance(None, sees_action=True)

@@ -159,6 +159,7 @@ def cross_entropy(found: Array, right: Array) -> float:
     return float(-(right * np.log(found) + (1 - right) * np.log1p(-found)).mean())
 
 
+@pytest.mark.costly
 def test_forecasts_are_calibrated_and_those_from_random_texts_are_as_good_as_the_mean() -> None:
     """Measured, cross entropies: 0.451 with the model, 0.554 with the mean success rate, and 0.346
     with the true ones. With random texts 0.556, 0.552 and 0.346. Among forecasts of 0 to 0.2, of

@@ -221,6 +221,7 @@ def outcomes(folder: Path, count: int) -> list[dict[str, Outcome]]:
     return run_ranks(count, learn_all, folder, VARIANTS_OF[count])
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     ("count", "variant"), [(count, name) for count in VARIANTS_OF for name in VARIANTS_OF[count]]
 )
@@ -258,6 +259,7 @@ def context_outcomes(folder: Path, count: int) -> list[dict[str, Outcome]]:
     return run_ranks(count, learn_in_context_groups, folder, CONTEXT_VARIANTS[count])
 
 
+@pytest.mark.costly(cases=0)
 @pytest.mark.parametrize(
     ("count", "variant"),
     [(count, name) for count, names in CONTEXT_VARIANTS.items() for name in names],
@@ -392,6 +394,7 @@ def pending(scored: ScoredTrajectory) -> list[PendingPiece]:
     ]
 
 
+@pytest.mark.costly(cases=0)
 @pytest.mark.parametrize(
     "names",
     [
@@ -406,6 +409,7 @@ def test_every_route_keeps_its_contract_on_two_ranks(names: list[str], tmp_path:
     run_ranks(2, check_each, tmp_path, names)
 
 
+@pytest.mark.costly
 def test_every_setting_of_a_route_keeps_its_contract_on_two_ranks(tmp_path: Path) -> None:
     tiny_policy().save(tmp_path)
     run_ranks(2, check_settings, tmp_path)
@@ -474,6 +478,7 @@ def load_all(
     return {kind: load(peers, folder, run / kind, names[kind], SAVED[kind]) for kind in SAVED}
 
 
+@pytest.mark.costly(cases=0)
 @pytest.mark.parametrize(("before", "after"), [(2, (1, 2, 3)), (1, (2,))])
 def test_a_checkpoint_of_some_ranks_is_read_by_others(
     before: int, after: tuple[int, ...], folder: Path, tmp_path: Path
@@ -547,6 +552,7 @@ def publish_all(
     return {name: publish(peers, folder, runs / name, VARIANTS[name]) for name in variants}
 
 
+@pytest.mark.costly
 def test_ranks_publish_differences_of_their_parts(folder: Path, tmp_path: Path) -> None:
     """Applied one rank after the other, they are the weights, bit for bit, also on disk."""
     variants = ("plain", "inline", "lora")

@@ -189,6 +189,7 @@ CASES: Mapping[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("case", CASES)
 def test_the_step_is_that_of_the_whole_batch(case: str) -> None:
     whole = learn([range(4)], stream=False, **CASES[case])
@@ -199,6 +200,7 @@ def test_the_step_is_that_of_the_whole_batch(case: str) -> None:
     require_equal(learn(parts, stream=True, **CASES[case]), whole, error=error)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("parts", ORDERS)
 def test_the_order_of_arrival_changes_nothing(parts: Sequence[Sequence[int]]) -> None:
     require_equal(learn(parts, stream=True), learn([range(4)], stream=False))
@@ -230,6 +232,7 @@ def test_the_entropy_is_that_of_equally_many_tokens_of_every_part(
     )
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("case", ["kept", "current_recompute", "techniques"])
 @pytest.mark.parametrize("parts", [((3,), (0, 2), (1,)), ((0, 1, 2, 3),)])
 def test_the_data_of_a_step_are_those_of_all_parts(

@@ -90,6 +90,7 @@ def two_versions(data: st.DataObject, dtype: torch.dtype, count: int) -> tuple[T
     return before, torch.where(where, other, before)
 
 
+@pytest.mark.costly
 @given(st.data(), st.sampled_from(list(WIDTHS)), st.integers(0, 3000), st.booleans())
 @settings(max_examples=60, deadline=None)
 def test_compiled_code_and_numpy_return_the_same_bytes(
@@ -112,6 +113,7 @@ def test_compiled_code_and_numpy_return_the_same_bytes(
         assert [plane.tolist() for plane in its_planes] == [plane.tolist() for plane in planes]
 
 
+@pytest.mark.costly
 @given(
     st.data(),
     st.sampled_from(DTYPES),
@@ -272,6 +274,7 @@ def test_a_store_with_crc32_is_restored_and_checked() -> None:
         VersionStore().restore(state | {"checksum": crc ^ 1})
 
 
+@pytest.mark.costly
 @settings(max_examples=60)
 @given(
     bits=st.sampled_from([8, 16, 32, 64]),

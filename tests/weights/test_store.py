@@ -167,6 +167,7 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path | No
     assert list(tmp_path.iterdir()) == [], "a closed store leaves no file behind"
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("storage", ["delta", "full"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_any_bits_come_back_in_any_order_after_dropping_and_restoring(
@@ -385,6 +386,7 @@ def test_a_limit_on_memory_is_kept_and_refusing_leaves_the_store_as_it_was(stora
     ] * 3
 
 
+@pytest.mark.costly
 def test_a_version_takes_the_memory_that_is_counted() -> None:
     draws = torch.Generator().manual_seed(0)
     before = torch.randn(200_000, generator=draws)
