@@ -203,7 +203,7 @@ bench-demo: setup
 
 # An OpenAI-SDK agent through the endpoint against the built-in environment (30 minutes).
 bench-agent: setup
-	$(BIN)/python benchmarks/agent.py
+	$(BIN)/python -m benchmarks.agent
 
 bench-desks: setup
 	$(BIN)/python benchmarks/desks_degenerate.py

@@ -1,6 +1,6 @@
 """Train an agent that uses the OpenAI SDK, and measure the cost of the endpoint.
 
-    python benchmarks/agent.py --seeds 0    # about 15 minutes on two quiet cores
+    python -m benchmarks.agent --seeds 0    # about 15 minutes on two quiet cores
 
 Each seed runs the retail recipe twice, each time in a new process: with `examples/retail_agent.py`
 through the endpoint, then with the built-in environment. Tasks, noise, held-out tasks and settings
@@ -16,8 +16,7 @@ from datetime import date
 from pathlib import Path
 from statistics import median
 
-from demo import CONSOLE, RESULTS, finished, graded, read
-
+from benchmarks.demo import CONSOLE, RESULTS, finished, graded, read
 from unstale.durability.journal import Journal, check
 from unstale.durability.machine import commit, machine, versions
 from unstale.durability.run_folder import RunFolder
@@ -183,13 +182,13 @@ def main() -> None:
     parser.add_argument("--without-native", action="store_true", help="train the agent alone")
     parser.add_argument("--runs", type=Path, default=Path("runs") / f"bench-agent-{date.today()}")
     chosen = parser.parse_args()
-    command = " ".join(["python benchmarks/agent.py", *sys.argv[1:]])
-    work = [
+    command = " ".join(["python -m benchmarks.agent", *sys.argv[1:]])
+    work: list[tuple[str, str, tuple[str, ...]]] = [
         (env, f"{NAMES[env]}-seed{seed}", ("--seed", str(seed), "--minutes", str(chosen.minutes)))
         for env in ((AGENT,) if chosen.without_native else (AGENT, NATIVE))
         for seed in chosen.seeds
     ]
-    short = ("--steps", str(chosen.steps), "--minutes", "0", "--eval.tasks", "0")
+    short: tuple[str, ...] = ("--steps", str(chosen.steps), "--minutes", "0", "--eval.tasks", "0")
     work += [
         (env, f"pace-{name}{turn}", short)
         for turn in range(chosen.turns)

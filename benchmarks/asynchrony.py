@@ -58,10 +58,10 @@ from unstale.config import (
     ScheduleConfig,
 )
 from unstale.durability.journal import Journal
-from unstale.durability.machine import cores
 from unstale.durability.run_folder import EVENTS, METRICS, RunFolder
 from unstale.envs.desk import DeskConfig
 from unstale.observe.statistics import wilson
+from unstale.weights.child_process import cores
 
 FILE = Path(__file__).parent / "workloads.toml"
 FASTER, NEAR = 2.8, 0.85
@@ -404,7 +404,8 @@ def shown(
     base = _base(results)
     over = []
     for result in both:
-        ideals = (result.step_s(SYNC) / ideal for ideal in (result.ideal_s, result.bounded_s))
+        step_s = result.step_s(SYNC)
+        ideals = step_s / result.ideal_s, step_s / result.bounded_s
         over.append((result.tools, result.faster, *ideals))
     curve = []
     if base:

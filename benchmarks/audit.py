@@ -16,8 +16,9 @@ from pathlib import Path
 
 from rich.console import Console
 
-from unstale.cli.audit import AUDIT, audit
+from unstale.cli.audit import audit
 from unstale.durability.machine import commit, machine, versions
+from unstale.durability.run_folder import AUDIT
 
 RESULTS = Path(__file__).parent / "results"
 KNOBS = {

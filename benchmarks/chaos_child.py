@@ -188,8 +188,8 @@ class Hunter:
             await resume(engine)
             self._sampling.set()
 
-        child_process.Child.__init__ = born  # type: ignore[method-assign]
-        EmbeddedEngine.resume = resumed  # type: ignore[method-assign]
+        child_process.Child.__init__ = born  # type: ignore[method-assign,assignment]
+        EmbeddedEngine.resume = resumed  # type: ignore[method-assign,assignment]
 
     def _hunt(self, pid: int) -> None:
         starting = self.draw.random() < 0.2
@@ -242,9 +242,9 @@ class Witness:
                 told = True
                 self.tell("trained")
 
-        DirectPublisher.prepare = prepared  # type: ignore[method-assign]
-        Policy.assign_new_version = renumbered  # type: ignore[method-assign]
-        LocalTrainer.step = stepped  # type: ignore[method-assign]
+        DirectPublisher.prepare = prepared  # type: ignore[method-assign,assignment]
+        Policy.assign_new_version = renumbered  # type: ignore[method-assign,assignment]
+        LocalTrainer.step = stepped  # type: ignore[method-assign,assignment]
 
 
 def live(order: Order) -> None:

@@ -29,9 +29,10 @@ from tools.base_policy.train import Place, batches, one_step, optimizer_for
 from unstale import recipes
 from unstale.cli.evaluate import evaluate
 from unstale.config import SHIPPED_POLICY
-from unstale.durability.machine import commit, cores, machine, versions
+from unstale.durability.machine import commit, machine, versions
 from unstale.durability.run_folder import RunFolder
 from unstale.observe.statistics import wilson
+from unstale.weights.child_process import cores
 
 CONTROL = "control"
 RESULTS = Path(__file__).parent / "results"

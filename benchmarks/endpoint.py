@@ -275,7 +275,8 @@ class Bench:
                 tally.lost.append(f"episode {seed} is not what was on record")
             replies = groupby(outcome.pieces, key=lambda piece: isinstance(piece, Sampled))
             tally.across += sum(
-                len({piece.version for piece in said}) > 1 for sampled, said in replies if sampled
+                len({piece.version for piece in reply if isinstance(piece, Sampled)}) > 1
+                for _, reply in replies
             )
             tally.episodes += 1
 

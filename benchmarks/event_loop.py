@@ -33,7 +33,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from statistics import median
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 from torch import Tensor
 
@@ -222,7 +222,12 @@ def moe_model(folder: Path) -> TinyModel:
 
     path = folder / "policy"
     shutil.copytree(SHIPPED_POLICY, path)
-    sizes = {"hidden_size": 8, "moe_intermediate_size": 8, "num_hidden_layers": 1, "head_dim": 8}
+    sizes: dict[str, Any] = {
+        "hidden_size": 8,
+        "moe_intermediate_size": 8,
+        "num_hidden_layers": 1,
+        "head_dim": 8,
+    }
     config = Qwen3MoeConfig(
         **sizes,
         num_experts=EXPERTS,

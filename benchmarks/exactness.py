@@ -56,7 +56,7 @@ def main() -> None:
         for panel, comparison, title in zip(panels, comparisons, titles, strict=True):
             draw(panel, comparison, title, colours)
         panels[0].set_ylabel("success on held-out tasks")
-        lines = {}
+        lines: dict[str, Any] = {}
         for panel in panels:
             handles, labels = panel.get_legend_handles_labels()
             lines |= dict(zip(labels, handles, strict=True))

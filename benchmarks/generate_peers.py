@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any, TextIO
+from typing import IO, Any
 
 Turn = tuple[int, list[int]]
 Episode = tuple[list[int], list[Turn]]
@@ -420,7 +420,7 @@ def _transformers(folder: Path, dtype: str, threads: int) -> Any:
     return model.eval()
 
 
-KINDS = {
+KINDS: dict[str, Callable[[Path, str, int], Ours | Divided | Generate | _Queue]] = {
     "ours": Ours,
     "ours-threads": OneProcess,
     "generate": Generate,
@@ -451,10 +451,11 @@ def serve(kind: str, folder: str, dtype: str, threads: int) -> None:
         _tell(out, {"seconds": time.perf_counter() - start, "sampled": sampled, "probe": probe})
 
 
-def _tell(out: TextIO, answer: Any) -> None:
+def _tell(out: IO[str], answer: Any) -> None:
     out.write(json.dumps(answer) + "\n")
     out.flush()
 
 
 if __name__ == "__main__":
-    serve(*sys.argv[1:4], threads=int(sys.argv[4]))  # type: ignore[misc]
+    kind, folder, dtype, threads = sys.argv[1:5]
+    serve(kind, folder, dtype, int(threads))

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -37,7 +38,7 @@ _GB = 1e9
 
 def shape_of(model: Model, layers: int) -> PretrainedConfig:
     """Return the configuration of a Qwen3 model with a few layers and words."""
-    shape = {
+    shape: dict[str, Any] = {
         "vocab_size": 64,
         "hidden_size": model.hidden,
         "intermediate_size": model.ffn,
@@ -113,8 +114,9 @@ def _count(model: nn.Module, tree: PrefixTree) -> int:
             alive.append(tensor)
         return tensor
 
+    body: Any = model.base_model
     with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
-        hidden = run_model(model.base_model, tree, torch.tensor([-1]), True)
+        hidden = run_model(body, tree, torch.tensor([-1]), True)
     assert hidden.requires_grad
     return sum(sizes.values())
 

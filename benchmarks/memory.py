@@ -18,7 +18,9 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from benchmarks.tables import CONSOLE, columns, picture, row, write
+from unstale.config import SHIPPED_POLICY
 from unstale.model.forward import ForwardOptions
+from unstale.model.loading import load_tokenizer
 from unstale.model.policy import Policy
 from unstale.model.prefix_tree import Packed
 
@@ -52,7 +54,7 @@ def grown_mb(what: str, vocabulary: int, tokens: int) -> float:
         head_dim=HIDDEN // 4,
         tie_word_embeddings=True,
     )
-    policy = Policy(Qwen3ForCausalLM(config), None)
+    policy = Policy(Qwen3ForCausalLM(config), load_tokenizer(SHIPPED_POLICY))
     policy.set_forward_options(ForwardOptions(gradient_checkpointing="recompute" in what))
     optimizer = torch.optim.AdamW(policy.model.parameters(), fused=True)
     length = tokens // 4

@@ -135,7 +135,7 @@ class Sender:
         self._store = VersionStore(policy.twin().weights()) if way == "delta" else None
         self._disk_s = 0.0
         self._publisher = DirectPublisher(
-            engine,  # type: ignore[arg-type]
+            engine,
             dtype=policy.dtype,
             store=self._store,
             put=self._put,
@@ -162,7 +162,8 @@ class Sender:
 @contextmanager
 def timed() -> Iterator[list[float]]:
     """Yield a list, to which the end of the block adds its seconds."""
-    began, found = time.perf_counter(), []
+    began = time.perf_counter()
+    found: list[float] = []
     yield found
     found.append(time.perf_counter() - began)
 

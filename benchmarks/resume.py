@@ -17,7 +17,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import date
@@ -57,7 +57,7 @@ class Meter:
 
     def __init__(self, out: Path) -> None:
         self._out = out
-        self._sums: Counter[str] = Counter()
+        self._sums: defaultdict[str, float] = defaultdict(float)
         self._threads: list[Journal] = []
         self._journal_s = 0.0
 
@@ -87,8 +87,8 @@ class Meter:
             write(recorder, step, metrics)
             self._tell(step)
 
-        Journal.__enter__ = opened  # type: ignore[method-assign]
-        Recorder.write = written  # type: ignore[method-assign]
+        Journal.__enter__ = opened  # type: ignore[method-assign,assignment]
+        Recorder.write = written  # type: ignore[method-assign,assignment]
 
     def _time(self, owner: Any, name: str, sum_: str, clock: Callable[[], float]) -> None:
         function = getattr(owner, name)
@@ -137,7 +137,7 @@ def after_steps(count: int, act: Callable[[], object]) -> None:
         if done == count:
             act()
 
-    LocalTrainer.step = stepped  # type: ignore[method-assign]
+    LocalTrainer.step = stepped  # type: ignore[method-assign,assignment]
 
 
 def without_journal() -> None:
@@ -152,7 +152,7 @@ def without_journal() -> None:
             journal.flush = lambda: None  # type: ignore[method-assign]
         return enter(journal)
 
-    Journal.__enter__ = deaf  # type: ignore[method-assign]
+    Journal.__enter__ = deaf  # type: ignore[method-assign,assignment]
 
 
 def child(mode: str, out: Path, arguments: list[str]) -> None:

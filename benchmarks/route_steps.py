@@ -8,7 +8,7 @@ publication.
 """
 
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -51,8 +51,8 @@ class Clock:
     It writes a line after each batch.
     """
 
-    spent: Counter[str] = field(default_factory=Counter)
-    lines: list[tuple[float, Counter[str]]] = field(default_factory=list)
+    spent: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+    lines: list[tuple[float, Mapping[str, float]]] = field(default_factory=list)
 
     def watch(self, machine: Components) -> None:
         self._time(machine.trainer, "prepare", SCORING)

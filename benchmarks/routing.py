@@ -24,7 +24,6 @@ from torch import Tensor
 from benchmarks.tables import CONSOLE, columns, row, write
 from unstale.build import build_rollout, build_sampler
 from unstale.config import SHIPPED_POLICY, Dtype, RunConfig, ScheduleConfig
-from unstale.engines import Engine
 from unstale.model.experts import RouteRecorder
 from unstale.model.policy import Policy
 from unstale.recipes import retail
@@ -52,7 +51,7 @@ def measure(config: RunConfig, groups: int) -> Measured:
     rollout = build_rollout(config, taskset)(generator, taskset, config.rollout)
 
     async def play() -> list[ScoredTrajectory]:
-        engine = cast(Engine, generator.engine)
+        engine = generator.engine
         try:
             await engine.start()
             await engine.load(policy.weights(), 0)
@@ -120,7 +119,7 @@ def main() -> None:
     policies = [options.policy] if options.policy else []
     for policy in [*policies, SHIPPED_POLICY]:
         for dtype in ("bfloat16", "float32"):
-            config = configure(policy, cast(Dtype, dtype), replay=policy != SHIPPED_POLICY)
+            config = configure(policy, dtype, replay=policy != SHIPPED_POLICY)
             measured = measure(config, options.groups)
             for name, sizes in measured.sizes.items():
                 lines.append(line(measured, name, sizes))

@@ -145,7 +145,7 @@ class _Now:
         return iter(())
 
 
-_AT_ONCE = _Now()
+_AT_ONCE: Any = _Now()
 
 
 class NullJournal:

@@ -28,10 +28,11 @@ from unstale.config import (
     TrainerConfig,
 )
 from unstale.durability.run_folder import RunFolder
+from unstale.envs.desk import DeskConfig
 from unstale.planner.costs import LinearCosts
 from unstale.planner.measured import SimulationSetup, from_run
 from unstale.planner.simulate import Constant, Fleet, LogNormal, Workload, simulate
-from unstale.recipes import RECIPES
+from unstale.recipes import retail
 
 GOAL = 0.15
 """Largest deviation that meets the goal."""
@@ -51,8 +52,13 @@ def arms(groups: int, siblings: int) -> tuple[Arm, tuple[Arm, ...]]:
     """Return the schedule that is fitted, and those that are predicted."""
 
     def arm(name: str, staleness: int, window: int = 1) -> Arm:
-        sizes = {"groups_per_step": groups, "group_size": siblings, "lookahead_window": window}
-        return Arm(name, ScheduleConfig(max_staleness=staleness, **sizes))
+        schedule = ScheduleConfig(
+            max_staleness=staleness,
+            groups_per_step=groups,
+            group_size=siblings,
+            lookahead_window=window,
+        )
+        return Arm(name, schedule)
 
     fitted = arm("staleness 2 (fitted)", 2)
     return fitted, (
@@ -63,7 +69,8 @@ def arms(groups: int, siblings: int) -> tuple[Arm, tuple[Arm, ...]]:
 
 
 def config(arm: Arm, folder: Path, *, steps: int, latency_s: float, seed: int) -> RunConfig:
-    recipe = RECIPES["retail"]()
+    recipe = retail()
+    task = DeskConfig(level="1", latency_s=latency_s)
     return replace(
         recipe,
         seed=seed,
@@ -71,7 +78,7 @@ def config(arm: Arm, folder: Path, *, steps: int, latency_s: float, seed: int) -
         name=arm.name.replace(" ", "-").replace(",", ""),
         steps=steps,
         minutes=0.0,
-        task=replace(recipe.task, latency_s=latency_s),
+        task=task,
         schedule=arm.schedule,
         trainer=TrainerConfig(lr=1e-7),
         audit=AuditConfig(),

@@ -171,7 +171,7 @@ def practise(folder: Path, stage: Stage) -> None:
 def save_policy(model: PreTrainedModel, tokenizer: Any, folder: Path) -> None:
     """Write the folder of a policy. It exists only when it is complete."""
     partial = folder.with_name(f"{folder.name}.part")
-    model.to(torch.float32).save_pretrained(partial)
+    model.to(torch.float32).save_pretrained(partial)  # type: ignore[arg-type]
     tokenizer.save_pretrained(partial)
     shutil.rmtree(folder, ignore_errors=True)
     partial.rename(folder)

@@ -125,8 +125,8 @@ def make_model(folder: Path, shape: Shape) -> None:
     # Every hidden state points along its first axis, and the one word the other way. No layer adds
     # to this axis: what twenty layers add would turn it.
     with torch.no_grad():
-        model.get_input_embeddings().weight[:, 0] = 2.0
-        model.get_input_embeddings().weight[1, 0] = -2.0
+        model.model.embed_tokens.weight[:, 0] = 2.0
+        model.model.embed_tokens.weight[1, 0] = -2.0
         for layer in model.model.layers:
             layer.self_attn.o_proj.weight[0] = 0.0
             layer.mlp.down_proj.weight[0] = 0.0
@@ -285,7 +285,7 @@ def whole(chosen: argparse.Namespace) -> None:
         ends.append(time.perf_counter())
         return found
 
-    loop.take_step = timed
+    loop.take_step = timed  # type: ignore[assignment]
     apart = chosen.staleness == 0  # engines and trainer take turns: each side may have all cores
     share = max(1, chosen.threads // 2)
     processes = (chosen.processes or chosen.threads) if apart else 1

@@ -19,9 +19,9 @@ from statistics import median
 
 from benchmarks.tables import CONSOLE, columns, ratios, row, spread, write
 from unstale.config import ScheduleConfig
-from unstale.durability.machine import cores
 from unstale.planner.costs import LinearCosts
 from unstale.planner.simulate import Constant, Fleet, LogNormal, Workload, simulate
+from unstale.weights.child_process import cores
 
 GROUPS, SIBLINGS = 8, 4
 COSTS = LinearCosts(decode=0.01, decode_reply=1e-4, prefill_token=1e-4, train_token=2e-4)
