@@ -26,10 +26,15 @@ demo: setup
 
 # Four processes keep two cores busy: many tests wait for processes and clocks.
 # The first import of the largest packages writes their bytecode, which each process would write.
-# --quick leaves out the tests that are marked costly, which together take most of the time; test-all runs them.
-test test-all: setup
-	$(BIN)/python -c "import torch._dynamo, transformers, unstale.trainer.local"
-	$(BIN)/pytest -n 4 --dist loadfile --no-loadscope-reorder $(if $(filter test,$@),--quick)
+PYTEST = $(BIN)/python -c "import torch._dynamo, transformers, unstale.trainer.local" && \
+	$(BIN)/pytest -n 4 --dist loadfile --no-loadscope-reorder
+
+# The tests that are marked costly take most of the time of all. --quick leaves them out.
+test: setup
+	$(PYTEST) --quick
+
+test-all: setup
+	$(PYTEST)
 
 # Test the kernels for GPUs with Triton's interpreter, in an environment on top of .venv (4 minutes, 1 GB of disk).
 test-kernels: .venv-triton/.ready

@@ -74,9 +74,11 @@ def main() -> None:
         print("\n".join(by_study(cases, chosen.arm)))
         return
     try:
-        settings = measure(chosen.folders)
+        settings, left_out = measure(chosen.folders)
     except ConfigError as error:
         sys.exit(f"advice_table: {error}")
+    for folder in left_out:
+        print(f"left out: {folder} has no finished run of an exact reference")
     if not settings:
         sys.exit("advice_table: no setting has a finished run of an exact reference")
     if chosen.keep:

@@ -38,7 +38,7 @@ def few_files() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (12, 12))
 
 
-@pytest.mark.costly
+@pytest.mark.costly(cases=0)
 @pytest.mark.parametrize(
     ("program", "limit", "says"),
     [

@@ -62,7 +62,7 @@ def stops(folder: Path) -> set[str]:
     return {each.trajectory.stop for each in ended}
 
 
-@pytest.mark.costly
+@pytest.mark.costly(cases=0)
 @pytest.mark.parametrize("scope", ["run", "task"])
 def test_a_killed_deterministic_run_has_the_limits_of_an_unkilled_one(
     tmp_path: Path, scope: str

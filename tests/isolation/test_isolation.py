@@ -325,6 +325,7 @@ def test_an_external_agent_runs_in_a_worker() -> None:
     assert trajectory.rewards["process"] not in (0, os.getpid())
 
 
+@pytest.mark.costly
 def test_an_evaluation_runs_environments_in_workers(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["eval", str(SHIPPED_POLICY), "calculator", "--eval.tasks", "2", "--json"]
     words += ["--task.env", "tests.support.isolated_envs:WhereTasks", "--task.isolate", "process"]

@@ -381,7 +381,7 @@ def test_a_compiled_policy_says_the_same_and_so_does_its_twin() -> None:
     assert (twin.logps(siblings(), temperature=1.0) - found[0][0]).abs().max() < 1e-4
 
 
-@pytest.mark.costly
+@pytest.mark.costly(cases=0)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_linear_layers_that_are_trained_compile(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch

@@ -19,6 +19,7 @@ def _scores(peers: Peers, folder: Path, dtype: str) -> list[torch.Tensor]:
     return policy.score(batch, batch.sampled, temperature=0.7, max_tokens_per_microbatch=40).logp
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("count", [2, 3])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_log_probabilities_are_those_of_one_process(count: int, dtype: str, tmp_path: Path) -> None:

@@ -700,8 +700,13 @@ def test_the_table_is_measured_from_the_folders_of_a_study(
             runs.append({"arm": arm, "seed": seed, "folder": folder.name})
     plan = {"runs": runs, "commands": [], "warnings": {}}
     (tmp_path / "study" / "int4" / "plan.json").write_text(json.dumps(plan))
-    (setting,) = measure([tmp_path / "study"])
-    assert measure([tmp_path / "study" / "int4"]) == [setting]
+    (setting,), left_out = measure([tmp_path / "study"])
+    assert measure([tmp_path / "study" / "int4"]) == ([setting], left_out) and left_out == []
+    unfinished = tmp_path / "study" / "fp8"
+    unfinished.mkdir()
+    planned = [{"arm": "snapshot_old", "seed": 0, "folder": "snapshot_old-seed0"}]
+    (unfinished / "plan.json").write_text(json.dumps({**plan, "runs": planned}))
+    assert measure([tmp_path / "study"]) == ([setting], [unfinished])
     assert (setting["study"], setting["name"]) == ("study", "int4")
     assert setting["reference"] == {"name": "snapshot_old", "runs": 2}
     by_name = {arm["name"]: arm for arm in setting["arms"]}

@@ -139,6 +139,7 @@ NAMELESS = """
 """
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(("width", "dark"), [(1280, False), (1280, True), (380, False)])
 def test_every_page_is_complete_and_readable(
     page: Page, client: Client, width: int, dark: bool

@@ -112,6 +112,7 @@ def test_an_empty_folder_may_become_a_run(tmp_path: Path) -> None:
     assert (tmp_path / "notes.txt").read_text() == "mine"
 
 
+@pytest.mark.costly
 @given(cut=st.integers(min_value=0, max_value=200), texts=st.lists(st.text(max_size=8), max_size=6))
 def test_a_file_cut_at_any_byte_is_read_up_to_its_last_whole_line(
     tmp_path_factory: pytest.TempPathFactory, cut: int, texts: list[str]

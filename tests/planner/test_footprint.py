@@ -130,7 +130,7 @@ def test_a_rank_in_bfloat16_has_16_bytes_a_weight_and_two_copies(lora: Lora | No
     assert found == pytest.approx(divided / 4 + whole + 2 * (head + layers))
 
 
-@pytest.mark.costly
+@pytest.mark.costly(cases=0)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_checkpoint_of_ranks_copies_what_is_predicted(dtype: str, tmp_path: Path) -> None:
     made = RunConfig(

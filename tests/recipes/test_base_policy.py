@@ -62,6 +62,7 @@ def test_the_shipped_recipe_is_the_one_in_the_code() -> None:
     assert list(record["losses"]) == [stage.name for stage in SHIPPED.stages]
 
 
+@pytest.mark.costly
 def test_the_loss_falls_in_the_short_form_and_in_what_is_shipped(
     made: tuple[Path, dict[str, list[float]]],
 ) -> None:

@@ -203,7 +203,7 @@ def require_trained(folder: Path, steps: int) -> None:
         assert check(reader) == []
 
 
-@pytest.mark.costly
+@pytest.mark.costly(cases=0)
 @pytest.mark.parametrize(
     "names",
     [

@@ -237,6 +237,7 @@ def follow(peers: Peers, folder: Path, given: Mapping[str, Sequence[Given]]) -> 
             scoring.advance(-1, 3, [])
 
 
+@pytest.mark.costly(cases=0)
 @pytest.mark.parametrize("count", [1, 3])
 def test_another_number_of_ranks_that_only_score_takes_the_parts(
     count: int, ranks: list[dict[str, Given]], folder: Path
@@ -270,6 +271,7 @@ def train_experts(peers: Peers, folder: Path, run: Path) -> tuple[dict[str, Tens
     return after, torch.cat(found)
 
 
+@pytest.mark.costly
 def test_a_rank_without_experts_trains_and_writes_checkpoints(folder: Path, tmp_path: Path) -> None:
     """The third of three ranks has none of the 4 experts of a layer."""
     alone, gradient = train_experts(ALONE, folder, tmp_path / "alone")

@@ -221,7 +221,7 @@ def outcomes(folder: Path, count: int) -> list[dict[str, Outcome]]:
     return run_ranks(count, learn_all, folder, VARIANTS_OF[count])
 
 
-@pytest.mark.costly
+@pytest.mark.costly(cases=0)
 @pytest.mark.parametrize(
     ("count", "variant"), [(count, name) for count in VARIANTS_OF for name in VARIANTS_OF[count]]
 )
@@ -646,6 +646,7 @@ def test_a_peer_that_ended_is_no_error_of_a_checkpoint(folder: Path, tmp_path: P
     run_ranks(2, save_without_peer, folder, tmp_path)
 
 
+@pytest.mark.costly
 def test_a_damaged_part_of_one_rank_is_refused_by_all(folder: Path, tmp_path: Path) -> None:
     name, _ = run_ranks(2, save, folder, tmp_path, SMALL)[0]
     files = sorted((tmp_path / "checkpoints" / name / "trainer").iterdir())

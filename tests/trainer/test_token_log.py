@@ -310,7 +310,7 @@ def in_context_groups(peers: Peers, folder: Path, variants: Mapping[str, RunConf
     return values_of(peers.in_context_groups(2), folder, variants)
 
 
-@pytest.mark.costly
+@pytest.mark.costly(cases=0)
 @pytest.mark.parametrize("function", [values_of, in_context_groups])
 def test_ranks_have_the_values_of_one_process(tmp_path: Path, function: Any) -> None:
     tiny_policy(seed=3).save(tmp_path)

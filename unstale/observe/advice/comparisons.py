@@ -174,22 +174,22 @@ def _label(arm: str, values: Row) -> str:
     return arm + "".join(f", {name.partition('.')[2]} {value}" for name, value in values.items())
 
 
-def measure(folders: Sequence[Path]) -> list[Row]:
+def measure(folders: Sequence[Path]) -> tuple[list[Row], list[Path]]:
     """Return a row of the table for each setting in the folders of comparisons and studies.
 
     A study is a folder with one comparison for each setting. A setting without a finished run of
-    its reference, or whose reference is not exact, is left out. Raises `ConfigError` for a folder
-    without a comparison, or a setting that occurs twice.
+    its reference, or whose reference is not exact, has no row. The second list has the folders of
+    these. Raises `ConfigError` for a folder without a comparison, or a setting that occurs twice.
     """
-    rows: list[Row | None] = []
+    rows: list[tuple[Path, Row | None]] = []
     for folder in folders:
         plans = [folder / PLAN]
         if is_study_folder(folder):
             plans = sorted(folder.glob(f"*/{PLAN}"))
         if not plans or not plans[0].is_file():
             raise ConfigError(f"{folder} has no comparison: {PLAN} is neither in it nor one below")
-        rows += [_setting(plan.parent) for plan in plans]
-    found = [row for row in rows if row]
+        rows += [(plan.parent, _setting(plan.parent)) for plan in plans]
+    found = [row for _, row in rows if row]
     names = [f"{row['study']}/{row['name']}" for row in found]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
@@ -197,7 +197,7 @@ def measure(folders: Sequence[Path]) -> list[Row]:
             f"two folders have the setting {twice[0]}: name each folder once, and give the folders "
             "of studies different names"
         )
-    return found
+    return found, [folder for folder, row in rows if row is None]
 
 
 def _setting(folder: Path) -> Row | None:
