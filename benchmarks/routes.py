@@ -517,7 +517,7 @@ def measure(size: Size, rates: Sequence[float], repeats: int) -> tuple[list[str]
     goals = list[Goal]()
     for rate in rates:
         CONSOLE.print(f"training at lr {rate:g}")
-        history = train(size, rate, WARM + repeats if rate == rates[0] else LIVE)
+        history = train(size, rate, max(LIVE, WARM + repeats) if rate == rates[0] else LIVE)
         line, resident = store_row(history)
         lines.append(line)
         if rate <= RL_RATE:

@@ -1,0 +1,48 @@
+"""The comparison after equal time takes each arm at the step that its cost allows."""
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks import equal_time
+from tests.support.fake_comparison import comparison, study_plan
+from unstale.observe.report.study import read_results
+
+
+@pytest.fixture(autouse=True)
+def single_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(equal_time, "WINDOW", 1)
+
+
+def test_an_arm_that_costs_more_is_compared_at_an_earlier_step(tmp_path: Path) -> None:
+    # Success after 0, 1, ... 4 steps. In the time of 4 steps `snapshot_old`, at 1.34, does 2.
+    comparison(
+        tmp_path / "int4-s2",
+        {
+            "snapshot_old": [
+                {"evaluations": (0.0, 0.1, 0.2, 0.5, 0.8)},
+                {"evaluations": (0.0, 0.1, 0.3, 0.5, 0.7)},
+            ],
+            "rollout": [
+                {"evaluations": (0.0, 0.1, 0.2, 0.4, 0.6)},
+                {"evaluations": (0.0, 0.1, 0.2, 0.4, 0.6)},
+            ],
+        },
+    )
+    study_plan(tmp_path, {"int4-s2": {"engine": "int4", "bound": "s2"}})
+    study = read_results(tmp_path)
+    assert equal_time.pairs(study, "rollout", 4, 4) == pytest.approx([-0.2, -0.1])
+    assert equal_time.pairs(study, "rollout", 4, 2) == pytest.approx([0.4, 0.3])
+    head, _, cheap, dear = equal_time.table(study, {"snapshot_old": 1.34, "rollout": 1.0})
+    assert "minus snapshot_old after 4 steps" in head
+    # mean and half width: 12.7062 (Student's t, 1 degree of freedom) * 7.0711 / sqrt(2) = 63.5
+    assert cheap == "| `rollout` | 1.00 | 4 | -15.0 (-78.5 to +48.5) | +35.0 (-28.5 to +98.5) |"
+    assert dear == "| `snapshot_old` | 1.34 | 2 | — | — |"
+
+
+def test_a_run_without_success_before_a_step_is_refused(tmp_path: Path) -> None:
+    comparison(tmp_path / "int4-s2", {"snapshot_old": [{"evaluations": (0.0, 0.1)}]})
+    study_plan(tmp_path, {"int4-s2": {"engine": "int4", "bound": "s2"}})
+    (arm,) = read_results(tmp_path).settings[0].comparison.arms
+    with pytest.raises(ValueError, match="seed0: no success in the 1 steps before step 7"):
+        equal_time.success_before(arm.finished[0], 7)
