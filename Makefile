@@ -29,7 +29,7 @@ demo: setup
 PYTEST = $(BIN)/python -c "import torch._dynamo, transformers, unstale.trainer.local" && \
 	$(BIN)/pytest -n 4 --dist loadfile --no-loadscope-reorder
 
-# The tests that are marked costly take most of the time of all. --quick leaves them out.
+# The tests that are marked costly take most of the time of all. --quick leaves them out, or runs their first case.
 test: setup
 	$(PYTEST) --quick
 

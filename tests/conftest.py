@@ -4,7 +4,7 @@ import os
 import signal
 import subprocess
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -65,34 +65,35 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--quick",
         action="store_true",
-        help="of tests that are marked costly, run those with several cases on their first one",
+        help="leave out costly tests; run those with several cases on the first one",
     )
 
 
+@pytest.hookimpl(trylast=True)  # after `-m` and `-k` have chosen tests
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     order = {path: number for number, path in enumerate(LONG_FILES)}
     items.sort(key=lambda item: order.get(item.path, len(order)))
     if config.option.quick:
-        left_out = set(_costly(items))
+        left_out = set(_costly_cases(items))
         config.hook.pytest_deselected(items=[item for item in items if item in left_out])
         items[:] = [item for item in items if item not in left_out]
 
 
-def _costly(items: list[pytest.Item]) -> list[pytest.Item]:
-    """Return what `--quick` leaves out.
+def _costly_cases(items: Sequence[pytest.Item]) -> Iterator[pytest.Item]:
+    """Yield what `--quick` leaves out.
 
     Of a test marked `costly(cases=N)` the first N cases run. Without N, one runs if the test has
-    several, and none otherwise.
+    parameters, and none otherwise. Raises UsageError for other arguments of the mark.
     """
-    left_out = []
-    run: Counter[tuple[Path, str]] = Counter()
+    run: Counter[str] = Counter()
     for item in items:
         if mark := item.get_closest_marker("costly"):
-            test = item.path, getattr(item, "originalname", item.name)
-            if run[test] >= mark.kwargs.get("cases", int(hasattr(item, "callspec"))):
-                left_out.append(item)
+            if mark.args or mark.kwargs.keys() - {"cases"}:
+                raise pytest.UsageError(f"{item.nodeid}: the mark is costly or costly(cases=N)")
+            test, bracket, _ = item.nodeid.partition("[")
+            if run[test] >= mark.kwargs.get("cases", len(bracket)):
+                yield item
             run[test] += 1
-    return left_out
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -29,7 +29,6 @@ def is_broad(handler: ast.ExceptHandler) -> bool:
     return isinstance(handler.type, ast.Name) and handler.type.id in ("Exception", "BaseException")
 
 
-@pytest.mark.costly
 def test_only_the_callers_of_user_code_catch_every_exception() -> None:
     """Environments and estimators may be user code. Only their callers catch unnamed errors."""
     broad = []

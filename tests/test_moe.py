@@ -112,7 +112,6 @@ def test_a_resumed_run_replays_the_routes_of_its_episodes(
     assert "group-000004" in kept, "a run may resume from the checkpoint before the last"
 
 
-@pytest.mark.costly
 def test_lost_routes_are_counted_and_never_exact(stopped: RunConfig, tmp_path: Path) -> None:
     rows = resumed(stopped, tmp_path, shutil.rmtree)
     lost = [row["routes/missing_share"] for row in rows]

@@ -92,7 +92,6 @@ def calls() -> Iterator[tuple[str, str, ast.Call]]:
             yield path, ast.unparse(node.func), node
 
 
-@pytest.mark.costly
 def test_nothing_is_imported_that_runs_what_it_reads() -> None:
     assert {
         (path, name) for path, name in imported() if name.split(".")[0] in RUNS_WHAT_IT_READS

@@ -248,7 +248,6 @@ def answer(old: OldLogps, policy: Policy, batch: Batch) -> Tensor:
     return old.logps(batch, now)[0]
 
 
-@pytest.mark.costly
 def test_the_auditor_finds_an_exact_route_exact() -> None:
     rows, auditor = audited("snapshot_old")
     for row in rows:

@@ -161,7 +161,6 @@ def test_shapes_are_checked_in_tests() -> None:
 # ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.costly
 @given(logs, st.data())
 @settings(deadline=None)
 def test_the_factors_multiply_to_the_total_ratio_for_any_proxy(

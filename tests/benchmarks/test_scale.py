@@ -193,7 +193,6 @@ def by_the_rule(finished: set[int], taken: set[int], window: int, batch: int) ->
     return chosen
 
 
-@pytest.mark.costly
 @given(
     order=st.permutations(list(range(16))),
     window=st.integers(1, 9),

@@ -453,7 +453,6 @@ def test_eval_imports_code_that_a_run_names_only_if_it_is_named_again(
     assert evaluated[0].task == own
 
 
-@pytest.mark.costly
 @pytest.mark.parametrize(
     ("words", "name"),
     [

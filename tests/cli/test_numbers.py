@@ -84,7 +84,6 @@ def test_a_prompt_that_is_drawn_leaves_room_for_a_reply() -> None:
     assert min(replies) == 1
 
 
-@pytest.mark.costly
 def test_no_number_of_the_configuration_is_too_large_to_be_checked() -> None:
     """Infinity may be allowed. The linter then checks the configuration without an error."""
     refused = set()

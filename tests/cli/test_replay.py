@@ -57,7 +57,6 @@ def tell(run: Path, batch: Path | None = None) -> tuple[bool, str]:
     return replay(run, batch, console=Console(file=out, width=500)), out.getvalue()
 
 
-@pytest.mark.costly
 @pytest.mark.parametrize("route", ["snapshot_old", "interp_prox_loglinear"])
 @pytest.mark.parametrize("what", ["the loss", "a log-probability"])
 def test_what_went_wrong_goes_wrong_again_in_the_same_words(

@@ -218,7 +218,6 @@ def test_the_episodes_of_a_file_depend_on_template_and_data_and_not_on_budgets(
     reopen("vita:all", **judge, judge_tokens=7)
 
 
-@pytest.mark.costly
 def test_with_one_precision_on_both_sides_differences_travel_and_old_logits_are_exact(
     tmp_path: Path,
 ) -> None:

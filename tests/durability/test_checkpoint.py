@@ -154,7 +154,6 @@ class Cut(BaseException):
     """Raised in place of the death of the process."""
 
 
-@pytest.mark.costly
 def test_a_save_that_is_cut_off_anywhere_leaves_the_older_ones_and_no_half_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -229,7 +228,6 @@ def truncate(path: Path) -> None:
 FILES = ("manifest.json", "state.safetensors", "trainer")
 
 
-@pytest.mark.costly
 @pytest.mark.parametrize(
     "damage", [flip, truncate, Path.unlink, lambda path: path.write_bytes(b"")]
 )
@@ -328,7 +326,6 @@ def publish(
     return {name: tensor.clone() for name, tensor in policy.weights().items()}
 
 
-@pytest.mark.costly
 def test_every_version_is_read_back_as_a_delta_or_in_full_and_across_pruning(
     tmp_path: Path,
 ) -> None:

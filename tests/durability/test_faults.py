@@ -86,7 +86,6 @@ def resume(made: RunConfig) -> None:
         session.resume(made.runs / "run", made, console=Console(file=StringIO()))
 
 
-@pytest.mark.costly
 def test_a_full_disk_under_the_journal_ends_the_run_and_nothing_is_lost(
     toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -186,7 +185,6 @@ class RefusedWrites:
         return connection
 
 
-@pytest.mark.costly
 def test_a_damaged_page_of_the_journal_is_found_before_anything_is_written(
     toy: Toy, tmp_path: Path
 ) -> None:
@@ -262,7 +260,6 @@ def test_a_run_folder_or_a_journal_that_is_removed_in_mid_run_is_said_once(
     assert said.count(str(folder)) == 1 and "Error:" not in said
 
 
-@pytest.mark.costly
 def test_a_truncated_checkpoint_is_passed_over_and_that_is_said(toy: Toy, tmp_path: Path) -> None:
     made, folder = config(), tmp_path / "run"
     with killed("write", 4):

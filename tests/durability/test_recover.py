@@ -70,7 +70,6 @@ class Unrecovered(SnapshotOld):
         super().recover(past, lambda version: weights(max(past)))
 
 
-@pytest.mark.costly
 @pytest.mark.parametrize(
     ("broken", "what"),
     [
@@ -201,7 +200,6 @@ def test_weights_that_were_not_kept_are_named() -> None:
             route.recover({3: pieces_of(3)}, weights)
 
 
-@pytest.mark.costly
 def test_the_audit_goes_on_with_the_same_figures() -> None:
     """Killed after its second batch, when versions 2 and 3 were published and sampled from."""
     policy, old = tiny_policy(), RolloutRoute()

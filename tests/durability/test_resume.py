@@ -235,7 +235,6 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.costly
 def test_two_deterministic_runs_are_equal_and_sound(toy: Toy, tmp_path: Path, whole: Path) -> None:
     toy.begin(tmp_path / "run", config(deterministic=True))
     assert compare_runs.differences(whole, tmp_path / "run") == []
@@ -277,7 +276,6 @@ def test_a_deterministic_run_ends_equal_wherever_it_is_killed(
     require_sound(folder)
 
 
-@pytest.mark.costly
 def test_a_deterministic_run_ends_equal_cut_off_at_every_checkpoint(
     toy: Toy, tmp_path: Path, whole: Path
 ) -> None:
@@ -322,7 +320,6 @@ def test_a_run_that_replays_groups_ends_equal_wherever_it_is_killed(
     require_sound(folder)
 
 
-@pytest.mark.costly
 def test_stored_groups_keep_their_age_when_versions_get_new_numbers(
     toy: Toy, tmp_path: Path
 ) -> None:
@@ -337,7 +334,6 @@ def test_stored_groups_keep_their_age_when_versions_get_new_numbers(
     assert rows(folder)[-1]["replay/age_max"] <= 3
 
 
-@pytest.mark.costly
 def test_statistics_of_tasks_count_batches_when_versions_get_new_numbers(
     toy: Toy, tmp_path: Path
 ) -> None:
@@ -421,7 +417,6 @@ def test_an_ordinary_run_loses_nothing_wherever_it_is_killed(
     assert all(finished(folder)[number] == group for number, group in done.items())
 
 
-@pytest.mark.costly
 def test_versions_whose_training_was_lost_keep_their_numbers_and_their_pieces(
     toy: Toy, tmp_path: Path
 ) -> None:

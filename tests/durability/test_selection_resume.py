@@ -44,9 +44,9 @@ def groups(folder: Path) -> list[tuple[str, int, int]]:
 
 
 CHOICES: list[tuple[str, dict[str, Any]]] = [
+    ("beta_sampler bins bin_sizes", {"bin_sizes.mean": 3.5, "bin_sizes.min": 2, "bins.beta": 1.0}),
     ("", {}),
     ("beta_sampler", {"beta_sampler.decay": 0.9}),
-    ("beta_sampler bins bin_sizes", {"bin_sizes.mean": 3.5, "bin_sizes.min": 2, "bins.beta": 1.0}),
     ("predicted_sampler", {"predicted_sampler.tau": 0.1}),
     ("predicted_sampler", {"predicted_sampler.forecast": "model", "predicted_sampler.tau": 0.1}),
     ("stages", {"stages.steps": 2, "stages.size": 4, "selection.candidates": 6}),

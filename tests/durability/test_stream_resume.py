@@ -59,7 +59,7 @@ def journal(folder: Path) -> list[list[Any]]:
 
 
 @pytest.mark.costly
-@pytest.mark.parametrize("options", [{"max_staleness": 0, "groups_per_step": 3}, {}])
+@pytest.mark.parametrize("options", [{}, {"max_staleness": 0, "groups_per_step": 3}])
 def test_a_streamed_run_is_the_run_without_it(
     toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, int]
 ) -> None:

@@ -33,7 +33,6 @@ def _expected(states: list[Tensor], window: int, cap: float, sinks: Tensor | Non
     return (scores.softmax(-1)[..., :LENGTH] @ value).transpose(0, 1)
 
 
-@pytest.mark.costly
 @pytest.mark.parametrize("compiled", [True, False])
 @pytest.mark.parametrize(
     ("window", "cap", "sink"),

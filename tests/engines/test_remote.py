@@ -139,7 +139,7 @@ def test_without_deltas_none_is_taken_and_nothing_stays_in_memory(
 
 
 @pytest.mark.costly
-@pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize("temperature", [0.6, 1.0])
 def test_log_probabilities_and_versions_are_those_of_the_weights(
     model: Path, server: FakeServer, temperature: float
 ) -> None:
@@ -174,7 +174,7 @@ def test_log_probabilities_and_versions_are_those_of_the_weights(
 
 
 @pytest.mark.costly
-@pytest.mark.parametrize("keep_cache", [False, True])
+@pytest.mark.parametrize("keep_cache", [True, False])
 def test_what_is_sampled_over_a_kept_cache_is_not_clean(
     model: Path, server: FakeServer, keep_cache: bool
 ) -> None:

@@ -130,7 +130,6 @@ def test_a_reply_that_nobody_waits_for_does_not_outlive_its_weights(
     run_engine(engine, story)
 
 
-@pytest.mark.costly
 @pytest.mark.parametrize("keep_cache", [False, True])
 def test_a_cache_is_dropped_before_anything_is_sampled(model: Path, keep_cache: bool) -> None:
     """The flush is repeated until the server accepts it. The first load drops older caches too."""

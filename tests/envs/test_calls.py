@@ -58,7 +58,6 @@ def written(chat: Chat, *calls: ToolCall) -> str:
     return text[len(chat.render(messages[:1])) :]
 
 
-@pytest.mark.costly
 @pytest.mark.parametrize("dialect", FORMS)
 def test_a_form_is_found_and_reads_what_the_template_writes(dialect: str) -> None:
     chat = chat_of(dialect)
@@ -183,7 +182,6 @@ def test_a_stream_sends_no_text_that_becomes_a_call(dialect: str) -> None:
         assert sent == tags
 
 
-@pytest.mark.costly
 @pytest.mark.parametrize("dialect", FORMS)
 def test_no_text_makes_parsing_fail(dialect: str) -> None:
     chat = chat_of(dialect)

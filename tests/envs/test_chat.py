@@ -57,7 +57,6 @@ def chat(tokenizer: Any) -> Chat:
     return Chat(tokenizer, TASKS.tools)
 
 
-@pytest.mark.costly
 def test_a_grown_conversation_is_the_rendered_whole(tokenizer: Any, chat: Chat) -> None:
     """With the shipped template, prompt, replies and messages between them add up to the rendered
     whole."""

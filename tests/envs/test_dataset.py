@@ -72,7 +72,6 @@ def test_the_split_depends_on_the_prompt_alone(tmp_path: Path) -> None:
     assert not train & prompts[0] and len(train | prompts[0]) == len(ROWS)
 
 
-@pytest.mark.costly
 def test_parquet_json_and_datasets_give_the_same_rows(tmp_path: Path) -> None:
     pyarrow = pytest.importorskip("pyarrow")
     from pyarrow import parquet

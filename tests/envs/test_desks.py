@@ -72,7 +72,6 @@ def test_kinds_come_in_the_shares_that_are_promised(name: str) -> None:
         assert 0.05 < calls.count(ending) / 1000 <= 0.15
 
 
-@pytest.mark.costly
 @every_desk
 def test_every_rule_that_is_ignored_costs_success_in_some_tasks(name: str) -> None:
     tasks = DESKS[1][name]

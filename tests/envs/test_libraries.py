@@ -234,7 +234,6 @@ def test_what_could_act_is_never_evaluated(monkeypatch: pytest.MonkeyPatch) -> N
         assert not (reasoning_gym._LIST.fullmatch(long) or reasoning_gym._FORMULA.fullmatch(long))
 
 
-@pytest.mark.costly
 def test_a_scorer_that_evaluates_runs_in_the_sandbox() -> None:
     """Only the scorer recognises another expression of the number. One that never ends is wrong."""
     taskset = tasks("reasoning-gym:countdown")

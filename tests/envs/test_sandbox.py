@@ -311,7 +311,6 @@ def test_root_without_bubblewrap_is_refused_unless_it_is_allowed(
     build_taskset(TaskConfig(env="python"))
 
 
-@pytest.mark.costly
 def test_folders_of_killed_callers_are_removed(way: _Way, tmp_path: Path) -> None:
     script = (
         "import asyncio, sys\nfrom unstale.envs import sandbox\n"

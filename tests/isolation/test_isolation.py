@@ -179,7 +179,6 @@ def outcomes() -> dict[type, tuple[Failure | Trajectory, list[str]]]:
 STAGES = {kind: (stage, message) for kind, stage, message in HOSTILE}
 
 
-@pytest.mark.costly
 @pytest.mark.parametrize("kind", [each for each in ISOLATED if each not in DO_NOT_FAIL])
 def test_a_bad_environment_fails_alone_with_one_line_that_names_it(
     kind: type, outcomes: dict[type, tuple[Failure | Trajectory, list[str]]]
@@ -248,7 +247,6 @@ def test_code_that_cancels_the_calls_of_others_is_named() -> None:
     assert cancelled.error == f"EnvError: {name} cancelled its task"
 
 
-@pytest.mark.costly
 def test_programs_of_an_environment_end_with_its_worker_and_no_worker_outlives_the_run() -> None:
     world = Isolated(workers=3)
     seen: list[int] = []

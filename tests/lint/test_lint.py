@@ -213,7 +213,6 @@ REFUSED = [
 ]
 
 
-@pytest.mark.costly
 @pytest.mark.parametrize("knobs, says", REFUSED)
 def test_a_wrong_combination_is_refused_and_the_first_fix_lifts_it(knobs: str, says: str) -> None:
     (refusal,) = check(configured(knobs)).refusals

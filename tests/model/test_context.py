@@ -191,7 +191,6 @@ def test_a_long_context_keeps_the_layers_inputs_only(tokens: int, context: int) 
     assert inputs <= per_token <= inputs + 4 * (3 * TINY.hidden + 4)
 
 
-@pytest.mark.costly
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_what_is_counted_without_values_is_what_a_computed_pass_keeps(checkpointing: bool) -> None:
     """Integers and float32 copies of norms are as long in bfloat16, everything else half."""

@@ -71,7 +71,6 @@ def test_packing_changes_no_bit_where_each_token_has_its_own_products() -> None:
     assert tiny_policy(experts=EXPERTS).packing_noise == 0.0
 
 
-@pytest.mark.costly
 @pytest.mark.parametrize("experts", ["eager", "grouped_mm"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_other_implementations_may_round_otherwise(experts: str, dtype: str) -> None:

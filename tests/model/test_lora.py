@@ -100,7 +100,6 @@ def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-@pytest.mark.costly
 def test_at_first_nothing_is_changed_and_only_adapters_are_weights() -> None:
     plain, state = tiny_policy(), torch.get_rng_state()
     policy, again, another = (
@@ -344,7 +343,6 @@ def test_an_embedded_engine_refuses_another_base(folder: Path, other: Path) -> N
     told(engine, story)
 
 
-@pytest.mark.costly
 @pytest.mark.parametrize("kind", [FakeVllm, FakeSglang])
 def test_servers_sample_from_the_merged_weights(
     folder: Path, other: Path, tmp_path: Path, kind: type[FakeVllm] | type[FakeSglang]

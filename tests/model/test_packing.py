@@ -311,7 +311,6 @@ def kept() -> Iterator[list[int]]:
         yield total
 
 
-@pytest.mark.costly
 @pytest.mark.parametrize("lora", [None, Lora(4)])
 def test_running_layers_again_keeps_less_and_changes_nothing(lora: Lora | None) -> None:
     found, sizes = [], []

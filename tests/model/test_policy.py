@@ -272,7 +272,6 @@ def test_the_same_weights_under_a_higher_number_are_as_far_from_every_token_as_b
             policy.assign_new_version(version)
 
 
-@pytest.mark.costly
 @given(lives=st.lists(st.tuples(st.integers(0, 6), st.integers(0, 20)), min_size=1, max_size=6))
 @example(lives=[(5, 2), (1, 0), (4, 0), (3, 0)])
 def test_lag_counts_batches_however_often_the_run_is_resumed(lives: list[tuple[int, int]]) -> None:

@@ -119,7 +119,6 @@ def test_counts_are_of_all_tokens_and_points_are_a_stated_sample(
     assert len(set(sample)) == 100 and set(sample) <= cells
 
 
-@pytest.mark.costly
 @pytest.mark.parametrize(
     ("choice", "where"),
     [

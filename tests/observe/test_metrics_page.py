@@ -100,7 +100,6 @@ def listed_names() -> dict[str, str]:
     return names
 
 
-@pytest.mark.costly
 def test_the_page_lists_what_a_run_logs(tmp_path: Path) -> None:
     config = replace(
         small(tmp_path), audit=AuditConfig(share=1.0), checkpoint=CheckpointConfig(every=1)

@@ -228,7 +228,6 @@ def test_a_run_that_only_began(tmp_path: Path) -> None:
     assert "<svg" not in (tmp_path / "report.html").read_text()
 
 
-@pytest.mark.costly
 @pytest.mark.parametrize("name", FILES[1:])
 def test_a_file_cut_off_in_its_last_line(tmp_path: Path, name: str) -> None:
     folder = fake_run(tmp_path / "run", steps=6)

@@ -320,7 +320,6 @@ def test_a_tracker_receives_the_outcome_of_a_run_whose_policy_cannot_be_saved(
         assert (tmp_path / name / "report.html").is_file()
 
 
-@pytest.mark.costly
 def test_a_tracker_receives_the_outcome_of_a_run_whose_engine_cannot_be_closed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -351,7 +350,6 @@ def test_a_tracker_receives_the_outcome_of_a_run_whose_engine_cannot_be_closed(
     assert (last["kind"], last["reason"]) == ("stopped", "failed")
 
 
-@pytest.mark.costly
 def test_a_tracker_of_a_resumed_run_is_told_its_first_step(tmp_path: Path) -> None:
     config = small(tmp_path, trackers="tests.support.tracker:make_memory")
     run = session.train(config, console=quiet())

@@ -99,7 +99,6 @@ def test_a_registered_route_is_known_everywhere(
     assert route_recipe(shifted)().old_logps.route == shifted
 
 
-@pytest.mark.costly
 def test_a_registered_route_trains_and_is_audited(shifted: str, tmp_path: Path) -> None:
     config = small(
         tmp_path,

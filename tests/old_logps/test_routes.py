@@ -114,7 +114,6 @@ def test_once_a_step_is_taken_the_current_policy_stands_for_no_version() -> None
     torch.testing.assert_close(values[batch.sampled], truth[batch.sampled], atol=1e-5, rtol=0)
 
 
-@pytest.mark.costly
 @pytest.mark.parametrize("route", ROUTES)
 def test_the_two_factors_multiply_to_the_total_ratio(route: str) -> None:
     policy = tiny_policy()
@@ -132,7 +131,6 @@ def test_the_two_factors_multiply_to_the_total_ratio(route: str) -> None:
     )
 
 
-@pytest.mark.costly
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-5), ("float64", 1e-9)])
 @pytest.mark.parametrize("plan", VERSIONS_IN_TURNS.values(), ids=VERSIONS_IN_TURNS.keys())
 def test_snapshots_equal_independent_full_copies(plan: list, dtype: str, tolerance: float) -> None:
@@ -348,7 +346,6 @@ def test_an_average_follows_the_staleness_of_the_data_and_stays_there() -> None:
     assert ages[-10:] == pytest.approx([3.0] * 10, abs=1e-3)
 
 
-@pytest.mark.costly
 def test_a_batch_of_fresh_tokens_alone_does_not_empty_an_average() -> None:
     lags = [0, 1, 2, *[3] * 40, 0, 3]
     kept = {}

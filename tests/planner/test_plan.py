@@ -516,7 +516,6 @@ def test_what_cannot_be_done_says_what_would() -> None:
         suggest(asked(model=replace(PRESETS["235B-A22B"], experts=1100), devices=512))
 
 
-@pytest.mark.costly
 def test_staleness_is_chosen_as_small_as_throughput_allows() -> None:
     """Tool calls of one second do not need eight batches in flight."""
     found = suggest(asked(lags=(1, 2, 8), windows=(1,), route="snapshot_old"))

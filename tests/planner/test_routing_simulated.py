@@ -210,7 +210,6 @@ def test_the_engines_of_a_recorded_run_are_those_of_all_hosts() -> None:
         )
 
 
-@pytest.mark.costly
 def test_two_simulations_are_shown_in_columns(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = (
         "simulate --steps 3 --set fleet.engines=2 costs.decode=0.01 costs.train=0.1 "

@@ -622,7 +622,6 @@ def test_what_cannot_be_done_is_refused_in_words() -> None:
     assert visit(World(talker), act).num_turns == 1
 
 
-@pytest.mark.costly
 def test_nothing_that_is_sent_is_more_than_refused() -> None:
     """Malformed bodies get an answer or a refusal with a reason, never status 500."""
     odd = (

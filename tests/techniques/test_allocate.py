@@ -319,7 +319,6 @@ def test_dars_spends_more_on_hard_tasks() -> None:
     assert dars.share(spread) > plain.share(spread) + 0.08
 
 
-@pytest.mark.costly
 def test_interval_raises_the_spread_per_episode() -> None:
     """Measured |A| per episode: 0.256 with 8 episodes each, 0.291 with 4 and 8 on average."""
     plain = spend(evenly, first=8, steps=40)

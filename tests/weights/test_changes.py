@@ -113,7 +113,6 @@ def test_compiled_code_and_numpy_return_the_same_bytes(
         assert [plane.tolist() for plane in its_planes] == [plane.tolist() for plane in planes]
 
 
-@pytest.mark.costly
 @given(
     st.data(),
     st.sampled_from(DTYPES),
