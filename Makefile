@@ -204,14 +204,14 @@ gpu-check:
 	PYTHONPATH=$(CURDIR) $(BIN)/python -m benchmarks.gpu_check $(ARGS)
 
 bench-demo: setup
-	$(BIN)/python benchmarks/demo.py
+	$(BIN)/python -m benchmarks.demo
 
 # An OpenAI-SDK agent through the endpoint against the built-in environment (30 minutes).
 bench-agent: setup
 	$(BIN)/python -m benchmarks.agent
 
 bench-desks: setup
-	$(BIN)/python benchmarks/desks_degenerate.py
+	$(BIN)/python -m benchmarks.desks_degenerate
 
 # Scripted and trained policies on tau2-bench (30 minutes): make bench-tau2 TAU2=<folder of its source> ARGS=<model folder>
 bench-tau2: .venv-adapters/tau2/.ready
@@ -238,7 +238,7 @@ bench-compare: setup
 
 # Replay every route on one recorded run and compare with the theory (minutes).
 bench-audit: setup
-	$(BIN)/python benchmarks/audit.py
+	$(BIN)/python -m benchmarks.audit
 
 # What a quantised engine does to the discrepancy and to the size of a version (10 minutes).
 bench-quantise: setup
@@ -246,11 +246,11 @@ bench-quantise: setup
 
 # Cost of the journal and checkpoints, and the time to resume (minutes).
 bench-resume: setup
-	$(BIN)/python benchmarks/resume.py
+	$(BIN)/python -m benchmarks.resume
 
 # 64 streaming episodes at the endpoint during weight updates (5 minutes).
 bench-endpoint: setup
-	$(BIN)/python benchmarks/endpoint.py
+	$(BIN)/python -m benchmarks.endpoint
 
 # Kill runs N times and engines twice N / 2 times, and check that nothing is lost. make chaos N=10 takes minutes.
 N ?= 100

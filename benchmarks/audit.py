@@ -1,6 +1,6 @@
 """Audit every route on one recorded asynchronous run and compare the errors with the theory.
 
-    python benchmarks/audit.py          # about 5 minutes on two quiet cores
+    python -m benchmarks.audit          # about 5 minutes on two quiet cores
 
 The retail recipe runs for some steps with tokens of up to 4 versions of lag, and records every
 version and batch. Each route is then replayed, and its error is fitted to the two true factors. A
@@ -48,7 +48,7 @@ def main() -> None:
         run = Path(folder) / "audited"
         audit(run)
         table = (run / AUDIT).with_suffix(".md").read_text()
-    command = " ".join(["python benchmarks/audit.py", *sys.argv[1:]])
+    command = " ".join(["python -m benchmarks.audit", *sys.argv[1:]])
     options = " ".join(f"`{name} = {value}`" for name, value in knobs.items())
     place = f"commit {commit()}, {machine()}, {versions()}"
     head = f"`{command}` at {place}. The retail recipe with {options}."

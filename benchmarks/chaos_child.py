@@ -88,10 +88,10 @@ class Place:
             if calls != call:
                 return function(*arguments, **named)
             if self.inside:
-                journal, connection, records = arguments
-                return function(
-                    journal, _Doomed(connection, round(moment * (len(records) + 1))), records
-                )
+                journal, connection, found = arguments
+                records = list(found)
+                doomed_at = round(moment * (len(records) + 1))
+                return function(journal, _Doomed(connection, doomed_at), records)
             if not self.span_s:
                 die()
             die_in(moment * self.span_s)

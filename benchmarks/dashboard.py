@@ -450,8 +450,9 @@ def measure_browser(server: Server, run: str, repeats: int) -> dict[str, list[Pa
                 head = f"document.querySelector('th:nth-child({number})')"
                 sort = f"{head}.querySelector('button').click()"
                 measure("sort by a column", sort, f"{head}.ariaSort !== 'none'")
-            following = "document.querySelector('.pager button:last-of-type').click()"
-            measure("next page", following, rows)
+            button = "document.querySelector('.pager button[aria-label=\"Next page\"]')"
+            second = "document.querySelector('.pager span').innerText.startsWith('page 2 of')"
+            measure("next page", f"{button}.click()", f"{rows} && {second}")
             box = "const box = document.getElementById('filter')"
             fill = f"{{ {box}; box.value = 'success=0'; box.dispatchEvent(new Event('input')); }}"
             measure("filter", fill, "location.hash.includes('success')")

@@ -179,7 +179,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--runs", type=Path, default=Path("runs") / f"bench-demo-{date.today()}")
     chosen = parser.parse_args()
-    command = "python benchmarks/demo.py --seeds " + " ".join(map(str, chosen.seeds))
+    command = "python -m benchmarks.demo --seeds " + " ".join(map(str, chosen.seeds))
     folders = {seed: chosen.runs / f"seed{seed}" for seed in chosen.seeds}
     RESULTS.mkdir(exist_ok=True)
     target = RESULTS / f"{date.today()}-demo.md"

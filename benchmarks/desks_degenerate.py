@@ -1,6 +1,6 @@
 """Measure the success of policies that do not understand the customer, at every desk.
 
-    python benchmarks/desks_degenerate.py [--tasks 1000]
+    python -m benchmarks.desks_degenerate [--tasks 1000]
 
 Each policy follows the form of a conversation: it looks up the case, reads all lists, asks all
 questions that the customer can answer, makes one call that ignores the answers, and ends. Most of
@@ -225,7 +225,7 @@ def main() -> None:
         "--tasks", type=int, default=1000, help="held-out tasks per policy, desk and level"
     )
     count = parser.parse_args().tasks
-    command = f"python benchmarks/desks_degenerate.py --tasks {count}"
+    command = f"python -m benchmarks.desks_degenerate --tasks {count}"
     lines = [f"# What degenerate policies score at the desks, {date.today()}", ""]
     lines += [
         f"Success on {count} held-out tasks of each desk and level, `{command}` at commit "

@@ -1,6 +1,6 @@
 """Run 64 streaming episodes at once through the endpoint while the weights change.
 
-    python benchmarks/endpoint.py          # five minutes on two cores
+    python -m benchmarks.endpoint          # five minutes on two cores
 
 The components of a run: the demo's policy behind the endpoint, episodes of `AgentRollout`, new
 weights every few seconds. The agents are one client in another process. Half of the episodes have
@@ -441,7 +441,7 @@ def main() -> int:
     tally, left = asyncio.run(measured(chosen.seconds, chosen.episodes, chosen.update))
     for lost in tally.lost[:5]:
         CONSOLE.print(lost, markup=False, style="red")
-    command = " ".join(["python benchmarks/endpoint.py", *sys.argv[1:]])
+    command = " ".join(["python -m benchmarks.endpoint", *sys.argv[1:]])
     chosen.out.write_text(table(tally, left, command, chosen.seconds))
     CONSOLE.print(f"{chosen.out.read_text()}\n{chosen.out}", markup=False)
     return int(

@@ -1,6 +1,6 @@
 """Measure the cost of the journal and of checkpoints, and the time to resume a killed run.
 
-    python benchmarks/resume.py          # minutes; the demo's own configuration
+    python -m benchmarks.resume          # minutes; the demo's own configuration
 
 In some steps of the demo: the journal's time per step, the disk space per sampled token, and the
 cost of checkpoints and versions. For the demo killed in its middle: the seconds from `unstale train
@@ -63,20 +63,14 @@ class Meter:
 
     def watch(self) -> None:
         page = journal_writer._EpisodeWriter
-        for owner, name in (
-            (Journal, "add_request"),
-            (Journal, "begin"),
-            (Journal, "consume"),
-            (Journal, "event"),
-            (page, "piece"),
-            (page, "snapshot"),
-            (page, "ended"),
-        ):
-            self._time(owner, name, "loop_s", time.thread_time)
-        self._time(Checkpoints, "write", "save_s", time.perf_counter)
-        self._time(Checkpoints, "write_version", "put_s", time.perf_counter)
-        for name in ("publishing", "checkpoint", "finish"):
-            self._await(name)
+        for function in (Journal.add_request, Journal.begin, Journal.consume, Journal.event):
+            self._time(Journal, function, "loop_s", time.thread_time)
+        for of_page in (page.write_piece, page.write_snapshot, page.write_outcome):
+            self._time(page, of_page, "loop_s", time.thread_time)
+        self._time(Checkpoints, Checkpoints.write, "save_s", time.perf_counter)
+        self._time(Checkpoints, Checkpoints.write_version, "put_s", time.perf_counter)
+        for wait in (Journal.publishing, Journal.checkpoint, Journal.finish):
+            self._await(wait)
         enter, write = Journal.__enter__, Recorder.write
 
         def opened(journal: Journal) -> Journal:
@@ -90,8 +84,9 @@ class Meter:
         Journal.__enter__ = opened  # type: ignore[method-assign,assignment]
         Recorder.write = written  # type: ignore[method-assign,assignment]
 
-    def _time(self, owner: Any, name: str, sum_: str, clock: Callable[[], float]) -> None:
-        function = getattr(owner, name)
+    def _time(
+        self, owner: Any, function: Callable[..., Any], sum_: str, clock: Callable[[], float]
+    ) -> None:
 
         def timed(*arguments: Any, **named: Any) -> Any:
             began = clock()
@@ -101,10 +96,10 @@ class Meter:
                 self._sums[sum_] += clock() - began
                 self._sums[f"{sum_}_calls"] += 1
 
-        setattr(owner, name, timed)
+        setattr(owner, function.__name__, timed)
 
-    def _await(self, name: str) -> None:
-        function = getattr(Journal, name)
+    def _await(self, function: Callable[..., Any]) -> None:
+        name = function.__name__
 
         async def timed(*arguments: Any, **named: Any) -> None:
             began = time.perf_counter()
@@ -424,7 +419,7 @@ def main() -> None:
     parser.add_argument("--runs", type=Path, default=Path("runs") / f"bench-resume-{date.today()}")
     parser.add_argument("--out", type=Path, default=RESULTS / f"{date.today()}-resume.md")
     chosen = parser.parse_args()
-    command = f"python benchmarks/resume.py {' '.join(sys.argv[1:])}"
+    command = f"python -m benchmarks.resume {' '.join(sys.argv[1:])}"
     back: list[float] = []
     ab: dict[str, list[Measured]] = {"with": [], "without": []}
     costs: list[Measured] = []

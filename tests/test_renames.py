@@ -1,4 +1,4 @@
-"""The renames of `tools/refactor_check.py` agree with the options that the package refuses."""
+"""The renames in `tools/renames.json` agree with the options that the package refuses."""
 
 import json
 from pathlib import Path
