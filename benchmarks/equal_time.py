@@ -1,11 +1,13 @@
-"""Compare the arms of a deterministic study after equal time, from measured costs of a step.
+"""Compare the arms of a deterministic study after equal time, from measured times of a step.
 
-    python -m benchmarks.equal_time runs/levels --step current_recompute=1.07 snapshot_old=1.14
+    python -m benchmarks.equal_time runs/levels --step rollout=1 snapshot_old=1.14
 
 A deterministic run has no duration of its own, because its tools take no time and its engine waits
-for the trainer. `--step` gives the time of a step over that of the fastest arm, which has 1, as
-`make bench-routes` measures it. While the fastest arm does all its n steps, an arm with time t does
-n / t. The table compares the success in training before that step, and after n steps of each.
+for the trainer. `--step` gives the time of an arm's step over that of the fastest arm, which has 1.
+`python -m benchmarks.route_steps` measures it. While the fastest arm does all its n steps, an arm
+with time t does n / t. The table compares the success in training up to that step, and after n
+steps of each. This needs a constant learning rate: a run that is planned with fewer steps would
+have another rate in each.
 """
 
 import argparse
@@ -14,6 +16,7 @@ from pathlib import Path
 from statistics import mean
 
 from benchmarks.tables import columns, row, write
+from unstale.config import ConfigError
 from unstale.observe.report.compare import SUCCESS, Trial
 from unstale.observe.report.compare_page import points_with_interval
 from unstale.observe.report.study import ALPHA, StudyResults, read_results
@@ -23,38 +26,45 @@ WINDOW = 10
 """Number of steps over which a success in training is a mean."""
 
 
-def success_before(trial: Trial, step: int) -> float:
+def success_up_to(trial: Trial, step: int) -> float:
     """Return the mean success in training of the `WINDOW` steps that end with `step`.
 
-    Raises ValueError if the run has no success in these steps.
+    Raises ConfigError if the run has no success in these steps.
     """
     found = [value for at, value in trial.series[SUCCESS] if step - WINDOW < at <= step]
     if not found:
-        raise ValueError(f"{trial.folder}: no success in the {WINDOW} steps before step {step}")
+        raise ConfigError(f"{trial.folder}: no success in the {WINDOW} steps up to step {step}")
     return mean(found)
 
 
-def pairs(study: StudyResults, arm: str, own: int, reference: int) -> list[float]:
-    """Return the arm's success before step `own` minus the reference's before step `reference`.
+def pairs(study: StudyResults, arm: str, step: int, reference_step: int) -> list[float]:
+    """Return the arm's success up to `step` minus the reference's up to `reference_step`.
 
-    A pair is a setting and a seed that both have finished.
+    A pair is a seed that both have finished in a setting.
     """
     found = []
     for setting in study.settings:
-        arms = {each.name: each for each in setting.comparison.arms}
-        if arm not in arms:
-            continue
-        others = {trial.seed: trial for trial in arms[study.reference].finished}
-        for trial in arms[arm].finished:
+        trials = {each.name: each.finished for each in setting.comparison.arms}
+        others = {trial.seed: trial for trial in trials.get(study.reference, ())}
+        for trial in trials.get(arm, ()):
             if other := others.get(trial.seed):
-                found.append(success_before(trial, own) - success_before(other, reference))
+                found.append(success_up_to(trial, step) - success_up_to(other, reference_step))
     return found
 
 
-def table(study: StudyResults, cost: Mapping[str, float]) -> Iterator[str]:
-    """Yield a row for each arm: its steps in equal time, and its differences to the reference."""
-    last = max(int(at) for each in _trials(study) for at, _ in each.series[SUCCESS])
-    steps = {arm: int(last / time) for arm, time in cost.items()}
+def table(study: StudyResults, step_time: Mapping[str, float]) -> Iterator[str]:
+    """Yield a row for each arm with a time: its steps, and its differences to the reference.
+
+    Raises ConfigError if a run has no constant learning rate.
+    """
+    for trial in _trials(study):
+        if (schedule := trial.config["trainer"]["lr_schedule"]) != "constant":
+            raise ConfigError(
+                f"{trial.folder}: trainer.lr_schedule is {schedule}. Only with `constant` is a run "
+                "of fewer steps the beginning of a longer one"
+            )
+    last = max(int(at) for trial in _trials(study) for at, _ in trial.series[SUCCESS])
+    steps = {arm: int(last / time + 1e-9) for arm, time in step_time.items()}
     yield from columns(
         "arm",
         "time of a step",
@@ -62,21 +72,42 @@ def table(study: StudyResults, cost: Mapping[str, float]) -> Iterator[str]:
         f"minus {study.reference} after {last} steps, points",
         "after equal time, points",
     )
-    for arm, time in sorted(cost.items(), key=lambda each: each[1]):
-        cells = [f"{time:.2f}", steps[arm]]
+    for arm, time in sorted(step_time.items(), key=lambda each: each[1]):
+        cells: list[object] = [f"{time:.2f}", steps[arm]]
         if arm == study.reference:
             cells += ["—", "—"]
         else:
-            for own, other in ((last, last), (steps[arm], steps[study.reference])):
-                paired = paired_difference(pairs(study, arm, own, other))
+            for step, other in ((last, last), (steps[arm], steps[study.reference])):
+                paired = paired_difference(pairs(study, arm, step, other))
                 cells.append(points_with_interval(paired, ALPHA) if paired else "—")
         yield row(f"`{arm}`", *cells)
+    if missing := [f"`{arm}`" for arm in study.arms if arm not in step_time]:
+        yield ""
+        yield f"Without a time of a step, so not in the table: {', '.join(missing)}."
 
 
 def _trials(study: StudyResults) -> Iterator[Trial]:
     for setting in study.settings:
         for arm in setting.comparison.arms:
             yield from arm.finished
+
+
+def step_times(words: list[str], study: StudyResults) -> dict[str, float]:
+    """Return the times of `ARM=TIME`. Raises ConfigError for what is none, naming it."""
+    found = {}
+    for text in words:
+        name, _, time = text.partition("=")
+        try:
+            found[name] = float(time)
+        except ValueError:
+            raise ConfigError(f"--step {text}: not of the form ARM=TIME") from None
+        if name not in study.arms:
+            raise ConfigError(f"--step {text}: the study has the arms {', '.join(study.arms)}")
+    if study.reference not in found:
+        raise ConfigError(f"--step: the reference {study.reference} has no time")
+    if min(found.values()) != 1:
+        raise ConfigError(f"--step: the smallest time is {min(found.values()):g}; divide all by it")
+    return found
 
 
 def main() -> None:
@@ -89,29 +120,20 @@ def main() -> None:
         nargs="+",
         required=True,
         metavar="ARM=TIME",
-        help="time of a step; the least is 1",
+        help="time of a step over that of the fastest arm, which has 1",
     )
     chosen = parser.parse_args()
-    study = read_results(chosen.folder)
-    cost = {}
-    for text in chosen.step:
-        name, _, time = text.partition("=")
-        if name not in study.arms or not time:
-            parser.error(f"--step {text}: ARM=TIME, of the arms {', '.join(study.arms)}")
-        cost[name] = float(time)
-    if min(cost.values()) != 1 or study.reference not in cost:
-        parser.error(f"--step: the fastest arm has 1, and {study.reference} needs a time")
-    count = len(study.settings)
-    write(
-        "equal-time",
-        f"Routes after equal time: {study.name}",
-        [
-            f"All {count} settings together. Success is that in training, mean of {WINDOW} steps.",
-            "Intervals of 95% by Student's t. They take pairs as independent and are not adjusted.",
-            "",
-            *table(study, cost),
-        ],
-    )
+    try:
+        study = read_results(chosen.folder)
+        lines = list(table(study, step_times(chosen.step, study)))
+    except ConfigError as error:
+        parser.exit(1, f"equal_time: {error}\n")
+    explanation = [
+        f"All {len(study.settings)} settings together. Success is the training success rate,",
+        f"averaged over the last {WINDOW} steps. Intervals of 95% by Student's t. They take pairs",
+        "as independent and are not adjusted.",
+    ]
+    write("equal-time", f"Routes after equal time: {study.name}", [*explanation, "", *lines])
 
 
 if __name__ == "__main__":

@@ -1,12 +1,15 @@
 """Measure the time that each route takes in a real step, in short runs that differ in nothing else.
 
-This is a part of `python -m benchmarks.routes`. The runs use the retail recipe with its embedded
-engine, tokens up to two versions old, and partial rollouts, which mix versions within an episode.
-In the trainer's thread, they time the route and the loop's preparation of a batch, the work done in
-time that would be spent waiting, the scoring while generation is paused, and the route's part of
+    python -m benchmarks.route_steps rollout snapshot_old --rounds 3
+
+`python -m benchmarks.routes` has a shorter form of it for all routes. The runs use the retail
+recipe with its embedded engine, and partial rollouts, which mix versions within an episode. In the
+trainer's thread, they time the route and the loop's preparation of a batch, the work done in time
+that would be spent waiting, the scoring while generation is paused, and the route's part of
 publication.
 """
 
+import argparse
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +22,7 @@ from typing import Any
 
 from rich.console import Console
 
-from benchmarks.tables import CONSOLE, columns, rotated, row, spread
+from benchmarks.tables import CONSOLE, columns, rotated, row, spread, write
 from unstale.build import Components, build_machine
 from unstale.cli.process import limit_threads
 from unstale.cli.session import RunSession
@@ -100,15 +103,29 @@ class Ran:
         return sum(self.parts[part] for part in (SCORING, CLOSING, PUBLISHING))
 
 
-def config_of(name: str, *, steps: int, groups: int, seed: int, runs: Path) -> RunConfig:
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What all runs have in common."""
+
+    steps: int
+    """Number of steps that are measured, after the first `WARM`."""
+    groups: int
+    """Number of groups of 8 episodes in a step."""
+    staleness: int = 2
+    """`schedule.max_staleness`."""
+
+
+def config_of(name: str, setting: Setting, *, seed: int, runs: Path) -> RunConfig:
     """Return the recipe with a route. Its length and staleness are those of all routes."""
     recipe = next(recipe for recipe in ROUTES if recipe.__name__ == f"route_{name}")
     return recipe(
         runs=runs,
         name=name,
         seed=seed,
-        steps=WARM + steps,
-        schedule=ScheduleConfig(max_staleness=2, groups_per_step=groups, group_size=8),
+        steps=WARM + setting.steps,
+        schedule=ScheduleConfig(
+            max_staleness=setting.staleness, groups_per_step=setting.groups, group_size=8
+        ),
         audit=AuditConfig(share=0.0),
         eval=EvalConfig(tasks=0),
         checkpoint=CheckpointConfig(every=1000),
@@ -140,16 +157,15 @@ def run(config: RunConfig) -> Ran:
     return Ran(steps_s, parts, exact, mixed)
 
 
-def measure(names: Sequence[str], repeats: int, *, steps: int, groups: int) -> dict[str, list[Ran]]:
+def measure(names: Sequence[str], repeats: int, setting: Setting) -> dict[str, list[Ran]]:
     """Run every route `repeats` times, each time with another seed and another route first."""
     found: dict[str, list[Ran]] = {name: [] for name in names}
     for turn in range(repeats):
         for name in rotated(names, turn * len(names) // repeats):
             CONSOLE.print(f"end to end, round {turn + 1} of {repeats}: {name}")
             with TemporaryDirectory() as runs:
-                found[name].append(
-                    run(config_of(name, steps=steps, groups=groups, seed=turn, runs=Path(runs)))
-                )
+                config = config_of(name, setting, seed=turn, runs=Path(runs))
+                found[name].append(run(config))
     return found
 
 
@@ -172,8 +188,8 @@ def table(found: Mapping[str, Sequence[Ran]]) -> list[str]:
         "mixed episodes",
     )
     for name, rans in found.items():
-        over = median(
-            ran.step_s / other.step_s for ran, other in zip(rans, found["rollout"], strict=True)
+        over = spread(
+            [ran.step_s / other.step_s for ran, other in zip(rans, found["rollout"], strict=True)]
         )
         parts = [
             median(ran.parts[part] / ran.step_s for ran in rans)
@@ -188,7 +204,7 @@ def table(found: Mapping[str, Sequence[Ran]]) -> list[str]:
             row(
                 f"`{name}`",
                 steps,
-                f"{over:.2f}",
+                over,
                 f"{share(rans):.1%}",
                 *(f"{part:.1%}" for part in parts),
                 *rest,
@@ -197,7 +213,7 @@ def table(found: Mapping[str, Sequence[Ran]]) -> list[str]:
     return lines
 
 
-def section(found: Mapping[str, Sequence[Ran]], *, steps: int, groups: int) -> list[str]:
+def section(found: Mapping[str, Sequence[Ran]], setting: Setting) -> list[str]:
     """Return the table with its title and an explanation."""
     if not any(found.values()):
         return ["", "Runs of the real loop: not run."]
@@ -206,18 +222,36 @@ def section(found: Mapping[str, Sequence[Ran]], *, steps: int, groups: int) -> l
         "",
         "## What a route takes of a real step",
         "",
-        f"Runs of the retail recipe with its embedded engine, {groups} groups of 8 a step, tokens "
-        "up to 2 versions",
-        f"old, tool calls of 0.6 s; {steps} steps after {WARM} that do not count. Rounds: "
-        f"{rounds}; in",
-        "each, all routes have the same seed, and they take turns in coming first. The route's "
-        "share is that of the",
-        "trainer's thread, preparing the batch included (all that `rollout` has). What is done "
-        "while the trainer waits",
-        "for episodes is apart: it is in no share. A step lasts as long as its episodes and its "
-        "training take, one",
-        "beside the other; `old_logit_model` has a process more, on the same cores. Ranges are of "
-        "rounds.",
+        f"Runs of the retail recipe with its embedded engine, {setting.groups} groups of 8 a step, "
+        f"tokens up to {setting.staleness} versions old, tool calls of 0.6 s. {setting.steps} "
+        f"steps count, after {WARM} that do not. Rounds: {rounds}; ranges are of rounds. In each "
+        "round all routes have the same seed, and they take turns in coming first.",
+        "",
+        "The route's share is that of the trainer's thread, with the preparation of the batch, which "
+        "is all that `rollout` has. What is done while the trainer waits for episodes is in no "
+        "share. A step lasts as long as its episodes and its training take, one beside the other. "
+        "`old_logit_model` has one more process, on the same cores.",
         "",
         *table(found),
     ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    known = [recipe.__name__.removeprefix("route_") for recipe in ROUTES]
+    parser.add_argument("routes", nargs="+", choices=known, help="`rollout` is always measured")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--groups", type=int, default=8)
+    parser.add_argument("--staleness", type=int, default=2, help="largest age of a token, versions")
+    chosen = parser.parse_args()
+    names = list(dict.fromkeys(["rollout", *chosen.routes]))
+    setting = Setting(chosen.steps, chosen.groups, chosen.staleness)
+    found = measure(names, chosen.rounds, setting)
+    write("route-steps", "Routes in a real step", section(found, setting)[1:])
+
+
+if __name__ == "__main__":
+    main()

@@ -653,14 +653,13 @@ def main() -> None:
         size = Size(Path(folder), *(getattr(chosen, each.name) for each in fields(Size)[1:]))
         size.make()
         lines, routes = measure(size, chosen.rates, chosen.repeats)
-    found = route_steps.measure(
-        list(routes), chosen.rounds, steps=chosen.steps, groups=chosen.groups
-    )
+    setting = route_steps.Setting(chosen.steps, chosen.groups)
+    found = route_steps.measure(list(routes), chosen.rounds, setting)
     draw(routes, chosen.rates[-1], found)
     minutes = (time.monotonic() - began) / 60
     cores = f"{chosen.threads} core for the first three tables, all for the last"
     taken = f"{cores}; {minutes:.1f} minutes."
-    last = route_steps.section(found, steps=chosen.steps, groups=chosen.groups)
+    last = route_steps.section(found, setting)
     write("routes", "What the routes cost", [taken, "", *lines, *last])
 
 

@@ -6,7 +6,8 @@ import pytest
 
 from benchmarks import equal_time
 from tests.support.fake_comparison import comparison, study_plan
-from unstale.observe.report.study import read_results
+from unstale.config import ConfigError
+from unstale.observe.report.study import StudyResults, read_results
 
 
 @pytest.fixture(autouse=True)
@@ -40,9 +41,42 @@ def test_an_arm_that_costs_more_is_compared_at_an_earlier_step(tmp_path: Path) -
     assert dear == "| `snapshot_old` | 1.34 | 2 | — | — |"
 
 
-def test_a_run_without_success_before_a_step_is_refused(tmp_path: Path) -> None:
-    comparison(tmp_path / "int4-s2", {"snapshot_old": [{"evaluations": (0.0, 0.1)}]})
+def test_a_run_without_success_up_to_a_step_is_refused(tmp_path: Path) -> None:
+    study = one_run(tmp_path)
+    (arm,) = study.settings[0].comparison.arms
+    with pytest.raises(ConfigError, match="seed0: no success in the 1 steps up to step 7"):
+        equal_time.success_up_to(arm.finished[0], 7)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["snapshot_old"], "--step snapshot_old: not of the form ARM=TIME"),
+        (["snapshot_old=1", "eager=1.1"], "--step eager=1.1: the study has the arms snapshot_old"),
+        (["snapshot_old=1.1"], "the smallest time is 1.1; divide all by it"),
+    ],
+)
+def test_times_that_cannot_be_right_are_refused(
+    tmp_path: Path, words: list[str], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        equal_time.step_times(words, one_run(tmp_path))
+
+
+def test_arms_without_a_time_are_named(tmp_path: Path) -> None:
+    comparison(
+        tmp_path / "int4-s2",
+        {
+            "snapshot_old": [{"evaluations": (0.0, 0.1)}],
+            "rollout": [{"evaluations": (0.0, 0.1)}],
+        },
+    )
     study_plan(tmp_path, {"int4-s2": {"engine": "int4", "bound": "s2"}})
-    (arm,) = read_results(tmp_path).settings[0].comparison.arms
-    with pytest.raises(ValueError, match="seed0: no success in the 1 steps before step 7"):
-        equal_time.success_before(arm.finished[0], 7)
+    *_, last = equal_time.table(read_results(tmp_path), {"snapshot_old": 1.0})
+    assert last == "Without a time of a step, so not in the table: `rollout`."
+
+
+def one_run(folder: Path) -> StudyResults:
+    comparison(folder / "int4-s2", {"snapshot_old": [{"evaluations": (0.0, 0.1)}]})
+    study_plan(folder, {"int4-s2": {"engine": "int4", "bound": "s2"}})
+    return read_results(folder)

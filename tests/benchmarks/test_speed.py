@@ -110,7 +110,7 @@ def test_where_a_delta_is_slower_is_said() -> None:
 
 @pytest.mark.parametrize("name", list(routes()))
 def test_every_route_has_a_run_that_means_something(name: str, tmp_path: Path) -> None:
-    config = route_steps.config_of(name, steps=5, groups=6, seed=1, runs=tmp_path)
+    config = route_steps.config_of(name, route_steps.Setting(5, 6), seed=1, runs=tmp_path)
     check(config).require()
     assert config.old_logps.route == name and config.schedule.staleness_bound == 2
     assert config.steps == 5 + route_steps.WARM
@@ -156,7 +156,7 @@ def test_the_trainer_s_time_is_told_by_part(monkeypatch: pytest.MonkeyPatch) -> 
     assert ran.route_s == 47.0
     row = route_steps.table({"rollout": [ran]})[-1]
     assert row.startswith(
-        "| `rollout` | 100.00 (100.00 to 100.00) | 1.00 | 47.0% | 32.0% | 8.0% | 7.0%"
+        "| `rollout` | 100.00 (100.00 to 100.00) | 1.00 (1.00 to 1.00) | 47.0% | 32.0% | 8.0% "
     )
 
 
