@@ -228,9 +228,9 @@ def section(found: Mapping[str, Sequence[Ran]], setting: Setting) -> list[str]:
         "round all routes have the same seed, and they take turns in coming first.",
         "",
         "The route's share is that of the trainer's thread, with the preparation of the batch, "
-        "which is all that `rollout` has. What is done while the trainer waits for episodes is in no "
-        "share. A step lasts as long as its episodes and its training take, one beside the other. "
-        "`old_logit_model` has one more process, on the same cores.",
+        "which is all that `rollout` has. What is done while the trainer waits for episodes is in "
+        "no share. A step lasts as long as the longer one of its episodes and its training, which "
+        "run at the same time. `old_logit_model` has one more process, on the same cores.",
         "",
         *table(found),
     ]

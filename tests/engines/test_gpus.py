@@ -91,7 +91,9 @@ def test_a_run_divides_the_visible_gpus(
     with pytest.raises(ConfigError, match=r"4 trainer ranks .* engines on 2 GPUs need 6 GPUs"):
         build_engine(config({"backend": "vllm", "args": "-tp 2"}, trainers=4), None)
     assert run_gpus(config({"backend": "vllm"})) == GpuShares()
-    assert run_gpus(config(trainers=8, address="head:1")) == GpuShares()
+    placed = config({"backend": "vllm"}, trainers=8, address="head:1")
+    assert run_gpus(placed) == GpuShares()
+    assert gpu_memory_utilization(placed) == 0, "the trainer ranks are on other machines"
     hosts = config(trainers=2, engine_hosts=2)
     assert [host_gpus(hosts, number) for number in range(2)] == [("5",), ("4",)]
     started: list[dict[str, str]] = []

@@ -141,10 +141,12 @@ def gpu_memory_utilization(config: RunConfig) -> float:
 
     The option `engine.gpu_memory_utilization` comes first. If it is 0, the server gets what the
     trainer leaves. The result is 0 if the run starts no server on a GPU, or the server has GPUs for
-    itself. Raises `ValueError` if trainer and engine do not fit together.
+    itself, as it has if `cluster.address` places the trainer ranks. Raises `ValueError` if trainer
+    and engine do not fit together.
     """
-    options = config.engine
-    elsewhere = options.urls or config.cluster.engine_hosts or run_gpus(config).apart
+    options, cluster = config.engine, config.cluster
+    apart = run_gpus(config).apart or (cluster.trainers and cluster.address)
+    elsewhere = options.urls or cluster.engine_hosts or apart
     is_started = options.backend == "vllm" and not elsewhere and torch.cuda.is_available()
     if options.gpu_memory_utilization or not is_started:
         return options.gpu_memory_utilization

@@ -226,8 +226,8 @@ class Ranks:
                 if time.monotonic() >= until:
                     raise NodesMissing(
                         f"after {self.patience_s:g} s (cluster.patience_s), {self._shortage()}. "
-                        f"Add machines with `ray start --address {self._address}`, and resume the "
-                        "run"
+                        f"Add machines with `ray start --address {self._address}`, and start or "
+                        "resume the run"
                     )
                 text, before = self._shortage(), text
                 if text != before:

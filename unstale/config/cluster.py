@@ -24,8 +24,8 @@ class ClusterConfig(Section):
     """Ray cluster as `host:port` or `auto`; empty starts a Ray of this machine alone."""
     patience_s: Positive = 600.0
     """Seconds that the run waits for machines: for any engine host, for the trainer ranks in the
-    cluster at `address`, or for environments. It then stops and can be resumed. For environments
-    it stops only at its start; later, the episodes that waited for them fail.
+    cluster at `address`, or for environments. It then stops. A run that had begun can be resumed.
+    For environments it stops only at its start; later, the episodes that waited for them fail.
     """
     restarts: Count = 10
     """Times that a run with dead trainer ranks continues from its last checkpoint on new ranks."""
