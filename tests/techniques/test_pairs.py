@@ -88,7 +88,7 @@ NAMED: tuple[str, ...] = (
     "novelty outer_step",
     "opob beta_sampler",
 )
-"""Combinations that are trained. The first `QUICK` belong to the default tests."""
+"""Combinations that are trained. `make test-all` trains the first `QUICK`, `make pairs` all."""
 QUICK = 2
 OTHERS = tuple(f"{each} ess_lr" for each in techniques() if each not in " ".join(NAMED).split())
 """Techniques that are in no named combination, each with one from another slot."""
