@@ -90,8 +90,11 @@ class Place:
             if self.inside:
                 journal, connection, found = arguments
                 records = list(found)
-                doomed_at = round(moment * (len(records) + 1))
-                return function(journal, _Doomed(connection, doomed_at), records)
+                # BEGIN is 0, then the records, then the counts of rows, which count as one.
+                last = len(records) + 2
+                doomed_at = round(moment * last)
+                doomed_connection = _Doomed(connection, doomed_at, at_commit=doomed_at == last)
+                return function(journal, doomed_connection, records)
             if not self.span_s:
                 die()
             die_in(moment * self.span_s)
@@ -102,16 +105,19 @@ class Place:
 
 @dataclass
 class _Doomed:
-    """A connection that kills its process before one statement: BEGIN is 0, COMMIT the last."""
+    """A connection that kills its process before a statement."""
 
     connection: Any
     left: int
+    """Number of statements before the kill."""
+    at_commit: bool
+    """Kill before COMMIT instead, whatever its number is."""
 
-    def execute(self, *arguments: Any) -> Any:
-        if not self.left:
+    def execute(self, statement: str, *arguments: Any) -> Any:
+        if statement == "COMMIT" if self.at_commit else not self.left:
             die()
         self.left -= 1
-        return self.connection.execute(*arguments)
+        return self.connection.execute(statement, *arguments)
 
 
 CLOCK = "any moment"

@@ -93,7 +93,11 @@ def _trials(study: StudyResults) -> Iterator[Trial]:
 
 
 def step_times(words: list[str], study: StudyResults) -> dict[str, float]:
-    """Return the times of `ARM=TIME`. Raises ConfigError for what is none, naming it."""
+    """Return the times of texts such as `rollout=1`.
+
+    Raises ConfigError if a text has another form or names no arm, if the reference has no time, or
+    if the smallest time is not 1.
+    """
     found = {}
     for text in words:
         name, _, time = text.partition("=")

@@ -31,8 +31,6 @@ from unstale.durability.run_folder import RunFolder, RunLog
 from unstale.observe.live import LiveDisplay
 from unstale.recipes.routes import RECIPES as ROUTES
 
-WARM = 2
-"""Steps that are not measured, in which the pipeline fills and routes get the history they need."""
 SCORING, CLOSING, PUBLISHING, IDLE = "scoring", "closing", "publishing", "idle"
 PARTS = {
     "publishing": PUBLISHING,
@@ -63,11 +61,11 @@ class Clock:
             self._time(machine.old, name, part)
         costs = machine.old.costs
 
-        def told() -> Mapping[str, float]:
+        def recorded() -> Mapping[str, float]:
             self.lines.append((time.perf_counter(), self.spent.copy()))
             return costs()
 
-        machine.old.costs = told  # type: ignore[method-assign]
+        machine.old.costs = recorded  # type: ignore[method-assign]
 
     def _time(self, owner: Any, name: str, part: str) -> None:
         function: Callable[..., Any] = getattr(owner, name)
@@ -105,14 +103,22 @@ class Ran:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What all runs have in common."""
+    """The settings that all runs share."""
 
     steps: int
-    """Number of steps that are measured, after the first `WARM`."""
+    """Number of steps that are measured, after the first `warm`."""
     groups: int
     """Number of groups of 8 episodes in a step."""
     staleness: int = 2
     """`schedule.max_staleness`."""
+
+    @property
+    def warm(self) -> int:
+        """Number of steps that are not measured.
+
+        The first `staleness` + 1 batches are sampled before any update.
+        """
+        return self.staleness + 2
 
 
 def config_of(name: str, setting: Setting, *, seed: int, runs: Path) -> RunConfig:
@@ -122,7 +128,7 @@ def config_of(name: str, setting: Setting, *, seed: int, runs: Path) -> RunConfi
         runs=runs,
         name=name,
         seed=seed,
-        steps=WARM + setting.steps,
+        steps=setting.warm + setting.steps,
         schedule=ScheduleConfig(
             max_staleness=setting.staleness, groups_per_step=setting.groups, group_size=8
         ),
@@ -132,8 +138,8 @@ def config_of(name: str, setting: Setting, *, seed: int, runs: Path) -> RunConfi
     )
 
 
-def run(config: RunConfig) -> Ran:
-    """Run as `unstale train` does, but keep nothing."""
+def run(config: RunConfig, warm: int) -> Ran:
+    """Run as `unstale train` does, but keep nothing. The first `warm` steps do not count."""
     limit_threads()
     machine, clock = build_machine(config), Clock()
     clock.watch(machine)
@@ -142,10 +148,10 @@ def run(config: RunConfig) -> Ran:
     with LiveDisplay(config, console=Console(quiet=True)) as display:
         RunSession(config, log, machine).run_segment(display)
     log.close()
-    lines = clock.lines[WARM - 1 :]
+    lines = clock.lines[warm - 1 :]
     steps_s = tuple(after - before for (before, _), (after, _) in pairwise(lines))
     (_, before), (_, after) = lines[0], lines[-1]
-    rows = [line for line in RunFolder(folder).metrics() if line["step"] > WARM]
+    rows = [line for line in RunFolder(folder).metrics() if line["step"] > warm]
     parts = {
         part: (after[part] - before[part]) / len(steps_s)
         for part in (SCORING, CLOSING, PUBLISHING, IDLE)
@@ -165,7 +171,7 @@ def measure(names: Sequence[str], repeats: int, setting: Setting) -> dict[str, l
             CONSOLE.print(f"end to end, round {turn + 1} of {repeats}: {name}")
             with TemporaryDirectory() as runs:
                 config = config_of(name, setting, seed=turn, runs=Path(runs))
-                found[name].append(run(config))
+                found[name].append(run(config, setting.warm))
     return found
 
 
@@ -224,8 +230,8 @@ def section(found: Mapping[str, Sequence[Ran]], setting: Setting) -> list[str]:
         "",
         f"Runs of the retail recipe with its embedded engine, {setting.groups} groups of 8 a step, "
         f"tokens up to {setting.staleness} versions old, tool calls of 0.6 s. {setting.steps} "
-        f"steps count, after {WARM} that do not. Rounds: {rounds}; ranges are of rounds. In each "
-        "round all routes have the same seed, and they take turns in coming first.",
+        f"steps count, after {setting.warm} that do not. Rounds: {rounds}; ranges are of rounds. In "
+        "each round all routes have the same seed, and they take turns in coming first.",
         "",
         "The route's share is that of the trainer's thread, with the preparation of the batch, "
         "which is all that `rollout` has. What is done while the trainer waits for episodes is in "

@@ -65,7 +65,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--quick",
         action="store_true",
-        help="leave out costly tests; run those with several cases on the first one",
+        help="leave out costly tests, or run only their first cases",
     )
 
 

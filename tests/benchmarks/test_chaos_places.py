@@ -1,4 +1,4 @@
-"""The places at which `make chaos` kills a run work with the functions of today."""
+"""A kill inside a transaction comes before the statement that was drawn."""
 
 import sqlite3
 from collections.abc import Iterable
@@ -19,7 +19,14 @@ class Writer:
         connection.execute("COMMIT")
 
 
-def test_a_transaction_is_killed_at_the_drawn_statement(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("moment", "inserted"),
+    [(0.0, []), (0.4, [4]), (1.0, [4, 5, 6])],
+    ids=["before BEGIN", "before the second record", "before COMMIT"],
+)
+def test_a_transaction_is_killed_at_the_drawn_statement(
+    monkeypatch: pytest.MonkeyPatch, moment: float, inserted: list[int]
+) -> None:
     class Killed(Exception):
         pass
 
@@ -29,7 +36,7 @@ def test_a_transaction_is_killed_at_the_drawn_statement(monkeypatch: pytest.Monk
     monkeypatch.setattr(chaos_child, "die", die)
     # `arm` replaces the method; monkeypatch restores it.
     monkeypatch.setattr(Writer, "commit", Writer.commit)
-    Place(Writer, "commit", 2, inside=True).arm(2, 0.5)
+    Place(Writer, "commit", 2, inside=True).arm(2, moment)
     connection = sqlite3.connect(":memory:", isolation_level=None)
     connection.execute("CREATE TABLE numbers (number INTEGER)")
 
@@ -39,5 +46,6 @@ def test_a_transaction_is_killed_at_the_drawn_statement(monkeypatch: pytest.Monk
     Writer().commit(connection, insert(1, 2, 3))
     with pytest.raises(Killed):
         Writer().commit(connection, insert(4, 5, 6))
-    # Half of BEGIN, three statements and COMMIT: before the second statement.
-    assert connection.execute("SELECT number FROM numbers").fetchall() == [(1,), (2,), (3,), (4,)]
+    rows = connection.execute("SELECT number FROM numbers").fetchall()
+    assert [number for (number,) in rows] == [1, 2, 3, *inserted]
+    assert connection.in_transaction == (moment > 0)

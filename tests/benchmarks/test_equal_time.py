@@ -1,5 +1,6 @@
 """The comparison after equal time takes each arm at the step that its cost allows."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -48,12 +49,34 @@ def test_a_run_without_success_up_to_a_step_is_refused(tmp_path: Path) -> None:
         equal_time.success_up_to(arm.finished[0], 7)
 
 
+def test_a_success_is_the_mean_of_the_last_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(equal_time, "WINDOW", 2)
+    comparison(tmp_path / "int4-s2", {"snapshot_old": [{"evaluations": (0.9, 0.1, 0.2, 0.4)}]})
+    study_plan(tmp_path, {"int4-s2": {"engine": "int4", "bound": "s2"}})
+    (arm,) = read_results(tmp_path).settings[0].comparison.arms
+    found = [equal_time.success_up_to(arm.finished[0], step) for step in (1, 2, 3)]
+    assert found == pytest.approx([0.1, 0.15, 0.3])
+
+
+def test_a_learning_rate_that_changes_is_refused(tmp_path: Path) -> None:
+    one_run(tmp_path)
+    file = tmp_path / "int4-s2" / "snapshot_old-seed0" / "config.json"
+    config = json.loads(file.read_text())
+    config["trainer"]["lr_schedule"] = "linear"
+    file.write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match=r"seed0: trainer\.lr_schedule is linear"):
+        list(equal_time.table(read_results(tmp_path), {"snapshot_old": 1.0}))
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         (["snapshot_old"], "--step snapshot_old: not of the form ARM=TIME"),
         (["snapshot_old=1", "eager=1.1"], "--step eager=1.1: the study has the arms snapshot_old"),
         (["snapshot_old=1.1"], "the smallest time is 1.1; divide all by it"),
+        ([], "the reference snapshot_old has no time"),
     ],
 )
 def test_times_that_cannot_be_right_are_refused(

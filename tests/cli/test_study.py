@@ -291,7 +291,9 @@ def test_an_archive_of_a_study_is_continued_in_another_folder(tmp_path: Path) ->
 
 
 @pytest.mark.costly
-@pytest.mark.parametrize(("name", "settings"), [("techniques", 2), ("levels", 9), ("bands", 7), ("minibatches", 2)])
+@pytest.mark.parametrize(
+    ("name", "settings"), [("techniques", 2), ("levels", 9), ("bands", 7), ("minibatches", 2)]
+)
 def test_the_linter_accepts_other_shipped_studies(name: str, settings: int) -> None:
     file = Path(__file__).parents[2] / "benchmarks" / "studies" / f"{name}.toml"
     plan = study.planned(main.parse(["compare", str(file)]))

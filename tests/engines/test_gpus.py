@@ -93,7 +93,7 @@ def test_a_run_divides_the_visible_gpus(
     assert run_gpus(config({"backend": "vllm"})) == GpuShares()
     placed = config({"backend": "vllm"}, trainers=8, address="head:1")
     assert run_gpus(placed) == GpuShares()
-    assert gpu_memory_utilization(placed) == 0, "the trainer ranks are on other machines"
+    assert gpu_memory_utilization(placed) == 0, "Ray does not know this machine's GPUs"
     hosts = config(trainers=2, engine_hosts=2)
     assert [host_gpus(hosts, number) for number in range(2)] == [("5",), ("4",)]
     started: list[dict[str, str]] = []

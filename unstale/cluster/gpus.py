@@ -141,8 +141,9 @@ def gpu_memory_utilization(config: RunConfig) -> float:
 
     The option `engine.gpu_memory_utilization` comes first. If it is 0, the server gets what the
     trainer leaves. The result is 0 if the run starts no server on a GPU, or the server has GPUs for
-    itself, as it has if `cluster.address` places the trainer ranks. Raises `ValueError` if trainer
-    and engine do not fit together.
+    itself. With trainer ranks in the cluster of `cluster.address` it is 0, too: Ray must not know
+    this machine's GPUs then (`ray start --num-gpus 0`). Raises `ValueError` if trainer and engine
+    do not fit together.
     """
     options, cluster = config.engine, config.cluster
     apart = run_gpus(config).apart or (cluster.trainers and cluster.address)
