@@ -230,8 +230,8 @@ def section(found: Mapping[str, Sequence[Ran]], setting: Setting) -> list[str]:
         "",
         f"Runs of the retail recipe with its embedded engine, {setting.groups} groups of 8 a step, "
         f"tokens up to {setting.staleness} versions old, tool calls of 0.6 s. {setting.steps} "
-        f"steps count, after {setting.warm} that do not. Rounds: {rounds}; ranges are of rounds. In "
-        "each round all routes have the same seed, and they take turns in coming first.",
+        f"steps count, after {setting.warm} that do not. Rounds: {rounds}; ranges are of rounds. "
+        "In each round all routes have the same seed, and they take turns in coming first.",
         "",
         "The route's share is that of the trainer's thread, with the preparation of the batch, "
         "which is all that `rollout` has. What is done while the trainer waits for episodes is in "
