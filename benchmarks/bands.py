@@ -16,7 +16,7 @@ from statistics import mean
 from typing import Any
 
 from benchmarks.levels import differences, draw, successes, within_bounds
-from benchmarks.tables import columns, picture, row, share_axis, write
+from benchmarks.tables import columns, legend_below, picture, row, share_axis, write
 from unstale.durability.run_folder import EVENTS, RunFolder
 from unstale.observe.report.compare import KEPT, ArmResult, Comparison
 from unstale.observe.report.compare_page import points_with_interval, spread
@@ -85,12 +85,7 @@ def draw_limits(study: StudyResults) -> None:
                 value=lambda trial: trial.mean(KEPT),
             )
             shares.set_title(f"kept tokens, {engine} engine", fontsize=10)
-        panels[0].figure.legend(
-            *panels[0].get_legend_handles_labels(),
-            loc="outside lower center",
-            ncols=4,
-            frameon=False,
-        )
+        legend_below(panels[0])
 
 
 def _setting(study: StudyResults, engine: str, limit: str) -> StudySetting:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.tables import columns, picture, row, share_axis, write
+from benchmarks.tables import columns, legend_below, picture, row, share_axis, write
 from unstale.observe.report.compare import Trial, mean_over_seeds
 from unstale.observe.report.compare_page import points_with_interval, spread
 from unstale.observe.report.study import ALPHA, StudyResults, StudySetting, read_results
@@ -116,13 +116,7 @@ def main() -> None:
             draw(panel, here, chosen.label, places)
             panel.set_title(f"{title} engine", fontsize=10)
         panels[0].set_ylabel("success on held-out tasks")
-        panels[0].figure.legend(
-            *panels[0].get_legend_handles_labels(),
-            loc="outside lower center",
-            ncols=4,
-            frameon=False,
-            fontsize=8.5,
-        )
+        legend_below(panels[0], fontsize=8.5)
     lines = [
         "## Success on held-out tasks at the end",
         "",

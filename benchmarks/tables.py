@@ -152,6 +152,14 @@ def share_axis(panel: Any) -> None:
     panel.yaxis.set_major_formatter(lambda share, _: f"{share:.0%}")
 
 
+def legend_below(panel: Any, **options: Any) -> None:
+    """Draw the legend of a panel below all panels. `options` are those of matplotlib's legend."""
+    handles, labels = panel.get_legend_handles_labels()
+    panel.figure.legend(
+        handles, labels, loc="outside lower center", ncols=4, frameon=False, **options
+    )
+
+
 def written_today(question: str) -> str:
     """Return the table of a question that was written today, an empty string if there is none."""
     target = _dated(f"{question}.md")
