@@ -2,8 +2,8 @@
 
     python -m benchmarks.equal_time runs/levels --step rollout=1 snapshot_old=1.14
 
-A deterministic run has no duration of its own, because its tools take no time and its engine waits
-for the trainer. `--step` gives the time of an arm's step over that of the fastest arm, which has 1.
+The duration of a deterministic run says nothing: its tools take no time, and its engine waits for
+the trainer. `--step` gives the time of an arm's step over that of the fastest arm, which has 1.
 `python -m benchmarks.route_steps` measures it. While the fastest arm does all its n steps, an arm
 with time t does n / t. The table compares the success in training up to that step, and after n
 steps of each. This needs a constant learning rate: a run that is planned with fewer steps would
@@ -42,14 +42,17 @@ def pairs(study: StudyResults, arm: str, step: int, reference_step: int) -> list
 
     A pair is a seed that both have finished in a setting.
     """
-    found = []
-    for setting in study.settings:
-        trials = {each.name: each.finished for each in setting.comparison.arms}
-        others = {trial.seed: trial for trial in trials.get(study.reference, ())}
-        for trial in trials.get(arm, ()):
-            if other := others.get(trial.seed):
-                found.append(success_up_to(trial, step) - success_up_to(other, reference_step))
-    return found
+    return [
+        difference
+        for setting in study.settings
+        for each in setting.comparison.arms
+        if each.name == arm
+        for difference in setting.comparison.paired_values(
+            each,
+            lambda trial: success_up_to(trial, step),
+            lambda trial: success_up_to(trial, reference_step),
+        )
+    ]
 
 
 def table(study: StudyResults, step_time: Mapping[str, float]) -> Iterator[str]:

@@ -87,7 +87,6 @@ class Meter:
     def _time(
         self, owner: Any, function: Callable[..., Any], sum_: str, clock: Callable[[], float]
     ) -> None:
-
         def timed(*arguments: Any, **named: Any) -> Any:
             began = clock()
             try:

@@ -70,7 +70,6 @@ def arms(groups: int, siblings: int) -> tuple[Arm, tuple[Arm, ...]]:
 
 def config(arm: Arm, folder: Path, *, steps: int, latency_s: float, seed: int) -> RunConfig:
     recipe = retail()
-    task = DeskConfig(level="1", latency_s=latency_s)
     return replace(
         recipe,
         seed=seed,
@@ -78,7 +77,7 @@ def config(arm: Arm, folder: Path, *, steps: int, latency_s: float, seed: int) -
         name=arm.name.replace(" ", "-").replace(",", ""),
         steps=steps,
         minutes=0.0,
-        task=task,
+        task=DeskConfig(level="1", latency_s=latency_s),
         schedule=arm.schedule,
         trainer=TrainerConfig(lr=1e-7),
         audit=AuditConfig(),

@@ -16,7 +16,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.durability.test_resume import Toy, config, played
 from unstale.cli.main import main
 from unstale.durability.compare_runs import differences
 from unstale.durability.journal import JOURNAL
@@ -47,20 +46,11 @@ def test_kills_change_nothing(tmp_path: Path) -> None:
     assert "wrong" not in table
 
 
-@pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a deterministic run."""
-    folder = tmp_path_factory.mktemp("runs") / "alone"
-    with played(Toy()) as toy:
-        toy.begin(folder, config(deterministic=True))
-    return folder
-
-
 @pytest.fixture
-def pair(alone: Path, tmp_path: Path) -> tuple[Path, Path]:
+def pair(whole: Path, tmp_path: Path) -> tuple[Path, Path]:
     """Return a run and a copy of it."""
-    shutil.copytree(alone, tmp_path / "copy")
-    return alone, tmp_path / "copy"
+    shutil.copytree(whole, tmp_path / "copy")
+    return whole, tmp_path / "copy"
 
 
 def test_a_run_is_the_same_as_itself_whatever_the_clock_said(pair: tuple[Path, Path]) -> None:

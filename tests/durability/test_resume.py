@@ -226,15 +226,6 @@ def require_sound(folder: Path, *, bound: int = 1) -> None:
     assert all(row["old_logps/exact_share"] == 1 for row in rows(folder))
 
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return an undisturbed deterministic run."""
-    folder = tmp_path_factory.mktemp("runs") / "whole"
-    with played(Toy()) as toy:
-        toy.begin(folder, config(deterministic=True))
-    return folder
-
-
 def test_two_deterministic_runs_are_equal_and_sound(toy: Toy, tmp_path: Path, whole: Path) -> None:
     toy.begin(tmp_path / "run", config(deterministic=True))
     assert compare_runs.differences(whole, tmp_path / "run") == []

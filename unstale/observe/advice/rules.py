@@ -36,7 +36,8 @@ CORRELATED = 0.2
 """Size of a correlation of log D and log S that is worth naming."""
 BUSY = 0.03
 """Share of a step below which the cost of a route is not worth a change."""
-COMPARED = "Success was compared in other runs: see the table of comparisons"
+SEE_COMPARISONS = "Success was compared in other runs: see the table of comparisons"
+"""The end of a reason that counts decisions. `advise` shows the table below its conclusions."""
 
 
 def conclude(evidence: Evidence) -> list[Conclusion]:
@@ -73,7 +74,7 @@ def _one_ratio_is_enough(evidence: Evidence) -> Conclusion | None:
         text=text,
         reason="If the clip acted on pi / mu, without a correction of D (`rollout`), it would stop "
         f"or pass at most {percent(high, 2)} of the tokens differently (95% interval). This counts "
-        f"decisions at the present thresholds. {COMPARED}",
+        f"decisions at the present thresholds. {SEE_COMPARISONS}",
         figures=(*_changed(evidence), "stopped_share", "sample_tokens"),
         options=options,
     )
@@ -94,7 +95,8 @@ def _split_decides(evidence: Evidence) -> Conclusion | None:
         text=text,
         reason="If the clip acted on pi / mu, without a correction of D (`rollout`), it would stop "
         "tokens for numerical differences, and pass stale ones. With an exact route the thresholds "
-        f"act on what they are meant for.{_noise(evidence)} This counts decisions. {COMPARED}",
+        f"act on what they are meant for.{_noise(evidence)} This counts decisions. "
+        f"{SEE_COMPARISONS}",
         figures=(
             *_changed(evidence),
             "stopped_share",

@@ -10,7 +10,7 @@ import json
 import math
 import re
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -361,12 +361,26 @@ class Comparison:
 
     def pairs(self, arm: ArmResult, budget: TrainingBudget | None = None) -> list[float]:
         """Return the differences in held-out success to the reference arm, by seed."""
-        reference = {trial.seed: _success(trial, budget) for trial in self.reference.finished}
-        values = [(_success(trial, budget), reference.get(trial.seed)) for trial in arm.finished]
+
+        def success(trial: Trial) -> float | None:
+            return _success(trial, budget)
+
+        return self.paired_values(arm, success, success)
+
+    def paired_values(
+        self,
+        arm: ArmResult,
+        value: Callable[[Trial], float | None],
+        reference_value: Callable[[Trial], float | None],
+    ) -> list[float]:
+        """Return a value of each run of an arm minus one of the reference's run with its seed.
+
+        Runs without a value, or without a finished run of the other arm, have no difference.
+        """
+        reference = {trial.seed: reference_value(trial) for trial in self.reference.finished}
+        values = [(value(trial), reference.get(trial.seed)) for trial in arm.finished]
         return [
-            value - baseline
-            for value, baseline in values
-            if value is not None and baseline is not None
+            own - baseline for own, baseline in values if own is not None and baseline is not None
         ]
 
     def versus(self, arm: ArmResult, budget: TrainingBudget | None = None) -> SeedMean | None:
