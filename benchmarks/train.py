@@ -67,6 +67,7 @@ from unstale.model.policy import Policy
 from unstale.old_logps.scoring.local_scorer import LocalScorer
 from unstale.records import ContextPiece, Sampled, ScoredTrajectory, Task, Trajectory, collate
 from unstale.trainer.local import LocalTrainer
+from unstale.weights.child_process import cores
 
 ROOT = Path(__file__).parent.parent
 SIBLINGS = 8
@@ -288,6 +289,8 @@ def whole(chosen: argparse.Namespace) -> None:
     loop.take_step = timed  # type: ignore[assignment]
     apart = chosen.staleness == 0  # engines and trainer take turns: each side may have all cores
     share = max(1, chosen.threads // 2)
+    # By default the trainer has all cores that no engine uses.
+    trainer_threads = 0 if chosen.threads == cores() else chosen.threads if apart else share
     processes = (chosen.processes or chosen.threads) if apart else 1
     run = unstale.train(
         RunConfig(
@@ -311,7 +314,7 @@ def whole(chosen: argparse.Namespace) -> None:
             ),
             old_logps=OldLogpsConfig(route="rollout" if apart else "snapshot_old"),
             correction=CorrectionConfig(control="none") if apart else CorrectionConfig(),
-            trainer=TrainerConfig(lr=chosen.lr, threads=chosen.threads if apart else share),
+            trainer=TrainerConfig(lr=chosen.lr, threads=trainer_threads),
             eval=EvalConfig(tasks=0),
             checkpoint=CheckpointConfig(every=10_000),
         ),

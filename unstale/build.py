@@ -69,7 +69,7 @@ from unstale.trainer.auditor import Auditor
 from unstale.trainer.failed_batch import save_failed_batch
 from unstale.trainer.local import LocalTrainer
 from unstale.trainer.rules import Rules
-from unstale.trainer.threads import LocalThread, trainer_threads, use_threads
+from unstale.trainer.threads import LocalThread, SharedCores, trainer_threads
 from unstale.weights.publish import DirectPublisher, Publisher
 from unstale.weights.recording import RECORDED, Recording
 
@@ -273,6 +273,12 @@ def build(
         machine.techniques,
         skipped=rollout.quarantined,
     )
+    queue = build_queue(config.schedule, life, policy)
+    shared_cores = SharedCores(
+        config, engines_idle=lambda: queue.waits_for_training and engine.is_idle()
+    )
+    if isinstance(machine.trainer, LocalTrainer):
+        machine.trainer.before_microbatch = shared_cores.take
     return RunComponents(
         config=config,
         progress=life.progress,
@@ -281,7 +287,7 @@ def build(
         engine=engine,
         rollout=rollout,
         evaluation=_evaluation(config, taskset, make_rollout, recorder),
-        queue=build_queue(config.schedule, life, policy),
+        queue=queue,
         pending=pending,
         advantage=partial(
             machine.techniques.credit,
@@ -296,7 +302,7 @@ def build(
         journal=journal,
         checkpoints=checkpoints,
         log=recorder,
-        trainer_thread=LocalThread("trainer", partial(use_threads, trainer_threads(config))),
+        trainer_thread=LocalThread("trainer", shared_cores.take),
         io_thread=LocalThread("io"),
         piece_arrived=piece_arrived,
         read_states=_states_reader(config, machine),

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -47,6 +48,7 @@ from unstale.durability.run_folder import read_jsonl
 from unstale.records import Failure, Task, Trajectory
 from unstale.rollout.episode import Rollout
 from unstale.trainer import threads as cpu_threads
+from unstale.trainer.local import LocalTrainer
 
 pytestmark = pytest.mark.usefixtures("forked_children")
 
@@ -78,6 +80,9 @@ def small(folder: Path, **changes: object) -> RunConfig:
         eval=EvalConfig(tasks=4),
     )
     return replace(config, **changes)
+
+
+DETERMINISTIC = {"deterministic": True, "minutes": 0}
 
 
 def quiet() -> Console:
@@ -401,6 +406,28 @@ def test_the_trainer_leaves_a_core_to_every_other_process(
     for count, left in ((4, threads), (1, 1)):
         monkeypatch.setattr(cpu_threads, "cores", lambda count=count: count)
         assert cpu_threads.trainer_threads(config) == left
+
+
+@pytest.mark.parametrize(
+    "changes, used", [({}, 3), ({"trainer": TrainerConfig(threads=2)}, 2), (DETERMINISTIC, 1)]
+)
+def test_the_trainer_has_all_cores_while_no_episode_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, object], used: int
+) -> None:
+    counts: list[int] = []
+    backward = LocalTrainer.backward
+
+    def counted(trainer: LocalTrainer, minibatch: Any) -> None:
+        counts.append(torch.get_num_threads())
+        backward(trainer, minibatch)
+
+    monkeypatch.setattr(LocalTrainer, "backward", counted)
+    monkeypatch.setattr(cpu_threads, "cores", lambda: 3)
+    synchronous = ScheduleConfig(max_staleness=0, groups_per_step=2, group_size=2)
+    config = small(tmp_path, schedule=synchronous, eval=EvalConfig(tasks=0), **changes)
+    session.train(config, console=quiet())
+    assert counts == [used] * 3
+    assert torch.get_num_threads() != 3, "the thread of the loop, and later ones, have their own"
 
 
 def test_the_loop_runs_beside_a_loop_of_the_callers(tmp_path: Path) -> None:

@@ -2,8 +2,9 @@
 
 With stragglers the staleness bound holds and is reached, for bounds 0 to 3 and every window. Groups
 are taken in the order that the window allows, also in parts of a batch. Tickets limit the live
-groups. A restored queue continues. A queue that can never fill a batch gives the reason. Pending
-pieces name the versions still needed.
+groups. The queue says when no group can run before the next optimizer step. A restored queue
+continues. A queue that can never fill a batch gives the reason. Pending pieces name the versions
+still needed.
 """
 
 import asyncio
@@ -520,5 +521,42 @@ def test_deadlines_hold_in_any_order_and_after_lost_batches(
         await second.run(12, admitted, reopened)
         order = [number for batch in [*kept, *second.batches] for number in batch]
         assert len(set(order)) == len(order)
+
+    asyncio.run(main())
+
+
+def test_the_queue_waits_for_training_when_no_group_runs_or_can_start() -> None:
+    async def main() -> None:
+        line = StalenessQueue(max_staleness=1, groups_per_step=1)
+        ends = [asyncio.Event() for _ in range(3)]
+        world = World(line, slow_ticks=1)
+
+        async def group(number: int) -> Group:
+            await ends[number].wait()
+            return await world.group(number, 1)
+
+        async def finish(number: int) -> None:
+            ends[number].set()
+            for _ in range(4):
+                await asyncio.sleep(0)
+
+        async with asyncio.TaskGroup() as tasks:
+            await line.admit(partial(group, 0), tasks)
+            await finish(0)
+            assert not line.waits_for_training, "one ticket is free"
+            await line.admit(partial(group, 1), tasks)
+            assert not line.waits_for_training, "group 1 runs"
+            await finish(1)
+            assert line.waits_for_training
+            await line.take()
+            assert line.waits_for_training, "the batch is being trained on"
+            await line.take()
+            assert not line.waits_for_training, "the batch before is being published"
+            line.release()
+            assert not line.waits_for_training, "its ticket is free"
+            await line.admit(partial(group, 2), tasks)
+            assert not line.waits_for_training, "group 2 runs"
+            await finish(2)
+            assert line.waits_for_training
 
     asyncio.run(main())

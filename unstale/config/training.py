@@ -70,7 +70,9 @@ class TrainerConfig(Section):
     engine.quantise, or none.
     """
     threads: Count = 0
-    """CPU threads of the trainer; 0 takes all cores that the engine processes leave."""
+    """CPU threads of the trainer; 0 takes the cores that the engine processes leave, and all cores
+    while no episode runs.
+    """
 
     def check_combination(self) -> None:
         if not self.lora_targets.split():

@@ -219,6 +219,10 @@ class EnginePool:
             if self._version >= 0:
                 return Reply(Sampled((), (), self._version), "interrupted")
 
+    def is_idle(self) -> bool:
+        """Return True if no engine has a request. May be called from any thread."""
+        return not any(member.num_running for member in self._members)
+
     async def interrupt(self) -> None:
         await self._wait_until_up()
         self._running = False

@@ -93,6 +93,12 @@ class StalenessQueue:
         """Number of finished groups that were not taken yet."""
         return len(self._finished)
 
+    @property
+    def waits_for_training(self) -> bool:
+        """True if no group runs, and none can start before the newest batch is trained on."""
+        is_published = self._num_unreleased <= self.groups_per_step  # every batch before it
+        return not self._unfinished and self._num_live >= self._num_tickets and is_published
+
     def metrics(self) -> dict[str, float]:
         return {
             "schedule/groups_in_flight": self.num_open,

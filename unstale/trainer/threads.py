@@ -30,13 +30,18 @@ class WorkerThread(Protocol):
 class LocalThread:
     """A worker thread in this process."""
 
-    def __init__(self, name: str, initializer: Callable[[], object] | None = None) -> None:
-        """Start the thread. It runs `initializer` first."""
-        self._executor = ThreadPoolExecutor(1, name, initializer)
+    def __init__(self, name: str, before: Callable[[], object] = lambda: None) -> None:
+        """Start the thread. It calls `before` before each function."""
+        self._executor = ThreadPoolExecutor(1, name)
+        self._before = before
 
     async def run(self, function: Callable[[Unpack[_Args]], _T], *arguments: *_Args) -> _T:
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._executor, function, *arguments)
+        return await loop.run_in_executor(self._executor, self._call, function, *arguments)
+
+    def _call(self, function: Callable[[Unpack[_Args]], _T], *arguments: *_Args) -> _T:
+        self._before()
+        return function(*arguments)
 
     def close(self) -> None:
         self._executor.shutdown()
@@ -54,11 +59,11 @@ def return_freed_memory() -> None:
         trim(0)
 
 
-def trainer_threads(config: RunConfig) -> int:
+def trainer_threads(config: RunConfig, *, engines_idle: bool = False) -> int:
     """Return the number of CPU threads of the trainer.
 
     All processes of a run share the cores. If together they have more threads than cores, every
-    process becomes many times slower.
+    process becomes many times slower. With `engines_idle` the trainer has the engines' cores, too.
     """
     if config.trainer.threads:
         return config.trainer.threads
@@ -67,6 +72,8 @@ def trainer_threads(config: RunConfig) -> int:
     engine_threads = config.engine.threads * config.engine.processes
     if config.cluster.engine_hosts:  # on other machines, unless Ray runs on this one alone
         engine_threads *= 0 if config.cluster.address else config.cluster.engine_hosts
+    if engines_idle:
+        engine_threads = 0
     ranks_here = 0 if config.cluster.address else config.cluster.trainers
     needs = config.old_logps.needs
     scorers = config.old_logps.scoring_ranks if ranks_here else int(needs.own_process)
@@ -82,3 +89,27 @@ def use_threads(count: int) -> None:
     torch.set_num_threads(count)
     torch.get_num_threads()  # makes the setting take effect in this thread
     ThreadPoolExecutor(1).submit(torch.set_num_threads, 1).result()
+
+
+class SharedCores:
+    """The cores on which the trainer's thread computes.
+
+    While no episode runs, the engines have no request, and the trainer uses their cores, too.
+    """
+
+    def __init__(self, config: RunConfig, *, engines_idle: Callable[[], bool]) -> None:
+        """`engines_idle` is called in the trainer's thread.
+
+        It returns True if the engines will have no request before the next optimizer step.
+        """
+        self._own = trainer_threads(config)
+        self._most = trainer_threads(config, engines_idle=True)
+        self._engines_idle = engines_idle
+        self._count = 0
+
+    def take(self) -> None:
+        """Set the number of torch threads of the calling thread."""
+        count = self._most if self._engines_idle() else self._own
+        if count != self._count:
+            self._count = count
+            use_threads(count)
