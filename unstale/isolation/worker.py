@@ -25,6 +25,7 @@ from unstale.envs import (
     Taskset,
     Turn,
     combine_rewards,
+    implements,
 )
 from unstale.envs.guard import (
     OCCUPANCY,
@@ -270,11 +271,11 @@ class Server:
         caller = episode.caller
         env = caller.env
         if method == "resume":
-            if not isinstance(env, Resumable):
+            if not implements(env, Resumable):
                 raise EnvError("it has no method resume, with which its record was made")
             await caller(env.resume, row["state"])
             return {}
-        if isinstance(env, HasSimulatedDelays):
+        if implements(env, HasSimulatedDelays):
             env.replaying = row.get("replaying", False)
         arguments = row.get("arguments", ())
         if method == "step":
@@ -309,7 +310,7 @@ def _code_name(env: Any) -> str:
 
 def _turn_answer(turn: Turn, env: Any) -> Row:
     answer: Row = {"turn": turn_row(turn)}
-    if isinstance(env, Resumable) and not turn.done:
+    if implements(env, Resumable) and not turn.done:
         answer["snapshot"] = env.snapshot()
         check_length("snapshot()", [answer["snapshot"] or ""])
     return answer

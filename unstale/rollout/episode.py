@@ -30,6 +30,7 @@ from unstale.envs import (
     Taskset,
     Turn,
     combine_rewards,
+    implements,
 )
 from unstale.envs.chat import LONG_REPLY_TOKENS, Chat
 from unstale.envs.guard import EnvCaller, describe
@@ -330,7 +331,7 @@ class Rollout:
                 chat = self.chat(task)
                 env = self.taskset.env(task, env_seed)
                 caller = opened.caller = self.caller(env, task)
-                if isinstance(env, HasWorker) and (start := env.worker_start()):
+                if implements(env, HasWorker) and (start := env.worker_start()):
                     await timeout.without_limit(start)
                 turn, turn_rewards = await self._begin(transcript, caller, chat)
             if self.generator.reply_budget(len(transcript.tokens)) < 1:
@@ -378,14 +379,14 @@ class Rollout:
 
     def chat(self, task: Task) -> Chat:
         """Return the chat format with the tools of a task."""
-        if isinstance(self.taskset, HasTaskTools):
+        if implements(self.taskset, HasTaskTools):
             return self.generator.chat.with_tools(self.taskset.tools_of(task))
         return self.generator.chat
 
     async def _begin(
         self, transcript: Transcript, caller: EnvCaller, chat: Chat
     ) -> tuple[Turn, list[float]]:
-        resumable = caller.env if isinstance(caller.env, Resumable) else None
+        resumable = caller.env if implements(caller.env, Resumable) else None
         if resumable:
             turn_rewards = await transcript.restore_snapshot(resumable)
             if turn_rewards is not None:
@@ -413,9 +414,8 @@ class Rollout:
         """
         turn, turn_rewards = begun
         env = caller.env
-        # Once per attempt, since these checks take half as long as a turn of a fast environment.
-        resumable = env if isinstance(env, Resumable) else None
-        simulated = env if isinstance(env, HasSimulatedDelays) else None
+        resumable = env if implements(env, Resumable) else None
+        simulated = env if implements(env, HasSimulatedDelays) else None
         allowed = AllowedTurns(limit, most=self.config.max_turns, transcript=transcript, chat=chat)
         while not turn.done:
             if len(turn_rewards) == allowed.number(turn_rewards):
@@ -524,7 +524,7 @@ class _OpenEnvironment:
         if caller is None:
             return
         try:
-            if isinstance(caller.env, Closable):
+            if implements(caller.env, Closable):
                 with stage("close", CLOSE_S):
                     await caller(caller.env.close)
         except EpisodeFailed:
