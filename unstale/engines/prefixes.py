@@ -60,7 +60,8 @@ class CachedPrefixes:
         self._older: set[int] = set()
 
     def add(self, blocks: Sequence[int]) -> None:
-        self._newer.update(blocks)
+        known = bisect_left(blocks, True, key=lambda block: block not in self._newer)
+        self._newer.update(blocks[known:])
         self._forget()
 
     def update(self, others: "CachedPrefixes") -> None:
