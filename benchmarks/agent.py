@@ -16,9 +16,10 @@ from datetime import date
 from pathlib import Path
 from statistics import median
 
-from benchmarks.demo import CONSOLE, RESULTS, finished, graded, read
+from benchmarks import tables
+from benchmarks.demo import finished, graded, read
 from unstale.durability.journal import Journal, check
-from unstale.durability.machine import commit, machine, versions
+from unstale.durability.machine import commit
 from unstale.durability.run_folder import RunFolder
 from unstale.envs.chat import Chat
 from unstale.envs.retail import RetailTasks
@@ -143,11 +144,9 @@ def pace(runs: Path, turns: int) -> list[str]:
     return lines
 
 
-def table(runs: Path, chosen: argparse.Namespace, command: str) -> str:
-    lines = [
-        f"# An external agent on the retail tasks, {date.today()}",
-        "",
-        f"`{command}` at commit {commit()}, {machine()}, {versions()}. The recipe `retail` trains "
+def table(runs: Path, chosen: argparse.Namespace) -> list[str]:
+    return [
+        "The recipe `retail` trains "
         "`examples/retail_agent.py`, which uses only the OpenAI SDK, through the endpoint. Success "
         "on the recipe's 256 held-out tasks, sampled at temperature 1; 95% Wilson intervals.",
         "",
@@ -165,7 +164,6 @@ def table(runs: Path, chosen: argparse.Namespace, command: str) -> str:
         "",
         *pace(runs, chosen.turns),
     ]
-    return "\n".join(lines) + "\n"
 
 
 def main() -> None:
@@ -182,7 +180,6 @@ def main() -> None:
     parser.add_argument("--without-native", action="store_true", help="train the agent alone")
     parser.add_argument("--runs", type=Path, default=Path("runs") / f"bench-agent-{date.today()}")
     chosen = parser.parse_args()
-    command = " ".join(["python -m benchmarks.agent", *sys.argv[1:]])
     work: list[tuple[str, str, tuple[str, ...]]] = [
         (env, f"{NAMES[env]}-seed{seed}", ("--seed", str(seed), "--minutes", str(chosen.minutes)))
         for env in ((AGENT,) if chosen.without_native else (AGENT, NATIVE))
@@ -194,12 +191,10 @@ def main() -> None:
         for turn in range(chosen.turns)
         for env, name in NAMES.items()
     ]
-    target = RESULTS / f"{date.today()}-agent.md"
     for env, name, options in work:
         if not finished(chosen.runs / name):
             train(env, chosen.runs / name, *options)
-        target.write_text(table(chosen.runs, chosen, command))
-    CONSOLE.print(f"{target.read_text()}\n{target}", markup=False)
+        tables.write("agent", "An external agent on the retail tasks", table(chosen.runs, chosen))
 
 
 if __name__ == "__main__":

@@ -11,16 +11,12 @@ import argparse
 import subprocess
 import sys
 import tempfile
-from datetime import date
 from pathlib import Path
 
-from rich.console import Console
-
+from benchmarks import tables
 from unstale.cli.audit import audit
-from unstale.durability.machine import commit, machine, versions
 from unstale.durability.run_folder import AUDIT
 
-RESULTS = Path(__file__).parent / "results"
 KNOBS = {
     "audit.record": "true",
     "schedule.max_staleness": 4,
@@ -36,7 +32,6 @@ def main() -> None:
     parser.add_argument(
         "--latency", type=float, default=3.0, help="seconds a tool takes, in the mean"
     )
-    parser.add_argument("--out", type=Path, default=RESULTS / f"{date.today()}-audit.md")
     chosen = parser.parse_args()
     knobs = KNOBS | {"steps": chosen.steps, "task.latency_s": chosen.latency}
     with tempfile.TemporaryDirectory() as folder:
@@ -48,14 +43,10 @@ def main() -> None:
         run = Path(folder) / "audited"
         audit(run)
         table = (run / AUDIT).with_suffix(".md").read_text()
-    command = " ".join(["python -m benchmarks.audit", *sys.argv[1:]])
     options = " ".join(f"`{name} = {value}`" for name, value in knobs.items())
-    place = f"commit {commit()}, {machine()}, {versions()}"
-    head = f"`{command}` at {place}. The retail recipe with {options}."
-    title, rest = table.split("\n", 1)
-    chosen.out.parent.mkdir(exist_ok=True)
-    chosen.out.write_text(f"# What the old logit really was, {date.today()}\n\n{head}\n{rest}")
-    Console().print(f"{title}: {chosen.out}", markup=False)
+    _, *rest = table.splitlines()
+    lines = [f"The retail recipe with {options}.", *rest]
+    tables.write("audit", "What the old logit really was", lines)
 
 
 if __name__ == "__main__":

@@ -23,19 +23,18 @@ from rich.console import Console
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from benchmarks import tables
 from tools.base_policy.practice import Practice
 from tools.base_policy.retail import RetailPractice
 from tools.base_policy.train import Place, batches, one_step, optimizer_for
 from unstale import recipes
 from unstale.cli.evaluate import evaluate
 from unstale.config import SHIPPED_POLICY
-from unstale.durability.machine import commit, machine, versions
 from unstale.durability.run_folder import RunFolder
 from unstale.observe.statistics import wilson
 from unstale.weights.child_process import cores
 
 CONTROL = "control"
-RESULTS = Path(__file__).parent / "results"
 CONSOLE = Console()
 
 
@@ -140,11 +139,8 @@ def read(seed: int, folder: Path) -> Outcome:
     )
 
 
-def table(outcomes: list[Outcome], command: str) -> str:
+def table(outcomes: list[Outcome]) -> list[str]:
     lines = [
-        f"# The demo and its control, {date.today()}",
-        "",
-        f"`{command}` at commit {commit()}, {machine()}, {versions()}. "
         "Success on 256 held-out tasks, sampled at temperature 1; 95% Wilson intervals.",
         "",
         "| seed | base policy | after RL | more supervised training | minutes | steps | tokens by "
@@ -160,13 +156,13 @@ def table(outcomes: list[Outcome], command: str) -> str:
             f"{outcome.minutes:.1f} | {outcome.steps} | {shares} | {outcome.mixed:.0%} | "
             f"{outcome.staleness[0]} / {outcome.staleness[1]} |"
         )
-    lines += [
+    return [
+        *lines,
         "",
         "Minutes are those of the run, its two evaluations included; the control trained for as "
         "long, in one process",
         "with as many threads as there are cores.",
     ]
-    return "\n".join(lines) + "\n"
 
 
 def graded(success: float, tasks: int = 256) -> str:
@@ -179,10 +175,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--runs", type=Path, default=Path("runs") / f"bench-demo-{date.today()}")
     chosen = parser.parse_args()
-    command = "python -m benchmarks.demo --seeds " + " ".join(map(str, chosen.seeds))
     folders = {seed: chosen.runs / f"seed{seed}" for seed in chosen.seeds}
-    RESULTS.mkdir(exist_ok=True)
-    target = RESULTS / f"{date.today()}-demo.md"
     for work, done in (
         (rl, finished),
         (control, lambda folder: (folder / CONTROL / "grade.json").exists()),
@@ -191,8 +184,7 @@ def main() -> None:
             if not done(folder):
                 work(seed, folder)
             outcomes = [read(other, place) for other, place in folders.items() if finished(place)]
-            target.write_text(table(outcomes, command))
-    CONSOLE.print(f"{target.read_text()}\n{target}", markup=False)
+            tables.write("demo", "The demo and its control", table(outcomes))
 
 
 if __name__ == "__main__":

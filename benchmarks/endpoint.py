@@ -19,19 +19,16 @@ import time
 from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from datetime import date
 from itertools import groupby
 from pathlib import Path
 from statistics import linear_regression, median
 from typing import Any
 
-from rich.console import Console
-
+from benchmarks import tables
 from unstale import recipes
 from unstale.build import build_machine
 from unstale.cli.process import limit_threads
 from unstale.config import SHIPPED_POLICY
-from unstale.durability.machine import commit, machine, versions
 from unstale.envs.external import ExternalAgent
 from unstale.envs.retail import RetailTasks
 from unstale.model.loading import DTYPES
@@ -41,8 +38,6 @@ from unstale.rollout.endpoint.server import RecordingEndpoint
 from unstale.testing import nudge
 from unstale.weights.publish import DirectPublisher
 
-RESULTS = Path(__file__).parent / "results"
-CONSOLE = Console(soft_wrap=True, highlight=False)
 CLIENT = "client"
 """The first argument of the process that runs the agents."""
 TURNS = 4
@@ -370,7 +365,7 @@ def slope(memory: list[tuple[int, float, float]], at: int) -> float:
     return linear_regression([calls for calls, *_ in half], [row[at] for row in half]).slope * 1000
 
 
-def table(tally: CallStats, left: dict[str, int], command: str, seconds: float) -> str:
+def table(tally: CallStats, left: dict[str, int], seconds: float) -> list[str]:
     def spread(values: Any) -> str:
         ordered = sorted(values)
         p99 = ordered[int(0.99 * len(ordered))]
@@ -407,20 +402,14 @@ def table(tally: CallStats, left: dict[str, int], command: str, seconds: float) 
             f"{left['tasks']}, {left['files']}, {left['episodes']}",
         ),
     ]
-    return "\n".join(
-        [
-            f"# The endpoint, {date.today()}",
-            "",
-            f"`{command}` at commit {commit()}, {machine()}, {versions()}. The demo's policy and "
-            f"engine, at temperature {TEMPERATURE:g}; {TURNS} streamed calls an episode, half of "
-            "the episodes with tools. The client has the same cores.",
-            "",
-            "| | measured |",
-            "|---|---|",
-            *(f"| {name} | {value} |" for name, value in rows),
-            "",
-        ]
-    )
+    return [
+        f"The demo's policy and engine, at temperature {TEMPERATURE:g}; {TURNS} streamed calls an "
+        "episode, half of the episodes with tools. The client has the same cores.",
+        "",
+        "| | measured |",
+        "|---|---|",
+        *(f"| {name} | {value} |" for name, value in rows),
+    ]
 
 
 def main() -> int:
@@ -436,14 +425,11 @@ def main() -> int:
         default=5.0,
         help="seconds from one version of the weights to the next",
     )
-    parser.add_argument("--out", type=Path, default=RESULTS / f"{date.today()}-endpoint.md")
     chosen = parser.parse_args()
     tally, left = asyncio.run(measured(chosen.seconds, chosen.episodes, chosen.update))
     for lost in tally.lost[:5]:
-        CONSOLE.print(lost, markup=False, style="red")
-    command = " ".join(["python -m benchmarks.endpoint", *sys.argv[1:]])
-    chosen.out.write_text(table(tally, left, command, chosen.seconds))
-    CONSOLE.print(f"{chosen.out.read_text()}\n{chosen.out}", markup=False)
+        tables.CONSOLE.print(lost, markup=False, style="red")
+    tables.write("endpoint", "The endpoint", table(tally, left, chosen.seconds))
     return int(
         bool(
             tally.lost

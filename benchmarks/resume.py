@@ -26,19 +26,15 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from rich.console import Console
-
+from benchmarks import tables
 from unstale.cli import main as cli
 from unstale.durability.checkpoint import Checkpoints
 from unstale.durability.journal import Journal
 from unstale.durability.journal import writer as journal_writer
-from unstale.durability.machine import commit, machine, versions
 from unstale.durability.run_folder import EVENTS
 from unstale.observe.recorder import Recorder
 from unstale.trainer.local import LocalTrainer
 
-RESULTS = Path(__file__).parent / "results"
-CONSOLE = Console(soft_wrap=True, highlight=False)
 CHILD = "child"
 """First argument of this program in a child process that is measured."""
 WARM = 2
@@ -195,7 +191,7 @@ def _cpu_s() -> float:
 def spawn(mode: str, out: Path, *arguments: str) -> None:
     """Run a child to its end."""
     out.parent.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, __file__, CHILD, mode, str(out), *arguments]
+    command = [sys.executable, "-m", "benchmarks.resume", CHILD, mode, str(out), *arguments]
     with (out.with_suffix(".log")).open("w") as log:
         code = subprocess.run(command, stdout=log, stderr=log).returncode
     if code not in (0, -signal.SIGKILL):
@@ -219,7 +215,7 @@ def steps(runs: Path, count: int) -> Measured:
     last = lines[-1]
     with Journal.read(runs / "demo") as journal:
         sampled = journal.rows("SELECT sum(num_tokens) FROM pieces WHERE version IS NOT NULL")[0][0]
-        size, tables = journal.num_bytes, dict(_sizes(journal))
+        size, sizes = journal.num_bytes, dict(_sizes(journal))
     return {
         "step_s": median(line["at"] for line in gone),
         "share": median(line["share"] for line in gone),
@@ -234,7 +230,7 @@ def steps(runs: Path, count: int) -> Measured:
         "counted": len(gone),
         "sampled": sampled,
         "bytes": size,
-        "tables": {name: held / sampled for name, held in tables.items()},
+        "tables": {name: held / sampled for name, held in sizes.items()},
     }
 
 
@@ -255,7 +251,7 @@ def resumes(runs: Path, repeats: int) -> list[float]:
         run = runs / f"again{number}"
         shutil.copytree(runs / "killed", run)
         found.append(_resume_s(run))
-        CONSOLE.print(f"resumed: {found[-1]:.1f} s to the first trained step", markup=False)
+        tables.CONSOLE.print(f"resumed: {found[-1]:.1f} s to the first trained step", markup=False)
     return found
 
 
@@ -305,7 +301,7 @@ def apart(runs: Path, repeats: int) -> dict[str, list[Measured]]:
             )
             spawn(mode, out, *arguments, "--checkpoint.every", "1000")
             rows.append(json.loads(out.read_text()))
-            CONSOLE.print(f"{mode} a journal: {rows[-1]}", markup=False)
+            tables.CONSOLE.print(f"{mode} a journal: {rows[-1]}", markup=False)
     return found
 
 
@@ -313,14 +309,10 @@ def _demo(runs: Path, name: str, *knobs: str) -> list[str]:
     return ["train", "retail", "--runs", str(runs), "--name", name, *knobs]
 
 
-def table(
-    costs: list[Measured], back: list[float], ab: dict[str, list[Measured]], command: str
-) -> str:
-    """Return the page with what was measured so far."""
+def report(costs: list[Measured], back: list[float], ab: dict[str, list[Measured]]) -> None:
+    """Write the table of what was measured so far."""
     lines = [
-        f"# What durability costs, {date.today()}",
-        "",
-        f"`{command}` at commit {commit()}, {machine()}, {versions()}. The demo's configuration"
+        "The demo's configuration"
         + (
             f"; medians of {len(costs)} runs, of {costs[0]['counted']} steps each, the first "
             f"{WARM} not counted."
@@ -354,7 +346,7 @@ def table(
                 for mode, rows in ab.items()
             ),
         ]
-    return "\n".join(lines) + "\n"
+    tables.write("resume", "What durability costs", lines)
 
 
 def _cost_rows(costs: list[Measured]) -> list[str]:
@@ -381,7 +373,7 @@ def _cost_rows(costs: list[Measured]) -> list[str]:
 
 
 def _cost_notes(costs: list[Measured]) -> list[str]:
-    tables = costs[0]["tables"].items()
+    bytes_by_table = costs[0]["tables"].items()
     return [
         "",
         "The journal's part is counted as if its thread had the interpreter to itself whenever it "
@@ -389,7 +381,7 @@ def _cost_notes(costs: list[Measured]) -> list[str]:
         "were one of the trainer's, and one group in each batch were waited for.",
         "",
         "Bytes a sampled token by table: "
-        + ", ".join(f"{name} {held:.1f}" for name, held in tables if held >= 0.05)
+        + ", ".join(f"{name} {held:.1f}" for name, held in bytes_by_table if held >= 0.05)
         + ".",
     ]
 
@@ -417,23 +409,20 @@ def main() -> None:
         "--only-resumes", action="store_true", help="measure the time to resume, and nothing else"
     )
     parser.add_argument("--runs", type=Path, default=Path("runs") / f"bench-resume-{date.today()}")
-    parser.add_argument("--out", type=Path, default=RESULTS / f"{date.today()}-resume.md")
     chosen = parser.parse_args()
-    command = f"python -m benchmarks.resume {' '.join(sys.argv[1:])}"
     back: list[float] = []
     ab: dict[str, list[Measured]] = {"with": [], "without": []}
     costs: list[Measured] = []
     with folder(chosen.runs.resolve()) as runs:
         for number in range(0 if chosen.only_resumes else chosen.repeats):
             costs.append(steps(runs / f"steps{number}", chosen.steps))
-            CONSOLE.print(f"{chosen.steps} steps: {costs[-1]}", markup=False)
-            chosen.out.write_text(table(costs, back, ab, command))
+            tables.CONSOLE.print(f"{chosen.steps} steps: {costs[-1]}", markup=False)
+            report(costs, back, ab)
         back = resumes(runs / "resumes", chosen.repeats)
-        chosen.out.write_text(table(costs, back, ab, command))
+        report(costs, back, ab)
         if not chosen.only_resumes:
             ab = apart(runs / "apart", chosen.repeats)
-            chosen.out.write_text(table(costs, back, ab, command))
-    CONSOLE.print(f"{chosen.out.read_text()}\n{chosen.out}", markup=False)
+            report(costs, back, ab)
 
 
 if __name__ == "__main__":
