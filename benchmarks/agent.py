@@ -166,6 +166,12 @@ def table(runs: Path, chosen: argparse.Namespace) -> list[str]:
     ]
 
 
+def report(chosen: argparse.Namespace, *, quiet: bool = False) -> None:
+    """Write the table of the runs that have finished."""
+    lines = table(chosen.runs, chosen)
+    tables.write("agent", "An external agent on the retail tasks", lines, quiet=quiet)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
@@ -194,7 +200,8 @@ def main() -> None:
     for env, name, options in work:
         if not finished(chosen.runs / name):
             train(env, chosen.runs / name, *options)
-        tables.write("agent", "An external agent on the retail tasks", table(chosen.runs, chosen))
+        report(chosen, quiet=True)
+    report(chosen)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ import json
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import date
 from itertools import count
@@ -165,6 +166,12 @@ def table(outcomes: list[Outcome]) -> list[str]:
     ]
 
 
+def report(folders: Mapping[int, Path], *, quiet: bool = False) -> None:
+    """Write the table of the runs that have finished."""
+    outcomes = [read(seed, folder) for seed, folder in folders.items() if finished(folder)]
+    tables.write("demo", "The demo and its control", table(outcomes), quiet=quiet)
+
+
 def graded(success: float, tasks: int = 256) -> str:
     low, high = wilson(round(success * tasks) / tasks, tasks)
     return f"{success:.1%} ({low:.0%} to {high:.0%})"
@@ -183,8 +190,8 @@ def main() -> None:
         for seed, folder in folders.items():
             if not done(folder):
                 work(seed, folder)
-            outcomes = [read(other, place) for other, place in folders.items() if finished(place)]
-            tables.write("demo", "The demo and its control", table(outcomes))
+            report(folders, quiet=True)
+    report(folders)
 
 
 if __name__ == "__main__":

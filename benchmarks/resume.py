@@ -35,6 +35,7 @@ from unstale.durability.run_folder import EVENTS
 from unstale.observe.recorder import Recorder
 from unstale.trainer.local import LocalTrainer
 
+ROOT = Path(__file__).parent.parent
 CHILD = "child"
 """First argument of this program in a child process that is measured."""
 WARM = 2
@@ -193,7 +194,7 @@ def spawn(mode: str, out: Path, *arguments: str) -> None:
     out.parent.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "benchmarks.resume", CHILD, mode, str(out), *arguments]
     with (out.with_suffix(".log")).open("w") as log:
-        code = subprocess.run(command, stdout=log, stderr=log).returncode
+        code = subprocess.run(command, cwd=ROOT, stdout=log, stderr=log).returncode
     if code not in (0, -signal.SIGKILL):
         raise RuntimeError(f"{' '.join(command)} ended with {code}; see {log.name}")
 
@@ -309,7 +310,13 @@ def _demo(runs: Path, name: str, *knobs: str) -> list[str]:
     return ["train", "retail", "--runs", str(runs), "--name", name, *knobs]
 
 
-def report(costs: list[Measured], back: list[float], ab: dict[str, list[Measured]]) -> None:
+def report(
+    costs: list[Measured],
+    back: list[float],
+    ab: dict[str, list[Measured]],
+    *,
+    quiet: bool = False,
+) -> None:
     """Write the table of what was measured so far."""
     lines = [
         "The demo's configuration"
@@ -346,7 +353,7 @@ def report(costs: list[Measured], back: list[float], ab: dict[str, list[Measured
                 for mode, rows in ab.items()
             ),
         ]
-    tables.write("resume", "What durability costs", lines)
+    tables.write("resume", "What durability costs", lines, quiet=quiet)
 
 
 def _cost_rows(costs: list[Measured]) -> list[str]:
@@ -417,9 +424,9 @@ def main() -> None:
         for number in range(0 if chosen.only_resumes else chosen.repeats):
             costs.append(steps(runs / f"steps{number}", chosen.steps))
             tables.CONSOLE.print(f"{chosen.steps} steps: {costs[-1]}", markup=False)
-            report(costs, back, ab)
+            report(costs, back, ab, quiet=True)
         back = resumes(runs / "resumes", chosen.repeats)
-        report(costs, back, ab)
+        report(costs, back, ab, quiet=not chosen.only_resumes)
         if not chosen.only_resumes:
             ab = apart(runs / "apart", chosen.repeats)
             report(costs, back, ab)

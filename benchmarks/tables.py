@@ -131,8 +131,11 @@ def _dated(name: str) -> Path:
     return RESULTS / f"{date.today()}-{name}"
 
 
-def write(question: str, title: str, lines: Sequence[str]) -> Path:
-    """Write a table to `<date>-<question>.md`, with command, commit, machine and versions."""
+def write(question: str, title: str, lines: Sequence[str], *, quiet: bool = False) -> Path:
+    """Write a table to `<date>-<question>.md`, with command, commit, machine and versions.
+
+    It is also printed, unless it is not complete yet (`quiet`).
+    """
     target = _dated(f"{question}.md")
     command = shlex.join(["python", "-m", f"benchmarks.{Path(sys.argv[0]).stem}", *sys.argv[1:]])
     head = [
@@ -142,7 +145,8 @@ def write(question: str, title: str, lines: Sequence[str]) -> Path:
         "",
     ]
     target.write_text("\n".join([*head, *lines]) + "\n")
-    CONSOLE.print(f"{target.read_text()}\n{target}", markup=False)
+    if not quiet:
+        CONSOLE.print(f"{target.read_text()}\n{target}", markup=False)
     return target
 
 

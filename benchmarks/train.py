@@ -289,7 +289,8 @@ def whole(chosen: argparse.Namespace) -> None:
     loop.take_step = timed  # type: ignore[assignment]
     apart = chosen.staleness == 0  # engines and trainer take turns: each side may have all cores
     share = max(1, chosen.threads // 2)
-    # By default the trainer has all cores that no engine uses.
+    # 0, the default, gives the trainer the engines' cores while they are idle. It counts all cores
+    # of the machine, so it needs a benchmark of as many threads.
     trainer_threads = 0 if chosen.threads == cores() else chosen.threads if apart else share
     processes = (chosen.processes or chosen.threads) if apart else 1
     run = unstale.train(
@@ -566,7 +567,8 @@ def measure(bench: Bench) -> list[str]:
         "tokens",
         "",
         "Synchronously our engines, a process for each thread, and our trainer take turns on all "
-        "of them; one version behind, engine and trainer have half of them each. "
+        "of them; one version behind, the engine has half of them, and the trainer the other half, "
+        "and all while no episode runs. "
         "The last columns are what steps/s would be if only generating, or only training, took "
         "time.",
         "",

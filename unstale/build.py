@@ -275,7 +275,7 @@ def build(
     )
     queue = build_queue(config.schedule, life, policy)
     shared_cores = SharedCores(
-        config, engines_idle=lambda: queue.waits_for_training and engine.is_idle()
+        config, are_engines_idle=lambda: queue.waits_for_training and engine.is_idle()
     )
     if isinstance(machine.trainer, LocalTrainer):
         machine.trainer.before_microbatch = shared_cores.take

@@ -35,7 +35,6 @@ from unstale.config import (
     ConfigError,
     EngineConfig,
     EvalConfig,
-    OldLogpsConfig,
     RunConfig,
     ScheduleConfig,
     TaskConfig,
@@ -398,16 +397,6 @@ def test_control_characters_of_an_environment_are_shown_and_never_sent(tmp_path:
         assert not set("\x1b\x07\x9b\u202e\r\x7f") & set(text)
 
 
-@pytest.mark.parametrize("route, threads", [("snapshot_old", 3), ("old_logit_model", 2)])
-def test_the_trainer_leaves_a_core_to_every_other_process(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, route: str, threads: int
-) -> None:
-    config = small(tmp_path, old_logps=OldLogpsConfig(route=route))  # type: ignore[arg-type]
-    for count, left in ((4, threads), (1, 1)):
-        monkeypatch.setattr(cpu_threads, "cores", lambda count=count: count)
-        assert cpu_threads.trainer_threads(config) == left
-
-
 @pytest.mark.parametrize(
     "changes, used", [({}, 3), ({"trainer": TrainerConfig(threads=2)}, 2), (DETERMINISTIC, 1)]
 )
@@ -427,7 +416,6 @@ def test_the_trainer_has_all_cores_while_no_episode_runs(
     config = small(tmp_path, schedule=synchronous, eval=EvalConfig(tasks=0), **changes)
     session.train(config, console=quiet())
     assert counts == [used] * 3
-    assert torch.get_num_threads() != 3, "the thread of the loop, and later ones, have their own"
 
 
 def test_the_loop_runs_beside_a_loop_of_the_callers(tmp_path: Path) -> None:

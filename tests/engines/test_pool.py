@@ -75,6 +75,29 @@ def _pool(*engines: Engine, restarts: int = 3, events: list[Any] | None = None) 
     return EnginePool(engines, Recovery(lambda version: weights, restarts, on_event))
 
 
+def test_a_pool_is_idle_while_no_engine_has_a_request() -> None:
+    async def main() -> None:
+        go = asyncio.Event()
+
+        async def delay(*_: object) -> None:
+            await go.wait()
+
+        pool = _pool(_Fake(delay=delay), _Fake(delay=delay))
+        await pool.start()
+        await _publish(pool, 0)
+        await pool.resume()
+        assert pool.is_idle()
+        params = SamplingParams(max_tokens=2, stop_tokens=())
+        reply = asyncio.ensure_future(pool.sample([1], params))
+        await until(lambda: not pool.is_idle(), "one of two engines to have a request")
+        go.set()
+        await reply
+        assert pool.is_idle()
+        await pool.close()
+
+    asyncio.run(main())
+
+
 async def _publish(engine: Engine, version: int, update: Any = None) -> None:
     await engine.interrupt()
     await engine.load(update or {"from": "trainer"}, version)

@@ -39,6 +39,26 @@ def test_each_token_is_checked_once_and_a_wrong_one_always() -> None:
             check_request(tokens, params, vocab_size=8)
 
 
+@given(st.lists(st.tuples(st.integers(0, 3), st.lists(st.integers(0, 1), max_size=3)), max_size=30))
+def test_adding_only_new_blocks_gives_the_same_sets_as_adding_all(
+    grown: list[tuple[int, list[int]]],
+) -> None:
+    """Four episodes grow by blocks, and begin alike. The sets forget after four blocks."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prefixes, "_MAX_BLOCKS", 8)
+        seen = CachedPrefixes()
+        newer, older = set[int](), set[int]()
+        episodes: list[list[int]] = [[], [], [], []]
+        for number, added in grown:
+            episodes[number] += [token for token in added for _ in range(prefixes.BLOCK)]
+            blocks = hash_blocks(episodes[number])
+            seen.add(blocks)
+            newer.update(blocks)
+            if len(newer) > 4:
+                newer, older = set(), newer
+            assert (seen._newer, seen._older) == (newer, older)
+
+
 def test_the_older_half_of_the_prefixes_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefixes, "_MAX_BLOCKS", 8)
     seen = CachedPrefixes()

@@ -270,6 +270,22 @@ def test_the_command_refuses_what_the_run_does_not_show(
     assert any("fleet.engines=4 is not identified" in each for each in told["refused"])
 
 
+def test_another_staleness_bound_is_refused_if_the_trainers_cores_depend_on_it() -> None:
+    fitted = fit_costs([RECORDED])
+    setup = setup_of(RECORDED, fitted)
+    result = setup.simulate(5)
+    other = replace(setup, schedule=replace(setup.schedule, max_staleness=7))
+    (refused,) = open_questions([RECORDED], fitted, other, result, ())
+    assert "max_staleness=7" in refused and "--trainer.threads 1" in refused
+    given = (*fitted.train.seconds,)
+    trainer = replace(RECORDED.config.trainer, threads=1)
+    fixed = replace(RECORDED, config=replace(RECORDED.config, trainer=trainer))
+    assert open_questions([RECORDED], fitted, setup, result, ()) == []
+    assert open_questions([RECORDED], fitted, other, result, given) == []
+    assert open_questions([fixed], fitted, other, result, ()) == []
+    assert open_questions([replace(RECORDED, cores=64)], fitted, other, result, ()) == []
+
+
 def test_costs_that_are_given_need_no_record() -> None:
     fitted = fit_costs([RECORDED])
     setup = setup_of(RECORDED, fitted)

@@ -182,7 +182,7 @@ class EngineConfig(Section):
     with `vllm`. See docs/quantisation.md.
     """
     threads: PositiveInt = 1
-    """CPU threads of each engine process; the trainer uses the other cores."""
+    """CPU threads of each engine process."""
     processes: PositiveInt = 1
     """Number of embedded engine processes. For a small model, more processes are faster than more
     threads.

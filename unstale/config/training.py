@@ -70,8 +70,8 @@ class TrainerConfig(Section):
     engine.quantise, or none.
     """
     threads: Count = 0
-    """CPU threads of the trainer; 0 takes the cores that the engine processes leave, and all cores
-    while no episode runs.
+    """CPU threads of the trainer; 0 takes the cores that the other processes leave. See
+    docs/engines.md.
     """
 
     def check_combination(self) -> None:

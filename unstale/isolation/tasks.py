@@ -17,6 +17,7 @@ from unstale.envs import (
     Message,
     Taskset,
     Turn,
+    implements,
 )
 from unstale.envs.external import ExternalAgent
 from unstale.envs.guard import OCCUPANCY, DescribedError
@@ -169,11 +170,11 @@ class IsolatedTasks:
         self.workers = workers
         self.name = inner.name
         self.tools = inner.tools
-        if isinstance(inner, HasTaskTools):
+        if implements(inner, HasTaskTools):
             self.tools_of = inner.tools_of
-        if isinstance(inner, HasIdentities):
+        if implements(inner, HasIdentities):
             self.identity = inner.identity
-        if isinstance(inner, HasTexts):
+        if implements(inner, HasTexts):
             self.text = inner.text
         self._episodes = count()
 

@@ -296,7 +296,7 @@ class Server:
         caller = episode.caller
         del self._episodes[key]
         try:
-            if isinstance(caller.env, Closable):
+            if implements(caller.env, Closable):
                 await caller(caller.env.close)
         finally:
             caller.thread.close()

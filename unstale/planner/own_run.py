@@ -16,6 +16,7 @@ from unstale.planner.fit import Fit
 from unstale.planner.measured import FittedCosts, SimulationSetup, recorded_fleet
 from unstale.planner.recorded import MIN_STEPS, RecordedRun
 from unstale.planner.result import SimulationResult
+from unstale.trainer.threads import trainer_threads
 
 LIMIT = 0.1
 """Largest deviation of the seconds per step of a run's own simulation."""
@@ -258,7 +259,11 @@ def open_questions(
                 f"(limit {OPEN:.0%} of a step). {_spread(part, runs)} {part.remedy}, or --set "
                 + " ".join(f"costs.{name}=SECONDS" for name in names)
             )
-    return [*found, *_shared_cores(runs[0], setup, given)]
+    return [
+        *found,
+        *_shared_cores(runs[0], setup, given),
+        *_trainer_cores(runs[0], setup, given),
+    ]
 
 
 def _open(half_s: float, step_s: float) -> str:
@@ -342,6 +347,27 @@ def _shared_cores(run: RecordedRun, setup: SimulationSetup, given: Collection[st
         f"fleet.engines={setup.fleet.engines} is not identified: engines and trainer need {needed} "
         f"cores, and {run.name} was recorded with {run.cores}. How much they slow each other down "
         f"is not known. Record a run with engine.processes={setup.fleet.engines}, or --set "
+        + " ".join(f"costs.{name}=SECONDS" for name in names)
+    ]
+
+
+def _trainer_cores(run: RecordedRun, setup: SimulationSetup, given: Collection[str]) -> list[str]:
+    """Refuse another staleness bound if the number of the trainer's cores depends on it."""
+    wanted = setup.schedule.max_staleness
+    names = ("train", "train_token")
+    if not run.cores or all(name in given for name in names):
+        return []
+    fewest, most = (
+        trainer_threads(run.config, with_engine_cores=idle, num_cores=run.cores)
+        for idle in (False, True)
+    )
+    if wanted == run.config.schedule.max_staleness or most <= (1 + OPEN) * fewest:
+        return []
+    return [
+        f"the time of training is not identified for schedule.max_staleness={wanted}: the trainer "
+        f"of {run.name} had {fewest} of {run.cores} cores while episodes ran, and {most} while "
+        "none ran. How long it has which number depends on the bound. Record a run with "
+        f"--trainer.threads {fewest}, or --set "
         + " ".join(f"costs.{name}=SECONDS" for name in names)
     ]
 

@@ -95,9 +95,12 @@ class StalenessQueue:
 
     @property
     def waits_for_training(self) -> bool:
-        """True if no group runs, and none can start before the newest batch is trained on."""
-        is_published = self._num_unreleased <= self.groups_per_step  # every batch before it
-        return not self._unfinished and self._num_live >= self._num_tickets and is_published
+        """True if no group is unfinished, and none can start before the next optimizer step.
+
+        All tickets are in use, and at most one batch waits for `release`. Any thread may read it.
+        """
+        is_publishing = self._num_unreleased > self.groups_per_step
+        return not (self._unfinished or self._num_live < self._num_tickets or is_publishing)
 
     def metrics(self) -> dict[str, float]:
         return {

@@ -3,7 +3,7 @@
 from itertools import islice
 
 from unstale.durability import virtual_clock
-from unstale.envs import Closable, Message, Taskset, ToolCall, Turn, combine_rewards
+from unstale.envs import Closable, Message, Taskset, ToolCall, Turn, combine_rewards, implements
 from unstale.envs.guard import call
 from unstale.records import Task
 
@@ -61,7 +61,7 @@ async def _play(taskset: Taskset, task: Task, seed: int, max_turns: int) -> list
             break
         reply = NOISE[(seed + number) % len(NOISE)]
         turns.append(combine_rewards(taskset, await call(env.step, reply)))
-    if isinstance(env, Closable):
+    if implements(env, Closable):
         await call(env.close)
     for turn in turns:
         assert turn.done or turn.messages, (

@@ -12,6 +12,7 @@ from unstale.envs import (
     Taskset,
     Turn,
     combine_rewards,
+    implements,
 )
 from unstale.envs.guard import call
 from unstale.records import Task
@@ -70,7 +71,7 @@ async def tabulate(  # noqa: PLR0913 - two of them are limits
 async def _play(taskset: Taskset, task: Task, seed: int, replies: Sequence[Message]) -> list[Turn]:
     """Return the first turn of an episode, and its turns after each of the replies."""
     env = taskset.env(task, seed)
-    if isinstance(env, HasSimulatedDelays):
+    if implements(env, HasSimulatedDelays):
         env.replaying = True
     try:
         turns: list[Turn] = [await call(env.begin)]
@@ -78,5 +79,5 @@ async def _play(taskset: Taskset, task: Task, seed: int, replies: Sequence[Messa
             turns.append(combine_rewards(taskset, await call(env.step, reply)))
         return turns
     finally:
-        if isinstance(env, Closable):
+        if implements(env, Closable):
             await call(env.close)

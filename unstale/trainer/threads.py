@@ -31,7 +31,7 @@ class LocalThread:
     """A worker thread in this process."""
 
     def __init__(self, name: str, before: Callable[[], object] = lambda: None) -> None:
-        """Start the thread. It calls `before` before each function."""
+        """Create the thread. It calls `before` before each function."""
         self._executor = ThreadPoolExecutor(1, name)
         self._before = before
 
@@ -59,11 +59,14 @@ def return_freed_memory() -> None:
         trim(0)
 
 
-def trainer_threads(config: RunConfig, *, engines_idle: bool = False) -> int:
-    """Return the number of CPU threads of the trainer.
+def trainer_threads(
+    config: RunConfig, *, with_engine_cores: bool = False, num_cores: int | None = None
+) -> int:
+    """Return the number of CPU threads of the trainer, or of each trainer rank.
 
-    All processes of a run share the cores. If together they have more threads than cores, every
-    process becomes many times slower. With `engines_idle` the trainer has the engines' cores, too.
+    All processes of a run share the cores, `num_cores` or those of this process. If together they
+    have more threads than cores, every process becomes many times slower. `with_engine_cores` adds
+    the cores of the engines.
     """
     if config.trainer.threads:
         return config.trainer.threads
@@ -72,44 +75,47 @@ def trainer_threads(config: RunConfig, *, engines_idle: bool = False) -> int:
     engine_threads = config.engine.threads * config.engine.processes
     if config.cluster.engine_hosts:  # on other machines, unless Ray runs on this one alone
         engine_threads *= 0 if config.cluster.address else config.cluster.engine_hosts
-    if engines_idle:
+    if with_engine_cores:
         engine_threads = 0
     ranks_here = 0 if config.cluster.address else config.cluster.trainers
     needs = config.old_logps.needs
     scorers = config.old_logps.scoring_ranks if ranks_here else int(needs.own_process)
-    free = cores() - engine_threads - scorers
+    free = (num_cores or cores()) - engine_threads - scorers
     return max(1, free // max(1, ranks_here))
 
 
-def use_threads(count: int) -> None:
-    """Set the number of torch threads of the calling thread, and 1 for threads that start later.
-
-    A new thread takes the number that was set last in any thread of the process.
-    """
-    torch.set_num_threads(count)
-    torch.get_num_threads()  # makes the setting take effect in this thread
-    ThreadPoolExecutor(1).submit(torch.set_num_threads, 1).result()
-
-
 class SharedCores:
-    """The cores on which the trainer's thread computes.
+    """Shares the cores between the engines and a trainer in this process.
 
-    While no episode runs, the engines have no request, and the trainer uses their cores, too.
+    The trainer computes on the cores that the other processes leave, and also on those of the
+    engines while these have no request.
     """
 
-    def __init__(self, config: RunConfig, *, engines_idle: Callable[[], bool]) -> None:
-        """`engines_idle` is called in the trainer's thread.
+    def __init__(self, config: RunConfig, *, are_engines_idle: Callable[[], bool]) -> None:
+        """`are_engines_idle` is called in the trainer's thread.
 
-        It returns True if the engines will have no request before the next optimizer step.
+        It returns True if the engines have no request, and no group of training episodes can start
+        before the next optimizer step.
         """
-        self._own = trainer_threads(config)
-        self._most = trainer_threads(config, engines_idle=True)
-        self._engines_idle = engines_idle
+        self._while_sampling = trainer_threads(config)
+        self._while_idle = trainer_threads(config, with_engine_cores=True)
+        if config.trainer.compile:  # a compiled function is compiled again for each number
+            self._while_idle = self._while_sampling
+        self._are_engines_idle = are_engines_idle
         self._count = 0
+        self._helper = ThreadPoolExecutor(1, "threads")
 
     def take(self) -> None:
-        """Set the number of torch threads of the calling thread."""
-        count = self._most if self._engines_idle() else self._own
-        if count != self._count:
-            self._count = count
-            use_threads(count)
+        """Set the number of torch threads of the calling thread.
+
+        It is 1 for threads that start later. While this function runs, a thread that starts may
+        get the other number.
+        """
+        count = self._while_idle if self._are_engines_idle() else self._while_sampling
+        if count == self._count:
+            return
+        torch.set_num_threads(count)
+        torch.get_num_threads()  # makes the setting take effect in this thread
+        # A new thread takes the number that was set last in any thread of the process.
+        self._helper.submit(torch.set_num_threads, 1).result()
+        self._count = count

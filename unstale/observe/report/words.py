@@ -102,11 +102,11 @@ BOTTLENECKS = {
     "(schedule.adaptive_window or schedule.lookahead_window), or more concurrent groups "
     "(schedule.max_staleness)",
     "Taking turns": "generating while the trainer works (schedule.max_staleness above 0)",
-    "Training": "more compute for the trainer (trainer.threads, a bfloat16 trainer.dtype) or "
-    "smaller batches",
-    "Scoring old log-probabilities": "more compute for the trainer (trainer.threads), or an "
-    "old_logps.route that scores while the trainer waits (eager) or in its own process "
-    "(old_logit_model)",
+    "Training": "more compute for the trainer (more cores with trainer.threads 0, a bfloat16 "
+    "trainer.dtype) or smaller batches",
+    "Scoring old log-probabilities": "more compute for the trainer (more cores with "
+    "trainer.threads 0), or an old_logps.route that scores while the trainer waits (eager) or in "
+    "its own process (old_logit_model)",
     "Publishing": "smaller transfers (the same dtype for engine and trainer, which enables weight "
     "deltas, or trainer.lora_rank)",
     "Checkpointing": "fewer checkpoints (checkpoint.every)",
