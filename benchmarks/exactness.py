@@ -60,8 +60,9 @@ def main() -> None:
         for panel in panels:
             handles, labels = panel.get_legend_handles_labels()
             lines |= dict(zip(labels, handles, strict=True))
+        columns = len(lines) if width > 7 else 2
         panels[0].figure.legend(
-            lines.values(), lines, loc="outside lower center", ncols=len(lines), frameon=False
+            lines.values(), lines, loc="outside lower center", ncols=columns, frameon=False
         )
     text = (chosen.folder / "study.md").read_text("utf-8").splitlines()[1:]
     write(chosen.name, "When an exact old log-probability pays", text)
