@@ -144,8 +144,10 @@ def pace(runs: Path, turns: int) -> list[str]:
     return lines
 
 
-def table(runs: Path, chosen: argparse.Namespace) -> list[str]:
-    return [
+def report(chosen: argparse.Namespace, *, quiet: bool = False) -> None:
+    """Write the table of the runs that have finished."""
+    runs = chosen.runs
+    lines = [
         "The recipe `retail` trains "
         "`examples/retail_agent.py`, which uses only the OpenAI SDK, through the endpoint. Success "
         "on the recipe's 256 held-out tasks, sampled at temperature 1; 95% Wilson intervals.",
@@ -164,11 +166,6 @@ def table(runs: Path, chosen: argparse.Namespace) -> list[str]:
         "",
         *pace(runs, chosen.turns),
     ]
-
-
-def report(chosen: argparse.Namespace, *, quiet: bool = False) -> None:
-    """Write the table of the runs that have finished."""
-    lines = table(chosen.runs, chosen)
     tables.write("agent", "An external agent on the retail tasks", lines, quiet=quiet)
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from benchmarks.tables import picture, share_axis, write
+from benchmarks.tables import legend_below, picture, share_axis, write
 from unstale.observe.report.compare import Comparison, read_comparison
 
 COLOURS = ("#1f77b4", "#d62728", "#7f7f7f", "#2ca02c", "#9467bd")
@@ -56,14 +56,7 @@ def main() -> None:
         for panel, comparison, title in zip(panels, comparisons, titles, strict=True):
             draw(panel, comparison, title, colours)
         panels[0].set_ylabel("success on held-out tasks")
-        lines: dict[str, Any] = {}
-        for panel in panels:
-            handles, labels = panel.get_legend_handles_labels()
-            lines |= dict(zip(labels, handles, strict=True))
-        columns = len(lines) if width > 7 else 2
-        panels[0].figure.legend(
-            lines.values(), lines, loc="outside lower center", ncols=columns, frameon=False
-        )
+        legend_below(*panels, ncols=len(names) if width > 7 else 2)
     text = (chosen.folder / "study.md").read_text("utf-8").splitlines()[1:]
     write(chosen.name, "When an exact old log-probability pays", text)
 

@@ -156,11 +156,17 @@ def share_axis(panel: Any) -> None:
     panel.yaxis.set_major_formatter(lambda share, _: f"{share:.0%}")
 
 
-def legend_below(panel: Any, **options: Any) -> None:
-    """Draw the legend of a panel below all panels. `options` are those of matplotlib's legend."""
-    handles, labels = panel.get_legend_handles_labels()
-    panel.figure.legend(
-        handles, labels, loc="outside lower center", ncols=4, frameon=False, **options
+def legend_below(*panels: Any, ncols: int = 4, **options: Any) -> None:
+    """Draw one legend of some panels below all panels. A label of several panels appears once.
+
+    `options` are those of matplotlib's legend.
+    """
+    lines: dict[str, Any] = {}
+    for panel in panels:
+        handles, labels = panel.get_legend_handles_labels()
+        lines |= dict(zip(labels, handles, strict=True))
+    panels[0].figure.legend(
+        lines.values(), lines, loc="outside lower center", ncols=ncols, frameon=False, **options
     )
 
 
