@@ -2,6 +2,7 @@
 
 * Log-probabilities and gradients are those of the code of transformers, up to rounding.
 * Attention over a prefix tree has the gradient of plain attention in float64.
+* Layers that run again for the gradient (gradient checkpointing) have the same gradients.
 * A value has the same bits whatever it is packed with, and with any number of threads.
 * Layers with adapters or hooks, other dtypes and machines without a compiler run torch's code.
 """
@@ -29,6 +30,7 @@ from transformers import (
 
 from tests.model.test_packing import put, text
 from unstale.model import attention, fused, kernels
+from unstale.model.forward import ForwardOptions
 from unstale.model.lora import Lora
 from unstale.model.policy import Policy
 from unstale.model.prefix_tree import PrefixTree, build_prefix_tree
@@ -136,6 +138,21 @@ def test_values_and_gradients_are_those_of_transformers(
     for parameter, gradient in gradients.items():
         error = (gradient - plain_gradients[parameter]).norm()
         assert error <= 1e-4 * plain_gradients[parameter].norm() + 1e-6, parameter
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_layers_that_run_again_have_the_same_gradients(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    policy = Policy(MODELS[name](), None)
+    calls = count(monkeypatch)
+    kept = learnt(policy)
+    policy.set_forward_options(ForwardOptions(gradient_checkpointing=True))
+    logps, gradients = learnt(policy)
+    assert calls["_Attention"] == 2 + 4  # each of the two layers runs again for the gradient
+    assert torch.equal(logps, kept[0])
+    torch.testing.assert_close(gradients, kept[1], atol=1e-6, rtol=1e-6)
 
 
 @pytest.mark.parametrize("heads", [(4, 2), (3, 1), (2, 2)])

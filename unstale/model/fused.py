@@ -197,8 +197,9 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        rows, projected, query, key, *roots, out, lse = ctx.saved_tensors[:8]
-        weights = ctx.saved_tensors[8:]
+        saved = ctx.saved_tensors  # only once: with checkpoints, each access computes them again
+        rows, projected, query, key, *roots, out, lse = saved[:8]
+        weights = saved[8:]
         to_query, to_key, to_value, to_out, *biases, query_norm, key_norm = weights
         cosine, sine, shape = ctx.given
         needs = ctx.needs_input_grad[2:]
