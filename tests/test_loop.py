@@ -389,22 +389,29 @@ def test_episodes_continue_while_a_large_batch_is_built(
 class Keeps(OldLogps):
     """A route that answers at once for any version."""
 
-    def __init__(self, *, snapshots: bool) -> None:
-        self.needs = Needs(snapshots=snapshots)
+    def __init__(self, *, snapshots: bool, trained_weights: bool = False) -> None:
+        self.needs = Needs(snapshots=snapshots, trained_weights=trained_weights)
 
     def logps(self, batch: Batch, now: Tensor) -> tuple[Tensor, Tensor]:
         return batch.behavior_logp.clone(), torch.zeros_like(batch.sampled)
 
 
-@pytest.mark.parametrize("snapshots", [True, False])
+@pytest.mark.parametrize(
+    ("snapshots", "trained_weights"), [(True, False), (False, False), (True, True)]
+)
 def test_the_next_batch_is_scored_and_its_gradient_formed_while_a_version_is_published(
-    tmp_path: Path, snapshots: bool
+    tmp_path: Path, snapshots: bool, trained_weights: bool
 ) -> None:
-    """If the route keeps versions. Otherwise it is notified of the version first. The weights wait
-    for both."""
+    """If the route keeps versions outside the trained model.
+
+    Otherwise it is notified of the version first: an engine may still read the trained model's
+    weights. The next optimizer step waits for both.
+    """
     config = configure(steps=3, max_staleness=2)
     machine = toy_machine(
-        config, Numbers(count()), route=lambda scorer, engine: Keeps(snapshots=snapshots)
+        config,
+        Numbers(count()),
+        route=lambda scorer, engine: Keeps(snapshots=snapshots, trained_weights=trained_weights),
     )
     log = RunLog(tmp_path)
     parts = replace(
@@ -412,6 +419,7 @@ def test_the_next_batch_is_scored_and_its_gradient_formed_while_a_version_is_pub
         log=Log(log),
     )
     heard, formed = list[str](), threading.Event()
+    beside = snapshots and not trained_weights
 
     def hear(owner: Any, name: str) -> None:
         real = getattr(owner, name)
@@ -433,7 +441,7 @@ def test_the_next_batch_is_scored_and_its_gradient_formed_while_a_version_is_pub
     bring = parts.publisher.publish
 
     async def publish() -> None:
-        if snapshots and 0 < parts.trainer.steps < 3:  # a slow engine
+        if beside and 0 < parts.trainer.steps < 3:  # a slow engine
             assert await asyncio.to_thread(formed.wait, 20)
         await bring()
 
@@ -441,7 +449,7 @@ def test_the_next_batch_is_scored_and_its_gradient_formed_while_a_version_is_pub
     run(parts)
     between = (
         ["prepare {0}", "backward {0}", "published {0}"]
-        if snapshots
+        if beside
         else ["published {0}", "prepare {0}", "backward {0}"]
     )
     first, *rest = (

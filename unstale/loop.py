@@ -322,8 +322,14 @@ async def add_gradient(
 
 
 async def until_scorable(run: RunComponents, batch: Batch, publication: "Publication") -> None:
-    """Wait until the route can compute the old log-probabilities of a batch."""
-    if not run.old_logps.needs.snapshots or run.trainer.version in batch.version:
+    """Wait until the route can compute the old log-probabilities of a batch.
+
+    A route that puts past versions into the trained model waits until all engines have loaded the
+    new one, because they may read the weights of that model.
+    """
+    needs = run.old_logps.needs
+    scores_kept_weights = needs.snapshots and not needs.trained_weights
+    if not scores_kept_weights or run.trainer.version in batch.version:
         await publication.scorers_notified.wait()
 
 

@@ -41,7 +41,7 @@ class Needs:
     snapshots: bool = False
     """True if the route keeps past versions of the weights, as differences between versions. A
     batch without tokens of the newest version may then be scored before `published` is called for
-    that version.
+    that version, unless `trained_weights` is set.
     """
     resident_models: int = 0
     """Number of additional models that the route holds in memory."""

@@ -177,7 +177,7 @@ def cast(
 ) -> dict[str, Tensor]:
     """Return the weights in a precision, in main memory unless `device` is None.
 
-    They are copied only if their place or precision differs. The trainer does not change its
-    weights before the version is published.
+    They are copied only if their place or precision differs. No weight of the trained model may
+    change before the version is published (`unstale.loop.until_scorable`).
     """
     return {name: tensor.detach().to(device, dtype) for name, tensor in weights.items()}
