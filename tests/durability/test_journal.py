@@ -22,7 +22,7 @@ from dataclasses import replace
 from io import StringIO
 from itertools import count
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -407,7 +407,7 @@ def test_the_tables_refuse_what_may_not_be(
 KILLED = """
 import asyncio, os, signal
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 from tests.durability.test_journal import group, request, record, train_on
 from unstale.durability.journal import JOURNAL, Journal
 journal = Journal(Path(os.environ["RUN"]) / JOURNAL).__enter__()
@@ -505,6 +505,17 @@ def test_a_barrier_or_the_end_waits_as_long_as_what_is_before_it_is_written(
         journal.transaction([("SELECT nap()", ())] * 5)
         waits(journal)
         assert len(naps) == 5
+
+
+def test_any_error_of_the_writing_thread_ends_the_run_with_its_text(tmp_path: Path) -> None:
+    """The values of trained tokens are packed in that thread."""
+    damaged: Any = ["no tokens"]
+    with (
+        pytest.raises(JournalError, match=r"the journal .* failed: 'str' object has no attribute"),
+        Journal(tmp_path / JOURNAL) as journal,
+    ):
+        journal.consume([], step=1, version=0, tokens=damaged)
+        journal.flush()
 
 
 def test_a_writer_that_does_not_come_back_is_not_waited_for(

@@ -123,9 +123,26 @@ def test_files_of_old_checkpoints_are_removed(tmp_path: Path) -> None:
     assert sorted(path.stem for path in tmp_path.iterdir()) == ["group-000002", "group-000003"]
 
 
+def test_a_file_that_cannot_be_removed_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(self: Path, missing_ok: bool = False) -> None:
+        raise PermissionError(f"{self.name} is read-only")
+
+    monkeypatch.setattr(Path, "unlink", refuse)
+    errors: list[Exception] = []
+    files = RouteFiles(tmp_path, keep=1)
+    files.on_error = errors.append
+    files.write(0, 7, 0, piece(0))
+    files.consumed([0])
+    files.consumed([1])
+    files.close()
+    assert [str(error) for error in errors] == ["group-000000.bin is read-only"]
+
+
 def test_a_full_disk_is_reported(tmp_path: Path) -> None:
     (tmp_path / "routes").write_text("a file where the folder should be")
-    errors: list[OSError] = []
+    errors: list[Exception] = []
     files = RouteFiles(tmp_path / "routes")
     files.on_error = errors.append
     files.write(3, 7, 0, piece(0))

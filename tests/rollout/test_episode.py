@@ -10,7 +10,7 @@ import asyncio
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -30,10 +30,12 @@ from unstale.records import (
     Task,
     Trajectory,
 )
+from unstale.rollout import evaluation
 from unstale.rollout.episode import Rollout, TooManyFailures
 from unstale.rollout.evaluation import evaluate
 from unstale.rollout.generator import Generator
 from unstale.rollout.seeds import derive_seed
+from unstale.rollout.timeouts import Attempt, run_to_completion
 
 END = ord(".")
 TASK = Task("toy", "train", 1)
@@ -378,6 +380,62 @@ def test_an_examination_grades_every_task_and_tells_how_far_it_is() -> None:
 
     assert asyncio.run(main()) == [True, False, None]
     assert sorted(told) == [(1, 3), (2, 3), (3, 3)]
+
+
+def test_an_evaluation_runs_a_limited_number_of_episodes_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(evaluation, "MAX_CONCURRENT", 3)
+    live, most = 0, 0
+
+    class Counts:
+        async def episode(self, task: Task, **_: object) -> Failure:
+            nonlocal live, most
+            live += 1
+            most = max(most, live)
+            await asyncio.sleep(0)
+            live -= 1
+            return Failure(task, "begin", "x")
+
+    tasks = [Task("toy", "held-out", index) for index in range(20)]
+    rollout = cast(Rollout, Counts())
+    found = asyncio.run(evaluate(rollout, tasks, seed=0, progress=lambda *_, **__: None))
+    assert found == [None] * 20 and most == 3
+
+
+class Panic(BaseException):
+    """An error that is no `Exception`, like a panic of a tokenizer in Rust."""
+
+
+def test_an_attempt_that_ends_with_any_error_raises_it() -> None:
+    async def panics() -> None:
+        raise Panic("index out of bounds")
+
+    async def main() -> None:
+        with pytest.raises(Panic, match="index out of bounds"):
+            await asyncio.wait_for(Attempt(panics()).outcome(), 5)
+
+    asyncio.run(main())
+
+
+def test_an_error_of_work_that_outlives_a_cancellation_is_raised() -> None:
+    async def main() -> None:
+        begun, go = asyncio.Event(), asyncio.Event()
+
+        async def work() -> None:
+            begun.set()
+            await go.wait()
+            raise OSError("the disk is full")
+
+        waiting = asyncio.create_task(run_to_completion(work()))
+        await begun.wait()
+        waiting.cancel()
+        await asyncio.sleep(0)
+        go.set()
+        with pytest.raises(OSError, match="the disk is full"):
+            await waiting
+
+    asyncio.run(main())
 
 
 def test_seeds_differ_in_every_part() -> None:

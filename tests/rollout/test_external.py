@@ -40,6 +40,7 @@ from unstale.config import SHIPPED_POLICY, ConfigError, EngineConfig, RolloutCon
 from unstale.durability.journal import Journal, check
 from unstale.engines import EngineDied, SamplingParams
 from unstale.engines.scripted import ScriptedEngine
+from unstale.envs import EnvError
 from unstale.envs.chat import Chat
 from unstale.envs.external import ExternalAgent
 from unstale.envs.registry import build_taskset
@@ -58,7 +59,7 @@ from unstale.rollout.endpoint.agents import AgentRollout
 from unstale.rollout.endpoint.check import check_agent
 from unstale.rollout.endpoint.server import RecordingEndpoint
 from unstale.rollout.generator import Generator
-from unstale.rollout.timeouts import first_error
+from unstale.rollout.timeouts import Attempt, first_error
 
 pytestmark = pytest.mark.usefixtures("forked_children")
 
@@ -307,6 +308,40 @@ def test_an_agent_that_fails_is_begun_again_with_its_seed_and_then_reported() ->
         (3, False),
         (2, True),
     ]
+
+
+def test_an_agent_that_fails_after_an_accepted_call_was_not_ended_by_an_earlier_refusal() -> None:
+    async def trims_and_fails(base_url: str, task: str, seed: int, api_key: str) -> float:
+        ask = asker(base_url, api_key)
+        with pytest.raises(Refusal):
+            await ask([{"role": "user", "content": "too long " * 500}])
+        await ask([{"role": "user", "content": "short"}])
+        raise KeyError("gone")
+
+    outcome = World().play(trims_and_fails)
+    assert isinstance(outcome, Failure) and outcome.error == "KeyError: 'gone'"
+
+
+def test_the_branches_of_an_agent_that_ignores_its_end_are_reported_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """No piece of them may keep old weights any longer."""
+
+    async def refuses_to_end(attempt: Attempt) -> Any:
+        with suppress(BaseException):
+            await attempt
+        raise EnvError("it ignores cancellation")
+
+    async def forks(base_url: str, task: str, seed: int, api_key: str) -> float:
+        ask = asker(base_url, api_key)
+        await ask([{"role": "user", "content": "one"}])
+        await ask([{"role": "user", "content": "two"}])
+        return 1.0
+
+    monkeypatch.setattr(Attempt, "outcome", refuses_to_end)
+    world = World()
+    assert isinstance(world.play(forks), Failure)
+    assert [(episode, final) for episode, _, final in world.failures] == [(1, False), (0, True)]
 
 
 def test_an_attempt_that_fails_leaves_nothing_for_the_garbage_collector(

@@ -15,6 +15,7 @@ from contextlib import (
     nullcontext,
     suppress,
 )
+from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol, Self, runtime_checkable
 
@@ -292,6 +293,10 @@ class Rollout:
                 )
             except (EpisodeFailed, NotReplayed) as error:
                 failure = failure_of(error, task, transcript.all_pieces)
+                for branch in transcript.branches:
+                    reason = "the attempt that it is a branch of failed"
+                    lost = replace(failure_of(error, task, branch.all_pieces), error=reason)
+                    self.on_failure(branch.episode, lost, False)
             else:
                 transcript.write_outcome(trajectory)
                 self._outcomes.append(True)

@@ -10,6 +10,11 @@ from unstale.records import Task, Trajectory
 from unstale.rollout.episode import Rollout
 from unstale.rollout.seeds import derive_seed
 
+MAX_CONCURRENT = 512
+"""Number of held-out episodes that run at the same time. More would wait for the engine, and the
+environments of many episodes need a thread or a process each.
+"""
+
 Attempt = tuple[str, int]
 """The key of a task, and the number of an attempt at it, from 0."""
 
@@ -60,10 +65,12 @@ async def evaluate(
     `seed` affects only the replies, because the seed of an environment depends on the task alone. A
     task that is listed twice is attempted twice, with different replies. After each episode,
     `progress` is called with a text and the numbers `done` and `total`. Attempts in `finished` are
-    not run again, and the others are added to it, except those that failed.
+    not run again, and the others are added to it, except those that failed. At most
+    `MAX_CONCURRENT` episodes run at the same time.
     """
     finished = finished or FinishedEpisodes()
     num_done = 0
+    places = asyncio.Semaphore(MAX_CONCURRENT)
 
     def count_episode() -> None:
         nonlocal num_done
@@ -78,7 +85,8 @@ async def evaluate(
         if attempt[1]:
             noise_seed = derive_seed(noise_seed, attempt[1])
         env_seed = derive_seed("examination", task.key)
-        outcome = await rollout.episode(task, env_seed=env_seed, noise_seed=noise_seed)
+        async with places:
+            outcome = await rollout.episode(task, env_seed=env_seed, noise_seed=noise_seed)
         count_episode()
         if not isinstance(outcome, Trajectory):
             return None

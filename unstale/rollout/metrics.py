@@ -35,7 +35,7 @@ def describe(groups: Sequence[Group]) -> dict[str, float]:
         "completion/max_tokens_share": _mean(stop == "max_tokens" for stop in stops),
         "completion/invalid_format_share": _mean(stop == "invalid_format" for stop in stops),
     }
-    lengths = sorted(_num_sampled(trajectory) for trajectory in finished)
+    lengths = sorted(trajectory.num_sampled_in_all for trajectory in finished)
     metrics["rollout/sampled_tokens"] = sum(lengths)
     metrics["completion/tokens_mean"] = _mean(lengths)
     metrics["completion/tokens_max"] = lengths[-1] if lengths else math.nan
@@ -59,7 +59,7 @@ def describe_advantages(
     for group in groups:
         values: set[float] = set()
         for trajectory in group.trajectories:
-            for each in (trajectory, *trajectory.branches):
+            for each in trajectory.conversations:
                 values.update(by_episode.get(each.episode, ()))
         uniform.append(len(values) <= 1)
     return {"advantage/zero_spread_group_share": _mean(uniform)}
@@ -86,11 +86,6 @@ def _facts(finished: Sequence[Trajectory]) -> dict[str, float]:
         key = name if name.startswith("reward/") else f"env/{name}"
         means[f"{key}_mean"] = _mean(trajectory.facts.get(name, 0.0) for trajectory in finished)
     return means
-
-
-def _num_sampled(trajectory: Trajectory) -> int:
-    branches = sum(branch.num_sampled for branch in trajectory.branches)
-    return trajectory.num_sampled + branches
 
 
 def _mean(values: Iterable[float]) -> float:

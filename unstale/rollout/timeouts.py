@@ -79,7 +79,9 @@ async def _settle(work: Coroutine[Any, Any, Any], outcome: asyncio.Future[Any]) 
         if not outcome.done():
             outcome.set_exception(EnvError("it cancelled its own task"))
         raise
-    except Exception as error:  # noqa: BLE001 - the owner raises it
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # noqa: BLE001 - the owner raises it, also a panic of Rust code
         if not outcome.done():
             outcome.set_exception(error)
     else:
@@ -137,13 +139,16 @@ class PersistentTimeout:
 async def run_to_completion(work: Coroutine[Any, Any, _T]) -> _T:
     """Return the result of `work`. If the caller is cancelled, wait for the end of `work` first.
 
-    Only a second cancellation of the caller ends the wait.
+    Only a second cancellation of the caller ends the wait. An error of `work` is raised, also after
+    a cancellation.
     """
     task = asyncio.create_task(work)
     try:
         return await asyncio.shield(task)
     except asyncio.CancelledError:
         await asyncio.wait([task])
+        if not task.cancelled() and (error := task.exception()):
+            raise error from None
         raise
 
 

@@ -50,8 +50,8 @@ class RouteFiles:
         """Keep the files of the groups on which the last `keep` checkpoints were trained."""
         self.folder = folder
         self._keep = keep
-        self.on_error: Callable[[OSError], None] = lambda error: None
-        """A function called in the writing thread if a file cannot be written."""
+        self.on_error: Callable[[Exception], None] = lambda error: None
+        """A function called in the writing thread if a file cannot be written or removed."""
         self._consumed: deque[list[int]] = deque()
         """The groups of each checkpoint whose files are kept, oldest checkpoint first."""
         self._opened: set[int] = set()
@@ -65,7 +65,7 @@ class RouteFiles:
         removed first.
         """
         if piece.routes is not None:
-            self._thread.submit(self._append, group, _key(episode, position, piece), piece.routes)
+            self._submit(self._append, group, _key(episode, position, piece), piece.routes)
 
     def flush(self) -> None:
         """Wait until everything written before is in the files."""
@@ -81,7 +81,7 @@ class RouteFiles:
         """
         self._consumed.append([*groups])
         while len(self._consumed) > self._keep:
-            self._thread.submit(self._remove, self._consumed.popleft())
+            self._submit(self._remove, self._consumed.popleft())
 
     def read(self, group: int) -> dict[RouteKey, ExpertRoutes]:
         """Return the records of a group, up to the first damaged one.
@@ -104,6 +104,15 @@ class RouteFiles:
     def _path(self, group: int) -> Path:
         return self.folder / f"group-{group:06d}.bin"
 
+    def _submit(self, act: Callable[..., None], *arguments: object) -> None:
+        def run() -> None:
+            try:
+                act(*arguments)
+            except Exception as error:  # noqa: BLE001 - nothing else reads what the thread raises
+                self.on_error(error)
+
+        self._thread.submit(run)
+
     def _append(self, group: int, key: RouteKey, routes: ExpertRoutes) -> None:
         try:
             self.folder.mkdir(exist_ok=True)
@@ -113,9 +122,9 @@ class RouteFiles:
             self._opened.add(group)
             with path.open("ab") as file:
                 file.writelines(_record(key, routes))
-        except OSError as error:
+        except BaseException:
             self._opened.discard(group)  # a part of the record may be in the file
-            self.on_error(error)
+            raise
 
     def _remove(self, groups: Iterable[int]) -> None:
         for group in groups:

@@ -381,7 +381,7 @@ class Journal:
             self._file = self._file.require_same(self.path)
         except JournalError as error:
             self._fail(error)
-        except (sqlite3.Error, OverflowError, ValueError) as error:
+        except Exception as error:  # noqa: BLE001 - the thread must live on, and the run must end
             with suppress(sqlite3.Error):  # SQLite may already have rolled back
                 connection.execute("ROLLBACK")
             self._fail(_commit_error(self.path, error))

@@ -6,7 +6,6 @@ Their calls become trajectories.
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from dataclasses import replace
 from typing import Any, cast
 
 from unstale.envs import EnvError, Turn, combine_rewards
@@ -14,7 +13,7 @@ from unstale.envs.external import ExternalEnv
 from unstale.records import Stop, Task, Trajectory, TurnLimit
 from unstale.rollout.endpoint.server import RecordingEndpoint
 from unstale.rollout.endpoint.session import AgentSession
-from unstale.rollout.episode import EpisodeFailed, Rollout, failure_of, stage
+from unstale.rollout.episode import EpisodeFailed, Rollout, stage
 from unstale.rollout.segments import BudgetUse
 from unstale.rollout.transcript import NotReplayed, Transcript
 
@@ -73,12 +72,6 @@ class AgentRollout(Rollout):
                 raise failed
             # A limit that refuses a call may make the agent fail. This only ends the episode.
             return _trajectory(session, task, turn, stop=session.stop if failed else "done")
-        except (EpisodeFailed, NotReplayed) as error:
-            reason = "the attempt that it is a branch of failed"
-            for branch in transcript.branches:
-                failure = replace(failure_of(error, task, branch.all_pieces), error=reason)
-                self.on_failure(branch.episode, failure, False)
-            raise
         finally:
             # the error's traceback refers to this frame, which would be a reference cycle
             failed = None

@@ -67,9 +67,7 @@ async def _check(tasks: ExternalAgent, replies: Sequence[str], seed: int) -> Non
             assert count <= held[name], (
                 f"the agent leaves {name} behind: {held[name]} after one episode, {count} after two"
             )
-        tokens = [
-            [trajectory.tokens for trajectory in (run, *run.branches)] for run in (first, second)
-        ]
+        tokens = [[one.tokens for one in run.conversations] for run in (first, second)]
         assert tokens[0] == tokens[1], (
             "the agent's calls differ in a second run. Its randomness has to come from `seed`, and "
             "concurrent calls need a fixed order: else an episode cannot be resumed after a crash"

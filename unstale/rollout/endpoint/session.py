@@ -178,6 +178,7 @@ class AgentSession:
                     pieces = (*place.branch.pieces, *place.context)
                     self._require_budget(request, sum(len(piece.tokens) for piece in pieces))
             self._count_replies(sum(not place.resumed for place in places))
+            self.stop = "done"  # an earlier refusal is not why the episode ends
         except (Refused, TemplateError, ValueError, TypeError, RecursionError) as error:
             for place in reversed(places):
                 self._conversation.retract(place)
