@@ -197,6 +197,16 @@ class Trajectory:
         return sum(len(piece.tokens) for piece in self.sampled)
 
     @property
+    def conversations(self) -> tuple["Trajectory", ...]:
+        """The main conversation and its branches."""
+        return (self, *self.branches)
+
+    @property
+    def num_sampled_in_all(self) -> int:
+        """The number of tokens that the policy sampled in the episode, with those of branches."""
+        return sum(conversation.num_sampled for conversation in self.conversations)
+
+    @property
     def num_turns(self) -> int:
         return count_turns(self.pieces)
 
@@ -320,7 +330,7 @@ class Group:
         return frozenset(
             conversation.episode
             for trajectory in self.finished
-            for conversation in (trajectory, *trajectory.branches)
+            for conversation in trajectory.conversations
         )
 
 

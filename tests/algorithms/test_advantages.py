@@ -181,6 +181,17 @@ def test_turn_level_normalises_the_reward_to_go_over_the_group() -> None:
     assert [len(item.advantage) for item in turn_level([group])] == [2, 2]
 
 
+def test_turn_level_ignores_a_group_without_trajectories() -> None:
+    """All its episodes failed, or a filter left them out."""
+    full = Group(TASK, (episode(1.0, turns=2), episode(0.0, turns=2)))
+    empty = Group(TASK, ())
+    assert values(turn_level([empty, full])) == values(turn_level([full]))
+    alone = Group(TASK, (episode(1.0),))
+    assert values(turn_level([alone, empty, full], std=False)) == pytest.approx(
+        [0.0, 0.5, 0.5, -0.5, -0.5]
+    )
+
+
 def test_an_outcome_falls_on_the_last_turn() -> None:
     group = Group(TASK, (episode(1.0, turns=2), episode(0.0, turns=2)))
     assert values(turn_level([group], std=False)) == pytest.approx([0.5, 0.5, -0.5, -0.5])

@@ -17,7 +17,7 @@ from unstale.engines.scripted import ScriptedEngine
 from unstale.envs import Turn, sandbox
 from unstale.envs.calculator import CalculatorTasks
 from unstale.records import Failure, Trajectory
-from unstale.rewards import exact_match, json_schema, numeric, weighted
+from unstale.rewards import exact_match, json_schema, numeric, numeric_answer, weighted
 from unstale.rewards.programs import unit_tests
 from unstale.rollout.episode import Rollout
 from unstale.rollout.generator import Generator
@@ -72,6 +72,9 @@ def test_the_last_number_counts(text: str, near: float) -> None:
 
 def test_numbers_have_signs_commas_and_tolerances() -> None:
     assert numeric("a loss of \N{MINUS SIGN}1,250,000.5", -1250000.5) == 1
+    row = {"answer": "\N{MINUS SIGN}5"}
+    assert numeric_answer("-5", row) == numeric_answer("\N{MINUS SIGN}5", row) == 1
+    assert numeric_answer("5", row) == 0
     assert numeric("1,2", 2) == 1 and numeric("10-3", 3) == 1 and numeric(".5", 0.5) == 1
     assert numeric("3.14", 3.14159) == 0 and numeric("3.14", 3.14159, relative=1e-3) == 1
     assert numeric("0.01", 0) == 0 and numeric("0.01", 0, absolute=0.05) == 1

@@ -101,6 +101,12 @@ def test_reliability_coverage_and_cost_of_a_batch() -> None:
     )
 
 
+def test_the_tokens_of_branches_are_part_of_the_cost() -> None:
+    success = replace(made(1), branches=(made(1, turns=((1, 2), (1, 3))),))
+    found = Gfcr(GfcrConfig()).measure([group(success, made(0))], [], context())
+    assert found["gfcr/tokens_per_success"] == 1 + 2 + 1
+
+
 class Drops:
     """A filter that leaves out every second episode."""
 

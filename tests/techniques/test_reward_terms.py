@@ -34,6 +34,19 @@ def test_a_flawed_success_gets_less_and_stays_a_success() -> None:
     assert advantages[0] == pytest.approx(advantages[1], abs=1e-5)
 
 
+def test_a_fact_must_be_known_unless_the_run_began_in_another_process() -> None:
+    without = [group(made(1), made(0))]
+    with pytest.raises(ConfigError, match=r"flaw\.fact is 'flaw', but the environment reports no"):
+        Flaw(FlawConfig()).reward(without, context())
+    continued = Flaw(FlawConfig())
+    for progress in (0.5, 0.6):
+        assert continued.reward(without, context(progress))
+    late = Flaw(FlawConfig())
+    assert late.reward([group(made(0))], context())
+    with pytest.raises(ConfigError, match=r"flaw\.fact"):
+        late.reward(without, context(0.1))
+
+
 def test_the_bonus_is_for_the_calls_of_successes_up_to_the_largest() -> None:
     options = ToolBonusConfig(base=0.25, per_call=0.125, most=0.5)
     calls = [0, 1, 2, 3, 50]

@@ -144,6 +144,20 @@ def test_a_shaper_sees_every_sequence_and_changes_its_advantage(route: str) -> N
     torch.testing.assert_close(signals.logp[start:end][chosen], now[chosen])
 
 
+def test_tokens_to_which_a_shaper_gives_an_advantage_are_counted() -> None:
+    """The third sequence has the advantage 0 before, and the first has it afterwards."""
+
+    def shift(batch: Batch, signals: Signals) -> Shaped:
+        return Shaped(batch.advantage - 1.0, batch.trained)
+
+    trainer = make(Shapes(shift))
+    gradient(trainer, a_batch())
+    metrics = trainer.metrics()
+    assert metrics["trainer/action_tokens"] == 20
+    assert metrics["trainer/tokens_with_gradient"] == 3 + 9
+    assert metrics["objective/clip_share"] <= 1
+
+
 def test_a_dropped_token_has_no_gradient_and_still_counts() -> None:
     batch = a_batch()
     first = torch.arange(len(batch.tokens)) < batch.offsets[1]

@@ -141,11 +141,11 @@ def turn_level(
     if not trajectories:
         return []
     _, group = _outcomes(groups)
-    _, siblings = _members(group)
+    index, count = _members(group)
     returns = [reward_to_go(turn_rewards(item), discount=discount) for item in trajectories]
     turns = torch.tensor([len(item) for item in returns])
     advantage = grpo_advantage(torch.cat(returns), group.repeat_interleave(turns), std=std)
-    has_siblings = (siblings[group] > 1).repeat_interleave(turns)
+    has_siblings = (count[index] > 1).repeat_interleave(turns)
     advantage = torch.where(has_siblings, advantage, 0.0)
     scored = []
     for item, part in zip(trajectories, advantage.split(turns.tolist()), strict=True):
@@ -299,9 +299,7 @@ def _outcomes(groups: Sequence[Group]) -> tuple[Tensor, Tensor]:
 
 def _lengths(groups: Sequence[Group]) -> Tensor:
     """Return the number of sampled tokens of each episode, `[n]`, with those of its branches."""
-    lengths = []
-    for item in _trajectories(groups):
-        lengths.append(item.num_sampled + sum(branch.num_sampled for branch in item.branches))
+    lengths = [item.num_sampled_in_all for item in _trajectories(groups)]
     return torch.tensor(lengths, dtype=torch.float64)
 
 

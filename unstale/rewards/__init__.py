@@ -73,11 +73,16 @@ def numeric(text: str, expected: float, *, relative: float = 1e-6, absolute: flo
     """
     if not math.isfinite(expected):
         raise ValueError(f"expected must be finite, got {expected}")
-    numbers = _NUMBER.findall(text.replace("\N{MINUS SIGN}", "-"))
-    if not numbers:
+    last = _last_number(text)
+    if last is None:
         return 0.0
-    last = float(numbers[-1].replace(",", ""))
     return float(math.isclose(last, expected, rel_tol=relative, abs_tol=absolute))
+
+
+def _last_number(text: str) -> float | None:
+    """Return the last number in the text, or None. A minus sign may be typeset."""
+    numbers = _NUMBER.findall(text.replace("\N{MINUS SIGN}", "-"))
+    return float(numbers[-1].replace(",", "")) if numbers else None
 
 
 def exact_answer(reply: str, row: Mapping[str, Any]) -> float:
@@ -100,10 +105,10 @@ def numeric_answer(reply: str, row: Mapping[str, Any]) -> float:
     >>> numeric_answer("It costs $1,350.", {"answer": "9 * 150 = 1350 #### 1350"})
     1.0
     """
-    numbers = _NUMBER.findall(str(row["answer"]))
-    if not numbers:
+    expected = _last_number(str(row["answer"]))
+    if expected is None:
         raise ValueError(f"the answer has no number: {row['answer']!r}")
-    return numeric(reply, float(numbers[-1].replace(",", "")))
+    return numeric(reply, expected)
 
 
 def first_error(reply: str, row: Mapping[str, Any]) -> float:
@@ -122,8 +127,9 @@ def first_error(reply: str, row: Mapping[str, Any]) -> float:
     actual, steps = int(row["first_error"]), int(row["steps"])
     if not 0 <= actual <= steps:
         raise ValueError(f"first_error must be from 0 to steps, got {actual} and {steps}")
-    numbers = _NUMBER.findall(reply)
-    named = float(numbers[-1].replace(",", "")) if numbers else -1.0
+    named = _last_number(reply)
+    if named is None:
+        return -1.0
     if not (named.is_integer() and 0 <= named <= steps) or (named == 0) != (actual == 0):
         return -1.0
     return 1.0 - abs(named - actual) / steps if actual else 1.0

@@ -437,7 +437,7 @@ class Outcome:
     rewards: tuple[float, ...]
     failures: int
     tokens: int
-    """Number of sampled tokens of the group."""
+    """Number of sampled tokens of the group's finished episodes, with those of branches."""
     added: int = 0
     """Number of the last rewards that are of episodes which an allocator added."""
     success_turns: tuple[int, ...] = ()
@@ -688,7 +688,7 @@ def _of_trajectories(
         conversation.episode
         for group in groups
         for each in group.trajectories
-        for conversation in (each, *each.branches)
+        for conversation in each.conversations
     }
     return [each for each in scored if each.trajectory.episode in kept]
 
@@ -702,7 +702,7 @@ def _without_advantage(groups: Sequence[Group]) -> list[ScoredTrajectory]:
         ScoredTrajectory(conversation, (0.0,))
         for group in groups
         for each in group.trajectories
-        for conversation in (each, *each.branches)
+        for conversation in each.conversations
     ]
 
 
@@ -712,7 +712,8 @@ def _outcome(
     import torch
 
     trajectories = group.finished
-    versions = [v for each in trajectories for v in each.versions]
+    conversations = [one for each in trajectories for one in each.conversations]
+    versions = [version for one in conversations for version in one.versions]
     age = int(lag(torch.tensor(max(versions)))) if versions else 0
     return Outcome(
         task=task,
@@ -720,7 +721,7 @@ def _outcome(
         lag=age,
         rewards=tuple(each.reward for each in trajectories),
         failures=len(group.failures),
-        tokens=sum(each.num_sampled for each in trajectories),
+        tokens=sum(each.num_sampled_in_all for each in trajectories),
         added=len(group.added),
         success_turns=tuple(each.num_turns for each in trajectories if each.success),
         turn_limit=group.turn_limit.turns if group.turn_limit else 0,

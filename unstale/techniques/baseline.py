@@ -128,7 +128,7 @@ class Baseline:
             ScoredTrajectory(conversation, (value,))
             for group, each in zip(owners, values, strict=True)
             for item, value in zip(group.trajectories, each.tolist(), strict=True)
-            for conversation in (item, *item.branches)
+            for conversation in item.conversations
         ]
 
     def _of_group(self, group: Group, context: CreditContext) -> Tensor:

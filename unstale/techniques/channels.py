@@ -22,6 +22,7 @@ from unstale.config.checks import ConfigError, JsonObject, Section
 from unstale.config.techniques import Entry, chosen
 from unstale.records import Group, ScoredTrajectory, Trajectory
 from unstale.techniques import CreditContext
+from unstale.techniques.facts import Seen
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -72,8 +73,7 @@ class Channels:
     def __init__(self, options: ChannelsConfig) -> None:
         self._options = options
         self._weights = options.by_name()
-        self._has_several = False
-        """True if a batch of this process had several named rewards."""
+        self._several = Seen()
 
     def estimate(self, groups: Sequence[Group], context: CreditContext) -> list[ScoredTrajectory]:
         """Return the trajectories with advantages.
@@ -87,7 +87,8 @@ class Channels:
         if not items:
             return []
         values = [named_rewards(item) for item in items]
-        names = self._names(values, ended=any(item.stop == "done" for item in items))
+        ended = any(item.stop == "done" for item in items)
+        names = self._names(values, ended=ended, progress=context.progress)
         rewards = torch.tensor(
             [[each.get(name, 0.0) for name in names] for each in values], dtype=torch.float64
         ).view(len(items), len(names))
@@ -98,22 +99,24 @@ class Channels:
         weight = torch.tensor([self._weights.get(name, 1.0) for name in names]).double()
         lengths = None
         if self._options.whiten == "tokens":
-            lengths = torch.tensor([_num_sampled(item) for item in items]).double()
+            lengths = torch.tensor([item.num_sampled_in_all for item in items]).double()
         advantage = channel_advantages(rewards, owner, weight)
         if self._options.whiten != "none":
             advantage = whiten_nonzero(advantage, lengths)
         return [
             ScoredTrajectory(conversation, (value,))
             for item, value in zip(items, advantage.tolist(), strict=True)
-            for conversation in (item, *item.branches)
+            for conversation in item.conversations
         ]
 
-    def _names(self, values: Sequence[Mapping[str, float]], *, ended: bool) -> list[str]:
+    def _names(
+        self, values: Sequence[Mapping[str, float]], *, ended: bool, progress: float
+    ) -> list[str]:
         found = sorted(set().union(*values))
         if not self._weights:
-            self._has_several = self._has_several or len(found) > 1
+            had_several = self._several.update(len(found) > 1, progress=progress)
             # Cut-off episodes lack the environment's rewards, but have the terms of techniques.
-            if len(found) == 1 and ended and not self._has_several:
+            if len(found) == 1 and ended and not had_several:
                 raise ConfigError(
                     f"the technique channels needs several named rewards, got {found[0]} alone. "
                     "Return several from the environment (docs/rewards.md), or use "
@@ -169,10 +172,6 @@ def whiten_nonzero(advantage: Tensor, lengths: Tensor | None = None) -> Tensor:
 
     whitened = whiten(advantage, lengths=lengths, epsilon=EPSILON)
     return torch.where(advantage == 0, 0.0, whitened)
-
-
-def _num_sampled(item: Trajectory) -> int:
-    return item.num_sampled + sum(branch.num_sampled for branch in item.branches)
 
 
 def _describe(options: ChannelsConfig) -> str:

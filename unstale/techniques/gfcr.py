@@ -37,7 +37,7 @@ class Gfcr:
         started = len(episodes) + len(failures)
         successes = sum(each.success for each in episodes)
         covered = sum(any(each.success for each in group.finished) for group in groups)
-        tokens = sum(each.num_sampled for each in episodes)
+        tokens = sum(each.num_sampled_in_all for each in episodes)
         tokens += sum(each.sampled_tokens for each in failures)
         return {
             "gfcr/reliability_share": _divide(

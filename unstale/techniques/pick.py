@@ -109,7 +109,7 @@ class Pick:
     def select(self, groups: Sequence[Group], context: CreditContext) -> Sequence[Group]:
         size = self._options.size(context.progress)
         if self._options.rule == "clean_success":
-            self._errors.require(groups)
+            self._errors.require(groups, progress=context.progress)
         return [self._picked(group, size) for group in groups]
 
     def _picked(self, group: Group, size: int) -> Group:

@@ -20,6 +20,7 @@ from unstale.config.checks import ConfigError, Section
 from unstale.config.techniques import Entry
 from unstale.records import Group, Trajectory
 from unstale.techniques import CreditContext
+from unstale.techniques.facts import Seen
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,8 +42,7 @@ class Proxy:
 
     def __init__(self, options: ProxyConfig) -> None:
         self._name = options.score
-        self._seen = False
-        """True if an episode of this process had the score."""
+        self._seen = Seen()
 
     def measure(
         self, groups: Sequence[Group], graded: Sequence[Group], context: CreditContext
@@ -52,8 +52,8 @@ class Proxy:
         Raises `ConfigError` if the environment ended episodes, and none so far has the score.
         """
         ended = [each for group in groups for each in group.finished if each.stop == "done"]
-        self._seen = self._seen or any(self._score(each) is not None for each in ended)
-        if ended and not self._seen:
+        has_score = any(self._score(each) is not None for each in ended)
+        if not self._seen.update(has_score, progress=context.progress) and ended:
             names = sorted({name for each in ended for name in (*each.facts, *each.rewards)})
             raise ConfigError(
                 f"proxy.score is {self._name}, and no episode has such a fact or reward; they have "

@@ -98,7 +98,7 @@ class Replay:
             kept = {
                 conversation.episode
                 for one in (main if self._options.episodes == "all" else successes)
-                for conversation in (one, *one.branches)
+                for conversation in one.conversations
             }
             number = each.group.number
             members = [i for i in sequences.get(number, []) if batch.episodes[i] in kept]

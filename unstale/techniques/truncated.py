@@ -20,14 +20,11 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from unstale.config.checks import ConfigError, NonNegative, Section
 from unstale.config.techniques import Entry
-from unstale.records import Group, Trajectory
+from unstale.records import CUT_OFF, Group, Trajectory
 from unstale.techniques import CreditContext
 
 if TYPE_CHECKING:
     from unstale.config import RunConfig
-
-LIMITS = ("max_turns", "max_tokens")
-"""The values of `Trajectory.stop` of an episode that a limit ended."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,11 +77,11 @@ def is_cut(item: Trajectory, stop_tokens: Collection[int]) -> bool:
 
     A reply is cut if it does not end with one of `stop_tokens`. Without any, replies do not count.
     """
-    if item.success or item.stop not in (*LIMITS, "done"):
+    if item.success or item.stop not in (*CUT_OFF, "done"):
         return False
     replies = [piece.tokens for piece in item.sampled if piece.tokens]
-    if item.stop in LIMITS or not replies:
-        return item.stop in LIMITS
+    if item.stop in CUT_OFF or not replies:
+        return item.stop in CUT_OFF
     return bool(stop_tokens) and replies[-1][-1] not in stop_tokens
 
 

@@ -161,9 +161,10 @@ class LocalTrainer:
                 f"none of the {batch.num_sequences} sequences of this batch has an action token"
             )
         members = self._count(left)
-        # If no fresh sequence has a gradient, run all sequences, because the route's metrics need
-        # some tokens. A shaper may change an advantage that is 0.
-        if self.techniques.shapers or not (added or self._any_fresh(left, members)):
+        # A shaper may change an advantage that is 0. The mean of all weights needs all sequences.
+        # If no fresh sequence has a gradient, the route's metrics need some tokens.
+        needs_all = self.techniques.shapers or self.rules.correction.normalize
+        if needs_all or not (added or self._any_fresh(left, members)):
             members = list(range(left.num_sequences))
         scored, old_logp, minibatches = self._prepare_steps(left, members, steps or [[]])
         if added:
@@ -196,9 +197,9 @@ class LocalTrainer:
         self._count(part)
         if self.techniques.shapers:
             members = list(range(part.num_sequences))
+        scored, old_logp, (minibatch,) = self._prepare_steps(part, members, _divide(part, 1))
         num_groups = self._added.num_groups + max(1, len(set(part.group)))
         self._metrics.expect(self._groups_per_batch / num_groups)
-        scored, old_logp, (minibatch,) = self._prepare_steps(part, members, _divide(part, 1))
         self._metrics.prepare_s += time.perf_counter() - began
         self._run(minibatch)
         self._added.append(part, scored, old_logp, minibatch)
@@ -213,9 +214,8 @@ class LocalTrainer:
     def _count(self, batch: Batch) -> list[int]:
         """Count the tokens of some sequences of the batch. Return those with a gradient."""
         self._metrics.tokens.begin(batch, route=self._route)
-        members = self._with_gradient(batch, torch.ones_like(batch.advantage))
-        self._metrics.count(batch, batch.select(members)[0])
-        return members
+        self._metrics.count(batch)
+        return self._with_gradient(batch, torch.ones_like(batch.advantage))
 
     def _prepare_steps(
         self, batch: Batch, members: Sequence[int], steps: list[list[int]]
@@ -235,6 +235,8 @@ class LocalTrainer:
         if self.techniques.shapers:
             dropped = (control.factor != 0) & (factor == 0)
             self._metrics.tokens.add_shaped(scored, dropped=dropped)
+        trained = self._with_gradient(scored, torch.ones_like(scored.advantage))
+        self._metrics.count_gradient(scored.select(trained)[0])
 
         keep = batch.sampled.index_put((index,), control.keep)
         norm = self._norm(batch, steps, keep)[index]
@@ -615,8 +617,10 @@ class LocalTrainer:
             reference_logp = minibatch.reference_logp[index]
             self._passes.add_reference((reference_logp - current_logp)[microbatch.fresh])
             # The engine's policy drew the tokens, but the KL is that of the current policy. So each
-            # token, also a dropped one, is weighted by the ratio of the two.
+            # token is weighted by the ratio of the two, also one that the correction dropped. Only
+            # with the loss aggregation `kept` dropped tokens have the norm 0.
             ratio = bounded_exp(current_logp - microbatch.behavior_logp)
+            ratio = self.rules.cap(ratio, current_logp, microbatch)
             divergence = objectives.reference_kl(logp, reference_logp, sampled=microbatch.sampled)
             loss = loss + objective.kl_coef * (norm * ratio * divergence).sum()
         if objective.entropy_coef:

@@ -138,9 +138,12 @@ class StepMetrics:
         """Record `reference_logp - logp` of sampled tokens, for the KL to the reference policy."""
         self._values["reference_log_ratio"].append(log_ratio)
 
-    def count(self, batch: Batch, trained: Batch) -> None:
-        """Count the sampled tokens of some sequences of the batch, and of those with a gradient."""
+    def count(self, batch: Batch) -> None:
+        """Count the sampled tokens of some sequences of the batch."""
         self.action_tokens += int(batch.sampled.sum())
+
+    def count_gradient(self, trained: Batch) -> None:
+        """Count the sampled tokens of the sequences of the batch that have a gradient."""
         self.tokens_with_gradient += int(trained.sampled.sum())
         self.replayed_with_gradient += int(trained.replayed.sum())
         self.expected_tokens = self.tokens_with_gradient
