@@ -151,19 +151,19 @@ class Row:
 
 @cache
 def _derived_tokens(row: Row) -> float:
-    """Return the mean tokens with which the synchronous step takes its published time."""
-    if row.sync_s:
-        phases = row.sync_s
-        mean = row.max_tokens / 4
-        for _ in range(30):
-            free = priced(replace(row, mean=mean, sync_s=None), row.gpus)
-            mean = phases[2] / free.train_s(row.episodes) - row.answers
-        return mean
+    """Return the mean tokens with which the synchronous step, or its training, takes its published
+    time.
+    """
+
+    def train_s(mean: float) -> float:
+        costs = priced(replace(row, mean=max(1.0, mean), sync_s=None), row.gpus)
+        return costs.train_s(round(costs.batch))
 
     def step_s(mean: float) -> float:
-        return synchronous(replace(row, mean=mean), 3)[0].mean_step_s
+        return synchronous(replace(row, mean=max(1.0, mean)), 3)[0].mean_step_s
 
-    return _solve(row.sync_step_s, step_s, row.max_tokens / 8, row.max_tokens / 4)
+    wanted, seconds = (row.sync_s[2], train_s) if row.sync_s else (row.sync_step_s, step_s)
+    return _solve(wanted, seconds, row.max_tokens / 8, row.max_tokens / 4)
 
 
 def _solve(wanted: float, function: Callable[[float], float], first: float, second: float) -> float:

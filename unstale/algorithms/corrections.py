@@ -34,12 +34,12 @@ useful limit.
 
 
 class NonFinite(ValueError):
-    """Error: a log-probability of a token that the policy sampled is NaN or infinite."""
+    """Error: a value of a token that the policy sampled is NaN or infinite."""
 
     def __init__(self, name: str, value: float, *, sequence: int, token: int, version: int) -> None:
         super().__init__(
             f"{name} is {value} at token {token} of sequence {sequence}, sampled by version "
-            f"{version}; every action token needs a finite log-probability"
+            f"{version}; every action token needs a finite {name}"
         )
         self.name, self.sequence, self.token, self.version = name, sequence, token, version
         self.value = value

@@ -26,17 +26,16 @@ from unstale.config.algorithm import LossAggregation
 
 
 class Surrogate(NamedTuple):
-    """The loss of each token before weights are applied, and where the trust region limits it."""
+    """The loss of each token before weights are applied, and where its ratio is beyond a limit.
+
+    Beyond a limit, the loss of most objectives does not change with the ratio.
+    """
 
     loss: Tensor
     clipped_low: Tensor
-    """True where the staleness ratio S is below the trust region, so that the loss does not change
-    with S.
-    """
+    """True where the staleness ratio S is below the lower limit of the objective."""
     clipped_high: Tensor
-    """True where the staleness ratio S is above the trust region, so that the loss does not change
-    with S.
-    """
+    """True where the staleness ratio S is above the upper limit of the objective."""
 
     @property
     def clipped(self) -> Tensor:

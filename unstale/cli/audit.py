@@ -322,7 +322,7 @@ class Replay:
             lag: {**with_error("error", estimate), "tokens": estimate.tokens}
             for lag, estimate in pure.error_by_lag(tokens).items()
         }
-        chosen = spread(len(tokens), POINTS, turn=0.0)
+        chosen = spread(len(tokens), POINTS, shift=0.0)
         return {
             **figures(audited, self.noise),
             **with_error(
@@ -340,7 +340,7 @@ class Replay:
         """Return the figures about the recorded run that do not depend on the old-logit route."""
         truths = self.in_order
         tokens = join([truth.compare(truth.old_logp, self.rules) for truth in truths]).tokens
-        chosen = spread(len(tokens), POINTS, turn=0.0)
+        chosen = spread(len(tokens), POINTS, shift=0.0)
         return {
             "steps": len(truths),
             "sequences": sum(truth.batch.num_sequences for truth in truths),

@@ -12,7 +12,7 @@ from unstale.techniques import Outcome
 
 @dataclass(frozen=True, kw_only=True)
 class SuccessThreshold:
-    """The option of techniques for which an episode is a success or none."""
+    """The option of techniques with the reward that makes an episode a success."""
 
     __slots__ = ()
 

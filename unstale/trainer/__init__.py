@@ -1,8 +1,8 @@
 """The contract of trainers. A trainer turns batches into optimizer steps.
 
 The training loop, the planner and the command line use the Protocols of this file.
-`local.LocalTrainer` trains in this process. A trainer on several devices would implement the same
-Protocol.
+`local.LocalTrainer` trains in this process. `unstale.cluster.ranked_trainer.RankedTrainer` trains in
+several processes.
 """
 
 from __future__ import annotations

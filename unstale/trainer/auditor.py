@@ -33,7 +33,7 @@ its audited tokens. D is the discrepancy, S the staleness ratio (docs/glossary.m
 """
 NOISE_SEQUENCES = 4
 """Number of sequences that are scored in another packing, to measure numerical noise."""
-TURN = 0.6180339887
+SHIFT = 0.6180339887
 """The golden ratio minus 1. Its multiples, modulo 1, are evenly spread for any number of steps."""
 
 
@@ -135,7 +135,7 @@ def packing_noise(scorer: Scorer, batch: Batch, logp: Tensor, version: int | Non
     rounding error of the dtype.
     """
     errors = []
-    for number in spread(batch.num_sequences, NOISE_SEQUENCES, turn=0.0):
+    for number in spread(batch.num_sequences, NOISE_SEQUENCES, shift=0.0):
         sequence, index = batch.select([number])
         where = sequence.sampled.clone()
         tokens = where.nonzero().squeeze(1)
@@ -147,17 +147,17 @@ def packing_noise(scorer: Scorer, batch: Batch, logp: Tensor, version: int | Non
     return max(torch.finfo(logp.dtype).eps, noise)
 
 
-def spread(count: int, wanted: int, *, turn: float) -> list[int]:
+def spread(count: int, wanted: int, *, shift: float) -> list[int]:
     """Return `wanted` evenly spaced indices below `count`, or all of them if there are fewer.
 
-    `turn` (0 to 1) shifts them by this part of the distance between two, so that audits in a row
+    `shift` (0 to 1) shifts them by this part of the distance between two, so that audits in a row
     do not choose the same ones.
 
-    >>> spread(10, 3, turn=0.0), spread(10, 3, turn=0.9), spread(2, 5, turn=0.5)
+    >>> spread(10, 3, shift=0.0), spread(10, 3, shift=0.9), spread(2, 5, shift=0.5)
     ([0, 3, 6], [3, 6, 9], [0, 1])
     """
     wanted = min(wanted, count)
-    return [int((i + turn) * count / wanted) for i in range(wanted)]
+    return [int((i + shift) * count / wanted) for i in range(wanted)]
 
 
 class Auditor:
@@ -207,7 +207,9 @@ class Auditor:
             return {}
         began = time.perf_counter()
         wanted = max(1, round(self._share * batch.num_sequences))
-        some, index = batch.select(spread(batch.num_sequences, wanted, turn=self._steps * TURN % 1))
+        some, index = batch.select(
+            spread(batch.num_sequences, wanted, shift=self._steps * SHIFT % 1)
+        )
         true = score_truth(scorer, some)
         now = scorer.score(some, some.sampled)
         noise = packing_noise(scorer, some, now.logp)
@@ -234,7 +236,7 @@ class Auditor:
         if not self._window:
             return []
         tokens = self._window[-1].tokens
-        chosen = spread(len(tokens), MAX_POINTS, turn=0.0)
+        chosen = spread(len(tokens), MAX_POINTS, shift=0.0)
         columns = {
             "log_d": tokens.log_d_hat, "log_s": tokens.log_s_hat,
             "true_log_d": tokens.log_d, "true_log_s": tokens.log_s, "lag": tokens.lag,
