@@ -50,11 +50,20 @@ def test_scheduling_code_does_not_poll() -> None:
     """`asyncio.sleep(0)` yields to other tasks; every other wait is on an event or has a
     time-out."""
     timers = re.compile(r"sleep\((?!0\))|call_later|call_at|Timer\(|CHECK_S|BEAT_S")
-    files = [ROOT / "unstale" / "loop.py", ROOT / "unstale" / "weights" / "publish.py"]
-    for package in ("rollout", "trainer"):
-        files += (ROOT / "unstale" / package).glob("*.py")
-    files.remove(ROOT / "unstale" / "rollout" / "timeouts.py")  # it implements time-outs
-    assert not [path.name for path in files if timers.search(path.read_text())]
+    package = ROOT / "unstale"
+    files = [package / "loop.py", package / "weights" / "publish.py"]
+    for folder in ("rollout", "trainer"):
+        files += (package / folder).rglob("*.py")
+    found = {
+        (path.relative_to(package).as_posix(), timer)
+        for path in files
+        for timer in timers.findall(path.read_text())
+    }
+    assert found == {
+        ("rollout/timeouts.py", "call_later"),  # it implements time-outs
+        ("rollout/endpoint/connections.py", "call_later"),  # the time until a request is complete
+        ("rollout/endpoint/check.py", "sleep("),  # a wait for the end of another's threads
+    }
 
 
 def test_every_wait_for_ray_has_a_limit() -> None:

@@ -10,7 +10,6 @@ logged.
 
 import asyncio
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
@@ -478,25 +477,35 @@ def test_a_checkpoint_is_written_beside_the_next_gradient_and_before_the_next_st
     tmp_path: Path, snapshots: bool
 ) -> None:
     """It holds the live weights, which do not change until the save has read them."""
-    parts, formed = keeping(tmp_path, snapshots=snapshots), threading.Event()
+    parts = keeping(tmp_path, snapshots=snapshots)
+    formed, moved = ([threading.Event() for _ in range(4)] for _ in range(2))
     form, move, write = parts.trainer.backward, parts.trainer.step, parts.checkpoints.write
+    happened: list[str] = []
 
     def backward(part: Any) -> None:
         form(part)
-        formed.set()
+        happened.append(f"backward {parts.trainer.steps + 1}")
+        formed[parts.trainer.steps].set()
 
     def step() -> None:
-        formed.clear()
+        happened.append(f"step {parts.trainer.steps + 1}")
+        moved[parts.trainer.steps].set()
         move()
 
     def late(held: Any) -> str:
-        assert held.progress.step in (0, 3) or formed.wait(LIMIT_S)
-        time.sleep(0.05)  # a step that did not wait would come first
-        return write(held)
+        number = held.progress.step
+        if number < 3:
+            assert formed[number].wait(LIMIT_S)
+            moved[number].wait(0.05)  # a step that did not wait would come now
+        name = write(held)
+        happened.append(f"written {number}")
+        return name
 
     parts.trainer.backward, parts.trainer.step = backward, step  # type: ignore[method-assign]
     parts.checkpoints.write = late  # type: ignore[method-assign]
     run(parts)
+    told = [[f"backward {n + 1}", f"written {n}", f"step {n + 1}"] for n in (1, 2)]
+    assert happened == ["backward 1", "step 1", *told[0], *told[1], "written 3"]
     for number in (2, 3):
         held = parts.checkpoints.load(f"step{number:06d}-version{number:06d}")
         published = parts.checkpoints.weights(number)
@@ -618,28 +627,42 @@ def marked(folder: Path) -> list[int]:
 
 @pytest.mark.parametrize("disk_fails", [False, True])
 def test_a_batch_that_fails_leaves_the_step_before_written_down(
-    tmp_path: Path, disk_fails: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, disk_fails: bool
 ) -> None:
     """If that step cannot be written, its error is raised."""
     parts, failed = keeping(tmp_path), threading.Event()
-    form, write = parts.trainer.backward, parts.checkpoints.write
+    form, write, learn = parts.trainer.backward, parts.checkpoints.write, loop.learn
+    happened: list[str] = []
 
     def backward(part: Any) -> None:
         if parts.trainer.steps == 2:
-            failed.set()
             raise FloatingPointError("nan in a gradient")
         form(part)
 
+    async def learning(*given: Any) -> Mapping[str, Any]:
+        try:
+            return await learn(*given)
+        except FloatingPointError:
+            happened.append("batch 3 fails")
+            # The loop can call this only after the error has reached a task that waits.
+            asyncio.get_running_loop().call_soon(failed.set)
+            raise
+
     def late(held: Any) -> str:
         assert held.progress.step != 2 or failed.wait(LIMIT_S)
-        time.sleep(0.05)
         if disk_fails and held.progress.step == 2:
             raise OSError("the disk is full")
-        return write(held)
+        name = write(held)
+        happened.append(f"written {held.progress.step}")
+        return name
 
+    monkeypatch.setattr(loop, "learn", learning)
     parts.trainer.backward, parts.checkpoints.write = backward, late  # type: ignore[method-assign]
     with pytest.raises(ExceptionGroup) as failure:
         run(parts)
+    happened.append("ended")
+    written = [] if disk_fails else ["written 2"]
+    assert happened == ["written 1", "batch 3 fails", *written, "ended"]
     assert str(first_error(failure.value)) == (
         "the disk is full" if disk_fails else "nan in a gradient"
     )
@@ -650,22 +673,32 @@ def test_a_batch_that_fails_leaves_the_step_before_written_down(
 def test_a_checkpoint_that_has_begun_outlives_a_cancellation(tmp_path: Path) -> None:
     parts = keeping(tmp_path)
     write = parts.checkpoints.write
+    happened: list[str] = []
 
     async def main() -> None:
         events, running = asyncio.get_running_loop(), asyncio.create_task(loop.train(parts))
 
+        async def cancel() -> None:
+            running.cancel()
+            for _ in range(20):  # it reaches every task
+                await asyncio.sleep(0)
+            happened.append("ended" if running.done() else "cancelled")
+
         def late(held: Any) -> str:
             if held.progress.step == 2:
-                events.call_soon_threadsafe(running.cancel)
-                time.sleep(0.05)
-            return write(held)
+                asyncio.run_coroutine_threadsafe(cancel(), events).result(LIMIT_S)
+            name = write(held)
+            happened.append(f"written {held.progress.step}")
+            return name
 
         parts.checkpoints.write = late  # type: ignore[method-assign]
         with pytest.raises(asyncio.CancelledError):
             await running
+        happened.append("ended")
 
     with closing_worker(parts), parts.journal:
         asyncio.run(main())
+    assert happened == ["written 1", "cancelled", "written 2", "ended"]
     assert marked(tmp_path) == [0, 1, 2]
 
 

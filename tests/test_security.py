@@ -150,15 +150,26 @@ def test_nothing_is_called_that_runs_what_it_reads() -> None:
 
 def test_torchs_checkpoints_are_read_and_written_in_safetensors() -> None:
     """torch's default reader unpickles metadata."""
-    told = {
-        (path, name.split(".")[-1]): {word.arg: ast.unparse(word.value) for word in call.keywords}
-        for path, name, call in calls()
-        if name in ("dcp.load", "dcp.save")
-    }
-    for (_, verb), words in told.items():
-        assert words["storage_reader" if verb == "load" else "storage_writer"].startswith(
-            "HuggingFaceStorage"
-        )
+    storage = {"load_sharded": "storage_reader", "save_sharded": "storage_writer"}
+    found = [(path, name, call) for path, name, call in calls() if name in storage]
+    files = ("durability/checkpoint_files.py", "durability/checkpoint_shards.py")
+    assert sorted((path, name) for path, name, _ in found) == [
+        (path, name) for path in files for name in storage
+    ]
+    modules = {f"torch.distributed.checkpoint.state_dict_{verb}" for verb in ("loader", "saver")}
+    using = {path for path, name in imported() if name in modules}
+    assert using == set(files), "no other file reads or writes torch's checkpoints"
+    for path, name, call in found:
+        words = {word.arg: ast.unparse(word.value) for word in call.keywords}
+        given = words[storage[name]]
+        assigned = {
+            ast.unparse(node.value.func)
+            for where, node in nodes()
+            if where == path and isinstance(node, ast.Assign) and isinstance(node.value, ast.Call)
+            if ast.unparse(node.targets[0]) == given
+        }
+        kind = storage[name].removeprefix("storage_").capitalize()
+        assert assigned == {f"HuggingFaceStorage{kind}"}, (path, name, given)
 
 
 def test_code_is_imported_by_name_in_few_places() -> None:
@@ -237,15 +248,19 @@ def test_nothing_listens_and_the_only_sockets_are_pairs() -> None:
 
 
 def test_transformers_is_never_allowed_code_from_a_folder_nor_a_pickle() -> None:
-    for path, name, call in calls():
-        if name.split(".")[-1] == "from_pretrained" and not path.startswith(
-            "recipes/base_policy/"
-        ):  # reads its own
-            words = {word.arg: ast.unparse(word.value) for word in call.keywords}
-            assert words["trust_remote_code"] == "False" and words["local_files_only"] == "True", (
-                path
-            )
-            assert "Tokenizer" in name or words["use_safetensors"] == "True", path
+    found = [
+        (path, name, {word.arg: ast.unparse(word.value) for word in call.keywords})
+        for path, name, call in calls()
+        if name.split(".")[-1] == "from_pretrained"
+        and not path.startswith("recipes/base_policy/")  # reads its own
+    ]
+    assert sorted((path, name) for path, name, _ in found) == [
+        ("model/loading.py", "AutoModelForCausalLM.from_pretrained"),
+        ("model/loading.py", "AutoTokenizer.from_pretrained"),
+    ]
+    for path, name, words in found:
+        assert words["trust_remote_code"] == "False" and words["local_files_only"] == "True", path
+        assert "Tokenizer" in name or words["use_safetensors"] == "True", path
 
 
 @pytest.fixture

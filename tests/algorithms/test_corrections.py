@@ -1,6 +1,6 @@
 """Test `corrections`, by hand or against an independent calculation.
 
-- pi / mu = D * S for every proxy; a log-linear proxy only changes thresholds (Proposition 1).
+- pi / mu = D * S for every proxy.
 - Units, aggregation, bands, weights and vetoes have the values worked out here, packed and padded.
 - Only `log_staleness` carries a gradient: exactly 1 per token.
 - A non-finite log-probability of an action token is an error that names its position. Other
@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, tensor
 
@@ -40,7 +40,6 @@ from unstale.algorithms.corrections import (
     unit_ids,
     veto,
 )
-from unstale.algorithms.objectives import ppo_clip
 from unstale.records import HAS_BEHAVIOR, Provenance
 
 NAN, INF = math.nan, math.inf
@@ -176,38 +175,6 @@ def test_the_factors_multiply_to_the_total_ratio_for_any_proxy(
         log_staleness(tensor(now), tensor(prox), unit=torch.arange(size), sampled=everywhere)
     )
     torch.testing.assert_close(d * s, (tensor(now) - tensor(behavior)).exp(), rtol=1e-5, atol=0)
-
-
-@given(st.floats(-3, 3), st.floats(0.05, 0.95), st.floats(0.01, 1.0), st.sampled_from([-1.0, 1.0]))
-@settings(deadline=None)
-def test_a_loglinear_proxy_only_moves_the_thresholds(
-    r: float, alpha: float, bound: float, advantage: float
-) -> None:
-    """Proposition 1: masking D at c masks the total ratio at c / alpha; clipping S at e clips it at
-    e / (1 - alpha)."""
-    assume(min(abs(alpha * abs(r) - bound), abs((1 - alpha) * abs(r) - bound)) > 1e-6)
-    behavior, now, one = (tensor([x], dtype=torch.float64) for x in (-1.0, -1.0 + r, advantage))
-    prox = behavior + alpha * (now - behavior)
-    everywhere, unit = torch.ones(1, dtype=torch.bool), torch.zeros(1, dtype=torch.long)
-    log_d = log_discrepancy(prox, behavior, sampled=everywhere)
-    log_s = log_staleness(now, prox, unit=unit, sampled=everywhere)
-    assert (log_d.item(), log_s.item()) == pytest.approx((alpha * r, (1 - alpha) * r), abs=1e-12)
-
-    total = log_discrepancy(now, behavior, sampled=everywhere)
-    wide, narrow = bound / alpha, bound
-    kept = mask(log_d, keep_all(everywhere), low=math.exp(-narrow), high=math.exp(narrow)).keep
-    assert torch.equal(
-        kept, mask(total, keep_all(everywhere), low=math.exp(-wide), high=math.exp(wide)).keep
-    )
-
-    wide = bound / (1 - alpha)
-    clipped = ppo_clip(
-        log_s, one, clip_low=1 - math.exp(-narrow), clip_high=math.exp(narrow) - 1
-    ).clipped
-    assert torch.equal(
-        clipped,
-        ppo_clip(total, one, clip_low=1 - math.exp(-wide), clip_high=math.exp(wide) - 1).clipped,
-    )
 
 
 def test_the_gradient_of_a_unit_is_one_per_token_and_none_elsewhere() -> None:

@@ -32,8 +32,10 @@ def columns(rows: list[tuple[float, float, float]]) -> tuple[Tensor, Tensor, Ten
 def test_behind_the_loglinear_proxy_thresholds_are_reparameterised_and_nothing_is_decoupled(
     rows: list[tuple[float, float, float]], alpha: float, bound: float
 ) -> None:
-    """Proposition 1: log D = alpha r, log S = (1 - alpha) r. Ratios at a threshold are moved off it
-    to avoid rounding."""
+    """Proposition 1: log D = alpha r, log S = (1 - alpha) r. Masking D at c masks the total ratio
+    at c / alpha; clipping S at e clips it at e / (1 - alpha). Ratios at a threshold are left out,
+    because of rounding.
+    """
     mu, pi, advantage, sampled = columns(rows)
     prox = proximal.loglinear(mu, pi, alpha, sampled=sampled)
     total = pi - mu
@@ -50,12 +52,13 @@ def test_behind_the_loglinear_proxy_thresholds_are_reparameterised_and_nothing_i
     on_total = corrections.mask(total, corrections.keep_all(sampled), **wide).keep
     assert torch.equal(kept[clear], on_total[clear])
 
-    high = math.expm1(bound)
-    clear = (total - bound / (1 - alpha)).abs() > 1e-9
-    clipped = objectives.ppo_clip(log_s, advantage, clip_low=1.0, clip_high=high).clipped
-    on_total = objectives.ppo_clip(
-        total, advantage, clip_low=1.0, clip_high=math.expm1(bound / (1 - alpha))
-    ).clipped
+    clear = (total.abs() - bound / (1 - alpha)).abs() > 1e-9
+    clipped, on_total = (
+        objectives.ppo_clip(
+            log_ratio, advantage, clip_low=-math.expm1(-limit), clip_high=math.expm1(limit)
+        ).clipped
+        for log_ratio, limit in ((log_s, bound), (total, bound / (1 - alpha)))
+    )
     assert torch.equal(clipped[clear], on_total[clear])
 
 

@@ -3,11 +3,11 @@
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
+from tests.support.waits import LIMIT_S, wait_until_gone
 from unstale.cli.lowest_priority import LOWEST
 
 AUTOGROUP = Path("/proc/self/autogroup")
@@ -42,14 +42,14 @@ sys.exit(run_at_lowest_priority(act))
 """
     before = AUTOGROUP.read_text()
     with started(program) as process:
-        output, _ = process.communicate()
+        output, _ = process.communicate(timeout=LIMIT_S)
     assert output.split() == [str(LOWEST), str(LOWEST), "True"]
     assert AUTOGROUP.read_text() == before
 
 
 def test_the_exit_code_is_that_of_the_child() -> None:
     with started(f"{HEAD}\nsys.exit(run_at_lowest_priority(lambda: sys.exit(3)))") as process:
-        process.communicate()
+        process.communicate(timeout=LIMIT_S)
         assert process.returncode == 3
 
 
@@ -59,7 +59,7 @@ def test_signals_reach_the_child(number: signal.Signals) -> None:
         assert process.stdout
         process.stdout.readline()
         process.send_signal(number)
-        process.wait()
+        process.wait(LIMIT_S)
         assert process.returncode == 128 + number
 
 
@@ -68,6 +68,5 @@ def test_the_child_ends_with_its_parent() -> None:
         assert process.stdout
         child = int(process.stdout.readline())
         process.kill()
-        process.wait()
-        while Path(f"/proc/{child}").exists():
-            time.sleep(0.01)
+        process.wait(LIMIT_S)
+        wait_until_gone(child)

@@ -12,9 +12,8 @@ import os
 import re
 import signal
 import sys
-import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
@@ -27,7 +26,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import unstale
 from tests.support.forked import Forked
-from tests.support.waits import LIMIT_S
+from tests.support.tracker import OPENED
+from tests.support.waits import LIMIT_S, wait_until
 from unstale.cli import session
 from unstale.cli.evaluate import evaluate
 from unstale.cli.saved_episodes import open_saved
@@ -41,9 +41,9 @@ from unstale.config import (
     TrainerConfig,
     make_task,
 )
-from unstale.durability.journal import Journal, conversation, trained_episodes
+from unstale.durability.journal import Journal, conversation, survivors, trained_episodes
 from unstale.durability.journal.conversations import load_decoder
-from unstale.durability.run_folder import read_jsonl
+from unstale.durability.run_folder import SURVIVORS, read_jsonl
 from unstale.records import Failure, Task, Trajectory
 from unstale.rollout.episode import Rollout
 from unstale.trainer import threads as cpu_threads
@@ -121,7 +121,7 @@ def test_the_folder_holds_conversations_a_report_and_a_model(run: unstale.Run) -
     text = run.policy.tokenizer.decode(list(journal_tokens(run.folder, records[0]["episode"])))
     assert "".join(turn["text"] for turn in records[0]["turns"]) == text
     assert all(record["turns"][0]["role"] == "environment" for record in records)
-    assert run.report.read_text().startswith("<!doctype html>") or "<html" in run.report.read_text()
+    assert run.report.read_text().startswith("<!doctype html>")
     model = AutoModelForCausalLM.from_pretrained(run.folder / "policy")
     assert AutoTokenizer.from_pretrained(run.folder / "policy").chat_template
     assert model.config.vocab_size == run.policy.model.config.vocab_size
@@ -279,6 +279,44 @@ def test_the_end_of_a_failed_run_is_recorded_without_a_report(
     assert [event["reason"] for event in events if event["kind"] == "stopped"] == ["failed"]
 
 
+@pytest.mark.parametrize(
+    ("changes", "error"),
+    [
+        ({}, None),
+        ({"steps": 99, "trackers": "tests.support.tracker:make_interrupting"}, KeyboardInterrupt),
+        ({"task": TaskConfig(env="tests.support.toy:BrokenTasks")}, unstale.RunFailed),
+    ],
+)
+def test_every_end_of_a_run_writes_which_episodes_were_trained_on(
+    tmp_path: Path, changes: dict[str, Any], error: type[BaseException] | None
+) -> None:
+    with pytest.raises(error) if error else nullcontext():
+        session.train(small(tmp_path, eval=EvalConfig(tasks=0), **changes), console=quiet())
+    OPENED.clear()
+    run = tmp_path / "run"
+    with Journal.read(run) as journal:
+        expected = survivors(journal)
+    assert expected["places"] and json.loads((run / SURVIVORS).read_text()) == expected
+
+
+def test_code_that_blocks_the_event_loop_is_named(tmp_path: Path) -> None:
+    config = small(
+        tmp_path,
+        task=TaskConfig(env="tests.support.toy:BlockingTasks"),
+        steps=1,
+        eval=EvalConfig(tasks=0),
+    )
+    console = Console(file=StringIO(), soft_wrap=True)
+    run = session.train(config, console=console)
+    events = read_jsonl(run.folder / "events.jsonl")
+    blocked = [event for event in events if event["kind"] == "loop_blocked"]
+    assert blocked and {event["by"] for event in blocked} == {"the environment of toy"}
+    assert blocked[0]["duration_s"] >= 0.3
+    assert isinstance(console.file, StringIO)
+    assert "the environment of toy blocked all episodes for 0." in console.file.getvalue()
+    assert not any(row.get("rollout/failed_episodes") for row in run.metrics)
+
+
 def test_a_run_without_rewards_says_so(tmp_path: Path) -> None:
     console = Console(file=StringIO(), soft_wrap=True)
     run = session.train(
@@ -342,9 +380,16 @@ def started(folder: Path, steps: int, *knobs: str, is_patient: bool = True) -> I
 
 def wait_for_steps(folder: Path, number: int, process: Forked) -> None:
     metrics = folder / "run" / "metrics.jsonl"
-    while not metrics.exists() or len(metrics.read_text().splitlines()) < number:
+
+    def has_rows() -> bool:
         assert process.poll() is None, process.communicate()
-        time.sleep(0.1)
+        return metrics.exists() and len(metrics.read_text().splitlines()) >= number
+
+    wait_until(has_rows, f"{number} rows of metrics")
+
+
+SECONDS_TO_AN_END = 60.0
+"""Seconds for a run to notice a dead process and write its report, on a busy machine."""
 
 
 def children(pid: int) -> list[int]:
@@ -357,9 +402,10 @@ def test_a_dead_engine_ends_the_run_within_seconds(tmp_path: Path) -> None:
         wait_for_steps(tmp_path, 2, process)
         for child in children(process.pid):
             os.kill(child, signal.SIGKILL)
-        _, errors = process.communicate(timeout=LIMIT_S)
+        _, errors = process.communicate(timeout=SECONDS_TO_AN_END)
     assert process.returncode == 1
-    assert "EngineDied" in errors and "Traceback" not in errors
+    (line,) = errors.splitlines()
+    assert line.startswith("the run failed: EngineDied: the engine process")
     assert "EngineDied" in (tmp_path / "run" / "error.txt").read_text()
     assert (tmp_path / "run" / "report.html").exists()
 
@@ -427,10 +473,11 @@ def test_the_loop_runs_beside_a_loop_of_the_callers(tmp_path: Path) -> None:
 
 def test_training_works_inside_a_running_loop_as_in_a_notebook(tmp_path: Path) -> None:
     async def cell() -> tuple[unstale.Run, float]:
+        notebook = asyncio.get_running_loop()
         run = session.train(small(tmp_path, steps=1), console=quiet())
         success = evaluate(run.folder, small(tmp_path), console=quiet()).success
+        assert asyncio.get_running_loop() is notebook and asyncio.get_event_loop() is notebook
         await asyncio.sleep(0)  # the notebook's loop goes on
-        assert asyncio.get_running_loop() is asyncio.get_event_loop()
         return run, success
 
     run, success = asyncio.run(cell())

@@ -973,8 +973,10 @@ def test_an_export_is_json_for_everybody(tmp_path: Path) -> None:
     out = StringIO()
     with Journal.read(tmp_path) as read:
         write_jsonl(export_rows(read, "tokens", str), out)
-    for line in out.getvalue().splitlines():
-        assert json.loads(line, parse_constant=pytest.fail)["behavior_logp"] == [None, -0.5]
+    rows = [json.loads(row, parse_constant=pytest.fail) for row in out.getvalue().splitlines()]
+    assert [(row["episode"], row["behavior_logp"]) for row in rows] == [
+        (episode, [None, -0.5]) for episode in (0, 1)
+    ]
 
 
 def test_a_writer_killed_while_it_made_one_plain_file_is_rolled_back_for_a_reader(

@@ -10,7 +10,6 @@ import asyncio
 import queue
 import shlex
 import sys
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -25,6 +24,7 @@ from rich.console import Console
 
 from tests.cli.test_run import small
 from tests.support.forked import Forked
+from tests.support.waits import wait_until
 from tests.test_loop import Numbers, Quiet, TwoTurns, configure, toy_machine
 from unstale.build import Components, build_old_logps
 from unstale.cli import main, recipe_options, session
@@ -224,6 +224,12 @@ def require_sound(folder: Path, *, bound: int = 1) -> None:
     assert written == [row["step"] for row in rows(folder)] == list(range(1, STEPS + 1))
     assert max(row["schedule/staleness_max"] for row in rows(folder)) <= bound
     assert all(row["old_logps/exact_share"] == 1 for row in rows(folder))
+    errors = [
+        row["audit/logp_error_abs_mean"]
+        for row in rows(folder)
+        if "audit/logp_error_abs_mean" in row
+    ]
+    assert errors and max(errors) < 1e-5
 
 
 def test_two_deterministic_runs_are_equal_and_sound(toy: Toy, tmp_path: Path, whole: Path) -> None:
@@ -665,12 +671,7 @@ def changed(**changes: Any) -> RunConfig:
             r"schedule\.lookahead_window cannot change from 1 to 3",
         ),
         ({"schedule__group_size": 4}, r"schedule\.group_size cannot change from 3 to 4"),
-        ({"schedule__max_staleness": 3}, r"schedule\.max_staleness cannot change from 1 to 3"),
         ({"schedule__groups_per_step": 3}, r"schedule\.groups_per_step cannot change"),
-        (
-            {"schedule__lookahead_window": 3},
-            r"schedule\.lookahead_window cannot change from 1 to 3",
-        ),
         ({"trainer__weight_decay": 0.5}, r"trainer\.weight_decay cannot change"),
         ({"engine__max_context": 128}, r"engine\.max_context cannot change"),
         ({"engine__max_completion_tokens": 7}, r"engine\.max_completion_tokens cannot change"),
@@ -856,9 +857,12 @@ def test_a_run_killed_with_sigkill_and_resumed_is_the_run_that_was_not(tmp_path:
     whole = session.train(parse(*begin("whole")), console=Console(file=StringIO()))
     metrics = tmp_path / "killed" / "metrics.jsonl"
     with Forked(begin("killed")) as process:
-        while not metrics.exists() or len(metrics.read_text().splitlines()) < 1:
+
+        def has_a_row() -> bool:
             assert process.poll() is None, process.communicate()
-            time.sleep(0.01)
+            return metrics.exists() and len(metrics.read_text().splitlines()) >= 1
+
+        wait_until(has_a_row, "the first row of metrics")
         process.kill()
     made = load_config(tmp_path / "killed", named={})
     resumed = session.resume(tmp_path / "killed", made, console=Console(file=StringIO()))

@@ -1,7 +1,6 @@
 """Test weights shared by memory with servers on this host, updated in place by deltas."""
 
 import os
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,6 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.support.forked import Forked
+from tests.support.waits import wait_until
 from unstale.engines.embedded import shared_weights
 from unstale.engines.embedded.shared_weights import WEIGHTS, SharedWeights
 from unstale.testing import nudge, tiny_policy
@@ -91,10 +91,12 @@ def test_the_next_process_removes_what_a_killed_one_left(tmp_path: Path) -> None
     end = tmp_path / "end"
 
     def folder(process: Forked) -> Path:
-        while not (told := process.output()[0]).endswith("\n"):
+        def has_written() -> bool:
             assert process.poll() is None, process.output()
-            time.sleep(0.01)
-        return Path(told.strip())
+            return process.output()[0].endswith("\n")
+
+        wait_until(has_written, "the name of the folder")
+        return Path(process.output()[0].strip())
 
     env = {**os.environ, "END": str(end)}
     with Forked(_PROGRAM, env=env) as killed, Forked(_PROGRAM, env=env) as living:

@@ -15,7 +15,6 @@ import re
 import shutil
 import sqlite3
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.resources import files
@@ -26,6 +25,7 @@ from urllib.parse import urlencode
 import pytest
 
 from tests.support.fake_run import fake_run
+from tests.support.waits import wait_until
 from unstale.cli import dashboard as dashboard_command
 from unstale.cli import main
 from unstale.config import ConfigError
@@ -460,10 +460,16 @@ def test_many_runs_need_few_descriptors_and_one_fails_alone(
     monkeypatch.setattr(indexer, "RunIndex", make)
     before = len(os.listdir("/proc/self/fd"))
     with indexer.Indexer(RunFolders(tmp_path)) as found:
-        while len(known := found.known()) < 39 or any(not each.num_rows for each in known.values()):
-            time.sleep(0.01)
-        while len(os.listdir("/proc/self/fd")) > before + 20:  # closed when there is nothing new
-            time.sleep(0.01)
+
+        def has_read_all() -> bool:
+            known = found.known()
+            return len(known) >= 39 and all(each.num_rows for each in known.values())
+
+        def has_closed_files() -> bool:
+            return len(os.listdir("/proc/self/fd")) <= before + 20
+
+        wait_until(has_read_all, "the rows of 39 runs")
+        wait_until(has_closed_files, "files of runs without new rows to be closed")
         assert found.problem == "run07 cannot be read: unable to open database file"
 
 

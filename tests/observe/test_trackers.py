@@ -14,9 +14,10 @@ import re
 import socket
 import struct
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from importlib import import_module
 from io import StringIO
 from pathlib import Path
@@ -382,6 +383,31 @@ def test_a_tracker_that_fails_is_dropped_with_a_warning(tmp_path: Path) -> None:
     ]
     (event,) = RunFolder(tmp_path).rows("events.jsonl")
     assert (event["kind"], event["tracker"]) == ("tracker_failed", "broken")
+
+
+@dataclass
+class Slow(Memory):
+    """A tracker whose server answers nothing until `released`."""
+
+    released: threading.Event = field(default_factory=threading.Event)
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        assert self.released.wait(LIMIT_S)
+        super().write(step, metrics)
+
+
+def test_a_slow_tracker_does_not_delay_training(tmp_path: Path) -> None:
+    log, display, slow = RunLog.create(tmp_path, {}), Notes(), Slow()
+    recorder = Recorder(Outputs(log, display, Trackers({"slow": slow})))
+    for step in range(1, 4):
+        recorder.write(step, HEALTHY)
+    assert [row["step"] for row in RunFolder(tmp_path).metrics()] == [1, 2, 3]
+    assert not slow.rows
+    slow.released.set()
+    recorder.close(FINISHED)
+    log.close()
+    assert [step for step, _ in slow.rows] == [1, 2, 3] and slow.outcome == FINISHED
+    assert not display.notes
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ from transformers import AutoTokenizer
 from tests.cli.test_run import quiet, small
 from tests.support.forked import Forked, run_forked
 from tests.support.scripted_agents import SUMS, in_a_process, patient, with_sdk
-from tests.support.waits import LIMIT_S
+from tests.support.waits import LIMIT_S, wait_until
 from unstale.algorithms import advantages
 from unstale.build import build_rollout
 from unstale.cli import session
@@ -765,10 +765,14 @@ unstale.train(RunConfig(
 def test_serve_answers_until_it_is_stopped() -> None:
     words = ["serve", str(SHIPPED_POLICY), "calculator", "--token", "secret"]
     with Forked(words) as serving:
+
+        def has_started() -> bool:
+            assert serving.poll() is None, serving.output()
+            return len(serving.output()[0].splitlines()) >= 2
+
         try:
-            while len(lines := serving.output()[0].splitlines()) < 2:
-                assert serving.poll() is None, serving.output()
-                time.sleep(0.01)
+            wait_until(has_started, "the address and the key")
+            lines = serving.output()[0].splitlines()
             url = lines[0].split()[-1]
             assert lines[1].split() == ["API", "key", "secret"]
             body = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 3}

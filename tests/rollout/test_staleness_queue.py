@@ -9,7 +9,7 @@ still needed.
 
 import asyncio
 import random
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -53,11 +53,14 @@ class World:
     admitted: int = 0
     ages: list[int] = field(default_factory=list)
     order: list[int] = field(default_factory=list)
+    begun: dict[int, int] = field(default_factory=dict)
+    """The version at which each group begins."""
     parts: bool = False
     """Take the groups of a batch in parts."""
 
     async def group(self, number: int, ticks: int) -> Group:
         pieces: list[ContextPiece | Sampled] = [ContextPiece((0,))]
+        self.begun[number] = self.version
         for _ in range(ticks):
             pieces.append(Sampled((1,), (-0.5,), self.version))
             await asyncio.sleep(0)
@@ -112,6 +115,15 @@ class World:
             await self.train(steps)
             producer.cancel()
 
+    def require_none_lost(self, bound: int, *, taken_before: Sequence[int] = ()) -> None:
+        """Check that the groups not taken are open, and none of them is too old to be taken."""
+        taken = {*taken_before, *self.order}
+        left = set(range(self.admitted)) - taken
+        assert self.line.num_open == len(left)
+        assert {number for number in left if number < max(self.order)} <= self.begun.keys()
+        begun = [self.begun[number] for number in left & self.begun.keys()]
+        assert all(self.version - version <= bound for version in begun)
+
 
 def simulate(  # noqa: PLR0913 - a queue, its groups and how they are taken
     budget: int,
@@ -149,7 +161,7 @@ def make_queue(budget: int, groups: int, window: int | None) -> StalenessQueue:
 def test_with_stragglers_the_bound_holds_and_is_reached(budget: int) -> None:
     world = simulate(budget, groups=4, window=1, slow=40)
     assert max(world.ages) == budget
-    assert world.order == sorted(world.order)
+    assert world.order == list(range(4 * STEPS))
     assert world.most_live <= (budget + 1) * 4
 
 
@@ -178,8 +190,12 @@ def test_no_window_outruns_its_derived_bound(  # noqa: PLR0913 - drawn values
     budget: int, groups: int, window: int | None, slow: int, seed: int, parts: bool
 ) -> None:
     world = simulate(budget, groups, window, slow=slow, seed=seed, parts=parts)
-    assert max(world.ages) <= staleness_bound(budget, groups, window or 1)
+    bound = staleness_bound(budget, groups, window or 1)
+    assert max(world.ages) <= bound
     assert len(set(world.order)) == len(world.order) == STEPS * groups
+    assert window != 1 or sorted(world.order) == list(range(STEPS * groups))
+    assert window != 1 or parts or world.order == sorted(world.order)
+    world.require_none_lost(bound)
 
 
 @pytest.mark.parametrize("budget", [0, 2])
@@ -195,7 +211,7 @@ def test_parts_of_a_batch_come_in_any_order_and_make_the_same_batch(budget: int)
 
 def test_a_window_lets_finished_groups_pass_a_straggler_up_to_its_reach() -> None:
     straight, windowed = (simulate(2, groups=4, window=w, slow=200) for w in (1, 5))
-    assert straight.order == sorted(straight.order)
+    assert straight.order == list(range(4 * STEPS))
     assert windowed.order != sorted(windowed.order)
     assert max(windowed.ages) == staleness_bound(2, 4, 5) == 3
     for place, number in enumerate(windowed.order):
@@ -376,8 +392,10 @@ def test_a_line_goes_on_where_it_was_with_its_order_and_its_tickets(
     first, second = asyncio.run(main())
     order = first.order + second.order
     assert len(set(order)) == len(order) == groups * (cut + 10)
-    assert max(second.ages) <= staleness_bound(budget, groups, window or 1)
-    assert set(range(min(second.order))) <= set(order)
+    bound = staleness_bound(budget, groups, window or 1)
+    assert max(second.ages) <= bound
+    assert window != 1 or order == list(range(len(order)))
+    second.require_none_lost(bound, taken_before=first.order)
     assert second.most_live <= (budget + 1) * groups
 
 
@@ -417,6 +435,88 @@ def test_an_adaptive_window_passes_stragglers_and_attains_the_bound(budget: int)
     assert max(world.ages) == budget
     assert world.order != sorted(world.order)
     assert world.most_live <= (budget + 1) * 4
+
+
+@dataclass
+class Tickets:
+    """A queue with adaptive tickets, whose groups end when the test says so."""
+
+    world: "Shuffled"
+    num_waits: int = 0
+
+    async def take(self, before: Sequence[int], during: Sequence[int] = ()) -> float:
+        """Take a batch and return the number of tickets.
+
+        The groups `before` end before the queue is asked, and the others while it waits.
+        """
+        queue = self.world.queue
+        await self._end(before)
+        taking = asyncio.ensure_future(queue.take())
+        await self.world._settle()
+        assert not (during and taking.done())
+        self.num_waits += not taking.done()
+        await self._end(during)
+        assert taking.done()
+        assert len(taking.result()) == queue.groups_per_step
+        tickets = queue.metrics()["schedule/tickets"]
+        queue.release()
+        await self.world._settle()
+        return tickets
+
+    async def _end(self, numbers: Sequence[int]) -> None:
+        for number in numbers:
+            self.world.ends[number].set()
+        await self.world._settle()
+
+
+def with_tickets(check: Callable[[Tickets], Awaitable[None]]) -> None:
+    """Run a check of a queue with 16 groups per batch and a bound of 2."""
+
+    async def main() -> None:
+        world = Shuffled(make_queue(2, 16, None), random.Random(0))
+        async with asyncio.TaskGroup() as tasks:
+            producer = tasks.create_task(world.produce(0, []))
+            await world._settle()
+            await check(Tickets(world))
+            producer.cancel()
+            for end in world.ends.values():
+                end.set()
+
+    asyncio.run(main())
+
+
+def test_an_eighth_of_a_batch_of_tickets_is_left_free_after_a_deadline_and_used_again() -> None:
+    """The first 48 groups have the deadline of batch 2, and the next 16 that of batch 3."""
+
+    async def check(tickets: Tickets) -> None:
+        assert len(tickets.world.ends) == 48
+        assert await tickets.take(range(16)) == 48, "there was no wait"
+        # Groups 48 and 49 are finished, but batch 1 must have 16 of the first 48.
+        assert await tickets.take([*range(16, 31), 48, 49], [31]) == 46
+        assert len(tickets.world.ends) == 46 - 2
+        assert await tickets.take(range(32, 48)) == 46, "there was no wait"
+        assert await tickets.take([], range(50, 64)) == 48, "too few groups were finished"
+        assert tickets.num_waits == 2
+
+    with_tickets(check)
+
+
+def test_there_are_always_tickets_for_two_batches() -> None:
+    """The oldest group ends last, when its deadline is there."""
+
+    async def check(tickets: Tickets) -> None:
+        counts: list[float] = []
+        while tickets.num_waits < 12:
+            oldest, *others = sorted(tickets.world.ends)
+            await tickets._end(others)
+            waits = tickets.num_waits
+            is_due = tickets.world.queue._num_ready() < 16
+            count = await tickets.take([], [oldest] if is_due else [])
+            assert tickets.num_waits == waits + is_due
+            counts += [count] if is_due else []
+        assert counts == [46, 44, 42, 40, 38, 36, 34, 32, 32, 32, 32, 32]
+
+    with_tickets(check)
 
 
 def test_an_adaptive_window_is_strict_order_where_nothing_can_be_passed() -> None:
@@ -521,6 +621,9 @@ def test_deadlines_hold_in_any_order_and_after_lost_batches(
         await second.run(12, admitted, reopened)
         order = [number for batch in [*kept, *second.batches] for number in batch]
         assert len(set(order)) == len(order)
+        left = set(range(max(second.first) + 1)) - set(order)
+        assert queue.num_open == len(left) and left <= second.first.keys()
+        assert all(second.taken - second.first[number] <= queue.bound for number in left)
 
     asyncio.run(main())
 

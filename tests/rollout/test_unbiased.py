@@ -14,7 +14,8 @@ under test goes through the public functions; only the true gradients are writte
 - a version may depend on the tokens before it; throwing replies away because of their tokens is
   biased;
 - the denominators: `constant` has the gradient of J, `sequence_mean` that of reward / length;
-- the estimators: `rloo` has the gradient of J, `grpo_no_std` (n - 1) / n of it, others neither.
+- the estimators: `rloo` has the gradient of J, `grpo_no_std` (n - 1) / n of it, others neither;
+- weights with mean 1 are biased and have less variance.
 """
 
 import itertools
@@ -393,6 +394,21 @@ def test_episodes_that_are_added_after_failures_bias_a_mean_over_all_of_them() -
     assert_turned(mean, best_gradient(), least=0.01)
 
 
+def test_the_mean_over_a_group_enlarged_after_failures_is_not_the_success_rate() -> None:
+    """Of 4 episodes, and 4 more if all failed, at a success rate of 0.2: the mean is 0.241."""
+    rate, mean = 0.2, 0.0
+    for size in (4, 8):
+        for drawn in itertools.product((0.0, 1.0), repeat=size):
+            rewards = torch.tensor(drawn, dtype=torch.float64)
+            if bool(rewards[:4].any()) == (size == 4):
+                group = torch.zeros(size, dtype=torch.long)
+                baseline = rewards - grpo_advantage(rewards, group, std=False)
+                chance = math.prod(rate if reward else 1 - rate for reward in drawn)
+                mean += chance * float(baseline[0])
+    assert mean == pytest.approx(0.241, abs=5e-4)
+    assert mean == pytest.approx(rate + (1 - rate) ** 4 * rate / 2)
+
+
 @pytest.mark.parametrize("siblings", [2, 3, 4])
 def test_a_baseline_that_holds_the_reward_itself_shortens_the_gradient(siblings: int) -> None:
     ours = estimated_gradient("grpo_no_std", siblings)
@@ -426,3 +442,34 @@ def test_a_cap_on_the_weight_is_biased() -> None:
     assert_apart(
         gradient(-(behavior.sum(1).exp()[:, None] * loss).sum(), theta), true_gradient(ADVANTAGE)
     )
+
+
+def weighted_gradient(size: int, *, normalize: bool) -> tuple[Tensor, float]:
+    """Return the mean and the variance of the gradient of a batch of `size` stale replies.
+
+    Each reply is one token. The variance is summed over the parameters.
+    """
+    theta = CHOICE.clone().requires_grad_()
+    logp = torch.log_softmax(theta, 0)
+    scores = torch.stack([torch.autograd.grad(each, theta, retain_graph=True)[0] for each in logp])
+    behavior = torch.log_softmax(CHOICE + noise(903, 4, scale=0.8), 0)
+    log_d = log_discrepancy(logp.detach(), behavior, sampled=torch.ones(4, dtype=torch.bool))
+    mean, square = torch.zeros(4, dtype=torch.float64), 0.0
+    for drawn in itertools.product(range(4), repeat=size):
+        picked = torch.tensor(drawn)
+        everything = keep_all(torch.ones(size, dtype=torch.bool))
+        factor = truncate(log_d[picked], everything, high=math.inf, normalize=normalize).factor
+        found = ((factor * REWARDS[picked])[:, None] * scores[picked]).mean(0)
+        chance = float(behavior[picked].sum().exp())
+        mean += chance * found
+        square += chance * float(found @ found)
+    return mean, square - float(mean @ mean)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_weights_with_mean_one_are_biased_and_have_less_variance(size: int) -> None:
+    plain, more = weighted_gradient(size, normalize=False)
+    ours, less = weighted_gradient(size, normalize=True)
+    assert_close(plain, best_gradient())
+    assert_apart(ours, best_gradient())
+    assert less < 0.9 * more

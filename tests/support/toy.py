@@ -2,6 +2,7 @@
 turns."""
 
 import asyncio
+import time
 from collections.abc import Iterator
 from itertools import count
 from typing import Any
@@ -61,6 +62,20 @@ class HostileTasks(BrokenTasks):
     """The errors try to change the terminal's title, clear it and turn the text around."""
 
     error = "\x1b]0;title\x07\x1b[2J\x9b2J\u202e\x7fno task"
+
+
+class BlockingEnv(ToyEnv):
+    """An environment that blocks the event loop at the first task."""
+
+    async def begin(self) -> Turn:
+        if self.task.index == 1:
+            time.sleep(0.3)  # noqa: ASYNC251
+        return await super().begin()
+
+
+class BlockingTasks(ToyTasks):
+    def env(self, task: Task, seed: int) -> ToyEnv:
+        return BlockingEnv(task, self)
 
 
 class NoRewardTasks(ToyTasks):
