@@ -1,8 +1,8 @@
 """The contract of trainers. A trainer turns batches into optimizer steps.
 
 The training loop, the planner and the command line use the Protocols of this file.
-`local.LocalTrainer` trains in this process. `unstale.cluster.ranked_trainer.RankedTrainer` trains in
-several processes.
+`local.LocalTrainer` trains in this process, and
+`unstale.cluster.ranked_trainer.RankedTrainer` in several.
 """
 
 from __future__ import annotations
