@@ -38,7 +38,7 @@ def test_the_package_runs_as_a_module() -> None:
 
 @pytest.mark.costly
 def test_the_example_task_trains(tmp_path: Path) -> None:
-    tasks, script, _ = blocks("docs/your-own-task.md", "python")
+    tasks, script, *_ = blocks("docs/your-own-task.md", "python")
     (tmp_path / "order_desk.py").write_text(tasks)
     check = (
         "from unstale.testing import check_env; from order_desk import EchoTasks; "
@@ -47,6 +47,21 @@ def test_the_example_task_trains(tmp_path: Path) -> None:
     run_forked(check, cwd=tmp_path)
     success, report = run_forked(script, cwd=tmp_path).strip().splitlines()[-1].split(" ", 1)
     assert 0 <= float(success) <= 1 and (tmp_path / report).exists()
+
+
+def test_the_example_mixture_keeps_the_contract(tmp_path: Path) -> None:
+    echo, _, _, mixture, _ = blocks("docs/your-own-task.md", "python")
+    sums = blocks("docs/your-own-data.md", "python")[0]
+    for name, code in (("order_desk", echo), ("mixture", mixture), ("sums", sums)):
+        (tmp_path / f"{name}.py").write_text(code)
+    run_forked(sums, cwd=tmp_path)
+    check = (
+        "from itertools import islice; from unstale.testing import check_env; "
+        "from mixture import tasks; mixed = tasks(); check_env(mixed); "
+        "print([task.env for task in islice(mixed.train(0), 4)])"
+    )
+    printed = run_forked(check, cwd=tmp_path)
+    assert printed == "['echo', 'calculator', 'dataset:sums.jsonl', 'echo']\n"
 
 
 @pytest.mark.costly
