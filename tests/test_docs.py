@@ -26,10 +26,10 @@ def blocks(name: str, language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", (ROOT / name).read_text(), re.DOTALL)
 
 
-def run_python(*words: str) -> str:
+def run_python(*words: str, cwd: Path = ROOT) -> str:
     """Return the standard output of a new Python process, which is not forked."""
     command = [sys.executable, *words]
-    return subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    return subprocess.run(command, cwd=cwd, check=True, capture_output=True, text=True).stdout
 
 
 def test_the_package_runs_as_a_module() -> None:
@@ -151,10 +151,25 @@ def test_the_padded_example_ignores_what_is_off_the_mask() -> None:
 
 
 def test_the_reward_examples_run(model: Model, tmp_path: Path) -> None:
-    """Rules, a judge at a local endpoint, and a task set that combines rewards."""
-    rules, judge, tasks = blocks("docs/rewards.md", "python")
-    judge = judge.replace("http://127.0.0.1:8000/v1", model.url)
+    """Rules, a judge at a local endpoint, its reward of a row, and combined rewards."""
+    rules, judge, friendly, tasks = blocks("docs/rewards.md", "python")
+    judge, friendly = (
+        code.replace("http://127.0.0.1:8000/v1", model.url) for code in (judge, friendly)
+    )
     (tmp_path / "capitals.py").write_text(tasks)
+    (tmp_path / "friendly.py").write_text(friendly)
+    row = '{"prompt": "Where is my order?", "answer": "on its way"}\n'
+    (tmp_path / "my.jsonl").write_text(row)
+    of_a_row = (
+        "import asyncio\nfrom unstale.envs import Message\n"
+        "from unstale.envs.dataset import DatasetConfig, make_dataset\n"
+        "options = DatasetConfig("
+        "env='dataset:my.jsonl', reward='friendly:reward', held_out_share=0.0)\n"
+        "tasks = make_dataset(options)\n"
+        "env = tasks.env(next(tasks.train(0)), 0)\n"
+        "turn = asyncio.run(env.step(Message('assistant', 'It will come!')))\n"
+        "print(turn.done, turn.rewards)"
+    )
     both = (
         "from capitals import *; from unstale.testing import check_env; check_env(CapitalTasks())\n"
     )
@@ -165,11 +180,12 @@ def test_the_reward_examples_run(model: Model, tmp_path: Path) -> None:
         "programs.LIMITS = replace(programs.LIMITS, seconds=60.0)\n"
     )
     rules = patient + rules
-    done = [run_forked(code, cwd=tmp_path) for code in (rules, judge, both)]
+    done = [run_forked(code, cwd=tmp_path) for code in (rules, judge, both, of_a_row)]
     assert done == [
         "0.0 1.0\n1.0 1.0\n1.0\n0.75\n",
         "0.7 as it should be 1\n",
         "1.1\n",
+        "True {'reward': 0.7}\n",
     ]
     assert (tmp_path / "verdicts.sqlite").exists()
 
@@ -183,5 +199,8 @@ def test_the_example_data_trains(tmp_path: Path) -> None:
         program, *words = line.split()
         code = (tmp_path / words[0]).read_text() if program == "python" else ""
         printed.append(run_forked(code or words, cwd=tmp_path))
+    notebook = blocks("docs/your-own-data.md", "python")[1]
+    (tmp_path / "notebook.py").write_text(notebook)
+    assert run_python("notebook.py", cwd=tmp_path).splitlines()[-1] == "1"
     _, trained, evaluated = printed
     assert "step 2/2" in trained and json.loads(evaluated)["task"] == "dataset:sums.jsonl"
