@@ -169,12 +169,12 @@ def first_hour(kind: str, folder: Path, *, short: bool) -> dict[str, float]:
         "train, killed", f"train run.toml --policy models/{kind} --name {kind}", run / METRICS
     )
     shell.run("resume", f"train --resume runs/{kind} --reward sums:reward")
-    told = shell.run("evaluate", f"eval runs/{kind} --reward sums:reward --json")
+    output = shell.run("evaluate", f"eval runs/{kind} --reward sums:reward --json")
     shell.run("export", f"export-trajectories runs/{kind} --content text --out {kind}.jsonl")
     shell.run("push", f"push-to-hub runs/{kind} --folder pushed/{kind}")
     check(kind, folder)
     episodes = len((folder / f"{kind}.jsonl").read_text().splitlines())
-    success = json.loads(told)["avg@1"]["value"]
+    success = json.loads(output)["avg@1"]["value"]
     say(f"          {kind}: held-out success {success:.0%}, {episodes} episodes")
     return shell.seconds
 

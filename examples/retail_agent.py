@@ -28,7 +28,7 @@ LATENCY_S = 0.6
 
 
 async def agent(base_url: str, task: Task, seed: int, api_key: str) -> dict[str, float]:
-    """Serve one customer until one of the two leaves."""
+    """Serve one customer until the conversation ends or the customer is handed over."""
     scenario, random = DESK.scenario(task), Random(seed)
     desk, customer = scenario.desk.copy(), Customer(scenario)
     messages: list[Any] = [

@@ -26,10 +26,10 @@ def blocks(name: str, language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", (ROOT / name).read_text(), re.DOTALL)
 
 
-def run_python(*words: str) -> str:
+def run_python(*words: str, cwd: Path = ROOT) -> str:
     """Return the standard output of a new Python process, which is not forked."""
     command = [sys.executable, *words]
-    return subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    return subprocess.run(command, cwd=cwd, check=True, capture_output=True, text=True).stdout
 
 
 def test_the_package_runs_as_a_module() -> None:
@@ -38,7 +38,7 @@ def test_the_package_runs_as_a_module() -> None:
 
 @pytest.mark.costly
 def test_the_example_task_trains(tmp_path: Path) -> None:
-    tasks, script, _ = blocks("docs/your-own-task.md", "python")
+    tasks, script, *_ = blocks("docs/your-own-task.md", "python")
     (tmp_path / "order_desk.py").write_text(tasks)
     check = (
         "from unstale.testing import check_env; from order_desk import EchoTasks; "
@@ -47,6 +47,21 @@ def test_the_example_task_trains(tmp_path: Path) -> None:
     run_forked(check, cwd=tmp_path)
     success, report = run_forked(script, cwd=tmp_path).strip().splitlines()[-1].split(" ", 1)
     assert 0 <= float(success) <= 1 and (tmp_path / report).exists()
+
+
+def test_the_example_mixture_keeps_the_contract(tmp_path: Path) -> None:
+    echo, _, _, mixture, _ = blocks("docs/your-own-task.md", "python")
+    sums = blocks("docs/your-own-data.md", "python")[0]
+    for name, code in (("order_desk", echo), ("mixture", mixture), ("sums", sums)):
+        (tmp_path / f"{name}.py").write_text(code)
+    run_forked(sums, cwd=tmp_path)
+    check = (
+        "from itertools import islice; from unstale.testing import check_env; "
+        "from mixture import tasks; mixed = tasks(); check_env(mixed); "
+        "print([task.env for task in islice(mixed.train(0), 4)])"
+    )
+    printed = run_forked(check, cwd=tmp_path)
+    assert printed == "['echo', 'calculator', 'dataset:sums.jsonl', 'echo']\n"
 
 
 @pytest.mark.costly
@@ -136,10 +151,25 @@ def test_the_padded_example_ignores_what_is_off_the_mask() -> None:
 
 
 def test_the_reward_examples_run(model: Model, tmp_path: Path) -> None:
-    """Rules, a judge at a local endpoint, and a task set that combines rewards."""
-    rules, judge, tasks = blocks("docs/rewards.md", "python")
-    judge = judge.replace("http://127.0.0.1:8000/v1", model.url)
+    """Rules, a judge at a local endpoint, its reward of a row, and combined rewards."""
+    rules, judge, friendly, tasks = blocks("docs/rewards.md", "python")
+    judge, friendly = (
+        code.replace("http://127.0.0.1:8000/v1", model.url) for code in (judge, friendly)
+    )
     (tmp_path / "capitals.py").write_text(tasks)
+    (tmp_path / "friendly.py").write_text(friendly)
+    row = '{"prompt": "Where is my order?", "answer": "on its way"}\n'
+    (tmp_path / "my.jsonl").write_text(row)
+    of_a_row = (
+        "import asyncio\nfrom unstale.envs import Message\n"
+        "from unstale.envs.dataset import DatasetConfig, make_dataset\n"
+        "options = DatasetConfig("
+        "env='dataset:my.jsonl', reward='friendly:reward', held_out_share=0.0)\n"
+        "tasks = make_dataset(options)\n"
+        "env = tasks.env(next(tasks.train(0)), 0)\n"
+        "turn = asyncio.run(env.step(Message('assistant', 'It will come!')))\n"
+        "print(turn.done, turn.rewards)"
+    )
     both = (
         "from capitals import *; from unstale.testing import check_env; check_env(CapitalTasks())\n"
     )
@@ -150,11 +180,12 @@ def test_the_reward_examples_run(model: Model, tmp_path: Path) -> None:
         "programs.LIMITS = replace(programs.LIMITS, seconds=60.0)\n"
     )
     rules = patient + rules
-    done = [run_forked(code, cwd=tmp_path) for code in (rules, judge, both)]
+    done = [run_forked(code, cwd=tmp_path) for code in (rules, judge, both, of_a_row)]
     assert done == [
         "0.0 1.0\n1.0 1.0\n1.0\n0.75\n",
         "0.7 as it should be 1\n",
         "1.1\n",
+        "True {'reward': 0.7}\n",
     ]
     assert (tmp_path / "verdicts.sqlite").exists()
 
@@ -168,5 +199,8 @@ def test_the_example_data_trains(tmp_path: Path) -> None:
         program, *words = line.split()
         code = (tmp_path / words[0]).read_text() if program == "python" else ""
         printed.append(run_forked(code or words, cwd=tmp_path))
+    notebook = blocks("docs/your-own-data.md", "python")[1]
+    (tmp_path / "notebook.py").write_text(notebook)
+    assert run_python("notebook.py", cwd=tmp_path).splitlines()[-1] == "1"
     _, trained, evaluated = printed
     assert "step 2/2" in trained and json.loads(evaluated)["task"] == "dataset:sums.jsonl"

@@ -100,8 +100,7 @@ class EvalConfig(Section):
     tasks: Count = 256
     """Number of held-out tasks; 0 turns the evaluation off."""
     every: Count = 0
-    """Optimizer steps between evaluations; 0 evaluates only before the first step and after the
-    last.
+    """Batches between evaluations; 0 evaluates only before the first step and after the last.
     """
 
 
