@@ -106,7 +106,8 @@ def recorded(runs: Path, seeds: list[int]) -> list[str]:
                 for one in group.trajectories
             ]
         again = sum(
-            event["kind"] == "episode_failed" for event in RunFolder(folder).rows("events.jsonl")
+            event["kind"] == "episode_failed" and not event.get("held_out")
+            for event in RunFolder(folder).rows("events.jsonl")
         )
         calls, broken = sum(one.num_turns for one in trained), 0
         for one in trained:

@@ -333,7 +333,7 @@ def _evaluation(
     held_out = held_out_tasks(taskset, config.eval.tasks)
     if not held_out:
         return None
-    rollout = make_rollout(on_failure=recorder.failure, on_blocked=recorder.blocked)
+    rollout = make_rollout(on_failure=recorder.held_out_failure, on_blocked=recorder.blocked)
     return partial(evaluate, rollout, held_out, seed=config.seed)
 
 

@@ -3,6 +3,7 @@
 import errno
 import os
 import resource
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 
 from unstale import build
 from unstale.cli import main
+from unstale.cli.failures import exhausted
 
 ROOT = Path(__file__).parents[2]
 FEW_THREADS = """
@@ -89,6 +91,14 @@ def test_an_exhausted_resource_at_the_start_is_one_line(
     (line,) = capsys.readouterr().err.strip().splitlines()
     assert end.value.code == 1 and says in line
     assert line.startswith("the system has too few resources: ")
+
+
+def test_a_socket_without_data_is_no_lack_of_threads() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.setblocking(False)
+        with pytest.raises(BlockingIOError) as refused:
+            server.accept()
+    assert refused.value.errno == errno.EAGAIN and exhausted(refused.value) == ""
 
 
 def test_another_error_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -244,12 +244,22 @@ def test_with_one_precision_on_both_sides_differences_travel_and_old_logits_are_
 
 
 def test_a_failed_episode_is_data(tmp_path: Path) -> None:
-    config = small(tmp_path, task=TaskConfig(env="tests.support.toy:HalfBrokenTasks"), steps=4)
+    config = small(
+        tmp_path,
+        task=TaskConfig(env="tests.support.toy:HalfBrokenTasks"),
+        steps=4,
+        eval=EvalConfig(tasks=5),  # one of them fails
+    )
     run = session.train(config, console=quiet())
     assert sum(row.get("rollout/failed_episodes", 0) for row in run.metrics) >= 2
     events = [json.loads(line) for line in (run.folder / "events.jsonl").read_text().splitlines()]
     failed = [event for event in events if event["kind"] == "episode_failed"]
+    held_out = [event for event in failed if "held_out" in event]
+    assert len(held_out) == 2 * 2, "two evaluations, with one retry each"
+    assert all(event["held_out"] and "episode" not in event for event in held_out)
+    failed = [event for event in failed if event not in held_out]
     assert failed[0]["stage"] == "begin" and "no task 5" in failed[0]["error"]
+    assert "episode" in failed[0]
 
 
 def test_too_many_failures_end_the_run_with_the_reason(tmp_path: Path) -> None:

@@ -140,6 +140,18 @@ same = { old_logps.route = "rollout", reach = "equal" }""",
 )
 
 
+def test_an_arm_may_leave_options_of_the_setting_unused(tmp_path: Path) -> None:
+    text = STUDY.replace(
+        "s6 = { schedule", 's6 = { correction = { control = "mask", low = 0.9 }, schedule'
+    )
+    plan = planned(tmp_path, "--settings", "s6-*", "--seeds", "1", text=text)
+    controls = {run.arm: run.config.correction for run in plan.comparisons[0].runs}
+    assert (controls["snapshot_old"].control, controls["snapshot_old"].low) == ("mask", 0.9)
+    assert (controls["rollout"].control, controls["rollout"].low) == ("none", 0.5)
+    given = {run.arm: "correction.low" in run.values for run in plan.comparisons[0].runs}
+    assert given == {"snapshot_old": True, "rollout": False}
+
+
 def test_an_arm_of_equal_reach_is_cut_at_the_same_ratio(tmp_path: Path) -> None:
     text = REACH.replace(
         '["rollout", "snapshot_old"]', '["loglinear", "recompute", "snapshot_old"]'

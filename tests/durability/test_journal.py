@@ -788,7 +788,8 @@ def test_a_journal_that_fails_ends_the_run_with_its_error(tmp_path: Path) -> Non
         run(parts)
     assert (
         str(first_error(failure.value))
-        == f"the journal {tmp_path / JOURNAL} failed: database or disk is full"
+        == f"the journal {tmp_path / JOURNAL} failed: database or disk is full. Free space on its "
+        "disk"
     )
 
 

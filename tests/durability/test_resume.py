@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from io import StringIO
 from itertools import count, cycle
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -49,6 +50,7 @@ from unstale.config.options import override
 from unstale.durability import checkpoint, checkpoint_files, compare_runs, virtual_clock
 from unstale.durability.checkpoint import Checkpoints
 from unstale.durability.journal import JOURNAL, TOKEN_SAMPLES, Journal, check, writer
+from unstale.durability.resume import restore
 from unstale.durability.run_folder import RunLog, read_jsonl
 from unstale.engines import SamplingParams
 from unstale.engines.scripted import ScriptedEngine
@@ -487,7 +489,21 @@ def test_without_a_sound_checkpoint_a_run_cannot_go_on(toy: Toy, tmp_path: Path)
         checkpoint.CheckpointError, match="no sound checkpoint to resume from"
     ) as error:
         toy.go_on(folder, made)
-    assert "state.safetensors was changed after it was written" in str(error.value.__cause__)
+    said = str(error.value)
+    assert "state.safetensors was changed after it was written" in said
+    assert said.endswith("Restore the folder from a copy, or start a new run")
+
+
+def test_a_checkpoint_of_other_options_names_those_that_decide(tmp_path: Path) -> None:
+    def fail(_: object) -> None:
+        raise KeyError("exp_avg")
+
+    stored: Any = SimpleNamespace(checkpoint=None)
+    checkpoints: Any = SimpleNamespace(restore=fail)
+    absent: Any = None
+    says = r"does not fit the options of the run \(KeyError: 'exp_avg'\).*: policy, trainer.optim"
+    with pytest.raises(checkpoint.CheckpointError, match=says):
+        restore(stored, checkpoints, tmp_path, absent, (absent, absent))
 
 
 class Numbered(Numbers):
@@ -774,6 +790,14 @@ def test_what_cannot_be_gone_on_with_is_one_line(
     assert "leave out retail or --resume" in complaint(
         capsys, "train", "retail", "--resume", "early"
     )
+    for option, given in (("name", "other"), ("runs", "elsewhere")):
+        said = complaint(capsys, "train", "--resume", "early", f"--{option}", given)
+        assert f"continues the run in its folder early: leave out {option}, got {given}" in said
+    (tmp_path / "own.toml").write_text('recipe = "retail"')
+    said = complaint(capsys, "train", "--resume", "early", "--config", "own.toml")
+    assert "a run resumes with its own recipe, toy: leave out the recipe retail" in said
+    said = complaint(capsys, "train", "--resume", "early", "--config", "early/config.json")
+    assert "the run in early is finished" in said
     assert "seed cannot change from 0 to 3" in complaint(
         capsys, "train", "--resume", "early", "--seed", "3"
     )

@@ -3,9 +3,11 @@
 import asyncio
 import json
 import re
+from collections.abc import Mapping
 from itertools import islice, permutations
 from pathlib import Path
 from random import Random
+from types import MappingProxyType
 
 import pytest
 
@@ -114,9 +116,15 @@ def test_the_last_word_of_the_reply_is_the_answer() -> None:
     assert reward("") == reward(f"{answer} or not") == reward("Nobody") == 0
 
 
-def rates_file(folder: Path, rates: dict[int, tuple[int, int]], *, split: str = "train") -> str:
+def rates_file(
+    folder: Path,
+    rates: dict[int, tuple[int, int]],
+    *,
+    split: str = "train",
+    options: Mapping[str, object] = MappingProxyType({}),
+) -> str:
     """Write a file as `unstale eval --save` does, with successes and attempts by task."""
-    rows: list[dict[str, object]] = [{"policy": "0"}]
+    rows: list[dict[str, object]] = [{"policy": "0", **options}]
     for place, (successes, attempts) in rates.items():
         rows += [
             {"task": f"synthesis/{split}/{place}", "attempt": k, "success": k < successes}
@@ -141,7 +149,7 @@ def test_measured_tasks_are_kept_by_their_pass_rate(tmp_path: Path) -> None:
         for place, puzzle in enumerate(whole.data["train"])
     }
     path = rates_file(tmp_path, rates)
-    assert read_pass_rates(Path(path), "synthesis/train/") == {
+    assert read_pass_rates(Path(path), "synthesis/train/", {}) == {
         place: successes / 8 for place, (successes, _) in rates.items()
     }
     kept = made(pass_rates=path).data["train"]
@@ -172,6 +180,13 @@ def test_what_cannot_be_made_is_refused(tmp_path: Path) -> None:
         made(pass_rates=rates_file(tmp_path, {0: (1, 2)}, split="held_out"))
     with pytest.raises(ConfigError, match=r"has no training task with a pass rate from 0.01"):
         made(pass_rates=rates_file(tmp_path, {0: (0, 2), 1: (2, 2)}))
+    same = {"task.topics": " ".join(TEMPLATES), "task.tasks_seed": 0, "task.size": 7}
+    made(pass_rates=rates_file(tmp_path, {0: (1, 2)}, options=same))
+    for name, value in (("tasks_seed", 3), ("topics", "order"), ("held_out", 5), ("hardest", 5)):
+        other = rates_file(tmp_path, {0: (1, 2)}, options={**same, f"task.{name}": value})
+        says = rf"of other tasks: they were measured with task.{name} {value}, and this run has"
+        with pytest.raises(ConfigError, match=says):
+            made(pass_rates=other)
     bad = tmp_path / "bad.jsonl"
     bad.write_text("{}\n{}\n")
     with pytest.raises(ConfigError, match="is no file of `unstale eval --save`"):

@@ -5,6 +5,7 @@ route. Every refusal has a reason, and its first suggested fix removes it. Shipp
 `train` refuses before it creates anything.
 """
 
+import re
 import shlex
 from io import StringIO
 from pathlib import Path
@@ -15,8 +16,10 @@ from rich.console import Console
 
 from unstale.build import build_old_logps
 from unstale.cli import main, recipe_options, session
-from unstale.config import ConfigError, RunConfig
+from unstale.config import ConfigError, ObjectiveConfig, RunConfig
+from unstale.config.options import stored_config
 from unstale.config.routes import routes
+from unstale.durability.run_folder import plain
 from unstale.lint import check, page
 from unstale.lint.policy_files import num_weights
 from unstale.old_logps.scoring.local_scorer import LocalScorer
@@ -474,6 +477,59 @@ def test_an_option_that_the_choice_does_not_read_is_refused() -> None:
         configured("--correction.control mask --correction.normalize true")
     with pytest.raises(ConfigError, match=r"objective\.tau_pos is an option of sapo"):
         configured("--objective.tau_pos 2")
+
+
+@pytest.mark.parametrize(
+    ("knobs", "says"),
+    [
+        ("--objective.dual_clip 2", "objective.dual_clip is an option of dual_clip; "),
+        ("--objective.kl_penalty 2", "objective.kl_penalty is an option of kl_penalty; "),
+        (
+            "--objective.constant 500",
+            "objective.constant = 500.0 is read only with objective.loss_aggregation = constant",
+        ),
+        (
+            "--correction.control none --correction.low 0.9",
+            "correction.low is an option of mask, clamp, mask_weight; correction.control is none",
+        ),
+        (
+            "--correction.control none --correction.high 3",
+            "correction.high is an option of mask, truncate, clamp, mask_weight; ",
+        ),
+        (
+            "--endpoint.format_retries 5",
+            "endpoint.format_retries = 5 is read only with endpoint.lenient = true",
+        ),
+        (
+            "--selection.candidates 9",
+            "selection.candidates = 9 is read only with selection.pool > 0",
+        ),
+    ],
+)
+def test_every_option_that_nothing_reads_is_refused(knobs: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(says)):
+        configured(knobs)
+    section, option = knobs.split()[-2].removeprefix("--").split(".")
+    default = getattr(getattr(configured(""), section), option)
+    configured(f"{knobs.rpartition(' ')[0]} {default}")
+
+
+def test_an_option_of_the_recipe_that_a_new_choice_does_not_read_is_reset() -> None:
+    decoupled = configured("", recipe="areal_decoupled")
+    assert (decoupled.correction.low, decoupled.correction.high) == (0.0, 5.0)
+    changed = configured("--correction.control none", recipe="areal_decoupled").correction
+    assert (changed.low, changed.high) == (0.5, 2.0)
+    truncated = configured("--correction.control truncate", recipe="areal_decoupled").correction
+    assert (truncated.low, truncated.high) == (0.5, 5.0)
+    constant = ObjectiveConfig(loss_aggregation="constant", constant=5.0)
+    assert constant.with_options(loss_aggregation="kept").constant == 1000.0
+
+
+def test_a_run_folder_with_an_option_that_nothing_reads_can_be_read() -> None:
+    stored = plain(configured("--correction.control none"))
+    stored["correction"]["low"] = 0.9
+    stored["selection"]["candidates"] = 9
+    assert stored_config(stored) == configured("--correction.control none")
 
 
 @pytest.mark.parametrize(

@@ -412,6 +412,18 @@ def fake_train(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
 
 
+def test_the_status_counts_the_runs_that_have_ended(tmp_path: Path) -> None:
+    made = planned(tmp_path, Arm("one", {}), Arm("two", {"trainer.lr": 1e-3}))
+    status = launcher._Launcher(made, Console(), shares=[(0,), (1,)], lock=0)
+    status._all, status._left = 4, 3
+    status._going = {run.folder.name: run for run in made.runs[1:3]}
+    steps = made.runs[0].config.steps
+    assert status._status().plain == (
+        f"1 of 4 runs have ended; two-seed0 step 0 of {steps}; one-seed1 step 0 of {steps}; "
+        "time left unknown until the first run ends"
+    )
+
+
 def start(plan: ComparisonPlan, *, jobs: int = 1) -> str:
     said = io.StringIO()
     compare(

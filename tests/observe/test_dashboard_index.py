@@ -1014,6 +1014,22 @@ def test_a_long_event_is_shortened_and_a_damaged_one_is_left_out(
     assert max(len(fields) for (fields,) in stored) < MAX_EVENT
 
 
+def test_failed_episodes_of_evaluations_are_events_and_no_training_failures(
+    filled: RunIndex, run: Path
+) -> None:
+    before = summary.failures(filled.database)
+    with (run / EVENTS).open("a") as file:
+        for more in ({"held_out": True}, {"episode": 7}):
+            event = {"kind": "episode_failed", "time": 1.0, "final": True, "task": "t", **more}
+            file.write(json.dumps(event) + "\n")
+    fill(filled)
+    found = summary.failures(filled.database)
+    assert found["count"] == before["count"] + 1
+    assert found["rows"][0]["episode"] == "7"
+    failed = [row for row in summary.log(filled.database) if row["kind"] == "episode_failed"]
+    assert [row["text"] for row in failed] == ["final True, task t, held_out True"]
+
+
 def test_large_files_of_a_run_are_not_read_whole(filled: RunIndex, run: Path) -> None:
     (run / "error.txt").write_text("a" * 3_000_000 + "\nValueError: the end\n")
     (run / "config.json").write_text(json.dumps({"recipe": "x" * 3_000_000}))

@@ -31,7 +31,7 @@ from tests.support.fake_run import NoDisplay, fake_place, fake_run
 from unstale.config import ConfigError, OldLogpsConfig
 from unstale.config.routes import routes
 from unstale.durability.journal import JOURNAL, Journal
-from unstale.durability.run_folder import RunLog
+from unstale.durability.run_folder import RunFolder, RunLog
 from unstale.observe.recorder import Outputs, Recorder
 from unstale.observe.report.audited import COLUMNS, cells
 from unstale.observe.report.figures import average_lag, dropped_and_clipped
@@ -40,6 +40,7 @@ from unstale.observe.report.page import write_report
 from unstale.observe.report.plots import Axis
 from unstale.observe.report.transcripts import conversation
 from unstale.observe.report.words import is_exact, route_about, waiting
+from unstale.records import Failure, Task
 
 PLOTS = (
     "Learning curve",
@@ -561,6 +562,22 @@ def audit_it(folder: Path) -> Path:
     }
     (folder / "audit.json").write_text(json.dumps(found | {"points": exact["points"]}))
     return folder
+
+
+def test_failed_episodes_of_evaluations_are_counted_apart(tmp_path: Path) -> None:
+    folder = fake_run(tmp_path / "run", steps=6)
+    before = gather(folder)
+    failure = Failure(Task("retail", "held_out", 3), stage="step", error="timed out")
+    log = RunLog(folder)
+    for final in (False, True):
+        Recorder(Outputs(log, NoDisplay())).held_out_failure(0, failure, final=final)
+    log.close()
+    *_, event = RunFolder(folder).rows("events.jsonl")
+    assert event["held_out"] and "episode" not in event
+    found = gather(folder)
+    assert found.failures == before.failures and found.num_failures == before.num_failures
+    assert found.num_held_out_failures == 1 and not before.num_held_out_failures
+    assert "1 episodes of evaluations failed" in report(folder).text
 
 
 def test_an_audit_is_drawn_beside_the_truth(tmp_path: Path) -> None:

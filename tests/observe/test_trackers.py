@@ -9,7 +9,9 @@
 - Your own tracker is `module:factory`; a run folder alone cannot choose it.
 """
 
+import inspect
 import json
+import math
 import re
 import socket
 import struct
@@ -21,6 +23,7 @@ from dataclasses import dataclass, field, replace
 from importlib import import_module
 from io import StringIO
 from pathlib import Path
+from threading import Event
 from typing import Any
 from urllib.request import urlopen
 
@@ -408,6 +411,47 @@ def test_a_slow_tracker_does_not_delay_training(tmp_path: Path) -> None:
     log.close()
     assert [step for step, _ in slow.rows] == [1, 2, 3] and slow.outcome == FINISHED
     assert not display.notes
+
+
+class Closing(Memory):
+    """A tracker that counts how often it is closed, and waits there if it is asked to."""
+
+    def __init__(self, *, waits: Event | None = None, **rest: Any) -> None:
+        super().__init__(**rest)
+        self.outcomes: list[RunOutcome] = []
+        self._waits = waits
+
+    def close(self, outcome: RunOutcome) -> None:
+        self.outcomes.append(outcome)
+        if self._waits:
+            self._waits.wait()
+
+
+def test_a_tracker_that_failed_is_closed_once() -> None:
+    broken, sound = Closing(fails=True), Closing()
+    trackers = Trackers({"broken": broken, "sound": sound})
+    failed: list[str] = []
+    while not failed:
+        trackers.write(1, HEALTHY)
+        failed += [name for name, _ in trackers.failures()]
+    trackers.write(2, HEALTHY)
+    trackers.close(FINISHED)
+    assert failed == ["broken"] and not list(trackers.failures())
+    (outcome,) = broken.outcomes
+    assert outcome.kind == "failed" and "later metrics were not sent" in outcome.detail
+    assert sound.outcomes == [FINISHED]
+
+
+def test_a_tracker_that_does_not_end_is_not_waited_for() -> None:
+    end = Event()
+    late = Closing(waits=end)
+    trackers = Trackers({"late": late})
+    trackers.write(1, HEALTHY)
+    trackers.close(FINISHED, timeout_s=0.2)
+    ((name, error),) = trackers.failures()
+    assert name == "late" and isinstance(error, TimeoutError) and late.rows
+    end.set()
+    assert inspect.signature(Trackers.close).parameters["timeout_s"].default < math.inf
 
 
 @pytest.mark.parametrize(

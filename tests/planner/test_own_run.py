@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 
 from unstale.cli.main import main
-from unstale.config import ConfigError, ScheduleConfig
+from unstale.config import ConfigError, RunConfig, ScheduleConfig
+from unstale.durability.journal import JOURNAL
 from unstale.durability.run_folder import RunFolder, RunLog
 from unstale.planner import own_run
 from unstale.planner.costs import LinearCosts, Overheads, Pace
@@ -28,6 +29,7 @@ from unstale.planner.recorded import (
     RecordedStep,
     delayed,
     episode_shapes,
+    recorded_groups,
     recorded_steps,
 )
 from unstale.planner.simulate import (
@@ -123,6 +125,19 @@ def test_the_times_of_a_step_are_found_in_its_spans(tmp_path: Path) -> None:
         # an evaluation is no work of the event loop, and its step is left out of comparisons
         assert each.between == pytest.approx(0.3 + 5.0 * (each.step == 4))
     assert [each.step for each in delayed(steps, 0) if each.evaluation] == [4, 5]
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_a_run_without_a_sound_journal_is_refused(tmp_path: Path, damaged: bool) -> None:
+    with RunLog.create(tmp_path, RunConfig(recipe="mine")) as log:
+        for step in range(1, 7):
+            log.write(step, {"engine/steps": 7})
+    if damaged:
+        (tmp_path / JOURNAL).write_bytes(b"not a database" * 100)
+    with pytest.raises(ConfigError, match=f"the journal of {tmp_path} cannot be read, and its"):
+        RecordedRun.read(tmp_path)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        recorded_groups(tmp_path, [])
 
 
 def test_contexts_that_episodes_share_have_one_name() -> None:

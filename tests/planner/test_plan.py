@@ -413,6 +413,7 @@ def test_a_suggestion_fits_and_keeps_to_what_was_asked(plan: Suggestion) -> None
     )
     assert plan.best.rate >= 0.95 * max(split.rate for split in plan.splits)
     assert plan.best.result.staleness_max <= plan.best.result.staleness_bound
+    assert plan.synchronous
     assert plan.synchronous.result.staleness_max == 0 and plan.synchronous.rate < plan.best.rate
     assert [candidate.name for candidate in plan.routes] == list(routes())
     assert plan.simulated["snapshot_old"].result == plan.simulated["eager"].result
@@ -420,6 +421,7 @@ def test_a_suggestion_fits_and_keeps_to_what_was_asked(plan: Suggestion) -> None
 
 def test_synchronous_training_has_every_device_for_both(plan: Suggestion) -> None:
     """A step takes at least the time that all devices need for the tokens of 16 episodes."""
+    assert plan.synchronous
     place, costs = plan.synchronous.candidate.placement, plan.synchronous.candidate.costs
     assert (place.trainers, place.engines * place.tp, place.devices, place.colocated) == (
         8,
@@ -480,6 +482,7 @@ def test_what_a_plan_says_has_its_numbers_and_can_be_run(plan: Suggestion) -> No
     exactness = next(reason for reason in told["reasons"] if reason.startswith(f"{name} is exact"))
     assert AVERAGE in exactness
     assert plan.best.result.bottleneck in told["reasons"]
+    assert plan.synchronous
     ratio = plan.best.rate / plan.synchronous.rate
     assert any(f"is {ratio:.2f} times as fast" in reason for reason in told["reasons"])
     assert told["command"].startswith("unstale train llm --policy FOLDER ")
@@ -728,6 +731,22 @@ def test_a_plan_for_long_episodes_names_the_context() -> None:
     config = configure(parse(told["command"].split()[1:]))
     assert config.cluster.trainers % config.cluster.context == 0
     assert any("131,072 tokens, divided by 4 GPUs" in reason for reason in told["reasons"])
+
+
+def test_a_plan_says_why_devices_cannot_train_in_turns() -> None:
+    """Qwen3-8B with up to 131,072 tokens on 5 H100s: 4 train, in groups that divide a pass."""
+    request = asked(devices=5, route="rollout", lags=(1,), groups=(2,))
+    long = EpisodeStats(tokens=8000, longest=131_072, attended=4000, prompt=100)
+    setup = replace(request.setup, model=PRESETS["8B"], episodes=long)
+    plan = suggest(replace(request, setup=setup))
+    assert plan.synchronous is None and plan.best.candidate.placement.trainers == 4
+    told = as_json(plan)
+    assert told["synchronous"] is None
+    (reason,) = (each for each in told["reasons"] if "in turns" in each)
+    assert reason.endswith(
+        "is not possible: a pass over 131,072 tokens must be divided among 2 or 4 devices to fit, "
+        "and 5 is no multiple of that"
+    )
 
 
 @pytest.mark.costly

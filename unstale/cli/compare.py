@@ -19,6 +19,7 @@ from typing import Any
 
 from unstale.cli.recipe_options import configure_recipe, refuse_unknown, split_options
 from unstale.config import ConfigError, RunConfig
+from unstale.config.options import merged
 from unstale.config.routes import routes
 from unstale.durability.run_folder import dumps, write_whole
 from unstale.lint import check
@@ -190,7 +191,7 @@ def plan(
     runs: list[Planned] = []
     warnings: dict[str, list[str]] = {}
     for seed, arm in itertools.product(range(config.seed, config.seed + seeds), arms):
-        changes = {**shared, **arm.values, "seed": seed, "name": f"{arm.folder}-seed{seed}"}
+        changes = {**merged(shared, arm.values), "seed": seed, "name": f"{arm.folder}-seed{seed}"}
         with naming(arm.name):
             runs.append(Planned(arm.name, changes, configure_recipe(recipe, changes)))
             if arm.name not in warnings:  # the linter does not read the seed

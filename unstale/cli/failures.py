@@ -6,6 +6,8 @@ import resource
 import sys
 import threading
 import time
+import traceback
+from pathlib import Path
 from typing import NoReturn
 
 from rich.console import Console
@@ -67,6 +69,8 @@ def exhausted(error: BaseException) -> str:
     kind = OUT_OF_MEMORY if isinstance(error, MemoryError) else None
     if isinstance(error, OSError):
         kind = kind or _ERRNOS.get(error.errno or 0)
+        if error.errno == errno.EAGAIN and _is_of_socket(error):
+            return ""
     kind = kind or next((kind for text, kind in _TEXTS.items() if text in str(error)), None)
     if kind == OUT_OF_FILES:
         limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -83,6 +87,13 @@ def exhausted(error: BaseException) -> str:
             "engine.max_running"
         )
     return ""
+
+
+def _is_of_socket(error: BaseException) -> bool:
+    """Return True if a module for sockets raised an error. A socket without data raises EAGAIN."""
+    *_, last = [None, *traceback.extract_tb(error.__traceback__)]
+    path = Path(last.filename) if last else Path()
+    return path.stem in ("socket", "ssl", "selectors") or path.parent.name == "asyncio"
 
 
 def end_despite_threads() -> None:

@@ -269,9 +269,9 @@ class _Launcher:
         return f"about {duration(mean_s * runs / len(self._shares))} left"
 
     def _status(self) -> Text:
-        first = self._all - self._left + 1
-        going = "; ".join(f"{name} {_progress(run)}" for name, run in self._going.items())
-        return Text(f"run {first} of {self._all}: {going}; {self._eta()}")
+        ended = self._all - self._left
+        going = "".join(f"{name} {_progress(run)}; " for name, run in self._going.items())
+        return Text(f"{ended} of {self._all} runs have ended; {going}{self._eta()}")
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:

@@ -15,6 +15,7 @@ from unstale.config import ConfigError, RunConfig, nearest
 from unstale.config.options import (
     Option,
     field_docs,
+    merged,
     options,
     override,
     read_file,
@@ -117,7 +118,7 @@ def is_study(path: Path | None) -> bool:
 def file_values(chosen: argparse.Namespace) -> dict[str, Any]:
     """Return the options, by name, of the file and of the command line. The command line wins."""
     from_file = read_file(chosen.config) if chosen.config else {}
-    return {**from_file, **chosen.values}
+    return merged(from_file, chosen.values)
 
 
 def configure(chosen: argparse.Namespace) -> RunConfig:

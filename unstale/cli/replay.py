@@ -31,22 +31,22 @@ def replay(run: Path, batch: Path | None = None, *, console: Console | None = No
             f"{path} is missing: no step of this run failed, or the file was moved; give --batch"
         )
     config = stored_config(RunFolder(run).config())
-    wrong = WentWrong.load(path)
+    saved = WentWrong.load(path)
     try:
-        _again(config, wrong)
+        _again(config, saved)
     except NOT_FINITE as error:
-        console.print(f"it went wrong again: {literal(error)}", highlight=False)
+        console.print(f"the step failed again: {literal(error)}", highlight=False)
         return True
     console.print(
-        "it did not go wrong again: every number of this batch is finite here", highlight=False
+        "the step did not fail again: every number of this batch is finite here", highlight=False
     )
     return False
 
 
-def _again(config: RunConfig, wrong: WentWrong) -> None:
-    columns = wrong.columns
-    batch = wrong.batch
-    if wrong.about["stage"] == "old_logps":
+def _again(config: RunConfig, saved: WentWrong) -> None:
+    columns = saved.columns
+    batch = saved.batch
+    if saved.about["stage"] == "old_logps":
         sequence: Tensor = torch.tensor(batch.episodes)[batch.sequence]
         logps = {"behavior_logp": batch.behavior_logp, "old_logp": columns["old_logp"]}
         check_finite(logps, batch.sampled, sequence=sequence, version=batch.version)
@@ -54,17 +54,17 @@ def _again(config: RunConfig, wrong: WentWrong) -> None:
     # Neither the task set, which may be foreign code, nor an engine is created: a batch needs
     # neither.
     policy = load_policy(config)
-    policy.require_base(int(wrong.about.get("base", 0)))
+    policy.require_base(int(saved.about.get("base", 0)))
     try:
-        policy.load_weights(dict(wrong.weights))
+        policy.load_weights(dict(saved.weights))
     except ValueError as error:
         raise ConfigError(f"the saved weights do not fit the run's policy: {error}") from error
-    policy.version = int(wrong.about["version"])
+    policy.version = int(saved.about["version"])
     trainer, _ = build_trainer(
         replace(config, audit=AuditConfig()), policy, build_scorer(config, policy)
     )
-    trainer.steps = int(wrong.about["steps"])
-    trainer.divisor = int(wrong.about.get("divisor", 1))
+    trainer.steps = int(saved.about["steps"])
+    trainer.divisor = int(saved.about.get("divisor", 1))
     try:
         trainer.backward(Minibatch(batch, **columns))
         trainer.step()

@@ -112,6 +112,26 @@ def require_named_trackers(config: RunConfig, named: Mapping[str, Any]) -> None:
         )
 
 
+def require_own_folder(config: RunConfig, named: Mapping[str, Any]) -> None:
+    """Raise `ConfigError` if a command gives the run that it resumes another recipe or folder.
+
+    `config` comes from the run folder, and `named` has the options that the command gives.
+    """
+    if named.get("recipe", config.recipe) != config.recipe:
+        raise ConfigError(
+            f"a run resumes with its own recipe, {config.recipe}: leave out the recipe "
+            f"{named['recipe']} or --resume"
+        )
+    folder = config.runs / config.name
+    stored = RunFolder(folder).config()  # it may be the file of `--config`
+    for name, own in (("name", config.name), ("runs", config.runs)):
+        if name in named and str(named[name]) not in (str(own), str(stored.get(name))):
+            raise ConfigError(
+                f"--resume continues the run in its folder {folder}: leave out {name}, got "
+                f"{named[name]}"
+            )
+
+
 def resume_command(run: Path) -> str:
     """Return the command that resumes the run in a folder, quoted for a shell.
 
@@ -145,17 +165,17 @@ def _code(task: TaskConfig) -> Iterator[tuple[str, str]]:
             yield f"task.{name}", url
 
 
-def require_same_task(run: Path, config: RunConfig, *, told: Mapping[str, Any]) -> None:
+def require_same_task(run: Path, config: RunConfig, *, named: Mapping[str, Any]) -> None:
     """Raise `ConfigError` if a configuration has another task than the run in a folder.
 
-    Options in `told` may differ, because the command gives them.
+    Options in `named` may differ, because the command gives them.
     """
     stored = asdict(stored_config(RunFolder(run).config()).task)
     now = asdict(config.task)
     different = [
         name
         for name in stored.keys() | now.keys()
-        if stored.get(name) != now.get(name) and not {f"task.{name}", "task.env"} & told.keys()
+        if stored.get(name) != now.get(name) and not {f"task.{name}", "task.env"} & named.keys()
     ]
     if different:
         name = "env" if "env" in different else min(different)

@@ -21,6 +21,7 @@ from unstale.config import (
 )
 from unstale.config.checks import require_empty_folder
 from unstale.durability.run_folder import dumps
+from unstale.envs import HasTaskTools, implements
 from unstale.envs.chat import Chat
 from unstale.envs.references import Reference, load_references
 from unstale.envs.registry import build_taskset
@@ -99,11 +100,19 @@ def sft(
     console = console or Console(soft_wrap=True)
     if config.trainer.threads:
         torch.set_num_threads(config.trainer.threads)
+    taskset = build_taskset(config.task)
+    if implements(taskset, HasTaskTools):
+        raise ConfigError(
+            f"sft needs tasks with the same tools, and those of task.env {config.task.env} have "
+            "different ones: train on one of its task sets at a time"
+        )
     policy = load_policy(config)
-    tools = build_taskset(config.task).tools
     try:
         chat = Chat(
-            policy.tokenizer, tools, ends=policy.ends, template_kwargs=config.template_kwargs
+            policy.tokenizer,
+            taskset.tools,
+            ends=policy.ends,
+            template_kwargs=config.template_kwargs,
         )
     except ValueError as error:
         raise ConfigError(str(error)) from error

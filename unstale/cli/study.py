@@ -18,7 +18,7 @@ from unstale.cli.compare import Arm, ComparisonPlan, naming, plan
 from unstale.cli.launcher import Plan
 from unstale.cli.recipe_options import configure_recipe, file_values, is_study
 from unstale.config import ConfigError, nearest
-from unstale.config.options import read_values
+from unstale.config.options import merged, read_values
 from unstale.config.routes import routes
 from unstale.durability.run_folder import dumps, write_whole
 from unstale.lint.reach import equal_reach
@@ -312,11 +312,12 @@ def study_plan(study: Study, chosen: argparse.Namespace) -> StudyPlan:
 
     Raises `ConfigError` if the linter refuses an arm in a setting.
     """
-    shared = {**study.options, **chosen.values}
+    shared = merged(study.options, chosen.values)
     folder = configure_recipe(study.recipe, shared).runs / (shared.pop("name", "") or study.name)
 
     def options_of(setting: str) -> Values:
-        return {**shared, **study.settings[setting].values, "runs": folder, "name": setting}
+        values = merged(shared, study.settings[setting].values)
+        return {**values, "runs": folder, "name": setting}
 
     comparisons = []
     for setting, names in study.chosen(chosen.settings).items():
@@ -343,7 +344,7 @@ def _arms_of(study: Study, names: Sequence[str], options: Values) -> list[Arm]:
 
     def configure(arm: Arm) -> Any:
         with naming(arm.name):
-            return configure_recipe(study.recipe, {**options, **arm.values})
+            return configure_recipe(study.recipe, merged(options, arm.values))
 
     reference = configure(study.arms[study.reference].arm)
     arms, seen = [], [reference]

@@ -308,7 +308,7 @@ def _configure_trained(chosen: argparse.Namespace) -> "RunConfig":
     if chosen.recipe is None and "recipe" not in values:
         return override(load_config(chosen.trained, named=values), values)
     config = configure(chosen)
-    require_same_task(chosen.trained, config, told=chosen.values)
+    require_same_task(chosen.trained, config, named=chosen.values)
     return config
 
 
@@ -629,12 +629,12 @@ def _resume(chosen: argparse.Namespace) -> int:
         raise ConfigError(
             f"a run resumes with its own recipe: leave out {chosen.recipe} or --resume"
         )
-    from unstale.cli.resume import load_config, require_named_trackers
+    from unstale.cli.resume import load_config, require_named_trackers, require_own_folder
 
     values = file_values(chosen)
     config = load_config(chosen.resume, named=values)
     require_named_trackers(config, values)
-    values.pop("recipe", None)
+    require_own_folder(config, values)
     config = override(config, values)
     start_engines(config)
     with quick_imports():

@@ -1,6 +1,6 @@
 """Options of the algorithm: advantages, the audit, corrections and objectives."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, ClassVar, Literal
 
@@ -29,6 +29,7 @@ class AdvantageConfig(Section):
     """The advantage estimator, which turns the rewards of a task's episodes into advantages."""
 
     selector: ClassVar[str] = "estimator"
+    refused_unread: ClassVar = ("discount", "group_baseline")
 
     estimator: Estimator = "grpo"
     """The function that computes advantages from the rewards of a task's episodes."""
@@ -36,9 +37,6 @@ class AdvantageConfig(Section):
     """Only for `turn_level`: factor by which rewards count less for each later turn."""
     group_baseline: bool = True
     """Only for `reinforce_batch`: first subtract the mean reward of each group."""
-
-    def check_combination(self) -> None:
-        self.refuse_unread([option.name for option in fields(self)])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +56,7 @@ class CorrectionConfig(Section):
     """The correction of D = pi_old / mu: trainer against engine, with the same weights."""
 
     selector: ClassVar[str] = "control"
+    refused_unread: ClassVar = ("low", "high", "normalize")
 
     control: CorrectionControl = "mask_weight"
     """Use of the discrepancy D: as a weight on the loss of a token, as a reason to drop a token, or
@@ -82,15 +81,21 @@ class CorrectionConfig(Section):
     none.
     """
 
-    def check_combination(self) -> None:
-        self.refuse_unread(["normalize"])
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObjectiveConfig(Section):
     """The trust region on the staleness ratio S = pi / pi_old, and the aggregation of the loss."""
 
     selector: ClassVar[str] = "kind"
+    refused_unread: ClassVar = (
+        "dual_clip",
+        "kl_penalty",
+        "tau_pos",
+        "tau_neg",
+        "dro_beta",
+        "constant",
+    )
+    read_with: ClassVar = {"constant": ("loss_aggregation", "= constant")}
 
     kind: ObjectiveKind = "ppo_clip"
     """The loss of a token, which limits how far the staleness ratio S = pi / pi_old may move from
@@ -152,7 +157,6 @@ class ObjectiveConfig(Section):
             raise ConfigError(
                 f"objective.dual_clip must be > 1 (1 stops fresh tokens too), got {self.dual_clip}"
             )
-        self.refuse_unread(["tau_pos", "tau_neg", "dro_beta"])
 
     def applies(self, option: str) -> bool:
         if option == "constant":

@@ -135,13 +135,20 @@ class Section:
     """The values of the selector with which an option is used, by option. With other values it must
     keep its default. Options that are always used are left out.
     """
+    refused_unread: ClassVar[Sequence[str]] = ()
+    """Options that must keep their defaults where `applies` is false, besides those in `read_by`.
+    """
+    read_with: ClassVar[Mapping[str, tuple[str, str]]] = {}
+    """For an option whose use another option than the selector decides: that option, and the value
+    with which it is used, such as `= true`.
+    """
 
     def __post_init__(self) -> None:
         cls: Any = type(self)
         section = section_name(cls)
         for name, kind in option_types(cls).items():
             check_value(f"{section}.{name}" if section else name, getattr(self, name), kind)
-        self.refuse_unread(list(self.read_by))
+        self._refuse_unread()
         self.check_combination()
 
     def check_combination(self) -> None:
@@ -150,19 +157,43 @@ class Section:
         Sections override it.
         """
 
-    def refuse_unread(self, names: Sequence[str]) -> None:
-        """Raise `ConfigError` if one of the options `names` is set but not used.
-
-        The value of the selector decides which options are used.
-        """
+    def _refuse_unread(self) -> None:
+        """Raise `ConfigError` if an option that must be used is set but not used."""
         defaults = {field.name: field.default for field in fields(self)}
-        for name in names:
-            if not self.applies(name) and getattr(self, name) != defaults[name]:
-                section = section_name(type(self))
-                raise ConfigError(
-                    f"{section}.{name} is an option of {', '.join(self.readers(name))}; "
-                    f"{section}.{self.selector} is {getattr(self, self.selector)}"
-                )
+        for name in self.unread(self._values()):
+            value = getattr(self, name)
+            if value == defaults[name]:
+                continue
+            section = section_name(type(self))
+            if name in self.read_with:
+                setting = f"{section}.{' '.join(self.read_with[name])}"
+                raise ConfigError(f"{section}.{name} = {value} is read only with {setting}")
+            raise ConfigError(
+                f"{section}.{name} is an option of {', '.join(self.readers(name))}; "
+                f"{section}.{self.selector} is {getattr(self, self.selector)}"
+            )
+
+    def _values(self) -> dict[str, Any]:
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+    @classmethod
+    def unread(cls, values: Mapping[str, Any]) -> list[str]:
+        """Return the options in `values` that are refused unless they have their defaults.
+
+        `values` maps options of the section to values. All others have their defaults.
+        """
+        names = [name for name in (*cls.read_by, *cls.refused_unread) if name in values]
+        if not names:
+            return []
+        section = object.__new__(cls)  # the constructor would refuse the options
+        for field in fields(cls):
+            object.__setattr__(section, field.name, values.get(field.name, field.default))
+        return [name for name in names if not section.applies(name)]
+
+    @classmethod
+    def decides(cls, option: str) -> str:
+        """Return the option that decides whether `option` is used."""
+        return cls.read_with[option][0] if option in cls.read_with else cls.selector
 
     @classmethod
     def classes(cls) -> "Sequence[type[Section]]":
@@ -170,8 +201,13 @@ class Section:
         return (cls,)
 
     def with_options(self, **changes: Any) -> Self:
-        """Return a copy of the section in which some options have other values."""
-        return replace(self, **changes)
+        """Return a copy of the section in which some options have other values.
+
+        If the changes leave an option unused that must then have its default, it gets it.
+        """
+        defaults = {field.name: field.default for field in fields(self)}
+        resets = {name: defaults[name] for name in self.unread({**self._values(), **changes})}
+        return replace(self, **{**resets, **changes})
 
     @classmethod
     def readers(cls, option: str) -> list[str]:

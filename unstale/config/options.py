@@ -273,7 +273,46 @@ def stored_config(row: dict[str, Any], source: str = "config.json") -> RunConfig
     values = read_values(row, source)
     if "recipe" not in values:
         raise ConfigError(f"{source} has no option recipe")
+    for name in _unread(values):  # an older version may have stored one
+        del values[name]
     return override(RunConfig(recipe=values["recipe"]), values)
+
+
+def merged(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options by full name, with other values for some.
+
+    An option is left out if a change leaves it unused. So an arm of a comparison may select a
+    correction that does not use all options of the other arms.
+
+    >>> merged({"correction.low": 0.9, "steps": 2}, {"correction.control": "none"})
+    {'steps': 2, 'correction.control': 'none'}
+    """
+    joined = {**values, **changes}
+    for name, decider in _unread(joined).items():
+        if name not in changes and decider in changes:
+            del joined[name]
+    return joined
+
+
+def _unread(values: Mapping[str, Any]) -> dict[str, str]:
+    """Return the options in `values` that are refused unless they have their defaults.
+
+    The result maps each to the option that decides whether it is used. Names are full names, and
+    options that are not in `values` have their defaults.
+    """
+    found = {}
+    for section, cls in sections().items():
+        if not section:
+            continue
+        prefix = f"{section}."
+        own = {
+            name.removeprefix(prefix): value
+            for name, value in values.items()
+            if name.startswith(prefix)
+        }
+        for name in cls.unread(own):
+            found[prefix + name] = prefix + cls.decides(name)
+    return found
 
 
 def changed_options(before: RunConfig, now: RunConfig) -> dict[str, tuple[Any, Any]]:

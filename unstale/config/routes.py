@@ -35,8 +35,8 @@ class Needs:
     per batch.
     """
     inline: bool = False
-    """True if the route needs the current weights alone. Its `logps` is then called in every
-    training pass.
+    """True if the values depend on the weights of each training pass. `logps` is then called in
+    every pass, on its sequences, and not once per batch.
     """
     snapshots: bool = False
     """True if the route keeps past versions of the weights, as differences between versions. A

@@ -73,6 +73,7 @@ class TaskConfig(Section):
     """
 
     selector: ClassVar[str] = "isolate"
+    refused_unread: ClassVar = ("workers", "worker_memory_gb")
     reward_names: ClassVar[tuple[str, ...]] = ()
     """The named rewards of an episode. Empty if only the environment's code has them."""
 
@@ -92,7 +93,6 @@ class TaskConfig(Section):
     """
 
     def check_combination(self) -> None:
-        self.refuse_unread(["workers", "worker_memory_gb"])
         expected = task_class(self.env)
         if type(self) is not expected:
             raise ConfigError(f"the options of task.env {self.env!r} are a {expected.__name__}")
@@ -309,6 +309,9 @@ class RolloutConfig(Section):
 class EndpointConfig(Section):
     """The HTTP endpoint that external agents call. Other agents do not use these options."""
 
+    refused_unread: ClassVar = ("format_retries",)
+    read_with: ClassVar = {"format_retries": ("lenient", "= true")}
+
     lenient: bool = False
     """Ignore sampling parameters that the endpoint does not support, and count such calls, instead
     of refusing them.
@@ -325,6 +328,9 @@ class EndpointConfig(Section):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SelectionConfig(Section):
     """The training tasks that come again, from which a technique may choose."""
+
+    refused_unread: ClassVar = ("candidates",)
+    read_with: ClassVar = {"candidates": ("pool", "> 0")}
 
     pool: Count = 0
     """Number of training tasks in the pool. They come again and again, each time with other random

@@ -132,7 +132,10 @@ def restore(
         raise
     except (ValueError, KeyError) as error:
         raise CheckpointError(
-            f"the newest sound checkpoint of {run} does not belong to this run: {error!r}"
+            f"the newest sound checkpoint of {run} does not fit the options of the run "
+            f"({type(error).__name__}: {error}). Restore those in its config.json that decide what "
+            "a checkpoint holds: policy, trainer.optimizer, trainer.lora_*, old_logps.route, "
+            "techniques"
         ) from error
     policy.version_gaps = max(policy.version_gaps, stored.version_gaps, key=len)
     highest = max([stored.highest, *(first for first, _ in policy.version_gaps)])
@@ -197,4 +200,8 @@ def _newest_sound(
         except CheckpointError as error:
             cause = cause or error
             on_event("checkpoint_unsound", name=row.name, error=str(error))
-    raise CheckpointError(f"{run} has no sound checkpoint to resume from") from cause
+    reason = f"the newest one is damaged: {cause}" if cause else "its journal lists none"
+    raise CheckpointError(
+        f"{run} has no sound checkpoint to resume from; {reason}. Restore the folder from a copy, "
+        "or start a new run"
+    ) from cause

@@ -109,7 +109,7 @@ class Chat:
         self._other_chats: dict[str, Chat] = {}
         self._recent = _Recent(_MAX_RECENT_BYTES)
         self._number = next(_NUMBERS)
-        """Tells the tokens of this format in `_recent` from those of others."""
+        """Part of the keys of `_recent`, which formats with other tools share."""
         self._tools_json = json.dumps(self._tools, default=str, ensure_ascii=False)
         self._tools_have_marks = bool(self._mark_start.search(self._tools_json))
         self._longest_seam = max(map(_longest_seam, (self._tools_json, self._template)))

@@ -72,7 +72,7 @@ class DraftEdit:
         return Turn((Message("user", self._request),))
 
     async def _reward_of(self, draft: Message) -> float | None:
-        """Return the reward of a draft as if it were the last reply. None if it would not be."""
+        """Return the reward of a draft as the only reply. None if the episode would continue."""
         env = self._make()
         await call(env.begin)
         turn = await call(env.step, draft)

@@ -167,6 +167,10 @@ class SynthesisConfig(DraftEditConfig):
             raise ConfigError("task.measure needs all tasks: leave task.pass_rates empty")
 
 
+_TEXT_OPTIONS = ("topics", "easiest", "hardest", "held_out", "tasks_seed")
+"""The options on which the text of the training task of a given number depends."""
+
+
 @dataclass(frozen=True, slots=True)
 class Puzzle:
     """A task that was kept."""
@@ -195,7 +199,8 @@ class SynthesisTasks(ListedTasks):
         puzzles = [next(drawn) for _ in range(options.held_out + options.size)]
         held_out, train = puzzles[: options.held_out], puzzles[options.held_out :]
         if options.pass_rates:
-            rates = read_pass_rates(Path(options.pass_rates), f"{self.name}/train/")
+            shared = {f"task.{name}": getattr(options, name) for name in _TEXT_OPTIONS}
+            rates = read_pass_rates(Path(options.pass_rates), f"{self.name}/train/", shared)
             train = [
                 puzzle
                 for place, puzzle in enumerate(train)
@@ -285,15 +290,19 @@ class PuzzleEnv:
         return Turn((), done=True, rewards={"success": is_right}, facts=facts)
 
 
-def read_pass_rates(path: Path, prefix: str) -> dict[int, float]:
+def read_pass_rates(path: Path, prefix: str, shared: Mapping[str, Any]) -> dict[int, float]:
     """Return the share of successful attempts at each task of a file of `unstale eval --save`.
 
-    Tasks are given by the number after `prefix` in their key. Raises `ConfigError` if the file
-    cannot be read, or has no such task.
+    Tasks are given by the number after `prefix` in their key. `shared` are options by name that the
+    evaluation must have had, too. Raises `ConfigError` if the file cannot be read, is of other
+    options, or has no such task.
     """
     attempts: dict[int, list[bool]] = {}
+    stored: dict[str, Any] = {}
     try:
-        for line in path.read_text(encoding="utf-8").splitlines()[1:]:
+        first, *lines = path.read_text(encoding="utf-8").splitlines() or [""]
+        stored |= json.loads(first)
+        for line in lines:
             row = json.loads(line)
             if row["task"].startswith(prefix):
                 place = int(row["task"].removeprefix(prefix))
@@ -304,6 +313,13 @@ def read_pass_rates(path: Path, prefix: str) -> dict[int, float]:
         raise ConfigError(
             f"task.pass_rates {path} is no file of `unstale eval --save`: {error}"
         ) from error
+    for name, value in shared.items():
+        if stored.get(name, value) != value:
+            raise ConfigError(
+                f"task.pass_rates {path} has pass rates of other tasks: they were measured with "
+                f"{name} {stored[name]}, and this run has {value}. Measure them again, or set "
+                f"--{name} {stored[name]}"
+            )
     if not attempts:
         raise ConfigError(
             f"task.pass_rates {path} has no training task: measure them with --task.measure true"

@@ -38,11 +38,18 @@ def equal_reach(config: RunConfig, reference: RunConfig) -> Fix:
                 'before a run, so its reach cannot be made equal; leave out `reach = "equal"`'
             )
         return {"objective.clip_low": rule.clip_low, "objective.clip_high": rule.clip_high}
+    band = {
+        "low": min(config.correction.low, low / s_low),
+        "high": max(config.correction.high, high / s_high),
+    }
     return {
         "objective.clip_low": 1 - s_low,
         "objective.clip_high": s_high - 1,
-        "correction.low": min(config.correction.low, low / s_low),
-        "correction.high": max(config.correction.high, high / s_high),
+        **{
+            f"correction.{name}": limit
+            for name, limit in band.items()
+            if config.correction.applies(name)
+        },
     }
 
 

@@ -153,7 +153,8 @@ class _Head(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor, grad_entropy: Tensor) -> tuple[Tensor | None, ...]:
         rows, weight, bias, targets, total, entropy = ctx.saved_tensors
         temperature, with_entropy = ctx.options
-        for_rows, for_weight, for_bias = (  # sum over tiles in float32 and round once
+        # The product of each tile is rounded to the dtype of `rows`. The sum over tiles is not.
+        for_rows, for_weight, for_bias = (
             torch.zeros_like(tensor, dtype=total.dtype) if needed else None
             for tensor, needed in zip((rows, weight, bias), ctx.needs_input_grad, strict=False)
         )

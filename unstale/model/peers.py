@@ -109,8 +109,9 @@ class Peers:
     def fail_together(self, kinds: tuple[type[Exception], ...]) -> Iterator[None]:
         """If any rank raises an error of these kinds in the context, raise it on every rank.
 
-        Without this, the other ranks would wait for that rank forever. The context's body must not
-        wait for other ranks.
+        Without this, the other ranks would wait for that rank forever. The body of the context may
+        have collectives, such as those of a divided model, only if errors of these kinds are raised
+        after the last one, or on all ranks.
         """
         error: Exception | None = None
         try:

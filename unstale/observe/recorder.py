@@ -132,6 +132,18 @@ class Recorder:
             f"episode {episode} of {failure.task.key} failed in {failure.stage}: {failure.error}"
         )
 
+    def held_out_failure(self, episode: int, failure: "Failure", final: bool) -> None:
+        """Log an evaluation's episode whose environment failed.
+
+        `episode` is left out, because it counts the episodes of one evaluation, and training
+        episodes have the same numbers.
+        """
+        self.event("episode_failed", held_out=True, final=final, **_describe(failure))
+        self._watcher.note(
+            f"an episode of the held-out task {failure.task.key} failed in {failure.stage}: "
+            f"{failure.error}"
+        )
+
     def blocked(self, name: str, seconds: float) -> None:
         """Log user code that blocked the event loop.
 

@@ -31,6 +31,8 @@ MAX_TRAINERS = 1024
 """Largest number of training devices that an error message suggests."""
 MAX_RUNNING = 256
 """Largest number of replies that an engine samples at once: vLLM's default `max_num_seqs`."""
+SYNCHRONOUS_ROUTE = "current_recompute"
+"""The old-logit route of synchronous training, in which it is exact."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -327,12 +329,29 @@ def with_route(candidate: Candidate, name: str) -> Candidate | None:
     return best_or_none(candidate.request, name, candidate.schedule)
 
 
-def synchronous(request: PlanRequest, schedule: ScheduleConfig) -> Candidate:
-    """Return the best synchronous candidate.
+def synchronous(request: PlanRequest, schedule: ScheduleConfig) -> Candidate | None:
+    """Return the best synchronous candidate. None if it does not fit all devices.
 
     Its old-logit route is `current_recompute`. That is exact here, because the current weights
     sampled all tokens.
     """
     in_turns = replace(schedule, max_staleness=0, lookahead_window=1)
-    options = candidates(request, "current_recompute", in_turns, colocated=True)
-    return max(options, key=lambda candidate: candidate.rate)
+    options = candidates(request, SYNCHRONOUS_ROUTE, in_turns, colocated=True)
+    return max(options, key=lambda candidate: candidate.rate, default=None)
+
+
+def why_not_synchronous(request: PlanRequest) -> str:
+    """Return the reason why `synchronous` finds no candidate."""
+    setup = replace(request.setup, gradient_checkpointing=True)
+    route = route_cost(SYNCHRONOUS_ROUTE)
+    sizes = [
+        str(size)
+        for size in setup.context_sizes
+        if size <= request.devices and replace(setup, context=size).fits(request.devices, route)
+    ]
+    if not sizes:
+        return f"training does not fit {request.devices} {setup.device.name}"
+    return (
+        f"a pass over {setup.pass_tokens:,.0f} tokens must be divided among {' or '.join(sizes)} "
+        f"devices to fit, and {request.devices} is no multiple of that"
+    )

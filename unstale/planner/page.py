@@ -13,7 +13,7 @@ from unstale.config import SHIPPED_POLICIES
 from unstale.config.routes import routes
 from unstale.observe.report.words import KEEPS_PACE
 from unstale.planner.analytic import STATE_BYTES
-from unstale.planner.candidates import Candidate
+from unstale.planner.candidates import Candidate, why_not_synchronous
 from unstale.planner.route_costs import route_cost
 from unstale.planner.suggest import (
     AVERAGE,
@@ -93,12 +93,9 @@ def reasons(suggestion: Suggestion) -> Iterator[str]:
     yield f"{busy}. Other splits: {others}" if others else busy
     yield _engine_memory(best.candidate)
     yield from _trainer_memory(best.candidate)
-    synchronous = suggestion.synchronous
     yield (
         f"Tokens are {result.staleness_mean:.2f} versions old on average. Synchronous training, "
-        f"with all GPUs sampling and training in turns, gives {synchronous.rate:,.0f} tokens/s "
-        f"(+-{synchronous.spread:.0%}). The suggestion is {best.rate / synchronous.rate:.2f} times "
-        "as fast"
+        f"with all GPUs sampling and training in turns, {_synchronous(suggestion)}"
     )
     for choice in suggestion.choices:
         schedule = choice.candidate.schedule
@@ -114,6 +111,17 @@ def reasons(suggestion: Suggestion) -> Iterator[str]:
             f"Engines pause {costs.load_s():.3g} s to load a version, and then compute their "
             "contexts again"
         )
+
+
+def _synchronous(suggestion: Suggestion) -> str:
+    """Return the throughput of synchronous training, or why it does not fit."""
+    best, synchronous = suggestion.best, suggestion.synchronous
+    if synchronous is None:
+        return f"is not possible: {why_not_synchronous(best.candidate.request)}"
+    return (
+        f"gives {synchronous.rate:,.0f} tokens/s (+-{synchronous.spread:.0%}). The suggestion is "
+        f"{best.rate / synchronous.rate:.2f} times as fast"
+    )
 
 
 def _engine_memory(candidate: Candidate) -> str:
@@ -318,7 +326,7 @@ def as_json(suggestion: Suggestion) -> dict[str, Any]:
             "context": best.costs.setup.context,
         },
         "expected": _choice_row(suggestion.best),
-        "synchronous": _choice_row(suggestion.synchronous),
+        "synchronous": _choice_row(suggestion.synchronous) if suggestion.synchronous else None,
         "reasons": list(reasons(suggestion)),
         "command": command(best),
         "missing": list(missing(best)),

@@ -2,7 +2,8 @@
 
 import json
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any, Self
 
 from unstale.config import ConfigError, RunConfig
 from unstale.config.options import stored_config
-from unstale.durability.journal import Journal, trained_episodes
+from unstale.durability.journal import Journal, JournalError, JournalReader, trained_episodes
 from unstale.durability.run_folder import RunFolder, plain
 from unstale.planner.workload import EpisodeShape, Prefix, TurnShape
 from unstale.records import Sampled, Trajectory
@@ -130,7 +131,7 @@ class RecordedRun:
             )
         events = list(folder.rows("events.jsonl"))
         versions: dict[int, list[int]] = defaultdict(list)
-        with Journal.read(run) as journal:
+        with _open_journal(run) as journal:
             for row in trained_episodes(journal):
                 versions[row["step"]].append(max(1, len(row["versions"])))
         steps = recorded_steps(
@@ -177,6 +178,18 @@ class RecordedRun:
             call_s=row["call_s"],
             cores=row["cores"],
         )
+
+
+@contextmanager
+def _open_journal(run: Path) -> Iterator[JournalReader]:
+    """Open the journal of a run folder. Raises `ConfigError` if it is missing or damaged."""
+    try:
+        with Journal.read(run) as journal:
+            yield journal
+    except (OSError, JournalError) as error:
+        raise ConfigError(
+            f"the journal of {run} cannot be read, and its episodes are needed: {error}"
+        ) from error
 
 
 def require_separate_times(name: str, config: RunConfig) -> None:
@@ -278,7 +291,7 @@ def recorded_groups(
 ) -> tuple[tuple[tuple[EpisodeShape, ...], ...], float]:
     """Return the episodes of a run's journal by group, and the mean seconds of a tool call."""
     groups: dict[int, list[Trajectory]] = defaultdict(list)
-    with Journal.read(run) as journal:
+    with _open_journal(run) as journal:
         for record in journal.trajectories():
             groups[record.group].append(record.trajectory)
         ((finished, results),) = journal.rows(RESULTS)

@@ -74,9 +74,9 @@ class Suggestion:
     """The suggested configuration, and those with which it was compared."""
 
     best: SimulatedCandidate
-    synchronous: SimulatedCandidate
+    synchronous: SimulatedCandidate | None
     """The best candidate for synchronous training. Its devices alternate between sampling and
-    training.
+    training. None if they cannot.
     """
     choices: tuple[SimulatedCandidate, ...]
     """The best candidate for each schedule that was tried. All of them were simulated."""
@@ -127,7 +127,14 @@ def suggest(request: PlanRequest) -> Suggestion:
     by_name = {route.name: simulated(route) for route in (*near, *average)} | {name: central}
     best = _smallest([central, *(by_name[each.name] for each in exact if each.name in by_name)])
     in_turns = synchronous(request, central.candidate.schedule)
-    return Suggestion(best, simulated(in_turns), choices, splits, tuple(by_route), by_name)
+    return Suggestion(
+        best,
+        simulated(in_turns) if in_turns else None,
+        choices,
+        splits,
+        tuple(by_route),
+        by_name,
+    )
 
 
 def _best_schedule(

@@ -284,8 +284,8 @@ async def find_flaw(
 
     The technique `flaw` reads them (docs/techniques.md). `flaw` is 1 if the judge's score is below
     `least`, and `flaw_unread` is 1 if its answer was no verdict, which does not count as a flaw
-    (FAPO, arXiv 2510.22543). Of a failure, the judge is not asked. Raises the other errors of
-    `LLMJudge.verdict`.
+    (FAPO, arXiv 2510.22543). Both are 0 without a call to the judge if `success` is False. Raises
+    the other errors of `LLMJudge.verdict`.
     """
     if not success:
         return {"flaw": 0.0, "flaw_unread": 0.0}

@@ -73,7 +73,7 @@ class GroupRow:
 
     @property
     def ended(self) -> GroupEnd:
-        """How the group ended.
+        """The end of the group.
 
         "failed" means that none of its episodes finished, even if the group was in a batch.
         """
@@ -233,9 +233,9 @@ class JournalReader:
                         yield {"step": sample["step"], **dict(zip(columns, values, strict=True))}
 
     def outcomes(self, number: int) -> tuple[bool, ...]:
-        """Return the results of the last `number` episodes, oldest first.
+        """Return the results of the newest `number` episodes that have one, oldest first.
 
-        True means that the episode finished, False that it failed for good.
+        An episode has the result of its newest attempt: True if it finished, False if it failed.
         """
         rows = self.rows(
             f"""SELECT trajectories.episode IS NOT NULL

@@ -112,7 +112,7 @@ def _summarize(attempts: Sequence[_Attempt]) -> Row:
         "kinds": {name: _statistics(members) for name, members in kinds.items() if members},
         "buckets": _buckets(ended),
         "contrast": contrast(lost, kept),
-        "curve": _curve(_lengths(ended), _lengths(by_fate["trained"])),
+        "curve": length_curve(_lengths(ended), _lengths(by_fate["trained"])),
     }
 
 
@@ -196,10 +196,10 @@ def contrast(lost: Sequence[float], kept: Sequence[float]) -> Row | None:
     }
 
 
-def _curve(ended: Sequence[int], trained: Sequence[int]) -> list[list[Any]]:
+def length_curve(ended: Sequence[int], trained: Sequence[int]) -> list[list[Any]]:
     """Return two cumulative shares at evenly spaced quantiles of the lengths of ended attempts.
 
-    The first is of ended attempts, the second of trained ones.
+    The first share is of ended attempts, the second of trained ones. Both sequences are sorted.
     """
     if not ended or not trained:
         return []

@@ -246,5 +246,20 @@ def _dump_numbers(values: Mapping[str, float]) -> str:
     return json.dumps({name: float(value) for name, value in values.items()})
 
 
+_REMEDIES = {
+    "disk is full": "Free space on its disk",
+    "readonly": "Make the file and its folder writable",
+    "locked": "End the other program that has it open",
+    "unable to open": "Check that the file and its folder exist and can be read",
+    "malformed": "Check the disk, and restore the run folder from a copy",
+    "not a database": "Check the disk, and restore the run folder from a copy",
+    "disk I/O error": "Check that its disk works and is mounted",
+}
+"""What a user should do, by words in the cause of an error."""
+
+
 def journal_error(path: Path, cause: object) -> JournalError:
-    return JournalError(f"the journal {path} failed: {cause}")
+    """Return an error whose text names the file, the cause and, if known, what to do."""
+    text = str(cause)
+    remedy = next((each for words, each in _REMEDIES.items() if words in text), "")
+    return JournalError(f"the journal {path} failed: {text}{f'. {remedy}' if remedy else ''}")

@@ -4,11 +4,9 @@ All comes from the index, so it is live. The number of rows of an answer is boun
 """
 
 import re
-from bisect import bisect_right
-from collections.abc import Sequence
 from typing import Any
 
-from unstale.durability.journal.survivors import KEPT, LOST, contrast
+from unstale.durability.journal.survivors import KEPT, LOST, contrast, length_curve
 from unstale.durability.run_folder import Row
 from unstale.observe.dashboard.database import Database
 from unstale.observe.dashboard.timeline import shares
@@ -19,9 +17,6 @@ MAX_REASONS = 20
 MAX_LAGS = 12
 MAX_EPISODES = 100_000
 """Newest episodes from which lengths are computed."""
-
-CURVE = 20
-"""Points of a curve of lengths."""
 
 _GAUGE = re.compile(r"engine_([0-9]{1,4})/([a-z_]+)")
 
@@ -144,20 +139,10 @@ def attempts(database: Database) -> Row:
     sentence, is_biased = survivorship(place) if lengths else ("", False)
     return {
         "kinds": kinds,
-        "curve": _curve(ended, trained),
+        "curve": length_curve(ended, trained),
         "sentence": sentence,
         "is_biased": is_biased,
     }
-
-
-def _curve(ended: Sequence[float], trained: Sequence[float]) -> list[list[float]]:
-    if not ended or not trained:
-        return []
-    points = sorted({ended[(len(ended) - 1) * part // CURVE] for part in range(CURVE + 1)})
-    return [
-        [point, *(bisect_right(values, point) / len(values) for values in (ended, trained))]
-        for point in points
-    ]
 
 
 def examples(database: Database) -> list[Row]:

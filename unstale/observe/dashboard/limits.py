@@ -8,7 +8,7 @@ its limits is then a limit on the sum.
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -134,8 +134,8 @@ def changed_settings(own: Settings, changes: Mapping[str, str]) -> Settings:
             spec = spec.with_options(**values["old_logps"])
         else:
             spec = OldLogpsConfig(route=route, **values["old_logps"])
-        correction = _changed(config.correction, values["correction"])
-        objective = _changed(config.objective, values["objective"])
+        correction = config.correction.with_options(**values["correction"])
+        objective = config.objective.with_options(**values["objective"])
     except ConfigError as error:
         raise BadQuestion(str(error)) from error
     stored = is_own or (spec.exact and config.old_logps.exact)
@@ -148,20 +148,6 @@ def changed_settings(own: Settings, changes: Mapping[str, str]) -> Settings:
         except ConfigError as error:
             raise BadQuestion(str(error)) from error
     return Settings(changed, "" if stored else route)
-
-
-def _changed(section: Any, values: dict[str, Any]) -> Any:
-    """Return a section with other values. Options that a new selector does not use are reset."""
-    selector = values.get(section.selector, getattr(section, section.selector))
-    if selector != getattr(section, section.selector):
-        kept = {
-            name: getattr(section, name)
-            for name in (each.name for each in fields(section))
-            if name != section.selector
-            and (not section.readers(name) or selector in section.readers(name))
-        }
-        return type(section)(**kept | values)
-    return section.with_options(**values)
 
 
 def _with_sections(

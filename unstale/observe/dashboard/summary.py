@@ -264,11 +264,12 @@ def lags(database: Database, points: int = 300) -> Row:
 
 
 def failures(database: Database, limit: int = MAX_EVENTS) -> Row:
-    """Return the newest episodes that failed for good, and the number of all."""
+    """Return the newest training episodes that failed for good, and the number of all."""
     # CASE, because SQLite may evaluate the operands of AND in any order
     condition = (
         "kind = 'episode_failed' AND CASE WHEN json_valid(fields) "
-        "THEN coalesce(json_extract(fields, '$.final'), 1) ELSE 0 END"
+        "THEN coalesce(json_extract(fields, '$.final'), 1) "
+        "AND NOT coalesce(json_extract(fields, '$.held_out'), 0) ELSE 0 END"
     )
     ((count,),) = database.rows(f"SELECT count(*) FROM events WHERE {condition}")
     rows = database.rows(
@@ -284,10 +285,15 @@ def failures(database: Database, limit: int = MAX_EVENTS) -> Row:
 
 
 def log(database: Database, after: int = 0, limit: int = MAX_EVENTS) -> list[Row]:
-    """Return events other than activities, evaluations and failures, newest first."""
+    """Return events other than activities, evaluations and failed training episodes.
+
+    The newest comes first.
+    """
     rows = database.rows(
-        "SELECT id, time, kind, fields FROM events WHERE id > ? "
-        "AND kind NOT IN ('eval', 'episode_failed') ORDER BY id DESC LIMIT ?",
+        "SELECT id, time, kind, fields FROM events WHERE id > ? AND kind != 'eval' "
+        "AND (kind != 'episode_failed' OR CASE WHEN json_valid(fields) "
+        "THEN coalesce(json_extract(fields, '$.held_out'), 0) ELSE 0 END) "
+        "ORDER BY id DESC LIMIT ?",
         (after, max(1, min(limit, MAX_EVENTS))),
     )
     return [

@@ -324,7 +324,8 @@ class Comparison:
     def budget(self, unit: Unit) -> TrainingBudget | None:
         """Return the largest amount of training that all finished runs reached.
 
-        The result is None if a run did not record it, or if times cannot be compared.
+        Finished runs that did not record it are left out. The result is None if none recorded it,
+        or if times cannot be compared.
         """
         if unit == "minutes" and self.shared_machine:
             return None

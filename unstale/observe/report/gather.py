@@ -104,6 +104,8 @@ class Gathered:
     health: TrainingHealth
     failures: list[Row]
     num_failures: int
+    num_held_out_failures: int
+    """Number of episodes of evaluations that failed. They are in no other number of failures."""
     forks: list[Row]
     started: Row
     stopped: Row
@@ -183,7 +185,8 @@ def gather(path: Path) -> Gathered:
     for event in folder.rows(EVENTS):
         events.setdefault(str(event.get("kind")), []).append(event)
     spans = _spans(events.get("span", ()))
-    failures = [event for event in events.get("episode_failed", ()) if event.get("final", True)]
+    failed = [event for event in events.get("episode_failed", ()) if event.get("final", True)]
+    failures = [event for event in failed if not event.get("held_out")]
     last = step_of(trained[-1]) if trained else 0
     samples, conversations = _read_journal(folder, last)
     points, audited, seen = _points(samples)
@@ -206,6 +209,7 @@ def gather(path: Path) -> Gathered:
         health=examine(trained),
         failures=failures[:MAX_FAILURES],
         num_failures=len(failures),
+        num_held_out_failures=len(failed) - len(failures),
         forks=events.get("forked", []),
         started=events.get("started", [{}])[-1],
         stopped=events.get("stopped", [{}])[-1],

@@ -30,6 +30,8 @@ if TYPE_CHECKING:  # `records` imports torch
 
 TEXT_EVERY = 10
 """Number of steps from one sample text to the next. The first is of step 1."""
+CLOSE_S = 120.0
+"""Largest number of seconds that the end of a run waits for trackers. Some send what is pending."""
 
 
 OutcomeKind = Literal["finished", "stopped", "failed"]
@@ -51,8 +53,8 @@ class Sink(Protocol):
     """Receives the metrics and sample texts of a run. A tracker implements it.
 
     All calls are made in one thread of the run that does nothing else, so they may wait. If a call
-    raises an error, the run continues with a warning and does not call this tracker again. A
-    resumed run writes the steps after its last checkpoint a second time.
+    raises an error, the run continues with a warning, and closes this tracker. A resumed run writes
+    the steps after its last checkpoint a second time.
     """
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -66,7 +68,8 @@ class Sink(Protocol):
     def close(self, outcome: RunOutcome) -> None:
         """Write what is pending, store how the run ended, and close.
 
-        No method is called afterwards.
+        No method is called afterwards. If another method raised an error, `outcome` has the kind
+        `failed`, also if the run continues.
         """
         ...
 
@@ -173,19 +176,24 @@ class Trackers:
     def failures(self) -> Iterator[tuple[str, BaseException]]:
         """Yield each tracker that failed since the last call, with its error.
 
-        It is not used again.
+        It is closed and not used again. After `close`, trackers that it did not wait for have
+        failed, too.
         """
         while self._calls and self._calls[0][1].done():
             name, call = self._calls.popleft()
             error = call.exception()
-            if error and self.sinks.pop(name, None):
-                yield name, error
+            if not error or not (sink := self.sinks.pop(name, None)):
+                continue
+            if not self._is_closed:
+                lost = RunOutcome("failed", f"later metrics were not sent: {error}")
+                self._calls.append((name, self._thread.submit(sink.close, lost)))
+            yield name, error
+        if self._is_closed:
+            for name in dict.fromkeys(name for name, _ in self._calls):
+                if self.sinks.pop(name, None):
+                    yield name, TimeoutError("it did not end in time, and some metrics may be lost")
 
-    def close(
-        self,
-        outcome: RunOutcome = _ENDED_EARLY,
-        timeout_s: float | None = None,
-    ) -> None:
+    def close(self, outcome: RunOutcome = _ENDED_EARLY, timeout_s: float = CLOSE_S) -> None:
         """Close the trackers after all that was sent is written. A second call does nothing.
 
         After `timeout_s` seconds, trackers that are not closed yet are not waited for.
@@ -193,8 +201,8 @@ class Trackers:
         if not self._is_closed:
             self._is_closed = True
             self._call(lambda sink: sink.close(outcome))
-            wait([call for _, call in self._calls], timeout_s)
-            self._thread.shutdown(wait=timeout_s is None)
+            _, late = wait([call for _, call in self._calls], timeout_s)
+            self._thread.shutdown(wait=not late)
 
     def _call(self, action: Callable[[Sink], None]) -> None:
         for name, sink in self.sinks.items():
