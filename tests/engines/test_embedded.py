@@ -76,6 +76,7 @@ from unstale.engines.embedded.worker import build_runner
 from unstale.engines.registry import EngineOptions
 from unstale.native import NotCompiled
 from unstale.records import Sampled
+from unstale.weights import child_process
 
 pytestmark = pytest.mark.usefixtures("forked_children")
 
@@ -915,6 +916,34 @@ def test_a_killed_process_fails_everyone_at_once(
             ):
                 with pytest.raises(EngineDied, match="signal 9"):
                     await call
+
+    asyncio.run(live())
+
+
+def test_a_start_that_fails_does_not_make_the_next_one_wait(
+    folder: Path, update: Mapping[str, Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The system may refuse a new process, for instance because memory is short."""
+
+    def refuse(*arguments: Any, **options: Any) -> Any:
+        raise OSError("no process can be created")
+
+    async def live() -> None:
+        async with _engine(folder, update) as engine, asyncio.timeout(LIMIT_S):
+            pending = asyncio.ensure_future(engine.sample([1], _params(500)))
+            await engine.sample([1, 2], _params(1))
+            os.kill(engine.pid, signal.SIGKILL)
+            with pytest.raises(EngineDied, match="signal 9"):
+                await pending
+            with monkeypatch.context() as patch:
+                patch.setattr(child_process.subprocess, "Popen", refuse)
+                for _ in range(2):
+                    with pytest.raises(OSError, match="no process can be created"):
+                        await engine.start()
+            await engine.start()
+            await engine.load(update, 1)
+            await engine.resume()
+            assert (await engine.sample([1], _params(1))).piece.version == 1
 
     asyncio.run(live())
 
