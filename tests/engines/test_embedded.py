@@ -8,6 +8,7 @@ ignores Ctrl-C.
 """
 
 import asyncio
+import json
 import os
 import re
 import shutil
@@ -75,6 +76,7 @@ from unstale.engines.embedded.worker import build_runner
 from unstale.engines.registry import EngineOptions
 from unstale.native import NotCompiled
 from unstale.records import Sampled
+from unstale.weights import child_process
 
 pytestmark = pytest.mark.usefixtures("forked_children")
 
@@ -295,6 +297,40 @@ def test_who_is_served_slowly_is_told_why(tmp_path: Path, kind: str, says: str) 
 def test_experts_in_every_layer_are_decoded(kind: str, name: str, tmp_path: Path) -> None:
     _model(kind).save_pretrained(tmp_path)
     assert build_runner(tmp_path, dtype="float32", max_slots=2, max_context=64).name == name
+
+
+PACKED_QWEN3 = "transformers Qwen3ForCausalLM, packed"
+DEFAULT_ROPE = {"rope_type": "default", "rope_theta": 1e4}
+
+
+@pytest.mark.parametrize(
+    ("settings", "name"),
+    [
+        ({"rope_scaling": {"type": "default", "rope_theta": 5e5}}, "qwen3 decoder"),
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, PACKED_QWEN3),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, PACKED_QWEN3),
+        (
+            {"rope_scaling": {"type": "yarn", "factor": 4.0}, "rope_parameters": DEFAULT_ROPE},
+            PACKED_QWEN3,
+        ),
+    ],
+)
+def test_rotary_embeddings_are_those_of_transformers(
+    settings: Mapping[str, Any], name: str, tmp_path: Path
+) -> None:
+    """Also if `config.json` has the older keys."""
+    _model("qwen3, tied").save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text())
+    del config["rope_parameters"]
+    path.write_text(json.dumps({**config, "max_position_embeddings": 512, **settings}))
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    batcher = _batcher(tmp_path)
+    assert batcher.runner.name == name
+    with torch.inference_mode():
+        batcher.load(_weights(model))
+    prompt = _text(100, seed=3)
+    assert _error(model, prompt, _run(batcher, _ask(0, prompt))[0]) < 1e-5
 
 
 def test_experts_without_a_compiler_are_packed(
@@ -880,6 +916,34 @@ def test_a_killed_process_fails_everyone_at_once(
             ):
                 with pytest.raises(EngineDied, match="signal 9"):
                     await call
+
+    asyncio.run(live())
+
+
+def test_a_start_that_fails_does_not_make_the_next_one_wait(
+    folder: Path, update: Mapping[str, Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The system may refuse a new process, for instance because memory is short."""
+
+    def refuse(*arguments: Any, **options: Any) -> Any:
+        raise OSError("no process can be created")
+
+    async def live() -> None:
+        async with _engine(folder, update) as engine, asyncio.timeout(LIMIT_S):
+            pending = asyncio.ensure_future(engine.sample([1], _params(500)))
+            await engine.sample([1, 2], _params(1))
+            os.kill(engine.pid, signal.SIGKILL)
+            with pytest.raises(EngineDied, match="signal 9"):
+                await pending
+            with monkeypatch.context() as patch:
+                patch.setattr(child_process.subprocess, "Popen", refuse)
+                for _ in range(2):
+                    with pytest.raises(OSError, match="no process can be created"):
+                        await engine.start()
+            await engine.start()
+            await engine.load(update, 1)
+            await engine.resume()
+            assert (await engine.sample([1], _params(1))).piece.version == 1
 
     asyncio.run(live())
 

@@ -4,12 +4,14 @@ It leaves no unused folder and takes the user's environment variables except tho
 its parent dies it is terminated, then killed with all its children.
 """
 
+import asyncio
 import importlib.util
 import os
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
@@ -23,7 +25,9 @@ from tests.support.waits import LIMIT_S, wait_until
 from unstale.cli.session import train
 from unstale.cluster.gpus import gpu_memory_utilization
 from unstale.config import SHIPPED_POLICY, ConfigError, EngineConfig, RunConfig
+from unstale.engines import EngineDied, vllm_server
 from unstale.engines.registry import EngineOptions
+from unstale.engines.servers import vllm
 from unstale.engines.vllm_server import VllmServer, gpu_share, server_environment
 from unstale.lint.policy_files import num_weights
 from unstale.recipes import RECIPES
@@ -62,9 +66,62 @@ def test_flags_of_the_user_are_passed_on_and_those_of_the_run_are_refused(
     server.close()
     (command,) = started
     assert command[-4:] == list(flags) and "--gpu-memory-utilization=0.4" in command
-    for flag in ("--model=x", "--max_model_len", "--mod", "--gpu-memory-utilization=1", "--uds"):
-        with pytest.raises(ValueError, match=f"engine.args cannot set {flag}"):
+    refused = {
+        "--model=x": "set policy instead",
+        "--max_model_len": r"set engine\.max_context instead",
+        "--max-": r"set engine\.max_running or engine\.max_context instead",
+        "--mod": "set policy instead",
+        "--dtype=half": r"set engine\.dtype instead",
+        "--gpu-memory-utilization=1": r"set engine\.gpu_memory_utilization instead",
+        "--uds": "the run sets it itself",
+    }
+    for flag, remedy in refused.items():
+        with pytest.raises(ValueError, match=f"engine.args cannot set {flag}: {remedy}"):
             VllmServer(EngineOptions(tmp_path, args=(flag,)))
+
+
+def test_a_server_that_is_closed_during_its_start_does_not_outlive_its_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`close` comes while a thread still prepares the start. A later start works again."""
+    preparing, may_start = threading.Event(), threading.Event()
+    programs = iter([["sleep", "600"], ["true"]])
+    started: list[subprocess.Popen[bytes]] = []
+    begin = subprocess.Popen
+
+    def prepare(folder: Path, prefix: str) -> None:
+        preparing.set()
+        assert may_start.wait(LIMIT_S)
+
+    def popen(command: list[str], **_: Any) -> "subprocess.Popen[bytes]":
+        started.append(begin(next(programs), stdin=subprocess.PIPE, start_new_session=True))
+        return started[-1]
+
+    tiny_policy().save(tmp_path)
+    monkeypatch.setattr(vllm, "find_spec", lambda name: object())
+    monkeypatch.setattr(vllm_server, "remove_leftovers", prepare)
+    monkeypatch.setattr(subprocess, "Popen", popen)
+    engine = vllm.SPEC.make(EngineOptions(tmp_path))
+
+    async def main() -> None:
+        starting = asyncio.create_task(engine.start())
+        await asyncio.to_thread(preparing.wait, LIMIT_S)
+        starting.cancel()
+        closing = asyncio.create_task(engine.close())
+        await asyncio.wait([closing], timeout=0.2)
+        may_start.set()
+        await closing
+        await asyncio.get_running_loop().shutdown_default_executor()
+        assert [process.poll() is None for process in started] == [False]
+
+    async def start_again() -> None:
+        with pytest.raises(EngineDied, match="the server ended with exit code 0"):
+            await engine.start()
+        await engine.close()
+
+    asyncio.run(main())
+    asyncio.run(start_again())
+    assert len(started) == 2
 
 
 def test_without_vllm_the_run_ends_before_anything_starts(tmp_path: Path) -> None:

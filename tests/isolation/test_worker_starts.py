@@ -87,11 +87,19 @@ def test_the_start_of_a_worker_does_not_count_as_time_of_its_environment() -> No
     assert workers[2].calls == []
 
 
+class FakeTaskError(ZeroDivisionError):
+    """The error of a remote function. Its first line names only the function, as in Ray."""
+
+    def __init__(self, cause: Exception | None) -> None:
+        super().__init__(f"ray::EnvHost.call() (pid=7)\n  File ...\n{cause!r}")
+        self.cause = cause
+
+
 class FakeRay:
     """The parts of Ray that a worker uses, with one machine that answers or fails as told."""
 
     def __init__(self) -> None:
-        self.exceptions = SimpleNamespace(RayError=ZeroDivisionError)
+        self.exceptions = SimpleNamespace(RayError=ZeroDivisionError, RayTaskError=FakeTaskError)
         self.place_error: Exception | None = None
         self.call_error: Exception | None = None
         self.placing = threading.Event()
@@ -169,6 +177,20 @@ def test_an_error_of_ray_ends_its_worker_and_the_next_episode_gets_another(
             await env.close()  # type: ignore[attr-defined]
             await tasks.workers.assign("mixed/train/0").ready()
         assert (ray.num_placed, ray.num_killed) == (2, 2)
+
+    virtual_clock.run(main())
+
+
+def test_an_error_in_the_host_of_a_worker_is_shown(ray: FakeRay) -> None:
+    tasks = on_ray()
+
+    async def main() -> None:
+        async with tasks:
+            ray.call_error = FakeTaskError(OSError("too many open files"))
+            env = tasks.env(Task("mixed", "train", 0), 5)
+            with pytest.raises(EnvError, match=r"at call: OSError: too many open files$"):
+                await env.begin()
+            await env.close()  # type: ignore[attr-defined]
 
     virtual_clock.run(main())
 

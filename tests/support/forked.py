@@ -188,9 +188,10 @@ class ForkedChild:
     def kill(self) -> None:
         self._process.kill()
 
-    def wait(self) -> int:
-        self._process.join()
-        assert self._process.exitcode is not None
+    def wait(self, timeout: float | None = None) -> int:
+        self._process.join(timeout)
+        if self._process.exitcode is None:
+            raise subprocess.TimeoutExpired("a forked child", timeout or 0)
         return self._process.exitcode
 
 

@@ -18,11 +18,16 @@ from unstale.weights import child_process
 from unstale.weights.child_process import Child, ChildFrozen, receive_options, start_early
 
 _PROGRAM = """
-import socket
+import signal, socket, sys
 
 def main(descriptor, options):
     with socket.socket(fileno=descriptor) as connection:
         while asked := connection.recv(1):
+            if asked == b"q":
+                connection.close()
+                print("no way out", file=sys.stderr, flush=True)
+                while True:
+                    signal.pause()
             if asked == b"h":
                 # A single call holds the interpreter: no other thread runs until it returns.
                 sum(range(2 * 10**8))
@@ -106,6 +111,18 @@ def test_the_end_of_a_process_is_an_empty_read(start: Start) -> None:
     assert "ended with signal 9" in child.last_words()
     with pytest.raises((BrokenPipeError, ConnectionResetError)):
         child.sendall(b"c")
+
+
+def test_a_process_that_closes_its_socket_without_ending_is_killed(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    child = start()
+    child.sendall(b"q")
+    assert child.recv(1) == b""
+    monkeypatch.setattr(child_process, "_EXIT_S", 0.5)
+    words = child.last_words()
+    assert "closed its connection, did not end within 0.5 s and was killed:\nno way out" in words
+    assert not _is_alive(child.pid)
 
 
 @pytest.fixture

@@ -27,7 +27,16 @@ from safetensors.torch import load
 from torch import Tensor
 
 from unstale.weights.bits import checksum, words
-from unstale.weights.codec import Encoded, advance, apply, dumps, encode, file_of, loads
+from unstale.weights.codec import (
+    Encoded,
+    advance,
+    apply,
+    dumps,
+    encode,
+    file_of,
+    loads,
+    read_tensors,
+)
 from unstale.weights.store import Delta, StoreFull, VersionStore
 
 DTYPES = (
@@ -586,3 +595,25 @@ def test_whole_weights_are_a_file_of_their_own_memory(dtype: torch.dtype) -> Non
 def test_what_safetensors_has_no_name_for_is_refused() -> None:
     with pytest.raises(ValueError, match=r"w is torch\.complex128, which is not one of .*bfloat16"):
         file_of({"w": torch.zeros(2, dtype=torch.complex128)})
+
+
+def test_a_tensor_file_that_is_cut_short_or_damaged_is_refused_by_name(tmp_path: Path) -> None:
+    """A part that is missing must not be read as zeros, which may be what was written."""
+    tensors = {"a": torch.zeros(5), "b": torch.zeros(3, dtype=torch.int64)}
+    whole = b"".join(file_of(tensors))
+    path = tmp_path / "state.safetensors"
+    path.write_bytes(whole)
+    read = dict(read_tensors(path))
+    assert read.keys() == tensors.keys()
+    assert all(torch.equal(read[name], tensors[name]) for name in tensors)
+    cases = {
+        whole[:-1]: "a has 19 of its 20 bytes",
+        whole[:-25]: "b has 19 of its 24 bytes",
+        whole[:40]: "JSONDecodeError",
+        whole[:4]: "error",
+        whole.replace(b"[5]", b"[6]"): "6 numbers of F32 do not take 20 bytes",
+    }
+    for data, match in cases.items():
+        path.write_bytes(data)
+        with pytest.raises(ValueError, match=rf"state\.safetensors is not a whole .*{match}"):
+            list(read_tensors(path))

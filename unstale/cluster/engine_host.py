@@ -20,7 +20,7 @@ from unstale.cluster.posted_routes import PostedRoutes
 from unstale.cluster.weight_objects import Part, read_delta
 from unstale.engines import Engine, EngineDied, Reply, SamplingParams
 from unstale.engines.embedded.shared_weights import SharedWeights
-from unstale.engines.pool import EnginePool, Recovery
+from unstale.engines.pool import EnginePool, Recovery, WeightsReplaced
 from unstale.engines.registry import EngineOptions
 from unstale.records import Sampled
 from unstale.weights.codec import advance
@@ -216,10 +216,13 @@ class _HeldWeights:
             self.version = version
 
     def copy(self, version: int) -> dict[str, Tensor]:
-        """Return a copy, for an engine that loads it while the weights may change."""
+        """Return a copy, for an engine that loads it while the weights may change.
+
+        Raises `WeightsReplaced` if they are of another version, which the pool then loads next.
+        """
         with self._lock:
             if self.version != version:
-                raise EngineDied(
+                raise WeightsReplaced(
                     f"the host holds version {self.version}, and the engine needs {version}"
                 )
             return {name: torch.clone(tensor) for name, tensor in self.shared.items()}

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from unstale.cluster.weight_objects import PostedStep, Reference, put, put_delta
 from unstale.weights.codec import file_header, file_of
-from unstale.weights.publish import PostedWeights
+from unstale.weights.publish import PostedWeights, num_bytes
 from unstale.weights.store import Delta
 
 
@@ -71,7 +71,7 @@ class WeightPosts:
         """Put a version into the store: its delta if there is one, otherwise all its weights."""
         if delta is None:
             cast = {name: tensor.detach().to(self._dtype) for name, tensor in weights.items()}
-            return self._post_full(version, put(file_of(cast)), [], _size(cast))
+            return self._post_full(version, put(file_of(cast)), [], num_bytes(cast))
         return self._post(PostedStep(delta.base, version, delta.nbytes, [put_delta(delta)]))
 
     def post_parts(self, step: PostedStep, layout: Mapping[str, Tensor]) -> VersionOfWeights:
@@ -82,7 +82,7 @@ class WeightPosts:
         if step.base != -1:
             return self._post(step)
         zeros = put([file_header(layout)[0]])
-        return self._post_full(step.version, zeros, step.deltas, _size(layout))
+        return self._post_full(step.version, zeros, step.deltas, num_bytes(layout))
 
     def at(self, version: int) -> VersionOfWeights:
         """Return a version that was posted, or that only the disk has."""
@@ -150,7 +150,3 @@ class WeightPosts:
             return None
         steps = self._steps[versions.index(held) : versions.index(version)]
         return [reference for step in steps for reference in step.deltas]
-
-
-def _size(weights: Mapping[str, Tensor]) -> int:
-    return sum(tensor.nbytes for tensor in weights.values())

@@ -10,7 +10,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from unstale.cluster.session import connect, first_line, import_ray
+from unstale.cluster.session import (
+    MAX_CONCURRENT,
+    connect,
+    first_line,
+    import_ray,
+    result_of,
+    summary,
+)
 from unstale.config import ClusterConfig
 from unstale.isolation.process import ConcurrentWorker, EpisodeWorker, WorkerEnded
 from unstale.isolation.tasks import StartWorker
@@ -18,8 +25,6 @@ from unstale.isolation.wire import Row
 from unstale.records import Task
 
 _PLACE_AGAIN_S = 1.0
-_MAX_CONCURRENT = 100_000
-"""Calls that a host serves at once. The run limits its episodes, so this is no limit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +170,7 @@ class RemoteWorker:
         placed = actor.options(
             num_cpus=1,
             max_restarts=0,
-            max_concurrency=_MAX_CONCURRENT,
+            max_concurrency=MAX_CONCURRENT,
             scheduling_strategy="SPREAD",
         )
         while not self.ended:
@@ -174,7 +179,7 @@ class RemoteWorker:
                 self._drop()
                 return
             try:
-                await _result(self._host.ping.remote())
+                await result_of(self._host.ping.remote())
             except ray.exceptions.RayError:
                 self._drop()
                 await asyncio.sleep(_PLACE_AGAIN_S)
@@ -194,6 +199,13 @@ class RemoteWorker:
         try:
             reference = getattr(self._host, method).remote(*arguments)
             answer = await self._result_of(reference)
+        except ray.exceptions.RayTaskError as error:  # the method raised an error there
+            cause = error.cause or error
+            self.end(
+                f"the host of a worker process failed at {method}: "
+                f"{type(cause).__name__}: {summary(cause)}"
+            )
+            raise WorkerEnded(self.ended) from None
         except (ray.exceptions.RayError, OSError, RuntimeError) as error:
             self.end(f"the machine of a worker process does not answer: {first_line(error)}")
             raise WorkerEnded(self.ended) from None
@@ -205,7 +217,7 @@ class RemoteWorker:
 
     async def _result_of(self, reference: Any) -> HostAnswer:
         """Wait for the result of a call, or until `end` cancels it."""
-        call = asyncio.ensure_future(_result(reference))
+        call = asyncio.ensure_future(result_of(reference))
         self._calls.add(call)
         try:
             await asyncio.wait([call])
@@ -219,10 +231,6 @@ class RemoteWorker:
         if call.cancelled():
             raise WorkerEnded(self.ended)
         return call.result()
-
-
-async def _result(reference: Any) -> Any:
-    return await reference
 
 
 def remote_workers(cluster: ClusterConfig) -> StartWorker:

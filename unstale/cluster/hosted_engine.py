@@ -10,7 +10,7 @@ from typing import Any
 
 from unstale.cluster.engine_host import EngineHost, HostOptions, HostReply, HostReport
 from unstale.cluster.engine_host_weights import VersionOfWeights
-from unstale.cluster.session import import_ray
+from unstale.cluster.session import MAX_CONCURRENT, import_ray, result_of, summary
 from unstale.cluster.weight_objects import Reference, put, put_delta
 from unstale.engines import (
     NOT_STARTED,
@@ -36,8 +36,6 @@ LOAD_S = 1200.0
 CLOSE_S = 20.0
 """Seconds in which a host may end its servers before it is killed."""
 _PLACEMENTS = 4
-_MAX_CONCURRENT = 100_000
-"""Calls that a host serves at once. The pool limits the replies, so this is no limit."""
 
 Handle = Any
 """A handle of a Ray actor `EngineHost`."""
@@ -47,7 +45,7 @@ def place(options: HostOptions) -> Handle:
     """Ask Ray for an actor on a machine with a free `RESOURCE`. It may have to wait for one."""
     actor = import_ray().remote(EngineHost)
     placed = actor.options(
-        num_cpus=0, resources={RESOURCE: 1}, max_restarts=0, max_concurrency=_MAX_CONCURRENT
+        num_cpus=0, resources={RESOURCE: 1}, max_restarts=0, max_concurrency=MAX_CONCURRENT
     )
     return placed.remote(options)
 
@@ -196,11 +194,11 @@ class HostedEngine:
                 host = await asyncio.to_thread(self._place)  # it pickles a class
             self._host = host
             try:
-                await session.while_alive(_result(host.ping.remote()))
+                await session.while_alive(result_of(host.ping.remote()))
             except exceptions.RayError as error:
                 self._drop()
                 if last:
-                    raise self._fail(session, _summary(error)) from error
+                    raise self._fail(session, summary(error)) from error
             else:
                 self._placed = True
                 return
@@ -224,7 +222,7 @@ class HostedEngine:
             raise EngineDied(NOT_STARTED)
         reference = getattr(self._host, method).remote(*args)
         try:
-            return await session.while_alive(_result(reference))
+            return await session.while_alive(result_of(reference))
         except asyncio.CancelledError:
             import_ray().cancel(reference)
             raise
@@ -233,10 +231,10 @@ class HostedEngine:
             if not isinstance(cause, Exception) or isinstance(
                 cause, EngineDied | exceptions.RayError
             ):
-                raise self._fail(session, _summary(cause or error)) from error
+                raise self._fail(session, summary(cause or error)) from error
             raise cause from None
         except exceptions.RayError as error:
-            raise self._fail(session, _summary(error)) from error
+            raise self._fail(session, summary(error)) from error
 
     async def _check_health(self) -> None:
         """Raise `EngineDied` if the host does not answer."""
@@ -248,7 +246,7 @@ class HostedEngine:
             async with deadline(HANG_S, partial(self._fail, session), "no answer"):
                 await self._host.ping.remote()
         except exceptions.RayError as error:
-            raise self._fail(session, _summary(error)) from error
+            raise self._fail(session, summary(error)) from error
 
     def _live_session(self) -> EngineSession:
         if self._session is None:
@@ -264,10 +262,6 @@ class HostedEngine:
         return EngineDied(session.error)
 
 
-async def _result(reference: Reference) -> Any:
-    return await reference
-
-
 def _objects(update: Update, held: int) -> tuple[Reference | None, Sequence[Reference]]:
     """Return full weights or None and the deltas after them, in Ray's store.
 
@@ -278,9 +272,3 @@ def _objects(update: Update, held: int) -> tuple[Reference | None, Sequence[Refe
     if isinstance(update, Delta):
         return None, [put_delta(update)]
     return put(file_of(update)), []
-
-
-def _summary(error: BaseException) -> str:
-    """Return the first and the last line of an error. Ray's messages have many lines."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return " ... ".join(dict.fromkeys([*lines[:1], *lines[-1:]])) or repr(error)

@@ -264,7 +264,8 @@ class Ranks:
     def call(self, name: str, *arguments: Any) -> Any:
         """Call a method on every rank, after those of `later`. Return the first rank's answer.
 
-        Raises the error that a rank raised, or `RanksDied`, after which the ranks are ended.
+        Raises the error that a rank raised, or `RanksDied`, after which the ranks are ended. An
+        error of Ray in a rank, for instance because an object is lost, raises `RanksDied`.
         """
         return self._call(lambda actor, calls: actor.run.remote(calls), name, arguments)[0]
 
@@ -358,7 +359,10 @@ class Ranks:
                 answers[done[0]] = ray.get(done[0], timeout=limit_s)
             except ray.exceptions.RayTaskError as error:
                 self._require_alive(name)
-                raise error.cause from None
+                cause = error.cause
+                if isinstance(cause, ray.exceptions.RayError):  # an object or a machine is lost
+                    raise self._died(cause, name) from None
+                raise cause from None
             except ray.exceptions.RayError as error:
                 raise self._died(error, name) from None
         return [answers[each] for each in pending]

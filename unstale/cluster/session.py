@@ -18,6 +18,9 @@ _LOOPBACK_ONLY = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 loopback only.
 """
 _CONNECT_S = 10.0
+MAX_CONCURRENT = 100_000
+"""Calls that a host serves at once. The run limits its requests and episodes, so this is no limit.
+"""
 _at_end: ExitStack | None = None
 """Functions to call at the end of the present run. None outside of a run."""
 
@@ -111,6 +114,17 @@ def _join(ray: ModuleType, address: str, options: Mapping[str, Any]) -> None:
 def first_line(error: Exception) -> str:
     """Return the first line of an error of Ray. The others are a traceback of another process."""
     return (str(error).splitlines() or [repr(error)])[0]
+
+
+def summary(error: BaseException) -> str:
+    """Return the first and the last line of an error. Ray's messages have many lines."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return " ... ".join(dict.fromkeys([*lines[:1], *lines[-1:]])) or repr(error)
+
+
+async def result_of(reference: Any) -> Any:
+    """Return the result of a call of an actor. Unlike a reference, this is a coroutine."""
+    return await reference
 
 
 def _require_same(ray: ModuleType, address: str) -> None:

@@ -35,6 +35,10 @@ MAX_LISTED = 32
 """Number of engines of a pool that have metrics of their own, which bounds a row of metrics."""
 
 
+class WeightsReplaced(LookupError):
+    """Error: the weights of a version are gone, because the pool now loads a newer one."""
+
+
 class _Member:
     """One engine of a pool, with its state."""
 
@@ -86,7 +90,7 @@ class Recovery:
 
     weights: Callable[[int], Mapping[str, Tensor]] = lambda version: {}
     """A function that returns the full weights of a version, even if the pool has not loaded it
-    yet.
+    yet. If it raises `WeightsReplaced`, the engine loads the next version of the pool instead.
     """
     restarts: int = 0
     """Number of restarts allowed in a run, for all engines together."""
@@ -154,6 +158,8 @@ class EnginePool:
         self.phases = phases
         self.patience_s = patience_s
         self._version = -1
+        self._version_changed = asyncio.Event()
+        """Set when `_version` changes. A new event then takes its place."""
         self._running = False
         """The state that every engine must reach, together with `_version`: True if engines
         sample.
@@ -229,13 +235,14 @@ class EnginePool:
         await self._call_all(lambda engine: engine.interrupt())
 
     async def load(self, update: Update, version: int) -> None:
-        await self._wait_until_up()
         before = self._version
-        self._version = version
+        self._set_version(version)  # first, because engines that restart load it by themselves
         try:
-            await self._call_all(lambda engine: engine.load(update, version))
+            await self._wait_until_up()
+            older = [member for member in self._up if member.version != version]
+            await self._call_all(lambda engine: engine.load(update, version), older)
         except (ValueError, RuntimeError):
-            self._version = before
+            self._set_version(before)
             raise
         for member in self._up:
             member.version = version
@@ -349,12 +356,21 @@ class EnginePool:
         self._routed["prefill_requests" if choice.is_prefill else "decode_requests"] += 1
         return members[choice.index]
 
-    async def _call_all(self, call: Callable[[Engine], Awaitable[None]]) -> None:
-        """Call every working engine, and restart those that die during the call.
+    def _set_version(self, version: int) -> None:
+        self._version = version
+        self._version_changed.set()
+        self._version_changed = asyncio.Event()
+
+    async def _call_all(
+        self,
+        call: Callable[[Engine], Awaitable[None]],
+        members: "Sequence[_Member] | None" = None,
+    ) -> None:
+        """Call every working engine, or those of `members`. Restart those that die during the call.
 
         An error of another kind is raised after all engines have answered.
         """
-        members = self._up
+        members = self._up if members is None else members
         lives = [member.lives for member in members]
         calls = [asyncio.ensure_future(call(member.engine)) for member in members]
         if self.patience_s:
@@ -466,7 +482,8 @@ class EnginePool:
     async def _bring_up_to_date(self, engine: Engine) -> None:
         """Load the pool's version into a restarted engine, and let it sample if the others do.
 
-        Both may change while it loads. It then loads again.
+        Both may change while it loads. It then loads again. If the weights of its version are
+        replaced, it waits for the next version.
         """
         version = -1
         running = False
@@ -476,8 +493,14 @@ class EnginePool:
                 running = False
             elif version != self._version:
                 version = self._version
-                weights = await asyncio.to_thread(self._recovery.weights, version)
-                await engine.load(weights, version)
+                try:
+                    weights = await asyncio.to_thread(self._recovery.weights, version)
+                except WeightsReplaced:
+                    while version == self._version:
+                        await self._version_changed.wait()
+                    version = -1
+                else:
+                    await engine.load(weights, version)
             else:
                 await engine.resume()
                 running = True

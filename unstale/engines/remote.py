@@ -215,7 +215,7 @@ class RemoteEngine(ABC):
         session = self._session = _Session(self._check_health, keep_cache=self.options.keep_cache)
         self._version = -1
         if self.server is not None and not self.server.alive:
-            await asyncio.to_thread(self.server.start)
+            await asyncio.to_thread(self.server.start, lambda: not session.error)
         await self._wait_until_reachable(session)
         try:
             async with self._deadline(session, HANG_S, "no answer"):

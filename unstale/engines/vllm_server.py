@@ -9,7 +9,8 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -29,6 +30,17 @@ QUANTIZATION = {"none": None, "fp8": "fp8_per_block"}
 """The values of vLLM's `--quantization` for `EngineOptions.quantise`. `fp8_per_block` has the
 blocks of `model.quantisation.FORMATS`. It quantises bfloat16 weights each time they are loaded.
 """
+_MEMORY_FLAG = "--gpu-memory-utilization"
+_OPTIONS = {
+    "--model": "policy",
+    "--dtype": "engine.dtype",
+    "--max-num-seqs": "engine.max_running",
+    "--max-model-len": "engine.max_context",
+    "--enable-return-routed-experts": "trainer.routing_replay",
+    "--weight-transfer-config": "engine.transfer",
+    _MEMORY_FLAG: "engine.gpu_memory_utilization",
+}
+"""The option of a run that sets each flag, where there is one."""
 
 
 class VllmServer:
@@ -46,6 +58,8 @@ class VllmServer:
         self._gpus = options.gpus
         self._process: subprocess.Popen[bytes] | None = None
         self._killed = False
+        self._lock = threading.Lock()
+        """Held during `start` and `close`, which run in threads."""
         self._arguments = [
             f"--model={options.model_folder.resolve()}",
             f"--uds={self._folder}/http",
@@ -73,13 +87,13 @@ class VllmServer:
             # which CPU generators do not have.
             self._arguments.append("--no-enable-chunked-prefill")
         elif options.gpu_memory_utilization:
-            share = f"--gpu-memory-utilization={options.gpu_memory_utilization}"
-            self._arguments.append(share)
+            self._arguments.append(f"{_MEMORY_FLAG}={options.gpu_memory_utilization}")
         self._arguments += _checked_flags(options.args, self._arguments)
 
     @property
     def alive(self) -> bool:
-        return self._process is not None and not self._killed and self._process.poll() is None
+        process = self._process
+        return process is not None and not self._killed and process.poll() is None
 
     @property
     def pid(self) -> int:
@@ -87,14 +101,21 @@ class VllmServer:
             raise RuntimeError(NOT_STARTED)
         return self._process.pid
 
-    def start(self) -> None:
+    def start(self, is_wanted: Callable[[], bool] = lambda: True) -> None:
         """End the present process, if there is one, and start a new one.
 
-        The call does not wait until the server can answer requests.
+        The call does not wait until the server can answer requests. No process is started if
+        `is_wanted` returns False. A caller that closes the server meanwhile lets it return False
+        first, because `close` may run before this call or after it.
         """
-        self._end()
-        self._killed = False
-        self._resources.close()
+        with self._lock:
+            self._end()
+            self._killed = False
+            self._resources.close()
+            if is_wanted():
+                self._start_process()
+
+    def _start_process(self) -> None:
         remove_leftovers(self._folder.parent, _PREFIX)
         self._folder.mkdir(mode=0o700, exist_ok=True)
         self._resources.callback(shutil.rmtree, self._folder, ignore_errors=True)
@@ -126,21 +147,23 @@ class VllmServer:
     def kill(self) -> None:
         """Kill the server and its child processes, without waiting for their end."""
         self._killed = True
-        if self._process is not None:
+        process = self._process  # another thread may end it meanwhile
+        if process is not None:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
+                os.killpg(process.pid, signal.SIGKILL)
 
     def close(self) -> None:
         """End the server and wait for it.
 
         SIGTERM is sent first, because a kill leaves shared memory behind.
         """
-        if self._process is not None and self.alive:
-            self._process.terminate()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(_TERMINATE_S)
-        self._end()
-        self._resources.close()
+        with self._lock:
+            if self._process is not None and self.alive:
+                self._process.terminate()
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self._process.wait(_TERMINATE_S)
+            self._end()
+            self._resources.close()
 
     def _end(self) -> None:
         self.kill()
@@ -156,13 +179,16 @@ def _checked_flags(flags: Sequence[str], own: Sequence[str]) -> Sequence[str]:
 
     Beginnings of a flag's name are also found, because vLLM accepts them.
     """
-    taken = [each.partition("=")[0] for each in own] + ["--gpu-memory-utilization"]
+    taken = [*(each.partition("=")[0] for each in own), _MEMORY_FLAG]
     for flag in flags:
         name = flag.partition("=")[0].replace("_", "-")
         if name.startswith(("--quant", "-q")):
             raise ValueError(f"engine.args cannot set {flag}: set engine.quantise = fp8")
-        if name.startswith("--") and any(each.startswith(name) for each in taken):
-            raise ValueError(f"engine.args cannot set {flag}: an option of the run sets it")
+        matches = [each for each in taken if each.startswith(name)]
+        if name.startswith("--") and matches:
+            options = dict.fromkeys(_OPTIONS[each] for each in matches if each in _OPTIONS)
+            remedy = f"set {' or '.join(options)} instead" if options else "the run sets it itself"
+            raise ValueError(f"engine.args cannot set {flag}: {remedy}")
     return flags
 
 

@@ -39,6 +39,7 @@ MAX_DESCRIPTORS_SHARE = 0.75
 _ABORT_S = 0.5
 """Seconds in which a silent worker must print the line of code at which it hangs."""
 _KILL_S = 2.0
+"""Seconds in which a process that closed its socket must end, and then again a killed process."""
 _OUTPUT_BYTES = 1 << 20
 """Size of the file with a worker's output at which the file is emptied."""
 _READ_BYTES = 1 << 18
@@ -185,7 +186,8 @@ class Worker:
         """Kill the process and those that it started. Its calls fail with `reason`.
 
         `names_task` means that the reason names the task that caused the end. Other tasks are then
-        not suspected.
+        not suspected. Waits for the killed process: usually some milliseconds, at most `_KILL_S`
+        seconds, in which the event loop waits, too.
         """
         if self.ended:
             return
@@ -230,7 +232,8 @@ class Worker:
     def _handle(self, row: Row) -> None:
         match row["op"]:
             case "answer":
-                if call := self._calls.pop(row["call"], None):
+                call = self._calls.pop(row["call"], None)
+                if call and not call.answer.done():  # it may be cancelled
                     call.answer.set_result(row)
             case "ready":
                 self._ready.set_result(None)
@@ -244,7 +247,11 @@ class Worker:
                 raise ValueError(f"unknown message {operation!r}")
 
     def _died(self) -> None:
-        """End a worker that has closed its socket."""
+        """End a worker that has closed its socket.
+
+        The event loop waits for the exit code, which the calls fail with. That takes `_KILL_S`
+        seconds if the process has closed its socket without ending.
+        """
         end = _wait_for_end(self._process.pid)
         if end is None:
             self.end(f"a worker process closed its connection{self._during()}")
@@ -408,11 +415,21 @@ class LockstepWorker(Worker):
             if self.ended:
                 return
             self._is_idle = False
+            self._send_all(b"".join(frame({**row, "now": self._loop.time()})))
+            self._read_until(lambda: self._is_idle)
+
+    def _send_all(self, data: bytes) -> None:
+        """Send all bytes. A worker that reads them is not silent."""
+        unsent = memoryview(data)
+        while unsent and not self.ended:
             try:
-                self._socket.sendall(b"".join(frame({**row, "now": self._loop.time()})))
+                unsent = unsent[self._socket.send(unsent) :]
+                self._silent_s = 0.0
+            except TimeoutError:
+                if self._is_silent():
+                    self._abort()
             except OSError:
                 self._died()
-            self._read_until(lambda: self._is_idle)
 
     def _read_until(self, is_over: Callable[[], bool]) -> None:
         while not self.ended and not is_over():

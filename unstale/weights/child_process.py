@@ -17,6 +17,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
+from subprocess import TimeoutExpired
 from typing import Any
 
 _LENGTHS = struct.Struct(">IQ")
@@ -122,7 +123,10 @@ class Frames:
 
 
 class _Process:
-    """A process that has imported its module, or soon will, and then waits for its options."""
+    """A process that has imported its module, or soon will, and then waits for its options.
+
+    Raises `OSError` if it cannot be created.
+    """
 
     def __init__(self, module: str, *, threads: int, gpus: Sequence[str]) -> None:
         self.kind = (threads, tuple(gpus))
@@ -134,16 +138,20 @@ class _Process:
         self.beats = os.fdopen(beats, "rb", buffering=0)
         program = _PROGRAM.format(beat_s=BEAT_S, module=module)
         arguments = [str(child_socket.fileno()), str(beat), str(os.getpid())]
-        with child_socket, os.fdopen(beat, "wb"):
-            self.popen = subprocess.Popen(
-                [sys.executable, "-P", "-X", "faulthandler", "-c", program, *arguments],
-                pass_fds=[child_socket.fileno(), beat],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=self.stderr,
-                start_new_session=True,
-                env=_environment(threads) | visible_gpus(gpus),
-            )
+        try:
+            with child_socket, os.fdopen(beat, "wb"):
+                self.popen = subprocess.Popen(
+                    [sys.executable, "-P", "-X", "faulthandler", "-c", program, *arguments],
+                    pass_fds=[child_socket.fileno(), beat],
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    stderr=self.stderr,
+                    start_new_session=True,
+                    env=_environment(threads) | visible_gpus(gpus),
+                )
+        except OSError:
+            self._close_files()
+            raise
 
     def begin(self, options: Header) -> None:
         """Send the options. If the process has ended, this shows at the end of its socket."""
@@ -155,6 +163,9 @@ class _Process:
         """Kill the process and wait for its end."""
         self.popen.kill()
         self.popen.wait()
+        self._close_files()
+
+    def _close_files(self) -> None:
         for file in (self.socket, self.beats, self.stderr):
             file.close()
 
@@ -289,12 +300,21 @@ class Child:
         return bool(poll.poll(1000 * BEAT_S))
 
     def last_words(self) -> str:
-        """Return the exit code of a process that closed its socket, and the end of its stderr."""
-        code = self._process.wait()
+        """Return the exit code of a process that closed its socket, and the end of its stderr.
+
+        Kills the process if it does not end within `_EXIT_S` seconds.
+        """
+        try:
+            code = self._process.wait(_EXIT_S)
+        except TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+            end = f"closed its connection, did not end within {_EXIT_S:g} s and was killed"
+        else:
+            end = f"ended with exit code {code}" if code >= 0 else f"ended with signal {-code}"
         self._stderr.seek(max(0, self._stderr.seek(0, os.SEEK_END) - _LAST_WORDS))
         output = self._stderr.read().decode(errors="replace").strip()
-        reason = f"exit code {code}" if code >= 0 else f"signal {-code}"
-        return f"the {self.name} process (pid {self.pid}) ended with {reason}" + (
+        return f"the {self.name} process (pid {self.pid}) {end}" + (
             f":\n{output}" if output else ""
         )
 

@@ -95,6 +95,8 @@ _NAMES = {
 """The names that safetensors uses for dtypes."""
 _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 _HEADER = struct.Struct("<Q")
+_DAMAGE = (struct.error, KeyError, TypeError, AttributeError, RuntimeError)
+"""The kinds of errors, besides ValueError, that are raised when a damaged header is read."""
 
 Array = npt.NDArray[Any]
 T = TypeVar("T")
@@ -599,7 +601,7 @@ def tensors_of(data: bytes | bytearray | mmap) -> dict[str, Tensor]:
         header = json.loads(bytes(data[_HEADER.size : start]))
         header.pop("__metadata__", None)
         return {name: _tensor_at(data, start, **entry) for name, entry in header.items()}
-    except (struct.error, KeyError, TypeError, AttributeError, RuntimeError) as error:
+    except _DAMAGE as error:
         raise ValueError(f"these {len(data):,} bytes are no tensors: {error!r}") from error
 
 
@@ -607,7 +609,7 @@ def read_tensors(path: Path) -> Iterator[tuple[str, Tensor]]:
     """Yield the name and value of each tensor of a safetensors file, with one in memory at a time.
 
     The file is not mapped, because its pages would count as memory of the process. Raises
-    ValueError if it is damaged.
+    ValueError if it is damaged or cut short.
     """
     with path.open("rb") as file:
         try:
@@ -618,10 +620,11 @@ def read_tensors(path: Path) -> Iterator[tuple[str, Tensor]]:
                 first, last = entry["data_offsets"]
                 file.seek(_HEADER.size + size + first)
                 data = bytearray(last - first)
-                file.readinto(data)
+                if (found := file.readinto(data)) != len(data):
+                    raise ValueError(f"{name} has {found:,} of its {len(data):,} bytes")
                 yield name, _tensor_at(data, -first, **entry)
-        except (struct.error, KeyError, TypeError, AttributeError, RuntimeError) as error:
-            raise ValueError(f"{path} is not a safetensors file: {error!r}") from error
+        except (*_DAMAGE, ValueError) as error:
+            raise ValueError(f"{path} is not a whole safetensors file: {error!r}") from error
 
 
 def _tensor_at(

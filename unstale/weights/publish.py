@@ -127,7 +127,7 @@ class DirectPublisher:
             else:
                 sent = delta if self._engine.takes_deltas else None
                 update = sent or cast(weights, self._dtype, device=self._device)
-            self.bytes = update.nbytes if isinstance(update, Delta) else _size(update)
+            self.bytes = update.nbytes if isinstance(update, Delta) else num_bytes(update)
         self._prepared = update, source.version
 
     async def publish(self) -> None:
@@ -152,7 +152,7 @@ class DirectPublisher:
             return packed
         tensors = encode_all(before, packed, packed)
         delta = Delta(base, version, checksum(packed), tensors)
-        return delta if delta.nbytes < _size(packed) else packed
+        return delta if delta.nbytes < num_bytes(packed) else packed
 
     def _delta(
         self, version: int, weights: Mapping[str, Tensor], live: Collection[int]
@@ -165,10 +165,11 @@ class DirectPublisher:
         if self._loaded not in self._store.versions[: self._store.versions.index(version)]:
             return None
         delta = self._store.delta(version)
-        return delta if delta.base == self._loaded and delta.nbytes < _size(weights) else None
+        return delta if delta.base == self._loaded and delta.nbytes < num_bytes(weights) else None
 
 
-def _size(weights: Mapping[str, Tensor]) -> int:
+def num_bytes(weights: Mapping[str, Tensor]) -> int:
+    """Return the size of all tensors together."""
     return sum(tensor.nbytes for tensor in weights.values())
 
 

@@ -49,15 +49,20 @@ _FIRST_PAGES = 64
 
 def supports(config: Mapping[str, Any]) -> bool:
     """Return True if this decoder computes exactly the model that a `config.json` describes."""
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    rope = _rope(config)
     return (
         (config.get("model_type") == "qwen3" or _has_experts(config))
         and config.get("hidden_act", "silu") == "silu"
         and not config.get("attention_bias", False)
         and not config.get("use_sliding_window", False)
         and set(config.get("layer_types") or ["full_attention"]) == {"full_attention"}
-        and rope.get("rope_type", "default") == "default"
+        and rope.get("rope_type", rope.get("type", "default")) == "default"
     )
+
+
+def _rope(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the settings of the rotary embedding. The older key counts first in transformers."""
+    return config.get("rope_scaling") or config.get("rope_parameters") or {}
 
 
 def _has_experts(config: Mapping[str, Any]) -> bool:
@@ -92,7 +97,7 @@ class ModelSizes:
 
     @classmethod
     def read(cls, config: Mapping[str, Any]) -> "ModelSizes":
-        rope = config.get("rope_parameters") or {}
+        rope = _rope(config)
         heads = int(config["num_attention_heads"])
         hidden = int(config["hidden_size"])
         experts = num_experts(config)

@@ -232,6 +232,7 @@ class EmbeddedEngine:
         if self._child is not None:
             self._child.kill()
             self._child.wait()
+            self._child = None  # if no new process can be created, the next start tries again
         if self._options.record_routes and self._routes is None:
             self._routes = PostedRoutes()
         if self._routes:

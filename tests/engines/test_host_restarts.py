@@ -1,0 +1,111 @@
+"""An engine that restarts while its host gets a new version loads that one, as the same restart.
+
+The host runs without Ray.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import torch
+
+from tests.support.host_engines import digits
+from unstale.cluster.engine_host import EngineHost, HostOptions, HostReport
+from unstale.cluster.weight_objects import Part, arrays
+from unstale.engines import SamplingParams, Update
+from unstale.engines.registry import EngineOptions
+from unstale.engines.scripted import ScriptedEngine
+from unstale.testing import tiny_policy
+from unstale.weights.codec import file_of
+from unstale.weights.store import Delta
+
+
+class Gated(ScriptedEngine):
+    """An engine whose second start waits for `gate`. It records the versions that it loads."""
+
+    def __init__(self, options: EngineOptions) -> None:
+        super().__init__(digits)
+        self.gate = asyncio.Event()
+        self.starts = 0
+        self.loads: list[int] = []
+
+    async def start(self) -> None:
+        self.starts += 1
+        if self.starts > 1:
+            await self.gate.wait()
+        await super().start()
+
+    async def load(self, update: Update, version: int) -> None:
+        assert not isinstance(update, Delta)
+        assert update["weight"].tolist() == [version, version]
+        await super().load(update, version)
+        self.loads.append(version)
+
+
+class Slow(Sequence[Part]):
+    """The parts of full weights. Something happens before the host reads them."""
+
+    def __init__(self, parts: Sequence[Part], before: Callable[[], None]) -> None:
+        self._parts = parts
+        self._before = before
+
+    def __getitem__(self, index: int) -> Part:  # type: ignore[override]
+        return self._parts[index]
+
+    def __len__(self) -> int:
+        return len(self._parts)
+
+    def __iter__(self) -> Iterator[Part]:
+        self._before()
+        return iter(self._parts)
+
+
+def full(version: int) -> list[Part]:
+    return arrays(file_of({"weight": torch.full((2,), float(version))}))
+
+
+def test_an_engine_that_restarts_during_a_load_gets_the_new_version(tmp_path: Path) -> None:
+    tiny_policy().save(tmp_path)
+    engines: list[Gated] = []
+
+    def make(options: EngineOptions) -> Gated:
+        engines.append(Gated(options))
+        return engines[-1]
+
+    async def main() -> HostReport:
+        host = EngineHost(HostOptions(make, (EngineOptions(tmp_path),), restarts=1))
+        await host.start(0)
+        await host.load(0, full(0))
+        await host.resume()
+        await host.interrupt(1)
+        (engine,) = engines
+        waiting = asyncio.ensure_future(host.sample(1, [1], SamplingParams(2, ())))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        engine.die("a bad page")
+        loop = asyncio.get_running_loop()
+
+        def restart() -> None:
+            loop.call_soon_threadsafe(engine.gate.set)
+            time.sleep(0.1)  # until the engine waits for the weights, which the load holds
+
+        loaded = await host.load(1, Slow(full(1), restart))
+        await host.resume()
+        reply = (await waiting).reply
+        assert (
+            reply.stop == "interrupted"
+        )  # a reply without tokens, for which the caller asks again
+        reply = (await host.sample(1, [1], SamplingParams(2, ()))).reply
+        assert reply.piece.version == 1 and len(reply.piece.tokens) == 2
+        assert engine.loads == [0, 1]
+        await host.close()
+        return loaded
+
+    report = asyncio.run(main())
+    assert report.held == 1
+    assert [kind for kind, _ in report.events] == [
+        "engine_lost",
+        "engine_restarted",
+        "engine_back",
+    ]
