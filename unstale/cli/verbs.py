@@ -360,6 +360,31 @@ def _open_journal(run: Path) -> "Iterator[JournalReader]":
 
 
 @verb(
+    "export",
+    "write the policy of a run's checkpoint as a model folder",
+    OPEN_RUN,
+    argument("folder", type=Path, help="a new or empty folder for the model"),
+    argument(
+        "--step",
+        type=bounded(int, 0, 10**9),
+        metavar="N",
+        help="the checkpoint of this step; default: the newest",
+    ),
+)
+def _export(chosen: argparse.Namespace) -> int:
+    from unstale.cli.export import export
+    from unstale.durability.checkpoint import CheckpointError
+
+    try:
+        step = export(chosen.run, chosen.folder, step=chosen.step)
+    except CheckpointError as error:
+        exit_after("cannot be exported", error, code=1)
+    text = f"the policy of step {step} is in {chosen.folder}"
+    Console(soft_wrap=True).print(text, highlight=False, markup=False)
+    return 0
+
+
+@verb(
     "export-trajectories",
     "write a run's trajectories for other tools",
     OPEN_RUN,
