@@ -195,6 +195,14 @@ def build_scorer(config: RunConfig, policy: Policy) -> Scorer:
     return LocalScorer(policy, config.engine.temperature, config.trainer.max_tokens_per_microbatch)
 
 
+def lora_of(config: RunConfig) -> Lora | None:
+    """Return the rank, scale and layers of the adapters of a run. None if it trains all weights."""
+    options = config.trainer
+    if not options.lora_rank:
+        return None
+    return Lora(options.lora_rank, options.lora_alpha, options.lora_targets, config.seed)
+
+
 def load_policy(config: RunConfig, peers: Peers | None = None, *, trained: bool = True) -> Policy:
     """Load the model that a run starts from, with adapters if the run trains LoRA.
 
@@ -203,15 +211,12 @@ def load_policy(config: RunConfig, peers: Peers | None = None, *, trained: bool 
     is not `trained` only scores.
     """
     options = config.trainer
-    lora = None
-    if options.lora_rank:
-        lora = Lora(options.lora_rank, options.lora_alpha, options.lora_targets, config.seed)
     device = "cpu" if config.cluster.trainers and peers is None else None
     policy = Policy.load(
         config.policy_folder,
         dtype=options.dtype,
         device=device,
-        lora=lora,
+        lora=lora_of(config),
         peers=peers or ALONE,
         independent_rows=config.deterministic,
         trained=trained,

@@ -95,7 +95,10 @@ def complaint(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         (("report", __file__), "is not a run folder: it is a file"),
         (("journal", "nope"), "nope holds no journal: it does not exist"),
         (("journal", __file__), "holds no journal: it is a file"),
-        (("export", "runs/x"), "unknown command 'export'; did you mean export-trajectories?"),
+        (("exprt", "runs/x"), "unknown command 'exprt'; did you mean export?"),
+        (("export", "runs/x"), "missing: folder; see unstale export --help"),
+        (("export", "runs/x", "out", "--step", "-1"), "--step: must be between 0 and "),
+        (("export", "no-such-run", "out"), "no-such-run is not a run folder: it does not exist"),
         (
             ("export-trajectories", "x", "--format", "csv"),
             "--format: must be one of ",
@@ -421,6 +424,7 @@ def test_a_run_without_a_policy_is_to_be_resumed(
         said = complaint(capsys, *words)
         assert f"{run} has no trained policy" in said
         assert f"resume it with unstale train --resume {run}" in said
+        assert f"written by unstale export {run} FOLDER" in said
 
 
 def test_eval_refuses_another_task_unless_told(

@@ -1,19 +1,22 @@
 """Test data sets as environments.
 
-Rows of JSONL, JSON and Parquet files, and of data sets of the hub, become tasks. A hash
-of the prompt decides the split. Rewards are the user's function. Every mistake names file and line.
+Rows of JSONL, JSON and Parquet files, and of data sets of the hub, become tasks. A hash of the
+prompt decides the split, or a second file or split has the held-out tasks. Rewards are the user's
+function. Every mistake names file and line.
 """
 
 import asyncio
 import json
+from itertools import islice
 from pathlib import Path
 
 import pytest
 
 from tests.cli.test_run import quiet, small
 from unstale.cli import session
+from unstale.cli.saved_episodes import describe_evaluation
 from unstale.config import ConfigError, make_task
-from unstale.envs import EnvError, Message, Taskset
+from unstale.envs import EnvError, Message, Taskset, task_identity
 from unstale.envs.dataset import load_rows
 from unstale.envs.registry import build_taskset
 from unstale.testing import check_env
@@ -176,6 +179,103 @@ def test_missing_files_and_rewards_are_refused(
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(ConfigError, match="the data set nobody/nothing cannot be loaded"):
         load_rows("nobody/nothing")
+
+
+OTHERS = [{"prompt": f"What is {n} + 2?", "answer": str(n + 2)} for n in range(7)]
+
+
+def held_out_prompts(tasks: Taskset) -> list[str]:
+    return [tasks.text(task) for task in tasks.held_out(100)]  # type: ignore[attr-defined]
+
+
+def test_a_second_file_has_the_held_out_tasks(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "sums.jsonl", list(ROWS))
+    (tmp_path / "others.json").write_text(json.dumps(OTHERS))
+    tasks = taskset(path, held_out_file=str(tmp_path / "others.json"))
+    check_env(tasks)
+    assert held_out_prompts(tasks) == [row["prompt"] for row in OTHERS]
+    drawn = list(islice(tasks.train(0), len(ROWS)))
+    trained = {tasks.text(task) for task in drawn}  # type: ignore[attr-defined]
+    assert trained == {row["prompt"] for row in ROWS}
+    identities = [task_identity(tasks, task) for task in (*drawn, *tasks.held_out(100))]
+    assert len(set(identities)) == len(ROWS) + len(OTHERS)
+    assert asyncio.run(play(tasks, "2"))[1] == {"reward": 1.0}
+
+
+def test_a_second_split_of_the_hub_has_the_held_out_tasks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    folder = tmp_path / "hub"
+    folder.mkdir()
+    write_jsonl(folder / "train.jsonl", list(ROWS))
+    write_jsonl(folder / "test.jsonl", list(OTHERS))
+    tasks = taskset(folder, held_out_split="test")
+    assert held_out_prompts(tasks) == [row["prompt"] for row in OTHERS]
+    assert len(tasks.data["train"]) == len(ROWS)  # type: ignore[attr-defined]
+    with pytest.raises(ConfigError, match=r"cannot be loaded \(split best\): .*best"):
+        taskset(folder, held_out_split="best")
+    with pytest.raises(ConfigError, match=r"held_out_split = train is also task\.split"):
+        taskset(folder, held_out_split="train")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"prompt": "a"}\n{"prompt"\n', r"other\.jsonl, line 2: not valid JSON"),
+        ('{"prompt": "a"}\n{"question": "b"}\n', r"row 2 of .*other\.jsonl: no column 'prompt'"),
+        ("", r"other\.jsonl has no rows"),
+        (None, r"task\.held_out_file: there is no file .*other\.jsonl"),
+    ],
+)
+def test_mistakes_in_the_held_out_file_name_it(
+    tmp_path: Path, text: str | None, message: str
+) -> None:
+    path = write_jsonl(tmp_path / "rows.jsonl", list(ROWS))
+    if text is not None:
+        (tmp_path / "other.jsonl").write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        taskset(path, held_out_file=str(tmp_path / "other.jsonl"))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"held_out_file": "b.jsonl", "held_out_share": 0.2},
+            r"held_out_share must not be set with task\.held_out_file = b\.jsonl, got 0\.2",
+        ),
+        ({"held_out_file": "b.csv"}, r"b\.csv must be a file of type \.jsonl, \.json, \.parquet"),
+        ({"held_out_file": "a.jsonl"}, r"is the file of task\.env: name another one"),
+        ({"held_out_file": "b.jsonl", "held_out_split": "test"}, "give one of them"),
+        ({"held_out_split": "test"}, r"task\.env is the file a\.jsonl\. Use task\.held_out_file"),
+    ],
+)
+def test_held_out_options_that_contradict_each_other_are_refused(
+    options: dict[str, object], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make_task("dataset:a.jsonl", reward=NUMERIC, **options)
+
+
+def test_saved_episodes_belong_to_the_content_of_the_held_out_file(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "rows.jsonl", list(ROWS))
+    other = write_jsonl(tmp_path / "other.jsonl", list(OTHERS))
+    task = make_task(f"dataset:{path}", reward=NUMERIC, held_out_file=str(other))
+    config = small(tmp_path, task=task)
+    before = describe_evaluation(config)
+    assert describe_evaluation(config) == before
+    write_jsonl(other, list(OTHERS[1:]))
+    assert describe_evaluation(config) != before
+
+
+def test_a_missing_held_out_file_is_refused_before_a_run_begins(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "rows.jsonl", list(ROWS))
+    task = make_task(f"dataset:{path}", reward=NUMERIC, held_out_file=str(tmp_path / "gone.json"))
+    with pytest.raises(ConfigError, match=r"there is no file .*gone\.json"):
+        session.train(small(tmp_path / "runs", task=task), console=quiet())
+    assert not (tmp_path / "runs").exists()
 
 
 def test_a_run_trains_on_rows_and_evaluates_on_others(tmp_path: Path) -> None:

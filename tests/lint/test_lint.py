@@ -43,12 +43,12 @@ def shown(config: RunConfig) -> str:
 PROXIES = {
     "rollout": ("mu", "1 by construction", "the whole ratio"),
     "current_recompute": ("pi_now", "numerics and all staleness", "1 by construction"),
-    "snapshot_old": ("pi_v", "numerics alone", "learning alone"),
-    "old_logit_model": ("pi_v", "numerics alone", "learning alone"),
-    "interrupt_sync": ("pi_v", "numerics alone", "learning alone"),
-    "eager": ("pi_v", "numerics alone", "learning alone"),
+    "snapshot_old": ("pi_old", "numerics alone", "learning alone"),
+    "old_logit_model": ("pi_old", "numerics alone", "learning alone"),
+    "interrupt_sync": ("pi_old", "numerics alone", "learning alone"),
+    "eager": ("pi_old", "numerics alone", "learning alone"),
     "eager --old_logps.fallback ewma_prox": (
-        "pi_v or ewma",
+        "pi_old or ewma",
         "numerics where scored in time",
         "learning where scored in time",
     ),

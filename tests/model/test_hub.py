@@ -1,4 +1,7 @@
-"""Test policies of the Hugging Face hub: from the local cache, and downloaded when asked for."""
+"""Test policies of the Hugging Face hub: from the local cache, and downloaded when asked for.
+
+`check-template`, `plan`, `eval` and `serve` accept the name of a cached model, too.
+"""
 
 import json
 import shutil
@@ -13,10 +16,14 @@ import huggingface_hub
 import pytest
 from rich.console import Console
 
+from tests.support.tiny_runs import save_tiny
 from unstale.cli import session
+from unstale.cli.main import main
 from unstale.config import ConfigError, RunConfig, TrainerConfig, hub
+from unstale.config.hub import cached_folder
 from unstale.lint import check
 from unstale.model.policy import Policy
+from unstale.planner.models import Model
 from unstale.testing import tiny_policy
 
 COMMIT = "a" * 40
@@ -124,6 +131,76 @@ def test_what_the_cache_lacks_is_one_line(cache: Path, name: str) -> None:
     with pytest.raises(ConfigError, match=r"no such model in the cache .*--policy-download") as all:
         folder_of(name)
     assert "\n" not in str(all.value) and str(cache) in str(all.value)
+
+
+def run_command(*words: str) -> int:
+    with pytest.raises(SystemExit) as left:
+        main(words)
+    return int(str(left.value.code or 0))
+
+
+@pytest.mark.parametrize("name", ["lab/tiny", "lab/tiny@main"])
+def test_commands_take_a_model_of_the_cache(
+    cache: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    results = []
+    for model in (name, str(folder_of(name))):
+        code = run_command("check-template", model, "--conversations", "2", "--json")
+        results.append((code, json.loads(capsys.readouterr().out)))
+    assert results[0] == results[1] and results[0][0] in (0, 1)
+    sizes = Model.parse(name)
+    assert sizes.name == name and sizes == replace(Model.from_folder(folder_of(name)), name=name)
+    for verb in ("eval", "serve"):
+        assert run_command(verb, name) == 2
+        said = " ".join(capsys.readouterr().err.split())
+        assert f"name a recipe, as in `unstale {verb} {name} retail`" in said
+
+
+def test_eval_plays_a_model_of_the_cache(
+    cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_tiny(tmp_path / "model")
+    snapshot = folder_of("lab/tiny")
+    for file in (tmp_path / "model").iterdir():
+        (snapshot / file.name).unlink(missing_ok=True)
+        shutil.copy(file, snapshot / file.name)
+    options = ("--engine.max_completion_tokens", "4", "--engine.max_context", "256")
+    task = ("--task.env", "tests.support.toy:ToyTasks", "--eval.tasks", "2")
+    assert run_command("eval", "lab/tiny", "llm", *task, *options, "--json") == 0
+    assert json.loads(capsys.readouterr().out)["avg@1"]["value"] >= 0
+
+
+@pytest.mark.parametrize("name", ["lab/other", "lab/tiny@v2"])
+def test_commands_say_how_to_get_a_model_that_the_cache_lacks(
+    cache: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    repository, _, revision = name.partition("@")
+    download = f"`hf download {repository}{' --revision v2' if revision else ''} "
+    for words, reason in (
+        (("check-template", name), f"{download}--include '*.json' "),
+        (("plan", "--model", name, "--gpus", "2"), f"{download}config.json` fetches"),
+        (("eval", name), "--policy-download fetches what is missing"),
+        (("serve", name), f"{name} is neither a run folder nor a model folder"),
+    ):
+        assert run_command(*words) == 2
+        said = " ".join(capsys.readouterr().err.split())
+        assert reason in said and f"no such model in the cache {cache}" in said, said
+
+
+def test_a_part_of_a_model_is_enough_for_commands_that_read_no_weights(
+    cache: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    snapshot = cache / REPOSITORY / "snapshots" / COMMIT
+    for file in snapshot.glob("*.safetensors"):
+        file.unlink()
+    assert cached_folder("lab/tiny", "tokenizer") == snapshot
+    (snapshot / "tokenizer.json").unlink()
+    assert Model.parse("lab/tiny").layers == Model.from_folder(snapshot).layers
+    assert run_command("check-template", "lab/tiny") == 2
+    assert "is incomplete, without tokenizer.json. `hf download" in capsys.readouterr().err
+    (snapshot / "config.json").unlink()
+    with pytest.raises(ConfigError, match=r"without config\.json\. .*; or give sizes"):
+        Model.parse("lab/tiny")
 
 
 def test_a_download_happens_only_when_asked_for(cache: Path, served: list[str]) -> None:

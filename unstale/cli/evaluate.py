@@ -1,6 +1,7 @@
 """Evaluate a trained policy on held-out tasks."""
 
 import asyncio
+import shlex
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager, nullcontext
 from dataclasses import replace
@@ -47,7 +48,8 @@ def policy_folder(trained: Path) -> Path:
         raise ConfigError(
             f"{trained} has no trained policy: a run saves it at its end, and this one is in "
             "progress, was killed or failed. Wait for its end if it is in progress, otherwise "
-            f"resume it with {resume_command(trained)}"
+            f"resume it with {resume_command(trained)}. The policy of a checkpoint is written by "
+            f"{shlex.join(['unstale', 'export', str(trained)])} FOLDER"
         )
     return trained
 

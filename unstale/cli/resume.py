@@ -84,20 +84,29 @@ def load_config(run: Path, *, named: Mapping[str, Any]) -> RunConfig:
     `module:function`, the command must name it again, and the URLs of endpoints too. A run folder
     alone must not decide which code is executed, or who receives an API key.
     """
-    folder = RunFolder(run)
-    if links := sorted(path.name for path in run.iterdir() if path.is_symlink()):
-        raise ConfigError(f"{run} holds links ({', '.join(links)}). Replace them by files to go on")
-    row = folder.config()
-    if folder.gaps:
-        raise ConfigError(f"{run} cannot be resumed or evaluated: {'; '.join(folder.gaps)}")
-    config = stored_config(row)
+    config = read_config(run)
     unnamed = {name: value for name, value in _code(config.task) if name not in named}
     if unnamed and named.get("task.env", config.task.env) == config.task.env:
         words = [word for name, value in unnamed.items() for word in (f"--{name}", value)]
         is_code = {"task.env", "task.reward"} & unnamed.keys()
         what = "your own code. To run it" if is_code else "an endpoint. To use it"
         raise ConfigError(f"{run / CONFIG} names {what}, add {shlex.join(words)}")
-    return replace(config, runs=run.parent, name=run.name)
+    return config
+
+
+def read_config(run: Path) -> RunConfig:
+    """Return the configuration of the run in a folder, for a command that runs no code it names.
+
+    Raises `ConfigError` if the folder has no run, or its configuration cannot be read.
+    """
+    folder = RunFolder(run)
+    if links := sorted(path.name for path in run.iterdir() if path.is_symlink()):
+        raise ConfigError(f"{run} holds links ({', '.join(links)}). Replace them by files to go on")
+    row = folder.config()
+    if folder.gaps:
+        problem = "; ".join(folder.gaps)
+        raise ConfigError(f"{run} cannot be resumed, evaluated or exported: {problem}")
+    return replace(stored_config(row), runs=run.parent, name=run.name)
 
 
 def require_named_trackers(config: RunConfig, named: Mapping[str, Any]) -> None:

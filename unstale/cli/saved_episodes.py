@@ -75,6 +75,9 @@ def describe_evaluation(config: RunConfig) -> dict[str, Any]:
     data = Path(config.task.env.partition(":")[2])
     if data.is_file():
         described["task data"] = _checksum([data])
+    held_out = Path(getattr(config.task, "held_out_file", ""))
+    if held_out.is_file():
+        described["held-out data"] = _checksum([held_out])
     return described
 
 

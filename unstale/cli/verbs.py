@@ -23,6 +23,7 @@ from unstale.cli.failures import exit_after
 from unstale.cli.recipe_options import configure, file_values, print_json
 from unstale.config import SHIPPED_POLICIES, ConfigError, install
 from unstale.config.checks import JsonObject, bounded
+from unstale.config.hub import cached_folder, is_hub_name, model_folder
 from unstale.config.options import override
 from unstale.recipes import RECIPES
 
@@ -103,7 +104,12 @@ def verb(name: str, about: str, *arguments: Argument) -> Callable[[Act], Act]:
 
 RUN = argument("run", type=Path, help="a run folder")
 OPEN_RUN = argument("run", type=Path, help="a run folder; the run may be in progress")
-TRAINED = argument("trained", type=Path, metavar="folder", help="a run folder or model folder")
+TRAINED = argument(
+    "trained",
+    type=Path,
+    metavar="folder",
+    help="a run folder, a model folder, or org/name of the Hugging Face hub",
+)
 RECIPE_HELP = f"{', '.join(RECIPES)}, MODULE:FUNCTION, or a .toml or .json file of options"
 RECIPE = argument("recipe", help=RECIPE_HELP)
 OPTIONAL_RECIPE = argument("recipe", nargs="?", help=RECIPE_HELP)
@@ -203,7 +209,12 @@ def _audit(chosen: argparse.Namespace) -> int:
 @verb(
     "check-template",
     "check that a chat template extends conversations exactly",
-    argument("folder", type=Path, help="a model folder, or the folder of its tokenizer"),
+    argument(
+        "model",
+        type=Path,
+        help="a model folder, the folder of its tokenizer, or org/name in the local cache of the "
+        "Hugging Face hub",
+    ),
     argument(
         "--conversations",
         type=bounded(int, 1, 10**9),
@@ -223,8 +234,9 @@ def _check_template(chosen: argparse.Namespace) -> int:
     from unstale.cli.check_template import check_template
 
     JsonObject().check("--chat-template-kwargs", chosen.chat_template_kwargs)
+    name = str(chosen.model)
     result = check_template(
-        chosen.folder,
+        SHIPPED_POLICIES.get(name) or cached_folder(name, "tokenizer"),
         conversations=chosen.conversations,
         template_kwargs=json.loads(chosen.chat_template_kwargs or "{}"),
         console=_console(chosen),
@@ -281,9 +293,23 @@ def _compare(chosen: argparse.Namespace) -> int:
     return 0
 
 
-def _require_model(folder: Path) -> None:
-    """Raise `ConfigError` unless `folder` is a model folder, or a shipped model."""
+def _require_model(folder: Path, *, download: bool) -> None:
+    """Raise `ConfigError` unless `folder` is a model folder, a shipped model or one of the hub.
+
+    A model of the hub must be in the local cache unless it may be downloaded. It is not downloaded
+    here.
+    """
     if str(folder) in SHIPPED_POLICIES or (folder / "config.json").is_file():
+        return
+    if is_hub_name(str(folder)):
+        try:
+            if not download:
+                model_folder(str(folder), download=False)
+        except ConfigError as error:
+            problem = str(error).removeprefix("policy: ")
+            raise ConfigError(
+                f"{folder} is neither a run folder nor a model folder: {problem}"
+            ) from error
         return
     problem = "it does not exist"
     if folder.exists():
@@ -299,9 +325,9 @@ def _configure_trained(chosen: argparse.Namespace) -> "RunConfig":
     values = file_values(chosen)
     if policy_folder(chosen.trained) == chosen.trained:
         if chosen.recipe is None and "recipe" not in values:
-            _require_model(chosen.trained)
+            _require_model(chosen.trained, download=bool(values.get("policy_download")))
             raise ConfigError(
-                f"{chosen.trained} is a model folder, so the task is not known: name a recipe, as "
+                f"{chosen.trained} is a model, so the task is not known: name a recipe, as "
                 f"in `unstale {chosen.verb} {chosen.trained} retail`"
             )
         return configure(chosen)
@@ -357,6 +383,31 @@ def _open_journal(run: Path) -> "Iterator[JournalReader]":
         raise ConfigError(str(error)) from error
     except JournalError as error:
         exit_after("cannot be read", error, code=1)
+
+
+@verb(
+    "export",
+    "write the policy of a run's checkpoint as a model folder",
+    OPEN_RUN,
+    argument("folder", type=Path, help="a new or empty folder for the model"),
+    argument(
+        "--step",
+        type=bounded(int, 0, 10**9),
+        metavar="N",
+        help="the checkpoint of this step; default: the newest",
+    ),
+)
+def _export(chosen: argparse.Namespace) -> int:
+    from unstale.cli.export import export
+    from unstale.durability.checkpoint import CheckpointError
+
+    try:
+        step = export(chosen.run, chosen.folder, step=chosen.step)
+    except CheckpointError as error:
+        exit_after("cannot be exported", error, code=1)
+    text = f"the policy of step {step} is in {chosen.folder}"
+    Console(soft_wrap=True).print(text, highlight=False, markup=False)
+    return 0
 
 
 @verb(

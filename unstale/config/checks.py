@@ -96,7 +96,7 @@ def bounded(kind: type[int] | type[float], low: float, high: float) -> Callable[
 def require_empty_folder(folder: Path) -> None:
     """Raise `ConfigError` if a path exists and is a file, or a folder with files."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ConfigError(f"{folder} is not an empty folder")
+        raise ConfigError(f"{folder} is not an empty folder. Name a new or empty one")
 
 
 def check_size(name: str, value: Any) -> None:

@@ -4,8 +4,9 @@ import json
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
+from typing import Literal
 
 from unstale.config.checks import ConfigError
 
@@ -15,6 +16,8 @@ _IGNORED = ["*/*", "consolidated*"]
 """Patterns of files that are not downloaded, such as the same weights in another format."""
 _TOKENIZER = ("tokenizer.json", "*.model", "vocab.*", "tekken.json")
 """Patterns of files with a vocabulary. A tokenizer has at least one of them."""
+_TOKENIZER_FILES = " ".join(f"--include '*.{kind}'" for kind in ("json", "jinja", "txt", "model"))
+"""Options of `hf download` for all files but the weights."""
 
 
 def model_folder(policy: str, *, download: bool) -> Path:
@@ -28,6 +31,40 @@ def model_folder(policy: str, *, download: bool) -> Path:
     if Path(policy).exists() or not name:
         return Path(policy)
     return _snapshot(name["repository"], name["revision"], download)
+
+
+def is_hub_name(model: str) -> bool:
+    """Return True if `model` has the form of a hub name, and is not an existing path."""
+    return _NAME.fullmatch(model) is not None and not Path(model).exists()
+
+
+def cached_folder(model: str, part: Literal["tokenizer", "config"]) -> Path:
+    """Return the local folder of a model of which only a part is read, without a download.
+
+    `model` is as in `model_folder`. The part is the tokenizer with its chat template, or
+    `config.json`. Raises `ConfigError` if `model` is a hub name and the local cache lacks the part.
+    """
+    name = _NAME.fullmatch(model)
+    if name is None or Path(model).exists():
+        return Path(model)
+    repository, revision = name["repository"], name["revision"]
+    files = "config.json" if part == "config" else _TOKENIZER_FILES
+    at = f" --revision {revision}" if revision else ""
+    fix = f"`hf download {repository}{at} {files}` fetches what is missing"
+    folder = _cached(repository, revision)
+    if folder is None:
+        raise ConfigError(f"{_not_cached(repository)}. {fix}")
+    missing = _missing(folder, _listed(repository, revision))
+    needed = [
+        file
+        for file in missing
+        if (file == "config.json" if part == "config" else ".safetensors" not in file)
+    ]
+    if needed:
+        raise ConfigError(
+            f"the model {repository} in {folder} is incomplete, without {_words(needed)}. {fix}"
+        )
+    return folder
 
 
 @contextmanager
@@ -45,36 +82,52 @@ def hub_errors(what: str) -> Iterator[None]:
 
 @cache
 def _snapshot(repository: str, revision: str | None, download: bool) -> Path:
-    import huggingface_hub
-
-    fetch = partial(
-        huggingface_hub.snapshot_download,
-        repository,
-        revision=revision,
-        allow_patterns=_FILES,
-        ignore_patterns=_IGNORED,
-    )
-    cache_folder = huggingface_hub.constants.HF_HUB_CACHE
-    problem = f"there is no folder {repository}, and no such model in the cache {cache_folder}"
-    try:
-        folder: str | None = fetch(local_files_only=True)
-    except (OSError, ValueError) as error:
-        folder = getattr(error, "snapshot_path", None)  # set if the hub's library misses a file
+    folder = _cached(repository, revision)
+    problem = _not_cached(repository)
     if folder:
-        missing = _missing(Path(folder), _listed(repository, revision))
+        missing = _missing(folder, _listed(repository, revision))
         if not missing:
-            return Path(folder)
+            return folder
         problem = f"the model {repository} in {folder} is incomplete, without {_words(missing)}"
     if not download:
         raise ConfigError(f"policy: {problem}. --policy-download fetches what is missing")
     with hub_errors(f"policy: {repository} cannot be downloaded"):
-        fetched = Path(fetch(local_files_only=False))
+        fetched = _fetch(repository, revision, local_files_only=False)
     if missing := _missing(fetched):
         raise ConfigError(
             f"policy: after the download, {fetched} is still without {_words(missing)}. Check that "
             f"the hub can be reached, and that it has these files of {repository}"
         )
     return fetched
+
+
+def _fetch(repository: str, revision: str | None, *, local_files_only: bool) -> Path:
+    import huggingface_hub
+
+    folder = huggingface_hub.snapshot_download(
+        repository,
+        revision=revision,
+        allow_patterns=_FILES,
+        ignore_patterns=_IGNORED,
+        local_files_only=local_files_only,
+    )
+    return Path(folder)
+
+
+def _cached(repository: str, revision: str | None) -> Path | None:
+    """Return the folder of a model in the local cache. It may lack files. None if there is none."""
+    try:
+        return _fetch(repository, revision, local_files_only=True)
+    except (OSError, ValueError) as error:
+        folder = getattr(error, "snapshot_path", None)  # set if the hub's library misses a file
+        return Path(folder) if folder else None
+
+
+def _not_cached(repository: str) -> str:
+    import huggingface_hub
+
+    cache_folder = huggingface_hub.constants.HF_HUB_CACHE
+    return f"there is no folder {repository}, and no such model in the cache {cache_folder}"
 
 
 def _listed(repository: str, revision: str | None) -> list[str]:

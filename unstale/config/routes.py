@@ -308,7 +308,7 @@ class ExactSpec(OldLogpsConfig):
         fresh = run.schedule.staleness_bound == 0 and run.trainer.minibatches_per_batch == 1
         stale = "learning alone: one program, two weights"
         return Meaning(
-            symbol="pi_v",
+            symbol="pi_old",
             policy="the trainer's own weights of the version that sampled the token",
             d="numerics alone: the same weights, two programs",
             s="learning alone: 1 here, because nothing is stale" if fresh else stale,

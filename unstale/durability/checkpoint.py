@@ -235,6 +235,26 @@ class Checkpoints:
                     partial.rename(final)
                     flush_to_disk(self._versions)
 
+    def read_weights(self, name: str) -> dict[str, Tensor]:
+        """Return the whole weights of a checkpoint for a forward pass, by the parameter's name.
+
+        Raises `CheckpointError` unless its files are complete and unchanged.
+        """
+        folder = self._folder / name
+        with wrap_file_errors(folder):
+            body = read_manifest(folder)
+            return read_whole_policy(folder, body) if is_divided(body) else read_policy(folder)
+
+    def adapter_base(self, name: str) -> int:
+        """Return the checksum of the model on which the adapters of a checkpoint were trained.
+
+        0 without adapters.
+        """
+        folder = self._folder / name
+        with wrap_file_errors(folder):
+            states = dict(read_manifest(folder)["states"]["mapping"])
+            return int(dict(states[TRAINER]["mapping"]).get("base", 0))
+
     def weights(self, version: int) -> dict[str, Tensor]:
         """Return the weights of a version, from a checkpoint and the differences after it.
 
@@ -244,9 +264,7 @@ class Checkpoints:
         if not older:
             raise LookupError(f"version {version} is older than every checkpoint on disk")
         current, folder = max(older)
-        with wrap_file_errors(folder):
-            body = read_manifest(folder)
-            weights = read_whole_policy(folder, body) if is_divided(body) else read_policy(folder)
+        weights = self.read_weights(folder.name)
         for number, path in self._list_versions():
             if not current < number <= version:
                 continue
@@ -264,6 +282,11 @@ class Checkpoints:
     def names(self) -> list[str]:
         """Names of the checkpoints, oldest first."""
         return [path.name for _, path in self._list_checkpoints()]
+
+    @property
+    def steps(self) -> dict[int, str]:
+        """Names of the checkpoints by step, oldest first. Of several of one step, the newest."""
+        return {int(name.removeprefix("step").partition("-")[0]): name for name in self.names}
 
     @property
     def versions(self) -> list[int]:

@@ -29,6 +29,8 @@ RewardFunction = Callable[[str, Row], Awaitable[Rewards] | Rewards]
 """A function of the last reply and the row, which returns one or several rewards."""
 FILES = (".jsonl", ".json", ".parquet")
 ROLES = ("system", "user", "assistant")
+HELD_OUT_SHARE = 0.1
+"""Default of `task.held_out_share`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,12 +51,56 @@ class DatasetConfig(DraftEditConfig):
     """
     system: str = ""
     """Text of a system message before every prompt."""
-    held_out_share: Share = 0.1
-    """Share of the rows that are held out for evaluation. A hash of the prompt selects them."""
+    held_out_share: Share = HELD_OUT_SHARE
+    """Share of the rows that are held out for evaluation. A hash of the prompt selects them. Not
+    used with `held_out_file` or `held_out_split`.
+    """
+    held_out_file: str = ""
+    """File with the held-out tasks (.jsonl, .json or .parquet). All rows of `task.env` are then
+    trained on.
+    """
     subset: str = ""
     """Name of the configuration of a data set on the hub, such as `main`."""
     split: str = "train"
     """Name of the split of a data set on the hub."""
+    held_out_split: str = ""
+    """Name of the split with the held-out tasks, such as `test`. All rows of `task.split` are then
+    trained on.
+    """
+
+    def check_combination(self) -> None:
+        super(DatasetConfig, self).check_combination()
+        if not self.held_out_file and not self.held_out_split:
+            return
+        name = "held_out_file" if self.held_out_file else "held_out_split"
+        given = f"task.{name} = {getattr(self, name)}"
+        if self.held_out_file and self.held_out_split:
+            raise ConfigError(
+                f"{given} and task.held_out_split = {self.held_out_split} both name the held-out "
+                "tasks: give one of them"
+            )
+        if self.held_out_share != HELD_OUT_SHARE:
+            raise ConfigError(
+                f"task.held_out_share must not be set with {given}, got {self.held_out_share:g}: "
+                "all rows of task.env are trained on, and all of the other are held out"
+            )
+        if self.held_out_file:
+            if Path(self.held_out_file).suffix not in FILES:
+                raise ConfigError(f"{given} must be a file of type {', '.join(FILES)}")
+            if Path(self.held_out_file) == Path(self.source):
+                raise ConfigError(f"{given} is the file of task.env: name another one")
+        elif Path(self.source).suffix in FILES:
+            raise ConfigError(
+                f"{given} needs a data set of the hub, and task.env is the file {self.source}. Use "
+                "task.held_out_file"
+            )
+        elif self.held_out_split == self.split:
+            raise ConfigError(f"{given} is also task.split: name another split")
+
+    @property
+    def source(self) -> str:
+        """The file with the training rows, or the name of the data set on the hub."""
+        return self.env.partition(":")[2]
 
     @property
     def largest_reward(self) -> float | None:
@@ -69,21 +115,31 @@ class DatasetTasks(ListedTasks):
 
     tools: tuple[Mapping[str, Any], ...] = ()
 
-    def __init__(self, rows: Sequence[Row], reward: RewardFunction, options: DatasetConfig) -> None:
-        """Divide the rows.
+    def __init__(
+        self,
+        rows: Sequence[Row],
+        reward: RewardFunction,
+        options: DatasetConfig,
+        held_out: Sequence[Row] | None = None,
+    ) -> None:
+        """Divide the rows, or take those in `held_out` as held-out tasks and train on all others.
 
         Raise `ConfigError` if a row has no usable prompt, or if a split is empty.
         """
         self.name = options.env
         self._reward = reward
         self._options = options
+        openings = _openings(rows, options.env, options)
+        if held_out is not None:
+            other = options.held_out_file or f"{options.env}, split {options.held_out_split}"
+            _openings(held_out, other, options)
+            for where, given in ((options.env, rows), (other, held_out)):
+                if not given:
+                    raise ConfigError(f"{where} has no rows")
+            self.data = {"train": list(rows), "held_out": list(held_out)}
+            return
         data: dict[str, list[Row]] = {"train": [], "held_out": []}
-        for number, row in enumerate(rows, start=1):
-            try:
-                opening = _opening(row, options)
-                _follow_ups(row, options)
-            except ValueError as error:
-                raise ConfigError(f"row {number} of {options.env}: {error}") from None
+        for row, opening in zip(rows, openings, strict=True):
             is_held_out = _share_of(opening) < options.held_out_share
             data["held_out" if is_held_out else "train"].append(row)
         for split, chosen in data.items():
@@ -133,6 +189,21 @@ class RowEnv:
             return Turn((Message("user", text),))
         rewards = await call(self._reward, reply.content, self._row)
         return Turn((), done=True, rewards=rewards)
+
+
+def _openings(rows: Sequence[Row], where: str, options: DatasetConfig) -> list[tuple[Message, ...]]:
+    """Return the first messages of each row.
+
+    Raises `ConfigError` with the number of the row and the source `where` for an unusable row.
+    """
+    openings = []
+    for number, row in enumerate(rows, start=1):
+        try:
+            openings.append(_opening(row, options))
+            _follow_ups(row, options)
+        except ValueError as error:
+            raise ConfigError(f"row {number} of {where}: {error}") from None
+    return openings
 
 
 def _opening(row: Row, options: DatasetConfig) -> tuple[Message, ...]:
@@ -185,17 +256,20 @@ def _share_of(opening: tuple[Message, ...]) -> float:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=6).digest()) / 2**48
 
 
-def load_rows(source: str, *, subset: str = "", split: str = "train") -> list[Row]:
+def load_rows(
+    source: str, *, subset: str = "", split: str = "train", option: str = "task.env"
+) -> list[Row]:
     """Return the rows of a file or of a data set on the hub.
 
     A name without the suffix of a data file is a data set on the hub. It needs the extra
-    `datasets`. Raises `ConfigError` if the rows cannot be read.
+    `datasets`. `option` is named if there is no such file. Raises `ConfigError` if the rows cannot
+    be read.
     """
     path = Path(source)
     if path.suffix not in FILES:
         return _hub_rows(source, subset, split)
     if not path.is_file():
-        raise ConfigError(f"task.env: there is no file {path.absolute()}")
+        raise ConfigError(f"{option}: there is no file {path.absolute()}")
     if path.suffix == ".parquet":
         try:
             from pyarrow import ArrowException, parquet
@@ -245,7 +319,9 @@ def _hub_rows(name: str, subset: str, split: str) -> list[Row]:
         return list(datasets.load_dataset(name, subset or None, split=split))
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         first_line = next(islice(str(error).splitlines(), 1), repr(error))
-        raise ConfigError(f"the data set {name} cannot be loaded: {first_line}") from None
+        raise ConfigError(
+            f"the data set {name} cannot be loaded (split {split}): {first_line}"
+        ) from None
 
 
 def load_reward(name: str) -> RewardFunction:
@@ -270,9 +346,13 @@ def make_dataset(options: DatasetConfig) -> DatasetTasks:
     Raises `ConfigError` if it cannot be made.
     """
     reward = load_reward(options.reward)
-    source = options.env.partition(":")[2]
-    rows = load_rows(source, subset=options.subset, split=options.split)
-    return DatasetTasks(rows, reward, options)
+    rows = load_rows(options.source, subset=options.subset, split=options.split)
+    held_out = None
+    if options.held_out_file:
+        held_out = load_rows(options.held_out_file, option="task.held_out_file")
+    elif options.held_out_split:
+        held_out = load_rows(options.source, subset=options.subset, split=options.held_out_split)
+    return DatasetTasks(rows, reward, options, held_out)
 
 
 ENV = EnvSpec("dataset", make_dataset, DatasetConfig, takes_source=True)

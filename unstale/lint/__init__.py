@@ -1,10 +1,11 @@
 """The linter: it explains a configuration, and refuses settings that cannot work.
 
-    pi / mu  =  D * S,    D = prox / mu,    S = pi / prox
+    pi / mu  =  D * S,    D = pi_old / mu,    S = pi / pi_old
 
-`pi` is the policy that is trained. `mu` is the engine's distribution that sampled the token. `prox`
-is the policy whose log-probability the route returns as the old one. `check` says what D and S
-contain under a configuration. It also finds wrong combinations of options, with a reason and a fix.
+`pi` is the policy that is trained. `mu` is the engine's distribution that sampled the token.
+`pi_old` is the policy whose log-probability the route returns as the old one. `check` says what D
+and S contain under a configuration. It also finds wrong combinations of options, with a reason and
+a fix.
 """
 
 from collections.abc import Iterable, Mapping
@@ -45,7 +46,7 @@ def check(config: RunConfig) -> Verdict:
     """Explain the configuration of a run, and find what is wrong with it.
 
     >>> [factor.denominator for factor in check(RunConfig(recipe="mine")).factors]
-    ['mu', 'pi_v']
+    ['mu', 'pi_old']
     """
     found = find(config, REFUSALS, WARNINGS)
     return Verdict(

@@ -219,7 +219,7 @@ class EagerSpec(SnapshotOldSpec, EwmaProxSpec):
         if self.exact:
             return replace(meaning, cost=self.cost(run))
         return Meaning(
-            symbol=f"pi_v or {meaning.symbol}",
+            symbol=f"pi_old or {meaning.symbol}",
             policy="the weights that sampled the token where scored in time, their moving average "
             "elsewhere",
             d="numerics where scored in time; elsewhere staleness too, as far as the average "

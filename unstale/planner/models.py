@@ -1,12 +1,13 @@
 """Parameters, memory and operations per token of a model, computed from its sizes."""
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from unstale.config import SHIPPED_POLICIES
 from unstale.config.checks import ConfigError, nearest
+from unstale.config.hub import cached_folder, is_hub_name
 from unstale.planner.assignments import parse_assignments, value_kinds
 
 WORD = 2
@@ -164,8 +165,9 @@ class Model:
     def parse(cls, text: str) -> "Model":
         """Return the model that a word of the command line names.
 
-        The word is a preset, a model folder, sizes (`layers=36,hidden=2560,...`), or the name of a
-        small model of this package, such as `base`. Raises `ConfigError` for anything else.
+        The word is a preset, a model folder, the hub name of a model in the local cache, sizes
+        (`layers=36,hidden=2560,...`), or the name of a small model of this package, such as `base`.
+        Raises `ConfigError` for anything else.
         """
         if text in SHIPPED_POLICIES:
             return cls.from_folder(SHIPPED_POLICIES[text])
@@ -175,9 +177,15 @@ class Model:
             return PRESETS[text]
         if (Path(text) / "config.json").is_file():
             return cls.from_folder(Path(text))
+        if is_hub_name(text):
+            try:
+                folder = cached_folder(text, "config")
+            except ConfigError as error:
+                raise ConfigError(f"--model: {error}; or give sizes (layers=36,...)") from error
+            return replace(cls.from_folder(folder), name=text)
         raise ConfigError(
-            f"--model {text} must be a folder with a config.json, sizes (layers=36,hidden=2560,"
-            f"ffn=9728,heads=32,kv_heads=8) or a preset{nearest(text, list(PRESETS))}"
+            f"--model {text} must be a folder with a config.json, org/name, sizes (layers=36,"
+            f"hidden=2560,ffn=9728,heads=32,kv_heads=8) or a preset{nearest(text, list(PRESETS))}"
         )
 
     @classmethod

@@ -56,7 +56,8 @@ def add(verbs: Any) -> None:
 
     presets = ", ".join(PRESETS)
     sizes = (
-        f"a model folder, `base`, `base-desks`, Qwen3's {presets}, or layers=36,hidden=2560,ffn=..."
+        "a model folder, `org/name` in the local cache of the Hugging Face hub, `base`, "
+        f"`base-desks`, Qwen3's {presets}, or layers=36,hidden=2560,ffn=..."
     )
     shares = ", ".join(f"{name}={value:g}" for name, value in asdict(Shares()).items())
     shares = f"shares that programs reach of the data sheet's figures. Now: {shares}"

@@ -261,7 +261,7 @@ ENTRY = Entry(
     "`failed` needs tasks that come again while their groups are stored.",
     measured=_MEASURED,
     exactness="The fresh groups and their staleness bound do not change. Replayed tokens have an "
-    "age bound of their own. Their D is that of their first training, and S is pi now over pi_v, "
+    "age bound of their own. Their D is that of their first training, and S is pi now over pi_old, "
     "exact where the route was exact then. Groups whose advantages are all 0 are not stored, and "
     "`failed` chooses groups by their rewards, so the weights of tasks change.",
     check=_check,
