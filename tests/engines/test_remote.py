@@ -8,6 +8,7 @@ SGLang alone are in test_sglang.py.
 import asyncio
 import json
 import math
+import re
 import socket
 import threading
 from collections.abc import Awaitable, Iterator, Sequence
@@ -377,8 +378,22 @@ def test_servers_that_cannot_be_worked_with(model: Path, tmp_path: Path, kind: K
         asyncio.run(start(attached(model, short)))
     with pytest.raises(EngineDied, match="nobody"):
         asyncio.run(start(made(EngineOptions(model, url=f"unix:{tmp_path}/nobody"))))
-    with pytest.raises(ValueError, match="not a server address"):
-        made(EngineOptions(model, url="localhost:8000"))
+    wrong = {
+        "localhost:8000": "'localhost' is unknown",
+        "http://host:abc": "'abc'",
+        "http://host:70000": "0-65535",
+        "http://host:0": "must be 1 to 65535",
+        "http://a..b": "label",
+        "http://[::1": "IPv6",
+        "http://:80": "no host",
+        "unix:": "no path",
+    }
+    for url, fault in wrong.items():
+        with pytest.raises(
+            ValueError,
+            match=rf"^engine\.urls: not a server address: '{re.escape(url)}' \(.*{fault}.*\); use",
+        ):
+            made(EngineOptions(model, url=url))
     with pytest.raises(ValueError, match="exceeds the model"):
         made(EngineOptions(model, url="http://localhost:1", max_context=40960))
 
@@ -423,6 +438,47 @@ def test_a_reply_that_cannot_be_read_ends_its_service_until_it_is_started_again(
         await engine.start()
         await hold(engine, 1)
         assert (await engine.sample(PROMPT, SamplingParams(2, ()))).piece.version == 1
+
+    run_engine(engine, story)
+
+
+@pytest.mark.parametrize(
+    ("logprobs", "fault"),
+    [
+        ([(3, -0.5)], r"2 tokens has 1 log-probabilities for 1 token ids"),
+        ([(3, -0.5), (9, -0.5)], r"token 1 of a reply is 4, .* is of token 9"),
+        (
+            [(3, -0.5), (4, -9999.0)],
+            r"token 1 of a reply, 4, has .* -9999\.0: .* above -9999, .* 0",
+        ),
+        ([(3, 0.5), (4, -0.5)], r"token 0 of a reply, 3, has the log-probability 0\.5"),
+    ],
+)
+def test_the_fault_of_a_log_probability_is_named(
+    model: Path, server: FakeServer, logprobs: list[tuple[int, float]], fault: str
+) -> None:
+    engine = attached(model, server)
+    spans = [{"version": "0", "end": 2}]
+    choice = {
+        "token_ids": [3, 4],
+        "logprobs": {"content": [{"token_id": id, "logprob": logp} for id, logp in logprobs]},
+        "weight_versions": spans,
+        "finish_reason": "length",
+    }
+    meta = {
+        "finish_reason": {"type": "length"},
+        "output_token_logprobs": [(logp, id, None) for id, logp in logprobs],
+        "weight_versions": spans,
+    }
+
+    async def story() -> None:
+        await hold(engine, 0)
+        server.answers = {
+            "/inference/v1/generate": (200, {"choices": [choice], "usage": {}}),
+            "/generate": (200, {"output_ids": [3, 4], "meta_info": meta}),
+        }
+        with pytest.raises(EngineDied, match=fault):
+            await engine.sample(PROMPT, SamplingParams(2, ()))
 
     run_engine(engine, story)
 

@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager
 from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
 from typing import Any
-from urllib.parse import quote, urlsplit
+from urllib.parse import SplitResult, quote, urlsplit
 from weakref import WeakKeyDictionary
 
 import msgspec
@@ -45,17 +45,11 @@ class Http:
     """A client of one server. Every call opens a new connection.
 
     The address is `http://host:port`, `https://host:port` or `unix:/path`. `key` is sent as a
-    bearer token.
+    bearer token. Raises ValueError for another address or key.
     """
 
     def __init__(self, url: str, *, key: str = "", max_body_bytes: int = MAX_BODY_BYTES) -> None:
-        parts = urlsplit(url)
-        known_scheme = parts.scheme in ("http", "https", "unix")
-        if not known_scheme or not (parts.hostname or parts.scheme == "unix"):
-            raise ValueError(
-                f"not a server address: {url!r}; use http://host:port, https://host:port "
-                "or unix:/path"
-            )
+        parts = _split_url(url)
         if not (key.isascii() and key.isprintable()):
             raise ValueError("the key must be printable ASCII without line ends")
         self.url = url.rstrip("/")
@@ -125,6 +119,29 @@ class Http:
         secure = ssl.create_default_context() if parts.scheme == "https" else None
         port = parts.port or (443 if secure else 80)
         return await asyncio.open_connection(parts.hostname, port, ssl=secure)
+
+
+def _split_url(url: str) -> SplitResult:
+    """Return the parts of a server's address. Raises ValueError for what is no address."""
+    try:
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https", "unix"):
+            fault = f"the scheme {parts.scheme!r} is unknown"
+        elif parts.scheme == "unix":
+            fault = "" if parts.path else "it has no path"
+        elif not parts.hostname:
+            fault = "it has no host"
+        else:
+            parts.hostname.encode("idna")  # as the system's functions do
+            fault = "the port must be 1 to 65535" if parts.port == 0 else ""
+    except ValueError as error:  # of the port, the host or its brackets
+        fault = str(error)
+    if fault:
+        raise ValueError(
+            f"not a server address: {url!r} ({fault}); use http://host:port, https://host:port "
+            "or unix:/path"
+        )
+    return parts
 
 
 async def _read_response(

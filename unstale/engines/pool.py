@@ -51,7 +51,7 @@ class _Member:
         self.load = 0
         """Sum of the weights of its running requests, see `request_weight`."""
         self.up = False
-        self.lives = 0
+        self.generation = 0
         """Number of successful restarts. A call compares it to know if the engine died since the
         call began.
         """
@@ -95,8 +95,8 @@ class Recovery:
     restarts: int = 0
     """Number of restarts allowed in a run, for all engines together."""
     on_event: Callable[..., None] = lambda kind, **_: None
-    """A function called with `engine_lost`, `engine_restarted` or `engine_back` and details, for
-    the run's log.
+    """A function called with an event and its details, for the run's log: `engine_lost`,
+    `engine_restarted`, `engine_back`, or `engine_joined` for the first start in an elastic pool.
     """
 
 
@@ -201,7 +201,7 @@ class EnginePool:
                 member = self._route_by_phase(blocks, len(tokens), params)
             else:
                 member = self._route(blocks)
-            lives = member.lives
+            generation = member.generation
             member.num_running += 1
             member.load += weight
             # set before the wait, so that siblings are sent to this engine, too
@@ -211,7 +211,7 @@ class EnginePool:
             except EngineDied as died:
                 if starts != self._starts:
                     raise
-                self._lose(member, lives, died)
+                self._lose(member, generation, died)
             else:
                 if len(self._members) > 1:
                     member.cached.add(add_blocks(tokens, reply.piece.tokens, blocks))
@@ -283,7 +283,7 @@ class EnginePool:
         members = self._up or self._members
         counters = [member.engine.metrics() for member in members]
         restarts = float(self._restarts - self._reported_restarts)
-        own = totals = {"crashes": float(self._deaths), "restarts": restarts}
+        totals = {"crashes": float(self._deaths), "restarts": restarts}
         self._deaths = 0
         self._reported_restarts = self._restarts
         for name in dict.fromkeys(name for each in counters for name in each if "/" not in name):
@@ -293,7 +293,7 @@ class EnginePool:
             elif name.endswith(("_s", "_mean")) and name != "cpu_s":
                 totals[name] = sum(values) / len(values)
             else:
-                totals[name] = own.get(name, 0.0) + sum(values)
+                totals[name] = totals.get(name, 0.0) + sum(values)
         if self.phases.prefill_engines:
             totals |= self._routed | _busy_shares(members, counters)
             self._routed = dict.fromkeys(_ROUTED, 0.0)
@@ -371,17 +371,17 @@ class EnginePool:
         An error of another kind is raised after all engines have answered.
         """
         members = self._up if members is None else members
-        lives = [member.lives for member in members]
+        generations = [member.generation for member in members]
         calls = [asyncio.ensure_future(call(member.engine)) for member in members]
         if self.patience_s:
             await self._cancel_stragglers(calls)
         results = await asyncio.gather(*calls, return_exceptions=True)
-        for member, life, result in zip(members, lives, results, strict=True):
+        for member, generation, result in zip(members, generations, results, strict=True):
             if isinstance(result, asyncio.CancelledError):
                 late = f"no answer {MAX_LAG_S:g} s after another engine had answered"
-                self._lose(member, life, EngineDied(late))
+                self._lose(member, generation, EngineDied(late))
             elif isinstance(result, EngineDied):
-                self._lose(member, life, result)
+                self._lose(member, generation, result)
         for result in results:
             lost = isinstance(result, EngineDied | asyncio.CancelledError)
             if isinstance(result, BaseException) and not lost:
@@ -418,12 +418,12 @@ class EnginePool:
                     f"no engine was ready for {self.patience_s:g} s; the last error: {self._error}"
                 ) from self._error
 
-    def _lose(self, member: _Member, lives: int, died: EngineDied) -> None:
+    def _lose(self, member: _Member, generation: int, died: EngineDied) -> None:
         """Begin to restart an engine that died.
 
-        Do nothing if the death of this life, which has the number `lives`, was already reported.
+        Do nothing if the death of this generation was already reported.
         """
-        if not member.up or member.lives != lives:
+        if not member.up or member.generation != generation:
             return
         member.up = False
         self._deaths += 1
@@ -458,7 +458,7 @@ class EnginePool:
                 # no other task may run between the check of the state and this change
                 member.up = True
                 member.version = self._version
-        member.lives += 1
+        member.generation += 1
         member.num_restarts += event == "engine_back"
         member.cached = CachedPrefixes()
         self._recovery.on_event(event, engine=self._members.index(member))

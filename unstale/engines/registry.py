@@ -51,7 +51,9 @@ class EngineOptions:
     marked as not clean.
     """
     load_tokens: int = 0
-    """The option `engine.load_tokens`, for a pool of engines."""
+    """Context tokens that add one to a request's load in a pool of engines. 0 counts every request
+    as 1.
+    """
     deltas: bool = False
     """Let the engine load a version as its difference (delta) from the one before. The engine then
     keeps one more copy of the weights.

@@ -139,7 +139,10 @@ class RemoteEngine(ABC):
         self.server = server
         self.takes_deltas = options.deltas
         self.url = server.url if server is not None else options.url
-        self._http = Http(self.url)
+        try:
+            self._http = Http(self.url)
+        except ValueError as error:
+            raise ValueError(f"engine.urls: {error}") from None
         self._reference = ReferenceModel(
             options.model_folder,
             dtype=DTYPES[options.dtype],
@@ -391,7 +394,7 @@ class RemoteEngine(ABC):
                 raise self._fail(session, reason)
         logps = reply.logps
         if reply.logp_tokens != tokens or len(logps) != len(tokens) or not _in_range(logps):
-            raise self._fail(session, "the server sampled tokens without a log-probability")
+            raise self._fail(session, _describe_fault(reply))
         if max(logps, default=-1.0) >= 0:
             logps = tuple(min(0.0, logp) for logp in logps)
         if params.temperature == 0:  # greedy sampling: the chosen token has probability 1
@@ -540,6 +543,28 @@ def _in_range(logps: Sequence[float]) -> bool:
     if not logps:
         return True
     return math.isfinite(sum(logps)) and min(logps) > _MIN_LOGP and max(logps) < _MAX_LOGP
+
+
+def _describe_fault(reply: ServerReply) -> str:
+    """Return what is wrong with the log-probabilities of a reply."""
+    tokens, logps, named = reply.tokens, reply.logps, reply.logp_tokens
+    if not len(logps) == len(named) == len(tokens):
+        return (
+            f"a reply of {len(tokens)} tokens has {len(logps)} log-probabilities for {len(named)} "
+            "token ids: the server must send one for each token"
+        )
+    for index, (token, name, logp) in enumerate(zip(tokens, named, logps, strict=True)):
+        if token != name:
+            return (
+                f"token {index} of a reply is {token}, but the log-probability there is of token "
+                f"{name}"
+            )
+        if not _in_range([logp]):
+            return (
+                f"token {index} of a reply, {token}, has the log-probability {logp}: it must be "
+                f"above {_MIN_LOGP:g}, which stands for none, and at most 0"
+            )
+    return "the sum of its log-probabilities is not finite"
 
 
 def decode_base64(text: memoryview) -> NDArray[np.uint8]:

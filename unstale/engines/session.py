@@ -1,4 +1,7 @@
-"""The state of an engine in other processes, and waiting for calls that its death must end."""
+"""The state of an engine in other processes, and functions that wait for its calls.
+
+A call fails when the engine dies, or after a time limit.
+"""
 
 import asyncio
 import time
@@ -14,7 +17,7 @@ _T = TypeVar("_T")
 
 
 class EngineSession:
-    """What the run knows of an engine in other processes, from one start to the next.
+    """The state of an engine in other processes, from one start to the next.
 
     The caller's function `check_health` is awaited every `CHECK_S` seconds while replies are
     pending. It must raise `EngineDied` for an engine that does not work.

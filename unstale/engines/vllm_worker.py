@@ -1,6 +1,6 @@
 """The code that runs inside vLLM: loading of weights, and the entry point of the server.
 
-Only this file imports vllm, inside functions.
+This file and `vllm_transfer.py` import vllm, inside functions. No other file does.
 """
 
 import os

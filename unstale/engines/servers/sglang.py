@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -180,10 +181,14 @@ class SglangEngine(RemoteEngine):
 
     def _decode_routes(self, routes: memoryview) -> Any:
         """Return expert routes from int32 numbers in base64. Their shape is that of the model."""
+        return np.frombuffer(decode_base64(routes), "<i4").reshape(-1, *self._route_shape)
+
+    @cached_property
+    def _route_shape(self) -> tuple[int, int]:
+        """The model's number of layers, and of experts of a token in each."""
         config = json.loads((self.options.model_folder / "config.json").read_text())
         config = {**config, **(config.get("text_config") or {})}
-        numbers = np.frombuffer(decode_base64(routes), "<i4")
-        return numbers.reshape(-1, config["num_hidden_layers"], config["num_experts_per_tok"])
+        return config["num_hidden_layers"], config["num_experts_per_tok"]
 
 
 SPEC = EngineSpec(SglangEngine, needs_urls=True)
