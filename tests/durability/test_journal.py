@@ -475,7 +475,7 @@ def test_a_fault_while_writing_is_told_at_the_barrier_and_to_who_watches(
                 fault(journal)
             said = str(error.value)
             assert said.startswith(f"the journal {path} ") and said.count(JOURNAL) == 1
-            assert said.endswith(f"failed: {says}") or "End that process, then resume" in said
+            assert f"failed: {says}. " in said or "End that process, then resume" in said
         with pytest.raises(JournalError, match=says):
             asyncio.run(journal.watch())
 
