@@ -30,13 +30,18 @@ def is_broad(handler: ast.ExceptHandler) -> bool:
 
 
 def test_only_the_callers_of_user_code_catch_every_exception() -> None:
-    """Environments and estimators may be user code. Only their callers catch unnamed errors."""
+    """Environments and estimators may be user code. Only their callers catch unnamed errors.
+
+    So do the threads of the journal: nothing else would report what ends them.
+    """
     broad = []
     for path in SOURCES:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ExceptHandler) and is_broad(node):
                 broad.append(path.relative_to(ROOT / "unstale").as_posix())
     assert sorted(broad) == [
+        "durability/journal/route_files.py",
+        "durability/journal/writer.py",
         "envs/guard.py",
         "envs/registry.py",
         "isolation/worker.py",

@@ -17,7 +17,7 @@ from unstale.planner.plan_command import workload_of
 from unstale.planner.workload import LogNormal, Workload
 
 BAD = ("-1", "nan", "inf", "1e300", "9" * 20, "9" * 400)
-ZERO_IS_VALID = {"--port", "--seed", "--lag", "--alpha", "--beta", "--samples"}
+ZERO_IS_VALID = {"--port", "--seed", "--lag", "--alpha", "--beta", "--samples", "--step"}
 NEGATIVE_IS_VALID = {"--beta"}
 PLAN = ("plan", "--model", "4B", "--gpus", "8")
 

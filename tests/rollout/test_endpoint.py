@@ -931,7 +931,7 @@ def test_what_no_context_can_hold_is_refused_before_it_becomes_tokens(
         TOKENIZER, "encode", lambda *text, **how: made.append(1) or encode(*text, **how)
     )
     assert not CHAT.renders_tools and chat_of(QWEN).renders_tools
-    monkeypatch.setattr(Chat, "renders_tools", True)
+    monkeypatch.setitem(vars(CHAT), "renders_tools", True)
     long = "x" * (
         28 * 511 + 1
     )  # the longest token has 28 characters, the context 512 tokens, one of them said

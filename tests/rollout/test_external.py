@@ -742,7 +742,7 @@ def test_an_agent_of_a_library_becomes_trajectories_and_may_be_killed(tmp_path: 
 
 
 def test_the_check_of_the_docs_runs(tmp_path: Path) -> None:
-    (tmp_path / "sums.py").write_text(SDK)
+    (tmp_path / "agent_sums.py").write_text(SDK)
     run_forked(CHECKED, cwd=tmp_path)
 
 
