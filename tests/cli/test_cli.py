@@ -21,6 +21,7 @@ from unstale.cli import evaluate, main, recipe_options
 from unstale.cli.grades import EvalResult
 from unstale.config import (
     SHIPPED_POLICY,
+    CorrectionConfig,
     EngineConfig,
     OldLogpsConfig,
     RunConfig,
@@ -267,6 +268,18 @@ def test_the_configuration_of_a_run_can_be_given_back(tmp_path: Path, config: Ru
     RunLog.create(tmp_path / "run", config).close()
     again = parse("train", str(tmp_path / "run" / "config.json"), "--seed=3")
     assert again == replace(config, seed=3)
+
+
+def test_a_file_of_an_earlier_version_may_have_options_that_its_run_did_not_use(
+    tmp_path: Path,
+) -> None:
+    config = replace(RECIPES["llm"](), correction=CorrectionConfig(control="none"))
+    RunLog.create(tmp_path / "run", config).close()
+    file = tmp_path / "run" / "config.json"
+    row = json.loads(file.read_text())
+    row["correction"]["low"] = 0.9
+    file.write_text(json.dumps(row))
+    assert parse("train", str(file)) == config
 
 
 @pytest.mark.parametrize(

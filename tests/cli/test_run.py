@@ -208,6 +208,11 @@ def test_the_episodes_of_a_file_depend_on_template_and_data_and_not_on_budgets(
 
     reopen()
     reopen(latency_s=1.0, latency_sigma=0.5)
+    first = json.loads(save.read_text())
+    save.write_text(json.dumps({k: v for k, v in first.items() if k != "task.level"}) + "\n")
+    reopen()  # an earlier version of the package may lack an option, which had its default
+    with pytest.raises(ConfigError, match=r"has episodes with task\.level 1, and this .* has 2"):
+        reopen(level="2")
     template.write_text("new")
     with pytest.raises(ConfigError, match="has episodes with policy"):
         reopen()

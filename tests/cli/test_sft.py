@@ -1,6 +1,7 @@
 """Test the command `sft`: training on reference replies, and the model folder that it writes."""
 
 import json
+from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 
@@ -11,8 +12,10 @@ from rich.console import Console
 from tests.support.tiny_runs import save_tiny, tiny_run
 from unstale.cli.main import main
 from unstale.cli.sft import RECORD, SftOptions, sft
-from unstale.config import ConfigError, RunConfig, TrainerConfig
+from unstale.config import ConfigError, RunConfig, TaskConfig, TrainerConfig
 from unstale.config.options import override
+from unstale.envs.calculator import CalculatorTasks
+from unstale.envs.mixed import MixedTasks
 from unstale.model.policy import Policy
 
 
@@ -100,6 +103,19 @@ def test_wrong_options_are_refused_before_training(
         with pytest.raises(ConfigError, match=f"sft needs objective.{name} = 0, got 0.1"):
             regular = override(config, {f"objective.{name}": 0.1})
             sft(regular, data, tmp_path / "out", SftOptions())
+
+
+def mixed_calculator() -> MixedTasks:
+    return MixedTasks("mixed", [CalculatorTasks()])
+
+
+def test_a_mixture_of_task_sets_with_the_same_tools_is_no_reason_to_refuse(
+    policy: Path, data: Path, tmp_path: Path
+) -> None:
+    task = TaskConfig(env="tests.cli.test_sft:mixed_calculator")
+    out = tmp_path / "out"
+    sft(replace(options_of(policy, tmp_path), task=task), data, out, SftOptions())
+    assert (out / "model.safetensors").exists()
 
 
 def test_the_command_writes_a_model_folder(

@@ -792,7 +792,10 @@ def test_what_cannot_be_gone_on_with_is_one_line(
     )
     for option, given in (("name", "other"), ("runs", "elsewhere")):
         said = complaint(capsys, "train", "--resume", "early", f"--{option}", given)
-        assert f"continues the run in its folder early: leave out {option}, got {given}" in said
+        assert f"continues the run in its folder early: leave out {option}, or take it" in said
+        assert f"got {given}" in said
+    said = complaint(capsys, "train", "--resume", "early", "--runs", str(tmp_path))
+    assert "the run in early is finished" in said  # another name of the same folder
     (tmp_path / "own.toml").write_text('recipe = "retail"')
     said = complaint(capsys, "train", "--resume", "early", "--config", "own.toml")
     assert "a run resumes with its own recipe, toy: leave out the recipe retail" in said

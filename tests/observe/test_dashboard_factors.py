@@ -579,5 +579,7 @@ def test_the_options_of_an_approximate_route_can_be_changed(runs: Path, tmp_path
     for value in ("nan", "-1"):
         with pytest.raises(BadQuestion):
             limits.changed_settings(own, {"objective.clip_high": value})
+    off = {"correction.low": "0.7", "correction.control": "none"}  # the form hides the first field
+    assert limits.changed_settings(own, off).correction == CorrectionConfig(control="none")
     free = limits.changed_settings(own, {"objective.clip_high": "inf", "correction.low": "0"})
     assert [line["label"] for line in limits.lines(free, lag_max=0)][:2] == ["D 2", "S 0.8"]

@@ -442,6 +442,14 @@ def test_a_tracker_that_failed_is_closed_once() -> None:
     assert sound.outcomes == [FINISHED]
 
 
+def test_a_tracker_whose_last_call_failed_is_not_closed_as_finished() -> None:
+    broken = Closing(fails=True)
+    trackers = Trackers({"broken": broken})
+    trackers.write(1, HEALTHY)
+    trackers.close(FINISHED)
+    assert [outcome.kind for outcome in broken.outcomes] == ["failed"]
+
+
 def test_a_tracker_that_does_not_end_is_not_waited_for() -> None:
     end = Event()
     late = Closing(waits=end)

@@ -322,6 +322,31 @@ def test_an_agent_that_fails_after_an_accepted_call_was_not_ended_by_an_earlier_
     assert isinstance(outcome, Failure) and outcome.error == "KeyError: 'gone'"
 
 
+def test_a_refusal_ends_an_agent_although_another_of_its_calls_is_accepted_later() -> None:
+    """One of two sub-agents is refused while the other one has not been answered yet."""
+    refused, reached = asyncio.Event(), asyncio.Event()
+
+    async def slow(tokens: Sequence[int], params: SamplingParams) -> None:
+        if refused.is_set():
+            reached.set()
+            await asyncio.sleep(LIMIT_S)  # until the end of the agent cancels it
+
+    async def gathers(base_url: str, task: str, seed: int, api_key: str) -> float:
+        ask = asker(base_url, api_key)
+        await ask([{"role": "user", "content": "first"}])
+        try:
+            await ask([{"role": "user", "content": "too long " * 500}])
+        finally:
+            refused.set()
+            other = asyncio.create_task(ask([{"role": "user", "content": "short"}]))
+            await reached.wait()
+            other.cancel()
+        return 1.0
+
+    trajectory = whole(World(lambda tokens, params: says("so"), delay=slow).play(gathers))
+    assert trajectory.stop == "max_tokens"
+
+
 def test_the_branches_of_an_agent_that_ignores_its_end_are_reported_too(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -39,8 +39,10 @@ def test_a_fact_must_be_known_unless_the_run_began_in_another_process() -> None:
     with pytest.raises(ConfigError, match=r"flaw\.fact is 'flaw', but the environment reports no"):
         Flaw(FlawConfig()).reward(without, context())
     continued = Flaw(FlawConfig())
-    for progress in (0.5, 0.6):
-        assert continued.reward(without, context(progress))
+    for _ in range(8):
+        assert continued.reward(without, context(0.5))
+    with pytest.raises(ConfigError, match=r"flaw\.fact"):
+        continued.reward(without, context(0.6))
     late = Flaw(FlawConfig())
     assert late.reward([group(made(0))], context())
     with pytest.raises(ConfigError, match=r"flaw\.fact"):

@@ -46,7 +46,7 @@ def export(run: Path | str, folder: Path | str, *, step: int | None = None) -> i
         policy.save(folder)
     except OSError as error:
         raise ConfigError(
-            f"{folder} cannot be written: {error.strerror or error}. What is there is incomplete"
+            f"{folder} cannot be written: {error.strerror or error}. Delete it and export again"
         ) from error
     return stored.step
 

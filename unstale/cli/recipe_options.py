@@ -19,12 +19,13 @@ from unstale.config.options import (
     options,
     override,
     read_file,
+    reset_unread,
     section_of,
     sections,
 )
 from unstale.config.renamed import refuse_renamed
 from unstale.config.techniques import techniques
-from unstale.durability.run_folder import dumps
+from unstale.durability.run_folder import CONFIG, dumps
 from unstale.recipes import RECIPES, make_recipe
 
 SHORT = {"reward": "task.reward"}
@@ -118,6 +119,8 @@ def is_study(path: Path | None) -> bool:
 def file_values(chosen: argparse.Namespace) -> dict[str, Any]:
     """Return the options, by name, of the file and of the command line. The command line wins."""
     from_file = read_file(chosen.config) if chosen.config else {}
+    if chosen.config and chosen.config.name == CONFIG and "recipe" in from_file:
+        from_file = reset_unread(from_file)  # the file of a run has every option
     return merged(from_file, chosen.values)
 
 

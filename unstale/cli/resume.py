@@ -133,12 +133,17 @@ def require_own_folder(config: RunConfig, named: Mapping[str, Any]) -> None:
         )
     folder = config.runs / config.name
     stored = RunFolder(folder).config()  # it may be the file of `--config`
-    for name, own in (("name", config.name), ("runs", config.runs)):
-        if name in named and str(named[name]) not in (str(own), str(stored.get(name))):
-            raise ConfigError(
-                f"--resume continues the run in its folder {folder}: leave out {name}, got "
-                f"{named[name]}"
-            )
+    if "name" in named and named["name"] not in (config.name, stored.get("name")):
+        raise ConfigError(
+            f"--resume continues the run in its folder {folder}: leave out name, or take it out of "
+            f"the file of options; got {named['name']}"
+        )
+    is_moved = "runs" in named and str(named["runs"]) != stored.get("runs")
+    if is_moved and Path(named["runs"]).resolve() != config.runs.resolve():
+        raise ConfigError(
+            f"--resume continues the run in its folder {folder}: leave out runs, or take it out of "
+            f"the file of options; got {named['runs']}"
+        )
 
 
 def resume_command(run: Path) -> str:

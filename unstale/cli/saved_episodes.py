@@ -7,6 +7,7 @@ import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import IO, Any
 
@@ -92,11 +93,16 @@ def open_saved(path: Path, config: RunConfig, **more: str | int) -> Iterator[Sav
     is then unchanged.
     """
     described = json.loads(json.dumps(describe_evaluation(config) | more))
+    defaults = {
+        f"task.{option.name}": option.default
+        for option in fields(config.task)
+        if f"task.{option.name}" in described and option.default is not MISSING
+    }
     try:
         content = path.read_bytes() if path.exists() else b""
         whole = content[: content.rfind(b"\n") + 1]
         lines = whole.split(b"\n")[:-1]
-        earlier = _read(path, lines, described) if content else FinishedEpisodes()
+        earlier = _read(path, lines, described, defaults) if content else FinishedEpisodes()
         if whole != content:
             os.truncate(path, len(whole))
         file = path.open("a", encoding="utf-8")
@@ -108,8 +114,12 @@ def open_saved(path: Path, config: RunConfig, **more: str | int) -> Iterator[Sav
         yield SavedEpisodes(file, earlier)
 
 
-def _read(path: Path, lines: list[bytes], described: Mapping[str, Any]) -> FinishedEpisodes:
+def _read(
+    path: Path, lines: list[bytes], described: Mapping[str, Any], defaults: Mapping[str, Any]
+) -> FinishedEpisodes:
     """Return the finished episodes in the complete lines of a file.
+
+    `defaults` are the values of options of the task that the file does not have.
 
     Files of earlier versions of the package have no rewards. Raises `ConfigError` if the first line
     does not describe the present evaluation.
@@ -125,6 +135,8 @@ def _read(path: Path, lines: list[bytes], described: Mapping[str, Any]) -> Finis
             earlier.successes[attempt] = bool(row["success"])
             if "reward" in row:
                 earlier.rewards[attempt] = float(row["reward"])
+        # An earlier version of the package lacked some options. They had their defaults.
+        stored |= {name: value for name, value in defaults.items() if name not in stored}
         names = [
             name for name in {**stored, **described} if stored.get(name) != described.get(name)
         ]

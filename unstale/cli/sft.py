@@ -1,11 +1,12 @@
 """The command `sft`: train a recipe's policy on reference replies, before a run starts from it."""
 
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import count, islice
 from pathlib import Path
 from random import Random
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from rich.console import Console
@@ -30,6 +31,8 @@ from unstale.techniques import Techniques
 from unstale.trainer.local import LocalTrainer
 from unstale.trainer.supervised import CrossEntropy, Otr, reference_batch
 
+NUM_CHECKED_TASKS = 256
+"""Training tasks of which the tools are compared."""
 RECORD = "sft.json"
 """File in the model folder with the options and the figures of every step."""
 
@@ -101,7 +104,7 @@ def sft(
     if config.trainer.threads:
         torch.set_num_threads(config.trainer.threads)
     taskset = build_taskset(config.task)
-    if implements(taskset, HasTaskTools):
+    if implements(taskset, HasTaskTools) and _have_different_tools(taskset, config.seed):
         raise ConfigError(
             f"sft needs tasks with the same tools, and those of task.env {config.task.env} have "
             "different ones: train on one of its task sets at a time"
@@ -141,6 +144,12 @@ def sft(
     record = {"options": asdict(options), "data": str(data), "references": len(references)}
     (folder / RECORD).write_text(dumps({**record, "steps": [asdict(each) for each in figures]}))
     return figures
+
+
+def _have_different_tools(taskset: Any, seed: int) -> bool:
+    """Return True if two of the first training tasks have different tools."""
+    tasks = islice(taskset.train(seed), NUM_CHECKED_TASKS)
+    return len({json.dumps(taskset.tools_of(task), sort_keys=True) for task in tasks}) > 1
 
 
 def _trainer(config: RunConfig, policy: Policy, objective: CrossEntropy) -> LocalTrainer:

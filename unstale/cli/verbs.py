@@ -308,7 +308,8 @@ def _require_model(folder: Path, *, download: bool) -> None:
         except ConfigError as error:
             problem = str(error).removeprefix("policy: ")
             raise ConfigError(
-                f"{folder} is neither a run folder nor a model folder: {problem}"
+                f"{folder} is neither a run folder nor a model folder: it does not exist here. If "
+                f"it names a model of the hub: {problem}"
             ) from error
         return
     problem = "it does not exist"

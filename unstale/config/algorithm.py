@@ -63,9 +63,13 @@ class CorrectionConfig(Section):
     not at all.
     """
     low: Share = 0.5
-    """Lower limit of the discrepancy D. The control decides what happens to tokens below it."""
+    """Only for `mask`, `clamp` and `mask_weight`: lower limit of the discrepancy D. The control
+    decides what happens to tokens below it.
+    """
     high: Annotated[float, Range(1)] = 2.0
-    """Upper limit of the discrepancy D. The control decides what happens to tokens above it."""
+    """Not for `none`: upper limit of the discrepancy D. The control decides what happens to tokens
+    above it.
+    """
     normalize: bool = False
     """Divide the weights by their mean over the tokens of the batch that the correction kept."""
     unit: Unit = "token"

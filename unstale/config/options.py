@@ -6,7 +6,7 @@ import json
 import math
 import tomllib
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, is_dataclass, replace
+from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -198,8 +198,8 @@ def override(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:
     if own or "techniques" in run_options:
         run_options[TECHNIQUE_OPTIONS] = _technique_options(config, names, own)
     changed = {}
-    for name, fields in changes.items():
-        changed[name] = getattr(config, name).with_options(**fields)
+    for name, of_section in changes.items():
+        changed[name] = getattr(config, name).with_options(**of_section)
     return replace(config, **changed, **run_options)
 
 
@@ -212,9 +212,9 @@ def _technique_options(
     """
     now = {entry.name: entry.options() for entry in chosen(names)}
     now |= {name: each for name, each in config.technique_options.items() if name in now}
-    for name, fields in changes.items():
+    for name, of_technique in changes.items():
         before = now.get(name) or techniques()[name].options()
-        now[name] = before.with_options(**fields)
+        now[name] = before.with_options(**of_technique)
     return now
 
 
@@ -273,9 +273,22 @@ def stored_config(row: dict[str, Any], source: str = "config.json") -> RunConfig
     values = read_values(row, source)
     if "recipe" not in values:
         raise ConfigError(f"{source} has no option recipe")
-    for name in _unread(values):  # an older version may have stored one
-        del values[name]
+    values = reset_unread(values)
     return override(RunConfig(recipe=values["recipe"]), values)
+
+
+def reset_unread(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of a run's `config.json`, with defaults for those that were not used.
+
+    A run stores every option, and earlier versions accepted options that were not used.
+    """
+    changed = dict(values)
+    for name in _unread(values):
+        section, _, field = name.rpartition(".")
+        (changed[name],) = (
+            each.default for each in fields(sections()[section]) if each.name == field
+        )
+    return changed
 
 
 def merged(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:

@@ -337,7 +337,9 @@ class SelectionConfig(Section):
     numbers; 0 takes every task of the task set in its order.
     """
     candidates: PositiveInt = 256
-    """Number of tasks of the pool, drawn at random, from which a technique chooses the next one."""
+    """Only with `pool` above 0: number of tasks of the pool, drawn at random, from which a
+    technique chooses the next one.
+    """
 
     def applies(self, option: str) -> bool:
         return option != "candidates" or self.pool > 0

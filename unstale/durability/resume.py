@@ -133,9 +133,9 @@ def restore(
     except (ValueError, KeyError) as error:
         raise CheckpointError(
             f"the newest sound checkpoint of {run} does not fit the options of the run "
-            f"({type(error).__name__}: {error}). Restore those in its config.json that decide what "
-            "a checkpoint holds: policy, trainer.optimizer, trainer.lora_*, old_logps.route, "
-            "techniques"
+            f"({type(error).__name__}: {error}). What decides the content of a checkpoint must be "
+            "as the run began: policy, trainer.optimizer, trainer.lora_*, old_logps.route, "
+            "techniques. Leave these options out of the command, and do not edit config.json"
         ) from error
     policy.version_gaps = max(policy.version_gaps, stored.version_gaps, key=len)
     highest = max([stored.highest, *(first for first, _ in policy.version_gaps)])

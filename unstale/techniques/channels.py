@@ -114,7 +114,7 @@ class Channels:
     ) -> list[str]:
         found = sorted(set().union(*values))
         if not self._weights:
-            had_several = self._several.update(len(found) > 1, progress=progress)
+            had_several = self._several.update(len(found) > 1, counts=ended, progress=progress)
             # Cut-off episodes lack the environment's rewards, but have the terms of techniques.
             if len(found) == 1 and ended and not had_several:
                 raise ConfigError(

@@ -7,25 +7,35 @@ from collections.abc import Sequence
 from unstale.config.checks import ConfigError
 from unstale.records import Group
 
+CONTINUED_BATCHES = 8
+"""Batches for which a process that continues a run assumes that an earlier one had a property."""
+
 
 class Seen:
     """A memory of whether a batch of the run has had some property.
 
-    It is not part of a checkpoint. So a process that continues a run assumes that an earlier batch
-    had the property.
+    It is not part of a checkpoint. So a process that continues a run assumes for
+    `CONTINUED_BATCHES` batches that an earlier one had the property.
     """
 
     def __init__(self) -> None:
-        self._seen: bool | None = None
+        self._seen = False
+        self._num_assumed: int | None = None
+        """Number of batches for which it may still be assumed. None before the first batch."""
 
-    def update(self, now: bool, *, progress: float) -> bool:
-        """Return True if this batch has the property, or an earlier one had it.
+    def update(self, now: bool, *, counts: bool, progress: float) -> bool:
+        """Return True if this batch has the property, or an earlier one has or may have had it.
 
-        `progress` is the share of the run's steps that are done, as in `CreditContext`.
+        `counts` is False for a batch that cannot have the property. `progress` is the share of the
+        run's steps that are done, as in `CreditContext`.
         """
-        before = progress > 0 if self._seen is None else self._seen
-        self._seen = before or now
-        return self._seen
+        if self._num_assumed is None:
+            self._num_assumed = CONTINUED_BATCHES if progress > 0 else 0
+        self._seen = self._seen or now
+        if self._seen or not counts:
+            return self._seen
+        self._num_assumed -= 1
+        return self._num_assumed >= 0
 
 
 class RequiredFact:
@@ -44,7 +54,8 @@ class RequiredFact:
         """
         successes = [item for group in groups for item in group.trajectories if item.success]
         has_fact = any(self._name in item.facts for item in successes)
-        if self._seen.update(has_fact, progress=progress) or not successes:
+        counts = bool(successes)
+        if self._seen.update(has_fact, counts=counts, progress=progress) or not counts:
             return
         names = sorted({name for item in successes for name in item.facts})
         raise ConfigError(

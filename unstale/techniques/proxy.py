@@ -53,7 +53,9 @@ class Proxy:
         """
         ended = [each for group in groups for each in group.finished if each.stop == "done"]
         has_score = any(self._score(each) is not None for each in ended)
-        if not self._seen.update(has_score, progress=context.progress) and ended:
+        counts = bool(ended)
+        seen = self._seen.update(has_score, counts=counts, progress=context.progress)
+        if counts and not seen:
             names = sorted({name for each in ended for name in (*each.facts, *each.rewards)})
             raise ConfigError(
                 f"proxy.score is {self._name}, and no episode has such a fact or reward; they have "

@@ -35,7 +35,7 @@ FROZEN_S = 4.0
 """Seconds without a heartbeat after which a child process is treated as frozen."""
 _START_S = 60.0
 """Seconds allowed until the first heartbeat. Python may take long to start from a slow disk."""
-_EXIT_S = 1.0
+_EXIT_S = 5.0
 """Seconds between the end of a child's socket and killing the child, if it has not ended. The
 caller may be the event loop, which waits meanwhile. A child normally ends in less than 1 ms.
 """

@@ -8,9 +8,9 @@ its limits is then a limit on the sum.
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from unstale.config import ConfigError, CorrectionConfig, ObjectiveConfig, RunConfig
 from unstale.config.options import options, stored_config
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 COMPUTED = (Needs(), Needs(inline=True), Needs(now=True, forwards="one"))
 """Needs of the routes whose `old_logp` follows from the values that the journal keeps."""
+
+SectionT = TypeVar("SectionT", CorrectionConfig, ObjectiveConfig)
 
 SECTIONS = ("correction", "objective", "old_logps")
 
@@ -134,8 +136,8 @@ def changed_settings(own: Settings, changes: Mapping[str, str]) -> Settings:
             spec = spec.with_options(**values["old_logps"])
         else:
             spec = OldLogpsConfig(route=route, **values["old_logps"])
-        correction = config.correction.with_options(**values["correction"])
-        objective = config.objective.with_options(**values["objective"])
+        correction = _changed(config.correction, values["correction"])
+        objective = _changed(config.objective, values["objective"])
     except ConfigError as error:
         raise BadQuestion(str(error)) from error
     stored = is_own or (spec.exact and config.old_logps.exact)
@@ -148,6 +150,16 @@ def changed_settings(own: Settings, changes: Mapping[str, str]) -> Settings:
         except ConfigError as error:
             raise BadQuestion(str(error)) from error
     return Settings(changed, "" if stored else route)
+
+
+def _changed(section: SectionT, values: Mapping[str, Any]) -> SectionT:
+    """Return a section with other values of some options.
+
+    A value that another of them leaves unused is ignored, because the form does not show its field.
+    """
+    unread = section.unread({**asdict(section), **values})
+    hidden = [name for name in unread if section.decides(name) in values]
+    return section.with_options(**{name: values[name] for name in values if name not in hidden})
 
 
 def _with_sections(

@@ -292,7 +292,8 @@ def log(database: Database, after: int = 0, limit: int = MAX_EVENTS) -> list[Row
     rows = database.rows(
         "SELECT id, time, kind, fields FROM events WHERE id > ? AND kind != 'eval' "
         "AND (kind != 'episode_failed' OR CASE WHEN json_valid(fields) "
-        "THEN coalesce(json_extract(fields, '$.held_out'), 0) ELSE 0 END) "
+        "THEN coalesce(json_extract(fields, '$.held_out'), 0) "
+        "AND coalesce(json_extract(fields, '$.final'), 1) ELSE 0 END) "
         "ORDER BY id DESC LIMIT ?",
         (after, max(1, min(limit, MAX_EVENTS))),
     )

@@ -13,7 +13,7 @@ import math
 import pkgutil
 import re
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -200,10 +200,22 @@ class Trackers:
         """
         if not self._is_closed:
             self._is_closed = True
-            self._call(lambda sink: sink.close(outcome))
+            calls = tuple(self._calls)
+            for name, sink in self.sinks.items():
+                self._calls.append((name, self._thread.submit(_close, name, sink, outcome, calls)))
             _, late = wait([call for _, call in self._calls], timeout_s)
             self._thread.shutdown(wait=not late)
 
     def _call(self, action: Callable[[Sink], None]) -> None:
         for name, sink in self.sinks.items():
             self._calls.append((name, self._thread.submit(action, sink)))
+
+
+def _close(
+    name: str, sink: Sink, outcome: RunOutcome, calls: Iterable[tuple[str, Future[None]]]
+) -> None:
+    """Close a tracker after its `calls`, which have ended. If one failed, so has the tracker."""
+    errors = (call.exception() for other, call in calls if other == name)
+    if error := next(filter(None, errors), None):
+        outcome = RunOutcome("failed", f"some metrics were not sent: {error}")
+    sink.close(outcome)

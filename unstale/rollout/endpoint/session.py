@@ -68,6 +68,8 @@ class AgentSession:
     _conversation: Conversation = field(init=False)
     _running: set[asyncio.Task[list[Choice] | Refused]] = field(default_factory=set)
     _num_pending: int = 0
+    _num_refusals: int = 0
+    """Number of calls that a limit refused."""
     _changed_at: float | None = None
     _limit: asyncio.Timeout | None = None
 
@@ -126,6 +128,7 @@ class AgentSession:
         self._add_pending(+1)
         try:
             places = self._place_all(request)
+            refusals = self._num_refusals
             async with asyncio.TaskGroup() as choices:
                 tasks = [
                     choices.create_task(self._reply(place, request, partial(on_text, index)))
@@ -135,6 +138,8 @@ class AgentSession:
             refused = [result for result in results if isinstance(result, Refused)]
             if refused:
                 return refused[0]
+            if refusals == self._num_refusals:
+                self.stop = "done"  # the agent went on after an earlier refusal
             return [result for result in results if isinstance(result, Choice)]
         except Refused as error:
             return error
@@ -178,7 +183,6 @@ class AgentSession:
                     pieces = (*place.branch.pieces, *place.context)
                     self._require_budget(request, sum(len(piece.tokens) for piece in pieces))
             self._count_replies(sum(not place.resumed for place in places))
-            self.stop = "done"  # an earlier refusal is not why the episode ends
         except (Refused, TemplateError, ValueError, TypeError, RecursionError) as error:
             for place in reversed(places):
                 self._conversation.retract(place)
@@ -211,11 +215,16 @@ class AgentSession:
         num_tokens = len(tokens) or -(-characters // self.chat.longest_token)
         self._require_budget(request, num_tokens, "at least ")
 
+    def _refuse(self, stop: Stop) -> None:
+        """Note that a limit refuses a call. If the agent then fails, this ends its episode."""
+        self.stop = stop
+        self._num_refusals += 1
+
     def _require_budget(
         self, request: CompletionRequest, num_tokens: int, qualifier: str = ""
     ) -> None:
         if self.rollout.generator.reply_budget(num_tokens) < 1:
-            self.stop = "max_tokens"
+            self._refuse("max_tokens")
             limit = self.rollout.generator.config.max_context
             raise Refused(
                 f"the context has {qualifier}{num_tokens} tokens; with engine.max_context = "
@@ -227,7 +236,7 @@ class AgentSession:
     def _count_replies(self, replies: int) -> None:
         limit = self.rollout.config.max_turns
         if replies and self.num_replies + replies > limit:
-            self.stop = "max_turns"
+            self._refuse("max_turns")
             raise Refused(
                 f"an episode has at most rollout.max_turns = {limit} replies", code="max_turns"
             )
@@ -275,7 +284,7 @@ class AgentSession:
                     (place,) = self._place_all(replace(request, choices=1))
             except Refused as error:
                 return error
-        self.stop = "invalid_format"
+        self._refuse("invalid_format")
         return Refused(
             f"none of {wanted.retries + 1} replies has the requested response_format "
             f"(endpoint.format_retries = {wanted.retries})",
