@@ -395,7 +395,7 @@ def test_episodes_that_are_added_after_failures_bias_a_mean_over_all_of_them() -
 
 
 def test_the_mean_over_a_group_enlarged_after_failures_is_not_the_success_rate() -> None:
-    """Of 4 episodes, and 4 more if all failed, at a success rate of 0.2: the mean is 0.241."""
+    """It has 4 episodes, and 4 more if all fail. With success rate 0.2 its mean is 0.241."""
     rate, mean = 0.2, 0.0
     for size in (4, 8):
         for drawn in itertools.product((0.0, 1.0), repeat=size):

@@ -159,7 +159,7 @@ class Section:
 
     def _refuse_unread(self) -> None:
         """Raise `ConfigError` if an option that must be used is set but not used."""
-        defaults = {field.name: field.default for field in fields(self)}
+        defaults = self.defaults()
         for name in self.unread(self._values()):
             value = getattr(self, name)
             if value == defaults[name]:
@@ -172,6 +172,11 @@ class Section:
                 f"{section}.{name} is an option of {', '.join(self.readers(name))}; "
                 f"{section}.{self.selector} is {getattr(self, self.selector)}"
             )
+
+    @classmethod
+    def defaults(cls) -> dict[str, Any]:
+        """Return the default of each option of the section, by name."""
+        return {field.name: field.default for field in fields(cls)}
 
     def _values(self) -> dict[str, Any]:
         return {field.name: getattr(self, field.name) for field in fields(self)}
@@ -186,8 +191,8 @@ class Section:
         if not names:
             return []
         section = object.__new__(cls)  # the constructor would refuse the options
-        for field in fields(cls):
-            object.__setattr__(section, field.name, values.get(field.name, field.default))
+        for name, default in cls.defaults().items():
+            object.__setattr__(section, name, values.get(name, default))
         return [name for name in names if not section.applies(name)]
 
     @classmethod
@@ -205,7 +210,7 @@ class Section:
 
         If the changes leave an option unused that must then have its default, it gets it.
         """
-        defaults = {field.name: field.default for field in fields(self)}
+        defaults = self.defaults()
         resets = {name: defaults[name] for name in self.unread({**self._values(), **changes})}
         return replace(self, **{**resets, **changes})
 

@@ -6,7 +6,7 @@ import json
 import math
 import tomllib
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, fields, is_dataclass, replace
+from dataclasses import asdict, dataclass, is_dataclass, replace
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -285,9 +285,7 @@ def reset_unread(values: Mapping[str, Any]) -> dict[str, Any]:
     changed = dict(values)
     for name in _unread(values):
         section, _, field = name.rpartition(".")
-        (changed[name],) = (
-            each.default for each in fields(sections()[section]) if each.name == field
-        )
+        changed[name] = sections()[section].defaults()[field]
     return changed
 
 

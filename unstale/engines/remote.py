@@ -562,7 +562,7 @@ def _describe_fault(reply: ServerReply) -> str:
         if not _in_range([logp]):
             return (
                 f"token {index} of a reply, {token}, has the log-probability {logp}: it must be "
-                f"above {_MIN_LOGP:g}, which stands for none, and at most 0"
+                f"above {_MIN_LOGP:g}, which servers send for none, and at most 0"
             )
     return "the sum of its log-probabilities is not finite"
 

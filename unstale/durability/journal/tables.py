@@ -255,7 +255,7 @@ _REMEDIES = {
     "not a database": "Check the disk, and restore the run folder from a copy",
     "disk I/O error": "Check that its disk works and is mounted",
 }
-"""What a user should do, by words in the cause of an error."""
+"""Advice for the user. The keys are words in the text of the error that caused a failure."""
 
 
 def journal_error(path: Path, cause: object) -> JournalError:
