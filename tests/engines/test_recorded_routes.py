@@ -10,6 +10,7 @@ import asyncio
 import base64
 import io
 import json
+import string
 import threading
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import replace
@@ -28,12 +29,21 @@ from tests.support.host_engines import LongEngine
 from tests.support.waits import LIMIT_S
 from unstale.cluster.engine_host import EngineHost, HostOptions, HostReply
 from unstale.cluster.weight_objects import arrays
-from unstale.engines import Engine, EngineDied, Reply, SamplingParams
+from unstale.engines import (
+    Engine,
+    EngineDied,
+    Reply,
+    SamplingParams,
+    encoded_routes,
+    http,
+    remote,
+)
 from unstale.engines.embedded import engine as embedded
 from unstale.engines.embedded.engine import EmbeddedEngine
 from unstale.engines.embedded.posted_routes import PostedRoutes
+from unstale.engines.encoded_routes import cut_routes, decode_base64
+from unstale.engines.http import Body
 from unstale.engines.registry import EngineOptions
-from unstale.engines.remote import decode_base64
 from unstale.engines.servers.sglang import SglangEngine
 from unstale.engines.servers.vllm import VllmEngine, read_array
 from unstale.model.experts import RouteRecorder
@@ -107,6 +117,24 @@ async def ask_thrice(engine: Engine) -> list[Reply]:
 @pytest.mark.costly
 def test_servers_return_the_experts_of_every_token_but_the_last(engine: Engine) -> None:
     check_thrice(replies(engine, partial(ask_thrice, engine)))
+
+
+def test_routes_are_cut_out_of_long_replies(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lengths = []
+
+    def spied(body: Body) -> tuple[Body, memoryview | None]:
+        rest, routes = cut_routes(body)
+        assert routes is not None
+        lengths.append(len(routes))
+        return rest, routes
+
+    monkeypatch.setattr(http, "LARGE_BODY_BYTES", 100)
+    monkeypatch.setattr(remote, "LARGE_BODY_BYTES", 100)
+    monkeypatch.setattr(remote, "cut_routes", spied)
+    check_thrice(replies(engine, partial(ask_thrice, engine)))
+    assert len(lengths) == 4 and min(lengths) > 2
 
 
 def check_thrice(given: Sequence[Reply]) -> None:
@@ -274,7 +302,16 @@ def test_a_dense_model_is_refused(tmp_path: Path) -> None:
         replies(EmbeddedEngine(options), story)
 
 
-@pytest.mark.parametrize("count", [0, 1, 2, 3, 300_000])
+@pytest.fixture(params=["compiled", "without a compiler"])
+def reader(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """How routes in replies are read."""
+    if request.param != "compiled":
+        monkeypatch.setattr(encoded_routes, "_library", lambda: None)
+    return str(request.param)
+
+
+@pytest.mark.usefixtures("reader")
+@pytest.mark.parametrize("count", [0, 1, 2, 3, 3071, 3072, 3073, 3074, 300_000])
 def test_base64_of_json_is_decoded(count: int) -> None:
     data = np.random.default_rng(count).integers(0, 256, count, np.uint8).tobytes()
     text = json.dumps(base64.b64encode(data).decode()).encode()
@@ -282,10 +319,71 @@ def test_base64_of_json_is_decoded(count: int) -> None:
         assert decode_base64(memoryview(written)).tobytes() == data
 
 
-@pytest.mark.parametrize("text", [b"null", b"[1]", b'"AB"', b'"AB=C"', b'"A B="', b'"A"'])
+@pytest.mark.usefixtures("reader")
+@pytest.mark.parametrize(
+    "text",
+    [b"null", b"[1]", b'"AB"', b'"AB=C"', b'"A B="', b'"A"', b'"===="', b'"A==="', b'"AB\xc3\xa4"'],
+)
 def test_what_is_not_base64_is_refused(text: bytes) -> None:
     with pytest.raises(ValueError, match=r"base64|padding|data|character"):
         decode_base64(memoryview(text))
+
+
+def test_every_wrong_character_of_base64_is_refused() -> None:
+    letters = string.ascii_letters + string.digits + "+/"
+    for number in range(256):
+        text = b'"AAA' + bytes([number]) + b'AAAA"'
+        if chr(number) in letters:
+            assert decode_base64(memoryview(text))[2] == letters_value(number)
+        else:
+            with pytest.raises(ValueError, match=r"base64|padding|data|character|JSON|byte|string"):
+                decode_base64(memoryview(text))
+
+
+def letters_value(character: int) -> int:
+    """Return the last byte of `AAA` and this character, decoded."""
+    return base64.b64decode(b"AAA" + bytes([character]))[2]
+
+
+@pytest.mark.parametrize(
+    ("before", "routes", "after"),
+    [
+        (b'{"a": 1, "routed_experts": ', b'"QUJD"', b', "b": [2]}'),
+        (b'{"routed_experts" \n:\t', b'""', b" }"),
+        (b'["routed_experts", {"routed_experts":', b'"QUJD"', b"}]"),
+        (b'{"a": "\\"routed_experts\\": \\"AA\\"", "routed_experts":', b'"QUJD"', b"}"),
+    ],
+)
+def test_routes_are_cut_out_of_a_reply(before: bytes, routes: bytes, after: bytes) -> None:
+    rest, found = cut_routes(before + routes + after)
+    assert rest == before + b'""' + after
+    assert found == routes
+    json.loads(bytes(rest))
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"routed_experts": null}',
+        b'{"routed_experts": [1, "QUJD"]}',
+        b'{"routed_experts": "QU\\/D"}',
+        b'[{"routed_experts": "QUJD"}, {"routed_experts": "QUJD"}]',
+        b'[{"routed_experts": "QUJD"}, {"routed_experts": null}]',
+        b'{"prompt_routed_experts": "QUJD"}',
+        b'"routed_experts"',
+        b'"routed_experts":',
+        b'"routed_experts": "QUJD',
+        b"",
+    ],
+)
+def test_routes_that_cannot_be_cut_out_stay_in_the_reply(body: bytes) -> None:
+    assert cut_routes(body) == (body, None)
+
+
+def test_without_a_compiler_routes_stay_in_the_reply(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(encoded_routes, "_library", lambda: None)
+    body = b'{"routed_experts": "QUJD"}'
+    assert cut_routes(body) == (body, None)
 
 
 def npy(array: np.ndarray[Any, Any], version: tuple[int, int] | None = None) -> np.ndarray:

@@ -31,7 +31,7 @@ from unstale import config
 from unstale.build import build_engine
 from unstale.engines import Engine, EngineDied, Reply, SamplingParams, rates, remote, session
 from unstale.engines.embedded import shared_weights
-from unstale.engines.http import Http, _decode_json, _encode_json
+from unstale.engines.http import Body, Http, _encode_json, decode_json
 from unstale.engines.pool import EnginePool, Recovery
 from unstale.engines.registry import EngineOptions
 from unstale.engines.remote import ProbeFailed, RemoteEngine
@@ -861,9 +861,9 @@ def test_a_long_answer_is_parsed_beside_the_event_loop(
         threads.add(threading.current_thread())
         return parse(text, **options)
 
-    def total(read: list[float]) -> float:
+    def total(body: Body) -> float:
         threads.add(threading.current_thread())
-        return sum(read)
+        return sum(decode_json(body))
 
     def serve(listener: socket.socket) -> None:
         connection, _ = listener.accept()
@@ -877,7 +877,9 @@ def test_a_long_answer_is_parsed_beside_the_event_loop(
         listener.listen()
         serving = server.submit(serve, listener)
         monkeypatch.setattr(msgspec.json, "decode", noted)
-        assert asyncio.run(Http(f"unix:{tmp_path}/s").call("GET", "/", read=total)) == sum(numbers)
+        assert asyncio.run(Http(f"unix:{tmp_path}/s").call("GET", "/", decode=total)) == sum(
+            numbers
+        )
         serving.result()
     assert len(threads) == 1 and threading.main_thread() not in threads
 
@@ -940,13 +942,13 @@ def test_objects_that_json_does_not_have_are_refused(value: object) -> None:
 
 @pytest.mark.parametrize("text", ['{"n": 1, "more": [[]]}', '{"n": 1, "more": NaN}'])
 def test_fields_that_a_form_does_not_name_are_skipped(text: str) -> None:
-    assert _decode_json(text.encode(), _OnlyN).n == 1
+    assert decode_json(text.encode(), _OnlyN).n == 1
 
 
 @pytest.mark.parametrize("text", ['{"n": "1"}', '{"m": 1}', '{"n": NaN}', "[1]"])
 def test_json_of_another_form_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"Expected|required"):
-        _decode_json(text.encode(), _OnlyN)
+        decode_json(text.encode(), _OnlyN)
 
 
 class _OnlyN(msgspec.Struct):

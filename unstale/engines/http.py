@@ -71,15 +71,12 @@ class Http:
         path: str,
         body: Any = None,
         *,
-        form: Any = Any,
-        read: Callable[[Any], Any] = lambda content: content,
+        decode: Callable[[Body], Any] | None = None,
     ) -> Any:
         """Send a request. Return the JSON of the response, or None if the response is empty.
 
-        `form` is a type that msgspec can decode JSON to. Fields that it does not name are skipped,
-        which is faster than reading them. With `read`, return what this function makes of the
-        decoded JSON. It runs in a thread if the response is large, so it must not use what the
-        event loop uses.
+        With `decode`, return what this function makes of the response's bytes. It runs in a thread
+        if they are many, so it must not use what the event loop uses.
 
         Raises ValueError for a body with a number that JSON does not have (NaN, infinity), and
         OSError for every failure of the call, such as JSON of another form. Cancelling the call
@@ -90,7 +87,7 @@ class Http:
         try:
             writer.write(request)
             await writer.drain()
-            return await _read_response(reader, self._max_body_bytes, form, read)
+            return await _read_response(reader, self._max_body_bytes, decode or decode_json)
         except (
             EOFError,
             asyncio.LimitOverrunError,
@@ -145,7 +142,7 @@ def _split_url(url: str) -> SplitResult:
 
 
 async def _read_response(
-    reader: asyncio.StreamReader, max_bytes: int, form: Any, read: Callable[[Any], Any]
+    reader: asyncio.StreamReader, max_bytes: int, decode: Callable[[Body], Any]
 ) -> Any:
     head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
     status_line, *lines = head.split("\r\n")
@@ -159,8 +156,8 @@ async def _read_response(
         raise HttpError(status, bytes(content).decode(errors="replace"))
     if len(content) > LARGE_BODY_BYTES:
         async with parsing_turn():
-            return await asyncio.to_thread(lambda: read(_decode_json(content, form)))
-    return read(_decode_json(content, form) if content else None)
+            return await asyncio.to_thread(decode, content)
+    return decode(content)
 
 
 _LOCKS = WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock]()
@@ -227,12 +224,17 @@ def _not_finite(value: Any, name: str = "the body") -> Iterator[tuple[str, str]]
             yield from _not_finite(each, f"{name}[{index}]")
 
 
-def _decode_json(content: Body, form: Any) -> Any:
-    """Return the value of a JSON text, with this type.
+def decode_json(content: Body, form: Any = Any) -> Any:
+    """Return the value of a JSON text, or None of an empty text.
 
-    Texts that msgspec refuses, as with NaN, are left to `json`. With a type other than `Any`, NaN
-    is null. Raises ValueError for invalid texts and for values of another type.
+    `form` is the type of the value, for msgspec. Fields that it does not name are skipped, which is
+    faster than reading them. Texts that msgspec refuses, as with NaN, are left to `json`. With a
+    type other than `Any`, NaN is null, and the empty text is invalid.
+
+    Raises ValueError for invalid texts and for values of another type.
     """
+    if not content and form is Any:
+        return None
     try:
         return msgspec.json.decode(content, type=form)
     except msgspec.ValidationError:

@@ -7,7 +7,6 @@ those of the trainer's model under the same weights. See docs/engines.md.
 """
 
 import asyncio
-import binascii
 import contextlib
 import itertools
 import json
@@ -22,9 +21,7 @@ from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 import msgspec
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from unstale.engines import (
@@ -41,7 +38,15 @@ from unstale.engines import (
 from unstale.engines.embedded.reference import ReferenceModel
 from unstale.engines.embedded.runner import DTYPES
 from unstale.engines.embedded.shared_weights import SharedWeights
-from unstale.engines.http import Http, HttpError, parsing_turn
+from unstale.engines.encoded_routes import cut_routes
+from unstale.engines.http import (
+    LARGE_BODY_BYTES,
+    Body,
+    Http,
+    HttpError,
+    decode_json,
+    parsing_turn,
+)
 from unstale.engines.registry import EngineOptions
 from unstale.engines.session import EngineSession, deadline
 from unstale.engines.usage import UsageCounters
@@ -69,8 +74,6 @@ _MIN_LOGP = -9999.0
 _MAX_LOGP = 1e-3
 """How far above 0, in nats, a log-probability may be by rounding."""
 NO_ROUTES = memoryview(b"null")
-_BASE64_PART = 1 << 18
-"""Characters that are decoded at once, a multiple of 4."""
 _STOPS: dict[str, ReplyStop] = {"stop": "stop", "length": "length", "abort": "interrupted"}
 _T = TypeVar("_T")
 
@@ -364,7 +367,7 @@ class RemoteEngine(ABC):
         request = self._request_body(request_id, tokens, params)
         try:
             reply: ServerReply = await self._http.call(
-                "POST", self.GENERATE_PATH, request, form=self.REPLY, read=self._read_reply
+                "POST", self.GENERATE_PATH, request, decode=self._decode_reply
             )
         except HttpError as error:
             if error.status in (400, 422):
@@ -372,13 +375,16 @@ class RemoteEngine(ABC):
             raise
         return reply
 
-    def _read_reply(self, body: Any) -> ServerReply:
-        """Return a reply from its JSON. Raises ConnectionError if it is malformed."""
+    def _decode_reply(self, body: Body) -> ServerReply:
+        """Return a reply from the bytes of its JSON. Raises ConnectionError if it is malformed."""
+        routes = None
+        if self.options.record_routes and len(body) > LARGE_BODY_BYTES:
+            body, routes = cut_routes(body)
         with malformed_as_connection_error():
-            reply = self._parse_reply(body)
+            reply = self._parse_reply(decode_json(body, self.REPLY))
             if reply.finish_reason not in _STOPS:
                 raise ValueError(f"unknown finish reason {reply.finish_reason!r}")
-        return reply
+        return reply if routes is None else replace(reply, routes=routes)
 
     def _checked_piece(self, reply: ServerReply, params: SamplingParams, version: int) -> Sampled:
         """Return the tokens and log-probabilities of a reply.
@@ -565,27 +571,6 @@ def _describe_fault(reply: ServerReply) -> str:
                 f"above {_MIN_LOGP:g}, which servers send for none, and at most 0"
             )
     return "the sum of its log-probabilities is not finite"
-
-
-def decode_base64(text: memoryview) -> NDArray[np.uint8]:
-    """Return the bytes of a JSON string in base64. Raises ValueError if it is invalid."""
-    if bytes(text[:1]) != b'"':
-        raise ValueError("base64 must be a JSON string")
-    try:
-        return _decode_parts(text[1:-1])
-    except ValueError:  # perhaps / is written as \/
-        return _decode_parts(memoryview(msgspec.json.decode(text, type=str).encode()))
-
-
-def _decode_parts(encoded: memoryview) -> NDArray[np.uint8]:
-    """Decode base64 in parts: another thread can only run between two of them."""
-    decoded = np.empty(3 * len(encoded) // 4, np.uint8)
-    end = 0
-    for start in range(0, len(encoded), _BASE64_PART):
-        part = binascii.a2b_base64(encoded[start : start + _BASE64_PART], strict_mode=True)
-        decoded[end : end + len(part)] = np.frombuffer(part, np.uint8)
-        end += len(part)
-    return decoded[:end]
 
 
 @contextlib.contextmanager

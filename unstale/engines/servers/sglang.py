@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 
 from unstale.engines import SamplingParams
+from unstale.engines.encoded_routes import decode_base64
 from unstale.engines.prefixes import BLOCK
 from unstale.engines.registry import EngineSpec
 from unstale.engines.remote import (
@@ -19,7 +20,6 @@ from unstale.engines.remote import (
     RemoteEngine,
     ServerReply,
     VersionSpan,
-    decode_base64,
 )
 
 

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from unstale.engines import Engine, SamplingParams, Update
 from unstale.engines.embedded.shared_weights import WEIGHTS
+from unstale.engines.encoded_routes import decode_base64
 from unstale.engines.http import HttpError
 from unstale.engines.registry import EngineOptions, EngineSpec
 from unstale.engines.remote import (
@@ -27,7 +28,6 @@ from unstale.engines.remote import (
     RemoteEngine,
     ServerReply,
     VersionSpan,
-    decode_base64,
     malformed_as_connection_error,
 )
 from unstale.engines.vllm_server import EXTENSION, QUANTIZATION, VllmServer, can_quantise
