@@ -38,11 +38,12 @@ class OrderEnv:
 
     async def step(self, reply: Message) -> Turn:
         """Answer each call with one message of role `tool`, in the order of the calls."""
-        if reply.tool_calls:
-            results = [Message("tool", await self.result(call)) for call in reply.tool_calls]
-            return Turn(tuple(results), facts={"tool_errors": self.tool_errors})
+        results = [Message("tool", await self.result(call)) for call in reply.tool_calls]
+        facts = {"tool_errors": self.tool_errors}
+        if results:
+            return Turn(tuple(results), facts=facts)
         is_right = self.status in reply.content.lower()
-        return Turn((), done=True, rewards={"answer": is_right})
+        return Turn((), done=True, rewards={"answer": is_right}, facts=facts)
 
     async def result(self, call: ToolCall) -> str:
         """Return the text of a result. The policy reads errors, so that it can call again."""

@@ -169,6 +169,16 @@ class Trajectory:
         """True if the fact `success` is at least 1. Without this fact the reward decides."""
         return self.facts.get("success", self.reward) >= 1
 
+    def with_rewards(
+        self, rewards: Mapping[str, float], facts: Mapping[str, float]
+    ) -> "Trajectory":
+        """Return the trajectory with other rewards and further facts. Its branches get both."""
+        main, *branches = (
+            replace(each, rewards=rewards, facts={**each.facts, **facts})
+            for each in self.conversations
+        )
+        return replace(main, branches=tuple(branches))
+
     def led(self) -> "Trajectory":
         """Return the trajectory with a conversation first that has sampled tokens.
 

@@ -204,13 +204,15 @@ def test_thoughts_are_apart_and_hold_no_calls() -> None:
         "assistant", "ok", (CALL,), call
     )
     cut = f"<think>\nperhaps {call}"
-    assert chat.parse(spoken(chat, cut)) == Message("assistant", cut)
+    assert chat.parse(spoken(chat, cut)) == Message("assistant", "", (), f"perhaps {call}")
+    assert chat.parse_text(cut) == (None, Message("assistant", cut))
     begun = chat_of(
         "qwen3",
         QWEN3.replace("assistant\\n' }}{%- endif %}", "assistant\\n<think>\\n' }}{%- endif %}"),
     )
     assert begun.render([Message("user", "?")]).endswith("<think>\n")
-    assert begun.parse(spoken(begun, f"perhaps {call}")).tool_calls == ()
+    cut = begun.parse(spoken(begun, f"perhaps {call} is 42"))
+    assert cut == Message("assistant", "", (), f"perhaps {call} is 42")
     assert begun.parse(spoken(begun, f"perhaps\n</think>\n\n{call}")).thoughts == "perhaps"
 
 

@@ -57,6 +57,24 @@ def test_a_number_inside_another_is_no_answer() -> None:
     assert play(Message("assistant", f"9{abs(value)}")).rewards["success"] == 0.0
 
 
+@pytest.mark.parametrize(
+    ("text", "reward"),
+    [
+        ("**{}**", 1),
+        ("{}. I used the tool.", 1),
+        ("It is {}, as it says.", 1),
+        ("x = {}!", 1),
+        ("{}0", 0),
+        ("{}.5", 0),
+        ("1{}", 0),
+        ("", 0),
+    ],
+)
+def test_the_answer_may_have_punctuation_around_it(text: str, reward: float) -> None:
+    value = calculate(CalculatorTasks().expression(TASK))
+    assert play(Message("assistant", text.format(value))).rewards["success"] == reward
+
+
 def test_malformed_and_unknown_calls_are_answered_and_counted() -> None:
     wrong = (
         ToolCall("", {}, error="the call is not JSON"),

@@ -74,6 +74,7 @@ def test_tasks_are_drawn_by_their_seed(name: str) -> None:
     [
         ("reasoning-gym:chian_sum", "reasoning-gym has no 'chian_sum'; did you mean chain_sum"),
         ("reasoning-gym:word_ladder", "set PYTHONHASHSEED=0"),
+        ("reasoning-gym:composite", "composite is not supported.*Use MixedTasks"),
         ("gymnasium:NoLake-v1", "cannot be made: Environment `NoLake` doesn't exist"),
         (
             "gymnasium:Pendulum-v1",
@@ -260,6 +261,11 @@ def test_a_walk_over_the_ice() -> None:
         == "That is no action. Answer with the number of your action, 0 to 3."
     )
     assert rest[3].done and rest[3].rewards == {"return": 0.0}  # a hole
+
+
+def test_every_step_has_the_return_so_far() -> None:
+    turns = play(tasks("gymnasium:CliffWalking-v1"), 0, "0", "no", "0", "0")
+    assert [turn.rewards.get("return") for turn in turns] == [None, -1, -1, -2, -3]
 
 
 def test_a_walk_to_the_goal() -> None:

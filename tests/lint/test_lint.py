@@ -274,6 +274,11 @@ WARNED = [
     ("--objective.kind none", "nothing bounds S"),
     ("--objective.kind kl_penalty --objective.kl_penalty 0", "nothing bounds S"),
     (
+        "--techniques m2po --objective.kind none --old_logps.route snapshot_old "
+        "--m2po.of discrepancy",
+        "nothing bounds S",
+    ),
+    (
         "--old_logps.route ewma_prox --schedule.max_staleness 6",
         "the average is 1 versions old, the tokens 0 to 6",
     ),
@@ -448,6 +453,24 @@ def test_bounds_and_versions_are_told_with_their_numbers() -> None:
         "at most 11 old"
     )
     assert verdict.facts["unbounded"] == "nothing"
+
+
+@pytest.mark.parametrize("of", ["whole", "staleness"])
+def test_the_mask_of_m2po_bounds_s(of: str) -> None:
+    route = "--old_logps.route snapshot_old --objective.kind none"
+    verdict = check(configured(f"{route} --techniques m2po --m2po.of {of}"))
+    assert verdict.factors[1].bound == "nothing; changed by m2po (see techniques)"
+    assert verdict.facts["unbounded"] == "nothing"
+    assert not [each for each in verdict.warnings if "bounds S" in each.wrong]
+    without = check(configured(route))
+    assert without.factors[1].bound == "nothing" and without.facts["unbounded"] == "S"
+
+
+@pytest.mark.parametrize("kind", ["sapo", "dro", "kl_penalty", "none"])
+def test_limits_of_a_clip_are_refused_where_nothing_clips(kind: str) -> None:
+    for name in ("clip_low", "clip_high"):
+        with pytest.raises(ConfigError, match=f"objective.{name} is an option of .*ppo_clip"):
+            configured(f"--objective.kind {kind} --objective.{name} 0.1")
 
 
 def test_bounds_of_every_control_and_objective_are_told() -> None:

@@ -59,6 +59,10 @@ def test_a_match_with_nothing_is_refused() -> None:
         ("42%", 1.0),
         ("42.001", 0.0),
         ("-42", 0.0),
+        ("\N{EN DASH}42", 0.0),
+        ("6\N{EN DASH}42", 1.0),
+        ("The answer is...42", 1.0),
+        ("version 1.2.42", 0.0),
         ("x42", 0.0),
         ("forty-two", 0.0),
         ("nan inf", 0.0),
@@ -72,6 +76,10 @@ def test_the_last_number_counts(text: str, near: float) -> None:
 
 def test_numbers_have_signs_commas_and_tolerances() -> None:
     assert numeric("a loss of \N{MINUS SIGN}1,250,000.5", -1250000.5) == 1
+    assert numeric("it is -.5 or...5", 5) == numeric("it is .5", 0.5) == 1
+    for between in ("{,}", "\\,", "\\ ", "\N{NO-BREAK SPACE}", "\N{NARROW NO-BREAK SPACE}"):
+        assert numeric(f"It is 1{between}350{between}000.5 in all", 1_350_000.5) == 1
+        assert numeric(f"of 12{between}34", 34) == 1
     row = {"answer": "\N{MINUS SIGN}5"}
     assert numeric_answer("-5", row) == numeric_answer("\N{MINUS SIGN}5", row) == 1
     assert numeric_answer("5", row) == 0
@@ -226,6 +234,39 @@ def test_answers_are_compared_as_python_does() -> None:
     ]
     tests += ["assert f('x') == 'a\\nb'", "assert f('o') == 1", "assert f('t') == [1, [2.5]]"]
     assert share(program, tests) == 4 / 6
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "from collections import Counter\ncount = Counter",
+        "from collections import OrderedDict\n"
+        "count = lambda text: OrderedDict((each, text.count(each)) for each in text)",
+        "from __future__ import annotations\nfrom dataclasses import dataclass\n\n@dataclass\n"
+        "class Counted:\n    letter: str\n    times: int\n    after: Counted | None = None\n\n"
+        "count = lambda text: {each.letter: each.times for each in\n"
+        "                      [Counted(letter, text.count(letter)) for letter in text]}",
+        "import pickle\nclass Text(str): pass\nText = pickle.loads(pickle.dumps(Text))\n"
+        "count = lambda text: {Text(each): text.count(each) for each in text}",
+    ],
+)
+def test_plain_python_passes(program: str) -> None:
+    """The program is an importable module, and subclasses of dict and str equal the plain ones."""
+    assert share(program, ["assert count('aab') == {'a': 2, 'b': 1}"]) == 1
+
+
+def test_a_subclass_equals_the_type_itself() -> None:
+    program = (
+        "from collections import namedtuple\nfrom enum import IntEnum\n"
+        "from fractions import Fraction\n"
+        "Point = namedtuple('Point', 'x y')\nLevel = IntEnum('Level', 'LOW HIGH')\n"
+        "values = {'p': Point(1, [2]), 'l': [Level.HIGH], 'f': Fraction(1, 2), 'b': [True],\n"
+        "          's': frozenset({1}), 'n': None}\nf = values.get"
+    )
+    tests = ["assert f('p') == (1, [2])", "assert f('l') == [2]", "assert f('f') == 0.5"]
+    tests += ["assert f('b') == [True]", "assert f('s') == {1}", "assert f('n') == None"]
+    assert share(program, tests) == 1
+    assert share(program, ["assert f('p') == [1, [2]]", "assert f('l') == [1]"]) == 0
 
 
 @pytest.mark.parametrize(

@@ -167,6 +167,32 @@ def test_turn_and_context_limits_end_an_episode_without_reward() -> None:
     assert by_room.stop == "max_tokens" and by_room.reward == 0.0
 
 
+def test_a_cut_off_episode_has_the_rewards_of_its_last_turn_and_the_facts_of_all() -> None:
+    turns = [
+        Turn((Message("user", str(n)),), rewards={"r": -n}, reward=-1, facts=facts)
+        for n, facts in enumerate([{"first": 1, "calls": 0}, {"calls": 1}, {"late": 5}])
+    ]
+    by_turns, _ = play(Tasks([says("hi"), *turns, over()]), max_turns=3)
+    assert isinstance(by_turns, Trajectory)
+    assert (by_turns.stop, by_turns.rewards) == ("max_turns", {"r": -2.0})
+    assert by_turns.turn_rewards == (-1, -1, -1)
+    assert {**by_turns.facts}.items() >= {"first": 1, "calls": 1, "late": 5}.items()
+    by_itself, _ = play(Tasks([says("hi"), *turns, over(1.0, calls=4)]))
+    assert isinstance(by_itself, Trajectory) and by_itself.rewards == {"r": 1.0}
+    assert {**by_itself.facts}.items() >= {"first": 1, "calls": 4, "late": 5}.items()
+
+
+def test_rewards_of_a_cut_off_episode_are_combined() -> None:
+    class Halved(Tasks):
+        def combine(self, rewards: dict[str, float]) -> float:
+            return rewards["r"] / 2
+
+    turn = Turn((Message("user", "on"),), rewards={"r": 0.5})
+    outcome, _ = play(Halved([says("hi"), turn, turn]), max_turns=2)
+    assert isinstance(outcome, Trajectory)
+    assert (outcome.rewards, outcome.facts["reward/r"]) == ({"reward": 0.25}, 0.5)
+
+
 class Held(Env):
     """An environment with an external resource that must be closed."""
 
@@ -679,6 +705,21 @@ def test_an_environment_with_snapshots_is_written_down_and_not_asked_again() -> 
     ]
     assert outcome.turn_rewards == (0.25, 0.0, 0.0)
     assert [entry[:2] for entry in told if entry[0] == "snapshot"] == [("snapshot", 6)]
+
+
+def test_a_snapshot_has_the_rewards_and_facts_until_then() -> None:
+    """So an episode that a limit cuts off at once after a resume gets what it would have got."""
+    more = Message("user", "go on, please")
+    turn = Turn((more,), rewards={"r": 0.5}, facts={"calls": 2})
+    _, told, _ = go_on(Shops([says("hi"), turn, over()]), EpisodeRecord(5, (), None))
+    state = next(entry[2] for entry in told if entry[:2] == ("snapshot", 3))
+    past = EpisodeRecord(5, text("[hi]", "ab.", "[go on, please]"), None, snapshot=(3, state))
+    cut, _, asked = go_on(Shops([[]]), past, engine={"max_context": 16})
+    assert isinstance(cut, Trajectory) and cut.stop == "max_tokens" and not asked
+    assert cut.rewards == {"r": 0.5} and cut.facts["calls"] == 2
+    ended, _, _ = go_on(Shops([over(1.0, errors=1)]), past)
+    assert isinstance(ended, Trajectory) and ended.rewards == {"r": 1.0}
+    assert (ended.facts["calls"], ended.facts["errors"]) == (2, 1)
 
 
 def test_a_snapshot_that_the_past_has_outrun_is_caught_up_with() -> None:

@@ -189,8 +189,16 @@ def test_a_reward_outside_of_the_range_is_refused_also_of_an_unused_episode() ->
             "needs pick.last = 0 or 7 .pick.n., got 3",
         ),
         (
-            {"techniques": "flaw truncated baseline", "selection.pool": 4},
+            {
+                "techniques": "flaw truncated baseline",
+                "selection.pool": 4,
+                "truncated.rule": "reward",
+            },
             "shrink needs the environment's rewards.* flaw and truncated, .*centre loo",
+        ),
+        (
+            {"techniques": "truncated baseline", "selection.pool": 4},
+            "shrink learns the mean reward .*truncated.rule = mask leaves .*centre loo, or remove",
         ),
         ({"baseline.centre": "prior"}, "needs selection.pool > 0, got 0"),
         ({"baseline.centre": "loo", "schedule.group_size": 1}, "group_size >= 2, got 1"),

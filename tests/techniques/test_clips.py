@@ -57,6 +57,16 @@ def test_m2po_refuses_old_logps_that_its_route_does_not_have() -> None:
         override(NONE, {**route, "m2po.of": "staleness"})
 
 
+@pytest.mark.parametrize(
+    ("of", "route"), [("discrepancy", "rollout"), ("staleness", "current_recompute")]
+)
+def test_m2po_refuses_a_ratio_that_is_always_1(of: str, route: str) -> None:
+    values = {"techniques": "m2po", "old_logps.route": route, "m2po.of": of}
+    with pytest.raises(ConfigError, match=f"m2po.of = {of} masks nothing .*Set m2po.of whole"):
+        override(NONE, values)
+    assert override(NONE, {**values, "m2po.of": "whole"})
+
+
 def m2po(logp: Tensor, behavior_logp: Tensor, advantage: Tensor) -> Tensor:
     weight = ratio(logp, behavior_logp, advantage)
     for k, each in enumerate(advantage):

@@ -1,5 +1,7 @@
 """Test `flaw` and `tool_bonus`: formulas, refusals, and effects on a policy of few answers."""
 
+from dataclasses import replace
+
 import pytest
 
 from tests.support.bandit import Arm, Learner
@@ -32,6 +34,15 @@ def test_a_flawed_success_gets_less_and_stays_a_success() -> None:
     (half,) = Flaw(FlawConfig()).reward([halved], context())
     advantages = [[each.advantage[0] for each in grpo([one])] for one in (result, half)]
     assert advantages[0] == pytest.approx(advantages[1], abs=1e-5)
+
+
+def test_branches_get_the_rewards_of_their_episode() -> None:
+    item = flawed(1, 1)
+    items = group(replace(item, branches=(replace(item, facts={"branch": 3}),)))
+    (result,) = Flaw(FlawConfig(penalty=1.0)).reward([items], context())
+    main, branch = result.trajectories[0].conversations
+    assert main.rewards == branch.rewards and branch.reward == 0
+    assert branch.success and branch.facts == {"branch": 3, "success": 1}
 
 
 def test_a_fact_must_be_known_unless_the_run_began_in_another_process() -> None:

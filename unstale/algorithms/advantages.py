@@ -2,9 +2,9 @@
 
 A function with the decorator `@estimator` is a value of the option `advantage.estimator`. It may
 also be in an imported file of the user. It receives the groups of one batch and returns their
-trajectories with advantages, in the same order. Its keyword-only parameters are further options of
-that section. Each estimator calls a function of tensors alone: `rewards [n]` and `group [n]`, where
-`group` has any integers.
+trajectories with advantages, in the same order. Its keyword-only parameters get the values of the
+options of that section with these names. Each estimator calls a function of tensors alone:
+`rewards [n]` and `group [n]`, where `group` has any integers.
 
 The reward of an episode is the sum of its named rewards, in float64. Failed episodes have no reward
 and are left out. Most estimators compare the episodes of one task. For these, an episode that is

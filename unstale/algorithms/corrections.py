@@ -11,7 +11,7 @@ if `old_logp` is exact. If `old_logp` is an approximation, D also contains some 
 Call `log_discrepancy`, `aggregate` and `keep_all` in this order. Then call any of `veto`, `mask`,
 `truncate`, `clamp`, `mask_weight`. Each of them receives the `Control` that the previous one
 returned. A function with the decorator `@control` is a value of the option `correction.control`.
-Its keyword-only parameters are further options of that section.
+Its keyword-only parameters get the values of the options of that section with these names.
 """
 
 import math

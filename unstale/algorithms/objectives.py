@@ -10,7 +10,7 @@ it, all advantages must be finite. Weights, masks and `norm` carry no gradient. 
 on the whole batch. The losses of its micro-batches then sum to the loss of the batch.
 
 A function with the decorator `@objective` is a value of the option `objective.kind`. Its
-keyword-only parameters, without `sampled`, are further options of that section.
+keyword-only parameters get the values of the options of that section with these names.
 """
 
 from collections.abc import Callable

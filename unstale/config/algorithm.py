@@ -92,6 +92,8 @@ class ObjectiveConfig(Section):
 
     selector: ClassVar[str] = "kind"
     refused_unread: ClassVar = (
+        "clip_low",
+        "clip_high",
         "dual_clip",
         "kl_penalty",
         "tau_pos",

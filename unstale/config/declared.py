@@ -2,8 +2,8 @@
 
 Each decorated function of `unstale/algorithms` is one choice: `@estimator` in advantages.py,
 `@control` in corrections.py, `@objective` in objectives.py. The name of the function is the value
-of the option. Its keyword-only parameters are further options of the same section. `add_choice`
-adds functions of other files.
+of the option. Its keyword-only parameters get the values of the options of the same section with
+these names. `add_choice` adds functions of other files.
 """
 
 import ast

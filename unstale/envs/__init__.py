@@ -64,7 +64,7 @@ class EnvError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """An environment's answer to a reply: new messages. If the episode is `done`, also rewards.
+    """An environment's answer to a reply: new messages, and the rewards if the episode ends now.
 
     Numbers may be NumPy or torch scalars. Raises `EnvError` with the field's name for a value that
     is not a finite number.
@@ -76,13 +76,19 @@ class Turn:
     messages: tuple[Message, ...]
     done: bool = False
     rewards: Mapping[str, float] = field(default_factory=dict)
-    """Rewards by name, if the episode is `done`. The reward of the episode is their sum, or the
-    result of the task set's `combine`. A single number is stored as `{"reward": number}`.
+    """Rewards of the whole episode by name, if it ends after this turn. It ends because it is
+    `done`, or because a limit of turns or tokens ends it. Without rewards, the reward is then 0.
+    Rewards of other turns are not used. The reward of the episode is their sum, or the result of
+    the task set's `combine`. A single number is stored as `{"reward": number}`.
     """
     reward: float = 0.0
-    """Reward of the last reply alone. Only the advantage estimator `turn_level` uses it."""
+    """Reward of the last reply alone. The advantage estimator `turn_level`, the technique
+    `step_groups`, and `limits` without `limits.request` use it.
+    """
     facts: Mapping[str, float] = field(default_factory=dict)
-    """Numbers for metrics, which do not affect the reward."""
+    """Numbers for metrics, which do not affect the reward. An episode has the facts of all its
+    turns. Of a name that several turns have, the last counts.
+    """
 
     def __post_init__(self) -> None:
         set_field = partial(object.__setattr__, self)
@@ -333,12 +339,12 @@ class RewardCombiner(Protocol):
 
 
 def combine_rewards(taskset: Taskset, turn: Turn) -> Turn:
-    """Return the turn with a single combined reward, if it ends the episode.
+    """Return the turn with a single combined reward, if it has rewards.
 
     This applies to task sets that have `combine`. The named rewards become facts `reward/<name>`,
     which are logged.
     """
-    if not (turn.done and turn.rewards and implements(taskset, RewardCombiner)):
+    if not (turn.rewards and implements(taskset, RewardCombiner)):
         return turn
     parts = {f"reward/{name}": value for name, value in turn.rewards.items()}
     rewards = {"reward": taskset.combine(turn.rewards)}

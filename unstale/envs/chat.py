@@ -214,9 +214,21 @@ class Chat:
         return self.message(self.text(tokens))
 
     def message(self, text: str) -> Message:
-        """Return the message of a reply with this text."""
+        """Return the message of a reply with this text.
+
+        If the reply was cut off in its reasoning text, all of it is in `thoughts`: it has no answer
+        yet.
+        """
+        if self._only_thinks(text):
+            return Message("assistant", "", thoughts=_split_thoughts(text)[0])
         thoughts, message = self.parse_text(text)
         return replace(message, thoughts=thoughts or "")
+
+    def _only_thinks(self, text: str) -> bool:
+        """Return True if a reply begins with a reasoning text and does not end it."""
+        if not self._replies_think or _END_OF_THOUGHT in text:
+            return False
+        return self._begins_thinking or text.lstrip("\n").startswith(_THOUGHT)
 
     def text(self, tokens: Sequence[int], *, whole: bool = False) -> str:
         """Return the text of a reply, without its end token unless `whole`.
@@ -245,9 +257,7 @@ class Chat:
         thoughts = None
         if self._replies_think and _END_OF_THOUGHT in text:
             thoughts, text = _split_thoughts(text)
-        elif self._replies_think and (
-            self._begins_thinking or text.lstrip("\n").startswith(_THOUGHT)
-        ):
+        elif self._only_thinks(text):
             calls = False
         return thoughts, self.parse_content(text) if calls else Message("assistant", text)
 
@@ -470,7 +480,10 @@ def _longest_seam(text: str) -> int:
 
 
 def _split_thoughts(text: str) -> tuple[str, str]:
-    """Return the reasoning text before the tag that ends it, and the text after the tag."""
+    """Return the reasoning text before the tag that ends it, and the text after the tag.
+
+    Without the tag, all is reasoning text.
+    """
     thoughts, _, rest = text.partition(_END_OF_THOUGHT)
     return thoughts.lstrip("\n").removeprefix(_THOUGHT).strip("\n"), rest.lstrip("\n")
 

@@ -5,13 +5,16 @@ from typing import Any
 
 from unstale.envs import Message, ToolCall, Turn
 
+_AROUND = ".,;:!?\"'`*_$()[]{}"
+"""Punctuation and markup that may stand around the answer."""
+
 
 class Question:
     """One question. The first reply without a tool call ends the episode.
 
-    The reward is 1 if `answer` is a word of that reply. `tool` is the schema of a tool with one
-    argument, a string. `run` returns the tool's result, or raises `ValueError` with an error
-    message.
+    The reward is 1 if `answer` is a word of that reply, without punctuation around it. `tool` is
+    the schema of a tool with one argument, a string. `run` returns the tool's result, or raises
+    `ValueError` with an error message.
     """
 
     def __init__(
@@ -36,7 +39,8 @@ class Question:
         facts = {"tool_errors": float(self._errors)}
         if answers:
             return Turn(answers, facts=facts)
-        is_right = self._answer in reply.content.rstrip(".").split()
+        words = [word.strip(_AROUND) for word in reply.content.split()]
+        is_right = self._answer in words
         return Turn((), done=True, rewards={"success": float(is_right)}, facts=facts)
 
     async def _call(self, call: ToolCall) -> str:

@@ -20,6 +20,7 @@ from unstale.lint.semantics import (
     bounds_s,
     d_is_one,
     is_per_sequence,
+    masks_s,
     over,
     s_is_one,
 )
@@ -217,7 +218,7 @@ def _token_mean_of_sequences(config: RunConfig) -> Finding | None:
 
 def _free_staleness(config: RunConfig) -> Finding | None:
     bound = config.schedule.staleness_bound
-    if bounds_s(config) or s_is_one(config) or bound == 0:
+    if bounds_s(config) or masks_s(config) or s_is_one(config) or bound == 0:
         return None
     why = f"data is up to {bound} versions old, and nothing keeps pi near the sampling policy"
     clip: Fix = {"objective.kind": "ppo_clip"}

@@ -1,6 +1,7 @@
 """Explain a configuration: what discrepancy D and staleness ratio S contain, and the costs."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from unstale.config import RunConfig, Unit
 from unstale.config.routes import live_versions
@@ -84,6 +85,12 @@ def bounds_s(config: RunConfig) -> bool:
     return rule.kind != "none" and not (rule.kind == "kl_penalty" and rule.kl_penalty == 0)
 
 
+def masks_s(config: RunConfig) -> bool:
+    """Return True if `m2po` masks tokens by a ratio that contains the staleness ratio S."""
+    m2po: Any = config.technique_options.get("m2po")
+    return m2po is not None and m2po.of != "discrepancy"
+
+
 def is_per_sequence(config: RunConfig) -> bool:
     """Return True if the staleness ratio S is computed for whole sequences."""
     return config.objective.kind == "gspo" or config.objective.unit == "sequence"
@@ -141,6 +148,8 @@ def _bound_on_s(config: RunConfig) -> str:
     changed = [
         each.name for each in chosen(config.techniques) if each.slot in ("ratio", "objective")
     ]
+    if masks_s(config):
+        changed.append("m2po")
     if changed:
         words += f"; changed by {' and '.join(changed)} (see techniques)"
     return f"{words}; pi / mu at most {rule.ratio_cap:g}" if rule.ratio_cap else words
@@ -151,7 +160,7 @@ def _unbounded(config: RunConfig) -> str:
     if config.correction.control == "none" and not d_is_one(config):
         loose.append("D")
     if not s_is_one(config):
-        if not bounds_s(config):
+        if not bounds_s(config) and not masks_s(config):
             loose.append("S")
         elif config.objective.kind in ("kl_penalty", "dro"):
             loose.append("S is pulled back, not cut")

@@ -79,6 +79,7 @@ def hard_tasks(**changes: Any) -> RunConfig:
         "allocate.max": 64,
         "advantage.estimator": "rloo_first",
         "replay.rule": "failed",
+        "replay.episodes": "successes",
         "replay.max_age": 16,
         "selection.pool": 64,
     }

@@ -14,8 +14,15 @@ from typing import Any
 from unstale.envs.strict_json import refuse_constant
 
 _NUMBER = re.compile(
-    r"(?<![\w.])[-+]?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+|(?=\.\d))(?:\.\d+)?(?:[eE][-+]?\d+)?"
+    r"(?<!\w)(?<!\d\.)[-+]?"
+    r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+|(?<!\.)(?=\.\d))(?:\.\d+)?(?:[eE][-+]?\d+)?"
 )
+_BETWEEN_THOUSANDS = re.compile(
+    r"(?<=\d)(?:\{,\}|\\[,;:! ]|[\N{NO-BREAK SPACE}\N{THIN SPACE}\N{NARROW NO-BREAK SPACE}])"
+    r"(?=\d{3}(?!\d))"
+)
+"""What LaTeX and typographers write between thousands, besides a comma."""
+_MINUS_SIGNS = str.maketrans("\N{MINUS SIGN}\N{EN DASH}", "--")
 _PUNCTUATION = " ,;:!?\"'`*\N{LEFT DOUBLE QUOTATION MARK}\N{RIGHT DOUBLE QUOTATION MARK}"
 
 
@@ -80,8 +87,11 @@ def numeric(text: str, expected: float, *, relative: float = 1e-6, absolute: flo
 
 
 def _last_number(text: str) -> float | None:
-    """Return the last number in the text, or None. A minus sign may be typeset."""
-    numbers = _NUMBER.findall(text.replace("\N{MINUS SIGN}", "-"))
+    """Return the last number in the text, or None.
+
+    A minus sign may be typeset, and so may be what is between thousands.
+    """
+    numbers = _NUMBER.findall(_BETWEEN_THOUSANDS.sub(",", text).translate(_MINUS_SIGNS))
     return float(numbers[-1].replace(",", "")) if numbers else None
 
 

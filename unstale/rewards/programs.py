@@ -15,15 +15,32 @@ from unstale.envs import sandbox
 LIMITS = sandbox.Limits(seconds=2.0, memory_mb=512, file_mb=1, processes=4, output_kb=64)
 
 _EVALUATE = """
-import os, sys
-names = {"__name__": "program"}
-exec(compile(open("program.py", encoding="utf-8").read(), "program.py", "exec"), names)
-sys.stdout.write("\\n" + repr(eval(sys.argv[1], names)))
+import numbers, os, sys, types
+def plain(value):
+    if isinstance(value, dict):
+        return {plain(key): plain(each) for key, each in value.items()}
+    for kind in (list, tuple, set, frozenset):
+        if isinstance(value, kind):
+            return (set if kind is frozenset else kind)(map(plain, value))
+    if isinstance(value, (bool, complex)):
+        return value
+    for kind, number in ((int, numbers.Integral), (float, numbers.Real)):
+        if isinstance(value, number):
+            return kind(value)
+    for kind in (str, bytes):
+        if isinstance(value, kind):
+            return kind(value)
+    return value
+program = sys.modules["program"] = types.ModuleType("program")
+source = open("program.py", encoding="utf-8").read()
+exec(compile(source, "program.py", "exec"), program.__dict__)
+sys.stdout.write("\\n" + repr(plain(eval(sys.argv[1], program.__dict__))))
 sys.stdout.flush()
 os._exit(0)
 """
 """Source of the code that evaluates a test in the sandbox. Its answer is the text after the last
-line end, so that earlier output of the program is ignored.
+line end, so that earlier output of the program is ignored. A `Counter` counts as a dict, and so on:
+such values equal the plain ones.
 """
 
 

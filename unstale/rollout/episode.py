@@ -339,13 +339,14 @@ class Rollout:
                 if implements(env, HasWorker) and (start := env.worker_start()):
                     await timeout.without_limit(start)
                 turn, turn_rewards = await self._begin(transcript, caller, chat)
-            if self.generator.reply_budget(len(transcript.tokens)) < 1:
+            begins = not turn_rewards  # else the context after a restored snapshot may be full
+            if begins and self.generator.reply_budget(len(transcript.tokens)) < 1:
                 raise ValueError(
                     f"the opening prompt of {task.key} has {len(transcript.tokens)} tokens, "
                     f"engine.max_context is {self.generator.config.max_context}: no reply fits; "
                     "raise engine.max_context"
                 )
-            if budget_use.reply_limit(len(transcript.tokens)) < 1:
+            if begins and budget_use.reply_limit(len(transcript.tokens)) < 1:
                 raise ValueError(
                     f"the opening prompt of {task.key} has {len(transcript.tokens)} tokens, and an "
                     f"episode may have {budget_use.budget.context}: no reply fits; raise the steps "
@@ -358,7 +359,7 @@ class Rollout:
         transcript.require_replayed()
         return Trajectory(
             pieces=tuple(transcript.pieces),
-            rewards=dict(turn.rewards) if turn.done else {},
+            rewards=dict(turn.rewards),
             stop=stop,
             task=task,
             seed=transcript.seed,
@@ -393,14 +394,14 @@ class Rollout:
     ) -> tuple[Turn, list[float]]:
         resumable = caller.env if implements(caller.env, Resumable) else None
         if resumable:
-            turn_rewards = await transcript.restore_snapshot(resumable)
-            if turn_rewards is not None:
-                return Turn(()), turn_rewards
+            restored = await transcript.restore_snapshot(resumable)
+            if restored is not None:
+                return restored
         turn = await caller.turn(caller.env.begin)
         self._check_size(turn)
         transcript.add_context(ContextPiece(chat.encode_prompt(turn.messages)))
         if resumable:
-            transcript.save_snapshot(resumable, ())
+            transcript.save_snapshot(resumable, turn, ())
         return turn, []
 
     async def _take_turns(  # noqa: PLR0913 - two of them are limits
@@ -414,6 +415,7 @@ class Rollout:
     ) -> tuple[Turn, Stop]:
         """Alternate replies and environment steps. Return the last turn and the reason to stop.
 
+        The last turn has the facts of all turns. Of a name that several have, the last counts.
         `begun` are the first turn and the rewards of earlier replies, which are added to. `limit`
         is a further limit of the turns, and `budget_use` counts the episode's use of its budget.
         """
@@ -436,7 +438,9 @@ class Rollout:
                 message = await self._parse(chat, reply)
                 budget_use.count_calls(len(message.tool_calls))
                 step = caller.turn(env.step, message)
+                facts = turn.facts
                 turn = combine_rewards(self.taskset, await self.wait_times.on("tool_wait", step))
+                turn = replace(turn, facts={**facts, **turn.facts})
                 turn_rewards.append(turn.reward)
                 if not turn.done:
                     turn = allowed.remind(turn, turn_rewards)
@@ -447,7 +451,7 @@ class Rollout:
                     self._check_size(turn, len(text))
                     transcript.add_context(ContextPiece(text))
                     if resumable:
-                        transcript.save_snapshot(resumable, turn_rewards)
+                        transcript.save_snapshot(resumable, turn, turn_rewards)
         return turn, "done"
 
     async def _parse(self, chat: Chat, reply: Sequence[int]) -> Message:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 from unstale.engines.prefixes import EpisodeTokens
-from unstale.envs import Resumable
+from unstale.envs import Resumable, Turn
 from unstale.records import (
     ContextPiece,
     EpisodeRecord,
@@ -152,24 +152,30 @@ class Transcript:
         """The pieces (runs of tokens) so far, and those of the record still to be replayed."""
         return [*self.pieces, *self._recorded]
 
-    async def restore_snapshot(self, env: Resumable) -> list[float] | None:
+    async def restore_snapshot(self, env: Resumable) -> tuple[Turn, list[float]] | None:
         """Restore `env` from its recorded snapshot, and replay the pieces before the snapshot.
 
-        Return the rewards of the turns before the snapshot. Return None if there is no snapshot.
+        Return the turn before the snapshot, without its messages, and the rewards of the replies
+        until then. Return None if there is no snapshot.
         """
         if self._snapshot is None:
             return None
         num_pieces, state = self._snapshot
-        turn_rewards, env_state = json.loads(state)
+        turn_rewards, env_state, *last = json.loads(state)
+        rewards, facts = last or ({}, {})  # journals before 0.2 lack them
         await env.resume(env_state)
         for _ in range(num_pieces):
             self._replay()
-        return [*turn_rewards]
+        return Turn((), rewards=rewards, facts=facts), [*turn_rewards]
 
-    def save_snapshot(self, env: Resumable, turn_rewards: Sequence[float]) -> None:
-        """Record the environment's state as a snapshot, unless pieces are still to be replayed."""
+    def save_snapshot(self, env: Resumable, turn: Turn, turn_rewards: Sequence[float]) -> None:
+        """Record the environment's state as a snapshot, unless pieces are still to be replayed.
+
+        `turn` is the environment's last answer.
+        """
         if not self._recorded and (env_state := env.snapshot()) is not None:
-            state = json.dumps([list(turn_rewards), env_state])
+            last = (dict(turn.rewards), dict(turn.facts))
+            state = json.dumps([list(turn_rewards), env_state, *last])
             self.writer.write_snapshot(len(self.pieces), state)
 
     def add_context(self, piece: ContextPiece) -> None:

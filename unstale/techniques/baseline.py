@@ -403,12 +403,21 @@ def _check(options: BaselineConfig, config: RunConfig) -> None:
 
 
 def _refuse_other_rewards(centre: Centre, config: RunConfig) -> None:
-    others = [each.name for each in chosen(config.techniques) if "reward" in each.changes]
+    names = {each.name for each in chosen(config.techniques) if "reward" in each.changes}
+    truncated: Any = config.technique_options.get("truncated")
+    masks = truncated is not None and truncated.rule == "mask"
+    others = " and ".join(sorted(names - {"truncated"} if masks else names))
     if others:
         raise ConfigError(
             f"baseline.centre = {centre} needs the environment's rewards, of which it learns the "
-            f"mean, but techniques has {' and '.join(others)}, which changes rewards. Set "
-            f"--baseline.centre loo, or remove {' and '.join(others)}"
+            f"mean, but techniques has {others}, which changes rewards. Set "
+            f"--baseline.centre loo, or remove {others}"
+        )
+    if masks:
+        raise ConfigError(
+            f"baseline.centre = {centre} learns the mean reward of all episodes of a task, but "
+            "truncated.rule = mask leaves some of them out of the group. Set "
+            "--baseline.centre loo, or remove truncated"
         )
 
 

@@ -77,6 +77,13 @@ def _check(options: M2poConfig, config: RunConfig) -> None:
             f"m2po.of = {options.of} needs a route that computes old_logp once per batch, got "
             f"old_logps.route = {config.old_logps.route}. Set m2po.of whole"
         )
+    now = config.old_logps.weight_of_now(config)
+    if (options.of == "discrepancy" and now == 0) or (options.of == "staleness" and now == 1):
+        raise ConfigError(
+            f"m2po.of = {options.of} masks nothing with old_logps.route = "
+            f"{config.old_logps.route}, because this ratio is always 1 when the mask is made. Set "
+            "m2po.of whole"
+        )
 
 
 def _describe(options: M2poConfig) -> str:

@@ -31,8 +31,8 @@ def add_reward(
 
     def graded(item: Trajectory) -> Trajectory:
         values.append(term(item))
-        facts = {**item.facts, "success": float(item.success)}
-        return replace(item, rewards={**item.rewards, name: values[-1]}, facts=facts)
+        rewards = {**item.rewards, name: values[-1]}
+        return item.with_rewards(rewards, {"success": float(item.success)})
 
     result = [
         replace(group, trajectories=tuple(graded(item) for item in group.trajectories))

@@ -96,7 +96,7 @@ def _graded(item: Trajectory, ended: Sequence[Trajectory], penalty: float) -> Tr
         for name in dict.fromkeys(name for each in ended for name in each.facts)
         if name.startswith("reward/")
     }
-    return replace(item, rewards=rewards, facts={**item.facts, **facts, "success": 0.0})
+    return item.with_rewards(rewards, {**facts, "success": 0.0})
 
 
 def _describe(options: TruncatedConfig) -> str:

@@ -55,8 +55,8 @@ async def tabulate(  # noqa: PLR0913 - two of them are limits
                     f"{task.key} answered the same {len(path)} replies differently: seed all "
                     "randomness"
                 )
-            rewards.append(sum(last.rewards.values()) if last.done else 0.0)
             ends = last.done or len(path) + 1 == max_turns
+            rewards.append(sum(last.rewards.values()) if ends else 0.0)
             targets.append(END if ends else len(paths))
             if not ends:
                 paths.append((*path, action))

@@ -87,9 +87,8 @@ class GymnasiumEnv:
             done = terminated or truncated
             text = "" if done else self._text(observation)
         facts = {"refused": float(self._num_invalid)}
-        if done:
-            return Turn((), done=True, rewards={"return": self._total}, facts=facts)
-        return Turn((Message("user", text),), facts=facts)
+        messages = () if done else (Message("user", text),)
+        return Turn(messages, done, {"return": self._total}, facts=facts)
 
     async def close(self) -> None:
         with suppress(gymnasium.error.Error, AttributeError, OSError, RuntimeError):

@@ -168,9 +168,8 @@ class OpenEnv:
             ]
         else:
             answers = [Message("user", "Act with a tool call.")]
-        if self._done:
-            return Turn((), done=True, rewards={"return": self._total})
-        return Turn(tuple(answers))
+        messages = () if self._done else tuple(answers)
+        return Turn(messages, self._done, {"return": self._total})
 
     async def _call(self, call: ToolCall) -> str:
         names = [tool["function"]["name"] for tool in self._tasks.tools]

@@ -69,6 +69,12 @@ class ReasoningGymTasks(NumberedTasks):
             raise ConfigError(
                 f"reasoning-gym has no {dataset!r}{nearest(dataset, sorted(DATASETS))}"
             )
+        if dataset == "composite":
+            raise ConfigError(
+                "reasoning-gym:composite is not supported, because its parts may evaluate answers "
+                "as code outside the sandbox. Use MixedTasks with one reasoning-gym task set for "
+                "each part (docs/your-own-task.md)"
+            )
         if dataset in UNSTEADY and os.environ.get("PYTHONHASHSEED") != "0":
             raise ConfigError(
                 f"the puzzles of {dataset} differ from process to process; set PYTHONHASHSEED=0"
