@@ -4,7 +4,7 @@
 #include <stdint.h>
 #include <string.h>
 
-enum { BLOCK = 4096, INVALID = 255 };
+enum { INVALID = 255 };
 
 static int is_space(uint8_t c)
 {
@@ -42,16 +42,13 @@ int find_value(const uint8_t *text, int64_t length, const char *name, int64_t *f
     return found;
 }
 
-static uint8_t value_of(uint8_t c)
+/* Write the value of each character in base64, or INVALID, to `values`. */
+static void fill(uint8_t *values)
 {
-    uint8_t upper = (uint8_t)(c - 'A'), lower = (uint8_t)(c - 'a'), digit = (uint8_t)(c - '0');
-    uint8_t value = INVALID;
-    value = upper < 26 ? upper : value;
-    value = lower < 26 ? (uint8_t)(lower + 26) : value;
-    value = digit < 10 ? (uint8_t)(digit + 52) : value;
-    value = c == '+' ? 62 : value;
-    value = c == '/' ? 63 : value;
-    return value;
+    static const char letters[] = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";
+    memset(values, INVALID, 256);
+    for (int i = 0; i < 64; i++)
+        values[(uint8_t)letters[i]] = (uint8_t)i;
 }
 
 /* Decode base64 to `bytes`, which has 3 bytes for 4 characters. Returns how many bytes are used.
@@ -61,25 +58,27 @@ int64_t decode(const uint8_t *text, int64_t length, uint8_t *bytes)
 {
     if (length % 4)
         return -1;
-    int64_t padding = length ? (text[length - 1] == '=') + (text[length - 1] == '=' && text[length - 2] == '=') : 0;
-    int64_t characters = length - padding;
-    uint8_t values[BLOCK], invalid = 0;
-    for (int64_t start = 0; start < length; start += BLOCK) {
-        int64_t count = characters - start < BLOCK ? characters - start : BLOCK;
-        int64_t whole = (count + 3) / 4 * 4;
-        for (int64_t i = 0; i < count; i++) {
-            values[i] = value_of(text[start + i]);
-            invalid |= values[i] & 64;
-        }
-        for (int64_t i = count; i < whole; i++)
-            values[i] = 0;
-        for (int64_t i = 0; i < whole; i += 4, bytes += 3) {
-            uint32_t joined = (uint32_t)values[i] << 18 | (uint32_t)values[i + 1] << 12
-                            | (uint32_t)values[i + 2] << 6 | values[i + 3];
-            bytes[0] = (uint8_t)(joined >> 16);
-            bytes[1] = (uint8_t)(joined >> 8);
-            bytes[2] = (uint8_t)joined;
-        }
+    uint8_t values[256];
+    fill(values);
+    uint32_t seen = 0;
+    int64_t whole = length && text[length - 1] == '=' ? length - 4 : length;
+    for (int64_t i = 0; i < whole; i += 4, bytes += 3) {
+        uint32_t a = values[text[i]], b = values[text[i + 1]], c = values[text[i + 2]], d = values[text[i + 3]];
+        uint32_t joined = a << 18 | b << 12 | c << 6 | d;
+        seen |= a | b | c | d;
+        bytes[0] = (uint8_t)(joined >> 16);
+        bytes[1] = (uint8_t)(joined >> 8);
+        bytes[2] = (uint8_t)joined;
     }
-    return invalid ? -1 : length / 4 * 3 - padding;
+    int64_t padding = 0;
+    if (whole < length) { /* the last four characters end with one or two `=` */
+        const uint8_t *last = text + whole;
+        padding = last[2] == '=' ? 2 : 1;
+        uint32_t a = values[last[0]], b = values[last[1]], c = padding == 2 ? 0 : values[last[2]];
+        seen |= a | b | c;
+        bytes[0] = (uint8_t)(a << 2 | b >> 4);
+        if (padding == 1)
+            bytes[1] = (uint8_t)(b << 4 | c >> 2);
+    }
+    return seen > 63 ? -1 : length / 4 * 3 - padding;
 }
