@@ -109,9 +109,14 @@ class Spans:
             self.clock.now += 0.15 * self.pace
             self.spend("standstill", f"version {version}", 0.25)
 
-    def step(self, step: int, version: int) -> dict[str, Any]:
-        """Record the spans of a step that trains `version` for 5 s. Return its metrics."""
+    def step(self, step: int, version: int, states: float = 0.0) -> dict[str, Any]:
+        """Record the spans of a step that trains `version` for 5 s. Return its metrics.
+
+        With `states`, a technique reads hidden states for so many seconds.
+        """
         self.spend("wait", f"for the groups of step {step}", 2.0, after=0.1)
+        if states:
+            self.spend("trainer", f"step {step}", states)
         self.spend("old_logps", f"step {step}", 1.0)
         self.spend("trainer", f"step {step}", 2.5)
         self.spend("trainer", f"step {step}", 0.5, after=0.2)
@@ -150,6 +155,19 @@ def test_the_times_of_a_step_are_found_in_its_spans(tmp_path: Path) -> None:
         # an evaluation is no work of the event loop, and its step is left out of comparisons
         assert each.between == pytest.approx(0.3 + 5.0 * (each.step == 4))
     assert [each.step for each in delayed(steps, 0) if each.evaluation] == [4, 5]
+
+
+def test_a_pass_that_reads_hidden_states_is_no_part_of_training(tmp_path: Path) -> None:
+    """It precedes scoring, so that three spans of the trainer are in a step: 0.4, 2.5, 0.5 s."""
+    clock = FakeClock()
+    with RunLog.create(tmp_path, {}, clock=clock) as log:
+        spans = Spans(clock, log)
+        rows = [spans.step(step, version=step - 1, states=0.4) for step in range(1, 7)]
+    events = list(RunFolder(tmp_path).rows("events.jsonl"))
+    steps = recorded_steps(rows, events, dict.fromkeys(range(1, 7), 1.5))
+    assert len(steps) == 5
+    for each in steps:
+        assert (each.optimizer, each.between) == pytest.approx((0.5, 0.3 + 0.4))
 
 
 @pytest.mark.parametrize("restart", ["resumed", "trainer_died"])

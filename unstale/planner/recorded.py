@@ -72,7 +72,10 @@ class RecordedStep:
     checkpoint: float
     """Seconds of writing a checkpoint. 0 if none was written."""
     between: float | None
-    """Seconds of the event loop between the trainer's parts. None if they cannot be separated."""
+    """Seconds of the event loop between the trainer's parts. None if they cannot be separated.
+
+    They include the pass in which a technique reads hidden states before the advantages.
+    """
     versions: float
     """Mean number of versions that sampled a trajectory."""
     evaluation: bool
@@ -274,7 +277,7 @@ def recorded_steps(
                 seconds=published - before,
                 publish=published - began - load,
                 load=load,
-                optimizer=_seconds(spans.get(("trainer", step), ())[1::2]),
+                optimizer=_seconds(_training(spans, step)[1::2]),
                 checkpoint=_seconds(spans.get(("checkpoint", step), ())),
                 between=_between(spans, step, version),
                 versions=versions[step],
@@ -291,6 +294,16 @@ def recorded_steps(
 
 def _seconds(spans: Sequence[tuple[float, float]]) -> float:
     return sum(end - start for start, end in spans)
+
+
+def _training(spans: Spans, step: int) -> list[tuple[float, float]]:
+    """Return the spans of a step's backward passes and optimizer steps, in turn.
+
+    A technique may read hidden states before the batch is scored. That is in the same lane.
+    """
+    scored = spans.get(("old_logps", step), ())
+    trained = spans.get(("trainer", step), ())
+    return [span for span in trained if not scored or span[0] >= scored[0][1]]
 
 
 def _between(spans: Spans, step: int, version: int) -> float | None:
