@@ -1,5 +1,6 @@
 """Show a suggested configuration as text, as a table and as JSON."""
 
+import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from typing import Any
@@ -44,15 +45,18 @@ def page(suggestion: Suggestion) -> Group:
     best = suggestion.best.candidate
     setup = best.request.setup
     head = f"{setup.model.name} on {best.request.devices} {setup.device.name}"
-    lines = [
+    above = [
         f"\n{head}: {describe(suggestion.best)}",
         *(f"  - {reason}" for reason in reasons(suggestion)),
-        f"\n{command(best)}",
-        *(f"  - {each}" for each in missing(best)),
-        "",
     ]
+    below = [*(f"  - {each}" for each in missing(best)), ""]
     title = "Routes to old log-probabilities (old_logps.route), with the same schedule"
-    return Group(*(Text(line) for line in lines), _table(title, route_rows(suggestion)))
+    return Group(
+        *map(Text, above),
+        Text(f"\n{command(best)}", no_wrap=True, overflow="ignore"),  # to be copied as one line
+        *map(Text, below),
+        _table(title, route_rows(suggestion)),
+    )
 
 
 def describe(rated: SimulatedCandidate) -> str:
@@ -67,8 +71,10 @@ def describe(rated: SimulatedCandidate) -> str:
     checkpointing = "; gradient checkpointing" if setup.gradient_checkpointing else ""
     if setup.context > 1:
         checkpointing += f"; {setup.context} GPUs divide each pass"
+    names = candidate.request.techniques.names
+    techniques = f"; techniques {names}" if names else ""
     return (
-        f"{placement}{checkpointing}; route {candidate.name}; "
+        f"{placement}{checkpointing}; route {candidate.name}{techniques}; "
         f"{schedule.groups_per_step} groups of {schedule.group_size} a step{window}, at most "
         f"{schedule.staleness_bound} versions old. {rated.rate:,.0f} trained tokens/s "
         f"(+-{rated.spread:.0%}), a step in {rated.result.mean_step_s:.3g} s"
@@ -228,9 +234,11 @@ def command(candidate: Candidate) -> str:
             options["old_logps.ranks"] = placement.scorers
     if setup.pass_tokens > _LONG and not setup.device.is_core:
         options["trainer.share_prompts"] = "false"
-    policy = _SHIPPED.get(setup.model.name, "FOLDER")
-    words = " ".join(f"--{name} {value}" for name, value in options.items())
-    return f"unstale train llm --policy {policy} {words}"
+    options |= candidate.request.techniques.options()
+    words = ["unstale", "train", "llm", "--policy", _SHIPPED.get(setup.model.name, "FOLDER")]
+    for name, value in options.items():
+        words += [f"--{name}", str(value)]
+    return shlex.join(words)
 
 
 _SHIPPED = {folder.name: name for name, folder in SHIPPED_POLICIES.items()}
