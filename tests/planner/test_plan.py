@@ -502,6 +502,29 @@ def test_what_a_plan_says_has_its_numbers_and_can_be_run(plan: Suggestion) -> No
     assert 0 < rows["snapshot_old"]["main GB"] < 0.05 * rows["snapshot_old"]["GPU GB"]
 
 
+def test_a_plan_has_room_for_the_longest_episode_that_can_be() -> None:
+    """Up to 500 + 2 x 400 + 50 tokens, and the drawn ones are much shorter."""
+    work = replace(asked().workload, reply_tokens=LogNormal(100, 0.5, max=400))
+    assert work.longest == 1350
+    assert replace(work, max_tokens=1000).longest == 1000
+    unlimited = replace(work, turns=LogNormal(2, 0.5), tool_tokens=Constant(0))
+    assert unlimited.longest == work.max_tokens == 4096
+    recorded = ((EpisodeShape(10, (TurnShape(30, 0, 0),)), EpisodeShape(9, (TurnShape(5, 1),))),)
+    assert Workload(recorded=recorded).longest == 40
+    episodes = EpisodeStats.of(work, group_size=2)
+    assert episodes.longest == 1350 and 1 < episodes.slowest < 1300 / episodes.tokens
+    # An option of the command, memory of engines, and of the trainer's longest pass
+    long = replace(work, reply_tokens=LogNormal(100, 0.5), max_tokens=10**6)
+    setup = replace(asked().setup, episodes=EpisodeStats.of(long, group_size=2))
+    assert setup.pass_tokens == 10**6 and setup.mean_pass_tokens == 4096
+    assert setup.engine_sizes == [4, 8]  # 147 GB of keys and values, and 8 GB of weights
+    shorter = replace(long, max_tokens=5000)
+    setup = replace(setup, episodes=EpisodeStats.of(shorter, group_size=2))
+    told = as_json(suggest(replace(asked(), setup=setup, workload=shorter)))
+    assert configure(parse(told["command"].split()[1:])).engine.max_context == 5000
+    assert any("(a pass of 5,000 tokens)" in reason for reason in told["reasons"])
+
+
 def test_what_cannot_be_done_says_what_would() -> None:
     """16 bytes x 30.5 G parameters are 488 GB, the movable model 61 GB. A device has 72 GB."""
     with pytest.raises(

@@ -247,7 +247,7 @@ def test_the_command_simulates_techniques(capsys: pytest.CaptureFixture[str]) ->
 
 
 def request(techniques: SimulatedTechniques, **options: Any) -> PlanRequest:
-    work = Workload(prompt_tokens=Constant(2000), turns=LogNormal(8, 0.6, 32))
+    work = Workload(prompt_tokens=Constant(2000), turns=LogNormal(8, 0.6, 32), max_tokens=65_536)
     stats = EpisodeStats.of(
         work, group_size=8, shorten=lambda groups: shorten_groups(groups, techniques.limits)
     )

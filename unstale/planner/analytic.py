@@ -153,8 +153,16 @@ class TrainingSetup:
 
     @property
     def pass_tokens(self) -> int:
-        """The number of tokens in a microbatch. `context` devices share it."""
+        """The number of tokens in the largest microbatch, which decides the memory.
+
+        `context` devices share it.
+        """
         return max(PASS_TOKENS, math.ceil(self.episodes.longest))
+
+    @property
+    def mean_pass_tokens(self) -> float:
+        """The mean number of tokens in a microbatch, which decides how many there are."""
+        return max(PASS_TOKENS, self.episodes.tokens)
 
     def fits(self, devices: int, route: RouteCost) -> bool:
         return self.trainer_bytes(devices, route) <= self.memory
@@ -434,7 +442,7 @@ class AnalyticCosts:
         if not setup.is_sharded(devices):
             return 0.0
         groups = max(1, devices // setup.context)
-        microbatches = math.ceil(tokens / (groups * setup.pass_tokens))
+        microbatches = math.ceil(tokens / (groups * setup.mean_pass_tokens))
         received = setup.model.copy_bytes * (devices - 1) / devices
         return microbatches * received / setup.ring_bandwidth(devices)
 

@@ -134,8 +134,7 @@ class Candidate:
             generation_s = self.sequences * engine_s / (running * self.placement.engines)
             episode_s = engine_s + self.episodes.tool_s
             if self.schedule.max_staleness == 0:
-                longest_s = episode_s * self.episodes.longest / self.episodes.tokens
-                step_s = max(generation_s, longest_s) + trainer_s
+                step_s = max(generation_s, episode_s * self.episodes.slowest) + trainer_s
             else:
                 paused_s = (scoring_s + costs.optimizer_s) * costs.route.needs.closing
                 step_s = max(generation_s, trainer_s - paused_s) + paused_s

@@ -1,5 +1,6 @@
 """Show a suggested configuration as text, as a table and as JSON."""
 
+import math
 import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
@@ -220,7 +221,7 @@ def command(candidate: Candidate) -> str:
         "schedule.lookahead_window": schedule.lookahead_window,
         "old_logps.route": candidate.name,
         "engine.max_running": candidate.max_running,
-        "engine.max_context": max(16, round(setup.episodes.longest)),
+        "engine.max_context": max(16, math.ceil(setup.episodes.longest)),
     }
     options["trainer.dtype"] = "float32" if setup.device.is_core else "bfloat16"
     options["trainer.lr"] = setup.lr
