@@ -236,16 +236,18 @@ class Placement:
     def devices(self) -> int:
         return self.trainers + self.engines * self.tp * (not self.colocated) + self.scorers
 
-    def __str__(self) -> str:
-        """Return the division in words.
+    def describe(self, unit: str) -> str:
+        """Return the division in words. `unit` is the word for a device.
 
-        >>> str(Placement(4, 2, 2))
+        >>> Placement(4, 2, 2).describe("GPU")
         '4 GPUs to train, 2 x 2 to sample'
         """
         scorers = f", {self.scorers} to score" if self.scorers else ""
         turns = ", in turns" if self.colocated else ""
+        units = unit if self.trainers == 1 else f"{unit}s"
         return (
-            f"{self.trainers} GPUs to train, {self.engines} x {self.tp} to sample{scorers}{turns}"
+            f"{self.trainers} {units} to train, {self.engines} x {self.tp} to sample"
+            f"{scorers}{turns}"
         )
 
 
@@ -282,10 +284,12 @@ def scoring_devices(
     They must have memory for the model, gathered layers and a pass; if no number of them has, the
     result is the number that has it for the model. They must score a batch in the time in which
     `trainers` devices train on it, which is that of three forward passes. A trajectory is assumed
-    to be sampled by two versions.
+    to be sampled by two versions. The old-logit process of a processor has one core.
     """
     if not route.needs.own_process:
         return 0
+    if setup.device.is_core:
+        return 1
     holders = math.ceil(setup.model.copy_bytes / setup.memory)
     if setup.scorer_bytes(holders) > setup.memory:
         beside = setup.scorer_bytes(2) - setup.model.copy_bytes / 2
