@@ -9,15 +9,18 @@ the simulation does not read are left out.
 """
 
 import json
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from random import Random
+from statistics import fmean
 from typing import Any
 
 import pytest
 
+from tests.support.fake_run import FakeClock, FakeEpisodes
 from unstale.cli.main import main
 from unstale.config import ConfigError, RunConfig, ScheduleConfig
-from unstale.durability.journal import JOURNAL
+from unstale.durability.journal import JOURNAL, Journal
 from unstale.durability.run_folder import RunFolder, RunLog
 from unstale.planner import own_run
 from unstale.planner.costs import LinearCosts, Overheads, Pace
@@ -88,31 +91,58 @@ def test_a_fit_keeps_the_measured_sum() -> None:
     assert found.predict({"token": 3.0}) == pytest.approx(6.0)
 
 
+@dataclass
+class Spans:
+    """Spans of a run's steps, on a clock that they move on. All durations are times `pace`."""
+
+    clock: FakeClock
+    log: RunLog
+    pace: float = 1.0
+
+    def spend(self, lane: str, label: str, seconds: float, after: float = 0.0) -> None:
+        with self.log.span(lane, label):
+            self.clock.now += seconds * self.pace
+        self.clock.now += after * self.pace
+
+    def publish(self, version: int) -> None:
+        with self.log.span("publish", f"version {version}"):
+            self.clock.now += 0.15 * self.pace
+            self.spend("standstill", f"version {version}", 0.25)
+
+    def step(self, step: int, version: int, states: float = 0.0) -> dict[str, Any]:
+        """Record the spans of a step that trains `version` for 5 s. Return its metrics.
+
+        With `states`, a technique reads hidden states for so many seconds.
+        """
+        self.spend("wait", f"for the groups of step {step}", 2.0, after=0.1)
+        if states:
+            self.spend("trainer", f"step {step}", states)
+        self.spend("old_logps", f"step {step}", 1.0)
+        self.spend("trainer", f"step {step}", 2.5)
+        self.spend("trainer", f"step {step}", 0.5, after=0.2)
+        self.publish(version + 1)
+        return {
+            "step": step,
+            "version": version,
+            "engine/steps": 7,
+            "rollout/episodes": 4,
+            "schedule/staleness_histogram": {},
+        }
+
+
 def test_the_times_of_a_step_are_found_in_its_spans(tmp_path: Path) -> None:
     """Each step: 2 s of waiting, 0.1 s to build the batch, 1 s, 2.5 s, 0.5 s, 0.2 s to record it,
     0.15 s to publish, 0.25 s of loading, and 0.6 s for a checkpoint in every second step."""
-    clock = [0.0]
+    clock = FakeClock()
     rows = []
-    with RunLog.create(tmp_path, {}, clock=lambda: clock[0]) as log:
-
-        def spend(lane: str, label: str, seconds: float, after: float = 0.0) -> None:
-            with log.span(lane, label):
-                clock[0] += seconds
-            clock[0] += after
-
+    with RunLog.create(tmp_path, {}, clock=clock) as log:
+        spans = Spans(clock, log)
         for step in range(1, 7):
-            spend("wait", f"for the groups of step {step}", 2.0, after=0.1)
-            spend("old_logps", f"step {step}", 1.0)
-            spend("trainer", f"step {step}", 2.5)
-            spend("trainer", f"step {step}", 0.5, after=0.2)
-            with log.span("publish", f"version {step}"):
-                clock[0] += 0.15
-                spend("standstill", f"version {step}", 0.25)
+            rows.append(spans.step(step, version=step - 1))
             if step % 2 == 0:
-                spend("checkpoint", f"step {step}", 0.6)
+                spans.spend("checkpoint", f"step {step}", 0.6)
             if step == 3:
-                spend("eval", f"step {step}", 5.0)
-            rows.append({"step": step, "engine/steps": 7, "schedule/staleness_histogram": {}})
+                spans.spend("eval", f"step {step}", 5.0)
     events = list(RunFolder(tmp_path).rows("events.jsonl"))
     steps = recorded_steps(rows, events, dict.fromkeys(range(1, 7), 1.5))
     assert [each.step for each in steps] == [2, 3, 4, 5, 6]
@@ -125,6 +155,58 @@ def test_the_times_of_a_step_are_found_in_its_spans(tmp_path: Path) -> None:
         # an evaluation is no work of the event loop, and its step is left out of comparisons
         assert each.between == pytest.approx(0.3 + 5.0 * (each.step == 4))
     assert [each.step for each in delayed(steps, 0) if each.evaluation] == [4, 5]
+
+
+def test_a_pass_that_reads_hidden_states_is_no_part_of_training(tmp_path: Path) -> None:
+    """It precedes scoring, so that three spans of the trainer are in a step: 0.4, 2.5, 0.5 s."""
+    clock = FakeClock()
+    with RunLog.create(tmp_path, {}, clock=clock) as log:
+        spans = Spans(clock, log)
+        rows = [spans.step(step, version=step - 1, states=0.4) for step in range(1, 7)]
+    events = list(RunFolder(tmp_path).rows("events.jsonl"))
+    steps = recorded_steps(rows, events, dict.fromkeys(range(1, 7), 1.5))
+    assert len(steps) == 5
+    for each in steps:
+        assert (each.optimizer, each.between) == pytest.approx((0.5, 0.3 + 0.4))
+
+
+@pytest.mark.parametrize("restart", ["resumed", "trainer_died"])
+def test_a_resumed_run_has_the_times_since_its_last_resume(tmp_path: Path, restart: str) -> None:
+    """It is killed after step 5, and continues from step 3 with all times doubled. Step 4 begins
+    with version 6 in place of 3, because 4 and 5 have been published."""
+    steps = 9
+    clock = FakeClock()
+    with (
+        RunLog.create(tmp_path, RunConfig(recipe="mine"), clock=clock) as log,
+        Journal(tmp_path / JOURNAL) as journal,
+    ):
+        log.event("started", cores=2)
+        spans = Spans(clock, log)
+        spans.publish(0)
+        rows = [spans.step(step, version=step - 1) for step in range(1, 6)][:3]
+        log.event(restart, step=3, **({"cores": 8} if restart == "resumed" else {}))
+        spans.pace = 2.0
+        spans.publish(6)
+        rows += [spans.step(step, version=step + 2) for step in range(4, steps + 1)]
+        log.rewind([{**row, "rollout/tool_wait_s": 8.0} for row in rows])
+        episodes = FakeEpisodes(tmp_path, journal, "")
+        for step in range(1, steps + 1):
+            episodes.step(step, 0.5, Random(step))
+        episodes.close(steps)
+    recorded = RecordedRun.read(tmp_path)
+    assert [each.step for each in recorded.steps] == [5, 6, 7, 8, 9]  # 4 warms up the processes
+    for each in recorded.steps:
+        found = (each.seconds, each.publish, each.load, each.optimizer, each.between)
+        assert found == pytest.approx((13.4, 0.3, 0.5, 1.0, 0.6))
+    assert recorded.resumed == 3 and recorded.cores == (8 if restart == "resumed" else 2)
+    filling = recorded.config.schedule.max_staleness + 1
+    assert [each.step for each in recorded.steady] == [*range(4 + filling, steps + 1)]
+    # Four episodes and 8 s of tool calls a step, also in those that were lost
+    calls = [sum(turn.calls for turn in each.turns) for group in recorded.groups for each in group]
+    assert recorded.call_s == pytest.approx(8.0 / (4 * fmean(calls)))
+    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows[:-2])))
+    with pytest.raises(ConfigError, match="has 4 steps with engine metrics since it was resumed"):
+        RecordedRun.read(tmp_path)
 
 
 @pytest.mark.parametrize("damaged", [False, True])

@@ -7,6 +7,7 @@ ones. A suggested plan fits the memory, keeps the given settings and can be run.
 import json
 import re
 from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
 from benchmarks.long_context import saved_bytes, shape_of
@@ -33,9 +35,9 @@ from unstale.planner.analytic import (
 from unstale.planner.candidates import PlanRequest, candidates
 from unstale.planner.costs import LinearCosts
 from unstale.planner.hardware import DEVICES, Device, Shares
-from unstale.planner.measured import core_of_run
+from unstale.planner.measured import core_of_run, recorded_fleet
 from unstale.planner.models import PRESETS, Model
-from unstale.planner.page import as_json
+from unstale.planner.page import as_json, page
 from unstale.planner.route_costs import route_cost
 from unstale.planner.simulate import Constant, EpisodeShape, LogNormal, TurnShape, Workload
 from unstale.planner.suggest import (
@@ -49,6 +51,7 @@ from unstale.planner.workload import EpisodeStats
 from unstale.weights.codec import encode
 
 ROOT = Path(__file__).parents[2]
+SMALL = "layers=4,hidden=256,ffn=768,heads=4,kv_heads=2,head_dim=64,vocab=4096,tied=true"
 SIZES = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
 EXPERTS = {"head_dim": 8, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
@@ -502,6 +505,65 @@ def test_what_a_plan_says_has_its_numbers_and_can_be_run(plan: Suggestion) -> No
     assert 0 < rows["snapshot_old"]["main GB"] < 0.05 * rows["snapshot_old"]["GPU GB"]
 
 
+def test_a_plan_has_room_for_the_longest_episode_that_can_be() -> None:
+    """Up to 500 + 2 x 400 + 50 tokens, and the drawn ones are much shorter."""
+    work = replace(asked().workload, reply_tokens=LogNormal(100, 0.5, max=400))
+    assert work.longest == 1350
+    assert replace(work, max_tokens=1000).longest == 1000
+    unlimited = replace(work, turns=LogNormal(2, 0.5), tool_tokens=Constant(0))
+    assert unlimited.longest == work.max_tokens == 4096
+    recorded = ((EpisodeShape(10, (TurnShape(30, 0, 0),)), EpisodeShape(9, (TurnShape(5, 1),))),)
+    assert Workload(recorded=recorded).longest == 40
+    episodes = EpisodeStats.of(work, group_size=2)
+    assert episodes.longest == 1350 and 1 < episodes.slowest < 1300 / episodes.tokens
+    # An option of the command, memory of engines, and of the trainer's longest pass
+    long = replace(work, reply_tokens=LogNormal(100, 0.5), max_tokens=10**6)
+    setup = replace(asked().setup, episodes=EpisodeStats.of(long, group_size=2))
+    assert setup.pass_tokens == 10**6 and setup.mean_pass_tokens == 4096
+    assert setup.engine_sizes == [4, 8]  # 147 GB of keys and values, and 8 GB of weights
+    shorter = replace(long, max_tokens=5000)
+    setup = replace(setup, episodes=EpisodeStats.of(shorter, group_size=2))
+    told = as_json(suggest(replace(asked(), setup=setup, workload=shorter)))
+    assert configure(parse(told["command"].split()[1:])).engine.max_context == 5000
+    assert any("(a pass of 5,000 tokens)" in reason for reason in told["reasons"])
+
+
+def test_the_command_of_a_plan_for_cores_divides_them() -> None:
+    model = replace(Model.parse(SMALL), heads=2)  # so that an engine has at most 2 threads
+    core = Device(
+        name="core of this machine",
+        flops=1e11,
+        bandwidth=1e10,
+        memory=4e9,
+        link=1e10,
+        host_link=1e10,
+        network=1e10,
+        node=1 << 30,
+    )
+    found = suggest(asked(model=model, device=core, devices=9))
+    best = found.best.candidate
+    place = best.placement
+    assert place.engines > 1 and place.tp > 1
+    told = as_json(found)
+    config = configure(parse(told["command"].split()[1:]))
+    assert config.engine.processes == place.engines and config.engine.threads == place.tp
+    # The option is for all processes together, and a plan has the replies of one.
+    assert config.engine.max_running == place.engines * best.max_running
+    assert recorded_fleet(config).max_running == best.max_running
+    threads = config.engine.processes * config.engine.threads + config.trainer.threads
+    assert threads == 9 and config.cluster.trainers == 0
+    console = Console(file=StringIO(), width=200)
+    console.print(page(found))
+    printed = console.file.getvalue()
+    assert "on 9 cores of this machine: " in printed and " cores to train, " in printed
+    assert "GPU" not in printed and "server" not in printed
+    # The process of the second model has one core.
+    route = route_cost("old_logit_model")
+    assert scoring_devices(best.costs.setup, route, 6, max_staleness=2) == 1
+    with pytest.raises(ConfigError, match=r"not fit 2 cores of this machine .* on each core"):
+        suggest(asked(model=PRESETS["4B"], device=core, devices=2))
+
+
 def test_what_cannot_be_done_says_what_would() -> None:
     """16 bytes x 30.5 G parameters are 488 GB, the movable model 61 GB. A device has 72 GB."""
     with pytest.raises(
@@ -529,11 +591,10 @@ def test_staleness_is_chosen_as_small_as_throughput_allows() -> None:
 
 
 def test_the_command_answers_programs_and_people(capsys: pytest.CaptureFixture[str]) -> None:
-    sizes = "layers=4,hidden=256,ffn=768,heads=4,kv_heads=2,head_dim=64,vocab=4096,tied=true"
     words = [
         "plan",
         "--model",
-        sizes,
+        SMALL,
         "--gpus",
         "2",
         "--lag",

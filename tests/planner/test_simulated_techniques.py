@@ -1,13 +1,15 @@
 """Test how a simulation and a plan account for `limits`, `segments` and `replay`."""
 
 import json
+import shlex
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from tests.planner.test_simulate import COSTS, LENGTHS, SCHEDULE, TAILED
-from unstale.cli.main import main
+from unstale.cli.main import main, parse
+from unstale.cli.recipe_options import configure
 from unstale.config import ConfigError, RunConfig, ScheduleConfig
 from unstale.config.options import override
 from unstale.planner.analytic import TrainingSetup
@@ -245,7 +247,7 @@ def test_the_command_simulates_techniques(capsys: pytest.CaptureFixture[str]) ->
 
 
 def request(techniques: SimulatedTechniques, **options: Any) -> PlanRequest:
-    work = Workload(prompt_tokens=Constant(2000), turns=LogNormal(8, 0.6, 32))
+    work = Workload(prompt_tokens=Constant(2000), turns=LogNormal(8, 0.6, 32), max_tokens=65_536)
     stats = EpisodeStats.of(
         work, group_size=8, shorten=lambda groups: shorten_groups(groups, techniques.limits)
     )
@@ -266,6 +268,27 @@ def test_a_plan_estimates_longer_training_and_shorter_episodes() -> None:
     limited = best_candidate(half, "snapshot_old", SCHEDULE)
     assert limited.episodes.turns < 0.8 * plain.episodes.turns
     assert limited.episodes.longest <= plain.episodes.longest
+
+
+def test_the_command_of_a_plan_has_its_techniques(capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = "layers=4,hidden=256,ffn=768,heads=4,kv_heads=2,head_dim=64,vocab=4096,tied=true"
+    words = f"plan --model {sizes} --gpus 2 --lag 1 --groups 4 --group-size 2 --rounds 2 --turns 2"
+    words += " --reply 50 --prompt 100 --route snapshot_old"
+    options = ["--techniques", "replay limits"]
+    options += ["--set", "replay.fresh_share=0.7", "limits.quantile=0.9", "limits.window=256"]
+    assert run_command(*words.split(), *options, "--json") == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert "; techniques limits replay;" in plan["suggestion"]
+    assert "limits.window" not in plan["command"]  # the default
+    config = configure(parse(shlex.split(plan["command"])[1:]))
+    assert config.technique_options == {
+        "limits": LimitsConfig(quantile=0.9),
+        "replay": ReplayConfig(fresh_share=0.7),
+    }
+    assert run_command(*words.split(), *options) == 0
+    assert plan["command"] in capsys.readouterr().out.splitlines()  # also if that is a long line
+    assert run_command(*words.split(), "--json") == 0
+    assert "techniques" not in capsys.readouterr().out
 
 
 def test_a_plan_with_segments_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

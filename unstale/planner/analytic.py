@@ -153,8 +153,16 @@ class TrainingSetup:
 
     @property
     def pass_tokens(self) -> int:
-        """The number of tokens in a microbatch. `context` devices share it."""
+        """The number of tokens in the largest microbatch, which decides the memory.
+
+        `context` devices share it.
+        """
         return max(PASS_TOKENS, math.ceil(self.episodes.longest))
+
+    @property
+    def mean_pass_tokens(self) -> float:
+        """The mean number of tokens in a microbatch, which decides how many there are."""
+        return max(PASS_TOKENS, self.episodes.tokens)
 
     def fits(self, devices: int, route: RouteCost) -> bool:
         return self.trainer_bytes(devices, route) <= self.memory
@@ -228,16 +236,18 @@ class Placement:
     def devices(self) -> int:
         return self.trainers + self.engines * self.tp * (not self.colocated) + self.scorers
 
-    def __str__(self) -> str:
-        """Return the division in words.
+    def describe(self, unit: str) -> str:
+        """Return the division in words. `unit` is the word for a device.
 
-        >>> str(Placement(4, 2, 2))
+        >>> Placement(4, 2, 2).describe("GPU")
         '4 GPUs to train, 2 x 2 to sample'
         """
         scorers = f", {self.scorers} to score" if self.scorers else ""
         turns = ", in turns" if self.colocated else ""
+        units = unit if self.trainers == 1 else f"{unit}s"
         return (
-            f"{self.trainers} GPUs to train, {self.engines} x {self.tp} to sample{scorers}{turns}"
+            f"{self.trainers} {units} to train, {self.engines} x {self.tp} to sample"
+            f"{scorers}{turns}"
         )
 
 
@@ -274,10 +284,12 @@ def scoring_devices(
     They must have memory for the model, gathered layers and a pass; if no number of them has, the
     result is the number that has it for the model. They must score a batch in the time in which
     `trainers` devices train on it, which is that of three forward passes. A trajectory is assumed
-    to be sampled by two versions.
+    to be sampled by two versions. The old-logit process of a processor has one core.
     """
     if not route.needs.own_process:
         return 0
+    if setup.device.is_core:
+        return 1
     holders = math.ceil(setup.model.copy_bytes / setup.memory)
     if setup.scorer_bytes(holders) > setup.memory:
         beside = setup.scorer_bytes(2) - setup.model.copy_bytes / 2
@@ -434,7 +446,7 @@ class AnalyticCosts:
         if not setup.is_sharded(devices):
             return 0.0
         groups = max(1, devices // setup.context)
-        microbatches = math.ceil(tokens / (groups * setup.pass_tokens))
+        microbatches = math.ceil(tokens / (groups * setup.mean_pass_tokens))
         received = setup.model.copy_bytes * (devices - 1) / devices
         return microbatches * received / setup.ring_bandwidth(devices)
 

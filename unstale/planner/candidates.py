@@ -76,6 +76,11 @@ class Candidate:
         return self.costs.placement
 
     @property
+    def place(self) -> str:
+        """The division of the devices in words."""
+        return self.placement.describe(self.costs.setup.device.unit)
+
+    @property
     def episodes(self) -> EpisodeStats:
         return self.costs.setup.episodes
 
@@ -134,8 +139,7 @@ class Candidate:
             generation_s = self.sequences * engine_s / (running * self.placement.engines)
             episode_s = engine_s + self.episodes.tool_s
             if self.schedule.max_staleness == 0:
-                longest_s = episode_s * self.episodes.longest / self.episodes.tokens
-                step_s = max(generation_s, longest_s) + trainer_s
+                step_s = max(generation_s, episode_s * self.episodes.slowest) + trainer_s
             else:
                 paused_s = (scoring_s + costs.optimizer_s) * costs.route.needs.closing
                 step_s = max(generation_s, trainer_s - paused_s) + paused_s
@@ -277,9 +281,10 @@ def _too_few(request: PlanRequest, name: str, schedule: ScheduleConfig) -> str:
         advice = f"Use larger devices: an engine has at most {max(ENGINE_SIZES)}"
     return (
         f"{setup.model.name} with episodes of {setup.episodes.longest:,.0f} tokens does not fit "
-        f"{request.devices} {setup.device.name} with {setup.memory / gb:.0f} GB each. Training "
+        f"{setup.device.number(request.devices)} with {setup.memory / gb:.0f} GB each. Training "
         f"takes {sharded / gb:.0f} GB ({STATE_BYTES} bytes a parameter, and the route's) and on "
-        f"each GPU {unsharded / gb:.0f} GB for activations and gathered layers{divided}, an engine "
+        f"each {setup.device.unit} {unsharded / gb:.0f} GB for activations and gathered "
+        f"layers{divided}, an engine "
         f"{setup.model.copy_bytes / gb:.0f} GB for weights, and memory for {MIN_EPISODES} "
         f"episodes. {advice}"
     )
@@ -350,7 +355,7 @@ def why_not_synchronous(request: PlanRequest) -> str:
         if size <= request.devices and replace(setup, context=size).fits(request.devices, route)
     ]
     if not sizes:
-        return f"training does not fit {request.devices} {setup.device.name}"
+        return f"training does not fit {setup.device.number(request.devices)}"
     return (
         f"a pass over {setup.pass_tokens:,.0f} tokens must be divided among {' or '.join(sizes)} "
         f"devices to fit, and {request.devices} is no multiple of that"

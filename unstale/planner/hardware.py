@@ -68,6 +68,16 @@ class Device:
         """True for a processor core, as `measured.core_of_run` returns it."""
         return self.name.startswith("core")
 
+    @property
+    def unit(self) -> str:
+        """The word for a device: `core` or `GPU`."""
+        return "core" if self.is_core else "GPU"
+
+    def number(self, count: int) -> str:
+        """Return `count` devices in words, such as `8 H100` or `4 cores of this machine`."""
+        plural = self.is_core and count > 1
+        return f"{count} {self.name.replace('core', 'cores', 1) if plural else self.name}"
+
 
 _DATA_SHEETS = (
     # name, TFLOP/s, TB/s and GB of memory, then GB/s of link, host link and network

@@ -1,5 +1,7 @@
 """Show a suggested configuration as text, as a table and as JSON."""
 
+import math
+import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from typing import Any
@@ -28,14 +30,26 @@ _LONG = 32_768
 """Tokens of a pass above which prompts should not be shared on GPUs. The attention mask of a shared
 prompt takes the square of that many bytes.
 """
+_EXACT = "exact: the route gives each token its log-probability under the version that sampled it. "
+_MEMORY = {
+    "GPU": "GPU GB: memory that the route needs on all training GPUs together (or on its own "
+    "GPUs); main GB: in main memory. ",
+    "core": "model GB: memory of the route for models and averages; delta GB: for past versions. ",
+}
 _NOTES = (
-    "exact: the route gives each token its log-probability under the version that sampled it. "
-    "GPU GB: memory that the route needs on all training GPUs together (or on its own GPUs); "
-    "main GB: in main memory. extra s: seconds that it adds to the trainer's step. stop s: seconds "
+    "extra s: seconds that it adds to the trainer's step. stop s: seconds "
     "that sampling pauses for a new version. tokens/s: simulated if marked by *, otherwise the "
     "suggestion's, scaled by a formula. eager uses the time in which the trainer waits, so it is "
     "never slower than snapshot_old."
 )
+_ON_CORES = {
+    "GPU GB": "model GB",
+    "main GB": "delta GB",
+    "train GPUs": "train cores",
+    "sample GPUs": "sample cores",
+    "score GPUs": "score cores",
+}
+"""Headings of the table if the devices are cores, whose memory is main memory."""
 Row = dict[str, float | int | str]
 
 
@@ -43,23 +57,25 @@ def page(suggestion: Suggestion) -> Group:
     """Return the suggestion with its reasons, its command, and a table of the old-logit routes."""
     best = suggestion.best.candidate
     setup = best.request.setup
-    head = f"{setup.model.name} on {best.request.devices} {setup.device.name}"
-    lines = [
+    head = f"{setup.model.name} on {setup.device.number(best.request.devices)}"
+    above = [
         f"\n{head}: {describe(suggestion.best)}",
         *(f"  - {reason}" for reason in reasons(suggestion)),
-        f"\n{command(best)}",
-        *(f"  - {each}" for each in missing(best)),
-        "",
     ]
+    below = [*(f"  - {each}" for each in missing(best)), ""]
     title = "Routes to old log-probabilities (old_logps.route), with the same schedule"
-    return Group(*(Text(line) for line in lines), _table(title, route_rows(suggestion)))
+    return Group(
+        *map(Text, above),
+        Text(f"\n{command(best)}", no_wrap=True, overflow="ignore"),  # to be copied as one line
+        *map(Text, below),
+        _table(title, route_rows(suggestion), setup.device.unit),
+    )
 
 
 def describe(rated: SimulatedCandidate) -> str:
     """Return a configuration and its throughput in words."""
     candidate = rated.candidate
     schedule = candidate.schedule
-    placement = candidate.placement
     setup = candidate.costs.setup
     window = ""
     if schedule.lookahead_window > 1:
@@ -67,8 +83,10 @@ def describe(rated: SimulatedCandidate) -> str:
     checkpointing = "; gradient checkpointing" if setup.gradient_checkpointing else ""
     if setup.context > 1:
         checkpointing += f"; {setup.context} GPUs divide each pass"
+    names = candidate.request.techniques.names
+    techniques = f"; techniques {names}" if names else ""
     return (
-        f"{placement}{checkpointing}; route {candidate.name}; "
+        f"{candidate.place}{checkpointing}; route {candidate.name}{techniques}; "
         f"{schedule.groups_per_step} groups of {schedule.group_size} a step{window}, at most "
         f"{schedule.staleness_bound} versions old. {rated.rate:,.0f} trained tokens/s "
         f"(+-{rated.spread:.0%}), a step in {rated.result.mean_step_s:.3g} s"
@@ -82,7 +100,7 @@ def reasons(suggestion: Suggestion) -> Iterator[str]:
     costs = best.candidate.costs
     yield result.bottleneck
     others = "; ".join(
-        f"{other.candidate.placement}: {other.rate / best.rate - 1:+.0%}"
+        f"{other.candidate.place}: {other.rate / best.rate - 1:+.0%}"
         for other in suggestion.splits
         if other.candidate.placement != costs.placement
     )
@@ -95,7 +113,8 @@ def reasons(suggestion: Suggestion) -> Iterator[str]:
     yield from _trainer_memory(best.candidate)
     yield (
         f"Tokens are {result.staleness_mean:.2f} versions old on average. Synchronous training, "
-        f"with all GPUs sampling and training in turns, {_synchronous(suggestion)}"
+        f"with all {costs.setup.device.unit}s sampling and training in turns, "
+        f"{_synchronous(suggestion)}"
     )
     for choice in suggestion.choices:
         schedule = choice.candidate.schedule
@@ -129,9 +148,9 @@ def _engine_memory(candidate: Candidate) -> str:
     model = costs.setup.model
     running = candidate.max_running
     context = round(running * costs.setup.episodes.tokens / 2)
+    shared = "" if costs.setup.device.is_core else " (a server's host as many in /dev/shm)"
     return (
-        f"An engine holds {model.copy_bytes / _GB:.3g} GB of weights (a server's host as many in "
-        f"/dev/shm) and {running} replies "
+        f"An engine holds {model.copy_bytes / _GB:.3g} GB of weights{shared} and {running} replies "
         f"({model.kv_bytes / 1e6:.3g} MB per token of context); a decoding step of all of them "
         f"takes {1e3 * costs.step_s(running, context):.3g} ms"
     )
@@ -144,7 +163,8 @@ def _trainer_memory(candidate: Candidate) -> Iterator[str]:
     devices = candidate.placement.trainers
     if scorers := candidate.placement.scorers:
         yield (
-            f"A scoring GPU holds {setup.model.copy_bytes / scorers / _GB:.3g} GB of weights, and "
+            f"A scoring {setup.device.unit} holds "
+            f"{setup.model.copy_bytes / scorers / _GB:.3g} GB of weights, and "
             f"{setup.scorer_bytes(scorers) / _GB:.3g} GB with gathered layers and the activations "
             "of a layer"
         )
@@ -193,12 +213,13 @@ def _cost_of_exactness(suggestion: Suggestion) -> Iterator[str]:
     ratio = suggestion.best.rate / average.rate
     times = f"takes {best.route_s / average_s:.2f} times as long, and " if average_s else ""
     throughput = f"changes the throughput by {ratio - 1:+.0%}"
+    place = "for models" if best.costs.setup.device.is_core else "on GPUs"
     if abs(ratio - 1) < 1 - NEAR:
         throughput = "leaves the throughput the same within 5%"
     yield (
         f"{best.name} is exact: {exact_row['main GB']:.3g} GB of deltas and "
-        f"{exact_row['GPU GB']:.3g} GB on GPUs, {best.route_s:.3g} s a step. {AVERAGE}, the best "
-        f"approximation by an average, needs {average_row['GPU GB']:.3g} GB on GPUs and "
+        f"{exact_row['GPU GB']:.3g} GB {place}, {best.route_s:.3g} s a step. {AVERAGE}, the best "
+        f"approximation by an average, needs {average_row['GPU GB']:.3g} GB {place} and "
         f"{average_s:.3g} s a step. Exactness {times}{throughput}"
     )
 
@@ -214,12 +235,17 @@ def command(candidate: Candidate) -> str:
         "schedule.lookahead_window": schedule.lookahead_window,
         "old_logps.route": candidate.name,
         "engine.max_running": candidate.max_running,
-        "engine.max_context": max(16, round(setup.episodes.longest)),
+        "engine.max_context": max(16, math.ceil(setup.episodes.longest)),
     }
     options["trainer.dtype"] = "float32" if setup.device.is_core else "bfloat16"
     options["trainer.lr"] = setup.lr
     options["trainer.gradient_checkpointing"] = str(setup.gradient_checkpointing).lower()
     placement = candidate.placement
+    if setup.device.is_core:  # all engines are processes of the run, which share max_running
+        options["engine.max_running"] = placement.engines * candidate.max_running
+        options["engine.processes"] = placement.engines
+        options["engine.threads"] = placement.tp
+        options["trainer.threads"] = placement.trainers
     if setup.is_sharded(placement.trainers):
         options["cluster.trainers"] = placement.trainers
         if setup.context > 1:
@@ -228,9 +254,11 @@ def command(candidate: Candidate) -> str:
             options["old_logps.ranks"] = placement.scorers
     if setup.pass_tokens > _LONG and not setup.device.is_core:
         options["trainer.share_prompts"] = "false"
-    policy = _SHIPPED.get(setup.model.name, "FOLDER")
-    words = " ".join(f"--{name} {value}" for name, value in options.items())
-    return f"unstale train llm --policy {policy} {words}"
+    options |= candidate.request.techniques.options()
+    words = ["unstale", "train", "llm", "--policy", _SHIPPED.get(setup.model.name, "FOLDER")]
+    for name, value in options.items():
+        words += [f"--{name}", str(value)]
+    return shlex.join(words)
 
 
 _SHIPPED = {folder.name: name for name, folder in SHIPPED_POLICIES.items()}
@@ -335,12 +363,14 @@ def as_json(suggestion: Suggestion) -> dict[str, Any]:
     }
 
 
-def _table(title: str, rows: Sequence[Row]) -> Table:
-    table = Table(title=title, caption=_NOTES, box=SIMPLE_HEAD, padding=0, title_justify="left")
+def _table(title: str, rows: Sequence[Row], unit: str) -> Table:
+    notes = _EXACT + _MEMORY[unit] + _NOTES
+    table = Table(title=title, caption=notes, box=SIMPLE_HEAD, padding=0, title_justify="left")
     table.caption_justify = "left"
     for name in rows[0]:
         justify = "left" if name in ("route", "exact") else "right"
-        heading = name.replace(" ", "\n", 1)
+        heading = _ON_CORES.get(name, name) if unit == "core" else name
+        heading = heading.replace(" ", "\n", 1)
         table.add_column(heading, no_wrap=True, justify=justify)  # type: ignore[arg-type]
     for row in rows:
         table.add_row(*(_short(value) for value in row.values()))

@@ -104,7 +104,7 @@ def _plan(chosen: argparse.Namespace) -> int:
     if chosen.json:
         Console(soft_wrap=True).print_json(json.dumps(as_json(suggestion)))
     else:
-        Console().print(page(suggestion), highlight=False)
+        Console().print(page(suggestion), highlight=False, crop=False)
     return 0
 
 

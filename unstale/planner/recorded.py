@@ -47,7 +47,11 @@ _METRICS = (
     "trainer/update_s",
 )
 """The metrics that are used."""
+_RESTARTS = ("resumed", "trainer_died")
+"""Kinds of events after which a run continues from a checkpoint, with new processes."""
 Row = Mapping[str, Any]
+Spans = Mapping[tuple[str, int], Sequence[tuple[float, float]]]
+"""Start and end of the activities of a run, by lane and by the step or version in their label."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +72,10 @@ class RecordedStep:
     checkpoint: float
     """Seconds of writing a checkpoint. 0 if none was written."""
     between: float | None
-    """Seconds of the event loop between the trainer's parts. None if they cannot be separated."""
+    """Seconds of the event loop between the trainer's parts. None if they cannot be separated.
+
+    They include the pass in which a technique reads hidden states before the advantages.
+    """
     versions: float
     """Mean number of versions that sampled a trajectory."""
     evaluation: bool
@@ -96,40 +103,48 @@ class RecordedRun:
     name: str
     config: RunConfig
     steps: tuple[RecordedStep, ...]
-    """The steps after the first, which warms up the processes."""
+    """The steps after the first, which warms up the processes. Of a run that was resumed, these are
+    steps after the last resume.
+    """
     groups: tuple[tuple[EpisodeShape, ...], ...]
     """The finished groups, in the order in which they began."""
     call_s: float
     """Mean seconds of a tool call."""
     cores: int
     """Number of processor cores of the machine. 0 if it is not recorded."""
+    resumed: int = 0
+    """The step from which the run was resumed last. 0 if it never was."""
 
     @property
     def steady(self) -> tuple[RecordedStep, ...]:
-        """The steps after those in which the queue filled up, without those of evaluations."""
-        return tuple(
-            each
-            for each in self.steps
-            if each.step > self.config.schedule.max_staleness + 1 and not each.evaluation
-        )
+        """The steps after those in which the queue filled up, without those of evaluations.
+
+        The queue is assumed to fill up again after a resume.
+        """
+        filling = self.resumed + self.config.schedule.max_staleness + 1
+        return tuple(each for each in self.steps if each.step > filling and not each.evaluation)
 
     @classmethod
     def read(cls, run: Path) -> Self:
-        """Return the records of a run folder.
+        """Return the records of a run folder, since its last resume.
 
-        Raises `ConfigError` if the run has renamed options, is too short, has times that cannot
-        be separated, or if times or episodes are missing.
+        Steps before the resume ran in other processes, and some of them twice. Raises `ConfigError`
+        if the run has renamed options, is too short, has times that cannot be separated, or if
+        times or episodes are missing.
         """
         folder = RunFolder(run)
         config = stored_config(folder.config(), f"{run}/config.json")
         require_separate_times(run.name, config)
-        rows = [row for row in folder.metrics() if row["step"] > 0 and "engine/steps" in row]
+        logged = [row for row in folder.metrics() if row["step"] > 0 and "engine/steps" in row]
+        all_events = list(folder.rows("events.jsonl"))
+        rows, events = since_restart(logged, all_events)
+        is_resumed = len(events) < len(all_events)
         if len(rows) <= MIN_STEPS:
+            since = " since it was resumed" if is_resumed else ""
             raise ConfigError(
-                f"{run} has {len(rows)} steps with engine metrics; a fit needs more than "
+                f"{run} has {len(rows)} steps with engine metrics{since}; a fit needs more than "
                 f"{MIN_STEPS}"
             )
-        events = list(folder.rows("events.jsonl"))
         versions: dict[int, list[int]] = defaultdict(list)
         with _open_journal(run) as journal:
             for row in trained_episodes(journal):
@@ -141,8 +156,8 @@ class RecordedRun:
             raise ConfigError(
                 f"events.jsonl of {run} is incomplete: spans of the trainer are missing"
             )
-        groups, call_s = recorded_groups(run, rows)
-        cores = [event["cores"] for event in events if event.get("kind") == "started"]
+        groups, call_s = recorded_groups(run, rows, is_resumed=is_resumed)
+        cores = [event["cores"] for event in all_events if "cores" in event]
         return cls(
             name=run.name,
             config=config,
@@ -150,6 +165,7 @@ class RecordedRun:
             groups=groups,
             call_s=call_s,
             cores=int(cores[-1]) if cores else 0,
+            resumed=rows[0]["step"] - 1 if is_resumed else 0,
         )
 
     def to_json(self) -> str:
@@ -177,6 +193,7 @@ class RecordedRun:
             groups=groups,
             call_s=row["call_s"],
             cores=row["cores"],
+            resumed=row["resumed"],
         )
 
 
@@ -206,27 +223,53 @@ def require_separate_times(name: str, config: RunConfig) -> None:
         )
 
 
-def recorded_steps(
-    rows: Sequence[Row], events: Sequence[Row], versions: Mapping[int, float]
-) -> list[RecordedStep]:
-    """Return the steps after the first whose times are complete.
+def since_restart(
+    rows: Sequence[Row], events: Sequence[Row]
+) -> tuple[Sequence[Row], Sequence[Row]]:
+    """Return the metrics and events of a run since its last resume, or all if it has none.
 
-    `rows` are the metrics, `events` those of `events.jsonl`. `versions` is the mean number of
-    versions that sampled the step's trajectories.
+    Earlier events include those of steps that were lost and repeated, with the same numbers.
     """
+    restarts = [i for i, event in enumerate(events) if event.get("kind") in _RESTARTS]
+    if not restarts:
+        return rows, events
+    after = events[restarts[-1] + 1 :]
+    # a continued run first publishes the version that it has loaded
+    published = [version for lane, version in _spans(after) if lane == "publish"]
+    first = min(published, default=None)
+    return [row for row in rows if first is not None and row["version"] >= first], after
+
+
+def _spans(events: Sequence[Row]) -> Spans:
     spans: dict[tuple[str, int], list[tuple[float, float]]] = defaultdict(list)
     for event in events:
         number = event.get("label", "").rpartition(" ")[2]
         if event.get("kind") == "span" and number.isdigit():
             spans[event["lane"], int(number)].append((event["start"], event["end"]))
+    return spans
+
+
+def recorded_steps(
+    rows: Sequence[Row], events: Sequence[Row], versions: Mapping[int, float]
+) -> list[RecordedStep]:
+    """Return the steps after the first whose times are complete.
+
+    `rows` are the metrics, `events` those of `events.jsonl`, both as `since_restart` returns them.
+    `versions` is the mean number of versions that sampled the step's trajectories. A resume may
+    skip version numbers, so the version of a step comes from its metrics.
+    """
+    spans = _spans(events)
     steps = []
     for row in rows[1:]:
-        step = row["step"]
-        needed = [("publish", step - 1), ("publish", step), ("standstill", step)]
+        step, trained_from = row["step"], row["version"]
+        version = trained_from + 1
+        needed = [("publish", trained_from), ("publish", version), ("standstill", version)]
         if step not in versions or not all(spans.get(key) for key in needed):
             continue
-        (began, published), (_, before) = spans["publish", step][-1], spans["publish", step - 1][-1]
-        load = _seconds(spans["standstill", step][-1:])
+        (_, before), (began, published) = (
+            spans["publish", each][-1] for each in (trained_from, version)
+        )
+        load = _seconds(spans["standstill", version][-1:])
         steps.append(
             RecordedStep(
                 step=step,
@@ -234,9 +277,9 @@ def recorded_steps(
                 seconds=published - before,
                 publish=published - began - load,
                 load=load,
-                optimizer=_seconds(spans.get(("trainer", step), ())[1::2]),
+                optimizer=_seconds(_training(spans, step)[1::2]),
                 checkpoint=_seconds(spans.get(("checkpoint", step), ())),
-                between=_between(spans, step),
+                between=_between(spans, step, version),
                 versions=versions[step],
                 evaluation=bool(spans.get(("eval", step - 1))),
                 metrics={
@@ -253,22 +296,31 @@ def _seconds(spans: Sequence[tuple[float, float]]) -> float:
     return sum(end - start for start, end in spans)
 
 
-def _between(
-    spans: Mapping[tuple[str, int], Sequence[tuple[float, float]]], step: int
-) -> float | None:
+def _training(spans: Spans, step: int) -> list[tuple[float, float]]:
+    """Return the spans of a step's backward passes and optimizer steps, in turn.
+
+    A technique may read hidden states before the batch is scored. That is in the same lane.
+    """
+    scored = spans.get(("old_logps", step), ())
+    trained = spans.get(("trainer", step), ())
+    return [span for span in trained if not scored or span[0] >= scored[0][1]]
+
+
+def _between(spans: Spans, step: int, version: int) -> float | None:
     """Return the seconds in which the event loop builds a batch and records its groups.
 
-    In synchronous training it also starts the next episodes while the trainer waits. None if the
-    loop waited for the publication of the previous version in this time.
+    `version` is the one that the step publishes. In synchronous training the loop also starts the
+    next episodes while the trainer waits. None if the loop waited for the publication of the
+    previous version in this time.
     """
     lanes = ("wait", "old_logps", "trainer")
     if not all(spans.get((lane, step)) for lane in lanes):
         return None
     taken, scored, trained = (spans[lane, step] for lane in lanes)
-    loaded = spans["publish", step - 1][-1][1]
+    loaded = spans["publish", version - 1][-1][1]
     if taken[-1][1] < loaded <= scored[0][0]:
         return None
-    after = spans["publish", step][-1][0] - trained[-1][1]
+    after = spans["publish", version][-1][0] - trained[-1][1]
     ready = max([loaded, *(end for _, end in spans.get(("checkpoint", step - 1), ()))])
     gaps = (taken[0][0] - ready, scored[0][0] - taken[-1][1], after)
     return sum(max(0.0, gap) for gap in gaps)
@@ -287,9 +339,14 @@ def delayed(steps: Sequence[RecordedStep], max_staleness: int) -> list[RecordedS
 
 
 def recorded_groups(
-    run: Path, rows: Sequence[Row]
+    run: Path, rows: Sequence[Row], *, is_resumed: bool = False
 ) -> tuple[tuple[tuple[EpisodeShape, ...], ...], float]:
-    """Return the episodes of a run's journal by group, and the mean seconds of a tool call."""
+    """Return the episodes of a run's journal by group, and the mean seconds of a tool call.
+
+    With `is_resumed`, `rows` are the steps since a resume, and the calls in their time are
+    estimated by the episodes that they trained on. The first of them also has the calls that were
+    repeated to restore open episodes, and is left out.
+    """
     groups: dict[int, list[Trajectory]] = defaultdict(list)
     with _open_journal(run) as journal:
         for record in journal.trajectories():
@@ -299,8 +356,12 @@ def recorded_groups(
         raise ConfigError(f"the journal of {run} has no finished episode")
     shapes = episode_shapes([siblings for _, siblings in sorted(groups.items())])
     calls = sum(turn.calls for siblings in shapes for shape in siblings for turn in shape.turns)
-    # the calls of unfinished episodes are estimated by their results
-    calls *= results / max(1, finished)
+    if is_resumed:
+        rows = rows[1:]
+        trained = sum(row.get("rollout/episodes", 0.0) for row in rows)
+        calls *= trained / sum(len(siblings) for siblings in shapes)
+    else:  # the calls of unfinished episodes are estimated by their results
+        calls *= results / max(1, finished)
     waited = sum(row.get("rollout/tool_wait_s", 0.0) for row in rows)
     return shapes, waited / max(1, calls)
 

@@ -53,6 +53,26 @@ class SimulatedTechniques:
                 "values replay. With --like, --techniques '' leaves replay out"
             )
 
+    @property
+    def names(self) -> str:
+        """The names of the techniques, as `techniques` of a run takes them."""
+        return " ".join(name for name in _OPTIONS if getattr(self, name))
+
+    def options(self) -> dict[str, Any]:
+        """Return the options of a run with these techniques by full name, without defaults.
+
+        >>> SimulatedTechniques(replay=ReplayConfig(max_age=9)).options()
+        {'techniques': 'replay', 'replay.max_age': 9}
+        """
+        given: dict[str, Any] = {"techniques": self.names} if self.names else {}
+        for name in self.names.split():
+            section = getattr(self, name)
+            for each in fields(section):
+                value = getattr(section, each.name)
+                if value != each.default:
+                    given[f"{name}.{each.name}"] = value
+        return given
+
 
 NO_TECHNIQUES = SimulatedTechniques()
 _OPTIONS: Mapping[str, type[Section]] = {

@@ -172,7 +172,7 @@ class _Simulations(dict[tuple[AnalyticCosts, ScheduleConfig], SimulationResult])
         placement = candidate.placement
         schedule = candidate.schedule
         request.on_progress(
-            f"simulating {candidate.name}: {placement}; {describe_schedule(schedule)}"
+            f"simulating {candidate.name}: {candidate.place}; {describe_schedule(schedule)}"
         )
         fleet = Fleet(
             engines=placement.engines,

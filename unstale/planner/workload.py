@@ -113,6 +113,13 @@ def mean_of(distribution: Distribution) -> float:
     return distribution.value if isinstance(distribution, Constant) else distribution.mean
 
 
+def largest_of(distribution: Distribution) -> float:
+    """Return the largest value of a distribution, which may be infinite."""
+    if isinstance(distribution, Constant):
+        return distribution.value
+    return distribution.max if distribution.mean else 0.0
+
+
 AtLeastOne = Annotated[Distribution, MeanRange(1)]
 AtLeastZero = Annotated[Distribution, MeanRange(0)]
 
@@ -195,6 +202,20 @@ class Workload(Section):
                 f"the prompt must be shorter than the longest episode ({self.max_tokens} tokens), "
                 f"got {prompt:g} tokens"
             )
+
+    @property
+    def longest(self) -> int:
+        """The largest number of tokens that an episode can have."""
+        if self.recorded:
+            return max(shape.tokens for group in self.recorded for shape in group)
+
+        def largest(distribution: Distribution, low: int) -> int:
+            return max(low, round(min(largest_of(distribution), self.max_tokens)))
+
+        turns = largest(self.turns, 1)
+        replies = turns * largest(self.reply_tokens, 1)
+        answers = (turns - 1) * largest(self.tool_tokens, 0)
+        return min(self.max_tokens, largest(self.prompt_tokens, 1) + replies + answers)
 
     def group(
         self, random: np.random.Generator, size: int, *, number: int | None = None
@@ -346,7 +367,7 @@ class EpisodeStats(NamedTuple):
     attended: float
     """Mean number of tokens that a token attends to, as in `mean_attended`."""
     longest: float
-    """Number of tokens in the longest episode."""
+    """Largest number of tokens that an episode can have, for which there must be memory."""
     prompt: float
     sampled: float = 0.0
     turns: float = 1.0
@@ -354,6 +375,10 @@ class EpisodeStats(NamedTuple):
     """Seconds of all tool calls of an episode."""
     tail: float = 1.0
     """Sampled tokens of a group's longest episode, divided by the mean of all episodes."""
+    slowest: float = 1.0
+    """Tokens of the longest of 64 groups, divided by the mean of all episodes. For times: episodes
+    of the largest possible length are rare.
+    """
 
     @property
     def prompt_fraction(self) -> float:
@@ -365,7 +390,8 @@ class EpisodeStats(NamedTuple):
     ) -> "EpisodeStats":
         """Return the means over 64 groups of episodes that are drawn at random.
 
-        `shorten` cuts off the episodes of these groups.
+        `shorten` cuts off the episodes of these groups. `longest` is that of the whole workload,
+        because no limit applies to all groups.
         """
         random = np.random.default_rng(0)
         groups = shorten([workload.group(random, group_size) for _ in range(64)])
@@ -377,10 +403,11 @@ class EpisodeStats(NamedTuple):
         return cls(
             tokens=fmean(tokens),
             attended=mean_attended(tokens),
-            longest=max(tokens),
+            longest=workload.longest,
             prompt=fmean(shape.prompt for shape in episodes),
             sampled=sampled,
             turns=fmean(len(shape.turns) for shape in episodes),
             tool_s=calls * float(call_s.mean()),
             tail=fmean(max(shape.sampled for shape in group) for group in groups) / sampled,
+            slowest=max(tokens) / fmean(tokens),
         )
