@@ -158,9 +158,13 @@ class Journal:
         """
         if self._thread is None:
             return
-        if self._routes:
-            self._routes.close()
         had_failed = self._failure.done()
+        stuck: JournalError | None = None
+        if self._routes:
+            try:
+                self._routes.close(STUCK_S)
+            except TimeoutError:
+                stuck = self._routes_stuck()
         thread = self._thread
         self._thread = None
         self._queue.put(None)
@@ -171,6 +175,8 @@ class Journal:
             thread.join(STUCK_S)
         if thread.is_alive():
             raise journal_error(self.path, f"it could not be closed in {STUCK_S:g} s")
+        if stuck:
+            raise stuck
         if not had_failed and self._failure.done():
             self._failure.result()
 
@@ -316,7 +322,10 @@ class Journal:
         if self._thread is None:
             raise journal_error(self.path, "it is not open")
         if self._routes:
-            self._routes.flush()
+            try:
+                self._routes.flush(STUCK_S)
+            except TimeoutError as error:
+                raise self._routes_stuck() from error
         mark: Future[None] = Future()
         self._queue.put(mark)
         self._awaited.set()
@@ -333,6 +342,9 @@ class Journal:
     async def watch(self) -> None:
         """Wait until the journal fails, and raise its error."""
         await asyncio.wrap_future(self._failure)
+
+    def _routes_stuck(self) -> JournalError:
+        return journal_error(self.path, f"no expert routes could be written for {STUCK_S:g} s")
 
     def _fail(self, error: JournalError) -> None:
         """End the run with this error, unless it ends with an earlier one."""
