@@ -2,6 +2,7 @@
 
 import os
 from contextlib import ExitStack
+from mmap import mmap
 from pathlib import Path
 
 from unstale.weights.codec import Delta, file_parts, loads
@@ -42,10 +43,16 @@ class Shelf:
         held = self._held[version]
         return loads(held.read_bytes()) if isinstance(held, Path) else self._deltas[version]
 
-    def file(self, version: int) -> bytearray:
-        """Return the delta of a version as the bytes of a safetensors file, to be read only."""
+    def file(self, version: int) -> bytearray | mmap:
+        """Return the delta of a version as the bytes of a safetensors file, to be read only.
+
+        A file is mapped into memory, not read. The map stays valid when the file is deleted.
+        """
         held = self._held[version]
-        return bytearray(held.read_bytes()) if isinstance(held, Path) else held
+        if not isinstance(held, Path):
+            return held
+        with held.open("r+b") as file:  # torch takes writable memory only
+            return mmap(file.fileno(), 0)
 
     def drop(self, version: int) -> None:
         """Delete the delta of a version, if there is one."""
