@@ -80,12 +80,17 @@ class Journal:
     of the disk or the file is raised as `JournalError` at once by `watch`, and by every `barrier`.
     """
 
-    def __init__(self, path: Path, *, routes: RouteFiles | None = None) -> None:
+    def __init__(
+        self, path: Path, *, routes: RouteFiles | None = None, keep_snapshots: bool = False
+    ) -> None:
         """Prepare the journal.
 
-        `routes` are the files for expert routes, which the journal closes.
+        `routes` are the files for expert routes, which the journal closes. A deterministic run
+        must `keep_snapshots` of environments, because it can go back to an earlier one. Otherwise
+        only the last one of an unfinished episode is kept.
         """
         self.path = path
+        self._keep_snapshots = keep_snapshots
         self._routes = routes
         self._queue: queue.SimpleQueue[_Item] = queue.SimpleQueue()
         self._awaited = Event()
@@ -429,15 +434,24 @@ class _EpisodeWriter:
 
     def write_snapshot(self, num_pieces: int, state: str) -> None:
         """Record the environment's state, and the number of pieces before it."""
-        self.journal._insert("snapshots", self.episode, num_pieces, to_utf8(state))
+        row = (self.episode, num_pieces, to_utf8(state), self.journal._checkpoint)
+        self._replace_snapshots(insert("snapshots", *row))
 
     def write_outcome(self, outcome: Trajectory | Failure) -> None:
-        checkpoint = self.journal._checkpoint
-        self.journal.transaction([outcome_row(self.episode, outcome, checkpoint)])
+        self._replace_snapshots(outcome_row(self.episode, outcome, self.journal._checkpoint))
 
     def write_restart(self, reason: str, *, turns: int, sampled_tokens: int) -> None:
         """Record that the attempt could not be replayed and the episode starts again."""
-        self.journal._insert("restarts", self.episode, to_utf8(reason), turns, sampled_tokens)
+        row = (self.episode, to_utf8(reason), turns, sampled_tokens, self.journal._checkpoint)
+        self._replace_snapshots(insert("restarts", *row))
+
+    def _replace_snapshots(self, record: Record) -> None:
+        """Write a record after which no resume reads the episode's present snapshots.
+
+        They are deleted in the same transaction.
+        """
+        delete = ("DELETE FROM snapshots WHERE episode = ?", (self.episode,))
+        self.journal.transaction([record] if self.journal._keep_snapshots else [delete, record])
 
 
 @dataclass(frozen=True, slots=True)
