@@ -239,7 +239,7 @@ def build(
     routes = None
     if config.trainer.routing_replay:
         routes = RouteFiles(folder / ROUTES, keep=config.checkpoint.keep)
-    journal = Journal(folder / JOURNAL, routes=routes)
+    journal = Journal(folder / JOURNAL, routes=routes, keep_snapshots=config.deterministic)
     checkpoints = build_checkpoints(config, machine, folder)
     recorder = Recorder(
         outputs, journal=journal, decode=lambda tokens: str(policy.tokenizer.decode(tokens))

@@ -6,6 +6,7 @@ true error for others. A recorded run can be replayed for every route on the sam
 """
 
 import json
+import shutil
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from io import StringIO
@@ -48,7 +49,7 @@ from unstale.records import Batch, PendingPiece, collate
 from unstale.testing import episode, nudge, plain_logps, tiny_policy
 from unstale.trainer.auditor import Auditor, Truth, packing_noise, score_truth
 from unstale.trainer.local import Rules
-from unstale.weights.recording import Recorded, Recording, TrainedOn
+from unstale.weights.recording import RECORDED, Recorded, Recording, TrainedOn
 
 pytestmark = pytest.mark.usefixtures("forked_children")
 
@@ -342,11 +343,12 @@ def test_a_recording_gives_back_what_was_written(tmp_path: Path) -> None:
     recording = Recording(tmp_path)
     recording.version(1, policy.whole_weights())
     recording.batch(TrainedOn(5, 1, batch))
-    with pytest.raises(FileNotFoundError, match=r"lacks versions \[0\]"):
+    with pytest.raises(FileNotFoundError, match=r"lacks versions \[0\], and each of the 1 rec"):
         Recorded(tmp_path)
     recording.version(0, policy.whole_weights())
     recorded = Recorded(tmp_path)
     assert (recorded.versions, recorded.steps) == ([0, 1], [5])
+    assert (recorded.skipped_steps, recorded.missing_versions) == ([], [])
     again = recorded.batch(5)
     assert (again.step, again.version, again.batch.offsets, again.batch.episodes) == (
         5,
@@ -478,6 +480,26 @@ def test_a_recorded_run_is_audited_on_every_route(recorded_run: Path) -> None:
         recorded_run / "report.html"
     ) in out.getvalue().replace("\n", "")
     assert "Audit of the old log-probabilities" in (recorded_run / "report.html").read_text()
+
+
+def test_batches_without_one_of_their_versions_are_skipped_and_counted(
+    recorded_run: Path, tmp_path: Path
+) -> None:
+    """A run that was killed while it recorded a version lacks its file for ever."""
+    run = shutil.copytree(recorded_run, tmp_path / "run")
+    last = Recorded(run / RECORDED).batch(4).version
+    (run / RECORDED / "versions" / f"{last:06d}.safetensors").unlink()
+    out = StringIO()
+    found = audit_run(run, routes=["rollout"], console=Console(file=out, width=1000))
+    assert (found["steps"], found["skipped_steps"], found["missing_versions"]) == (3, [4], [last])
+    says = (
+        "1 of 4 recorded batches were skipped, because they need versions that were not recorded "
+        f"(recorded/versions lacks {last})."
+    )
+    assert says in out.getvalue() and says in (run / "audit.md").read_text()
+    assert found["tokens"] == sum(
+        int(Recorded(run / RECORDED).batch(step).batch.sampled.sum()) for step in (1, 2, 3)
+    )
 
 
 class Listens(OldLogps):

@@ -335,7 +335,7 @@ def test_what_is_open_is_handed_out_again_with_all_that_is_known_of_it(tmp_path:
         one, two, three = read.requests()
         assert one.past == (
             EpisodeRecord(3, (first, said), None, failures=1, snapshot=(2, "at the second")),
-            EpisodeRecord(1, (first, said), replace(told, seed=7), snapshot=(2, "at the second")),
+            EpisodeRecord(1, (first, said), replace(told, seed=7)),
             EpisodeRecord(2, (), Failure(TASK, "replay", "it said something else", 1, 4)),
         )
         assert (two.finished, three.finished, three.past) == (True, False, ()) and all(
@@ -1017,6 +1017,26 @@ def test_a_journal_is_created_whole_or_not_at_all(
     with Journal.read(tmp_path) as read:
         assert check(read) == [] and read.group(0) == group(0)
     assert [file.name for file in tmp_path.iterdir()] == [JOURNAL]
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_snapshots_that_no_resume_reads_are_deleted_unless_the_run_is_deterministic(
+    tmp_path: Path, keeps: bool
+) -> None:
+    with Journal(tmp_path / JOURNAL, keep_snapshots=keeps) as journal:
+        journal.add_request(request(0))
+        pages = [journal.begin(0, sibling, episode=sibling, seed=7) for sibling in range(4)]
+        for page in pages:
+            for num_pieces in (1, 3):
+                page.write_snapshot(num_pieces, "a state")
+        pages[0].write_outcome(trajectory(ContextPiece((1,)), Sampled((2,), (-0.5,), 0), episode=0))
+        pages[1].write_outcome(Failure(TASK, "step 1", "EnvError: gone"))
+        pages[2].write_restart("it said something else", turns=1, sampled_tokens=4)
+    with Journal.read(tmp_path) as read:
+        found = read.rows("SELECT episode, num_pieces FROM snapshots ORDER BY episode, num_pieces")
+        every = [(episode, num_pieces) for episode in range(4) for num_pieces in (1, 3)]
+        assert found == (every if keeps else [(3, 3)])
+        assert read.unsound() == []
 
 
 @pytest.mark.parametrize("table", ["events", "versions", "snapshots"])

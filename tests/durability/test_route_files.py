@@ -1,11 +1,17 @@
 """Test the files with expert routes: what is written is read, and damage is a missing record."""
 
+import asyncio
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from unstale.durability.journal import JOURNAL, Journal
+from tests.support.waits import LIMIT_S
+from unstale.durability.journal import JOURNAL, Journal, JournalError, writer
 from unstale.durability.journal.route_files import ROUTES, RouteFiles
 from unstale.expert_routes import ExpertRoutes
 from unstale.records import GroupRequest, Sampled, Task
@@ -59,6 +65,7 @@ def test_the_last_record_of_a_piece_counts(tmp_path: Path) -> None:
         files.write(3, 7, 0, piece(first))
     files.flush()
     routes = found(files, 0, piece(0))
+    files.close()
     assert routes and routes.start == 5
 
 
@@ -111,6 +118,52 @@ def test_a_reader_reads_the_file_of_a_group_once(tmp_path: Path) -> None:
             assert isinstance(read, Sampled) and read.routes
             assert read.routes.start == episode
             (tmp_path / ROUTES / "group-000003.bin").unlink(missing_ok=True)
+
+
+@contextmanager
+def hanging_disk(file: Path) -> Iterator[None]:
+    """Make a file whose reading does not end within the context, as on a disk without answers."""
+    file.parent.mkdir(exist_ok=True)
+    os.mkfifo(file)
+    try:
+        yield
+    finally:
+        descriptor = os.open(file, os.O_RDWR)
+        file.unlink()
+        os.close(descriptor)
+
+
+def test_a_disk_that_does_not_answer_ends_barriers_and_the_journal_and_no_row_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writer, "STUCK_S", 0.2)
+    stuck = r"the journal .* failed: no expert routes could be written for 0.2 s"
+    with hanging_disk(tmp_path / ROUTES / "group-000003.bin"):
+        with (
+            pytest.raises(JournalError, match=stuck),
+            Journal(tmp_path / JOURNAL, routes=RouteFiles(tmp_path / ROUTES)) as journal,
+        ):
+            journal.add_request(GroupRequest(3, TASK, seed=5, place=6))
+            journal.begin(3, 0, episode=7, seed=1).write_piece(0, piece(0))
+            (thread,) = (thread for thread in threading.enumerate() if thread.name == "routes")
+            assert thread.daemon  # it keeps no process from ending
+            for barrier in (journal.flush, lambda: asyncio.run(journal.barrier())):
+                with pytest.raises(JournalError, match=stuck):
+                    barrier()
+        with Journal.read(tmp_path) as reader:
+            assert len(reader.pieces(7)) == 1
+    thread.join(LIMIT_S)
+    assert not thread.is_alive()
+
+
+def test_an_error_of_the_last_routes_is_raised_at_the_end_of_the_journal(tmp_path: Path) -> None:
+    (tmp_path / ROUTES).write_text("a file where the folder should be")
+    with (
+        pytest.raises(JournalError, match=r"the journal .* failed: .*File exists"),
+        Journal(tmp_path / JOURNAL, routes=RouteFiles(tmp_path / ROUTES)) as journal,
+    ):
+        journal.add_request(GroupRequest(3, TASK, seed=5, place=6))
+        journal.begin(3, 0, episode=7, seed=1).write_piece(0, piece(0))
 
 
 def test_files_of_old_checkpoints_are_removed(tmp_path: Path) -> None:

@@ -87,6 +87,42 @@ def test_the_start_of_a_worker_does_not_count_as_time_of_its_environment() -> No
     assert workers[2].calls == []
 
 
+class CrashingWorker(LateWorker):
+    """A worker that starts at once. Its first call ends it if it `crashes`."""
+
+    def __init__(self, crashes: bool, on_end: Callable[[EpisodeWorker], None]):
+        super().__init__(0.0, True, on_end)
+        self._crashes = crashes
+
+    async def call(self, episode: int, method: str, task: Task, **fields: Any) -> Row:
+        if self._crashes:
+            self.suspects = {task.key}
+            self.end("it crashed")
+            raise WorkerEnded(self.ended)
+        return await super().call(episode, method, task, **fields)
+
+
+def test_a_task_is_suspected_until_one_of_its_episodes_ends_without_a_crash() -> None:
+    """Two workers crash. The third runs one episode alone, and the fourth all later ones."""
+    plan = iter([True, True, False, False])
+    workers: list[CrashingWorker] = []
+
+    def start(
+        options: Row, memory_gb: float, on_end: Callable[[EpisodeWorker], None]
+    ) -> EpisodeWorker:
+        workers.append(CrashingWorker(next(plan), on_end))
+        return workers[-1]
+
+    isolated = Isolated(start=start)
+
+    async def work() -> list[Failure | Trajectory]:
+        return [await isolated.play(0) for _ in range(6)]
+
+    outcomes = isolated.run(work, virtual=True)
+    assert [isinstance(outcome, Failure) for outcome in outcomes] == [True] * 2 + [False] * 4
+    assert [len(worker.calls) for worker in workers] == [0, 0, 2, 6]
+
+
 class FakeTaskError(ZeroDivisionError):
     """The error of a remote function. Its first line names only the function, as in Ray."""
 

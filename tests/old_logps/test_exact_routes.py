@@ -12,6 +12,7 @@ within five seconds. In lockstep its speed changes no bit.
 import asyncio
 import os
 import signal
+import tempfile
 import threading
 from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -45,6 +46,7 @@ from unstale.rollout.episode import Rollout
 from unstale.testing import checkpoint_round_trip, episode, nudge, plain_logps, tiny_policy
 from unstale.trainer.local import LocalTrainer
 from unstale.weights import child_process
+from unstale.weights.leftovers import hold_lock
 
 pytestmark = pytest.mark.usefixtures("forked_children")
 
@@ -314,6 +316,23 @@ def test_publishing_waits_for_the_process_to_load_the_version_before_and_arrival
         waiting.result(timeout=LIMIT_S)
         assert route.costs()["publish_wait_s"] > 0
         assert len(route.state()["answers"]["places"]) == 100
+
+
+def test_the_model_on_disk_is_removed_once_loaded_or_by_a_later_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    leftover = tmp_path / "unstale-old-logit-killed"
+    leftover.mkdir()
+    hold_lock(leftover).close()
+    policy = tiny_policy()
+    with old_logit_model(policy) as route:
+        assert not leftover.exists()
+        advance(policy, route, seed=1)  # waits until version 0 is loaded
+        assert not list(tmp_path.glob("unstale-old-logit-*"))
+        for piece in pieces_of(1):
+            route.arrived(piece)
+        assert len(route.state()["answers"]["places"]) == len(pieces_of(1))
 
 
 @pytest.mark.parametrize("call", ["publishing", "logps", "state"])

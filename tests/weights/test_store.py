@@ -37,6 +37,7 @@ from unstale.weights.codec import (
     loads,
     read_tensors,
 )
+from unstale.weights.leftovers import hold_lock
 from unstale.weights.store import Delta, StoreFull, VersionStore
 
 DTYPES = (
@@ -427,7 +428,7 @@ def test_spilled_versions_are_files_of_safetensors_and_take_no_memory(
     assert list(tmp_path.iterdir()) == []
     for version in range(4):
         store.put(version, ramp(version))
-    files = sorted(tmp_path.glob("*/*"))
+    files = sorted(tmp_path.glob("*/*.safetensors"))
     assert [path.name for path in files][-1] == "00000003.safetensors"
     assert store.bytes == 0 and len(files) == len(store.versions) - (storage == "delta")
     with safe_open(files[-1], "numpy") as file:
@@ -443,11 +444,28 @@ def test_spilled_versions_are_files_of_safetensors_and_take_no_memory(
     other.restore(store.state())
     store.keep({0})
     assert store.versions == (0, 3) and bits(store.tensors(0)) == bits(ramp(0))
-    assert len(list(tmp_path.glob("*/*"))) == len(files) + (1 if storage == "delta" else 2)
+    assert len(list(tmp_path.glob("*/*.safetensors"))) == len(files) + (
+        1 if storage == "delta" else 2
+    )
     store.close()
     assert bits(other.tensors(1)) == bits(ramp(1))
     other.close()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_files_of_killed_processes_are_removed_and_those_of_running_ones_are_kept(
+    tmp_path: Path,
+) -> None:
+    leftover = tmp_path / "unstale-versions-killed"
+    leftover.mkdir()
+    hold_lock(leftover).close()
+    first, second = (VersionStore(storage="full", folder=tmp_path) for _ in range(2))
+    with closing(first), closing(second):
+        first.put(1, ramp(1))
+        assert not leftover.exists()
+        second.put(2, ramp(2))
+        assert bits(first.tensors(1)) == bits(ramp(1))
+        assert len(list(tmp_path.iterdir())) == 2
 
 
 def test_a_state_goes_into_a_store_of_the_same_kind_only() -> None:

@@ -70,7 +70,8 @@ def audit(
 
     `alphas` are additional settings of the routes `interp_prox_*`, which mix two policies with a
     constant weight alpha. Writes `audit.json`, `audit.md` and the report, and returns the content
-    of `audit.json`. Raises `ConfigError` if the run was not recorded.
+    of `audit.json`. Raises `ConfigError` if the run was not recorded. Batches that need a version
+    that was not recorded are skipped.
     """
     console = console or Console(soft_wrap=True)
     config = stored_config(RunFolder(run).config())
@@ -348,6 +349,8 @@ class Replay:
             "tokens_by_lag": {
                 str(lag): int((tokens.lag == lag).sum()) for lag in tokens.lag.unique().tolist()
             },
+            "skipped_steps": self.recorded.skipped_steps,
+            "missing_versions": self.recorded.missing_versions,
             "noise": self.noise,
             "dtype": str(self.policy.dtype).removeprefix("torch."),
             "points": _points(
@@ -370,6 +373,12 @@ def _about(result: Row) -> str:
         f"{result['dtype']} forward weights; "
         f"the same tokens in another packing differ by {result['noise']:.1g}."
     )
+    if skipped := result["skipped_steps"]:
+        text += (
+            f" {len(skipped)} of {result['steps'] + len(skipped)} recorded batches were skipped, "
+            f"because they need versions that were not recorded ({RECORDED}/versions lacks "
+            f"{', '.join(map(str, result['missing_versions']))})."
+        )
     for route, reason in result["not_built"].items():
         text += f" {route} was not built: {reason}."
     return text

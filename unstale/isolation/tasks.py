@@ -84,7 +84,8 @@ class Workers:
     """The worker processes of a run. Ended ones are replaced when they are needed.
 
     If a worker ends while calls run, the tasks of these calls are suspected of having caused it.
-    Their next episodes get a worker without other episodes, so that they cannot end those.
+    Their next episodes get a worker without other episodes, so that they cannot end those. A task
+    is no longer suspected once such an episode has ended without an end of its worker.
     """
 
     def __init__(self, config: TaskConfig, start: StartWorker = start_here) -> None:
@@ -131,6 +132,11 @@ class Workers:
         worker = min(workers, key=lambda each: each.num_episodes)
         worker.num_episodes += 1
         return worker
+
+    def episode_ended(self, task: str, worker: EpisodeWorker) -> None:
+        """Note that an episode has ended in a worker that still runs."""
+        if worker in self._alone:
+            self._suspects.discard(task)
 
     def _fill(self) -> None:
         """Start the workers that are missing.
@@ -247,7 +253,9 @@ class IsolatedEnv:
                     answer = await self._answer(worker, "close")
                     is_over = not answer["busy"]
                 finally:
-                    if not is_over:
+                    if is_over:
+                        self._workers.episode_ended(self._task.key, worker)
+                    else:
                         worker.retired = f"{self.code_name} of {self._task.key} does not end"
         finally:
             worker.release()

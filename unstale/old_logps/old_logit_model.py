@@ -9,7 +9,9 @@ import tempfile
 import threading
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 from socket import MSG_DONTWAIT
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -20,6 +22,7 @@ from unstale.old_logps.scoring.cached_route import CachedRoute
 from unstale.old_logps.scoring.queue import PieceKey, Pieces
 from unstale.old_logps.scoring.second_model import Reply, SecondModel
 from unstale.weights.child_process import Bytes, Child, ChildFrozen, Frames, frame
+from unstale.weights.leftovers import locked_folder
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -28,6 +31,7 @@ if TYPE_CHECKING:
     from unstale.old_logps.scoring.scorer import Scorer
     from unstale.records import Batch, PendingPiece
 
+_PREFIX = "unstale-old-logit-"
 _READ_BYTES = 1 << 20
 
 
@@ -178,7 +182,8 @@ class _ChildLink:
         self._child: Child | None = None
         self._started = threading.Event()
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="old-logit-writer")
-        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._folder = ExitStack()
+        """Removes the temporary folder with the model. The process reads it at its start only."""
         self._frames = Frames()
 
     @property
@@ -215,7 +220,10 @@ class _ChildLink:
             data = b""
         if not data:
             raise OldLogitModelDied(child.last_words())
-        return [header for header, _ in self._frames.feed(data)]
+        replies = [header for header, _ in self._frames.feed(data)]
+        if any(reply["op"] == "loaded" for reply in replies):
+            self._folder.close()
+        return replies
 
     def close(self) -> None:
         self._started.set()
@@ -224,12 +232,11 @@ class _ChildLink:
         self._writer.shutdown(cancel_futures=True)
         if self._child is not None:
             self._child.wait()
-        if self._folder is not None:
-            self._folder.cleanup()
+        self._folder.close()
 
     def _start(self) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="old-logit-model-")
-        exported = self._scorer.export(self._folder.name)
+        parent = Path(tempfile.gettempdir())
+        exported = self._scorer.export(self._folder.enter_context(locked_folder(parent, _PREFIX)))
         self._child = Child("old-logit", "unstale.old_logps.scoring.worker", exported, threads=1)
         self._started.set()
 

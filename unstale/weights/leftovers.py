@@ -7,8 +7,10 @@ process removes it.
 import fcntl
 import os
 import shutil
+import tempfile
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TextIO
 
@@ -23,6 +25,20 @@ def hold_lock(folder: Path) -> TextIO:
     fcntl.flock(lock, fcntl.LOCK_EX)
     (folder / f"{_LOCK}.new").rename(folder / _LOCK)
     return lock
+
+
+@contextmanager
+def locked_folder(parent: Path, prefix: str) -> Iterator[Path]:
+    """Return a context with a new temporary folder in `parent`, which is removed at the end.
+
+    First remove those that killed processes have left there with this `prefix` of their names.
+    """
+    remove_leftovers(parent, prefix)
+    with (
+        tempfile.TemporaryDirectory(prefix=prefix, dir=parent) as folder,
+        hold_lock(Path(folder)),
+    ):
+        yield Path(folder)
 
 
 def remove_leftovers(parent: Path, prefix: str) -> None:

@@ -94,25 +94,36 @@ class Recording:
 
 
 class Recorded:
-    """Reads the files that a `Recording` wrote."""
+    """Reads the files that a `Recording` wrote.
+
+    Batches that need a version without a file are skipped. There are such batches if the run was
+    killed before it had recorded a version, or was recorded only since a resume.
+    """
 
     def __init__(self, folder: Path) -> None:
         """Open a recording.
 
-        Raises FileNotFoundError if it has no batch or lacks a version.
+        Raises FileNotFoundError if it has no batch, or no batch with all its versions.
         """
         self._folder = folder
         self.versions = _numbers(folder / "versions")
         """The numbers of the recorded versions, in ascending order."""
-        self.steps = _numbers(folder / "batches")
-        if not self.steps:
+        steps = _numbers(folder / "batches")
+        if not steps:
             raise FileNotFoundError(
                 f"no recorded batch in {folder}: record a run with --audit.record true"
             )
-        needed = {version for step in self.steps for version in self._needed(step)}
-        if missing := sorted(needed - set(self.versions)):
+        missing = {step: self._needed(step) - {*self.versions} for step in steps}
+        self.steps = [step for step in steps if not missing[step]]
+        """The numbers of the steps whose batches can be audited, in ascending order."""
+        self.skipped_steps = [step for step in steps if missing[step]]
+        """The numbers of the steps whose batches are skipped, in ascending order."""
+        self.missing_versions = sorted({version for each in missing.values() for version in each})
+        """The numbers of the versions that skipped batches need, in ascending order."""
+        if not self.steps:
             raise FileNotFoundError(
-                f"{folder / 'versions'} lacks versions {missing}, which recorded batches need"
+                f"{folder / 'versions'} lacks versions {self.missing_versions}, and each of the "
+                f"{len(steps)} recorded batches needs one of them: record another run"
             )
         with safe_open(folder / "versions" / _name(self.versions[0]), framework="pt") as file:
             self.base = int((file.metadata() or {}).get("base", 0))

@@ -1,23 +1,29 @@
 """Storage of weight differences (deltas), in memory or in files."""
 
 import os
-import tempfile
+from contextlib import ExitStack
+from mmap import mmap
 from pathlib import Path
 
 from unstale.weights.codec import Delta, file_parts, loads
+from unstale.weights.leftovers import locked_folder
+
+_PREFIX = "unstale-versions-"
 
 
 class Shelf:
     """Stores the delta of each version, in memory or in files of a temporary folder.
 
     A delta is the difference of the weights from the previous version. The temporary folder is
-    inside `folder`. Files are in safetensors format and are never incomplete. In memory a delta is
-    held once, as the bytes of such a file: checkpoints write them without a copy.
+    inside `folder`. If the process is killed, a later one removes it. Files are in safetensors
+    format and are never incomplete. In memory a delta is held once, as the bytes of such a file:
+    checkpoints write them without a copy.
     """
 
     def __init__(self, folder: Path | None = None) -> None:
         self._folder = folder
-        self._place: tempfile.TemporaryDirectory[str] | None = None
+        self._place: Path | None = None
+        self._resources = ExitStack()
         self._held: dict[int, bytearray | Path] = {}
         self._deltas: dict[int, Delta] = {}
         """The deltas in memory, as views of the bytes in `_held`."""
@@ -37,10 +43,16 @@ class Shelf:
         held = self._held[version]
         return loads(held.read_bytes()) if isinstance(held, Path) else self._deltas[version]
 
-    def file(self, version: int) -> bytearray:
-        """Return the delta of a version as the bytes of a safetensors file, to be read only."""
+    def file(self, version: int) -> bytearray | mmap:
+        """Return the delta of a version as the bytes of a safetensors file, to be read only.
+
+        A file is mapped into memory, not read. The map stays valid when the file is deleted.
+        """
         held = self._held[version]
-        return bytearray(held.read_bytes()) if isinstance(held, Path) else held
+        if not isinstance(held, Path):
+            return held
+        with held.open("r+b") as file:  # torch takes writable memory only
+            return mmap(file.fileno(), 0)
 
     def drop(self, version: int) -> None:
         """Delete the delta of a version, if there is one."""
@@ -68,14 +80,14 @@ class Shelf:
         self._held = {}
         self._sizes = {}
         self._deltas = {}
-        if self._place is not None:
-            self._place.cleanup()
-            self._place = None
+        self._place = None
+        self._resources.close()
 
     def _write(self, version: int, delta: Delta) -> Path:
         if self._place is None:
-            self._place = tempfile.TemporaryDirectory(prefix="versions-", dir=self._folder)
-        path = Path(self._place.name) / f"{version:08d}.safetensors"
+            assert self._folder is not None
+            self._place = self._resources.enter_context(locked_folder(self._folder, _PREFIX))
+        path = self._place / f"{version:08d}.safetensors"
         aside = path.with_suffix(".partial")
         with aside.open("wb") as file:
             file.writelines(file_parts(delta))

@@ -192,7 +192,7 @@ class VersionStore:
         """Return the contents of the store for a checkpoint.
 
         Deltas are the bytes of safetensors files. Nothing in memory is copied, so the full copy
-        changes when the store loads another version.
+        changes when the store loads another version. Files are mapped into memory.
         """
         return {
             "full": self._full,

@@ -7,12 +7,15 @@ routes, they are missing when the run resumes.
 
 import math
 import os
+import queue
 import struct
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
+from threading import Thread
 from typing import NamedTuple
 
 from unstale.expert_routes import ExpertRoutes
@@ -43,7 +46,7 @@ class RouteKey(NamedTuple):
 class RouteFiles:
     """Writes and reads the files of expert routes.
 
-    One thread writes, so that callers never wait for the disk.
+    One thread writes, so that only `flush` and `close` wait for the disk.
     """
 
     def __init__(self, folder: Path, *, keep: int = 2) -> None:
@@ -56,7 +59,11 @@ class RouteFiles:
         """The groups of each checkpoint whose files are kept, oldest checkpoint first."""
         self._opened: set[int] = set()
         """Groups whose files end with a whole record. Only the writing thread uses it."""
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="routes")
+        self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        """What the writing thread is to do. None at the end."""
+        self._num_done = 0
+        self._thread: Thread | None = None
+        self._is_closed = False
 
     def write(self, group: int, episode: int, position: int, piece: Sampled) -> None:
         """Append the expert routes of a piece, without those that earlier pieces have.
@@ -67,12 +74,36 @@ class RouteFiles:
         if piece.routes is not None:
             self._submit(self._append, group, _key(episode, position, piece), piece.routes)
 
-    def flush(self) -> None:
-        """Wait until everything written before is in the files."""
-        self._thread.submit(lambda: None).result()
+    def flush(self, stuck_s: float | None = None) -> None:
+        """Wait until everything written before is in the files.
 
-    def close(self) -> None:
-        self._thread.shutdown()
+        Raises TimeoutError if nothing could be written for `stuck_s` seconds.
+        """
+        mark: Future[None] = Future()
+        self._submit(mark.set_result, None)
+        while True:
+            num_done = self._num_done
+            try:
+                return mark.result(stuck_s)
+            except TimeoutError:
+                if self._num_done == num_done:
+                    raise
+
+    def close(self, stuck_s: float | None = None) -> None:
+        """End the writing thread once everything is in the files.
+
+        Raises TimeoutError if nothing could be written for `stuck_s` seconds.
+        """
+        self._is_closed = True
+        if self._thread is None:
+            return
+        self._queue.put(None)
+        num_done = -1
+        while self._thread.is_alive() and self._num_done > num_done:
+            num_done = self._num_done
+            self._thread.join(stuck_s)
+        if self._thread.is_alive():
+            raise TimeoutError
 
     def consumed(self, groups: Iterable[int]) -> None:
         """Note the groups that a new checkpoint was trained on.
@@ -105,13 +136,22 @@ class RouteFiles:
         return self.folder / f"group-{group:06d}.bin"
 
     def _submit(self, act: Callable[..., None], *arguments: object) -> None:
-        def run() -> None:
+        if self._is_closed:
+            raise RuntimeError("the files of expert routes are closed")
+        if self._thread is None:
+            # a daemon thread, because a disk that does not answer must not keep the process alive
+            self._thread = Thread(target=self._work, name="routes", daemon=True)
+            self._thread.start()
+        self._queue.put(partial(act, *arguments))
+
+    def _work(self) -> None:
+        """Do what is in the queue, until its end. Runs in the writing thread."""
+        while (act := self._queue.get()) is not None:
             try:
-                act(*arguments)
+                act()
             except Exception as error:  # noqa: BLE001 - nothing else reads what the thread raises
                 self.on_error(error)
-
-        self._thread.submit(run)
+            self._num_done += 1
 
     def _append(self, group: int, key: RouteKey, routes: ExpertRoutes) -> None:
         try:

@@ -80,12 +80,17 @@ class Journal:
     of the disk or the file is raised as `JournalError` at once by `watch`, and by every `barrier`.
     """
 
-    def __init__(self, path: Path, *, routes: RouteFiles | None = None) -> None:
+    def __init__(
+        self, path: Path, *, routes: RouteFiles | None = None, keep_snapshots: bool = False
+    ) -> None:
         """Prepare the journal.
 
-        `routes` are the files for expert routes, which the journal closes.
+        `routes` are the files for expert routes, which the journal closes. A deterministic run
+        must `keep_snapshots` of environments, because it can go back to an earlier one. Otherwise
+        only the last one of an unfinished episode is kept.
         """
         self.path = path
+        self._keep_snapshots = keep_snapshots
         self._routes = routes
         self._queue: queue.SimpleQueue[_Item] = queue.SimpleQueue()
         self._awaited = Event()
@@ -158,9 +163,13 @@ class Journal:
         """
         if self._thread is None:
             return
-        if self._routes:
-            self._routes.close()
         had_failed = self._failure.done()
+        stuck: JournalError | None = None
+        if self._routes:
+            try:
+                self._routes.close(STUCK_S)
+            except TimeoutError:
+                stuck = self._routes_stuck()
         thread = self._thread
         self._thread = None
         self._queue.put(None)
@@ -171,6 +180,8 @@ class Journal:
             thread.join(STUCK_S)
         if thread.is_alive():
             raise journal_error(self.path, f"it could not be closed in {STUCK_S:g} s")
+        if stuck:
+            raise stuck
         if not had_failed and self._failure.done():
             self._failure.result()
 
@@ -316,7 +327,10 @@ class Journal:
         if self._thread is None:
             raise journal_error(self.path, "it is not open")
         if self._routes:
-            self._routes.flush()
+            try:
+                self._routes.flush(STUCK_S)
+            except TimeoutError as error:
+                raise self._routes_stuck() from error
         mark: Future[None] = Future()
         self._queue.put(mark)
         self._awaited.set()
@@ -333,6 +347,9 @@ class Journal:
     async def watch(self) -> None:
         """Wait until the journal fails, and raise its error."""
         await asyncio.wrap_future(self._failure)
+
+    def _routes_stuck(self) -> JournalError:
+        return journal_error(self.path, f"no expert routes could be written for {STUCK_S:g} s")
 
     def _fail(self, error: JournalError) -> None:
         """End the run with this error, unless it ends with an earlier one."""
@@ -417,15 +434,24 @@ class _EpisodeWriter:
 
     def write_snapshot(self, num_pieces: int, state: str) -> None:
         """Record the environment's state, and the number of pieces before it."""
-        self.journal._insert("snapshots", self.episode, num_pieces, to_utf8(state))
+        row = (self.episode, num_pieces, to_utf8(state), self.journal._checkpoint)
+        self._replace_snapshots(insert("snapshots", *row))
 
     def write_outcome(self, outcome: Trajectory | Failure) -> None:
-        checkpoint = self.journal._checkpoint
-        self.journal.transaction([outcome_row(self.episode, outcome, checkpoint)])
+        self._replace_snapshots(outcome_row(self.episode, outcome, self.journal._checkpoint))
 
     def write_restart(self, reason: str, *, turns: int, sampled_tokens: int) -> None:
         """Record that the attempt could not be replayed and the episode starts again."""
-        self.journal._insert("restarts", self.episode, to_utf8(reason), turns, sampled_tokens)
+        row = (self.episode, to_utf8(reason), turns, sampled_tokens, self.journal._checkpoint)
+        self._replace_snapshots(insert("restarts", *row))
+
+    def _replace_snapshots(self, record: Record) -> None:
+        """Write a record after which no resume reads the episode's present snapshots.
+
+        They are deleted in the same transaction.
+        """
+        delete = ("DELETE FROM snapshots WHERE episode = ?", (self.episode,))
+        self.journal.transaction([record] if self.journal._keep_snapshots else [delete, record])
 
 
 @dataclass(frozen=True, slots=True)
