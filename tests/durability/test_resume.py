@@ -89,7 +89,7 @@ class Toy:
         self._live(RunSession(config, RunLog.create(folder, config), self.machine(config)))
 
     def go_on(self, folder: Path, config: RunConfig) -> None:
-        self._live(RunSession(config, RunLog.reopen(folder, config), None))
+        self._live(RunSession(config, RunLog.reopen(folder), None))
 
     def require_equal_resume(self, folder: Path, config: RunConfig, call: str, number: int) -> None:
         """Check that a run that is killed and resumed equals one that is not, bit for bit.
@@ -288,7 +288,7 @@ def test_a_deterministic_run_ends_equal_cut_off_at_every_checkpoint(
         log.close()
         if done:
             break
-        machine, log = None, RunLog.reopen(folder, made)
+        machine, log = None, RunLog.reopen(folder)
     assert lives == 1 + STEPS / 2 and compare_runs.differences(whole, folder) == []
 
 

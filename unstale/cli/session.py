@@ -5,7 +5,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing, nullcontext, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -162,7 +162,7 @@ def resume(folder: Path, config: RunConfig, *, console: Console | None = None) -
             require_disk_to_resume(config, folder, step)
         with closing(_open_trackers(config, folder, console, step)) as trackers:
             try:
-                log = RunLog.reopen(folder, config)
+                log = RunLog.reopen(folder)
             except (OSError, BrokenFile) as error:
                 raise ConfigError(f"{folder} cannot be resumed: {error}") from error
             log.event("resumed", step=step, changed=changes, cores=cores())
@@ -276,6 +276,9 @@ def _run_to_end(session: "RunSession", console: Console) -> Run:
             console.print(session.machine.save_failed_batch(folder), highlight=False)
         detail = _failure(error, folder)
         raise RunFailed(detail) from error
+    except ConfigError as error:
+        detail = str(error)
+        raise
     except asyncio.CancelledError:
         detail = f"{OCCUPANCY.canceller or 'some code'} cancelled the tasks of the run"
         raise RunFailed(detail) from None
@@ -357,6 +360,7 @@ class RunSession:
         self._ranks = machine.ranks if machine else None
         """The trainer ranks, also while none runs: they remember whether they need GPUs."""
         self._recorder: RunRecorder | None = None
+        self._has_begun = False
 
     def run_segment(self, display: LiveDisplay) -> bool:
         """Train up to the end of the run or, if it is deterministic, to the next checkpoint.
@@ -420,11 +424,21 @@ class RunSession:
             del stored, previous  # their tensors take as much memory as the trainer
         self.machine = machine
         outputs = Outputs(self.log, display, self._trackers)
-        parts = build(config, machine, outputs, state)
+        parts = replace(build(config, machine, outputs, state), started=self._begin)
         self._recorder = parts.log
         return virtual_clock.run(
             _supervise(parts), virtual=config.deterministic, on_stuck=self._end_stuck
         )
+
+    def _begin(self) -> None:
+        """Write the options into the run folder, now that the engine has started with them.
+
+        The options of a resume that fails earlier are lost, so that the next one is not refused
+        because of them.
+        """
+        if not self._has_begun:
+            self.log.begin_again(self.config)
+        self._has_begun = True
 
     def _build(self, display: LiveDisplay) -> Components:
         """Return new components, but with the engine and the ranks that still work."""
