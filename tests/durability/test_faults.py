@@ -259,10 +259,19 @@ def test_rows_that_the_journal_has_lost_are_found_before_a_resume(toy: Toy, tmp_
     with killed("step", 4):
         toy.begin(folder, made)
     with sqlite3.connect(folder / JOURNAL) as connection:
+        connection.execute("PRAGMA journal_mode=DELETE")
         connection.execute("DELETE FROM events WHERE id = (SELECT max(id) FROM events)")
     connection.close()
+
+    def files() -> dict[Path, bytes]:
+        paths = [path for path in folder.rglob("*") if path.is_file() and path.name != ".lock"]
+        return {path: path.read_bytes() for path in paths}
+
+    before, machines = files(), len(toy.machines)
     with pytest.raises(RunFailed, match=r"is damaged: events has \d+ rows, but \d+ were written"):
         resume(named(tmp_path, made))
+    assert files() == before
+    assert len(toy.machines) == machines, "the model was loaded for nothing"
 
 
 def test_a_run_that_ended_while_its_journal_was_created_is_resumed(

@@ -31,6 +31,7 @@ from unstale.durability.journal import (
     JournalError,
     holds_journal,
 )
+from unstale.durability.journal import check as check_journal
 from unstale.durability.machine import lock_folder
 from unstale.durability.resume import init_run, load_resume_state, restore
 from unstale.durability.run_folder import (
@@ -146,7 +147,8 @@ def resume(folder: Path, config: RunConfig, *, console: Console | None = None) -
     for change in changes:
         console.print(f"[yellow]changed:[/] {literal(change)}", highlight=False)
     with lock_folder(folder):
-        checkpoints, last_step = _read_progress(folder)
+        with console.status("checking the journal"):
+            checkpoints, last_step = _read_progress(folder)
         if last_step >= config.steps and _is_finished(folder):
             raise ConfigError(f"the run in {folder} is finished; to continue it, raise --steps")
         step = checkpoints[-1].step if checkpoints else 0
@@ -200,13 +202,18 @@ def _note(console: Console, text: str) -> None:
 
 
 def _read_progress(folder: Path) -> tuple[list[CheckpointRow], int]:
-    """Return the checkpoints of a run and its last logged step (-1 if there is none)."""
+    """Check the journal of a run. Return its checkpoints and last logged step (-1 if none).
+
+    Raises `RunFailed` if `unstale journal` would find damage, before anything is written.
+    """
     if not holds_journal(folder / JOURNAL):
         if any((folder / CHECKPOINTS).glob("step*")):
             raise ConfigError(f"{folder} has checkpoints but no {JOURNAL}: its episodes are lost")
         return [], -1
     try:
         with Journal.read(folder) as reader:
+            if damage := check_journal(reader):
+                raise RunFailed(f"the journal {reader.path} is damaged: {'; '.join(damage)}")
             last_step = max((row["step"] for row in reader.steps()), default=-1)
             return reader.checkpoints(), last_step
     except JournalError as error:
@@ -414,7 +421,6 @@ class RunSession:
                 checkpoints,
                 config,
                 self.log.event,
-                verify=previous is None,
             )
             state = restore(
                 stored, checkpoints, folder, machine.policy, (machine.old, machine.auditor)
