@@ -799,12 +799,12 @@ def test_a_run_that_goes_on_after_its_end_keeps_its_final_evaluation(
         logged = reader.steps()
         assert check(reader) == []
     for written in (rows(folder), logged):
-        assert [row["step"] for row in written] == list(range(1, STEPS + 3))
+        assert [row["step"] for row in written] == list(range(STEPS + 3))
         evaluated = {name: value for name, value in last.items() if name.startswith("eval/")}
-        again = written[STEPS - 1]
+        again = written[STEPS]
         assert evaluated.items() <= again.items() and again["time_s"] > last["time_s"]
         evaluations = [row["step"] for row in written if "eval/version" in row]
-        assert evaluations == [STEPS, STEPS + 2]
+        assert evaluations == [0, STEPS, STEPS + 2]
 
 
 def test_what_cannot_be_gone_on_with_is_one_line(
