@@ -101,6 +101,8 @@ class RunComponents:
     io_thread: WorkerThread
     """Thread that writes checkpoints. The threads of asyncio may all be occupied by environments.
     """
+    started: Callable[[], None] = lambda: None
+    """Called when the engine has started. Nothing has been trained yet."""
     piece_arrived: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when an engine returns sampled tokens, cleared by `take_groups`. An old-logit route that
     scores during idle time waits for this event.
@@ -137,6 +139,7 @@ async def train(run: RunComponents) -> bool:
     function again.
     """
     await run.engine.start()
+    run.started()
     complete = run.progress.step >= run.config.steps
     publication = Publication(run, run.progress, last=complete)
     await publication.finished()

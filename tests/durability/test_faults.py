@@ -36,10 +36,12 @@ from tests.durability.test_resume import (
 from tests.test_loop import TwoTurns
 from unstale.cli import session
 from unstale.cli.failures import RunFailed
+from unstale.cli.resume import load_config
 from unstale.config import ConfigError, OldLogpsConfig, RolloutConfig, RunConfig
 from unstale.durability import checkpoint, checkpoint_files, compare_runs, run_folder
 from unstale.durability.journal import JOURNAL, Journal, writer
 from unstale.durability.run_folder import read_jsonl
+from unstale.engines.scripted import ScriptedEngine
 from unstale.envs import Message, Turn
 from unstale.records import Task
 from unstale.weights import child_process
@@ -171,6 +173,41 @@ def test_a_folder_that_cannot_be_written_is_not_gone_on_in(
     assert refused.asked
 
 
+def test_the_options_of_a_resume_that_fails_before_it_trains_are_not_kept(
+    toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, folder = named(tmp_path, config()), tmp_path / "run"
+    with pytest.raises(RunFailed), monkeypatch.context() as patch:
+        patch.setattr(checkpoint.Checkpoints, "write_version", fail(OSError("no disk")))
+        train(made)
+    kept = [(folder / name).read_bytes() for name in ("config.json", "error.txt")]
+    other = replace(made, trainer=made.trainer.with_options(lr=0.5))
+    with pytest.raises(ConfigError), monkeypatch.context() as patch:
+        patch.setattr(session, "build_machine", fail(ConfigError("the file is missing")))
+        resume(other)
+    assert [(folder / name).read_bytes() for name in ("config.json", "error.txt")] == kept
+    *_, last = read_jsonl(folder / "events.jsonl")
+    assert (last["reason"], last["detail"]) == ("failed", "the file is missing")
+    with pytest.raises(RunFailed, match="no model"), monkeypatch.context() as patch:
+        patch.setattr(ScriptedEngine, "start", fail(ValueError("no model")))
+        resume(other)
+    assert (folder / "config.json").read_bytes() == kept[0]
+    assert "no model" in (folder / "error.txt").read_text()
+    resume(other)
+    require_sound(folder)
+    assert load_config(folder, named={"task.env": made.task.env}) == other
+    assert not (folder / "error.txt").exists()
+
+
+def fail(error: Exception) -> Callable[..., None]:
+    """Return a function that raises an error."""
+
+    def call(*_: object, **__: object) -> None:
+        raise error
+
+    return call
+
+
 class RefusedWrites:
     """SQLite connections on which every write fails."""
 
@@ -222,10 +259,19 @@ def test_rows_that_the_journal_has_lost_are_found_before_a_resume(toy: Toy, tmp_
     with killed("step", 4):
         toy.begin(folder, made)
     with sqlite3.connect(folder / JOURNAL) as connection:
+        connection.execute("PRAGMA journal_mode=DELETE")
         connection.execute("DELETE FROM events WHERE id = (SELECT max(id) FROM events)")
     connection.close()
+
+    def files() -> dict[Path, bytes]:
+        paths = [path for path in folder.rglob("*") if path.is_file() and path.name != ".lock"]
+        return {path: path.read_bytes() for path in paths}
+
+    before, machines = files(), len(toy.machines)
     with pytest.raises(RunFailed, match=r"is damaged: events has \d+ rows, but \d+ were written"):
         resume(named(tmp_path, made))
+    assert files() == before
+    assert len(toy.machines) == machines, "the model was loaded for nothing"
 
 
 def test_a_run_that_ended_while_its_journal_was_created_is_resumed(

@@ -41,6 +41,7 @@ from unstale.config import (
     AuditConfig,
     CheckpointConfig,
     ConfigError,
+    EvalConfig,
     RunConfig,
     TaskConfig,
     TrainerConfig,
@@ -89,7 +90,7 @@ class Toy:
         self._live(RunSession(config, RunLog.create(folder, config), self.machine(config)))
 
     def go_on(self, folder: Path, config: RunConfig) -> None:
-        self._live(RunSession(config, RunLog.reopen(folder, config), None))
+        self._live(RunSession(config, RunLog.reopen(folder), None))
 
     def require_equal_resume(self, folder: Path, config: RunConfig, call: str, number: int) -> None:
         """Check that a run that is killed and resumed equals one that is not, bit for bit.
@@ -288,7 +289,7 @@ def test_a_deterministic_run_ends_equal_cut_off_at_every_checkpoint(
         log.close()
         if done:
             break
-        machine, log = None, RunLog.reopen(folder, made)
+        machine, log = None, RunLog.reopen(folder)
     assert lives == 1 + STEPS / 2 and compare_runs.differences(whole, folder) == []
 
 
@@ -767,6 +768,46 @@ def complaint(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     captured = capsys.readouterr()
     assert end.value.code == 2 and captured.err.count("\n") == 1
     return captured.err
+
+
+class Examined(Numbers):
+    """A task set with held-out tasks."""
+
+    def held_out(self, number: int) -> list[Task]:
+        return [Task("numbers", "held_out", index) for index in range(number)]
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_run_that_goes_on_after_its_end_keeps_its_final_evaluation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, deterministic: bool
+) -> None:
+    """Also if a first attempt to go on ended before the metrics were logged again."""
+    folder = tmp_path / "run"
+    made = replace(config(deterministic=deterministic), eval=EvalConfig(tasks=3))
+
+    async def fail(_: object) -> None:
+        raise ValueError("no model")
+
+    with played(Toy(lambda: Examined(count()))) as toy:
+        toy.begin(folder, made)
+        last = rows(folder)[-1]
+        assert last["step"] == STEPS and "eval/reward_mean" in last
+        longer = replace(made, steps=STEPS + 2)
+        if not deterministic:
+            with monkeypatch.context() as patch, pytest.raises(ExceptionGroup):
+                patch.setattr(ScriptedEngine, "start", fail)
+                toy.go_on(folder, longer)
+        toy.go_on(folder, longer)
+    with Journal.read(folder) as reader:
+        logged = reader.steps()
+        assert check(reader) == []
+    for written in (rows(folder), logged):
+        assert [row["step"] for row in written] == list(range(STEPS + 3))
+        evaluated = {name: value for name, value in last.items() if name.startswith("eval/")}
+        again = written[STEPS]
+        assert evaluated.items() <= again.items() and again["time_s"] > last["time_s"]
+        evaluations = [row["step"] for row in written if "eval/version" in row]
+        assert evaluations == [0, STEPS, STEPS + 2]
 
 
 def test_what_cannot_be_gone_on_with_is_one_line(

@@ -79,6 +79,26 @@ def test_a_resumed_run_keeps_the_options_that_its_state_depends_on(
     assert "takes effect from here on" in said
 
 
+@pytest.mark.parametrize(
+    ("name", "kind", "free"),
+    [
+        ("baseline", {"centre": "prior"}, {"decay": 0.5}),
+        ("predicted_sampler", {"forecast": "model"}, {"alpha": 0.4}),
+    ],
+)
+def test_a_resumed_run_keeps_the_kind_of_a_technique(name: str, kind: dict, free: dict) -> None:
+    chosen = override(NONE, {"techniques": name, "selection.pool": 9})
+
+    def change(values: dict) -> list[str]:
+        changed = {f"{name}.{option}": value for option, value in values.items()}
+        return config_changes(chosen, override(chosen, changed))
+
+    with pytest.raises(ConfigError, match=f"{name}.{min(kind)} cannot change .* the state of that"):
+        change(kind)
+    (said,) = change(free)
+    assert "takes effect from here on" in said
+
+
 def test_help_has_the_options_of_chosen_techniques_alone(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -5,7 +5,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing, nullcontext, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ from unstale.durability.journal import (
     JournalError,
     holds_journal,
 )
+from unstale.durability.journal import check as check_journal
 from unstale.durability.machine import lock_folder
 from unstale.durability.resume import init_run, load_resume_state, restore
 from unstale.durability.run_folder import (
@@ -146,7 +147,8 @@ def resume(folder: Path, config: RunConfig, *, console: Console | None = None) -
     for change in changes:
         console.print(f"[yellow]changed:[/] {literal(change)}", highlight=False)
     with lock_folder(folder):
-        checkpoints, last_step = _read_progress(folder)
+        with console.status("checking the journal"):
+            checkpoints, last_step = _read_progress(folder)
         if last_step >= config.steps and _is_finished(folder):
             raise ConfigError(f"the run in {folder} is finished; to continue it, raise --steps")
         step = checkpoints[-1].step if checkpoints else 0
@@ -162,7 +164,7 @@ def resume(folder: Path, config: RunConfig, *, console: Console | None = None) -
             require_disk_to_resume(config, folder, step)
         with closing(_open_trackers(config, folder, console, step)) as trackers:
             try:
-                log = RunLog.reopen(folder, config)
+                log = RunLog.reopen(folder)
             except (OSError, BrokenFile) as error:
                 raise ConfigError(f"{folder} cannot be resumed: {error}") from error
             log.event("resumed", step=step, changed=changes, cores=cores())
@@ -200,13 +202,18 @@ def _note(console: Console, text: str) -> None:
 
 
 def _read_progress(folder: Path) -> tuple[list[CheckpointRow], int]:
-    """Return the checkpoints of a run and its last logged step (-1 if there is none)."""
+    """Check the journal of a run. Return its checkpoints and last logged step (-1 if none).
+
+    Raises `RunFailed` if `unstale journal` would find damage, before anything is written.
+    """
     if not holds_journal(folder / JOURNAL):
         if any((folder / CHECKPOINTS).glob("step*")):
             raise ConfigError(f"{folder} has checkpoints but no {JOURNAL}: its episodes are lost")
         return [], -1
     try:
         with Journal.read(folder) as reader:
+            if damage := check_journal(reader):
+                raise RunFailed(f"the journal {reader.path} is damaged: {'; '.join(damage)}")
             last_step = max((row["step"] for row in reader.steps()), default=-1)
             return reader.checkpoints(), last_step
     except JournalError as error:
@@ -276,6 +283,9 @@ def _run_to_end(session: "RunSession", console: Console) -> Run:
             console.print(session.machine.save_failed_batch(folder), highlight=False)
         detail = _failure(error, folder)
         raise RunFailed(detail) from error
+    except ConfigError as error:
+        detail = str(error)
+        raise
     except asyncio.CancelledError:
         detail = f"{OCCUPANCY.canceller or 'some code'} cancelled the tasks of the run"
         raise RunFailed(detail) from None
@@ -357,6 +367,7 @@ class RunSession:
         self._ranks = machine.ranks if machine else None
         """The trainer ranks, also while none runs: they remember whether they need GPUs."""
         self._recorder: RunRecorder | None = None
+        self._has_begun = False
 
     def run_segment(self, display: LiveDisplay) -> bool:
         """Train up to the end of the run or, if it is deterministic, to the next checkpoint.
@@ -410,7 +421,6 @@ class RunSession:
                 checkpoints,
                 config,
                 self.log.event,
-                verify=previous is None,
             )
             state = restore(
                 stored, checkpoints, folder, machine.policy, (machine.old, machine.auditor)
@@ -420,11 +430,21 @@ class RunSession:
             del stored, previous  # their tensors take as much memory as the trainer
         self.machine = machine
         outputs = Outputs(self.log, display, self._trackers)
-        parts = build(config, machine, outputs, state)
+        parts = replace(build(config, machine, outputs, state), started=self._begin)
         self._recorder = parts.log
         return virtual_clock.run(
             _supervise(parts), virtual=config.deterministic, on_stuck=self._end_stuck
         )
+
+    def _begin(self) -> None:
+        """Write the options into the run folder, now that the engine has started with them.
+
+        The options of a resume that fails earlier are lost, so that the next one is not refused
+        because of them.
+        """
+        if not self._has_begun:
+            self.log.begin_again(self.config)
+        self._has_begun = True
 
     def _build(self, display: LiveDisplay) -> Components:
         """Return new components, but with the engine and the ranks that still work."""

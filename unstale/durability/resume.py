@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Protocol
@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from unstale.config import ConfigError, RunConfig
 from unstale.durability import virtual_clock
 from unstale.durability.checkpoint import Checkpoint, CheckpointError, Checkpoints, Progress
-from unstale.durability.journal import JOURNAL, CheckpointRow, Journal, JournalError, check
+from unstale.durability.journal import JOURNAL, CheckpointRow, Journal
 from unstale.model.policy import Policy
 from unstale.old_logps import OldLogps
 from unstale.old_logps.scoring.scorer import Weights
@@ -56,7 +56,7 @@ class StoredRun:
     checkpoints.
     """
     metrics: list[dict[str, Any]]
-    """Metrics of the steps that were logged."""
+    """Metrics of the steps before the checkpoint's, whose metrics are logged again."""
 
 
 class Recoverable(Protocol):
@@ -74,31 +74,31 @@ def load_resume_state(
     checkpoints: Checkpoints,
     config: RunConfig,
     on_event: Callable[..., None],
-    *,
-    verify: bool = True,
 ) -> StoredRun:
     """Read the state of a run. Set its journal back to the newest undamaged checkpoint.
 
     A checkpoint is undamaged if every file has its recorded checksum. A deterministic run also
-    deletes everything newer than the checkpoint, because it is computed again. With `verify` the
-    whole journal is checked first, as `unstale journal` does. Raises `CheckpointError` if all
-    checkpoints are damaged, and `JournalError` if the journal is.
+    deletes everything newer than the checkpoint, because it is computed again. The results of an
+    evaluation at the checkpoint's step are kept for the metrics of this step, which are logged
+    again. Raises `CheckpointError` if all checkpoints are damaged.
     """
     with Journal.read(run) as reader:
-        damage = check(reader) if verify else []
-        if damage:
-            raise JournalError(f"the journal {reader.path} is damaged: {'; '.join(damage)}")
         rows = reader.checkpoints()
     row, checkpoint = _newest_sound(run, checkpoints, rows, on_event)
+    with Journal.read(run) as reader:
+        logged, metrics = reader.logged_step(row.step)
+    evaluated = {name: value for name, value in metrics.items() if name.startswith("eval/")}
+    progress = replace(checkpoint.progress, row={**checkpoint.progress.row, **evaluated})
     with Journal(run / JOURNAL) as journal:
-        journal.rewind(row.checkpoint, everything=config.deterministic)
+        kept = logged if evaluated else -1
+        journal.rewind(row.checkpoint, everything=config.deterministic, kept=kept)
     if config.deterministic:
         checkpoints.remove_after(row.version)
     with Journal.read(run, routes=config.trainer.routing_replay) as reader:
         checkpoints.prune({row.name for row in reader.checkpoints()})
         admitted, place, episodes = reader.counts()
         state = ResumeState(
-            progress=checkpoint.progress,
+            progress=progress,
             requests=tuple(reader.requests()),
             admitted=admitted,
             place=place,
@@ -108,7 +108,8 @@ def load_resume_state(
             visits=reader.visits() if config.selection.pool else {},
         )
         highest = max(reader.versions(), default=-1)
-        return StoredRun(state, checkpoint, highest, _version_gaps(rows), reader.steps())
+        earlier = [each for each in reader.steps() if each["step"] < row.step]
+        return StoredRun(state, checkpoint, highest, _version_gaps(rows), earlier)
 
 
 def restore(

@@ -140,20 +140,25 @@ class RunLog:
         return cls(path, clock)
 
     @classmethod
-    def reopen(
-        cls, path: Path, config: Any, *, clock: Callable[[], float] = time.monotonic
-    ) -> Self:
+    def reopen(cls, path: Path, *, clock: Callable[[], float] = time.monotonic) -> Self:
         """Continue the log of a run folder, from the time of its last event.
 
-        An incomplete last line, which a kill left, is removed.
+        An incomplete last line, which a kill left, is removed. The configuration and the error of
+        the run stay as they are until `begin_again`.
         """
         events = list(read_jsonl(path / EVENTS))
         write_whole(path / EVENTS, "".join(dumps(row) + "\n" for row in events))
-        write_whole(path / CONFIG, dumps(config, indent=2) + "\n")
-        (path / ERROR).unlink(missing_ok=True)
         log = cls(path, clock)
         log._start -= max((float(row.get("time", 0.0)) for row in events), default=0.0)
         return log
+
+    def begin_again(self, config: Any) -> None:
+        """Write the configuration of a resumed run, and remove the error that ended it before.
+
+        Call it when nothing can refuse the configuration any more. A later resume reads it.
+        """
+        write_whole(self.path / CONFIG, dumps(config, indent=2) + "\n")
+        (self.path / ERROR).unlink(missing_ok=True)
 
     def discard(self) -> None:
         """Remove the files that `create` wrote, so that another run can use the folder."""

@@ -500,6 +500,7 @@ ENTRY = Entry(
     "in the first batch and all replies instead of the first are our own reading.",
     evidence="notes",
     fixed={
+        "centre": "the checkpoint has the state of that baseline",
         "depth": "the checkpoint has hidden states of this layer",
         "tokens": "the checkpoint has means over as many tokens",
     },

@@ -273,4 +273,5 @@ ENTRY = Entry(
     "is an alternative in the code of DOTS, are our own choice. So are the small model, its "
     "training in the run, and g. V0 trains TabPFN 2.5 in advance, and lets it read 256 results.",
     requires=frozenset({"pool", "texts"}),
+    fixed={"forecast": "the checkpoint has the state of that forecast"},
 )

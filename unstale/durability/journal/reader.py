@@ -212,6 +212,18 @@ class JournalReader:
         with self.wrap_errors("the metrics"):
             return [_parse_object(fields) for (fields,) in rows]
 
+    def logged_step(self, step: int) -> tuple[int, dict[str, Any]]:
+        """Return the id of the event with the metrics of a step, and the metrics.
+
+        (-1, {}) if they were not logged.
+        """
+        rows = self.rows("SELECT id, fields FROM events WHERE kind = 'step' ORDER BY id DESC")
+        with self.wrap_errors("the metrics"):
+            for event, fields in rows:
+                if (found := _parse_object(fields))["step"] == step:
+                    return event, found
+        return -1, {}
+
     def token_samples(self, *, newest: int = -1) -> Iterator[dict[str, Any]]:
         """Yield the logged sample of trained tokens: step, lag in versions, log_d and log_s.
 

@@ -109,6 +109,8 @@ class Journal:
         self._file = _FileState()
         self._checkpoint = -1
         self._highest_version = -1
+        self._last_step_id = self._last_step = -1
+        """The event with the newest metrics when the journal was opened, and its step."""
         self._trained_on: list[tuple[int, int, int, int, float]] = []
         """Groups that were trained on and are in no checkpoint yet: rows of `consumed` without the
         last column.
@@ -130,6 +132,7 @@ class Journal:
             connection = _connect(self.path)
             self._checkpoint = _max(connection, "SELECT max(checkpoint) FROM checkpoints")
             self._highest_version = _max(connection, "SELECT max(version) FROM versions")
+            self._last_step_id, self._last_step = _find_last_step(connection)
             self._counts = dict(connection.execute("SELECT name, num_rows FROM counts"))
             self._file = _FileState.of(self.path)
             if self._routes:
@@ -274,16 +277,17 @@ class Journal:
         if self._routes:
             self._routes.consumed(consumed)
 
-    def rewind(self, checkpoint: int, *, everything: bool) -> None:
+    def rewind(self, checkpoint: int, *, everything: bool, kept: int = -1) -> None:
         """Make an earlier checkpoint the current one. Groups trained on after it are free again.
 
         The metrics and token values of later steps are removed, because they will be logged again.
-        With `everything`, all newer rows are removed, because a deterministic run computes them
-        again.
+        `kept` is the id of an event that stays until `write` replaces it: the metrics of the
+        checkpoint's own step. With `everything`, all newer rows are removed, because a
+        deterministic run computes them again.
         """
         events = "DELETE FROM events WHERE after >= ?"
         if not everything:
-            events += f" AND kind IN ('step', '{TOKEN_SAMPLES}')"
+            events += f" AND kind IN ('step', '{TOKEN_SAMPLES}') AND id != {kept:d}"
         statements = [
             "DELETE FROM trained_tokens WHERE after >= ?",
             "DELETE FROM replayed WHERE checkpoint > ?",
@@ -301,9 +305,14 @@ class Journal:
         self._insert("events", time.time(), kind, json.dumps(fields, default=float))
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Record the metrics of a step."""
+        """Record the metrics of a step. They replace those that a `rewind` kept for this step."""
         others = {name: value for name, value in metrics.items() if name != "step"}
-        self.event("step", step=step, **others)
+        fields = json.dumps({"step": step, **others}, default=float)
+        records = [insert("events", time.time(), "step", fields, self._checkpoint)]
+        if step == self._last_step:
+            records.insert(0, ("DELETE FROM events WHERE id = ?", (self._last_step_id,)))
+        self._last_step = -1
+        self.transaction(records)
 
     def transaction(self, records: Sequence[Record]) -> None:
         """Queue records that are committed together or not at all."""
@@ -555,6 +564,17 @@ def _upgrade(connection: sqlite3.Connection, version: int) -> None:
     """Change a journal of an older format to the present one, in one transaction."""
     added = schema([name for name, since in ADDED.items() if since > version])
     connection.executescript(f"BEGIN IMMEDIATE; {added} PRAGMA user_version={FORMAT}; COMMIT;")
+
+
+def _find_last_step(connection: sqlite3.Connection) -> tuple[int, int]:
+    """Return the id of the event with the newest metrics, and its step. (-1, -1) without one."""
+    rows = connection.execute(
+        "SELECT id, fields FROM events WHERE kind = 'step' ORDER BY id DESC LIMIT 1"
+    )
+    for event, fields in rows.fetchall():
+        with suppress(ValueError, LookupError, TypeError):
+            return event, int(json.loads(fields)["step"])
+    return -1, -1
 
 
 def _max(connection: sqlite3.Connection, question: str) -> int:
