@@ -24,7 +24,8 @@ from tests.observe.test_dashboard_browser import PAGES as TRIED
 from tests.observe.test_dashboard_index import fill, table_of
 from tests.observe.test_report import audit_it
 from tests.support.chromium import NO_BROWSER, browser_program, dashboard_page
-from tests.support.fake_run import NoDisplay, fake_run
+from tests.support.fake_run import NoDisplay, fake_config, fake_run
+from unstale.config.options import override
 from unstale.durability.journal import JOURNAL, Journal
 from unstale.durability.journal.survivors import contrast
 from unstale.durability.run_folder import EVENTS, METRICS, RunFolder, RunLog
@@ -193,6 +194,22 @@ def test_sizes_by_lag_are_weighted_by_the_tokens_that_were_measured(
     found = dict(details.size_by_lag(index.database, ratio))
     assert found[8] == pytest.approx(0.2) and {0, 1, 2} < found.keys()
     assert found[9] == pytest.approx((90 * 0.5 + 10 * 0.1) / 100)
+
+
+def test_options_of_routes_and_techniques_are_marked_if_they_are_not_the_default(
+    tmp_path: Path,
+) -> None:
+    values = {"techniques": "ess_lr", "ess_lr.base": 0.75, "old_logps.beta": 0.625}
+    config = override(fake_config("ewma_prox"), values)
+    RunLog.create(tmp_path / "run", config).close()
+    index = RunIndex(tmp_path / "run", tmp_path / "index.sqlite")
+    found = summary.overview("run", index)
+    assert {name: found["options"][name] for name in values} == {
+        name: str(value) for name, value in values.items()
+    }
+    assert {*values, "old_logps.route"} <= set(found["changed"])
+    assert not {"minutes", "old_logps.baseline", "task.env"} & set(found["changed"])
+    index.close()
 
 
 def test_attempts_examples_and_forks_come_from_the_index(index: RunIndex, run: Path) -> None:

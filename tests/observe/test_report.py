@@ -16,10 +16,13 @@
 
 import base64
 import hashlib
+import html
 import json
 import math
 import re
+import shlex
 import sqlite3
+from dataclasses import replace
 from html.parser import HTMLParser
 from itertools import pairwise
 from pathlib import Path
@@ -27,8 +30,10 @@ from typing import Any
 
 import pytest
 
-from tests.support.fake_run import NoDisplay, fake_place, fake_run
+from tests.support.fake_run import NoDisplay, fake_config, fake_place, fake_run
+from unstale.cli import main, recipe_options
 from unstale.config import ConfigError, OldLogpsConfig
+from unstale.config.options import override
 from unstale.config.routes import routes
 from unstale.durability.journal import JOURNAL, Journal
 from unstale.durability.run_folder import RunFolder, RunLog
@@ -740,8 +745,40 @@ def test_every_route_is_explained() -> None:
 def test_how_to_run_it_again(tmp_path: Path) -> None:
     folder = fake_run(tmp_path / "run", steps=6)
     assert "unstale train retail --seed 0" in report(folder).text
-    (folder / "events.jsonl").write_text("")
-    assert "unstale train retail --steps 6 --eval.every 20" in report(folder).text
+
+
+def test_a_run_from_python_is_repeated_by_a_command_that_makes_the_same_run(tmp_path: Path) -> None:
+    """The recipe `retail` limits the minutes. This run does not, which is the default."""
+    config = override(
+        fake_config("ewma_prox"),
+        {
+            "minutes": 0.0,
+            "trainer.lr": 1.23456789e-5,
+            "old_logps.beta": 0.123456789,
+            "techniques": "ess_lr",
+            "ess_lr.base": 0.987654321,
+        },
+    )
+    folder = tmp_path / "a run"
+    with RunLog.create(folder, config) as log:
+        log.event("started", cores=2)
+    text = write_report(folder).read_text()
+    (command,) = re.findall(r'<pre class="command">(.*?)</pre>', text)
+    program, *words = shlex.split(html.unescape(command))
+    assert program == "unstale"
+    again = recipe_options.configure(main.parse(words))
+    assert again.name != config.name and replace(again, name=config.name) == config
+    marked = dict(re.findall(r'<li class="changed"><span>(.*?)</span><code>(.*?)</code>', text))
+    changed = ("trainer.lr", "old_logps.route", "old_logps.beta", "ess_lr.base")
+    assert {name: marked.get(name) for name in changed} == {
+        "trainer.lr": "1.23456789e-05",
+        "old_logps.route": "ewma_prox",
+        "old_logps.beta": "0.123456789",
+        "ess_lr.base": "0.987654321",
+    }
+    assert not marked.keys() & {"minutes", "old_logps.baseline", "task.env", "task.workers"}
+    (folder / "config.json").unlink()
+    assert '<pre class="command">' not in write_report(folder).read_text()
 
 
 def test_only_the_report_is_written(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from unstale.config import ConfigError
+from unstale.config.options import TECHNIQUE_OPTIONS
 from unstale.config.renamed import RENAMED
 from unstale.durability.run_folder import AUDIT, EVENTS, METRICS, SURVIVORS, Row, RunFolder
 from unstale.observe.health import TrainingHealth, examine
@@ -82,6 +83,7 @@ class Chosen:
 class Gathered:
     """The data of a run that its report shows."""
 
+    folder: Path
     name: str
     config: Row
     rows: list[Row]
@@ -191,6 +193,7 @@ def gather(path: Path) -> Gathered:
     samples, conversations = _read_journal(folder, last)
     points, audited, seen = _points(samples)
     return Gathered(
+        folder=path,
         name=path.resolve().name,
         config=config,
         rows=trained,
@@ -259,14 +262,16 @@ def _read_journal(folder: RunFolder, last: int) -> tuple[list[Row], list[Chosen]
 
 
 def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return nested options under their full names.
+    """Return nested options under their full names, as on the command line.
 
-    >>> flatten({"a": 1, "b": {"c": 2}})
-    {'a': 1, 'b.c': 2}
+    >>> flatten({"a": 1, "b": {"c": 2}, "technique_options": {"ess_lr": {"base": 0.5}}})
+    {'a': 1, 'b.c': 2, 'ess_lr.base': 0.5}
     """
     flat: dict[str, Any] = {}
     for name, value in config.items():
-        if isinstance(value, Mapping):
+        if isinstance(value, Mapping) and name == TECHNIQUE_OPTIONS:
+            flat.update(flatten(value, prefix))
+        elif isinstance(value, Mapping):
             flat.update(flatten(value, f"{prefix}{name}."))
         else:
             flat[f"{prefix}{name}"] = value
