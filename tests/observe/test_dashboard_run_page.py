@@ -272,6 +272,17 @@ def test_an_audit_has_a_verdict_for_each_route(index: RunIndex, run: Path) -> No
     assert all(row["verdict"] for row in after["routes"])
 
 
+@pytest.mark.parametrize(("fallback", "exact"), [("snapshot_old", True), ("ewma_prox", False)])
+def test_eager_is_exact_if_its_fallback_is(tmp_path: Path, fallback: str, exact: bool) -> None:
+    config = override(fake_config("eager"), {"old_logps.fallback": fallback})
+    RunLog.create(tmp_path / "run", config).close()
+    index = RunIndex(tmp_path / "run", tmp_path / "index.sqlite")
+    found = audits.audit(index)
+    assert (found["route"], found["exact"]) == ("eager", exact)
+    assert summary.overview("run", index)["exact"] == exact
+    index.close()
+
+
 def test_an_f1_without_tokens_is_none_and_not_0() -> None:
     """`algorithms.audit.agreement` gives None if no token was dropped or should have been."""
     names = [column.name for column in COLUMNS]
