@@ -39,6 +39,7 @@ from unstale.durability.journal import JOURNAL, Journal
 from unstale.durability.run_folder import RunFolder, RunLog
 from unstale.observe.recorder import Outputs, Recorder
 from unstale.observe.report.audited import COLUMNS, cells
+from unstale.observe.report.compare import ended
 from unstale.observe.report.figures import average_lag, dropped_and_clipped
 from unstale.observe.report.gather import Chosen, gather
 from unstale.observe.report.page import write_report
@@ -260,6 +261,33 @@ def test_a_failed_run_says_why(tmp_path: Path) -> None:
     page = report(folder)
     assert page.text.startswith("run · unstale unstale failed ")
     assert "EngineDied: exit code -9" in page.text
+
+
+@pytest.mark.parametrize(
+    ("reason", "state"),
+    [("Ctrl-C", "unstale stopped: Ctrl-C"), ("finished", "unstale finished")],
+)
+def test_a_run_that_was_resumed_has_not_ended(tmp_path: Path, reason: str, state: str) -> None:
+    """It trains again, or was killed. Only an end after the resume counts."""
+    folder = fake_run(tmp_path / "run", steps=5, planned=80)
+    with RunLog(folder) as log:
+        log.event("stopped", reason=reason)
+        assert state in report(folder).text
+        log.event("resumed", step=4)
+        page = report(folder)
+        assert page.text.startswith("run · unstale unstale not finished: still running, or killed")
+        assert "Ended" not in page.text and ended(folder) == ("unfinished", "")
+        log.event("stopped", reason="finished")
+    assert "unstale finished" in report(folder).text and ended(folder)[0] == "finished"
+
+
+def test_a_run_that_took_all_steps_and_did_not_end_is_not_finished(tmp_path: Path) -> None:
+    """It was killed in its last evaluation, or while its policy was saved."""
+    folder = fake_run(tmp_path / "run", steps=5)
+    lines = (folder / "events.jsonl").read_text().splitlines()
+    assert json.loads(lines[-1])["kind"] == "stopped"
+    (folder / "events.jsonl").write_text("\n".join(lines[:-1]) + "\n")
+    assert "not finished: still running, or killed" in report(folder).text
 
 
 def test_the_outcome_comes_first_with_its_intervals(run: Path) -> None:

@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 from unstale.config import ConfigError
 from unstale.durability.run_folder import CONFIG, EVENTS, METRICS, Row, RunFolder, read_jsonl
-from unstale.observe.report.gather import flatten, refuse_old, step_of
+from unstale.observe.report.gather import flatten, last_stop, refuse_old, step_of
 from unstale.observe.report.words import number
 from unstale.observe.statistics import student_t975
 
@@ -85,8 +85,7 @@ def ended(folder: Path) -> tuple[str, str]:
         lines = log.read_text("utf-8", "replace").strip().splitlines() if log.is_file() else []
         return ("failed", lines[-1]) if lines else ("not begun", "")
     run = RunFolder(folder)
-    reasons = [event.get("reason") for event in run.rows(EVENTS) if event.get("kind") == "stopped"]
-    if reasons and reasons[-1] == "finished":
+    if last_stop(run.rows(EVENTS)).get("reason") == "finished":
         return "finished", ""
     error = run.error().splitlines()
     return ("failed", error[-1]) if error else ("unfinished", "")

@@ -111,6 +111,7 @@ class Gathered:
     forks: list[Row]
     started: Row
     stopped: Row
+    """The event with which the run ended. Empty if it has not ended since it was last resumed."""
     error: str
     gaps: list[str]
 
@@ -183,8 +184,9 @@ def gather(path: Path) -> Gathered:
         for row in rows
         if step_of(row) <= 0 and (time := number(row.get("time_s"))) is not None
     ]
+    log = list(folder.rows(EVENTS))
     events: dict[str, list[Row]] = {}
-    for event in folder.rows(EVENTS):
+    for event in log:
         events.setdefault(str(event.get("kind")), []).append(event)
     spans = _spans(events.get("span", ()))
     failed = [event for event in events.get("episode_failed", ()) if event.get("final", True)]
@@ -215,10 +217,30 @@ def gather(path: Path) -> Gathered:
         num_held_out_failures=len(failed) - len(failures),
         forks=events.get("forked", []),
         started=events.get("started", [{}])[-1],
-        stopped=events.get("stopped", [{}])[-1],
+        stopped=last_stop(log),
         error=folder.error(),
         gaps=folder.gaps,
     )
+
+
+def last_stop(events: Iterable[Row]) -> Row:
+    """Return the event with which a run ended.
+
+    Empty if the run has not ended, or was resumed after it.
+
+    >>> last_stop([{"kind": "started"}, {"kind": "stopped", "reason": "Ctrl-C"}])["reason"]
+    'Ctrl-C'
+    >>> last_stop([{"kind": "stopped", "reason": "Ctrl-C"}, {"kind": "resumed"}])
+    {}
+    """
+    stopped: Row = {}
+    for event in events:
+        match event.get("kind"):
+            case "started" | "resumed":
+                stopped = {}
+            case "stopped":
+                stopped = event
+    return stopped
 
 
 def refuse_old(config: Row, path: Path) -> None:

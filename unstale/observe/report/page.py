@@ -121,7 +121,8 @@ def status(run: Gathered) -> tuple[str, str]:
     reason = run.stopped.get("reason", "no reason given")
     if run.error:
         return "failed", "bad"
-    if (run.planned and run.steps >= run.planned) or reason == "finished":
+    has_ended = bool(run.stopped or not run.started)  # without events, the steps decide
+    if (has_ended and run.planned and run.steps >= run.planned) or reason == "finished":
         wrong = run.health.findings or (len(run.evaluations) > 1 and not run.improved)
         return "finished", "plain" if wrong else "good"
     if run.stopped:
