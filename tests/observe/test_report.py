@@ -40,7 +40,12 @@ from unstale.durability.run_folder import RunFolder, RunLog
 from unstale.observe.recorder import Outputs, Recorder
 from unstale.observe.report.audited import COLUMNS, cells
 from unstale.observe.report.compare import ended
-from unstale.observe.report.figures import average_lag, dropped_and_clipped
+from unstale.observe.report.figures import (
+    average_lag,
+    dropped_and_clipped,
+    learning,
+    size_by_lag,
+)
 from unstale.observe.report.gather import Chosen, gather
 from unstale.observe.report.page import write_report
 from unstale.observe.report.plots import Axis
@@ -342,6 +347,41 @@ def test_means_by_lag_count_by_tokens(tmp_path: Path) -> None:
     ]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert average_lag(gather(tmp_path), "correction/log_d_abs_mean/lag_") == {0: 1.0, 1: 5.0}
+
+
+@pytest.mark.parametrize(("ratio", "name"), [("D", "correction/log_d"), ("S", "objective/log_s")])
+def test_means_by_lag_count_by_the_tokens_that_were_measured(
+    tmp_path: Path, ratio: str, name: str
+) -> None:
+    """Lag 0 has no such number, as in older runs, and counts by all of its tokens."""
+    (tmp_path / "config.json").write_text("{}")
+    rows = [
+        {
+            "step": step,
+            "schedule/staleness_histogram": {"0": tokens, "1": tokens},
+            f"{name}_abs_mean/lag_0": size,
+            f"{name}_abs_mean/lag_1": size,
+            f"{name}_tokens/lag_1": measured,
+        }
+        for step, tokens, measured, size in ((1, 100, 90, 0.5), (2, 300, 10, 0.1))
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    means = average_lag(gather(tmp_path), f"{name}_abs_mean/lag_")
+    assert means == pytest.approx({0: 0.2, 1: (90 * 0.5 + 10 * 0.1) / 100})
+    assert "lag 0 0.2, lag 1 0.46" in size_by_lag(gather(tmp_path), ratio)
+
+
+def test_a_long_run_has_means_of_five_steps_and_not_of_more(tmp_path: Path) -> None:
+    """The success is 1 in five steps of 1,200. Each of the 240 points averages five values."""
+    (tmp_path / "config.json").write_text("{}")
+    rows = [
+        {"step": step, "rollout/success_rate": float(600 < step <= 605)} for step in range(1, 1201)
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    drawn = learning(gather(tmp_path))
+    assert "averaged to 240 points" in drawn
+    found = {int(share) for share in re.findall(r"mean of the last 5 (\d+)%", drawn)}
+    assert found == {0, 40, 60}  # of 0.2, 0.4, 0.6, 0.8, 1.0, and of 0.8, 0.6, 0.4, 0.2, 0
 
 
 def test_who_waits_for_whom() -> None:
