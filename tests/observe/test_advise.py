@@ -320,8 +320,11 @@ def test_a_longer_run_is_long_enough_for_its_interval(
     share: float, low: float, high: float, steps: int
 ) -> None:
     figures = {"changed/rollout": share, "changed/rollout_low": low, "changed/rollout_high": high}
-    command = advise(figures, config=configure())["too_few_tokens"].command
-    assert parse(shlex.split(command)[1:]).values["steps"] == steps  # the run has 9
+    limited = configure(minutes=8.0)
+    command = advise(figures, config=limited)["too_few_tokens"].command
+    again = override(limited, parse(shlex.split(command)[1:]).values)
+    assert again.steps == steps  # the run has 9
+    assert again.minutes == 0, "the time limit of the run would end it before"
 
 
 def test_one_ratio_is_suggested_with_what_it_saves() -> None:

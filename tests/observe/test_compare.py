@@ -46,7 +46,7 @@ from unstale.observe.report.compare_page import (
     tables,
     write_comparison,
 )
-from unstale.observe.statistics import student_t975
+from unstale.observe.statistics import has_spread, paired_difference, student_t975
 
 
 def three_seeds(folder: Path) -> Comparison:
@@ -99,6 +99,28 @@ def test_an_interval_over_seeds() -> None:
 def test_one_seed_has_no_interval_and_none_no_mean() -> None:
     assert values(mean_over_seeds([None, 0.7])) == (0.7, None, None, 1)
     assert mean_over_seeds([None]) is None
+
+
+def test_equal_values_have_no_interval(tmp_path: Path) -> None:
+    """Their spread is unknown. An interval of width 0 would make any difference significant."""
+    rounded = [0.75 - 0.5, 0.7 - 0.45]
+    assert rounded[0] != rounded[1] and not has_spread(rounded)
+    assert values(mean_over_seeds(rounded)) == (pytest.approx(0.25), None, None, 2)
+    assert paired_difference(rounded) is None
+    finals = {"snapshot_old": (0.70, 0.85), "ewma_prox": (0.716, 0.866)}
+    for arm, of_seeds in finals.items():
+        for seed, final in enumerate(of_seeds):
+            trial(tmp_path / f"{arm}-seed{seed}", seed=seed, evaluations=(0.4, 0.6, final))
+    launched(tmp_path)
+    found = read_comparison(tmp_path)
+    assert findings(found)[1] == (
+        "ewma_prox less snapshot_old: +1.6 points, 2 pairs: equal differences allow no interval."
+    )
+    row = next(row for row in equal_steps(found).rows if row[0] == "ewma_prox")
+    assert row[3:5] == ("+1.6", "2")
+    text = page(found)
+    assert "neither have values that are all equal" in text
+    assert "Where all seeds are equal, it has no width" in text, "before training, all have 40%"
 
 
 def test_arms_are_compared_seed_by_seed(tmp_path: Path) -> None:
@@ -171,10 +193,8 @@ def test_equal_tokens_is_what_the_run_with_the_fewest_trained_on(tmp_path: Path)
     assert values(found.versus(lost, budget))[0] == pytest.approx(0.45 - (0.8 + 0.6 + 0.4 / 3) / 2)
     table = equal(found, "tokens")
     assert table and table.head[2] == "success after 200 sampled tokens"
-    assert (
-        table.rows[1][:3] == ("lost", "2", "45.0% (45.0% to 45.0%)") and table.rows[1][-1] == "800"
-    )
-    assert equal_steps(found).rows[1][2] == "10.0% (10.0% to 10.0%)"
+    assert table.rows[1][:3] == ("lost", "2", "45.0%") and table.rows[1][-1] == "800"
+    assert equal_steps(found).rows[1][2] == "10.0%", "equal values have no interval"
     for told in (page(found), tables(found)):
         assert "range from 220 (good) to 800 (lost)" in told
 

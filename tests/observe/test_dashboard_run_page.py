@@ -4,7 +4,7 @@
 - The timeline has a lane for each engine, and stays bounded and complete when it is dense.
 - Each engine's last state is shown, and the staleness by place in the episode is counted exactly.
 - An audit is turned into verdicts; one that is damaged or too large is a sentence.
-- Two runs are compared on the groups that both began, and their curves over steps, seconds or
+- Two runs are compared on the groups that both finished, and their curves over steps, seconds or
   sampled tokens.
 - In Chromium, the pages are complete and readable, and the timeline is moved by wheel and keys.
 """
@@ -24,7 +24,8 @@ from tests.observe.test_dashboard_browser import PAGES as TRIED
 from tests.observe.test_dashboard_index import fill, table_of
 from tests.observe.test_report import audit_it
 from tests.support.chromium import NO_BROWSER, browser_program, dashboard_page
-from tests.support.fake_run import NoDisplay, fake_run
+from tests.support.fake_run import NoDisplay, fake_config, fake_run
+from unstale.config.options import override
 from unstale.durability.journal import JOURNAL, Journal
 from unstale.durability.journal.survivors import contrast
 from unstale.durability.run_folder import EVENTS, METRICS, RunFolder, RunLog
@@ -195,6 +196,22 @@ def test_sizes_by_lag_are_weighted_by_the_tokens_that_were_measured(
     assert found[9] == pytest.approx((90 * 0.5 + 10 * 0.1) / 100)
 
 
+def test_options_of_routes_and_techniques_are_marked_if_they_are_not_the_default(
+    tmp_path: Path,
+) -> None:
+    values = {"techniques": "ess_lr", "ess_lr.base": 0.75, "old_logps.beta": 0.625}
+    config = override(fake_config("ewma_prox"), values)
+    RunLog.create(tmp_path / "run", config).close()
+    index = RunIndex(tmp_path / "run", tmp_path / "index.sqlite")
+    found = summary.overview("run", index)
+    assert {name: found["options"][name] for name in values} == {
+        name: str(value) for name, value in values.items()
+    }
+    assert {*values, "old_logps.route"} <= set(found["changed"])
+    assert not {"minutes", "old_logps.baseline", "task.env"} & set(found["changed"])
+    index.close()
+
+
 def test_attempts_examples_and_forks_come_from_the_index(index: RunIndex, run: Path) -> None:
     for episode in (3, 5):
         add_event(run, time=9.0, kind="forked", reason="edited", episode=episode, at=2)
@@ -253,6 +270,17 @@ def test_an_audit_has_a_verdict_for_each_route(index: RunIndex, run: Path) -> No
         "of the discrepancy into S. Other tokens are clipped (F1 0.06) than with the true old_logp."
     )
     assert all(row["verdict"] for row in after["routes"])
+
+
+@pytest.mark.parametrize(("fallback", "exact"), [("snapshot_old", True), ("ewma_prox", False)])
+def test_eager_is_exact_if_its_fallback_is(tmp_path: Path, fallback: str, exact: bool) -> None:
+    config = override(fake_config("eager"), {"old_logps.fallback": fallback})
+    RunLog.create(tmp_path / "run", config).close()
+    index = RunIndex(tmp_path / "run", tmp_path / "index.sqlite")
+    found = audits.audit(index)
+    assert (found["route"], found["exact"]) == ("eager", exact)
+    assert summary.overview("run", index)["exact"] == exact
+    index.close()
 
 
 def test_an_f1_without_tokens_is_none_and_not_0() -> None:
@@ -317,24 +345,31 @@ def test_an_audit_is_read_again_only_if_its_file_changed(
     assert audits.audit(index)["after"]["points"] == [[0.5, 0.25]] * audits.MAX_POINTS
 
 
-def test_two_runs_are_compared_on_the_groups_that_both_began(tmp_path: Path) -> None:
-    """Groups 1 to 3 have the differences 0, 1 and 0.5 in success; group 4 had another task."""
+def test_two_runs_are_compared_on_the_groups_that_both_finished(tmp_path: Path) -> None:
+    """Groups 1 to 3 have the differences 0, 1 and 0.5 in success; group 4 had another task.
+
+    Group 5 is not finished in run B, whose second episode is open.
+    """
     indexes = []
-    shares = {"a": [(0, 0), (0, 0), (0, 1), (1, 1)], "b": [(0, 0), (1, 1), (1, 1), (0, 0)]}
+    shares: dict[str, list[tuple[int | None, ...]]] = {
+        "a": [(0, 0), (0, 0), (0, 1), (1, 1), (0, 0)],
+        "b": [(0, 0), (1, 1), (1, 1), (0, 0), (1, None)],
+    }
     for name, groups in shares.items():
         index = RunIndex(tmp_path, tmp_path / f"{name}.sqlite")
         with index.database.write() as writer:
             for number, successes in enumerate(groups, 1):
                 for sibling, success in enumerate(successes):
-                    task = f"t/{number}" if number < 4 else f"t/{name}"
+                    task = f"t/{name}" if number == 4 else f"t/{number}"
+                    outcome = "open" if success is None else "waiting" if number == 5 else "trained"
                     writer.execute(
                         "INSERT INTO episodes (group_number, sibling, task, outcome, success, seed,"
-                        " is_branch) VALUES (?, ?, ?, 'trained', ?, 0, 0)",
-                        (number, sibling, task, success),
+                        " is_branch) VALUES (?, ?, ?, ?, ?, 0, 0)",
+                        (number, sibling, task, outcome, success),
                     )
         indexes.append(index)
     found = pairs.pairs(*(index.database for index in indexes))
-    assert (found["groups"], found["only"], found["late_groups"]) == (3, 2, 1)
+    assert (found["groups"], found["only"], found["late_groups"]) == (3, 3, 1)
     (success,) = found["figures"]
     assert (success["a"], success["b"]) == pytest.approx((1 / 6, 2 / 3))
     assert success["difference"] == pytest.approx(0.5)
@@ -382,6 +417,7 @@ def test_the_server_answers_them(run: Path) -> None:
         paired = client.ask("pairs", a="first", b="first")
         assert paired["groups"] == 6
         assert all(figure["difference"] == 0 for figure in paired["figures"])
+        assert not any(figure["interval"] for figure in paired["figures"]), "they are all equal"
         assert client.ask("pairs", 404, a="first", b="no")["error"]
         found = client.ask("series", run="first", name="reward/mean", x="seconds", at=[2, 99])
         assert found["at"] == [found["series"]["reward/mean"][0][1], None]

@@ -16,10 +16,13 @@
 
 import base64
 import hashlib
+import html
 import json
 import math
 import re
+import shlex
 import sqlite3
+from dataclasses import replace
 from html.parser import HTMLParser
 from itertools import pairwise
 from pathlib import Path
@@ -27,14 +30,22 @@ from typing import Any
 
 import pytest
 
-from tests.support.fake_run import NoDisplay, fake_place, fake_run
+from tests.support.fake_run import NoDisplay, fake_config, fake_place, fake_run
+from unstale.cli import main, recipe_options
 from unstale.config import ConfigError, OldLogpsConfig
+from unstale.config.options import override
 from unstale.config.routes import routes
 from unstale.durability.journal import JOURNAL, Journal
 from unstale.durability.run_folder import RunFolder, RunLog
 from unstale.observe.recorder import Outputs, Recorder
 from unstale.observe.report.audited import COLUMNS, cells
-from unstale.observe.report.figures import average_lag, dropped_and_clipped
+from unstale.observe.report.compare import ended
+from unstale.observe.report.figures import (
+    average_lag,
+    dropped_and_clipped,
+    learning,
+    size_by_lag,
+)
 from unstale.observe.report.gather import Chosen, gather
 from unstale.observe.report.page import write_report
 from unstale.observe.report.plots import Axis
@@ -257,6 +268,33 @@ def test_a_failed_run_says_why(tmp_path: Path) -> None:
     assert "EngineDied: exit code -9" in page.text
 
 
+@pytest.mark.parametrize(
+    ("reason", "state"),
+    [("Ctrl-C", "unstale stopped: Ctrl-C"), ("finished", "unstale finished")],
+)
+def test_a_run_that_was_resumed_has_not_ended(tmp_path: Path, reason: str, state: str) -> None:
+    """It trains again, or was killed. Only an end after the resume counts."""
+    folder = fake_run(tmp_path / "run", steps=5, planned=80)
+    with RunLog(folder) as log:
+        log.event("stopped", reason=reason)
+        assert state in report(folder).text
+        log.event("resumed", step=4)
+        page = report(folder)
+        assert page.text.startswith("run · unstale unstale not finished: still running, or killed")
+        assert "Ended" not in page.text and ended(folder) == ("unfinished", "")
+        log.event("stopped", reason="finished")
+    assert "unstale finished" in report(folder).text and ended(folder)[0] == "finished"
+
+
+def test_a_run_that_took_all_steps_and_did_not_end_is_not_finished(tmp_path: Path) -> None:
+    """It was killed in its last evaluation, or while its policy was saved."""
+    folder = fake_run(tmp_path / "run", steps=5)
+    lines = (folder / "events.jsonl").read_text().splitlines()
+    assert json.loads(lines[-1])["kind"] == "stopped"
+    (folder / "events.jsonl").write_text("\n".join(lines[:-1]) + "\n")
+    assert "not finished: still running, or killed" in report(folder).text
+
+
 def test_the_outcome_comes_first_with_its_intervals(run: Path) -> None:
     text = report(run).text
     evaluations = gather(run).evaluations
@@ -309,6 +347,41 @@ def test_means_by_lag_count_by_tokens(tmp_path: Path) -> None:
     ]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert average_lag(gather(tmp_path), "correction/log_d_abs_mean/lag_") == {0: 1.0, 1: 5.0}
+
+
+@pytest.mark.parametrize(("ratio", "name"), [("D", "correction/log_d"), ("S", "objective/log_s")])
+def test_means_by_lag_count_by_the_tokens_that_were_measured(
+    tmp_path: Path, ratio: str, name: str
+) -> None:
+    """Lag 0 has no such number, as in older runs, and counts by all of its tokens."""
+    (tmp_path / "config.json").write_text("{}")
+    rows = [
+        {
+            "step": step,
+            "schedule/staleness_histogram": {"0": tokens, "1": tokens},
+            f"{name}_abs_mean/lag_0": size,
+            f"{name}_abs_mean/lag_1": size,
+            f"{name}_tokens/lag_1": measured,
+        }
+        for step, tokens, measured, size in ((1, 100, 90, 0.5), (2, 300, 10, 0.1))
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    means = average_lag(gather(tmp_path), f"{name}_abs_mean/lag_")
+    assert means == pytest.approx({0: 0.2, 1: (90 * 0.5 + 10 * 0.1) / 100})
+    assert "lag 0 0.2, lag 1 0.46" in size_by_lag(gather(tmp_path), ratio)
+
+
+def test_a_long_run_has_means_of_five_steps_and_not_of_more(tmp_path: Path) -> None:
+    """The success is 1 in five steps of 1,200. Each of the 240 points averages five values."""
+    (tmp_path / "config.json").write_text("{}")
+    rows = [
+        {"step": step, "rollout/success_rate": float(600 < step <= 605)} for step in range(1, 1201)
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    drawn = learning(gather(tmp_path))
+    assert "averaged to 240 points" in drawn
+    found = {int(share) for share in re.findall(r"mean of the last 5 (\d+)%", drawn)}
+    assert found == {0, 40, 60}  # of 0.2, 0.4, 0.6, 0.8, 1.0, and of 0.8, 0.6, 0.4, 0.2, 0
 
 
 def test_who_waits_for_whom() -> None:
@@ -740,8 +813,40 @@ def test_every_route_is_explained() -> None:
 def test_how_to_run_it_again(tmp_path: Path) -> None:
     folder = fake_run(tmp_path / "run", steps=6)
     assert "unstale train retail --seed 0" in report(folder).text
-    (folder / "events.jsonl").write_text("")
-    assert "unstale train retail --steps 6 --eval.every 20" in report(folder).text
+
+
+def test_a_run_from_python_is_repeated_by_a_command_that_makes_the_same_run(tmp_path: Path) -> None:
+    """The recipe `retail` limits the minutes. This run does not, which is the default."""
+    config = override(
+        fake_config("ewma_prox"),
+        {
+            "minutes": 0.0,
+            "trainer.lr": 1.23456789e-5,
+            "old_logps.beta": 0.123456789,
+            "techniques": "ess_lr",
+            "ess_lr.base": 0.987654321,
+        },
+    )
+    folder = tmp_path / "a run"
+    with RunLog.create(folder, config) as log:
+        log.event("started", cores=2)
+    text = write_report(folder).read_text()
+    (command,) = re.findall(r'<pre class="command">(.*?)</pre>', text)
+    program, *words = shlex.split(html.unescape(command))
+    assert program == "unstale"
+    again = recipe_options.configure(main.parse(words))
+    assert again.name != config.name and replace(again, name=config.name) == config
+    marked = dict(re.findall(r'<li class="changed"><span>(.*?)</span><code>(.*?)</code>', text))
+    changed = ("trainer.lr", "old_logps.route", "old_logps.beta", "ess_lr.base")
+    assert {name: marked.get(name) for name in changed} == {
+        "trainer.lr": "1.23456789e-05",
+        "old_logps.route": "ewma_prox",
+        "old_logps.beta": "0.123456789",
+        "ess_lr.base": "0.987654321",
+    }
+    assert not marked.keys() & {"minutes", "old_logps.baseline", "task.env", "task.workers"}
+    (folder / "config.json").unlink()
+    assert '<pre class="command">' not in write_report(folder).read_text()
 
 
 def test_only_the_report_is_written(tmp_path: Path) -> None:

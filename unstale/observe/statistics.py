@@ -10,6 +10,11 @@ from dataclasses import dataclass
 POWER = 0.8
 """Probability with which a planned comparison should find a true difference, by convention."""
 
+ROUNDING = 1e-9
+"""Relative difference up to which values count as equal. Differences of shares have rounding errors
+of about 1e-16, and the smallest of them are about 1e-4.
+"""
+
 
 def wilson(share: float, number: int) -> tuple[float, float]:
     """Return the 95% interval of a share of `number` trials (Wilson 1927).
@@ -107,6 +112,19 @@ class PairedDifference:
         return -float(stdtrit(n - 1, alpha / 2))
 
 
+def has_spread(values: Sequence[float]) -> bool:
+    """Return True if values differ by more than their rounding errors.
+
+    Otherwise their spread is unknown, and they have no interval. One of width 0 would be wrong.
+
+    >>> has_spread([0.1, 0.3 - 0.2]), has_spread([0.1, 0.11]), has_spread([0.1])
+    (False, True, False)
+    """
+    if len(values) < 2:
+        return False
+    return max(values) - min(values) > ROUNDING * max(map(abs, values))
+
+
 def paired_difference(values: Sequence[float]) -> PairedDifference | None:
     """Return the mean of differences between pairs.
 
@@ -114,7 +132,7 @@ def paired_difference(values: Sequence[float]) -> PairedDifference | None:
     would take to be 0.
     """
     n = len(values)
-    if len(set(values)) < 2:
+    if not has_spread(values):
         return None
     mean = sum(values) / n
     return PairedDifference(n, mean, math.sqrt(sum((x - mean) ** 2 for x in values) / (n - 1)))

@@ -120,6 +120,7 @@ def repeat_longer(evidence: Evidence, name: str, limit: float) -> str:
 
 
 def _again(evidence: Evidence, values: Mapping[str, Any]) -> str:
+    """Return a command that repeats the run with other options, and without its time limit."""
     name = f"{evidence.config.name or evidence.run}-advise"
-    options = as_options({**values, "eval.tasks": 0, "name": name})
+    options = as_options({**values, "minutes": 0.0, "eval.tasks": 0, "name": name})
     return f"unstale train {shlex.quote(f'{evidence.folder}/config.json')} {options}"

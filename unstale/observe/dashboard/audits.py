@@ -10,14 +10,13 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from unstale.config.routes import exact_routes
 from unstale.durability.journal import JOURNAL, Journal, JournalError
 from unstale.durability.run_folder import AUDIT, Row, RunFolder
 from unstale.observe.dashboard.folders import is_own_file
 from unstale.observe.dashboard.index import RunIndex, unreadable
 from unstale.observe.report.audited import COLUMNS, cells
-from unstale.observe.report.gather import by_lag
-from unstale.observe.report.words import amount, mapping, number, percent, records
+from unstale.observe.report.gather import by_lag, flatten
+from unstale.observe.report.words import amount, is_exact, mapping, number, percent, records
 
 MAX_BYTES = 8 << 20
 """Size of an `audit.json` that is read. Parsed, it takes several times as much memory."""
@@ -52,11 +51,11 @@ def audit(index: RunIndex) -> Row:
         WHERE names.name GLOB 'audit/*' GROUP BY names.id"""
     )
     during = {name: value for name, value, _ in last}
-    config = mapping(RunFolder(index.folder).config().get("old_logps"))
-    route = str(config.get("route", "unknown"))[:80]
+    options = flatten(RunFolder(index.folder).config())
+    route = str(options.get("old_logps.route", "unknown"))[:80]
     return {
         "route": route,
-        "exact": route in exact_routes(),
+        "exact": is_exact(options.get),
         "problems": [*problems, *([problem] if problem else [])],
         "during": during,
         "tokens": tokens,

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from unstale.durability.run_folder import Row
 from unstale.observe.dashboard.database import Database
-from unstale.observe.statistics import student_t975
+from unstale.observe.statistics import has_spread, student_t975
 
 MAX_GROUPS = 50_000
 """Newest groups of a run that are compared."""
@@ -17,9 +17,10 @@ def pairs(a: Database, b: Database) -> Row:
     """Return the mean difference B - A over the groups with equal number and equal task.
 
     `figures` has for each figure the means of A and B, the difference, and `interval`, its 95%
-    interval over groups by Student's t, or None for a single group. `late` has the same for the
-    last quarter of the common groups, where the runs have trained longest. `groups` is the number
-    of common groups, `only` the number that had different tasks or that one run did not finish.
+    interval over groups by Student's t, or None for a single group and for equal differences.
+    `late` has the same for the last quarter of the common groups, where the runs have trained
+    longest. `groups` is the number of common groups, `only` the number that had different tasks or
+    that one run did not finish.
     """
     left, right = _groups(a), _groups(b)
     common = sorted(left.keys() & right.keys())
@@ -34,12 +35,16 @@ def pairs(a: Database, b: Database) -> Row:
 
 
 def _groups(database: Database) -> dict[tuple[int, str], tuple[float | None, ...]]:
-    """Return the means of a run's finished groups by number and task."""
+    """Return the means of a run's finished groups by number and task.
+
+    A group is finished if none of its episodes that have begun is open.
+    """
     means = ", ".join(f"avg({name})" for name in FIGURES)
     rows = database.rows(
         f"""SELECT group_number, task, {means} FROM episodes
         WHERE outcome IN ('trained', 'waiting') AND group_number > (
             SELECT coalesce(max(group_number), 0) - ? FROM episodes)
+        AND group_number NOT IN (SELECT group_number FROM episodes WHERE outcome = 'open')
         GROUP BY group_number, task""",
         (MAX_GROUPS,),
     )
@@ -65,7 +70,7 @@ def _compare(
         mean = sum(differences) / count
         spread = sum((each - mean) ** 2 for each in differences)
         half = None
-        if count > 1:
+        if has_spread(differences):
             half = student_t975(count - 1) * math.sqrt(spread / (count - 1) / count)
         found.append(
             {

@@ -8,10 +8,10 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from unstale.config import ConfigError, RunConfig
+from unstale.config import ConfigError
 from unstale.config.routes import exact_routes
 from unstale.durability.journal import JOURNAL
-from unstale.durability.run_folder import CONFIG, EVENTS, METRICS, Row, RunFolder, plain
+from unstale.durability.run_folder import CONFIG, EVENTS, METRICS, Row, RunFolder
 from unstale.observe.dashboard.axes import positions
 from unstale.observe.dashboard.charts import sections
 from unstale.observe.dashboard.database import Database
@@ -19,6 +19,7 @@ from unstale.observe.dashboard.index import RunIndex
 from unstale.observe.dashboard.table import BadQuestion
 from unstale.observe.health import CHECKS
 from unstale.observe.report.gather import flatten
+from unstale.observe.report.options import changed_options
 from unstale.observe.report.words import (
     WAITING_METRICS,
     factor_names,
@@ -143,6 +144,7 @@ def overview(name: str, index: RunIndex) -> Row:
     pace = waiting(_recent_rows(database, index.last_step))
     exact_share = _mean(database, "old_logps/exact_share")
     folder = RunFolder(index.folder)
+    changed = changed_options(config)
     return {
         **describe(name, index),
         "exact": exact,
@@ -158,15 +160,10 @@ def overview(name: str, index: RunIndex) -> Row:
         "gaps": [*gaps, *folder.gaps],
         "command": _text(index.state_events.get("started", (0, {}))[1].get("command")),
         "options": {key: _text(value) for key, value in config.items()},
-        "changed": [
-            key for key, value in config.items() if key in _DEFAULTS and _DEFAULTS[key] != value
-        ],
+        "changed": [key for key in config if key in changed],
         "sections": sections(index.names),
         "index": progress(index),
     }
-
-
-_DEFAULTS = flatten(plain(RunConfig(recipe="")))
 
 
 def progress(index: RunIndex) -> Row:

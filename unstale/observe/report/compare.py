@@ -18,9 +18,9 @@ from typing import Any, Literal
 
 from unstale.config import ConfigError
 from unstale.durability.run_folder import CONFIG, EVENTS, METRICS, Row, RunFolder, read_jsonl
-from unstale.observe.report.gather import flatten, refuse_old, step_of
+from unstale.observe.report.gather import flatten, last_stop, refuse_old, step_of
 from unstale.observe.report.words import number
-from unstale.observe.statistics import student_t975
+from unstale.observe.statistics import has_spread, student_t975
 
 PLAN, LAUNCHES = "plan.json", "launches.jsonl"
 EXACT = "snapshot_old"
@@ -45,7 +45,10 @@ Unit = Literal["minutes", "tokens"]
 
 @dataclass(frozen=True, slots=True)
 class SeedMean:
-    """A mean over `n` seeds with its 95% interval. A single seed has no interval."""
+    """A mean over `n` seeds with its 95% interval.
+
+    A single seed has no interval, and neither have equal values.
+    """
 
     n: int
     mean: float
@@ -60,16 +63,20 @@ class SeedMean:
 def mean_over_seeds(values: Iterable[float | None]) -> SeedMean | None:
     """Return the mean of the values that are not None, with its 95% interval.
 
+    Equal values have no interval, because they do not show their spread.
+
     >>> print(mean_over_seeds([0.5, None, 0.75, 1.0]))
     0.75 (0.129 to 1.371), n = 3
+    >>> print(mean_over_seeds([0.5, 0.5]))
+    0.5, n = 2
     """
     present = [value for value in values if value is not None]
     if not present:
         return None
     n = len(present)
     mean = sum(present) / n
-    if n == 1:
-        return SeedMean(1, mean, None, None)
+    if not has_spread(present):
+        return SeedMean(n, mean, None, None)
     error = math.sqrt(sum((value - mean) ** 2 for value in present) / (n - 1) / n)
     half = student_t975(n - 1) * error
     return SeedMean(n, mean, mean - half, mean + half)
@@ -85,8 +92,7 @@ def ended(folder: Path) -> tuple[str, str]:
         lines = log.read_text("utf-8", "replace").strip().splitlines() if log.is_file() else []
         return ("failed", lines[-1]) if lines else ("not begun", "")
     run = RunFolder(folder)
-    reasons = [event.get("reason") for event in run.rows(EVENTS) if event.get("kind") == "stopped"]
-    if reasons and reasons[-1] == "finished":
+    if last_stop(run.rows(EVENTS)).get("reason") == "finished":
         return "finished", ""
     error = run.error().splitlines()
     return ("failed", error[-1]) if error else ("unfinished", "")

@@ -39,8 +39,9 @@ PAGE, TABLES, RESULTS = "compare.html", "compare.md", "compare.json"
 COLOURS, GRID = 10, 40
 HOW = (
     "Means over seeds with 95% intervals by Student's t. Differences are between runs with the "
-    "same seed. Intervals are not adjusted for multiple comparisons. Unfinished runs are listed, "
-    "but excluded from all means."
+    "same seed. A single value has no interval, and neither have values that are all equal. "
+    "Intervals are not adjusted for multiple comparisons. Unfinished runs are listed, but excluded "
+    "from all means."
 )
 
 
@@ -205,7 +206,8 @@ def findings(comparison: Comparison) -> list[str]:
         if versus is None:
             continue
         if versus.low is None or versus.high is None:
-            verdict = "one pair allows no interval"
+            verdict = "one pair allows" if versus.n == 1 else "equal differences allow"
+            verdict += " no interval"
         elif versus.low <= 0 <= versus.high:
             verdict = "no significant difference"
         else:
@@ -435,13 +437,17 @@ def _curves(
 
 
 def intervals(means: Sequence[SeedMean]) -> list[tuple[float, float]]:
-    """Return the intervals of shares, cut at 0 and 1. Empty if a mean has none."""
-    found = [
-        (max(0.0, mean.low), min(1.0, mean.high))
+    """Return the intervals of shares, cut at 0 and 1. Empty if a mean is that of a single value.
+
+    Equal values get an interval of width 0, so that a line keeps the band of its other points.
+    """
+    if any(mean.n < 2 for mean in means):
+        return []
+    ends = [
+        (mean.mean, mean.mean) if mean.low is None or mean.high is None else (mean.low, mean.high)
         for mean in means
-        if mean.low is not None and mean.high is not None
     ]
-    return found if len(found) == len(means) else []
+    return [(max(0.0, low), min(1.0, high)) for low, high in ends]
 
 
 def _by_step(arm: ArmResult) -> list[tuple[float, SeedMean]]:
@@ -495,6 +501,8 @@ def _plot(
     about = "Mean over seeds"
     banded = any(line.intervals for line in lines)
     about += "; the band is its 95% interval, cut at 0 and 100%." if banded else "."
+    if any(low == high for line in lines for low, high in line.intervals):
+        about += " Where all seeds are equal, it has no width, because their spread is not known."
     plot = line_plot(lines, x, y, label=title, width=FULL if wide else HALF)
     keys = [(line.colour, line.name) for line in lines]
     return figure(title, about, plot, keys=keys, class_="full" if wide else "")

@@ -80,19 +80,22 @@ def learning(run: Gathered) -> Markup:
     """Return the plot of held-out success and success in training over the steps."""
     title = "Learning curve"
     lines: list[Series] = []
-    if rollout := thin(run.series("rollout/success_rate")):
+    rollout = run.series("rollout/success_rate")
+    points = thin(rollout)
+    is_thinned = len(points) < len(rollout)
+    if rollout:
         lines += [
             Series(
                 name="rollout success",
                 colour="engine faint",
-                points=rollout,
+                points=points,
                 show=percent,
-                key="rollouts, each step",
+                key="rollouts" if is_thinned else "rollouts, each step",
             ),
             Series(
                 name="mean of the last 5",
                 colour="engine",
-                points=smooth(rollout),
+                points=thin(smooth(rollout)),
                 show=percent,
                 key="rollouts, mean of the last 5 steps",
             ),
@@ -117,6 +120,8 @@ def learning(run: Gathered) -> Markup:
     plot = line_plot(lines, steps_axis(run), _share_axis(), label=label, width=FULL)
     about = "Share of solved tasks. Rollouts are the training tasks of a step; held-out tasks are "
     about += "never trained on."
+    if is_thinned:
+        about += f" Both lines of rollouts are averaged to {len(points)} points."
     keys = [(line.colour, line.key) for line in lines]
     return figure(title, about, plot, keys=keys, class_="full")
 
@@ -303,14 +308,15 @@ def size_by_lag(run: Gathered, ratio: str) -> Markup:
 def average_lag(run: Gathered, prefix: str) -> dict[int, float]:
     """Return the mean over all steps of the metrics named `prefix` + lag, for each lag.
 
-    A step is weighted by its number of tokens at that lag. Steps without such numbers have weight
-    1.
+    A step is weighted by the tokens in its mean. Runs from before these were recorded are weighted
+    by all action tokens of that lag, and steps without any numbers have weight 1.
     """
     sums: dict[int, tuple[float, float]] = {}
+    counted = prefix.replace("_abs_mean/", "_tokens/")
     for row in run.rows:
-        tokens = histogram(row)
+        measured, tokens = lag_values(row, counted), histogram(row)
         for lag, value in lag_values(row, prefix).items():
-            weight = tokens.get(lag, 0.0) if tokens else 1.0
+            weight = measured.get(lag, tokens.get(lag, 0.0) if tokens else 1.0)
             total, weights = sums.get(lag, (0.0, 0.0))
             sums[lag] = total + weight * value, weights + weight
     return {lag: total / weights for lag, (total, weights) in sorted(sums.items()) if weights > 0}

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from unstale.config import ConfigError
+from unstale.config.options import TECHNIQUE_OPTIONS
 from unstale.config.renamed import RENAMED
 from unstale.durability.run_folder import AUDIT, EVENTS, METRICS, SURVIVORS, Row, RunFolder
 from unstale.observe.health import TrainingHealth, examine
@@ -82,6 +83,7 @@ class Chosen:
 class Gathered:
     """The data of a run that its report shows."""
 
+    folder: Path
     name: str
     config: Row
     rows: list[Row]
@@ -109,6 +111,7 @@ class Gathered:
     forks: list[Row]
     started: Row
     stopped: Row
+    """The event with which the run ended. Empty if it has not ended since it was last resumed."""
     error: str
     gaps: list[str]
 
@@ -181,8 +184,9 @@ def gather(path: Path) -> Gathered:
         for row in rows
         if step_of(row) <= 0 and (time := number(row.get("time_s"))) is not None
     ]
+    log = list(folder.rows(EVENTS))
     events: dict[str, list[Row]] = {}
-    for event in folder.rows(EVENTS):
+    for event in log:
         events.setdefault(str(event.get("kind")), []).append(event)
     spans = _spans(events.get("span", ()))
     failed = [event for event in events.get("episode_failed", ()) if event.get("final", True)]
@@ -191,6 +195,7 @@ def gather(path: Path) -> Gathered:
     samples, conversations = _read_journal(folder, last)
     points, audited, seen = _points(samples)
     return Gathered(
+        folder=path,
         name=path.resolve().name,
         config=config,
         rows=trained,
@@ -212,10 +217,30 @@ def gather(path: Path) -> Gathered:
         num_held_out_failures=len(failed) - len(failures),
         forks=events.get("forked", []),
         started=events.get("started", [{}])[-1],
-        stopped=events.get("stopped", [{}])[-1],
+        stopped=last_stop(log),
         error=folder.error(),
         gaps=folder.gaps,
     )
+
+
+def last_stop(events: Iterable[Row]) -> Row:
+    """Return the event with which a run ended.
+
+    Empty if the run has not ended, or was resumed after it.
+
+    >>> last_stop([{"kind": "started"}, {"kind": "stopped", "reason": "Ctrl-C"}])["reason"]
+    'Ctrl-C'
+    >>> last_stop([{"kind": "stopped", "reason": "Ctrl-C"}, {"kind": "resumed"}])
+    {}
+    """
+    stopped: Row = {}
+    for event in events:
+        match event.get("kind"):
+            case "started" | "resumed":
+                stopped = {}
+            case "stopped":
+                stopped = event
+    return stopped
 
 
 def refuse_old(config: Row, path: Path) -> None:
@@ -259,14 +284,16 @@ def _read_journal(folder: RunFolder, last: int) -> tuple[list[Row], list[Chosen]
 
 
 def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return nested options under their full names.
+    """Return nested options under their full names, as on the command line.
 
-    >>> flatten({"a": 1, "b": {"c": 2}})
-    {'a': 1, 'b.c': 2}
+    >>> flatten({"a": 1, "b": {"c": 2}, "technique_options": {"ess_lr": {"base": 0.5}}})
+    {'a': 1, 'b.c': 2, 'ess_lr.base': 0.5}
     """
     flat: dict[str, Any] = {}
     for name, value in config.items():
-        if isinstance(value, Mapping):
+        if isinstance(value, Mapping) and name == TECHNIQUE_OPTIONS:
+            flat.update(flatten(value, prefix))
+        elif isinstance(value, Mapping):
             flat.update(flatten(value, f"{prefix}{name}."))
         else:
             flat[f"{prefix}{name}"] = value

@@ -13,14 +13,14 @@ from typing import Any
 
 from markupsafe import Markup
 
-from unstale.config import RunConfig
 from unstale.config.routes import exact_routes
-from unstale.durability.run_folder import REPORT, Row, plain, write_whole
+from unstale.durability.run_folder import CONFIG, REPORT, Row, write_whole
 from unstale.observe.health import CHECKS
 from unstale.observe.report import figures, timeline
 from unstale.observe.report.audited import audit
 from unstale.observe.report.gather import Gathered, HeldOutSuccess, flatten, gather
 from unstale.observe.report.markup import read_asset, render
+from unstale.observe.report.options import changed_options, written
 from unstale.observe.report.survivors import trained_on
 from unstale.observe.report.transcripts import conversation
 from unstale.observe.report.words import (
@@ -28,7 +28,6 @@ from unstale.observe.report.words import (
     amount,
     duration,
     factor_names,
-    number,
     percent,
     semantics,
 )
@@ -122,7 +121,8 @@ def status(run: Gathered) -> tuple[str, str]:
     reason = run.stopped.get("reason", "no reason given")
     if run.error:
         return "failed", "bad"
-    if (run.planned and run.steps >= run.planned) or reason == "finished":
+    has_ended = bool(run.stopped or not run.started)  # without events, the steps decide
+    if (has_ended and run.planned and run.steps >= run.planned) or reason == "finished":
         wrong = run.health.findings or (len(run.evaluations) > 1 and not run.improved)
         return "finished", "plain" if wrong else "good"
     if run.stopped:
@@ -233,36 +233,23 @@ def _reproduction(run: Gathered) -> dict[str, Any]:
     """Return the command that repeats the run, facts about its start, and all its options."""
     command = run.started.get("command")
     known = ("kind", "time", "command")
-    defaults = _defaults()
+    options = flatten(run.config)
+    changed = changed_options(options)
     return {
-        "command": command if isinstance(command, str) else command_of(run.config),
+        "command": command if isinstance(command, str) else repeat_command(run),
         "started": [
-            (name, _written(value)) for name, value in run.started.items() if name not in known
+            (name, written(value)) for name, value in run.started.items() if name not in known
         ],
-        "options": [
-            (name, _written(value), name in defaults and defaults[name] != value)
-            for name, value in flatten(run.config).items()
-        ],
+        "options": [(name, written(value), name in changed) for name, value in options.items()],
     }
 
 
-def command_of(config: Mapping[str, Any]) -> str:
-    """Return a command line with every option that differs from its default.
+def repeat_command(run: Gathered) -> str:
+    """Return a command that trains again with the options in the run's folder.
 
-    >>> command_of({"recipe": "retail", "seed": 3, "schedule": {"max_staleness": 1}, "name": "a b"})
-    'unstale train retail --seed 3 --schedule.max_staleness 1'
+    Empty if they could not be read.
     """
-    defaults = _defaults()
-    words = ["unstale", "train", str(config.get("recipe", "RECIPE"))]
-    for name, value in flatten(config).items():
-        if name not in ("recipe", "name", "runs") and name in defaults and defaults[name] != value:
-            words += [f"--{name}", _written(value)]
-    return shlex.join(words)
-
-
-def _defaults() -> dict[str, Any]:
-    return flatten(plain(RunConfig(recipe="")))
-
-
-def _written(value: Any) -> str:
-    return f"{value:g}" if isinstance(value, float) and number(value) is not None else str(value)
+    if "recipe" not in run.config:
+        return ""
+    name = f"{run.name}-again"
+    return shlex.join(["unstale", "train", str(run.folder / CONFIG), "--name", name])

@@ -91,7 +91,7 @@ def _how(study: StudyResults) -> list[str]:
     """Return how the tables are to be read."""
     return [
         "Means over seeds with 95% intervals by Student's t. Differences are between runs with the "
-        "same seed.",
+        "same seed. A single value has no interval, and neither have values that are all equal.",
         f"Planned differences: {study.num_planned}. Their p-values are adjusted for this number by "
         "Holm's method. It is valid although the arms of a setting share a reference, and it finds "
         "at least what Bonferroni's correction finds. The intervals of planned differences hold "
@@ -343,7 +343,7 @@ def _over_dial(
     y = Axis(label="", low=0, high=1, show=lambda share: f"{100 * share:.0f}%")
     plot = line_plot(series, x, y, label=title, width=HALF)
     keys = [(colours[arm], arm) for arm in lines]
-    return figure(title, "Mean over seeds, with its 95% interval.", plot, keys=keys)
+    return figure(title, "Mean over seeds, with its 95% interval if they differ.", plot, keys=keys)
 
 
 def _json(study: StudyResults) -> Mapping[str, Any]:

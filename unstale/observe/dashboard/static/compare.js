@@ -68,7 +68,7 @@ export function compare(content, _, query) {
 
   const NAMES = { success: "success", reward: "reward", sampled_tokens: "sampled tokens", turns: "turns" };
   function paired(found) {
-    const about = "Groups with the same number and the same task in both runs: mean of A, mean of B, and B - A with its 95% interval over groups. With equal groups per step they were also trained on in the same step. Tasks are held equal, the chance of sampling is not. The command \"unstale compare\" runs several seeds.";
+    const about = "Finished groups with the same number and the same task in both runs: mean of A, mean of B, and B - A with its 95% interval over groups. A single group has no interval, and neither have equal differences. With equal groups per step they were also trained on in the same step. Tasks are held equal, the chance of sampling is not. The command \"unstale compare\" runs several seeds.";
     if (!found.groups) return h("p", { class: "gap" }, "No group has the same task in both runs, so they cannot be compared in pairs. Runs with the same seed and task options draw the same tasks.");
     const show = (name, value) => (name === "success" ? percent(value, 1) : amount(value));
     const rows = (figures, groups) => figures.map((each) => {
@@ -78,7 +78,7 @@ export function compare(content, _, query) {
         h("td", {}, h(clear ? "b" : "span", {}, show(each.name, each.difference)), each.interval ? h("small", {}, ` ${show(each.name, low)} to ${show(each.name, high)}`) : ""));
     });
     return [h("p", { class: "lead" }, about), scrolling("Pairs", h("table", { class: "results" }, h("thead", {}, h("tr", {}, ["figure", "groups", "A", "B", "B - A"].map((name) => h("th", { scope: "col" }, name)))), h("tbody", {},
-      rows(found.figures, `all ${found.groups} common`), rows(found.late, `last ${found.late_groups}`)))), found.only ? h("p", { class: "quiet" }, `${found.only} groups were in one run only, or had different tasks.`) : null];
+      rows(found.figures, `all ${found.groups} common`), rows(found.late, `last ${found.late_groups}`)))), found.only ? h("p", { class: "quiet" }, `${found.only} groups were finished in one run only, or had different tasks.`) : null];
   }
 
   const tables = h("div");
