@@ -40,6 +40,7 @@ RECENT = 20
 
 MAX_POINTS = 2000
 MAX_METRICS = 24
+MAX_WINDOW = 100
 MAX_EVENTS = 200
 LIST_POINTS = 60
 """Points of a curve in the list of runs."""
@@ -183,25 +184,39 @@ def progress(index: RunIndex) -> Row:
 
 
 def series(
-    database: Database, names: Sequence[str], points: int = 500, *, axis: str = "step"
+    database: Database,
+    names: Sequence[str],
+    points: int = 500,
+    *,
+    axis: str = "step",
+    window: int = 1,
 ) -> dict[str, list[Any]]:
     """Return the values of metrics over the steps, as `[steps, values]` by name.
 
     With another `axis` (`axes.AXES`) its values take the place of the steps. Steps without one are
     left out.
 
-    Of longer series about `points` points are kept: the smallest and the largest value of each of
-    equal parts of the steps, so that no peak is lost.
+    A value is the mean of the last `window` recorded ones. Of longer series about `points` points
+    are then kept: the smallest and the largest value of each of equal parts of the steps, so that
+    no peak is lost.
     """
     if len(names) > MAX_METRICS:
         raise BadQuestion(f"at most {MAX_METRICS} metrics at a time, got {len(names)}")
     if not 2 <= points <= MAX_POINTS:
         raise BadQuestion(f"points must be between 2 and {MAX_POINTS}, got {points}")
+    if not 1 <= window <= MAX_WINDOW:
+        raise BadQuestion(f"window must be between 1 and {MAX_WINDOW}, got {window}")
     rows: dict[str, list[tuple[int, float]]] = {name: [] for name in names}
+    running = (
+        f"avg(value) OVER (PARTITION BY names.id ORDER BY step ROWS {window - 1} PRECEDING)"
+        if window > 1
+        else "value"
+    )
     marks = ", ".join("?" * len(rows))
     for name, step, value in database.rows(
-        "SELECT names.name, step, value FROM names JOIN metrics ON metrics.name = names.id "
-        f"WHERE names.name IN ({marks}) ORDER BY names.id, step",
+        f"SELECT names.name, step, {running} FROM names "
+        f"JOIN metrics ON metrics.name = names.id WHERE names.name IN ({marks}) "
+        "ORDER BY names.id, step",
         list(rows),
     ):
         rows[name].append((step, value))
