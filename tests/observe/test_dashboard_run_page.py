@@ -212,6 +212,31 @@ def test_options_of_routes_and_techniques_are_marked_if_they_are_not_the_default
     index.close()
 
 
+def test_a_check_that_failed_in_a_step_before_a_resume_holds_if_the_repeated_step_is_sound(
+    index: RunIndex, run: Path
+) -> None:
+    """A resume takes back the metrics after its checkpoint, and keeps the events."""
+
+    def failed() -> dict[str, tuple[float, str]]:
+        fill(index)
+        checks = summary.overview("first", index)["checks"]
+        return {each["name"]: (each["step"], each["text"]) for each in checks if each["text"]}
+
+    before = [*RunFolder(run).rows(METRICS)]
+    assert failed() == {}
+    with RunLog(run) as log:
+        Recorder(Outputs(log, NoDisplay())).write(7, {"correction/kept_share": 0.25})
+        ((step, text),) = failed().values()
+        assert step == 7 and "kept 25% of the tokens" in text
+        log.rewind(before)  # as a resume does
+        log.event("resumed", step=6)
+        assert failed() == {}
+        Recorder(Outputs(log, NoDisplay())).write(7, {"correction/kept_share": 0.75})
+    assert failed() == {} and index.last_step == 7
+    events = [event["kind"] for event in RunFolder(run).rows(EVENTS)]
+    assert events.count("health") == 1
+
+
 def test_attempts_examples_and_forks_come_from_the_index(index: RunIndex, run: Path) -> None:
     for episode in (3, 5):
         add_event(run, time=9.0, kind="forked", reason="edited", episode=episode, at=2)

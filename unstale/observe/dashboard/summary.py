@@ -155,7 +155,7 @@ def overview(name: str, index: RunIndex) -> Row:
         "pace": {"sentence": pace.sentence, "advice": pace.advice},
         "evaluations": evaluations(database),
         "figures": _figures(database),
-        "checks": _checks(database),
+        "checks": _checks(index),
         "failures": failures(database),
         "error": folder.error()[-20_000:],
         "gaps": [*gaps, *folder.gaps],
@@ -323,27 +323,26 @@ def _event_text(fields: str) -> str:
     return ", ".join(parts)[:600]
 
 
-def _checks(database: Database) -> list[Row]:
+def _checks(index: RunIndex) -> list[Row]:
     """Return the checks of training health, each with the finding that failed it, if any.
 
     Without a recorded step there are none, because nothing was checked.
     """
-    if not database.rows("SELECT 1 FROM metrics WHERE step > 0 LIMIT 1"):
+    if not index.database.rows("SELECT 1 FROM metrics WHERE step > 0 LIMIT 1"):
         return []
-    found: dict[str, Row] = {}
-    rows = database.rows("SELECT fields FROM events WHERE kind = 'health' ORDER BY id LIMIT 1000")
-    for (fields,) in rows:
-        event = _load(fields)
-        found.setdefault(str(event.get("check")), event)
-    return [
-        {
-            "name": check.name,
-            "title": check.title,
-            "text": _text(found.get(check.name, {}).get("text"))[:2000],
-            "step": number(found.get(check.name, {}).get("step")),
-        }
-        for check in CHECKS
-    ]
+    findings = index.health.findings
+    rows = []
+    for check in CHECKS:
+        found = findings.get(check.name)
+        rows.append(
+            {
+                "name": check.name,
+                "title": check.title,
+                "text": found.text if found else "",
+                "step": found.step if found else None,
+            }
+        )
+    return rows
 
 
 def _figures(database: Database) -> Row:
