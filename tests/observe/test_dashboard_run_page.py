@@ -212,6 +212,31 @@ def test_options_of_routes_and_techniques_are_marked_if_they_are_not_the_default
     index.close()
 
 
+def test_a_check_that_failed_in_a_step_before_a_resume_holds_if_the_repeated_step_is_sound(
+    index: RunIndex, run: Path
+) -> None:
+    """A resume takes back the metrics after its checkpoint, and keeps the events."""
+
+    def failed() -> dict[str, tuple[float, str]]:
+        fill(index)
+        checks = summary.overview("first", index)["checks"]
+        return {each["name"]: (each["step"], each["text"]) for each in checks if each["text"]}
+
+    before = [*RunFolder(run).rows(METRICS)]
+    assert failed() == {}
+    with RunLog(run) as log:
+        Recorder(Outputs(log, NoDisplay())).write(7, {"correction/kept_share": 0.25})
+        ((step, text),) = failed().values()
+        assert step == 7 and "kept 25% of the tokens" in text
+        log.rewind(before)  # as a resume does
+        log.event("resumed", step=6)
+        assert failed() == {}
+        Recorder(Outputs(log, NoDisplay())).write(7, {"correction/kept_share": 0.75})
+    assert failed() == {} and index.last_step == 7
+    events = [event["kind"] for event in RunFolder(run).rows(EVENTS)]
+    assert events.count("health") == 1
+
+
 def test_attempts_examples_and_forks_come_from_the_index(index: RunIndex, run: Path) -> None:
     for episode in (3, 5):
         add_event(run, time=9.0, kind="forked", reason="edited", episode=episode, at=2)
@@ -381,6 +406,31 @@ def test_two_runs_are_compared_on_the_groups_that_both_finished(tmp_path: Path) 
         index.close()
 
 
+def test_a_long_series_has_means_of_steps_and_not_of_the_points_that_are_kept(
+    tmp_path: Path,
+) -> None:
+    values = [0.25 * (step * step % 5) for step in range(1, 1201)]
+    run = tmp_path / "run"
+    run.mkdir()
+    for step, value in enumerate(values, 1):
+        add_row(run, step=step, **{"rollout/success_rate": value, "x": step})
+    index = fill(RunIndex(run, tmp_path / "index.sqlite"))
+    names = ["rollout/success_rate", "x"]
+    found = summary.series(index.database, names, 100, window=5)
+    for name, of_steps in zip(names, (values, range(1, 1201)), strict=True):
+        steps, means = found[name]
+        assert len(steps) <= 102 and steps[-1] == 1200
+        expected = []
+        for step in steps:
+            last = of_steps[max(0, step - 5) : step]
+            expected.append(sum(last) / len(last))
+        assert means == pytest.approx(expected)
+    assert summary.series(index.database, names, 2000, window=1)["x"][1] == list(range(1, 1201))
+    with pytest.raises(BadQuestion, match="window must be between 1 and 100, got 0"):
+        summary.series(index.database, names, window=0)
+    index.close()
+
+
 def test_curves_may_be_over_seconds_of_training_and_sampled_tokens(
     index: RunIndex, run: Path
 ) -> None:
@@ -421,6 +471,12 @@ def test_the_server_answers_them(run: Path) -> None:
         assert client.ask("pairs", 404, a="first", b="no")["error"]
         found = client.ask("series", run="first", name="reward/mean", x="seconds", at=[2, 99])
         assert found["at"] == [found["series"]["reward/mean"][0][1], None]
+        assert client.ask("series", 400, run="first", window=101)["error"].startswith("window must")
+        mean, raw = (
+            client.ask("series", run="first", name="reward/mean", window=window)["series"]
+            for window in (5, 1)
+        )
+        assert mean["reward/mean"][1][-1] == pytest.approx(sum(raw["reward/mean"][1][1:]) / 5)
         assert client.ask("series", 400, run="first", x="hours", at=1)["error"].startswith("x must")
         assert client.ask("series", 400, run="first", at="x")["error"]
         assert client.ask("series", 400, run="first", at=[1] * 501)["error"]
@@ -506,6 +562,25 @@ def test_the_pages_are_complete_and_readable(recorded: Path, tmp_path: Path) -> 
             page.wait(f"document.querySelector('#x-axis')?.value === '{axis}'")
             page.wait(f"document.querySelector('.where')?.innerText.startsWith('{axis}{end}')")
             assert page.run("location.hash").endswith("" if axis == "step" else f"&x={axis}")
+        assert page.errors == []
+
+
+@pytest.mark.costly
+@pytest.mark.skipif(browser_program() is None, reason=NO_BROWSER)
+def test_the_learning_curve_shows_means_of_five_steps(tmp_path: Path) -> None:
+    """The success of the last five of 1,200 steps is 1. Before, it is 0 and 1 in turns."""
+    run = tmp_path / "runs" / "long"
+    RunLog.create(run, fake_config()).close()
+    rows = [
+        {"step": step, "rollout/success_rate": float(step % 2 or step > 1195)}
+        for step in range(1, 1201)
+    ]
+    (run / METRICS).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    keys = "document.querySelector('figure .keys')?.innerText ?? ''"
+    with served(run.parent) as client, dashboard_page(client.dashboard.url, runs=1) as page:
+        page.run("location.hash = '#/run/long'")
+        page.wait(f"({keys}).includes('mean of 5')")
+        assert re.search(r"rollouts, mean of 5\s+100\.0%", page.run(keys)), page.run(keys)
         assert page.errors == []
 
 

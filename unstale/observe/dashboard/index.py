@@ -24,6 +24,7 @@ from unstale.observe.dashboard.events import MAX_EVENT_TEXT, add_event
 from unstale.observe.dashboard.folders import is_own_file
 from unstale.observe.dashboard.tail import Tail
 from unstale.observe.dashboard.training import measure_group
+from unstale.observe.health import TrainingHealth
 from unstale.observe.report.gather import histogram
 from unstale.observe.report.words import number
 
@@ -93,6 +94,11 @@ class RunIndex:
         self._events = Tail(folder / EVENTS)
         self.state_events: dict[str, tuple[int, Row]] = {}
         """The last event of each kind of `STATE_EVENTS`: its place in the log, and its fields."""
+        self.health = TrainingHealth()
+        """The checks of the rows of `metrics.jsonl` read so far.
+
+        The events of checks also have those of steps that a resume has repeated.
+        """
         self._names: dict[str, int] = {}
         self._state: tuple[int, ...] = ()
         self._inode = 0
@@ -167,7 +173,10 @@ class RunIndex:
         if is_new:
             self.database.clear_metrics()
             self._names, self.num_rows, self.last_step = {}, 0, 0
+            self.health = TrainingHealth()
         self._add_each(self._metrics, rows, self._add_row)
+        for row in rows:
+            self.health.update(row)
         self.num_rows += len(rows)
         self.changes += bool(rows or is_new)
         return bool(rows)

@@ -266,9 +266,10 @@ class _Api:
             parameters.whole(request, "points", 500),
         )
         steps = parameters.ints(request, "at")
+        window = parameters.whole(request, "window", 1)
         with index.database.read():
             return {
-                "series": summary.series(index.database, names, points, axis=axis),
+                "series": summary.series(index.database, names, points, axis=axis, window=window),
                 "at": axes.positions(index.database, axis, steps),
             }
 

@@ -40,6 +40,7 @@ RECENT = 20
 
 MAX_POINTS = 2000
 MAX_METRICS = 24
+MAX_WINDOW = 100
 MAX_EVENTS = 200
 LIST_POINTS = 60
 """Points of a curve in the list of runs."""
@@ -154,7 +155,7 @@ def overview(name: str, index: RunIndex) -> Row:
         "pace": {"sentence": pace.sentence, "advice": pace.advice},
         "evaluations": evaluations(database),
         "figures": _figures(database),
-        "checks": _checks(database),
+        "checks": _checks(index),
         "failures": failures(database),
         "error": folder.error()[-20_000:],
         "gaps": [*gaps, *folder.gaps],
@@ -183,25 +184,39 @@ def progress(index: RunIndex) -> Row:
 
 
 def series(
-    database: Database, names: Sequence[str], points: int = 500, *, axis: str = "step"
+    database: Database,
+    names: Sequence[str],
+    points: int = 500,
+    *,
+    axis: str = "step",
+    window: int = 1,
 ) -> dict[str, list[Any]]:
     """Return the values of metrics over the steps, as `[steps, values]` by name.
 
     With another `axis` (`axes.AXES`) its values take the place of the steps. Steps without one are
     left out.
 
-    Of longer series about `points` points are kept: the smallest and the largest value of each of
-    equal parts of the steps, so that no peak is lost.
+    A value is the mean of the last `window` recorded ones. Of longer series about `points` points
+    are then kept: the smallest and the largest value of each of equal parts of the steps, so that
+    no peak is lost.
     """
     if len(names) > MAX_METRICS:
         raise BadQuestion(f"at most {MAX_METRICS} metrics at a time, got {len(names)}")
     if not 2 <= points <= MAX_POINTS:
         raise BadQuestion(f"points must be between 2 and {MAX_POINTS}, got {points}")
+    if not 1 <= window <= MAX_WINDOW:
+        raise BadQuestion(f"window must be between 1 and {MAX_WINDOW}, got {window}")
     rows: dict[str, list[tuple[int, float]]] = {name: [] for name in names}
+    running = (
+        f"avg(value) OVER (PARTITION BY names.id ORDER BY step ROWS {window - 1} PRECEDING)"
+        if window > 1
+        else "value"
+    )
     marks = ", ".join("?" * len(rows))
     for name, step, value in database.rows(
-        "SELECT names.name, step, value FROM names JOIN metrics ON metrics.name = names.id "
-        f"WHERE names.name IN ({marks}) ORDER BY names.id, step",
+        f"SELECT names.name, step, {running} FROM names "
+        f"JOIN metrics ON metrics.name = names.id WHERE names.name IN ({marks}) "
+        "ORDER BY names.id, step",
         list(rows),
     ):
         rows[name].append((step, value))
@@ -308,27 +323,26 @@ def _event_text(fields: str) -> str:
     return ", ".join(parts)[:600]
 
 
-def _checks(database: Database) -> list[Row]:
+def _checks(index: RunIndex) -> list[Row]:
     """Return the checks of training health, each with the finding that failed it, if any.
 
     Without a recorded step there are none, because nothing was checked.
     """
-    if not database.rows("SELECT 1 FROM metrics WHERE step > 0 LIMIT 1"):
+    if not index.database.rows("SELECT 1 FROM metrics WHERE step > 0 LIMIT 1"):
         return []
-    found: dict[str, Row] = {}
-    rows = database.rows("SELECT fields FROM events WHERE kind = 'health' ORDER BY id LIMIT 1000")
-    for (fields,) in rows:
-        event = _load(fields)
-        found.setdefault(str(event.get("check")), event)
-    return [
-        {
-            "name": check.name,
-            "title": check.title,
-            "text": _text(found.get(check.name, {}).get("text"))[:2000],
-            "step": number(found.get(check.name, {}).get("step")),
-        }
-        for check in CHECKS
-    ]
+    findings = index.health.findings
+    rows = []
+    for check in CHECKS:
+        found = findings.get(check.name)
+        rows.append(
+            {
+                "name": check.name,
+                "title": check.title,
+                "text": found.text if found else "",
+                "step": found.step if found else None,
+            }
+        )
+    return rows
 
 
 def _figures(database: Database) -> Row:

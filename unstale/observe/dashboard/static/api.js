@@ -32,10 +32,11 @@ const MOST = 24;
 let waiting = new Map();
 
 // Ask for the series of some metrics of a run. What the plots of a page ask for at one moment is
-// asked together, because each request takes time of the server.
-export function askSeries(run, names, { points, x, at = [] }) {
+// asked together, because each request takes time of the server. With `window`, each value is the
+// mean of the last few.
+export function askSeries(run, names, { points, x, at = [], window }) {
   if (!waiting.size) queueMicrotask(send);
-  const key = JSON.stringify({ run, points, x, at });
+  const key = JSON.stringify({ run, points, x, at, window });
   if (!waiting.has(key)) waiting.set(key, []);
   return new Promise((resolve, reject) => waiting.get(key).push({ names, resolve, reject }));
 }

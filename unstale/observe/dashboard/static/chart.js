@@ -246,10 +246,3 @@ export function sparkline(lines, label) {
   charts.add(chart);
   return box;
 }
-
-// The mean of the last few values at each step.
-export const smooth = (values, width = 5) =>
-  values.map((_, at) => {
-    const part = values.slice(Math.max(0, at - width + 1), at + 1);
-    return part.reduce((sum, value) => sum + value, 0) / part.length;
-  });

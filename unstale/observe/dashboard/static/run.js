@@ -1,7 +1,7 @@
 // One run: its outcome, key figures, health, plots and timeline, live.
 
 import { ask, askSeries, follow } from "./api.js";
-import { Plot, smooth } from "./chart.js";
+import { Plot } from "./chart.js";
 import * as details from "./details.js";
 import { h, replace, scrolling, settled } from "./dom.js";
 import { amount, duration, percent, whole } from "./format.js";
@@ -11,6 +11,9 @@ import { whileInView } from "./view.js";
 
 const POINTS = 500;
 const HELD_OUT = 500;
+const SUCCESS = "rollout/success_rate";
+// Steps of which the curve of success is the mean.
+const MEAN_STEPS = 5;
 // Lags with a bar of their own. One more bar has the larger ones.
 const LAG_BARS = 12;
 const DETAILS_MS = 5000;
@@ -78,21 +81,24 @@ export function cards(names, sections, axis = "step") {
 
 export function learning(names, axis = "step") {
   const plot = new Plot({ title: "Learning curve", unit: "share", scale: "share", height: 240, label: axis });
-  const about = "Share of solved tasks: rollouts of each step, their mean over five steps, and held-out tasks with a 95% interval.";
+  const about = "Share of solved tasks: rollouts of each step, the mean of the last five steps, and held-out tasks with a 95% interval.";
   const element = h("figure", { class: "card" }, h("figcaption", {}, h("h3", {}, "Learning curve"), h("p", {}, about)), plot.element);
   async function load(runs) {
     const steps = runs.map((run) => (axis === "step" ? [] : run.evaluations.slice(-HELD_OUT).map((each) => each.step)));
-    const answers = await Promise.all(names.map((run, number) => askSeries(run, ["rollout/success_rate"], { points: POINTS, x: axis, at: steps[number] })));
     const several = names.length > 1;
+    const [answers, single] = await Promise.all([
+      Promise.all(names.map((run, number) => askSeries(run, [SUCCESS], { points: POINTS, x: axis, at: steps[number], window: MEAN_STEPS }))),
+      several ? null : askSeries(names[0], [SUCCESS], { points: POINTS, x: axis }),
+    ]);
     plot.set(answers.flatMap(({ series, at }, number) => {
-      const [x, y] = series["rollout/success_rate"];
+      const [x, y] = series[SUCCESS];
       const before = several ? `${"AB"[number]} ` : "";
       const tint = several ? ["engine", "trainer"][number] : "engine";
       const places = new Map(steps[number].map((step, index) => [step, at[index]]));
       const held = runs[number].evaluations.map((each) => ({ ...each, x: axis === "step" ? each.step : places.get(each.step) })).filter((each) => Number.isFinite(each.x));
       const counted = held.length && held.every((each) => each.interval);
-      const lines = several ? [] : [{ name: "rollouts", x, y, colour: tint, faint: true }];
-      if (x.length > 1) lines.push({ name: `${before}rollouts, mean of 5`, x, y: smooth(y), colour: tint, faint: several });
+      const lines = several ? [] : [{ name: "rollouts", x: single.series[SUCCESS][0], y: single.series[SUCCESS][1], colour: tint, faint: true }];
+      if (x.length > 1) lines.push({ name: `${before}rollouts, mean of ${MEAN_STEPS}`, x, y, colour: tint, faint: several });
       lines.push({ name: `${before}held out`, x: held.map((each) => each.x), y: held.map((each) => each.success), colour: several ? tint : "good", dots: true,
         low: counted ? held.map((each) => each.interval[0]) : undefined, high: counted ? held.map((each) => each.interval[1]) : undefined });
       return lines;
