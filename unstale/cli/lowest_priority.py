@@ -3,7 +3,7 @@
 import ctypes
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 
@@ -29,9 +29,12 @@ def run_at_lowest_priority(act: Callable[[], object]) -> int:
         act()
         return 0
     parent = os.getpid()
+    # a signal that comes before the handlers would end this process alone
+    unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, _FORWARDED)
     child = os.fork()
     if child:
-        return _wait_for(child)
+        return _wait_for(child, unblocked)
+    signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
     ctypes.CDLL(None).prctl(_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != parent:
         os._exit(1)
@@ -43,12 +46,16 @@ def run_at_lowest_priority(act: Callable[[], object]) -> int:
     return 0
 
 
-def _wait_for(child: int) -> int:
-    """Pass signals on to the child process until it ends. Return its exit code."""
+def _wait_for(child: int, unblocked: Iterable[signal.Signals | int]) -> int:
+    """Pass signals on to the child process until it ends. Return its exit code.
+
+    `unblocked` is the mask of signals to set once they are passed on.
+    """
     before = {
         number: signal.signal(number, lambda number, _: os.kill(child, number))
         for number in _FORWARDED
     }
+    signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
     try:
         code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     finally:
