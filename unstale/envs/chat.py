@@ -216,8 +216,7 @@ class Chat:
     def message(self, text: str) -> Message:
         """Return the message of a reply with this text.
 
-        If the reply was cut off in its reasoning text, all of it is in `thoughts`: it has no answer
-        yet.
+        If the reply does not end its reasoning text, all of it is in `thoughts`: it has no answer.
         """
         if self._only_thinks(text):
             return Message("assistant", "", thoughts=_split_thoughts(text)[0])

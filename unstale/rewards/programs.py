@@ -27,9 +27,8 @@ def plain(value):
     for kind, number in ((int, numbers.Integral), (float, numbers.Real)):
         if isinstance(value, number):
             return kind(value)
-    for kind in (str, bytes):
-        if isinstance(value, kind):
-            return kind(value)
+    if isinstance(value, str):
+        return str.__str__(value)
     return value
 program = sys.modules["program"] = types.ModuleType("program")
 source = open("program.py", encoding="utf-8").read()
