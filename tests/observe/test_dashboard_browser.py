@@ -344,6 +344,7 @@ def test_marks_of_an_axis_are_not_rounded_to_equal_ones(page: Page) -> None:
     assert marks("", 0, 1, 2) == ["0", "1", "2"]
 
 
+@pytest.mark.costly
 def test_new_values_leave_the_chosen_steps_and_the_cursor(
     page: Page, client: Client, root: Path
 ) -> None:

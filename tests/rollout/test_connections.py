@@ -19,6 +19,7 @@ from tests.support.waits import LIMIT_S
 from unstale.rollout.endpoint import connections
 
 
+@pytest.mark.costly
 def test_a_crowd_of_strangers_is_refused_and_the_run_never_notices(tmp_path: Path) -> None:
     """1,024 descriptors and 1,100 idle connections. New and old clients with the token are served.
 

@@ -321,6 +321,7 @@ def hostile_tasks() -> Listed:
     return Listed(env=lambda task, seed: CancelsEverything())
 
 
+@pytest.mark.costly
 def test_a_run_whose_tasks_are_all_cancelled_names_the_environment(tmp_path: Path) -> None:
     config = small(tmp_path, task=TaskConfig(env=f"{__name__}:hostile_tasks"))
     with pytest.raises(
