@@ -60,7 +60,7 @@ class RouteFiles:
         self._opened: set[int] = set()
         """Groups whose files end with a whole record. Only the writing thread uses it."""
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        """What the writing thread is to do. None at the end."""
+        """Functions that the writing thread calls in turn. None ends the thread."""
         self._num_done = 0
         self._thread: Thread | None = None
         self._is_closed = False
@@ -94,16 +94,14 @@ class RouteFiles:
 
         Raises TimeoutError if nothing could be written for `stuck_s` seconds.
         """
-        self._is_closed = True
-        if self._thread is None:
-            return
-        self._queue.put(None)
-        num_done = -1
-        while self._thread.is_alive() and self._num_done > num_done:
-            num_done = self._num_done
+        try:
+            if self._thread is not None and not self._is_closed:
+                self.flush(stuck_s)
+        finally:
+            self._is_closed = True
+            self._queue.put(None)
+        if self._thread is not None:
             self._thread.join(stuck_s)
-        if self._thread.is_alive():
-            raise TimeoutError
 
     def consumed(self, groups: Iterable[int]) -> None:
         """Note the groups that a new checkpoint was trained on.
