@@ -304,7 +304,7 @@ def test_a_dense_model_is_refused(tmp_path: Path) -> None:
 
 @pytest.fixture(params=["compiled", "without a compiler"])
 def reader(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """How routes in replies are read."""
+    """Read the routes of replies by compiled code, and without it."""
     if request.param != "compiled":
         monkeypatch.setattr(encoded_routes, "_library", lambda: None)
     return str(request.param)

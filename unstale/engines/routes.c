@@ -11,7 +11,7 @@ static int is_space(uint8_t c)
     return c == ' ' || c == '\t' || c == '\n' || c == '\r';
 }
 
-/* Find the string that is the value of the only member called `name`, which includes its quotes.
+/* Find the string that is the value of the only member called `name`. `name` includes its quotes.
 
    Writes where its quotes are, and returns 1. Returns 0 if there is none, if several members have
    this name, or if the string has an escape. Inside a string a quote is written with a backslash

@@ -77,9 +77,9 @@ class Turn:
     done: bool = False
     rewards: Mapping[str, float] = field(default_factory=dict)
     """Rewards of the whole episode by name, if it ends after this turn. It ends because it is
-    `done`, or because a limit of turns or tokens ends it. Without rewards, the reward is then 0.
-    Rewards of other turns are not used. The reward of the episode is their sum, or the result of
-    the task set's `combine`. A single number is stored as `{"reward": number}`.
+    `done`, or because a limit of turns or tokens ends it. An episode whose last turn has no rewards
+    has the reward 0. Rewards of other turns are not used. The reward of the episode is their sum,
+    or the result of the task set's `combine`. A single number is stored as `{"reward": number}`.
     """
     reward: float = 0.0
     """Reward of the last reply alone. The advantage estimator `turn_level`, the technique

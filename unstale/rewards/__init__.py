@@ -21,7 +21,7 @@ _BETWEEN_THOUSANDS = re.compile(
     r"(?<=\d)(?:\{,\}|\\[,;:! ]|[\N{NO-BREAK SPACE}\N{THIN SPACE}\N{NARROW NO-BREAK SPACE}])"
     r"(?=\d{3}(?!\d))"
 )
-"""What LaTeX and typographers write between thousands, besides a comma."""
+"""Separators of thousands other than a comma, in LaTeX and in typeset text."""
 _MINUS_SIGNS = str.maketrans("\N{MINUS SIGN}\N{EN DASH}", "--")
 _PUNCTUATION = " ,;:!?\"'`*\N{LEFT DOUBLE QUOTATION MARK}\N{RIGHT DOUBLE QUOTATION MARK}"
 
@@ -89,7 +89,7 @@ def numeric(text: str, expected: float, *, relative: float = 1e-6, absolute: flo
 def _last_number(text: str) -> float | None:
     """Return the last number in the text, or None.
 
-    A minus sign may be typeset, and so may be what is between thousands.
+    Typeset minus signs and separators of thousands are understood.
     """
     numbers = _NUMBER.findall(_BETWEEN_THOUSANDS.sub(",", text).translate(_MINUS_SIGNS))
     return float(numbers[-1].replace(",", "")) if numbers else None
