@@ -66,7 +66,7 @@ def test_engine_and_trainer_agree_in_float32(rows: Rows) -> None:
     assert max(row["correction/log_d_abs_p99"] for row in rows) < 1e-5
 
 
-@pytest.mark.costly
+@pytest.mark.costly(cases=0)
 @pytest.mark.parametrize("route", ["interrupt_sync", "eager", "old_logit_model"])
 def test_every_exact_route_replays(model: Path, tmp_path: Path, route: str) -> None:
     config = configure(
@@ -112,6 +112,7 @@ def test_a_resumed_run_replays_the_routes_of_its_episodes(
     assert "group-000004" in kept, "a run may resume from the checkpoint before the last"
 
 
+@pytest.mark.costly
 def test_lost_routes_are_counted_and_never_exact(stopped: RunConfig, tmp_path: Path) -> None:
     rows = resumed(stopped, tmp_path, shutil.rmtree)
     lost = [row["routes/missing_share"] for row in rows]

@@ -156,22 +156,22 @@ def left(turns: int) -> int:
 def test_episodes_leave_nothing_for_the_garbage_collector() -> None:
     # In another process, because threads of other tests leave something, too.
     with ProcessPoolExecutor(1, CONTEXT) as apart:
-        few, many = apart.map(left, (200, 2_000))
-    assert many - few < 100  # of 360 episodes more; what was cut short at the end is the same
+        few, many = apart.map(left, (200, 1_000))
+    assert many - few < 40  # of 160 episodes more; what was cut short at the end is the same
 
 
 def test_a_run_leaves_the_garbage_collector_as_it_found_it() -> None:
-    before = gc.get_threshold(), gc.get_freeze_count()
-    with rare_garbage_collection():
-        assert gc.get_threshold()[0] == YOUNG_OBJECTS and gc.get_freeze_count() > before[1]
-    assert (gc.get_threshold(), gc.get_freeze_count()) == before
-    gc.freeze()
+    gc.unfreeze()  # what `conftest.py` has frozen
     try:
+        before = gc.get_threshold(), gc.get_freeze_count()
         with rare_garbage_collection():
-            pass
-        assert gc.get_freeze_count() > 0, "what the host has frozen was thawed"
+            assert gc.get_threshold()[0] == YOUNG_OBJECTS and gc.get_freeze_count() > before[1]
+        assert (gc.get_threshold(), gc.get_freeze_count()) == before
     finally:
-        gc.unfreeze()
+        gc.freeze()
+    with rare_garbage_collection():
+        pass
+    assert gc.get_freeze_count() > 0, "what the host has frozen was thawed"
 
 
 def by_the_rule(finished: set[int], taken: set[int], window: int, batch: int) -> list[int] | None:

@@ -133,6 +133,7 @@ def test_open_episodes_are_bounded_and_failed_ones_are_a_warning(
     assert isinstance(out.file, StringIO) and "of the rollouts failed" in out.file.getvalue()
 
 
+@pytest.mark.costly
 def test_an_environment_that_answers_differently_is_refused(
     one_word: RunConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:

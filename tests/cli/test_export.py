@@ -93,6 +93,7 @@ def changed_at(folder: Path) -> dict[Path, int]:
     return {path: path.stat().st_mtime_ns for path in [folder, *folder.rglob("*")]}
 
 
+@pytest.mark.costly(cases=1)
 @pytest.mark.parametrize("trainer", TRAINERS)
 def test_the_newest_checkpoint_is_what_the_run_saved_at_its_end(
     finished: Callable[[str], Path],

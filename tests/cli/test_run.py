@@ -425,6 +425,7 @@ def test_a_dead_engine_ends_the_run_within_seconds(tmp_path: Path) -> None:
     assert (tmp_path / "run" / "report.html").exists()
 
 
+@pytest.mark.costly(cases=1)
 @pytest.mark.parametrize("by", [signal.SIGINT, signal.SIGTERM])
 def test_ctrl_c_and_sigterm_save_and_say_where_to_look(tmp_path: Path, by: signal.Signals) -> None:
     with started(tmp_path, steps=100_000) as process:

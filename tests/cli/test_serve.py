@@ -31,6 +31,7 @@ CONFIG = RunConfig(
 )
 
 
+@pytest.mark.costly(cases=1)
 @pytest.mark.parametrize("verb", ["eval", "serve"])
 def test_a_server_that_is_not_there_is_one_message_and_exit_code_1(
     verb: str, capsys: pytest.CaptureFixture[str]

@@ -634,6 +634,7 @@ class Broken(TwoTurns):
         return await super().begin()
 
 
+@pytest.mark.costly
 def test_a_quarantined_task_is_not_handed_out_again_in_any_life(tmp_path: Path) -> None:
     folder, made = tmp_path / "run", config()
     with played_with(Broken, lambda: cycle(range(5))) as toy:
@@ -793,10 +794,9 @@ def test_a_run_that_goes_on_after_its_end_keeps_its_final_evaluation(
         last = rows(folder)[-1]
         assert last["step"] == STEPS and "eval/reward_mean" in last
         longer = replace(made, steps=STEPS + 2)
-        if not deterministic:
-            with monkeypatch.context() as patch, pytest.raises(ExceptionGroup):
-                patch.setattr(ScriptedEngine, "start", fail)
-                toy.go_on(folder, longer)
+        with monkeypatch.context() as patch, pytest.raises(ExceptionGroup):
+            patch.setattr(ScriptedEngine, "start", fail)
+            toy.go_on(folder, longer)
         toy.go_on(folder, longer)
     with Journal.read(folder) as reader:
         logged = reader.steps()

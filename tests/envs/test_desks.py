@@ -50,6 +50,7 @@ def test_the_expert_always_succeeds_and_never_errs(name: str, level: int) -> Non
         assert last.facts["tool_errors"] == 0.0
 
 
+@pytest.mark.costly(cases=2)
 @every_desk
 def test_degenerate_policies_stay_below_fifteen_percent(name: str) -> None:
     tables = [asyncio.run(desks_degenerate.measure(DESKS[level][name], 30)) for level in LEVELS]

@@ -221,6 +221,7 @@ def require_learning(configs: Iterable[RunConfig]) -> int:
     return len(silent)
 
 
+@pytest.mark.costly
 def test_a_configuration_without_a_finding_learns() -> None:
     in_process = (each for each in configurations() if not each.old_logps.needs.own_process)
     assert require_learning(islice(in_process, 50)) >= 15

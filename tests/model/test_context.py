@@ -96,6 +96,7 @@ def compare_with_one_process(peers: Peers, how: str) -> tuple[float, float, int]
     return float((found - expected).detach().abs().max()), worst, tokens.stop - tokens.start
 
 
+@pytest.mark.costly(cases=1)
 @pytest.mark.parametrize(("ranks", "how"), [(2, ""), (2, "checkpointing"), (2, "experts"), (4, "")])
 def test_a_divided_pass_equals_that_of_one_process(ranks: int, how: str) -> None:
     """With 4 ranks and 2 key-value heads, each key-value head is on two ranks.

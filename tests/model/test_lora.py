@@ -441,6 +441,7 @@ def test_a_recorded_run_is_audited_on_its_own_base_alone(
         (run.folder / "config.json").write_text(json.dumps(stored))
 
 
+@pytest.mark.costly
 def test_a_run_does_not_go_on_over_another_base(run: session.Run, tmp_path: Path) -> None:
     changed, folder = Policy.load(SHIPPED_POLICY), tmp_path / "changed"
     nudge(changed, seed=0)

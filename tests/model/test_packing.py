@@ -611,7 +611,7 @@ def test_a_pass_asks_for_a_few_times_as_many_log_probabilities_as_it_runs() -> N
     assert [len(group) for group in pack_shared(packed, 400, [100] * 64)] == [16] * 4
 
 
-@pytest.mark.costly
+@pytest.mark.costly(cases=0)
 @pytest.mark.parametrize("gradient_checkpointing", [True, False])
 @pytest.mark.filterwarnings("ignore:The .grad attribute")
 def test_a_compiled_policy_is_compiled_once_for_all_forests(gradient_checkpointing: bool) -> None:

@@ -562,6 +562,7 @@ def test_ctrl_c_ends_the_run_in_progress_and_the_same_command_goes_on(tmp_path: 
     assert ran(folder)[2:] == ["rollout-seed0", "snapshot_old-seed1", "rollout-seed1"]
 
 
+@pytest.mark.costly
 @pytest.mark.usefixtures("fake_train")
 def test_a_killed_comparison_waits_for_its_run_and_goes_on_after_it(tmp_path: Path) -> None:
     folder = tmp_path / "x"

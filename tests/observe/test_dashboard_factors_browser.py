@@ -88,6 +88,7 @@ def picked(page: Page) -> str:
     return str(page.run("document.querySelector('#selected b').innerText"))
 
 
+@pytest.mark.costly(cases=1)
 @pytest.mark.parametrize(("width", "dark"), [(1280, False), (1280, True), (380, False)])
 def test_the_page_is_complete_and_readable(
     page: Page, client: Client, width: int, dark: bool

@@ -295,6 +295,7 @@ def gradient(peers: Peers, folder: Path) -> Tensor:
     )
 
 
+@pytest.mark.costly(cases=1)
 @pytest.mark.parametrize("count", [2, 3])
 def test_the_gradient_is_that_of_one_process(count: int, folder: Path) -> None:
     whole = gradient(ALONE, folder)

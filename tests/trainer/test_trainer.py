@@ -188,6 +188,7 @@ def test_a_step_on_fresh_data_is_that_of_the_other_objectives(kind: str) -> None
     torch.testing.assert_close(steps[1], steps[0], rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.costly(cases=4)
 @pytest.mark.parametrize("minibatches_per_batch", [1, 2])
 @pytest.mark.parametrize("loss_aggregation", ["action_tokens", "kept", "sequence_mean", "constant"])
 def test_the_gradient_does_not_depend_on_the_cut_into_micro_batches(
@@ -510,7 +511,7 @@ def test_bfloat16_forward_weights_are_a_copy_of_float32_ones() -> None:
 
 
 def test_bfloat16_gradients_are_summed_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The sum over 400 microbatches equals that in float64, which one in bfloat16 does not."""
+    """The sum over 150 microbatches equals that in float64, which one in bfloat16 does not."""
     collect = LocalTrainer._collect_gradients
     exact: dict[str, Tensor] = {}
     rounded: dict[str, Tensor] = {}
@@ -524,10 +525,10 @@ def test_bfloat16_gradients_are_summed_in_float32(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(LocalTrainer, "_collect_gradients", collected)
     trainer = make(tiny_policy(dtype="bfloat16"), max_tokens_per_microbatch=1)
-    episodes = [episode(i, [3, (2, i % 2)], advantage=1 + i % 3) for i in range(400)]
+    episodes = [episode(i, [3, (2, i % 2)], advantage=1 + i % 3) for i in range(150)]
     (part,) = trainer.prepare(collate(episodes))
     trainer.backward(part)
-    assert trainer.metrics()["trainer/microbatches"] == 400
+    assert trainer.metrics()["trainer/microbatches"] == 150
     assert all(parameter.grad is None for parameter in trainer.policy.model.parameters())
     assert {master.grad.dtype for master in trainer._master.values()} == {torch.float32}
     assert exact.keys() == trainer._master.keys()

@@ -282,12 +282,12 @@ class Journal:
 
         The metrics and token values of later steps are removed, because they will be logged again.
         `kept` is the id of an event that stays until `write` replaces it: the metrics of the
-        checkpoint's own step. With `everything`, all newer rows are removed, because a
+        checkpoint's own step. With `everything`, all other newer rows are removed, because a
         deterministic run computes them again.
         """
-        events = "DELETE FROM events WHERE after >= ?"
+        events = f"DELETE FROM events WHERE after >= ? AND id != {kept:d}"
         if not everything:
-            events += f" AND kind IN ('step', '{TOKEN_SAMPLES}') AND id != {kept:d}"
+            events += f" AND kind IN ('step', '{TOKEN_SAMPLES}')"
         statements = [
             "DELETE FROM trained_tokens WHERE after >= ?",
             "DELETE FROM replayed WHERE checkpoint > ?",
