@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Generator, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
+from typing import TYPE_CHECKING
 
 os.environ.setdefault("UNSTALE_ALLOW_WEAK_SANDBOX", "1")  # machines of tests may be root's
 os.environ.update(OMP_WAIT_POLICY="PASSIVE", OMP_NUM_THREADS="1")  # before torch loads
@@ -16,6 +17,9 @@ import pytest
 import torch
 from hypothesis import settings
 from jaxtyping import install_import_hook
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 if not torch.cuda.is_available():  # before anything imports Triton
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -134,4 +138,32 @@ def forked_children() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         popen = SimpleNamespace(Popen=ForkedChild, DEVNULL=subprocess.DEVNULL)
         patch.setattr(child_process, "subprocess", popen)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def packing_of_equal_models_is_checked_once() -> Iterator[None]:
+    """Keep what `check_packing` returns for a model, for others with the same class and bits.
+
+    Most tests make the same small model, and the check takes seven forward passes.
+    """
+    from unstale.model import policy
+    from unstale.model.packing_check import Packability, check_packing
+    from unstale.weights.bits import checksum
+
+    known: dict[tuple[object, ...], Packability] = {}
+
+    def check(model: "PreTrainedModel") -> Packability:
+        state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        if any(type(tensor) not in (torch.Tensor, torch.nn.Parameter) for tensor in state.values()):
+            return check_packing(model)
+        options = model.config.to_json_string(use_diff=False), model.training
+        with torch.no_grad():
+            key = (type(model), *options, next(model.parameters()).dtype, checksum(state))
+        if key not in known:
+            known[key] = check_packing(model)
+        return known[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(policy, "check_packing", check)
         yield
