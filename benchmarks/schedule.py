@@ -125,19 +125,39 @@ class CountingTasks:
 
 
 class TurnTakingEngine(ScriptedEngine):
-    """An engine whose requests each wait once, so that it serves the episodes in turn."""
+    """An engine whose requests each wait once, so that it serves the episodes in turn.
+
+    While `gate` is not set, requests do not end this wait.
+    """
 
     def __init__(self) -> None:
         super().__init__(
             lambda tokens, params: (*range(300, 300 + params.max_tokens - 1), 1),
-            token_delay=lambda tokens, params: (
-                asyncio.sleep(0) if len(tokens) % 4 == 2 else _AT_ONCE
-            ),
+            token_delay=lambda tokens, params: self._wait() if len(tokens) % 4 == 2 else _AT_ONCE,
         )
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.num_held = 0
+        """Number of requests that wait for the gate."""
+        self._enough, self._enough_held = 0, asyncio.Event()
 
-    @property
-    def num_pending(self) -> int:
-        return len(self._pending)
+    async def until_held(self, number: int) -> None:
+        """Wait until `number` requests wait for the gate."""
+        self._enough = number
+        self._enough_held.clear()
+        if self.num_held < number:
+            await self._enough_held.wait()
+
+    async def _wait(self) -> None:
+        await asyncio.sleep(0)
+        if not self.gate.is_set():
+            self.num_held += 1
+            if self.num_held == self._enough:
+                self._enough_held.set()
+            try:
+                await self.gate.wait()
+            finally:
+                self.num_held -= 1
 
 
 class _Now:
@@ -233,6 +253,22 @@ class ScriptedRun:
         await self.publish(self.version + 1)
         self.parts.queue.release()
 
+    async def interrupt_all(self) -> float:
+        """Interrupt all live episodes at once, until each has sent its request again.
+
+        Returns the processor seconds for one of them. No turn is made meanwhile.
+        """
+        self.scripted.gate.clear()
+        await self.scripted.until_held(self.live - SIBLINGS)  # a group may wait for its journal
+        turns, held, began = self.tasks.turns, self.scripted.num_held, time.process_time()
+        await self.publish(0)
+        await self.scripted.until_held(held)
+        took = (time.process_time() - began) / held
+        if self.tasks.turns > turns:
+            raise RuntimeError(f"{self.tasks.turns - turns} turns were made while all were held")
+        self.scripted.gate.set()
+        return took
+
     async def measure(self, turns: int) -> dict[str, float]:
         """Run steps until `turns` turns were made, and return the measured figures."""
         await self.engine.start()
@@ -247,15 +283,8 @@ class ScriptedRun:
                 figures["bytes"] = (_resident() - resident) / self.live
                 figures["traced"] = tracemalloc.get_traced_memory()[0] / self.live
                 figures |= {f"of {where}": size / self.live for where, size in _traced().items()}
-                pending = self.scripted.num_pending
-                if pending < self.live - SIBLINGS:
-                    raise RuntimeError(f"{pending} of {self.live} episodes wait for the engine")
-                interrupting = time.process_time()
-                await self.publish(0)
-                # All episodes send their requests again before the next turn.
-                resumed = await self.tasks.wait_for_turns(self.tasks.turns + 1)
-                figures["interrupt"] = (resumed - interrupting) / pending
-                excluded = resumed - excluded
+                figures["interrupt"] = await self.interrupt_all()
+                excluded = time.process_time() - excluded
                 while self.tasks.turns < turns or not self.version:
                     await self.step()
                 figures["turn"] = (time.process_time() - began - excluded) / self.tasks.turns

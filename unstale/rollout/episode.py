@@ -440,7 +440,8 @@ class Rollout:
                 step = caller.turn(env.step, message)
                 facts = turn.facts
                 turn = combine_rewards(self.taskset, await self.wait_times.on("tool_wait", step))
-                turn = replace(turn, facts={**facts, **turn.facts})
+                if facts:
+                    turn = replace(turn, facts={**facts, **turn.facts})
                 turn_rewards.append(turn.reward)
                 if not turn.done:
                     turn = allowed.remind(turn, turn_rewards)
