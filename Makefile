@@ -118,12 +118,12 @@ base-policy: setup
 QUESTIONS := generate train memory schedule async routes publish simulate
 SHORT_generate := --repeats 2 --sizes 1M
 SHORT_train := --repeats 2 --models 1M
-SHORT_memory := --repeats 1
-SHORT_schedule := --repeats 1
+SHORT_memory := --repeats 1 --vocabularies 1000 150000
+SHORT_schedule := --repeats 1 --live 10 1000
 SHORT_async := --repeats 1 --no-curve
-SHORT_routes := --rounds 1 --repeats 2 --rates 1e-6 1e-4
+SHORT_routes := --rounds 1 --repeats 2 --rates 1e-4 --steps 3
 SHORT_publish := --repeats 2 --models 1M 5M 20M
-SHORT_simulate := --repeats 1 --turnovers 2
+SHORT_simulate := --repeats 1 --turnovers 1
 bench: bench-peers .venv/.bench
 	@export BENCH_RESULTS="$(CURDIR)/benchmarks/results/short"; failed=; began=$$(date +%s); $(foreach question,$(QUESTIONS),$(MAKE) --no-print-directory bench-$(question) \
 		ARGS="$(SHORT_$(question))" || failed="$$failed bench-$(question)";) \

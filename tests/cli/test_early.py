@@ -1,4 +1,7 @@
-"""Tests that a command starts the processes of the engines that it will use, and no others."""
+"""Test what a command does before it imports torch.
+
+It refuses what cannot run. It starts the processes of the engines that it will use, and no others.
+"""
 
 import asyncio
 import subprocess
@@ -13,6 +16,10 @@ import pytest
 from tests.support.tiny_runs import tiny_run
 from tests.support.waits import LIMIT_S
 from unstale.cli.early import start_engines
+from unstale.cli.main import parse
+from unstale.cli.recipe_options import configure
+from unstale.durability.journal import JOURNAL, Journal
+from unstale.durability.run_folder import RunLog
 from unstale.engines.embedded.engine import EmbeddedEngine
 from unstale.engines.registry import EngineOptions
 from unstale.testing import tiny_policy
@@ -104,3 +111,32 @@ print(gc.isenabled(), gc.get_freeze_count() > 0)
     command = [sys.executable, "-c", program]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert done.stdout.split() == [str(not frozen and enabled), str(enabled), str(frozen)]
+
+
+def test_what_cannot_run_is_refused_before_torch_is_imported(tmp_path: Path) -> None:
+    """Otherwise each of these messages would come some seconds later."""
+    train = ["train", "calculator", "--runs", str(tmp_path)]
+    run = tmp_path / "first"
+    with RunLog.create(run, configure(parse([*train, "--name", "first"]))), Journal(run / JOURNAL):
+        pass
+    refused = {
+        "keeps its cache": [*train, "--engine.keep_cache", "true"],
+        "first already holds a run": [*train, "--name", "first"],
+        "there is no folder nowhere/at-all": [*train, "--policy", "nowhere/at-all"],
+        "but the policy has": [*train, "--engine.max_context", "1000000"],
+        "seed cannot change from 0 to 3": ["train", "--resume", str(run), "--seed", "3"],
+    }
+    program = f"""
+import sys
+from unstale.cli.main import main
+for command in {list(refused.values())!r}:
+    try:
+        main(command)
+    except SystemExit as end:
+        assert end.code == 2
+    assert "torch" not in sys.modules, command
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    for says, line in zip(refused, done.stderr.splitlines(), strict=True):
+        assert says in line

@@ -989,7 +989,8 @@ def test_bad_input_is_one_clear_line(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"not a model folder: it has no config.json"):
         EmbeddedEngine(EngineOptions(tmp_path))
     _qwen3(max_position_embeddings=100).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="max_context=2048 exceeds the model's 100 positions"):
+    told = r"engine\.max_context is 2048, but the policy has 100 positions: set it to 100 or less"
+    with pytest.raises(ValueError, match=told):
         EmbeddedEngine(EngineOptions(tmp_path))
 
 

@@ -394,7 +394,7 @@ def test_servers_that_cannot_be_worked_with(model: Path, tmp_path: Path, kind: K
             match=rf"^engine\.urls: not a server address: '{re.escape(url)}' \(.*{fault}.*\); use",
         ):
             made(EngineOptions(model, url=url))
-    with pytest.raises(ValueError, match="exceeds the model"):
+    with pytest.raises(ValueError, match="but the policy has"):
         made(EngineOptions(model, url="http://localhost:1", max_context=40960))
 
 

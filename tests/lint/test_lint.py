@@ -205,6 +205,7 @@ REFUSED = [
         "is not known in time",
     ),
     (f"{_RESET} --correction.control truncate", "the average can never be reset"),
+    ("--engine.max_context 2049", "2049, but the policy has 2048 positions"),
     (
         "--objective.kind gspo --objective.unit turn",
         "gspo cannot take S as the geometric mean over a turn",

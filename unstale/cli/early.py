@@ -1,15 +1,49 @@
-"""Start the engines of a run early, and import modules quickly."""
+"""Refuse what cannot run, start the engines of a run early, and import modules quickly."""
 
 import gc
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
-from unstale.config import RunConfig
+from unstale.config import ConfigError, RunConfig
 from unstale.weights.child_process import start_early
 
 WORKER = "unstale.engines.embedded.worker"
 """The module of the embedded engine's process. It is not imported here: it imports torch."""
+
+
+def refuse_early(config: RunConfig) -> None:
+    """Raise `ConfigError` for a configuration that a run refuses, before torch is imported.
+
+    A run checks the same again, for those who start it from Python.
+    """
+    from unstale.lint import check  # most commands do not need it
+
+    check(config).require()
+    if not config.policy_download:
+        _ = config.policy_folder
+    if config.cluster.trainers or config.cluster.engine_hosts:
+        from unstale.cluster.session import import_ray
+
+        import_ray()
+
+
+def new_folder(config: RunConfig) -> Path:
+    """Return the folder of a new run. Raises `ConfigError` if it already holds a run."""
+    from unstale.cli.resume import resume_command
+    from unstale.durability.journal import JOURNAL
+
+    recipe = config.recipe.rpartition(":")[2]
+    name = config.name or f"{recipe}-seed{config.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
+    folder = config.runs / name
+    if (folder / JOURNAL).exists():
+        raise ConfigError(
+            f"{folder} already holds a run ({JOURNAL}): resume it ({resume_command(folder)}), "
+            "choose another name or remove it"
+        )
+    return folder
 
 
 def start_engines(config: RunConfig) -> None:

@@ -51,6 +51,15 @@ EFFECTS = {
 """For some options: what changing them means for the resumed run."""
 
 
+def changes_of(run: Path, config: RunConfig) -> list[str]:
+    """Return a sentence about each option of the run in this folder that `config` changes.
+
+    Raises `ConfigError` for an option that cannot change.
+    """
+    named = {f"task.{name}": value for name, value in asdict(config.task).items()}
+    return config_changes(load_config(run, named=named), config)
+
+
 def config_changes(before: RunConfig, now: RunConfig) -> list[str]:
     """Return a sentence about each option that differs from the run's configuration.
 

@@ -1,11 +1,10 @@
 """Train a new or resumed run. The trainer is in this process, and engines are in others."""
 
 import asyncio
-import time
 import traceback
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing, nullcontext, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,10 +13,11 @@ from rich.console import Console
 
 from unstale import loop
 from unstale.build import Components, build, build_checkpoints, build_machine
+from unstale.cli.early import new_folder
 from unstale.cli.evaluate import POLICY
 from unstale.cli.failures import RunFailed, exhausted, literal, print_failure
 from unstale.cli.process import limit_threads, rare_garbage_collection, sigterm_as_ctrl_c
-from unstale.cli.resume import config_changes, load_config, resume_command
+from unstale.cli.resume import changes_of, resume_command
 from unstale.cli.survivors import write_survivors
 from unstale.cluster.ranks import NodesMissing, RanksDied
 from unstale.cluster.session import end_after
@@ -105,19 +105,12 @@ def train(config: RunConfig, *, console: Console | None = None, command: str = "
     continues the run from its last checkpoint, whatever ended it.
     """
     console = console or Console(soft_wrap=True)
+    folder = new_folder(config)
     _check(config, console)
     machine = _build_first(config, console)
-    recipe = config.recipe.rpartition(":")[2]
-    name = config.name or f"{recipe}-seed{config.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
-    folder = config.runs / name
     _check_footprint(config, machine.policy, folder, console)
     if machine.ranks and not machine.ranks.on_gpus:
         console.print("the trainer ranks use CPUs: the Ray cluster has no GPU", highlight=False)
-    if (folder / JOURNAL).exists():
-        raise ConfigError(
-            f"{folder} already holds a run ({JOURNAL}): resume it ({resume_command(folder)}), "
-            "choose another name or remove it"
-        )
     try:
         log = RunLog.create(folder, config)
     except OSError as error:
@@ -137,12 +130,11 @@ def train(config: RunConfig, *, console: Console | None = None, command: str = "
 def resume(folder: Path, config: RunConfig, *, console: Console | None = None) -> Run:
     """Continue the run in `folder` from its newest undamaged checkpoint. Otherwise like `train`.
 
-    `config` may differ from the run's configuration in options that can change (`config_changes`).
+    `config` may differ from the run's configuration in options that can change (`changes_of`).
     Raises `ConfigError` if the folder has no run, or a finished one.
     """
     console = console or Console(soft_wrap=True)
-    named = {f"task.{name}": value for name, value in asdict(config.task).items()}
-    changes = config_changes(load_config(folder, named=named), config)
+    changes = changes_of(folder, config)
     _check(config, console)
     for change in changes:
         console.print(f"[yellow]changed:[/] {literal(change)}", highlight=False)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
-from unstale.cli.early import quick_imports, start_engines
+from unstale.cli.early import new_folder, quick_imports, refuse_early, start_engines
 from unstale.cli.failures import exit_after
 from unstale.cli.recipe_options import configure, file_values, print_json
 from unstale.config import SHIPPED_POLICIES, ConfigError, install
@@ -668,6 +668,8 @@ def _train(chosen: argparse.Namespace) -> int:
             "or --resume and the folder of a run"
         )
     config = configure(chosen)
+    new_folder(config)
+    refuse_early(config)
     start_engines(config)
     with quick_imports():
         from unstale.cli.session import train
@@ -681,13 +683,20 @@ def _resume(chosen: argparse.Namespace) -> int:
         raise ConfigError(
             f"a run resumes with its own recipe: leave out {chosen.recipe} or --resume"
         )
-    from unstale.cli.resume import load_config, require_named_trackers, require_own_folder
+    from unstale.cli.resume import (
+        changes_of,
+        load_config,
+        require_named_trackers,
+        require_own_folder,
+    )
 
     values = file_values(chosen)
     config = load_config(chosen.resume, named=values)
     require_named_trackers(config, values)
     require_own_folder(config, values)
     config = override(config, values)
+    changes_of(chosen.resume, config)
+    refuse_early(config)
     start_engines(config)
     with quick_imports():
         from unstale.cli.session import resume

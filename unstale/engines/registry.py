@@ -78,7 +78,8 @@ class EngineOptions:
         """Raise ValueError if `max_context` is larger than the number of positions of the model."""
         if positions is not None and self.max_context > positions:
             raise ValueError(
-                f"max_context={self.max_context} exceeds the model's {positions} positions"
+                f"engine.max_context is {self.max_context}, but the policy has {positions} "
+                f"positions: set it to {positions} or less"
             )
 
 

@@ -40,6 +40,12 @@ def width(folder: Path) -> int | None:
     return size if isinstance(size, int) else None
 
 
+def positions(folder: Path) -> int | None:
+    """Return the number of positions in a model folder's config.json. None if it names none."""
+    number = _read(folder).get("max_position_embeddings")
+    return number if isinstance(number, int) else None
+
+
 def experts(folder: Path) -> int | None:
     """Return the number of experts in a model folder's config.json; None without a config.json."""
     config = _read(folder)

@@ -14,7 +14,7 @@ from unstale.lint import learning, noise, stream, techniques
 from unstale.lint.desks import unpractised_desk
 from unstale.lint.finding import Finding, Fix, Rule, use_route
 from unstale.lint.noise import BAND, TOKEN_RATIO
-from unstale.lint.policy_files import experts, local_folder, num_weights
+from unstale.lint.policy_files import experts, local_folder, num_weights, positions
 from unstale.lint.semantics import (
     CLIPPED,
     bounds_s,
@@ -321,6 +321,18 @@ def _timed(config: RunConfig) -> Finding | None:
     return Finding("a deterministic run that ends by the clock", why, fixes)
 
 
+def _no_positions(config: RunConfig) -> Finding | None:
+    """Refuse a context that is longer than the model's. Engines would refuse it, seconds later."""
+    number = positions(local_folder(config))
+    if number is None or config.engine.max_context <= number:
+        return None
+    wrong = (
+        f"engine.max_context = {config.engine.max_context}, but the policy has {number} positions"
+    )
+    why = "it cannot read the tokens after them"
+    return Finding(wrong, why, ({"engine.max_context": number},))
+
+
 def _dense_replay(config: RunConfig) -> Finding | None:
     if not config.trainer.routing_replay or experts(local_folder(config)) != 0:
         return None
@@ -379,6 +391,7 @@ REFUSALS: Sequence[Rule] = (
     _gspo_unit,
     _timed,
     noise.certain_veto,
+    _no_positions,
     _dense_replay,
     _unrecorded_routes,
     learning.no_comparison,
