@@ -18,9 +18,10 @@ from rich.console import Console
 
 from tests.support.ranked_runs import config, train
 from unstale.cli.audit import audit
-from unstale.cli.evaluate import POLICY, evaluate
+from unstale.cli.evaluate import evaluate
 from unstale.cli.failures import RunFailed
 from unstale.cli.replay import replay
+from unstale.cli.trained import POLICY
 from unstale.cluster.ranked_trainer import RankedTrainer
 from unstale.config import AuditConfig, CheckpointConfig, EvalConfig, OldLogpsConfig
 from unstale.durability.compare_runs import differences

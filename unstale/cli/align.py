@@ -26,8 +26,9 @@ from unstale.algorithms.alignment import (
     success_direction,
 )
 from unstale.build import build_rollout, build_sampler, ends_freely, load_policy
-from unstale.cli.evaluate import policy_folder, run_until_complete, running_generator
+from unstale.cli.evaluate import run_until_complete, running_generator
 from unstale.cli.process import limit_threads
+from unstale.cli.trained import policy_folder
 from unstale.config import ConfigError, RunConfig
 from unstale.durability.journal import Journal, JournalReader
 from unstale.envs import Taskset

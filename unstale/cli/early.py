@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from rich.console import Console
+
 from unstale.config import ConfigError, RunConfig
 from unstale.weights.child_process import start_early
 
@@ -64,14 +66,16 @@ def quick_imports() -> Iterator[None]:
     """Return a context in which modules are imported without garbage collections.
 
     Each collection would visit all objects of torch and transformers, which takes a fifth of the
-    time. Later collections do not visit the imported objects either: they are kept anyway.
+    time. Later collections do not visit the imported objects either: they are kept anyway. A
+    terminal shows meanwhile what is loaded, because it takes some seconds.
     """
     if "torch" in sys.modules or not gc.isenabled():
         yield  # the host program has imported torch, or decides itself about collections
         return
     gc.disable()
     try:
-        yield
+        with Console(stderr=True).status("loading torch and transformers"):
+            yield
     finally:
         gc.freeze()
         gc.enable()

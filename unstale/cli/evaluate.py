@@ -1,7 +1,6 @@
 """Evaluate a trained policy on held-out tasks."""
 
 import asyncio
-import shlex
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager, nullcontext
 from dataclasses import replace
@@ -14,12 +13,10 @@ from unstale.build import build_rollout, build_sampler
 from unstale.cli.failures import RunFailed
 from unstale.cli.grades import EvalResult
 from unstale.cli.process import limit_threads, sigterm_as_ctrl_c
-from unstale.cli.resume import resume_command
 from unstale.cli.saved_episodes import open_saved
+from unstale.cli.trained import policy_folder
 from unstale.config import ConfigError, RunConfig
 from unstale.durability import virtual_clock
-from unstale.durability.journal import JOURNAL
-from unstale.durability.run_folder import EVENTS
 from unstale.engines.pool import Recovery, supervise
 from unstale.envs.registry import held_out_tasks
 from unstale.model.loading import DTYPES
@@ -31,27 +28,7 @@ from unstale.rollout.generator import Generator
 from unstale.rollout.timeouts import first_error
 from unstale.weights.publish import DirectPublisher
 
-POLICY = "policy"
-"""Name of the folder with the trained model, in a run folder."""
-
 T = TypeVar("T")
-
-
-def policy_folder(trained: Path) -> Path:
-    """Return the folder of the policy in a run folder, or `trained` itself if it is no run.
-
-    Raises `ConfigError` for a run without a trained policy.
-    """
-    if (trained / POLICY).is_dir():
-        return trained / POLICY
-    if any((trained / name).exists() for name in (EVENTS, JOURNAL)):
-        raise ConfigError(
-            f"{trained} has no trained policy: a run saves it at its end, and this one is in "
-            "progress, was killed or failed. Wait for its end if it is in progress, otherwise "
-            f"resume it with {resume_command(trained)}. The policy of a checkpoint is written by "
-            f"{shlex.join(['unstale', 'export', str(trained)])} FOLDER"
-        )
-    return trained
 
 
 def evaluate(

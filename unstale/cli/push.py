@@ -8,7 +8,7 @@ from tempfile import TemporaryDirectory
 
 from huggingface_hub import HfApi, ModelCardData
 
-from unstale.cli.evaluate import POLICY, policy_folder
+from unstale.cli.trained import POLICY, policy_folder
 from unstale.config import SHIPPED_POLICIES, ConfigError
 from unstale.config.checks import require_empty_folder
 from unstale.config.hub import hub_errors

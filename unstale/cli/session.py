@@ -14,11 +14,11 @@ from rich.console import Console
 from unstale import loop
 from unstale.build import Components, build, build_checkpoints, build_machine
 from unstale.cli.early import new_folder
-from unstale.cli.evaluate import POLICY
 from unstale.cli.failures import RunFailed, exhausted, literal, print_failure
 from unstale.cli.process import limit_threads, rare_garbage_collection, sigterm_as_ctrl_c
 from unstale.cli.resume import changes_of, resume_command
 from unstale.cli.survivors import write_survivors
+from unstale.cli.trained import POLICY
 from unstale.cluster.ranks import NodesMissing, RanksDied
 from unstale.cluster.session import end_after
 from unstale.config import ConfigError, RunConfig

@@ -23,12 +23,12 @@ from unstale.cli.failures import exit_after
 from unstale.cli.recipe_options import configure, file_values, print_json
 from unstale.config import SHIPPED_POLICIES, ConfigError, install
 from unstale.config.checks import JsonObject, bounded
-from unstale.config.hub import cached_folder, is_hub_name, model_folder
+from unstale.config.hub import cached_folder
 from unstale.config.options import override
+from unstale.durability.run_folder import RunFolder
 from unstale.recipes import RECIPES
 
 if TYPE_CHECKING:  # these modules import torch
-    from unstale.config import RunConfig
     from unstale.durability.journal import JournalReader
 
 Argument = tuple[tuple[str, ...], dict[str, Any]]
@@ -161,8 +161,14 @@ def _console(chosen: argparse.Namespace) -> Console:
     JSON,
 )
 def _align(chosen: argparse.Namespace) -> int:
-    from unstale.cli.align import AlignOptions, align
     from unstale.cli.resume import load_config
+
+    values = file_values(chosen)
+    config = override(load_config(chosen.run, named=values), values)
+    with _open_journal(chosen.run):
+        pass  # an unreadable journal ends the command before the models are loaded
+    with quick_imports():
+        from unstale.cli.align import AlignOptions, align
 
     options = AlignOptions(
         prefixes=chosen.prefixes,
@@ -170,10 +176,6 @@ def _align(chosen: argparse.Namespace) -> int:
         top=chosen.top,
         student=chosen.student,
     )
-    values = file_values(chosen)
-    config = override(load_config(chosen.run, named=values), values)
-    with _open_journal(chosen.run):
-        pass  # an unreadable journal ends the command before the models are loaded
     result = align(chosen.run, chosen.teacher, config, options, console=_console(chosen))
     if chosen.json:
         print_json(result.as_json())
@@ -198,7 +200,9 @@ def _align(chosen: argparse.Namespace) -> int:
     JSON,
 )
 def _audit(chosen: argparse.Namespace) -> int:
-    from unstale.cli.audit import audit
+    RunFolder(chosen.run)
+    with quick_imports():
+        from unstale.cli.audit import audit
 
     result = audit(chosen.run, routes=chosen.routes, alphas=chosen.alpha, console=_console(chosen))
     if chosen.json:
@@ -231,12 +235,14 @@ def _audit(chosen: argparse.Namespace) -> int:
     ),
 )
 def _check_template(chosen: argparse.Namespace) -> int:
-    from unstale.cli.check_template import check_template
-
     JsonObject().check("--chat-template-kwargs", chosen.chat_template_kwargs)
     name = str(chosen.model)
+    folder = SHIPPED_POLICIES.get(name) or cached_folder(name, "tokenizer")
+    with quick_imports():
+        from unstale.cli.check_template import check_template
+
     result = check_template(
-        SHIPPED_POLICIES.get(name) or cached_folder(name, "tokenizer"),
+        folder,
         conversations=chosen.conversations,
         template_kwargs=json.loads(chosen.chat_template_kwargs or "{}"),
         console=_console(chosen),
@@ -293,52 +299,6 @@ def _compare(chosen: argparse.Namespace) -> int:
     return 0
 
 
-def _require_model(folder: Path, *, download: bool) -> None:
-    """Raise `ConfigError` unless `folder` is a model folder, a shipped model or one of the hub.
-
-    A model of the hub must be in the local cache unless it may be downloaded. It is not downloaded
-    here.
-    """
-    if str(folder) in SHIPPED_POLICIES or (folder / "config.json").is_file():
-        return
-    if is_hub_name(str(folder)):
-        try:
-            if not download:
-                model_folder(str(folder), download=False)
-        except ConfigError as error:
-            problem = str(error).removeprefix("policy: ")
-            raise ConfigError(
-                f"{folder} is neither a run folder nor a model folder: it does not exist here. If "
-                f"it names a model of the hub: {problem}"
-            ) from error
-        return
-    problem = "it does not exist"
-    if folder.exists():
-        problem = "it has no config.json" if folder.is_dir() else "it is a file"
-    raise ConfigError(f"{folder} is neither a run folder nor a model folder: {problem}")
-
-
-def _configure_trained(chosen: argparse.Namespace) -> "RunConfig":
-    """Return the configuration for a run folder or model folder that is evaluated or served."""
-    from unstale.cli.evaluate import policy_folder
-    from unstale.cli.resume import load_config, require_same_task
-
-    values = file_values(chosen)
-    if policy_folder(chosen.trained) == chosen.trained:
-        if chosen.recipe is None and "recipe" not in values:
-            _require_model(chosen.trained, download=bool(values.get("policy_download")))
-            raise ConfigError(
-                f"{chosen.trained} is a model, so the task is not known: name a recipe, as "
-                f"in `unstale {chosen.verb} {chosen.trained} retail`"
-            )
-        return configure(chosen)
-    if chosen.recipe is None and "recipe" not in values:
-        return override(load_config(chosen.trained, named=values), values)
-    config = configure(chosen)
-    require_same_task(chosen.trained, config, named=chosen.values)
-    return config
-
-
 @verb(
     "eval",
     "measure a policy's success on held-out tasks",
@@ -359,8 +319,11 @@ def _eval(chosen: argparse.Namespace) -> int:
     words = " ".join(map(str, chosen.k))
     if max(chosen.k) > attempts:
         raise ConfigError(f"--k must be at most --attempts ({attempts}), got {words}")
-    config = _configure_trained(chosen)
-    from unstale.cli.evaluate import evaluate
+    from unstale.cli.trained import configure_trained
+
+    config = configure_trained(chosen)
+    with quick_imports():
+        from unstale.cli.evaluate import evaluate
 
     result = evaluate(
         chosen.trained, config, attempts=attempts, save=chosen.save, console=_console(chosen)
@@ -399,8 +362,10 @@ def _open_journal(run: Path) -> "Iterator[JournalReader]":
     ),
 )
 def _export(chosen: argparse.Namespace) -> int:
-    from unstale.cli.export import export
-    from unstale.durability.checkpoint import CheckpointError
+    RunFolder(chosen.run)
+    with quick_imports():
+        from unstale.cli.export import export
+        from unstale.durability.checkpoint import CheckpointError
 
     try:
         step = export(chosen.run, chosen.folder, step=chosen.step)
@@ -512,7 +477,9 @@ def _completion(chosen: argparse.Namespace) -> int:
     argument("--public", action="store_true", help="make a new repository public"),
 )
 def _push_to_hub(chosen: argparse.Namespace) -> int:
-    from unstale.cli.push import push_to_hub
+    RunFolder(chosen.run)
+    with quick_imports():
+        from unstale.cli.push import push_to_hub
 
     pushed = push_to_hub(chosen.run, chosen.folder, repo=chosen.repo, public=chosen.public)
     Console(soft_wrap=True).print(pushed, highlight=False, markup=False)
@@ -548,7 +515,8 @@ def _push_to_hub(chosen: argparse.Namespace) -> int:
 )
 def _sft(chosen: argparse.Namespace) -> int:
     config = configure(chosen)
-    from unstale.cli.sft import SftOptions, sft
+    with quick_imports():
+        from unstale.cli.sft import SftOptions, sft
 
     options = SftOptions(
         loss=chosen.loss, beta=chosen.beta, samples=chosen.samples, batch=chosen.batch
@@ -579,7 +547,9 @@ def _recipes(chosen: argparse.Namespace) -> int:
 )
 def _replay(chosen: argparse.Namespace) -> int:
     """Repeat a failed step. Return exit code 0 if it fails again, otherwise 1."""
-    from unstale.cli.replay import replay
+    RunFolder(chosen.run)
+    with quick_imports():
+        from unstale.cli.replay import replay
 
     return 0 if replay(chosen.run, chosen.batch) else 1
 
@@ -607,9 +577,11 @@ def _report(chosen: argparse.Namespace) -> int:
 )
 def _same(chosen: argparse.Namespace) -> int:
     """Compare two runs. Return exit code 1 if they differ or cannot be read."""
-    from unstale.durability.checkpoint import CheckpointError
-    from unstale.durability.compare_runs import differences
-    from unstale.durability.journal import JournalError
+    RunFolder(chosen.run), RunFolder(chosen.other)
+    with quick_imports():
+        from unstale.durability.checkpoint import CheckpointError
+        from unstale.durability.compare_runs import differences
+        from unstale.durability.journal import JournalError
 
     try:
         lines = differences(chosen.run, chosen.other)
@@ -642,9 +614,12 @@ def _same(chosen: argparse.Namespace) -> int:
     ),
 )
 def _serve(chosen: argparse.Namespace) -> int:
-    config = _configure_trained(chosen)
+    from unstale.cli.trained import configure_trained
+
+    config = configure_trained(chosen)
     try:
-        from unstale.cli.serve import serve
+        with quick_imports():
+            from unstale.cli.serve import serve
     except ModuleNotFoundError as error:
         raise ConfigError(f"serve needs {error.name}: {install('endpoint')}") from error
     token = chosen.token or os.environ.get("UNSTALE_TOKEN")

@@ -97,10 +97,11 @@ def add(verbs: Any) -> None:
 
 
 def _plan(chosen: argparse.Namespace) -> int:
+    model = Model.parse(chosen.model)  # before torch is imported
     from unstale.planner.page import as_json, page
     from unstale.planner.suggest import suggest
 
-    suggestion = suggest(_request(chosen))
+    suggestion = suggest(_request(chosen, model))
     if chosen.json:
         Console(soft_wrap=True).print_json(json.dumps(as_json(suggestion)))
     else:
@@ -108,13 +109,12 @@ def _plan(chosen: argparse.Namespace) -> int:
     return 0
 
 
-def _request(chosen: argparse.Namespace) -> "PlanRequest":
+def _request(chosen: argparse.Namespace, model: Model) -> "PlanRequest":
     from unstale.planner.analytic import TrainingSetup
     from unstale.planner.candidates import PlanRequest
 
     if chosen.route is not None and chosen.route not in routes():
         raise ConfigError(f"unknown route {chosen.route!r}{nearest(chosen.route, list(routes()))}")
-    model = Model.parse(chosen.model)
     workload = workload_of(chosen)
     techniques = choose(chosen.techniques, parse_assignments("--set", chosen.set, option_kinds()))
     if techniques.segments:

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from unstale.config import MAX_SEED, ConfigError, OldLogpsConfig, ScheduleConfig
 from unstale.config.checks import bounded
-from unstale.durability.run_folder import plain
+from unstale.durability.run_folder import RunFolder, plain
 from unstale.planner.assignments import parse_assignments, value_kinds
 from unstale.planner.costs import LinearCosts, Overheads
 from unstale.planner.simulated_techniques import (
@@ -124,6 +124,8 @@ def _simulate(chosen: argparse.Namespace) -> int:
         titles = {"as set": chosen.set, " ".join(chosen.against): [*chosen.set, *chosen.against]}
     for assignments in titles.values():  # before runs are read, which takes longer
         parse_assignments("--set", assignments, _value_kinds())
+    for run in chosen.like or ():
+        RunFolder(run)  # raises an error before torch is imported
     source = _Source.of(chosen.like, chosen.techniques, chosen.seed)
     changed = bool(chosen.set or chosen.against or chosen.techniques is not None)
     refused = [problem for own in source.own for problem in own.problems]

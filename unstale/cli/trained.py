@@ -1,0 +1,76 @@
+"""Find the policy and the configuration of a run folder or model folder. Imports no torch."""
+
+import argparse
+import shlex
+from pathlib import Path
+
+from unstale.cli.recipe_options import configure, file_values
+from unstale.cli.resume import load_config, require_same_task, resume_command
+from unstale.config import SHIPPED_POLICIES, ConfigError, RunConfig
+from unstale.config.hub import is_hub_name, model_folder
+from unstale.config.options import override
+from unstale.durability.journal import JOURNAL
+from unstale.durability.run_folder import EVENTS
+
+POLICY = "policy"
+"""Name of the folder with the trained model, in a run folder."""
+
+
+def policy_folder(trained: Path) -> Path:
+    """Return the folder of the policy in a run folder, or `trained` itself if it is no run.
+
+    Raises `ConfigError` for a run without a trained policy.
+    """
+    if (trained / POLICY).is_dir():
+        return trained / POLICY
+    if any((trained / name).exists() for name in (EVENTS, JOURNAL)):
+        raise ConfigError(
+            f"{trained} has no trained policy: a run saves it at its end, and this one is in "
+            "progress, was killed or failed. Wait for its end if it is in progress, otherwise "
+            f"resume it with {resume_command(trained)}. The policy of a checkpoint is written by "
+            f"{shlex.join(['unstale', 'export', str(trained)])} FOLDER"
+        )
+    return trained
+
+
+def _require_model(folder: Path, *, download: bool) -> None:
+    """Raise `ConfigError` unless `folder` is a model folder, a shipped model or one of the hub.
+
+    A model of the hub must be in the local cache unless it may be downloaded. It is not downloaded
+    here.
+    """
+    if str(folder) in SHIPPED_POLICIES or (folder / "config.json").is_file():
+        return
+    if is_hub_name(str(folder)):
+        try:
+            if not download:
+                model_folder(str(folder), download=False)
+        except ConfigError as error:
+            problem = str(error).removeprefix("policy: ")
+            raise ConfigError(
+                f"{folder} is neither a run folder nor a model folder: it does not exist here. If "
+                f"it names a model of the hub: {problem}"
+            ) from error
+        return
+    problem = "it does not exist"
+    if folder.exists():
+        problem = "it has no config.json" if folder.is_dir() else "it is a file"
+    raise ConfigError(f"{folder} is neither a run folder nor a model folder: {problem}")
+
+
+def configure_trained(chosen: argparse.Namespace) -> RunConfig:
+    """Return the configuration for a run folder or model folder that is evaluated or served."""
+    values = file_values(chosen)
+    if policy_folder(chosen.trained) == chosen.trained:
+        if chosen.recipe is None and "recipe" not in values:
+            _require_model(chosen.trained, download=bool(values.get("policy_download")))
+            raise ConfigError(
+                f"{chosen.trained} is a model, so the task is not known: name a recipe, as "
+                f"in `unstale {chosen.verb} {chosen.trained} retail`"
+            )
+        return configure(chosen)
+    if chosen.recipe is None and "recipe" not in values:
+        return override(load_config(chosen.trained, named=values), values)
+    config = configure(chosen)
+    require_same_task(chosen.trained, config, named=chosen.values)
+    return config
