@@ -60,10 +60,14 @@ def test_a_base_that_is_a_folder_is_not_named_as_a_repository(run: Path) -> None
 def test_what_cannot_be_exported_is_refused(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    begun = tmp_path / "begun"
+    begun.mkdir()
+    (begun / "config.json").write_text("{}")
     for words, reason in (
         ([str(run)], "needs --folder, --repo, or both"),
         ([str(run), "--folder", str(run)], "is not an empty folder"),
-        ([str(tmp_path), "--folder", str(tmp_path / "out")], "has no policy folder"),
+        ([str(begun), "--folder", str(tmp_path / "out")], "has no policy folder"),
+        ([str(tmp_path), "--folder", str(tmp_path / "out")], "is not a run folder"),
     ):
         with pytest.raises(SystemExit) as left:
             main(["push-to-hub", *words])

@@ -310,6 +310,7 @@ def test_a_run_that_is_not_explained_is_no_source(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(RecordedRun, "read", lambda path: scaled(RECORDED, 1.5))
+    (tmp_path / "config.json").write_text("{}")
     with pytest.raises(SystemExit) as left:
         main(["simulate", "--like", str(tmp_path), "--set", "schedule.max_staleness=4"])
     told = " ".join(capsys.readouterr().out.split())
