@@ -156,14 +156,29 @@ def test_a_disk_that_does_not_answer_ends_barriers_and_the_journal_and_no_row_is
     assert not thread.is_alive()
 
 
-def test_an_error_of_the_last_routes_is_raised_at_the_end_of_the_journal(tmp_path: Path) -> None:
+@pytest.mark.parametrize("before_the_end", [False, True])
+def test_an_error_of_the_last_routes_is_raised_at_the_end_of_the_journal(
+    tmp_path: Path, before_the_end: bool
+) -> None:
     (tmp_path / ROUTES).write_text("a file where the folder should be")
+    routes = RouteFiles(tmp_path / ROUTES)
     with (
         pytest.raises(JournalError, match=r"the journal .* failed: .*File exists"),
-        Journal(tmp_path / JOURNAL, routes=RouteFiles(tmp_path / ROUTES)) as journal,
+        Journal(tmp_path / JOURNAL, routes=routes) as journal,
     ):
         journal.add_request(GroupRequest(3, TASK, seed=5, place=6))
         journal.begin(3, 0, episode=7, seed=1).write_piece(0, piece(0))
+        if before_the_end:
+            routes.flush()
+
+
+def test_an_error_of_the_routes_is_raised_once(tmp_path: Path) -> None:
+    (tmp_path / ROUTES).write_text("a file where the folder should be")
+    with Journal(tmp_path / JOURNAL, routes=RouteFiles(tmp_path / ROUTES)) as journal:
+        journal.add_request(GroupRequest(3, TASK, seed=5, place=6))
+        journal.begin(3, 0, episode=7, seed=1).write_piece(0, piece(0))
+        with pytest.raises(JournalError, match="File exists"):
+            journal.flush()
 
 
 def test_files_of_old_checkpoints_are_removed(tmp_path: Path) -> None:

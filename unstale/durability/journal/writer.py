@@ -11,9 +11,9 @@ import queue
 import sqlite3
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
-from contextlib import ExitStack, closing, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import chain, groupby
@@ -98,6 +98,7 @@ class Journal:
         self._failure: Future[None] = Future()
         # a cancelled `watch` must not cancel this future
         self._failure.set_running_or_notify_cancel()
+        self._failure_raised = False
         self._barrier_lock = asyncio.Lock()
         # a separate thread, because environments may keep the threads of asyncio busy
         self._barrier_thread = ThreadPoolExecutor(1, thread_name_prefix="barrier")
@@ -166,7 +167,6 @@ class Journal:
         """
         if self._thread is None:
             return
-        had_failed = self._failure.done()
         stuck: JournalError | None = None
         if self._routes:
             try:
@@ -185,7 +185,8 @@ class Journal:
             raise journal_error(self.path, f"it could not be closed in {STUCK_S:g} s")
         if stuck:
             raise stuck
-        if not had_failed and self._failure.done():
+        if self._failure.done() and not self._failure_raised:
+            self._failure_raised = True
             self._failure.result()
 
     def add_request(self, request: GroupRequest) -> None:
@@ -328,11 +329,17 @@ class Journal:
         async with self._barrier_lock:
             if self._barriers_passed < mine:
                 covered = self._barriers
-                await asyncio.get_running_loop().run_in_executor(self._barrier_thread, self.flush)
+                with self._note_raised():
+                    loop = asyncio.get_running_loop()
+                    await loop.run_in_executor(self._barrier_thread, self._flush)
                 self._barriers_passed = covered
 
     def flush(self) -> None:
         """Block the calling thread until everything written before is committed."""
+        with self._note_raised():
+            self._flush()
+
+    def _flush(self) -> None:
         if self._thread is None:
             raise journal_error(self.path, "it is not open")
         if self._routes:
@@ -355,7 +362,18 @@ class Journal:
 
     async def watch(self) -> None:
         """Wait until the journal fails, and raise its error."""
-        await asyncio.wrap_future(self._failure)
+        with self._note_raised():
+            await asyncio.wrap_future(self._failure)
+
+    @contextmanager
+    def _note_raised(self) -> Iterator[None]:
+        """Return a context that notes if it raises the journal's failure to the caller."""
+        try:
+            yield
+        except JournalError as error:
+            if self._failure.done() and self._failure.exception() is error:
+                self._failure_raised = True
+            raise
 
     def _routes_stuck(self) -> JournalError:
         return journal_error(self.path, f"no expert routes could be written for {STUCK_S:g} s")
