@@ -139,21 +139,22 @@ class TurnTakingEngine(ScriptedEngine):
         self.gate.set()
         self.num_held = 0
         """Number of requests that wait for the gate."""
-        self._enough, self._enough_held = 0, asyncio.Event()
+        self._awaited_number, self._number_reached = 0, asyncio.Event()
 
     async def until_held(self, number: int) -> None:
-        """Wait until `number` requests wait for the gate."""
-        self._enough = number
-        self._enough_held.clear()
+        """Wait until `number` requests wait for the gate. Raises TimeoutError after a minute."""
+        self._awaited_number = number
+        self._number_reached.clear()
         if self.num_held < number:
-            await self._enough_held.wait()
+            async with asyncio.timeout(60):
+                await self._number_reached.wait()
 
     async def _wait(self) -> None:
         await asyncio.sleep(0)
         if not self.gate.is_set():
             self.num_held += 1
-            if self.num_held == self._enough:
-                self._enough_held.set()
+            if self.num_held == self._awaited_number:
+                self._number_reached.set()
             try:
                 await self.gate.wait()
             finally:
@@ -260,6 +261,8 @@ class ScriptedRun:
         """
         self.scripted.gate.clear()
         await self.scripted.until_held(self.live - SIBLINGS)  # a group may wait for its journal
+        for _ in range(10):  # turns of the event loop, for the requests of that group
+            await asyncio.sleep(0)
         turns, held, began = self.tasks.turns, self.scripted.num_held, time.process_time()
         await self.publish(0)
         await self.scripted.until_held(held)

@@ -143,7 +143,7 @@ def forked_children() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def packing_of_equal_models_is_checked_once() -> Iterator[None]:
-    """Keep what `check_packing` returns for a model, for others with the same class and bits.
+    """Reuse the result of `check_packing` for models of the same class, options and weights.
 
     Most tests make the same small model, and the check takes seven forward passes.
     """
@@ -157,7 +157,8 @@ def packing_of_equal_models_is_checked_once() -> Iterator[None]:
         state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
         if any(type(tensor) not in (torch.Tensor, torch.nn.Parameter) for tensor in state.values()):
             return check_packing(model)
-        options = model.config.to_json_string(use_diff=False), model.training
+        implementation = getattr(model.config, "_experts_implementation", None)
+        options = model.config.to_json_string(use_diff=False), implementation, model.training
         with torch.no_grad():
             key = (type(model), *options, next(model.parameters()).dtype, checksum(state))
         if key not in known:

@@ -4,6 +4,8 @@ It refuses what cannot run. It starts the processes of the engines that it will 
 """
 
 import asyncio
+import os
+import pty
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -119,17 +121,34 @@ def test_what_cannot_run_is_refused_before_torch_is_imported(tmp_path: Path) -> 
     run = tmp_path / "first"
     with RunLog.create(run, configure(parse([*train, "--name", "first"]))), Journal(run / JOURNAL):
         pass
-    refused = {
-        "keeps its cache": [*train, "--engine.keep_cache", "true"],
-        "first already holds a run": [*train, "--name", "first"],
-        "there is no folder nowhere/at-all": [*train, "--policy", "nowhere/at-all"],
-        "but the policy has": [*train, "--engine.max_context", "1000000"],
-        "seed cannot change from 0 to 3": ["train", "--resume", str(run), "--seed", "3"],
-    }
+    streamed = ["--trainer.stream", "true", "--schedule.group_size", "1"]  # rules that need torch
+    refused = [
+        ("keeps its cache", [*train, "--engine.keep_cache", "true"]),
+        ("first already holds a run", [*train, "--name", "first"]),
+        ("there is no folder nowhere/at-all", [*train, "--policy", "nowhere/at-all"]),
+        ("no model folder at nowhere", [*train, "--policy", "./nowhere"]),
+        ("the policy has 2048", [*train, *streamed, "--engine.max_context", "4096"]),
+        ("seed cannot change from 0 to 3", ["train", "--resume", str(run), "--seed", "3"]),
+        ("nowhere is neither", ["eval", "./nowhere"]),
+        ("nowhere is neither", ["serve", "./nowhere", "calculator"]),
+        ("nowhere must be a folder", ["plan", "--model", "./nowhere", "--gpus", "8"]),
+        *(
+            ("nowhere is not a run folder", [command, "./nowhere", *rest])
+            for command, *rest in (
+                ("audit",),
+                ("align", "teacher"),
+                ("export", "out"),
+                ("push-to-hub",),
+                ("replay",),
+                ("same", str(run)),
+            )
+        ),
+        ("nowhere is not a run folder", ["simulate", "--like", "./nowhere"]),
+    ]
     program = f"""
 import sys
 from unstale.cli.main import main
-for command in {list(refused.values())!r}:
+for command in {[command for _, command in refused]!r}:
     try:
         main(command)
     except SystemExit as end:
@@ -138,5 +157,25 @@ for command in {list(refused.values())!r}:
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    for says, line in zip(refused, done.stderr.splitlines(), strict=True):
-        assert says in line
+    for (says, command), line in zip(refused, done.stderr.splitlines(), strict=True):
+        assert says in line, command
+
+
+def test_the_standard_streams_are_not_replaced_while_modules_are_imported() -> None:
+    """What is imported may keep them, such as a handler of `logging`."""
+    program = """
+import sys
+before = sys.stdout, sys.stderr
+from unstale.cli.early import quick_imports
+with quick_imports():
+    assert (sys.stdout, sys.stderr) == before
+"""
+    terminal, end = pty.openpty()
+    try:
+        environment = {**os.environ, "TERM": "xterm"}
+        command = [sys.executable, "-c", program]
+        subprocess.run(command, env=environment, stderr=end, check=True, timeout=LIMIT_S)
+        assert b"loading torch" in os.read(terminal, 10_000)
+    finally:
+        os.close(end)
+        os.close(terminal)

@@ -355,6 +355,7 @@ def _said(pieces: Sequence[Sampled]) -> list[int]:
     return [token for piece in pieces for token in piece.tokens]
 
 
+@pytest.mark.costly(cases=1)
 @pytest.mark.parametrize(
     ("how", "why"),
     [(signal.SIGKILL, "ended with signal 9"), (signal.SIGSTOP, "did not answer for 6 s")],

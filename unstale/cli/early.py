@@ -8,8 +8,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from rich.console import Console
+from rich.live import Live
+from rich.spinner import Spinner
 
 from unstale.config import ConfigError, RunConfig
+from unstale.config.hub import is_hub_name, require_model
+from unstale.durability.run_folder import CONFIG, EVENTS, METRICS
 from unstale.weights.child_process import start_early
 
 WORKER = "unstale.engines.embedded.worker"
@@ -17,19 +21,22 @@ WORKER = "unstale.engines.embedded.worker"
 
 
 def refuse_early(config: RunConfig) -> None:
-    """Raise `ConfigError` for a configuration that a run refuses, before torch is imported.
+    """Raise `ConfigError` for what can be refused without torch, before seconds of imports.
 
-    A run checks the same again, for those who start it from Python.
+    These are most refusals of the linter, a missing model, and a missing Ray. A run repeats the
+    checks, because it may be started from Python.
     """
     from unstale.lint import check  # most commands do not need it
+    from unstale.lint.rules import TRIES_ESTIMATOR
 
-    check(config).require()
-    if not config.policy_download:
-        _ = config.policy_folder
-    if config.cluster.trainers or config.cluster.engine_hosts:
-        from unstale.cluster.session import import_ray
+    check(config, without=TRIES_ESTIMATOR).require()
+    if not (config.policy_download and is_hub_name(config.policy)):
+        require_model(config.policy_folder)
+    cluster = config.cluster
+    if cluster.trainers or cluster.engine_hosts or config.task.isolate == "ray":
+        from unstale.cluster.session import require_ray
 
-        import_ray()
+        require_ray()
 
 
 def new_folder(config: RunConfig) -> Path:
@@ -40,10 +47,10 @@ def new_folder(config: RunConfig) -> Path:
     recipe = config.recipe.rpartition(":")[2]
     name = config.name or f"{recipe}-seed{config.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
     folder = config.runs / name
-    if (folder / JOURNAL).exists():
+    if files := [each for each in (JOURNAL, CONFIG, METRICS, EVENTS) if (folder / each).exists()]:
         raise ConfigError(
-            f"{folder} already holds a run ({JOURNAL}): resume it ({resume_command(folder)}), "
-            "choose another name or remove it"
+            f"{folder} already holds a run ({', '.join(files)}): resume it "
+            f"({resume_command(folder)}), choose another name or remove it"
         )
     return folder
 
@@ -66,15 +73,22 @@ def quick_imports() -> Iterator[None]:
     """Return a context in which modules are imported without garbage collections.
 
     Each collection would visit all objects of torch and transformers, which takes a fifth of the
-    time. Later collections do not visit the imported objects either: they are kept anyway. A
-    terminal shows meanwhile what is loaded, because it takes some seconds.
+    time. Later collections do not visit the imported objects either: they are kept anyway. On a
+    terminal, a status is shown meanwhile.
     """
     if "torch" in sys.modules or not gc.isenabled():
         yield  # the host program has imported torch, or decides itself about collections
         return
+    status = Live(
+        Spinner("dots", text="loading torch and transformers"),
+        console=Console(stderr=True),
+        transient=True,
+        redirect_stdout=False,  # what is imported may keep the standard streams
+        redirect_stderr=False,
+    )
     gc.disable()
     try:
-        with Console(stderr=True).status("loading torch and transformers"):
+        with status:
             yield
     finally:
         gc.freeze()

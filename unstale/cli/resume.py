@@ -51,7 +51,7 @@ EFFECTS = {
 """For some options: what changing them means for the resumed run."""
 
 
-def changes_of(run: Path, config: RunConfig) -> list[str]:
+def changes_to_run(run: Path, config: RunConfig) -> list[str]:
     """Return a sentence about each option of the run in this folder that `config` changes.
 
     Raises `ConfigError` for an option that cannot change.

@@ -16,7 +16,7 @@ from unstale.build import Components, build, build_checkpoints, build_machine
 from unstale.cli.early import new_folder
 from unstale.cli.failures import RunFailed, exhausted, literal, print_failure
 from unstale.cli.process import limit_threads, rare_garbage_collection, sigterm_as_ctrl_c
-from unstale.cli.resume import changes_of, resume_command
+from unstale.cli.resume import changes_to_run, resume_command
 from unstale.cli.survivors import write_survivors
 from unstale.cli.trained import POLICY
 from unstale.cluster.ranks import NodesMissing, RanksDied
@@ -130,11 +130,11 @@ def train(config: RunConfig, *, console: Console | None = None, command: str = "
 def resume(folder: Path, config: RunConfig, *, console: Console | None = None) -> Run:
     """Continue the run in `folder` from its newest undamaged checkpoint. Otherwise like `train`.
 
-    `config` may differ from the run's configuration in options that can change (`changes_of`).
+    `config` may differ from the run's configuration in options that can change (`changes_to_run`).
     Raises `ConfigError` if the folder has no run, or a finished one.
     """
     console = console or Console(soft_wrap=True)
-    changes = changes_of(folder, config)
+    changes = changes_to_run(folder, config)
     _check(config, console)
     for change in changes:
         console.print(f"[yellow]changed:[/] {literal(change)}", highlight=False)

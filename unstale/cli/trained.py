@@ -68,7 +68,9 @@ def configure_trained(chosen: argparse.Namespace) -> RunConfig:
                 f"{chosen.trained} is a model, so the task is not known: name a recipe, as "
                 f"in `unstale {chosen.verb} {chosen.trained} retail`"
             )
-        return configure(chosen)
+        config = configure(chosen)
+        _require_model(chosen.trained, download=config.policy_download)
+        return config
     if chosen.recipe is None and "recipe" not in values:
         return override(load_config(chosen.trained, named=values), values)
     config = configure(chosen)

@@ -28,7 +28,7 @@ from unstale.config.options import override
 from unstale.durability.run_folder import RunFolder
 from unstale.recipes import RECIPES
 
-if TYPE_CHECKING:  # these modules import torch
+if TYPE_CHECKING:
     from unstale.durability.journal import JournalReader
 
 Argument = tuple[tuple[str, ...], dict[str, Any]]
@@ -134,6 +134,12 @@ def _console(chosen: argparse.Namespace) -> Console:
     return Console(stderr=chosen.json, soft_wrap=True)
 
 
+def _require_runs(*folders: Path) -> None:
+    """Raise `ConfigError` for a folder without a run, before torch is imported."""
+    for folder in folders:
+        RunFolder(folder)
+
+
 @verb(
     "align",
     "measure whether distillation from a teacher would raise a student's success",
@@ -200,7 +206,7 @@ def _align(chosen: argparse.Namespace) -> int:
     JSON,
 )
 def _audit(chosen: argparse.Namespace) -> int:
-    RunFolder(chosen.run)
+    _require_runs(chosen.run)
     with quick_imports():
         from unstale.cli.audit import audit
 
@@ -362,7 +368,7 @@ def _open_journal(run: Path) -> "Iterator[JournalReader]":
     ),
 )
 def _export(chosen: argparse.Namespace) -> int:
-    RunFolder(chosen.run)
+    _require_runs(chosen.run)
     with quick_imports():
         from unstale.cli.export import export
         from unstale.durability.checkpoint import CheckpointError
@@ -477,7 +483,7 @@ def _completion(chosen: argparse.Namespace) -> int:
     argument("--public", action="store_true", help="make a new repository public"),
 )
 def _push_to_hub(chosen: argparse.Namespace) -> int:
-    RunFolder(chosen.run)
+    _require_runs(chosen.run)
     with quick_imports():
         from unstale.cli.push import push_to_hub
 
@@ -547,7 +553,7 @@ def _recipes(chosen: argparse.Namespace) -> int:
 )
 def _replay(chosen: argparse.Namespace) -> int:
     """Repeat a failed step. Return exit code 0 if it fails again, otherwise 1."""
-    RunFolder(chosen.run)
+    _require_runs(chosen.run)
     with quick_imports():
         from unstale.cli.replay import replay
 
@@ -577,7 +583,7 @@ def _report(chosen: argparse.Namespace) -> int:
 )
 def _same(chosen: argparse.Namespace) -> int:
     """Compare two runs. Return exit code 1 if they differ or cannot be read."""
-    RunFolder(chosen.run), RunFolder(chosen.other)
+    _require_runs(chosen.run, chosen.other)
     with quick_imports():
         from unstale.durability.checkpoint import CheckpointError
         from unstale.durability.compare_runs import differences
@@ -659,7 +665,7 @@ def _resume(chosen: argparse.Namespace) -> int:
             f"a run resumes with its own recipe: leave out {chosen.recipe} or --resume"
         )
     from unstale.cli.resume import (
-        changes_of,
+        changes_to_run,
         load_config,
         require_named_trackers,
         require_own_folder,
@@ -670,7 +676,7 @@ def _resume(chosen: argparse.Namespace) -> int:
     require_named_trackers(config, values)
     require_own_folder(config, values)
     config = override(config, values)
-    changes_of(chosen.resume, config)
+    changes_to_run(chosen.resume, config)  # raises an error for options that cannot change
     refuse_early(config)
     start_engines(config)
     with quick_imports():

@@ -6,6 +6,7 @@ import socket
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
@@ -25,17 +26,20 @@ _at_end: ExitStack | None = None
 """Functions to call at the end of the present run. None outside of a run."""
 
 
+def require_ray() -> None:
+    """Raise `ConfigError` with the command that installs Ray, if it is missing. Imports nothing."""
+    if find_spec("ray") is None:
+        raise ConfigError(f"the options cluster.* need Ray: {install('cluster')}")
+
+
 def import_ray() -> ModuleType:
     """Return the module `ray`. Raises `ConfigError` with the command that installs it."""
+    require_ray()
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # ray reads it when it is imported
     # The first error of several ranks ends the run. Ray would print those of the others.
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
-    try:
-        import ray
-    except ModuleNotFoundError as error:
-        if error.name != "ray":
-            raise
-        raise ConfigError(f"the options cluster.* need Ray: {install('cluster')}") from None
+    import ray
+
     module: ModuleType = ray
     return module
 

@@ -167,3 +167,13 @@ def _missing(folder: Path, listed: list[str] | None = None) -> list[str]:
 def _words(names: list[str]) -> str:
     """Return the first names, and the number of the others."""
     return ", ".join(names[:4]) + (f" and {len(names) - 4} others" if len(names) > 4 else "")
+
+
+def require_model(folder: Path) -> None:
+    """Raise `ConfigError` if a folder is not that of a Hugging Face model."""
+    if not folder.is_dir():
+        raise ConfigError(f"policy: no model folder at {folder}")
+    if not (folder / "config.json").is_file():
+        raise ConfigError(
+            f"policy: {folder} is not a Hugging Face model folder: it has no config.json"
+        )

@@ -8,7 +8,7 @@ and S contain under a configuration. It also finds wrong combinations of options
 a fix.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from rich.console import Group, RenderableType
@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from unstale.config import ConfigError, RunConfig
-from unstale.lint.finding import Finding, find
+from unstale.lint.finding import Finding, Rule, find
 from unstale.lint.rules import REFUSALS, WARNINGS
 from unstale.lint.semantics import Factor, factors, facts
 
@@ -42,19 +42,23 @@ class Verdict:
             raise ConfigError("\n".join(map(str, self.refusals)))
 
 
-def check(config: RunConfig) -> Verdict:
+def check(config: RunConfig, *, without: Collection[Rule] = ()) -> Verdict:
     """Explain the configuration of a run, and find what is wrong with it.
+
+    Rules in `without` are not applied.
 
     >>> [factor.denominator for factor in check(RunConfig(recipe="mine")).factors]
     ['mu', 'pi_old']
     """
-    found = find(config, REFUSALS, WARNINGS)
+    refusals = [rule for rule in REFUSALS if rule not in without]
+    warnings = [rule for rule in WARNINGS if rule not in without]
+    found = find(config, refusals, warnings)
     return Verdict(
         recipe=config.recipe,
         factors=factors(config),
         facts=facts(config),
-        refusals=tuple(found[rule] for rule in REFUSALS if rule in found),
-        warnings=tuple(found[rule] for rule in WARNINGS if rule in found),
+        refusals=tuple(found[rule] for rule in refusals if rule in found),
+        warnings=tuple(found[rule] for rule in warnings if rule in found),
     )
 
 

@@ -35,14 +35,13 @@ def num_weights(folder: Path) -> int:
 
 def width(folder: Path) -> int | None:
     """Return the hidden size in a model folder's config.json. None if it has none."""
-    config = _read(folder)
-    size = {**config, **config.get("text_config", {})}.get("hidden_size")
+    size = _read_text_model(folder).get("hidden_size")
     return size if isinstance(size, int) else None
 
 
 def positions(folder: Path) -> int | None:
     """Return the number of positions in a model folder's config.json. None if it names none."""
-    number = _read(folder).get("max_position_embeddings")
+    number = _read_text_model(folder).get("max_position_embeddings")
     return number if isinstance(number, int) else None
 
 
@@ -50,6 +49,12 @@ def experts(folder: Path) -> int | None:
     """Return the number of experts in a model folder's config.json; None without a config.json."""
     config = _read(folder)
     return num_experts(config) if config else None
+
+
+def _read_text_model(folder: Path) -> dict[str, Any]:
+    """Return the configuration of the language model, which may be a part of a larger one."""
+    config = _read(folder)
+    return {**config, **config.get("text_config", {})}
 
 
 def _read(folder: Path) -> dict[str, Any]:

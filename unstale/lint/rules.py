@@ -5,7 +5,7 @@ The ratios are D = prox / mu and S = pi / prox, see `unstale.lint`.
 
 import math
 import shlex
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from unstale.config import RunConfig
 from unstale.config.routes import age_of_average, live_versions
@@ -321,15 +321,15 @@ def _timed(config: RunConfig) -> Finding | None:
     return Finding("a deterministic run that ends by the clock", why, fixes)
 
 
-def _no_positions(config: RunConfig) -> Finding | None:
-    """Refuse a context that is longer than the model's. Engines would refuse it, seconds later."""
+def _long_context(config: RunConfig) -> Finding | None:
+    """Refuse a context that is longer than the policy's. Engines refuse it as well."""
     number = positions(local_folder(config))
     if number is None or config.engine.max_context <= number:
         return None
     wrong = (
         f"engine.max_context = {config.engine.max_context}, but the policy has {number} positions"
     )
-    why = "it cannot read the tokens after them"
+    why = "the policy was not trained on longer contexts"
     return Finding(wrong, why, ({"engine.max_context": number},))
 
 
@@ -391,13 +391,15 @@ REFUSALS: Sequence[Rule] = (
     _gspo_unit,
     _timed,
     noise.certain_veto,
-    _no_positions,
+    _long_context,
     _dense_replay,
     _unrecorded_routes,
     learning.no_comparison,
     learning.infinite,
     *stream.REFUSALS,
 )
+TRIES_ESTIMATOR: Collection[Rule] = (learning.no_comparison, *stream.TRIES_ESTIMATOR)
+"""Rules that try the advantage estimator on invented episodes. They import torch if they apply."""
 WARNINGS: Sequence[Rule] = (
     _clip_of_a_token,
     _token_mean_of_sequences,

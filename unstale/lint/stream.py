@@ -147,6 +147,8 @@ def batch_route(config: RunConfig) -> Finding | None:
     )
 
 
+TRIES_ESTIMATOR: Sequence[Rule] = (batch_advantages, untried_advantages)
+"""Rules that try the advantage estimator on invented episodes."""
 WARNINGS: Sequence[Rule] = (untried_advantages,)
 REFUSALS: Sequence[Rule] = (
     single_group,

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from unstale.config import ConfigError
+from unstale.config.hub import require_model
 from unstale.expert_routes import num_experts
 from unstale.model import expert_products, fused, linear, sharding
 from unstale.model import lora as adapters
@@ -122,12 +123,7 @@ class Policy:
         is not `trained` only scores, and has no float32 weights for an optimizer.
         """
         folder = Path(folder)
-        if not folder.is_dir():
-            raise ConfigError(f"policy: no model folder at {folder}")
-        if not (folder / "config.json").is_file():
-            raise ConfigError(
-                f"policy: {folder} is not a Hugging Face model folder: it has no config.json"
-            )
+        require_model(folder)
         tokenizer = load_tokenizer(folder)
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         options = _expert_options(folder, device, independent_rows=independent_rows)
