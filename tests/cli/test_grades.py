@@ -167,8 +167,8 @@ def test_eval_shows_a_table(
 
     monkeypatch.setattr(evaluate_module, "evaluate", grade)
     with pytest.raises(SystemExit) as end:
-        main.main(["eval", "runs/mine", "retail", "--k", "4", "2", "1"])
-    assert end.value.code in (0, None) and asked == [(Path("runs/mine"), 4)]
+        main.main(["eval", "base", "retail", "--k", "4", "2", "1"])
+    assert end.value.code in (0, None) and asked == [(Path("base"), 4)]
     lines = capsys.readouterr().out.splitlines()
     shown = {line.split("│")[1].strip(): line for line in lines if "│" in line}
     assert list(shown) == ["avg@4", "pass@2", "pass^2", "pass@4", "pass^4"]

@@ -329,9 +329,7 @@ class Journal:
         async with self._barrier_lock:
             if self._barriers_passed < mine:
                 covered = self._barriers
-                with self._note_raised():
-                    loop = asyncio.get_running_loop()
-                    await loop.run_in_executor(self._barrier_thread, self._flush)
+                await asyncio.get_running_loop().run_in_executor(self._barrier_thread, self.flush)
                 self._barriers_passed = covered
 
     def flush(self) -> None:
