@@ -113,7 +113,7 @@ check: setup
 base-policy: setup
 	$(BIN)/python -m tools.base_policy $(ARGS)
 
-# Run all benchmarks with fewer repeats and models (about 50 minutes on two cores; docs/speed.md). The tables go to
+# Run all benchmarks with fewer repeats and models (less than 50 minutes on two cores; docs/speed.md). The tables go to
 # benchmarks/results/short. If one fails, the others still run, and its name is printed at the end.
 QUESTIONS := generate train memory schedule async routes publish simulate
 SHORT_generate := --repeats 2 --sizes 1M
