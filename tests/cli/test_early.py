@@ -162,7 +162,7 @@ for command in {[command for _, command in refused]!r}:
 
 
 def test_the_standard_streams_are_not_replaced_while_modules_are_imported() -> None:
-    """What is imported may keep them, such as a handler of `logging`."""
+    """Imported modules may keep a reference to them, for example in a handler of `logging`."""
     program = """
 import sys
 before = sys.stdout, sys.stderr

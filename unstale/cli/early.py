@@ -83,7 +83,7 @@ def quick_imports() -> Iterator[None]:
         Spinner("dots", text="loading torch and transformers"),
         console=Console(stderr=True),
         transient=True,
-        redirect_stdout=False,  # what is imported may keep the standard streams
+        redirect_stdout=False,  # imported modules may keep a reference to them
         redirect_stderr=False,
     )
     gc.disable()

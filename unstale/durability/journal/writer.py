@@ -11,9 +11,9 @@ import queue
 import sqlite3
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import chain, groupby
@@ -334,10 +334,6 @@ class Journal:
 
     def flush(self) -> None:
         """Block the calling thread until everything written before is committed."""
-        with self._note_raised():
-            self._flush()
-
-    def _flush(self) -> None:
         if self._thread is None:
             raise journal_error(self.path, "it is not open")
         if self._routes:
@@ -360,17 +356,10 @@ class Journal:
 
     async def watch(self) -> None:
         """Wait until the journal fails, and raise its error."""
-        with self._note_raised():
-            await asyncio.wrap_future(self._failure)
-
-    @contextmanager
-    def _note_raised(self) -> Iterator[None]:
-        """Return a context that notes if it raises the journal's failure to the caller."""
         try:
-            yield
-        except JournalError as error:
-            if self._failure.done() and self._failure.exception() is error:
-                self._failure_raised = True
+            await asyncio.wrap_future(self._failure)
+        except JournalError:
+            self._failure_raised = True
             raise
 
     def _routes_stuck(self) -> JournalError:
@@ -398,6 +387,7 @@ class Journal:
                 for mark in items:
                     if isinstance(mark, Future) and mark.set_running_or_notify_cancel():
                         error = self._failure.exception() if self._failure.done() else None
+                        self._failure_raised |= error is not None
                         mark.set_exception(error) if error else mark.set_result(None)
             if not self._failure.done():
                 # a reader is active, so the WAL file is kept
