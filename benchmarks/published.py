@@ -14,9 +14,10 @@ A ratio that depends on unpublished settings is simulated, but not counted as a 
 (`unclaimed`).
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 
 import numpy as np
 
@@ -528,14 +529,22 @@ class Compared:
 
 
 def compare(
-    rows: tuple[Row, ...], turnovers: int, on_progress: Callable[[str], None]
+    rows: Sequence[Row], turnovers: int, pool: Executor, on_progress: Callable[[str], None]
 ) -> Iterator[Compared]:
-    """Yield the ratio of groups a second of both runs; for a partial rollout, of its generation."""
-    for row in rows:
-        sync, _ = synchronous(row, 3)
-        other = asynchronous(row, turnovers)
-        ratio = other.groups_per_s / sync.groups_per_s
-        if row.partial:
-            ratio = generation_s_of(sync) / generation_s_of(other)
-        on_progress(f"{row.name}: {row.published[0]:.2f} published, {ratio:.2f} simulated")
-        yield Compared(row, ratio, sync)
+    """Yield the ratio of groups a second of both runs; for a partial rollout, of its generation.
+
+    The rows are simulated in the processes of `pool`.
+    """
+    for one in pool.map(partial(_compare, turnovers=turnovers), rows):
+        row = one.row
+        on_progress(f"{row.name}: {row.published[0]:.2f} published, {one.ratio:.2f} simulated")
+        yield one
+
+
+def _compare(row: Row, turnovers: int) -> Compared:
+    sync, _ = synchronous(row, 3)
+    other = asynchronous(row, turnovers)
+    ratio = other.groups_per_s / sync.groups_per_s
+    if row.partial:
+        ratio = generation_s_of(sync) / generation_s_of(other)
+    return Compared(row, ratio, sync)

@@ -11,8 +11,11 @@ import argparse
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
+from multiprocessing import get_context
 from pathlib import Path
 from statistics import fmean, median
 
@@ -212,23 +215,28 @@ def of_others(found: Sequence[Compared]) -> list[str]:
 LARGE = ScheduleConfig(max_staleness=4, groups_per_step=512, group_size=16, lookahead_window=512)
 
 
-def of_size(steps: int) -> list[str]:
-    """Return a table of simulated large fleets, with the time that the simulation takes."""
-    costs = LinearCosts(
-        decode=0.008,
-        decode_reply=1e-4,
-        decode_context=2e-8,
-        prefill_token=2e-5,
-        train_token=1e-6,
-        load=5,
-    )
-    workload = Workload(
-        prompt_tokens=Constant(2000),
-        turns=LogNormal.capped(6, 0.7, 30),
-        reply_tokens=LogNormal(600, 0.9, 8000),
-        tool_tokens=Constant(300),
-        tool_s=LogNormal(5, 1.2, 300),
-    )
+COSTS = LinearCosts(
+    decode=0.008,
+    decode_reply=1e-4,
+    decode_context=2e-8,
+    prefill_token=2e-5,
+    train_token=1e-6,
+    load=5,
+)
+EPISODES = Workload(
+    prompt_tokens=Constant(2000),
+    turns=LogNormal.capped(6, 0.7, 30),
+    reply_tokens=LogNormal(600, 0.9, 8000),
+    tool_tokens=Constant(300),
+    tool_s=LogNormal(5, 1.2, 300),
+)
+GPUS = (3000, 512, 8)
+"""Sizes of the simulated fleets. The slowest simulation is first."""
+
+
+def of_size(rows: Sequence[str]) -> list[str]:
+    """Return a table of simulated large fleets. `rows` are those of `GPUS`."""
+    costs = COSTS
     lines = [
         f"Costs and episodes are assumed: a decoding step {1e3 * costs.decode:g} ms and "
         f"{1e3 * costs.decode_reply:g} ms a reply, training {1e6 * costs.train_token:g} us a token "
@@ -247,34 +255,33 @@ def of_size(steps: int) -> list[str]:
         "engines died",
         "processor s a simulated step",
     )
-    for gpus in (8, 512, 3000):
-        engines, scale = max(1, gpus // 3), gpus / 3000
-        schedule = replace(
-            LARGE,
-            groups_per_step=max(1, round(512 * scale)),
-            lookahead_window=max(1, round(512 * scale)),
-        )
-        CONSOLE.print(f"simulating {gpus} GPUs")
-        began = time.process_time()
-        fleet = Fleet(engines=engines, max_running=64, failures_per_hour=0.02)
-        paid = replace(costs, train_token=costs.train_token / scale)
-        outcome = simulate(
-            workload, fleet, schedule, paid, steps=steps + schedule.max_staleness + 1
-        )
-        took = (time.process_time() - began) / (steps + 2 * schedule.max_staleness + 1)
-        live = (schedule.max_staleness + 1) * schedule.groups_per_step * schedule.group_size
-        lines.append(
-            row(
-                gpus,
-                engines,
-                f"{live:,}",
-                f"{outcome.mean_step_s:.0f}",
-                f"{outcome.engine_busy_share:.0%}",
-                outcome.deaths,
-                f"{took:.2f}",
-            )
-        )
-    return lines
+    return [*lines, *reversed(rows)]
+
+
+def fleet_row(gpus: int, steps: int) -> str:
+    """Simulate a large fleet, and return its row, with the time that the simulation takes."""
+    engines, scale = max(1, gpus // 3), gpus / 3000
+    groups = max(1, round(512 * scale))
+    schedule = replace(LARGE, groups_per_step=groups, lookahead_window=groups)
+    began = time.process_time()
+    fleet = Fleet(engines=engines, max_running=64, failures_per_hour=0.02)
+    costs = replace(COSTS, train_token=COSTS.train_token / scale)
+    outcome = simulate(EPISODES, fleet, schedule, costs, steps=steps + schedule.max_staleness + 1)
+    took = (time.process_time() - began) / (steps + 2 * schedule.max_staleness + 1)
+    return row(
+        gpus,
+        engines,
+        f"{(schedule.max_staleness + 1) * groups * schedule.group_size:,}",
+        f"{outcome.mean_step_s:.0f}",
+        f"{outcome.engine_busy_share:.0%}",
+        outcome.deaths,
+        f"{took:.2f}",
+    )
+
+
+def simulators(count: int | None = None) -> ProcessPoolExecutor:
+    """Return a pool of processes, of as many as there are cores if `count` is None."""
+    return ProcessPoolExecutor(count, mp_context=get_context("spawn"))
 
 
 def _named(one: Compared) -> str:
@@ -344,11 +351,10 @@ def main(arguments: Sequence[str] | None = None) -> Mapping[str, Sequence[str]]:
     )
     chosen = parser.parse_args(arguments)
     if chosen.smoke:
-        return {
-            "published": of_others(
-                list(compare((replace(APRIL, groups=4, group_size=4),), 2, CONSOLE.print))
-            )
-        }
+        smallest = replace(APRIL, groups=4, group_size=4)
+        with simulators(1) as pool:
+            found = list(compare((smallest,), 2, pool, CONSOLE.print))
+        return {"published": of_others(found)}
     sections: dict[str, Sequence[str]] = {}
     runs: list[tuple[str, float, float]] = []
     others: list[Compared] = []
@@ -358,9 +364,12 @@ def main(arguments: Sequence[str] | None = None) -> Mapping[str, Sequence[str]]:
             sizes, steps=chosen.steps, latency_s=chosen.latency_s, repeats=chosen.repeats
         )
     if chosen.turnovers:
-        others = list(compare((*ROWS, APRIL), chosen.turnovers, CONSOLE.print))
-        sections["Published ratios"] = of_others(others)
-        sections["Large fleets"] = of_size(chosen.turnovers)
+        CONSOLE.print(f"simulating {len(ROWS) + 1} published setups and {len(GPUS)} fleets")
+        with simulators() as pool:
+            fleets = pool.map(partial(fleet_row, steps=chosen.turnovers), GPUS)
+            others = list(compare((*ROWS, APRIL), chosen.turnovers, pool, CONSOLE.print))
+            sections["Published ratios"] = of_others(others)
+            sections["Large fleets"] = of_size(list(fleets))
     lines = [
         line for title, section in sections.items() for line in (f"## {title}", "", *section, "")
     ]

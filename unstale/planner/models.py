@@ -1,7 +1,9 @@
 """Parameters, memory and operations per token of a model, computed from its sizes."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,7 @@ _CONFIG_KEYS = {
 _REQUIRED = ("layers", "hidden", "ffn", "heads", "kv_heads")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Model:
     """The sizes of a decoder model with grouped-query attention and gated MLPs or experts.
 
@@ -65,8 +67,8 @@ class Model:
                 f"--model: {self.experts} experts need active (1 to {self.experts}) and expert_ffn"
             )
 
-    @property
-    def matrices(self) -> dict[str, int]:
+    @cached_property
+    def matrices(self) -> Mapping[str, int]:
         """The number of parameters by kind of matrix. A head that shares the embedding has none."""
         queries = self.heads * self.head_dim
         keys = self.kv_heads * self.head_dim
@@ -83,11 +85,11 @@ class Model:
             "biases": self.layers * (queries + 2 * keys) * self.qkv_bias,
         }
 
-    @property
+    @cached_property
     def parameters(self) -> int:
         return sum(self.matrices.values())
 
-    @property
+    @cached_property
     def active_parameters(self) -> int:
         """The number of parameters that process a token: without embedding and unused experts."""
         idle = 0
@@ -114,7 +116,7 @@ class Model:
         largest = rest + max(experts, mlp)
         return WORD * (counts["embedding"] + counts["head"] + layers * largest)
 
-    @property
+    @cached_property
     def kv_bytes(self) -> int:
         """Bytes of the keys and values of one token of context."""
         return WORD * 2 * self.layers * self.kv_heads * self.head_dim
@@ -156,7 +158,7 @@ class Model:
             unread = self.matrices["experts"] * (1 - self.active / self.experts) ** tokens
         return WORD * (self.parameters - unread - self._lookup_parameters)
 
-    @property
+    @cached_property
     def _lookup_parameters(self) -> int:
         """Number of parameters of the embedding, if it is only looked up and not also the head."""
         return 0 if self.tied else self.matrices["embedding"]
