@@ -22,6 +22,7 @@ from unstale.engines import Engine, EngineDied, Reply, SamplingParams
 from unstale.engines.embedded.shared_weights import SharedWeights
 from unstale.engines.pool import EnginePool, Recovery, WeightsReplaced
 from unstale.engines.registry import EngineOptions
+from unstale.engines.threads import in_thread
 from unstale.records import Sampled
 from unstale.weights.codec import advance
 
@@ -114,7 +115,7 @@ class EngineHost:
         self._version = -1
         if self._pool is None:
             recovery = Recovery(self._weights.copy, self._options.restarts, self._on_event)
-            self._pool = await asyncio.to_thread(self._options.make_pool, recovery)
+            self._pool = await in_thread(self._options.make_pool, recovery)
         await self._pool.start()
         self._pool.metrics()  # counters of an earlier start are dropped
         return self._report()
@@ -130,7 +131,7 @@ class EngineHost:
             routes = reply.piece.routes
             if routes is None or routes.experts.nbytes <= SMALL_ROUTES_BYTES:
                 return HostReply(reply)
-            return await asyncio.to_thread(_post, reply)
+            return await in_thread(_post, reply)
         except asyncio.CancelledError:
             if epoch == self._epoch:  # the caller has cancelled the request
                 raise
@@ -158,7 +159,7 @@ class EngineHost:
         ValueError for weights that do not fit, or deltas of other weights. The host then needs full
         weights.
         """
-        await asyncio.to_thread(self._weights.change, version, full, deltas)
+        await in_thread(self._weights.change, version, full, deltas)
         await self._started().load(self._weights.shared, version)
         self._version = version
         return self._report()

@@ -19,6 +19,7 @@ from unstale.cluster.session import (
     summary,
 )
 from unstale.config import ClusterConfig
+from unstale.engines.threads import in_thread
 from unstale.isolation.process import ConcurrentWorker, EpisodeWorker, WorkerEnded
 from unstale.isolation.tasks import StartWorker
 from unstale.isolation.wire import Row
@@ -174,7 +175,7 @@ class RemoteWorker:
             scheduling_strategy="SPREAD",
         )
         while not self.ended:
-            self._host = await asyncio.to_thread(placed.remote, self._options, self._memory_gb)
+            self._host = await in_thread(placed.remote, self._options, self._memory_gb)
             if self.ended:  # meanwhile
                 self._drop()
                 return

@@ -24,6 +24,7 @@ from unstale.engines import (
     check_resume,
 )
 from unstale.engines.session import EngineSession, deadline
+from unstale.engines.threads import in_thread
 from unstale.weights.codec import file_of
 from unstale.weights.store import Delta
 
@@ -123,7 +124,7 @@ class HostedEngine:
         if answer.routes is None:
             return answer.reply
         try:
-            routes = await session.while_alive(asyncio.to_thread(answer.routes.fetch))
+            routes = await session.while_alive(in_thread(answer.routes.fetch))
         except ValueError as error:
             raise self._fail(session, str(error)) from error
         return replace(answer.reply, piece=replace(answer.reply.piece, routes=routes))
@@ -144,7 +145,7 @@ class HostedEngine:
         check_load(update, version, self._version, sampling=sampling, deltas=True)
         held, self._held = self._held, -1  # if this fails, the host needs full weights
         try:
-            full, deltas = await asyncio.to_thread(_objects, update, held)
+            full, deltas = await in_thread(_objects, update, held)
         except LookupError as error:
             raise self._fail(session, f"its weights are gone: {error}") from error
         await self._control("load", version, full, *deltas, timeout_s=LOAD_S)
@@ -191,7 +192,7 @@ class HostedEngine:
         for last in (False,) * (_PLACEMENTS - 1) + (True,):
             host: Any = self._host
             if host is None:
-                host = await asyncio.to_thread(self._place)  # it pickles a class
+                host = await in_thread(self._place)  # it pickles a class
             self._host = host
             try:
                 await session.while_alive(result_of(host.ping.remote()))

@@ -18,6 +18,8 @@ from weakref import WeakKeyDictionary
 import msgspec
 import orjson
 
+from unstale.engines.threads import in_thread
+
 MAX_BODY_BYTES = 1 << 28
 LARGE_BODY_BYTES = 1 << 16
 """A longer body is parsed in a thread, so that the event loop does not wait.
@@ -156,7 +158,7 @@ async def _read_response(
         raise HttpError(status, bytes(content).decode(errors="replace"))
     if len(content) > LARGE_BODY_BYTES:
         async with parsing_turn():
-            return await asyncio.to_thread(decode, content)
+            return await in_thread(decode, content)
     return decode(content)
 
 

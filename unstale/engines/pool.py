@@ -23,6 +23,7 @@ from unstale.engines.routing import (
     choose,
     request_weight,
 )
+from unstale.engines.threads import in_thread
 from unstale.records import Sampled
 
 MAX_LAG_S = 120.0
@@ -494,7 +495,7 @@ class EnginePool:
             elif version != self._version:
                 version = self._version
                 try:
-                    weights = await asyncio.to_thread(self._recovery.weights, version)
+                    weights = await in_thread(self._recovery.weights, version)
                 except WeightsReplaced:
                     while version == self._version:
                         await self._version_changed.wait()

@@ -49,6 +49,7 @@ from unstale.engines.http import (
 )
 from unstale.engines.registry import EngineOptions
 from unstale.engines.session import EngineSession, deadline
+from unstale.engines.threads import in_thread
 from unstale.engines.usage import UsageCounters
 from unstale.engines.vllm_server import VllmServer
 from unstale.expert_routes import ExpertRoutes, num_experts, pack_experts
@@ -221,7 +222,7 @@ class RemoteEngine(ABC):
         session = self._session = _Session(self._check_health, keep_cache=self.options.keep_cache)
         self._version = -1
         if self.server is not None and not self.server.alive:
-            await asyncio.to_thread(self.server.start, lambda: not session.error)
+            await in_thread(self.server.start, lambda: not session.error)
         await self._wait_until_reachable(session)
         try:
             async with self._deadline(session, HANG_S, "no answer"):
@@ -267,7 +268,7 @@ class RemoteEngine(ABC):
 
         async def read() -> ExpertRoutes:
             async with parsing_turn():
-                return await asyncio.to_thread(self._read_routes, encoded, first, stop)
+                return await in_thread(self._read_routes, encoded, first, stop)
 
         try:
             return await self._while_alive(session, read())
@@ -311,7 +312,7 @@ class RemoteEngine(ABC):
 
     async def _send_weights(self, update: Update, version: int) -> Mapping[str, Tensor]:
         """Pause the server and make it load an update. Return the whole weights."""
-        shared = await asyncio.to_thread(self._share, update)
+        shared = await in_thread(self._share, update)
         await self._pause(keep_cache=self.options.keep_cache)
         await self._load_weights(shared.folder, version)
         return shared.weights
@@ -342,7 +343,7 @@ class RemoteEngine(ABC):
             self._session.end("the engine is closed")
         self._weights.close()
         if self.server is not None:
-            await asyncio.to_thread(self.server.close)
+            await in_thread(self.server.close)
 
     def metrics(self) -> Mapping[str, float]:
         return self._session.usage.read() if self._session is not None else {}
@@ -427,7 +428,7 @@ class RemoteEngine(ABC):
                 "with --enable-return-routed-experts"
             )
             raise self._fail(session, reason)
-        expected = await asyncio.to_thread(
+        expected = await in_thread(
             self._reference.logps,
             weights,
             [*prompt, *piece.tokens],

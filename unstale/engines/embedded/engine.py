@@ -32,6 +32,7 @@ from unstale.engines import (
 from unstale.engines.embedded.posted_routes import PostedRoutes
 from unstale.engines.embedded.worker import LOGP, READY, TOKEN
 from unstale.engines.registry import EngineOptions, EngineSpec
+from unstale.engines.threads import in_thread
 from unstale.expert_routes import ExpertRoutes
 from unstale.records import Sampled
 from unstale.weights.child_process import BEAT_S, Bytes, Child, ChildFrozen, Frames, Header, frame
@@ -147,7 +148,7 @@ class EmbeddedEngine:
         assert self._routes
         take = partial(self._routes.take, number, about, first)
         try:
-            return take() if self._options.lockstep else await asyncio.to_thread(take)
+            return take() if self._options.lockstep else await in_thread(take)
         except OSError as error:
             self._end(f"the expert routes of a reply cannot be read: {error}")
             raise EngineDied(self._error) from error
@@ -173,10 +174,10 @@ class EmbeddedEngine:
         check_load(update, version, self._version, sampling=self._running, deltas=self.takes_deltas)
         header = {"op": "load", "version": version, "delta": isinstance(update, Delta)}
         if self._is_read_in_place(update):
-            handles = await asyncio.to_thread(handles_of, update)
+            handles = await in_thread(handles_of, update)
             await self._command(header | {"handles": handles})
         else:
-            await self._command(header, await asyncio.to_thread(_pack_update, update))
+            await self._command(header, await in_thread(_pack_update, update))
         self._version = version
 
     def _is_read_in_place(self, update: Update) -> TypeGuard[Mapping[str, Tensor]]:
@@ -201,7 +202,7 @@ class EmbeddedEngine:
         if self._child is not None:
             self._child.kill()
             try:
-                await asyncio.to_thread(self._child.wait)
+                await in_thread(self._child.wait)
             finally:
                 self._child.wait()
         if self._routes is not None:

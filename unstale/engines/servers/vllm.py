@@ -30,6 +30,7 @@ from unstale.engines.remote import (
     VersionSpan,
     malformed_as_connection_error,
 )
+from unstale.engines.threads import in_thread
 from unstale.engines.vllm_server import EXTENSION, QUANTIZATION, VllmServer, can_quantise
 from unstale.engines.vllm_transfer import (
     MakeGroup,
@@ -245,7 +246,7 @@ class NcclVllmEngine(VllmEngine):
 
     async def _send_weights(self, update: Update, version: int) -> Mapping[str, Tensor]:
         assert isinstance(update, Mapping), "check_load refuses deltas"
-        weights = await asyncio.to_thread(self._reference.cast, update)
+        weights = await in_thread(self._reference.cast, update)
         await self._pause(keep_cache=self.options.keep_cache)
         with ExitStack() as on_error:
             on_error.callback(self._end_group)
@@ -265,7 +266,7 @@ class NcclVllmEngine(VllmEngine):
         if self.server is None:
             await self._end_earlier_transfers()
         size = 1 + await self._while_alive(session, self._num_workers())
-        self._group = group = await asyncio.to_thread(self._make_group)
+        self._group = group = await in_thread(self._make_group)
         joining = partial(group.join, size)
         await self._post_during("/init_weight_transfer_engine", join_request(group, size), joining)
         return group

@@ -1,0 +1,37 @@
+"""Threads for the work of engines.
+
+Calls of user code that never return may occupy all threads of `asyncio.to_thread`. Engines must
+still load weights and end, so they have threads of their own.
+"""
+
+import asyncio
+import contextvars
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import ParamSpec, TypeVar
+from weakref import WeakKeyDictionary
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+_POOLS: WeakKeyDictionary[asyncio.AbstractEventLoop, ThreadPoolExecutor] = WeakKeyDictionary()
+"""The threads of each event loop. They end with their loop."""
+
+
+async def in_thread(function: Callable[_P, _T], *arguments: _P.args, **options: _P.kwargs) -> _T:
+    """Run `function` in a thread. Return its result, or raise its error.
+
+    It is like `asyncio.to_thread`, but never waits for user code.
+    """
+    loop = asyncio.get_running_loop()
+    call = partial(contextvars.copy_context().run, function, *arguments, **options)
+    return await loop.run_in_executor(engine_threads(loop), call)
+
+
+def engine_threads(loop: asyncio.AbstractEventLoop) -> ThreadPoolExecutor:
+    """Return the threads that the engines of an event loop use."""
+    pool = _POOLS.get(loop)
+    if pool is None:
+        pool = _POOLS[loop] = ThreadPoolExecutor(thread_name_prefix="engines")
+    return pool
