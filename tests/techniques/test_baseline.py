@@ -111,6 +111,12 @@ def test_equal_rewards_and_single_episodes_have_no_advantage(centre: str, scale:
     assert estimated(groups, centre=centre, scale=scale) == [0, 0, 0, 0]
 
 
+def test_the_median_and_groups_of_equal_rewards_keep_the_advantage_0_in_a_batch() -> None:
+    """The differences to the medians are 0, 0, 1 and three times 0. Their mean is not 0."""
+    found = estimated([rewarded(0, 0, 1), rewarded(0, 0, 0)], centre="median", scale="batch")
+    assert found[2] > 1 and found[:2] == [0, 0] and found[3:] == [0, 0, 0]
+
+
 @pytest.mark.parametrize("options", UNBIASED)
 def test_an_unbiased_baseline_does_not_depend_on_the_own_reward(options: BaselineConfig) -> None:
     rewards = torch.rand(50, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -152,6 +158,20 @@ def test_the_prior_is_learned_from_the_groups_that_were_trained_on() -> None:
     again = PriorBaseline(options)
     again.restore(estimator.state())
     assert again.value(key) == estimator.value(key) and again.value("other") == 1.0
+
+
+def test_a_resumed_run_may_have_another_range_of_rewards() -> None:
+    """Learned values keep their meaning. A task that was never seen gets the new middle."""
+    before = PriorBaseline(BaselineConfig(centre="prior"))
+    key = context().identify(rewarded(0).task)
+    before.observe([outcome(key, 1.0, 1.0, 0.0)])
+    assert before.value(key) == pytest.approx(3 / 5)
+    after = PriorBaseline(BaselineConfig(centre="prior", reward_min=-1.0, reward_max=3.0))
+    after.restore(before.state())
+    assert after.value(key) == pytest.approx(3 / 5) and after.value("other") == 1.0
+    narrow = PriorBaseline(BaselineConfig(centre="prior", reward_max=0.5))
+    narrow.restore(before.state())
+    assert narrow.value(key) == 0.5
 
 
 def test_a_reward_outside_of_the_range_is_refused_also_of_an_unused_episode() -> None:

@@ -4,7 +4,7 @@ One toy is a batch of softmax bandits, whose exact gradient is known. In the oth
 with or without a tool error that does not change its success.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from itertools import combinations
 from statistics import pvariance
 
@@ -20,7 +20,7 @@ from unstale.config import ConfigError, RunConfig
 from unstale.config.options import override
 from unstale.config.techniques import techniques
 from unstale.lint import check
-from unstale.records import Group
+from unstale.records import Group, ScoredTrajectory
 from unstale.techniques import Techniques
 from unstale.techniques.pick import Pick, PickConfig, balanced, contrast, largest_variance, split
 
@@ -139,6 +139,22 @@ def test_variance_picks_from_the_whole_batch_and_keeps_the_advantages() -> None:
     assert scored == grpo([equal, mixed])[4:]
     assert metrics["filter/trained_share"] == 4 / 8
     assert metrics["filter/trained_success_share"] == 1 / 5
+
+
+def test_episodes_that_an_estimator_leaves_out_are_not_picked() -> None:
+    groups = [
+        group(*(made(each, episode=4 * n + i) for i, each in enumerate((1, 0, 0, 0))), number=n)
+        for n in range(2)
+    ]
+
+    def without_first(groups: Sequence[Group]) -> list[ScoredTrajectory]:
+        return [each for each in grpo(groups) if each.trajectory.episode not in (0, 4)]
+
+    parts = {"pick": techniques()["pick"].makes(PickConfig(n=2))}
+    scored, _ = Techniques(parts).credit(
+        groups, progress=0.0, version=0, estimate=without_first, identify=lambda task: task.key
+    )
+    assert len(scored) == 4 and not {0, 4} & {each.trajectory.episode for each in scored}
 
 
 def test_sizes_that_do_not_fit_are_refused_at_the_start() -> None:

@@ -1,6 +1,7 @@
 """Test `proxy`: its figures by hand, and that they show a policy which learns only the reward."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -69,6 +70,14 @@ def test_the_reward_is_the_trained_one_and_a_cut_off_episode_is_no_success() -> 
     assert metrics["proxy/reward_mean"] == pytest.approx((0.5 + 0.75 + 0) / 3)
     assert metrics["proxy/score_mean"] == pytest.approx(1 / 3)
     assert metrics["proxy/reversed_share"] == pytest.approx(1 / 3)
+
+
+def test_a_part_of_a_batch_may_lack_the_score() -> None:
+    proxy, without = Proxy(ProxyConfig(score="right")), group(made(1.0))
+    part = replace(context(), whole=False)
+    assert math.isnan(proxy.measure([without], [without], part)["proxy/score_mean"])
+    with pytest.raises(ConfigError, match=r"proxy\.score is right, and no episode has"):
+        proxy.measure([without], [without], context())
 
 
 def test_a_later_batch_without_the_score_does_not_end_the_run() -> None:

@@ -341,16 +341,18 @@ def test_replayed_tokens_have_their_own_bound() -> None:
     lag = 3 - batch.version
     ages = measure_staleness(batch, [fresh.group], lag=lag, bound=1)
     assert ages["schedule/staleness_max"] == 1
-    assert measure_replay(batch, lag=lag, bound=3) == {
+    assert measure_replay(batch, lag=lag, bound=3, version=3) == {
         "replay/groups": 1,
         "replay/token_share": 0.5,
         "replay/age_mean": 3.0,
         "replay/age_max": 3.0,
     }
     with pytest.raises(StalenessError, match="replayed tokens of age 3 to 3; the bound is 1 to 2"):
-        measure_replay(batch, lag=lag, bound=2)
+        measure_replay(batch, lag=lag, bound=2, version=3)
     with pytest.raises(StalenessError, match="age 0 to 0"):
-        measure_replay(batch, lag=-batch.version, bound=2)
+        measure_replay(batch, lag=-batch.version, bound=2, version=0)
+    of_a_lost_version = measure_replay(batch, lag=lag * 0, bound=2, version=3)
+    assert of_a_lost_version["replay/age_max"] == 0
     with pytest.raises(StalenessError, match="the bound is 0 to 0"):
         measure_staleness(batch, [fresh.group], lag=lag, bound=0)
 

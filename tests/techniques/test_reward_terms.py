@@ -98,6 +98,10 @@ def test_an_environment_without_the_fact_is_refused() -> None:
     seen.reward([group(made(1, facts={"flaw": 0.0}))], context())
     (later,) = seen.reward([group(made(1, facts={"tool_errors": 0}))], context())
     assert later.trajectories[0].reward == 1, "a later batch may lack the fact"
+    part = replace(context(), whole=False)
+    lacking = group(made(1, facts={"tool_errors": 0}))
+    (result,) = Flaw(FlawConfig()).reward([lacking], part)
+    assert result.trajectories[0].reward == 1, "another group of the batch may have the fact"
     failures = group(made(0))
     (result,) = Flaw(FlawConfig()).reward([failures], context())
     assert result.trajectories[0].reward == 0

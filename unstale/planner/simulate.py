@@ -57,7 +57,7 @@ from unstale.planner.workload import (
     Workload,
 )
 from unstale.records import Group, ScoredTrajectory
-from unstale.rollout.episode import TooManyFailures
+from unstale.rollout.failures import TooManyFailures
 from unstale.rollout.staleness_queue import PendingPieces
 from unstale.rollout.timeouts import first_error
 from unstale.techniques.replay import ENTRY as REPLAY
@@ -189,7 +189,7 @@ def _config(schedule: ScheduleConfig, fleet: Fleet, steps: int, checkpoint_every
 
 
 def _zero_advantages(
-    groups: Sequence[Group], *, progress: float, version: int
+    groups: Sequence[Group], *, progress: float, version: int, whole: bool
 ) -> tuple[list[ScoredTrajectory], dict[str, float]]:
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     return [ScoredTrajectory(trajectory, (0.0,)) for trajectory in trajectories], {}

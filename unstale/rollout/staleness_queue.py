@@ -380,15 +380,16 @@ def measure_staleness(
     }
 
 
-def measure_replay(batch: Batch, *, lag: Tensor, bound: int) -> dict[str, float]:
-    """Return the metrics of the replayed tokens of a batch.
+def measure_replay(batch: Batch, *, lag: Tensor, bound: int, version: int) -> dict[str, float]:
+    """Return the metrics of the replayed tokens of a batch that is trained from `version`.
 
     `lag` is the staleness of each token, `[T]`, in versions. Raises `StalenessError` for a replayed
     token of the current version, which no step can have been trained on before, and for one that is
-    older than `bound`.
+    older than `bound`. After a resume, tokens of versions that were lost may have lag 0.
     """
     ages = lag[batch.replayed].double()
-    if len(ages) and (ages.max() > bound or ages.min() < 1):
+    is_current = batch.version[batch.replayed] >= version
+    if len(ages) and (ages.max() > bound or is_current.any()):
         raise StalenessError(
             f"replayed tokens of age {ages.min():g} to {ages.max():g}; the bound is 1 to {bound}"
         )

@@ -73,6 +73,10 @@ class CreditContext:
     """Figures for the metrics of the batch, by full name. Techniques add theirs."""
     stop_tokens: Collection[int] = ()
     """The tokens that end a reply. Empty if an agent may end its replies otherwise."""
+    whole: bool = True
+    """False for the first groups of a batch whose others are not finished yet (`trainer.stream`).
+    They come again with the whole batch.
+    """
 
 
 @runtime_checkable
@@ -580,15 +584,16 @@ class Techniques:
         estimate: Callable[[Sequence[Group]], list[ScoredTrajectory]],
         identify: Callable[[Task], str],
         stop_tokens: Collection[int] = (),
+        whole: bool = True,
     ) -> tuple[list[ScoredTrajectory], Mapping[str, float]]:
         """Return the trajectories of a batch to train on, with advantages, and metrics.
 
         Reward terms act first, then diagnostics, filters, the estimator, recredits, and filters by
         advantage. `estimate` is the configured estimator, which an estimator technique replaces.
         Where filters leave nothing of a whole batch, all its trajectories get advantage 0.
-        `stop_tokens` end a reply; empty if unknown.
+        `stop_tokens` end a reply; empty if unknown. `whole` is False for a part of a batch.
         """
-        context = CreditContext(progress, version, identify, stop_tokens=stop_tokens)
+        context = CreditContext(progress, version, identify, stop_tokens=stop_tokens, whole=whole)
         selected = groups
         for term in self.rewards:
             selected = term.reward(selected, context)

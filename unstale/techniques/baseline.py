@@ -72,7 +72,9 @@ class BaselineConfig(Section, VisitOptions):
     centre: Centre = "shrink"
     """The baseline: what is subtracted from a reward."""
     scale: Literal["none", "std", "mad", "batch"] = "none"
-    """What the difference is divided by."""
+    """What the difference is divided by. With `batch` the mean of the batch is subtracted first,
+    but for `median` an advantage of 0 stays 0.
+    """
     mad_floor: NonNegative = 0.1
     """Smallest median of the distances to the median. It is 0 in most groups with two values."""
     pivot: bool = True
@@ -122,7 +124,10 @@ class Baseline:
         owners = [group for group in groups if group.trajectories]
         values = [self._of_group(group, context) for group in owners]
         if self.options.scale == "batch" and values:
-            whole = whiten(torch.cat(values))
+            differences = torch.cat(values)
+            whole = whiten(differences)
+            if self.options.centre == "median":  # the mean of a batch of these is not 0
+                whole = torch.where(differences == 0, 0.0, whole)
             values = list(whole.split([len(each) for each in values]))
         return [
             ScoredTrajectory(conversation, (value,))
@@ -186,15 +191,26 @@ class PriorBaseline(Baseline):
         )
 
     def state(self) -> Mapping[str, Any]:
-        return self._tracker.state()
+        span = [self.options.reward_min, self.options.reward_max]
+        return {**self._tracker.state(), "range": span}
 
     def restore(self, state: Mapping[str, Any]) -> None:
+        """Restore the expected rewards. They keep their values if the range has changed."""
         if "probe" in state:
             raise ConfigError(
                 f"baseline.centre cannot change from probe to {self.options.centre} in a resumed "
                 "run: the checkpoint has no earlier rewards of tasks"
             )
-        self._tracker.restore(state)
+        low, high = state.get("range", (self.options.reward_min, self.options.reward_max))
+        a, b = [], []
+        for won, lost in zip(state["a"], state["b"], strict=True):
+            weight = won + lost
+            value = low + (high - low) * won / weight
+            share = min(max((value - self.options.reward_min) / self._spread, 0.0), 1.0)
+            a.append(weight * share)
+            b.append(weight - weight * share)
+        changed = (low, high) != (self.options.reward_min, self.options.reward_max)
+        self._tracker.restore({**state, "a": a, "b": b} if changed else state)
 
 
 class ProbeBaseline(Baseline):

@@ -78,8 +78,8 @@ class Channels:
     def estimate(self, groups: Sequence[Group], context: CreditContext) -> list[ScoredTrajectory]:
         """Return the trajectories with advantages.
 
-        Raises `ConfigError` if episodes that the environment ended have one reward, and no earlier
-        batch had several.
+        Raises `ConfigError` if episodes of a whole batch that the environment ended have one
+        reward, and no earlier batch had several.
         """
         import torch
 
@@ -87,7 +87,7 @@ class Channels:
         if not items:
             return []
         values = [named_rewards(item) for item in items]
-        ended = any(item.stop == "done" for item in items)
+        ended = context.whole and any(item.stop == "done" for item in items)
         names = self._names(values, ended=ended, progress=context.progress)
         rewards = torch.tensor(
             [[each.get(name, 0.0) for name in names] for each in values], dtype=torch.float64

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from unstale.config.checks import ConfigError
 from unstale.records import Group
+
+if TYPE_CHECKING:
+    from unstale.techniques import CreditContext
 
 CONTINUED_BATCHES = 8
 """Batches for which a process that continues a run assumes that an earlier one had a property."""
@@ -47,15 +51,15 @@ class RequiredFact:
         self._option = option
         self._seen = Seen()
 
-    def require(self, groups: Sequence[Group], *, progress: float) -> None:
-        """Raise `ConfigError` if a batch has successes, and no success so far had the fact.
+    def require(self, groups: Sequence[Group], context: CreditContext) -> None:
+        """Raise `ConfigError` if a whole batch has successes, and no success so far had the fact.
 
-        Later batches may lack it. `progress` is the share of the run's steps that are done.
+        Later batches may lack it.
         """
         successes = [item for group in groups for item in group.trajectories if item.success]
         has_fact = any(self._name in item.facts for item in successes)
-        counts = bool(successes)
-        if self._seen.update(has_fact, counts=counts, progress=progress) or not counts:
+        counts = bool(successes) and context.whole
+        if self._seen.update(has_fact, counts=counts, progress=context.progress) or not counts:
             return
         names = sorted({name for item in successes for name in item.facts})
         raise ConfigError(

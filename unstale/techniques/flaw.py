@@ -47,7 +47,7 @@ class Flaw:
         self._fact = RequiredFact(options.fact, option="flaw.fact")
 
     def reward(self, groups: Sequence[Group], context: CreditContext) -> Sequence[Group]:
-        self._fact.require(groups, progress=context.progress)
+        self._fact.require(groups, context)
         items = [item for group in groups for item in group.trajectories if item.success]
         flawed = sum(self._is_flawed(item) for item in items)
         context.metrics["flaw/success_share"] = flawed / len(items) if items else 0.0

@@ -109,7 +109,7 @@ class Pick:
     def select(self, groups: Sequence[Group], context: CreditContext) -> Sequence[Group]:
         size = self._options.size(context.progress)
         if self._options.rule == "clean_success":
-            self._errors.require(groups, progress=context.progress)
+            self._errors.require(groups, context)
         return [self._picked(group, size) for group in groups]
 
     def _picked(self, group: Group, size: int) -> Group:
@@ -161,11 +161,14 @@ class PickByAdvantage:
         self, groups: Sequence[Group], scored: Sequence[ScoredTrajectory], context: CreditContext
     ) -> Sequence[Group]:
         values = {each.trajectory.episode: fmean(each.advantage) for each in scored}
-        advantages = [values[item.episode] for group in groups for item in group.trajectories]
+        items = [item for group in groups for item in group.trajectories]
+        # An estimator may leave episodes out. Nothing is learned from them.
+        scored_places = [place for place, item in enumerate(items) if item.episode in values]
+        advantages = [values[items[place].episode] for place in scored_places]
         size = self._options.size(context.progress) * len(groups)
         if len(advantages) <= size:
             return groups
-        places = largest_variance(advantages, size)
+        places = {scored_places[i] for i in largest_variance(advantages, size)}
         ends = list(accumulate((len(group.trajectories) for group in groups), initial=0))
         return [
             leave_out(group, frozenset(place - first for place in places))

@@ -49,11 +49,12 @@ class Proxy:
     ) -> Mapping[str, float]:
         """Return the figures of the episodes that have the score. A mean of nothing is NaN.
 
-        Raises `ConfigError` if the environment ended episodes, and none so far has the score.
+        Raises `ConfigError` if the environment ended episodes of a whole batch, and none so far has
+        the score.
         """
         ended = [each for group in groups for each in group.finished if each.stop == "done"]
         has_score = any(self._score(each) is not None for each in ended)
-        counts = bool(ended)
+        counts = bool(ended) and context.whole
         seen = self._seen.update(has_score, counts=counts, progress=context.progress)
         if counts and not seen:
             names = sorted({name for each in ended for name in (*each.facts, *each.rewards)})

@@ -43,7 +43,7 @@ class ToolBonus:
         self._calls = RequiredFact(options.calls, option="tool_bonus.calls")
 
     def reward(self, groups: Sequence[Group], context: CreditContext) -> Sequence[Group]:
-        self._calls.require(groups, progress=context.progress)
+        self._calls.require(groups, context)
         return add_reward(groups, "tool_bonus", self._bonus, context)
 
     def _bonus(self, item: Trajectory) -> float:
