@@ -670,6 +670,37 @@ def test_a_batch_that_fails_leaves_the_step_before_written_down(
     assert marked(tmp_path) == ([0, 1] if disk_fails else [0, 1, 2])
 
 
+def test_a_batch_that_fails_does_not_wait_for_an_evaluation(tmp_path: Path) -> None:
+    """Held-out episodes that never end are cancelled. The checkpoint before is written."""
+    parts, cancelled = keeping(tmp_path), list[bool]()
+    began = threading.Event()
+    form = parts.trainer.backward
+
+    def backward(part: Any) -> None:
+        if parts.trainer.steps == 1:
+            assert began.wait(LIMIT_S)
+            raise FloatingPointError("nan in a gradient")
+        form(part)
+
+    async def evaluation(**_: Any) -> list[bool | None]:
+        if parts.trainer.steps == 0:
+            return [True]
+        began.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            cancelled.append(True)
+        return []
+
+    parts.trainer.backward = backward  # type: ignore[method-assign]
+    config = replace(parts.config, eval=replace(parts.config.eval, every=1))
+    with pytest.raises(ExceptionGroup) as failure:
+        run(replace(parts, config=config, evaluation=evaluation))
+    assert str(first_error(failure.value)) == "nan in a gradient"
+    assert cancelled and marked(tmp_path) == [0, 1]
+    assert [row["step"] for row in parts.log.rows] == [0, 1]  # type: ignore[attr-defined]
+
+
 def test_a_checkpoint_that_has_begun_outlives_a_cancellation(tmp_path: Path) -> None:
     parts = keeping(tmp_path)
     write = parts.checkpoints.write

@@ -61,12 +61,12 @@ class Credit(Protocol):
     """A function that computes the advantages of a batch."""
 
     def __call__(
-        self, groups: Sequence[Group], *, progress: float, version: int
+        self, groups: Sequence[Group], *, progress: float, version: int, whole: bool
     ) -> tuple[list[ScoredTrajectory], Mapping[str, float]]:
         """Return the trajectories to train on with their advantages, and metrics.
 
         `progress` is the share of the run's steps that are done. `version` is the version from
-        which the batch is trained.
+        which the batch is trained. `whole` is False for a part of a batch.
         """
         ...
 
@@ -259,11 +259,11 @@ async def take_step(run: RunComponents, step: int, publication: "Publication") -
 
 
 def compute_advantages(
-    run: RunComponents, groups: Sequence[Group], step: int
+    run: RunComponents, groups: Sequence[Group], step: int, *, whole: bool = True
 ) -> tuple[list[ScoredTrajectory], Mapping[str, float]]:
     """Return the trajectories of some groups of a step with their advantages, and metrics."""
     done = (step - 1) / run.config.steps
-    return run.advantage(groups, progress=done, version=run.trainer.version)
+    return run.advantage(groups, progress=done, version=run.trainer.version, whole=whole)
 
 
 async def build_batch(
@@ -281,7 +281,9 @@ async def build_batch(
         lag = run.trainer.lag(batch.version)
         metrics = measure_staleness(batch, groups, lag=lag, bound=run.queue.bound)
         if run.max_replay_age or batch.replayed.any():
-            metrics |= measure_replay(batch, lag=lag, bound=run.max_replay_age)
+            metrics |= measure_replay(
+                batch, lag=lag, bound=run.max_replay_age, version=run.trainer.version
+            )
         return batch, metrics
 
     num_tokens = sum(len(each.trajectory) for each in scored)
@@ -317,7 +319,7 @@ async def add_gradient(
     """Add the gradient of some groups of a batch that is not complete yet."""
     if not any(group.trajectories for group in groups):
         return
-    scored, _ = compute_advantages(run, groups, step)
+    scored, _ = compute_advantages(run, groups, step, whole=False)
     part, _ = await build_batch(run, groups, scored, step)
     await until_scorable(run, part, publication)
     with run.log.span("trainer", f"step {step}"):
@@ -422,6 +424,7 @@ class Publication:
         every = run.config.eval.every or run.config.steps
         evaluation_due = last or progress.step % every == 0
         self._evaluation = run.evaluation if evaluation_due else None
+        self._evaluating: asyncio.Task[dict[str, float]] | None = None
         self.scorers_notified = asyncio.Event()
         """Set when the route and the auditor can score tokens of the new version."""
         self._task = create_task(self._publish())
@@ -438,11 +441,14 @@ class Publication:
         """Run the body, and wait for this publication before an exception leaves the body.
 
         The next batch is trained on in the body. If it fails, the publication of the previous step
-        is still completed.
+        is still completed, but not its evaluation, which a resumed run repeats.
         """
         try:
             yield
         except Exception:
+            self._evaluation = None
+            if self._evaluating:
+                self._evaluating.cancel()
             await self._task
             raise
 
@@ -454,11 +460,27 @@ class Publication:
             run.queue.release()
             if snapshot:
                 metrics |= await run_to_completion(save_checkpoint(run, snapshot))
-            if self._evaluation:
-                metrics |= await evaluate(run, self._evaluation, self._progress.step)
+            metrics |= await self._evaluate()
             if self._progress.step or self._evaluation:
                 row = {"version": run.trainer.version, **self._progress.row, **metrics}
                 run.log.write(self._progress.step, row)
+
+    async def _evaluate(self) -> dict[str, float]:
+        """Return the metrics of the evaluation.
+
+        Empty if none is due, or if the run ends with an error meanwhile.
+        """
+        if self._evaluation is None:
+            return {}
+        work = evaluate(self._run, self._evaluation, self._progress.step)
+        self._evaluating = asyncio.create_task(work)
+        try:
+            return await self._evaluating
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if self._evaluation is not None or (task and task.cancelling()):
+                raise
+            return {}
 
     async def _load_engines(self) -> tuple[Checkpoint | None, dict[str, float]]:
         """Write the new version to disk and load it into every engine.
