@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.isolation.test_isolation import PATIENT_S, Isolated
+from tests.rollout.test_external import World
 from unstale.cluster import env_hosts
 from unstale.cluster.env_hosts import HostAnswer, remote_workers
 from unstale.config import ClusterConfig, TaskConfig
@@ -85,6 +86,42 @@ def test_the_start_of_a_worker_does_not_count_as_time_of_its_environment() -> No
     assert isinstance(third, Failure)
     assert (third.stage, third.error) == ("begin", "WorkerEnded: no machine")
     assert workers[2].calls == []
+
+
+def test_the_start_of_a_worker_does_not_count_as_time_of_an_agent() -> None:
+    """The first worker takes longer than an agent may. The agent then makes no call."""
+    plan = iter([(0.6, True), (0.6, False)])
+    workers: list[LateWorker] = []
+
+    def start(
+        options: Row, memory_gb: float, on_end: Callable[[EpisodeWorker], None]
+    ) -> EpisodeWorker:
+        workers.append(LateWorker(*next(plan), on_end))
+        return workers[-1]
+
+    config = TaskConfig(env="tests.support.isolated_envs:agents", isolate="process", workers=1)
+    tasks: Any = isolate(build_taskset(config), config, start)
+    world = World(timeout_s=0.2)
+
+    async def main() -> list[Failure | Trajectory]:
+        rollout = world.rollout(tasks)
+        await world.start_engine()
+        outcomes = []
+        async with rollout.resources:
+            for number in range(2):
+                task = Task("agents", "train", number)
+                outcomes.append(await rollout.episode(task, env_seed=7, noise_seed=8))
+                workers[-1].end("its machine died")
+        return outcomes
+
+    late, never = asyncio.run(main())
+    assert isinstance(late, Failure) and isinstance(never, Failure)
+    assert (late.stage, late.error) == (
+        "agent",
+        "EnvError: the agent ended without an answer to any call",
+    )
+    assert workers[0].calls == ["drive", "close"] and workers[0].num_episodes == 0
+    assert (never.stage, never.error) == ("begin", "WorkerEnded: no machine")
 
 
 class CrashingWorker(LateWorker):

@@ -8,12 +8,12 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any, cast
 
-from unstale.envs import EnvError, Turn, combine_rewards
+from unstale.envs import EnvError, Turn, combine_rewards, implements
 from unstale.envs.external import ExternalEnv
 from unstale.records import Stop, Task, Trajectory, TurnLimit
 from unstale.rollout.endpoint.server import RecordingEndpoint
 from unstale.rollout.endpoint.session import AgentSession
-from unstale.rollout.episode import EpisodeFailed, Rollout, stage
+from unstale.rollout.episode import EpisodeFailed, HasWorker, Rollout, stage
 from unstale.rollout.segments import BudgetUse
 from unstale.rollout.transcript import NotReplayed, Transcript
 
@@ -55,7 +55,7 @@ class AgentRollout(Rollout):
         caller = self.caller(env, task)
         failed = None
         turn = Turn(())
-        async with env.slot, asyncio.TaskGroup() as calls:
+        async with env.slot, self._worker_of(env), asyncio.TaskGroup() as calls:
             reply_tokens = budget_use.budget.reply_tokens
             session = AgentSession(self, transcript, calls, self.on_event, reply_tokens)
             try:
@@ -75,6 +75,23 @@ class AgentRollout(Rollout):
         finally:
             # the error's traceback refers to this frame, which would be a reference cycle
             failed = None
+
+    @asynccontextmanager
+    async def _worker_of(self, env: ExternalEnv) -> AsyncIterator[None]:
+        """Start the worker process of an isolated agent, and release it after the context.
+
+        `rollout.timeout_s` excludes the start.
+        """
+        if not implements(env, HasWorker):
+            yield
+            return
+        try:
+            with stage("begin", self.config.timeout_s) as timeout:
+                if start := env.worker_start():
+                    await timeout.without_limit(start)
+            yield
+        finally:
+            await env.close()
 
 
 @asynccontextmanager
