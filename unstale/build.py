@@ -433,7 +433,7 @@ def _training_rollout(
         on_restart=listeners.on_restart,
         on_blocked=listeners.recorder.blocked,
     )
-    rollout.restore(life.episodes, life.quarantined, life.outcomes)
+    rollout.restore(life.episodes, life.quarantined, life.failed_shares)
     for request in life.requests:
         for piece in request.opens():
             listeners.pending.add(piece)

@@ -343,7 +343,7 @@ def test_what_is_open_is_handed_out_again_with_all_that_is_known_of_it(tmp_path:
         )
         assert [past.outcome for past in two.past] == list(told_of.trajectories)
         assert [(item.episode, item.start) for item in one.opens()] == [(3, 1), (1, 1)]
-        assert read.given_up(0) == {TASK.key} and read.given_up(1) == frozenset()
+        assert read.given_up(0) == {TASK} and read.given_up(1) == frozenset()
 
 
 @pytest.mark.parametrize(

@@ -641,7 +641,7 @@ def test_a_quarantined_task_is_not_handed_out_again_in_any_life(tmp_path: Path) 
         with killed("write", 2):
             toy.begin(folder, made)
         with Journal.read(folder) as reader:
-            assert reader.given_up(0) == {"numbers/train/2"}
+            assert {task.key for task in reader.given_up(0)} == {"numbers/train/2"}
         toy.go_on(folder, made)
         assert toy.machines[-1].taskset is not toy.machines[0].taskset
     with Journal.read(folder) as reader:

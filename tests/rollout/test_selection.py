@@ -78,6 +78,15 @@ def test_the_tasks_of_a_pool_come_in_turn_with_another_seed_at_each_visit() -> N
     assert first(1, make(skipped=[f"numbers/train/{i}" for i in range(4)])) == []
 
 
+def test_a_skipped_task_is_skipped_each_time_its_list_repeats() -> None:
+    tasks: Any = Repeated(count())
+    life = ResumeState()
+    config = replace(CONFIG, selection=SelectionConfig())
+    selection = Selection(config, tasks, life, Techniques({}), skipped=["1"])
+    drawn = [tasks.identity(request.task) for request in first(9, selection)]
+    assert set(drawn) == {"0", "2", "3"} and len({r.task for r in first(9, selection)}) == 9
+
+
 def test_a_pool_larger_than_the_list_is_refused() -> None:
     tasks: Any = Repeated(count())
     assert list(make_pool(tasks, 0, 4)) == ["0", "1", "2", "3"]

@@ -16,9 +16,9 @@ from unstale.old_logps import OldLogps
 from unstale.old_logps.scoring.scorer import Weights
 from unstale.records import GroupRequest, PendingPiece, Task
 
-MAX_OUTCOMES = 1000
-"""Number of past episodes whose results are restored. The limit on failures looks at fewer than
-these.
+MAX_GROUPS = 1000
+"""Number of finished groups whose failed shares are restored. The limit on failures looks at fewer
+than these.
 """
 
 
@@ -35,10 +35,10 @@ class ResumeState:
     """Index of the next training task."""
     episodes: int = 0
     """Number of episodes begun so far."""
-    quarantined: frozenset[str] = frozenset()
-    """Keys of tasks that failed too often and are not tried again."""
-    outcomes: tuple[bool, ...] = ()
-    """Results of the last episodes, oldest first: True if finished, False if failed for good."""
+    quarantined: frozenset[Task] = frozenset()
+    """Tasks that failed too often and are not tried again."""
+    failed_shares: tuple[float, ...] = ()
+    """The share of failed episodes of the last finished groups, oldest first."""
     visits: Mapping[Task, int] = field(default_factory=dict)
     """Number of groups started on each task. Empty if the run has no pool of tasks."""
 
@@ -103,7 +103,7 @@ def load_resume_state(
             place=place,
             episodes=episodes,
             quarantined=reader.given_up(config.rollout.retries),
-            outcomes=reader.outcomes(MAX_OUTCOMES),
+            failed_shares=reader.failed_shares(MAX_GROUPS),
             visits=reader.visits() if config.selection.pool else {},
         )
         highest = max(reader.versions(), default=-1)

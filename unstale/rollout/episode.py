@@ -7,8 +7,7 @@ counted as failed. Any other error ends the run.
 
 import asyncio
 import time
-from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Hashable, Iterable, Iterator, Sequence
 from contextlib import (
     AbstractAsyncContextManager,
     contextmanager,
@@ -21,6 +20,7 @@ from typing import Any, Protocol, Self, runtime_checkable
 
 from unstale.config import RolloutConfig
 from unstale.engines import Stopwatch
+from unstale.engines.threads import in_thread
 from unstale.envs import (
     Closable,
     EnvError,
@@ -32,6 +32,7 @@ from unstale.envs import (
     Turn,
     combine_rewards,
     implements,
+    task_identity,
 )
 from unstale.envs.chat import LONG_REPLY_TOKENS, Chat
 from unstale.envs.guard import EnvCaller, describe
@@ -53,17 +54,13 @@ from unstale.records import (
     count_turns,
 )
 from unstale.rollout import More, no_more
+from unstale.rollout.failures import FailureLimit, TooManyFailures
 from unstale.rollout.generator import Generator
 from unstale.rollout.seeds import derive_seed
 from unstale.rollout.segments import BudgetUse, EpisodeSlot, EpisodeSlots
 from unstale.rollout.timeouts import Attempt, PersistentTimeout
 from unstale.rollout.transcript import NotReplayed, NullWriter, OpenWriter, Transcript
 from unstale.rollout.turn_limit import AllowedTurns
-
-FAILURE_WINDOW = 100
-"""Number of latest episodes over which the share of failures is measured."""
-FAILURE_MINIMUM = 20
-"""Number of episodes from which on the share of failures may end the run."""
 
 OnFailure = Callable[[int, Failure, bool], None]
 """A function `(episode, failure, is_last)` that is called after a failed attempt at an episode."""
@@ -77,6 +74,8 @@ OnBlocked = Callable[[str, float], None]
 """A function `(name, seconds)`. It is called when the user code `name` blocked the event loop, and
 again each time it blocks for twice as long.
 """
+
+Outcome = Trajectory | Failure
 
 CLOSE_S = 5.0
 """Seconds in which `close` of an environment must return."""
@@ -92,16 +91,15 @@ class HasWorker(Protocol):
         Raises `EnvError` if none can be started, and the awaitable does if the start fails.
         """
 
+    def close(self) -> Awaitable[None]:
+        """Release the worker."""
+
 
 class EpisodeFailed(Exception):
     """Error in the code of an environment.
 
     The text names the stage, and `__cause__` is the error.
     """
-
-
-class TooManyFailures(RuntimeError):
-    """Error: a larger share of episodes failed than `rollout.max_failed_share` allows."""
 
 
 @contextmanager
@@ -180,20 +178,22 @@ class Rollout:
         )
         """A context that must be open while episodes run, such as the HTTP endpoint of agents."""
         self.quarantined: set[str] = set()
-        """Keys of tasks whose last attempt failed. No further episodes are started on them."""
+        """Identities of tasks whose last attempt failed. No further episodes are started on them.
+        """
         self._num_episodes = 0
-        self._outcomes: deque[bool] = deque(maxlen=FAILURE_WINDOW)
+        self._failures = FailureLimit(config.max_failed_share)
 
     def restore(
-        self, episodes: int, quarantined: Iterable[str], outcomes: Iterable[bool] = ()
+        self, episodes: int, quarantined: Iterable[Task], failed_shares: Iterable[float] = ()
     ) -> None:
-        """Restore episode count, failed tasks and latest outcomes of a resumed run.
+        """Restore episode count, failed tasks and latest failures of a resumed run.
 
-        `quarantined` are the keys of tasks whose last attempt failed.
+        `quarantined` are the tasks whose last attempt failed, and `failed_shares` the shares of
+        failed episodes of the last groups, oldest first.
         """
         self._num_episodes = episodes
-        self.quarantined = set(quarantined)
-        self._outcomes.extend(outcomes)
+        self.quarantined = {task_identity(self.taskset, task) for task in quarantined}
+        self._failures.restore(failed_shares)
 
     def next_episode(self) -> int:
         """Return the number of a new episode, and count it."""
@@ -223,15 +223,19 @@ class Rollout:
         results: list[Trajectory | Failure] = []
         # More than `size` if episodes were added to the group before a resume.
         num_more = max(size, len(request.past))
-        while num_more:
-            indices = range(len(results), len(results) + num_more)
-            async with asyncio.TaskGroup() as siblings:
-                running = [
-                    siblings.create_task(self._sibling(request, index, env_seed, open_writer))
-                    for index in indices
-                ]
-            results += [episode.result() for episode in running]
-            num_more = more(results)
+        try:
+            while num_more:
+                indices = range(len(results), len(results) + num_more)
+                self._failures.begin(request.number, num_more)
+                async with asyncio.TaskGroup() as siblings:
+                    running = [
+                        siblings.create_task(self._sibling(request, index, env_seed, open_writer))
+                        for index in indices
+                    ]
+                results += [episode.result() for episode in running]
+                num_more = more(results)
+        finally:
+            self._failures.end(request.number)
         return _group(request, results)
 
     def _sibling(
@@ -243,7 +247,8 @@ class Rollout:
             age = (request.number, index)
             slot = EpisodeSlot(self._slots, age, partial(self.wait_times.add, "slot_wait"))
         episode = partial(
-            self.episode,
+            self._counted_episode,
+            request.number,
             request.task,
             env_seed=env_seed,
             noise_seed=derive_seed(env_seed, index),
@@ -255,7 +260,43 @@ class Rollout:
         )
         return _in_slot(slot, episode) if slot else episode()
 
-    async def episode(  # noqa: PLR0913 - two of them are seeds
+    async def episode(
+        self,
+        task: Task,
+        *,
+        env_seed: int,
+        noise_seed: int,
+        open_writer: OpenWriter = NullWriter,
+        record: EpisodeRecord | None = None,
+    ) -> Trajectory | Failure:
+        """Run one episode, which is a group of its own.
+
+        Raises `TooManyFailures` if it fails, and the share of failed episodes is too large.
+        """
+        group = object()
+        self._failures.begin(group, 1)
+        try:
+            return await self._counted_episode(
+                group,
+                task,
+                env_seed=env_seed,
+                noise_seed=noise_seed,
+                open_writer=open_writer,
+                record=record,
+            )
+        finally:
+            self._failures.end(group)
+
+    async def _counted_episode(self, group: Hashable, task: Task, **options: Any) -> Outcome:
+        """Run one episode, and count its outcome as one of a group."""
+        outcome = await self._episode(task, **options)
+        if isinstance(outcome, Trajectory):
+            self._failures.succeeded(group)
+        else:
+            self._failures.failed(group, outcome)
+        return outcome
+
+    async def _episode(  # noqa: PLR0913 - two of them are seeds
         self,
         task: Task,
         *,
@@ -293,13 +334,13 @@ class Rollout:
                 )
             except (EpisodeFailed, NotReplayed) as error:
                 failure = failure_of(error, task, transcript.all_pieces)
-                for branch in transcript.branches:
-                    reason = "the attempt that it is a branch of failed"
-                    lost = replace(failure_of(error, task, branch.all_pieces), error=reason)
-                    self.on_failure(branch.episode, lost, False)
+                reason = "the attempt that it is a branch of failed"
+                of_branches = [
+                    (each.episode, replace(failure_of(error, task, each.all_pieces), error=reason))
+                    for each in transcript.branches
+                ]
             else:
                 transcript.write_outcome(trajectory)
-                self._outcomes.append(True)
                 return trajectory
             if transcript.replaying:
                 transcript.writer.write_restart(
@@ -307,15 +348,18 @@ class Rollout:
                     turns=failure.turns,
                     sampled_tokens=failure.sampled_tokens,
                 )
+                for branch, lost in of_branches:
+                    self.on_restart(branch, lost)
                 self.on_restart(number, failure)
                 continue
             transcript.write_outcome(failure)
+            for branch, lost in of_branches:
+                self.on_failure(branch, lost, False)
             failures += 1
             final = failures > self.config.retries
             self.on_failure(number, failure, final)
             if final:
-                self.quarantined.add(task.key)
-                self._count_failure(failure)
+                self.quarantined.add(task_identity(self.taskset, task))
                 return failure
 
     async def attempt(
@@ -341,13 +385,13 @@ class Rollout:
                 turn, turn_rewards = await self._begin(transcript, caller, chat)
             begins = not turn_rewards  # else the context after a restored snapshot may be full
             if begins and self.generator.reply_budget(len(transcript.tokens)) < 1:
-                raise ValueError(
+                raise EnvError(
                     f"the opening prompt of {task.key} has {len(transcript.tokens)} tokens, "
                     f"engine.max_context is {self.generator.config.max_context}: no reply fits; "
                     "raise engine.max_context"
                 )
             if begins and budget_use.reply_limit(len(transcript.tokens)) < 1:
-                raise ValueError(
+                raise EnvError(
                     f"the opening prompt of {task.key} has {len(transcript.tokens)} tokens, and an "
                     f"episode may have {budget_use.budget.context}: no reply fits; raise the steps "
                     "of segments.table"
@@ -462,7 +506,7 @@ class Rollout:
         """
         if self._deterministic or len(reply) < LONG_REPLY_TOKENS:
             return chat.parse(reply)
-        return chat.message(await asyncio.to_thread(chat.text, reply))
+        return chat.message(await in_thread(chat.text, reply))
 
     async def _generate(
         self, transcript: Transcript, budget_use: BudgetUse
@@ -493,21 +537,6 @@ class Rollout:
                 f"Turn.messages has {len(turn.messages):,} messages with {characters:,} characters,"
                 f" at least {at_least:,} tokens; engine.max_context is {limit}: shorten the "
                 "messages, or raise engine.max_context"
-            )
-
-    def _count_failure(self, failure: Failure) -> None:
-        """Count a failed episode.
-
-        Raise `TooManyFailures` if the share of failed episodes is too large.
-        """
-        self._outcomes.append(False)
-        failed = self._outcomes.count(False)
-        total = len(self._outcomes)
-        if total >= FAILURE_MINIMUM and failed > self.config.max_failed_share * total:
-            raise TooManyFailures(
-                f"{failed} of the last {total} episodes failed, more than "
-                f"rollout.max_failed_share = {self.config.max_failed_share:g} allows; "
-                f"the last one in {failure.stage} of {failure.task.key}: {failure.error}"
             )
 
 

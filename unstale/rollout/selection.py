@@ -45,9 +45,9 @@ def training_requests(
 ) -> Iterator[GroupRequest]:
     """Yield one request for a group of episodes for each training task.
 
-    Tasks whose key is in `skipped` get no request. A resumed run continues after its last task. The
-    requests end after `MAX_SKIPPED` skipped tasks in a row. If a task comes again, its request has
-    another seed. Otherwise the episodes would be those of its first group.
+    Tasks whose identity is in `skipped` get no request. A resumed run continues after its last
+    task. The requests end after `MAX_SKIPPED` skipped tasks in a row. If a task comes again, its
+    request has another seed. Otherwise the episodes would be those of its first group.
     """
     number = life.admitted
     num_skipped = 0
@@ -58,7 +58,7 @@ def training_requests(
         if place < life.place:
             continue
         num_skipped += 1
-        if task.key not in skipped:
+        if task_identity(taskset, task) not in skipped:
             group_seed = derive_seed(seed, "visit", visit) if visit else seed
             yield GroupRequest(number, task, group_seed, place)
             number += 1
@@ -132,7 +132,7 @@ class Selection:
     ) -> None:
         """Restore the choice of a run.
 
-        `skipped` are the keys of the tasks that are not tried again. Others may add to it.
+        `skipped` are the identities of the tasks that are not tried again. Others may add to it.
         """
         self._config = config
         self._taskset = taskset
@@ -203,7 +203,7 @@ class Selection:
         return ([name for name in names if name not in live] or names)[:wanted]
 
     def _is_usable(self, name: str) -> bool:
-        return self._pool[name][1].key not in self._skipped
+        return name not in self._skipped
 
     def _sized(self, request: GroupRequest, size: int = 0, reply_tokens: int = 0) -> GroupRequest:
         """Return a request with the number of its episodes, and their limits."""

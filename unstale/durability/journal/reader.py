@@ -244,20 +244,19 @@ class JournalReader:
                     for values in zip(*columns.values(), strict=True):
                         yield {"step": sample["step"], **dict(zip(columns, values, strict=True))}
 
-    def outcomes(self, number: int) -> tuple[bool, ...]:
-        """Return the results of the newest `number` episodes that have one, oldest first.
+    def failed_shares(self, number: int) -> tuple[float, ...]:
+        """Return the share of failed episodes of the newest `number` finished groups, oldest first.
 
-        An episode has the result of its newest attempt: True if it finished, False if it failed.
+        An episode failed if its newest attempt did.
         """
         rows = self.rows(
-            f"""SELECT trajectories.episode IS NOT NULL
-            FROM (SELECT max(episode) AS episode FROM {ATTEMPTS} GROUP BY number, sibling)
-            LEFT JOIN trajectories USING (episode) LEFT JOIN failures USING (episode)
-            WHERE coalesce(trajectories.episode, failures.episode) IS NOT NULL
-            ORDER BY episode DESC LIMIT ?""",
+            f"""SELECT avg(trajectories.episode IS NULL)
+            FROM (SELECT number, max(episode) AS episode FROM {ATTEMPTS} GROUP BY number, sibling)
+            JOIN finished USING (number) LEFT JOIN trajectories USING (episode)
+            GROUP BY number ORDER BY max(episode) DESC LIMIT ?""",
             number,
         )
-        return tuple(bool(is_finished) for (is_finished,) in reversed(rows))
+        return tuple(share for (share,) in reversed(rows))
 
     def unsound(self) -> list[str]:
         """Return sentences about tables in which rows were changed, lost or added."""
@@ -283,15 +282,15 @@ class JournalReader:
         )
         return groups, place, episodes
 
-    def given_up(self, retries: int) -> frozenset[str]:
-        """Return the keys of tasks with an episode that failed more than `retries` times."""
+    def given_up(self, retries: int) -> frozenset[Task]:
+        """Return the tasks with an episode that failed more than `retries` times."""
         rows = self.rows(
             """SELECT env, split, task FROM groups WHERE number IN (
                 SELECT number FROM episodes JOIN failures USING (episode)
                 GROUP BY number, sibling HAVING count(*) > ?)""",
             retries,
         )
-        return frozenset(Task(*row).key for row in rows)
+        return frozenset(Task(*row) for row in rows)
 
     def requests(self) -> list[GroupRequest]:
         """Return the groups that no checkpoint was trained on, in the order of their start.
