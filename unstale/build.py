@@ -221,6 +221,7 @@ def load_policy(config: RunConfig, peers: Peers | None = None, *, trained: bool 
         independent_rows=config.deterministic,
         trained=trained,
     )
+    policy.check_length(config.engine.max_context)
     policy.check_context(config.cluster.context)
     policy.set_forward_options(ForwardOptions.of(config))
     if options.routing_replay:

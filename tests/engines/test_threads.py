@@ -55,7 +55,9 @@ def test_weights_are_loaded_and_the_engine_ends() -> None:
             await engine.start()
             await engine.load(weights, 3)
             await engine.resume()
-            reply = await engine.sample((1, 2), SamplingParams(max_tokens=1, seed=0, stop_tokens=()))
+            reply = await engine.sample(
+                (1, 2), SamplingParams(max_tokens=1, seed=0, stop_tokens=())
+            )
             await engine.close()
         return reply
 

@@ -3,7 +3,7 @@
 transformers calls it for models whose attention implementation is `ATTENTION`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache, lru_cache
@@ -30,6 +30,10 @@ wasted, so a block is small.
 """
 
 running: ContextVar[PrefixTree | None] = ContextVar("the tree of the current pass", default=None)
+checked_length: ContextVar[int] = ContextVar("the length for which masks are checked", default=0)
+"""In a pass of `check_length`, the number of tokens up to which masks must be those that packed
+attention applies. 0 in any other pass.
+"""
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # or every tree would be compiled
@@ -58,6 +62,8 @@ def packed_attention(
         )
     scale = options.get("scaling")
     window = options.get("sliding_window")
+    if (length := checked_length.get()) and attention_mask is not None:
+        _require_window(int(attention_mask), min(window or length, length))
     if sees_all(run, window):
         window = None
 
@@ -83,8 +89,41 @@ def sees_all(run: PrefixTree, window: int | None) -> bool:
     return window is None or all(s.depth + s.end - s.start <= window for s in run.segments)
 
 
-def packed_mask(**options: Any) -> Tensor | None:
-    return sdpa_mask(**options) if running.get() is None else None
+def packed_mask(mask_function: Callable[..., Tensor], **options: Any) -> Tensor | None:
+    """Return no mask in a packed pass, because `packed_attention` applies its own.
+
+    In a pass of `check_length` it is `[1, 1, 1, 1]` and holds the window of `mask_function`.
+    """
+    if running.get() is None:
+        return sdpa_mask(mask_function=mask_function, **options)
+    if length := checked_length.get():
+        return torch.full((1, 1, 1, 1), window_of(mask_function, length))
+    return None
+
+
+def window_of(mask_function: Callable[..., Tensor], length: int) -> int:
+    """Return the number of tokens that the last of `length` tokens attends to, with itself.
+
+    Raises NotImplementedError unless each token attends to as many before it as there are, up to
+    that number.
+    """
+    last = length - 1
+    queries = sorted({*(min(2**power, last) for power in range(24)), 0, max(last - 1, 0), last})
+    query = torch.tensor(queries)[:, None]
+    keys = torch.arange(length)[None]
+    zero = torch.tensor(0)
+    visible = mask_function(zero, zero, query, keys).expand(len(queries), -1)
+    seen = int(visible[-1].sum())
+    if not torch.equal(visible, (keys <= query) & (keys > query - seen)):
+        raise NotImplementedError("a layer's mask is neither causal nor a sliding window")
+    return seen
+
+
+def _require_window(of_mask: int, of_layer: int) -> None:
+    if of_mask != of_layer:
+        raise NotImplementedError(
+            f"a layer's mask has a window of {of_mask} tokens, and its attention {of_layer}"
+        )
 
 
 AttentionInterface.register(ATTENTION, packed_attention)

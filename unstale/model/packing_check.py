@@ -4,7 +4,7 @@ They would if a model's architecture ignored `position_ids` or the attention fun
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import torch
@@ -13,9 +13,10 @@ from transformers import PreTrainedModel
 
 from unstale.config import ConfigError
 from unstale.expert_routes import num_experts
+from unstale.model.attention import checked_length
 from unstale.model.forward import run_model
 from unstale.model.loading import vocab_size
-from unstale.model.prefix_tree import MIN_SHARED, Packed, build_prefix_tree
+from unstale.model.prefix_tree import MIN_SHARED, ROUND, Packed, build_prefix_tree
 
 LIMITS = {torch.bfloat16: 0.08, torch.float16: 0.01}
 """Largest error by rounding, by dtype. In bfloat16, random models of 28 layers have up to 0.07, and
@@ -79,6 +80,47 @@ def check_packing(model: PreTrainedModel) -> Packability:
     return Packability(torch.equal(head(hidden[None])[0], packed.output), noise)
 
 
+@torch.no_grad()
+def check_length(model: PreTrainedModel, max_context: int) -> None:
+    """Check that sequences of up to `max_context` tokens can be packed.
+
+    Layers must attend causally or within a sliding window, and a late position in one sequence must
+    not change others, as it does if rotary frequencies depend on the longest position of a pass.
+    Raises ConfigError otherwise.
+    """
+    vocabulary = vocab_size(model.get_input_embeddings())
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    length = min(max_context, positions or max_context)
+    tokens = torch.arange(ROUND) % vocabulary
+    token = checked_length.set(length)
+    try:
+        _run(model, [tokens])
+    except NotImplementedError as error:
+        raise ConfigError(_too_long(model, length, str(error))) from error
+    finally:
+        checked_length.reset(token)
+    short, other = (5 - tokens[:5]) % vocabulary, tokens[:3]
+    usual, late = (
+        _run(model, [short, other], last_position=last).by_sequence[0]
+        for last in (len(other) - 1, max(length, len(other)) - 1)
+    )
+    limit = LIMITS.get(usual.dtype, 1e-4)
+    if num_experts(model.config.to_dict()):
+        unaffected = _error(late, usual, on_average=True) <= limit
+    else:
+        unaffected = torch.equal(usual, late)
+    if not unaffected:
+        reason = "its position embedding depends on the longest position of a pass"
+        raise ConfigError(_too_long(model, length, reason))
+
+
+def _too_long(model: PreTrainedModel, length: int, reason: str) -> str:
+    return (
+        f"policy: {type(model).__name__} cannot be packed with {length} tokens "
+        f"(engine.max_context): {reason}. Lower engine.max_context, or use another model"
+    )
+
+
 def _probes(vocabulary: int) -> tuple[list[Tensor], list[Tensor]]:
     """Return four short sequences, and the same four with the first and the last one changed.
 
@@ -95,11 +137,24 @@ def _probes(vocabulary: int) -> tuple[list[Tensor], list[Tensor]]:
     return [first, second, left, right], [other_first, second, left, other_right]
 
 
-def _run(model: PreTrainedModel, sequences: Sequence[Tensor], *, hidden: bool = False) -> _Pass:
-    """Run packed sequences. Return logits, or with `hidden` the last hidden states."""
+def _run(
+    model: PreTrainedModel,
+    sequences: Sequence[Tensor],
+    *,
+    hidden: bool = False,
+    last_position: int | None = None,
+) -> _Pass:
+    """Run packed sequences. Return logits, or with `hidden` the last hidden states.
+
+    With `last_position` the last sequence ends at this position.
+    """
     lengths = [len(sequence) for sequence in sequences]
     packed = Packed(torch.cat(list(sequences)), tuple(accumulate(lengths, initial=0)))
     tree = build_prefix_tree(packed, share=True)
+    if last_position is not None:
+        positions = tree.positions.clone()
+        positions[tree.place[-lengths[-1] :]] += last_position - lengths[-1] + 1
+        tree = replace(tree, positions=positions)
     device = next(model.parameters()).device
     rows = torch.arange(len(tree.tokens), device=device)
     output = run_model(model.base_model if hidden else model, tree, rows, hidden)
@@ -126,5 +181,7 @@ def _error(logits: Tensor, expected: Tensor, *, on_average: bool) -> float:
     row.
     """
     difference = (logits - expected).norm(dim=-1, dtype=torch.float64)
-    errors = difference / expected.norm(dim=-1, dtype=torch.float64)
+    norm = expected.norm(dim=-1, dtype=torch.float64)
+    # A token whose embedding is 0, such as that of padding, may have logits that are all 0.
+    errors = torch.where((difference == 0) & (norm == 0), 0.0, difference / norm)
     return float(errors.mean() if on_average else errors.max())

@@ -33,7 +33,7 @@ from unstale.model.hidden import HiddenMeans, find_layer, outputs_of
 from unstale.model.loading import DTYPES, load_model, load_tokenizer, no_progress_bars, vocab_size
 from unstale.model.lora import Lora, Merging
 from unstale.model.packing import cut, pack, pack_shared, wanted_spans
-from unstale.model.packing_check import check_packing
+from unstale.model.packing_check import check_length, check_packing
 from unstale.model.peers import ALONE, Peers
 from unstale.model.prefix_tree import ROUND, Packed, PrefixTree, build_prefix_tree
 from unstale.model.quantisation import quantise_passes
@@ -203,6 +203,16 @@ class Policy:
         """
         if self._route_layers is None:
             self._route_layers = replay_routes(self.model)
+
+    def check_length(self, max_context: int) -> None:
+        """Raise ConfigError if sequences of up to `max_context` tokens cannot be packed.
+
+        A model with another pattern of attention, or with position embeddings that depend on other
+        sequences, would get wrong log-probabilities from some length on.
+        """
+        is_part = self._is_sharded
+        whole = _use_packing(sharding.shorter_copy(self.model)) if is_part else self.model
+        check_length(whole, max_context)
 
     def check_context(self, ranks: int) -> None:
         """Raise ConfigError unless that many ranks can divide the tokens of a pass."""

@@ -31,6 +31,7 @@ from unstale.engines.embedded.pages import PAGE, Pages, placed, runs, tiled
 from unstale.engines.embedded.probe import FORWARD_ERRORS, SLOTS, Probe
 from unstale.engines.embedded.runner import ModelWeights, Step, warning_with_gpu
 from unstale.model import linear
+from unstale.model.attention import window_of
 from unstale.model.experts import RouteRecorder
 from unstale.model.loading import load_model
 from unstale.model.quantisation import round_activations
@@ -94,16 +95,11 @@ class _Survey:
 
         Raises CannotPack for a mask that is not causal, or not the same at every position.
         """
-        last = self._max_context - 1
-        queries = sorted({*(min(2**power, last) for power in range(24)), 0, max(last - 1, 0), last})
-        query = torch.tensor(queries)[:, None]
-        keys = torch.arange(self._max_context)[None]
-        zero = torch.tensor(0)
-        visible = mask_function(zero, zero, query, keys).expand(len(queries), -1)
-        seen = int(visible[-1].sum())
-        if not torch.equal(visible, (keys <= query) & (keys > query - seen)):
-            raise CannotPack("a layer's mask is neither causal nor a sliding window")
-        return torch.full((1, 1, 1, 1), 0 if seen > last else seen)
+        try:
+            seen = window_of(mask_function, self._max_context)
+        except NotImplementedError as error:
+            raise CannotPack(str(error)) from error
+        return torch.full((1, 1, 1, 1), 0 if seen == self._max_context else seen)
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, options: Any
