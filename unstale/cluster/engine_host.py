@@ -22,8 +22,8 @@ from unstale.engines import Engine, EngineDied, Reply, SamplingParams
 from unstale.engines.embedded.shared_weights import SharedWeights
 from unstale.engines.pool import EnginePool, Recovery, WeightsReplaced
 from unstale.engines.registry import EngineOptions
-from unstale.engines.threads import in_thread
 from unstale.records import Sampled
+from unstale.threads import in_thread
 from unstale.weights.codec import advance
 
 SMALL_ROUTES_BYTES = 1 << 18

@@ -19,11 +19,11 @@ from unstale.cluster.session import (
     summary,
 )
 from unstale.config import ClusterConfig
-from unstale.engines.threads import in_thread
 from unstale.isolation.process import ConcurrentWorker, EpisodeWorker, WorkerEnded
 from unstale.isolation.tasks import StartWorker
 from unstale.isolation.wire import Row
 from unstale.records import Task
+from unstale.threads import in_thread
 
 _PLACE_AGAIN_S = 1.0
 

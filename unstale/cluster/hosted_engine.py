@@ -24,7 +24,7 @@ from unstale.engines import (
     check_resume,
 )
 from unstale.engines.session import EngineSession, deadline
-from unstale.engines.threads import in_thread
+from unstale.threads import in_thread
 from unstale.weights.codec import file_of
 from unstale.weights.store import Delta
 

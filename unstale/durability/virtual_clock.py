@@ -14,9 +14,9 @@ from concurrent.futures import wait as wait_for
 from functools import partial
 from typing import Any, TypeVar
 
-from unstale.engines.threads import engine_threads
 from unstale.envs import EnvError, guard
 from unstale.envs.guard import OCCUPANCY, UnjoinedThreads, Watchdog, end_leftovers, watch_tasks
+from unstale.threads import engine_threads
 
 T = TypeVar("T")
 

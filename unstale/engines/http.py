@@ -18,7 +18,7 @@ from weakref import WeakKeyDictionary
 import msgspec
 import orjson
 
-from unstale.engines.threads import in_thread
+from unstale.threads import in_thread
 
 MAX_BODY_BYTES = 1 << 28
 LARGE_BODY_BYTES = 1 << 16

@@ -23,8 +23,8 @@ from unstale.engines.routing import (
     choose,
     request_weight,
 )
-from unstale.engines.threads import in_thread
 from unstale.records import Sampled
+from unstale.threads import in_thread
 
 MAX_LAG_S = 120.0
 """Seconds that a call waits for the other engines of an elastic pool once one has answered.

@@ -49,11 +49,11 @@ from unstale.engines.http import (
 )
 from unstale.engines.registry import EngineOptions
 from unstale.engines.session import EngineSession, deadline
-from unstale.engines.threads import in_thread
 from unstale.engines.usage import UsageCounters
 from unstale.engines.vllm_server import VllmServer
 from unstale.expert_routes import ExpertRoutes, num_experts, pack_experts
 from unstale.records import Sampled
+from unstale.threads import in_thread
 from unstale.weights.codec import advance
 from unstale.weights.store import Delta
 

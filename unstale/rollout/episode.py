@@ -20,7 +20,6 @@ from typing import Any, Protocol, Self, runtime_checkable
 
 from unstale.config import RolloutConfig
 from unstale.engines import Stopwatch
-from unstale.engines.threads import in_thread
 from unstale.envs import (
     Closable,
     EnvError,
@@ -61,6 +60,7 @@ from unstale.rollout.segments import BudgetUse, EpisodeSlot, EpisodeSlots
 from unstale.rollout.timeouts import Attempt, PersistentTimeout
 from unstale.rollout.transcript import NotReplayed, NullWriter, OpenWriter, Transcript
 from unstale.rollout.turn_limit import AllowedTurns
+from unstale.threads import in_thread
 
 OnFailure = Callable[[int, Failure, bool], None]
 """A function `(episode, failure, is_last)` that is called after a failed attempt at an episode."""

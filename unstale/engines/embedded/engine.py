@@ -32,9 +32,9 @@ from unstale.engines import (
 from unstale.engines.embedded.posted_routes import PostedRoutes
 from unstale.engines.embedded.worker import LOGP, READY, TOKEN
 from unstale.engines.registry import EngineOptions, EngineSpec
-from unstale.engines.threads import in_thread
 from unstale.expert_routes import ExpertRoutes
 from unstale.records import Sampled
+from unstale.threads import in_thread
 from unstale.weights.child_process import BEAT_S, Bytes, Child, ChildFrozen, Frames, Header, frame
 from unstale.weights.codec import file_of, file_parts
 from unstale.weights.gpu_handles import handles_of

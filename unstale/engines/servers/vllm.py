@@ -30,7 +30,6 @@ from unstale.engines.remote import (
     VersionSpan,
     malformed_as_connection_error,
 )
-from unstale.engines.threads import in_thread
 from unstale.engines.vllm_server import EXTENSION, QUANTIZATION, VllmServer, can_quantise
 from unstale.engines.vllm_transfer import (
     MakeGroup,
@@ -41,6 +40,7 @@ from unstale.engines.vllm_transfer import (
     send,
     update_request,
 )
+from unstale.threads import in_thread
 
 TRANSFER_S = 300.0
 """Seconds after which a transfer by NCCL fails. It also limits how long workers may take to join

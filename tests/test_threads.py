@@ -14,7 +14,7 @@ from unstale.durability import virtual_clock
 from unstale.engines import Reply, SamplingParams
 from unstale.engines.embedded.engine import EmbeddedEngine
 from unstale.engines.registry import EngineOptions
-from unstale.engines.threads import in_thread
+from unstale.threads import in_thread
 
 LIMIT_S = 60.0
 
