@@ -34,7 +34,9 @@ _PLAIN = {
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run a command and exit: 0 done, 1 the run failed, 2 the command is wrong, 130 interrupted."""
     if "" not in sys.path:
-        sys.path.append("")  # `task.env` may name a module in the current folder
+        # `task.env` may name a module in the current folder. The folder is last, so that no file
+        # in it replaces a library. `import_user_code` looks there first.
+        sys.path.append("")
     try:
         chosen = parse(sys.argv[1:] if arguments is None else arguments)
         sys.exit(chosen.act(chosen))
