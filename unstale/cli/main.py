@@ -71,7 +71,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     if verb is not None and verb.get_default("takes_options"):
         words, values = split_options(words)
         if "-h" in words or "--help" in words:
-            verb.epilog = options_help(words, values)
+            takes_recipe = any(action.dest == "recipe" for action in verb.actions)
+            whose = "a recipe" if takes_recipe else "a run, with their defaults"
+            verb.epilog = options_help(words, values, whose)
     chosen, unknown = parser.parse_known_args(words)
     if unknown:
         refuse_unknown(unknown[0], verb.option_strings if verb else ())
@@ -91,6 +93,11 @@ class _Parser(argparse.ArgumentParser):
             "formatter_class": argparse.RawDescriptionHelpFormatter,
         }
         super().__init__(**{**defaults, **options})
+
+    @property
+    def actions(self) -> list[argparse.Action]:
+        """The arguments of the command."""
+        return self._actions
 
     @property
     def option_strings(self) -> list[str]:

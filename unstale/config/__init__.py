@@ -51,8 +51,7 @@ def install(extra: str) -> str:
     if not (Path(__file__).parents[2] / "pyproject.toml").is_file():
         return shlex.join([sys.executable, "-m", "pip", "install", *packages_of(extra)])
     if extra in ("openenv", "verifiers"):  # their environments are docs/libraries.md#installation
-        folder = f".venv-adapters/{extra}"
-        return f"make {folder}/.ready, then use {folder}/bin/python -m unstale"
+        return f"make env-{extra}, then use .venv-adapters/{extra}/bin/python -m unstale"
     return f".venv/bin/pip install -c constraints.txt -e '.[{extra}]'"
 
 
