@@ -8,7 +8,7 @@ export PYTHONDONTWRITEBYTECODE :=
 
 PURELIB := -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
 
-.PHONY: setup demo test test-all test-engines test-adapters test-cluster test-dashboard test-kernels pairs ranks conversations check base-policy bench bench-agent bench-demo bench-desks bench-tau2 bench-tau2-policy bench-compare \
+.PHONY: setup demo test test-all test-engines test-adapters env-openenv env-verifiers test-cluster test-dashboard test-kernels pairs ranks conversations check base-policy bench bench-agent bench-demo bench-desks bench-tau2 bench-tau2-policy bench-compare \
 	bench-audit bench-resume bench-endpoint bench-peers bench-generate bench-train bench-growth bench-windows bench-memory bench-schedule bench-async \
 	bench-async-learning bench-routes bench-event-loop bench-publish bench-simulate bench-dashboard bench-quantise bench-gpu gpu-check chaos chaos-cluster report fuzz sizes wheel docs
 
@@ -63,6 +63,10 @@ ADAPTERS := openenv verifiers $(if $(TAU2),tau2)
 test-adapters: $(ADAPTERS:%=.venv-adapters/%/.ready)
 	set -e; for name in $(ADAPTERS); do \
 		TAU2_DATA_DIR=$(TAU2)/data .venv-adapters/$$name/bin/python -m pytest tests/adapters/test_$$name.py; done
+
+# Make one of these environments: make env-verifiers, then .venv-adapters/verifiers/bin/python -m unstale
+env-openenv: .venv-adapters/openenv/.ready
+env-verifiers: .venv-adapters/verifiers/.ready
 
 .venv-adapters/%/.ready: .venv/.ready constraints-adapters.txt
 	$(PYTHON) -m venv .venv-adapters/$*

@@ -197,6 +197,20 @@ def test_code_is_imported_by_name_in_few_places() -> None:
     }
 
 
+def test_no_library_is_imported_from_the_current_folder(tmp_path: Path, canary: Path) -> None:
+    """The command is a script of another folder, as that of an installed package."""
+    (tmp_path / "bin").mkdir()
+    script = tmp_path / "bin" / "command.py"
+    script.write_text("from unstale.cli.main import main\nmain()\n")
+    here = tmp_path / "from_somebody_else"
+    here.mkdir()
+    for name in ("rich", "shtab", "torch", "msgspec", "json", "huggingface_hub"):
+        (here / f"{name}.py").write_text(f"open({str(canary)!r}, 'w')\n")
+    for words in (["recipes"], ["lint", "llm"]):  # the linter looks for the model in a cache
+        subprocess.run([sys.executable, script, *words], cwd=here, check=True, capture_output=True)
+    assert not canary.exists()
+
+
 def test_nothing_listens_and_the_only_sockets_are_pairs() -> None:
     assert {path for path, name in imported() if name in LISTENS} == {
         "observe/trackers/prometheus.py"  # whose test fetches from loopback alone

@@ -58,7 +58,7 @@ def _row(option: Option) -> str:
         f"`{option.name}`",
         _values(option),
         _default(option),
-        _linked(meaning + _only(option)),
+        _linked(meaning if meaning.startswith("Only for") else meaning + _only(option)),
     )
     return "| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |"
 
@@ -109,8 +109,9 @@ def _links(text: str) -> Iterator[str]:
     for word in text.split(" "):
         bare = word.strip("().,;")
         name = bare.removeprefix("docs/")
-        is_page = name != bare and name.endswith(".md")
-        yield word.replace(bare, f"[{name}]({name})") if is_page else word
+        page, _, _ = name.partition("#")
+        is_page = name != bare and page.endswith(".md")
+        yield word.replace(bare, f"[{page}]({name})") if is_page else word
 
 
 if __name__ == "__main__":

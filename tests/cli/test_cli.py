@@ -109,6 +109,17 @@ def complaint(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         (("eval", "nope", "--k", "x"), "--k: must be a whole number, got 'x'"),
         (("eval", "nope", "--k", "3", "--attempts", "2"), "--k must be at most --attempts (2)"),
         (("lint", "retail", "--lr", "1"), "unknown argument --lr; did you mean --trainer.lr?"),
+        (
+            ("lint", "llm", "--num_generations", "8"),
+            "unknown argument --num_generations; --help lists the arguments, and docs/other",
+        ),
+        (("lint", "llm", "--max_completion_length=8"), "did you mean --engine.max_completion_tok"),
+        (("recipes", "--json"), "unknown argument --json; --help lists the arguments"),
+        (("lint", "llm", "--task.env", "nope"), "env cannot be 'nope'; there are: airline, calcu"),
+        (
+            ("lint", "retail", "--techniques", "ess_lr,replay"),
+            "separate the names by spaces: --techniques 'ess_lr replay'",
+        ),
         (("plan", "--model", "8B", "--gpus", "1.5"), "--gpus: must be a whole number, got '1.5'"),
         (("simulate", "--set", "fleet.engines"), "--set must be NAME=VALUE, got 'fleet.engines'"),
     ],

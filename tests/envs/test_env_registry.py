@@ -5,6 +5,7 @@ refused for other environments. Names and options are listed without importing t
 module of the user's own is one line that names the file and the line.
 """
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -148,3 +149,26 @@ def test_an_error_in_a_module_of_ones_own_is_one_line(
     with pytest.raises(ConfigError, match=rf"{use}.*{name}:made.*: {says}") as raised:
         USES[use](f"{name}:made")
     assert "\n" not in str(raised.value)
+
+
+def test_a_module_of_the_current_folder_precedes_an_installed_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The command line has the current folder last, so that no other import reads it first."""
+    for folder in ("here", "installed"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "taken.py").write_text(f"from {folder}_part import made\n")
+        (tmp_path / folder / f"{folder}_part.py").write_text(f"made = lambda: {folder!r}\n")
+    monkeypatch.chdir(tmp_path / "here")
+    monkeypatch.setattr(sys, "path", [str(tmp_path / "installed"), *filter(None, sys.path)])
+    before = [*sys.path]
+    for last, expected in (((), "installed"), (("",), "here"), ((os.getcwd(),), "here")):
+        sys.path[:] = [*before, *last]
+        monkeypatch.delitem(sys.modules, "taken", raising=False)
+        assert build_taskset(make_task("taken:made")) == expected
+        assert sys.path == [*before, *last]
+
+
+def test_an_error_names_the_installed_module_that_was_imported() -> None:
+    with pytest.raises(ConfigError, match=r"\(.*json/__init__.py: this is an installed module"):
+        build_taskset(make_task("json:made"))

@@ -584,6 +584,16 @@ def test_the_page_fits_100_columns_and_shows_brackets_as_they_are() -> None:
     assert shown(configured("--trainer.lr 10")).endswith("accepted, with warnings\n")
 
 
+def test_a_policy_that_is_not_here_is_named() -> None:
+    assert "policy" not in check(configured()).facts
+    missing = check(configured("--policy models/nope")).facts["policy"]
+    assert missing.startswith("models/nope is no model folder here")
+    assert missing.endswith("unstale train refuses it")
+    words = "--policy no-such/model --policy-download"
+    assert check(configured(words)).facts["policy"].endswith("unstale train downloads it")
+    assert "reward" in check(configured()).facts["not read"]
+
+
 def test_train_refuses_before_anything_is_made(tmp_path: Path) -> None:
     config = configured(
         "--old_logps.route rollout --schedule.max_staleness 0 --schedule.lookahead_window 2 "

@@ -483,6 +483,9 @@ def test_an_unknown_tracker_is_refused_before_anything_starts(
 
 
 def unreachable(run: TrackedRun) -> Sink:
+    run.store_id("unreachable", "7")
+    (run.folder / "wandb-1").mkdir()
+    (run.folder / "wandb-1" / "debug.log").touch()
     raise ConnectionError("no route to host")
 
 
@@ -491,6 +494,12 @@ def test_a_tracker_that_cannot_start_leaves_the_name_of_the_run_free(tmp_path: P
     says = r"unreachable cannot start: ConnectionError: no route to host \(test_trackers.py, line"
     with pytest.raises(ConfigError, match=says):
         session.train(config, console=quiet())
+    assert not (tmp_path / "run").exists()
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "notes.txt").touch()
+    with pytest.raises(ConfigError, match=says):
+        session.train(config, console=quiet())
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["notes.txt"]
     assert session.train(replace(config, trackers=""), console=quiet()).metrics
 
 

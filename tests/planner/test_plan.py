@@ -517,6 +517,12 @@ def test_a_plan_has_room_for_the_longest_episode_that_can_be() -> None:
     assert unlimited.longest == work.max_tokens == 4096
     recorded = ((EpisodeShape(10, (TurnShape(30, 0, 0),)), EpisodeShape(9, (TurnShape(5, 1),))),)
     assert Workload(recorded=recorded).longest == 40
+    assert Workload(recorded=recorded).longest_reply == 30
+    assert Workload(recorded=recorded).most_turns == 1
+    assert (work.longest_reply, work.most_turns) == (400, 2)
+    assert replace(work, max_tokens=200, prompt_tokens=Constant(9)).longest_reply == 200
+    assert replace(unlimited, reply_tokens=LogNormal(100, 0.5)).longest_reply == 4096
+    assert 8 < unlimited.most_turns < 20  # 3.7 standard deviations: 2 exp(0.5 * 3.7 - 0.125) = 11
     episodes = EpisodeStats.of(work, group_size=2)
     assert episodes.longest == 1350 and 1 < episodes.slowest < 1300 / episodes.tokens
     # An option of the command, memory of engines, and of the trainer's longest pass
@@ -527,7 +533,9 @@ def test_a_plan_has_room_for_the_longest_episode_that_can_be() -> None:
     shorter = replace(long, max_tokens=5000)
     setup = replace(setup, episodes=EpisodeStats.of(shorter, group_size=2))
     told = as_json(suggest(replace(asked(), setup=setup, workload=shorter)))
-    assert configure(parse(told["command"].split()[1:])).engine.max_context == 5000
+    config = configure(parse(told["command"].split()[1:]))
+    assert config.engine.max_context == 5000
+    assert (config.engine.max_completion_tokens, config.rollout.max_turns) == (5000, 2)
     assert any("(a pass of 5,000 tokens)" in reason for reason in told["reasons"])
 
 

@@ -32,24 +32,25 @@ T = TypeVar("T")
 
 
 def evaluate(
-    trained: Path,
+    trained: Path | str,
     config: RunConfig,
     *,
     attempts: int = 1,
-    save: Path | None = None,
+    save: Path | str | None = None,
     console: Console | None = None,
 ) -> EvalResult:
     """Measure the success of a policy on held-out tasks, with `attempts` episodes for each task.
 
-    `trained` is a run folder or a model folder. Finished episodes are written to the file `save`,
-    and those that it has already are not played again. Raises `ConfigError` before anything runs,
-    and `RunFailed` if a component fails later.
+    `trained` is a run folder or a model folder. `config` has the task and the number of tasks
+    (`eval.tasks`); its policy is not used. Finished episodes are written to the file `save`, and
+    those that it has already are not played again. Raises `ConfigError` before anything runs, and
+    `RunFailed` if a component fails later.
     """
     if config.eval.tasks < 1:
         raise ConfigError(f"eval.tasks must be >= 1 to evaluate, got {config.eval.tasks}")
     if attempts < 1:
         raise ConfigError(f"attempts must be >= 1, got {attempts}")
-    config = replace(config, policy=str(policy_folder(trained)))
+    config = replace(config, policy=str(policy_folder(Path(trained))))
     limit_threads()
     policy, taskset, sampler = build_sampler(config)
     tasks = [task for task in held_out_tasks(taskset, config.eval.tasks) for _ in range(attempts)]
@@ -63,7 +64,7 @@ def evaluate(
                         rollout, tasks, seed=config.seed, progress=display.phase, finished=finished
                     )
 
-    with open_saved(save, config) if save else nullcontext(FinishedEpisodes()) as finished:
+    with open_saved(Path(save), config) if save else nullcontext(FinishedEpisodes()) as finished:
         graded = run_until_complete(grade(finished))
     result = EvalResult.of(graded, attempts, [task.env for task in tasks])
     return replace(result, reward=finished.mean_reward(attempts_at(tasks)))

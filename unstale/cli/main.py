@@ -34,7 +34,9 @@ _PLAIN = {
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run a command and exit: 0 done, 1 the run failed, 2 the command is wrong, 130 interrupted."""
     if "" not in sys.path:
-        sys.path.append("")  # `task.env` may name a module in the current folder
+        # `task.env` may name a module in the current folder. The folder is last, so that no file
+        # in it replaces a library. `import_user_code` looks there first.
+        sys.path.append("")
     try:
         chosen = parse(sys.argv[1:] if arguments is None else arguments)
         sys.exit(chosen.act(chosen))
@@ -69,7 +71,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     if verb is not None and verb.get_default("takes_options"):
         words, values = split_options(words)
         if "-h" in words or "--help" in words:
-            verb.epilog = options_help(words, values)
+            takes_recipe = any(action.dest == "recipe" for action in verb.actions)
+            whose = "a recipe" if takes_recipe else "a run, with their defaults"
+            verb.epilog = options_help(words, values, whose)
     chosen, unknown = parser.parse_known_args(words)
     if unknown:
         refuse_unknown(unknown[0], verb.option_strings if verb else ())
@@ -89,6 +93,11 @@ class _Parser(argparse.ArgumentParser):
             "formatter_class": argparse.RawDescriptionHelpFormatter,
         }
         super().__init__(**{**defaults, **options})
+
+    @property
+    def actions(self) -> list[argparse.Action]:
+        """The arguments of the command."""
+        return self._actions
 
     @property
     def option_strings(self) -> list[str]:

@@ -11,7 +11,8 @@ from typing import Any, NoReturn
 
 from rich.console import Console
 
-from unstale.config import ConfigError, RunConfig, nearest
+from unstale.config import ConfigError, RunConfig
+from unstale.config.checks import nearest_option
 from unstale.config.options import (
     Option,
     field_docs,
@@ -30,6 +31,8 @@ from unstale.recipes import RECIPES, make_recipe
 
 SHORT = {"reward": "task.reward"}
 """Short names of options on the command line, with the full name of each."""
+MANY = 50
+"""Number of arguments above which a command has all options of a run."""
 FILES = (".toml", ".json")
 """Endings of the names of option files. A file may be given in place of the recipe."""
 
@@ -89,9 +92,12 @@ def refuse_unknown(word: str, known: Sequence[str] = ()) -> NoReturn:
     of_every_run = [
         each for each in known if each.removeprefix("--").partition(".")[0] not in techniques()
     ]
-    if any(each.endswith(f".{name.removeprefix('--')}") for each in of_every_run):
-        known = of_every_run
-    raise ConfigError(f"unknown argument {word}{nearest(name, known)}")
+    hint = nearest_option(name, of_every_run) or nearest_option(name, known)
+    if not hint:
+        hint = "; --help lists the arguments"
+        if len(known) > MANY:
+            hint += ", and docs/other-trainers.md has the names of other trainers"
+    raise ConfigError(f"unknown argument {word}{hint}")
 
 
 def take_file(chosen: argparse.Namespace) -> None:
@@ -156,11 +162,14 @@ def print_json(value: Any) -> None:
     Console(soft_wrap=True).print_json(dumps(value))
 
 
-def options_help(words: Sequence[str], values: dict[str, Any]) -> str:
-    """Return the help of the options that a recipe uses, by section, with their present values."""
+def options_help(words: Sequence[str], values: dict[str, Any], whose: str = "a recipe") -> str:
+    """Return the help of the options that a recipe uses, by section, with their present values.
+
+    `whose` is for the heading if `words` name no recipe of the package.
+    """
     recipe = next((word for word in words if word in RECIPES), None)
     config = override(make_recipe(recipe) if recipe else RunConfig(recipe=""), values)
-    lines = [f"options of {recipe or 'a recipe'}:"]
+    lines = [f"options of {recipe or whose}:"]
     num_hidden = 0
     for section, cls in sections().items():
         current = section_of(config, section)

@@ -99,10 +99,11 @@ class Run:
 def train(config: RunConfig, *, console: Console | None = None, command: str = "") -> Run:
     """Run `config` to its end, with progress on the terminal.
 
-    Writes a run folder with the journal, metrics, the policy as a Hugging Face folder, and a report
-    that shows `command`. Raises `ConfigError` before anything is trained, and `RunFailed` if a
-    component fails. Ctrl-C raises `KeyboardInterrupt` after the folder is written. `resume`
-    continues the run from its last checkpoint, whatever ended it.
+    Writes a run folder with the journal, metrics, the policy as a Hugging Face folder, and a
+    report. `command` is the command line that started the run. The report shows it; without one, it
+    shows a command that repeats the run. Raises `ConfigError` before anything is trained, and
+    `RunFailed` if a component fails. Ctrl-C raises `KeyboardInterrupt` after the folder is written.
+    Whatever ended the run, `unstale train --resume FOLDER` continues it from its last checkpoint.
     """
     console = console or Console(soft_wrap=True)
     folder = new_folder(config)

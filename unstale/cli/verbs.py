@@ -91,10 +91,12 @@ def verb(name: str, about: str, *arguments: Argument) -> Callable[[Act], Act]:
 
     def register(act: Act) -> Act:
         def add(verbs: Any) -> None:
-            parser = verbs.add_parser(name, help=about, description=f"{about.capitalize()}.")
+            description = f"{about[0].upper()}{about[1:]}."
+            parser = verbs.add_parser(name, help=about, description=description)
             for names, options in arguments:
                 parser.add_argument(*names, **options)
-            parser.set_defaults(act=act, takes_options=CONFIG in arguments)
+            takes_options = CONFIG in arguments or CONFIG_OF_RUN in arguments
+            parser.set_defaults(act=act, takes_options=takes_options)
 
         VERBS[name] = add
         return act
@@ -123,6 +125,14 @@ CONFIG = argument(
     "It may also be given in place of the recipe",
 )
 """The argument `--config`. A command that has it also takes every field of `RunConfig`."""
+CONFIG_OF_RUN = argument(
+    "--config",
+    type=Path,
+    metavar="FILE",
+    help="a file with options that replace those of the run, one table per section; the command "
+    "line wins",
+)
+"""The same for a command on a run folder, which takes no recipe."""
 
 
 COUNT = bounded(int, 1, 10_000)
@@ -145,7 +155,7 @@ def _require_runs(*folders: Path) -> None:
     "measure whether distillation from a teacher would raise a student's success",
     argument("run", type=Path, help="a run folder with episodes to take prefixes from"),
     argument("teacher", help="the model folder of the teacher"),
-    CONFIG,
+    CONFIG_OF_RUN,
     argument("--student", default="", metavar="FOLDER", help="default: the policy of the run"),
     argument(
         "--prefixes", type=COUNT, default=32, metavar="N", help="positions to look at; default: 32"

@@ -106,7 +106,10 @@ class RanksLink:
         self._send(partial(self._order.add_pieces, pieces))
 
     def receive(self, *, wait: bool) -> list[Reply] | None:
-        """Return complete replies. Raises `RanksDied` if a rank ended."""
+        """Return the complete replies, or None if there are none. With `wait`, wait for one.
+
+        Raises `RanksDied` if a rank ended.
+        """
         replies: list[Reply] = []
         while self._calls and (self._calls[0].done() or (wait and not replies)):
             reply = self._calls.popleft().result()

@@ -50,9 +50,9 @@ def install(extra: str) -> str:
     """
     if not (Path(__file__).parents[2] / "pyproject.toml").is_file():
         return shlex.join([sys.executable, "-m", "pip", "install", *packages_of(extra)])
-    adapters = extra in ("openenv", "verifiers")
-    constraints = "constraints-adapters.txt" if adapters else "constraints.txt"
-    return f".venv/bin/pip install -c {constraints} -e '.[{extra}]'"
+    if extra in ("openenv", "verifiers"):  # their environments are docs/libraries.md#installation
+        return f"make env-{extra}, then use .venv-adapters/{extra}/bin/python -m unstale"
+    return f".venv/bin/pip install -c constraints.txt -e '.[{extra}]'"
 
 
 def packages_of(extra: str) -> Iterator[str]:

@@ -286,16 +286,45 @@ def nearest(word: str, known: Sequence[str]) -> str:
     >>> nearest("--lr", ["--trainer.lr", "--runs"])
     '; did you mean --trainer.lr?'
     """
+    close = _named_in_part(word, known) or _spelled_alike(word, known)
+    return f"; did you mean {' or '.join(close)}?" if close else f"; there are: {', '.join(known)}"
+
+
+def nearest_option(name: str, known: Sequence[str]) -> str:
+    """Return the end of an error message: the options most like `name`, if there are any.
+
+    An option is compared as a whole and without its section.
+
+    >>> nearest_option("--max_completion_length", ["--engine.max_completion_tokens", "--seed"])
+    '; did you mean --engine.max_completion_tokens?'
+    >>> nearest_option("--num_generations", ["--segments.tokens", "--seed"])
+    ''
+    """
+    word = name.removeprefix("--")
+
+    def likeness(option: str) -> float:
+        whole = option.removeprefix("--")
+        forms = (whole, whole.rpartition(".")[2])
+        return max(SequenceMatcher(None, form, word).ratio() for form in forms)
+
+    likely = sorted(((likeness(each), each) for each in known), key=lambda pair: -pair[0])[:2]
+    near = [each for ratio, each in likely if ratio > max(0.7, 0.95 * likely[0][0])]
+    near = _named_in_part(name, known) or near
+    return f"; did you mean {' or '.join(near)}?" if near else ""
+
+
+def _named_in_part(word: str, known: Sequence[str]) -> list[str]:
+    """Return up to two options that `word` names without their section, or that it begins."""
     name = word.removeprefix("--")
     close = [each for each in known if each.endswith(f".{name}")]
     if not close and len(name) > 3:
         close = [each for each in known if each.startswith(word)]
-    close = close[:2] or _spelled_alike(word, known)
-    return f"; did you mean {' or '.join(close)}?" if close else f"; there are: {', '.join(known)}"
+    return close[:2]
 
 
 def _spelled_alike(word: str, known: Sequence[str]) -> list[str]:
     """Return the known word that is spelled most like `word`, and a second one if it is as near."""
-    close = get_close_matches(word, known, n=2, cutoff=0.5)
+    # One wrong letter of a short word is half of it.
+    close = get_close_matches(word, known, n=2, cutoff=0.5 if len(word) < 4 else 0.6)
     near = [SequenceMatcher(None, each, word).ratio() for each in close]
     return [each for each, ratio in zip(close, near, strict=True) if ratio > 0.8 * near[0]]

@@ -119,7 +119,8 @@ class OldLogpsConfig(Section):
 
     route: Annotated[str, OneOf(_own_options)] = "snapshot_old"
     """Method by which old log-probabilities are computed. The exact ones are `snapshot_old`,
-    `old_logit_model`, `interrupt_sync`.
+    `old_logit_model`, `interrupt_sync`, and `eager` with the fallback `snapshot_old` (the default)
+    or `interrupt_sync`.
     """
     baseline: bool = False
     """Allow a route that makes a ratio always 1 or delays the clip, for use as a baseline."""

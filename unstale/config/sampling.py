@@ -78,8 +78,8 @@ class TaskConfig(Section):
     """The named rewards of an episode. Empty if only the environment's code has them."""
 
     env: str
-    """Name of the environment: a shipped one, `library:name` (docs/libraries.md), or
-    `module:factory` for your own.
+    """Name of the environment: a shipped one (docs/your-own-task.md#shipped-environments),
+    `library:name` (docs/libraries.md), or `module:factory` for your own.
     """
     isolate: Annotated[str, OneOf(lambda: ISOLATION)] = "none"
     """`process` runs environments in separate worker processes, and `ray` on the machines of a Ray
@@ -351,7 +351,7 @@ class ScheduleConfig(Section):
 
     max_staleness: Count = 2
     """Largest number of versions between the weights that sampled a token and those that train on
-    it. 0 trains synchronously.
+    it. 0 trains synchronously. A `lookahead_window` above 1 adds to it (docs/staleness.md).
     """
     groups_per_step: PositiveInt = 16
     """Number of tasks in a batch."""

@@ -152,7 +152,10 @@ def chosen(names: str) -> tuple[Entry, ...]:
     words = names.split()
     for word in words:
         if word not in known:
-            raise ConfigError(f"techniques cannot have {word!r}{nearest(word, list(known))}")
+            hint = nearest(word, list(known))
+            if "," in word:
+                hint = f"; separate the names by spaces: --techniques {names.replace(',', ' ')!r}"
+            raise ConfigError(f"techniques cannot have {word!r}{hint}")
         if words.count(word) > 1:
             raise ConfigError(f"techniques has {word} twice, got {names!r}: remove one")
     entries = tuple(known[word] for word in words)

@@ -10,6 +10,7 @@ import json
 import math
 import os
 import re
+import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -119,6 +120,8 @@ class RunLog:
         self._clock = clock
         self._start = clock()
         self._files: dict[str, IO[str]] = {}
+        self._before: frozenset[Path] | None = None
+        """What the folder contained before `create`. None if there was no folder."""
 
     @classmethod
     def create(
@@ -135,9 +138,12 @@ class RunLog:
             )
         if path.exists() and not path.is_dir():
             raise ConfigError(f"{path} is a file; a run needs a folder")
+        log = cls(path, clock)
+        if path.exists():
+            log._before = frozenset(path.iterdir())
         path.mkdir(parents=True, exist_ok=True)
         write_whole(path / CONFIG, dumps({} if config is None else config, indent=2) + "\n")
-        return cls(path, clock)
+        return log
 
     @classmethod
     def reopen(cls, path: Path, *, clock: Callable[[], float] = time.monotonic) -> Self:
@@ -161,9 +167,16 @@ class RunLog:
         (self.path / ERROR).unlink(missing_ok=True)
 
     def discard(self) -> None:
-        """Remove the files that `create` wrote, so that another run can use the folder."""
+        """Remove all that was added to the folder since `create`, and the folder if it was new."""
         self.close()
-        (self.path / CONFIG).unlink()
+        if self._before is None:
+            shutil.rmtree(self.path)
+            return
+        for path in set(self.path.iterdir()) - self._before:
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
 
     def rewind(self, metrics: Iterable[Mapping[str, Any]]) -> None:
         """Replace the content of `metrics.jsonl` by these rows, which come from the journal."""

@@ -9,7 +9,10 @@ with options has such a module (`tau2`).
 """
 
 import importlib
+import os
 import pkgutil
+import sys
+import sysconfig
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,6 +22,7 @@ from itertools import islice
 from pathlib import Path
 from reprlib import repr as short_repr
 from traceback import extract_tb
+from types import ModuleType
 from typing import Any
 
 from unstale import envs
@@ -135,7 +139,42 @@ def import_user_code(name: str, problem: str) -> Any:
     """
     module, _, attribute = name.partition(":")
     with user_code(problem):
-        return getattr(import_module(module), attribute)
+        with _current_folder_first():
+            imported = import_module(module)
+        if not hasattr(imported, attribute):
+            text = f"module {module!r} has no attribute {attribute!r}{_origin(imported)}"
+            raise AttributeError(text)
+        return getattr(imported, attribute)
+
+
+@contextmanager
+def _current_folder_first() -> Iterator[None]:
+    """Return a context in which modules of the current folder precede installed packages.
+
+    Does nothing if Python does not look for modules in the current folder. Other imports of the
+    package must not be in this context: a file that somebody else put there could then replace a
+    library.
+    """
+    folder = next((path for path in sys.path if path in ("", os.getcwd())), None)
+    if folder is None:
+        yield
+        return
+    sys.path.insert(0, folder)
+    try:
+        yield
+    finally:
+        sys.path.remove(folder)
+
+
+def _origin(module: ModuleType) -> str:
+    """Return the file of a module in brackets. If it is installed, add that its name is taken."""
+    file = getattr(module, "__file__", None)
+    if file is None:
+        return ""
+    installed = {Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib")}
+    if installed.isdisjoint(Path(file).parents):
+        return f" ({file})"
+    return f" ({file}: this is an installed module. Give a module of yours another name)"
 
 
 @contextmanager

@@ -4,8 +4,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from unstale.config import RunConfig, Unit
+from unstale.config.hub import is_hub_name
 from unstale.config.routes import live_versions
 from unstale.config.techniques import chosen, describe
+from unstale.lint.policy_files import local_folder
 from unstale.lint.techniques import order
 
 CLIPPED = ("ppo_clip", "dual_clip", "gspo", "cispo")
@@ -56,6 +58,20 @@ def facts(config: RunConfig) -> dict[str, str]:
         "costs": proxy.cost + _audit(config),
         "loss": _denominator(config),
         **techniques,
+        **_missing_policy(config),
+        "not read": "weights, data, reward and environment: unstale train checks them at its start",
+    }
+
+
+def _missing_policy(config: RunConfig) -> dict[str, str]:
+    """Return a sentence if the policy is not on this machine. A run would refuse it."""
+    if (local_folder(config) / "config.json").is_file():
+        return {}
+    fate = "unstale train refuses it"
+    if config.policy_download and is_hub_name(config.policy):
+        fate = "unstale train downloads it"
+    return {
+        "policy": f"{config.policy} is no model folder here, so its limits are not known; {fate}"
     }
 
 

@@ -236,6 +236,8 @@ def command(candidate: Candidate) -> str:
         "old_logps.route": candidate.name,
         "engine.max_running": candidate.max_running,
         "engine.max_context": max(16, math.ceil(setup.episodes.longest)),
+        "engine.max_completion_tokens": candidate.request.workload.longest_reply,
+        "rollout.max_turns": candidate.request.workload.most_turns,
     }
     options["trainer.dtype"] = "float32" if setup.device.is_core else "bfloat16"
     options["trainer.lr"] = setup.lr

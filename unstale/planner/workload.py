@@ -207,15 +207,38 @@ class Workload(Section):
     def longest(self) -> int:
         """The largest number of tokens that an episode can have."""
         if self.recorded:
-            return max(shape.tokens for group in self.recorded for shape in group)
+            return max(shape.tokens for shape in self._recorded_shapes)
+        turns = self._largest(self.turns, 1)
+        replies = turns * self._largest(self.reply_tokens, 1)
+        answers = (turns - 1) * self._largest(self.tool_tokens, 0)
+        return min(self.max_tokens, self._largest(self.prompt_tokens, 1) + replies + answers)
 
-        def largest(distribution: Distribution, low: int) -> int:
-            return max(low, round(min(largest_of(distribution), self.max_tokens)))
+    @property
+    def longest_reply(self) -> int:
+        """The largest number of tokens that a reply can have."""
+        if self.recorded:
+            return max(turn.reply for shape in self._recorded_shapes for turn in shape.turns)
+        return min(self._largest(self.reply_tokens, 1), self.longest)
 
-        turns = largest(self.turns, 1)
-        replies = turns * largest(self.reply_tokens, 1)
-        answers = (turns - 1) * largest(self.tool_tokens, 0)
-        return min(self.max_tokens, largest(self.prompt_tokens, 1) + replies + answers)
+    @property
+    def most_turns(self) -> int:
+        """The largest number of replies in an episode.
+
+        Without a maximum of their distribution it is the largest of 10,000 drawn numbers.
+        """
+        if self.recorded:
+            return max(len(shape.turns) for shape in self._recorded_shapes)
+        if math.isfinite(largest_of(self.turns)):
+            return self._largest(self.turns, 1)
+        return max(_integers(self.turns.draw(np.random.default_rng(0), 10_000), 1))
+
+    def _largest(self, distribution: Distribution, low: int) -> int:
+        """Return the largest value of a distribution, between `low` and the longest episode."""
+        return max(low, round(min(largest_of(distribution), self.max_tokens)))
+
+    @property
+    def _recorded_shapes(self) -> list[EpisodeShape]:
+        return [shape for group in self.recorded for shape in group]
 
     def group(
         self, random: np.random.Generator, size: int, *, number: int | None = None

@@ -1,4 +1,4 @@
-"""`tool_bonus`: a bonus for the tool calls of successes.
+"""`tool_bonus`: a bonus for tool calls in successful episodes.
 
 A success gets min(`most`, `base` + `per_call` * n) more, where n is the number of its tool calls.
 A failure gets nothing, so calls without success do not pay. From AgentMath.

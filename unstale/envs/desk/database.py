@@ -40,7 +40,7 @@ class User:
             raise DeskError(f"no payment method {number}")
 
     def payment_of(self, kind: str) -> str:
-        """Return the number of the customer's payment method of a kind."""
+        """Return the id of the customer's payment method of this kind."""
         return next(payment.id for payment in self.payments if payment.kind == kind)
 
     def payment_rows(self) -> list[dict[str, Any]]:
