@@ -185,7 +185,7 @@ class EngineConfig(Section):
     """CPU threads of each engine process."""
     processes: PositiveInt = 1
     """Number of embedded engine processes. For a small model, more processes are faster than more
-    threads.
+    threads. On GPUs, each process computes on one of its own if there are enough.
     """
     max_running: PositiveInt = 128
     """Largest number of replies generated at the same time, by all embedded processes together or

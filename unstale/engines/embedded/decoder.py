@@ -60,6 +60,14 @@ def supports(config: Mapping[str, Any]) -> bool:
     )
 
 
+def runs_on_gpu(config: Mapping[str, Any]) -> bool:
+    """Return True if this decoder computes the model of a `config.json` on a GPU, if there is one.
+
+    Models with experts, and those of other architectures, run on the CPU.
+    """
+    return supports(config) and num_experts(config) == 0
+
+
 def _rope(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the settings of the rotary embedding. The older key counts first in transformers."""
     return config.get("rope_scaling") or config.get("rope_parameters") or {}

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from unstale.engines.embedded.batcher import Batcher, FinishedReply, SampleRequest
-from unstale.engines.embedded.decoder import CannotDecode, Qwen3Runner, supports
+from unstale.engines.embedded.decoder import CannotDecode, Qwen3Runner, runs_on_gpu, supports
 from unstale.engines.embedded.posted_routes import post
 from unstale.engines.embedded.runner import DTYPES, Runner
 from unstale.expert_routes import num_experts
@@ -59,18 +59,19 @@ def build_runner(  # noqa: PLR0913 - the limits and the kind of runner
     max_slots: int,
     max_context: int,
     device: str = "",
+    number: int = 0,
     record_routes: bool = False,
     quantise: str = "none",
 ) -> Runner:
     """Return the fastest runner for a model: the decoder, or transformers packed or one by one.
 
-    The decoder runs on `device`, by default on the GPU if there is one. transformers runs on the
-    CPU. Raises ValueError if no runner computes the model correctly.
+    The decoder runs on `device`, by default on the GPU with this `number` if there are GPUs. If
+    there are fewer, numbers share GPUs. transformers runs on the CPU. Raises ValueError if no
+    runner computes the model correctly.
     """
     config = json.loads((folder / "config.json").read_text())
     if supports(config):
-        routed = num_experts(config) > 0
-        device = device or ("cuda" if torch.cuda.is_available() and not routed else "cpu")
+        device = device or (_gpu(number) if runs_on_gpu(config) else "cpu")
         # transformers computes experts where the decoder cannot.
         with suppress(CannotDecode):
             return Qwen3Runner(
@@ -99,6 +100,15 @@ def build_runner(  # noqa: PLR0913 - the limits and the kind of runner
     return TransformersRunner(folder, why_slow=why_slow, **options)
 
 
+def _gpu(number: int) -> str:
+    """Return the GPU of this process, by its number, and make it torch's own. Or return cpu."""
+    if not torch.cuda.is_available():
+        return "cpu"
+    device = f"cuda:{number % torch.cuda.device_count()}"
+    torch.cuda.set_device(device)  # Triton and graphs use torch's present GPU
+    return device
+
+
 class _EngineWorker:
     def __init__(self, connection: socket.socket, options: Mapping[str, Any]) -> None:
         self._connection = connection
@@ -119,6 +129,7 @@ class _EngineWorker:
         runner = build_runner(
             folder,
             dtype=options["dtype"],
+            number=options["number"],
             record_routes=records,
             quantise=options["quantise"],
             **limits,
