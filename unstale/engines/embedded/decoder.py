@@ -60,6 +60,19 @@ def supports(config: Mapping[str, Any]) -> bool:
     )
 
 
+def names_sizes(config: Mapping[str, Any]) -> bool:
+    """Return True if a `config.json` has all sizes that the decoder reads.
+
+    Those that it leaves out are the defaults of transformers' class.
+    """
+    names = ["num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads"]
+    if _has_experts(config):
+        names += ["vocab_size", "moe_intermediate_size", "num_experts_per_tok"]
+        return num_experts(config) > 0 and all(config.get(name) is not None for name in names)
+    names += ["vocab_size", "intermediate_size", "head_dim"]
+    return all(config.get(name) is not None for name in names)
+
+
 def runs_on_gpu(config: Mapping[str, Any]) -> bool:
     """Return True if this decoder computes the model of a `config.json` on a GPU, if there is one.
 
@@ -105,6 +118,7 @@ class ModelSizes:
 
     @classmethod
     def read(cls, config: Mapping[str, Any]) -> "ModelSizes":
+        """Return the sizes from a config that `names_sizes`."""
         rope = _rope(config)
         heads = int(config["num_attention_heads"])
         hidden = int(config["hidden_size"])
@@ -121,7 +135,7 @@ class ModelSizes:
             eps=float(config.get("rms_norm_eps", 1e-6)),
             tied=bool(config.get("tie_word_embeddings", False)),
             experts=experts,
-            choices=int(config.get("num_experts_per_tok", 0)),
+            choices=int(config["num_experts_per_tok"]) if experts else 0,
             normed=bool(config.get("norm_topk_prob", False)),
         )
 

@@ -19,7 +19,13 @@ import torch
 from torch import Tensor
 
 from unstale.engines.embedded.batcher import Batcher, FinishedReply, SampleRequest
-from unstale.engines.embedded.decoder import CannotDecode, Qwen3Runner, runs_on_gpu, supports
+from unstale.engines.embedded.decoder import (
+    CannotDecode,
+    Qwen3Runner,
+    names_sizes,
+    runs_on_gpu,
+    supports,
+)
 from unstale.engines.embedded.posted_routes import post
 from unstale.engines.embedded.runner import DTYPES, Runner
 from unstale.expert_routes import num_experts
@@ -69,7 +75,7 @@ def build_runner(  # noqa: PLR0913 - the limits and the kind of runner
     there are fewer, numbers share GPUs. transformers runs on the CPU. Raises ValueError if no
     runner computes the model correctly.
     """
-    config = json.loads((folder / "config.json").read_text())
+    config = _read_config(folder)
     if supports(config):
         device = device or (_gpu(number) if runs_on_gpu(config) else "cpu")
         # transformers computes experts where the decoder cannot.
@@ -98,6 +104,18 @@ def build_runner(  # noqa: PLR0913 - the limits and the kind of runner
     except CannotPack as error:
         why_slow = str(error)
     return TransformersRunner(folder, why_slow=why_slow, **options)
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    """Return a model's config.json. If the decoder needs more sizes, transformers adds them."""
+    config: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    if not supports(config) or names_sizes(config):
+        return config
+    # imported here, because transformers takes longer to import than everything else
+    from transformers import AutoConfig
+
+    complete: dict[str, Any] = AutoConfig.from_pretrained(folder, local_files_only=True).to_dict()
+    return complete
 
 
 def _gpu(number: int) -> str:
@@ -134,7 +152,7 @@ class _EngineWorker:
             quantise=options["quantise"],
             **limits,
         )
-        experts = num_experts(json.loads((folder / "config.json").read_text())) if records else 0
+        experts = num_experts(_read_config(folder)) if records else 0
         if records and not experts:
             raise ValueError("trainer.routing_replay must be false: the policy has no experts")
         self._batcher = Batcher(
