@@ -26,7 +26,8 @@ _COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 def num_experts(config: Mapping[str, Any]) -> int:
     """Return the number of experts in a layer, from a model's config.json. 0 for a dense model."""
-    config = {**config, **(config.get("text_config") or {})}
+    text = config.get("text_config")
+    config = {**config, **text} if isinstance(text, Mapping) else config
     return max(int(config.get(name) or 0) for name in _COUNTS)
 
 

@@ -225,6 +225,19 @@ def test_a_wrong_combination_is_refused_and_the_first_fix_lifts_it(knobs: str, s
     assert not check(mended).refusals
 
 
+@pytest.mark.parametrize("text_config", ["null", "3", "{}"])
+def test_a_config_json_may_have_a_text_config_without_options(
+    tmp_path: Path, text_config: str
+) -> None:
+    """The policy is refused when it is loaded, if it is wrong."""
+    for text in (f'{{"max_position_embeddings": 64, "text_config": {text_config}}}', "[1]"):
+        (tmp_path / "config.json").write_text(text)
+        found = check(configured(f"--policy {tmp_path} --engine.max_context 65")).refusals
+        assert [each.wrong for each in found if "65" in each.wrong] == [
+            "engine.max_context = 65, but the policy has 64 positions"
+        ] * (text[0] == "{")
+
+
 def test_truncated_sampling_without_its_support_is_refused_before_the_linter_sees_it() -> None:
     with pytest.raises(ConfigError, match="truncated support"):
         configured("--engine.top_p 0.9")
