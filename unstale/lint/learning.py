@@ -77,7 +77,10 @@ def no_comparison(config: RunConfig) -> Finding | None:
 
 
 def _compares(config: RunConfig) -> bool:
-    """Return True if the estimator gives different advantages to two episodes without siblings."""
+    """Return True if the estimator gives different advantages to two episodes without siblings.
+
+    Return True as well if it raises an error for the groups of this trial, so that it is not known.
+    """
     from unstale.algorithms.advantages import ESTIMATORS
     from unstale.records import ContextPiece, Group, Sampled, Task, Trajectory
 
@@ -86,9 +89,13 @@ def _compares(config: RunConfig) -> bool:
         task = Task("probe", "train", number)
         pieces = (ContextPiece((0,)), Sampled((0,), (0.0,), version=0))
         reward = {"reward": float(number + 1)}
-        groups.append(Group(task, (Trajectory(pieces, reward, "done", task, seed=0),)))
+        only = Trajectory(pieces, reward, "done", task, seed=0, episode=number)
+        groups.append(Group(task, (only,), number=number))
     estimate = ESTIMATORS[config.advantage.estimator]
-    scored = estimate(groups, **config.advantage.selected_options())
+    try:
+        scored = estimate(groups, **config.advantage.selected_options())
+    except Exception:  # noqa: BLE001 - an estimator of the user may need what these episodes lack
+        return True
     return any(any(item.advantage) for item in scored)
 
 
