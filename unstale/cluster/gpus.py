@@ -140,8 +140,7 @@ def warn_of_shared_gpus(config: RunConfig) -> None:
     if _decodes_on_gpu(config):
         warnings.warn(
             f"engine.processes is {engine.processes}, but the number of GPUs for them is "
-            f"{len(gpus)}: processes that share a GPU are no faster than one. Set engine.processes "
-            f"to {len(gpus)}",
+            f"{len(gpus)}, so some share one. For one each, set engine.processes to {len(gpus)}",
             RuntimeWarning,
             stacklevel=2,
         )

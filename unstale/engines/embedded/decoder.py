@@ -43,6 +43,18 @@ RUN = 8
 """Number of successive prompt tokens for which `kernels.c` reads the cache once."""
 MIN_CAPABILITY = (8, 0)
 """The compute capability from which on GPUs multiply bfloat16."""
+_SIZES = (
+    "num_hidden_layers",
+    "hidden_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "vocab_size",
+)
+"""The sizes of a `config.json` that every model needs."""
+_SIZES_WITHOUT = ("intermediate_size", "head_dim")
+"""Those of a dense model."""
+_SIZES_WITH_EXPERTS = ("moe_intermediate_size", "num_experts_per_tok")
+"""Those of a model with experts, beside their number, which has several names."""
 _FIRST_PAGES = 64
 """Number of cache pages allocated at first. When all are used, the number doubles."""
 
@@ -65,12 +77,10 @@ def names_sizes(config: Mapping[str, Any]) -> bool:
 
     Those that it leaves out are the defaults of transformers' class.
     """
-    names = ["num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads"]
-    if _has_experts(config):
-        names += ["vocab_size", "moe_intermediate_size", "num_experts_per_tok"]
-        return num_experts(config) > 0 and all(config.get(name) is not None for name in names)
-    names += ["vocab_size", "intermediate_size", "head_dim"]
-    return all(config.get(name) is not None for name in names)
+    routed = _has_experts(config)
+    more = _SIZES_WITH_EXPERTS if routed else _SIZES_WITHOUT
+    has_all = all(config.get(name) is not None for name in (*_SIZES, *more))
+    return has_all and (num_experts(config) > 0 or not routed)
 
 
 def runs_on_gpu(config: Mapping[str, Any]) -> bool:
