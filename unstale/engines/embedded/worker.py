@@ -114,7 +114,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
     # imported here, because transformers takes longer to import than everything else
     from transformers import AutoConfig
 
-    complete: dict[str, Any] = AutoConfig.from_pretrained(folder, local_files_only=True).to_dict()
+    complete: dict[str, Any] = AutoConfig.for_model(**config).to_dict()
     return complete
 
 
