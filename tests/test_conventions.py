@@ -45,7 +45,7 @@ def test_only_the_callers_of_user_code_catch_every_exception() -> None:
         "envs/guard.py",
         "envs/registry.py",
         "isolation/worker.py",
-        "lint/stream.py",
+        "lint/estimator_trials.py",
         "rollout/episode.py",
         "rollout/timeouts.py",
     ]

@@ -15,7 +15,7 @@ from unstale.algorithms.advantages import ESTIMATORS
 from unstale.cluster import components
 from unstale.cluster.engine_host_weights import WeightPosts
 from unstale.cluster.env_hosts import remote_workers
-from unstale.cluster.gpus import gpu_memory_utilization, run_gpus
+from unstale.cluster.gpus import gpu_memory_utilization, run_gpus, warn_of_shared_gpus
 from unstale.cluster.ranked_trainer import RankedAuditor, RankedCheckpoints, RankedTrainer
 from unstale.cluster.ranks import Notify, Ranks
 from unstale.cluster.ranks_publish import RankedPublisher
@@ -554,6 +554,7 @@ def build_engine(config: RunConfig, merging: Merging | None) -> EnginePool:
     over_file = options.transfer != "nccl" and not config.cluster.engine_hosts
     is_single = len(urls) == 1 and over_file and not loads_in_place(config)
     sends_deltas = is_single and (merging is None or spec.adapter_deltas)
+    gpus = run_gpus(config).engines
     every = tuple(
         EngineOptions(
             config.policy_folder,
@@ -563,7 +564,8 @@ def build_engine(config: RunConfig, merging: Merging | None) -> EnginePool:
             dtype=cast(Dtype, options.dtype),
             quantise=options.quantise,
             threads=options.threads,
-            gpus=run_gpus(config).engines,
+            gpus=gpus,
+            number=number,
             max_running=max_running,
             max_context=options.max_context,
             keep_cache=options.keep_cache,
@@ -575,10 +577,11 @@ def build_engine(config: RunConfig, merging: Merging | None) -> EnginePool:
             record_routes=config.trainer.routing_replay,
             lockstep=config.deterministic,
         )
-        for url in urls
+        for number, url in enumerate(urls)
     )
     if config.cluster.engine_hosts:
         return components.make_host_pool(config, spec.make, every)
+    warn_of_shared_gpus(config)
     engines = [spec.make(each) for each in every]
     return EnginePool(
         engines,

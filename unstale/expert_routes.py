@@ -26,21 +26,25 @@ _COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 def num_experts(config: Mapping[str, Any]) -> int:
     """Return the number of experts in a layer, from a model's config.json. 0 for a dense model."""
-    config = {**config, **(config.get("text_config") or {})}
+    text = config.get("text_config")
+    config = {**config, **text} if isinstance(text, Mapping) else config
     return max(int(config.get(name) or 0) for name in _COUNTS)
 
 
-def pack_experts(experts: Any, num_experts: int) -> "Experts":
+def pack_experts(experts: Any, num_experts: int, *, routed: Sequence[bool] = ()) -> "Experts":
     """Return expert numbers `[tokens, layers, k]` in the smallest dtype that can hold them.
 
-    A row with an invalid number, such as -1, becomes a missing row. Raises ValueError for an array
-    of another shape.
+    A row with an invalid number, such as -1, becomes a missing row. `routed` is True for each layer
+    of the model that has a router. In an array with all these layers, the numbers of the others
+    mean nothing and become 0. Raises ValueError for an array of another shape.
     """
     import numpy as np
 
     experts = np.asarray(experts)
     if experts.ndim != 3 or 0 in experts.shape[1:]:
         raise ValueError(f"expert routes must be [tokens, layers, k], got {list(experts.shape)}")
+    if len(routed) == experts.shape[1]:
+        experts = np.where(np.array(routed)[:, None], experts, 0)
     dtype = np.uint8 if num_experts < missing(np.uint8) else np.int16
     absent = ((experts < 0) | (experts >= num_experts)).any((1, 2))
     packed: Experts = experts.astype(dtype)
@@ -60,7 +64,7 @@ class ExpertRoutes:
     """The expert routes that one version of the weights computed for tokens of an episode.
 
     `before` has the rows that an earlier reply of the same version returned. Where two records
-    overlap, the earlier one counts.
+    overlap, the earlier one counts, unless its row is missing.
     """
 
     start: int
@@ -74,8 +78,7 @@ class ExpertRoutes:
     def __post_init__(self) -> None:
         count = self.before.covered if self.before else 0
         if self.start <= count < self.stop:
-            rows = self.experts[count - self.start :, 0, 0]
-            absent = rows == missing(rows.dtype)
+            absent = ~_recorded(self.experts[count - self.start :])
             count += int(absent.argmax()) if absent.any() else len(absent)
         object.__setattr__(self, "covered", count)
 
@@ -102,8 +105,18 @@ class ExpertRoutes:
         )
         for record in reversed(self.chain()):
             kept = record.experts[: max(0, count - record.start)]
-            rows[record.start : record.start + len(kept)] = kept
+            np.copyto(
+                rows[record.start : record.start + len(kept)],
+                kept,
+                where=_recorded(kept)[:, None, None],
+            )
         return rows
+
+
+def _recorded(experts: "Experts") -> "NDArray[np.bool_]":
+    """Return which rows `[rows]` are not missing."""
+    first: NDArray[np.bool_] = experts[:, 0, 0] != missing(experts.dtype)
+    return first
 
 
 def link(

@@ -299,6 +299,36 @@ def test_experts_in_every_layer_are_decoded(kind: str, name: str, tmp_path: Path
     assert build_runner(tmp_path, dtype="float32", max_slots=2, max_context=64).name == name
 
 
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [
+        (lambda: _qwen3(num_attention_heads=32, num_key_value_heads=32), "num_key_value_heads"),
+        (lambda: _qwen3(head_dim=128), "head_dim"),
+        (
+            lambda: Qwen3MoeForCausalLM(
+                Qwen3MoeConfig(**{**SIZES, **EXPERTS, "num_experts": 16, "num_experts_per_tok": 8})
+            ),
+            "num_experts_per_tok",
+        ),
+    ],
+)
+def test_a_size_that_the_config_leaves_out_is_that_of_transformers(
+    model: Callable[[], Module], name: str, tmp_path: Path
+) -> None:
+    made = model().eval()
+    made.save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text())
+    del config[name]
+    path.write_text(json.dumps(config))
+    batcher = _batcher(tmp_path)
+    assert batcher.runner.name == "qwen3 decoder"
+    with torch.inference_mode():
+        batcher.load(_weights(made))
+    text = _text(9, seed=1)
+    assert _error(made, text, _run(batcher, _ask(0, text))[0]) < 1e-5
+
+
 PACKED_QWEN3 = "transformers Qwen3ForCausalLM, packed"
 DEFAULT_ROPE = {"rope_type": "default", "rope_theta": 1e4}
 

@@ -1,5 +1,6 @@
 """Trainer ranks and engines of one machine use different GPUs."""
 
+import json
 import subprocess
 from dataclasses import replace
 from pathlib import Path
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 from tests.engines.test_processes import configured
+from unstale import build
 from unstale.build import build_engine, build_sampler
 from unstale.cluster import components, env_hosts
 from unstale.cluster.gpus import (
@@ -20,7 +22,9 @@ from unstale.cluster.gpus import (
     run_gpus,
 )
 from unstale.config import ClusterConfig, ConfigError, EngineConfig, RunConfig, TaskConfig
-from unstale.engines.registry import EngineOptions
+from unstale.engines.embedded import worker
+from unstale.engines.embedded.engine import EmbeddedEngine
+from unstale.engines.registry import EngineOptions, EngineSpec
 from unstale.engines.vllm_server import VllmServer
 
 
@@ -94,6 +98,10 @@ def test_a_run_divides_the_visible_gpus(
     placed = config({"backend": "vllm"}, trainers=8, address="head:1")
     assert run_gpus(placed) == GpuShares()
     assert gpu_memory_utilization(placed) == 0, "Ray does not know this machine's GPUs"
+    every = config({"processes": 2}, trainers=2)
+    assert run_gpus(every) == GpuShares(("7", "6"), ("5", "4"))
+    with pytest.raises(ConfigError, match=r"engines on 3 GPUs need 5 GPUs, .* has 4"):
+        build_engine(config({"processes": 3}, trainers=2), None)
     hosts = config(trainers=2, engine_hosts=2)
     assert [host_gpus(hosts, number) for number in range(2)] == [("5",), ("4",)]
     started: list[dict[str, str]] = []
@@ -109,6 +117,51 @@ def test_a_run_divides_the_visible_gpus(
             server.start()
         server.close()
     assert [env["CUDA_VISIBLE_DEVICES"] for env in started] == ["5,4", "7,6,5,4"]
+
+
+def test_each_process_of_an_engine_computes_on_a_gpu_of_its_own(
+    four_gpus: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[EngineOptions] = []
+    used: list[str] = []
+    own: list[str] = []
+    monkeypatch.setattr(torch.cuda, "set_device", own.append)
+
+    def make(options: EngineOptions) -> EmbeddedEngine:
+        made.append(options)
+        return EmbeddedEngine(options)
+
+    def runner(config: Any, *, device: str, **_: Any) -> None:
+        used.append(device)
+
+    monkeypatch.setattr(worker, "Qwen3Runner", runner)
+    monkeypatch.setattr(build, "engine_spec", lambda backend: EngineSpec(make))
+
+    def devices(engine: dict[str, Any], **cluster: Any) -> list[str]:
+        made.clear()
+        used.clear()
+        build_engine(config(engine, **cluster), None)
+        for each in made:
+            worker.build_runner(
+                each.model_folder,
+                dtype="float32",
+                max_slots=1,
+                max_context=64,
+                number=each.number,
+            )
+        return list(used)
+
+    assert devices({"processes": 3}) == ["cuda:0", "cuda:1", "cuda:2"] == own
+    with pytest.warns(RuntimeWarning, match="processes is 5, but the number of GPUs .* is 4"):
+        assert devices({"processes": 5})[3:] == ["cuda:3", "cuda:0"]
+    assert devices({"processes": 2}, trainers=2) == ["cuda:0", "cuda:1"]
+    assert {each.gpus for each in made} == {("5", "4")}
+
+
+def test_an_engine_that_decodes_on_the_cpu_takes_no_gpu(four_gpus: None, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    several = replace(config({"processes": 8}, trainers=4), policy=str(tmp_path))
+    assert run_gpus(several) == GpuShares(("7", "6", "5", "4"))
 
 
 def test_the_first_connection_to_ray_has_what_hosts_and_environments_need(

@@ -8,6 +8,7 @@ that records none, or sends nonsense, is refused.
 
 import asyncio
 import base64
+import copy
 import io
 import json
 import string
@@ -47,6 +48,7 @@ from unstale.engines.registry import EngineOptions
 from unstale.engines.servers.sglang import SglangEngine
 from unstale.engines.servers.vllm import VllmEngine, read_array
 from unstale.model.experts import RouteRecorder
+from unstale.model.policy import Policy
 from unstale.testing import tiny_policy
 from unstale.weights.child_process import Frames, Header
 from unstale.weights.codec import file_of
@@ -83,12 +85,16 @@ def attach(server: FakeServer, options: EngineOptions) -> Engine:
     return made(replace(options, url=server.url))
 
 
-def replies(engine: Engine, story: Callable[[], Awaitable[list[Reply]]]) -> list[Reply]:
+def replies(
+    engine: Engine, story: Callable[[], Awaitable[list[Reply]]], policy: Policy | None = None
+) -> list[Reply]:
+    policy = policy or tiny_policy(seed=5, experts=EXPERTS)
+
     async def running() -> list[Reply]:
         try:
             async with asyncio.timeout(LIMIT_S):
                 await engine.start()
-                await engine.load(tiny_policy(seed=5, experts=EXPERTS).weights(), 0)
+                await engine.load(policy.weights(), 0)
                 await engine.resume()
                 return await story()
         finally:
@@ -135,6 +141,36 @@ def test_routes_are_cut_out_of_long_replies(
     monkeypatch.setattr(remote, "cut_routes", spied)
     check_thrice(replies(engine, partial(ask_thrice, engine)))
     assert len(lengths) == 4 and min(lengths) > 2
+
+
+class AllLayers(RouteRecorder):
+    """A recorder that returns rows of a first layer without a router, too."""
+
+    def take(self) -> torch.Tensor:
+        rows = super().take()
+        return torch.cat([torch.full_like(rows[:, :1], -1), rows], 1)
+
+
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+def test_a_layer_without_a_router_makes_no_row_missing(kind: str, tmp_path: Path) -> None:
+    routed = tiny_policy(seed=5, experts=EXPERTS)
+    config = copy.deepcopy(routed.model.config)
+    config.mlp_only_layers = [0]
+    policy, served = (
+        Policy(type(routed.model)(config), routed.tokenizer) for _ in ("trained", "served")
+    )
+    policy.save(tmp_path / "model")
+    options = EngineOptions(tmp_path / "model", dtype="float32", record_routes=True)
+    with FakeVllm(tmp_path, served) if kind == "vllm" else FakeSglang(served) as server:
+        server.recorder = AllLayers(served.model)
+        engine = attach(server, options)
+
+        async def story() -> list[Reply]:
+            return [await engine.sample(PROMPT, PARAMS)]
+
+        (reply,) = replies(engine, story, policy)
+    routes = reply.piece.routes
+    assert routes and routes.covered == routes.stop == len(PROMPT) + 5
 
 
 def check_thrice(given: Sequence[Reply]) -> None:

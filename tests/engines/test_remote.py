@@ -204,6 +204,22 @@ def test_what_is_sampled_over_a_kept_cache_is_not_clean(
     run_engine(engine, story)
 
 
+def test_prompt_tokens_that_a_server_had_in_its_cache_are_counted(
+    model: Path, server: FakeServer
+) -> None:
+    engine = EnginePool([attached(model, server)])
+
+    async def story() -> None:
+        await hold(engine, 0)
+        for cached in (0, 64):
+            await engine.sample([7] * 70, SamplingParams(2, ()))
+            metrics = engine.metrics()
+            assert (metrics["cached_tokens"], metrics["prefill_tokens"]) == (cached, 70 - cached)
+            assert metrics["engine_0/cached_share"] == cached / 70
+
+    run_engine(engine, story)
+
+
 def test_no_noise_is_used_twice_when_a_reply_goes_on(model: Path, server: FakeServer) -> None:
     engine = attached(model, server)
 

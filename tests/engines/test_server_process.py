@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+from collections.abc import Iterator
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
@@ -38,13 +39,36 @@ def made(folder: Path) -> VllmServer:
     return VllmServer(EngineOptions(folder))
 
 
+@pytest.fixture
+def short_path() -> Iterator[Path]:
+    """A folder for temporary files whose path is short enough for sockets in it."""
+    with tempfile.TemporaryDirectory(prefix="s") as folder:
+        yield Path(folder)
+
+
 def test_a_server_that_is_never_begun_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    short_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    made(tmp_path).close()
-    never_closed = made(tmp_path)
-    assert not never_closed.alive and not list(tmp_path.iterdir())
+    monkeypatch.setattr(tempfile, "tempdir", str(short_path))
+    made(short_path).close()
+    never_closed = made(short_path)
+    assert not never_closed.alive and not list(short_path.iterdir())
+
+
+def test_a_folder_whose_path_is_too_long_for_sockets_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    uuid = "0" * 36  # vLLM's names of sockets
+    for length in (44, 45, 46):
+        monkeypatch.setattr(tempfile, "tempdir", f"/tmp/{'é' * 10}".ljust(length - 10, "x"))
+        if length <= 44:
+            folder = Path(made(tmp_path).url.removeprefix("unix:")).parent
+            assert len(os.fsencode(folder / uuid)) == 107
+            continue
+        with pytest.raises(
+            ValueError, match=rf"has a path of {length} bytes, .* most 44 .* TMPDIR"
+        ):
+            made(tmp_path)
 
 
 def test_flags_of_the_user_are_passed_on_and_those_of_the_run_are_refused(
@@ -182,13 +206,13 @@ server.close()
 
 @pytest.mark.costly
 def test_the_next_server_removes_what_a_killed_run_left(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    short_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def begin() -> "subprocess.Popen[str]":
         pipes = {
             "stdin": subprocess.PIPE,
             "stdout": subprocess.PIPE,
-            "env": {**os.environ, "TMPDIR": str(tmp_path)},
+            "env": {**os.environ, "TMPDIR": str(short_path)},
         }
         return subprocess.Popen([sys.executable, "-c", _RUN], text=True, **pipes)  # type: ignore[call-overload, no-any-return]
 
@@ -196,20 +220,20 @@ def test_the_next_server_removes_what_a_killed_run_left(
         assert run.stdout is not None
         return Path(run.stdout.readline().strip().removeprefix("unix:")).parent
 
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", str(short_path))
     with begin() as killed, begin() as living:
         left, kept = folder(killed), folder(living)
         killed.kill()
         killed.wait()
-        assert {left, kept} == set(tmp_path.iterdir())
-        server = made(tmp_path)
+        assert {left, kept} == set(short_path.iterdir())
+        server = made(short_path)
         server.start()
         own = Path(server.url.removeprefix("unix:")).parent
-        assert {kept, own} == set(tmp_path.iterdir()) and own.stat().st_mode & 0o777 == 0o700
+        assert {kept, own} == set(short_path.iterdir()) and own.stat().st_mode & 0o777 == 0o700
         server.start()
         assert own.is_dir()
         server.close()
-    assert not list(tmp_path.iterdir())
+    assert not list(short_path.iterdir())
 
 
 def test_variables_of_the_environment_hold_but_for_the_runs_own(

@@ -7,6 +7,7 @@ route. Every refusal has a reason, and its first suggested fix removes it. Shipp
 
 import re
 import shlex
+from collections.abc import Sequence
 from io import StringIO
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import pytest
 import torch
 from rich.console import Console
 
+from unstale.algorithms.advantages import ESTIMATORS, grpo
 from unstale.build import build_old_logps
 from unstale.cli import main, recipe_options, session
 from unstale.config import ConfigError, ObjectiveConfig, RunConfig
@@ -24,7 +26,7 @@ from unstale.lint import check, page
 from unstale.lint.policy_files import num_weights
 from unstale.old_logps.scoring.local_scorer import LocalScorer
 from unstale.recipes import RECIPES
-from unstale.records import collate
+from unstale.records import Group, ScoredTrajectory, collate
 from unstale.testing import episode, tiny_policy
 
 
@@ -223,6 +225,44 @@ def test_a_wrong_combination_is_refused_and_the_first_fix_lifts_it(knobs: str, s
     assert says in refusal.wrong and refusal.why
     mended = configured(f"{knobs} {refusal.fix.split(', or ')[0]}")
     assert not check(mended).refusals
+
+
+@pytest.mark.parametrize("text_config", ["null", "3", "{}"])
+def test_a_config_json_may_have_a_text_config_without_options(
+    tmp_path: Path, text_config: str
+) -> None:
+    """The policy is refused when it is loaded, if it is wrong."""
+    for text in (f'{{"max_position_embeddings": 64, "text_config": {text_config}}}', "[1]"):
+        (tmp_path / "config.json").write_text(text)
+        found = check(configured(f"--policy {tmp_path} --engine.max_context 65")).refusals
+        assert [each.wrong for each in found if "65" in each.wrong] == [
+            "engine.max_context = 65, but the policy has 64 positions"
+        ] * (text[0] == "{")
+
+
+def test_an_estimator_of_the_user_may_compare_single_episodes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Refused is only one that gives 0 to each. It may need rewards of the user's environment."""
+
+    def to_all(groups: Sequence[Group]) -> list[ScoredTrajectory]:
+        every = [(g.number, each) for g in groups for each in g.trajectories]
+        rewards = {(number, each.episode): each.reward for number, each in every}
+        mean = sum(rewards.values()) / len(rewards)
+        return [
+            ScoredTrajectory(each, (rewards[number, each.episode] - mean,))
+            for number, each in every
+        ]
+
+    def by_format(groups: Sequence[Group]) -> list[ScoredTrajectory]:
+        assert all(each.rewards["format"] for group in groups for each in group.trajectories)
+        return grpo(groups)
+
+    single = configured("--schedule.group_size 1")
+    assert "grpo gives every episode the advantage 0" in check(single).refusals[0].wrong
+    for estimate in (to_all, by_format):
+        monkeypatch.setitem(ESTIMATORS, "grpo", estimate)
+        assert not check(single).refusals
 
 
 def test_truncated_sampling_without_its_support_is_refused_before_the_linter_sees_it() -> None:

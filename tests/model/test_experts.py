@@ -247,6 +247,26 @@ def test_a_later_reply_of_the_same_version_adds_rows() -> None:
     assert link(None, first, stop=8) is first
 
 
+def test_a_later_reply_fills_a_hole_of_an_earlier_one() -> None:
+    """So the rows are there that `covered` counts."""
+    rows = records(100)
+    rows[50] = 255
+    later = link(ExpertRoutes(50, records(150, first=50)), ExpertRoutes(0, rows), stop=200)
+    assert later and later.covered == 200
+    assert (later.rows(200) == records(200)).all()
+    rows = records(150, first=60)
+    rows[0] = 255
+    assert (ExpertRoutes(60, rows, later).rows(200) == records(200)).all()
+
+
+def test_numbers_of_a_layer_without_a_router_mean_nothing() -> None:
+    rows = pack_experts([[[-1, -1], [0, 1]], [[3, 3], [-1, 1]]], EXPERTS, routed=(False, True))
+    assert rows[:, 1].tolist() == [[0, 1], [255, 255]]
+    assert ExpertRoutes(0, rows).covered == 1
+    recorded = pack_experts([[[-1, 1]]], EXPERTS, routed=(False, True))  # the routed layer alone
+    assert ExpertRoutes(0, recorded).covered == 0
+
+
 def test_rows_that_name_no_expert_are_missing() -> None:
     rows = pack_experts([[[0, 1]], [[-1, -1]], [[2, EXPERTS]]], EXPERTS)
     assert rows.dtype == np.uint8 and rows[:, 0, 0].tolist() == [0, 255, 255]

@@ -7,7 +7,9 @@
 * Layers with adapters or hooks, other dtypes and machines without a compiler run torch's code.
 """
 
+import ctypes
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -240,6 +242,43 @@ def test_changed_layers_run_the_code_of_transformers(
     expected = {"adapters": 0, "hook": layers - 1, "float64": 0}[change]
     assert calls["_Attention"] == calls["_GatedMLP"] == expected
     assert len(called) == (2 if change == "hook" else 0)
+
+
+def _norm(found: kernels.Kernels) -> Tensor:
+    x = torch.linspace(-1, 1, 16 * 200).view(200, 16)
+    out, roots = torch.empty_like(x), torch.empty(200)
+    found.norm(x, torch.ones(16), 1e-6, out, roots, 200, 16)
+    return out
+
+
+def test_the_openmp_library_of_torch_need_not_be_in_its_folder(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, threads: Callable[[int], None]
+) -> None:
+    threads(2)
+    monkeypatch.setattr(torch, "__file__", str(tmp_path / "torch" / "__init__.py"))
+    _norm(kernels.Kernels())  # warns if it computes in one thread
+
+
+def test_without_an_openmp_library_the_kernels_warn_once_of_their_one_thread(
+    monkeypatch: pytest.MonkeyPatch, threads: Callable[[int], None]
+) -> None:
+    expected = _norm(kernels.Kernels())
+    load = ctypes.CDLL
+
+    def without_openmp(name: str, *options: Any) -> ctypes.CDLL:
+        if "omp" in Path(name).name:
+            raise OSError(f"{name} is not loaded")
+        return load(name, *options)
+
+    monkeypatch.setattr(ctypes, "CDLL", without_openmp)
+    found = kernels.Kernels()
+    threads(1)
+    _norm(found)
+    threads(2)
+    with pytest.warns(RuntimeWarning, match="kernels.c computes in one thread: none of") as seen:
+        assert torch.equal(_norm(found), expected)
+        _norm(found)
+    assert len(seen) == 1
 
 
 def test_without_a_compiler_torch_computes_the_same(monkeypatch: pytest.MonkeyPatch) -> None:

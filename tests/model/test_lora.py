@@ -244,7 +244,12 @@ def test_a_base_in_shards_has_the_same_checksum(folder: Path, tmp_path: Path) ->
 @pytest.mark.filterwarnings("ignore:.*tie_word_embeddings.*:UserWarning")
 @pytest.mark.parametrize(
     "targets, words",
-    [("q_prod", "q_prod"), ("q_proj norm", "norm"), ("lm_head", "lm_head is not a linear layer")],
+    [
+        ("q_prod", "no layer has the name q_prod; did you mean q_proj"),
+        ("q_proj v_prj", "no layer has the name v_prj; did you mean v_proj"),
+        ("q_proj norm", "norm"),
+        ("lm_head", "lm_head is not a linear layer"),
+    ],
 )
 def test_layers_that_cannot_have_an_adapter_are_refused(targets: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words):

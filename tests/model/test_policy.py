@@ -31,7 +31,8 @@ from transformers import (
     PreTrainedModel,
 )
 
-from unstale.config import ConfigError
+from unstale import lint
+from unstale.config import ConfigError, RunConfig
 from unstale.model import head as head_module
 from unstale.model.policy import Policy
 from unstale.model.prefix_tree import Packed
@@ -315,6 +316,28 @@ def test_a_folder_that_cannot_be_a_policy_is_refused_in_one_line(tmp_path: Path)
     assert "no tokenizer" in refusal(folder)
     (folder / "tokenizer.json").write_text("{")
     assert "cannot be read" in refusal(folder)
+
+
+LFS_POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
+
+
+@pytest.mark.parametrize("damage", ["pointer", "header", "end", "empty"])
+def test_damaged_weights_are_refused_with_their_file(tmp_path: Path, damage: str) -> None:
+    policy = tiny_policy()
+    policy.model.save_pretrained(tmp_path, max_shard_size="20KB")
+    policy.tokenizer.save_pretrained(tmp_path)
+    path = sorted(tmp_path.glob("*.safetensors"))[1]
+    whole = path.read_bytes()
+    parts = {"pointer": LFS_POINTER, "header": whole[:20], "end": whole[:-5], "empty": b""}
+    path.write_bytes(parts[damage])
+    words = f"policy: {path} is damaged or incomplete ("
+    if damage == "pointer":
+        words = f"policy: {path} is a pointer of Git LFS, not the file with the weights: run `git l"
+    assert refusal(tmp_path).startswith(words)
+    config = RunConfig(recipe="x", policy=str(tmp_path))
+    with pytest.raises(ConfigError) as caught:
+        lint.check(config)
+    assert str(caught.value).startswith(words)
 
 
 def test_a_vocabulary_larger_than_the_embedding_is_refused(tmp_path: Path) -> None:

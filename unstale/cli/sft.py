@@ -68,7 +68,7 @@ class SftStep:
 
     step: int
     nll: float
-    """Mean of -log pi over the tokens of the references, in nats, each before its minibatch."""
+    """Mean of -log pi over the tokens of the references, in nats, before the step."""
     grad_norm: float
 
 
@@ -98,6 +98,16 @@ def sft(
             raise ConfigError(
                 f"sft needs objective.{name} = 0, got {coefficient:g}: its loss is that of --loss"
             )
+    if config.trainer.minibatches_per_batch > 1:
+        raise ConfigError(
+            "sft needs trainer.minibatches_per_batch = 1, got "
+            f"{config.trainer.minibatches_per_batch}: each batch is one of its optimizer steps. "
+            "Set --batch and --steps instead"
+        )
+    if config.trainer.stream:
+        raise ConfigError(
+            "sft needs trainer.stream = false, got true: its batches are complete from the start"
+        )
     if config.techniques:
         raise ConfigError(f"sft has no techniques, got {config.techniques!r}: set --techniques ''")
     console = console or Console(soft_wrap=True)

@@ -1,14 +1,17 @@
 """The GPUs of this machine, divided among trainer ranks and engines."""
 
 import argparse
+import json
 import os
 import shlex
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from unstale.config import ConfigError, RunConfig
+from unstale.engines.embedded.decoder import runs_on_gpu
 from unstale.engines.vllm_server import gpu_share
 from unstale.lint.policy_files import num_weights
 from unstale.model.loading import DTYPES
@@ -103,11 +106,14 @@ def host_gpus(config: RunConfig, number: int) -> tuple[str, ...]:
 def engine_gpus(config: RunConfig) -> int:
     """Return how many GPUs the engines of one machine take, if it has GPUs.
 
-    Raises `ConfigError` if `engine.args` has something else than a number there.
+    An embedded engine takes one for each process, or none if it runs the policy on the CPU. Raises
+    `ConfigError` if `engine.args` has something else than a number there.
     """
     options = config.engine
     if options.urls:
         return 0
+    if options.backend == "embedded":
+        return options.processes if _decodes_on_gpu(config) else 0
     parser = argparse.ArgumentParser(add_help=False, exit_on_error=False)
     for name, short in _PARALLEL:
         parser.add_argument(name, short, type=int, default=1)
@@ -123,6 +129,29 @@ def engine_gpus(config: RunConfig) -> int:
         found.tensor_parallel_size * found.pipeline_parallel_size * found.data_parallel_size
     )
     return product
+
+
+def warn_of_shared_gpus(config: RunConfig) -> None:
+    """Warn if some processes of the embedded engine on this machine share a GPU."""
+    engine = config.engine
+    gpus = run_gpus(config).engines or _visible_gpus()
+    if engine.backend != "embedded" or not 0 < len(gpus) < engine.processes:
+        return
+    if _decodes_on_gpu(config):
+        warnings.warn(
+            f"engine.processes is {engine.processes}, but the number of GPUs for them is "
+            f"{len(gpus)}, so some share one. For one each, set engine.processes to {len(gpus)}",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+
+
+def _decodes_on_gpu(config: RunConfig) -> bool:
+    """Return True if the embedded engine decodes the policy on a GPU, if there is one."""
+    try:
+        return runs_on_gpu(json.loads((config.policy_folder / "config.json").read_text()))
+    except (OSError, ValueError):
+        return True  # loading the policy reports the error
 
 
 def _visible_gpus() -> list[str]:

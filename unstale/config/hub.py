@@ -10,6 +10,8 @@ from typing import Literal
 
 from unstale.config.checks import ConfigError
 
+_LFS_POINTER = b"version https://git-lfs.github.com/spec/"
+"""The first bytes of a file that Git LFS puts in place of one that it has not fetched."""
 _NAME = re.compile(r"(?P<repository>[A-Za-z0-9][\w.-]*/[\w.-]+)(?:@(?P<revision>[\w./-]+))?")
 _FILES = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.txt", "*.model", "*.jinja"]
 _IGNORED = ["*/*", "consolidated*"]
@@ -167,6 +169,19 @@ def _missing(folder: Path, listed: list[str] | None = None) -> list[str]:
 def _words(names: list[str]) -> str:
     """Return the first names, and the number of the others."""
     return ", ".join(names[:4]) + (f" and {len(names) - 4} others" if len(names) > 4 else "")
+
+
+def damaged_weights(path: Path, reason: Exception) -> ConfigError:
+    """Return the error for a file of weights that cannot be read, with what to do."""
+    with suppress(OSError), path.open("rb") as file:
+        if file.read(len(_LFS_POINTER)) == _LFS_POINTER:
+            return ConfigError(
+                f"policy: {path} is a pointer of Git LFS, not the file with the weights: run "
+                f"`git lfs pull` in {path.parent}"
+            )
+    return ConfigError(
+        f"policy: {path} is damaged or incomplete ({reason}): copy or download it again"
+    )
 
 
 def require_model(folder: Path) -> None:

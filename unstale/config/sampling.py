@@ -185,11 +185,12 @@ class EngineConfig(Section):
     """CPU threads of each engine process."""
     processes: PositiveInt = 1
     """Number of embedded engine processes. For a small model, more processes are faster than more
-    threads.
+    threads. On GPUs, each process computes on one of its own if there are enough.
     """
     max_running: PositiveInt = 128
-    """Largest number of replies generated at the same time, by all embedded processes together or
-    by each server.
+    """Largest number of replies generated at the same time, by all embedded processes together
+    (rounded up to a multiple of their number) or by the server that the run starts. A server of
+    `urls` has its own limit.
     """
     max_context: Annotated[int, Range(16)] = 1024
     """Largest number of tokens in an episode, with prompts and replies."""

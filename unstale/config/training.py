@@ -29,7 +29,9 @@ class TrainerConfig(Section):
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Decay of the learning rate over the run's steps."""
     warmup_steps: Count = 0
-    """Steps over which the learning rate rises from 0."""
+    """Optimizer steps over which the learning rate rises in equal parts: the first step has
+    lr / warmup_steps, the last of them lr.
+    """
     weight_decay: NonNegative = 0.0
     """Decoupled weight decay, for optimizers that have this option."""
     grad_clip: Positive = 1.0

@@ -264,7 +264,8 @@ class Engine(GenerationControl, Protocol):
     async def sample(self, tokens: Sequence[int], params: SamplingParams) -> Reply:
         """Sample tokens that follow `tokens`. Wait while the engine is interrupted.
 
-        Raises `EngineDied` if the engine ends before the reply does.
+        Raises `EngineDied` if the engine ends before the reply does, ValueError for a request that
+        no engine can serve (`check_request`), and RuntimeError if the engine was never started.
         """
         ...
 

@@ -37,6 +37,10 @@ class EngineOptions:
     """Number of CPU threads of the process."""
     gpus: tuple[str, ...] = ()
     """The GPUs that the process may use, as in `CUDA_VISIBLE_DEVICES`. Empty leaves all of them."""
+    number: int = 0
+    """Number of the engine among those of its machine. The process of an embedded engine computes
+    on the GPU with this number, of those that it may use.
+    """
     max_running: int = 128
     """Number of replies sampled at once. Further requests wait. The embedded engine keeps as many
     contexts in its cache. If it is slightly larger than the number of concurrent episodes, the

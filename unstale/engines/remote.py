@@ -158,6 +158,7 @@ class RemoteEngine(ABC):
         self._num_experts = num_experts(config)
         if options.record_routes and not self._num_experts:
             raise ValueError("trainer.routing_replay must be false: the policy has no experts")
+        self._routed = self._reference.routed_layers() if options.record_routes else ()
         self._weights = SharedWeights()
         self._was_reached = False
         self._request_ids = (f"{secrets.token_hex(4)}-{number}" for number in itertools.count())
@@ -280,7 +281,9 @@ class RemoteEngine(ABC):
 
         Raises ValueError if they are invalid.
         """
-        routes = ExpertRoutes(first, pack_experts(self._decode_routes(encoded), self._num_experts))
+        decoded = self._decode_routes(encoded)
+        experts = pack_experts(decoded, self._num_experts, routed=self._routed)
+        routes = ExpertRoutes(first, experts)
         if routes.stop > stop:
             raise ValueError(f"{routes.stop} rows for {stop} tokens")
         return routes

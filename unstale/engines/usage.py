@@ -8,6 +8,7 @@ from unstale.engines.prefixes import CachedPrefixes, add_blocks, hash_blocks
 _COUNTERS = (
     "sampled_tokens",
     "prefill_tokens",
+    "cached_tokens",
     "reprefill_tokens",
     "reprefill_s",
     "busy_s",
@@ -67,6 +68,7 @@ class UsageCounters:
         older = self._older.length(blocks)
         self._counters["sampled_tokens"] += len(reply)
         self._counters["prefill_tokens"] += len(context) - cached
+        self._counters["cached_tokens"] += cached
         self._counters["reprefill_tokens"] += max(0, older - max(cached, current))
         clean = not self._keep_cache or cached <= current
         # If an older cache of the same context exists, the server may use either one for the next

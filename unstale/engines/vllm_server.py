@@ -24,6 +24,10 @@ EXTENSION = "unstale.engines.vllm_worker.Extension"
 _PREFIX = "unstale-vllm-"
 _LOG_TAIL_BYTES = 4000
 _TERMINATE_S = 10.0
+_MAX_SOCKET_BYTES = 107
+"""Largest length of the path of a Unix socket on Linux, without the zero at its end."""
+_SOCKET_NAME_BYTES = 36
+"""Length of the longest name of a socket in the server's folder: vLLM uses random UUIDs."""
 ACTIVATIONS_SHARE = 0.15
 """Share of GPU memory that is left free for the trainer's activations and caches."""
 QUANTIZATION = {"none": None, "fp8": "fp8_per_block"}
@@ -51,7 +55,8 @@ class VllmServer:
     """
 
     def __init__(self, options: EngineOptions, extension: str = EXTENSION) -> None:
-        self._folder = Path(tempfile.gettempdir(), f"{_PREFIX}{secrets.token_hex(6)}")
+        """Start nothing yet. ValueError for flags that the run sets, and for a long `TMPDIR`."""
+        self._folder = _socket_folder()
         self._resources = contextlib.ExitStack()
         self.url = f"unix:{self._folder}/http"
         self._threads = options.threads
@@ -172,6 +177,21 @@ class VllmServer:
                 self._process.stdin.close()
             self._process.wait()
             self._process = None
+
+
+def _socket_folder() -> Path:
+    """Return the path of a new folder for sockets. ValueError if their paths would be too long."""
+    parent = tempfile.gettempdir()
+    folder = Path(parent, f"{_PREFIX}{secrets.token_hex(6)}")
+    over = len(os.fsencode(folder)) + 1 + _SOCKET_NAME_BYTES - _MAX_SOCKET_BYTES
+    if over > 0:
+        length = len(os.fsencode(parent))
+        raise ValueError(
+            f"the folder for temporary files, {parent}, has a path of {length} bytes, but a vLLM "
+            f"server needs one of at most {length - over} for its sockets: set TMPDIR to a "
+            "shorter one"
+        )
+    return folder
 
 
 def _checked_flags(flags: Sequence[str], own: Sequence[str]) -> Sequence[str]:

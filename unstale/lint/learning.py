@@ -9,6 +9,7 @@ from dataclasses import fields
 from unstale.config import RunConfig
 from unstale.config.options import options
 from unstale.config.techniques import chosen
+from unstale.lint.estimator_trials import compares
 from unstale.lint.finding import Finding, Fix
 from unstale.lint.policy_files import local_folder, num_weights, width
 
@@ -62,7 +63,7 @@ def no_comparison(config: RunConfig) -> Finding | None:
     """Refuse an advantage estimator that gives 0 to every episode in groups of this size."""
     schedule = config.schedule
     replaced = any(each.slot == "estimator" for each in chosen(config.techniques))
-    if schedule.group_size > 1 or replaced or _compares(config):
+    if schedule.group_size > 1 or replaced or compares(config) is not False:
         return None
     name = config.advantage.estimator
     batch = {"advantage.estimator": "reinforce_batch", "advantage.group_baseline": False}
@@ -74,22 +75,6 @@ def no_comparison(config: RunConfig) -> Finding | None:
         "it compares an episode with the others of its group or batch, and there are none",
         ({"schedule.group_size": 8}, batch),
     )
-
-
-def _compares(config: RunConfig) -> bool:
-    """Return True if the estimator gives different advantages to two episodes without siblings."""
-    from unstale.algorithms.advantages import ESTIMATORS
-    from unstale.records import ContextPiece, Group, Sampled, Task, Trajectory
-
-    groups = []
-    for number in range(min(config.schedule.groups_per_step, 2)):
-        task = Task("probe", "train", number)
-        pieces = (ContextPiece((0,)), Sampled((0,), (0.0,), version=0))
-        reward = {"reward": float(number + 1)}
-        groups.append(Group(task, (Trajectory(pieces, reward, "done", task, seed=0),)))
-    estimate = ESTIMATORS[config.advantage.estimator]
-    scored = estimate(groups, **config.advantage.selected_options())
-    return any(any(item.advantage) for item in scored)
 
 
 def infinite(config: RunConfig) -> Finding | None:

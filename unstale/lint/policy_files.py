@@ -6,9 +6,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from unstale.config import ConfigError, RunConfig
+from unstale.config.hub import damaged_weights
 from unstale.expert_routes import num_experts
 
 
@@ -24,12 +25,18 @@ def local_folder(config: RunConfig) -> Path:
 
 
 def num_weights(folder: Path) -> int:
-    """Return the number of weights in a model folder, from the headers of its safetensors files."""
+    """Return the number of weights in a model folder, from the headers of its safetensors files.
+
+    Raises ConfigError for a file that cannot be read.
+    """
     total = 0
-    for path in folder.glob("*.safetensors"):
-        with safe_open(path, framework="np") as file:
-            names = file.keys()
-            total += sum(math.prod(file.get_slice(name).get_shape()) for name in names)
+    for path in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(path, framework="np") as file:
+                names = file.keys()
+                total += sum(math.prod(file.get_slice(name).get_shape()) for name in names)
+        except (SafetensorError, OSError) as error:
+            raise damaged_weights(path, error) from error
     return total
 
 
@@ -54,13 +61,14 @@ def experts(folder: Path) -> int | None:
 def _read_text_model(folder: Path) -> dict[str, Any]:
     """Return the configuration of the language model, which may be a part of a larger one."""
     config = _read(folder)
-    return {**config, **config.get("text_config", {})}
+    text = config.get("text_config")
+    return {**config, **text} if isinstance(text, dict) else config
 
 
 def _read(folder: Path) -> dict[str, Any]:
-    """Return the config.json of a model folder, empty if there is none."""
+    """Return the config.json of a model folder, empty if there is none or it is no object."""
     try:
-        config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}  # loading the policy will report it
-    return config
+    return config if isinstance(config, dict) else {}

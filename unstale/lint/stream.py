@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from unstale.config import RunConfig
 from unstale.config.routes import exact_routes
 from unstale.config.techniques import ON_BATCH, chosen
+from unstale.lint.estimator_trials import is_by_group
 from unstale.lint.finding import Finding, Fix, Rule, use_route
 from unstale.lint.techniques import without
 
@@ -39,7 +40,7 @@ def several_steps(config: RunConfig) -> Finding | None:
 
 def batch_advantages(config: RunConfig) -> Finding | None:
     """Refuse an estimator whose advantages depend on other groups of the batch."""
-    if not config.trainer.stream or _replaced(config) or _is_by_group(config) is not False:
+    if not config.trainer.stream or _replaced(config) or is_by_group(config) is not False:
         return None
     name = config.advantage.estimator
     fixes = ({"advantage.estimator": "grpo"}, _OFF)
@@ -52,7 +53,7 @@ def batch_advantages(config: RunConfig) -> Finding | None:
 
 def untried_advantages(config: RunConfig) -> Finding | None:
     """Warn of an estimator that raises an error on invented episodes, so it cannot be tried."""
-    if not config.trainer.stream or _replaced(config) or _is_by_group(config) is not None:
+    if not config.trainer.stream or _replaced(config) or is_by_group(config) is not None:
         return None
     return Finding(
         f"trainer.stream with advantage.estimator {config.advantage.estimator}",
@@ -66,40 +67,6 @@ def untried_advantages(config: RunConfig) -> Finding | None:
 def _replaced(config: RunConfig) -> bool:
     """Return True if a technique computes the advantages in place of the estimator."""
     return any(each.slot == "estimator" for each in chosen(config.techniques))
-
-
-def _is_by_group(config: RunConfig) -> bool | None:
-    """Return True if the estimator gives a group the same advantages alone and beside others.
-
-    Return None if it raises an error for the groups of this trial.
-    """
-    from unstale.algorithms.advantages import ESTIMATORS
-    from unstale.records import ContextPiece, Group, Sampled, Task, Trajectory
-
-    groups = []
-    for number, rewards in enumerate(([0.0, 1.0, 1.0], [2.0, 0.0, 5.0], [3.0, 3.0, 4.0])):
-        task = Task("probe", "train", number)
-        trajectories = []
-        for sibling, reward in enumerate(rewards):
-            tokens = (0,) * (1 + sibling + 2 * number)
-            pieces = (ContextPiece((0,)), Sampled(tokens, (0.0,) * len(tokens), version=0))
-            episode = 3 * number + sibling
-            trajectories.append(
-                Trajectory(pieces, {"reward": reward}, "done", task, seed=0, episode=episode)
-            )
-        groups.append(Group(task, tuple(trajectories), number=number))
-    estimate = ESTIMATORS[config.advantage.estimator]
-    options = config.advantage.selected_options()
-    try:
-        together = estimate(groups, **options)
-        alone = [each for group in groups for each in estimate([group], **options)]
-    except Exception:  # noqa: BLE001 - an estimator of the user may need what these episodes lack
-        return None
-    return len(together) == len(alone) and all(
-        abs(x - y) < 1e-9
-        for one, other in zip(together, alone, strict=True)
-        for x, y in zip(one.advantage, other.advantage, strict=True)
-    )
 
 
 def batch_techniques(config: RunConfig) -> Finding | None:

@@ -93,10 +93,17 @@ def replay_routes(model: PreTrainedModel) -> RouteLayers:
     for place, router in enumerate(routers):
         _check_weights(router)
         router.register_forward_hook(partial(_replay, place))
-    layers: Any = model.base_model.layers
-    routed = [i for i, layer in enumerate(layers) if any(m in routers for m in layer.modules())]
+    layers = routed_layers(model)
+    routed = [i for i, has_router in enumerate(layers) if has_router]
     k: Any = routers[0].top_k
     return RouteLayers(len(layers), tuple(routed), k)
+
+
+def routed_layers(model: PreTrainedModel) -> tuple[bool, ...]:
+    """Return for each layer of a model if it has a router. ConfigError if none has."""
+    routers = find_routers(model)
+    layers: Any = model.base_model.layers
+    return tuple(any(module in routers for module in layer.modules()) for layer in layers)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # or every tree would be compiled

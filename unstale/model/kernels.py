@@ -1,8 +1,8 @@
 """Compiled functions for parts of a decoder layer, forward and backward.
 
 On CPUs they are those of `kernels.c`. They need float32 tensors whose widths are multiples of
-`WIDTH`, and use as many threads as torch, of torch's OpenMP library. On GPUs they are those of
-`gpu_kernels`.
+`WIDTH`, and use as many threads as torch, of torch's OpenMP library. If it is not found, they use
+one thread and warn. On GPUs they are those of `gpu_kernels`.
 """
 
 import ctypes
@@ -33,6 +33,9 @@ ROWS = 64
 BLOCK = 64
 """Number of queries of one block of attention, as in `kernels.c`."""
 
+_OPENMP = ("libgomp.so.1", "libiomp5.so", "libomp.so")
+"""Libraries with `GOMP_parallel` that a torch without a library of its own may use."""
+
 Argument = Tensor | int | float | None
 
 
@@ -62,7 +65,10 @@ class Kernels:
                 types = [kinds.get(type(each), ctypes.c_void_p) for each in arguments]
                 function.argtypes = [ctypes.c_void_p, ctypes.c_int64, *types]
             pointers = [each.data_ptr() if isinstance(each, Tensor) else each for each in arguments]
-            function(self._parallel, torch.get_num_threads(), *pointers)
+            threads = torch.get_num_threads()
+            if threads > 1 and self._parallel is None:
+                _warn_of_one_thread()
+            function(self._parallel, threads, *pointers)
 
         setattr(self, name, call)
         return call
@@ -71,16 +77,29 @@ class Kernels:
 def _openmp() -> int | None:
     """Return the address of the function with which torch's OpenMP library starts threads.
 
-    None if torch uses another library. The kernels then run in one thread.
+    None if torch uses an unknown library. The kernels then run in one thread.
     """
     folder = Path(torch.__file__).parent
-    for path in [*folder.glob("lib/libgomp*"), *folder.parent.glob("torch.libs/libgomp*")]:
+    own = [*folder.glob("lib/libgomp*"), *folder.parent.glob("torch.libs/libgomp*")]
+    for name in [*map(str, own), *_OPENMP]:
         try:
-            library = ctypes.CDLL(str(path), ctypes.DEFAULT_MODE | os.RTLD_NOLOAD)
-        except OSError:
+            library = ctypes.CDLL(name, ctypes.DEFAULT_MODE | os.RTLD_NOLOAD)
+        except OSError:  # this process has not loaded it, so torch does not use it
             continue
-        return ctypes.cast(library.GOMP_parallel, ctypes.c_void_p).value
+        if hasattr(library, "GOMP_parallel"):
+            return ctypes.cast(library.GOMP_parallel, ctypes.c_void_p).value
     return None
+
+
+@cache
+def _warn_of_one_thread() -> None:
+    """Warn, once in this process, that the kernels use one thread although torch has several."""
+    warnings.warn(
+        f"training on the CPU is slower, because {SOURCE.name} computes in one thread: none of "
+        f"{', '.join(_OPENMP)} is loaded, with which it would start more. Install torch from PyPI",
+        RuntimeWarning,
+        stacklevel=3,
+    )
 
 
 @cache

@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
 from unstale.config import ConfigError
+from unstale.config.hub import damaged_weights
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 """The precisions of a forward pass by name. float64 is for tests."""
@@ -64,6 +66,8 @@ def load_model(folder: Path, dtype: torch.dtype, **options: Any) -> PreTrainedMo
                 trust_remote_code=False,
                 **options,
             )
+    except SafetensorError as error:
+        raise _damaged(folder, error) from error
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise ConfigError(
             f"policy: the model in {folder} cannot be read: {_one_line(error)}"
@@ -76,6 +80,17 @@ def load_model(folder: Path, dtype: torch.dtype, **options: Any) -> PreTrainedMo
             f"for example {missing[0]}"
         )
     return cast(PreTrainedModel, model)
+
+
+def _damaged(folder: Path, error: SafetensorError) -> ConfigError:
+    """Return the error for the first file of a folder's weights that cannot be read."""
+    for path in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(path, framework="pt"):
+                pass
+        except (SafetensorError, OSError) as found:
+            return damaged_weights(path, found)
+    return ConfigError(f"policy: the model in {folder} cannot be read: {_one_line(error)}")
 
 
 def vocab_size(embedding: nn.Module) -> int:

@@ -10,7 +10,7 @@ import copy
 import json
 import math
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from unstale.config import ConfigError, install
+from unstale.config import ConfigError, install, nearest
 from unstale.expert_routes import num_experts
 
 ALL = "all-linear"
@@ -127,7 +127,8 @@ def base_checksum(folder: Path) -> int:
 def inject(model: Any, lora: Lora) -> None:
     """Freeze all weights of a model and add adapters to the layers that `lora` names.
 
-    Raises ConfigError for a layer that cannot have an adapter, and for a model with experts.
+    Raises ConfigError for a layer that cannot have an adapter, for a name that fits no layer, and
+    for a model with experts.
     """
     if experts := num_experts(model.config.to_dict()):
         raise ConfigError(
@@ -139,7 +140,10 @@ def inject(model: Any, lora: Lora) -> None:
         from peft import LoraConfig, inject_adapter_in_model
     except ModuleNotFoundError as error:
         raise ConfigError(f"trainer.lora_rank needs {error.name}: {install('lora')}") from error
-    targets: Any = ALL if lora.targets == ALL else lora.targets.split()
+    targets: Any = ALL
+    if lora.targets != ALL:
+        targets = lora.targets.split()
+        _require_layers(model, targets)
     alpha: Any = lora.alpha
     options = LoraConfig(
         r=lora.rank, lora_alpha=alpha, target_modules=targets, task_type="CAUSAL_LM"
@@ -161,6 +165,21 @@ def inject(model: Any, lora: Lora) -> None:
             )
         a = layer.lora_A[_ADAPTER].weight.detach()
         a.copy_((torch.rand(a.shape, generator=noise) * 2 - 1) / math.sqrt(a.shape[1]))
+
+
+def _require_layers(model: nn.Module, targets: Sequence[str]) -> None:
+    """Raise ConfigError for a name that no layer ends with. PEFT ignores it if another one fits."""
+    names = [f".{name}" for name, _ in model.named_modules()]
+    linear = {
+        name.rpartition(".")[2]: None
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear)
+    }
+    for target in targets:
+        if not any(name.endswith(f".{target}") for name in names):
+            raise ConfigError(
+                f"trainer.lora_targets: no layer has the name {target}{nearest(target, [*linear])}"
+            )
 
 
 def adapters(model: nn.Module) -> dict[str, nn.Parameter]:

@@ -39,7 +39,11 @@ class Packability:
     plain_head: bool
     """Logits are the head applied to the last hidden state."""
     noise: float
-    """Largest change in nats of a log-probability by other neighbours; 0 for a dense model."""
+    """Largest change in nats of a log-probability by other sequences in the passes of the check.
+
+    A dense model is refused unless it is 0. On a CPU it is then 0 in every pass. On a GPU, kernels
+    may divide the sums of longer passes in other ways, and then round otherwise.
+    """
 
 
 @torch.no_grad()

@@ -188,7 +188,9 @@ class Policy:
 
     @property
     def has_experts(self) -> bool:
-        """True for an MoE model. Only in such a model can packing change how a value rounds."""
+        """True for an MoE model. On a CPU, packing can change how a value rounds only in such a
+        model.
+        """
         return num_experts(self.model.config.to_dict()) > 0
 
     @property

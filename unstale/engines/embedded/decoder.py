@@ -43,6 +43,18 @@ RUN = 8
 """Number of successive prompt tokens for which `kernels.c` reads the cache once."""
 MIN_CAPABILITY = (8, 0)
 """The compute capability from which on GPUs multiply bfloat16."""
+_SIZES = (
+    "num_hidden_layers",
+    "hidden_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "vocab_size",
+)
+"""The sizes of a `config.json` that every model needs."""
+_SIZES_WITHOUT = ("intermediate_size", "head_dim")
+"""Those of a dense model."""
+_SIZES_WITH_EXPERTS = ("moe_intermediate_size", "num_experts_per_tok")
+"""Those of a model with experts, beside their number, which has several names."""
 _FIRST_PAGES = 64
 """Number of cache pages allocated at first. When all are used, the number doubles."""
 
@@ -58,6 +70,25 @@ def supports(config: Mapping[str, Any]) -> bool:
         and set(config.get("layer_types") or ["full_attention"]) == {"full_attention"}
         and rope.get("rope_type", rope.get("type", "default")) == "default"
     )
+
+
+def names_sizes(config: Mapping[str, Any]) -> bool:
+    """Return True if a `config.json` has all sizes that the decoder reads.
+
+    Those that it leaves out are the defaults of transformers' class.
+    """
+    routed = _has_experts(config)
+    more = _SIZES_WITH_EXPERTS if routed else _SIZES_WITHOUT
+    has_all = all(config.get(name) is not None for name in (*_SIZES, *more))
+    return has_all and (num_experts(config) > 0 or not routed)
+
+
+def runs_on_gpu(config: Mapping[str, Any]) -> bool:
+    """Return True if this decoder computes the model of a `config.json` on a GPU, if there is one.
+
+    Models with experts, and those of other architectures, run on the CPU.
+    """
+    return supports(config) and num_experts(config) == 0
 
 
 def _rope(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -97,6 +128,7 @@ class ModelSizes:
 
     @classmethod
     def read(cls, config: Mapping[str, Any]) -> "ModelSizes":
+        """Return the sizes from a config that `names_sizes`."""
         rope = _rope(config)
         heads = int(config["num_attention_heads"])
         hidden = int(config["hidden_size"])
@@ -113,7 +145,7 @@ class ModelSizes:
             eps=float(config.get("rms_norm_eps", 1e-6)),
             tied=bool(config.get("tie_word_embeddings", False)),
             experts=experts,
-            choices=int(config.get("num_experts_per_tok", 0)),
+            choices=int(config["num_experts_per_tok"]) if experts else 0,
             normed=bool(config.get("norm_topk_prob", False)),
         )
 

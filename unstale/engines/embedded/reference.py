@@ -6,8 +6,10 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from transformers import PreTrainedModel
 
 from unstale.engines.embedded.runner import check_update, tied_parameters
+from unstale.model.experts import routed_layers
 from unstale.model.loading import load_model
 from unstale.model.lora import Base, Merging
 from unstale.model.quantisation import quantise_passes
@@ -44,6 +46,10 @@ class ReferenceModel:
         self._buffers = dict(model.named_buffers())
         self._model = _without_memory(model)
 
+    def routed_layers(self) -> tuple[bool, ...]:
+        """Return for each layer if it has a router. Raises ConfigError if none has."""
+        return routed_layers(self._model)
+
     def cast(self, update: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return full weights in the engine's precision. Tied weights appear once.
 
@@ -71,7 +77,7 @@ class ReferenceModel:
         return logps.gather(1, row[0, 1:, None]).squeeze(1).cpu()
 
 
-def _without_memory(model: nn.Module) -> nn.Module:
+def _without_memory(model: PreTrainedModel) -> PreTrainedModel:
     """Free the memory of the model's parameters, in place. Return the model."""
     empty: dict[int, nn.Parameter] = {}
     for module in model.modules():

@@ -19,7 +19,13 @@ import torch
 from torch import Tensor
 
 from unstale.engines.embedded.batcher import Batcher, FinishedReply, SampleRequest
-from unstale.engines.embedded.decoder import CannotDecode, Qwen3Runner, supports
+from unstale.engines.embedded.decoder import (
+    CannotDecode,
+    Qwen3Runner,
+    names_sizes,
+    runs_on_gpu,
+    supports,
+)
 from unstale.engines.embedded.posted_routes import post
 from unstale.engines.embedded.runner import DTYPES, Runner
 from unstale.expert_routes import num_experts
@@ -59,18 +65,19 @@ def build_runner(  # noqa: PLR0913 - the limits and the kind of runner
     max_slots: int,
     max_context: int,
     device: str = "",
+    number: int = 0,
     record_routes: bool = False,
     quantise: str = "none",
 ) -> Runner:
     """Return the fastest runner for a model: the decoder, or transformers packed or one by one.
 
-    The decoder runs on `device`, by default on the GPU if there is one. transformers runs on the
-    CPU. Raises ValueError if no runner computes the model correctly.
+    The decoder runs on `device`, by default on the GPU with this `number` if there are GPUs. If
+    there are fewer, numbers share GPUs. transformers runs on the CPU. Raises ValueError if no
+    runner computes the model correctly.
     """
-    config = json.loads((folder / "config.json").read_text())
+    config = _read_config(folder)
     if supports(config):
-        routed = num_experts(config) > 0
-        device = device or ("cuda" if torch.cuda.is_available() and not routed else "cpu")
+        device = device or (_gpu(number) if runs_on_gpu(config) else "cpu")
         # transformers computes experts where the decoder cannot.
         with suppress(CannotDecode):
             return Qwen3Runner(
@@ -99,6 +106,27 @@ def build_runner(  # noqa: PLR0913 - the limits and the kind of runner
     return TransformersRunner(folder, why_slow=why_slow, **options)
 
 
+def _read_config(folder: Path) -> dict[str, Any]:
+    """Return a model's config.json. If the decoder needs more sizes, transformers adds them."""
+    config: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    if not supports(config) or names_sizes(config):
+        return config
+    # imported here, because transformers takes longer to import than everything else
+    from transformers import AutoConfig
+
+    complete: dict[str, Any] = AutoConfig.for_model(**config).to_dict()
+    return complete
+
+
+def _gpu(number: int) -> str:
+    """Return the GPU of this process, by its number, and make it torch's own. Or return cpu."""
+    if not torch.cuda.is_available():
+        return "cpu"
+    device = f"cuda:{number % torch.cuda.device_count()}"
+    torch.cuda.set_device(device)  # Triton and graphs use torch's present GPU
+    return device
+
+
 class _EngineWorker:
     def __init__(self, connection: socket.socket, options: Mapping[str, Any]) -> None:
         self._connection = connection
@@ -119,11 +147,12 @@ class _EngineWorker:
         runner = build_runner(
             folder,
             dtype=options["dtype"],
+            number=options["number"],
             record_routes=records,
             quantise=options["quantise"],
             **limits,
         )
-        experts = num_experts(json.loads((folder / "config.json").read_text())) if records else 0
+        experts = num_experts(_read_config(folder)) if records else 0
         if records and not experts:
             raise ValueError("trainer.routing_replay must be false: the policy has no experts")
         self._batcher = Batcher(
