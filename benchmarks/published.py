@@ -520,6 +520,8 @@ class Compared:
     row: Row
     ratio: float
     sync: SimulationResult
+    tokens: float
+    """Mean tokens of an episode's replies."""
 
     @property
     def deviation(self) -> float:
@@ -547,4 +549,4 @@ def _compare(row: Row, turnovers: int) -> Compared:
     ratio = other.groups_per_s / sync.groups_per_s
     if row.partial:
         ratio = generation_s_of(sync) / generation_s_of(other)
-    return Compared(row, ratio, sync)
+    return Compared(row, ratio, sync, row.tokens)

@@ -200,9 +200,7 @@ def of_others(found: Sequence[Compared]) -> list[str]:
             f"; 1/{one.row.scale} of groups and GPUs" if one.row.scale > 1 else ""
         )
         lines.append(
-            row(
-                one.row.name, one.row.source, one.row.given, assumed, f"{one.row.tokens:,.0f}", step
-            )
+            row(one.row.name, one.row.source, one.row.given, assumed, f"{one.tokens:,.0f}", step)
         )
     reasons = [
         f"- Not reproduced: {one.row.name}, for {one.row.unclaimed}."

@@ -620,6 +620,25 @@ def test_hidden_states_are_read_before_the_advantages_only_if_a_technique_needs_
         assert (0 < passed <= row["trainer/sequence_tokens"]) == (centre == "probe")
 
 
+def test_a_part_of_a_batch_is_named_as_one(tmp_path: Path) -> None:
+    """With `trainer.stream`, techniques see the first groups of a batch, and then all of it."""
+    config = configure(steps=2)
+    config = replace(config, trainer=replace(config.trainer, stream=True))
+    machine = toy_machine(config, Numbers(count()))
+    log, seen = RunLog(tmp_path), list[tuple[int, bool]]()
+    parts = build(config, machine, Outputs(log, Quiet()), first_state(machine, config, tmp_path))
+    credit = parts.advantage
+
+    def recorded(groups: Sequence[Group], *, whole: bool, **options: Any) -> Any:
+        seen.append((len(groups), whole))
+        return credit(groups, whole=whole, **options)
+
+    run(replace(parts, advantage=recorded, log=Log(log)))
+    size = config.schedule.groups_per_step
+    assert [each for each in seen if each[1]] == [(size, True)] * 2
+    assert any(number < size for number, whole in seen if not whole)
+
+
 def marked(folder: Path) -> list[int]:
     with Journal.read(folder) as reader:
         return [mark.step for mark in reader.checkpoints()]

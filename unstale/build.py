@@ -190,8 +190,9 @@ def build_scorer(config: RunConfig, policy: Policy) -> Scorer:
     """Return a new scorer: it computes log-probabilities by the current or past weights.
 
     A scorer keeps past weights for one user. So the old-logit route and the audit each need a
-    scorer.
+    scorer. Raises `ConfigError` if the policy's long sequences cannot be packed.
     """
+    policy.check_length(config.engine.max_context)
     return LocalScorer(policy, config.engine.temperature, config.trainer.max_tokens_per_microbatch)
 
 
@@ -221,7 +222,6 @@ def load_policy(config: RunConfig, peers: Peers | None = None, *, trained: bool 
         independent_rows=config.deterministic,
         trained=trained,
     )
-    policy.check_length(config.engine.max_context)
     policy.check_context(config.cluster.context)
     policy.set_forward_options(ForwardOptions.of(config))
     if options.routing_replay:

@@ -25,13 +25,8 @@ async def in_thread(function: Callable[_P, _T], *arguments: _P.args, **options: 
     It is like `asyncio.to_thread`, but never waits for user code.
     """
     loop = asyncio.get_running_loop()
-    call = partial(contextvars.copy_context().run, function, *arguments, **options)
-    return await loop.run_in_executor(engine_threads(loop), call)
-
-
-def engine_threads(loop: asyncio.AbstractEventLoop) -> ThreadPoolExecutor:
-    """Return the threads that the engines of an event loop use."""
     pool = _POOLS.get(loop)
     if pool is None:
         pool = _POOLS[loop] = ThreadPoolExecutor(thread_name_prefix="engines")
-    return pool
+    call = partial(contextvars.copy_context().run, function, *arguments, **options)
+    return await loop.run_in_executor(pool, call)

@@ -1,78 +1,86 @@
 """Test the limit on failed episodes: one broken task, or fast failures, must not end a run."""
 
-from typing import Any
+from collections.abc import Sequence
 
 import pytest
 
-from unstale.records import Failure, Task
+from unstale.records import ContextPiece, Failure, Task, Trajectory
 from unstale.rollout.failures import FailureLimit, TooManyFailures
 
+TASK = Task("toy", "train", 7)
+BROKEN = Failure(TASK, "begin", "EnvError: gone")
+DONE = Trajectory((ContextPiece((1,)),), {"r": 1.0}, "done", TASK, 0)
+LIMIT = 0.2
 
-def broken(group: int) -> Failure:
-    return Failure(Task("toy", "train", group), "begin", "EnvError: gone")
+
+def run_groups(limit: FailureLimit, outcomes: Sequence[Sequence[Failure | Trajectory]]) -> int:
+    """End groups while others begin. Return the number that ended before the limit was reached."""
+    for number, each in enumerate(outcomes):
+        try:
+            limit.count(each)
+        except TooManyFailures:
+            return number
+        limit.end()
+        limit.begin()
+    return len(outcomes)
 
 
-def limit_with(*groups: int, size: int) -> FailureLimit:
-    limit = FailureLimit(0.2)
-    for group in groups:
-        limit.begin(group, size)
+def started(groups: int) -> FailureLimit:
+    limit = FailureLimit(LIMIT)
+    for _ in range(groups):
+        limit.begin()
     return limit
 
 
 def test_a_broken_task_counts_once_however_large_its_group() -> None:
-    limit = limit_with(0, size=256)
-    for _ in range(256):
-        limit.failed(0, broken(0))
+    done = [[DONE] * 256] * 19
+    assert run_groups(started(1), [*done, [BROKEN] * 256]) == 20
 
 
-def test_groups_that_run_count_as_without_failures() -> None:
-    """Of 48 groups that begin, 3 fail at once, and no other episode has ended yet."""
-    limit = limit_with(*range(48), size=8)
-    for group in range(3):
-        for _ in range(8):
-            limit.failed(group, broken(group))
+@pytest.mark.parametrize("groups", [48, 512, 3000])
+def test_broken_tasks_that_fail_at_once_do_not_end_a_run(groups: int) -> None:
+    """Of the groups that begin, 5% fail before any other ends."""
+    broken = groups // 20
+    assert run_groups(started(groups), [[BROKEN] * 8] * broken) == broken
 
 
-def test_too_many_broken_tasks_end_the_run_with_the_last_error() -> None:
-    limit = limit_with(*range(48), size=2)
+@pytest.mark.parametrize("groups", [1, 48, 512, 3000])
+def test_a_share_above_the_limit_ends_a_run_soon_after_all_first_groups(groups: int) -> None:
+    """Of each three groups one is broken."""
+    outcomes = [[[BROKEN] * 2, [DONE] * 2, [DONE] * 2][number % 3] for number in range(9000)]
+    ended = run_groups(started(groups), outcomes)
+    assert groups / 2 <= ended <= groups + 20
+
+
+@pytest.mark.parametrize("groups", [1, 512])
+def test_a_share_at_the_limit_ends_no_run(groups: int) -> None:
+    outcomes = [[BROKEN, DONE, DONE, DONE, DONE]] * 5000
+    assert run_groups(started(groups), outcomes) == 5000
+
+
+def test_the_message_has_the_share_the_limit_and_the_last_error() -> None:
+    limit = started(1)
     message = (
-        r"20.8% of the episodes of the 48 groups failed, more than rollout.max_failed_share = 0.2 "
-        r"allows; the last one in begin of toy/train/9: EnvError: gone"
+        r"50.0% of the episodes of the last 20 groups failed, more than rollout.max_failed_share "
+        r"= 0.2 allows; the last one in begin of toy/train/7: EnvError: gone"
     )
     with pytest.raises(TooManyFailures, match=message):
-        for group in range(10):
-            for _ in range(2):
-                limit.failed(group, broken(group))
-    assert group == 9  # 19 of 96 episodes are allowed, and the 20th is of this group
+        for _ in range(20):
+            limit.count([BROKEN, DONE])
+            limit.end()
+            limit.begin()
 
 
-def one_in(share: int, limit: FailureLimit, groups: range) -> None:
-    for group in groups:
-        limit.begin(group, 4)
-        for sibling in range(4):
-            if sibling % share:
-                limit.succeeded(group)
-            else:
-                limit.failed(group, broken(group))
-        limit.end(group)
-
-
-def test_the_share_is_that_of_episodes_and_of_the_latest_groups() -> None:
-    limit = FailureLimit(0.3)
-    one_in(4, limit, range(1000))  # a quarter of each group
-    with pytest.raises(TooManyFailures, match=r"30\.[1-5]% of the episodes of the last 100 groups"):
-        one_in(2, limit, range(1000, 2000))  # half of each
-    assert limit_size(limit) <= 101
-
-
-def limit_size(limit: Any) -> int:
-    return max(len(limit._sizes), len(limit._shares), len(limit._silent))
+def test_fewer_than_20_groups_are_not_judged() -> None:
+    limit = started(19)
+    for _ in range(19):
+        limit.count([BROKEN])
+        limit.end()
 
 
 def test_a_resumed_run_counts_the_groups_before_the_resume() -> None:
-    limit = FailureLimit(0.2)
+    limit = FailureLimit(LIMIT)
     limit.restore([0.0] * 15 + [1.0] * 4)
-    limit.begin(19, 4)
-    with pytest.raises(TooManyFailures, match=r"2[01].\d% of the episodes"):
-        for _ in range(2):
-            limit.failed(19, broken(19))
+    limit.begin()
+    with pytest.raises(TooManyFailures, match=r"25.0% of the episodes of the last 20 groups"):
+        limit.count([BROKEN] * 4)

@@ -61,6 +61,8 @@ def divide_gpus(gpus: Sequence[str], *, trainers: int, scorers: int = 0, engines
     if ranks + engines > len(gpus):
         most = len(gpus) - engines - scorers
         lower = f"Set cluster.trainers to at most {most}" if most > 0 else "Lower both"
+        if most <= 0 and engines > 1:
+            lower += " (engine.processes or engine.args)"
         users = [f"{trainers} trainer ranks (cluster.trainers)"]
         users += [f"{scorers} ranks of the old-logit model (old_logps.ranks)"] * bool(scorers)
         users += [f"engines on {engines} GPUs"] * bool(engines)

@@ -301,8 +301,9 @@ class RolloutConfig(Section):
     retries: Count = 1
     """How often a failed episode is started again, with the same seed."""
     max_failed_share: Share = 0.2
-    """Stop the run if a larger share of the episodes of the last 100 groups failed. Groups that run
-    and have no outcome yet count as without failures, and 20 groups are assumed at least.
+    """Stop the run if a larger share of the episodes of the last 100 ended groups failed. Checked
+    from the 20th group on. As long as more groups run than have ended, those in excess count as
+    groups without failures.
     """
 
 

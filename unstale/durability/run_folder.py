@@ -13,7 +13,7 @@ import re
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any, Self
 
@@ -121,7 +121,9 @@ class RunLog:
         self._start = clock()
         self._files: dict[str, IO[str]] = {}
         self._before: frozenset[Path] | None = None
-        """What the folder contained before `create`. None if there was no folder."""
+        """What the folder contained before `create`. None if it was not created by this log."""
+        self._is_new = False
+        """True if `create` made the folder."""
 
     @classmethod
     def create(
@@ -139,8 +141,8 @@ class RunLog:
         if path.exists() and not path.is_dir():
             raise ConfigError(f"{path} is a file; a run needs a folder")
         log = cls(path, clock)
-        if path.exists():
-            log._before = frozenset(path.iterdir())
+        log._is_new = not path.exists()
+        log._before = frozenset() if log._is_new else frozenset(path.iterdir())
         path.mkdir(parents=True, exist_ok=True)
         write_whole(path / CONFIG, dumps({} if config is None else config, indent=2) + "\n")
         return log
@@ -167,16 +169,21 @@ class RunLog:
         (self.path / ERROR).unlink(missing_ok=True)
 
     def discard(self) -> None:
-        """Remove all that was added to the folder since `create`, and the folder if it was new."""
+        """Remove all that was added to the folder since `create`, and the folder if it was new.
+
+        What another program still writes may stay.
+        """
+        assert self._before is not None, "only a log that `create` returned can be discarded"
         self.close()
-        if self._before is None:
-            shutil.rmtree(self.path)
-            return
         for path in set(self.path.iterdir()) - self._before:
             if path.is_dir() and not path.is_symlink():
-                shutil.rmtree(path)
+                shutil.rmtree(path, ignore_errors=True)
             else:
-                path.unlink()
+                with suppress(OSError):
+                    path.unlink()
+        if self._is_new:
+            with suppress(OSError):
+                self.path.rmdir()
 
     def rewind(self, metrics: Iterable[Mapping[str, Any]]) -> None:
         """Replace the content of `metrics.jsonl` by these rows, which come from the journal."""

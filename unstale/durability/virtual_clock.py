@@ -7,16 +7,13 @@ trainer's work, in the same order in every run. Sockets do not work on this loop
 
 import asyncio
 import selectors
-import socket
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Executor, Future
 from concurrent.futures import wait as wait_for
-from functools import partial
 from typing import Any, TypeVar
 
 from unstale.envs import EnvError, guard
 from unstale.envs.guard import OCCUPANCY, UnjoinedThreads, Watchdog, end_leftovers, watch_tasks
-from unstale.threads import engine_threads
 
 T = TypeVar("T")
 
@@ -29,19 +26,12 @@ class Stalled(RuntimeError):
 
 
 class RunLoop(asyncio.SelectorEventLoop):
-    """An event loop for runs. User code that calls `stop` on it cannot stop it.
-
-    It looks up host names in the threads of the engines, because user code may occupy all others.
-    """
+    """An event loop for runs. User code that calls `stop` on it cannot stop it."""
 
     def stop(self) -> None:
         if OCCUPANCY.current:
             raise EnvError("it stops the event loop of the run")
         super().stop()
-
-    async def getaddrinfo(self, host: Any, port: Any, **options: Any) -> Any:
-        look_up = partial(socket.getaddrinfo, host, port, **options)
-        return await self.run_in_executor(engine_threads(self), look_up)
 
 
 class VirtualLoop(RunLoop):

@@ -7,9 +7,12 @@ ms.
 import asyncio
 import json
 import math
+import socket
 import ssl
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
+from functools import partial
+from ipaddress import ip_address
 from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
 from typing import Any
 from urllib.parse import SplitResult, quote, urlsplit
@@ -117,7 +120,29 @@ class Http:
             return await asyncio.open_unix_connection(parts.path)
         secure = ssl.create_default_context() if parts.scheme == "https" else None
         port = parts.port or (443 if secure else 80)
-        return await asyncio.open_connection(parts.hostname, port, ssl=secure)
+        host = parts.hostname or ""
+        *others, last = await _addresses_of(host, port)
+        connect = partial(
+            asyncio.open_connection,
+            port=port,
+            ssl=secure,
+            server_hostname=host if secure else None,
+        )
+        for address in others:
+            with suppress(OSError):
+                return await connect(address)
+        return await connect(last)
+
+
+async def _addresses_of(host: str, port: int) -> list[str]:
+    """Return the addresses of a host.
+
+    asyncio would look names up in threads that user code may occupy.
+    """
+    with suppress(ValueError):
+        return [str(ip_address(host))]
+    found = await in_thread(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM)
+    return list(dict.fromkeys(str(address[0]) for *_, address in found))
 
 
 def _split_url(url: str) -> SplitResult:

@@ -18,6 +18,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
+from importlib.machinery import PathFinder
+from importlib.util import module_from_spec
 from itertools import islice
 from pathlib import Path
 from reprlib import repr as short_repr
@@ -139,31 +141,33 @@ def import_user_code(name: str, problem: str) -> Any:
     """
     module, _, attribute = name.partition(":")
     with user_code(problem):
-        with _current_folder_first():
-            imported = import_module(module)
+        _import_from_current_folder(module.partition(".")[0])
+        imported = import_module(module)
         if not hasattr(imported, attribute):
             text = f"module {module!r} has no attribute {attribute!r}{_origin(imported)}"
             raise AttributeError(text)
         return getattr(imported, attribute)
 
 
-@contextmanager
-def _current_folder_first() -> Iterator[None]:
-    """Return a context in which modules of the current folder precede installed packages.
+def _import_from_current_folder(name: str) -> None:
+    """Import a module or package of the current folder, even if an installed one has its name.
 
-    Does nothing if Python does not look for modules in the current folder. Other imports of the
-    package must not be in this context: a file that somebody else put there could then replace a
-    library.
+    Does nothing if there is none, if a module of that name is imported already, or if Python does
+    not look for modules in the current folder. Whatever the module itself imports is looked for in
+    the usual order, so a file that somebody else put into the folder does not replace a library.
     """
     folder = next((path for path in sys.path if path in ("", os.getcwd())), None)
-    if folder is None:
-        yield
+    if folder is None or name in sys.modules:
         return
-    sys.path.insert(0, folder)
+    spec = PathFinder.find_spec(name, [os.getcwd()])
+    if spec is None or spec.loader is None:
+        return
+    module = sys.modules[name] = module_from_spec(spec)
     try:
-        yield
-    finally:
-        sys.path.remove(folder)
+        spec.loader.exec_module(module)
+    except BaseException:
+        sys.modules.pop(name, None)
+        raise
 
 
 def _origin(module: ModuleType) -> str:

@@ -59,7 +59,7 @@ def facts(config: RunConfig) -> dict[str, str]:
         "loss": _denominator(config),
         **techniques,
         **_missing_policy(config),
-        "not read": "weights, data, reward and environment: unstale train checks them at its start",
+        "not read": "data, reward and environment: unstale train checks them at its start",
     }
 
 

@@ -63,7 +63,7 @@ def packed_attention(
     scale = options.get("scaling")
     window = options.get("sliding_window")
     if (length := checked_length.get()) and attention_mask is not None:
-        _require_window(int(attention_mask), min(window or length, length))
+        _require_window(attention_mask, min(window or length, length))
     if sees_all(run, window):
         window = None
 
@@ -89,19 +89,23 @@ def sees_all(run: PrefixTree, window: int | None) -> bool:
     return window is None or all(s.depth + s.end - s.start <= window for s in run.segments)
 
 
-def packed_mask(mask_function: Callable[..., Tensor], **options: Any) -> Tensor | None:
+def packed_mask(
+    mask_function: Callable[..., Tensor], device: torch.device | str = "cpu", **options: Any
+) -> Tensor | None:
     """Return no mask in a packed pass, because `packed_attention` applies its own.
 
     In a pass of `check_length` it is `[1, 1, 1, 1]` and holds the window of `mask_function`.
     """
     if running.get() is None:
-        return sdpa_mask(mask_function=mask_function, **options)
+        return sdpa_mask(mask_function=mask_function, device=device, **options)
     if length := checked_length.get():
-        return torch.full((1, 1, 1, 1), window_of(mask_function, length))
+        return torch.full((1, 1, 1, 1), window_of(mask_function, length, device))
     return None
 
 
-def window_of(mask_function: Callable[..., Tensor], length: int) -> int:
+def window_of(
+    mask_function: Callable[..., Tensor], length: int, device: torch.device | str = "cpu"
+) -> int:
     """Return the number of tokens that the last of `length` tokens attends to, with itself.
 
     Raises NotImplementedError unless each token attends to as many before it as there are, up to
@@ -109,9 +113,9 @@ def window_of(mask_function: Callable[..., Tensor], length: int) -> int:
     """
     last = length - 1
     queries = sorted({*(min(2**power, last) for power in range(24)), 0, max(last - 1, 0), last})
-    query = torch.tensor(queries)[:, None]
-    keys = torch.arange(length)[None]
-    zero = torch.tensor(0)
+    query = torch.tensor(queries, device=device)[:, None]
+    keys = torch.arange(length, device=device)[None]
+    zero = torch.tensor(0, device=device)
     visible = mask_function(zero, zero, query, keys).expand(len(queries), -1)
     seen = int(visible[-1].sum())
     if not torch.equal(visible, (keys <= query) & (keys > query - seen)):
@@ -119,10 +123,12 @@ def window_of(mask_function: Callable[..., Tensor], length: int) -> int:
     return seen
 
 
-def _require_window(of_mask: int, of_layer: int) -> None:
-    if of_mask != of_layer:
+def _require_window(mask: Tensor, of_layer: int) -> None:
+    if mask.numel() != 1:
+        raise NotImplementedError("a layer's mask is not made by transformers' mask functions")
+    if int(mask) != of_layer:
         raise NotImplementedError(
-            f"a layer's mask has a window of {of_mask} tokens, and its attention {of_layer}"
+            f"a layer's mask has a window of {int(mask)} tokens, and its attention {of_layer}"
         )
 
 

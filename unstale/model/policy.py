@@ -80,9 +80,13 @@ class Policy:
         self._version = 0
         self.at_version = True
         self.version_gaps: VersionGaps = ()
-        packability = check_packing(
-            _use_packing(sharding.shorter_copy(model)) if self._is_sharded else model
-        )
+        self._checked_length = 0
+        """The number of tokens for which `check_length` has checked the model."""
+        self._short_copy: PreTrainedModel | None = None
+        """A whole model with few layers, until `check_length` has checked it. Only if sharded."""
+        if self._is_sharded:
+            self._short_copy = _use_packing(sharding.shorter_copy(model))
+        packability = check_packing(self._short_copy or model)
         self._plain_head = packability.plain_head
         self.packing_noise = packability.noise
         """Largest change in nats of a log-probability by what it is packed with; see
@@ -212,9 +216,13 @@ class Policy:
         A model with another pattern of attention, or with position embeddings that depend on other
         sequences, would get wrong log-probabilities from some length on.
         """
-        is_part = self._is_sharded
-        whole = _use_packing(sharding.shorter_copy(self.model)) if is_part else self.model
-        check_length(whole, max_context)
+        if max_context <= self._checked_length:
+            return
+        checked = self.model
+        if self._is_sharded:
+            checked = self._short_copy or _use_packing(sharding.shorter_copy(self.model))
+        check_length(checked, max_context)
+        self._checked_length, self._short_copy = max_context, None
 
     def check_context(self, ranks: int) -> None:
         """Raise ConfigError unless that many ranks can divide the tokens of a pass."""

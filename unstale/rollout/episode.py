@@ -7,7 +7,7 @@ counted as failed. Any other error ends the run.
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import (
     AbstractAsyncContextManager,
     contextmanager,
@@ -74,8 +74,6 @@ OnBlocked = Callable[[str, float], None]
 """A function `(name, seconds)`. It is called when the user code `name` blocked the event loop, and
 again each time it blocks for twice as long.
 """
-
-Outcome = Trajectory | Failure
 
 CLOSE_S = 5.0
 """Seconds in which `close` of an environment must return."""
@@ -223,10 +221,10 @@ class Rollout:
         results: list[Trajectory | Failure] = []
         # More than `size` if episodes were added to the group before a resume.
         num_more = max(size, len(request.past))
+        self._failures.begin()
         try:
             while num_more:
                 indices = range(len(results), len(results) + num_more)
-                self._failures.begin(request.number, num_more)
                 async with asyncio.TaskGroup() as siblings:
                     running = [
                         siblings.create_task(self._sibling(request, index, env_seed, open_writer))
@@ -234,8 +232,11 @@ class Rollout:
                     ]
                 results += [episode.result() for episode in running]
                 num_more = more(results)
+            if any(isinstance(each, Failure) for each in results):
+                self.quarantined.add(task_identity(self.taskset, request.task))
+            self._failures.count(results)
         finally:
-            self._failures.end(request.number)
+            self._failures.end()
         return _group(request, results)
 
     def _sibling(
@@ -247,8 +248,7 @@ class Rollout:
             age = (request.number, index)
             slot = EpisodeSlot(self._slots, age, partial(self.wait_times.add, "slot_wait"))
         episode = partial(
-            self._counted_episode,
-            request.number,
+            self._episode,
             request.task,
             env_seed=env_seed,
             noise_seed=derive_seed(env_seed, index),
@@ -273,27 +273,18 @@ class Rollout:
 
         Raises `TooManyFailures` if it fails, and the share of failed episodes is too large.
         """
-        group = object()
-        self._failures.begin(group, 1)
+        self._failures.begin()
         try:
-            return await self._counted_episode(
-                group,
+            outcome = await self._episode(
                 task,
                 env_seed=env_seed,
                 noise_seed=noise_seed,
                 open_writer=open_writer,
                 record=record,
             )
+            self._failures.count([outcome])
         finally:
-            self._failures.end(group)
-
-    async def _counted_episode(self, group: Hashable, task: Task, **options: Any) -> Outcome:
-        """Run one episode, and count its outcome as one of a group."""
-        outcome = await self._episode(task, **options)
-        if isinstance(outcome, Trajectory):
-            self._failures.succeeded(group)
-        else:
-            self._failures.failed(group, outcome)
+            self._failures.end()
         return outcome
 
     async def _episode(  # noqa: PLR0913 - two of them are seeds
@@ -359,7 +350,6 @@ class Rollout:
             final = failures > self.config.retries
             self.on_failure(number, failure, final)
             if final:
-                self.quarantined.add(task_identity(self.taskset, task))
                 return failure
 
     async def attempt(

@@ -3,14 +3,15 @@
 It looks at groups, because the episodes of a broken task fail together.
 """
 
-from collections.abc import Hashable, Iterable
+from collections import deque
+from collections.abc import Iterable, Sequence
 
-from unstale.records import Failure
+from unstale.records import Failure, Trajectory
 
 WINDOW = 100
-"""Number of latest groups over which the share of failed episodes is measured."""
+"""Number of last groups over which the share of failed episodes is measured."""
 MINIMUM = 20
-"""Number of groups that are assumed to exist at least, so that a few failures end no run."""
+"""Number of ended groups from which on the share may end the run."""
 
 
 class TooManyFailures(RuntimeError):
@@ -18,59 +19,48 @@ class TooManyFailures(RuntimeError):
 
 
 class FailureLimit:
-    """The share of failed episodes among the latest groups, and its limit.
+    """The share of failed episodes in the last groups that ended, and its limit.
 
-    Each group counts by the share of its episodes that failed for good. A group that runs and has
-    no outcome yet counts as one without failures: failures are often faster than successes.
+    At first, failures are among the groups that end early. So as long as more groups run than have
+    ended, those in excess count as groups without failures.
     """
 
     def __init__(self, max_share: float) -> None:
         self._max_share = max_share
-        self._sizes: dict[Hashable, int] = {}
-        """Number of episodes of each running group."""
-        self._silent: set[Hashable] = set()
-        """Running groups without an outcome."""
-        self._shares: dict[Hashable, float] = {}
-        """Failed share of the latest groups, in the order of their first outcome."""
+        self._shares: deque[float] = deque(maxlen=WINDOW)
+        """The share of failed episodes of each of the last groups, oldest first."""
+        self._num_ended = 0
+        self._num_running = 0
 
     def restore(self, shares: Iterable[float]) -> None:
         """Restore the failed shares of earlier groups, oldest first."""
         for share in shares:
-            self._set(object(), share)
+            self._shares.append(share)
+            self._num_ended += 1
 
-    def begin(self, group: Hashable, episodes: int) -> None:
-        """Note that so many further episodes of a group begin."""
-        if group not in self._sizes:
-            self._silent.add(group)
-        self._sizes[group] = self._sizes.get(group, 0) + episodes
+    def begin(self) -> None:
+        """Note that a group begins."""
+        self._num_running += 1
 
-    def end(self, group: Hashable) -> None:
-        """Note that all episodes of a group have ended, or were cancelled."""
-        self._sizes.pop(group, None)
-        self._silent.discard(group)
+    def end(self) -> None:
+        """Note that a group has ended, or was cancelled."""
+        self._num_running -= 1
 
-    def succeeded(self, group: Hashable) -> None:
-        """Count an episode of a running group that finished."""
-        self._set(group, self._shares.get(group, 0.0))
-
-    def failed(self, group: Hashable, failure: Failure) -> None:
-        """Count an episode of a running group that failed for good.
+    def count(self, outcomes: Sequence[Trajectory | Failure]) -> None:
+        """Count the outcomes of a group that has begun, before `end`.
 
         Raises `TooManyFailures` if the share of failed episodes is too large.
         """
-        self._set(group, self._shares.get(group, 0.0) + 1 / self._sizes[group])
-        count = max(MINIMUM, min(WINDOW, len(self._shares) + len(self._silent)))
-        share = sum(self._shares.values()) / count
-        if share > self._max_share + 1e-9:
-            groups = f"{count} groups" if count > len(self._shares) else f"last {count} groups"
+        failures = [each for each in outcomes if isinstance(each, Failure)]
+        self._shares.append(len(failures) / len(outcomes))
+        self._num_ended += 1
+        others = self._num_running - 1
+        number = len(self._shares) + max(0, others - self._num_ended)
+        share = sum(self._shares) / number
+        if failures and self._num_ended >= MINIMUM and share > self._max_share + 1e-9:
+            last = failures[-1]
             raise TooManyFailures(
-                f"{share:.1%} of the episodes of the {groups} failed, more than "
+                f"{share:.1%} of the episodes of the last {number} groups failed, more than "
                 f"rollout.max_failed_share = {self._max_share:g} allows; "
-                f"the last one in {failure.stage} of {failure.task.key}: {failure.error}"
+                f"the last one in {last.stage} of {last.task.key}: {last.error}"
             )
-
-    def _set(self, group: Hashable, share: float) -> None:
-        self._silent.discard(group)
-        self._shares[group] = share
-        if len(self._shares) > WINDOW:
-            del self._shares[next(iter(self._shares))]

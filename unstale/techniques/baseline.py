@@ -201,7 +201,11 @@ class PriorBaseline(Baseline):
                 f"baseline.centre cannot change from probe to {self.options.centre} in a resumed "
                 "run: the checkpoint has no earlier rewards of tasks"
             )
-        low, high = state.get("range", (self.options.reward_min, self.options.reward_max))
+        now = [self.options.reward_min, self.options.reward_max]
+        low, high = state.get("range", now)
+        if [low, high] == now:
+            self._tracker.restore(state)
+            return
         a, b = [], []
         for won, lost in zip(state["a"], state["b"], strict=True):
             weight = won + lost
@@ -209,8 +213,7 @@ class PriorBaseline(Baseline):
             share = min(max((value - self.options.reward_min) / self._spread, 0.0), 1.0)
             a.append(weight * share)
             b.append(weight - weight * share)
-        changed = (low, high) != (self.options.reward_min, self.options.reward_max)
-        self._tracker.restore({**state, "a": a, "b": b} if changed else state)
+        self._tracker.restore({**state, "a": a, "b": b})
 
 
 class ProbeBaseline(Baseline):

@@ -5,16 +5,16 @@ import threading
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
 from safetensors.torch import load_file
 
 from unstale.config import SHIPPED_POLICIES
-from unstale.durability import virtual_clock
 from unstale.engines import Reply, SamplingParams
 from unstale.engines.embedded.engine import EmbeddedEngine
+from unstale.engines.http import Http
 from unstale.engines.registry import EngineOptions
-from unstale.threads import in_thread
 
 LIMIT_S = 60.0
 
@@ -35,13 +35,19 @@ async def occupied() -> AsyncIterator[None]:
         await blocking
 
 
-def test_names_of_hosts_are_found() -> None:
-    async def main() -> int:
-        async with occupied():
-            found = await asyncio.get_running_loop().getaddrinfo("localhost", 80)
-            return len(found) + await in_thread(lambda number: number, number=1)
+def test_servers_are_found_by_name() -> None:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b'HTTP/1.1 200 OK\r\nContent-Length: 7\r\n\r\n{"a":1}')
+        writer.close()
 
-    assert virtual_clock.run(main()) >= 2
+    async def main() -> Any:
+        server = await asyncio.start_server(answer, "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+        async with server, occupied():
+            return await Http(f"http://localhost:{port}").call("GET", "/")
+
+    assert asyncio.run(main()) == {"a": 1}
 
 
 @pytest.mark.usefixtures("forked_children")
