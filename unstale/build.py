@@ -124,6 +124,7 @@ def build_machine(
     find_trackers(config.trackers)  # raises ConfigError for an unknown or missing tracker
     policy, taskset, generator = build_sampler(config, engine)
     if config.cluster.trainers:
+        policy.check_length(config.engine.max_context)  # before ranks are waited for
         techniques = Techniques.of(config)  # raises ConfigError for those that ranks do not have
         makes = partial(build_rank, config), partial(build_scoring_rank, config)
         ranked = components.build_ranked(config, policy, makes, ranks, notify=notify)

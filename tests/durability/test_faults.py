@@ -382,7 +382,7 @@ def test_an_environment_that_hangs_is_tried_again_with_its_seed_and_then_quarant
 def test_above_the_allowed_share_of_hanging_environments_the_run_stops(tmp_path: Path) -> None:
     made = named(tmp_path, replace(patient(0, 0.2), steps=100))
     message = (
-        r"TooManyFailures: \d+.\d% of the episodes of the last \d+ groups failed, "
+        r"TooManyFailures: \d+.\d% of the episodes of \d+ groups failed, "
         r"more than rollout.max_failed_share = 0.2 allows"
     )
     with played_with(Hanging, count), pytest.raises(RunFailed, match=message):

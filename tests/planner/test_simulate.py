@@ -450,10 +450,12 @@ def test_the_benchmark_says_what_it_missed() -> None:
     assert any(line.startswith("| APRIL 4B, 8 GPUs | 1.23 to 1.44 |") for line in lines)
     sync = simulate(LENGTHS, Fleet(), SCHEDULE, COSTS, steps=3)
     claimed = replace(APRIL, unclaimed="")
-    told = {ratio: of_others([Compared(claimed, ratio, sync)])[2] for ratio in (1.0, 1.3, 1.5)}
+    told = {
+        ratio: of_others([Compared(claimed, ratio, sync, 8192.0)])[2] for ratio in (1.0, 1.3, 1.5)
+    }
     assert told[1.0].endswith("-18% | missed |") and told[1.3].endswith("+0% | met |")
     assert told[1.5].endswith("+4% | met |")
-    others = of_others([Compared(APRIL, 1.3, sync)])
+    others = of_others([Compared(APRIL, 1.3, sync, 8192.0)])
     assert others[2].endswith("| not claimed |") and any(
         APRIL.unclaimed in line for line in others[3:]
     )

@@ -178,11 +178,13 @@ def align(
     with Journal.read(run) as journal:
         prefixes = choose_prefixes(journal, options.prefixes, Random(f"align/{config.seed}"))
     teaching = load_policy(replace(config, policy=teacher), trained=False)
+    teaching.check_length(config.engine.max_context)
     temperature = config.engine.temperature
     taught = [teaching.next_logps(each.tokens, temperature=temperature) for each in prefixes]
     vocabulary = teaching.tokenizer.get_vocab()
     del teaching
     policy, taskset, generator = build_sampler(config)
+    policy.check_length(config.engine.max_context)
     if ends_freely(taskset):
         raise ConfigError(
             f"align cannot use {config.task.env}: an external agent cannot be started again in the "

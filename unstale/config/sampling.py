@@ -301,9 +301,9 @@ class RolloutConfig(Section):
     retries: Count = 1
     """How often a failed episode is started again, with the same seed."""
     max_failed_share: Share = 0.2
-    """Stop the run if a larger share of the episodes of the last 100 ended groups failed. Checked
-    from the 20th group on. As long as more groups run than have ended, those in excess count as
-    groups without failures.
+    """Stop the run if a larger share of episodes failed, in the last 100 groups or in as many as
+    ran together if that is more. Checked from the 20th group on. The groups are those that began
+    first, as many as have ended. Of these, groups that still run count as without failures.
     """
 
 

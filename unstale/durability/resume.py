@@ -17,9 +17,7 @@ from unstale.old_logps.scoring.scorer import Weights
 from unstale.records import GroupRequest, PendingPiece, Task
 
 MAX_GROUPS = 1000
-"""Number of finished groups whose failed shares are restored. The limit on failures looks at fewer
-than these.
-"""
+"""Number of finished groups whose failed shares are restored, for the limit on failures."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +36,7 @@ class ResumeState:
     quarantined: frozenset[Task] = frozenset()
     """Tasks that failed too often and are not tried again."""
     failed_shares: tuple[float, ...] = ()
-    """The share of failed episodes of the last finished groups, oldest first."""
+    """The share of failed episodes of the last finished groups, in the order of their start."""
     visits: Mapping[Task, int] = field(default_factory=dict)
     """Number of groups started on each task. Empty if the run has no pool of tasks."""
 

@@ -121,7 +121,7 @@ class RunLog:
         self._start = clock()
         self._files: dict[str, IO[str]] = {}
         self._before: frozenset[Path] | None = None
-        """What the folder contained before `create`. None if it was not created by this log."""
+        """What the folder contained before `create`. None for a log that `reopen` returned."""
         self._is_new = False
         """True if `create` made the folder."""
 

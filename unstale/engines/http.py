@@ -10,8 +10,7 @@ import math
 import socket
 import ssl
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from contextlib import asynccontextmanager, suppress
-from functools import partial
+from contextlib import asynccontextmanager
 from ipaddress import ip_address
 from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
 from typing import Any
@@ -121,28 +120,46 @@ class Http:
         secure = ssl.create_default_context() if parts.scheme == "https" else None
         port = parts.port or (443 if secure else 80)
         host = parts.hostname or ""
-        *others, last = await _addresses_of(host, port)
-        connect = partial(
-            asyncio.open_connection,
-            port=port,
-            ssl=secure,
-            server_hostname=host if secure else None,
-        )
-        for address in others:
-            with suppress(OSError):
-                return await connect(address)
-        return await connect(last)
+        server = {"ssl": secure, "server_hostname": host if secure else None}
+        if _is_address(host):
+            return await asyncio.open_connection(host, port, **server)  # type: ignore[arg-type]
+        sock = await _connect_to(host, port)
+        return await asyncio.open_connection(sock=sock, **server)  # type: ignore[arg-type]
 
 
-async def _addresses_of(host: str, port: int) -> list[str]:
-    """Return the addresses of a host.
+def _is_address(host: str) -> bool:
+    """Return True for a host that asyncio connects to without a look-up."""
+    try:
+        ip_address(host)
+    except ValueError:
+        return False
+    return "%" not in host
 
-    asyncio would look names up in threads that user code may occupy.
+
+async def _connect_to(host: str, port: int) -> socket.socket:
+    """Return a socket that is connected to the first address of a host that answers.
+
+    asyncio would look the name up in threads that user code may occupy.
     """
-    with suppress(ValueError):
-        return [str(ip_address(host))]
+    loop = asyncio.get_running_loop()
+    errors = []
     found = await in_thread(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM)
-    return list(dict.fromkeys(str(address[0]) for *_, address in found))
+    for family, kind, protocol, _, address in found:
+        sock = socket.socket(family, kind, protocol)
+        sock.setblocking(False)
+        try:
+            await loop.sock_connect(sock, address)
+        except OSError as error:
+            sock.close()
+            errors.append(error)
+        except BaseException:
+            sock.close()
+            raise
+        else:
+            return sock
+    if len({type(error) for error in errors}) == 1:
+        raise errors[0]
+    raise OSError(f"no address of {host} answers: {'; '.join(map(str, errors))}")
 
 
 def _split_url(url: str) -> SplitResult:

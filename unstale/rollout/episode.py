@@ -187,7 +187,7 @@ class Rollout:
         """Restore episode count, failed tasks and latest failures of a resumed run.
 
         `quarantined` are the tasks whose last attempt failed, and `failed_shares` the shares of
-        failed episodes of the last groups, oldest first.
+        failed episodes of the last groups, in the order of their start.
         """
         self._num_episodes = episodes
         self.quarantined = {task_identity(self.taskset, task) for task in quarantined}
@@ -221,23 +221,30 @@ class Rollout:
         results: list[Trajectory | Failure] = []
         # More than `size` if episodes were added to the group before a resume.
         num_more = max(size, len(request.past))
-        self._failures.begin()
+        number = self._failures.begin()
         try:
             while num_more:
                 indices = range(len(results), len(results) + num_more)
                 async with asyncio.TaskGroup() as siblings:
                     running = [
-                        siblings.create_task(self._sibling(request, index, env_seed, open_writer))
+                        siblings.create_task(self._tried(request, index, env_seed, open_writer))
                         for index in indices
                     ]
                 results += [episode.result() for episode in running]
                 num_more = more(results)
-            if any(isinstance(each, Failure) for each in results):
-                self.quarantined.add(task_identity(self.taskset, request.task))
-            self._failures.count(results)
+            self._failures.count(number, results)
         finally:
-            self._failures.end()
+            self._failures.end(number)
         return _group(request, results)
+
+    async def _tried(
+        self, request: GroupRequest, index: int, env_seed: int, open_writer: OpenWriter
+    ) -> Trajectory | Failure:
+        """Run the episode of a group with this index. If it fails, its task is not used again."""
+        outcome = await self._sibling(request, index, env_seed, open_writer)
+        if isinstance(outcome, Failure):
+            self.quarantined.add(task_identity(self.taskset, request.task))
+        return outcome
 
     def _sibling(
         self, request: GroupRequest, index: int, env_seed: int, open_writer: OpenWriter
@@ -273,7 +280,7 @@ class Rollout:
 
         Raises `TooManyFailures` if it fails, and the share of failed episodes is too large.
         """
-        self._failures.begin()
+        number = self._failures.begin()
         try:
             outcome = await self._episode(
                 task,
@@ -282,9 +289,9 @@ class Rollout:
                 open_writer=open_writer,
                 record=record,
             )
-            self._failures.count([outcome])
+            self._failures.count(number, [outcome])
         finally:
-            self._failures.end()
+            self._failures.end(number)
         return outcome
 
     async def _episode(  # noqa: PLR0913 - two of them are seeds

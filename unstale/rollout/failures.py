@@ -3,15 +3,14 @@
 It looks at groups, because the episodes of a broken task fail together.
 """
 
-from collections import deque
 from collections.abc import Iterable, Sequence
 
 from unstale.records import Failure, Trajectory
 
 WINDOW = 100
-"""Number of last groups over which the share of failed episodes is measured."""
+"""Least number of groups over which the share of failed episodes is measured."""
 MINIMUM = 20
-"""Number of ended groups from which on the share may end the run."""
+"""Number of groups from which on the share may end the run."""
 
 
 class TooManyFailures(RuntimeError):
@@ -19,48 +18,63 @@ class TooManyFailures(RuntimeError):
 
 
 class FailureLimit:
-    """The share of failed episodes in the last groups that ended, and its limit.
+    """The share of failed episodes in the last groups, and its limit.
 
-    At first, failures are among the groups that end early. So as long as more groups run than have
-    ended, those in excess count as groups without failures.
+    Failures are often faster than successes, so the groups that end first have more of them. The
+    share is therefore that of groups in the order of their start: when n groups have ended, of the
+    first n that began. Of these, groups that still run count as groups without failures.
     """
 
     def __init__(self, max_share: float) -> None:
         self._max_share = max_share
-        self._shares: deque[float] = deque(maxlen=WINDOW)
-        """The share of failed episodes of each of the last groups, oldest first."""
-        self._num_ended = 0
-        self._num_running = 0
+        self._num_begun = 0
+        self._running: set[int] = set()
+        self._window = WINDOW
+        """Number of groups that count: `WINDOW`, or as many as ran together if that is more."""
+        self._first = 0
+        """The number of the first group that counts."""
+        self._shares: dict[int, float] = {}
+        """The failed share of groups that have ended, by number. Without those before the first."""
 
     def restore(self, shares: Iterable[float]) -> None:
-        """Restore the failed shares of earlier groups, oldest first."""
+        """Restore the failed shares of earlier groups, in the order of their start."""
         for share in shares:
-            self._shares.append(share)
-            self._num_ended += 1
+            self._shares[self._num_begun] = share
+            self._num_begun += 1
 
-    def begin(self) -> None:
-        """Note that a group begins."""
-        self._num_running += 1
+    def begin(self) -> int:
+        """Note that a group begins, and return its number."""
+        number = self._num_begun
+        self._num_begun += 1
+        self._running.add(number)
+        self._window = max(self._window, len(self._running))
+        return number
 
-    def end(self) -> None:
-        """Note that a group has ended, or was cancelled."""
-        self._num_running -= 1
+    def end(self, group: int) -> None:
+        """Note that a group has ended, also if it was cancelled."""
+        self._running.discard(group)
 
-    def count(self, outcomes: Sequence[Trajectory | Failure]) -> None:
-        """Count the outcomes of a group that has begun, before `end`.
+    def count(self, group: int, outcomes: Sequence[Trajectory | Failure]) -> None:
+        """End a group with its outcomes.
 
         Raises `TooManyFailures` if the share of failed episodes is too large.
         """
         failures = [each for each in outcomes if isinstance(each, Failure)]
-        self._shares.append(len(failures) / len(outcomes))
-        self._num_ended += 1
-        others = self._num_running - 1
-        number = len(self._shares) + max(0, others - self._num_ended)
-        share = sum(self._shares) / number
-        if failures and self._num_ended >= MINIMUM and share > self._max_share + 1e-9:
+        if group >= self._first:
+            self._shares[group] = len(failures) / len(outcomes)
+        self.end(group)
+        ended = self._num_begun - len(self._running)
+        while self._first < ended - self._window:
+            self._shares.pop(self._first, None)
+            self._first += 1
+        num_groups = ended - self._first
+        if not failures or num_groups < MINIMUM:
+            return
+        failed = sum(self._shares.get(number, 0.0) for number in range(self._first, ended))
+        if failed > self._max_share * num_groups + 1e-9:
             last = failures[-1]
             raise TooManyFailures(
-                f"{share:.1%} of the episodes of the last {number} groups failed, more than "
-                f"rollout.max_failed_share = {self._max_share:g} allows; "
+                f"{failed / num_groups:.1%} of the episodes of {num_groups} groups failed, more "
+                f"than rollout.max_failed_share = {self._max_share:g} allows; "
                 f"the last one in {last.stage} of {last.task.key}: {last.error}"
             )

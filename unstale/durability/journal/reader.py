@@ -245,15 +245,15 @@ class JournalReader:
                         yield {"step": sample["step"], **dict(zip(columns, values, strict=True))}
 
     def failed_shares(self, number: int) -> tuple[float, ...]:
-        """Return the share of failed episodes of the newest `number` finished groups, oldest first.
+        """Return the share of failed episodes of the last `number` groups that are finished.
 
-        An episode failed if its newest attempt did.
+        They are in the order in which they began. An episode failed if its newest attempt did.
         """
         rows = self.rows(
             f"""SELECT avg(trajectories.episode IS NULL)
             FROM (SELECT number, max(episode) AS episode FROM {ATTEMPTS} GROUP BY number, sibling)
             JOIN finished USING (number) LEFT JOIN trajectories USING (episode)
-            GROUP BY number ORDER BY max(episode) DESC LIMIT ?""",
+            GROUP BY number ORDER BY number DESC LIMIT ?""",
             number,
         )
         return tuple(share for (share,) in reversed(rows))
