@@ -40,6 +40,10 @@ class Outputs:
     trackers: Trackers = field(default_factory=Trackers)
 
 
+MAX_SHOWN = 1000
+"""Number of shown failures that are remembered."""
+
+
 class Recorder:
     """Writes the log of the training loop.
 
@@ -63,6 +67,8 @@ class Recorder:
         self._trackers = outputs.trackers
         self._decode = decode
         self._health = examine(read_jsonl(self._log.path / METRICS))
+        self._shown: set[tuple[str, str, bool]] = set()
+        """Failures that the terminal shows, by task, text and whether it is not tried again."""
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
         row = {"time_s": round(self._log.seconds, 3), **metrics}
@@ -128,9 +134,21 @@ class Recorder:
     def failure(self, episode: int, failure: "Failure", final: bool) -> None:
         """Log an episode whose environment failed. Unless `final` is True, it is tried again."""
         self.event("episode_failed", episode=episode, final=final, **_describe(failure))
-        self._watcher.note(
-            f"episode {episode} of {failure.task.key} failed in {failure.stage}: {failure.error}"
-        )
+        text = f"of {failure.task.key} failed in {failure.stage}: {failure.error}"
+        self._note_failure(f"episode {episode}", text, failure, final)
+
+    def _note_failure(self, what: str, text: str, failure: "Failure", final: bool) -> None:
+        """Show a failure on the terminal, unless an episode of its task failed so before.
+
+        A group often fails as a whole, and each of its episodes is tried several times.
+        """
+        key = (failure.task.key, text, final)
+        if key in self._shown:
+            return
+        if len(self._shown) >= MAX_SHOWN:
+            self._shown.clear()
+        self._shown.add(key)
+        self._watcher.note(f"{what} {text}{'; it is not tried again' * final}")
 
     def held_out_failure(self, episode: int, failure: "Failure", final: bool) -> None:
         """Log an evaluation's episode whose environment failed.
@@ -139,10 +157,8 @@ class Recorder:
         episodes have the same numbers.
         """
         self.event("episode_failed", held_out=True, final=final, **_describe(failure))
-        self._watcher.note(
-            f"an episode of the held-out task {failure.task.key} failed in {failure.stage}: "
-            f"{failure.error}"
-        )
+        text = f"of the held-out task {failure.task.key} failed in {failure.stage}: {failure.error}"
+        self._note_failure("an episode", text, failure, final)
 
     def blocked(self, name: str, seconds: float) -> None:
         """Log user code that blocked the event loop.
