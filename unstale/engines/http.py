@@ -10,7 +10,7 @@ import math
 import socket
 import ssl
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from ipaddress import ip_address
 from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
 from typing import Any
@@ -120,46 +120,34 @@ class Http:
         secure = ssl.create_default_context() if parts.scheme == "https" else None
         port = parts.port or (443 if secure else 80)
         host = parts.hostname or ""
-        server = {"ssl": secure, "server_hostname": host if secure else None}
-        if _is_address(host):
-            return await asyncio.open_connection(host, port, **server)  # type: ignore[arg-type]
-        sock = await _connect_to(host, port)
-        return await asyncio.open_connection(sock=sock, **server)  # type: ignore[arg-type]
+        server_hostname = host if secure else None
+        errors = []
+        for address in await _addresses_of(host, port):
+            try:
+                return await asyncio.open_connection(
+                    address, port, ssl=secure, server_hostname=server_hostname
+                )
+            except ssl.SSLError:
+                raise
+            except OSError as error:
+                errors.append(error)
+        if len({type(error) for error in errors}) == 1:
+            raise errors[0]
+        raise OSError(f"no address of {host} answers: {'; '.join(map(str, errors))}")
 
 
-def _is_address(host: str) -> bool:
-    """Return True for a host that asyncio connects to without a look-up."""
-    try:
-        ip_address(host)
-    except ValueError:
-        return False
-    return "%" not in host
+async def _addresses_of(host: str, port: int) -> list[str]:
+    """Return the addresses of a host, without a name that asyncio would look up.
 
-
-async def _connect_to(host: str, port: int) -> socket.socket:
-    """Return a socket that is connected to the first address of a host that answers.
-
-    asyncio would look the name up in threads that user code may occupy.
+    It would do so in threads that user code may occupy. An address of IPv6 with a scope is left to
+    asyncio, which needs the scope.
     """
-    loop = asyncio.get_running_loop()
-    errors = []
+    with suppress(ValueError):
+        return [str(ip_address(host))]
     found = await in_thread(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM)
-    for family, kind, protocol, _, address in found:
-        sock = socket.socket(family, kind, protocol)
-        sock.setblocking(False)
-        try:
-            await loop.sock_connect(sock, address)
-        except OSError as error:
-            sock.close()
-            errors.append(error)
-        except BaseException:
-            sock.close()
-            raise
-        else:
-            return sock
-    if len({type(error) for error in errors}) == 1:
-        raise errors[0]
-    raise OSError(f"no address of {host} answers: {'; '.join(map(str, errors))}")
+    if any(family == socket.AF_INET6 and address[-1] for family, *_, address in found):
+        return [host]
+    return list(dict.fromkeys(str(address[0]) for *_, address in found))
 
 
 def _split_url(url: str) -> SplitResult:
