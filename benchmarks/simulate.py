@@ -234,12 +234,11 @@ GPUS = (3000, 512, 8)
 
 def of_size(rows: Sequence[str]) -> list[str]:
     """Return a table of simulated large fleets. `rows` are those of `GPUS`."""
-    costs = COSTS
     lines = [
-        f"Costs and episodes are assumed: a decoding step {1e3 * costs.decode:g} ms and "
-        f"{1e3 * costs.decode_reply:g} ms a reply, training {1e6 * costs.train_token:g} us a token "
+        f"Costs and episodes are assumed: a decoding step {1e3 * COSTS.decode:g} ms and "
+        f"{1e3 * COSTS.decode_reply:g} ms a reply, training {1e6 * COSTS.train_token:g} us a token "
         "on those of 3,000 GPUs that train (of fewer, as much longer), loading a version "
-        f"{costs.load:g} s; 6 turns of 600 tokens and tool calls of 5 s, with long tails; "
+        f"{COSTS.load:g} s; 6 turns of 600 tokens and tool calls of 5 s, with long tails; "
         f"staleness up to {LARGE.max_staleness}, window and step of {LARGE.groups_per_step} "
         f"groups of {LARGE.group_size} with 3,000 GPUs.",
         "",

@@ -4,7 +4,7 @@ import asyncio
 import threading
 from collections.abc import Awaitable, Callable
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 
@@ -18,9 +18,12 @@ from unstale.envs import EnvError, Turn
 from unstale.envs.registry import build_taskset
 from unstale.isolation import IsolatedTasks, isolate
 from unstale.isolation.process import EpisodeWorker, WorkerEnded
+from unstale.isolation.tasks import StartWorker
 from unstale.isolation.wire import Row, turn_row
 from unstale.records import Failure, Task, Trajectory
 
+OnEnd = Callable[[EpisodeWorker], None]
+W = TypeVar("W", bound=EpisodeWorker)
 DONE = {"code": "E.begin", "blocked_s": 0.0, "turn": turn_row(Turn((), done=True, rewards={}))}
 
 
@@ -60,17 +63,22 @@ class LateWorker:
             self._on_end(self)
 
 
+def starter(workers: list[W], make: Callable[[OnEnd], W]) -> StartWorker:
+    """Return a function that starts workers made by `make` and adds them to `workers`."""
+
+    def start(options: Row, memory_gb: float, on_end: OnEnd) -> EpisodeWorker:
+        workers.append(make(on_end))
+        return workers[-1]
+
+    return start
+
+
 def test_the_start_of_a_worker_does_not_count_as_time_of_its_environment() -> None:
     """After the first worker ends, the second needs 600 s and the third finds no machine."""
     plan = iter([(0.0, True), (600.0, True), (600.0, False), (0.0, True)])
     workers: list[LateWorker] = []
 
-    def start(
-        options: Row, memory_gb: float, on_end: Callable[[EpisodeWorker], None]
-    ) -> EpisodeWorker:
-        workers.append(LateWorker(*next(plan), on_end))
-        return workers[-1]
-
+    start = starter(workers, lambda on_end: LateWorker(*next(plan), on_end))
     isolated = Isolated(start=start)
 
     async def work() -> tuple[Failure | Trajectory, ...]:
@@ -93,12 +101,7 @@ def test_the_start_of_a_worker_does_not_count_as_time_of_an_agent() -> None:
     plan = iter([(0.6, True), (0.6, False)])
     workers: list[LateWorker] = []
 
-    def start(
-        options: Row, memory_gb: float, on_end: Callable[[EpisodeWorker], None]
-    ) -> EpisodeWorker:
-        workers.append(LateWorker(*next(plan), on_end))
-        return workers[-1]
-
+    start = starter(workers, lambda on_end: LateWorker(*next(plan), on_end))
     config = TaskConfig(env="tests.support.isolated_envs:agents", isolate="process", workers=1)
     tasks: Any = isolate(build_taskset(config), config, start)
     world = World(timeout_s=0.2)
@@ -144,12 +147,7 @@ def test_a_task_is_suspected_until_one_of_its_episodes_ends_without_a_crash() ->
     plan = iter([True, True, False, False])
     workers: list[CrashingWorker] = []
 
-    def start(
-        options: Row, memory_gb: float, on_end: Callable[[EpisodeWorker], None]
-    ) -> EpisodeWorker:
-        workers.append(CrashingWorker(next(plan), on_end))
-        return workers[-1]
-
+    start = starter(workers, lambda on_end: CrashingWorker(next(plan), on_end))
     isolated = Isolated(start=start)
 
     async def work() -> list[Failure | Trajectory]:

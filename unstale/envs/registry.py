@@ -156,8 +156,7 @@ def _import_from_current_folder(name: str) -> None:
     not look for modules in the current folder. Whatever the module itself imports is looked for in
     the usual order, so a file that somebody else put into the folder does not replace a library.
     """
-    folder = next((path for path in sys.path if path in ("", os.getcwd())), None)
-    if folder is None or name in sys.modules:
+    if name in sys.modules or {"", os.getcwd()}.isdisjoint(sys.path):
         return
     spec = PathFinder.find_spec(name, [os.getcwd()])
     if spec is None or spec.loader is None:

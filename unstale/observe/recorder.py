@@ -67,8 +67,8 @@ class Recorder:
         self._trackers = outputs.trackers
         self._decode = decode
         self._health = examine(read_jsonl(self._log.path / METRICS))
-        self._shown: set[tuple[str, str, bool]] = set()
-        """Failures that the terminal shows, by task, text and whether it is not tried again."""
+        self._shown: set[tuple[str, bool]] = set()
+        """Failures that the terminal has shown, by text and whether it is not tried again."""
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
         row = {"time_s": round(self._log.seconds, 3), **metrics}
@@ -135,14 +135,14 @@ class Recorder:
         """Log an episode whose environment failed. Unless `final` is True, it is tried again."""
         self.event("episode_failed", episode=episode, final=final, **_describe(failure))
         text = f"of {failure.task.key} failed in {failure.stage}: {failure.error}"
-        self._note_failure(f"episode {episode}", text, failure, final)
+        self._note_failure(f"episode {episode}", text, final)
 
-    def _note_failure(self, what: str, text: str, failure: "Failure", final: bool) -> None:
+    def _note_failure(self, what: str, text: str, final: bool) -> None:
         """Show a failure on the terminal, unless an episode of its task failed so before.
 
         A group often fails as a whole, and each of its episodes is tried several times.
         """
-        key = (failure.task.key, text, final)
+        key = (text, final)
         if key in self._shown:
             return
         if len(self._shown) >= MAX_SHOWN:
@@ -158,7 +158,7 @@ class Recorder:
         """
         self.event("episode_failed", held_out=True, final=final, **_describe(failure))
         text = f"of the held-out task {failure.task.key} failed in {failure.stage}: {failure.error}"
-        self._note_failure("an episode", text, failure, final)
+        self._note_failure("an episode", text, final)
 
     def blocked(self, name: str, seconds: float) -> None:
         """Log user code that blocked the event loop.

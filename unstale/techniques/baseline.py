@@ -201,19 +201,16 @@ class PriorBaseline(Baseline):
                 f"baseline.centre cannot change from probe to {self.options.centre} in a resumed "
                 "run: the checkpoint has no earlier rewards of tasks"
             )
+        self._tracker.restore(state)
         now = [self.options.reward_min, self.options.reward_max]
         low, high = state.get("range", now)
-        if [low, high] == now:
-            self._tracker.restore(state)
-            return
-        a, b = [], []
-        for won, lost in zip(state["a"], state["b"], strict=True):
-            weight = won + lost
-            value = low + (high - low) * won / weight
-            share = min(max((value - self.options.reward_min) / self._spread, 0.0), 1.0)
-            a.append(weight * share)
-            b.append(weight - weight * share)
-        self._tracker.restore({**state, "a": a, "b": b})
+
+        def in_range(share: float) -> float:
+            reward = low + (high - low) * share
+            return min(max((reward - self.options.reward_min) / self._spread, 0.0), 1.0)
+
+        if [low, high] != now:
+            self._tracker.map_means(in_range)
 
 
 class ProbeBaseline(Baseline):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -169,6 +169,13 @@ class SuccessTracker:
         self._num_batches = int(state["num_batches"])
         rows = zip(state["tasks"], state["a"], state["b"], state["batches"], strict=True)
         self._counts = {task: BetaCounts(a, b, int(when)) for task, a, b, when in rows}
+
+    def map_means(self, change: Callable[[float], float]) -> None:
+        """Replace the mean of every task by `change` of it, with the same weight."""
+        for task, counts in self._counts.items():
+            weight = counts.a + counts.b
+            won = weight * change(counts.mean)
+            self._counts[task] = BetaCounts(won, weight - won, counts.num_batches)
 
 
 def successes(name: str, rewards: Sequence[float], success_at: float | None) -> list[float]:
