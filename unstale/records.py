@@ -7,7 +7,7 @@ version of the weights. Each stage returns a new record with more data. No recor
 later.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from enum import IntEnum
 from types import MappingProxyType
@@ -498,11 +498,7 @@ class Batch:
     @property
     def replayed_groups(self) -> tuple[int, ...]:
         """The numbers of the groups that have replayed tokens, in the order of the batch."""
-        replayed = self.replayed
-        numbers = zip(self.group, self.spans(), strict=True)
-        return tuple(
-            dict.fromkeys(group for group, (start, end) in numbers if replayed[start:end].any())
-        )
+        return tuple(dict.fromkeys(self.group[i] for i in self.sequences_with(self.replayed)))
 
     @property
     def trained(self) -> "Tensor":
@@ -524,16 +520,21 @@ class Batch:
     def spans(self) -> list[tuple[int, int]]:
         return list(zip(self.offsets[:-1], self.offsets[1:], strict=True))
 
+    def count(self, where: "Tensor") -> list[int]:
+        """Return how many tokens of `where` (`[T]` bool) each sequence has."""
+        return count_tokens(self.offsets, where)
+
+    def sequences_with(self, where: "Tensor") -> list[int]:
+        """Return the sequences that have a token of `where` (`[T]` bool), by index."""
+        return [i for i, count in enumerate(self.count(where)) if count]
+
     def select(self, sequences: Sequence[int]) -> "tuple[Batch, Tensor]":
         """Return a batch of some of the sequences, by index.
 
         The second result `[T']` has the position in this batch of each token of the new batch.
         """
-        import torch
-
         spans = self.spans()
-        nothing = torch.empty(0, dtype=torch.long)
-        index = torch.cat([nothing, *(torch.arange(*spans[i]) for i in sequences)])
+        index = token_positions([spans[i] for i in sequences])
         offsets = [0]
         for i in sequences:
             offsets.append(offsets[-1] + spans[i][1] - spans[i][0])
@@ -553,10 +554,8 @@ class Batch:
 
     def select_fresh(self) -> "tuple[Batch, Tensor]":
         """Return the sequences without replayed tokens, and their tokens' positions `[T']`."""
-        replayed = self.replayed
-        spans = enumerate(self.spans())
-        sequences = [i for i, (start, end) in spans if not replayed[start:end].any()]
-        part, index = self.select(sequences)
+        counts = self.count(self.replayed)
+        part, index = self.select([i for i, count in enumerate(counts) if not count])
         return replace(part, stored=None), index
 
 
@@ -595,6 +594,31 @@ def _nothing_stored(batch: Batch) -> StoredLogps:
     return StoredLogps(torch.zeros_like(batch.behavior_logp), torch.zeros_like(batch.sampled))
 
 
+def count_tokens(offsets: Sequence[int], where: "Tensor") -> list[int]:
+    """Return how many tokens of `where` (`[T]` bool) each sequence of packed tokens has.
+
+    Sequence `i` is `offsets[i]:offsets[i + 1]`.
+    """
+    import torch
+
+    total = torch.cat([torch.zeros(1, dtype=torch.long), where.cumsum(0)])
+    return total[torch.tensor(offsets)].diff().tolist()
+
+
+def token_positions(spans: Iterable[tuple[int, int]]) -> "Tensor":
+    """Return the positions of the tokens of some spans `(start, end)`, one span after another.
+
+    >>> token_positions([(5, 7), (0, 2)]).tolist()
+    [5, 6, 0, 1]
+    """
+    import numpy as np
+    import torch
+
+    # torch needs several times as long for each of many short spans.
+    ranges = [np.arange(start, end) for start, end in spans]
+    return torch.from_numpy(np.concatenate([np.arange(0), *ranges]))
+
+
 def collate(
     credited: Sequence[ScoredTrajectory],
     *,
@@ -611,24 +635,25 @@ def collate(
 
     if not credited:
         raise ValueError("nothing to collate: no group of this step has a trajectory")
-    # Numbers are converted piece by piece, because a conversion blocks all other threads.
-    tokens = [torch.empty(0, dtype=torch.long)]
-    behavior_logp = [torch.empty(0, dtype=torch.float32)]
-    advantage = [torch.empty(0, dtype=torch.float32)]
+    # Numbers are converted piece by piece, because a conversion blocks all other threads. NumPy
+    # takes less time than torch for short pieces.
+    tokens = [np.empty(0, np.int64)]
+    behavior_logp = [np.empty(0, np.float32)]
+    advantage = [np.empty(0, np.float32)]
     pieces: list[tuple[int, ...]] = []
     offsets = [0]
     for item in credited:
         for start, piece, turn in walk(item.trajectory.pieces):
             count = len(piece.tokens)
             provenance = int(piece.provenance)
-            tokens.append(torch.from_numpy(np.array(piece.tokens, np.int64)))
-            advantage.append(_advantages(item, start, count, turn))
+            tokens.append(np.array(piece.tokens, np.int64))
+            values = np.array(_advantages(item, start, count, turn), np.float32)
+            advantage.append(np.broadcast_to(values, count))
             if isinstance(piece, Sampled):
-                logps = np.array(piece.behavior_logp, np.float32)
-                behavior_logp.append(torch.from_numpy(logps))
+                behavior_logp.append(np.array(piece.behavior_logp, np.float32))
                 pieces.append((count, True, piece.version, turn, provenance, piece.clean))
             else:
-                behavior_logp.append(torch.zeros(count, dtype=torch.float32))
+                behavior_logp.append(np.zeros(count, np.float32))
                 pieces.append((count, False, NO_VERSION, turn, provenance, True))
         offsets.append(offsets[-1] + len(item.trajectory))
     counts, *columns = torch.tensor(pieces, dtype=torch.long).reshape(-1, 6).T
@@ -637,15 +662,15 @@ def collate(
     )
     numbers = {episode: group.number for group in groups for episode in group.episodes}
     return Batch(
-        tokens=torch.cat(tokens),
+        tokens=torch.from_numpy(np.concatenate(tokens)),
         offsets=tuple(offsets),
         sampled=sampled.bool(),
-        behavior_logp=torch.cat(behavior_logp),
+        behavior_logp=torch.from_numpy(np.concatenate(behavior_logp)),
         version=version,
         turn=turns,
         provenance=provenances,
         clean=clean.bool(),
-        advantage=torch.cat(advantage),
+        advantage=torch.from_numpy(np.concatenate(advantage)),
         episodes=tuple(item.trajectory.episode for item in credited),
         routes=_route_table(credited) if replay_routes else None,
         group=tuple(numbers.get(item.trajectory.episode, -1) for item in credited),
@@ -675,16 +700,14 @@ def _route_table(credited: Sequence[ScoredTrajectory]) -> RouteTable:
     return RouteTable(tuple(sequences), torch.cat(complete))
 
 
-def _advantages(item: ScoredTrajectory, start: int, count: int, turn: int) -> "Tensor":
-    """Return the advantage of each token of a piece, float32."""
-    import torch
-
+def _advantages(
+    item: ScoredTrajectory, start: int, count: int, turn: int
+) -> float | Sequence[float]:
+    """Return the advantages of the tokens of a piece, or the one that all of them have."""
     if turn < 0:
-        values: tuple[float, ...] = (0.0,)
-    elif len(item.advantage) == 1:
-        values = item.advantage
-    elif len(item.advantage) == item.trajectory.num_turns:
-        values = (item.advantage[turn],)
-    else:
-        values = item.advantage[start : start + count]
-    return torch.tensor(values, dtype=torch.float32).expand(count)
+        return 0.0
+    if len(item.advantage) == 1:
+        return item.advantage[0]
+    if len(item.advantage) == item.trajectory.num_turns:
+        return item.advantage[turn]
+    return item.advantage[start : start + count]

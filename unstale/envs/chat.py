@@ -234,18 +234,17 @@ class Chat:
 
         For long replies, most of the work is done without the interpreter lock.
         """
-        # transformers checks the type of each token of a list, which takes as long as decoding.
-        kept = np.array(tokens, np.int64)
-        for stop in () if whole else self.stop_tokens:
-            kept = kept[kept != stop]
-        if len(kept) >= LONG_REPLY_TOKENS and self._backend is not None:
-            (text,) = self._backend.decode_batch([kept.tolist()], skip_special_tokens=False)
-            return str(text)
-        return str(
-            self._tokenizer.decode(
-                kept, skip_special_tokens=False, clean_up_tokenization_spaces=False
-            )
-        )
+        stops = () if whole else self.stop_tokens
+        kept = [token for token in tokens if token not in stops]
+        if self._backend is None:
+            # transformers checks the type of each token of a list, which takes as long as decoding.
+            options = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
+            return str(self._tokenizer.decode(np.array(kept, np.int64), **options))
+        if len(kept) < LONG_REPLY_TOKENS:
+            return str(self._backend.decode(kept, skip_special_tokens=False))
+        # `decode` would hold the interpreter lock
+        (text,) = self._backend.decode_batch([kept], skip_special_tokens=False)
+        return str(text)
 
     def parse_text(self, text: str, *, calls: bool = True) -> tuple[str | None, Message]:
         """Return the reasoning text of a reply, and the reply as a message.

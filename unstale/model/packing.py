@@ -3,10 +3,11 @@
 from collections.abc import Sequence
 from itertools import accumulate
 
-import torch
+import numpy as np
 from torch import Tensor
 
 from unstale.model.prefix_tree import Packed, build_prefix_tree
+from unstale.records import token_positions
 
 HEAD_ROWS = 4
 """Largest number of log-probabilities that a pass computes, as a multiple of its limit of tokens. A
@@ -46,15 +47,17 @@ def pack_shared(packed: Packed, budget: int, wanted: Sequence[int]) -> list[list
     """
     if not len(packed.tokens):
         return []
-    places = build_prefix_tree(packed, share=True).place.split(packed.lengths)
+    place = build_prefix_tree(packed, share=True).place.numpy()
+    places = [place[start:end] for start, end in packed.spans()]
     units: list[list[int]] = []
     costs: list[int] = []
     tokens = rows = 0
-    previous = torch.empty(0, dtype=torch.long)
+    previous = place[:0]
     # in the order in which the prefix tree stores them
     for i in sorted(range(len(places)), key=lambda i: int(places[i][-1])):
         length = min(len(places[i]), len(previous))
-        new_tokens = len(places[i]) - int((places[i][:length] == previous[:length]).sum())
+        shared = np.count_nonzero(places[i][:length] == previous[:length])
+        new_tokens = len(places[i]) - int(shared)
         previous = places[i]
         shares = new_tokens < len(places[i])
         fits = tokens + new_tokens <= budget and rows + wanted[i] <= HEAD_ROWS * budget
@@ -84,17 +87,18 @@ def wanted_spans(spans: Sequence[tuple[int, int]], where: Tensor) -> list[tuple[
 
     `where` is `[T]` bool.
     """
+    wanted = where.nonzero().squeeze(1).cpu().numpy()
     cut_spans = []
     for start, end in spans:
-        wanted = where[start:end].nonzero()
-        if len(wanted):
-            cut_spans.append((start, start + int(wanted[-1]) + 1))
+        first, last = np.searchsorted(wanted, (start, end))
+        if first < last:
+            cut_spans.append((start, int(wanted[last - 1]) + 1))
     return cut_spans
 
 
 def cut(packed: Packed, spans: Sequence[tuple[int, int]]) -> tuple[Packed, Tensor]:
     """Return some spans of tokens as packed sequences, and the positions of their tokens."""
-    index = torch.cat([torch.empty(0, dtype=torch.long), *(torch.arange(*span) for span in spans)])
+    index = token_positions(spans)
     offsets = accumulate((end - start for start, end in spans), initial=0)
     routes = packed.routes if packed.routes is None else packed.routes[index]
     return Packed(packed.tokens[index], tuple(offsets), routes), index

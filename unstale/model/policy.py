@@ -39,7 +39,7 @@ from unstale.model.prefix_tree import ROUND, Packed, PrefixTree, build_prefix_tr
 from unstale.model.quantisation import quantise_passes
 from unstale.model.versions import VersionGaps, lag_of, num_batches
 from unstale.model.whole_weights import WholeWeights
-from unstale.records import Batch
+from unstale.records import Batch, count_tokens
 
 Placement = Literal["twin", "own"]
 """Where past versions are scored: in a second model, or in the trained model (`own`)."""
@@ -709,8 +709,8 @@ class Policy:
         `where` (`[T]` bool) are the tokens whose log-probability is needed.
         """
         if self.passes.share_prompts:
-            wanted = [int(where[start:end].sum()) for start, end in spans]
-            packed = cut(self._packed(batch, where), spans)[0]
+            packed, index = cut(self._packed(batch, where), spans)
+            wanted = count_tokens(packed.offsets, where[index])
             return pack_shared(packed, max_tokens_per_microbatch, wanted)
         return pack([end - start for start, end in spans], max_tokens_per_microbatch)
 

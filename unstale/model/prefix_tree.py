@@ -7,13 +7,14 @@ attend to the segment in one call.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from unstale.model.context import ContextGroup
+from unstale.records import token_positions
 
 MIN_SHARED = 16
 """Shortest prefix that is shared. Sharing fewer tokens takes longer than computing them twice."""
@@ -113,9 +114,9 @@ def build_prefix_tree(packed: Packed, *, share: bool) -> PrefixTree:
         keys = tokens
         if routes is not None:  # bytes: as whole numbers they would take eight times the memory
             keys = torch.cat([_as_bytes(tokens), _as_bytes(routes)], 1)
-        builder = _Builder(keys.split(packed.lengths), place.split(packed.lengths))
+        builder = _Builder(keys.numpy(), place.numpy(), packed.spans())
         builder.build()
-        source = torch.cat([place[:0], *builder.sources])
+        source = token_positions(builder.sources)
         tokens = tokens[source]
         routes = routes if routes is None else routes[source]
         segments = builder.segments
@@ -128,10 +129,10 @@ def build_prefix_tree(packed: Packed, *, share: bool) -> PrefixTree:
             absent = torch.iinfo(routes.dtype).max
             routes = torch.cat([routes, routes.new_full((padding, *routes.shape[1:]), absent)])
         segments.append(Segment(num_tokens, num_tokens + padding, num_tokens + padding))
-    positions = [torch.arange(s.end - s.start) + s.depth for s in segments]
+    positions = token_positions((s.depth, s.depth + s.end - s.start) for s in segments)
     return PrefixTree(
         tokens,
-        torch.cat([tokens[:0], *positions]),
+        positions,
         place,
         follows,
         tuple(segments),
@@ -157,13 +158,19 @@ class _Branch:
 class _Builder:
     """Builds a prefix tree: a depth-first walk that stores segments and the index of each token."""
 
-    def __init__(self, keys: Sequence[Tensor], places: Sequence[Tensor]) -> None:
-        """`keys` are `[T]` or `[T, n]` numbers of each sequence: equal keys can be shared."""
-        self._sequences = keys
-        self._places = places
-        self._starts = [*accumulate(map(len, keys), initial=0)]
-        self.sources: list[Tensor] = []
-        """The positions, among the packed tokens, of each segment that is stored so far."""
+    def __init__(
+        self, keys: np.ndarray, place: np.ndarray, spans: Sequence[tuple[int, int]]
+    ) -> None:
+        """Start without segments.
+
+        `keys` are `[T]` or `[T, n]` numbers of the packed tokens. Sequences share tokens with equal
+        keys. `place` `[T]` will be the index of each token in the tree. `spans` are the sequences.
+        """
+        self._sequences = [keys[start:end] for start, end in spans]
+        self._places = [place[start:end] for start, end in spans]
+        self._starts = [start for start, _ in spans]
+        self.sources: list[tuple[int, int]] = []
+        """The span, among the packed tokens, of each segment that is stored so far."""
         self.segments: list[Segment] = []
         self._size = 0
 
@@ -193,9 +200,10 @@ class _Builder:
         )
         self._size = segment.end
         first = self._starts[branch.members[0]]
-        self.sources.append(torch.arange(first + begin, first + end))
+        self.sources.append((first + begin, first + end))
+        places = np.arange(segment.start, segment.end)
         for member in branch.members:
-            self._places[member][begin:end] = torch.arange(segment.start, segment.end)
+            self._places[member][begin:end] = places
         self.segments.append(segment)
         return segment
 
@@ -212,7 +220,7 @@ class _Builder:
             opening = self._sequences[member][depth : depth + MIN_SHARED]
             if not len(opening):
                 continue
-            key = opening.numpy().tobytes() if len(opening) == MIN_SHARED else member
+            key = opening.tobytes() if len(opening) == MIN_SHARED else member
             groups.setdefault(key, []).append(member)
         return [_Branch(group, path, depth) for group in reversed(groups.values())]
 
@@ -222,7 +230,7 @@ class _Builder:
         length = len(first)
         for other in others:
             length = min(length, len(other))
-            differs = (other[:length] != first[:length]).reshape(length, -1).any(1).nonzero()
-            if len(differs):
-                length = int(differs[0])
+            differs = (other[:length] != first[:length]).reshape(length, -1).any(1)
+            if differs.any():
+                length = int(differs.argmax())
         return length

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from unstale.model.kernels import BLOCK, kernels
 from unstale.model.prefix_tree import PrefixTree, Segment
+from unstale.records import token_positions
 
 WIDEST = 192
 """Largest width of a head for which torch's flash attention has a gradient on every GPU."""
@@ -219,7 +220,7 @@ def flash_layout(segments: tuple[Segment, ...], device: torch.device) -> FlashLa
     index = None
     if any(segment.depth for segment in segments):
         spans = [(*segment.path, (segment.start, segment.end)) for segment in segments]
-        index = torch.cat([torch.arange(*span) for path in spans for span in path]).to(device)
+        index = token_positions(span for path in spans for span in path).to(device)
     query_starts, key_starts = (
         torch.tensor([*accumulate(lengths, initial=0)], dtype=torch.int32, device=device)
         for lengths in (queries, keys)

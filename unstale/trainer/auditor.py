@@ -20,6 +20,7 @@ from unstale.model.versions import VersionGaps, lag_of
 from unstale.old_logps import OldLogps, has_clean_behavior
 from unstale.old_logps.scoring.scorer import Scorer, Weights
 from unstale.records import Batch, PendingPiece
+from unstale.trainer.metrics import rows_of
 from unstale.trainer.rules import Rules
 from unstale.weights.recording import Recording, TrainedOn
 
@@ -236,12 +237,12 @@ class Auditor:
         if not self._window:
             return []
         tokens = self._window[-1].tokens
-        chosen = spread(len(tokens), MAX_POINTS, shift=0.0)
+        chosen = torch.tensor(spread(len(tokens), MAX_POINTS, shift=0.0), dtype=torch.long)
         columns = {
             "log_d": tokens.log_d_hat, "log_s": tokens.log_s_hat,
             "true_log_d": tokens.log_d, "true_log_s": tokens.log_s, "lag": tokens.lag,
         }  # fmt: skip
-        return [{name: column[i].item() for name, column in columns.items()} for i in chosen]
+        return rows_of(columns, chosen)
 
     def state(self) -> Mapping[str, Any]:
         return {

@@ -591,7 +591,7 @@ class LocalTrainer:
         tokens = batch.sampled
         if self.skips_zero_advantage:
             tokens = tokens & (factor != 0) & (batch.advantage != 0)
-        return [i for i, (start, end) in enumerate(batch.spans()) if tokens[start:end].any()]
+        return batch.sequences_with(tokens)
 
     def _loss(self, minibatch: Minibatch, microbatch: Batch, index: Tensor) -> Tensor:
         """Return the loss of some sequences.
@@ -704,7 +704,5 @@ def _divide(batch: Batch, num_steps: int) -> list[list[int]]:
 
     Only sequences with a sampled token are returned.
     """
-    sequences = [
-        i for i, (start, end) in enumerate(batch.spans()) if batch.sampled[start:end].any()
-    ]
+    sequences = batch.sequences_with(batch.sampled)
     return [sequences[k::num_steps] for k in range(num_steps) if sequences[k::num_steps]]

@@ -7,7 +7,7 @@ that every step has the same names. docs/metrics.md defines all metrics.
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -273,7 +273,7 @@ class StepMetrics:
         columns = {name: self._column(name) for name in ("log_d", "log_s", "lag")}
         num_tokens = len(columns["lag"])
         chosen = torch.linspace(0, num_tokens - 1, min(MAX_POINTS, num_tokens)).long()
-        return [{name: column[i].item() for name, column in columns.items()} for i in chosen]
+        return rows_of(columns, chosen)
 
     def _add(self, batch: Batch, **values: Tensor) -> None:
         """Record values of the sampled tokens of a batch, `[T]` each."""
@@ -287,6 +287,12 @@ class StepMetrics:
         """Return all values that were recorded under a name, as one tensor."""
         recorded = self._values.get(name)
         return torch.cat(recorded) if recorded else torch.empty(0)
+
+
+def rows_of(columns: Mapping[str, Tensor], chosen: Tensor) -> list[dict[str, float]]:
+    """Return the values of some tokens, by their indices, with the names of the columns."""
+    values = [column[chosen].tolist() for column in columns.values()]
+    return [dict(zip(columns, row, strict=True)) for row in zip(*values, strict=True)]
 
 
 def kl_estimates(log_ratio: Tensor) -> tuple[float, float]:

@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from unstale.records import Batch
+from unstale.records import Batch, token_positions
 from unstale.trainer.records import Minibatch
 
 
@@ -105,8 +105,7 @@ def _positions(batch: Batch, part: Batch) -> Tensor:
     if lost := [episode for episode in part.episodes if episode not in places]:
         raise ValueError(f"the episodes {lost} were added to the gradient, but are in no batch")
     spans = batch.spans()
-    nothing = torch.empty(0, dtype=torch.long)
-    return torch.cat([nothing, *(torch.arange(*spans[places[each]]) for each in part.episodes)])
+    return token_positions(spans[places[each]] for each in part.episodes)
 
 
 def _require_equal_advantages(part: Batch, advantage: Tensor) -> None:

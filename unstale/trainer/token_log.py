@@ -54,17 +54,15 @@ class TokenLog:
 
         Sequences without sampled tokens are left out.
         """
-        counts = _num_sampled(batch)
-        kept = [i for i in self._kept(batch) if counts[i]]
-        replayed = batch.replayed
-        spans = batch.spans()
-        for i in kept:
-            start, end = spans[i]
-            stored = bool(replayed[start:end].any())
+        counts = batch.count(batch.sampled)
+        replayed = set(batch.sequences_with(batch.replayed))
+        for i in self._kept(batch):
+            if not counts[i]:
+                continue
             sequence = _Sequence(
                 group=batch.group[i],
                 episode=batch.episodes[i],
-                route=STORED if stored else route,
+                route=STORED if i in replayed else route,
                 num_tokens=counts[i],
             )
             self._sequences.append(sequence)
@@ -123,12 +121,14 @@ class TokenLog:
         columns: dict[int, dict[str, np.ndarray]] = {}
         minibatches: dict[int, int] = {}
         for part in self._parts:
-            ends = np.cumsum(part.counts)
-            for name, tensor in part.columns.items():
-                pieces = np.split(tensor.numpy(), ends[:-1])
-                for episode, piece in zip(part.episodes, pieces, strict=True):
-                    found = columns.setdefault(episode, {})
+            arrays = {name: tensor.numpy() for name, tensor in part.columns.items()}
+            start = 0
+            for episode, count in zip(part.episodes, part.counts, strict=True):
+                found = columns.setdefault(episode, {})
+                for name, array in arrays.items():
+                    piece = array[start : start + count]
                     found[name] = _merge(name, found[name], piece) if name in found else piece
+                start += count
             if part.minibatch is not None:
                 minibatches |= dict.fromkeys(part.episodes, part.minibatch)
         return [
@@ -147,7 +147,7 @@ class TokenLog:
         kept = self._kept(batch)
         if not kept:
             return
-        counts = _num_sampled(batch)
+        counts = batch.count(batch.sampled)
         where = batch.sampled
         if len(kept) < batch.num_sequences:
             chosen = torch.zeros(batch.num_sequences, dtype=torch.bool)
@@ -160,12 +160,6 @@ class TokenLog:
             columns={name: _narrow(values[where]) for name, values in columns.items()},
         )
         self._parts.append(part)
-
-
-def _num_sampled(batch: Batch) -> list[int]:
-    """Return the number of sampled tokens of each sequence."""
-    total = torch.cat([torch.zeros(1, dtype=torch.long), batch.sampled.cumsum(0)])
-    return total[torch.tensor(batch.offsets)].diff().tolist()
 
 
 def _merge(name: str, before: np.ndarray, after: np.ndarray) -> np.ndarray:

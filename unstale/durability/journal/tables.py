@@ -4,6 +4,7 @@ import json
 import struct
 import zlib
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -136,12 +137,15 @@ def insert(table: str, *values: Any) -> Record:
     >>> insert("finished", 3, 0.5, 1)[0]
     'INSERT INTO finished (number, at, after, seal) VALUES (?, ?, ?, ?)'
     """
+    row = tuple([int(value) if isinstance(value, bool) else value for value in values])
+    return _insertion(table), (*row, seal(table, *row))
+
+
+@cache
+def _insertion(table: str) -> str:
     columns = COLUMNS[table]
-    row = tuple(int(value) if isinstance(value, bool) else value for value in values)
-    names = ", ".join(columns)
     marks = ", ".join("?" * (len(columns) + 1))
-    statement = f"INSERT INTO {table} ({names}, seal) VALUES ({marks})"
-    return statement, (*row, seal(table, *row))
+    return f"INSERT INTO {table} ({', '.join(columns)}, seal) VALUES ({marks})"
 
 
 def seal(table: str, *row: Any) -> int:

@@ -43,6 +43,8 @@ from unstale.weights.store import Delta
 STEP_S = 0.02
 """Seconds on the event loop's clock between two steps of an engine with `lockstep`."""
 _READ_BYTES = 1 << 20
+_JOINED_BYTES = 1 << 16
+"""Size up to which the parts of a message are copied to be sent by one call of the system."""
 _COUNTERS = (
     "sampled_tokens",
     "prefill_tokens",
@@ -389,6 +391,8 @@ class _Child(Child, asyncio.Protocol):
         """Send one message. If the process has ended, `on_lost` is called later."""
         parts = [memoryview(part) for part in frame(header, body)]
         if self._transport is not None:
+            if sum(part.nbytes for part in parts) <= _JOINED_BYTES:
+                parts = [memoryview(b"".join(parts))]
             for part in parts:
                 self._transport.write(part)
             return
