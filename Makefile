@@ -9,7 +9,7 @@ export PYTHONDONTWRITEBYTECODE :=
 PURELIB := -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
 
 .PHONY: setup demo test test-all test-engines test-adapters env-openenv env-verifiers test-cluster test-dashboard test-kernels pairs ranks conversations check base-policy bench bench-agent bench-demo bench-desks bench-tau2 bench-tau2-policy bench-compare \
-	bench-audit bench-resume bench-endpoint bench-peers bench-generate bench-train bench-growth bench-windows bench-memory bench-schedule bench-async \
+	bench-audit bench-resume bench-endpoint bench-peers bench-generate bench-train bench-growth bench-profiles bench-windows bench-memory bench-schedule bench-async \
 	bench-async-learning bench-routes bench-event-loop bench-publish bench-simulate bench-dashboard bench-quantise bench-gpu gpu-check chaos chaos-cluster report fuzz sizes wheel docs
 
 setup: .venv/.ready
@@ -157,6 +157,10 @@ bench-train: bench-peers .venv/.bench
 # A whole step with 1M to 300M weights, against the machine's matrix rate and memory bandwidth (10 minutes).
 bench-growth: .venv/.ready
 	$(BIN)/python -m benchmarks.growth $(ARGS)
+
+# Which code takes the processor time of the engine, the trainer and whole steps (7 minutes). It needs Linux's perf.
+bench-profiles: .venv/.ready
+	$(BIN)/python -m benchmarks.profiles $(ARGS)
 
 # Groups in flight or a look-ahead window under the same staleness bound, simulated (5 minutes).
 bench-windows: setup

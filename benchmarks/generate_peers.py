@@ -107,6 +107,11 @@ class Ours:
         found = self._loop.run_until_complete(all_of_them())
         return sum(len(tokens) for probes in found for _, tokens, _ in probes), found[0][-1]
 
+    def close(self) -> None:
+        """End the processes of the engine."""
+        self._loop.run_until_complete(self._engine.close())
+        self._loop.close()
+
 
 class OneProcess(Ours):
     """The embedded engine in one process with all threads."""
