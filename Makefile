@@ -158,7 +158,7 @@ bench-train: bench-peers .venv/.bench
 bench-growth: .venv/.ready
 	$(BIN)/python -m benchmarks.growth $(ARGS)
 
-# Which code takes the processor time of the engine, the trainer and whole steps (7 minutes). It needs Linux's perf.
+# Which code takes the processor time of the engine, the trainer and whole steps (12 minutes). It needs Linux's perf.
 bench-profiles: .venv/.ready
 	$(BIN)/python -m benchmarks.profiles $(ARGS)
 

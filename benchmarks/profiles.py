@@ -1,11 +1,11 @@
 """Profile the engine, the trainer and whole steps: which code takes the processor time.
 
-    python -m benchmarks.profiles       # 4 minutes on two cores; `--help` for parts of it
+    python -m benchmarks.profiles       # 12 minutes on two cores; `--help` for parts of it
 
 It needs Linux's `perf` (package `linux-perf` or `linux-tools`), and the permission to use it. The
-work is that of `benchmarks.generate` and `benchmarks.train`. docs/speed.md explains missed goals by
-this table. Each part of the code is found by the names of compiled functions, so Python and NumPy
-are what has no other name.
+work is that of `benchmarks.generate`, `benchmarks.train` and `benchmarks.deltas`. docs/speed.md
+explains missed goals by this table. Each part of the code is found by the names of compiled
+functions and their libraries. What fits none of them is counted as Python and NumPy.
 """
 
 import argparse
@@ -15,11 +15,12 @@ import re
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -27,15 +28,18 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from benchmarks import generate, train
+from benchmarks import deltas, generate, resume, train
 from benchmarks.generate_peers import GROUP, Episode, Ours
-from benchmarks.tables import CONSOLE, columns, row, spread, write
+from benchmarks.tables import CONSOLE, OURS, ROOT, columns, environ, row, spread, write
 from unstale import loop
 from unstale.engines.embedded.decoder import RUN
 from unstale.engines.embedded.pages import PAGE
 
 FREQUENCY = 499
-"""Samples of a thread in a second of its processor time."""
+"""Samples of a thread in a second of its processor time. It is no round number, so that samples do
+not fall into step with work that repeats.
+"""
+CHANGES, COMPRESSION, CHECKSUMS = "changed words", "compression", "checksums"
 PRODUCTS, ATTENTION, WAITING = "products with weights", "attention", "waiting for another thread"
 OTHER = "Python and NumPy"
 PARTS = {
@@ -43,6 +47,9 @@ PARTS = {
     PRODUCTS: r"^decoder-\S+ (tiles?|panel_product)\b| mkl_(blas|\w*gemm)|dnnl|^perf-\d+\.map",
     "rest of the layers": r"^(decoder|kernels)-",
     "choice of tokens": r"^sampling-",
+    CHANGES: r"^changes-",
+    COMPRESSION: r"zstd",
+    CHECKSUMS: r"xxhash",
     WAITING: r"^libgomp",
     "other operations of torch": r"^lib(torch_cpu|c10)\.",
     "system and memory": r"^(\[kernel|libc\.|libc-)",
@@ -65,51 +72,58 @@ def part_of(library: str, function: str) -> str:
     return next((part for part, form in PARTS.items() if re.search(form, name)), OTHER)
 
 
-@contextmanager
-def recorded(pids: Sequence[int], owner: Callable[[int, int], str]) -> Iterator[Shares]:
-    """Record what some processes do within a context. The result is complete at its end.
+class Recording:
+    """A record of what some processes do, by `perf`, from the start of a context on."""
 
-    `owner` names the process or thread by its numbers.
-    """
-    found: Shares = {}
-    with tempfile.NamedTemporaryFile(suffix=".perf") as file:
-        process = _begin(file.name, pids)
-        try:
-            yield found
-        finally:
-            process.send_signal(signal.SIGINT)
-            process.wait()
-        found.update(_read(file.name, owner))
+    def __init__(self, pids: Sequence[int]) -> None:
+        self._pids = ",".join(map(str, pids))
+        self._stack = ExitStack()
 
-
-def _begin(target: str, pids: Sequence[int]) -> subprocess.Popen[bytes]:
-    """Start `perf record`, and wait until it records. Raises RuntimeError if it cannot."""
-    command = ["perf", "record", "-q", "-F", str(FREQUENCY), "-e", "cpu-clock", "-o", target]
-    with tempfile.TemporaryFile() as said:
-        process = subprocess.Popen(
-            [*command, "-p", ",".join(map(str, pids))], stdout=said, stderr=said
-        )
+    def __enter__(self) -> "Recording":
+        """Start `perf`, and give it half a second. Raises RuntimeError if it ends meanwhile."""
+        self._file = self._stack.enter_context(tempfile.NamedTemporaryFile(suffix=".perf"))
+        said = self._stack.enter_context(tempfile.TemporaryFile())
+        command = ["perf", "record", "-q", "-F", str(FREQUENCY), "-e", "cpu-clock"]
+        command += ["-k", "CLOCK_MONOTONIC", "-o", self._file.name, "-p", self._pids]
+        self._perf = subprocess.Popen(command, stdout=said, stderr=said)
+        self._stack.callback(self._stop)
         time.sleep(0.5)
-        if process.poll() is not None:
+        if self._perf.poll() is not None:
             said.seek(0)
+            self._stack.close()
             raise RuntimeError(f"perf does not record: {said.read().decode().strip()}")
-    return process
+        self._began = time.monotonic()
+        return self
 
+    def __exit__(self, *reason: object) -> None:
+        self._stack.close()
 
-def _read(target: str, owner: Callable[[int, int], str]) -> Shares:
-    """Return the processor seconds of a record of `perf`."""
-    command = ["perf", "script", "-i", target, "-F", "pid,tid,ip,sym,dso"]
-    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    form = re.compile(r"^\s*(\d+)/(\d+)\s+[0-9a-f]+ (.*) \((.*)\)\s*$")
-    counts: Counter[tuple[str, str]] = Counter()
-    for line in said.splitlines():
-        if match := form.match(line):
-            pid, tid, function, library = match.groups()
-            part = part_of(library.rpartition("/")[2], function)
-            counts[owner(int(pid), int(tid)), part] += 1
-    if not counts:
-        raise RuntimeError(f"perf recorded nothing: {said[:200]}")
-    return {key: count / FREQUENCY for key, count in counts.items()}
+    def shares(self, owner: Callable[[int, int], str], *, since: float | None = None) -> Shares:
+        """Stop, and return the processor seconds since a time of the monotonic clock.
+
+        Without a time they are those since the context began. `owner` names the process or thread
+        by the numbers of both.
+        """
+        ended = time.monotonic()
+        self._stop()
+        command = ["perf", "script", "-i", self._file.name, "-F", "pid,tid,time,ip,sym,dso"]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        form = re.compile(r"^\s*(\d+)/(\d+)\s+([\d.]+):\s+[0-9a-f]+ (.*) \((.*)\)\s*$")
+        counts: Counter[tuple[str, str]] = Counter()
+        for line in said.splitlines():
+            if not (match := form.match(line)):
+                continue
+            pid, tid, at, function, library = match.groups()
+            if (since or self._began) <= float(at) <= ended:
+                part = part_of(library.rpartition("/")[2], function)
+                counts[owner(int(pid), int(tid)), part] += 1
+        if not counts:
+            raise RuntimeError(f"perf recorded nothing: {said[:200]}")
+        return {key: count / FREQUENCY for key, count in counts.items()}
+
+    def _stop(self) -> None:
+        self._perf.send_signal(signal.SIGINT)
+        self._perf.wait()
 
 
 def of_part(found: Shares, part: str) -> float:
@@ -129,8 +143,9 @@ def sampling(size: str, repeats: int, folder: Path) -> list[str]:
                 CONSOLE.print(f"sampling, {size}, {live} live, round {number + 1} of {repeats}")
                 episodes = generate.workload(live, generate.SIZES[size][4], number)
                 engine.forget()
-                with recorded([os.getpid(), *engine.pids], lambda *_: "all") as found:
+                with Recording([os.getpid(), *engine.pids]) as recording:
                     tokens, _ = engine.play(episodes, live)
+                    found = recording.shares(lambda *_: "all")
                 measured.append((tokens, found, read_bytes(size, episodes)))
     finally:
         engine.close()
@@ -162,8 +177,8 @@ def read_bytes(size: str, episodes: Sequence[Episode]) -> int:
     """Return the bytes of keys and values that the engine's attention reads.
 
     A pass reads the keys of whole pages and the values of the tokens before it, once for `RUN`
-    tokens of a prompt or tool result. Siblings are computed together, so they read the whole pages
-    of their prompt once.
+    tokens of a prompt or tool result. All siblings are taken to be computed together, and then read
+    the whole pages of their prompt once. As they end at different times, more is read.
 
     >>> read_bytes("tiny", [([2] * 8, [(2, [3]), (1, [])])])  # passes see 8 / 8, 9 and 11 tokens
     40192
@@ -191,7 +206,7 @@ def _ends(start: int, end: int) -> "np.ndarray":
 
 
 def _tokens_read(passes: "np.ndarray") -> int:
-    """Return how many keys and values are read by passes that see so many tokens."""
+    """Return how many keys and values some passes read. `passes` are the tokens that each sees."""
     return int((-(-passes // PAGE) * PAGE + passes).sum())
 
 
@@ -219,17 +234,24 @@ def training(size: str, repeats: int, bench: train.Bench) -> list[str]:
             turn()
         for number in range(repeats):
             CONSOLE.print(f"training, {size}, round {number + 1} of {repeats}")
-            with recorded([child.process.pid], lambda *_: "trainer") as found:
+            with Recording([child.process.pid]) as recording:
                 ends = time.monotonic() + 8
                 while time.monotonic() < ends:
                     turn()
-            rounds.append(found)
+                rounds.append(recording.shares(lambda *_: "trainer"))
     shares = [
         spread([of_part(found, name) / sum(found.values()) for found in rounds], "{:.0%}")
         for name in names
     ]
     rest = spread([_rest(found, names) / sum(found.values()) for found in rounds], "{:.0%}")
     return [row(size, *shares, rest)]
+
+
+WHOLE = "whole-child"
+"""First argument of this program in a process that is measured."""
+MEASURED_STEPS = 12
+Steps = tuple[Shares, float]
+"""The processor seconds of a step, and its seconds."""
 
 
 def whole_steps(staleness: int, repeats: int, bench: train.Bench) -> list[str]:
@@ -240,7 +262,7 @@ def whole_steps(staleness: int, repeats: int, bench: train.Bench) -> list[str]:
         rounds.append(_whole(staleness, bench.made("1M")))
 
     def one(value: Callable[[Shares], float]) -> str:
-        return spread([value(found) / steps for found, steps, _ in rounds])
+        return spread([value(found) for found, _ in rounds])
 
     def trainer(found: Shares, *parts: str) -> float:
         return sum(s for (who, name), s in found.items() if who == "trainer" and name in parts)
@@ -256,43 +278,121 @@ def whole_steps(staleness: int, repeats: int, bench: train.Bench) -> list[str]:
             one(lambda found: trainer(found, PRODUCTS)),
             one(lambda found: everything_of(found, "trainer") - trainer(found, PRODUCTS, WAITING)),
             one(lambda found: sum(found.values()) - of_part(found, WAITING)),
-            spread([seconds for *_, seconds in rounds]),
+            spread([seconds for _, seconds in rounds]),
         )
     ]
 
 
-MEASURED_STEPS = 12
+NUM_WORDS = 10_000_000
 
 
-def _whole(staleness: int, model: Path) -> tuple[Shares, int, float]:
-    """Return the processor seconds of some whole steps, their number, and seconds for one."""
+def encoding(repeats: int) -> list[str]:
+    """Return rows of the shares of one thread's time, while a store adds the next version."""
+    rows = []
+    torch.set_num_threads(1)
+    for rate, share in deltas.SHARES.items():
+        before, after = deltas.versions(share, NUM_WORDS)
+        rounds: list[Shares] = []
+        for number in range(repeats):
+            CONSOLE.print(f"encoding, learning rate {rate}, round {number + 1} of {repeats}")
+            with Recording([os.getpid()]) as recording:
+                ends = time.monotonic() + 2
+                while time.monotonic() < ends:
+                    deltas.put_s(before, after)
+                rounds.append(recording.shares(lambda *_: "store"))
+        names = [CHANGES, COMPRESSION, CHECKSUMS]
+        shares = [
+            spread([of_part(found, name) / sum(found.values()) for found in rounds], "{:.0%}")
+            for name in names
+        ]
+        rest = spread([_rest(found, names) / sum(found.values()) for found in rounds], "{:.0%}")
+        rows.append(row(rate, *shares, rest))
+    return rows
+
+
+IMPORTED = ("torch", "transformers", "scipy", "unstale")
+
+
+def imports(repeats: int, folder: Path) -> list[str]:
+    """Return rows of the seconds that imports take, from `--resume` to the first trained step."""
+    resume.kill_demo(folder)
+    rounds = []
+    for number in range(repeats):
+        CONSOLE.print(f"imports of a resumed run, round {number + 1} of {repeats}")
+        run = folder / f"again{number}"
+        shutil.copytree(folder / "killed", run)
+        seconds = resume.resume_s(run, "-X", "importtime")
+        rounds.append(_imported(run.with_suffix(".log").read_text()) | {"all": seconds})
+    rest = [
+        each["imports"] - sum(each[name] for name in IMPORTED if name in each) for each in rounds
+    ]
+    return [
+        *(row(name, spread([each[name] for each in rounds])) for name in IMPORTED),
+        row("other packages and the standard library", spread(rest)),
+        row("all imports", spread([each["imports"] for each in rounds])),
+        row("from the command to the end of the first step", spread([e["all"] for e in rounds])),
+    ]
+
+
+def _imported(log: str) -> dict[str, float]:
+    """Return the seconds of all imports, and of those of each package of `IMPORTED`.
+
+    >>> _imported("import time:  2000000 |  3000000 |     torch.nn")["torch"]
+    2.0
+    """
+    found = dict.fromkeys([*IMPORTED, "imports"], 0.0)
+    for line in log.splitlines():
+        if match := re.match(r"import time:\s+(\d+) \|\s+\d+ \|\s+(\w+)", line):
+            seconds, package = int(match[1]) / 1e6, match[2]
+            found["imports"] += seconds
+            if package in found:
+                found[package] += seconds
+    return found
+
+
+def _whole(staleness: int, model: Path) -> Steps:
+    """Run whole steps in a new process, which has the settings of threads that a run has."""
+    command = [sys.executable, "-m", "benchmarks.profiles", WHOLE, str(staleness), str(model)]
+    done = subprocess.run(
+        command, cwd=ROOT, env=environ(OURS), check=True, capture_output=True, text=True
+    )
+    seconds, rows = json.loads(done.stdout.splitlines()[-1])
+    return {(owner, part): value for owner, part, value in rows}, seconds
+
+
+def measure_whole(staleness: int, model: str) -> None:
+    """Write the seconds and the processor seconds of a whole step to standard output, as JSON."""
     take_step = loop.take_step
     mine = os.getpid()
-    state: dict[str, Any] = {"steps": 0}
+    num_taken = 0
+    began = 0.0
+    result: list[Any] = []
 
     def owner(pid: int, tid: int) -> str:
         return "engine" if pid != mine else "event loop" if tid == mine else "trainer"
 
-    async def counted(*given: Any) -> Any:
-        if state["steps"] == train.WARM:
-            state["record"] = recorded([mine, *_children()], owner)
-            state["found"] = state["record"].__enter__()
-            state["began"] = time.perf_counter()
-        done = await take_step(*given)
-        state["steps"] += 1
-        if state["steps"] == train.WARM + MEASURED_STEPS:
-            state["seconds"] = time.perf_counter() - state["began"]
-            state["record"].__exit__(None, None, None)
-        return done
+    with ExitStack() as stack:
 
-    steps = MEASURED_STEPS + 1  # the last one publishes its weights for an evaluation
-    options = ["--child", "whole", "--model", str(model), "--steps", str(steps)]
-    loop.take_step = counted  # type: ignore[assignment]
-    try:
+        async def counted(*given: Any) -> Any:
+            nonlocal num_taken, began
+            if num_taken == train.WARM - 1:  # a step earlier, because its start stops the loop
+                result.append(stack.enter_context(Recording([mine, *_children()])))
+            if num_taken == train.WARM:
+                began = time.monotonic()
+            done = await take_step(*given)
+            num_taken += 1
+            if num_taken == train.WARM + MEASURED_STEPS:
+                seconds = (time.monotonic() - began) / MEASURED_STEPS
+                found = result.pop().shares(owner, since=began)
+                rows = [(*key, value / MEASURED_STEPS) for key, value in found.items()]
+                result.extend([seconds, rows])
+            return done
+
+        loop.take_step = counted  # type: ignore[assignment]
+        steps = MEASURED_STEPS + 1  # one more, because an evaluation follows the last step
+        options = ["--child", "whole", "--model", model, "--steps", str(steps)]
         train.whole(train.options().parse_args([*options, "--staleness", str(staleness)]))
-    finally:
-        loop.take_step = take_step
-    return state["found"], MEASURED_STEPS, state["seconds"] / MEASURED_STEPS
+    sys.stdout.write(json.dumps(result) + "\n")
 
 
 def _children() -> list[int]:
@@ -302,8 +402,11 @@ def _children() -> list[int]:
 
 
 def main() -> None:
+    if sys.argv[1:2] == [WHOLE]:
+        measure_whole(int(sys.argv[2]), sys.argv[3])
+        return
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    every = ["sampling", "training", "whole"]
+    every = ["sampling", "training", "whole", "encoding", "imports"]
     parser.add_argument("--parts", nargs="+", choices=every, default=every)
     parser.add_argument("--sizes", nargs="+", choices=["1M", "5M"], default=["1M", "5M"])
     parser.add_argument("--repeats", type=int, default=3)
@@ -349,8 +452,7 @@ def main() -> None:
                 "## The whole step",
                 "",
                 f"Processor seconds of a step of the 1M model, means of {MEASURED_STEPS} steps. "
-                "Half of those of all, without waiting, is the least time that a step can take on "
-                "two cores.",
+                "On two cores a step takes at least half of `all, without waiting`.",
                 "",
                 *columns(
                     "step", "engines", "event loop", "trainer, products", "trainer, the rest",
@@ -359,6 +461,29 @@ def main() -> None:
             ]  # fmt: skip
             for staleness in (0, 1):
                 lines += whole_steps(staleness, chosen.repeats, bench)
+        if "encoding" in chosen.parts:
+            lines += [
+                "",
+                "## Encoding a version",
+                "",
+                f"Shares of one thread's processor time, {NUM_WORDS:,} bfloat16 words, as in "
+                "`benchmarks.deltas`.",
+                "",
+                *columns("learning rate", CHANGES, COMPRESSION, CHECKSUMS, "copies and the rest"),
+                *encoding(chosen.repeats),
+            ]
+        if "imports" in chosen.parts:
+            lines += [
+                "",
+                "## Imports of a resumed run",
+                "",
+                "Seconds of the modules of each package, without what they import of others, by "
+                "`python -X importtime`, which makes imports slower. The demo, killed as in "
+                "`benchmarks.resume`.",
+                "",
+                *columns("what", "seconds"),
+                *imports(chosen.repeats, folder / "resumes"),
+            ]
     write("profiles", "Where the processor time goes", lines)
 
 

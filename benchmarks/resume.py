@@ -246,19 +246,27 @@ def _sizes(journal: Any) -> Iterator[tuple[str, int]]:
 
 def resumes(runs: Path, repeats: int) -> list[float]:
     """Return the seconds from the command to the first trained step after kills in mid-run."""
-    spawn("kill", runs / "killed.json", *_demo(runs, "killed"))
+    kill_demo(runs)
     found = []
     for number in range(repeats):
         run = runs / f"again{number}"
         shutil.copytree(runs / "killed", run)
-        found.append(_resume_s(run))
+        found.append(resume_s(run))
         tables.CONSOLE.print(f"resumed: {found[-1]:.1f} s to the first trained step", markup=False)
     return found
 
 
-def _resume_s(run: Path) -> float:
-    """Return the seconds from the start of the resume command to its first trained step."""
-    command = [sys.executable, "-m", "unstale", "train", "--resume", str(run)]
+def kill_demo(runs: Path) -> None:
+    """Make the run `killed` in a folder: the demo, killed in its middle."""
+    spawn("kill", runs / "killed.json", *_demo(runs, "killed"))
+
+
+def resume_s(run: Path, *options: str) -> float:
+    """Return the seconds from the start of the resume command to its first trained step.
+
+    `options` are those of Python. What the command writes is in a file beside the run's folder.
+    """
+    command = [sys.executable, *options, "-m", "unstale", "train", "--resume", str(run)]
     log = run.with_suffix(".log")
     began = time.monotonic()
     with log.open("w") as file:
