@@ -7,6 +7,7 @@ version of the weights. Each stage returns a new record with more data. No recor
 later.
 """
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from enum import IntEnum
@@ -136,6 +137,35 @@ class Task:
         return f"{self.env}/{self.split}/{self.index}"
 
 
+ROUNDED = 1e-9
+"""How much less than 1 the reward of a success may be, because sums of decimals are rounded."""
+
+
+def nearest_rank(count: int, share: float) -> int:
+    """Return the index of a percentile among `count` sorted values.
+
+    At least this share of the values are not above it.
+
+    >>> nearest_rank(4, 0.5), nearest_rank(64, 0.99), nearest_rank(100, 0.07), nearest_rank(1, 0.0)
+    (1, 63, 6, 0)
+    """
+    return max(0, math.ceil(share * count - 1e-9) - 1)
+
+
+def total_reward(rewards: Mapping[str, float]) -> float:
+    """Return the sum of the named rewards of an episode, with one rounding."""
+    return math.fsum(rewards.values())
+
+
+def is_success(rewards: Mapping[str, float], facts: Mapping[str, float]) -> bool:
+    """Return True if an episode counts as a success.
+
+    >>> is_success({"answer": 0.7, "form": 0.2, "length": 0.1}, {}), is_success({"a": 0.9}, {})
+    (True, False)
+    """
+    return facts.get("success", total_reward(rewards)) >= 1 - ROUNDED
+
+
 @dataclass(frozen=True, slots=True)
 class Trajectory:
     """A finished episode: its pieces, the reason of its end and its rewards by name.
@@ -162,12 +192,12 @@ class Trajectory:
 
     @property
     def reward(self) -> float:
-        return sum(self.rewards.values())
+        return total_reward(self.rewards)
 
     @property
     def success(self) -> bool:
         """True if the fact `success` is at least 1. Without this fact the reward decides."""
-        return self.facts.get("success", self.reward) >= 1
+        return is_success(self.rewards, self.facts)
 
     def with_rewards(
         self, rewards: Mapping[str, float], facts: Mapping[str, float]

@@ -35,7 +35,7 @@ from unstale.planner.analytic import (
 from unstale.planner.candidates import PlanRequest, candidates
 from unstale.planner.costs import LinearCosts
 from unstale.planner.hardware import DEVICES, Device, Shares
-from unstale.planner.measured import core_of_run, recorded_fleet
+from unstale.planner.measured import core_of, recorded_fleet
 from unstale.planner.models import PRESETS, Model
 from unstale.planner.page import as_json, page
 from unstale.planner.route_costs import route_cost
@@ -654,21 +654,19 @@ def test_the_command_answers_programs_and_people(capsys: pytest.CaptureFixture[s
         assert left.value.code == 2 and message in " ".join(capsys.readouterr().err.split())
 
 
-def test_a_run_is_read_as_a_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """10 us per trained token are 3 forward passes of it; 2 us per reply in a decoding step are
-    one."""
+def test_a_run_is_read_as_a_core() -> None:
+    """10 us per trained token are 3 forward passes of it by 5 threads; 2 us per reply in a decoding
+    step are one, by 3 threads."""
     model = Model.parse("layers=2,hidden=8,ffn=16,heads=2,kv_heads=1,head_dim=4,vocab=10,tied=true")
-    ran = SimpleNamespace(
+    ran: Any = SimpleNamespace(
         workload=Workload(recorded=((EpisodeShape(10, (TurnShape(30, 0, 0),)),),)),
         costs=LinearCosts(train_token=1e-5, decode=1e-3, decode_reply=2e-6),
     )
-    monkeypatch.setattr("unstale.planner.measured.from_run", lambda run, techniques: ran)
-    device, shares = core_of_run(tmp_path, model)
+    device, shares = core_of(ran, model, trainer_threads=5, engine_threads=3)
     token = model.forward_flops(20)
-    assert (
-        device.flops == pytest.approx(token / 2e-6) and shares.decode == 1 and shares.step_s == 1e-3
-    )
-    assert device.flops * shares.matmul == pytest.approx(3 * token / 1e-5)
+    assert device.flops == pytest.approx(token / 2e-6 / 3)
+    assert shares.decode == 1 and shares.step_s == 1e-3
+    assert device.flops * shares.matmul == pytest.approx(3 * token / 1e-5 / 5)
 
 
 @pytest.mark.parametrize(

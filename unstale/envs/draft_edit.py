@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from unstale.config import ConfigError, TaskConfig
 from unstale.envs import Env, Message, Turn
 from unstale.envs.guard import call
+from unstale.records import total_reward
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,11 +77,11 @@ class DraftEdit:
         env = self._make()
         await call(env.begin)
         turn = await call(env.step, draft)
-        return sum(turn.rewards.values()) if turn.done else None
+        return total_reward(turn.rewards) if turn.done else None
 
     def _with_facts(self, turn: Turn) -> Turn:
         if not turn.done or self._draft_reward is None:
             return turn
-        gain = sum(turn.rewards.values()) - self._draft_reward
+        gain = total_reward(turn.rewards) - self._draft_reward
         facts = {"draft_reward": self._draft_reward, "edit_gain": gain}
         return replace(turn, facts={**turn.facts, **facts})

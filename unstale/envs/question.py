@@ -1,20 +1,23 @@
 """An environment with one question and one tool, answered in text."""
 
+import re
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from unstale.envs import Message, ToolCall, Turn
+from unstale.envs.numbers import last_number
 
-_AROUND = ".,;:!?\"'`*_$()[]{}"
+_AROUND = ".,;:!?\"'`*_$()[]{}\\"
 """Punctuation and markup that may stand around the answer."""
+_BOXED = re.compile(r"\\boxed\{([^{}]*)\}")
 
 
 class Question:
     """One question. The first reply without a tool call ends the episode.
 
-    The reward is 1 if `answer` is a word of that reply, without punctuation around it. `tool` is
-    the schema of a tool with one argument, a string. `run` returns the tool's result, or raises
-    `ValueError` with an error message.
+    The reward is 1 if `answer` is the last number of that reply, or, for another text, a word of it
+    without punctuation around it. `tool` is the schema of a tool with one argument, a string. `run`
+    returns the tool's result, or raises `ValueError` with an error message.
     """
 
     def __init__(
@@ -39,9 +42,8 @@ class Question:
         facts = {"tool_errors": float(self._errors)}
         if answers:
             return Turn(answers, facts=facts)
-        words = [word.strip(_AROUND) for word in reply.content.split()]
-        is_right = self._answer in words
-        return Turn((), done=True, rewards={"success": float(is_right)}, facts=facts)
+        success = float(_is_right(reply.content, self._answer))
+        return Turn((), done=True, rewards={"success": success}, facts=facts)
 
     async def _call(self, call: ToolCall) -> str:
         try:
@@ -58,3 +60,17 @@ class Question:
         except ValueError as error:
             self._errors += 1
             return f"Error: {error}"
+
+
+def _is_right(text: str, answer: str) -> bool:
+    """Return True if a reply gives the answer. Of several numbers, the last one counts.
+
+    >>> _is_right("12 or 13", "12"), _is_right("It is **-5,032**.", "-5032")
+    (False, True)
+    >>> _is_right("It is \\\\boxed{tunlaw}.", "tunlaw")
+    True
+    """
+    expected = last_number(answer)
+    if expected is not None:
+        return last_number(text) == expected
+    return answer in [word.strip(_AROUND) for word in _BOXED.sub(r" \1 ", text).split()]

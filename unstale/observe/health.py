@@ -112,8 +112,8 @@ CHECKS = (
         "all_truncated",
         "episodes reach their end",
         lambda row, _: _value(row, "completion/truncated_share") == 1,
-        "every episode was cut short by a limit, so none got its reward. Raise "
-        "engine.max_completion_tokens, engine.max_context or rollout.max_turns.",
+        "every episode was cut short by a limit, so only rewards that the environment gave before "
+        "it count. Raise engine.max_completion_tokens, engine.max_context or rollout.max_turns.",
         in_a_row=1,
     ),
     Check(

@@ -284,12 +284,8 @@ def _learning(
         shares = [share for _, share in evals]
         style = GOOD if shares[-1] > shares[0] else "default"
         note = Text.assemble((f"{sparkline(shares, 10, 0, 1)} " if len(evals) > 2 else "", style))
-        note.append(
-            f"was {percent(shares[0], 1)} · step {evals[-1][0]}"
-            if len(evals) > 1
-            else "before training",
-            QUIET,
-        )
+        step = f"step {evals[-1][0]}" if evals[-1][0] else "before training"
+        note.append(f"was {percent(shares[0], 1)} · {step}" if len(evals) > 1 else step, QUIET)
         table.add_row("held-out", Text(percent(shares[-1], 1), style=f"bold {style}"), note)
     rollout = sparkline(_series(rows, "rollout/success_rate"), 22, 0, 1)
     table.add_row(

@@ -28,6 +28,7 @@ from unstale.planner.workload import (
     Workload,
     mean_attended,
 )
+from unstale.trainer.threads import trainer_threads
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,16 +224,34 @@ def core_of_run(run: Path, model: Model) -> tuple[Device, Shares]:
     The bandwidth of main memory, through which processes exchange data, is measured here. Raises
     `ConfigError` if the run cannot be used.
     """
-    setup = from_run(run, NO_TECHNIQUES)
+    recorded = RecordedRun.read(run)
+    setup = setup_of(recorded, fit_costs([recorded]), NO_TECHNIQUES)
+    if not setup.costs.train_token:
+        raise ConfigError(f"{run}: its batches are too similar in size to fit a cost per token")
+    config = recorded.config
+    if not (recorded.cores or config.trainer.threads):
+        raise ConfigError(
+            f"{run}: it does not say how many cores its trainer had; record another one, or one "
+            "with --trainer.threads"
+        )
+    # Synchronously, no episode runs while the trainer computes.
+    alone = config.schedule.max_staleness == 0
+    threads = trainer_threads(config, with_engine_cores=alone, num_cores=recorded.cores)
+    threads *= max(1, config.cluster.trainers)
+    return core_of(setup, model, trainer_threads=threads, engine_threads=config.engine.threads)
+
+
+def core_of(
+    setup: SimulationSetup, model: Model, *, trainer_threads: int, engine_threads: int
+) -> tuple[Device, Shares]:
+    """Return a core with the speed of a setup, whose trainer and engines have so many threads."""
     costs = setup.costs
     tokens = [shape.tokens for group in setup.workload.recorded for shape in group]
     attended = mean_attended(tokens)
-    if not costs.train_token:
-        raise ConfigError(f"{run}: its batches are too similar in size to fit a cost per token")
-    train = 3 * model.forward_flops(attended) / costs.train_token
+    train = 3 * model.forward_flops(attended) / costs.train_token / trainer_threads
     decode = train
     if costs.decode_reply:
-        decode = model.forward_flops(attended) / costs.decode_reply
+        decode = model.forward_flops(attended) / costs.decode_reply / engine_threads
     peak = max(train, decode)
     copy_rate = _copy_rate()
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / len(os.sched_getaffinity(0))

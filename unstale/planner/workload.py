@@ -196,11 +196,11 @@ class Workload(Section):
     """How often a failed episode is started again, as `rollout.retries`."""
 
     def check_combination(self) -> None:
-        prompt = mean_of(self.prompt_tokens)
+        prompt = min(mean_of(self.prompt_tokens), largest_of(self.prompt_tokens))
         if not self.recorded and prompt >= self.max_tokens:
             raise ConfigError(
-                f"the prompt must be shorter than the longest episode ({self.max_tokens} tokens), "
-                f"got {prompt:g} tokens"
+                "the prompt (`unstale plan --prompt`) must be shorter than the longest episode "
+                f"(--longest, {self.max_tokens} tokens), got {prompt:g} tokens"
             )
 
     @property

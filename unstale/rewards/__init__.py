@@ -6,23 +6,13 @@ with a language model.
 
 import json
 import math
-import re
 import unicodedata
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from unstale.envs.numbers import last_number
 from unstale.envs.strict_json import refuse_constant
 
-_NUMBER = re.compile(
-    r"(?<!\w)(?<!\d\.)[-+]?"
-    r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+|(?<!\.)(?=\.\d))(?:\.\d+)?(?:[eE][-+]?\d+)?"
-)
-_BETWEEN_THOUSANDS = re.compile(
-    r"(?<=\d)(?:\{,\}|\\[,;:! ]|[\N{NO-BREAK SPACE}\N{THIN SPACE}\N{NARROW NO-BREAK SPACE}])"
-    r"(?=\d{3}(?!\d))"
-)
-"""Separators of thousands other than a comma, in LaTeX and in typeset text."""
-_MINUS_SIGNS = str.maketrans("\N{MINUS SIGN}\N{EN DASH}", "--")
 _PUNCTUATION = " ,;:!?\"'`*\N{LEFT DOUBLE QUOTATION MARK}\N{RIGHT DOUBLE QUOTATION MARK}"
 
 
@@ -40,7 +30,7 @@ def weighted(**weights: float) -> Callable[[Mapping[str, float]], float]:
             raise ValueError(
                 f"the rewards are {sorted(rewards)}, the weights are of {sorted(weights)}"
             )
-        return sum(weights[name] * value for name, value in rewards.items())
+        return math.fsum(weights[name] * value for name, value in rewards.items())
 
     return combine
 
@@ -73,26 +63,17 @@ def numeric(text: str, expected: float, *, relative: float = 1e-6, absolute: flo
     """Return 1 if the last number in the text is close enough to the expected number, else 0.
 
     It must be within the relative or the absolute tolerance. Commas between thousands, units, `%`
-    and `$` are ignored.
+    and signs of currencies are ignored. `3/4` is 0.75.
 
     >>> numeric("9 boxes of $150 are $1,350.00.", 1350), numeric("41 or 42", 41)
     (1.0, 0.0)
     """
     if not math.isfinite(expected):
         raise ValueError(f"expected must be finite, got {expected}")
-    last = _last_number(text)
+    last = last_number(text)
     if last is None:
         return 0.0
     return float(math.isclose(last, expected, rel_tol=relative, abs_tol=absolute))
-
-
-def _last_number(text: str) -> float | None:
-    """Return the last number in the text, or None.
-
-    Typeset minus signs and separators of thousands are understood.
-    """
-    numbers = _NUMBER.findall(_BETWEEN_THOUSANDS.sub(",", text).translate(_MINUS_SIGNS))
-    return float(numbers[-1].replace(",", "")) if numbers else None
 
 
 def exact_answer(reply: str, row: Mapping[str, Any]) -> float:
@@ -115,7 +96,7 @@ def numeric_answer(reply: str, row: Mapping[str, Any]) -> float:
     >>> numeric_answer("It costs $1,350.", {"answer": "9 * 150 = 1350 #### 1350"})
     1.0
     """
-    expected = _last_number(str(row["answer"]))
+    expected = last_number(str(row["answer"]))
     if expected is None:
         raise ValueError(f"the answer has no number: {row['answer']!r}")
     return numeric(reply, expected)
@@ -137,7 +118,7 @@ def first_error(reply: str, row: Mapping[str, Any]) -> float:
     actual, steps = int(row["first_error"]), int(row["steps"])
     if not 0 <= actual <= steps:
         raise ValueError(f"first_error must be from 0 to steps, got {actual} and {steps}")
-    named = _last_number(reply)
+    named = last_number(reply)
     if named is None:
         return -1.0
     if not (named.is_integer() and 0 <= named <= steps) or (named == 0) != (actual == 0):

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable, Sequence
 from statistics import stdev
 
-from unstale.records import CUT_OFF, Group, ScoredTrajectory, Trajectory
+from unstale.records import CUT_OFF, Group, ScoredTrajectory, Trajectory, nearest_rank
 
 PERCENTILES = (50, 90, 99)
 
@@ -95,4 +95,4 @@ def _mean(values: Iterable[float]) -> float:
 
 def _percentile(ordered: Sequence[float], percent: int) -> float:
     """Return the percentile of sorted values by the nearest-rank method."""
-    return ordered[round(percent / 100 * (len(ordered) - 1))] if ordered else math.nan
+    return ordered[nearest_rank(len(ordered), percent / 100)] if ordered else math.nan

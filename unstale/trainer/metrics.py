@@ -14,7 +14,7 @@ from torch import Tensor
 
 from unstale.algorithms.corrections import LOG_LIMIT, Control, bounded_exp, has_behavior
 from unstale.algorithms.objectives import Surrogate
-from unstale.records import Batch
+from unstale.records import Batch, nearest_rank
 from unstale.trainer.token_log import TokenLog
 
 MAX_POINTS = 256
@@ -342,7 +342,7 @@ def _log_ratio(name: str, log_ratio: Tensor, lag: Tensor) -> dict[str, float]:
     size = log_ratio.double().abs()
     p99 = math.nan
     if len(size):
-        p99 = size.sort().values[round(0.99 * (len(size) - 1))].item()
+        p99 = size.sort().values[nearest_rank(len(size), 0.99)].item()
     metrics = {
         f"{name}_mean": _mean(log_ratio.double()),
         f"{name}_abs_mean": _mean(size),

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from unstale.durability.journal.reader import JournalReader
 from unstale.durability.journal.tables import ATTEMPTS, grade
 from unstale.durability.run_folder import Row
-from unstale.records import HAS_BEHAVIOR
+from unstale.records import HAS_BEHAVIOR, nearest_rank
 
 KEPT = ("trained", "waiting")
 LOST = ("failed", "given_up", "restarted")
@@ -149,7 +149,7 @@ def quantile(values: Sequence[int], share: float) -> int:
     >>> quantile([1, 2, 3, 4], 0.5), quantile([1, 2, 3, 4], 0.51), quantile([7], 0.1)
     (2, 3, 7)
     """
-    return values[max(0, math.ceil(share * len(values) - 1e-9) - 1)]
+    return values[nearest_rank(len(values), share)]
 
 
 def _buckets(ended: Sequence[_Attempt]) -> list[Row]:

@@ -8,7 +8,16 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from unstale.records import ContextPiece, Failure, Piece, Provenance, Sampled, Trajectory
+from unstale.records import (
+    ContextPiece,
+    Failure,
+    Piece,
+    Provenance,
+    Sampled,
+    Trajectory,
+    is_success,
+    total_reward,
+)
 
 JOURNAL = "journal.sqlite"
 
@@ -242,8 +251,7 @@ def to_utf8(text: str) -> str:
 
 def grade(rewards: Mapping[str, float], facts: Mapping[str, float]) -> tuple[bool, float]:
     """Return success and total reward of an episode, as `Trajectory` computes them."""
-    reward = float(sum(rewards.values()))
-    return facts.get("success", reward) >= 1, reward
+    return is_success(rewards, facts), total_reward(rewards)
 
 
 def _dump_numbers(values: Mapping[str, float]) -> str:

@@ -39,6 +39,7 @@ from unstale.observe.advice.samples import (
 from unstale.observe.report.compare import ended
 from unstale.observe.report.gather import refuse_old, step_of
 from unstale.observe.report.words import mapping, number
+from unstale.records import nearest_rank
 
 Source = Literal["exact", "audited", "replayed", "lag 0", "moments", "none"]
 """The source of the true D and S: the route is exact; the audit during training; `unstale audit`;
@@ -387,10 +388,9 @@ def _changes(name: str, changed: Difference) -> dict[str, float]:
 def _sizes(name: str, log_ratio: "numpy.ndarray") -> dict[str, float]:
     """Return the 99th and the 99.9th percentile (nearest rank) of the size of a log-ratio."""
     ordered = numpy.sort(numpy.abs(log_ratio))
-    last = len(ordered) - 1
     return {
-        f"{name}_p99": ordered[round(0.99 * last)].item(),
-        f"{name}_p999": ordered[round(0.999 * last)].item(),
+        f"{name}_p99": ordered[nearest_rank(len(ordered), 0.99)].item(),
+        f"{name}_p999": ordered[nearest_rank(len(ordered), 0.999)].item(),
     }
 
 

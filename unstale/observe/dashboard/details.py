@@ -101,15 +101,24 @@ def size_by_lag(database: Database, ratio: str) -> list[list[float]]:
     return [[lag, mean] for lag, mean in rows]
 
 
+_ATTEMPTS = """SELECT sampled_tokens, turns, success, reward,
+    CASE WHEN outcome = 'failed'
+        AND episode = max(episode) OVER (PARTITION BY group_number, sibling)
+    THEN 'given_up' ELSE outcome END AS outcome
+    FROM (SELECT * FROM episodes WHERE is_branch = 0 ORDER BY episode DESC LIMIT ?)"""
+"""The newest attempts, without branches. A failed one is `given_up` if no other one followed."""
+
+
 def attempts(database: Database) -> Row:
     """Return the attempts at episodes by how they ended, and the lengths of those trained on.
 
-    `curve` has sampled tokens, the share of all ended attempts with at most so many, and the share
-    of those trained on. If long attempts are lost more often, training prefers short ones.
+    Branches of an episode are left out, because they have its outcome and reward. `curve` has
+    sampled tokens, the share of all ended attempts with at most so many, and the share of those
+    trained on. If long attempts are lost more often, training prefers short ones.
     """
     rows = database.rows(
-        """SELECT outcome, count(*), avg(sampled_tokens), avg(turns), avg(success), avg(reward)
-        FROM (SELECT * FROM episodes ORDER BY episode DESC LIMIT ?) GROUP BY outcome""",
+        f"""SELECT outcome, count(*), avg(sampled_tokens), avg(turns), avg(success), avg(reward)
+        FROM ({_ATTEMPTS}) GROUP BY outcome""",
         (MAX_EPISODES,),
     )
     names = ("count", "sampled_tokens", "turns", "success", "reward")
@@ -122,9 +131,8 @@ def attempts(database: Database) -> Row:
         for outcome, *rest in rows
     ]
     lengths = database.rows(
-        """SELECT sampled_tokens, outcome FROM episodes
-        WHERE outcome NOT IN ('open', 'damaged') AND sampled_tokens IS NOT NULL
-        ORDER BY episode DESC LIMIT ?""",
+        f"""SELECT sampled_tokens, outcome FROM ({_ATTEMPTS})
+        WHERE outcome NOT IN ('open', 'damaged') AND sampled_tokens IS NOT NULL""",
         (MAX_EPISODES,),
     )
     ended = sorted(length for length, _ in lengths)

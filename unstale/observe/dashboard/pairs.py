@@ -37,12 +37,13 @@ def pairs(a: Database, b: Database) -> Row:
 def _groups(database: Database) -> dict[tuple[int, str], tuple[float | None, ...]]:
     """Return the means of a run's finished groups by number and task.
 
-    A group is finished if none of its episodes that have begun is open.
+    A group is finished if none of its episodes that have begun is open. Branches of an episode,
+    which have its reward, are left out.
     """
     means = ", ".join(f"avg({name})" for name in FIGURES)
     rows = database.rows(
         f"""SELECT group_number, task, {means} FROM episodes
-        WHERE outcome IN ('trained', 'waiting') AND group_number > (
+        WHERE is_branch = 0 AND outcome IN ('trained', 'waiting') AND group_number > (
             SELECT coalesce(max(group_number), 0) - ? FROM episodes)
         AND group_number NOT IN (SELECT group_number FROM episodes WHERE outcome = 'open')
         GROUP BY group_number, task""",

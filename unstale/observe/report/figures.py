@@ -7,7 +7,7 @@ training.
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 
 from markupsafe import Markup
@@ -28,7 +28,7 @@ from unstale.observe.report.plots import (
     stack_plot,
     thin,
 )
-from unstale.observe.report.words import amount, number, percent
+from unstale.observe.report.words import amount, number, percent, unit_of_s
 
 SHOWN_LAGS = 6
 FACETS = 4
@@ -266,20 +266,28 @@ def staleness_over_steps(run: Gathered, lags: dict[int, float]) -> Markup:
     names = [f"lag {lag}" for lag in range(shown + 1)]
     if shown < last:
         names[-1] += " and more"
-    columns = [
-        (float(step_of(row)), _shares(histogram(row), shown)) for row in run.rows if histogram(row)
-    ]
+    rows = [(step_of(row), histogram(row)) for row in run.rows if histogram(row)]
+    width = math.ceil(len(rows) / MAX_COLUMNS)
+    columns = []
+    for start in range(0, len(rows), width):
+        part = rows[start : start + width]
+        total: Counter[int] = Counter()
+        for _, counts in part:
+            total.update(counts)
+        columns.append((part[0][0], part[-1][0], _shares(total, shown)))
     plot = stack_plot(
-        columns[:: math.ceil(len(columns) / MAX_COLUMNS)],
+        columns,
         steps_axis(run, shift=0.5),
         names=names,
         label="Share of action tokens by lag, per step",
     )
     keys = [(f"lag-{lag}", name) for lag, name in enumerate(names)]
-    return figure(title, "The same shares, step by step.", plot, keys=keys, class_="wider")
+    each = "step by step" if width == 1 else f"for {width} steps each"
+    about = f"The same shares, {each}."
+    return figure(title, about, plot, keys=keys, class_="wider")
 
 
-def _shares(lags: dict[int, float], last: int) -> list[float]:
+def _shares(lags: Mapping[int, float], last: int) -> list[float]:
     total = sum(lags.values()) or 1.0
     shares = [0.0] * (last + 1)
     for lag, count in lags.items():
@@ -328,7 +336,12 @@ def clouds(run: Gathered) -> Markup:
     if len(run.points) < 10:
         return gap(title, "There is no sample of tokens.")
     x, y = density_axes([(point.log_d, point.log_s) for point in run.points])
-    guides = Guides(x=_band(run), y=_clip(run))
+    units = {"D": run.setting("correction.unit"), "S": unit_of_s(run.setting)}
+    whole = {ratio: unit for ratio, unit in units.items() if unit in ("turn", "sequence")}
+    guides = Guides(
+        x=() if "D" in whole else _band(run),
+        y=() if "S" in whole else _clip(run),
+    )
     lags = sorted({point.lag for point in run.points})
     facets = []
     for position, lag in enumerate(lags[:FACETS]):
@@ -339,6 +352,8 @@ def clouds(run: Gathered) -> Markup:
         facets.append((f"{name} · {len(points):,} tokens", plot))
     about = f"{len(run.points):,} sampled tokens; darker is more, on a log scale. "
     about += _thresholds(guides, x, y)
+    for ratio, unit in whole.items():
+        about += f" The bounds of {ratio} are those of a whole {unit}, so no line shows them."
     if run.points_seen > len(run.points):
         about += f" (A uniform sample of {run.points_seen:,}.)"
     outside = sum(abs(p.log_d) > x.high or abs(p.log_s) > y.high for p in run.points)

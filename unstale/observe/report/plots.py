@@ -227,11 +227,18 @@ def bar_plot(
 
 
 def stack_plot(
-    columns: Sequence[tuple[float, Sequence[float]]], x: Axis, *, names: Sequence[str], label: str
+    columns: Sequence[tuple[int, int, Sequence[float]]],
+    x: Axis,
+    *,
+    names: Sequence[str],
+    label: str,
 ) -> Markup:
-    """Draw one stacked column per step. `columns` has the step and shares that add up to 1."""
+    """Draw a stacked column for each step, or for some steps in a row.
+
+    `columns` has the first and the last step, and shares that add up to 1.
+    """
     stacks = []
-    for step, shares in columns:
+    for first, last, shares in columns:
         ends = list(accumulate(shares, initial=0.0))
         words = [
             f"{name} {100 * share:.0f}%"
@@ -240,13 +247,16 @@ def stack_plot(
         ]
         stacks.append(
             {
-                "x": step,
+                "x": (first + last) / 2,
+                "steps": last - first + 1,
                 "parts": [
                     (index, ends[index], ends[index + 1])
                     for index, share in enumerate(shares)
                     if share > 0
                 ],
-                "words": "\n".join([f"step {step:g}", *words]),
+                "words": "\n".join(
+                    [f"step {first}" if first == last else f"steps {first} to {last}", *words]
+                ),
             }
         )
     y = Axis(label="", low=0, high=1, show="{:.0%}".format)

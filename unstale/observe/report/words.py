@@ -418,6 +418,13 @@ def _capitalized(text: str) -> str:
     return text[:1].upper() + text[1:]
 
 
+def unit_of_s(setting: Any) -> str:
+    """Return of what the objective bounds S: `token`, `turn` or `sequence`."""
+    return (
+        "sequence" if setting("objective.kind") == "gspo" else setting("objective.unit") or "token"
+    )
+
+
 def _objective_words(setting: Any) -> str:
     kind = setting("objective.kind")
     ratio = "S = π / π_old" if is_exact(setting) else "the approximation of S = π / π_old"
@@ -438,7 +445,8 @@ def _objective_words(setting: Any) -> str:
     high = number(setting("objective.clip_high"))
     if low is None or high is None:
         return f"{kind} on {ratio}."
-    band = f"[{1 - low:g}, {1 + high:g}]"
+    unit = unit_of_s(setting)
+    band = f"[{1 - low:g}, {1 + high:g}]{'' if unit == 'token' else f', per {unit}'}"
     if kind == "cispo":
         return f"cispo: {ratio}, clipped to {band}, weights the gradient of each token."
     return f"{kind}: tokens with {ratio} outside {band} are clipped."

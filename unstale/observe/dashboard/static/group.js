@@ -50,7 +50,7 @@ export function group(content, at) {
     const context = contextOf(all);
     const select = h("select", { id: "colour", onchange: () => ((mode = select.value), draw(found)) }, modesOf(all).map((name) => h("option", { value: name, selected: name === mode }, MODES[name].name)));
     const box = h("input", { type: "checkbox", id: "skip", checked: skip, onchange: () => ((skip = box.checked), draw(found)) });
-    const rewards = found.members.map((member) => member.reward).filter((reward) => reward !== undefined);
+    const rewards = found.members.filter((member) => !member.is_branch).map((member) => member.reward).filter((reward) => reward !== undefined);
     const mean = rewards.reduce((sum, reward) => sum + reward, 0) / (rewards.length || 1);
     const missing = found.num_episodes > found.members.length ? `, the first ${found.members.length} of ${found.num_episodes} episodes` : "";
     replace(content, h("h1", {}, `Group ${found.group_number}`), h("p", { class: "quiet" }, `${found.task}${missing} · mean reward ${amount(mean)}`),
