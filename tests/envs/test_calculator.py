@@ -75,6 +75,20 @@ def test_the_answer_may_have_punctuation_around_it(text: str, reward: float) -> 
     assert play(Message("assistant", text.format(value))).rewards["success"] == reward
 
 
+@pytest.mark.parametrize(
+    ("text", "reward"),
+    [
+        ("{0} or {1}", 0),
+        ("{1}, no, {0}", 1),
+        ("\\(\\boxed{{{0:,}}}\\)", 1),
+        ("It is {0:.1f}", 1),
+    ],
+)
+def test_the_last_number_is_the_answer(text: str, reward: float) -> None:
+    value = calculate(CalculatorTasks().expression(TASK))
+    assert play(Message("assistant", text.format(value, value + 1))).rewards["success"] == reward
+
+
 def test_malformed_and_unknown_calls_are_answered_and_counted() -> None:
     wrong = (
         ToolCall("", {}, error="the call is not JSON"),

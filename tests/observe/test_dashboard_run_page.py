@@ -283,6 +283,34 @@ def test_the_lengths_of_lost_attempts_are_compared_as_in_the_report(
     index.close()
 
 
+def test_branches_are_no_attempts_and_the_last_failure_is_final(tmp_path: Path) -> None:
+    index = RunIndex(tmp_path, tmp_path / "attempts.sqlite")
+    attempts = [  # group, sibling, outcome, reward, is_branch
+        (1, 0, "failed", None, 0),
+        (1, 0, "trained", 1.0, 0),
+        *[(1, 0, "trained", 1.0, 1)] * 5,
+        (1, 1, "failed", None, 0),
+        (1, 1, "failed", None, 0),
+        (2, 0, "trained", 0.0, 0),
+    ]
+    with index.database.write() as writer:
+        for each in attempts:
+            writer.execute(
+                "INSERT INTO episodes (group_number, sibling, outcome, reward, is_branch, task,"
+                " seed) VALUES (?, ?, ?, ?, ?, 't', 0)",
+                each,
+            )
+    kinds = {row["outcome"]: row for row in details.attempts(index.database)["kinds"]}
+    assert {name: row["count"] for name, row in kinds.items()} == {
+        "failed": 2,
+        "given_up": 1,
+        "trained": 2,
+    }
+    assert kinds["trained"]["reward"] == 0.5
+    assert kinds["given_up"]["name"] == "failed, not retried"
+    index.close()
+
+
 def test_an_audit_has_a_verdict_for_each_route(index: RunIndex, run: Path) -> None:
     fill(index)
     found = audits.audit(index)

@@ -147,6 +147,15 @@ def test_held_out_is_green_only_if_it_rose(color: bool, shares: tuple[float, ...
     assert ("\x1b[1;32m" in line) is color
 
 
+@pytest.mark.parametrize(("step", "words"), [(0, "before training"), (50, "step 50")])
+def test_a_first_held_out_share_has_its_step(step: int, words: str) -> None:
+    """A resumed run may evaluate the step from which it continues."""
+    display = LiveDisplay(fake_config(), console=plain_console()[0])
+    display.update({"step": step, "eval/success_rate": 0.5})
+    (line,) = [line for line in shown(display, 100).splitlines() if "held-out" in line]
+    assert words in line
+
+
 def test_control_characters_are_shown_on_a_terminal_too() -> None:
     out = io.StringIO()
     console = Console(file=out, force_terminal=True, width=100, height=40)

@@ -42,9 +42,11 @@ from unstale.observe.report.audited import COLUMNS, cells
 from unstale.observe.report.compare import ended
 from unstale.observe.report.figures import (
     average_lag,
+    clouds,
     dropped_and_clipped,
     learning,
     size_by_lag,
+    staleness_over_steps,
 )
 from unstale.observe.report.gather import Chosen, gather
 from unstale.observe.report.page import write_report
@@ -347,6 +349,42 @@ def test_means_by_lag_count_by_tokens(tmp_path: Path) -> None:
     ]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert average_lag(gather(tmp_path), "correction/log_d_abs_mean/lag_") == {0: 1.0, 1: 5.0}
+
+
+def test_many_steps_share_a_column_of_staleness(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    rows = (
+        {"step": step, "schedule/staleness_histogram": {str(step % 2): 10}}
+        for step in range(1, 2401)
+    )
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    drawn = str(staleness_over_steps(gather(tmp_path), {0: 12000.0, 1: 12000.0}))
+    assert "The same shares, for 10 steps each." in drawn
+    assert "steps 1 to 10\nlag 0 50%\nlag 1 50%" in drawn and "steps 2391 to 2400\n" in drawn
+
+
+@pytest.mark.parametrize(
+    ("options", "whole"),
+    [
+        ({}, []),
+        ({"objective.kind": "gspo"}, ["S"]),
+        ({"objective.unit": "turn", "correction.unit": "sequence"}, ["D", "S"]),
+    ],
+)
+def test_bounds_of_sequences_are_no_bounds_of_tokens(
+    tmp_path: Path, options: dict[str, Any], whole: list[str]
+) -> None:
+    folder = fake_run(tmp_path / "run", steps=6)
+    config = json.loads((folder / "config.json").read_text())
+    for name, value in options.items():
+        section, option = name.split(".")
+        config[section][option] = value
+    (folder / "config.json").write_text(json.dumps(config))
+    drawn = html.unescape(str(clouds(gather(folder))))
+    for ratio, verb in (("D", "dropped"), ("S", "clipped")):
+        says_whole = f"The bounds of {ratio} are those of a whole" in drawn
+        assert says_whole is (ratio in whole)
+        assert (f"Tokens are {verb} outside the band on log {ratio}" in drawn) is not says_whole
 
 
 @pytest.mark.parametrize(("ratio", "name"), [("D", "correction/log_d"), ("S", "objective/log_s")])

@@ -83,6 +83,12 @@ def test_numbers_have_signs_commas_and_tolerances() -> None:
     row = {"answer": "\N{MINUS SIGN}5"}
     assert numeric_answer("-5", row) == numeric_answer("\N{MINUS SIGN}5", row) == 1
     assert numeric_answer("5", row) == 0
+    assert numeric("The balance is -$5.00", -5) == numeric("-\\$1,350", -1350) == 1
+    assert numeric("\N{MINUS SIGN}\N{EURO SIGN}.5", -0.5) == numeric("12 - $5", 5) == 1
+    assert numeric_answer("It is 1/4.", {"answer": "3/4"}) == 0
+    assert numeric_answer("\\frac{3}{4}", {"answer": "3/4"}) == numeric("-3/4", -0.75) == 1
+    assert numeric("on 3/4/2024", 2024) == numeric("1/0", 0) == numeric("4 km/2", 2) == 1
+    assert numeric("1/" + "9" * 5000, 0) == 0
     assert numeric("1,2", 2) == 1 and numeric("10-3", 3) == 1 and numeric(".5", 0.5) == 1
     assert numeric("3.14", 3.14159) == 0 and numeric("3.14", 3.14159, relative=1e-3) == 1
     assert numeric("0.01", 0) == 0 and numeric("0.01", 0, absolute=0.05) == 1

@@ -6,7 +6,7 @@ _NUMBER = re.compile(
     r"(?<!\w)(?<!\d\.)[-+]?"
     r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+|(?<!\.)(?=\.\d))(?:\.\d+)?(?:[eE][-+]?\d+)?"
 )
-_FRACTION = re.compile(r"(?<![\w.,/])([-+]?\d+)/(\d+)(?![\w/]|[.,]\d)")
+_FRACTION = re.compile(r"(?<![\w.,/])([-+]?\d{1,15})/(\d{1,15})(?![\w/]|[.,]\d)")
 _LATEX_FRACTION = re.compile(r"\\[dt]?frac\{(\d+)\}\{(\d+)\}")
 _BETWEEN_THOUSANDS = re.compile(
     r"(?<=\d)(?:\{,\}|\\[,;:! ]|[\N{NO-BREAK SPACE}\N{THIN SPACE}\N{NARROW NO-BREAK SPACE}])"

@@ -199,8 +199,8 @@ class Workload(Section):
         prompt = min(mean_of(self.prompt_tokens), largest_of(self.prompt_tokens))
         if not self.recorded and prompt >= self.max_tokens:
             raise ConfigError(
-                "the prompt (`unstale plan --prompt`) must be shorter than the longest episode "
-                f"(--longest, {self.max_tokens} tokens), got {prompt:g} tokens"
+                f"the prompt must be shorter than the longest episode ({self.max_tokens} tokens), "
+                f"got {prompt:g} tokens; the options are --prompt and --longest"
             )
 
     @property
