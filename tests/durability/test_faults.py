@@ -40,7 +40,7 @@ from unstale.cli.resume import load_config
 from unstale.config import ConfigError, OldLogpsConfig, RolloutConfig, RunConfig
 from unstale.durability import checkpoint, checkpoint_files, compare_runs, run_folder
 from unstale.durability.journal import JOURNAL, Journal, writer
-from unstale.durability.run_folder import read_jsonl
+from unstale.durability.run_folder import CONFIG, RunLog, read_jsonl
 from unstale.engines.scripted import ScriptedEngine
 from unstale.envs import Message, Turn
 from unstale.records import Task
@@ -171,6 +171,34 @@ def test_a_folder_that_cannot_be_written_is_not_gone_on_in(
     ):
         resume(named(tmp_path, made))
     assert refused.asked
+
+
+def test_the_configuration_is_on_the_disk_before_a_run_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its file is flushed before it is renamed, and its folder after that."""
+    flushed: list[tuple[bool, str]] = []
+    to_disk = os.fsync
+
+    def flush(descriptor: int) -> None:
+        path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+        text = (path / CONFIG if path.is_dir() else path).read_text()
+        flushed.append((path.is_dir(), text))
+        to_disk(descriptor)
+
+    monkeypatch.setattr(os, "fsync", flush)
+    folder = tmp_path / "run"
+    with RunLog.create(folder, {"steps": 1}) as log:
+        text = (folder / CONFIG).read_text()
+        assert flushed == [(False, text), (True, text)]
+        log.write(0, {"loss": 0.5})
+        log.event("stopped")
+    with RunLog.reopen(folder) as log:
+        log.rewind([])
+        assert len(flushed) == 2, "only the configuration is worth the time"
+        log.begin_again({"steps": 2})
+    text = (folder / CONFIG).read_text()
+    assert flushed[2:] == [(False, text), (True, text)]
 
 
 def test_the_options_of_a_resume_that_fails_before_it_trains_are_not_kept(

@@ -100,13 +100,30 @@ def dumps(value: Any, indent: int | None = None) -> str:
     return _STEERING.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Replace a file in one step. If its path is a symbolic link, the link is replaced."""
+def flush_to_disk(path: Path) -> None:
+    """Wait until a file, or the list of files in a folder, would survive a power cut."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_whole(path: Path, text: str, *, durable: bool = False) -> None:
+    """Replace a file in one step. If its path is a symbolic link, the link is replaced.
+
+    With `durable`, wait until the new content would survive a power cut. Otherwise the file may be
+    empty after one.
+    """
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     partial.unlink(missing_ok=True)
     with partial.open("x", encoding="utf-8", errors="replace", newline="\n") as file:
         file.write(text)
+    if durable:
+        flush_to_disk(partial)
     partial.replace(path)
+    if durable:
+        flush_to_disk(path.parent)
 
 
 class RunLog:
@@ -144,7 +161,7 @@ class RunLog:
         log._is_new = not path.exists()
         log._before = frozenset() if log._is_new else frozenset(path.iterdir())
         path.mkdir(parents=True, exist_ok=True)
-        write_whole(path / CONFIG, dumps({} if config is None else config, indent=2) + "\n")
+        log._write_config({} if config is None else config)
         return log
 
     @classmethod
@@ -165,7 +182,7 @@ class RunLog:
 
         Call it when nothing can refuse the configuration any more. A later resume reads it.
         """
-        write_whole(self.path / CONFIG, dumps(config, indent=2) + "\n")
+        self._write_config(config)
         (self.path / ERROR).unlink(missing_ok=True)
 
     def discard(self) -> None:
@@ -229,6 +246,9 @@ class RunLog:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _write_config(self, config: Any) -> None:
+        write_whole(self.path / CONFIG, dumps(config, indent=2) + "\n", durable=True)
 
     def _append(self, name: str, record: Mapping[str, Any]) -> None:
         if name not in self._files:

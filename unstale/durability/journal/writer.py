@@ -6,7 +6,6 @@ together.
 
 import asyncio
 import json
-import os
 import queue
 import sqlite3
 import time
@@ -46,6 +45,7 @@ from unstale.durability.journal.tables import (
     to_utf8,
 )
 from unstale.durability.journal.token_rows import token_rows
+from unstale.durability.run_folder import flush_to_disk
 from unstale.records import (
     NO_BUDGET,
     Failure,
@@ -536,11 +536,7 @@ def _create(path: Path) -> None:
             f"BEGIN IMMEDIATE; {SCHEMA} PRAGMA user_version={FORMAT}; COMMIT;"
         )
     new.rename(path)
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+    flush_to_disk(path.parent)
 
 
 def _connect(path: Path) -> sqlite3.Connection:
