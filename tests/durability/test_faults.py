@@ -7,6 +7,7 @@ batch in test_staleness_queue.py.
 
 import asyncio
 import errno
+import fcntl
 import os
 import signal
 import sqlite3
@@ -40,6 +41,7 @@ from unstale.cli.resume import load_config
 from unstale.config import ConfigError, OldLogpsConfig, RolloutConfig, RunConfig
 from unstale.durability import checkpoint, checkpoint_files, compare_runs, run_folder
 from unstale.durability.journal import JOURNAL, Journal, writer
+from unstale.durability.machine import lock_folder
 from unstale.durability.run_folder import CONFIG, RunLog, read_jsonl
 from unstale.engines.scripted import ScriptedEngine
 from unstale.envs import Message, Turn
@@ -171,6 +173,37 @@ def test_a_folder_that_cannot_be_written_is_not_gone_on_in(
     ):
         resume(named(tmp_path, made))
     assert refused.asked
+
+
+@pytest.mark.parametrize("error", [errno.EROFS, errno.EACCES, errno.ENOLCK])
+def test_a_folder_that_cannot_be_locked_is_refused_with_the_cause(
+    toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: int
+) -> None:
+    made, folder = config(), tmp_path / "run"
+    with killed("step", 4):
+        toy.begin(folder, made)
+    machines = len(toy.machines)
+    with monkeypatch.context() as patch:
+        patch.setattr(fcntl, "flock", fail(OSError(error, os.strerror(error))))
+        with pytest.raises(
+            ConfigError, match=rf"{folder} cannot be locked: .*{os.strerror(error)}"
+        ):
+            resume(named(tmp_path, made))
+    (folder / ".lock").unlink()
+    (folder / ".lock").mkdir()  # a file that cannot be opened, for root as well
+    with pytest.raises(ConfigError, match=rf"{folder} cannot be locked: .*Is a directory"):
+        resume(named(tmp_path, made))
+    assert len(toy.machines) == machines, "the model was loaded for nothing"
+    (folder / ".lock").rmdir()
+    resume(named(tmp_path, made))
+    require_sound(folder)
+
+
+def test_an_error_while_a_folder_is_locked_keeps_its_kind(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="no disk"), lock_folder(tmp_path):
+        raise OSError("no disk")
+    with lock_folder(tmp_path):
+        pass
 
 
 def test_the_configuration_is_on_the_disk_before_a_run_goes_on(

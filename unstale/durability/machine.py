@@ -4,7 +4,7 @@ import fcntl
 import platform
 import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from importlib.metadata import version
 from pathlib import Path
 
@@ -48,11 +48,17 @@ def commit() -> str:
 def lock_folder(folder: Path) -> Iterator[int]:
     """Lock a folder for this process and those that inherit the yielded file descriptor.
 
-    Raises `ConfigError` if another process has locked it.
+    Raises `ConfigError` if another process has locked it, or if it cannot be locked.
     """
-    with (folder / ".lock").open("a") as file:
+    with ExitStack() as until_unlocked:
         try:
+            file = until_unlocked.enter_context((folder / ".lock").open("a"))
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ConfigError(f"{folder} is in use by another running process") from None
+        except OSError as error:
+            raise ConfigError(
+                f"{folder} cannot be locked: {error}. The folder must be writable, on a file "
+                "system that supports locks"
+            ) from error
         yield file.fileno()
