@@ -36,6 +36,7 @@ from tests.support.waits import LIMIT_S, wait_until
 from tests.test_loop import make, run
 from unstale.cli import main, session
 from unstale.config import ConfigError, install
+from unstale.durability.compare_runs import differences
 from unstale.durability.journal import (
     JOURNAL,
     CheckpointRow,
@@ -624,6 +625,17 @@ def test_a_replayed_group_is_recorded_beside_its_first_training(tmp_path: Path) 
         assert read.replayed() == [0] and check(read) == []
 
 
+def make_older(path: Path, journal_format: int) -> None:
+    """Change a journal to one of an older format. Its added tables have no rows."""
+    with closing(sqlite3.connect(path)) as connection:
+        for name, since in ADDED.items():
+            if since > journal_format:
+                connection.execute(f"DROP TABLE {name}")
+                connection.execute("DELETE FROM counts WHERE name = ?", (name,))
+        connection.execute(f"PRAGMA user_version={journal_format}")
+        connection.commit()
+
+
 @pytest.mark.parametrize("journal_format", [3, 4])
 def test_a_journal_of_a_format_before_is_read_and_changed_on_a_resume(
     tmp_path: Path, journal_format: int
@@ -632,13 +644,7 @@ def test_a_journal_of_a_format_before_is_read_and_changed_on_a_resume(
         asyncio.run(journal.publishing(0))
         record(journal, group(0))
         train_on(journal, group(0), step=0, version=0)
-    with closing(sqlite3.connect(tmp_path / JOURNAL)) as connection:
-        for name, since in ADDED.items():
-            if since > journal_format:
-                connection.execute(f"DROP TABLE {name}")
-                connection.execute("DELETE FROM counts WHERE name = ?", (name,))
-        connection.execute(f"PRAGMA user_version={journal_format}")
-        connection.commit()
+    make_older(tmp_path / JOURNAL, journal_format)
     with Journal.read(tmp_path) as read:
         assert check(read) == [] and read.replayed() == read.replayed(0) == []
         assert read.trained_tokens(0) == [] and read.token_steps() == {}
@@ -650,6 +656,31 @@ def test_a_journal_of_a_format_before_is_read_and_changed_on_a_resume(
         asyncio.run(journal.checkpoint("of 1", step=1, version=2))
     with Journal.read(tmp_path) as read:
         assert check(read) == [] and read.replayed(1) == [0]
+
+
+@pytest.mark.parametrize("journal_format", [3, 4])
+def test_journals_of_two_formats_are_compared_in_the_tables_that_both_have(
+    tmp_path: Path, journal_format: int
+) -> None:
+    new, old = tmp_path / "new", tmp_path / "old"
+    for folder in (new, old):
+        folder.mkdir()
+        with Journal(folder / JOURNAL) as journal:
+            asyncio.run(journal.publishing(0))
+            record(journal, group(0))
+            train_on(journal, group(0), step=0, version=0)
+    make_older(old / JOURNAL, journal_format)
+    equal = ["the checkpoints: none has the same name"]  # these folders have journals alone
+    assert differences(new, old) == differences(old, new) == equal
+    assert differences(old, old) == equal
+    with Journal(old / JOURNAL):  # a resume adds the missing tables
+        pass
+    assert differences(new, old) == equal
+    with Journal(new / JOURNAL) as journal:
+        asyncio.run(journal.publishing(1))
+    make_older(old / JOURNAL, journal_format)
+    tables = {text.partition(" of the journal")[0] for text in differences(new, old)[1:]}
+    assert tables == {"versions", "counts"}
 
 
 PLANTED = (

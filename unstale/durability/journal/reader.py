@@ -159,6 +159,11 @@ class JournalReader:
         self._connection.close()
 
     @property
+    def tables(self) -> tuple[str, ...]:
+        """Names of the tables of this journal. An older format has fewer than the present one."""
+        return self._tables
+
+    @property
     def num_bytes(self) -> int:
         """Size of the main file. While the run is active, a `-wal` file has a few MB more."""
         ((pages,),) = self.rows("PRAGMA page_count")
