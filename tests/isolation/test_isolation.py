@@ -62,13 +62,18 @@ class Isolated:
     """A rollout of `hostile_envs.isolated_tasks` in worker processes."""
 
     def __init__(
-        self, *, workers: int = 1, retries: int = 0, start: StartWorker = start_here
+        self,
+        *,
+        workers: int = 1,
+        retries: int = 0,
+        start: StartWorker = start_here,
+        memory_gb: float = 0.125,
     ) -> None:
         config = TaskConfig(
             env="tests.support.hostile_envs:isolated_tasks",
             isolate="process",
             workers=workers,
-            worker_memory_gb=0.125,
+            worker_memory_gb=memory_gb,
         )
         tasks = isolate(build_taskset(config), config, start)
         assert isinstance(tasks, IsolatedTasks)
@@ -232,6 +237,19 @@ def test_under_a_virtual_clock_a_bad_environment_fails_alone_too() -> None:
     assert isinstance(blocked, Failure) and "EventLoopBlocked" in blocked.error
     assert isinstance(endless, Failure) and "no answer within 30 s" in endless.error
     assert isinstance(good, Trajectory)
+
+
+def test_an_answer_too_long_for_one_message_fails_alone() -> None:
+    world = Isolated(memory_gb=2.0)
+
+    async def main() -> list[Failure | Trajectory]:
+        return await asyncio.gather(world.play(at(hostile.Waits)), world.play(len(ISOLATED)))
+
+    good, long = world.run(main)
+    assert isinstance(good, Trajectory) and not world.ended
+    assert isinstance(long, Failure) and long.stage == "step 1"
+    assert long.error.startswith("EnvError: its answer cannot be sent to the run as JSON: it takes")
+    assert long.error.endswith("with task.isolate = process at most 67,108,864 are allowed")
 
 
 def test_code_that_cancels_the_calls_of_others_is_named() -> None:

@@ -178,6 +178,13 @@ class NotJson(Env):
         return Turn((Message("user", "", (ToolCall("buy", call),)),))
 
 
+class LongAnswer(Env):
+    """Its turn has fewer characters than are allowed, of which JSON has 12 bytes each."""
+
+    async def step(self, reply: Message) -> Turn:
+        return Turn((Message("user", "\U0001f642" * 6_000_000),))
+
+
 class HoldsMemory(Env):
     async def step(self, reply: Message) -> Turn:
         self.held = b"x" * (300 << 20)
@@ -268,8 +275,11 @@ ISOLATED = (
 
 
 def isolated_tasks() -> HostileTasks:
-    """Return all of them, for workers that interrupt code after 0.6 s."""
+    """Return all of them, for workers that interrupt code after 0.6 s.
+
+    The last is `LongAnswer`, whose worker needs more memory than the others.
+    """
     guard.HELD_S = 0.6
     guard.IGNORED_S = 0.5
     guard._TICK_S = 0.1
-    return HostileTasks(*ISOLATED)
+    return HostileTasks(*ISOLATED, LongAnswer)

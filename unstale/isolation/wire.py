@@ -11,12 +11,12 @@ from unstale.envs import EnvError, Message, ToolCall, Turn
 Row = dict[str, Any]
 
 MAX_FRAME_BYTES = 1 << 26
-"""Largest size of one message from a worker in bytes. `MAX_CHARACTERS` escaped as JSON take at most
-50 MB.
+"""Largest size of one message from a worker in bytes. A turn and a snapshot share one message, and
+escaped as JSON a character takes up to 12 bytes. So the worker measures each message that it sends.
 """
 MAX_CHARACTERS = 1 << 23
-"""Largest number of characters in one turn or snapshot. A million tokens have about four
-million.
+"""Largest number of characters in a snapshot, or in the contents of a turn's messages together. A
+million tokens have about four million.
 """
 MAX_MESSAGES = 1 << 14
 """Largest number of messages in one turn. Reading that many takes about 50 ms."""

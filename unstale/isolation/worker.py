@@ -37,7 +37,14 @@ from unstale.envs.guard import (
     watch_tasks,
 )
 from unstale.envs.registry import build_taskset
-from unstale.isolation.wire import MAX_ERROR, Row, check_length, read_message, turn_row
+from unstale.isolation.wire import (
+    MAX_ERROR,
+    MAX_FRAME_BYTES,
+    Row,
+    check_length,
+    read_message,
+    turn_row,
+)
 from unstale.records import Task
 from unstale.weights.child_process import Frames, frame
 
@@ -100,9 +107,20 @@ class _Connection:
         self._lock = threading.Lock()
 
     def send(self, row: Row) -> None:
+        """Send a message. If the run has closed the socket, end this process.
+
+        Raises ValueError, TypeError or RecursionError if the message cannot be JSON, and ValueError
+        if it is too long. Nothing is sent then.
+        """
+        data = b"".join(frame(row))
+        if len(data) > MAX_FRAME_BYTES:
+            raise ValueError(
+                f"it takes {len(data):,} bytes; with task.isolate = process at most "
+                f"{MAX_FRAME_BYTES:,} are allowed"
+            )
         is_ours = self._lock.acquire(timeout=_SEND_WAIT_S)
         try:
-            self.socket.sendall(b"".join(frame(row)))
+            self.socket.sendall(data)
         except OSError:
             os._exit(0)  # the run has ended
         finally:
@@ -214,7 +232,10 @@ class Episode:
 
 
 class Server:
-    """The episodes of a worker process. `send` sends a message to the run."""
+    """The episodes of a worker process.
+
+    `send` sends a message to the run. It raises the errors of `_Connection.send`.
+    """
 
     def __init__(
         self, taskset: Taskset, loop: asyncio.AbstractEventLoop, send: Callable[[Row], None]
