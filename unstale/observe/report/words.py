@@ -446,7 +446,7 @@ def _objective_words(setting: Any) -> str:
     if low is None or high is None:
         return f"{kind} on {ratio}."
     unit = unit_of_s(setting)
-    band = f"[{1 - low:g}, {1 + high:g}]{'' if unit == 'token' else f', per {unit}'}"
+    band = f"[{1 - low:g}, {1 + high:g}]{'' if unit == 'token' else f', per {unit},'}"
     if kind == "cispo":
         return f"cispo: {ratio}, clipped to {band}, weights the gradient of each token."
     return f"{kind}: tokens with {ratio} outside {band} are clipped."
