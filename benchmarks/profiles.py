@@ -252,7 +252,7 @@ WHOLE = "whole-child"
 """First argument of this program in a process that is measured."""
 MEASURED_STEPS = 12
 Steps = tuple[Shares, float]
-"""The processor seconds of a step, and its seconds."""
+"""The processor seconds of a step, and its seconds by the clock."""
 
 
 def whole_steps(staleness: int, repeats: int, bench: train.Bench) -> list[str]:

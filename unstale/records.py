@@ -154,7 +154,10 @@ def nearest_rank(count: int, share: float) -> int:
 
 def total_reward(rewards: Mapping[str, float]) -> float:
     """Return the sum of the named rewards of an episode, with one rounding."""
-    return math.fsum(rewards.values())
+    try:
+        return math.fsum(rewards.values())
+    except OverflowError:  # the sum is infinite
+        return float(sum(rewards.values()))
 
 
 def is_success(rewards: Mapping[str, float], facts: Mapping[str, float]) -> bool:

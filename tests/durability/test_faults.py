@@ -217,6 +217,7 @@ def test_the_configuration_is_on_the_disk_before_a_run_goes_on(
         path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
         text = (path / CONFIG if path.is_dir() else path).read_text()
         flushed.append((path.is_dir(), text))
+        assert path.name != CONFIG, "it was renamed before it was on the disk"
         to_disk(descriptor)
 
     monkeypatch.setattr(os, "fsync", flush)

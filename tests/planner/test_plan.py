@@ -22,6 +22,7 @@ from benchmarks.long_context import saved_bytes, shape_of
 from unstale.cli.main import main, parse
 from unstale.cli.recipe_options import configure
 from unstale.config import ConfigError, ScheduleConfig
+from unstale.config.options import override
 from unstale.config.routes import routes
 from unstale.planner import deltas
 from unstale.planner.analytic import (
@@ -35,7 +36,7 @@ from unstale.planner.analytic import (
 from unstale.planner.candidates import PlanRequest, candidates
 from unstale.planner.costs import LinearCosts
 from unstale.planner.hardware import DEVICES, Device, Shares
-from unstale.planner.measured import core_of, recorded_fleet
+from unstale.planner.measured import core_of, recorded_fleet, training_threads
 from unstale.planner.models import PRESETS, Model
 from unstale.planner.page import as_json, page
 from unstale.planner.route_costs import route_cost
@@ -48,6 +49,7 @@ from unstale.planner.suggest import (
     suggest,
 )
 from unstale.planner.workload import EpisodeStats
+from unstale.recipes import make_recipe
 from unstale.weights.codec import encode
 
 ROOT = Path(__file__).parents[2]
@@ -662,11 +664,29 @@ def test_a_run_is_read_as_a_core() -> None:
         workload=Workload(recorded=((EpisodeShape(10, (TurnShape(30, 0, 0),)),),)),
         costs=LinearCosts(train_token=1e-5, decode=1e-3, decode_reply=2e-6),
     )
-    device, shares = core_of(ran, model, trainer_threads=5, engine_threads=3)
+    device, shares = core_of(ran, model, training=5, sampling=3)
     token = model.forward_flops(20)
     assert device.flops == pytest.approx(token / 2e-6 / 3)
     assert shares.decode == 1 and shares.step_s == 1e-3
     assert device.flops * shares.matmul == pytest.approx(3 * token / 1e-5 / 5)
+
+
+@pytest.mark.parametrize(
+    ("options", "threads"),
+    [
+        ({}, 2),
+        ({"schedule.max_staleness": 0}, 4),
+        ({"schedule.max_staleness": 0, "trainer.compile": True}, 2),
+        ({"schedule.max_staleness": 0, "cluster.trainers": 2}, 2),
+        ({"trainer.threads": 3}, 3),
+    ],
+)
+def test_the_threads_of_a_trainer_are_those_that_computed(
+    options: dict[str, Any], threads: int
+) -> None:
+    """Of 4 cores, two engines have one each."""
+    config = override(make_recipe("retail"), options | {"engine.processes": 2})
+    assert training_threads(config, 4) == threads
 
 
 @pytest.mark.parametrize(

@@ -89,6 +89,10 @@ def test_numbers_have_signs_commas_and_tolerances() -> None:
     assert numeric_answer("\\frac{3}{4}", {"answer": "3/4"}) == numeric("-3/4", -0.75) == 1
     assert numeric("on 3/4/2024", 2024) == numeric("1/0", 0) == numeric("4 km/2", 2) == 1
     assert numeric("1/" + "9" * 5000, 0) == 0
+    for text in ("2 1/2", "2\\frac{1}{2}", "5/2", "5 / 2 cups", "step 7 10/4", "\\dfrac{5}{2}x"):
+        assert numeric(text, 2.5) == 1
+    assert numeric("-1 1/2", -1.5) == numeric("\\frac{-3}{2}", -1.5) == 1
+    assert numeric("1,000/8", 125) == numeric("9/10 or 11", 11) == 1
     assert numeric("1,2", 2) == 1 and numeric("10-3", 3) == 1 and numeric(".5", 0.5) == 1
     assert numeric("3.14", 3.14159) == 0 and numeric("3.14", 3.14159, relative=1e-3) == 1
     assert numeric("0.01", 0) == 0 and numeric("0.01", 0, absolute=0.05) == 1

@@ -25,7 +25,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from unstale.config.algorithm import Aggregate, Unit
-from unstale.records import HAS_BEHAVIOR
+from unstale.records import HAS_BEHAVIOR, nearest_rank
 
 LOG_LIMIT = 20.0
 """Largest absolute log-ratio before `exp` is taken. e^20 = 4.9e8 is finite, and far above any
@@ -389,9 +389,8 @@ def summary(
         figures[f"{name}_mean"] = values.mean().item()
         figures[f"{name}_abs_mean"] = values.abs().mean().item()
         for percent in (1, 50, 99):
-            figures[f"{name}_p{percent:02d}"] = values[
-                round(percent / 100 * (len(values) - 1))
-            ].item()
+            rank = nearest_rank(len(values), percent / 100)
+            figures[f"{name}_p{percent:02d}"] = values[rank].item()
     return figures
 
 

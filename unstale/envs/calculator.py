@@ -27,7 +27,7 @@ MAX_LENGTH = 100
 
 
 class CalculatorTasks(NumberedTasks):
-    """Tasks with arithmetic expressions. The reward is 1 if the last reply contains the result."""
+    """Tasks with arithmetic expressions. The reward is 1 if a reply ends with the right number."""
 
     name = "calculator"
     tools: tuple[Mapping[str, Any], ...] = (TOOL,)

@@ -23,7 +23,7 @@ WORDS = ("copper", "lantern", "orchard", "pebble", "saddle", "thimble", "walnut"
 
 
 class PythonTasks(NumberedTasks):
-    """Tasks with small puzzles. The reward is 1 if the last reply contains the answer."""
+    """Tasks with small puzzles. The reward is 1 if the last reply gives the answer."""
 
     name = "python"
     tools: tuple[Mapping[str, Any], ...] = (TOOL,)

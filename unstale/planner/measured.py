@@ -234,24 +234,35 @@ def core_of_run(run: Path, model: Model) -> tuple[Device, Shares]:
             f"{run}: it does not say how many cores its trainer had; record another one, or one "
             "with --trainer.threads"
         )
-    # Synchronously, no episode runs while the trainer computes.
-    alone = config.schedule.max_staleness == 0
-    threads = trainer_threads(config, with_engine_cores=alone, num_cores=recorded.cores)
-    threads *= max(1, config.cluster.trainers)
-    return core_of(setup, model, trainer_threads=threads, engine_threads=config.engine.threads)
+    threads = training_threads(config, recorded.cores)
+    return core_of(setup, model, training=threads, sampling=config.engine.threads)
+
+
+def training_threads(config: RunConfig, num_cores: int) -> int:
+    """Return the threads of all trainer ranks of a run together, on a machine with `num_cores`.
+
+    If the trainer has more of them while no episode runs, these count in synchronous runs only.
+    """
+    ranks = config.cluster.trainers
+    alone = config.schedule.max_staleness == 0 and not (ranks or config.trainer.compile)
+    threads = trainer_threads(config, with_engine_cores=alone, num_cores=num_cores)
+    return threads * max(1, ranks)
 
 
 def core_of(
-    setup: SimulationSetup, model: Model, *, trainer_threads: int, engine_threads: int
+    setup: SimulationSetup, model: Model, *, training: int, sampling: int
 ) -> tuple[Device, Shares]:
-    """Return a core with the speed of a setup, whose trainer and engines have so many threads."""
+    """Return a core with the speed of a setup.
+
+    `training` is the number of threads of the trainer, `sampling` that of each engine.
+    """
     costs = setup.costs
     tokens = [shape.tokens for group in setup.workload.recorded for shape in group]
     attended = mean_attended(tokens)
-    train = 3 * model.forward_flops(attended) / costs.train_token / trainer_threads
+    train = 3 * model.forward_flops(attended) / costs.train_token / training
     decode = train
     if costs.decode_reply:
-        decode = model.forward_flops(attended) / costs.decode_reply / engine_threads
+        decode = model.forward_flops(attended) / costs.decode_reply / sampling
     peak = max(train, decode)
     copy_rate = _copy_rate()
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / len(os.sched_getaffinity(0))

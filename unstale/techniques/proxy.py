@@ -18,7 +18,7 @@ from statistics import fmean
 
 from unstale.config.checks import ConfigError, Section
 from unstale.config.techniques import Entry
-from unstale.records import Group, Trajectory
+from unstale.records import ROUNDED, Group, Trajectory
 from unstale.techniques import CreditContext
 from unstale.techniques.facts import Seen
 
@@ -86,7 +86,7 @@ class Proxy:
             return score
         if score is None:
             return None if episode.stop == "done" else 0.0
-        return float(score >= 1)
+        return float(score >= 1 - ROUNDED)
 
 
 def _orders(rows: Sequence[tuple[float, float]]) -> list[float]:

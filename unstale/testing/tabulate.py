@@ -15,7 +15,7 @@ from unstale.envs import (
     implements,
 )
 from unstale.envs.guard import call
-from unstale.records import Task
+from unstale.records import Task, total_reward
 
 
 async def tabulate(  # noqa: PLR0913 - two of them are limits
@@ -56,7 +56,7 @@ async def tabulate(  # noqa: PLR0913 - two of them are limits
                     "randomness"
                 )
             ends = last.done or len(path) + 1 == max_turns
-            rewards.append(sum(last.rewards.values()) if ends else 0.0)
+            rewards.append(total_reward(last.rewards) if ends else 0.0)
             targets.append(END if ends else len(paths))
             if not ends:
                 paths.append((*path, action))
