@@ -1,8 +1,8 @@
 """Test checkpoints.
 
 A state is restored bit for bit. An interrupted save leaves older checkpoints intact and no partial
-one. Changed files and wrong manifests are refused by name. Versions are rebuilt from a checkpoint
-and later publications, also after pruning.
+one. A lack of memory is no damage. Changed files and wrong manifests are refused by name. Versions
+are rebuilt from a checkpoint and later publications, also after pruning.
 """
 
 import json
@@ -252,6 +252,53 @@ def flip(path: Path) -> None:
 
 def truncate(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-1])
+
+
+SHORTAGES = (
+    torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
+    RuntimeError(
+        "[enforce fail at alloc_cpu.cpp:117] err == 0. DefaultCPUAllocator: can't allocate memory: "
+        "you tried to allocate 8 bytes. Error code 12 (Cannot allocate memory)"
+    ),
+    RuntimeError("not enough memory: you tried to allocate 8 bytes"),
+    RuntimeError("unable to mmap 8 bytes from file <state.safetensors>: No such device (19)"),
+    RuntimeError("unable to open file <state.safetensors>: Too many open files (24)"),
+)
+
+
+@pytest.mark.parametrize("shortage", SHORTAGES)
+def test_a_lack_of_memory_or_files_is_no_damage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shortage: RuntimeError
+) -> None:
+    def fail(path: Path) -> None:
+        raise shortage
+
+    checkpoints = held(tmp_path, tiny_policy())
+    name = checkpoints.save(Progress(), tiny_policy())
+    monkeypatch.setattr(checkpoint_files, "load_file", fail)
+    with pytest.raises(RuntimeError) as raised:
+        checkpoints.load(name)
+    assert raised.value is shortage
+
+
+def test_a_missing_file_is_refused_in_a_folder_of_any_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The name has the texts by which errors of connections and memory are known."""
+
+    def fail(path: Path) -> None:
+        raise RuntimeError(f"unable to open file <{path}>: No such file or directory (2)")
+
+    run = tmp_path / "gloo, out of memory"
+    checkpoints = held(run, tiny_policy())
+    name = checkpoints.save(Progress(), tiny_policy())
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint_files, "load_file", fail)
+        with pytest.raises(CheckpointError, match="cannot be read: RuntimeError"):
+            checkpoints.load(name)
+    (run / "checkpoints" / name / "manifest.json").unlink()
+    with pytest.raises(CheckpointError, match="cannot be read: FileNotFoundError"):
+        checkpoints.load(name)
 
 
 FILES = ("manifest.json", "state.safetensors", "trainer")

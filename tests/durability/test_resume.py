@@ -479,6 +479,30 @@ def test_from_a_damaged_checkpoint_a_run_falls_back_to_the_one_before(
         assert held <= pieces(folder)
 
 
+def test_a_resume_that_lacks_memory_keeps_the_newest_checkpoint(
+    toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, folder = config(), tmp_path / "run"
+    with killed("write", 4):
+        toy.begin(folder, made)
+    before = sorted((folder / "checkpoints").rglob("*"))
+    held, read, calls = pieces(folder), checkpoint_files.load_file, count()
+
+    def load_file(path: Path) -> Any:
+        if next(calls) == 0:
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+        return read(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint_files, "load_file", load_file)
+        with pytest.raises(RuntimeError, match=r"^DefaultCPUAllocator: can.t allocate"):
+            toy.go_on(folder, made)
+    assert sorted((folder / "checkpoints").rglob("*")) == before
+    toy.go_on(folder, made)
+    require_sound(folder)
+    assert held <= pieces(folder)
+
+
 def test_without_a_sound_checkpoint_a_run_cannot_go_on(toy: Toy, tmp_path: Path) -> None:
     made, folder = config(), tmp_path / "run"
     with killed("step", 4):

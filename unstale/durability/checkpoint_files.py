@@ -56,6 +56,14 @@ MAX_FILES = 64
 file takes memory for two copies of it.
 """
 _READ_BYTES = 1 << 20
+_SHORTAGES = (
+    "not enough memory",
+    "out of memory",
+    "allocate memory",
+    "unable to mmap",
+    "Too many open files",
+)
+"""Texts of torch's errors if memory or file descriptors run out. Most of them have no class."""
 
 
 class CheckpointError(RuntimeError):
@@ -312,7 +320,8 @@ def wrap_file_errors(path: Path, action: str = "read") -> Iterator[None]:
     """Turn errors of a file's content into a `CheckpointError` that names the file.
 
     An existing file that cannot be read stays an OSError, because its content may be undamaged.
-    For the same reason, an error of the connection to another rank is not changed.
+    For the same reason, an error of the connection to another rank is not changed, nor one that
+    says that memory or file descriptors ran out.
     """
     try:
         yield
@@ -328,13 +337,25 @@ def wrap_file_errors(path: Path, action: str = "read") -> Iterator[None]:
         RuntimeError,
         OverflowError,
     ) as error:
-        if isinstance(error, DistError) or "gloo" in str(error):  # gloo's errors have no class
+        if _is_unrelated(error, path):
             raise
         is_missing = isinstance(error, FileNotFoundError | NotADirectoryError | IsADirectoryError)
         if isinstance(error, OSError) and action == "read" and not is_missing:
             raise
         cause = f"{type(error).__name__}: {error}"
         raise CheckpointError(f"{path} cannot be {action}: {cause}") from error
+
+
+def _is_unrelated(error: Exception, path: Path) -> bool:
+    """Return True if an error says nothing about the content of `path`.
+
+    Such errors are a lost connection to another rank, and a lack of memory or file descriptors.
+    """
+    if isinstance(error, DistError | torch.OutOfMemoryError):
+        return True
+    text = str(error).replace(str(path), "")  # folders may have any name
+    texts = ("gloo", *_SHORTAGES)  # gloo's errors have no class
+    return isinstance(error, RuntimeError) and any(each in text for each in texts)
 
 
 def _load_trainer(
