@@ -12,6 +12,7 @@ import tracemalloc
 import zlib
 from collections.abc import Callable, Mapping
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from unstale.durability.checkpoint import CheckpointError, Checkpoints, Progress
 from unstale.model.policy import Policy
 from unstale.testing import nudge, tiny_policy
 from unstale.weights.bits import checksum
+from unstale.weights.codec import all_of
 from unstale.weights.store import VersionStore
 
 
@@ -461,6 +463,23 @@ def test_a_delta_that_does_not_follow_is_refused(tmp_path: Path) -> None:
         CheckpointError, match=r"it starts from version 1, but the one before it is 0"
     ):
         checkpoints.weights(2)
+
+
+@pytest.mark.parametrize("is_first_divided", [True, False])
+def test_a_version_replaces_that_of_another_number_of_ranks(
+    tmp_path: Path, is_first_divided: bool
+) -> None:
+    """A crash may have left it, before the journal recorded the version."""
+    policy = tiny_policy()
+    checkpoints = held(tmp_path, policy)
+    checkpoints.save(Progress(0), policy)
+    for is_divided in (is_first_divided, not is_first_divided):
+        nudge(policy, seed=int(is_divided))
+        weights = policy.weights()
+        starts = dict.fromkeys(weights, 0) if is_divided else None
+        checkpoints.write_delta(replace(all_of(1, weights), starts=starts))
+        assert checksum(checkpoints.weights(1)) == checksum(weights)
+        assert checkpoints.versions == [1]
 
 
 def test_only_what_the_journal_knows_is_kept(tmp_path: Path) -> None:

@@ -63,6 +63,7 @@ VERSIONS = "versions"
 
 _CHECKPOINT_NAME = re.compile(r"step\d+-version(\d+)")
 _VERSION_NAME = re.compile(r"(\d+)\.(?:safetensors|parts)")
+_VERSION_SUFFIXES = (".safetensors", ".parts")
 
 
 class Stateful(Protocol):
@@ -231,7 +232,9 @@ class Checkpoints:
             with self._first_rank() as is_first:
                 if is_first:
                     flush_to_disk(partial)
-                    _remove(final)
+                    # Another number of ranks may have written the version before a crash.
+                    for suffix in _VERSION_SUFFIXES:
+                        _remove(partial.with_suffix(suffix))
                     partial.rename(final)
                     flush_to_disk(self._versions)
 
