@@ -596,6 +596,14 @@ def refused(peers: Peers, folder: Path, run: Path, name: str) -> str:
     return str(caught.value)
 
 
+def load_out_of_sight(peers: Peers, folder: Path, run: Path, name: str) -> None:
+    """Load a checkpoint that only the first rank has in its run folder."""
+    _, parts = components(peers, folder, SMALL)
+    own = run / "elsewhere" if peers.rank else run
+    with pytest.raises(OSError, match=r"rank 1 cannot see .*manifest\.json, but rank 0 can"):
+        Checkpoints(own, parts, peers=peers).load(name)
+
+
 def save_without_peer(peers: Peers, folder: Path, run: Path) -> None:
     trainer, parts = components(peers, folder, SMALL)
     if peers.rank == 1:
@@ -641,6 +649,11 @@ def test_parts_without_a_manifest_are_no_checkpoint(folder: Path, tmp_path: Path
     The next one is written by another thread while the ranks train.
     """
     run_ranks(2, save_without_manifest, folder, tmp_path)
+
+
+def test_a_rank_that_cannot_see_the_run_folder_is_no_damage(folder: Path, tmp_path: Path) -> None:
+    name = run_ranks(2, save_new, folder, tmp_path)[0]
+    run_ranks(2, load_out_of_sight, folder, tmp_path, name)
 
 
 def test_a_peer_that_ended_is_no_error_of_a_checkpoint(folder: Path, tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from unstale.durability.checkpoint_files import (
+    MANIFEST,
     TRAINER,
     Checkpoint,
     CheckpointError,
@@ -166,15 +167,31 @@ class Checkpoints:
             part.restore(checkpoint.states[name])
 
     def load(self, name: str) -> Checkpoint:
-        """Read a checkpoint. Raises `CheckpointError` unless it is complete and unchanged."""
+        """Read a checkpoint. Raises `CheckpointError` unless it is complete and unchanged.
+
+        Raises OSError, on all ranks, if some ranks have no such checkpoint in their run folder.
+        """
         folder = self._folder / name
         with wrap_file_errors(folder):
-            body = read_manifest(folder)
+            body = self._read_manifest(folder)
             if self._peers.count == 1 and not is_divided(body):
                 return read_checkpoint(folder)
             trainer = self._parts.get(TRAINER)
             layout = trainer.state()["weights"] if trainer else {}
             return read_parts(folder, body, layout, self._peers)
+
+    def _read_manifest(self, folder: Path) -> dict[str, Any]:
+        """Return the content of a manifest. All ranks call this, and any error is raised on all."""
+        with self._peers.fail_together((OSError,)):
+            is_visible = (folder / MANIFEST).is_file()
+        visible = self._peers.gather(is_visible)
+        if any(visible) and not all(visible):
+            raise OSError(
+                f"trainer rank {visible.index(False)} cannot see {folder / MANIFEST}, but rank "
+                f"{visible.index(True)} can: every rank must reach the run folder"
+            )
+        with self._peers.fail_together((ValueError, LookupError, TypeError, OSError, RuntimeError)):
+            return read_manifest(folder)
 
     def prune(self, known: Collection[str] | None = None) -> None:
         """Remove all but the newest checkpoints, and the versions that no kept checkpoint needs.
