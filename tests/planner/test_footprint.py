@@ -247,6 +247,30 @@ def test_a_run_is_not_resumed_on_a_disk_without_space_for_its_rest(
     assert sorted(run.rglob("*")) == before
 
 
+def test_what_an_interrupted_run_wrote_in_part_counts_as_free_space(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A resume removes it. Otherwise it could block the resume that would remove it."""
+    tiny_policy().save(tmp_path / "policy")
+    made = replace(config(), policy=str(tmp_path / "policy"), steps=4)
+    made = replace(made, checkpoint=CheckpointConfig(every=2))
+    run = tmp_path / "run"
+    for name in ("step000002-version000002", "step000004-version000004.part"):
+        (run / "checkpoints" / name / "trainer").mkdir(parents=True)
+        (run / "checkpoints" / name / "trainer" / "file").write_bytes(bytes(10**6))
+    (run / "versions").mkdir()
+    (run / "versions" / "000005.part").write_bytes(bytes(10**6))
+    policy = sum(path.stat().st_size for path in (tmp_path / "policy").glob("*.safetensors"))
+    usage = Usage(10**12, 10**12 - policy, policy)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    require_disk_to_resume(made, run, 2)
+    (run / "versions" / "000005.part").unlink()
+    require_disk_to_resume(made, run, 2)
+    shutil.rmtree(run / "checkpoints" / "step000004-version000004.part")
+    with pytest.raises(ConfigError, match="1 more checkpoints"):
+        require_disk_to_resume(made, run, 2)
+
+
 @pytest.mark.costly
 @pytest.mark.parametrize("dtype, deltas", [("float32", 2.0), ("bfloat16", 0.2)])
 def test_a_trainer_holds_at_most_24_bytes_a_weight(dtype: str, deltas: float) -> None:

@@ -7,6 +7,7 @@ contract. A number that is not finite on one rank is an error on all.
 
 import errno
 import os
+import shutil
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -626,7 +627,12 @@ def save_without_manifest(peers: Peers, folder: Path, run: Path) -> None:
         patch.setattr(checkpoint_shards, "write_manifest", out_of_space)
         with pytest.raises(CheckpointError, match="No space left"):
             checkpoints.write(snapshot)
-    left = run / "checkpoints" / "step000001-version000000.part" / "trainer"
+        dist.barrier()
+        left = run / "checkpoints" / "step000001-version000000.part" / "trainer"
+        assert not left.parent.exists()
+        patch.setattr(shutil, "rmtree", lambda *_, **__: None)  # the process ends before it
+        with pytest.raises(CheckpointError, match="No space left"):
+            checkpoints.write(snapshot)
     assert len([*left.iterdir()]) == peers.count
     assert checkpoints.names == [name]
     checkpoints.restore(checkpoints.load(name))

@@ -125,11 +125,14 @@ class Checkpoints:
         return self.write(self.snapshot(progress, source))
 
     def write(self, checkpoint: Checkpoint) -> str:
-        """Write a checkpoint, verify it on disk and return its name. Older checkpoints are kept."""
+        """Write a checkpoint, verify it on disk and return its name. Older checkpoints are kept.
+
+        Raises `CheckpointError` if it cannot be written. What was written of it is then removed.
+        """
         name = f"step{checkpoint.progress.step:06d}-version{checkpoint.version:06d}"
         final = self._folder / name
         partial = self._folder / f"{name}.part"
-        with wrap_file_errors(partial, "written"):
+        with self._remove_after_error(partial), wrap_file_errors(partial, "written"):
             with self._first_rank() as is_first:
                 # A crash may have left them before the journal recorded the checkpoint.
                 for stale in (partial, final) if is_first else ():
@@ -146,6 +149,19 @@ class Checkpoints:
                     partial.rename(final)
                     flush_to_disk(self._folder)
         return name
+
+    @contextmanager
+    def _remove_after_error(self, partial: Path) -> Iterator[None]:
+        """Return a context that removes a folder if a `CheckpointError` leaves it.
+
+        The disk may be full, and the run still writes its last rows. Only the first rank removes.
+        """
+        try:
+            yield
+        except CheckpointError:
+            if self._peers.rank == 0:
+                shutil.rmtree(partial, ignore_errors=True)
+            raise
 
     @contextmanager
     def _first_rank(self) -> Iterator[bool]:

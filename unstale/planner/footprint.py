@@ -134,10 +134,15 @@ def require_disk_to_resume(config: RunConfig, run: Path, step: int) -> None:
 
 
 def _lacking_disk(folder: Path, needed: float) -> str:
-    """Return a text with the free space of a disk. Empty if that is enough, or not known."""
+    """Return a text with the free space of a disk. Empty if that is enough, or not known.
+
+    Space of files that an interrupted run wrote in part is free, because a resume removes them.
+    """
     usage = shutil.disk_usage(folder)
-    is_enough = not usage.total or usage.free >= needed
-    return "" if is_enough else f"{folder} has {usage.free / _GB:.2f} GB free"
+    parts = [part for name in (CHECKPOINTS, VERSIONS) for part in (folder / name).glob("*.part")]
+    free = usage.free + sum(map(_size, parts))
+    is_enough = not usage.total or free >= needed
+    return "" if is_enough else f"{folder} has {free / _GB:.2f} GB free"
 
 
 def _size(path: Path) -> int:
