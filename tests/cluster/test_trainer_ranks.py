@@ -21,6 +21,7 @@ from torch import Tensor
 
 from tests.cluster.conftest import NODE_MEMORY
 from unstale.build import build_rank, load_policy
+from unstale.cluster import ranks as ranks_module
 from unstale.cluster import session
 from unstale.cluster.ranked_trainer import (
     RankedAuditor,
@@ -134,6 +135,34 @@ def test_a_rank_that_dies_in_a_collective_is_not_an_error_of_another() -> None:
             ranks.call("fail")
         with pytest.raises(RanksDied, match=r"a trainer rank died \(wait\)"):
             ranks.call("wait")
+    finally:
+        ranks.close()
+
+
+def make_busy() -> Any:
+    """Return a `MakeRank` for ranks that answer no call at once."""
+
+    class Busy:  # here, because Ray then pickles it by value
+        def __getattr__(self, name: str) -> Any:
+            return lambda: time.sleep(0.2)
+
+    return lambda peers: Busy()
+
+
+def test_new_ranks_and_resumes_have_the_time_of_a_first_call(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(ranks_module, "LEAST_CALL_S", 0.0)
+    monkeypatch.setattr(ranks_module, "SLOWER", 0)
+    ranks = Ranks(1)
+    try:
+        for _ in range(2):
+            ranks.make(make_busy())
+            for name in ("load", "restore", "recover") * 2:
+                ranks.call(name)
+            ranks.call("step")
+            with pytest.raises(RanksDied, match=r"did not answer within 0 s \(step\)"):
+                ranks.call("step")
     finally:
         ranks.close()
 

@@ -29,7 +29,11 @@ from unstale.weights.leftovers import hold_lock, remove_leftovers
 START_S = 600.0
 """Longest time for all ranks to start and load the model."""
 FIRST_CALL_S = 1800.0
-"""Longest time of the first call of each name."""
+"""Longest time of the first call of each name, and of every call in `FROM_DISK`."""
+FROM_DISK = frozenset({"load", "restore", "recover"})
+"""Calls with which a run resumes. Their time depends on what the run folder has, and may be much
+longer than that of the call before.
+"""
 LEAST_CALL_S = 120.0
 SLOWER = 10
 """A later call may take this many times as long as the longest one of that name, or `LEAST_CALL_S`.
@@ -162,6 +166,7 @@ class Ranks:
         self._later: deque[tuple[str, Sequence[Any]]] = deque()
         """Calls to run before the next one, in order."""
         self._longest: dict[str, float] = {}
+        """Longest time of a call of these actors in seconds, by the name of the call."""
         self._folder: Path | None = None
         """Folder in which the ranks meet, if they are all on this machine."""
         session.at_end(self.close)
@@ -180,6 +185,7 @@ class Ranks:
         self._wait([each.make.remote(make) for each in self._actors], START_S, "load the model")
 
     def _start(self, notify: Notify) -> None:
+        self._longest.clear()
         options: dict[str, Any] = {"num_cpus": int(self.on_gpus), "num_gpus": int(self.on_gpus)}
         places: list[dict[str, Any]] = [{} for _ in range(self.count)]
         if self._address:
@@ -292,7 +298,7 @@ class Ranks:
             calls = [self._later.popleft() for _ in range(len(self._later))]
             calls.append((name, arguments))
             shared = self._ray.put(calls)  # once, not once for each rank
-            longest = self._longest.get(name)
+            longest = None if name in FROM_DISK else self._longest.get(name)
             limit = FIRST_CALL_S if longest is None else max(LEAST_CALL_S, SLOWER * longest)
             began = time.monotonic()
             answers = self._wait([begin(each, shared) for each in actors], limit, name)

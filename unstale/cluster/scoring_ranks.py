@@ -42,7 +42,7 @@ class ScoringRank:
         self._version = -1
         """The version of the weights. -1 before the first."""
 
-    def load(self, step: PostedStep) -> None:
+    def load_version(self, step: PostedStep) -> None:
         """Load the weights of a version, which are in Ray's object store."""
         import ray
 
@@ -138,7 +138,7 @@ class RanksLink:
             reply = self._ranks.call("score", pieces)
         elif self._order:
             version, step = self._order.take_version()
-            self._ranks.call("load", step)
+            self._ranks.call("load_version", step)
             reply = {"op": "loaded", "version": version}
         if self._order:
             self._submit()
