@@ -542,7 +542,9 @@ async def save_checkpoint(run: RunComponents, snapshot: Checkpoint) -> dict[str,
     with run.log.span("checkpoint", f"step {step}"):
         name = await run.io_thread.run(run.checkpoints.write, snapshot)
         await run.journal.checkpoint(name, step=step, version=snapshot.version)
-        await run.io_thread.run(run.checkpoints.prune)
+        causes = await run.io_thread.run(run.checkpoints.prune)
+    for name, cause in causes.items():
+        run.log.event("checkpoint_not_removed", name=name, error=cause)
     return {"checkpoint/duration_s": time.monotonic() - began}
 
 

@@ -482,6 +482,44 @@ def test_a_version_replaces_that_of_another_number_of_ranks(
         assert checkpoints.versions == [1]
 
 
+def test_a_checkpoint_that_cannot_be_removed_is_named_once_and_keeps_no_versions(
+    tmp_path: Path,
+) -> None:
+    policy = tiny_policy()
+    checkpoints = held(tmp_path, policy, keep=1)
+    first = checkpoints.save(Progress(0), policy)
+    folder = tmp_path / "checkpoints" / first
+    folder.rename(tmp_path / "elsewhere")
+    folder.symlink_to(tmp_path / "elsewhere")  # `rmtree` removes no links
+    (tmp_path / "checkpoints" / "notes").mkdir()
+    causes = []
+    for step in (1, 2):
+        publish(checkpoints, policy, None, full=True)
+        name = checkpoints.save(Progress(step), policy)
+        causes.append(checkpoints.prune())
+        assert checkpoints.versions == []
+    assert list(causes[0]) == [first] and "symbolic link" in causes[0][first]
+    assert causes[1] == {}
+    assert names(tmp_path) == ["notes", first, name]
+
+
+def test_a_checkpoint_that_cannot_be_removed_replaces_none(tmp_path: Path) -> None:
+    """It is newer than the one from which a deterministic run continues."""
+    policy = tiny_policy()
+    checkpoints = held(tmp_path, policy, keep=1)
+    first = checkpoints.save(Progress(0), policy)
+    policy.version = 5
+    newer = checkpoints.save(Progress(5), policy)
+    folder = tmp_path / "checkpoints" / newer
+    folder.rename(tmp_path / "elsewhere")
+    folder.symlink_to(tmp_path / "elsewhere")
+    assert list(checkpoints.prune([first])) == [newer]
+    policy.version = 2
+    second = checkpoints.save(Progress(2), policy)
+    assert checkpoints.prune() == {}
+    assert names(tmp_path) == [second, newer]
+
+
 def test_only_what_the_journal_knows_is_kept(tmp_path: Path) -> None:
     """A checkpoint missing from the journal was written just before a crash."""
     policy = tiny_policy()

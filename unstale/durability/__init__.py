@@ -6,7 +6,7 @@ and `checkpoint.Checkpoints`. The planner simulates runs with implementations th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol, Self
 
 if TYPE_CHECKING:
@@ -60,4 +60,4 @@ class CheckpointWriter(Protocol):
 
     def write(self, checkpoint: Checkpoint) -> str: ...
 
-    def prune(self) -> None: ...
+    def prune(self) -> Mapping[str, str]: ...

@@ -12,6 +12,7 @@ Everything is written under a temporary name, flushed to disk and then renamed. 
 read back and compared before it is renamed.
 """
 
+import os
 import re
 import shutil
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -105,6 +106,8 @@ class Checkpoints:
         self._keep = keep
         self._peers = peers
         self._copies = copies
+        self._unremoved: set[str] = set()
+        """Names of the checkpoints that `prune` could not remove."""
 
     def snapshot(self, progress: Progress, source: VersionedWeights) -> Checkpoint:
         """Collect the state of the run for a checkpoint.
@@ -209,20 +212,31 @@ class Checkpoints:
         with self._peers.fail_together((ValueError, LookupError, TypeError, OSError, RuntimeError)):
             return read_manifest(folder)
 
-    def prune(self, known: Collection[str] | None = None) -> None:
+    def prune(self, known: Collection[str] | None = None) -> dict[str, str]:
         """Remove all but the newest checkpoints, and the versions that no kept checkpoint needs.
 
         `known` are the checkpoints that the journal recorded. If given, all others are removed,
-        too.
+        too. Returns the causes why checkpoints could not be removed, by name. Later calls ignore
+        these checkpoints.
         """
-        paths = [path for _, path in self._list_checkpoints()]
-        kept = [path for path in paths if known is None or path.name in known][-self._keep :]
-        for path in set(self._folder.iterdir()) - set(kept):
-            shutil.rmtree(path, ignore_errors=True)
-        oldest = min(version for version, _ in self._list_checkpoints())
+        usable = [
+            (version, path)
+            for version, path in self._list_checkpoints()
+            if path.name not in self._unremoved and (known is None or path.name in known)
+        ]
+        kept = usable[-self._keep :]
+        oldest = min((version for version, _ in kept), default=-1)
+        ignored = self._unremoved | {path.name for _, path in kept}
+        causes = {}
+        for path in sorted(self._folder.iterdir()):
+            is_checkpoint = _CHECKPOINT_NAME.fullmatch(path.name.removesuffix(".part"))
+            if is_checkpoint and path.name not in ignored and (cause := _remove_folder(path)):
+                causes[path.name] = cause
+        self._unremoved |= causes.keys()
         for version, path in self._list_versions():
             if version <= oldest:
                 _remove(path)
+        return causes
 
     def remove_after(self, version: int) -> None:
         """Remove the versions after `version`, because a deterministic run publishes them again."""
@@ -364,6 +378,16 @@ def _remove(path: Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
+
+
+def _remove_folder(path: Path) -> str:
+    """Remove a folder, or as many of its files as possible. Return the cause if it still exists."""
+    try:
+        shutil.rmtree(path)
+    except OSError as error:
+        shutil.rmtree(path, ignore_errors=True)  # the first call stops at the first error
+        return str(error) if os.path.lexists(path) else ""
+    return ""
 
 
 def _list_by_version(folder: Path, pattern: re.Pattern[str]) -> list[tuple[int, Path]]:

@@ -92,7 +92,9 @@ def load_resume_state(
     if config.deterministic:
         checkpoints.remove_after(row.version)
     with Journal.read(run, routes=config.trainer.routing_replay) as reader:
-        checkpoints.prune({row.name for row in reader.checkpoints()})
+        causes = checkpoints.prune({row.name for row in reader.checkpoints()})
+        for name, cause in causes.items():
+            on_event("checkpoint_not_removed", name=name, error=cause)
         admitted, place, episodes = reader.counts()
         state = ResumeState(
             progress=progress,

@@ -353,7 +353,8 @@ class NullCheckpoints:
     def write(self, checkpoint: Checkpoint) -> str:
         return ""
 
-    def prune(self) -> None: ...
+    def prune(self) -> Mapping[str, str]:
+        return {}
 
 
 class NullAudit:
