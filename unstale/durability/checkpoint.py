@@ -30,7 +30,6 @@ from unstale.durability.checkpoint_files import (
     CheckpointError,
     Progress,
     copied,
-    flush_to_disk,
     read_checkpoint,
     read_manifest,
     read_policy,
@@ -44,6 +43,7 @@ from unstale.durability.checkpoint_shards import (
     read_whole_policy,
     write_parts,
 )
+from unstale.durability.run_folder import flush_to_disk
 from unstale.model.peers import ALONE, Peers
 from unstale.weights.bits import words
 from unstale.weights.codec import advance, all_of, file_parts, loads

@@ -8,7 +8,6 @@ written and read in parts, so no second copy of the model is needed in memory.
 
 import json
 import math
-import os
 import warnings
 import zlib
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -30,6 +29,7 @@ from torch.distributed.checkpoint.hf_storage import (
 from torch.distributed.checkpoint.state_dict_loader import load as load_sharded
 from torch.distributed.checkpoint.state_dict_saver import save as save_sharded
 
+from unstale.durability.run_folder import flush_to_disk
 from unstale.model.sharding import host_copy, is_sharded
 from unstale.weights.bits import words
 from unstale.weights.codec import Encoded, apply, encode, file_of, read_tensors
@@ -304,15 +304,6 @@ def from_json(tree: Any, tensors: Mapping[str, Tensor], policy: Mapping[str, Ten
             if len(mapping) == len(pairs):
                 return mapping
     raise ValueError(f"{str(tree)[:40]} is not part of a state")
-
-
-def flush_to_disk(path: Path) -> None:
-    """Wait until a file, or the list of files in a folder, would survive a power cut."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 @contextmanager

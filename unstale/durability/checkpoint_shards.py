@@ -29,7 +29,6 @@ from unstale.durability.checkpoint_files import (
     Checkpoint,
     Progress,
     dtypes_and_shapes,
-    flush_to_disk,
     forward_weights,
     from_json,
     is_cast,
@@ -43,6 +42,7 @@ from unstale.durability.checkpoint_files import (
     write_manifest,
     write_tensors,
 )
+from unstale.durability.run_folder import flush_to_disk
 from unstale.model.peers import ALONE, Peers
 from unstale.model.sharding import is_sharded, local, part_of
 from unstale.weights.bits import words
