@@ -21,6 +21,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -174,6 +175,16 @@ def _rest(found: Shares, names: Sequence[str]) -> float:
     return sum(seconds for (_, name), seconds in found.items() if name not in names)
 
 
+def _in_percent(rounds: Sequence[Shares], names: Sequence[str]) -> list[str]:
+    """Return the shares of some parts in all rounds, and that of all other parts."""
+    parts: list[Callable[[Shares], float]] = [partial(of_part, part=name) for name in names]
+    parts.append(partial(_rest, names=names))
+    return [
+        spread([seconds(found) / sum(found.values()) for found in rounds], "{:.0%}")
+        for seconds in parts
+    ]
+
+
 def read_bytes(size: str, episodes: Sequence[Episode]) -> int:
     """Return the bytes of keys and values that the engine's attention reads.
 
@@ -240,12 +251,7 @@ def training(size: str, repeats: int, bench: train.Bench) -> list[str]:
                 while time.monotonic() < ends:
                     turn()
                 rounds.append(recording.shares(lambda *_: "trainer"))
-    shares = [
-        spread([of_part(found, name) / sum(found.values()) for found in rounds], "{:.0%}")
-        for name in names
-    ]
-    rest = spread([_rest(found, names) / sum(found.values()) for found in rounds], "{:.0%}")
-    return [row(size, *shares, rest)]
+    return [row(size, *_in_percent(rounds, names))]
 
 
 WHOLE = "whole-child"
@@ -305,12 +311,7 @@ def encoding(repeats: int) -> list[str]:
                     store.put(version, both[version % 2])
                 rounds.append(recording.shares(lambda *_: "store"))
         names = [CHANGES, COMPRESSION, CHECKSUMS]
-        shares = [
-            spread([of_part(found, name) / sum(found.values()) for found in rounds], "{:.0%}")
-            for name in names
-        ]
-        rest = spread([_rest(found, names) / sum(found.values()) for found in rounds], "{:.0%}")
-        rows.append(row(rate, *shares, rest))
+        rows.append(row(rate, *_in_percent(rounds, names)))
     return rows
 
 

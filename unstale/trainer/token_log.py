@@ -54,9 +54,12 @@ class TokenLog:
 
         Sequences without sampled tokens are left out.
         """
+        kept = self._kept(batch)
+        if not kept:
+            return
         counts = batch.count(batch.sampled)
         replayed = set(batch.sequences_with(batch.replayed))
-        for i in self._kept(batch):
+        for i in kept:
             if not counts[i]:
                 continue
             sequence = _Sequence(
