@@ -27,7 +27,13 @@ from unstale.model import lora as adapters
 from unstale.model.attention import ATTENTION
 from unstale.model.context import check_heads
 from unstale.model.experts import RouteLayers, replay_routes
-from unstale.model.forward import ForwardOptions, Scored, checkpoint_layers, run_model
+from unstale.model.forward import (
+    ForwardOptions,
+    Scored,
+    announce_layers,
+    checkpoint_layers,
+    run_model,
+)
 from unstale.model.head import LogpQuery, query_head, wide
 from unstale.model.hidden import HiddenMeans, find_layer, outputs_of
 from unstale.model.loading import DTYPES, load_model, load_tokenizer, no_progress_bars, vocab_size
@@ -752,6 +758,7 @@ def _use_packing(model: PreTrainedModel) -> PreTrainedModel:
     linear.use(model)
     expert_products.use(model)
     fused.use(model)
+    announce_layers(model)
     model.set_attn_implementation(ATTENTION)
     return model.eval()
 

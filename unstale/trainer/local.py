@@ -96,8 +96,6 @@ class LocalTrainer:
         for reader in techniques.states_readers:
             policy.require_layer(reader.query.depth)
         self._halves = GradientHalves() if "halves" in techniques.needs else None
-        self.before_microbatch: Callable[[], object] = lambda: None
-        """Called in the trainer's thread before each microbatch of a gradient."""
         self._metrics = StepMetrics()
         self._passes = self._metrics
         """The metrics to which forward passes add."""
@@ -286,7 +284,6 @@ class LocalTrainer:
         )
         costs = [sum(spans[i][1] - spans[i][0] for i in positions) for positions in microbatches]
         for number, counts in self._peers.deal(costs):
-            self.before_microbatch()
             self._passes = passes if counts else self._metrics.of_passes()
             microbatch, index = batch.select([members[i] for i in microbatches[number]])
             with self._peers.fail_together(NOT_FINITE):
