@@ -19,7 +19,7 @@ from hypothesis import settings
 from jaxtyping import install_import_hook
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 if not torch.cuda.is_available():  # before anything imports Triton
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -153,16 +153,24 @@ def packing_of_equal_models_is_checked_once() -> Iterator[None]:
 
     known: dict[tuple[object, ...], Packability] = {}
 
-    def check(model: "PreTrainedModel") -> Packability:
+    def check(
+        model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase | None" = None
+    ) -> Packability:
         state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
         if any(type(tensor) not in (torch.Tensor, torch.nn.Parameter) for tensor in state.values()):
-            return check_packing(model)
+            return check_packing(model, tokenizer)
         implementation = getattr(model.config, "_experts_implementation", None)
         options = model.config.to_json_string(use_diff=False), implementation, model.training
         with torch.no_grad():
-            key = (type(model), *options, next(model.parameters()).dtype, checksum(state))
+            key = (
+                type(model),
+                type(tokenizer),
+                *options,
+                next(model.parameters()).dtype,
+                checksum(state),
+            )
         if key not in known:
-            known[key] = check_packing(model)
+            known[key] = check_packing(model, tokenizer)
         return known[key]
 
     with pytest.MonkeyPatch.context() as patch:

@@ -86,7 +86,7 @@ class Policy:
         """A whole model with few layers, until `check_length` has checked it. Only if sharded."""
         if self._is_sharded:
             self._short_copy = _use_packing(sharding.shorter_copy(model))
-        packability = check_packing(self._short_copy or model)
+        packability = check_packing(self._short_copy or model, tokenizer)
         self._plain_head = packability.plain_head
         self.packing_noise = packability.noise
         """Largest change in nats of a log-probability by what it is packed with; see
@@ -221,7 +221,7 @@ class Policy:
         checked = self.model
         if self._is_sharded:
             checked = self._short_copy or _use_packing(sharding.shorter_copy(self.model))
-        check_length(checked, max_context)
+        check_length(checked, max_context, self.tokenizer)
         self._checked_length, self._short_copy = max_context, None
 
     def check_context(self, ranks: int) -> None:
