@@ -17,7 +17,7 @@ from unstale.model.prefix_tree import PrefixTree
 
 @dataclass(frozen=True, slots=True)
 class ForwardOptions:
-    """Options of a forward pass. All but `quantise` change results only by the rounding of sums."""
+    """Options of a forward pass. All but `quantise` change results only by rounding."""
 
     share_prompts: bool = True
     """Compute a prefix that several sequences share only once."""
@@ -31,6 +31,8 @@ class ForwardOptions:
     """The format of `quantisation.FORMATS` to which weights and activations are rounded."""
     published_dtype: str = "float32"
     """The dtype in which engines receive weights. Weights are rounded to it before `quantise`."""
+    bitwise: bool = False
+    """Compute log-probabilities with the bits of the embedded engine (`unstale.model.bitwise`)."""
 
     @classmethod
     def of(cls, config: RunConfig) -> "ForwardOptions":
@@ -41,6 +43,7 @@ class ForwardOptions:
             options.compile,
             options.quantise,
             config.engine.dtype,
+            config.engine.bitwise,
         )
 
 
