@@ -43,9 +43,9 @@ def use(model: PreTrainedModel, *, max_context: int | None = None) -> None:
     head: Any = model.get_output_embeddings()
     head.__class__ = RowwiseLinear
     embedding = model.get_input_embeddings()
-    embedding.__class__ = _wide_class(type(embedding))
+    embedding.__class__ = _wide_class(type(embedding))  # type: ignore[arg-type]
     rotary: Any = model.base_model.rotary_emb
-    rotary.__class__ = _rotary_class(type(rotary))
+    rotary.__class__ = _rotary_class(type(rotary))  # type: ignore[arg-type]
     for module in model.modules():
         for suffix, forward in _FORWARDS.items():
             if fused.is_known(_plain_class(module), suffix):

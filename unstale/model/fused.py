@@ -341,8 +341,8 @@ class _GatedMLP(torch.autograd.Function):
         if any(needs[:2]):
             joined = products.for_weight(slopes, rows, gate.dtype)
             _split_gradients(joined, (len(gate), len(up)), needs[:2], results)
-        back = products.for_rows(slopes, torch.cat([gate, up])) if for_rows else None
-        return back, *results, None
+        to_rows = products.for_rows(slopes, torch.cat([gate, up])) if for_rows else None
+        return to_rows, *results, None
 
 
 def _split_gradients(
