@@ -175,7 +175,13 @@ def build_trainer(
     old: OldLogps = make(scorer, lockstep=config.deterministic)
     techniques = Techniques.of(config)
     rules = Rules(config.correction, config.objective, techniques)
-    auditor = Auditor(build_scorer(config, policy), old, rules, share=config.audit.share)
+    auditor = Auditor(
+        build_scorer(config, policy),
+        old,
+        rules,
+        share=config.audit.share,
+        is_bitwise=config.engine.bitwise,
+    )
     return LocalTrainer(policy, config, old, auditor.look, techniques=techniques), auditor
 
 
@@ -562,6 +568,7 @@ def build_engine(config: RunConfig, merging: Merging | None) -> EnginePool:
             gpu_memory_utilization=gpu_memory_utilization(config),
             dtype=cast(Dtype, options.dtype),
             quantise=options.quantise,
+            bitwise=options.bitwise,
             threads=options.threads,
             gpus=gpus,
             number=number,

@@ -159,6 +159,7 @@ class RunConfig(Section):
                 f"trainer.quantise must be none or {engine.quantise} (engine.quantise), got "
                 f"{self.trainer.quantise}: the trainer rounds only as the engine does"
             )
+        self._check_bitwise()
         self._check_cluster()
         self._check_groups()
         self._check_trainers()
@@ -171,6 +172,33 @@ class RunConfig(Section):
                 f"trainer.minibatches_per_batch must be <= {num_sequences} "
                 f"(the sequences of a batch), got {self.trainer.minibatches_per_batch}"
             )
+
+    def _check_bitwise(self) -> None:
+        """Raise `ConfigError` for options with which engine and trainer cannot be bitwise equal."""
+        engine, trainer = self.engine, self.trainer
+        if not engine.bitwise:
+            return
+        if engine.dtype != trainer.dtype:
+            raise ConfigError(
+                "engine.bitwise needs equal precisions, got engine.dtype = "
+                f"{engine.dtype} and trainer.dtype = {trainer.dtype}. Set both to one of them"
+            )
+        needed = {
+            "engine.backend = embedded": (engine.backend == "embedded", engine.backend),
+            "engine.quantise = none": (engine.quantise == "none", engine.quantise),
+            "engine.keep_cache = false": (not engine.keep_cache, "true"),
+            "trainer.lora_rank = 0": (not trainer.lora_rank, trainer.lora_rank),
+            "trainer.compile = false": (not trainer.compile, "true"),
+            "trainer.routing_replay = false": (not trainer.routing_replay, "true"),
+            "cluster.trainers = 0": (not self.cluster.trainers, self.cluster.trainers),
+            "cluster.engine_hosts = 0": (not self.cluster.engine_hosts, self.cluster.engine_hosts),
+        }
+        for option, (is_set, found) in needed.items():
+            if not is_set:
+                raise ConfigError(
+                    f"engine.bitwise needs {option}, got {found}: without it, engine and trainer "
+                    "do not compute the same numbers on one CPU"
+                )
 
     def _check_cluster(self) -> None:
         on_ray = self.task.isolate == "ray"

@@ -47,11 +47,12 @@ def facts(config: RunConfig) -> dict[str, str]:
         techniques["order"] = in_order
     merged = ", adapters merged into the base" if trainer.lora_rank else ""
     rounded = f" rounded to {engine.quantise}" if engine.quantise != "none" else ""
+    same = "; the trainer computes the same bits, so D is 1" if engine.bitwise else ""
     passes = f", rounded to {trainer.quantise}" if trainer.quantise != "none" else ""
     return {
         proxy.symbol: f"{proxy.policy} ({trainer.dtype})",
         "mu": f"the engine's distribution: {engine.dtype}{rounded}, temperature "
-        f"{engine.temperature:g} (the trainer's too), the whole vocabulary{merged}",
+        f"{engine.temperature:g} (the trainer's too), the whole vocabulary{merged}{same}",
         "pi": f"the trainer's weights being trained ({trainer.dtype}{passes})",
         "versions": _versions(config),
         "unbounded": _unbounded(config),
@@ -221,6 +222,11 @@ def _audit(config: RunConfig) -> str:
 
 
 def _exactness(config: RunConfig) -> str:
+    if config.engine.bitwise and (config.old_logps.exact or d_is_one(config)):
+        return (
+            "yes, bit for bit (engine.bitwise): behavior_logp is the trainer's own value under the "
+            "weights that sampled the token, so rollout is exact, too"
+        )
     if not config.old_logps.exact:
         return config.old_logps.exactness
     bfloat16 = config.trainer.dtype == "bfloat16"

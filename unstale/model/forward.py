@@ -24,7 +24,7 @@ before_layer: ContextVar[Callable[[], object]] = ContextVar(
 
 @dataclass(frozen=True, slots=True)
 class ForwardOptions:
-    """Options of a forward pass. All but `quantise` change results only by the rounding of sums."""
+    """Options of a forward pass. All but `quantise` change results only by rounding."""
 
     share_prompts: bool = True
     """Compute a prefix that several sequences share only once."""
@@ -38,6 +38,8 @@ class ForwardOptions:
     """The format of `quantisation.FORMATS` to which weights and activations are rounded."""
     published_dtype: str = "float32"
     """The dtype in which engines receive weights. Weights are rounded to it before `quantise`."""
+    bitwise: bool = False
+    """Compute log-probabilities with the bits of the embedded engine (`unstale.model.bitwise`)."""
 
     @classmethod
     def of(cls, config: RunConfig) -> "ForwardOptions":
@@ -48,6 +50,7 @@ class ForwardOptions:
             options.compile,
             options.quantise,
             config.engine.dtype,
+            config.engine.bitwise,
         )
 
 

@@ -22,7 +22,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from unstale.config import ConfigError
 from unstale.config.hub import require_model
 from unstale.expert_routes import num_experts
-from unstale.model import expert_products, fused, linear, sharding
+from unstale.model import bitwise, expert_products, fused, linear, sharding
 from unstale.model import lora as adapters
 from unstale.model.attention import ATTENTION
 from unstale.model.context import check_heads
@@ -46,7 +46,7 @@ from unstale.model.loading import (
 )
 from unstale.model.lora import Lora, Merging
 from unstale.model.packing import cut, pack, pack_shared, wanted_spans
-from unstale.model.packing_check import check_length, check_packing
+from unstale.model.packing_check import check_bitwise, check_length, check_packing
 from unstale.model.peers import ALONE, Peers
 from unstale.model.prefix_tree import ROUND, Packed, PrefixTree, build_prefix_tree
 from unstale.model.quantisation import quantise_passes
@@ -203,6 +203,9 @@ class Policy:
             quantise_passes(self.model, passes.quantise, DTYPES[passes.published_dtype])
         elif before != (passes.quantise, passes.published_dtype):
             raise ValueError("the number format of passes cannot be changed once it is set")
+        if passes.bitwise and not self.passes.bitwise:
+            bitwise.use(self.model)
+            check_bitwise(self.model, self.tokenizer)
         self.passes = passes
         self._compile()
 
