@@ -284,8 +284,6 @@ def build(
     shared_cores = SharedCores(
         config, are_engines_idle=lambda: queue.waits_for_training and engine.is_idle()
     )
-    if isinstance(machine.trainer, LocalTrainer):
-        machine.trainer.before_microbatch = shared_cores.take
     return RunComponents(
         config=config,
         progress=life.progress,

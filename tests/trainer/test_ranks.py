@@ -76,6 +76,9 @@ VARIANTS: Mapping[str, RunConfig] = {
     "plain": BASE,
     "own": replace(SMALL, old_logps=OldLogpsConfig(route="snapshot_old", placement="own")),
     "bfloat16": replace(SMALL, trainer=replace(BASE.trainer, dtype="bfloat16")),
+    "stochastic": replace(
+        SMALL, trainer=replace(BASE.trainer, dtype="bfloat16", rounding="stochastic")
+    ),
     "lora": replace(SMALL, trainer=replace(BASE.trainer, lora_rank=4)),
     "two steps a batch": replace(
         SMALL,
@@ -92,7 +95,7 @@ EXPERTS = 8
 
 VARIANTS_OF = {
     1: ("bfloat16",),
-    2: ("own", "bfloat16", "two steps a batch", "inline", "replay"),
+    2: ("own", "bfloat16", "stochastic", "two steps a batch", "inline", "replay"),
     3: ("plain", "lora"),
 }
 """The variants that run on this number of ranks."""

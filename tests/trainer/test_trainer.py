@@ -38,6 +38,7 @@ from unstale.records import (
 )
 from unstale.testing import checkpoint_round_trip, episode, nudge, plain_logps, tiny_policy
 from unstale.trainer.local import LocalTrainer
+from unstale.trainer.masters import Masters
 from unstale.trainer.optimizer import lr_factor, make_optimizer
 
 WIDE = CorrectionConfig(control="truncate", high=1e6)
@@ -79,17 +80,6 @@ def make(
     policy.version = 1
     old.published(live={0, 1})
     return LocalTrainer(policy, config, old)
-
-
-def test_a_listener_is_called_before_each_microbatch() -> None:
-    """It sees the microbatches before, because the number of cores can change between two."""
-    trainer = make(tiny_policy(), max_tokens_per_microbatch=1)
-    seen: list[float] = []
-    trainer.before_microbatch = lambda: seen.append(trainer._passes.microbatches)
-    (minibatch,) = trainer.prepare(a_batch())
-    assert not seen
-    trainer.backward(minibatch)
-    assert seen == list(range(int(trainer.metrics()["trainer/microbatches"]))) and len(seen) > 1
 
 
 def gradient(trainer: LocalTrainer) -> Tensor:
@@ -512,18 +502,18 @@ def test_bfloat16_forward_weights_are_a_copy_of_float32_ones() -> None:
 
 def test_bfloat16_gradients_are_summed_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     """The sum over 150 microbatches equals that in float64, which one in bfloat16 does not."""
-    collect = LocalTrainer._collect_gradients
+    collect = Masters.collect_gradients
     exact: dict[str, Tensor] = {}
     rounded: dict[str, Tensor] = {}
 
-    def collected(trainer: LocalTrainer) -> None:
+    def collected(masters: Masters, scale: float) -> None:
         for name, parameter in trainer.policy.model.named_parameters():
             if parameter.grad is not None:
                 exact[name] = exact.get(name, 0) + parameter.grad.double()
                 rounded[name] = rounded.get(name, 0) + parameter.grad
-        collect(trainer)
+        collect(masters, scale)
 
-    monkeypatch.setattr(LocalTrainer, "_collect_gradients", collected)
+    monkeypatch.setattr(Masters, "collect_gradients", collected)
     trainer = make(tiny_policy(dtype="bfloat16"), max_tokens_per_microbatch=1)
     episodes = [episode(i, [3, (2, i % 2)], advantage=1 + i % 3) for i in range(150)]
     (part,) = trainer.prepare(collate(episodes))

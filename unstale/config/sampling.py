@@ -22,7 +22,7 @@ from unstale.config.checks import (
     Share,
 )
 
-Dtype = Literal["float32", "bfloat16"]
+Dtype = Literal["float32", "bfloat16", "float16"]
 Transfer = Literal["auto", "file", "nccl"]
 Quantise = Literal["none", "fp8", "int8", "int4"]
 ROUNDED_BY: dict[str, tuple[Quantise, ...]] = {
@@ -170,7 +170,7 @@ class EngineConfig(Section):
     """Share of GPU memory for the vLLM server that the run starts; 0 computes it from the model
     sizes.
     """
-    dtype: Literal["auto", "float32", "bfloat16"] = "bfloat16"
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "bfloat16"
     """Precision of generation. `auto` picks the faster one on this machine."""
     transfer: Transfer = "auto"
     """The way of new weights to the engines. `file`: through main memory, to vLLM servers as a file

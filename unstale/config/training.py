@@ -22,6 +22,11 @@ class TrainerConfig(Section):
 
     dtype: Dtype = "float32"
     """Precision of the forward pass. The weights that the optimizer updates are always float32."""
+    rounding: Literal["nearest", "stochastic", "dither"] = "nearest"
+    """Rounding of the optimizer's float32 weights into those of a bfloat16 or float16 forward pass:
+    to the nearest number, at random after every step, or at one random threshold per weight for the
+    whole run. See docs/rounding.md.
+    """
     optimizer: str = "AdamW"
     """Name of an optimizer class in torch.optim."""
     lr: Positive = 3e-4
@@ -92,6 +97,8 @@ class TrainerConfig(Section):
                 )
 
     def applies(self, option: str) -> bool:
+        if option == "rounding":
+            return self.dtype != "float32"
         return option not in ("lora_alpha", "lora_targets") or self.lora_rank > 0
 
 

@@ -2,7 +2,6 @@
 
 import json
 import math
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +13,12 @@ from unstale.expert_routes import num_experts
 
 
 def local_folder(config: RunConfig) -> Path:
-    """Return the folder of the initial policy. Nothing is downloaded.
+    """Return the folder of the initial policy. Nothing is downloaded or converted.
 
     If the policy is not on this machine, the folder does not exist, so its size is not known.
     """
     try:
-        return replace(config, policy_download=False).policy_folder
+        return config.find_policy(fetch=False)
     except ConfigError:
         return Path(config.policy)
 

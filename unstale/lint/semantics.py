@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from unstale.config import RunConfig, Unit
+from unstale.config.gguf import names_gguf
 from unstale.config.hub import is_hub_name
 from unstale.config.routes import live_versions
 from unstale.config.techniques import chosen, describe
@@ -70,6 +71,8 @@ def _missing_policy(config: RunConfig) -> dict[str, str]:
     fate = "unstale train refuses it"
     if config.policy_download and is_hub_name(config.policy):
         fate = "unstale train downloads it"
+    elif names_gguf(config.policy, config.policy_gguf):
+        fate = "unstale train converts it to one"
     return {
         "policy": f"{config.policy} is no model folder here, so its limits are not known; {fate}"
     }

@@ -207,6 +207,34 @@ class GpuKernels:
                 BLOCK=LOGITS,
             )
 
+    def round_weights(
+        self,
+        weights: Tensor,
+        out: Tensor,
+        count: int,
+        first: int,
+        low: int,
+        high: int,
+        half: bool,
+    ) -> None:
+        """Round `weights` `[count]` into `out`, float16 or bfloat16, as `rounding.c` does."""
+        with device_of(weights):
+            _round_weights[(triton.cdiv(count, COLUMNS),)](
+                weights.view(torch.int32),
+                out.view(torch.int16),
+                count,
+                _word(first),
+                _word(low),
+                _word(high),
+                HALF=half,
+                COLUMNS=COLUMNS,
+            )
+
+
+def _word(number: int) -> int:
+    """Return a number of 32 bits as the int32 that has them."""
+    return number - (1 << 32) if number >= 1 << 31 else number
+
 
 def _power(size: int) -> int:
     """Return the smallest power of two that is not below `size`."""
@@ -473,3 +501,37 @@ def _logit_slopes(
         slope = likely * (-back)
     slope = slope + tl.where(at == tl.load(targets + row) - low, back, 0.0)
     tl.store(place, (slope / temperature).to(logits.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["first", "low", "high"])
+def _round_weights(
+    weights, out, count, first, low, high, HALF: tl.constexpr, COLUMNS: tl.constexpr
+):
+    at = tl.program_id(0).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = at < count
+    word = tl.load(weights + at, mask=inside, other=0).to(tl.uint32, bitcast=True)
+    x = at.to(tl.uint32) + (first + low).to(tl.uint32)
+    x = (x ^ (x >> 17)) * 0xED5AD4BB
+    x = (x ^ (x >> 11)) + high.to(tl.uint32)
+    x = (x ^ (x >> 16)) * 0xAC4C1B51
+    x = (x ^ (x >> 15)) * 0x31848BAB
+    bits = x ^ (x >> 14)
+    size = word & 0x7FFFFFFF
+    if HALF:
+        normal = (size + (bits >> 19) - 0x38000000) >> 13
+        normal = tl.where(normal > 0x7BFF, 0x7BFF, normal)
+        kept = tl.where((size >= 0x800000) & (size < 0x38800000), size, 0)
+        value = kept.to(tl.float32, bitcast=True) * 16777216.0
+        whole = value.to(tl.int32)
+        share = (bits >> 8).to(tl.int32).to(tl.float32) * 5.9604644775390625e-08
+        small = (whole + (share < value - whole.to(tl.float32)).to(tl.int32)).to(tl.uint32)
+        narrow = tl.where(size < 0x38800000, small, normal)
+        narrow = tl.where(size >= 0x47800000, 0x7C00, narrow)
+        narrow = tl.where(size > 0x7F800000, 0x7E00, narrow)
+    else:
+        raised = size + (bits >> 16)
+        raised = tl.where((raised & 0x7F800000) == 0x7F800000, size, raised)
+        narrow = tl.where(size < 0x7F800000, raised, size) >> 16
+        narrow = tl.where(size > 0x7F800000, narrow | 0x40, narrow)
+    narrow = narrow | ((word >> 16) & 0x8000)
+    tl.store(out + at, narrow.to(tl.uint16).to(tl.int16, bitcast=True), mask=inside)

@@ -40,15 +40,15 @@ Argument = Tensor | int | float | None
 
 
 class Kernels:
-    """The compiled functions of `kernels.c`, as attributes.
+    """The compiled functions of a C file, by default `kernels.c`, as attributes.
 
     Their arguments are numbers and float32 tensors, or int64 tensors where they are indices. A
     tensor may be a slice of the columns of a contiguous one.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, source: Path = SOURCE) -> None:
         """Raise what `compile_library` raises."""
-        self._library = compile_library(SOURCE)
+        self._library = compile_library(source)
         self._parallel = _openmp()
 
     def pieces(self, rows: int) -> int:
@@ -103,13 +103,13 @@ def _warn_of_one_thread() -> None:
 
 
 @cache
-def kernels() -> Kernels | None:
-    """Return the compiled functions. Without a compiler, warn and return None."""
+def kernels(source: Path = SOURCE) -> Kernels | None:
+    """Return the compiled functions of a C file. Without a compiler, warn and return None."""
     try:
-        return Kernels()
+        return Kernels(source)
     except NotCompiled as error:
         warnings.warn(
-            f"training on the CPU is slower, because {SOURCE.name} does not compile: {error}",
+            f"training on the CPU is slower, because {source.name} does not compile: {error}",
             RuntimeWarning,
             stacklevel=2,
         )

@@ -16,7 +16,12 @@ from transformers.utils import logging as transformers_logging
 from unstale.config import ConfigError
 from unstale.config.hub import damaged_weights
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float64": torch.float64,
+}
 """The precisions of a forward pass by name. float64 is for tests."""
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
@@ -80,6 +85,15 @@ def load_model(folder: Path, dtype: torch.dtype, **options: Any) -> PreTrainedMo
             f"for example {missing[0]}"
         )
     return cast(PreTrainedModel, model)
+
+
+def float_dtypes(folder: Path) -> set[str]:
+    """Return the dtypes of the numbers in a folder's weights, as safetensors names them."""
+    found = set()
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            found |= {file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118
+    return {name for name in found if name in ("F64", "F32", "F16", "BF16")}
 
 
 def _damaged(folder: Path, error: SafetensorError) -> ConfigError:

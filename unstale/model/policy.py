@@ -27,10 +27,23 @@ from unstale.model import lora as adapters
 from unstale.model.attention import ATTENTION
 from unstale.model.context import check_heads
 from unstale.model.experts import RouteLayers, replay_routes
-from unstale.model.forward import ForwardOptions, Scored, checkpoint_layers, run_model
+from unstale.model.forward import (
+    ForwardOptions,
+    Scored,
+    announce_layers,
+    checkpoint_layers,
+    run_model,
+)
 from unstale.model.head import LogpQuery, query_head, wide
 from unstale.model.hidden import HiddenMeans, find_layer, outputs_of
-from unstale.model.loading import DTYPES, load_model, load_tokenizer, no_progress_bars, vocab_size
+from unstale.model.loading import (
+    DTYPES,
+    float_dtypes,
+    load_model,
+    load_tokenizer,
+    no_progress_bars,
+    vocab_size,
+)
 from unstale.model.lora import Lora, Merging
 from unstale.model.packing import cut, pack, pack_shared, wanted_spans
 from unstale.model.packing_check import check_length, check_packing
@@ -100,6 +113,8 @@ class Policy:
                 RuntimeWarning,
                 stacklevel=2,
             )
+        self._folder: Path | None = None
+        """The folder whose weights the model has. None if they are others."""
         self.passes = ForwardOptions()
         self.independent_rows = False
         """True if the model was loaded with this option."""
@@ -154,6 +169,7 @@ class Policy:
         base = adapters.base_checksum(folder) if lora else 0
         policy = cls(model, tokenizer, lora=lora, base=base, peers=peers)
         policy._dtype = DTYPES[dtype]
+        policy._folder = folder
         policy.independent_rows = independent_rows
         return policy
 
@@ -372,6 +388,23 @@ class Policy:
             return self._live()
         return {name: tensor.to(self.dtype) for name, tensor in self._live().items()}
 
+    def checkpoint_weights(self) -> dict[str, Tensor]:
+        """Return the float32 weights that the model's folder has, by name, on the CPU.
+
+        They are empty if the model has all their digits, has other weights by now, or is divided
+        among ranks, whose parts are float32 already. Adapters are in no folder.
+        """
+        if self._folder is None or self._is_sharded or self.lora:
+            return {}
+        narrow = {torch.bfloat16: "BF16", torch.float16: "F16"}.get(self.dtype)
+        if narrow is None or float_dtypes(self._folder) <= {narrow}:
+            return {}
+        options = _expert_options(
+            self._folder, self.device.type, independent_rows=self.independent_rows
+        )
+        wide = load_model(self._folder, torch.float32, **options)
+        return {name: parameter.detach() for name, parameter in wide.named_parameters()}
+
     def part_starts(self) -> dict[str, int] | None:
         """Return where each part of `weights` begins in its whole weight, as a flat list.
 
@@ -431,6 +464,7 @@ class Policy:
         self.at_version = False
 
     def _write(self, weights: Mapping[str, Tensor]) -> None:
+        self._folder = None
         live = self._live() if self._held is None else self._held
         for name, tensor in live.items():
             tensor.copy_(weights[name])
@@ -752,6 +786,7 @@ def _use_packing(model: PreTrainedModel) -> PreTrainedModel:
     linear.use(model)
     expert_products.use(model)
     fused.use(model)
+    announce_layers(model)
     model.set_attn_implementation(ATTENTION)
     return model.eval()
 

@@ -35,9 +35,9 @@ def load_shard(
 ) -> PreTrainedModel:
     """Load this rank's part of a model. Its forward passes are in the dtype `passes`.
 
-    With `wide` the parameters are float32, because an optimizer needs that, with the values that
-    they have in `passes`. All `count` ranks of the process group must call this. `options` are
-    those of `load_model`. Raises ConfigError for the same reasons.
+    With `wide` the parameters are float32, because an optimizer needs that, with the values of the
+    checkpoint. A pass rounds them to nearest. All `count` ranks of the process group must call
+    this. `options` are those of `load_model`. Raises ConfigError for the same reasons.
     """
     mixed = wide and passes == torch.bfloat16
     config = DistributedConfig(fsdp_size=count, fsdp_mixed_precision=mixed)
@@ -45,9 +45,6 @@ def load_shard(
         model = load_model(
             folder, torch.float32 if mixed else passes, distributed_config=config, **options
         )
-    for parameter in model.parameters() if mixed else ():
-        part = local(parameter.detach())
-        part.copy_(part.to(passes))
     for module in _units(model):
         # Sums, not means: the loss has the denominators of the whole batch.
         module.set_gradient_divide_factor(1.0)

@@ -41,6 +41,8 @@ from unstale.techniques import (
 from unstale.token_values import TokenValues
 from unstale.trainer.halves import GradientHalves
 from unstale.trainer.hidden_states import last_tokens, statistics
+from unstale.trainer.loss_scale import LossScale
+from unstale.trainer.masters import Masters
 from unstale.trainer.metrics import StepMetrics
 from unstale.trainer.optimizer import lr_factor, make_optimizer
 from unstale.trainer.records import NOT_FINITE, FailedBatch, Minibatch
@@ -57,8 +59,9 @@ if the route computes its values in every training pass.
 class LocalTrainer:
     """The trainer whose model, optimizer and float32 weights are in this process, or a part of it.
 
-    A float32 policy is optimized directly. For a bfloat16 policy, the optimizer changes float32
-    weights, which are rounded into the policy after every step. Gradients are summed in float32.
+    A float32 policy is optimized directly. For a bfloat16 or float16 policy, the optimizer changes
+    float32 weights, which are rounded into the policy after every step (`trainer.rounding`).
+    Gradients are summed in float32.
     """
 
     def __init__(
@@ -88,16 +91,15 @@ class LocalTrainer:
         policy.set_forward_options(ForwardOptions.of(config))
         self.steps = 0
         self._peers = policy.peers
-        self._forward = {name: p for name, p in policy.model.named_parameters() if p.requires_grad}
-        self._master = {name: _master(parameter) for name, parameter in self._forward.items()}
+        self._masters = Masters(policy, config)
+        self._master = self._masters.tensors
+        self._loss_scale = LossScale(policy.dtype)
         self.optimizer = make_optimizer(self.config, list(self._master.values()))
         keeps_reference = config.objective.kl_coef or "reference" in techniques.needs
         self._reference = policy.twin() if keeps_reference else None
         for reader in techniques.states_readers:
             policy.require_layer(reader.query.depth)
         self._halves = GradientHalves() if "halves" in techniques.needs else None
-        self.before_microbatch: Callable[[], object] = lambda: None
-        """Called in the trainer's thread before each microbatch of a gradient."""
         self._metrics = StepMetrics()
         self._passes = self._metrics
         """The metrics to which forward passes add."""
@@ -286,7 +288,6 @@ class LocalTrainer:
         )
         costs = [sum(spans[i][1] - spans[i][0] for i in positions) for positions in microbatches]
         for number, counts in self._peers.deal(costs):
-            self.before_microbatch()
             self._passes = passes if counts else self._metrics.of_passes()
             microbatch, index = batch.select([members[i] for i in microbatches[number]])
             with self._peers.fail_together(NOT_FINITE):
@@ -297,8 +298,9 @@ class LocalTrainer:
                         "no step was taken"
                     )
             # A pass that another rank counts has no gradient, but all ranks must run as many.
-            (loss if counts else 0 * loss).backward()
-            self._collect_gradients()
+            scale = self._loss_scale.value
+            (scale * loss if counts else 0 * loss).backward()
+            self._masters.collect_gradients(scale)
             self._passes.microbatches += 1
             self._passes.sequence_tokens += len(microbatch.tokens)
 
@@ -359,28 +361,38 @@ class LocalTrainer:
         noise = self._halves.noise(self._master) if self._halves else math.nan
         total = nn.utils.clip_grad_norm_(self._master.values(), self.config.grad_clip)
         norm = float(gather_whole(total))
-        if not math.isfinite(norm):
+        overflows = self._loss_scale.absorbs(math.isfinite(norm))
+        if not overflows and not math.isfinite(norm):
             raise FloatingPointError(
                 f"the gradient norm of optimizer step {self.steps + 1} is {norm}; "
                 "no step was taken. Lower trainer.lr or narrow the correction band"
             )
         lr = self.config.lr * lr_factor(self.steps, self.config, num_steps=self.num_steps)
-        plan = self._plan(norm, noise)
+        plan = StepPlan(skip=True) if overflows else self._plan(norm, noise)
         lr *= plan.lr_factor
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        if plan.skip:
-            self._metrics.skipped_steps += 1
-        else:
-            self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        self._cast_master()
+        self._update(is_skipped=plan.skip)
         self.policy.at_version = False
         self.steps += 1
         self.old.trained(self._metrics.kept_share)
-        self._metrics.grad_norms.append(norm)
+        self._metrics.overflows += overflows
+        self._metrics.grad_norms.append(0.0 if overflows else norm)
         self._metrics.lr = lr
         self._metrics.update_s += time.perf_counter() - began
+
+    def _update(self, *, is_skipped: bool) -> None:
+        """Let the optimizer change the weights, and round them. Weights of a skipped step stay."""
+        if is_skipped:
+            self._metrics.skipped_steps += 1
+            self.optimizer.zero_grad(set_to_none=True)
+            return
+        self._masters.watch()
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self._masters.round(self.steps + 1)
+        if self._masters.is_narrow:
+            self._metrics.add_moved(self._peers.sum(self._masters.moved()))
 
     def _keep_whole(self) -> None:
         """Keep the data of all parts: each may be the cause of a gradient that is not finite."""
@@ -414,6 +426,7 @@ class LocalTrainer:
         metrics = {
             **self._metrics.metrics(),
             **{f"old_logps/{name}": value for name, value in costs.items()},
+            **self._loss_scale.metrics(),
             "trainer/cpu_s": cpu_s - self._cpu_s,
         }
         self._cpu_s = cpu_s
@@ -442,6 +455,8 @@ class LocalTrainer:
             "at_version": self.policy.at_version,
             "jumps": self.policy.version_gaps,
             "base": self.policy.base,
+            "rounded_at": self._masters.rounded_at,
+            "loss_scale": self._loss_scale.state(),
         }
 
     @torch.no_grad()
@@ -451,9 +466,9 @@ class LocalTrainer:
         Raises ConfigError if its adapters were trained on another base model.
         """
         self.policy.require_base(state.get("base", 0))
-        for name, tensor in self._master.items():
-            tensor.copy_(state["weights"][name])
-        self._cast_master()
+        self._masters.restore(state["weights"], state.get("rounded_at", 0))
+        if "loss_scale" in state:
+            self._loss_scale.restore(state["loss_scale"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.steps = state["steps"]
         self.policy.version = state["version"]
@@ -657,26 +672,6 @@ class LocalTrainer:
         self._passes.tokens.add_entropy(batch, entropy.detach(), where=measured)
         return logp.cpu(), entropy
 
-    def _collect_gradients(self) -> None:
-        """Add the gradients of bfloat16 weights to the float32 gradients, one tensor at a time."""
-        for name, parameter in self._forward.items():
-            master = self._master[name]
-            if master is parameter or parameter.grad is None:
-                continue
-            if master.grad is None:
-                master.grad = parameter.grad.to(master.dtype)
-            else:  # adds in float32, without a copy of the gradient
-                master.grad.add_(parameter.grad)
-            parameter.grad = None
-
-    @torch.no_grad()
-    def _cast_master(self) -> None:
-        """Round the float32 weights into the bfloat16 weights of the forward pass."""
-        names = [name for name, each in self._forward.items() if each is not self._master[name]]
-        if names:
-            rounded: list[Tensor] = [self._forward[name] for name in names]
-            torch._foreach_copy_(rounded, [self._master[name] for name in names])
-
 
 def _select(values: Tensor, index: Tensor) -> Tensor:
     """Return `values[index]`.
@@ -684,13 +679,6 @@ def _select(values: Tensor, index: Tensor) -> Tensor:
     If `values` is empty, because the values are unknown, return it as it is.
     """
     return values[index] if len(values) else values
-
-
-def _master(parameter: nn.Parameter) -> Tensor:
-    """Return the tensor to optimize: the parameter, or a float32 copy if its dtype is narrower."""
-    if parameter.dtype in (torch.float32, torch.float64):
-        return parameter
-    return nn.Parameter(parameter.detach().float())
 
 
 def _require_finite(batch: Batch, **logps: Tensor) -> None:

@@ -77,6 +77,9 @@ class StepMetrics:
         """Tokens run by the busiest rank over their mean, in the last optimizer step."""
         self.grad_norms: list[float] = []
         self.skipped_steps = 0
+        self.overflows = 0
+        """Number of steps that were skipped because a float16 gradient was not finite."""
+        self._moved = torch.zeros(3, dtype=torch.float64)
         """Optimizer steps that a technique refused."""
         self._log_weights: list[float] = []
         """The logarithm of pi / mu of each sequence of the present optimizer step."""
@@ -152,6 +155,20 @@ class StepMetrics:
         """Expect `times` as many tokens with a gradient in the whole batch as were counted."""
         self.expected_tokens = math.ceil(times * self.tokens_with_gradient)
 
+    def add_moved(self, sums: Tensor) -> None:
+        """Add the sums `Masters.moved` of an optimizer step."""
+        self._moved += sums
+
+    def _of_rounding(self) -> dict[str, float]:
+        """Return the metrics of rounded weights, of which there are none in float32."""
+        moved, due, sample = self._moved.tolist()
+        if not sample:
+            return {}
+        return {
+            "trainer/moved_weight_share": moved / sample,
+            "trainer/due_weight_share": due / sample,
+        }
+
     def add_entropy(self, entropy: Tensor, *, every: int = 1) -> None:
         """Record the entropies of some sampled tokens, in nats. Every n-th token was chosen."""
         self._values["entropy"].append(entropy)
@@ -224,6 +241,8 @@ class StepMetrics:
             "trainer/microbatches": float(self.microbatches),
             "trainer/grad_norm": sum(self.grad_norms) / max(1, len(self.grad_norms)),
             "trainer/skipped_step_share": self.skipped_steps / max(1, len(self.grad_norms)),
+            "trainer/overflow_step_share": self.overflows / max(1, len(self.grad_norms)),
+            **self._of_rounding(),
             "trainer/lr": self.lr,
             "trainer/update_s": self.update_s,
             "trainer/tokens_per_s": self.sequence_tokens / self.update_s if self.update_s else 0.0,

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from unstale.model.packed_weights import RoundedWeights
 from unstale.model.quantisation import quantised
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,144 @@
+"""Stochastic rounding of float32 weights to bfloat16 or float16 (arXiv 2010.06192).
+
+A number between two neighbours of the narrower format becomes the upper one with a probability
+equal to its distance from the lower one, as a share of the distance between them. So the mean of
+the result is the number itself, and an update smaller than that distance is not lost. A number that
+the format has is not changed. A finite number below 65536 never becomes infinite.
+
+The random bits are a function of the run's seed, the optimizer step, the name of the tensor and the
+index in the whole tensor. They depend neither on the device nor on how a tensor is divided among
+ranks, and a resumed run draws the same ones. `rounding.c`, `gpu_kernels` and `_round` give the same
+bits.
+"""
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from unstale.model.kernels import gpu_kernels, kernels
+
+SOURCE = Path(__file__).with_name("rounding.c")
+
+NARROW = (torch.bfloat16, torch.float16)
+"""The formats to which weights can be rounded."""
+
+CHUNK = 1 << 20
+"""Number of weights that torch rounds at once: each takes up to 50 bytes meanwhile."""
+
+BLOCK = 1 << 32
+"""Number of elements of a tensor with the same key, because a hashed index has 32 bits."""
+
+_INFINITE = 0x7F800000
+_NOT_NEGATIVE = 0x7FFFFFFF
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """The seed of the random bits of one rounding of all weights."""
+
+    seed: int
+    step: int
+    """The optimizer step that made the weights."""
+
+    def keys(self, name: str, block: int) -> tuple[int, int]:
+        """Return two numbers of 32 bits for a block of `BLOCK` elements of a tensor."""
+        text = f"{self.seed} {self.step} {block} {name}".encode()
+        digest = hashlib.blake2b(text, digest_size=8).digest()
+        return int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:], "little")
+
+
+@torch.no_grad()
+def round_stochastically(
+    weights: Tensor, out: Tensor, draw: Draw, *, name: str, first: int = 0
+) -> None:
+    """Round float32 `weights` into `out`, which has the same shape and is bfloat16 or float16.
+
+    Both are contiguous and on one device. The first element is element `first` of the whole tensor
+    `name`. Raises ValueError for other dtypes and for tensors that are not contiguous.
+    """
+    fits = weights.shape == out.shape and weights.is_contiguous() and out.is_contiguous()
+    if not fits or weights.dtype != torch.float32 or out.dtype not in NARROW:
+        raise ValueError(
+            f"contiguous float32 weights of one shape are rounded to bfloat16 or float16, not "
+            f"{weights.dtype} {tuple(weights.shape)} to {out.dtype} {tuple(out.shape)}"
+        )
+    wide, narrow = weights.detach().view(-1), out.detach().view(-1)
+    start = 0
+    while start < len(wide):
+        block, index = divmod(first + start, BLOCK)
+        stop = min(len(wide), start + BLOCK - index)
+        _round_block(wide[start:stop], narrow[start:stop], index, draw.keys(name, block))
+        start = stop
+
+
+def _round_block(wide: Tensor, narrow: Tensor, first: int, keys: tuple[int, int]) -> None:
+    """Round elements of one block, whose indices in it begin with `first`."""
+    is_half = narrow.dtype == torch.float16
+    if wide.is_cuda and (gpu := gpu_kernels()) is not None:
+        gpu.round_weights(wide, narrow, len(wide), first, *keys, is_half)
+    elif wide.device.type == "cpu" and (native := kernels(SOURCE)) is not None:
+        native.round_weights(wide, narrow, len(wide), first, *keys, int(is_half))
+    else:
+        for start in range(0, len(wide), CHUNK):
+            part = wide[start : start + CHUNK]
+            bits = _random_bits(first + start, len(part), keys, part.device)
+            narrow[start : start + CHUNK] = _round(part, bits, is_half=is_half)
+
+
+def _random_bits(first: int, count: int, keys: tuple[int, int], device: torch.device) -> Tensor:
+    """Return 32 random bits for each of some indices, as int32."""
+    low, high = keys
+    x = _words(torch.arange(first, first + count, device=device) + low)
+    x = (x ^ _right(x, 17)) * _word(0xED5AD4BB)
+    x = (x ^ _right(x, 11)) + _word(high)
+    x = (x ^ _right(x, 16)) * _word(0xAC4C1B51)
+    x = (x ^ _right(x, 15)) * _word(0x31848BAB)
+    return x ^ _right(x, 14)
+
+
+def _round(weights: Tensor, bits: Tensor, *, is_half: bool) -> Tensor:
+    """Round contiguous float32 numbers `[n]` by random bits `[n]`, with torch alone."""
+    words = weights.view(torch.int32)
+    size = words & _NOT_NEGATIVE
+    if is_half:
+        narrow = _to_float16(size, bits)
+        dtype = torch.float16
+    else:
+        finite = size + _right(bits, 16)
+        finite = torch.where((finite & _INFINITE) == _INFINITE, size, finite)
+        narrow = _right(torch.where(size < _INFINITE, finite, size), 16)
+        narrow = torch.where(size > _INFINITE, narrow | 0x40, narrow)
+        dtype = torch.bfloat16
+    return (narrow | (_right(words, 16) & 0x8000)).to(torch.int16).view(dtype)
+
+
+def _to_float16(size: Tensor, bits: Tensor) -> Tensor:
+    """Return the bits of float16 numbers, from the float32 bits of numbers without a sign."""
+    normal = (_right(size + _right(bits, 19) - (112 << 23), 13)).clamp(max=0x7BFF)
+    # Below 2^-14 all neighbours are multiples of 2^-24.
+    is_small = size < 0x38800000
+    kept = torch.where(is_small & (size >= 0x800000), size, 0)
+    value = kept.view(torch.float32) * 2.0**24
+    whole = value.to(torch.int32)
+    raised = _right(bits, 8).float() * 2.0**-24 < value - whole
+    result = torch.where(is_small, whole + raised, normal)
+    result = torch.where(size >= 0x47800000, 0x7C00, result)  # 65536 and more
+    return torch.where(size > _INFINITE, 0x7E00, result)
+
+
+def _right(words: Tensor, places: int) -> Tensor:
+    """Shift the bits of int32 words to the right. Zeros follow."""
+    return (words >> places) & ((1 << (32 - places)) - 1)
+
+
+def _words(numbers: Tensor) -> Tensor:
+    """Return the last 32 bits of int64 numbers, as int32."""
+    return numbers.to(torch.int32)
+
+
+def _word(number: int) -> int:
+    """Return a number of 32 bits as the int32 that has them."""
+    return number - (1 << 32) if number >= 1 << 31 else number

@@ -1,0 +1,53 @@
+"""A factor on the loss of float16 passes, by which small gradients do not become 0.
+
+It is that of `torch.amp.GradScaler`: halved when a gradient is not finite, and doubled after many
+steps without one.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+FIRST, LARGEST = 2.0**16, 2.0**24
+LEAST = 1.0
+"""Smallest factor. A gradient that is not finite without a factor is an error of the run."""
+GROWTH_STEPS = 200
+"""Optimizer steps without an overflow after which the factor is doubled. torch has 2000 for runs
+of many thousand steps.
+"""
+
+
+class LossScale:
+    """The factor. It is 1 and never changes unless passes are in float16."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._is_used = dtype == torch.float16
+        self.value = FIRST if self._is_used else 1.0
+        self._finite_steps = 0
+
+    def absorbs(self, norm_is_finite: bool) -> bool:
+        """Update the factor after a gradient. Return True if the step is to be skipped.
+
+        It is False for a gradient that is not finite if the factor cannot be the reason.
+        """
+        if not self._is_used:
+            return False
+        if norm_is_finite:
+            self._finite_steps += 1
+            if self._finite_steps % GROWTH_STEPS == 0:
+                self.value = min(LARGEST, 2 * self.value)
+            return False
+        if self.value <= LEAST:
+            return False
+        self.value, self._finite_steps = max(LEAST, self.value / 2), 0
+        return True
+
+    def metrics(self) -> dict[str, float]:
+        return {"trainer/loss_scale": self.value} if self._is_used else {}
+
+    def state(self) -> dict[str, Any]:
+        return {"value": self.value, "finite_steps": self._finite_steps}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self.value, self._finite_steps = state["value"], state["finite_steps"]

@@ -1,0 +1,180 @@
+"""The float32 weights that the optimizer changes, and their rounded copies in the forward pass."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from unstale.config import RunConfig
+from unstale.model.policy import Policy
+from unstale.model.rounding import NARROW, Draw, round_stochastically
+from unstale.model.sharding import first_number, is_sharded, local
+
+SAMPLE = 1 << 16
+"""Number of weights of which a step measures how many moved. Of every tensor there is one."""
+
+MANTISSA = {torch.bfloat16: 7, torch.float16: 10}
+"""Number of bits after the binary point of a number between 1 and 2."""
+LEAST_EXPONENT = {torch.bfloat16: -133, torch.float16: -24}
+"""The binary logarithm of the smallest positive number."""
+
+
+class Masters:
+    """The weights of an optimizer.
+
+    A float32 parameter is optimized directly. For a parameter of a narrower dtype there is a
+    float32 weight, which is rounded into the parameter after every step. Where the checkpoint has
+    more precision than the parameter, the float32 weights begin with its values.
+    """
+
+    def __init__(self, policy: Policy, config: RunConfig) -> None:
+        self._rounding = config.trainer.rounding
+        self._seed = config.seed
+        self._dtype = policy.dtype
+        self._forward = {name: p for name, p in policy.model.named_parameters() if p.requires_grad}
+        own = policy.checkpoint_weights() if self.is_narrow else {}
+        self.tensors = {
+            name: self._master(parameter, own.pop(name, None))
+            for name, parameter in self._forward.items()
+        }
+        """The weights that the optimizer changes, by name."""
+        self._separate = [
+            name for name, each in self._forward.items() if each is not self.tensors[name]
+        ]
+        total = sum(local(each.detach()).numel() for each in self.tensors.values())
+        self._stride = max(1, total // SAMPLE)
+        self._before: dict[str, tuple[Tensor, Tensor]] = {}
+        self.rounded_at = 0
+        """The optimizer step after which the weights were last rounded."""
+        self.round(0)
+
+    @property
+    def is_narrow(self) -> bool:
+        """True if forward passes use rounded weights."""
+        return self._dtype in NARROW
+
+    def _master(self, parameter: nn.Parameter, own: Tensor | None) -> Tensor:
+        """Return the tensor to optimize: the parameter, or a float32 weight of its own."""
+        if parameter.dtype not in (torch.float32, torch.float64):
+            return nn.Parameter(_precise(parameter.detach(), own))
+        # A part of a divided model is float32, and FSDP rounds it to nearest for a pass.
+        rounds_itself = not is_sharded(parameter) or self._rounding == "nearest"
+        # Gradients of float16 passes are scaled, also those of parameters that stay float32.
+        if self._dtype == torch.float16 or (self.is_narrow and not rounds_itself):
+            return nn.Parameter(parameter.detach().clone())
+        return parameter
+
+    def collect_gradients(self, scale: float = 1.0) -> None:
+        """Add gradients of rounded weights, divided by `scale`, to those of the float32 weights."""
+        for name in self._separate:
+            master, parameter = self.tensors[name], self._forward[name]
+            if parameter.grad is None:
+                continue
+            if master.grad is None:
+                master.grad = parameter.grad.to(master.dtype)
+                if scale != 1.0:
+                    master.grad.mul_(1 / scale)
+            else:  # adds in float32, without a copy of the gradient
+                master.grad.add_(parameter.grad, alpha=1 / scale)
+            parameter.grad = None
+
+    @torch.no_grad()
+    def round(self, step: int) -> None:
+        """Round the float32 weights into the parameters. Optimizer step `step` has changed them.
+
+        The weights before the first step (0) are rounded to nearest, as an engine rounds those that
+        it reads from the checkpoint.
+        """
+        self.rounded_at = step
+        if step and self._rounding != "nearest":
+            draw = Draw(self._seed, step if self._rounding == "stochastic" else 0)
+            for name in self._separate:
+                self._round_one(name, draw)
+            return
+        whole = [name for name in self._separate if not is_sharded(self._forward[name])]
+        if whole:
+            targets: list[Tensor] = [self._forward[name] for name in whole]
+            torch._foreach_copy_(targets, [self.tensors[name] for name in whole])
+        for name in self._separate:
+            if is_sharded(self._forward[name]):
+                part = local(self.tensors[name].detach())
+                local(self._forward[name].detach()).copy_(part.to(self._dtype))
+
+    def _round_one(self, name: str, draw: Draw) -> None:
+        """Round the part of a tensor that this process has."""
+        weight = local(self.tensors[name].detach())
+        target = local(self._forward[name].detach())
+        dtype = target.dtype
+        if dtype not in NARROW:
+            if not is_sharded(self._forward[name]):  # a parameter that transformers keeps float32
+                target.copy_(weight)
+                return
+            dtype = self._dtype
+        is_direct = target.dtype == dtype and target.is_contiguous()
+        rounded = (
+            target
+            if is_direct
+            else torch.empty_like(target, dtype=dtype, memory_format=torch.contiguous_format)
+        )
+        first = first_number(self.tensors[name])
+        round_stochastically(weight.contiguous(), rounded, draw, name=name, first=first)
+        if not is_direct:
+            target.copy_(rounded)
+
+    @torch.no_grad()
+    def watch(self) -> None:
+        """Copy a sample of the weights before an optimizer step, for `moved`."""
+        if self.is_narrow:
+            self._before = {
+                name: (self._sample(self.tensors[name]), self._rounded_sample(name))
+                for name in self.tensors
+            }
+
+    @torch.no_grad()
+    def moved(self) -> Tensor:
+        """Return three sums over the sample since `watch`, as a float64 tensor on the CPU.
+
+        They are the number of rounded weights that changed, the number that should have, and the
+        size of the sample. Of the weights with an update of x <= 1 times the distance between two
+        neighbours, a share x should change: so it is if float32 weights are anywhere between them.
+        The sums are 0 without rounded weights.
+        """
+        found = [torch.zeros(3, dtype=torch.float64)]
+        for name, (weight, rounded) in self._before.items():
+            after = self._sample(self.tensors[name])
+            due = (after - weight).abs() / _spacing(
+                torch.maximum(after.abs(), weight.abs()), self._dtype
+            )
+            changed = (self._rounded_sample(name) != rounded).sum()
+            sums = torch.stack([changed.double(), due.clamp(max=1).sum().double()]).cpu()
+            found.append(torch.cat([sums, torch.tensor([len(weight)], dtype=torch.float64)]))
+        self._before = {}
+        return torch.stack(found).sum(0)
+
+    def _sample(self, tensor: Tensor) -> Tensor:
+        return local(tensor.detach()).reshape(-1)[:: self._stride].clone()
+
+    def _rounded_sample(self, name: str) -> Tensor:
+        return self._sample(self._forward[name]).to(self._dtype)
+
+    @torch.no_grad()
+    def restore(self, weights: Mapping[str, Tensor], rounded_at: int) -> None:
+        """Load float32 weights, and round them as they were rounded after step `rounded_at`."""
+        for name, tensor in self.tensors.items():
+            tensor.copy_(weights[name])
+        self.round(rounded_at)
+
+
+def _precise(parameter: Tensor, own: Tensor | None) -> Tensor:
+    """Return a float32 weight: that of the checkpoint, if the parameter is its rounded value."""
+    if own is not None and own.shape == parameter.shape:
+        precise = own.to(device=parameter.device, dtype=torch.float32)
+        if torch.equal(precise.to(parameter.dtype), parameter):
+            return precise
+    return parameter.float()
+
+
+def _spacing(sizes: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the distance of the neighbours between which a number of this size lies."""
+    exponent = torch.frexp(sizes).exponent - 1 - MANTISSA[dtype]
+    return torch.ldexp(torch.ones_like(sizes), exponent.clamp(min=max(LEAST_EXPONENT[dtype], -126)))
