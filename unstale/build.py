@@ -228,6 +228,7 @@ def load_policy(config: RunConfig, peers: Peers | None = None, *, trained: bool 
         peers=peers or ALONE,
         independent_rows=config.deterministic,
         trained=trained,
+        chat_template=config.chat_template,
     )
     policy.check_context(config.cluster.context)
     policy.set_forward_options(ForwardOptions.of(config))

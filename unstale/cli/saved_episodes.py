@@ -18,6 +18,7 @@ from unstale.rollout.evaluation import Attempt, FinishedEpisodes
 
 SHARED = (
     "seed",
+    "chat_template",
     "chat_template_kwargs",
     "rollout.max_turns",
     "engine.backend",

@@ -47,7 +47,7 @@ from unstale.durability.run_folder import (
 )
 from unstale.envs.guard import OCCUPANCY
 from unstale.lint import check
-from unstale.lint.policy_files import local_folder
+from unstale.lint.policy_files import has_template, local_folder
 from unstale.loop import RunComponents
 from unstale.model.policy import Policy
 from unstale.observe import RunRecorder
@@ -231,6 +231,8 @@ def _check(config: RunConfig, console: Console) -> None:
         _ = config.policy_folder  # download or convert it: some warnings depend on its size
     verdict = check(config)
     verdict.require()
+    if config.chat_template and has_template(config.policy_folder):
+        _note(console, "note: chat_template replaces the policy's own chat template")
     for warning in verdict.warnings:
         console.print(f"[yellow]warning:[/] {literal(warning)}", highlight=False)
     limit_threads()

@@ -141,9 +141,9 @@ def _convert(file: Path, folder: Path) -> None:
     The child writes a temporary folder and renames it. Raises `ConfigError` if it fails.
     """
     if importlib.util.find_spec("gguf") is None:
-        raise ConfigError(
-            f"policy: {file.name} needs the package gguf: pip install 'unstale[gguf]'"
-        )
+        from unstale.config import install  # which imports this module
+
+        raise ConfigError(f"policy: {file.name} needs the package gguf: {install('gguf')}")
     with _locked(folder) as lock:
         if folder.is_dir():
             return  # another process has made it meanwhile

@@ -12,6 +12,7 @@ from unstale.config.algorithm import (
     CorrectionConfig,
     ObjectiveConfig,
 )
+from unstale.config.chat_templates import read_template
 from unstale.config.checks import ConfigError, JsonObject, NonNegative, PositiveInt, Range, Section
 from unstale.config.cluster import ClusterConfig
 from unstale.config.hub import model_folder
@@ -54,6 +55,10 @@ class RunConfig(Section):
     """Name of a GGUF file in the folder `policy`, which is converted once (docs/models.md)."""
     policy_download: bool = False
     """Download the policy from the Hugging Face hub if the local cache lacks it or a part of it."""
+    chat_template: str = ""
+    """Chat template instead of the policy's own: `plain`, `chatml` or a Jinja file, whose text is
+    recorded. It is saved with the trained policy (docs/models.md).
+    """
     chat_template_kwargs: Annotated[str, JsonObject()] = ""
     """Variables of the chat template as a JSON object, such as {"enable_thinking": false}."""
     allow_weak_sandbox: bool = False
@@ -134,10 +139,11 @@ class RunConfig(Section):
     def applies(self, option: str) -> bool:
         if option == "prometheus_port":
             return "prometheus" in self.trackers
-        for_models = ("policy_gguf", "policy_download", "chat_template_kwargs")
+        for_models = ("policy_gguf", "policy_download", "chat_template", "chat_template_kwargs")
         return option not in for_models or self.policy not in SHIPPED_POLICIES
 
     def check_combination(self) -> None:
+        object.__setattr__(self, "chat_template", read_template(self.chat_template))
         engine = self.engine
         if self.deterministic and (engine.backend, engine.processes) != ("embedded", 1):
             raise ConfigError(

@@ -132,6 +132,7 @@ class Policy:
         peers: Peers = ALONE,
         independent_rows: bool = False,
         trained: bool = True,
+        chat_template: str = "",
     ) -> Self:
         """Load a Hugging Face causal-LM folder from the local disk.
 
@@ -139,11 +140,12 @@ class Policy:
         adds adapters. With several `peers`, each loads its part to its own device. With
         `independent_rows` no value of an MoE model depends on what it is packed with. On a GPU this
         takes more memory and time, because each token's experts are computed apart. A policy that
-        is not `trained` only scores, and has no float32 weights for an optimizer.
+        is not `trained` only scores, and has no float32 weights for an optimizer. `chat_template`
+        is as in `load_tokenizer`.
         """
         folder = Path(folder)
         require_model(folder)
-        tokenizer = load_tokenizer(folder)
+        tokenizer = load_tokenizer(folder, chat_template)
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         options = _expert_options(folder, device, independent_rows=independent_rows)
         if peers.count > 1:
