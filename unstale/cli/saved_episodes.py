@@ -19,6 +19,7 @@ from unstale.rollout.evaluation import Attempt, FinishedEpisodes
 SHARED = (
     "seed",
     "chat_template_kwargs",
+    "tools_in_prompt",
     "rollout.max_turns",
     "engine.backend",
     "engine.dtype",
