@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import cast
 
 import torch
+from rich.console import Console
+from rich.markup import escape
 
 from unstale.algorithms.advantages import ESTIMATORS
 from unstale.cluster import components
@@ -22,6 +24,7 @@ from unstale.cluster.ranks_publish import RankedPublisher
 from unstale.cluster.ranks_worker import Rank
 from unstale.cluster.scoring_ranks import ScoringRank
 from unstale.config import (
+    SHIPPED_POLICIES,
     AdvantageConfig,
     ConfigError,
     Dtype,
@@ -538,10 +541,25 @@ def build_generator(
             taskset.tools,
             ends=policy.ends,
             template_kwargs=config.template_kwargs,
+            tools_in_prompt=config.tools_in_prompt,
         )
     except ValueError as error:
         raise ConfigError(str(error)) from error
+    warn_of_hidden_tools(config, chat)
     return Generator(engine, chat, config.engine)
+
+
+def warn_of_hidden_tools(config: RunConfig, chat: Chat) -> None:
+    """Print a warning if no prompt describes the tools. The package's own policies know theirs."""
+    folders = {folder.resolve() for folder in SHIPPED_POLICIES.values()}
+    if chat.hides_tools and config.policy_folder.resolve() not in folders:
+        Console(stderr=True, soft_wrap=True).print(
+            f"[yellow]warning:[/] the chat template of {escape(config.policy)} does not render "
+            f"tools, so the prompts of {escape(config.task.env)} do not say which tools there are. "
+            "Set tools_in_prompt = true to describe them in the prompt, unless the policy was "
+            "trained without descriptions",
+            highlight=False,
+        )
 
 
 def build_engine(config: RunConfig, merging: Merging | None) -> EnginePool:

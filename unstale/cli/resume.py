@@ -17,6 +17,7 @@ FIXED = {
     "policy_gguf": "the weights come from the checkpoint",
     "chat_template": "the open episodes were begun with it",
     "chat_template_kwargs": "the open episodes were begun with them",
+    "tools_in_prompt": "the open episodes were begun with it",
     "seed": "tasks, episodes and noise derive from it",
     "deterministic": "the two modes write different journals",
     "task": "the open episodes belong to that task set",

@@ -20,6 +20,7 @@ SHARED = (
     "seed",
     "chat_template",
     "chat_template_kwargs",
+    "tools_in_prompt",
     "rollout.max_turns",
     "engine.backend",
     "engine.dtype",

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from rich.console import Console
 
-from unstale.build import build_old_logps, build_scorer, load_policy
+from unstale.build import build_old_logps, build_scorer, load_policy, warn_of_hidden_tools
 from unstale.config import (
     AuditConfig,
     ConfigError,
@@ -114,11 +114,7 @@ def sft(
     if config.trainer.threads:
         torch.set_num_threads(config.trainer.threads)
     taskset = build_taskset(config.task)
-    if implements(taskset, HasTaskTools) and _have_different_tools(taskset, config.seed):
-        raise ConfigError(
-            f"sft needs tasks with the same tools, and those of task.env {config.task.env} have "
-            "different ones: train on one of its task sets at a time"
-        )
+    own_tools = implements(taskset, HasTaskTools) and _have_different_tools(taskset, config.seed)
     policy = load_policy(config)
     try:
         chat = Chat(
@@ -126,10 +122,14 @@ def sft(
             taskset.tools,
             ends=policy.ends,
             template_kwargs=config.template_kwargs,
+            tools_in_prompt=config.tools_in_prompt,
         )
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    references = load_references(data, chat, max_tokens=config.engine.max_context)
+    warn_of_hidden_tools(config, chat)
+    references = load_references(
+        data, chat, max_tokens=config.engine.max_context, own_tools=own_tools
+    )
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -61,6 +61,10 @@ class RunConfig(Section):
     """
     chat_template_kwargs: Annotated[str, JsonObject()] = ""
     """Variables of the chat template as a JSON object, such as {"enable_thinking": false}."""
+    tools_in_prompt: bool = False
+    """Describe the tools in the prompt if the chat template does not render them. Without it, such
+    a policy is never told its tools.
+    """
     allow_weak_sandbox: bool = False
     """Allow programs of a model to run as root without the sandbox bubblewrap; they can then write
     your files.
@@ -139,7 +143,13 @@ class RunConfig(Section):
     def applies(self, option: str) -> bool:
         if option == "prometheus_port":
             return "prometheus" in self.trackers
-        for_models = ("policy_gguf", "policy_download", "chat_template", "chat_template_kwargs")
+        for_models = (
+            "policy_gguf",
+            "policy_download",
+            "chat_template",
+            "chat_template_kwargs",
+            "tools_in_prompt",
+        )
         return option not in for_models or self.policy not in SHIPPED_POLICIES
 
     def check_combination(self) -> None:
