@@ -31,7 +31,7 @@ def refuse_early(config: RunConfig) -> None:
 
     check(config, without=TRIES_ESTIMATOR).require()
     if not (config.policy_download and is_hub_name(config.policy)):
-        require_model(config.policy_folder)
+        require_model(config.pretrained_folder)
     cluster = config.cluster
     if cluster.trainers or cluster.engine_hosts or config.task.isolate == "ray":
         from unstale.cluster.session import require_ray

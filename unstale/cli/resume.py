@@ -14,6 +14,7 @@ from unstale.envs.registry import find_spec
 
 FIXED = {
     "policy": "the weights come from the checkpoint",
+    "sft": "the weights come from the checkpoint",
     "chat_template_kwargs": "the open episodes were begun with them",
     "seed": "tasks, episodes and noise derive from it",
     "deterministic": "the two modes write different journals",

@@ -17,6 +17,7 @@ from unstale.cli.early import new_folder
 from unstale.cli.failures import RunFailed, exhausted, literal, print_failure
 from unstale.cli.process import limit_threads, rare_garbage_collection, sigterm_as_ctrl_c
 from unstale.cli.resume import changes_to_run, resume_command
+from unstale.cli.supervised_start import make_start
 from unstale.cli.survivors import write_survivors
 from unstale.cli.trained import POLICY
 from unstale.cluster.ranks import NodesMissing, RanksDied
@@ -108,6 +109,7 @@ def train(config: RunConfig, *, console: Console | None = None, command: str = "
     console = console or Console(soft_wrap=True)
     folder = new_folder(config)
     _check(config, console)
+    make_start(config, console)
     machine = _build_first(config, console)
     _check_footprint(config, machine.policy, folder, console)
     if machine.ranks and not machine.ranks.on_gpus:
@@ -149,6 +151,7 @@ def resume(folder: Path, config: RunConfig, *, console: Console | None = None) -
             raise ConfigError(
                 f"--steps is {config.steps}, but the run in {folder} is at step {step}"
             )
+        make_start(config, console)
         # A run without a checkpoint ended before its first one, so it begins again.
         machine = None if checkpoints else _build_first(config, console)
         if machine:
@@ -223,7 +226,7 @@ def _check(config: RunConfig, console: Console) -> None:
     """Raise `ConfigError` for a configuration that the linter refuses. Print its warnings."""
     if config.policy_download:
         check(config).require()
-        _ = config.policy_folder  # download the model: some warnings depend on its size
+        _ = config.pretrained_folder  # download the model: some warnings depend on its size
     verdict = check(config)
     verdict.require()
     for warning in verdict.warnings:

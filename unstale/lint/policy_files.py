@@ -19,7 +19,7 @@ def local_folder(config: RunConfig) -> Path:
     If the policy is not on this machine, the folder does not exist, so its size is not known.
     """
     try:
-        return replace(config, policy_download=False).policy_folder
+        return replace(config, policy_download=False).pretrained_folder
     except ConfigError:
         return Path(config.policy)
 
