@@ -39,9 +39,9 @@ def demo(**changes: Any) -> RunConfig:
         rollout=RolloutConfig(max_turns=4),
         engine=EngineConfig(max_context=256, max_completion_tokens=64),
         schedule=ScheduleConfig(max_staleness=2, groups_per_step=8, group_size=8),
-        trainer=TrainerConfig(lr=1e-5, warmup_steps=1),
-        checkpoint=CheckpointConfig(every=12),
-        eval=EvalConfig(tasks=120, every=8),
+        trainer=TrainerConfig(lr=1e-5, warmup_steps=1, max_tokens_per_microbatch=1024),
+        checkpoint=CheckpointConfig(every=24),
+        eval=EvalConfig(tasks=120, every=12),
     )
     return replace(config, **changes)
 
