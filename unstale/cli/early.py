@@ -30,7 +30,7 @@ def refuse_early(config: RunConfig) -> None:
     from unstale.lint.rules import TRIES_ESTIMATOR
 
     check(config, without=TRIES_ESTIMATOR).require()
-    require_model(config.policy_folder)  # downloads or converts it first, if that is needed
+    require_model(config.pretrained_folder)  # downloads or converts it first, if that is needed
     cluster = config.cluster
     if cluster.trainers or cluster.engine_hosts or config.task.isolate == "ray":
         from unstale.cluster.session import require_ray

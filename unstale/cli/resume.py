@@ -16,6 +16,7 @@ FIXED = {
     "policy": "the weights come from the checkpoint",
     "policy_gguf": "the weights come from the checkpoint",
     "chat_template": "the open episodes were begun with it",
+    "sft": "the weights come from the checkpoint",
     "chat_template_kwargs": "the open episodes were begun with them",
     "tools_in_prompt": "the open episodes were begun with it",
     "seed": "tasks, episodes and noise derive from it",

@@ -87,6 +87,7 @@ def sft(
     or a row of the file is wrong.
     """
     folder = Path(folder)
+    config = config.with_policy(config.policy)  # the recipe's own supervised start is not made
     require_empty_folder(folder)
     if config.cluster.trainers:
         raise ConfigError(f"sft needs cluster.trainers = 0, got {config.cluster.trainers}")
@@ -134,6 +135,22 @@ def sft(
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"{folder} cannot be made: {error.strerror or error}") from error
+    figures = learn(config, policy, references, options, console=console)
+    policy.save(folder)
+    record = {"options": asdict(options), "data": str(data), "references": len(references)}
+    (folder / RECORD).write_text(dumps({**record, "steps": [asdict(each) for each in figures]}))
+    return figures
+
+
+def learn(
+    config: RunConfig,
+    policy: Policy,
+    references: Sequence[Reference],
+    options: SftOptions,
+    *,
+    console: Console,
+) -> list[SftStep]:
+    """Train a policy on references for `config.steps` optimizer steps. Print the progress."""
     objective = options.objective(config.seed)
     trainer = _trainer(config, policy, objective)
     figures = []
@@ -150,9 +167,6 @@ def sft(
                 f"step {step}: -log pi {figures[-1].nll:.4f} nats, gradient norm {grad_norm:.3g}",
                 highlight=False,
             )
-    policy.save(folder)
-    record = {"options": asdict(options), "data": str(data), "references": len(references)}
-    (folder / RECORD).write_text(dumps({**record, "steps": [asdict(each) for each in figures]}))
     return figures
 
 

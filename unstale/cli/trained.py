@@ -68,7 +68,7 @@ def fetch_policy(config: RunConfig, named: Container[str]) -> RunConfig:
 
     Its context then fits the policy (`fit_context`). Raises `ConfigError` for a missing model.
     """
-    require_model(config.policy_folder)
+    require_model(config.pretrained_folder)
     return fit_context(config, named)
 
 

@@ -2,9 +2,9 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
 from unstale.config.algorithm import (
     AdvantageConfig,
@@ -26,8 +26,15 @@ from unstale.config.sampling import (
     TaskConfig,
     make_task,
 )
+from unstale.config.start import start_folder
 from unstale.config.techniques import check_needs, complete_options
-from unstale.config.training import CheckpointConfig, EvalConfig, JournalConfig, TrainerConfig
+from unstale.config.training import (
+    CheckpointConfig,
+    EvalConfig,
+    JournalConfig,
+    SftConfig,
+    TrainerConfig,
+)
 
 SHIPPED_POLICY = Path(__file__).parents[1] / "recipes" / "base_policy"
 """The folder of the small model of the retail desk."""
@@ -96,6 +103,7 @@ class RunConfig(Section):
     thread, and the engine waits for the trainer.
     """
     task: TaskConfig = field(default_factory=make_task)
+    sft: SftConfig = field(default_factory=SftConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
     endpoint: EndpointConfig = field(default_factory=EndpointConfig)
@@ -116,11 +124,27 @@ class RunConfig(Section):
 
     @property
     def policy_folder(self) -> Path:
-        """The folder of the model from which the run starts."""
+        """The folder of the model from which the run starts, after its supervised start if any.
+
+        Raises `ConfigError` if the supervised start has not been made.
+        """
+        if not self.sft.steps:
+            return self.pretrained_folder
+        folder = start_folder(self)
+        if not (folder / "config.json").is_file():
+            raise ConfigError(
+                f"there is no supervised start in {folder}: unstale train makes it, with these "
+                "options or with --resume"
+            )
+        return folder
+
+    @property
+    def pretrained_folder(self) -> Path:
+        """The folder of the model that `policy` names, downloaded or converted if needed."""
         return self.find_policy(fetch=True)
 
     def find_policy(self, *, fetch: bool) -> Path:
-        """Return the folder of the model from which the run starts.
+        """Return the folder of the model that `policy` names.
 
         Without `fetch`, nothing is downloaded or converted, and the folder may not exist. Raises
         `ConfigError` for a model that cannot be found.
@@ -133,6 +157,10 @@ class RunConfig(Section):
             gguf=self.policy_gguf,
             convert=fetch,
         )
+
+    def with_policy(self, folder: Path | str) -> Self:
+        """Return the configuration with another policy, which needs no supervised start."""
+        return replace(self, policy=str(folder), policy_gguf="", sft=SftConfig())
 
     @property
     def template_kwargs(self) -> dict[str, Any]:
