@@ -10,6 +10,7 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ def schemas() -> dict[str, tuple[Mapping[str, Any], ToolCall]]:
 
     Each comes as the policy is shown it, and with the types that BFCL writes.
     """
-    found = {}
+    found: dict[str, tuple[Mapping[str, Any], ToolCall]] = {}
     for category in (*SINGLE_TURN, *MULTI_TURN):
         for entry in load_entries(category):
             missed = [each for one in entry.get("missed_function", {}).values() for each in one]
@@ -47,7 +48,7 @@ def schemas() -> dict[str, tuple[Mapping[str, Any], ToolCall]]:
             functions = [*entry["function"], *missed]
             shown = [*entry["tools"], *map(as_tool, missed)]
             for function, tool in zip(functions, shown, strict=True):
-                raw = {"type": "function", "function": {**function}}
+                raw: dict[str, Any] = {"type": "function", "function": {**function}}
                 for each in (tool, raw):
                     call = fitting_call(each["function"], given.get(function["name"], {}))
                     found.setdefault(json.dumps(each, sort_keys=True), (each, call))
@@ -99,12 +100,11 @@ def value_of(schema: Mapping[str, Any]) -> Any:
 
 def dialects() -> Iterator[tuple[str, Chat]]:
     """Yield the chat format of each template that the tests have, and of one without tools."""
-    sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-    from support.templates import DIALECTS, ends_of, tokenizer_of
-
-    for name in (*DIALECTS, "plain"):
-        tokenizer = tokenizer_of("qwen3", PLAIN) if name == "plain" else tokenizer_of(name)
-        yield name, Chat(tokenizer, (), ends=ends_of(tokenizer), tools_in_prompt=True)
+    templates = import_module("tests.support.templates")
+    for name in (*templates.DIALECTS, "plain"):
+        written = ("qwen3", PLAIN) if name == "plain" else (name,)
+        tokenizer = templates.tokenizer_of(*written)
+        yield name, Chat(tokenizer, (), ends=templates.ends_of(tokenizer), tools_in_prompt=True)
 
 
 def differences(

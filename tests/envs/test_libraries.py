@@ -19,7 +19,7 @@ import pytest
 
 from tests.rollout.test_episode import play as rolled
 from unstale.cli import main
-from unstale.config import ConfigError, TaskConfig, install, make_task
+from unstale.config import ConfigError, install, make_task
 from unstale.envs import Message, Taskset, Turn, adapters
 from unstale.envs.adapters import openenv
 from unstale.envs.registry import build_taskset, libraries

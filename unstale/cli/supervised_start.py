@@ -71,8 +71,8 @@ def demonstrations(config: RunConfig, tokenizer: object, ends: Sequence[int]) ->
             f"sft.env cannot be {env!r}: it must be an environment of the package. For your own, "
             "leave it empty and set task.env"
         )
-    taskset = build_taskset(replace(config.task, env=env))
-    if not implements(taskset, HasDemonstrations):
+    taskset = solver = build_taskset(replace(config.task, env=env))
+    if not implements(solver, HasDemonstrations):
         raise ConfigError(
             f"sft.steps must be 0 with {env}, got {config.sft.steps}: its task set has no method "
             "demonstration(task)"
@@ -80,7 +80,7 @@ def demonstrations(config: RunConfig, tokenizer: object, ends: Sequence[int]) ->
     try:
         chat = Chat(tokenizer, taskset.tools, ends=ends, template_kwargs=config.template_kwargs)
         tasks = islice(taskset.train(config.seed), config.sft.demonstrations)
-        references = [encode_conversation(chat, taskset.demonstration(task)) for task in tasks]
+        references = [encode_conversation(chat, solver.demonstration(task)) for task in tasks]
     except ValueError as error:
         raise ConfigError(f"no demonstrations of {env}: {error}") from error
     longest = max(len(each.tokens) for each in references)

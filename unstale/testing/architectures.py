@@ -132,10 +132,10 @@ def save_architecture(architecture: Architecture, folder: Path, *, planted: bool
     tokenizer = load_tokenizer(SHIPPED_POLICY)
     model = architecture.make()
     if planted:
-        first = tokenizer.apply_chat_template(
+        first: Any = tokenizer.apply_chat_template(
             [{"role": "user", "content": "Hello."}], tokenize=True, return_dict=False
-        )[0]
-        plant(model, sink=int(first))
+        )
+        plant(model, sink=int(first[0]))
     with no_progress_bars():
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)

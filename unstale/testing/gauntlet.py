@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -23,7 +24,7 @@ from transformers import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from unstale.build import build_trainer
-from unstale.config import ConfigError, OldLogpsConfig, RunConfig, TrainerConfig
+from unstale.config import ConfigError, Dtype, OldLogpsConfig, RunConfig, TrainerConfig
 from unstale.engines.embedded.batcher import Batcher, FinishedReply, SampleRequest
 from unstale.engines.embedded.runner import DTYPES as ENGINE_DTYPES
 from unstale.engines.embedded.worker import build_runner
@@ -158,7 +159,7 @@ def _sample_and_train(
     config = RunConfig(
         recipe="",
         steps=STEPS,
-        trainer=TrainerConfig(lr=lr, dtype=dtype),
+        trainer=TrainerConfig(lr=lr, dtype=cast(Dtype, dtype)),
         old_logps=OldLogpsConfig(route="current_recompute"),
     )
     trainer, _ = build_trainer(config, policy, LocalScorer(policy, 1.0, 512))
@@ -226,17 +227,16 @@ def _logps(model: PreTrainedModel, tokens: Sequence[int]) -> Tensor:
 
 
 def _prompts(tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
-    return [
-        list(
-            tokenizer.apply_chat_template(
-                [{"role": "user", "content": question}],
-                tokenize=True,
-                add_generation_prompt=True,
-                return_dict=False,
-            )
+    prompts: list[Any] = [
+        tokenizer.apply_chat_template(
+            [{"role": "user", "content": question}],
+            tokenize=True,
+            add_generation_prompt=True,
+            return_dict=False,
         )
         for question in _QUESTIONS
     ]
+    return [list(prompt) for prompt in prompts]
 
 
 def _conversations(tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
