@@ -45,10 +45,10 @@ class RolloutSpec(OldLogpsConfig):
     requires: ClassVar = {"correction.control": "none"}  # old_logp is behavior_logp, so D is 1
     docs: ClassVar = RouteDocs(
         policy="the engine (mu)",
-        exact="no",
+        exact="only with `engine.bitwise`",
         holds="nothing",
         costs="nothing",
-        choose="as a baseline, or with `engine.bitwise`, where it is exact; D is 1",
+        choose="as a baseline, or with `engine.bitwise`; D is 1",
         report="Approximate. The engine's own number is taken as old_logp, so log D is 0 by "
         "construction and log S holds numerics and staleness together.",
     )
