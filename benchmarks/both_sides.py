@@ -25,7 +25,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from unstale.engines.embedded.batcher import Batcher, SampleRequest
+from unstale.engines.embedded.batcher import Batcher, FinishedReply, SampleRequest
 from unstale.engines.embedded.runner import Step
 from unstale.engines.embedded.worker import build_runner
 from unstale.model import head
@@ -94,9 +94,10 @@ def chat_prompts(policy: Policy, count: int) -> list[list[int]]:
     sets = [reasoning_gym.create_dataset(name, seed=1, size=count) for name in PUZZLES]
     puzzles = [sets[i % len(sets)][i]["question"] for i in range(count)]
     texts = [puzzles[i] if i % 2 else free[i // 2 % len(free)] for i in range(count)]
-    options = {"add_generation_prompt": True, "tokenize": False}
-    rendered = [
-        policy.tokenizer.apply_chat_template([{"role": "user", "content": text}], **options)
+    rendered: list[Any] = [
+        policy.tokenizer.apply_chat_template(
+            [{"role": "user", "content": text}], add_generation_prompt=True, tokenize=False
+        )
         for text in texts
     ]
     return [policy.tokenizer.encode(text, add_special_tokens=False) for text in rendered]
@@ -162,7 +163,7 @@ class LocalEngine:
     ) -> tuple[list[list[int]], Tensor]:
         for number, (prompt, limit) in enumerate(zip(prompts, most, strict=True)):
             batcher.submit(SampleRequest(number, prompt, limit, ends, 1.0, number))
-        finished = {}
+        finished: dict[int, FinishedReply] = {}
         with torch.no_grad():
             while batcher.has_work:
                 finished |= {reply.id: reply for reply in batcher.step()}

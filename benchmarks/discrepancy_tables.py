@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.discrepancy import CHOICES, FEW, PAIRS, PLACES, Side
+from benchmarks.both_sides import PLACES
+from benchmarks.discrepancy import CHOICES, FEW, PAIRS, Side
 from benchmarks.tables import columns, legend_below, picture, row, write
 from unstale.algorithms import corrections
 

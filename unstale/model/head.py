@@ -321,8 +321,19 @@ def _tiles(  # noqa: PLR0913 - the inputs of the products, and how they are comp
         tile_bias = None if bias is None else bias[tokens]
         for first in range(0, len(rows), size):
             at = slice(first, first + size)
-            logits = products.forward(rows[at], weight[tokens], tile_bias)
-            if temperature is not None:
-                logits = logits.to(wide(rows.dtype))
-                logits = logits if temperature == 1.0 else logits.div_(temperature)
+            logits = _logits(products, rows[at], weight[tokens], tile_bias, temperature)
             yield _Tile(tokens, at, logits, place[at, None], inside[at])
+
+
+def _logits(
+    products: Products,
+    rows: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    temperature: float | None,
+) -> Tensor:
+    logits = products.forward(rows, weight, bias)
+    if temperature is None:
+        return logits
+    logits = logits.to(wide(rows.dtype))
+    return logits if temperature == 1.0 else logits.div_(temperature)
