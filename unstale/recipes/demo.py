@@ -21,7 +21,8 @@ def demo(**changes: Any) -> RunConfig:
 
     A supervised start of 64 demonstrations shows the form of a call, with sums alone. Training is
     on three data sets, of which the demonstrations show one, up to 2 versions stale. It needs the
-    extra `reasoning-gym`. `make demo` runs it; docs/first-run.md has what was measured.
+    extra `reasoning-gym`. `make demo` runs it. Measured on seed 0: held-out success rose
+    from 27.5% after the start to 49.2% (docs/first-run.md).
     """
     config = RunConfig(
         recipe="demo",
@@ -40,7 +41,7 @@ def demo(**changes: Any) -> RunConfig:
         engine=EngineConfig(max_context=256, max_completion_tokens=64),
         schedule=ScheduleConfig(max_staleness=2, groups_per_step=8, group_size=8),
         trainer=TrainerConfig(lr=1e-5, warmup_steps=1, max_tokens_per_microbatch=1024),
-        checkpoint=CheckpointConfig(every=24),
+        checkpoint=CheckpointConfig(every=4),
         eval=EvalConfig(tasks=120, every=12),
     )
     return replace(config, **changes)

@@ -26,7 +26,7 @@ def desk_recipe(name: str) -> Callable[..., RunConfig]:
 
 
 def desks_small(**changes: Any) -> RunConfig:
-    """All desks in turn, easiest level, with the small model `base-desks`, as the demo trains.
+    """All desks in turn, easiest level, with the small model `base-desks`, as `retail` trains.
 
     Each step has 4 groups of each desk. Give `--task.desks airline,telecom` to choose desks.
     Expected result: after 69 steps, success on held-out tasks has risen from 32-45% to 84-98% at

@@ -1,4 +1,4 @@
-"""The recipe `retail`, which is the demo: a small model with tools at a customer-service desk."""
+"""The recipe `retail`, the one-minute example: a small model at a customer-service desk."""
 
 from dataclasses import replace
 from typing import Any
