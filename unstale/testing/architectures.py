@@ -16,9 +16,9 @@ MASSIVE_DIMENSION = 5
 """The dimension of the hidden states that `plant` scales."""
 MASSIVE = 1000.0
 """How many times as large `plant` makes it (arXiv 2402.17762 found 100 to 10,000)."""
-_SINK_WEIGHT = 0.6
-"""Weight of the massive dimension in queries and keys: the first token's score is then higher by
-about 8 nats. Where queries and keys are normalised it is less.
+_SINK_WEIGHTS = {False: 0.6, True: 3.0}
+"""Weight of the massive dimension in queries and keys: the first token's score is then higher by 8
+to 10 nats. With `True` queries and keys are normalised, so it needs more weight.
 """
 _SIZES: Mapping[str, Any] = {
     "vocab_size": 1024,
@@ -69,7 +69,9 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "Qwen2-MoE": Architecture("qwen2_moe", {**_EXPERTS, "shared_expert_intermediate_size": 32}),
     "Qwen3": Architecture("qwen3", {"tie_word_embeddings": True}),
     "Qwen3-MoE": Architecture("qwen3_moe", {**_EXPERTS, "norm_topk_prob": True}),
-    "Gemma 3": Architecture("gemma3_text", {"layer_types": _HALF, "sliding_window": 32}),
+    "Gemma 3": Architecture(
+        "gemma3_text", {"layer_types": _HALF, "sliding_window": 32, "query_pre_attn_scalar": 32}
+    ),
     "GLM-4.5": Architecture(
         "glm4_moe",
         {
@@ -161,7 +163,7 @@ def plant(model: PreTrainedModel, *, sink: int) -> None:
     norms = [module for module in model.modules() if _is_norm(module, width)]
     if not (found and norms):
         raise ValueError(f"{type(model).__name__} has no norms, or no projections, to plant in")
-    last = model.base_model.norm
+    last = norms[-1]
     hooks = [
         norm.register_forward_pre_hook(_calibrated(0.0 if norm is last else 1.0)) for norm in norms
     ]
@@ -185,8 +187,9 @@ def _attend_to_sink(module: Any, config: Any) -> None:
         queries, keys = weight[:rows], weight[rows : rows + config.num_key_value_heads * width]
     else:
         queries, keys = module.q_proj.weight, module.k_proj.weight
-    queries[width - 1 :: width, MASSIVE_DIMENSION] = _SINK_WEIGHT
-    keys[width - 1 :: width, MASSIVE_DIMENSION] = -_SINK_WEIGHT
+    size = _SINK_WEIGHTS[hasattr(module, "q_norm")]
+    queries[width - 1 :: width, MASSIVE_DIMENSION] = size
+    keys[width - 1 :: width, MASSIVE_DIMENSION] = -size
 
 
 def _is_norm(module: nn.Module, width: int) -> bool:

@@ -26,6 +26,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from unstale.build import build_trainer
 from unstale.config import ConfigError, Dtype, OldLogpsConfig, RunConfig, TrainerConfig
 from unstale.engines.embedded.batcher import Batcher, FinishedReply, SampleRequest
+from unstale.engines.embedded.probe import FORWARD_ERRORS
 from unstale.engines.embedded.runner import DTYPES as ENGINE_DTYPES
 from unstale.engines.embedded.worker import build_runner
 from unstale.expert_routes import num_experts
@@ -74,14 +75,22 @@ class Trial:
     sampled: float = float("nan")
     """Error of `behavior_logp`, before and after the training steps, in the same units."""
     steps: int = 0
-    """Number of training steps after which all weights are finite and some have changed."""
+    """Number of training steps after which all weights are finite. Without one that changed some
+    weight it is 0. In float16, steps are skipped until the scale of the loss is found.
+    """
     refused: str = ""
     """The message with which the run refuses the model. Empty if it does not."""
+    crash: str = ""
+    """An error of the program, which no model should cause."""
 
     @property
     def passed(self) -> bool:
         errors = self.scored, self.sampled
-        return self.steps == STEPS and all(error <= MAX_ERROR for error in errors)
+        return (
+            not (self.refused or self.crash)
+            and self.steps == STEPS
+            and all(error <= MAX_ERROR for error in errors)
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,16 +135,23 @@ def run_architecture(name: str, dtypes: Sequence[str] = PRECISIONS) -> Row:
 def run_trial(folder: Path, dtype: str, *, lr: float) -> Trial:
     """Load, pack, score, sample and train the model in a folder, in one precision.
 
-    Raises ConfigError if transformers cannot load it, and ValueError if the engine cannot run it.
+    Errors on the way end the trial, which then has their message.
     """
     trial = Trial()
-    reference = _Reference(folder, dtype)
     try:
-        policy = Policy.load(folder, dtype=dtype, device="cpu")
-        policy.check_length(MAX_CONTEXT)
+        _run(trial, folder, dtype, lr=lr)
     except ConfigError as error:
         trial.refused = str(error)
-        return trial
+    except FORWARD_ERRORS as error:
+        trial.crash = f"{type(error).__name__}: {error}"
+    gc.collect()
+    return trial
+
+
+def _run(trial: Trial, folder: Path, dtype: str, *, lr: float) -> None:
+    policy = Policy.load(folder, dtype=dtype, device="cpu")
+    policy.check_length(MAX_CONTEXT)
+    reference = _Reference(folder, dtype)
     sequences = _conversations(policy.tokenizer)
     packed = Packed(
         torch.tensor([token for each in sequences for token in each]),
@@ -145,8 +161,6 @@ def run_trial(folder: Path, dtype: str, *, lr: float) -> Trial:
         logps = policy.logps(packed, temperature=1.0).split(packed.lengths)
     trial.scored = reference.error(sequences, [each[1:] for each in logps])
     _sample_and_train(trial, folder, policy, reference, lr=lr)
-    gc.collect()
-    return trial
 
 
 def _sample_and_train(
@@ -165,6 +179,7 @@ def _sample_and_train(
     trainer, _ = build_trainer(config, policy, LocalScorer(policy, 1.0, 512))
     prompts = _prompts(policy.tokenizer)
     errors = []
+    before = {name: each.clone() for name, each in policy.weights().items()}
     for step in range(STEPS + 1):
         with torch.inference_mode():
             batcher.load({name: each.clone() for name, each in policy.weights().items()})
@@ -176,15 +191,14 @@ def _sample_and_train(
             errors.append(reference.error(texts, own))
         if step == STEPS:
             break
-        before = {name: each.clone() for name, each in policy.weights().items()}
         for minibatch in trainer.prepare(_batch(prompts, replies, policy.version)):
             trainer.backward(minibatch)
             trainer.step()
         trainer.start_version()
-        after = policy.weights()
-        moved = any(not torch.equal(after[name], before[name]) for name in before)
-        finite = all(bool(each.isfinite().all()) for each in after.values())
-        trial.steps += moved and finite
+        trial.steps += all(bool(each.isfinite().all()) for each in policy.weights().values())
+    after = policy.weights()
+    if all(torch.equal(after[name], before[name]) for name in before):
+        trial.steps = 0
     trial.sampled = max(errors)
 
 
@@ -194,7 +208,8 @@ class _Reference:
     def __init__(self, folder: Path, dtype: str) -> None:
         self._plain = load_model(folder, DTYPES[dtype], attn_implementation="sdpa").eval()
         self._exact = load_model(folder, DTYPES[dtype], attn_implementation="sdpa").double().eval()
-        if num_experts(self._exact.config.to_dict()):
+        self._has_experts = num_experts(self._exact.config.to_dict()) > 0
+        if self._has_experts:
             self._exact.set_experts_implementation("eager")  # grouped products lack float64
 
     def load(self, weights: Mapping[str, Tensor]) -> None:
@@ -205,17 +220,23 @@ class _Reference:
     def error(self, sequences: Sequence[Sequence[int]], found: Sequence[Tensor]) -> float:
         """Return the error of log-probabilities, in units of plain transformers' error.
 
-        `found` are those of the last tokens of each sequence. Errors are root mean squares.
+        `found` are those of the last tokens of each sequence.
         """
         ours, plain = [], []
         for tokens, logps in zip(sequences, found, strict=True):
             exact = _logps(self._exact, tokens)[-len(logps) :]
             ours.append(logps.double() - exact)
             plain.append(_logps(self._plain, tokens)[-len(logps) :] - exact)
-        size = torch.cat(plain).square().mean().sqrt()
         # A log-probability is reported in float32.
-        size = size.clamp_min(torch.finfo(torch.float32).eps)
-        return float(torch.cat(ours).square().mean().sqrt() / size)
+        size = max(self._size(torch.cat(plain)), torch.finfo(torch.float32).eps)
+        return self._size(torch.cat(ours)) / size
+
+    def _size(self, errors: Tensor) -> float:
+        """Return the root mean square. With experts it is that of the middle, because rounding may
+        change the choice of an expert, and with it the value of some tokens.
+        """
+        squares = errors.square()
+        return float((squares.median() if self._has_experts else squares.mean()).sqrt())
 
 
 @torch.no_grad()
@@ -312,7 +333,12 @@ def _line(cells: Sequence[str]) -> str:
 def _figures(row: Row, dtype: str, what: str) -> str:
     trials = [by_dtype[dtype] for by_dtype in (row.plain, row.planted) if dtype in by_dtype]
     return ", ".join(
-        "**refused**" if trial.refused else f"{getattr(trial, what):.2f}" for trial in trials
+        "**refused**"
+        if trial.refused
+        else "**error**"
+        if trial.crash
+        else f"{getattr(trial, what):.2f}"
+        for trial in trials
     )
 
 
@@ -324,11 +350,24 @@ def table_in(page: str) -> list[str]:
 
 
 def with_table(page: str, lines: Sequence[str]) -> str:
-    """Return a page whose table is replaced."""
-    table_in(page)
+    """Return a page with the rows of a new table. Rows of models that it lacks stay.
+
+    The head changes only with the precisions. Then no row stays.
+    """
+    old = table_in(page)
+    if old[:2] == list(lines[:2]):
+        rows = {_name(line): line for line in (*old[2:], *lines[2:])}
+        rank = {name: place for place, name in enumerate(ARCHITECTURES)}
+        order = sorted(rows, key=lambda name: rank.get(name, len(rank)))
+        lines = [*old[:2], *(rows[name] for name in order)]
     before, _, rest = page.partition(_BEGIN)
     after = rest.partition(_END)[2]
     return "\n".join([before + _BEGIN, "", *lines, "", _END + after])
+
+
+def _name(line: str) -> str:
+    """Return the first cell of a line of a table."""
+    return line.removeprefix("| ").partition(" | ")[0]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -337,7 +376,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--architectures", nargs="*", choices=ARCHITECTURES, metavar="NAME")
     parser.add_argument("--dtypes", nargs="+", choices=PRECISIONS, default=list(PRECISIONS))
     parser.add_argument("--model", action="append", default=[], metavar="NAME=FOLDER")
-    parser.add_argument("--write", type=Path, metavar="PAGE", help="replace the table in this page")
+    parser.add_argument("--write", type=Path, metavar="PAGE", help="write the rows into this page")
     chosen = parser.parse_args(arguments)
     warnings.filterwarnings("ignore", message="a pass holds all logits")
     names = list(ARCHITECTURES) if chosen.architectures is None else chosen.architectures
