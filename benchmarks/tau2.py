@@ -2,16 +2,17 @@
 
     python -m benchmarks.tau2 [FOLDER ...] [--attempts 4] [--saved runs/tau2] [--splits test train]
 
-FOLDER is a run folder or a model folder whose model has 24,576 positions or more. With `--small` it
-is one of a small policy that sees no policy document (`benchmarks.tau2_policy`). The customer is
-scripted. Of the scripted policies, `reference solution` makes the calls that tau2 records for the
-task, and `only talk` makes none. Finished episodes are kept in the folder of `--saved`: if the
-command is killed, repeat it. It needs tau2-bench and its data (docs/libraries.md). The table is
-written to `results/<date>-tau2.md`.
+FOLDER is a run folder or a model folder. The context is 24,576 tokens, or as many as the model has
+positions. With `--small` FOLDER is one of a small policy that sees no policy document
+(`benchmarks.tau2_policy`). The customer is scripted. Of the scripted policies, `reference solution`
+makes the calls that tau2 records for the task, and `only talk` makes none. Finished episodes are
+kept in the folder of `--saved`: if the command is killed, repeat it. It needs tau2-bench
+(docs/libraries.md). The table is written to `results/<date>-tau2.md`.
 """
 
 import argparse
 import asyncio
+import json
 from collections.abc import Callable, Iterator, Sequence
 from datetime import date
 from pathlib import Path
@@ -21,6 +22,7 @@ from benchmarks.tables import CONSOLE, RESULTS
 from unstale.cli.evaluate import evaluate as evaluate_policy
 from unstale.cli.grades import EvalResult
 from unstale.cli.saved_episodes import open_saved
+from unstale.cli.trained import policy_folder
 from unstale.config import ConfigError, RunConfig
 from unstale.config.options import override
 from unstale.durability.machine import commit, machine
@@ -126,6 +128,16 @@ def rows(policy: str, split: str, result: EvalResult, attempts: int) -> Iterator
         yield f"| {policy} | {split} | {env} | {part.tasks} | {' | '.join(cells)} |"
 
 
+def fit_context(config: RunConfig, folder: Path) -> RunConfig:
+    """Return the options with a context that is at most the number of the model's positions."""
+    file = policy_folder(folder) / "config.json"
+    if not file.is_file():
+        return config
+    most = config.engine.max_context
+    positions = json.loads(file.read_text()).get("max_position_embeddings", most)
+    return override(config, {"engine.max_context": min(most, positions)})
+
+
 def measure(
     config: RunConfig, folders: Sequence[Path], attempts: int, saved: Path
 ) -> Iterator[str]:
@@ -139,7 +151,8 @@ def measure(
     for folder in folders:
         name = folder.resolve().name
         file = saved / f"policy-{name}{end}"
-        result = evaluate_policy(folder, config, attempts=attempts, save=file, console=CONSOLE)
+        fitted = fit_context(config, folder)
+        result = evaluate_policy(folder, fitted, attempts=attempts, save=file, console=CONSOLE)
         yield from rows(name, split, result, attempts)
 
 

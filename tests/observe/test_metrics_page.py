@@ -23,7 +23,7 @@ OTHER_ROUTES = {
     "old_logps/stall_s",
 }
 OTHER_POLICIES = {"routes/missing_share", "trainer/packing_noise"}
-OTHER_ENGINES = {"engine/probe_logp_error"}
+OTHER_ENGINES = {"engine/probe_logp_error", "trainer/bitwise_tokens"}
 GROUPS_OF_ENGINES = {
     "engine/rejects",
     "engine/prefill_requests",

@@ -5,12 +5,16 @@ It leaves a core to every other process. While the engines have no request it ha
 
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
 from unstale.config import ClusterConfig, EngineConfig, OldLogpsConfig, RunConfig, TrainerConfig
+from unstale.model.forward import ForwardOptions
+from unstale.model.prefix_tree import Packed
+from unstale.testing import tiny_policy
 from unstale.trainer import threads
 from unstale.trainer.threads import LocalThread, SharedCores, trainer_threads
 
@@ -58,5 +62,48 @@ def test_the_trainer_takes_the_engines_cores_while_they_are_idle(
             assert asyncio.run(count()) == expected
             with ThreadPoolExecutor(1) as later:
                 assert later.submit(torch.get_num_threads).result() == 1
+    finally:
+        thread.close()
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_cores_are_taken_before_each_layer_forward_and_backward(checkpointing: bool) -> None:
+    policy = tiny_policy()
+    policy.set_forward_options(ForwardOptions(gradient_checkpointing=checkpointing))
+    calls: list[str] = []
+    thread = LocalThread("trainer", lambda: calls.append(where))
+    text = Packed(torch.arange(9), (0, 4, 9))
+
+    def learn() -> None:
+        nonlocal where
+        where = "forward"
+        loss = policy.logps(text, temperature=1.0).sum()
+        where = "backward"
+        loss.backward()
+
+    where = "start"
+    try:
+        asyncio.run(thread.run(learn))
+    finally:
+        thread.close()
+    layers = policy.model.config.num_hidden_layers
+    assert calls == ["start"] + layers * ["forward"] + layers * ["backward"]
+
+
+def test_a_twin_takes_cores_too_and_other_threads_do_not() -> None:
+    twin, calls = tiny_policy().twin(), 0
+
+    def count() -> None:
+        nonlocal calls
+        calls += 1
+
+    thread = LocalThread("trainer", count)
+    text, everything = Packed(torch.arange(9), (0, 4, 9)), torch.ones(9, dtype=torch.bool)
+    score = partial(twin.score, text, everything, temperature=1.0, max_tokens_per_microbatch=99)
+    try:
+        score()
+        assert calls == 0
+        asyncio.run(thread.run(score))
+        assert calls == 1 + twin.model.config.num_hidden_layers
     finally:
         thread.close()

@@ -82,17 +82,6 @@ def make(
     return LocalTrainer(policy, config, old)
 
 
-def test_a_listener_is_called_before_each_microbatch() -> None:
-    """It sees the microbatches before, because the number of cores can change between two."""
-    trainer = make(tiny_policy(), max_tokens_per_microbatch=1)
-    seen: list[float] = []
-    trainer.before_microbatch = lambda: seen.append(trainer._passes.microbatches)
-    (minibatch,) = trainer.prepare(a_batch())
-    assert not seen
-    trainer.backward(minibatch)
-    assert seen == list(range(int(trainer.metrics()["trainer/microbatches"]))) and len(seen) > 1
-
-
 def gradient(trainer: LocalTrainer) -> Tensor:
     return torch.cat([parameter.grad.flatten() for parameter in trainer.policy.model.parameters()])
 

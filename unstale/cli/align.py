@@ -170,14 +170,13 @@ def align(
     began = time.monotonic()
     limit_threads()
     config = replace(
-        config,
-        policy=options.student or str(policy_folder(run)),
+        config.with_policy(options.student or policy_folder(run)),
         # A repeated episode would begin anew, without the prefix.
         rollout=replace(config.rollout, retries=0),
     )
     with Journal.read(run) as journal:
         prefixes = choose_prefixes(journal, options.prefixes, Random(f"align/{config.seed}"))
-    teaching = load_policy(replace(config, policy=teacher), trained=False)
+    teaching = load_policy(config.with_policy(teacher), trained=False)
     teaching.check_length(config.engine.max_context)
     temperature = config.engine.temperature
     taught = [teaching.next_logps(each.tokens, temperature=temperature) for each in prefixes]

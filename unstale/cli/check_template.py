@@ -23,6 +23,7 @@ from rich.progress import track
 from rich.table import Table
 
 from unstale.config import ConfigError
+from unstale.config.chat_templates import read_template
 from unstale.envs import Message, ToolCall
 from unstale.envs.chat import DAY, STAND_IN, Chat
 from unstale.model.loading import load_tokenizer
@@ -119,17 +120,19 @@ def check_template(
     folder: Path,
     *,
     conversations: int = 1000,
+    chat_template: str = "",
     template_kwargs: Mapping[str, Any] = MappingProxyType({}),
     console: Console | None = None,
 ) -> TemplateResult:
     """Check the chat template of a model folder. Print the results and return them.
 
-    Raises `ConfigError` for a folder without a tokenizer or a template.
+    `chat_template` replaces it, as the option of a run. Raises `ConfigError` for a folder without a
+    tokenizer or a template.
     """
     if conversations < 1:
         raise ConfigError(f"--conversations must be at least 1, got {conversations}")
     console = console or Console(soft_wrap=True)
-    tokenizer = load_tokenizer(folder)
+    tokenizer = load_tokenizer(folder, read_template(chat_template))
     tokenizer.model_max_length = sys.maxsize  # otherwise it prints a warning
     try:
         ends = stop_tokens_of(folder)

@@ -12,7 +12,7 @@ from rich.live import Live
 from rich.spinner import Spinner
 
 from unstale.config import ConfigError, RunConfig
-from unstale.config.hub import is_hub_name, require_model
+from unstale.config.hub import require_model
 from unstale.durability.run_folder import CONFIG, EVENTS, METRICS
 from unstale.weights.child_process import start_early
 
@@ -30,8 +30,7 @@ def refuse_early(config: RunConfig) -> None:
     from unstale.lint.rules import TRIES_ESTIMATOR
 
     check(config, without=TRIES_ESTIMATOR).require()
-    if not (config.policy_download and is_hub_name(config.policy)):
-        require_model(config.policy_folder)
+    require_model(config.pretrained_folder)  # downloads or converts it first, if that is needed
     cluster = config.cluster
     if cluster.trainers or cluster.engine_hosts or config.task.isolate == "ray":
         from unstale.cluster.session import require_ray

@@ -50,7 +50,7 @@ def evaluate(
         raise ConfigError(f"eval.tasks must be >= 1 to evaluate, got {config.eval.tasks}")
     if attempts < 1:
         raise ConfigError(f"attempts must be >= 1, got {attempts}")
-    config = replace(config, policy=str(policy_folder(Path(trained))))
+    config = config.with_policy(policy_folder(Path(trained)))
     limit_threads()
     policy, taskset, sampler = build_sampler(config)
     tasks = [task for task in held_out_tasks(taskset, config.eval.tasks) for _ in range(attempts)]

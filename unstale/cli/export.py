@@ -31,7 +31,11 @@ def export(run: Path | str, folder: Path | str, *, step: int | None = None) -> i
     limit_threads()
     stored = _read_stored(run, config, step)
     policy = Policy.load(
-        config.policy_folder, dtype=config.trainer.dtype, device="cpu", lora=lora_of(config)
+        config.policy_folder,
+        dtype=config.trainer.dtype,
+        device="cpu",
+        lora=lora_of(config),
+        chat_template=config.chat_template,
     )
     if policy.lora:
         policy.require_base(stored.base)

@@ -68,7 +68,7 @@ def model_card(run: Path, repo: str = "") -> str:
         _table(
             ("setting", "value"),
             {
-                "base model": _base_words(base),
+                "base model": _base_words(base, gathered.started.get("policy_origin", {})),
                 "task": gathered.setting("task.env"),
                 "steps": _steps(gathered),
                 "advantage": gathered.setting("advantage.estimator"),
@@ -92,7 +92,10 @@ def model_card(run: Path, repo: str = "") -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def _base_words(base: str) -> str:
+def _base_words(base: str, origin: dict[str, str]) -> str:
+    """Return the name of a base model. `origin` describes its GGUF file, if it came from one."""
+    if origin:
+        return "{file} (GGUF, {quantisation}, SHA-256 {sha256})".format_map(origin)
     return f"the small model of the package (`{base}`)" if base in SHIPPED_POLICIES else base
 
 

@@ -2,9 +2,12 @@
 
 import argparse
 import inspect
+import sys
 import tomllib
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from textwrap import fill
 from typing import Any, NoReturn
@@ -27,6 +30,7 @@ from unstale.config.options import (
 from unstale.config.renamed import refuse_renamed
 from unstale.config.techniques import techniques
 from unstale.durability.run_folder import CONFIG, dumps
+from unstale.lint.policy_files import local_folder, positions
 from unstale.recipes import RECIPES, make_recipe
 
 SHORT = {"reward": "task.reward"}
@@ -154,7 +158,30 @@ def configure_recipe(recipe: str | None, values: Mapping[str, Any]) -> RunConfig
         config = override(RunConfig(recipe=name), values)
         if all(option.name in values for option in options().values() if option.is_in(config)):
             return config
-    return override(make_recipe(name), values)
+    return fit_context(override(make_recipe(name), values), values)
+
+
+def fit_context(config: RunConfig, named: Container[str]) -> RunConfig:
+    """Lower engine.max_context to the positions of the policy, if it is on this machine.
+
+    A value that the user chose stays: `named` has the options of the command and its file. It is
+    refused later.
+    """
+    number = positions(local_folder(config))
+    too_long = number is not None and config.engine.max_context > number
+    if not number or not too_long or "engine.max_context" in named:
+        return config
+    _note(
+        f"note: engine.max_context is {number} instead of {config.engine.max_context}, because the "
+        "policy has no more positions"
+    )
+    return replace(config, engine=replace(config.engine, max_context=number))
+
+
+@cache
+def _note(text: str) -> None:
+    """Print a note on standard error, once: a comparison configures many runs."""
+    sys.stderr.write(f"{text}\n")
 
 
 def print_json(value: Any) -> None:

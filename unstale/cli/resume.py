@@ -14,7 +14,11 @@ from unstale.envs.registry import find_spec
 
 FIXED = {
     "policy": "the weights come from the checkpoint",
+    "policy_gguf": "the weights come from the checkpoint",
+    "chat_template": "the open episodes were begun with it",
+    "sft": "the weights come from the checkpoint",
     "chat_template_kwargs": "the open episodes were begun with them",
+    "tools_in_prompt": "the open episodes were begun with it",
     "seed": "tasks, episodes and noise derive from it",
     "deterministic": "the two modes write different journals",
     "task": "the open episodes belong to that task set",
@@ -77,13 +81,20 @@ def config_changes(before: RunConfig, now: RunConfig) -> list[str]:
             continue
         if reason := fixed.get(name) or fixed.get(name.split(".")[0]):
             raise ConfigError(
-                f"{name} cannot change from {old} to {new} in a resumed run: {reason}"
+                f"{name} cannot change from {_shown(old)} to {_shown(new)} in a resumed run: "
+                f"{reason}"
             )
         effect = EFFECTS.get(name, "takes effect from here on")
         changed.append(f"{name} is {new}, it was {old}: {effect}")
     if changed and now.deterministic:
         changed.append("the result will differ from that of the unchanged run")
     return changed
+
+
+def _shown(value: object) -> str:
+    """Return a value for a message, in one line. A whole chat template is shortened."""
+    text = " ".join(str(value).split()) or "empty"
+    return f"{text[:60]}..." if len(text) > 80 else text
 
 
 def load_config(run: Path, *, named: Mapping[str, Any]) -> RunConfig:

@@ -18,7 +18,9 @@ from unstale.rollout.evaluation import Attempt, FinishedEpisodes
 
 SHARED = (
     "seed",
+    "chat_template",
     "chat_template_kwargs",
+    "tools_in_prompt",
     "rollout.max_turns",
     "engine.backend",
     "engine.dtype",

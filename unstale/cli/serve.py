@@ -65,7 +65,8 @@ def serve(
     Raises `ConfigError` for wrong settings, and `RunFailed` if the engine fails.
     """
     folder = policy_folder(trained)
-    config = replace(config, policy=str(folder), rollout=replace(config.rollout, max_turns=1 << 30))
+    config = config.with_policy(folder)
+    config = replace(config, rollout=replace(config.rollout, max_turns=1 << 30))
     limit_threads()
     policy, taskset, generator = build_sampler(config)
     console = console or Console(soft_wrap=True)

@@ -17,11 +17,13 @@ from unstale.cli.early import new_folder
 from unstale.cli.failures import RunFailed, exhausted, literal, print_failure
 from unstale.cli.process import limit_threads, rare_garbage_collection, sigterm_as_ctrl_c
 from unstale.cli.resume import changes_to_run, resume_command
+from unstale.cli.supervised_start import make_start
 from unstale.cli.survivors import write_survivors
 from unstale.cli.trained import POLICY
 from unstale.cluster.ranks import NodesMissing, RanksDied
 from unstale.cluster.session import end_after
 from unstale.config import ConfigError, RunConfig
+from unstale.config.gguf import origin_of
 from unstale.durability import virtual_clock
 from unstale.durability.checkpoint import CHECKPOINTS, CheckpointError
 from unstale.durability.journal import (
@@ -46,6 +48,7 @@ from unstale.durability.run_folder import (
 )
 from unstale.envs.guard import OCCUPANCY
 from unstale.lint import check
+from unstale.lint.policy_files import has_template, local_folder
 from unstale.loop import RunComponents
 from unstale.model.policy import Policy
 from unstale.observe import RunRecorder
@@ -108,6 +111,7 @@ def train(config: RunConfig, *, console: Console | None = None, command: str = "
     console = console or Console(soft_wrap=True)
     folder = new_folder(config)
     _check(config, console)
+    make_start(config, console)
     machine = _build_first(config, console)
     _check_footprint(config, machine.policy, folder, console)
     if machine.ranks and not machine.ranks.on_gpus:
@@ -123,7 +127,10 @@ def train(config: RunConfig, *, console: Console | None = None, command: str = "
             log.discard()
             raise
         with closing(trackers):
-            log.event("started", cores=cores(), **({"command": command} if command else {}))
+            facts: dict[str, Any] = {"command": command} if command else {}
+            if origin := origin_of(config.pretrained_folder):
+                facts["policy_origin"] = origin
+            log.event("started", cores=cores(), **facts)
             return _run_to_end(RunSession(config, log, machine, trackers), console)
 
 
@@ -149,6 +156,7 @@ def resume(folder: Path, config: RunConfig, *, console: Console | None = None) -
             raise ConfigError(
                 f"--steps is {config.steps}, but the run in {folder} is at step {step}"
             )
+        make_start(config, console)
         # A run without a checkpoint ended before its first one, so it begins again.
         machine = None if checkpoints else _build_first(config, console)
         if machine:
@@ -221,11 +229,13 @@ def _is_finished(folder: Path) -> bool:
 
 def _check(config: RunConfig, console: Console) -> None:
     """Raise `ConfigError` for a configuration that the linter refuses. Print its warnings."""
-    if config.policy_download:
+    if not (local_folder(config) / "config.json").is_file():
         check(config).require()
-        _ = config.policy_folder  # download the model: some warnings depend on its size
+        _ = config.pretrained_folder  # download or convert it: some warnings depend on its size
     verdict = check(config)
     verdict.require()
+    if config.chat_template and has_template(config.pretrained_folder):
+        _note(console, "note: chat_template replaces the policy's own chat template")
     for warning in verdict.warnings:
         console.print(f"[yellow]warning:[/] {literal(warning)}", highlight=False)
     limit_threads()

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from rich.console import Console
 
-from unstale.build import build_old_logps, build_scorer, load_policy
+from unstale.build import build_old_logps, build_scorer, load_policy, warn_of_hidden_tools
 from unstale.config import (
     AuditConfig,
     ConfigError,
@@ -87,6 +87,7 @@ def sft(
     or a row of the file is wrong.
     """
     folder = Path(folder)
+    config = config.with_policy(config.policy)  # the recipe's own supervised start is not made
     require_empty_folder(folder)
     if config.cluster.trainers:
         raise ConfigError(f"sft needs cluster.trainers = 0, got {config.cluster.trainers}")
@@ -114,11 +115,7 @@ def sft(
     if config.trainer.threads:
         torch.set_num_threads(config.trainer.threads)
     taskset = build_taskset(config.task)
-    if implements(taskset, HasTaskTools) and _have_different_tools(taskset, config.seed):
-        raise ConfigError(
-            f"sft needs tasks with the same tools, and those of task.env {config.task.env} have "
-            "different ones: train on one of its task sets at a time"
-        )
+    own_tools = implements(taskset, HasTaskTools) and _have_different_tools(taskset, config.seed)
     policy = load_policy(config)
     try:
         chat = Chat(
@@ -126,14 +123,34 @@ def sft(
             taskset.tools,
             ends=policy.ends,
             template_kwargs=config.template_kwargs,
+            tools_in_prompt=config.tools_in_prompt,
         )
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    references = load_references(data, chat, max_tokens=config.engine.max_context)
+    warn_of_hidden_tools(config, chat)
+    references = load_references(
+        data, chat, max_tokens=config.engine.max_context, own_tools=own_tools
+    )
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"{folder} cannot be made: {error.strerror or error}") from error
+    figures = learn(config, policy, references, options, console=console)
+    policy.save(folder)
+    record = {"options": asdict(options), "data": str(data), "references": len(references)}
+    (folder / RECORD).write_text(dumps({**record, "steps": [asdict(each) for each in figures]}))
+    return figures
+
+
+def learn(
+    config: RunConfig,
+    policy: Policy,
+    references: Sequence[Reference],
+    options: SftOptions,
+    *,
+    console: Console,
+) -> list[SftStep]:
+    """Train a policy on references for `config.steps` optimizer steps. Print the progress."""
     objective = options.objective(config.seed)
     trainer = _trainer(config, policy, objective)
     figures = []
@@ -150,9 +167,6 @@ def sft(
                 f"step {step}: -log pi {figures[-1].nll:.4f} nats, gradient norm {grad_norm:.3g}",
                 highlight=False,
             )
-    policy.save(folder)
-    record = {"options": asdict(options), "data": str(data), "references": len(references)}
-    (folder / RECORD).write_text(dumps({**record, "steps": [asdict(each) for each in figures]}))
     return figures
 
 

@@ -2,12 +2,15 @@
 
 import argparse
 import shlex
+from collections.abc import Container
+from dataclasses import replace
 from pathlib import Path
 
-from unstale.cli.recipe_options import configure, file_values
+from unstale.cli.recipe_options import configure, file_values, fit_context
 from unstale.cli.resume import load_config, require_same_task, resume_command
 from unstale.config import SHIPPED_POLICIES, ConfigError, RunConfig
-from unstale.config.hub import is_hub_name, model_folder
+from unstale.config.gguf import gguf_file
+from unstale.config.hub import is_hub_name, model_folder, require_model
 from unstale.config.options import override
 from unstale.durability.journal import JOURNAL
 from unstale.durability.run_folder import EVENTS
@@ -33,13 +36,15 @@ def policy_folder(trained: Path) -> Path:
     return trained
 
 
-def _require_model(folder: Path, *, download: bool) -> None:
-    """Raise `ConfigError` unless `folder` is a model folder, a shipped model or one of the hub.
+def _require_model(folder: Path, *, download: bool, gguf: str) -> None:
+    """Raise `ConfigError` unless `folder` names a model folder, a GGUF file or a known model.
 
-    A model of the hub must be in the local cache unless it may be downloaded. It is not downloaded
-    here.
+    `gguf` is the name of a file in the folder, or empty. A model of the hub must be in the local
+    cache unless it may be downloaded. It is not downloaded here.
     """
     if str(folder) in SHIPPED_POLICIES or (folder / "config.json").is_file():
+        return
+    if gguf_file(str(folder), gguf):
         return
     if is_hub_name(str(folder)):
         try:
@@ -58,21 +63,37 @@ def _require_model(folder: Path, *, download: bool) -> None:
     raise ConfigError(f"{folder} is neither a run folder nor a model folder: {problem}")
 
 
+def fetch_policy(config: RunConfig, named: Container[str]) -> RunConfig:
+    """Return the configuration after the policy was downloaded or converted, if that is needed.
+
+    Its context then fits the policy (`fit_context`). Raises `ConfigError` for a missing model.
+    """
+    require_model(config.pretrained_folder)
+    return fit_context(config, named)
+
+
 def configure_trained(chosen: argparse.Namespace) -> RunConfig:
     """Return the configuration for a run folder or model folder that is evaluated or served."""
     values = file_values(chosen)
     if policy_folder(chosen.trained) == chosen.trained:
         if chosen.recipe is None and "recipe" not in values:
-            _require_model(chosen.trained, download=bool(values.get("policy_download")))
+            _require_model(
+                chosen.trained,
+                download=bool(values.get("policy_download")),
+                gguf=values.get("policy_gguf", ""),
+            )
             raise ConfigError(
                 f"{chosen.trained} is a model, so the task is not known: name a recipe, as "
                 f"in `unstale {chosen.verb} {chosen.trained} retail`"
             )
+        chosen.values["policy"] = str(chosen.trained)
         config = configure(chosen)
-        _require_model(chosen.trained, download=config.policy_download)
-        return config
+        _require_model(chosen.trained, download=config.policy_download, gguf=config.policy_gguf)
+        return fetch_policy(config, file_values(chosen))
     if chosen.recipe is None and "recipe" not in values:
-        return override(load_config(chosen.trained, named=values), values)
+        stored = load_config(chosen.trained, named=values)
+        # the run has saved its policy as an ordinary folder with its template
+        return override(replace(stored, policy_gguf="", chat_template=""), values)
     config = configure(chosen)
     require_same_task(chosen.trained, config, named=chosen.values)
     return config

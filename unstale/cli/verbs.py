@@ -20,7 +20,7 @@ from rich.table import Table
 
 from unstale.cli.early import new_folder, quick_imports, refuse_early, start_engines
 from unstale.cli.failures import exit_after
-from unstale.cli.recipe_options import configure, file_values, print_json
+from unstale.cli.recipe_options import configure, file_values, fit_context, print_json
 from unstale.config import SHIPPED_POLICIES, ConfigError, install
 from unstale.config.checks import JsonObject, bounded
 from unstale.config.hub import cached_folder
@@ -244,6 +244,12 @@ def _audit(chosen: argparse.Namespace) -> int:
     ),
     JSON,
     argument(
+        "--chat-template",
+        default="",
+        metavar="NAME",
+        help="check plain, chatml or a Jinja file instead of the model's own template",
+    ),
+    argument(
         "--chat-template-kwargs",
         default="",
         metavar="JSON",
@@ -260,6 +266,7 @@ def _check_template(chosen: argparse.Namespace) -> int:
     result = check_template(
         folder,
         conversations=chosen.conversations,
+        chat_template=chosen.chat_template,
         template_kwargs=json.loads(chosen.chat_template_kwargs or "{}"),
         console=_console(chosen),
     )
@@ -530,7 +537,9 @@ def _push_to_hub(chosen: argparse.Namespace) -> int:
     argument("--batch", type=COUNT, default=32, help="conversations in a step; default: 32"),
 )
 def _sft(chosen: argparse.Namespace) -> int:
-    config = configure(chosen)
+    from unstale.cli.trained import fetch_policy
+
+    config = fetch_policy(configure(chosen), file_values(chosen))
     with quick_imports():
         from unstale.cli.sft import SftOptions, sft
 
@@ -661,6 +670,7 @@ def _train(chosen: argparse.Namespace) -> int:
     config = configure(chosen)
     new_folder(config)
     refuse_early(config)
+    config = fit_context(config, file_values(chosen))  # the policy may have arrived only now
     start_engines(config)
     with quick_imports():
         from unstale.cli.session import train

@@ -151,7 +151,7 @@ def warn_of_shared_gpus(config: RunConfig) -> None:
 def _decodes_on_gpu(config: RunConfig) -> bool:
     """Return True if the embedded engine decodes the policy on a GPU, if there is one."""
     try:
-        return runs_on_gpu(json.loads((config.policy_folder / "config.json").read_text()))
+        return runs_on_gpu(json.loads((config.pretrained_folder / "config.json").read_text()))
     except (OSError, ValueError):
         return True  # loading the policy reports the error
 
@@ -188,7 +188,7 @@ def gpu_memory_utilization(config: RunConfig) -> float:
     optimizer = 0 if config.trainer.lora_rank else 16
     copies = 1 + config.old_logps.needs.own_process
     return gpu_share(
-        num_weights(config.policy_folder),
+        num_weights(config.pretrained_folder),
         total=torch.cuda.mem_get_info()[1],
         trainer_bytes=optimizer + copies * model,
         engine_bytes=sizes[options.dtype],

@@ -39,6 +39,7 @@ from unstale.config.sampling import staleness_bound as staleness_bound
 from unstale.config.training import CheckpointConfig as CheckpointConfig
 from unstale.config.training import EvalConfig as EvalConfig
 from unstale.config.training import JournalConfig as JournalConfig
+from unstale.config.training import SftConfig as SftConfig
 from unstale.config.training import TrainerConfig as TrainerConfig
 
 

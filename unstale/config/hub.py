@@ -1,4 +1,4 @@
-"""Find a model of the Hugging Face hub in the local cache, or download it."""
+"""Find the folder of a model: a local one, a converted GGUF file, or one of the hub's cache."""
 
 import json
 import re
@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from unstale.config.checks import ConfigError
+from unstale.config.gguf import converted_folder, gguf_file
 
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 """The first bytes of a file that Git LFS puts in place of one that it has not fetched."""
@@ -22,13 +23,19 @@ _TOKENIZER_FILES = " ".join(f"--include '*.{kind}'" for kind in ("json", "jinja"
 """Options of `hf download` for all files but the weights."""
 
 
-def model_folder(policy: str, *, download: bool) -> Path:
+def model_folder(
+    policy: str, *, download: bool = False, gguf: str = "", convert: bool = True
+) -> Path:
     """Return the local folder of a model.
 
-    `policy` is a path, or the hub name `organisation/name` with or without `@revision`. With
-    `download`, files that the local cache lacks are fetched from the hub. Raises `ConfigError` if
-    the model is neither a folder nor complete in the cache.
+    `policy` is a path, the hub name `organisation/name` with or without `@revision`, or a GGUF file
+    (`gguf_file`), which is converted to a folder in the cache. With `download`, files that the
+    local cache lacks are fetched from the hub. Without `convert`, a GGUF file is not converted, and
+    its folder may not exist. Raises `ConfigError` if the model is neither a folder nor complete in
+    the cache.
     """
+    if file := gguf_file(policy, gguf):
+        return converted_folder(file, convert=convert)
     name = _NAME.fullmatch(policy)
     if Path(policy).exists() or not name:
         return Path(policy)
@@ -36,8 +43,9 @@ def model_folder(policy: str, *, download: bool) -> Path:
 
 
 def is_hub_name(model: str) -> bool:
-    """Return True if `model` has the form of a hub name, and is not an existing path."""
-    return _NAME.fullmatch(model) is not None and not Path(model).exists()
+    """Return True if `model` has the form of a hub name, and is not a path or a GGUF file."""
+    is_name = _NAME.fullmatch(model) is not None and not model.endswith(".gguf")
+    return is_name and not Path(model).exists()
 
 
 def cached_folder(model: str, part: Literal["tokenizer", "config"]) -> Path:
@@ -46,6 +54,8 @@ def cached_folder(model: str, part: Literal["tokenizer", "config"]) -> Path:
     `model` is as in `model_folder`. The part is the tokenizer with its chat template, or
     `config.json`. Raises `ConfigError` if `model` is a hub name and the local cache lacks the part.
     """
+    if file := gguf_file(model):
+        return converted_folder(file)
     name = _NAME.fullmatch(model)
     if name is None or Path(model).exists():
         return Path(model)
@@ -189,6 +199,8 @@ def require_model(folder: Path) -> None:
     if not folder.is_dir():
         raise ConfigError(f"policy: no model folder at {folder}")
     if not (folder / "config.json").is_file():
+        files = sorted(path.name for path in folder.glob("*.gguf"))
+        choose = f". Choose one of its GGUF files: --policy-gguf {_words(files)}" if files else ""
         raise ConfigError(
-            f"policy: {folder} is not a Hugging Face model folder: it has no config.json"
+            f"policy: {folder} is not a Hugging Face model folder: it has no config.json{choose}"
         )

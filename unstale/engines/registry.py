@@ -33,6 +33,8 @@ class EngineOptions:
     """The format of `unstale.model.quantisation.FORMATS` to which weights are rounded when they are
     loaded, and activations in each layer. `none` rounds nothing.
     """
+    bitwise: bool = False
+    """Compute the log-probabilities of the trainer's bitwise passes (embedded engine only)."""
     threads: int = 1
     """Number of CPU threads of the process."""
     gpus: tuple[str, ...] = ()

@@ -318,6 +318,18 @@ def task_text(taskset: Taskset, task: Task) -> str:
 
 
 @runtime_checkable
+class HasDemonstrations(Protocol):
+    """A task set that can solve its own tasks, for a supervised start (`sft.steps`)."""
+
+    def demonstration(self, task: Task) -> Sequence[Message]:
+        """Return a conversation that solves a task: a prompt, replies and what is between them.
+
+        Raises `ConfigError` if there is none for the task.
+        """
+        ...
+
+
+@runtime_checkable
 class HasTaskTools(Protocol):
     """A task set whose tasks have different tools, such as a mixture of other task sets.
 

@@ -1,19 +1,21 @@
 """The environment `calculator`: arithmetic with a calculator tool, answered in text."""
 
 import ast
+import math
 import operator
+import re
 from collections.abc import Callable, Mapping
 from random import Random
 from typing import Any
 
 from unstale.envs import Message, NumberedTasks, tool_schema
-from unstale.envs.question import Question
+from unstale.envs.question import Question, ToolRunner
 from unstale.envs.registry import EnvSpec
 from unstale.records import Task
 
 TOOL = tool_schema(
     "calculate",
-    "Work out an expression of whole numbers with + - * and parentheses.",
+    "Work out an expression, such as (12 + 7) * 3, gcd(12, 18) or lcm(4, 6).",
     {"expression": {"type": "string", "description": "For example (12 + 7) * 3."}},
 )
 
@@ -22,7 +24,10 @@ _OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
     ast.Sub: operator.sub,
     ast.Mult: operator.mul,
 }
-_CHARACTERS = frozenset("0123456789+-*() ")
+FUNCTIONS: dict[str, Callable[..., int]] = {"gcd": math.gcd, "lcm": math.lcm}
+"""The functions of two numbers that an expression may call."""
+_ALLOWED = re.compile(rf"(?:[0-9+\-*(), ]|{'|'.join(FUNCTIONS)})*")
+_REFUSED = f"only whole numbers, + - * {' '.join(FUNCTIONS)} and parentheses"
 MAX_LENGTH = 100
 
 
@@ -60,10 +65,11 @@ class CalculatorTasks(NumberedTasks):
             Message("system", "Work it out with the tool, then give the number."),
             Message("user", f"What is {expression}?"),
         )
-        return Question(prompts, str(calculate(expression)), TOOL, _run)
+        return Question(prompts, str(calculate(expression)), ToolRunner(TOOL, run))
 
 
-async def _run(expression: str) -> str:
+async def run(expression: str) -> str:
+    """Return the value of an expression as text. Raises `ValueError` as `calculate` does."""
     return str(calculate(expression))
 
 
@@ -72,15 +78,15 @@ def calculate(expression: str) -> int:
 
     Raises `ValueError` for any other text.
 
-    >>> calculate("(12 + 7) * -3")
-    -57
+    >>> calculate("(12 + 7) * -3"), calculate("gcd(12, 18)")
+    (-57, 6)
     """
     if len(expression) > MAX_LENGTH:
         raise ValueError(
             f"an expression may have {MAX_LENGTH} characters, this has {len(expression)}"
         )
-    if set(expression) - _CHARACTERS:
-        raise ValueError("only whole numbers, + - * and parentheses")
+    if not _ALLOWED.fullmatch(expression):
+        raise ValueError(_REFUSED)
     try:
         tree = ast.parse(expression.strip(), mode="eval")
     except (SyntaxError, ValueError, MemoryError, RecursionError):
@@ -96,7 +102,20 @@ def _value(node: ast.expr) -> int:
             return -_value(operand)
         case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATORS:
             return _OPERATORS[type(op)](_value(left), _value(right))
-    raise ValueError("only whole numbers, + - * and parentheses")
+        case ast.Call(func=ast.Name(id=name), args=[first, second]) if name in FUNCTIONS:
+            return FUNCTIONS[name](_value(first), _value(second))
+        case ast.Tuple(elts=[first, second]):
+            raise ValueError(_functions_of(_value(first), _value(second)))
+    raise ValueError(_REFUSED)
+
+
+def _functions_of(first: int, second: int) -> str:
+    """Return the calls that could be meant by two numbers, in an order that depends on them.
+
+    A small policy copies the first. In a fixed order it would never try the other.
+    """
+    names = sorted(FUNCTIONS, reverse=(first + second) % 2 == 1)
+    return " or ".join(f"{name}({first}, {second})" for name in names) + "?"
 
 
 ENV = EnvSpec("calculator", lambda options: CalculatorTasks())

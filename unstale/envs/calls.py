@@ -13,9 +13,10 @@ import ast
 import json
 import re
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from hashlib import sha256
+from itertools import islice, takewhile
 from os.path import commonprefix
 from typing import Any
 
@@ -38,6 +39,27 @@ _BARE = re.compile(r'\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:')
 _SEPARATOR = re.compile(r"[\s;,]*")
 _BARE_PYTHON = re.compile(r"\[\s*[A-Za-z_][\w.]*\(")
 _JSON_WORDS = {"true": True, "false": False, "null": None}
+_DEFINITIONS = ("$defs", "definitions")
+_ARGUMENTS = ("arguments", "parameters")
+_KEYS = frozenset({"name", *_ARGUMENTS, "id", "type"})
+"""Keys of a JSON call. Another key may hold arguments, which must not be dropped."""
+_MAX_ENDS = 64
+"""Largest number of closing tags that are tried as the end of one call."""
+_MAX_SCHEMAS = 200
+"""Largest number of parts of a schema that are read to find its type."""
+_MAX_LITERAL = 10_000
+"""Largest number of characters of a Python literal that is read as a value."""
+_TYPES = {
+    "integer": "integer int long short byte bigint",
+    "number": "number float double decimal",
+    "boolean": "boolean bool",
+    "string": "string str char text",
+    "array": "array list tuple arraylist set queue stack sequence",
+    "object": "object dict hashmap hashtable map mapping",
+    "null": "null none nonetype",
+}
+_TYPE_OF = {word: name for name, words in _TYPES.items() for word in words.split()}
+"""The type of JSON Schema for the names that tool libraries write, in lower case."""
 _ID_LENGTH = 9
 _EXCERPT = 40
 """Number of characters of a malformed call that an error message shows."""
@@ -70,8 +92,13 @@ def schemas_of(tools: Iterable[Mapping[str, Any]]) -> Schemas:
     found: dict[str, Mapping[str, Any]] = {}
     for tool in tools:
         function = _mapping(tool.get("function", tool))
-        properties = _mapping(function.get("parameters")).get("properties")
-        found[str(function.get("name"))] = _mapping(properties)
+        parameters = _mapping(function.get("parameters"))
+        shared = {word: parameters[word] for word in _DEFINITIONS if word in parameters}
+        properties = _mapping(parameters.get("properties"))
+        found[str(function.get("name"))] = {
+            name: {**schema, **shared} if shared and isinstance(schema, Mapping) else schema
+            for name, schema in properties.items()
+        }
     return found
 
 
@@ -101,16 +128,43 @@ class CallForm:
 
     def read_all(self, text: str, schemas: Schemas) -> tuple[str, tuple[ToolCall, ...]]:
         """Return the text of a reply outside of the tags, and its calls."""
-        opens, closes = re.escape(self.opens), re.escape(self.closes)
-        end = f"(?:{closes}|$)" if closes else f"(?={opens}|$)"
-        pattern = re.compile(f"{opens}(.*?){end}", re.DOTALL)
         calls: list[ToolCall] = []
-        for found in pattern.finditer(text):
-            if found.group().endswith(self.closes):
-                calls += self.read(found[1], schemas)
-            else:
-                calls.append(_malformed(f"the call is not closed by {self.closes}"))
-        return pattern.sub("", text).strip(), tuple(calls)
+        content: list[str] = []
+        at = 0
+        while (start := text.find(self.opens, at)) >= 0:
+            content.append(text[at:start])
+            start += len(self.opens)
+            found, at = self._read_one(text, start, schemas)
+            calls += found
+        content.append(text[at:])
+        return "".join(content).strip(), tuple(calls)
+
+    def _read_one(
+        self, text: str, start: int, schemas: Schemas
+    ) -> tuple[tuple[ToolCall, ...], int]:
+        """Return the calls from position `start` on, and the position after them.
+
+        A closing tag inside a string does not end a call, if the call can be read with it.
+        """
+        first: tuple[tuple[ToolCall, ...], int] | None = None
+        for end, after in islice(self._ends(text, start), _MAX_ENDS):
+            calls = self.read(text[start:end], schemas)
+            if not any(call.error for call in calls):
+                return calls, after
+            first = first or (calls, after)
+        if first:
+            return first
+        return (_malformed(f"the call is not closed by {self.closes}"),), len(text)
+
+    def _ends(self, text: str, start: int) -> Iterator[tuple[int, int]]:
+        """Yield where a call that begins at `start` may end, and where its closing tag ends."""
+        mark, length = self.closes or self.opens, len(self.closes)
+        at = text.find(mark, start)
+        while at >= 0:
+            yield at, at + length
+            at = text.find(mark, at + len(mark))
+        if not self.closes:
+            yield len(text), len(text)
 
     def read(self, text: str, schemas: Schemas) -> tuple[ToolCall, ...]:
         """Return the calls in the text between two tags. A malformed call has an `error`."""
@@ -139,6 +193,12 @@ class JsonCalls(CallForm):
     def body(self) -> str:
         call = f'{{"name": ..., "{self.key}": {{...}}}}'
         return f"[{call}, ...]" if self.is_list else call
+
+    def write(self, calls: Sequence[ToolCall]) -> str:
+        """Return calls in this format, one after the other."""
+        records = ({"name": call.name, self.key: dict(call.arguments)} for call in calls)
+        texts = (json.dumps(record, ensure_ascii=False) for record in records)
+        return "\n".join(f"{self.opens}\n{text}\n{self.closes}" for text in texts)
 
     def read(self, text: str, schemas: Schemas) -> tuple[ToolCall, ...]:
         try:
@@ -170,11 +230,17 @@ class JsonCalls(CallForm):
         if not isinstance(record, dict):
             return _malformed("the call is not a JSON object")
         name = record.get("name")
-        arguments = record.get(self.key, record.get("arguments", {}))
         if not isinstance(name, str) or not name:
             return _malformed('the call has no "name"')
+        others = sorted(set(record) - _KEYS - {self.key})
+        if others:
+            return _malformed(f'"{others[0][:_EXCERPT]}" is no key of a call: use "{self.key}"')
+        keys = [key for key in dict.fromkeys((self.key, *_ARGUMENTS)) if key in record]
+        if len(keys) > 1:
+            return _malformed(f'the call has both "{keys[0]}" and "{keys[1]}"')
+        arguments = record[keys[0]] if keys else {}
         if not isinstance(arguments, dict):
-            return _malformed(f'"{self.key}" is not a JSON object')
+            return _malformed(f'"{keys[0]}" is not a JSON object')
         written_id = record.get("id")
         return ToolCall(name, arguments, id=written_id if isinstance(written_id, str) else "")
 
@@ -231,6 +297,12 @@ class TaggedCalls(CallForm):
     def body(self) -> str:
         name, key = "NAME".join(self.name), "KEY".join(self.key)
         return f"{name}{key}VALUE{self.value_closes}{self.body_closes}"
+
+    def _ends(self, text: str, start: int) -> Iterator[tuple[int, int]]:
+        # a value has no quotes, so it could also take up the calls that follow
+        following = text.find(self.opens, start)
+        ends = CallForm._ends(self, text, start)
+        yield from takewhile(lambda end: following < 0 or end[0] <= following, ends)
 
     def read(self, text: str, schemas: Schemas) -> tuple[ToolCall, ...]:
         before, after = map(_spaced, self.name)
@@ -331,7 +403,7 @@ def typed_value(text: str, schema: Any) -> Any:
     >>> typed_value("True", {"type": "boolean"}), typed_value("None", {"type": ["string", "null"]})
     (True, None)
     """
-    types = _types(schema)
+    types = _TypeReader(schema).read(schema)
     if types == {"string"}:
         return text
     word = text.strip()
@@ -342,23 +414,87 @@ def typed_value(text: str, schema: Any) -> Any:
     try:
         value = _DECODER.decode(word)
     except (ValueError, RecursionError):
+        value = _literal(word) if {"array", "object"} & types else None
+        if not isinstance(value, list | dict):
+            return text
+    if "string" in types and isinstance(value, str):
         return text
     if "integer" in types and isinstance(value, float) and value.is_integer():
         value = int(value)
-    return value if _type_of(value) & types or not types else text
+    return value if _type_of(value) & types or "any" in types else text
 
 
-def _types(schema: Any) -> set[str]:
-    """Return the types that a schema allows. Empty if it allows any type."""
-    schema = _mapping(schema)
-    named = schema.get("type", ())
-    types = {named} if isinstance(named, str) else {each for each in named if type(each) is str}
-    for word in ("anyOf", "oneOf"):
-        for choice in schema.get(word) or ():
-            types |= _types(choice)
-    for value in schema.get("enum") or ():
-        types |= _type_of(value) if not named else set()
-    return types | ({"null"} if schema.get("nullable") else set())
+def _literal(text: str) -> Any:
+    """Return the list or object that is written as a Python literal. None for other text."""
+    if len(text) > _MAX_LITERAL or text[:1] not in ("[", "{", "("):
+        return None
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            tree = ast.parse(text, mode="eval")
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Dict):
+                unique_names([(ast.unparse(key), None) for key in node.keys if key])
+        return json.loads(json.dumps(ast.literal_eval(tree), allow_nan=False))
+    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
+        return None
+
+
+class _TypeReader:
+    """Reads the types that a schema allows, from at most `_MAX_SCHEMAS` of its parts.
+
+    References could otherwise lead to any number of parts.
+    """
+
+    def __init__(self, root: Any) -> None:
+        self._root = root
+        """The schema with the definitions to which references refer."""
+        self._left = _MAX_SCHEMAS
+
+    def read(self, schema: Any) -> set[str]:
+        """Return the types of a schema. They include "any" if all types are allowed."""
+        self._left -= 1
+        if self._left < 0:
+            return {"any"}
+        schema = _mapping(schema)
+        parts = [_own_types(schema)]
+        if isinstance(reference := schema.get("$ref"), str):
+            parts.append(self.read(_definition(reference, self._root)))
+        for word in ("anyOf", "oneOf"):
+            if choices := _choices(schema, word):
+                parts.append(set().union(*map(self.read, choices)))
+        parts += map(self.read, _choices(schema, "allOf"))
+        narrow = [part for part in parts if "any" not in part]
+        types = set.intersection(*narrow) if narrow else {"any"}.union(*parts)
+        is_nullable = schema.get("nullable") or schema.get("default", "") is None
+        return types | ({"null"} if is_nullable else set())
+
+
+def _own_types(schema: Mapping[str, Any]) -> set[str]:
+    """Return the types that a schema names itself, by `type` or by the values that it allows."""
+    named = schema.get("type")
+    if isinstance(named, str | list | tuple) and named:
+        names = [named] if isinstance(named, str) else named
+        return {_TYPE_OF.get(str(each).lower(), "any") for each in names}
+    values = [schema["const"]] if "const" in schema else schema.get("enum")
+    if isinstance(values, list | tuple) and values:
+        return set().union(*map(_type_of, values))
+    if isinstance(schema.get("properties"), Mapping):
+        return {"object"}
+    return {"array"} if "items" in schema else {"any"}
+
+
+def _choices(schema: Mapping[str, Any], word: str) -> Sequence[Any]:
+    choices = schema.get(word)
+    return choices if isinstance(choices, list | tuple) else ()
+
+
+def _definition(reference: str, root: Any) -> Any:
+    """Return the schema to which a reference such as `#/$defs/NAME` refers. None if unknown."""
+    found: Any = root
+    for name in reference.removeprefix("#/").split("/"):
+        found = _mapping(found).get(name.replace("~1", "/").replace("~0", "~"))
+    return found
 
 
 def _type_of(value: Any) -> set[str]:

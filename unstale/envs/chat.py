@@ -30,6 +30,7 @@ from jinja2 import TemplateError
 
 from unstale.envs import Message, ToolCall, tool_schema
 from unstale.envs.calls import PROBE, CallForm, JsonCalls, call_id, find_form, schemas_of
+from unstale.envs.tool_prompt import ToolText, tool_text
 
 STAND_IN = "@@reply@@"
 """Placeholder for the policy's reply."""
@@ -76,13 +77,15 @@ class Chat:
         *,
         ends: Sequence[int] = (),
         template_kwargs: Mapping[str, Any] = MappingProxyType({}),
+        tools_in_prompt: bool = False,
     ) -> None:
         """Find out how the template ends a reply and writes tool calls.
 
         `ends` are further end tokens, from the model's generation config. Those that are not
         control tokens are ignored. `template_kwargs` are variables of the template, such as
-        `enable_thinking`. Raises `ValueError` if the template does not use one of these, writes
-        calls in an unknown format, or does not allow messages to be appended.
+        `enable_thinking`. With `tools_in_prompt`, tools that the template does not render are
+        described in the prompt. Raises `ValueError` if the template does not use one of these,
+        writes calls in an unknown format, or does not allow messages to be appended.
         """
         if not getattr(tokenizer, "chat_template", None):
             raise ValueError(
@@ -93,6 +96,8 @@ class Chat:
         self._tokenizer = tokenizer
         self._backend = _plain_backend(tokenizer)
         self._tools = [dict(tool) for tool in tools]
+        self._tools_in_prompt = tools_in_prompt
+        self._tool_text: ToolText | None = None
         template = tokenizer.get_chat_template(None, self._tools or None)
         self._template_kwargs = dict(template_kwargs)
         _check_variables(tokenizer, template, self._template_kwargs)
@@ -127,7 +132,11 @@ class Chat:
         reply_start = self.render([_QUESTION]).rstrip()
         self._begins_thinking = reply_start.endswith(_THOUGHT)
         self._replies_think = self.thinks and not reply_start.endswith(_END_OF_THOUGHT)
-        self.call_form = self._find_call_form()
+        describes = tools_in_prompt and bool(self._tools) and not self.renders_tools
+        self.call_form = self._find_call_form(required=bool(self._tools) and not describes)
+        if describes:
+            self._tool_text = tool_text(self._tools, self._render_plain, self._write_calls)
+            self.call_form = self.call_form or JsonCalls()
 
     def encode_prompt(
         self, messages: Sequence[Message], *, add_generation_prompt: bool = True
@@ -136,7 +145,7 @@ class Chat:
 
         With `add_generation_prompt`, the start of a reply follows.
         """
-        record = _record(messages)
+        record = self._prompt_record(messages)
         return self._recent.get(
             (record, self._number, "prompt" if add_generation_prompt else "whole"),
             lambda: self._encode(*self._render(record, add_generation_prompt)),
@@ -154,7 +163,7 @@ class Chat:
         With `marked`, the text keeps the characters that `encode_prompt` puts into content that
         looks like a control token, so that it is not encoded as one.
         """
-        text, seam = self._render(_record(messages), add_generation_prompt)
+        text, seam = self._render(self._prompt_record(messages), add_generation_prompt)
         return text if marked else text.replace(seam, "")
 
     def encode_continuation(
@@ -165,7 +174,7 @@ class Chat:
         If `ended` is False, the previous reply was cut off, and its end token is added first.
         `calls` are the tool calls of the previous reply. Their results get their ids.
         """
-        record = _record([_QUESTION, _REPLY, *messages], calls)
+        record = self._record([_QUESTION, _REPLY, *messages], calls)
         return self._recent.get(
             (record, self._number, "ended" if ended else "cut off"),
             lambda: self._continued(record, ended),
@@ -190,9 +199,13 @@ class Chat:
         message. Raises ValueError if `parse` would return another message.
         """
         after = [*following] or [_QUESTION]
-        around, seam = self._render(_record([_QUESTION, _REPLY, *after], reply.tool_calls))
-        text, own_seam = self._render(_record([_QUESTION, reply, *after]))
+        around, seam = self._render(self._record([_QUESTION, _REPLY, *after], reply.tool_calls))
+        text, own_seam = self._render(self._record([_QUESTION, reply, *after]))
         before, _, rest = around.partition(STAND_IN)
+        if not text.startswith(
+            before
+        ):  # a template may write a space before text, not before calls
+            before = before.rstrip()
         end = next(filter(rest.startswith, self._ends), None)
         if end is None or seam != own_seam or not (text.startswith(before) and text.endswith(rest)):
             raise ValueError(f"the chat template does not write this reply: {reply.content[:40]!r}")
@@ -320,14 +333,43 @@ class Chat:
     @cached_property
     def renders_tools(self) -> bool:
         """True if the template writes the descriptions of tools."""
-        text = self._tokenizer.apply_chat_template(
-            _as_dicts([_QUESTION]),
-            [tool_schema("f", STAND_IN, {})],
-            chat_template=self._template,
-            tokenize=False,
-            **self._template_kwargs,
-        )
+        try:
+            text = self._tokenizer.apply_chat_template(
+                _as_dicts([_QUESTION]),
+                [tool_schema("f", STAND_IN, {})],
+                chat_template=self._template,
+                tokenize=False,
+                **self._template_kwargs,
+            )
+        except _TEMPLATE_ERRORS:
+            return False
         return STAND_IN in str(text)
+
+    @property
+    def hides_tools(self) -> bool:
+        """True if the prompt does not say which tools there are."""
+        return bool(self._tools) and self._tool_text is None and not self.renders_tools
+
+    def _prompt_record(self, messages: Sequence[Message]) -> str:
+        """Return the record of a conversation from its start."""
+        return self._record(self._tool_text.prompt(messages) if self._tool_text else messages)
+
+    def _record(self, messages: Sequence[Message], reply_calls: Sequence[ToolCall] = ()) -> str:
+        """Return messages as `_record` does, with tools as text if the template has none."""
+        written = self._tool_text.written(messages) if self._tool_text else messages
+        return _record(written, reply_calls)
+
+    def _render_plain(self, messages: Sequence[Message]) -> str:
+        return self._render(_record(messages), add_generation_prompt=False)[0]
+
+    def _write_calls(self, calls: Sequence[ToolCall]) -> str:
+        """Return what the template writes for calls. Empty if it writes none."""
+        try:
+            with_text = self._render(_record([_QUESTION, _REPLY, _QUESTION]))[0]
+            text = self._written_calls(calls, with_text)
+            return "" if text == self._written_calls([], with_text) else text
+        except _TEMPLATE_ERRORS:
+            return ""
 
     @cached_property
     def longest_token(self) -> int:
@@ -348,7 +390,13 @@ class Chat:
         if key not in self._other_chats:
             if len(self._other_chats) == _MAX_CACHED:
                 self._other_chats.clear()
-            other = Chat(self._tokenizer, wanted, ends=self.stop_tokens, template_kwargs=variables)
+            other = Chat(
+                self._tokenizer,
+                wanted,
+                ends=self.stop_tokens,
+                template_kwargs=variables,
+                tools_in_prompt=self._tools_in_prompt,
+            )
             other._recent = self._recent
             self._other_chats[key] = other
         return self._other_chats[key]
@@ -379,11 +427,11 @@ class Chat:
                 )
         return tuple(dict.fromkeys(found))
 
-    def _find_call_form(self) -> CallForm | None:
+    def _find_call_form(self, *, required: bool) -> CallForm | None:
         """Return the format in which the template writes tool calls.
 
         If the template writes no calls, Hermes' format is used. For an unknown format, return None,
-        or raise `ValueError` if there are tools.
+        or raise `ValueError` if it is `required`.
         """
         try:
             with_text = self._render(_record([_QUESTION, _REPLY, _QUESTION]))[0]
@@ -394,7 +442,7 @@ class Chat:
             why = f"writes a call as {self._written_calls([PROBE], with_text)[-80:]!r}"
         except _TEMPLATE_ERRORS as error:
             why = f"cannot write a call: {error}"
-        if self._tools:
+        if required:
             raise ValueError(
                 f"the chat template {why}. Calls that can be read back are JSON, with a name and "
                 "arguments in tags or alone, tags for each argument, or Python calls in a list: "

@@ -104,7 +104,8 @@ class DatasetConfig(DraftEditConfig):
 
     @property
     def largest_reward(self) -> float | None:
-        return 1.0 if self.reward.startswith("unstale.rewards:") else None
+        known = ("unstale.rewards:", "unstale.rewards.mathematics:")
+        return 1.0 if self.reward.startswith(known) else None
 
 
 class DatasetTasks(ListedTasks):
@@ -329,7 +330,8 @@ def load_reward(name: str) -> RewardFunction:
     if not name.partition(":")[2]:
         raise ConfigError(
             f"task.reward must be module:function, a function of (reply, row), got {name!r}; "
-            "for a column `answer` there are unstale.rewards:exact_answer and :numeric_answer"
+            "for a column `answer` there are unstale.rewards:exact_answer, :numeric_answer and "
+            "unstale.rewards.mathematics:math_answer"
         )
     problem = f"task.reward {name!r} cannot be used"
     reward: RewardFunction = import_user_code(name, problem)

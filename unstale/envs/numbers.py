@@ -21,6 +21,16 @@ _MINUS_SIGNS = str.maketrans("\N{MINUS SIGN}\N{EN DASH}", "--")
 _SIGN_OF_CURRENCY = re.compile(r"([-+])\\?[$\N{EURO SIGN}\N{POUND SIGN}\N{YEN SIGN}](?=\.?\d)")
 
 
+def with_plain_numbers(text: str) -> str:
+    """Return the text with ASCII minus signs, commas between thousands, and no `$` after a sign.
+
+    >>> with_plain_numbers("\N{MINUS SIGN}$1 000".replace(" ", "\N{NO-BREAK SPACE}"))
+    '-1,000'
+    """
+    plain = _BETWEEN_THOUSANDS.sub(",", text).translate(_MINUS_SIGNS)
+    return _SIGN_OF_CURRENCY.sub(r"\1", plain)
+
+
 def last_number(text: str) -> float | None:
     """Return the last number in the text, or None.
 
@@ -32,8 +42,7 @@ def last_number(text: str) -> float | None:
     >>> last_number("-2 1/2"), last_number("on 3/4/2024")
     (-2.5, 2024.0)
     """
-    plain = _BETWEEN_THOUSANDS.sub(",", text).translate(_MINUS_SIGNS)
-    plain = _SIGN_OF_CURRENCY.sub(r"\1", _LATEX_FRACTION.sub(_plain_fraction, plain))
+    plain = _LATEX_FRACTION.sub(_plain_fraction, with_plain_numbers(text))
     numbers = list(_NUMBER.finditer(plain))
     if not numbers:
         return None

@@ -8,7 +8,7 @@ from random import Random
 from typing import Any
 
 from unstale.envs import Message, NumberedTasks, sandbox, tool_schema
-from unstale.envs.question import Question
+from unstale.envs.question import Question, ToolRunner
 from unstale.envs.registry import EnvSpec
 from unstale.records import Task
 
@@ -62,7 +62,7 @@ class PythonTasks(NumberedTasks):
         """Return the environment of a task. `seed` is not used, because the task has the seed."""
         question, answer = self.puzzle(task)
         system = Message("system", "Work it out with the tool, then answer.")
-        return Question((system, Message("user", question)), answer, TOOL, _run)
+        return Question((system, Message("user", question)), answer, ToolRunner(TOOL, _run))
 
 
 async def _run(code: str) -> str:

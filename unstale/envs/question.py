@@ -1,7 +1,7 @@
 """An environment with one question and one tool, answered in text."""
 
 import re
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from unstale.envs import Message, ToolCall, Turn
@@ -12,40 +12,26 @@ _AROUND = ".,;:!?\"'`*_$()[]{}\\"
 _BOXED = re.compile(r"\\boxed\{([^{}]*)\}")
 
 
-class Question:
-    """One question. The first reply without a tool call ends the episode.
+class ToolRunner:
+    """Answers the calls of one tool, whose only argument is a string.
 
-    The reward is 1 if `answer` is the last number of that reply, or, for another text, a word of it
-    without punctuation around it. `tool` is the schema of a tool with one argument, a string. `run`
-    returns the tool's result, or raises `ValueError` with an error message.
+    `tool` is its schema. `run` returns the tool's result, or raises `ValueError` with an error
+    message.
     """
 
-    def __init__(
-        self,
-        prompts: tuple[Message, ...],
-        answer: str,
-        tool: Mapping[str, Any],
-        run: Callable[[str], Awaitable[str]],
-    ) -> None:
-        self._prompts = prompts
-        self._answer = answer
+    def __init__(self, tool: Mapping[str, Any], run: Callable[[str], Awaitable[str]]) -> None:
         self._name = tool["function"]["name"]
         (self._argument,) = tool["function"]["parameters"]["required"]
         self._run = run
-        self._errors = 0
+        self.calls = 0
+        self.errors = 0
 
-    async def begin(self) -> Turn:
-        return Turn(self._prompts)
-
-    async def step(self, reply: Message) -> Turn:
-        answers = tuple([Message("tool", await self._call(call)) for call in reply.tool_calls])
-        facts = {"tool_errors": float(self._errors)}
-        if answers:
-            return Turn(answers, facts=facts)
-        success = float(_is_right(reply.content, self._answer))
-        return Turn((), done=True, rewards={"success": success}, facts=facts)
+    async def answer(self, calls: Sequence[ToolCall]) -> tuple[Message, ...]:
+        """Return the results of the calls, or error messages, in their order."""
+        return tuple([Message("tool", await self._call(call)) for call in calls])
 
     async def _call(self, call: ToolCall) -> str:
+        self.calls += 1
         try:
             if call.error:
                 raise ValueError(call.error)
@@ -58,8 +44,32 @@ class Question:
                 raise ValueError(f"{self._argument} must be a string")
             return await self._run(argument)
         except ValueError as error:
-            self._errors += 1
+            self.errors += 1
             return f"Error: {error}"
+
+
+class Question:
+    """One question. The first reply without a tool call ends the episode.
+
+    The reward is 1 if `answer` is the last number of that reply, or, for another text, a word of it
+    without punctuation around it.
+    """
+
+    def __init__(self, prompts: tuple[Message, ...], answer: str, runner: ToolRunner) -> None:
+        self._prompts = prompts
+        self._answer = answer
+        self._runner = runner
+
+    async def begin(self) -> Turn:
+        return Turn(self._prompts)
+
+    async def step(self, reply: Message) -> Turn:
+        answers = await self._runner.answer(reply.tool_calls)
+        facts = {"tool_errors": float(self._runner.errors)}
+        if answers:
+            return Turn(answers, facts=facts)
+        success = float(_is_right(reply.content, self._answer))
+        return Turn((), done=True, rewards={"success": success}, facts=facts)
 
 
 def _is_right(text: str, answer: str) -> bool:

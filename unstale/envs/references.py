@@ -27,13 +27,16 @@ class Reference:
             raise ValueError(f"{len(self.tokens)} tokens, {len(self.replies)} marks")
 
 
-def load_references(path: Path | str, chat: Chat, *, max_tokens: int) -> list[Reference]:
+def load_references(
+    path: Path | str, chat: Chat, *, max_tokens: int, own_tools: bool = False
+) -> list[Reference]:
     """Return the conversations of a JSONL, JSON or Parquet file.
 
     Each row has `messages` with `role`, `content` and, for calls of an assistant, `tool_calls` in
-    the format of the OpenAI API. All messages with the role `assistant` are references. Raises
-    `ConfigError` with the row's number if it cannot be encoded or has more than `max_tokens`
-    tokens.
+    the format of the OpenAI API. All messages with the role `assistant` are references. A row may
+    have `tools`, a list of schemas in the format of the OpenAI API, instead of those of `chat`.
+    With `own_tools`, every row must. Raises `ConfigError` with the row's number if it cannot be
+    encoded or has more than `max_tokens` tokens.
     """
     path = Path(path)
     if path.suffix not in FILES or not path.is_file():
@@ -41,7 +44,9 @@ def load_references(path: Path | str, chat: Chat, *, max_tokens: int) -> list[Re
     references = []
     for number, row in enumerate(load_rows(str(path)), start=1):
         try:
-            reference = encode_conversation(chat, _messages(row))
+            tools = _tools(row, required=own_tools)
+            form = chat if tools is None else chat.with_tools(tools)
+            reference = encode_conversation(form, _messages(row))
         except ValueError as error:
             raise ConfigError(f"{path}, row {number}: {error}") from error
         if len(reference.tokens) > max_tokens:
@@ -100,6 +105,23 @@ def _messages(row: Mapping[str, Any]) -> list[Message]:
                     f"{str(each)[:80]!r}"
                 )
     return messages
+
+
+def _tools(row: Mapping[str, Any], *, required: bool) -> list[Mapping[str, Any]] | None:
+    """Return the tools of a row. None if it has none. Raises ValueError for another form."""
+    tools = row.get("tools")
+    if tools is None and not required:
+        return None
+    if tools is None:
+        raise ValueError("tools is missing: the tasks of task.env have different tools")
+    if isinstance(tools, str):  # a column of a Parquet file cannot hold schemas of any form
+        tools = json.loads(tools)
+    for tool in tools if isinstance(tools, list) else [tools]:
+        match tool:
+            case {"function": {"name": str()}}:
+                continue
+        raise ValueError(f"tools must be a list of schemas of functions, got {str(tool)[:80]!r}")
+    return list(tools)
 
 
 def _call(call: Any) -> ToolCall:

@@ -2,7 +2,8 @@
 
 - `NAME`: a module in `unstale/envs` that assigns an `EnvSpec` to `ENV`.
 - `LIBRARY:NAME`: `unstale/envs/adapters/LIBRARY.py` assigns a function of NAME to `TASKSET`. The
-extra that installs the library has the library's name.
+extra that installs the library has the library's name. Modules with an underscore are parts of
+these.
 - `NAME:SOURCE`: a module like `NAME` whose spec takes a source, such as `dataset:FILE`. An adapter
 with options has such a module (`tau2`).
 - `MODULE:FACTORY`: a function or class of the user's code, called without arguments.
@@ -72,7 +73,11 @@ def shipped_envs() -> dict[str, EnvSpec]:
 def libraries() -> dict[str, str]:
     """Return the module of each adapter, by the name of its library."""
     modules = [module.name for module in pkgutil.iter_modules(adapters.__path__)]
-    return {name.replace("_", "-"): f"{adapters.__name__}.{name}" for name in modules}
+    return {
+        name.replace("_", "-"): f"{adapters.__name__}.{name}"
+        for name in modules
+        if not name.startswith("_")
+    }
 
 
 def find_spec(env: str) -> EnvSpec | None:

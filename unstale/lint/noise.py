@@ -53,6 +53,7 @@ def _noise_of_d(config: RunConfig) -> float:
     """Return the typical size of a token's log discrepancy if engine and trainer work correctly."""
     stale = not config.old_logps.exact and config.schedule.staleness_bound > 0
     bfloat16 = "bfloat16" in (config.trainer.dtype, config.engine.dtype)
+    bfloat16 = bfloat16 and not config.engine.bitwise
     return max(NOISE if bfloat16 or stale else ROUNDING, _noise_of_format(config))
 
 
@@ -70,7 +71,8 @@ def _noise(config: RunConfig, ratio: str) -> float:
 
     It is that of a unit, which is the tokens over which the ratio is aggregated.
     """
-    bfloat16 = config.trainer.dtype == "bfloat16"
+    # With engine.bitwise a value does not depend on what it is packed with.
+    bfloat16 = config.trainer.dtype == "bfloat16" and not config.engine.bitwise
     rule = config.correction if ratio == "D" else config.objective
     noise = _noise_of_d(config) if ratio == "D" else (NOISE if bfloat16 else ROUNDING)
     if ratio == "S" and d_is_one(config):

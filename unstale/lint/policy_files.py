@@ -2,7 +2,6 @@
 
 import json
 import math
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +13,12 @@ from unstale.expert_routes import num_experts
 
 
 def local_folder(config: RunConfig) -> Path:
-    """Return the folder of the initial policy. Nothing is downloaded.
+    """Return the folder of the initial policy. Nothing is downloaded or converted.
 
     If the policy is not on this machine, the folder does not exist, so its size is not known.
     """
     try:
-        return replace(config, policy_download=False).policy_folder
+        return config.find_policy(fetch=False)
     except ConfigError:
         return Path(config.policy)
 
@@ -52,6 +51,13 @@ def positions(folder: Path) -> int | None:
     return number if isinstance(number, int) else None
 
 
+def has_template(folder: Path) -> bool:
+    """Return True if the tokenizer in a model folder has a chat template."""
+    return (folder / "chat_template.jinja").is_file() or bool(
+        _read(folder, "tokenizer_config.json").get("chat_template")
+    )
+
+
 def experts(folder: Path) -> int | None:
     """Return the number of experts in a model folder's config.json; None without a config.json."""
     config = _read(folder)
@@ -65,10 +71,10 @@ def _read_text_model(folder: Path) -> dict[str, Any]:
     return {**config, **text} if isinstance(text, dict) else config
 
 
-def _read(folder: Path) -> dict[str, Any]:
-    """Return the config.json of a model folder, empty if there is none or it is no object."""
+def _read(folder: Path, name: str = "config.json") -> dict[str, Any]:
+    """Return a JSON file of a model folder, empty if there is none or it is no object."""
     try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        config = json.loads((folder / name).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}  # loading the policy will report it
     return config if isinstance(config, dict) else {}

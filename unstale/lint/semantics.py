@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from unstale.config import RunConfig, Unit
+from unstale.config.gguf import names_gguf
 from unstale.config.hub import is_hub_name
 from unstale.config.routes import live_versions
 from unstale.config.techniques import chosen, describe
@@ -46,11 +47,12 @@ def facts(config: RunConfig) -> dict[str, str]:
         techniques["order"] = in_order
     merged = ", adapters merged into the base" if trainer.lora_rank else ""
     rounded = f" rounded to {engine.quantise}" if engine.quantise != "none" else ""
+    same = "; the trainer computes the same bits, so D is 1" if engine.bitwise else ""
     passes = f", rounded to {trainer.quantise}" if trainer.quantise != "none" else ""
     return {
         proxy.symbol: f"{proxy.policy} ({trainer.dtype})",
         "mu": f"the engine's distribution: {engine.dtype}{rounded}, temperature "
-        f"{engine.temperature:g} (the trainer's too), the whole vocabulary{merged}",
+        f"{engine.temperature:g} (the trainer's too), the whole vocabulary{merged}{same}",
         "pi": f"the trainer's weights being trained ({trainer.dtype}{passes})",
         "versions": _versions(config),
         "unbounded": _unbounded(config),
@@ -70,6 +72,8 @@ def _missing_policy(config: RunConfig) -> dict[str, str]:
     fate = "unstale train refuses it"
     if config.policy_download and is_hub_name(config.policy):
         fate = "unstale train downloads it"
+    elif names_gguf(config.policy, config.policy_gguf):
+        fate = "unstale train converts it to one"
     return {
         "policy": f"{config.policy} is no model folder here, so its limits are not known; {fate}"
     }
@@ -218,6 +222,11 @@ def _audit(config: RunConfig) -> str:
 
 
 def _exactness(config: RunConfig) -> str:
+    if config.engine.bitwise and (config.old_logps.exact or d_is_one(config)):
+        return (
+            "yes, bit for bit (engine.bitwise): behavior_logp is the trainer's own value under the "
+            "weights that sampled the token, so rollout is exact, too"
+        )
     if not config.old_logps.exact:
         return config.old_logps.exactness
     bfloat16 = config.trainer.dtype == "bfloat16"

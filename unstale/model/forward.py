@@ -1,6 +1,7 @@
 """A forward pass over packed sequences that share prefixes, and its options."""
 
 from collections.abc import Callable
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -14,10 +15,16 @@ from unstale.config import ConfigError, RunConfig
 from unstale.model.attention import running
 from unstale.model.prefix_tree import PrefixTree
 
+before_layer: ContextVar[Callable[[], object]] = ContextVar(
+    "called before each layer of a pass, forward and backward", default=lambda: None
+)
+"""The trainer's thread sets it to change its number of cores within a pass, which may take seconds.
+"""
+
 
 @dataclass(frozen=True, slots=True)
 class ForwardOptions:
-    """Options of a forward pass. All but `quantise` change results only by the rounding of sums."""
+    """Options of a forward pass. All but `quantise` change results only by rounding."""
 
     share_prompts: bool = True
     """Compute a prefix that several sequences share only once."""
@@ -31,6 +38,8 @@ class ForwardOptions:
     """The format of `quantisation.FORMATS` to which weights and activations are rounded."""
     published_dtype: str = "float32"
     """The dtype in which engines receive weights. Weights are rounded to it before `quantise`."""
+    bitwise: bool = False
+    """Compute log-probabilities with the bits of the embedded engine (`unstale.model.bitwise`)."""
 
     @classmethod
     def of(cls, config: RunConfig) -> "ForwardOptions":
@@ -41,6 +50,7 @@ class ForwardOptions:
             options.compile,
             options.quantise,
             config.engine.dtype,
+            config.engine.bitwise,
         )
 
 
@@ -75,14 +85,39 @@ def run_model(body: Callable[..., Any], run: PrefixTree, rows: Tensor, plain_hea
         running.reset(token)
 
 
+def announce_layers(model: nn.Module) -> None:
+    """Let each layer of a model call `before_layer`, before its forward and its backward pass."""
+    for layer in _layers(model):
+        layer.register_forward_pre_hook(_before_forward)
+        layer.register_forward_hook(_before_backward)
+
+
+def _before_forward(layer: nn.Module, arguments: Any) -> None:
+    if not torch.compiler.is_compiling():
+        before_layer.get()()
+
+
+def _before_backward(layer: nn.Module, arguments: Any, output: Any) -> None:
+    """Call `before_layer` when the gradient of the layer's output is known."""
+    hidden = output[0] if isinstance(output, tuple) else output
+    if not torch.compiler.is_compiling() and isinstance(hidden, Tensor) and hidden.requires_grad:
+        hidden.register_hook(partial(_call_before, before_layer.get()))
+
+
+def _call_before(function: Callable[[], object], gradient: Tensor) -> None:
+    function()
+
+
+def _layers(model: nn.Module) -> list[Any]:
+    return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+
+
 def checkpoint_layers(model: nn.Module) -> None:
     """Turn on gradient checkpointing.
 
     Raises ConfigError if transformers does not support it here.
     """
-    layers: list[Any] = [
-        module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)
-    ]
+    layers = _layers(model)
     if not layers:
         raise ConfigError(
             "trainer.gradient_checkpointing must be false: "

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from unstale.model.attention import running, sees_all
 from unstale.model.kernels import fits, kernels_for
-from unstale.model.linear import Linear, outer, product
+from unstale.model.linear import FAST, Linear, Products
 from unstale.model.tree_attention import Layout, can_attend, layout_of
 
 ARCHITECTURES = ("Llama", "Mistral", "Qwen2", "Qwen3", "Qwen3Moe")
@@ -27,11 +27,11 @@ def use(model: nn.Module) -> None:
     """Make the known modules of a model run fused operations, in place."""
     for module in model.modules():
         for suffix, forward in _FORWARDS.items():
-            if _is_known(type(module), suffix):
+            if is_known(type(module), suffix):
                 module.__class__ = _fused_class(type(module), forward)  # type: ignore[arg-type]
 
 
-def _is_known(kind: type[nn.Module], suffix: str) -> bool:
+def is_known(kind: type[nn.Module], suffix: str) -> bool:
     """Return True for a class of `ARCHITECTURES` with this suffix, also after FSDP2 divided it.
 
     FSDP2 replaces the class of a module that is a group of parameters by a subclass.
@@ -57,8 +57,47 @@ def _fused_class(base: type[nn.Module], forward: Callable[..., Any]) -> type[nn.
 def _norm(self: Any, plain: Callable[..., Tensor], hidden: Tensor) -> Tensor:
     if not fits(hidden, self.weight):
         return plain(self, hidden)
-    normed: Tensor = _Norm.apply(hidden, self.weight, self.variance_epsilon)
-    return normed
+    return normed(self, hidden)
+
+
+def normed(module: Any, hidden: Tensor) -> Tensor:
+    """Return the output of a known norm."""
+    weight = module.weight.to(hidden.dtype)
+    out: Tensor = _Norm.apply(hidden, weight, module.variance_epsilon)
+    return out
+
+
+def norm_rows(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Return the RMS norm of contiguous rows `[..., width]`, and the inverse roots of the rows."""
+    out = torch.empty_like(x)
+    width = x.shape[-1]
+    rows = x.numel() // width
+    roots = x.new_empty(rows, dtype=torch.float32)
+    kernels_for(x).norm(x, weight, eps, out, roots, rows, width)
+    return out, roots
+
+
+def turn_heads(
+    part: Tensor, norm: Tensor | None, angles: tuple[Tensor, Tensor], width: int, eps: float
+) -> tuple[Tensor, Tensor | None]:
+    """Return heads `[rows, heads, width]` after their norm and rotation, and their inverse roots.
+
+    `part` is `[rows, heads * width]`. `angles` are the cosines and sines `[rows, width]`. Without
+    `norm` the heads are not normalized.
+    """
+    rows, num = len(part), part.shape[1] // width
+    out = part.new_empty(rows, num, width)
+    roots = None if norm is None else part.new_empty(rows, num, dtype=torch.float32)
+    kernels_for(part).heads(part, part.stride(0), norm, eps, *angles, out, roots, rows, num, width)
+    return out, roots
+
+
+def swiglu(both: Tensor) -> Tensor:
+    """Return `silu(gate) * up` for rows that have gate and then up."""
+    width = both.shape[1] // 2
+    inner = both.new_empty(len(both), width)
+    kernels_for(both).swiglu(both, inner, len(both), width)
+    return inner
 
 
 class _Norm(torch.autograd.Function):
@@ -66,13 +105,8 @@ class _Norm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        found = kernels_for(x)
         x = x.contiguous()
-        out = torch.empty_like(x)
-        width = x.shape[-1]
-        rows = x.numel() // width
-        roots = x.new_empty(rows, dtype=torch.float32)
-        found.norm(x, weight, eps, out, roots, rows, width)
+        out, roots = norm_rows(x, weight, eps)
         ctx.save_for_backward(x, weight, roots)
         return out
 
@@ -98,42 +132,62 @@ def _attention(  # noqa: PLR0913 - the arguments of transformers
 ) -> tuple[Tensor, Tensor | None]:
     run = running.get()
     assert run
-    cosine, sine = position_embeddings
+    cosine, _ = position_embeddings
     projections = (self.q_proj, self.k_proj, self.v_proj, self.o_proj)
     norms = [getattr(self, name, None) for name in ("q_norm", "k_norm")]
-    width = self.head_dim
     window = getattr(self, "sliding_window", getattr(self.config, "sliding_window", None))
     if not (
         fits(hidden_states, cosine)
-        and can_attend(run, hidden_states, width)
-        and cosine.shape[-1] == width
+        and can_attend(run, hidden_states, self.head_dim)
+        and cosine.shape[-1] == self.head_dim
         and past_key_values is None
         and run.context is None
         and sees_all(run, window)
-        and all(map(_is_plain, projections))
+        and all(map(is_plain, projections))
         and len({each.bias is None for each in projections[:3]}) == 1
-        and all(each is None or _is_unchanged(each) for each in norms)
+        and all(each is None or is_unchanged(each) for each in norms)
     ):
         return plain(
             self, hidden_states, position_embeddings, attention_mask, past_key_values, **options
         )
+    return attend(self, hidden_states, position_embeddings, FAST), None
+
+
+def attend(
+    module: Any,
+    hidden: Tensor,
+    position_embeddings: tuple[Tensor, Tensor],
+    products: Products,
+) -> Tensor:
+    """Return the output of a known attention module in the packed pass that runs now."""
+    run = running.get()
+    assert run
+    width = module.head_dim
+    cosine, sine = (each.reshape(-1, width).contiguous() for each in position_embeddings)
+    projections = (module.q_proj, module.k_proj, module.v_proj, module.o_proj)
+    norms = [getattr(module, name, None) for name in ("q_norm", "k_norm")]
     heads, key_heads = (each.out_features // width for each in projections[:2])
     shape = _Heads(
-        layout_of(run, hidden_states.device),
+        layout_of(run, hidden.device),
         heads,
         key_heads,
         width,
-        self.scaling,
+        module.scaling,
         norms[0].variance_epsilon if norms[0] is not None else 0.0,
+        products,
     )
-    out: Tensor = _Attention.apply(
-        hidden_states.reshape(-1, hidden_states.shape[-1]),
-        (cosine.reshape(-1, width).contiguous(), sine.reshape(-1, width).contiguous(), shape),
-        *(each.weight for each in projections),
+    # The kernels for CPUs need vectors in float32. Only a bitwise pass has others there.
+    vectors = [
         *(each.bias for each in projections),
         *(None if each is None else each.weight for each in norms),
+    ]
+    out: Tensor = _Attention.apply(
+        hidden.reshape(-1, hidden.shape[-1]),
+        (cosine, sine, shape),
+        *(each.weight for each in projections),
+        *(None if each is None else each.to(hidden.dtype) for each in vectors),
     )
-    return out.view(hidden_states.shape), None
+    return out.view(hidden.shape)
 
 
 class _Heads(NamedTuple):
@@ -145,6 +199,7 @@ class _Heads(NamedTuple):
     width: int
     scale: float
     eps: float
+    products: Products
 
     @property
     def sizes(self) -> tuple[int, int, int]:
@@ -160,40 +215,22 @@ class _Attention(torch.autograd.Function):
         ctx: Any, rows: Tensor, given: tuple[Tensor, Tensor, _Heads], *weights: Any
     ) -> Tensor:
         cosine, sine, shape = given
-        found = kernels_for(rows)
         to_query, to_key, to_value, to_out, *biases, query_norm, key_norm = weights
         joined = torch.cat([to_query, to_key, to_value])
         bias = None if biases[0] is None else torch.cat(biases[:3])
-        projected = product(rows, joined, bias)
+        projected = shape.products.forward(rows, joined, bias)
         query, key, value = projected.split(shape.sizes, 1)
         turned = []
         roots = []
         for part, norm in ((query, query_norm), (key, key_norm)):
-            num = part.shape[1] // shape.width
-            out = rows.new_empty(len(rows), num, shape.width)
-            inverse = None
-            if norm is not None:
-                inverse = rows.new_empty(len(rows), num, dtype=torch.float32)
-            found.heads(
-                part,
-                part.stride(0),
-                norm,
-                shape.eps,
-                cosine,
-                sine,
-                out,
-                inverse,
-                len(rows),
-                num,
-                shape.width,
-            )
+            out, inverse = turn_heads(part, norm, (cosine, sine), shape.width, shape.eps)
             turned.append(out)
             roots.append(inverse)
         values = value.unflatten(1, (-1, shape.width))
         out, lse = shape.layout.attend(turned[0], turned[1], values, shape.scale)
         ctx.save_for_backward(rows, projected, *turned, *roots, out, lse, *weights)
         ctx.given = given
-        return product(out.flatten(1), to_out, biases[3])
+        return shape.products.forward(out.flatten(1), to_out, biases[3])
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -207,14 +244,14 @@ class _Attention(torch.autograd.Function):
         grad = grad.contiguous()
         results: list[Any] = [None] * len(weights)
         if needs[3]:
-            results[3] = outer(grad, out.flatten(1))
+            results[3] = shape.products.for_weight(grad, out.flatten(1), to_out.dtype)
         if needs[7]:
             results[7] = grad.sum(0)
         slopes = torch.empty_like(projected)
         parts = projected.split(shape.sizes, 1)
         targets = slopes.split(shape.sizes, 1)
         value, to_values = (each[2].unflatten(1, (-1, shape.width)) for each in (parts, targets))
-        back = product(grad, to_out.t()).view_as(out)
+        back = shape.products.for_rows(grad, to_out).view_as(out)
         turned = shape.layout.attend_backward(
             query, key, value, (out, lse, back), shape.scale, to_values
         )
@@ -237,13 +274,16 @@ class _Attention(torch.autograd.Function):
             )
             if needs[8 + i]:
                 results[8 + i] = sums.sum(0).to(norm.dtype)
-        _split_gradients(slopes, rows, shape.sizes, needs[:3], results)
+        if any(needs[:3]):
+            joined = shape.products.for_weight(slopes, rows, to_query.dtype)
+            _split_gradients(joined, shape.sizes, needs[:3], results)
         for i, bias in enumerate(biases[:3]):
             if bias is not None and needs[4 + i]:
                 results[4 + i] = targets[i].sum(0)
         for_rows = None
         if ctx.needs_input_grad[0]:
-            for_rows = product(slopes, torch.cat([to_query, to_key, to_value]).t())
+            joined = torch.cat([to_query, to_key, to_value])
+            for_rows = shape.products.for_rows(slopes, joined)
         return for_rows, None, *results
 
 
@@ -252,11 +292,17 @@ def _mlp(self: Any, plain: Callable[..., Tensor], hidden: Tensor) -> Tensor:
     if not (
         fits(hidden, self.down_proj.weight)
         and type(self.act_fn).__name__ in ("SiLU", "SiLUActivation")
-        and all(_is_plain(each) and each.bias is None for each in layers)
+        and all(is_plain(each) and each.bias is None for each in layers)
     ):
         return plain(self, hidden)
+    return gated_mlp(self, hidden, FAST)
+
+
+def gated_mlp(module: Any, hidden: Tensor, products: Products) -> Tensor:
+    """Return the output of a known MLP module."""
+    layers = (module.gate_proj, module.up_proj, module.down_proj)
     out: Tensor = _GatedMLP.apply(
-        hidden.reshape(-1, hidden.shape[-1]), *(each.weight for each in layers)
+        hidden.reshape(-1, hidden.shape[-1]), *(each.weight for each in layers), products
     )
     return out.view(hidden.shape)
 
@@ -265,50 +311,56 @@ class _GatedMLP(torch.autograd.Function):
     """`down(silu(gate(x)) * up(x))` (arXiv 2002.05202)."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
-        found = kernels_for(rows)
-        both = product(rows, torch.cat([gate, up]))
-        inner = rows.new_empty(len(rows), len(up))
-        found.swiglu(both, inner, len(rows), len(up))
+    def forward(  # noqa: PLR0913 - the rows and three weights
+        ctx: Any,
+        rows: Tensor,
+        gate: Tensor,
+        up: Tensor,
+        down: Tensor,
+        products: Products = FAST,
+    ) -> Tensor:
+        both = products.forward(rows, torch.cat([gate, up]))
         ctx.save_for_backward(rows, both, gate, up, down)
-        return product(inner, down)
+        ctx.products = products
+        return products.forward(swiglu(both), down)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         rows, both, gate, up, down = ctx.saved_tensors
-        for_rows, *needs = ctx.needs_input_grad
+        for_rows, *needs = ctx.needs_input_grad[:4]
+        products: Products = ctx.products
         found = kernels_for(rows)
         grad = grad.contiguous()
-        back = product(grad, down.t())
+        back = products.for_rows(grad, down)
         inner = torch.empty_like(back)
         slopes = torch.empty_like(both)
         found.swiglu_backward(both, back, inner, slopes, len(rows), len(up))
-        results: list[Any] = [None, None, outer(grad, inner) if needs[2] else None]
-        _split_gradients(slopes, rows, (len(gate), len(up)), needs[:2], results)
-        return product(slopes, torch.cat([gate, up]).t()) if for_rows else None, *results
+        results: list[Any] = [None, None, None]
+        if needs[2]:
+            results[2] = products.for_weight(grad, inner, down.dtype)
+        if any(needs[:2]):
+            joined = products.for_weight(slopes, rows, gate.dtype)
+            _split_gradients(joined, (len(gate), len(up)), needs[:2], results)
+        to_rows = products.for_rows(slopes, torch.cat([gate, up])) if for_rows else None
+        return to_rows, *results, None
 
 
 def _split_gradients(
-    slopes: Tensor,
-    rows: Tensor,
-    sizes: Sequence[int],
-    needs: Sequence[bool],
-    results: list[Any],
+    joined: Tensor, sizes: Sequence[int], needs: Sequence[bool], results: list[Any]
 ) -> None:
     """Write the gradients of joined weights into `results`, where they are needed."""
-    if any(needs):
-        found = outer(slopes, rows).split(list(sizes))
-        results[: len(sizes)] = [
-            each if needed else None for each, needed in zip(found, needs, strict=True)
-        ]
+    results[: len(sizes)] = [
+        each if needed else None
+        for each, needed in zip(joined.split(list(sizes)), needs, strict=True)
+    ]
 
 
-def _is_plain(layer: nn.Module) -> bool:
+def is_plain(layer: nn.Module) -> bool:
     """Return True if a layer multiplies by its weight and does nothing else."""
-    return type(layer) is Linear and _is_unchanged(layer)
+    return type(layer) is Linear and is_unchanged(layer)
 
 
-def _is_unchanged(layer: nn.Module) -> bool:
+def is_unchanged(layer: nn.Module) -> bool:
     """Return True if nobody has replaced a module's forward function, or added hooks."""
     hooks = layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks
     return not hooks and "forward" not in vars(layer)

@@ -13,8 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from unstale.model import rowwise
 from unstale.model.kernels import fits_gpu, gpu_kernels
-from unstale.model.linear import WHOLE, Linear, outer, product
+from unstale.model.linear import FAST, WHOLE, Linear, Products
+from unstale.model.rowwise import ROWWISE
 
 TILE = {"cpu": 2**11, "cuda": 2**15}
 """Number of vocabulary entries in one tile, by device."""
@@ -26,6 +28,9 @@ MAX_ROWS = 512
 """Largest number of tokens in one tile on a CPU. Larger tiles do not fit into its caches and are no
 faster.
 """
+
+HEAD_ROWS = 96
+"""Number of rows whose whole logits are in memory at once in a `_RowwiseHead`."""
 
 LEAST = -1e30
 """Replaces a log-probability of minus infinity. Its product with the probability 0 would otherwise
@@ -79,6 +84,9 @@ def token_logps(
     `with_entropy`. Both are float32, or float64 for float64 rows. A head that is not one linear
     layer is run by autograd on parts of the rows, which the backward pass computes again.
     """
+    if isinstance(head, RowwiseLinear):
+        options = (targets, temperature, with_entropy)
+        return _RowwiseHead.apply(rows, head.weight, head.bias, options)
     if type(head).forward in (nn.Linear.forward, Linear.forward):
         head = cast(nn.Linear, head)
         return _Head.apply(rows, head.weight, head.bias, (targets, temperature, with_entropy))
@@ -147,19 +155,22 @@ class _Head(torch.autograd.Function):
         total.log_().add_(highest)
         ctx.save_for_backward(rows, weight, bias, targets, total, entropy)
         ctx.options = temperature, with_entropy
+        ctx.products = FAST
         return logp.sub_(total), entropy
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, grad_entropy: Tensor) -> tuple[Tensor | None, ...]:
         rows, weight, bias, targets, total, entropy = ctx.saved_tensors
         temperature, with_entropy = ctx.options
+        products: Products = ctx.products
         # The product of each tile is rounded to the dtype of `rows`. The sum over tiles is not.
         for_rows, for_weight, for_bias = (
             torch.zeros_like(tensor, dtype=total.dtype) if needed else None
             for tensor, needed in zip((rows, weight, bias), ctx.needs_input_grad, strict=False)
         )
         gpu = gpu_kernels() if fits_gpu(rows, weight) else None
-        for tile in _tiles(rows, weight, bias, targets, None if gpu else temperature):
+        scale = None if gpu else temperature
+        for tile in _tiles(rows, weight, bias, targets, scale, products=products):
             at = tile.rows
             entropies = (entropy[at], grad_entropy[at]) if with_entropy else None
             if gpu:
@@ -177,14 +188,51 @@ class _Head(torch.autograd.Function):
                 grad_logits = _logit_slopes(tile, total[at], grad[at], entropies)
                 grad_logits = grad_logits.div_(temperature).to(rows.dtype)
             if for_rows is not None:
-                for_rows[at] += product(grad_logits, weight[tile.tokens].t())
+                for_rows[at] += products.for_rows(grad_logits, weight[tile.tokens])
             if for_weight is not None:
-                for_weight[tile.tokens] += outer(grad_logits, rows[at])
+                for_weight[tile.tokens] += products.for_weight(grad_logits, rows[at], weight.dtype)
             if for_bias is not None:
                 for_bias[tile.tokens] += grad_logits.sum(0, dtype=total.dtype)
             del grad_logits, tile
         sums = (for_rows, for_weight, for_bias)
         return *(None if each is None else each.to(rows.dtype) for each in sums), None
+
+
+class RowwiseLinear(nn.Linear):
+    """An output head whose logits and log-probabilities are those of `rowwise.c`."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return float32 logits, without gradient. In a wider precision they are torch's."""
+        if self.weight.dtype not in rowwise.DTYPES:
+            return super().forward(input)
+        rows = input.reshape(-1, self.in_features).float()
+        logits = ROWWISE.forward(rows, self.weight, self.bias)
+        return logits.view(*input.shape[:-1], self.out_features)
+
+
+class _RowwiseHead(_Head):
+    """Log-probability and entropy as the engine computes them. The gradient is that of `_Head`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        rows: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        options: tuple[Tensor, float, bool],
+    ) -> tuple[Tensor, Tensor]:
+        targets, temperature, with_entropy = options
+        panels = rowwise.pack(weight)
+        found = []
+        for some_rows, some in zip(rows.split(HEAD_ROWS), targets.split(HEAD_ROWS), strict=True):
+            logits = rowwise.product(some_rows, panels, bias)
+            heat = torch.full((len(some),), temperature)
+            found.append(rowwise.score(logits, some, heat, with_entropy=with_entropy))
+        logp, total, entropy = (torch.cat(each) for each in zip(*found, strict=True))
+        ctx.save_for_backward(rows, weight, bias, targets, total, entropy)
+        ctx.options = temperature, with_entropy
+        ctx.products = ROWWISE
+        return logp, entropy
 
 
 class _Sums(NamedTuple):
@@ -249,8 +297,14 @@ def _logit_slopes(
     return slopes.scatter_add_(1, tile.place, grad.where(tile.inside, 0.0)[:, None])
 
 
-def _tiles(
-    rows: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: float | None
+def _tiles(  # noqa: PLR0913 - the inputs of the products, and how they are computed
+    rows: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    temperature: float | None,
+    *,
+    products: Products = FAST,
 ) -> Iterator[_Tile]:
     """Divide the logits into tiles, and by the temperature, in float32 or float64.
 
@@ -267,17 +321,18 @@ def _tiles(
         tile_bias = None if bias is None else bias[tokens]
         for first in range(0, len(rows), size):
             at = slice(first, first + size)
-            yield _Tile(
-                tokens,
-                at,
-                _logits(rows[at], weight[tokens], tile_bias, temperature),
-                place[at, None],
-                inside[at],
-            )
+            logits = _logits(products, rows[at], weight[tokens], tile_bias, temperature)
+            yield _Tile(tokens, at, logits, place[at, None], inside[at])
 
 
-def _logits(rows: Tensor, weight: Tensor, bias: Tensor | None, temperature: float | None) -> Tensor:
-    logits = product(rows, weight, bias)
+def _logits(
+    products: Products,
+    rows: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    temperature: float | None,
+) -> Tensor:
+    logits = products.forward(rows, weight, bias)
     if temperature is None:
         return logits
     logits = logits.to(wide(rows.dtype))

@@ -4,59 +4,11 @@
    call, nor on the number of threads. Matrices are row by row; `stride` is the distance between
    two rows where it is not the number of columns. All widths are multiples of WIDE. */
 
-#include <math.h>
-#include <stdint.h>
-#include <stdlib.h>
-#include <string.h>
+#include "pieces.h"
 
-#ifdef __AVX512F__
-#define LANES 16
-#else
-#define LANES 8
-#endif
-#define WIDE 16 /* all widths are multiples of it */
 #define ROWS 64 /* rows of one piece of work */
 #define BLOCK 64 /* queries, and keys, of one block of attention */
 #define GROUP 16 /* queries that are multiplied together */
-
-#include "floats.h"
-#include "threads.h"
-
-/* Vectors. */
-
-/* The compiler would load a vector again for each of its products. */
-#ifdef __x86_64__
-#define keep_in_register(vector) __asm__("" : "+v"(vector))
-#else
-#define keep_in_register(vector)
-#endif
-
-inline_ floats loaded(const float *at) {
-    floats value;
-    memcpy(&value, at, sizeof value);
-    return value;
-}
-
-inline_ void stored(float *at, floats value) { memcpy(at, &value, sizeof value); }
-
-inline_ floats larger(floats x, floats y) { return either(x > y, x, y); }
-
-/* Exchange each lane with the one `distance` (a power of 2) away. */
-inline_ floats swapped(floats x, int distance) {
-    ints from;
-    for (int lane = 0; lane < LANES; lane++) from[lane] = lane ^ distance;
-    return __builtin_shuffle(x, from);
-}
-
-inline_ float total(floats x) {
-    for (int distance = LANES / 2; distance; distance /= 2) x += swapped(x, distance);
-    return x[0];
-}
-
-inline_ float highest(floats x) {
-    for (int distance = LANES / 2; distance; distance /= 2) x = larger(x, swapped(x, distance));
-    return x[0];
-}
 
 /* 1 / (1 + e^-x) */
 inline_ floats sigmoid(floats x) {
@@ -577,4 +529,92 @@ void attend_backward(parallel_t parallel, int64_t num, const float *query, const
                               .roots = roots, .heads = heads, .kv_heads = kv_heads,
                               .width = width, .value_stride = value_stride, .scale = scale};
     divide(&threads, count * kv_heads, attend_backward_piece, &task);
+}
+
+/* Attention over a cache of pages, which hold BLOCK successive tokens of a sequence: keys are [page,
+   kv_heads, width, BLOCK], values are [page, kv_heads, BLOCK, width]. Its blocks and sums are those
+   of the attention over a tree, so the results have the same bits. */
+
+typedef struct {
+    const float *query, *key, *value;
+    float *out, *keys, *values;
+    const int64_t *cells, *of, *runs;
+    int64_t pages, num_runs, heads, kv_heads, width, value_stride;
+    float scale;
+} pages_t;
+
+static void place_piece(const void *task, int64_t row) {
+    const pages_t *t = task;
+    const int64_t width = t->width, page = t->cells[row] / BLOCK, place = t->cells[row] % BLOCK;
+    for (int64_t kv = 0; kv < t->kv_heads; kv++) {
+        const int64_t at = (page * t->kv_heads + kv) * width * BLOCK;
+        const float *key = t->key + (row * t->kv_heads + kv) * width;
+        for (int64_t d = 0; d < width; d++) t->keys[at + d * BLOCK + place] = key[d];
+        memcpy(t->values + at + place * width, t->value + row * t->value_stride + kv * width,
+               width * sizeof *key);
+    }
+}
+
+/* Write keys and values of tokens to their `cells`: page * BLOCK + offset. */
+void place(parallel_t parallel, int64_t num, const float *key, const float *value,
+           int64_t value_stride, const int64_t *cells, float *keys, float *values, int64_t count,
+           int64_t kv_heads, int64_t width) {
+    const threads_t threads = {parallel, num};
+    const pages_t task = {.key = key, .value = value, .value_stride = value_stride,
+                          .cells = cells, .keys = keys, .values = values, .kv_heads = kv_heads,
+                          .width = width};
+    divide(&threads, count, place_piece, &task);
+}
+
+static void attend_pages_piece(const void *task, int64_t number) {
+    const pages_t *t = task;
+    const int64_t width = t->width, rep = t->heads / t->kv_heads, kv = number % t->kv_heads;
+    const int64_t *run = t->runs + number / t->kv_heads;
+    const int64_t begin = run[0], count = run[t->num_runs], slot = run[2 * t->num_runs];
+    const int64_t held = run[3 * t->num_runs], rows = count * rep, tall = (rows + 3) / 4 * 4;
+    const int64_t span = rep * width;
+    float *queries = scratch(tall * (2 * width + BLOCK + 2)), *sums = queries + tall * width;
+    float *scores = sums + tall * width, *tops = scores + tall * BLOCK, *totals = tops + tall;
+    memset(queries, 0, tall * (2 * width + BLOCK + 2) * sizeof *queries);
+    for (int64_t i = 0; i < count; i++)
+        memcpy(queries + i * span, t->query + ((begin + i) * t->heads + kv * rep) * width,
+               span * sizeof *queries);
+    for (int64_t i = 0; i < rows; i++) tops[i] = LEAST;
+    for (int64_t low = 0; low < held + count; low += BLOCK) {
+        const int64_t page = t->of[slot * t->pages + low / BLOCK];
+        const int64_t at = (page * t->kv_heads + kv) * width * BLOCK;
+        const int64_t most = held + count - low, num = least(BLOCK, (most + WIDE - 1) / WIDE * WIDE);
+        multiply(tall, num, width, queries, width, 1, t->keys + at, BLOCK, scores, BLOCK, 0);
+        for (int64_t i = 0; i < rows; i++) {
+            const int64_t seen = held + i / rep - low + 1;
+            if (seen > 0)
+                weigh(scores + i * BLOCK, sums + i * width, tops + i, totals + i, seen, num, width,
+                      t->scale);
+            else
+                memset(scores + i * BLOCK, 0, BLOCK * sizeof *scores);
+        }
+        memset(scores + rows * BLOCK, 0, (tall - rows) * BLOCK * sizeof *scores);
+        multiply(tall, width, num, scores, BLOCK, 1, t->values + at, width, sums, width, 1);
+    }
+    for (int64_t i = 0; i < rows; i++) {
+        float *to = t->out + ((begin + i / rep) * t->heads + kv * rep + i % rep) * width;
+        const float share = 1.0f / totals[i];
+        for (int64_t d = 0; d < width; d += LANES)
+            stored(to + d, loaded(sums + i * width + d) * share);
+    }
+    free(queries);
+}
+
+/* `of` [slots, pages] are the pages of each sequence. `runs` [4, num_runs] are successive queries:
+   the first row, how many, their slot, and the position of the first. */
+void attend_pages(parallel_t parallel, int64_t num, const float *query, const float *keys,
+                  const float *values, const int64_t *of, int64_t pages, const int64_t *runs,
+                  int64_t num_runs, float scale, float *out, int64_t heads, int64_t kv_heads,
+                  int64_t width) {
+    const threads_t threads = {parallel, num};
+    const pages_t task = {.query = query, .keys = (float *)keys, .values = (float *)values,
+                          .of = of, .pages = pages, .runs = runs, .num_runs = num_runs,
+                          .scale = scale, .out = out, .heads = heads, .kv_heads = kv_heads,
+                          .width = width};
+    divide(&threads, num_runs * kv_heads, attend_pages_piece, &task);
 }

@@ -40,15 +40,15 @@ Argument = Tensor | int | float | None
 
 
 class Kernels:
-    """The compiled functions of a C file, by default `kernels.c`, as attributes.
+    """The compiled functions of `kernels.c`, or of another file, as attributes.
 
     Their arguments are numbers and float32 tensors, or int64 tensors where they are indices. A
     tensor may be a slice of the columns of a contiguous one.
     """
 
     def __init__(self, source: Path = SOURCE) -> None:
-        """Raise what `compile_library` raises."""
-        self._library = compile_library(source)
+        """Compile a file of this folder. Raises what `compile_library` raises."""
+        self.library = compile_library(source)
         self._parallel = _openmp()
 
     def pieces(self, rows: int) -> int:
@@ -56,7 +56,7 @@ class Kernels:
         return -(-rows // ROWS)
 
     def __getattr__(self, name: str) -> Callable[..., None]:
-        function = getattr(self._library, name)
+        function = getattr(self.library, name)
         function.restype = None
 
         def call(*arguments: Argument) -> None:

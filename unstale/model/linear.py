@@ -10,7 +10,7 @@ layer are converted to float32, multiplied, and the result is rounded. Sums are 
 
 import platform
 from functools import cache
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -161,6 +161,38 @@ def outer(grad: Tensor, rows: Tensor) -> Tensor:
     if grad.shape[1] <= rows.shape[1]:
         return product(grad.t(), rows.t())
     return product(rows.t(), grad.t()).t()
+
+
+class Products(Protocol):
+    """The products of a linear layer with weight `[N, K]`, without gradients of their own."""
+
+    def forward(self, rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Return `rows [R, K] @ weight^T + bias [N]`."""
+        ...
+
+    def for_rows(self, grad: Tensor, weight: Tensor) -> Tensor:
+        """Return the gradient of the rows, `grad [R, N] @ weight`."""
+        ...
+
+    def for_weight(self, grad: Tensor, rows: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return the gradient of a weight of this dtype, `grad [R, N]^T @ rows [R, K]`."""
+        ...
+
+
+class _FastProducts:
+    """The fastest products of this machine."""
+
+    def forward(self, rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return product(rows, weight, bias)
+
+    def for_rows(self, grad: Tensor, weight: Tensor) -> Tensor:
+        return product(grad, weight.t())
+
+    def for_weight(self, grad: Tensor, rows: Tensor, dtype: torch.dtype) -> Tensor:
+        return outer(grad, rows)
+
+
+FAST = _FastProducts()
 
 
 class Linear(nn.Linear):

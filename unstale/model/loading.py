@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from jinja2 import TemplateError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
@@ -14,6 +15,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
 from unstale.config import ConfigError
+from unstale.config.chat_templates import CONTROL_TOKENS, NAMED
 from unstale.config.hub import damaged_weights
 
 DTYPES = {
@@ -30,10 +32,11 @@ and reports no error.
 """
 
 
-def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+def load_tokenizer(folder: Path, chat_template: str = "") -> PreTrainedTokenizerBase:
     """Load a tokenizer from a local folder.
 
-    Raises ConfigError if the folder has none, or if the tokenizer has no chat template.
+    `chat_template` replaces its chat template: a name in `NAMED`, or a text. Raises ConfigError if
+    the folder has no tokenizer, or if the template is missing or wrong.
     """
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):
         raise ConfigError(
@@ -47,11 +50,39 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
         raise ConfigError(
             f"policy: the tokenizer in {folder} cannot be read: {_one_line(error)}"
         ) from error
+    if chat_template:
+        _set_template(tokenizer, chat_template)
     if not tokenizer.chat_template:
         raise ConfigError(
-            f"policy: the tokenizer in {folder} has no chat template (chat_template.jinja)"
+            f"policy: the tokenizer in {folder} has no chat template (chat_template.jinja): choose "
+            f"one with --chat-template {', '.join(NAMED)} or a file"
         )
     return tokenizer
+
+
+def _set_template(tokenizer: PreTrainedTokenizerBase, chosen: str) -> None:
+    """Set the chat template. A named one begins with a token if encoded texts begin with it."""
+    lacking = [
+        token
+        for token in CONTROL_TOKENS.get(chosen, ())
+        if token not in tokenizer.get_added_vocab()
+    ]
+    if lacking:
+        raise ConfigError(
+            f"chat_template = {chosen} needs the tokens {' and '.join(lacking)}, which "
+            "the policy's tokenizer lacks: use plain"
+        )
+    template = NAMED.get(chosen, chosen)
+    first = tokenizer("x").input_ids[0]
+    if chosen in NAMED and tokenizer.bos_token and first == tokenizer.bos_token_id:
+        template = "{{- bos_token }}" + template
+    tokenizer.chat_template = template
+    try:
+        text = tokenizer.apply_chat_template([{"role": "user", "content": "?"}], tokenize=False)
+    except (TemplateError, ValueError, TypeError) as error:
+        raise ConfigError(f"chat_template cannot be rendered: {_one_line(error)}") from error
+    if "?" not in str(text):
+        raise ConfigError("chat_template leaves out the text of a user's message")
 
 
 def load_model(folder: Path, dtype: torch.dtype, **options: Any) -> PreTrainedModel:

@@ -126,6 +126,32 @@ def check_packing(
 
 
 @torch.no_grad()
+def check_bitwise(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
+    """Check that the packed passes of `unstale.model.bitwise` compute the model.
+
+    Raises ConfigError if other sequences change a bit, or if the error is not that of rounding.
+    """
+    sequences, changed = _probes(tokenizer, vocab_size(model.get_input_embeddings()))
+    packed, other = (_run(model, each).by_sequence for each in (sequences, changed))
+    alone = _run_alone(model, sequences)
+    dtype = next(model.parameters()).dtype
+    with _in_precision(model, _wider(dtype)):
+        alone_wide = _run_alone(model, sequences)
+    error = _largest(packed, alone_wide, median=False)
+    rounding = _largest(alone, alone_wide, median=False)
+    same = all(torch.equal(packed[i], other[i]) for i in (1, 2))
+    if not (same and error <= _allowed(rounding, dtype)):
+        found = (
+            f"the error of its logits is {error:.2g} of their norm, and {rounding:.2g} without"
+            if same
+            else "other sequences in a pass change bits"
+        )
+        raise ConfigError(
+            f"engine.bitwise must be false with {type(model).__name__} in {_short(dtype)}: {found}"
+        )
+
+
+@torch.no_grad()
 def check_length(
     model: PreTrainedModel, max_context: int, tokenizer: PreTrainedTokenizerBase | None = None
 ) -> None:

@@ -22,12 +22,18 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from unstale.config import ConfigError
 from unstale.config.hub import require_model
 from unstale.expert_routes import num_experts
-from unstale.model import expert_products, fused, linear, sharding
+from unstale.model import bitwise, expert_products, fused, linear, sharding
 from unstale.model import lora as adapters
 from unstale.model.attention import ATTENTION
 from unstale.model.context import check_heads
 from unstale.model.experts import RouteLayers, replay_routes
-from unstale.model.forward import ForwardOptions, Scored, checkpoint_layers, run_model
+from unstale.model.forward import (
+    ForwardOptions,
+    Scored,
+    announce_layers,
+    checkpoint_layers,
+    run_model,
+)
 from unstale.model.head import LogpQuery, query_head, wide
 from unstale.model.hidden import HiddenMeans, find_layer, outputs_of
 from unstale.model.loading import (
@@ -40,7 +46,7 @@ from unstale.model.loading import (
 )
 from unstale.model.lora import Lora, Merging
 from unstale.model.packing import cut, pack, pack_shared, wanted_spans
-from unstale.model.packing_check import check_length, check_packing
+from unstale.model.packing_check import check_bitwise, check_length, check_packing
 from unstale.model.peers import ALONE, Peers
 from unstale.model.prefix_tree import ROUND, Packed, PrefixTree, build_prefix_tree
 from unstale.model.quantisation import quantise_passes
@@ -126,6 +132,7 @@ class Policy:
         peers: Peers = ALONE,
         independent_rows: bool = False,
         trained: bool = True,
+        chat_template: str = "",
     ) -> Self:
         """Load a Hugging Face causal-LM folder from the local disk.
 
@@ -133,11 +140,12 @@ class Policy:
         adds adapters. With several `peers`, each loads its part to its own device. With
         `independent_rows` no value of an MoE model depends on what it is packed with. On a GPU this
         takes more memory and time, because each token's experts are computed apart. A policy that
-        is not `trained` only scores, and has no float32 weights for an optimizer.
+        is not `trained` only scores, and has no float32 weights for an optimizer. `chat_template`
+        is as in `load_tokenizer`.
         """
         folder = Path(folder)
         require_model(folder)
-        tokenizer = load_tokenizer(folder)
+        tokenizer = load_tokenizer(folder, chat_template)
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         options = _expert_options(folder, device, independent_rows=independent_rows)
         if peers.count > 1:
@@ -197,6 +205,9 @@ class Policy:
             quantise_passes(self.model, passes.quantise, DTYPES[passes.published_dtype])
         elif before != (passes.quantise, passes.published_dtype):
             raise ValueError("the number format of passes cannot be changed once it is set")
+        if passes.bitwise and not self.passes.bitwise:
+            bitwise.use(self.model)
+            check_bitwise(self.model, self.tokenizer)
         self.passes = passes
         self._compile()
 
@@ -780,6 +791,7 @@ def _use_packing(model: PreTrainedModel) -> PreTrainedModel:
     linear.use(model)
     expert_products.use(model)
     fused.use(model)
+    announce_layers(model)
     model.set_attn_implementation(ATTENTION)
     return model.eval()
 

@@ -23,10 +23,11 @@ if TYPE_CHECKING:
 
 
 class RolloutRoute(OldLogps):
-    """A route that uses the engine's log-probability in place of the trainer's. Never exact.
+    """A route that uses the engine's log-probability in place of the trainer's.
 
     The staleness ratio then also contains the numerical differences between engine and trainer, and
-    a clip acts on them too.
+    a clip acts on them too. With `engine.bitwise` there are none, and the trainer counts the values
+    as exact.
     """
 
     def logps(self, batch: Batch, now: Tensor) -> tuple[Tensor, Tensor]:
@@ -44,10 +45,10 @@ class RolloutSpec(OldLogpsConfig):
     requires: ClassVar = {"correction.control": "none"}  # old_logp is behavior_logp, so D is 1
     docs: ClassVar = RouteDocs(
         policy="the engine (mu)",
-        exact="no",
+        exact="only with `engine.bitwise`",
         holds="nothing",
         costs="nothing",
-        choose="as a baseline; D is 1",
+        choose="as a baseline, or with `engine.bitwise`; D is 1",
         report="Approximate. The engine's own number is taken as old_logp, so log D is 0 by "
         "construction and log S holds numerics and staleness together.",
     )
@@ -56,6 +57,9 @@ class RolloutSpec(OldLogpsConfig):
         return 0.0
 
     def meaning(self, run: RunConfig) -> Meaning:
+        if run.engine.bitwise:
+            own = "the engine's own, which is the trainer's bit for bit (engine.bitwise)"
+            return Meaning("mu", own, ALWAYS_ONE, "learning alone: D is 1", "nothing")
         return Meaning("mu", "the engine's own", ALWAYS_ONE, WHOLE_RATIO, "nothing")
 
     def make(self, scorer: Any, *, lockstep: bool) -> RolloutRoute:

@@ -117,7 +117,7 @@ def require_disk_to_resume(config: RunConfig, run: Path, step: int) -> None:
     if step == 0:  # the optimizer's moments are not in it yet
         checkpoint *= 1 + _MOMENTS.get(config.trainer.optimizer, 2)
     versions = [_size(path) for path in (run / VERSIONS).glob("*") if path.suffix != ".part"]
-    policy = sum(path.stat().st_size for path in config.policy_folder.glob("*.safetensors"))
+    policy = sum(path.stat().st_size for path in config.pretrained_folder.glob("*.safetensors"))
     rest = config.steps - step
     every = config.checkpoint.every
     written = rest if config.checkpoint.minutes else math.ceil(rest / every)

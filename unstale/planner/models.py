@@ -9,6 +9,7 @@ from typing import Any
 
 from unstale.config import SHIPPED_POLICIES
 from unstale.config.checks import ConfigError, nearest
+from unstale.config.gguf import converted_folder, gguf_file
 from unstale.config.hub import cached_folder, is_hub_name
 from unstale.planner.assignments import parse_assignments, value_kinds
 
@@ -173,6 +174,8 @@ class Model:
         """
         if text in SHIPPED_POLICIES:
             return cls.from_folder(SHIPPED_POLICIES[text])
+        if file := gguf_file(text):
+            return replace(cls.from_folder(converted_folder(file)), name=file.stem)
         if "=" in text:
             return cls._from_sizes(text)
         if text in PRESETS:

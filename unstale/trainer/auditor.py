@@ -20,6 +20,7 @@ from unstale.model.versions import VersionGaps, lag_of
 from unstale.old_logps import OldLogps, has_clean_behavior
 from unstale.old_logps.scoring.scorer import Scorer, Weights
 from unstale.records import Batch, PendingPiece
+from unstale.trainer.bitwise import require_equal
 from unstale.trainer.metrics import rows_of
 from unstale.trainer.rules import Rules
 from unstale.weights.recording import Recording, TrainedOn
@@ -167,10 +168,13 @@ class Auditor:
     If `recording` is set, it also writes every version and batch to disk for `unstale audit`.
     """
 
-    def __init__(self, scorer: Scorer, old: OldLogps, rules: Rules, *, share: float) -> None:
+    def __init__(
+        self, scorer: Scorer, old: OldLogps, rules: Rules, *, share: float, is_bitwise: bool = False
+    ) -> None:
         """Make the auditor of the route `old`.
 
-        Its `scorer` must not be the one that the route uses.
+        Its `scorer` must not be the one that the route uses. With `is_bitwise`, `look` raises
+        NotBitwise unless the true log-probabilities are the engine's.
         """
         if share:
             scorer.keep_versions(Copies)
@@ -179,6 +183,7 @@ class Auditor:
         self._old = old
         self._rules = rules
         self._share = share
+        self._is_bitwise = is_bitwise
         self._window: deque[Audited] = deque()
         self._steps = 0
         self._seconds = 0.0
@@ -212,6 +217,8 @@ class Auditor:
             spread(batch.num_sequences, wanted, shift=self._steps * SHIFT % 1)
         )
         true = score_truth(scorer, some)
+        if self._is_bitwise:
+            require_equal(some, "the audit's log-probability", true.logp, has_clean_behavior(some))
         now = scorer.score(some, some.sampled)
         noise = packing_noise(scorer, some, now.logp)
         prox = old_logp[index] if len(old_logp) else self._old.logps(some, now.logp)[0]

@@ -39,6 +39,7 @@ from unstale.techniques import (
     Techniques,
 )
 from unstale.token_values import TokenValues
+from unstale.trainer import bitwise
 from unstale.trainer.halves import GradientHalves
 from unstale.trainer.hidden_states import last_tokens, statistics
 from unstale.trainer.loss_scale import LossScale
@@ -86,6 +87,8 @@ class LocalTrainer:
         controller sees all sequences.
         """
         self._temperature = config.engine.temperature
+        self._bitwise = config.engine.bitwise
+        self._takes_engine_logps = config.old_logps.weight_of_now(config) == 0
         self._route = config.old_logps.route
         self._token_share = config.journal.token_share
         policy.set_forward_options(ForwardOptions.of(config))
@@ -100,8 +103,6 @@ class LocalTrainer:
         for reader in techniques.states_readers:
             policy.require_layer(reader.query.depth)
         self._halves = GradientHalves() if "halves" in techniques.needs else None
-        self.before_microbatch: Callable[[], object] = lambda: None
-        """Called in the trainer's thread before each microbatch of a gradient."""
         self._metrics = StepMetrics()
         self._passes = self._metrics
         """The metrics to which forward passes add."""
@@ -214,6 +215,8 @@ class LocalTrainer:
         )
         self.divisor = 0
         self._whole_minibatch = None
+        if self._bitwise:
+            self._metrics.extra[bitwise.COMPARED] = 0.0
 
     def _count(self, batch: Batch) -> list[int]:
         """Count the tokens of some sequences of the batch. Return those with a gradient."""
@@ -290,7 +293,6 @@ class LocalTrainer:
         )
         costs = [sum(spans[i][1] - spans[i][0] for i in positions) for positions in microbatches]
         for number, counts in self._peers.deal(costs):
-            self.before_microbatch()
             self._passes = passes if counts else self._metrics.of_passes()
             microbatch, index = batch.select([members[i] for i in microbatches[number]])
             with self._peers.fail_together(NOT_FINITE):
@@ -560,11 +562,19 @@ class LocalTrainer:
             minibatch = Minibatch(batch, old_logp, ones, ones, torch.empty(0), lag)
             self.failed_batch = FailedBatch("old_logps", minibatch)
         _require_finite(batch, behavior_logp=batch.behavior_logp, old_logp=old_logp)
+        if self._bitwise:
+            self._require_equal(batch, "old_logp", old_logp, exact & batch.sampled)
+            if self._takes_engine_logps:  # the engine's value is the trainer's own
+                exact = batch.sampled
         control = self.rules.correct(old_logp, batch)
         self._passes.add_correction(batch, old_logp, control, exact=exact, lag=lag)
         vetoed = self.rules.vetoed(old_logp, batch)
         self._passes.tokens.add_correction(batch, old_logp, control, exact=exact, vetoed=vetoed)
         return old_logp, exact, control
+
+    def _require_equal(self, batch: Batch, name: str, logp: Tensor, where: Tensor) -> None:
+        """Raise NotBitwise unless tokens in `where` have the engine's log-probability."""
+        self._metrics.extra[bitwise.COMPARED] += bitwise.require_equal(batch, name, logp, where)
 
     def _score_reference(self, batch: Batch) -> Tensor:
         if self._reference is None or not batch.num_sequences:
@@ -622,6 +632,9 @@ class LocalTrainer:
         logp, entropy = self._forward_pass(microbatch)
         current_logp = logp.detach()
         _require_finite(microbatch, logp=current_logp)
+        if self._bitwise and self.policy.at_version:
+            is_own = microbatch.sampled & (microbatch.version == self.policy.version)
+            self._require_equal(microbatch, "logp", current_logp, is_own)
         if self.old.needs.inline:
             old_logp, _, control = self._correct(microbatch, current_logp, lag)
             factor = control.factor * minibatch.factor[index]  # 0 for tokens that a shaper drops

@@ -7,9 +7,12 @@ from torch import Tensor
 
 from unstale.algorithms.corrections import NonFinite
 from unstale.records import Batch
+from unstale.trainer.bitwise import NotBitwise
 
-NOT_FINITE = (FloatingPointError, NonFinite)
-"""Errors raised before an optimizer step if a loss, gradient or log-probability is not finite."""
+NOT_FINITE = (FloatingPointError, NonFinite, NotBitwise)
+"""Errors raised before an optimizer step if a loss, gradient or log-probability is not finite, or
+if it is not the engine's in a bitwise run.
+"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from typing import Protocol, TypeVar, TypeVarTuple, Unpack
 import torch
 
 from unstale.config import RunConfig
+from unstale.model.forward import before_layer
 from unstale.weights.child_process import cores
 
 _T = TypeVar("_T")
@@ -31,8 +32,10 @@ class LocalThread:
     """A worker thread in this process."""
 
     def __init__(self, name: str, before: Callable[[], object] = lambda: None) -> None:
-        """Create the thread. It calls `before` before each function."""
-        self._executor = ThreadPoolExecutor(1, name)
+        """Create the thread. It calls `before` before each function, and before each layer of a
+        model that a function runs.
+        """
+        self._executor = ThreadPoolExecutor(1, name, before_layer.set, (before,))
         self._before = before
 
     async def run(self, function: Callable[[Unpack[_Args]], _T], *arguments: *_Args) -> _T:

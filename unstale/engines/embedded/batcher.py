@@ -71,7 +71,7 @@ class Batcher:
     contexts have `clean` False. With `num_experts` the runner must record expert routes.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - the limits, and what is recorded
         self,
         runner: Runner,
         *,
@@ -79,9 +79,10 @@ class Batcher:
         max_context: int,
         keep_cache: bool = False,
         num_experts: int = 0,
+        sampler: Sampler | None = None,
     ) -> None:
         self.runner = runner
-        self._sampler = Sampler()
+        self._sampler = sampler or Sampler()
         self._keep_cache = keep_cache
         self._num_experts = num_experts
         self._experts: "Experts | None" = None

@@ -268,6 +268,9 @@ def _attention(query: Tensor, key: Tensor, value: Tensor, at: Tensor, how: _Scor
 
 
 def _compiled(layer: _Layer, dtype: torch.dtype) -> Kernels:
+    """Return the kernels of a layer. Raises NotCompiled for a dtype that they cannot read."""
+    if dtype not in (torch.float32, torch.bfloat16):
+        raise NotCompiled(f"they read float32 and bfloat16, not {dtype}")
     macros = {
         "HEADS": layer.heads,
         "KV_HEADS": layer.kv_heads,

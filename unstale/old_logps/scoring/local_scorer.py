@@ -72,6 +72,7 @@ class LocalScorer:
             device=exported["device"],
             lora=lora,
             independent_rows=exported["independent_rows"],
+            chat_template=exported["chat_template"],
         )
         if exported["replays_routes"]:
             policy.replay_routes()
@@ -176,6 +177,7 @@ class LocalScorer:
             "lora": policy.lora and asdict(policy.lora),
             "forward_options": asdict(policy.passes),
             "independent_rows": policy.independent_rows,
+            "chat_template": policy.tokenizer.chat_template,
             "replays_routes": policy.replays_routes,
             "temperature": self.temperature,
             "max_tokens": self.max_tokens,

@@ -1,0 +1,128 @@
+"""Make the supervised start of a run: the policy learns demonstrations of a task set."""
+
+import shutil
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from itertools import islice
+from pathlib import Path
+
+from rich.console import Console
+
+from unstale.build import load_policy
+from unstale.cli.sft import RECORD, SftOptions, learn
+from unstale.config import AuditConfig, ClusterConfig, ConfigError, RunConfig
+from unstale.config.start import start_folder, start_options
+from unstale.durability.run_folder import dumps
+from unstale.envs import HasDemonstrations, implements
+from unstale.envs.chat import Chat
+from unstale.envs.references import Reference, encode_conversation
+from unstale.envs.registry import build_taskset, find_spec, libraries
+
+TEMPLATES = Path(__file__).parents[1] / "recipes" / "chat_templates"
+"""Folder with the chat templates of the package."""
+
+
+def make_start(config: RunConfig, console: Console) -> None:
+    """Write the policy of the supervised start, unless a run with the same one has made it.
+
+    Does nothing if `sft.steps` is 0. Raises `ConfigError` if the task set has no demonstrations, or
+    if a demonstration or the chat template cannot be used.
+    """
+    if not config.sft.steps:
+        return
+    folder = start_folder(config)
+    if (folder / RECORD).is_file():
+        console.print(f"supervised start: {folder}, made by an earlier run", highlight=False)
+        return
+    began = time.monotonic()
+    plain = _plain(config)
+    policy = load_policy(plain)
+    if config.sft.chat_template:
+        policy.tokenizer.chat_template = _template(config.sft.chat_template)
+    references = demonstrations(config, policy.tokenizer, policy.ends)
+    console.print(
+        f"supervised start: {config.sft.steps} steps of {config.sft.batch} demonstrations of "
+        f"{config.sft.env or config.task.env}",
+        highlight=False,
+    )
+    steps = learn(plain, policy, references, SftOptions(batch=config.sft.batch), console=console)
+    unfinished = folder.with_name(f"{folder.name}.unfinished")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished.mkdir(parents=True)
+    policy.save(unfinished)
+    record = {**start_options(config), "steps": [asdict(each) for each in steps]}
+    (unfinished / RECORD).write_text(dumps(record), encoding="utf-8")
+    shutil.rmtree(folder, ignore_errors=True)
+    unfinished.rename(folder)
+    console.print(
+        f"supervised start: {folder}, in {time.monotonic() - began:.0f} s", highlight=False
+    )
+
+
+def demonstrations(config: RunConfig, tokenizer: object, ends: Sequence[int]) -> list[Reference]:
+    """Return the demonstrations of a supervised start as tokens.
+
+    Raises `ConfigError` if the task set has none, or one is longer than `engine.max_context`.
+    """
+    env = config.sft.env or config.task.env
+    if config.sft.env and not (find_spec(env) or env.partition(":")[0] in libraries()):
+        raise ConfigError(
+            f"sft.env cannot be {env!r}: it must be an environment of the package. For your own, "
+            "leave it empty and set task.env"
+        )
+    taskset = solver = build_taskset(replace(config.task, env=env))
+    if not implements(solver, HasDemonstrations):
+        raise ConfigError(
+            f"sft.steps must be 0 with {env}, got {config.sft.steps}: its task set has no method "
+            "demonstration(task)"
+        )
+    try:
+        chat = Chat(tokenizer, taskset.tools, ends=ends, template_kwargs=config.template_kwargs)
+        tasks = islice(taskset.train(config.seed), config.sft.demonstrations)
+        references = [encode_conversation(chat, solver.demonstration(task)) for task in tasks]
+    except ValueError as error:
+        raise ConfigError(f"no demonstrations of {env}: {error}") from error
+    longest = max(len(each.tokens) for each in references)
+    if longest > config.engine.max_context:
+        raise ConfigError(
+            f"engine.max_context must be at least {longest}, got {config.engine.max_context}: a "
+            f"demonstration of {env} has that many tokens"
+        )
+    return references
+
+
+def _plain(config: RunConfig) -> RunConfig:
+    """Return a configuration that trains all weights in float32 on the references alone."""
+    trainer = replace(
+        type(config.trainer)(),
+        lr=config.sft.lr,
+        warmup_steps=1,
+        max_tokens_per_microbatch=config.trainer.max_tokens_per_microbatch,
+        gradient_checkpointing=config.trainer.gradient_checkpointing,
+        threads=config.trainer.threads,
+    )
+    return replace(
+        config.with_policy(config.pretrained_folder),
+        steps=config.sft.steps,
+        techniques="",
+        technique_options={},
+        objective=type(config.objective)(),
+        audit=AuditConfig(),
+        trainer=trainer,
+        cluster=ClusterConfig(),
+        engine=replace(config.engine, quantise="none"),
+    )
+
+
+def _template(name: str) -> str:
+    """Return the text of a chat template: a file, or one of the package by its name."""
+    shipped = TEMPLATES / f"{name}.jinja"
+    path = shipped if shipped.is_file() else Path(name)
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        known = ", ".join(sorted(each.stem for each in TEMPLATES.glob("*.jinja")))
+        raise ConfigError(
+            f"sft.chat_template must be a file or one of {known}, got {name!r}: {error}"
+        ) from error

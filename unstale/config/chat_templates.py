@@ -1,0 +1,79 @@
+"""Chat templates with names, for models that have none."""
+
+from pathlib import Path
+
+from unstale.config.checks import ConfigError
+
+_CALLS = """\
+{%- macro calls(message) %}{%- for call in message.tool_calls or [] %}
+{{- '\\n' if message.content or not loop.first }}
+{{- '<tool_call>\\n{"name": ' + (call.function.name | tojson) + ', "arguments": ' }}
+{{- (call.function.arguments | tojson) + '}\\n</tool_call>' }}
+{%- endfor %}{%- endmacro %}
+{%- macro schemas() %}{{- 'You can call these tools:' }}
+{%- for tool in tools %}{{- '\\n' + (tool | tojson) }}{%- endfor %}
+{{- '\\nTo call one, write\\n<tool_call>\\n' }}
+{{- '{"name": "its name", "arguments": {...}}\\n</tool_call>' }}
+{%- endmacro %}
+{%- set system = messages[0].content if messages[0].role == 'system' else '' %}
+"""
+
+PLAIN = (
+    _CALLS
+    + """\
+{%- if tools %}{{- system + ('\\n\\n' if system else '') }}{{- schemas() + '\\n\\n' }}
+{%- elif system %}{{- system + '\\n\\n' }}{%- endif %}
+{%- for message in messages %}
+{%- if message.role == 'assistant' %}
+{{- 'Assistant:\\n' + message.content + calls(message) + eos_token + '\\n\\n' }}
+{%- elif message.role == 'user' %}{{- 'User: ' + message.content + '\\n\\n' }}
+{%- elif message.role == 'tool' %}{{- 'Tool: ' + message.content + '\\n\\n' }}
+{%- elif not loop.first %}{{- message.content + '\\n\\n' }}{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- 'Assistant:\\n' }}{%- endif %}"""
+)
+"""Plain text: paragraphs that begin with `User: `, `Assistant:` or `Tool: `, and no control token
+but the tokenizer's end token after a reply.
+"""
+CHATML = (
+    _CALLS
+    + """\
+{%- if tools %}{{- '<|im_start|>system\\n' + system + ('\\n\\n' if system else '') }}
+{{- schemas() + '<|im_end|>\\n' }}
+{%- elif system %}{{- '<|im_start|>system\\n' + system + '<|im_end|>\\n' }}{%- endif %}
+{%- for message in messages %}
+{%- if message.role == 'assistant' %}
+{{- '<|im_start|>assistant\\n' + message.content + calls(message) + '<|im_end|>\\n' }}
+{%- elif message.role != 'system' or not loop.first %}
+{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
+)
+"""ChatML, whose messages are between the control tokens <|im_start|> and <|im_end|>."""
+
+NAMED = {"plain": PLAIN, "chatml": CHATML}
+"""The templates of the package by the value of `chat_template`."""
+CONTROL_TOKENS = {"plain": (), "chatml": ("<|im_start|>", "<|im_end|>")}
+"""Tokens that the vocabulary must have for each of these templates."""
+
+
+def read_template(value: str) -> str:
+    """Return the name of a template, or the text of a template file.
+
+    `value` is a name, a path, or a text that this function returned before, such as that in the
+    `config.json` of a run. Raises `ConfigError` for anything else.
+    """
+    if value in ("", *NAMED) or "{" in value:
+        return value
+    path = Path(value)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(
+            f"chat_template must be {', '.join(NAMED)} or a file with a Jinja template, got "
+            f"{value}: {reason}"
+        ) from error
+    if "{" not in text:
+        raise ConfigError(f"chat_template: {path} is no Jinja template: it writes no message")
+    return text

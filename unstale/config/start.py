@@ -1,0 +1,39 @@
+"""Find the folder of the policy that a supervised start makes."""
+
+import json
+from dataclasses import asdict
+from hashlib import sha256
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from unstale.config.run import RunConfig
+
+STARTS = "starts"
+"""Folder beside the run folders with the policies of supervised starts."""
+
+
+def start_folder(config: "RunConfig") -> Path:
+    """Return the folder of the supervised start of a run, which may not exist yet.
+
+    Runs whose starts are equal share it: the same policy, demonstrations, template and seed.
+    """
+    text = json.dumps(start_options(config), sort_keys=True, default=str)
+    return config.runs / STARTS / sha256(text.encode()).hexdigest()[:12]
+
+
+def start_options(config: "RunConfig") -> dict[str, Any]:
+    """Return all that a supervised start depends on."""
+    template = Path(config.sft.chat_template)
+    weights = sorted(config.pretrained_folder.glob("*.safetensors"))
+    return {
+        "policy": config.policy,
+        "weights": [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in weights],
+        "seed": config.seed,
+        "task": {**asdict(config.task), "env": config.sft.env or config.task.env},
+        "sft": asdict(config.sft),
+        "template": template.read_text("utf-8") if template.is_file() else "",
+        "chat_template_kwargs": config.chat_template_kwargs,
+        "max_context": config.engine.max_context,
+        "temperature": config.engine.temperature,
+    }

@@ -1,0 +1,258 @@
+"""A decoder that computes the log-probabilities of the trainer, bit for bit, on CPUs.
+
+It calls the functions of the trainer's packed passes (`unstale/model/bitwise.py`): the same matrix
+products, norms, rotary angles and sums. Attention reads the keys of a sequence from cache pages, in
+blocks of the same positions as there. So a log-probability depends on the weights and the tokens
+before it, and not on the batch, on the parts in which a prompt is computed, or on shared pages.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor
+
+from unstale.engines.embedded.pages import PAGE, Pages, placed, runs
+from unstale.engines.embedded.runner import Step, check_update, tied_parameters
+from unstale.engines.embedded.sampling import Sampler
+from unstale.model import bitwise, fused, rowwise
+from unstale.model.kernels import BLOCK, Kernels, kernels
+from unstale.model.loading import load_model
+from unstale.model.rowwise import Panels
+
+RUN = 8
+"""Number of successive prompt tokens for which the cache is read once."""
+_FIRST_PAGES = 64
+"""Number of cache pages allocated at first. When all are used, the number doubles."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Sizes:
+    """The constants of a model's layers."""
+
+    heads: int
+    kv_heads: int
+    width: int
+    scale: float
+    eps: float
+    head_eps: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """The weights of a layer: matrices in panels, vectors in float32."""
+
+    norm_1: Tensor
+    qkv: Panels
+    qkv_bias: Tensor | None
+    head_norms: tuple[Tensor | None, Tensor | None]
+    """The norm weights of queries and keys, if they have norms."""
+    out: Panels
+    out_bias: Tensor | None
+    norm_2: Tensor
+    gate_up: Panels
+    down: Panels
+
+
+class BitwiseRunner:
+    """Runs a dense model of `bitwise.ARCHITECTURES`. Its KV cache grows with the sequences."""
+
+    warning = ""
+
+    def __init__(
+        self, folder: Path, *, dtype: torch.dtype, max_slots: int, max_context: int
+    ) -> None:
+        """Read the sizes of a model. Raises ConfigError if it cannot be computed here."""
+        assert PAGE == BLOCK, "pages are the blocks of the trainer's attention"
+        model: Any = load_model(folder, dtype).eval()
+        bitwise.require_supported(model, max_context)
+        self.name = f"bitwise {type(model).__name__}"
+        self.vocab_size = int(model.config.vocab_size)
+        self._dtype = dtype
+        self._shapes = {name: tuple(each.shape) for name, each in model.named_parameters()}
+        self._tied = tied_parameters(model)
+        self._num_layers = len(model.base_model.layers)
+        self._sizes = _sizes_of(model)
+        self._angles = bitwise.angles(model.base_model.rotary_emb, max_context)
+        found = kernels()
+        assert found, "require_supported compiled them"
+        self._kernels: Kernels = found
+        self._layers: list[_Layer] = []
+        self._pages = Pages(max_slots, max_context)
+        self._keys: list[Tensor] = []
+        self._values: list[Tensor] = []
+        self._num_pages = 0
+        self._reserve(1)
+
+    def load(self, update: Mapping[str, Tensor]) -> None:
+        check_update(update, self._shapes, self._tied)
+        self._layers = []  # the old weights are freed before the new ones take memory
+        prefix = "model."
+        self._embed = update[f"{prefix}embed_tokens.weight"].to(self._dtype, copy=True)
+        head = update.get("lm_head.weight", self._embed)
+        self._head = rowwise.pack(head.to(self._dtype))
+        self._norm = self._vector(update, f"{prefix}norm.weight")
+        for index in range(self._num_layers):
+            self._layers.append(self._layer(update, f"{prefix}layers.{index}."))
+
+    def _layer(self, update: Mapping[str, Tensor], prefix: str) -> _Layer:
+        def joined(*names: str) -> Panels:
+            found = [update[f"{prefix}{name}.weight"].to(self._dtype) for name in names]
+            return rowwise.pack(torch.cat(found))
+
+        def vectors(*names: str) -> Tensor | None:
+            found = [f"{prefix}{name}" for name in names]
+            if found[0] not in self._shapes:
+                return None
+            return torch.cat([self._vector(update, name) for name in found])
+
+        inputs = [f"self_attn.{name}_proj" for name in "qkv"]
+        return _Layer(
+            norm_1=self._vector(update, f"{prefix}input_layernorm.weight"),
+            qkv=joined(*inputs),
+            qkv_bias=vectors(*(f"{name}.bias" for name in inputs)),
+            head_norms=(vectors("self_attn.q_norm.weight"), vectors("self_attn.k_norm.weight")),
+            out=joined("self_attn.o_proj"),
+            out_bias=vectors("self_attn.o_proj.bias"),
+            norm_2=self._vector(update, f"{prefix}post_attention_layernorm.weight"),
+            gate_up=joined("mlp.gate_proj", "mlp.up_proj"),
+            down=joined("mlp.down_proj"),
+        )
+
+    def _vector(self, update: Mapping[str, Tensor], name: str) -> Tensor:
+        """Return a copy of a weight in the model's precision, as float32."""
+        return update[name].to(self._dtype, copy=True).float()
+
+    def forward(self, step: Step) -> Tensor:
+        """Return float32 logits after each row and chunk."""
+        cells = torch.from_numpy(placed(step, self._pages))
+        self._reserve(self._pages.span)
+        table = runs(step, self._pages, RUN)
+        angles = (self._angles[0][step.positions], self._angles[1][step.positions])
+        eps = self._sizes.eps
+        x = F.embedding(step.tokens, self._embed).float()
+        for index, layer in enumerate(self._layers):
+            h, _ = fused.norm_rows(x, layer.norm_1, eps)
+            qkv = rowwise.product(h, layer.qkv, layer.qkv_bias)
+            mixed = self._attend(index, qkv, angles, cells, table)
+            x = x + rowwise.product(mixed, layer.out, layer.out_bias)
+            h, _ = fused.norm_rows(x, layer.norm_2, eps)
+            inner = fused.swiglu(rowwise.product(h, layer.gate_up))
+            x = x + rowwise.product(inner, layer.down)
+        ends = [*range(len(step.rows)), *(span.stop - 1 for _, span in step.spans())]
+        h, _ = fused.norm_rows(x[ends], self._norm, eps)
+        return rowwise.product(h, self._head)
+
+    def _attend(
+        self,
+        index: int,
+        qkv: Tensor,
+        angles: tuple[Tensor, Tensor],
+        cells: Tensor,
+        table: Tensor,
+    ) -> Tensor:
+        """Write keys and values of a layer to the cache. Return the attention `[T, width]`."""
+        sizes = self._sizes
+        heads, kv_heads, width = sizes.heads, sizes.kv_heads, sizes.width
+        layer = self._layers[index]
+        parts = qkv.split([heads * width, kv_heads * width, kv_heads * width], 1)
+        query, key = (
+            fused.turn_heads(part, norm, angles, width, sizes.head_eps)[0]
+            for part, norm in zip(parts[:2], layer.head_norms, strict=True)
+        )
+        keys, values = self._keys[index], self._values[index]
+        count = len(cells)
+        value = parts[2]
+        self._kernels.place(
+            key, value, value.stride(0), cells, keys, values, count, kv_heads, width
+        )
+        mixed = torch.empty(count, heads * width)
+        pages = torch.from_numpy(self._pages.of)
+        self._kernels.attend_pages(
+            query,
+            keys,
+            values,
+            pages,
+            pages.shape[1],
+            table,
+            table.shape[1],
+            sizes.scale,
+            mixed,
+            heads,
+            kv_heads,
+            width,
+        )
+        return mixed
+
+    def keep(self, slot: int, count: int) -> None:
+        self._copy(self._pages.hold(slot, count))
+
+    def copy_prefix(self, source: int, target: int, count: int) -> None:
+        self._copy(self._pages.share(source, target, count))
+
+    def take_experts(self) -> Tensor:
+        raise RuntimeError("a dense model has no experts")
+
+    def _reserve(self, pages: int) -> None:
+        """Enlarge the cache to at least this many pages.
+
+        Keys are `[pages, kv_heads, width, PAGE]` and values `[pages, kv_heads, PAGE, width]`.
+        """
+        if pages <= self._num_pages:
+            return
+        sizes, old = self._sizes, self._num_pages
+        most = len(self._pages.users)
+        self._num_pages = max(min(max(_FIRST_PAGES, 2 * old), most), pages)
+        for pool, page in (
+            (self._keys, (sizes.width, PAGE)),
+            (self._values, (PAGE, sizes.width)),
+        ):
+            pool += [torch.empty(0, sizes.kv_heads, *page)] * (self._num_layers - len(pool))
+            for index, before in enumerate(pool):
+                pool[index] = torch.zeros(self._num_pages, *before.shape[1:])
+                pool[index][:old] = before
+
+    def _copy(self, moved: tuple[int, int] | None) -> None:
+        """Copy a page of the cache. `moved` has its old and its new index, or is None."""
+        self._reserve(self._pages.span)
+        if moved is not None:
+            old, new = moved
+            for pool in (*self._keys, *self._values):
+                pool[new] = pool[old]
+
+
+def _sizes_of(model: Any) -> _Sizes:
+    layer = model.base_model.layers[0]
+    attention = layer.self_attn
+    width = attention.head_dim
+    norm = getattr(attention, "q_norm", None)
+    return _Sizes(
+        heads=attention.q_proj.out_features // width,
+        kv_heads=attention.k_proj.out_features // width,
+        width=width,
+        scale=attention.scaling,
+        eps=model.base_model.norm.variance_epsilon,
+        head_eps=0.0 if norm is None else norm.variance_epsilon,
+    )
+
+
+class BitwiseSampler(Sampler):
+    """Draws tokens as `Sampler` does. Log-probabilities are computed as the trainer does."""
+
+    def __call__(
+        self,
+        logits: Tensor,
+        temperature: NDArray[np.float32],
+        seeds: NDArray[np.uint64],
+        positions: NDArray[np.int64],
+    ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+        tokens, drawn = super().__call__(logits, temperature, seeds, positions)
+        greedy = temperature == 0
+        heat = torch.from_numpy(np.where(greedy, np.float32(1), temperature))
+        logp, _, _ = rowwise.score(logits, torch.from_numpy(tokens), heat)
+        return tokens, np.where(greedy, drawn, logp.numpy())

@@ -1,0 +1,106 @@
+"""Write tools, calls and results into the text of messages, for templates that do not render them.
+
+`ToolText` is what a `Chat` uses if the option `tools_in_prompt` is set and its chat template leaves
+out the descriptions of tools.
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from jinja2 import TemplateError
+
+from unstale.envs import Message, ToolCall
+from unstale.envs.calls import JsonCalls
+
+_EXAMPLE = ToolCall("NAME", {"ARGUMENT": "VALUE"})
+_RESULT = "<tool_response>\n{}\n</tool_response>"
+
+Render = Callable[[Sequence[Message]], str]
+"""A function that returns a conversation as a template writes it. It may raise."""
+
+
+@dataclass(frozen=True, slots=True)
+class ToolText:
+    """The texts with which a conversation describes its tools."""
+
+    description: str
+    """The tools and the format of calls, for the start of the prompt."""
+    as_system: bool
+    """True if the template renders system messages. Otherwise, the first user message begins with
+    the description.
+    """
+    writes_calls: bool
+    """True if the template writes tool calls. Otherwise, they become content of the reply."""
+    writes_results: bool
+    """True if the template renders messages of tools. Otherwise, they become user messages."""
+
+    def prompt(self, messages: Sequence[Message]) -> list[Message]:
+        """Return the messages of a prompt with the description of the tools at the start."""
+        role = "system" if self.as_system else "user"
+        messages = list(messages)
+        place = next((at for at, each in enumerate(messages) if each.role == role), None)
+        if place is None or (self.as_system and place > 0):
+            return [Message(role, self.description), *messages]  # type: ignore[arg-type]
+        texts = [messages[place].content, self.description]
+        content = "\n\n".join(texts if self.as_system else texts[::-1])
+        messages[place] = replace(messages[place], content=content)
+        return messages
+
+    def written(self, messages: Sequence[Message]) -> list[Message]:
+        """Return the messages with calls and results as content, where the template has neither.
+
+        Results that follow each other are one user message, because many templates require that
+        users and assistants alternate.
+        """
+        changed: list[Message] = []
+        after_result = False
+        for message in messages:
+            if message.tool_calls and not self.writes_calls:
+                calls = JsonCalls().write(message.tool_calls)
+                content = "\n".join(filter(None, [message.content, calls]))
+                message = replace(message, content=content, tool_calls=())
+            is_result = message.role == "tool" and not self.writes_results
+            if is_result:
+                message = Message("user", _RESULT.format(message.content))
+            if is_result and after_result:
+                content = f"{changed[-1].content}\n{message.content}"
+                changed[-1] = replace(message, content=content)
+            else:
+                changed.append(message)
+            after_result = is_result
+        return changed
+
+
+def tool_text(
+    tools: Sequence[Mapping[str, Any]], render: Render, write: Callable[[Sequence[ToolCall]], str]
+) -> ToolText:
+    """Return how a template's conversations describe tools.
+
+    `render` writes a conversation without tools. `write` returns what the template writes for calls
+    ("" if it writes none).
+    """
+    question = Message("user", "?")
+    reply = Message("assistant", "!")
+    mark = "@@tools@@"
+    example = write([_EXAMPLE])
+    lines = "\n".join(json.dumps(tool.get("function", tool), ensure_ascii=False) for tool in tools)
+    description = (
+        f"You have these tools, each described by a JSON schema:\n{lines}\n\n"
+        f"To call a tool, write\n{example or JsonCalls().write([_EXAMPLE])}\n"
+        "with its name and arguments. Write one such block for each call."
+    )
+    return ToolText(
+        description,
+        as_system=_renders(render, [Message("system", mark), question], mark),
+        writes_calls=bool(example),
+        writes_results=_renders(render, [question, reply, Message("tool", mark)], mark),
+    )
+
+
+def _renders(render: Render, messages: Sequence[Message], mark: str) -> bool:
+    try:
+        return mark in render(messages)
+    except (TemplateError, TypeError, ValueError):
+        return False

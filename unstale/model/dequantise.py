@@ -1,0 +1,105 @@
+"""The program that writes a GGUF file as a model folder: python -m unstale.model.dequantise.
+
+It is a process of its own, because the memory for all weights is freed only at its end.
+"""
+
+import json
+import os
+import re
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from unstale.config import ConfigError
+from unstale.config.gguf import ORIGIN
+
+WRONG_FILE = (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError, RuntimeError)
+"""Errors of transformers and gguf for a damaged file, or for a model that they do not support."""
+BYTES_PER_WEIGHT = 4
+"""Weights are saved in float32, which holds every dequantised value exactly."""
+
+
+def dequantise(file: Path, folder: Path) -> None:
+    """Write the float32 weights, configuration and tokenizer of a GGUF file to a new folder.
+
+    The folder appears complete or not at all. Its name begins with the file's checksum. Raises
+    `ConfigError` if the disk has too little space, and the errors of `WRONG_FILE`.
+    """
+    try:
+        origin, weights = describe(file)
+    except WRONG_FILE as error:
+        raise ConfigError(
+            f"it is damaged or incomplete ({error}): copy or download it again"
+        ) from error
+    origin["sha256"] = folder.name.partition("-")[0]
+    free, needed = shutil.disk_usage(folder.parent).free, BYTES_PER_WEIGHT * weights
+    if free < needed:
+        raise ConfigError(
+            f"{folder.parent} has {free / 1e9:.1f} GB free, and {weights:,} float32 weights need "
+            f"{needed / 1e9:.1f} GB. Set XDG_CACHE_HOME to a folder with more"
+        )
+    partial = folder.with_name(f"{folder.name}.tmp{os.getpid()}")
+    _save(file, partial)
+    (partial / ORIGIN).write_text(json.dumps(origin, indent=2) + "\n", encoding="utf-8")
+    for path in partial.iterdir():
+        with path.open("rb") as written:
+            os.fsync(written.fileno())
+    partial.rename(folder)
+
+
+def describe(file: Path) -> tuple[dict[str, str], int]:
+    """Return the name, architecture and quantisation of a GGUF file, and its number of weights."""
+    from gguf import GGUFReader, LlamaFileType
+
+    reader = GGUFReader(file)
+
+    def value(key: str) -> Any:
+        field = reader.get_field(key)
+        return None if field is None else field.contents()
+
+    kind = value("general.file_type")
+    known = {each.value: each.name.removeprefix("MOSTLY_") for each in LlamaFileType}
+    origin = {
+        "file": file.name,
+        "architecture": str(value("general.architecture")),
+        "quantisation": known.get(kind, f"type {kind}"),
+    }
+    return origin, sum(int(tensor.n_elements) for tensor in reader.tensors)
+
+
+def _save(file: Path, folder: Path) -> None:
+    source: dict[str, Any] = {"gguf_file": file.name, "local_files_only": True}
+    read: Any = AutoModelForCausalLM.from_pretrained(
+        file.parent, dtype=torch.float32, output_loading_info=True, **source
+    )
+    model, info = read
+    if missing := sorted(info["missing_keys"]):
+        raise ValueError(f"it lacks {len(missing)} weights, for example {missing[0]}")
+    # transformers refuses to save a model that has this, although its weights are plain
+    del model.config.quantization_config
+    with torch.device("meta"):
+        plain = AutoModelForCausalLM.from_config(model.config, dtype=torch.float32)
+    plain.load_state_dict(model.state_dict(), assign=True)
+    plain.tie_weights()
+    tokenizer = AutoTokenizer.from_pretrained(file.parent, **source)
+    plain.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def main() -> int:
+    """Convert a file, and print the reason in one line if it cannot be done."""
+    try:
+        dequantise(Path(sys.argv[1]), Path(sys.argv[2]))
+    except (ConfigError, ImportError, *WRONG_FILE) as error:
+        text = re.sub(r"\s+", " ", str(error))[:300]
+        sys.stdout.write(f"{text or type(error).__name__}\n")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

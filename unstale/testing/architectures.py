@@ -1,0 +1,216 @@
+"""Small random models of many architectures, also with the massive activations of trained ones."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from unstale.config.run import SHIPPED_POLICY
+from unstale.model.loading import load_tokenizer, no_progress_bars
+
+MASSIVE_DIMENSION = 5
+"""The dimension of the hidden states that `plant` scales."""
+MASSIVE = 1000.0
+"""How many times as large `plant` makes it (arXiv 2402.17762 found 100 to 10,000)."""
+_SINK_WEIGHT = 0.6
+"""Weight of the massive dimension in queries and keys: the first token's score is then higher by
+about 8 nats. Where queries and keys are normalised it is less.
+"""
+_SIZES: Mapping[str, Any] = {
+    "vocab_size": 1024,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 1024,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+    "initializer_range": 0.2,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """An architecture of transformers, with the sizes of its small model."""
+
+    model_type: str
+    """Its name in `config.json`."""
+    sizes: Mapping[str, Any] = field(default_factory=dict)
+    """What differs from, or is missing in, the sizes of all small models."""
+    refused: str = ""
+    """A part of the message with which a run refuses it. Empty if it is trained."""
+
+    def make(self, *, seed: int = 0) -> PreTrainedModel:
+        """Return the small model with random weights, in float32."""
+        config = AutoConfig.for_model(self.model_type, **{**_SIZES, **self.sizes})
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            made = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        return cast(PreTrainedModel, made).eval()
+
+
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+_HALF = ["sliding_attention", "full_attention"] * 2
+
+ARCHITECTURES: Mapping[str, Architecture] = {
+    "Llama": Architecture("llama"),
+    "Mistral": Architecture("mistral", {"sliding_window": None}),
+    "Mixtral": Architecture(
+        "mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}
+    ),
+    "Qwen2": Architecture("qwen2"),
+    "Qwen2-MoE": Architecture("qwen2_moe", {**_EXPERTS, "shared_expert_intermediate_size": 32}),
+    "Qwen3": Architecture("qwen3", {"tie_word_embeddings": True}),
+    "Qwen3-MoE": Architecture("qwen3_moe", {**_EXPERTS, "norm_topk_prob": True}),
+    "Gemma 3": Architecture("gemma3_text", {"layer_types": _HALF, "sliding_window": 32}),
+    "GLM-4.5": Architecture(
+        "glm4_moe",
+        {
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "n_group": 1,
+            "topk_group": 1,
+            "first_k_dense_replace": 1,
+            "use_qk_norm": True,
+        },
+    ),
+    "Phi-3": Architecture("phi3", {"original_max_position_embeddings": 1024}),
+    "Llama 4": Architecture(
+        "llama4_text",
+        {"num_local_experts": 2, "num_experts_per_tok": 1, "intermediate_size_mlp": 64},
+    ),
+    "Gemma 2": Architecture(
+        "gemma2", {"layer_types": _HALF}, refused="packed attention has no softcap"
+    ),
+    "gpt-oss": Architecture(
+        "gpt_oss",
+        {"layer_types": _HALF, "num_local_experts": 4, "num_experts_per_tok": 2},
+        refused="packed attention has no s_aux",
+    ),
+    "Bloom": Architecture("bloom", {"n_layer": 2, "n_head": 4}, refused="affect each other"),
+    "Mamba": Architecture("mamba", refused="affect each other"),
+    "Jamba": Architecture(
+        "jamba",
+        {
+            "num_experts": 2,
+            "num_experts_per_tok": 1,
+            "attn_layer_period": 2,
+            "attn_layer_offset": 1,
+            "mamba_dt_rank": 4,
+            "use_mamba_kernels": False,
+        },
+        refused="affect each other",
+    ),
+    "Qwen3-Next": Architecture(
+        "qwen3_next",
+        {
+            **_EXPERTS,
+            "shared_expert_intermediate_size": 16,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 2,
+            "layer_types": ["linear_attention", "full_attention"] * 2,
+        },
+        refused="affect each other",
+    ),
+}
+"""Every architecture that docs/models.md names."""
+
+
+def save_architecture(architecture: Architecture, folder: Path, *, planted: bool) -> None:
+    """Save the small model of an architecture, with the tokenizer of the shipped base policy.
+
+    If `planted`, it has massive activations and an attention sink.
+    """
+    tokenizer = load_tokenizer(SHIPPED_POLICY)
+    model = architecture.make()
+    if planted:
+        first: Any = tokenizer.apply_chat_template(
+            [{"role": "user", "content": "Hello."}], tokenize=True, return_dict=False
+        )
+        plant(model, sink=int(first[0]))
+    with no_progress_bars():
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+
+
+@torch.no_grad()
+def plant(model: PreTrainedModel, *, sink: int) -> None:
+    """Give a random model what trained ones have: a massive dimension, and an attention sink.
+
+    One dimension of the embeddings is `MASSIVE` times as large as the others, and has the other
+    sign in the token `sink`, with which a sequence must begin. The residual stream carries it
+    through all layers. Norms get weights with which the other dimensions still count, and
+    queries and keys such that all tokens attend to the sink. Raises ValueError for a model without
+    norms or projections of queries and keys.
+    """
+    embedding = cast(Tensor, model.get_input_embeddings().weight)
+    embedding[:, MASSIVE_DIMENSION] = MASSIVE * embedding.std()
+    embedding[sink, MASSIVE_DIMENSION] *= -1
+    found = [module for module in model.modules() if _projects(module)]
+    for module in found:
+        _attend_to_sink(module, model.config.get_text_config())
+    width = embedding.shape[1]
+    norms = [module for module in model.modules() if _is_norm(module, width)]
+    if not (found and norms):
+        raise ValueError(f"{type(model).__name__} has no norms, or no projections, to plant in")
+    last = model.base_model.norm
+    hooks = [
+        norm.register_forward_pre_hook(_calibrated(0.0 if norm is last else 1.0)) for norm in norms
+    ]
+    model(input_ids=torch.tensor([[sink, *range(3, 35)]]), use_cache=False)
+    for hook in hooks:
+        hook.remove()
+
+
+def _projects(module: nn.Module) -> bool:
+    return hasattr(module, "qkv_proj") or (hasattr(module, "q_proj") and hasattr(module, "k_proj"))
+
+
+def _attend_to_sink(module: Any, config: Any) -> None:
+    """Let the last component of queries and keys read the massive dimension.
+
+    With rotary embeddings it has the lowest frequency, so the distance to the sink hardly matters.
+    """
+    width = module.head_dim
+    if hasattr(module, "qkv_proj"):
+        weight, rows = module.qkv_proj.weight, config.num_attention_heads * width
+        queries, keys = weight[:rows], weight[rows : rows + config.num_key_value_heads * width]
+    else:
+        queries, keys = module.q_proj.weight, module.k_proj.weight
+    queries[width - 1 :: width, MASSIVE_DIMENSION] = _SINK_WEIGHT
+    keys[width - 1 :: width, MASSIVE_DIMENSION] = -_SINK_WEIGHT
+
+
+def _is_norm(module: nn.Module, width: int) -> bool:
+    weight = getattr(module, "weight", None)
+    return (
+        type(module).__name__.endswith("Norm") and weight is not None and weight.shape == (width,)
+    )
+
+
+def _calibrated(massive: float) -> Callable[[Any, tuple[Tensor, ...]], None]:
+    """Return a hook that sets the weights of a norm whose input has the massive dimension.
+
+    The mean square of the norm's other outputs is then 1. `massive` is the dimension's own weight.
+    """
+
+    def set_weight(norm: Any, inputs: tuple[Tensor, ...]) -> None:
+        hidden = inputs[0].flatten(0, -2)
+        normed = hidden / hidden.square().mean(-1, keepdim=True).sqrt()
+        others = [i for i in range(hidden.shape[1]) if i != MASSIVE_DIMENSION]
+        size = float(normed[:, others].square().mean().sqrt())
+        if size > 0.1:
+            return
+        offset = 1.0 if type(norm).__name__.startswith("Gemma") else 0.0
+        norm.weight[others] = 1 / size - offset
+        norm.weight[MASSIVE_DIMENSION] = massive - offset
+
+    return set_weight

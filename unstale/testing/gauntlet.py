@@ -1,0 +1,368 @@
+"""The gauntlet: every architecture that docs/models.md names must load, pack, score, sample, train.
+
+python -m unstale.testing.gauntlet --write docs/models.md
+
+Each is a small random model, once plain and once with planted massive activations and an attention
+sink. Errors of log-probabilities are measured against float64, in units of the error that plain
+transformers has in the same precision. Pretrained models can be added: `--model NAME=FOLDER`.
+"""
+
+import argparse
+import gc
+import sys
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+from unstale.build import build_trainer
+from unstale.config import ConfigError, Dtype, OldLogpsConfig, RunConfig, TrainerConfig
+from unstale.engines.embedded.batcher import Batcher, FinishedReply, SampleRequest
+from unstale.engines.embedded.runner import DTYPES as ENGINE_DTYPES
+from unstale.engines.embedded.worker import build_runner
+from unstale.expert_routes import num_experts
+from unstale.model.loading import DTYPES, load_model
+from unstale.model.policy import Policy
+from unstale.model.prefix_tree import Packed
+from unstale.old_logps.scoring.local_scorer import LocalScorer
+from unstale.records import (
+    Batch,
+    ContextPiece,
+    Sampled,
+    ScoredTrajectory,
+    Task,
+    Trajectory,
+    collate,
+)
+from unstale.testing.architectures import ARCHITECTURES, save_architecture
+
+PRECISIONS = tuple(name for name in DTYPES if name in ENGINE_DTYPES)
+"""The precisions that both the engine and the trainer have."""
+STEPS = 3
+"""Number of training steps, each on replies that the engine samples with the newest weights."""
+MAX_CONTEXT = 256
+MAX_ERROR = 4.0
+"""Largest error of a log-probability that is no failure, in units of plain transformers' error.
+Both are random, and sums in another order had up to 2 times that error.
+"""
+_REPLY_TOKENS = 12
+_BEGIN = "<!-- the gauntlet's table: python -m unstale.testing.gauntlet --write docs/models.md -->"
+_END = "<!-- end of the table -->"
+_QUESTIONS = (
+    "What is the capital of France?",
+    "How many days does a week have, and which is the last one?",
+)
+_ANSWERS = ("It is Paris.", "The last of the seven days is Sunday.", "I do not know that, sorry.")
+
+
+@dataclass(slots=True)
+class Trial:
+    """What became of one model in one precision. A step that was not reached has no result."""
+
+    engine: str = ""
+    """The program by which the embedded engine runs it."""
+    scored: float = float("nan")
+    """Error of packed log-probabilities, in units of plain transformers' error."""
+    sampled: float = float("nan")
+    """Error of `behavior_logp`, before and after the training steps, in the same units."""
+    steps: int = 0
+    """Number of training steps after which all weights are finite and some have changed."""
+    refused: str = ""
+    """The message with which the run refuses the model. Empty if it does not."""
+
+    @property
+    def passed(self) -> bool:
+        errors = self.scored, self.sampled
+        return self.steps == STEPS and all(error <= MAX_ERROR for error in errors)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """The trials of a model by precision. Pretrained models have no planted ones."""
+
+    name: str
+    expected_refusal: str = ""
+    plain: dict[str, Trial] = field(default_factory=dict)
+    planted: dict[str, Trial] = field(default_factory=dict)
+
+    @property
+    def failures(self) -> list[str]:
+        """The trials that did not end as expected."""
+        found = []
+        for how, trials in (("plain", self.plain), ("planted", self.planted)):
+            for dtype, trial in trials.items():
+                if self.expected_refusal:
+                    right = self.expected_refusal in trial.refused
+                else:
+                    right = trial.passed
+                if not right:
+                    found.append(f"{self.name}, {how}, {dtype}: {trial}")
+        return found
+
+
+def run_architecture(name: str, dtypes: Sequence[str] = PRECISIONS) -> Row:
+    """Run the small models of one of the `ARCHITECTURES`."""
+    architecture = ARCHITECTURES[name]
+    row = Row(name, architecture.refused)
+    for planted in (False, True):
+        if planted and architecture.refused:
+            continue  # the reason lies in the architecture
+        trials = row.planted if planted else row.plain
+        with TemporaryDirectory() as folder:
+            save_architecture(architecture, Path(folder), planted=planted)
+            for dtype in dtypes:
+                trials[dtype] = run_trial(Path(folder), dtype, lr=1e-3)
+    return row
+
+
+def run_trial(folder: Path, dtype: str, *, lr: float) -> Trial:
+    """Load, pack, score, sample and train the model in a folder, in one precision.
+
+    Raises ConfigError if transformers cannot load it, and ValueError if the engine cannot run it.
+    """
+    trial = Trial()
+    reference = _Reference(folder, dtype)
+    try:
+        policy = Policy.load(folder, dtype=dtype, device="cpu")
+        policy.check_length(MAX_CONTEXT)
+    except ConfigError as error:
+        trial.refused = str(error)
+        return trial
+    sequences = _conversations(policy.tokenizer)
+    packed = Packed(
+        torch.tensor([token for each in sequences for token in each]),
+        tuple(accumulate(map(len, sequences), initial=0)),
+    )
+    with torch.no_grad():
+        logps = policy.logps(packed, temperature=1.0).split(packed.lengths)
+    trial.scored = reference.error(sequences, [each[1:] for each in logps])
+    _sample_and_train(trial, folder, policy, reference, lr=lr)
+    gc.collect()
+    return trial
+
+
+def _sample_and_train(
+    trial: Trial, folder: Path, policy: Policy, reference: "_Reference", *, lr: float
+) -> None:
+    dtype = str(policy.dtype).removeprefix("torch.")
+    runner = build_runner(folder, dtype=dtype, max_slots=8, max_context=MAX_CONTEXT, device="cpu")
+    trial.engine = runner.name
+    batcher = Batcher(runner, max_slots=8, max_context=MAX_CONTEXT)
+    config = RunConfig(
+        recipe="",
+        steps=STEPS,
+        trainer=TrainerConfig(lr=lr, dtype=cast(Dtype, dtype)),
+        old_logps=OldLogpsConfig(route="current_recompute"),
+    )
+    trainer, _ = build_trainer(config, policy, LocalScorer(policy, 1.0, 512))
+    prompts = _prompts(policy.tokenizer)
+    errors = []
+    for step in range(STEPS + 1):
+        with torch.inference_mode():
+            batcher.load({name: each.clone() for name, each in policy.weights().items()})
+        replies = _sample(batcher, prompts, seed=step)
+        if step in (0, STEPS):
+            reference.load(policy.weights())
+            texts = [[*prompts[i % len(prompts)], *reply.tokens] for i, reply in replies.items()]
+            own = [torch.tensor(reply.behavior_logp) for reply in replies.values()]
+            errors.append(reference.error(texts, own))
+        if step == STEPS:
+            break
+        before = {name: each.clone() for name, each in policy.weights().items()}
+        for minibatch in trainer.prepare(_batch(prompts, replies, policy.version)):
+            trainer.backward(minibatch)
+            trainer.step()
+        trainer.start_version()
+        after = policy.weights()
+        moved = any(not torch.equal(after[name], before[name]) for name in before)
+        finite = all(bool(each.isfinite().all()) for each in after.values())
+        trial.steps += moved and finite
+    trial.sampled = max(errors)
+
+
+class _Reference:
+    """The same model in plain transformers, in the same precision and in float64."""
+
+    def __init__(self, folder: Path, dtype: str) -> None:
+        self._plain = load_model(folder, DTYPES[dtype], attn_implementation="sdpa").eval()
+        self._exact = load_model(folder, DTYPES[dtype], attn_implementation="sdpa").double().eval()
+        if num_experts(self._exact.config.to_dict()):
+            self._exact.set_experts_implementation("eager")  # grouped products lack float64
+
+    def load(self, weights: Mapping[str, Tensor]) -> None:
+        """Take over the weights of a policy."""
+        for model in (self._plain, self._exact):
+            model.load_state_dict(weights, strict=False)
+
+    def error(self, sequences: Sequence[Sequence[int]], found: Sequence[Tensor]) -> float:
+        """Return the error of log-probabilities, in units of plain transformers' error.
+
+        `found` are those of the last tokens of each sequence. Errors are root mean squares.
+        """
+        ours, plain = [], []
+        for tokens, logps in zip(sequences, found, strict=True):
+            exact = _logps(self._exact, tokens)[-len(logps) :]
+            ours.append(logps.double() - exact)
+            plain.append(_logps(self._plain, tokens)[-len(logps) :] - exact)
+        size = torch.cat(plain).square().mean().sqrt()
+        # A log-probability is reported in float32.
+        size = size.clamp_min(torch.finfo(torch.float32).eps)
+        return float(torch.cat(ours).square().mean().sqrt() / size)
+
+
+@torch.no_grad()
+def _logps(model: PreTrainedModel, tokens: Sequence[int]) -> Tensor:
+    """Return the log-probabilities `[T - 1]` of all tokens but the first."""
+    row = torch.tensor([list(tokens)])
+    logits = model(input_ids=row, use_cache=False).logits[0, :-1].double()
+    return logits.log_softmax(-1).gather(1, row[0, 1:, None]).squeeze(1)
+
+
+def _prompts(tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+    prompts: list[Any] = [
+        tokenizer.apply_chat_template(
+            [{"role": "user", "content": question}],
+            tokenize=True,
+            add_generation_prompt=True,
+            return_dict=False,
+        )
+        for question in _QUESTIONS
+    ]
+    return [list(prompt) for prompt in prompts]
+
+
+def _conversations(tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+    """Return two prompts with several answers each, which share the prompts."""
+    answers = [list(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in _ANSWERS]
+    return [prompt + answer for prompt in _prompts(tokenizer) for answer in answers]
+
+
+def _sample(
+    batcher: Batcher, prompts: Sequence[Sequence[int]], *, seed: int
+) -> dict[int, FinishedReply]:
+    """Return four replies to each prompt. Those with the same remainder have the same prompt."""
+    for number in range(4 * len(prompts)):
+        prompt = tuple(prompts[number % len(prompts)])
+        batcher.submit(
+            SampleRequest(number, prompt, _REPLY_TOKENS, (), 1.0, seed=100 * seed + number)
+        )
+    found: dict[int, FinishedReply] = {}
+    with torch.inference_mode():
+        while batcher.has_work:
+            found |= {reply.id: reply for reply in batcher.step()}
+    return found
+
+
+def _batch(
+    prompts: Sequence[Sequence[int]], replies: Mapping[int, FinishedReply], version: int
+) -> Batch:
+    """Return sampled replies as a batch whose advantages are 1 and -1."""
+    scored = []
+    for number, reply in sorted(replies.items()):
+        pieces = (
+            ContextPiece(tuple(prompts[number % len(prompts)])),
+            Sampled(tuple(reply.tokens), tuple(reply.behavior_logp), version),
+        )
+        task = Task("gauntlet", "train", number % len(prompts))
+        reward = number % 4 < 2
+        trajectory = Trajectory(
+            pieces, {"reward": float(reward)}, "done", task, seed=number, episode=number
+        )
+        scored.append(ScoredTrajectory(trajectory, (1.0 if reward else -1.0,)))
+    return collate(scored)
+
+
+def table(rows: Sequence[Row], dtypes: Sequence[str]) -> list[str]:
+    """Return the lines of a Markdown table. A cell has two figures: plain and planted."""
+    columns = [f"{what}, {dtype}" for what in ("packed", "sampled") for dtype in dtypes]
+    head = ["model", "engine", *columns, "trains"]
+    lines = [_line(head), _line(["---"] * len(head))]
+    for row in rows:
+        if row.expected_refusal:
+            cells = ["", *["refused"] * len(columns), f"no: {row.expected_refusal}"]
+        else:
+            engines = {trial.engine for trial in (*row.plain.values(), *row.planted.values())}
+            cells = [" or ".join(sorted({_path(engine) for engine in engines if engine}))]
+            cells += [_figures(row, dtype, "scored") for dtype in dtypes]
+            cells += [_figures(row, dtype, "sampled") for dtype in dtypes]
+            cells.append("**no**" if row.failures else "yes")
+        lines.append(_line([row.name, *cells]))
+    return lines
+
+
+def _path(engine: str) -> str:
+    """Return the kind of program with which the embedded engine runs a model."""
+    if not engine.startswith("transformers"):
+        return "own decoder"
+    return "transformers, packed" if engine.endswith("packed") else "transformers, one by one"
+
+
+def _line(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _figures(row: Row, dtype: str, what: str) -> str:
+    trials = [by_dtype[dtype] for by_dtype in (row.plain, row.planted) if dtype in by_dtype]
+    return ", ".join(
+        "**refused**" if trial.refused else f"{getattr(trial, what):.2f}" for trial in trials
+    )
+
+
+def table_in(page: str) -> list[str]:
+    """Return the lines of the table in a page. Raises ValueError if it has none."""
+    if page.count(_BEGIN) != 1 or page.count(_END) != 1:
+        raise ValueError(f"the page must have the lines {_BEGIN!r} and {_END!r} once")
+    return page.partition(_BEGIN)[2].partition(_END)[0].strip().splitlines()
+
+
+def with_table(page: str, lines: Sequence[str]) -> str:
+    """Return a page whose table is replaced."""
+    table_in(page)
+    before, _, rest = page.partition(_BEGIN)
+    after = rest.partition(_END)[2]
+    return "\n".join([before + _BEGIN, "", *lines, "", _END + after])
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the gauntlet and print its table. Return 1 if a model did not end as expected."""
+    parser = argparse.ArgumentParser(prog="python -m unstale.testing.gauntlet", description=__doc__)
+    parser.add_argument("--architectures", nargs="*", choices=ARCHITECTURES, metavar="NAME")
+    parser.add_argument("--dtypes", nargs="+", choices=PRECISIONS, default=list(PRECISIONS))
+    parser.add_argument("--model", action="append", default=[], metavar="NAME=FOLDER")
+    parser.add_argument("--write", type=Path, metavar="PAGE", help="replace the table in this page")
+    chosen = parser.parse_args(arguments)
+    warnings.filterwarnings("ignore", message="a pass holds all logits")
+    names = list(ARCHITECTURES) if chosen.architectures is None else chosen.architectures
+    rows = []
+    for name in names:
+        rows.append(run_architecture(name, chosen.dtypes))
+        _report(rows[-1])
+    for name, _, folder in (each.rpartition("=") for each in chosen.model):
+        row = Row(name or Path(folder).name)
+        for dtype in chosen.dtypes:
+            row.plain[dtype] = run_trial(Path(folder), dtype, lr=1e-5)
+        rows.append(row)
+        _report(row)
+    lines = table(rows, chosen.dtypes)
+    sys.stdout.write("\n".join([*lines, ""]))
+    if chosen.write:
+        page = chosen.write.read_text("utf-8")
+        chosen.write.write_text(with_table(page, lines), "utf-8")
+    return int(any(row.failures for row in rows))
+
+
+def _report(row: Row) -> None:
+    for failure in row.failures:
+        sys.stderr.write(f"{failure}\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

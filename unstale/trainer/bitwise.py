@@ -1,0 +1,54 @@
+"""The check of a bitwise run: engine and trainer compute equal log-probabilities."""
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from unstale.algorithms.corrections import has_behavior
+from unstale.records import Batch
+
+COMPARED = "trainer/bitwise_tokens"
+"""Metric: the number of tokens of the batch that were compared. A token may count twice."""
+
+
+class NotBitwise(ValueError):
+    """Error: the engine and the trainer computed different log-probabilities of a token."""
+
+    def __init__(self, name: str, value: float, behavior: float, **place: int) -> None:
+        """`place` is the `episode`, the `token` in its sequence, and the `version`."""
+        super().__init__(
+            f"engine.bitwise: {name} is {value:.9g} and behavior_logp is {behavior:.9g} at token "
+            f"{place['token']} of episode {place['episode']}, sampled and scored by version "
+            f"{place['version']}; they must be equal. Set engine.bitwise = false to train with a "
+            "discrepancy, and report this error"
+        )
+        self.name, self.value, self.behavior, self.place = name, value, behavior, place
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Return what pickle needs to copy the error: all arguments, not only the message."""
+        return partial(type(self), self.name, self.value, self.behavior, **self.place), ()
+
+
+def require_equal(batch: Batch, name: str, logp: Tensor, where: Tensor) -> int:
+    """Return the number of tokens that were compared. Raise NotBitwise at the first that differs.
+
+    `logp` `[T]` is called `name` in the message. It has the trainer's values of the tokens in
+    `where`, under the weights that sampled them. Tokens that the engine did not sample in this
+    context are left out, and replayed ones, which may come from a run without this mode.
+    """
+    where = where & batch.fresh & has_behavior(batch.provenance)
+    bad = (where & (logp != batch.behavior_logp)).nonzero()
+    if len(bad):
+        at = int(bad[0])
+        sequence = int(batch.sequence[at])
+        raise NotBitwise(
+            name,
+            logp[at].item(),
+            batch.behavior_logp[at].item(),
+            episode=batch.episodes[sequence],
+            token=int((batch.sequence[:at] == sequence).sum()),
+            version=int(batch.version[at]),
+        )
+    return int(torch.count_nonzero(where))
