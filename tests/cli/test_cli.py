@@ -118,7 +118,7 @@ def complaint(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         ),
         (("lint", "llm", "--max_completion_length=8"), "did you mean --engine.max_completion_tok"),
         (("recipes", "--json"), "unknown argument --json; --help lists the arguments"),
-        (("lint", "llm", "--task.env", "nope"), "env cannot be 'nope'; there are: airline, calcu"),
+        (("lint", "llm", "--task.env", "nope"), "env cannot be 'nope'; there are: airline, bfcl:"),
         (
             ("lint", "retail", "--techniques", "ess_lr,replay"),
             "separate the names by spaces: --techniques 'ess_lr replay'",

@@ -118,7 +118,8 @@ def test_names_and_options_are_known_without_torch() -> None:
         "'delivery', 'desks', 'instore', 'python', 'reasoning-gym', 'retail', 'synthesis', 'tau2', "
         "'telecom', 'vita'"
     )
-    envs_, libraries = f"['airline', 'calculator', 'dataset', {desks}]", "['gymnasium', 'openenv', "
+    envs_ = f"['airline', 'bfcl', 'calculator', 'dataset', {desks}]"
+    libraries = "['bfcl', 'gymnasium', 'openenv', "
     assert done.stdout.startswith(f"{envs_} {libraries}") and done.stdout.endswith("False\n")
 
 

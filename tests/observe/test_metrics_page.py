@@ -22,7 +22,7 @@ OTHER_ROUTES = {
     "old_logps/closing_s",
     "old_logps/stall_s",
 }
-OTHER_POLICIES = {"routes/missing_share", "trainer/packing_noise"}
+OTHER_POLICIES = {"routes/missing_share", "trainer/packing_noise", "trainer/overflow_step_share"}
 OTHER_ENGINES = {"engine/probe_logp_error", "trainer/bitwise_tokens"}
 GROUPS_OF_ENGINES = {
     "engine/rejects",

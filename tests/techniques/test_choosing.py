@@ -53,7 +53,7 @@ def test_a_wrong_choice_is_refused_with_what_to_do(values: dict, message: str) -
 
 def test_a_resumed_run_keeps_its_techniques() -> None:
     chosen = override(NONE, {"techniques": "ess_lr"})
-    with pytest.raises(ConfigError, match="techniques cannot change from  to ess_lr"):
+    with pytest.raises(ConfigError, match="techniques cannot change from empty to ess_lr"):
         config_changes(NONE, chosen)
     (changed,) = config_changes(chosen, override(chosen, {"ess_lr.base": 0.5}))
     assert changed == "ess_lr.base is 0.5, it was 1.0: takes effect from here on"

@@ -142,12 +142,13 @@ def test_hidden_states_are_those_of_the_model_however_it_is_run(
 def test_hidden_states_follow_the_weights_and_leave_no_hook_and_no_gradient() -> None:
     policy = tiny_policy()
     made = trainer(policy)
+    hooks = list(find_layer(policy.model, 0.5)._forward_hooks)
     before = made.hidden_states(a_batch(), StatesQuery(0.5, 2))
     nudge(policy, seed=1)
     after = made.hidden_states(a_batch(), StatesQuery(0.5, 2))
     assert not torch.equal(before.reply[0], after.reply[0])
     assert not after.reply.requires_grad
-    assert not find_layer(policy.model, 0.5)._forward_hooks
+    assert list(find_layer(policy.model, 0.5)._forward_hooks) == hooks
     assert all(each.grad is None for each in policy.model.parameters())
 
 

@@ -72,9 +72,14 @@ def describe(file: Path) -> tuple[dict[str, str], int]:
 
 
 def _save(file: Path, folder: Path) -> None:
-    source: dict[str, Any] = {"gguf_file": file.name, "local_files_only": True}
     read: Any = AutoModelForCausalLM.from_pretrained(
-        file.parent, dtype=torch.float32, output_loading_info=True, **source
+        file.parent,
+        gguf_file=file.name,
+        dtype=torch.float32,
+        output_loading_info=True,
+        local_files_only=True,
+        use_safetensors=True,
+        trust_remote_code=False,
     )
     model, info = read
     if missing := sorted(info["missing_keys"]):
@@ -85,7 +90,9 @@ def _save(file: Path, folder: Path) -> None:
         plain = AutoModelForCausalLM.from_config(model.config, dtype=torch.float32)
     plain.load_state_dict(model.state_dict(), assign=True)
     plain.tie_weights()
-    tokenizer = AutoTokenizer.from_pretrained(file.parent, **source)
+    tokenizer = AutoTokenizer.from_pretrained(
+        file.parent, gguf_file=file.name, local_files_only=True, trust_remote_code=False
+    )
     plain.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
