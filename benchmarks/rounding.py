@@ -1,11 +1,12 @@
 """Measure what rounding of float32 weights costs: bytes of a version, changed weights, and time.
 
-    python -m benchmarks.rounding POLICY        # a folder with a pretrained model
+    python -m benchmarks.rounding smollm2       # or a folder with a pretrained model
+    python -m benchmarks.rounding smollm2 --save runs/smollm2-bfloat16    # the start of the study
 
 The model trains for some steps on sums of two numbers, which it answers with random advantages, at
-each learning rate and by each rounding into bfloat16. Bytes are those of a delta from one version to
-the next. The weights begin on the grid of bfloat16, or anywhere with `--precise` if the folder has
-more digits. Times are medians of one process, on torch's threads.
+each learning rate and by each rounding into bfloat16. Bytes are those of a delta from one version
+to the next. The weights begin on the grid of bfloat16, or anywhere with `--precise` if the folder
+has more digits. Times are medians of one process, on torch's threads.
 """
 
 import argparse
@@ -119,20 +120,27 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("policy", type=Path)
+    parser.add_argument("policy", help="as the option --policy of a run")
+    parser.add_argument(
+        "--save", type=Path, help="only write the policy in bfloat16 to this folder"
+    )
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--siblings", type=int, default=SIBLINGS, help="answers of a group")
     parser.add_argument("--rates", type=float, nargs="+", default=RATES)
     parser.add_argument("--precise", action="store_true", help="keep the digits of the folder")
     options = parser.parse_args()
+    policy = RunConfig(recipe="", policy=options.policy).policy_folder
+    if options.save:
+        Policy.load(policy, dtype="bfloat16").save(options.save)
+        return
     lines = columns(
         "lr", "rounding", "MB per version", "changed", "should change", "round, ms", "%"
     )
     with tempfile.TemporaryDirectory() as scratch:
-        folder = options.policy
+        folder = policy
         if not options.precise:
             folder = Path(scratch)
-            Policy.load(options.policy, dtype="bfloat16").save(folder)
+            Policy.load(policy, dtype="bfloat16").save(folder)
         for lr in options.rates:
             for rounding in ROUNDINGS:
                 found = measure(folder, lr, rounding, options)

@@ -332,6 +332,10 @@ WARNED = [
     (f"--trainer.dtype bfloat16 {GSPO}", "S at 0.0004"),
     (NARROW, "narrower than the noise"),
     (f"{NARROW} --correction.unit sequence --correction.aggregate max", "D at 0.005"),
+    (
+        "--policy nobody/unknown --trainer.dtype bfloat16 --trainer.lr 1e-6",
+        "a learning rate of 1e-06 with weights that are rounded to nearest in bfloat16",
+    ),
     ("--trainer.lora_rank 8 --trainer.lr 1e-5", "adapters at a learning rate of 1e-05"),
     (f"{ROUNDED} --correction.high 1.2", "narrower than the noise"),
     (f"{ROUNDED} --correction.token_veto_threshold 0.2", "drops sequences for mere noise"),

@@ -31,12 +31,19 @@ HEALTHY = {
     "policy/entropy_mean": 0.8,
     "correction/kept_share": 0.99,
     "completion/truncated_share": 0.5,
+    "trainer/moved_weight_share": 0.015,
+    "trainer/due_weight_share": 0.02,
 }
 SIGNS = {
     "no_advantage": ({"trainer/tokens_with_gradient": 0.0}, 3, "schedule.group_size"),
     "constant_rewards": ({"reward/std": 0.0, "reward/mean": 0.25}, 3, "every reward was 0.25"),
     "missing_rewards": ({"reward/missing_share": 0.25}, 1, "25% of the episodes"),
     "faint_gradient": ({"trainer/grad_norm": 1e-24}, 3, "Scale the rewards"),
+    "lost_updates": (
+        {"trainer/moved_weight_share": 0.004, "trainer/due_weight_share": 0.02},
+        3,
+        "0.4% of the weights changed, and 2% should have",
+    ),
     "entropy_collapse": ({"policy/entropy_mean": 0.05}, 3, "0.05 nats"),
     "kept_share": ({"correction/kept_share": 0.49}, 1, "kept 49% of the tokens"),
     "all_truncated": ({"completion/truncated_share": 1.0}, 1, "engine.max_completion_tokens"),

@@ -284,6 +284,10 @@ class RunConfig(Section):
         refused = {
             f"old_logps.route = {self.old_logps.route}": (lacks_ranks, missing),
             "trainer.compile": (self.trainer.compile, untested),
+            "trainer.dtype = float16": (
+                self.trainer.dtype == "float16",
+                "transformers divides a model for passes in float32 or bfloat16 alone",
+            ),
             "trainer.stream": (self.trainer.stream, "no test covers it on ranks"),
             f"trainer.routing_replay with the route {self.old_logps.route}": (
                 self.trainer.routing_replay and self.old_logps.scoring_ranks > 0,

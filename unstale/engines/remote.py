@@ -61,7 +61,7 @@ HANG_S = 60.0
 """Seconds without an answer after which a server is treated as dead."""
 LOAD_S = 600.0
 """Seconds after which a start, a load or a probe fails. These take longer than a request."""
-TOLERANCE = {"float32": 1e-3, "bfloat16": 0.05, "fp8": 0.2}
+TOLERANCE = {"float32": 1e-3, "bfloat16": 0.05, "float16": 0.05, "fp8": 0.2}
 """Largest mean absolute error of a probe's log-probabilities in nats, by `engine.dtype` or
 `engine.quantise`. Rounding errors are smaller, also if only weights are rounded and not inputs.
 """

@@ -11,7 +11,7 @@ from unstale.config.options import options
 from unstale.config.techniques import chosen
 from unstale.lint.estimator_trials import compares
 from unstale.lint.finding import Finding, Fix
-from unstale.lint.policy_files import local_folder, num_weights, width
+from unstale.lint.policy_files import has_float32, local_folder, num_weights, width
 
 MAX_BOUND = 16
 """Largest staleness bound, in versions, without a warning. No published result exceeds it."""
@@ -31,6 +31,12 @@ length shows no effect.
 """
 ROUNDING = 1e-8
 """Typical size of the rounding of a float32 weight, and also the epsilon of Adam."""
+BFLOAT16_GAP = 2.4e-4
+"""Distance of the neighbours in bfloat16 of a weight of 0.06, a usual size in a language model."""
+LOST_RATE = 2.4e-5
+"""Learning rate of Adam below which rounding to nearest loses most updates: 5 steps in one
+direction do not change such a weight.
+"""
 TEMPERATURES = (0.01, 50.0)
 """Range of useful temperatures. Below it, all replies to a task are equal. Above it, replies are
 noise that hardly depends on the weights.
@@ -219,6 +225,28 @@ def faint_gradient(config: RunConfig) -> Finding | None:
         f"the gradient is scaled down to a norm of {limit:g}",
         "a weight's share of it is below the rounding of float32 and the epsilon of Adam",
         ({"trainer.grad_clip": 1.0},),
+    )
+
+
+def lost_updates(config: RunConfig) -> Finding | None:
+    """Warn of a learning rate whose updates rounding to nearest loses.
+
+    Weights of a float32 checkpoint are anywhere between two numbers of bfloat16, so some of them
+    change at every step. Those of a bfloat16 checkpoint all begin on such a number.
+    """
+    options = config.trainer
+    if options.dtype != "bfloat16" or options.rounding != "nearest" or not _is_adam(config):
+        return None
+    if not 0 < options.lr < LOST_RATE or options.lora_rank:
+        return None
+    if has_float32(local_folder(config)):
+        return None
+    steps = math.ceil(BFLOAT16_GAP / 2 / options.lr)
+    return Finding(
+        f"a learning rate of {options.lr:g} with weights that are rounded to nearest in bfloat16",
+        f"a weight of 0.06 has neighbours {BFLOAT16_GAP:g} apart there, so it stays as it is until "
+        f"{steps} steps in one direction add up to half of that (docs/rounding.md)",
+        ({"trainer.rounding": "stochastic"}, {"trainer.dtype": "float32"}),
     )
 
 

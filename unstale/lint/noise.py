@@ -52,7 +52,7 @@ TOKEN_RATIO: Fix = {"objective.kind": "ppo_clip", "objective.unit": "token", **T
 def _noise_of_d(config: RunConfig) -> float:
     """Return the typical size of a token's log discrepancy if engine and trainer work correctly."""
     stale = not config.old_logps.exact and config.schedule.staleness_bound > 0
-    bfloat16 = "bfloat16" in (config.trainer.dtype, config.engine.dtype)
+    bfloat16 = (config.trainer.dtype, config.engine.dtype) != ("float32", "float32")
     bfloat16 = bfloat16 and not config.engine.bitwise
     return max(NOISE if bfloat16 or stale else ROUNDING, _noise_of_format(config))
 

@@ -39,6 +39,21 @@ def num_weights(folder: Path) -> int:
     return total
 
 
+def has_float32(folder: Path) -> bool:
+    """Return True if a model folder has weights in float32.
+
+    Raises ConfigError for a file that cannot be read.
+    """
+    for path in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(path, framework="np") as file:
+                if any(file.get_slice(name).get_dtype() == "F32" for name in [*file.keys()]):
+                    return True
+        except (SafetensorError, OSError) as error:
+            raise damaged_weights(path, error) from error
+    return False
+
+
 def width(folder: Path) -> int | None:
     """Return the hidden size in a model folder's config.json. None if it has none."""
     size = _read_text_model(folder).get("hidden_size")

@@ -124,7 +124,7 @@ def _too_few_copies(config: RunConfig) -> Finding | None:
         return None
     if config.trainer.lora_rank:
         return None  # adapters are small, and their size is unknown before the model is loaded
-    bytes_per_weight = 2 if config.trainer.dtype == "bfloat16" else 4
+    bytes_per_weight = 4 if config.trainer.dtype == "float32" else 2
     copy_gb = num_weights(local_folder(config)) * bytes_per_weight / 1e9
     needed = max(2, live_versions(config))  # the newest copy is kept until the next one is stored
     if needed * copy_gb <= limit_gb:
@@ -420,6 +420,7 @@ WARNINGS: Sequence[Rule] = (
     learning.wrong_adapter_scale,
     learning.wrong_rate,
     learning.faint_gradient,
+    learning.lost_updates,
     learning.low_cap,
     learning.large_constant,
     learning.dominant_term,

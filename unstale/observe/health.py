@@ -20,6 +20,11 @@ per token.
 FAINT = 1e-7
 """Gradient norm below which weights hardly change: Adam's epsilon is 1e-8 for every weight."""
 
+LEAST_DUE, LOST = 2e-4, 0.5
+"""Updates are lost if less than this share of the weights that should change does. Of fewer weights
+than the first share a sample shows too little.
+"""
+
 Row = Mapping[str, Any]
 
 
@@ -90,6 +95,18 @@ CHECKS = (
         ),
         "the gradient had a norm of {trainer/grad_norm}, which the optimizer's epsilon outweighs. "
         "Scale the rewards so that good and bad answers differ by about 1.",
+    ),
+    Check(
+        "lost_updates",
+        "small updates change weights",
+        lambda row, _: (
+            _value(row, "trainer/due_weight_share") > LEAST_DUE
+            and _value(row, "trainer/moved_weight_share")
+            < LOST * _value(row, "trainer/due_weight_share")
+        ),
+        "{trainer/moved_weight_share} of the weights changed, and {trainer/due_weight_share} "
+        "should have: rounding loses updates that are smaller than the distance of two numbers of "
+        "trainer.dtype. Set trainer.rounding stochastic, or trainer.dtype float32.",
     ),
     Check(
         "entropy_collapse",

@@ -34,7 +34,7 @@ _MOMENTS = {"SGD": 0, "Adagrad": 1, "RMSprop": 1, "Muon": 1}
 """How many numbers an optimizer keeps for each weight. Optimizers that are not listed keep two,
 like AdamW.
 """
-_DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
+_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _PACKED = 1.2
 """Bytes of a weight in the format of `engine.quantise`: one, with a share of the scales and of the
 weights that are not rounded.
@@ -244,9 +244,10 @@ def _delta_bytes(config: RunConfig, weights: int, width: int) -> float:
 def _multiplied_bytes(dtype: str) -> int:
     """Return the bytes of a weight by which an embedded engine on this machine multiplies.
 
-    On CPUs that multiply bfloat16 slowly, the engine keeps float32 in place of bfloat16.
+    On CPUs that multiply a narrow dtype slowly, the engine keeps float32 in its place.
     """
-    widened = not linear.MULTIPLIES_BFLOAT16 and not torch.cuda.is_available()
+    is_fast = linear.MULTIPLIES_FLOAT16 if dtype == "float16" else linear.MULTIPLIES_BFLOAT16
+    widened = not is_fast and not torch.cuda.is_available()
     return _DTYPE_BYTES["float32" if widened else dtype]
 
 

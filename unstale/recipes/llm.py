@@ -17,6 +17,8 @@ from unstale.envs.dataset import DatasetConfig
 def llm(**changes: Any) -> RunConfig:
     """A Hugging Face model on your own task: lr 1e-6, bfloat16, long replies, no time limit.
 
+    Weights are rounded stochastically, because rounding to nearest loses most updates of this rate.
+
     Give `--policy` and `--task.env`. Without them it is Qwen3-0.6B on GSM8K. No result was
     measured: model, task and hardware decide it. `unstale plan` suggests sizes for your hardware.
     """
@@ -33,7 +35,11 @@ def llm(**changes: Any) -> RunConfig:
         schedule=ScheduleConfig(max_staleness=2, groups_per_step=16, group_size=8),
         engine=EngineConfig(max_completion_tokens=2048, max_context=4096),
         trainer=TrainerConfig(
-            dtype="bfloat16", lr=1e-6, warmup_steps=5, gradient_checkpointing=True
+            dtype="bfloat16",
+            rounding="stochastic",
+            lr=1e-6,
+            warmup_steps=5,
+            gradient_checkpointing=True,
         ),
         checkpoint=CheckpointConfig(every=20),
         eval=EvalConfig(tasks=128, every=20),

@@ -571,8 +571,10 @@ def _kernels_for(
     """Return the CPU kernels, or None and a warning if this CPU cannot use them."""
     lanes = math.gcd(16, sizes.head_dim)
     slower = "the engine decodes by torch, several times slower, because"
-    if device.type != "cpu" or dtype not in (torch.float32, torch.bfloat16):
+    if device.type != "cpu" or dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return None, ""
+    if dtype == torch.float16:
+        return None, f"{slower} its kernels read float32 and bfloat16, not float16"
     if lanes < 4:
         return None, f"{slower} a head size of {sizes.head_dim} is not a multiple of 4"
     macros = {
