@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, median
+from typing import Any, cast
 
 from torch import Tensor
 
@@ -61,7 +62,7 @@ def batch_of(policy: Policy, step: int, siblings: int) -> Batch:
     for group in range(GROUPS):
         a, b = draw.randint(2, 60), draw.randint(2, 60)
         message = {"role": "user", "content": f"What is {a} + {b}? Answer with the number only."}
-        prompt = policy.tokenizer.apply_chat_template(
+        prompt: Any = policy.tokenizer.apply_chat_template(
             [message], add_generation_prompt=True, tokenize=True, return_dict=False
         )
         for sibling in range(siblings):
@@ -87,7 +88,7 @@ def batch_of(policy: Policy, step: int, siblings: int) -> Batch:
 def measure(folder: Path, lr: float, rounding: str, options: argparse.Namespace) -> Measured:
     """Train some steps at one learning rate with one rounding."""
     policy = Policy.load(folder, dtype="bfloat16")
-    trainer_options = TrainerConfig(dtype="bfloat16", lr=lr, rounding=rounding)
+    trainer_options = TrainerConfig(dtype="bfloat16", lr=lr, rounding=cast(Any, rounding))
     config = RunConfig(recipe="", steps=options.steps, trainer=trainer_options)
     old = build_old_logps(OldLogpsConfig(route="rollout"), LocalScorer(policy, 1.0, 4096))
     trainer = LocalTrainer(policy, config, old)

@@ -5,7 +5,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from itertools import islice
-from pathlib import Path
 
 from rich.console import Console
 
@@ -18,9 +17,6 @@ from unstale.envs import HasDemonstrations, implements
 from unstale.envs.chat import Chat
 from unstale.envs.references import Reference, encode_conversation
 from unstale.envs.registry import build_taskset, find_spec, libraries
-
-TEMPLATES = Path(__file__).parents[1] / "recipes" / "chat_templates"
-"""Folder with the chat templates of the package."""
 
 
 def make_start(config: RunConfig, console: Console) -> None:
@@ -38,8 +34,6 @@ def make_start(config: RunConfig, console: Console) -> None:
     began = time.monotonic()
     plain = _plain(config)
     policy = load_policy(plain)
-    if config.sft.chat_template:
-        policy.tokenizer.chat_template = _template(config.sft.chat_template)
     references = demonstrations(config, policy.tokenizer, policy.ends)
     console.print(
         f"supervised start: {config.sft.steps} steps of {config.sft.batch} demonstrations of "
@@ -113,16 +107,3 @@ def _plain(config: RunConfig) -> RunConfig:
         cluster=ClusterConfig(),
         engine=replace(config.engine, quantise="none"),
     )
-
-
-def _template(name: str) -> str:
-    """Return the text of a chat template: a file, or one of the package by its name."""
-    shipped = TEMPLATES / f"{name}.jinja"
-    path = shipped if shipped.is_file() else Path(name)
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        known = ", ".join(sorted(each.stem for each in TEMPLATES.glob("*.jinja")))
-        raise ConfigError(
-            f"sft.chat_template must be a file or one of {known}, got {name!r}: {error}"
-        ) from error

@@ -247,7 +247,7 @@ def _audit(chosen: argparse.Namespace) -> int:
         "--chat-template",
         default="",
         metavar="NAME",
-        help="check plain, chatml or a Jinja file instead of the model's own template",
+        help="check this template, as the option chat_template, instead of the model's own",
     ),
     argument(
         "--chat-template-kwargs",

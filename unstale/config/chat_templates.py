@@ -51,9 +51,30 @@ CHATML = (
 )
 """ChatML, whose messages are between the control tokens <|im_start|> and <|im_end|>."""
 
-NAMED = {"plain": PLAIN, "chatml": CHATML}
+PYTHON_CALLS = (
+    "{%- if messages[0]['role'] == 'system' %}{% set text = messages[0]['content'] %}"
+    "{% set rest = messages[1:] %}{% else %}{% set text = '' %}{% set rest = messages %}"
+    "{% endif -%}\n{%- if text or tools %}{{ '<|im_start|>system\\n' + text }}"
+    "\n{%- for tool in tools or [] %}"
+    "{{ '\\n' + tool.function.name + '(' + (tool.function.parameters.properties | "
+    "join(', ')) + '): ' + tool.function.description }}{% endfor -%}\n{{ '<|im_end|>\\n' }}"
+    "{% endif -%}\n{%- for message in rest %}"
+    "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] }}"
+    "\n{%- if message.tool_calls %}{{ '[' }}{% for call in message.tool_calls %}"
+    "{{ ', ' if not loop.first }}{{ call.function.name + '(' }}"
+    "{% for key, value in call.function.arguments.items() %}{{ ', ' if not loop.first }}"
+    "{{ key + '=' + (value | tojson) }}{% endfor %}{{ ')' }}{% endfor %}{{ ']' }}{% endif -%}"
+    "\n{{ '<|im_end|>\\n' }}{% endfor -%}\n{%- if add_generation_prompt %}"
+    "{{ '<|im_start|>assistant\\n' }}{% endif -%}"
+)
+"""ChatML with short prompts: a tool is described in one line, and called as in Python, such as
+[calculate(expression="12 + 7")].
+"""
+
+NAMED = {"plain": PLAIN, "chatml": CHATML, "python_calls": PYTHON_CALLS}
 """The templates of the package by the value of `chat_template`."""
-CONTROL_TOKENS = {"plain": (), "chatml": ("<|im_start|>", "<|im_end|>")}
+_CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")
+CONTROL_TOKENS = {"plain": (), "chatml": _CHATML_TOKENS, "python_calls": _CHATML_TOKENS}
 """Tokens that the vocabulary must have for each of these templates."""
 
 

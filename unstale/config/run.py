@@ -63,8 +63,8 @@ class RunConfig(Section):
     policy_download: bool = False
     """Download the policy from the Hugging Face hub if the local cache lacks it or a part of it."""
     chat_template: str = ""
-    """Chat template instead of the policy's own: `plain`, `chatml` or a Jinja file, whose text is
-    recorded. It is saved with the trained policy (docs/models.md).
+    """Chat template instead of the policy's own: `plain`, `chatml`, `python_calls` or a Jinja file,
+    whose text is recorded. It is saved with the trained policy (docs/models.md).
     """
     chat_template_kwargs: Annotated[str, JsonObject()] = ""
     """Variables of the chat template as a JSON object, such as {"enable_thinking": false}."""
@@ -174,7 +174,6 @@ class RunConfig(Section):
         for_models = (
             "policy_gguf",
             "policy_download",
-            "chat_template",
             "chat_template_kwargs",
             "tools_in_prompt",
         )

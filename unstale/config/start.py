@@ -24,7 +24,6 @@ def start_folder(config: "RunConfig") -> Path:
 
 def start_options(config: "RunConfig") -> dict[str, Any]:
     """Return all that a supervised start depends on."""
-    template = Path(config.sft.chat_template)
     weights = sorted(config.pretrained_folder.glob("*.safetensors"))
     return {
         "policy": config.policy,
@@ -32,7 +31,7 @@ def start_options(config: "RunConfig") -> dict[str, Any]:
         "seed": config.seed,
         "task": {**asdict(config.task), "env": config.sft.env or config.task.env},
         "sft": asdict(config.sft),
-        "template": template.read_text("utf-8") if template.is_file() else "",
+        "chat_template": config.chat_template,
         "chat_template_kwargs": config.chat_template_kwargs,
         "max_context": config.engine.max_context,
         "temperature": config.engine.temperature,

@@ -106,7 +106,7 @@ class TrainerConfig(Section):
 class SftConfig(Section):
     """A supervised start: before the run, the policy learns demonstrations of a task set."""
 
-    refused_unread: ClassVar = ("env", "demonstrations", "batch", "lr", "chat_template")
+    refused_unread: ClassVar = ("env", "demonstrations", "batch", "lr")
     read_with: ClassVar = dict.fromkeys(refused_unread, ("steps", "> 0"))
 
     steps: Count = 0
@@ -121,10 +121,6 @@ class SftConfig(Section):
     """Demonstrations in an optimizer step."""
     lr: Positive = 3e-5
     """Learning rate of the supervised start, after one step of warm-up."""
-    chat_template: str = ""
-    """Chat template that the policy has from its start on: a file, or `python_calls`, which
-    describes tools in one line each and writes calls as Python does. Empty keeps the policy's own.
-    """
 
     def applies(self, option: str) -> bool:
         return option == "steps" or self.steps > 0

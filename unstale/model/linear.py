@@ -5,7 +5,8 @@ and backward. Without AVX-512 both are equally fast, except that a call of oneDN
 small matrices are then multiplied by MKL. MKL is the faster one there for gradients of weights.
 
 x86 CPUs without instructions for bfloat16 or float16 are slow with it: with float16, torch had 40%
-of the speed of float32 on a Zen 5. There the rows and weights of a linear layer are converted to float32, multiplied, and the result is rounded. Sums are float32 either way.
+of the speed of float32 on a Zen 5. There the rows and weights of a linear layer are converted to
+float32, multiplied, and the result is rounded. Sums are float32 either way.
 """
 
 import platform

@@ -27,6 +27,7 @@ def demo(**changes: Any) -> RunConfig:
     config = RunConfig(
         recipe="demo",
         policy="smollm2",
+        chat_template="python_calls",
         steps=24,
         task=make_task("reasoning-gym:chain_sum+gcd+lcm", tool="calculator"),
         sft=SftConfig(
@@ -35,7 +36,6 @@ def demo(**changes: Any) -> RunConfig:
             demonstrations=64,
             batch=8,
             lr=3e-5,
-            chat_template="python_calls",
         ),
         rollout=RolloutConfig(max_turns=4),
         engine=EngineConfig(max_context=256, max_completion_tokens=64),
