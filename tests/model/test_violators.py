@@ -145,10 +145,9 @@ VIOLATORS = [
     length_of_pass,
     slots_of_pass,
 ]
-ADMITTED = {(convolution_of_last_layer, "Mixtral"), (slots_of_pass, torch.float32, True)}
-"""Violators that are wrongly accepted. With experts only the median error of a sequence's tokens
-counts, and the convolution of the last layer changes the first ones. Dropped tokens depend on
-rounding, so float32 alone has a large error, which is then allowed.
+ADMITTED = {(slots_of_pass, torch.float32, True)}
+"""Violators that are wrongly accepted. Dropped tokens depend on rounding, so float32 has a large
+error also in a pass of one sequence, which is then allowed.
 """
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -172,7 +171,7 @@ def test_violators_are_refused(
     planted: bool,
     request: pytest.FixtureRequest,
 ) -> None:
-    if (spoil, name) in ADMITTED or (spoil, dtype, planted) in ADMITTED:
+    if (spoil, dtype, planted) in ADMITTED:
         request.applymarker(pytest.mark.xfail(strict=True, reason="the check admits it"))
     model = made(name, dtype, planted=planted)
     spoil(model)
