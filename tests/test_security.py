@@ -192,6 +192,7 @@ def test_code_is_imported_by_name_in_few_places() -> None:
     }
     assert {path for path, name, _ in calls() if name == "build_taskset"} <= {
         "build.py",
+        "cli/supervised_start.py",
         "cli/session.py",
         "cli/sft.py",
         "isolation/worker.py",

@@ -22,7 +22,13 @@ OTHER_ROUTES = {
     "old_logps/closing_s",
     "old_logps/stall_s",
 }
-OTHER_POLICIES = {"routes/missing_share", "trainer/packing_noise", "trainer/overflow_step_share"}
+OTHER_POLICIES = {"routes/missing_share", "trainer/packing_noise"}
+OTHER_DTYPES = {
+    "trainer/overflow_step_share",
+    "trainer/loss_scale",
+    "trainer/moved_weight_share",
+    "trainer/due_weight_share",
+}
 OTHER_ENGINES = {"engine/probe_logp_error", "trainer/bitwise_tokens"}
 GROUPS_OF_ENGINES = {
     "engine/rejects",
@@ -114,6 +120,6 @@ def test_the_page_lists_what_a_run_logs(tmp_path: Path) -> None:
         name for name, section in listed.items() if section != NOT_OF_A_RUN and "<" not in name
     }
     others = OTHER_ROUTES | OTHER_POLICIES | OTHER_ENGINES | SEVERAL_RANKS | TECHNIQUES
-    others |= GROUPS_OF_ENGINES
+    others |= GROUPS_OF_ENGINES | OTHER_DTYPES
     missing = expected - logged - others - UNDEFINED
     assert missing == set()
