@@ -71,13 +71,19 @@ sys.stdout.write("\\0" + json.dumps(answer))
 def bfcl() -> SimpleNamespace:
     """Import what is used of `bfcl_eval`, without the leaderboard's models and their clients.
 
-    `ast_checker` needs of its table of models only whether a model replaces dots in the names of
-    functions. Here the table has the one entry of a policy, which does not.
+    Of the table of models `ast_checker` needs only whether a model replaces dots in the names of
+    functions. Here the table has the one entry of a policy, which does not. Raises `ConfigError` if
+    the package is not installed.
     """
     before = os.environ.get("BFCL_PROJECT_ROOT")
     os.environ["BFCL_PROJECT_ROOT"] = _FOLDER.name
     try:
         utils = import_module("bfcl_eval.utils")
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"bfcl needs {error.name}: pip install --no-deps bfcl-eval==2026.3.23 "
+            "(its dependencies are not needed)"
+        ) from error
     finally:
         os.environ.pop("BFCL_PROJECT_ROOT")
         if before is not None:

@@ -1,0 +1,59 @@
+"""Test tasks of BFCL with its own checker: possible answers are right, changed ones wrong."""
+
+from dataclasses import replace
+
+import pytest
+
+from unstale.config import ConfigError
+from unstale.envs import Message
+from unstale.envs.adapters.bfcl import (
+    BfclTasks,
+    first_values,
+    is_valid,
+    load_entries,
+    reference_calls,
+)
+
+pytest.importorskip("bfcl_eval", reason="needs: pip install --no-deps bfcl-eval==2026.3.23")
+
+CATEGORIES = ["simple_python", "multiple", "parallel", "parallel_multiple", "live_simple"]
+
+
+@pytest.mark.parametrize("category", CATEGORIES)
+def test_possible_answers_are_right_and_others_wrong(category: str) -> None:
+    entries = load_entries(category)[:40]
+    assert len(entries) == 40
+    for entry in entries:
+        calls = reference_calls(entry)
+        whole = [
+            replace(call, arguments=first_values(answer[call.name], optional=True))
+            for call, answer in zip(calls, entry["answer"], strict=True)
+        ]  # some schemas require an argument that their answers leave out
+        assert is_valid(entry, category, calls) or is_valid(entry, category, whole), entry["id"]
+        assert not is_valid(entry, category, [replace(each, name="other") for each in calls])
+        assert not is_valid(entry, category, calls[:-1])
+
+
+def test_an_irrelevant_question_must_not_be_answered_by_a_call() -> None:
+    (entry, *_) = load_entries("irrelevance")
+    (other, *_) = load_entries("simple_python")
+    assert is_valid(entry, "irrelevance", [])
+    assert not is_valid(entry, "irrelevance", reference_calls(other))
+
+
+def test_tasks_are_split_by_their_names_and_an_episode_is_one_reply() -> None:
+    tasks = BfclTasks("simple_python")
+    held_out, train = list(tasks.held_out(1_000)), tasks.train(0)
+    names = {tasks.identity(task) for task in held_out}
+    assert 60 < len(names) < 140 and tasks.identity(next(iter(train))) not in names
+    task = held_out[0]
+    env = tasks.env(task, 0)
+    assert env.begin().messages[-1].role == "user" and tasks.tools_of(task)
+    turn = env.step(Message("assistant", "I cannot help."))
+    assert turn.done and not turn.rewards.get("reward", 0.0)
+
+
+@pytest.mark.parametrize("category", ["web_search", "memory_kv", "nope"])
+def test_categories_that_cannot_be_used_are_refused(category: str) -> None:
+    with pytest.raises(ConfigError, match=category):
+        BfclTasks(category)
