@@ -215,7 +215,7 @@ def toy_machine(
         noise = [6 + (params.seed >> (3 * i)) % 50 for i in range(REPLY - 1)]
         return [*noise[spoken:], 1]
 
-    policy, engine = tiny_policy(), ScriptedEngine(say, token_delay=delay)
+    policy, engine = tiny_policy(dtype=config.trainer.dtype), ScriptedEngine(say, token_delay=delay)
     scorer = LocalScorer(policy, 1.0, 4096)
     old = (route or ScoresAtClosing)(scorer, engine)
     rules = Rules(config.correction, config.objective)

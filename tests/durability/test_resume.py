@@ -308,6 +308,23 @@ def replay_config(*, deterministic: bool = True) -> RunConfig:
 
 
 @pytest.mark.costly
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_killed_run_draws_the_random_bits_of_rounding_again(
+    toy: Toy, tmp_path: Path, dtype: str
+) -> None:
+    """Weight decay changes the weights, since the episodes of the toy have no advantage."""
+    options = {
+        "trainer.dtype": dtype,
+        "trainer.rounding": "stochastic",
+        "trainer.weight_decay": 0.1,
+    }
+    made = override(config(deterministic=True), options)
+    toy.require_equal_resume(tmp_path, made, "prepare", 3)
+    moved = [row["trainer/moved_weight_share"] for row in rows(tmp_path / "run") if row["step"]]
+    assert len(moved) == STEPS and min(moved) > 0
+
+
+@pytest.mark.costly
 @pytest.mark.parametrize("name, number", [("prepare", 3), ("transaction", 120)])
 def test_a_run_that_replays_groups_ends_equal_wherever_it_is_killed(
     toy: Toy, tmp_path: Path, replaying: Path, name: str, number: int
