@@ -20,7 +20,6 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
-import reasoning_gym
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
@@ -88,6 +87,8 @@ class Replies:
 
 def chat_prompts(policy: Policy, count: int) -> list[list[int]]:
     """Return the tokens of chat prompts: puzzles and free text in turn, each different."""
+    import reasoning_gym
+
     noise = random.Random(0)
     free = [question.format(topic) for topic in TOPICS for question in QUESTIONS]
     noise.shuffle(free)
