@@ -19,6 +19,9 @@ from benchmarks.discrepancy_tables import dropped, means
 from unstale.model.policy import Policy
 from unstale.testing import tiny_policy
 
+# Python compiles a package that reasoning-gym needs at its first import, and warns of its code.
+pytestmark = pytest.mark.filterwarnings("ignore::SyntaxWarning")
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
