@@ -157,7 +157,7 @@ def main() -> None:
                 )
                 CONSOLE.print(line)
                 lines.append(line)
-    start = "anywhere" if options.precise else "on the grid of bfloat16"
+    start = "with the digits of the folder" if options.precise else "on the grid of bfloat16"
     head = [
         f"{options.steps} steps of {GROUPS} groups of {options.siblings}; float32 weights begin "
         f"{start}.",

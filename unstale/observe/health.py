@@ -20,9 +20,9 @@ per token.
 FAINT = 1e-7
 """Gradient norm below which weights hardly change: Adam's epsilon is 1e-8 for every weight."""
 
-LEAST_DUE, LOST = 2e-4, 0.5
-"""Updates are lost if less than this share of the weights that should change does. Of fewer weights
-than the first share a sample shows too little.
+LEAST_DUE, LOST = 2e-4, 0.6
+"""Updates are lost if, of the weights that should change, less than the second share does. If fewer
+than the first share should, a sample shows too little.
 """
 
 Row = Mapping[str, Any]

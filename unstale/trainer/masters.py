@@ -135,18 +135,20 @@ class Masters:
         """Return three sums over the sample since `watch`, as a float64 tensor on the CPU.
 
         They are the number of rounded weights that changed, the number that should have, and the
-        size of the sample. Of the weights with an update of x <= 1 times the distance between two
-        neighbours, a share x should change: so it is if float32 weights are anywhere between them.
-        The sums are 0 without rounded weights.
+        size of the sample. The first two count only weights with an update of less than half the
+        distance between two neighbours: larger ones are not lost. Of the weights with an update of
+        a share x of that distance, a share x should change: so it is if float32 weights are
+        anywhere between neighbours. The sums are 0 without rounded weights.
         """
         found = [torch.zeros(3, dtype=torch.float64)]
         for name, (weight, rounded) in self._before.items():
             after = self._sample(self.tensors[name])
-            due = (after - weight).abs() / _spacing(
-                torch.maximum(after.abs(), weight.abs()), self._dtype
-            )
-            changed = (self._rounded_sample(name) != rounded).sum()
-            sums = torch.stack([changed.double(), due.clamp(max=1).sum().double()]).cpu()
+            size = torch.maximum(after.abs(), weight.abs())
+            share = (after - weight).abs() / _spacing(size, self._dtype)
+            is_small = share < 0.5
+            changed = ((self._rounded_sample(name) != rounded) & is_small).sum()
+            due = (share * is_small).sum()
+            sums = torch.stack([changed.double(), due.double()]).cpu()
             found.append(torch.cat([sums, torch.tensor([len(weight)], dtype=torch.float64)]))
         self._before = {}
         return torch.stack(found).sum(0)
