@@ -1,18 +1,25 @@
 """Test tasks of BFCL with its own checker: possible answers are right, changed ones wrong."""
 
+import asyncio
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from unstale.config import ConfigError
-from unstale.envs import Message
+from unstale.envs import EnvError, Message, Turn
+from unstale.envs.adapters import bfcl
 from unstale.envs.adapters.bfcl import (
+    BfclEnv,
     BfclTasks,
+    BfclTurns,
     first_values,
     is_valid,
     load_entries,
     reference_calls,
 )
+from unstale.envs.calls import PythonCalls
 
 pytest.importorskip("bfcl_eval", reason="needs: pip install --no-deps bfcl-eval==2026.3.23")
 
@@ -48,9 +55,46 @@ def test_tasks_are_split_by_their_names_and_an_episode_is_one_reply() -> None:
     assert 60 < len(names) < 140 and tasks.identity(next(iter(train))) not in names
     task = held_out[0]
     env = tasks.env(task, 0)
+    assert isinstance(env, BfclEnv)
     assert env.begin().messages[-1].role == "user" and tasks.tools_of(task)
     turn = env.step(Message("assistant", "I cannot help."))
-    assert turn.done and not turn.rewards.get("reward", 0.0)
+    assert turn.done and turn.rewards == {"valid": 0.0}
+    right = reference_calls(tasks.data_of(task))
+    assert env.step(Message("assistant", "", right)).rewards == {"valid": 1.0}
+
+
+async def played(entry: Mapping[str, Any], turns: list[list[str]]) -> Turn:
+    """Play calls that are written in Python, each in a reply, and return the last turn."""
+    env = BfclTurns(entry)
+    await env.begin()
+    for written in turns:
+        for text in written:
+            (call,) = PythonCalls("", "").read(text, {})
+            turn = await env.step(Message("assistant", "", (call,)))
+            assert not turn.done and turn.messages[0].role == "tool"
+        turn = await env.step(Message("assistant", "Done."))
+    return turn
+
+
+def test_turns_are_judged_by_the_states_and_results_of_their_calls() -> None:
+    entry = next(
+        each
+        for each in load_entries("multi_turn_base")
+        if all("='" in call or "()" in call for turn in each["answer"] for call in turn)
+    )
+    turn = asyncio.run(played(entry, entry["answer"]))
+    assert turn.done and turn.rewards == {"valid": 1.0}
+    turn = asyncio.run(played(entry, [*entry["answer"][:-1], []]))
+    assert turn.done and turn.rewards == {"valid": 0.0}
+
+
+def test_a_checker_that_breaks_is_an_error_and_no_reward(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(bfcl, "_RUN", "import no_such_module")
+    (entry, *_) = load_entries("multi_turn_base")
+    with pytest.raises(EnvError, match="no_such_module"):
+        asyncio.run(played(entry, [[] for _ in entry["answer"]]))
 
 
 @pytest.mark.parametrize("category", ["web_search", "memory_kv", "nope"])

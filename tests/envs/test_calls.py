@@ -12,7 +12,7 @@ import pytest
 
 from tests.support.templates import DIALECTS, GLM, MISTRAL, ends_of, tokenizer_of
 from unstale.envs import Message, ToolCall
-from unstale.envs.calls import call_id, typed_value
+from unstale.envs.calls import JsonCalls, PythonCalls, call_id, schemas_of, typed_value
 from unstale.envs.chat import Chat
 
 PROPERTIES: dict[str, Any] = {
@@ -250,3 +250,59 @@ def test_a_template_that_loses_arguments_has_no_known_form() -> None:
     )
     with pytest.raises(ValueError, match=r"writes a call as '\[TOOL_CALLS\]a_tool"):
         chat_of("mistral", lossy)
+
+
+def test_python_keywords_may_name_arguments() -> None:
+    form = PythonCalls("", "")
+    (call,) = form.read("[f(from='is=1', class = 2, lambda_=3)]", {})
+    assert call == ToolCall("f", {"from": "is=1", "class": 2, "lambda_": 3})
+    assert form.read("[f(from=1, from=2)]", {})[0].error
+    assert form.read("[f(x=lambda: 1)]", {})[0].error
+
+
+@pytest.mark.parametrize(
+    ("text", "schema", "value"),
+    [
+        ("5", {"type": "INTEGER"}, 5),
+        ("5.5", {"type": "float"}, 5.5),
+        ('{"a": 1}', {"type": "dict"}, {"a": 1}),
+        ("('a', 1)", {"type": "tuple"}, ["a", 1]),
+        ("5", {"type": "String"}, "5"),
+        ("5", {"type": "any"}, 5),
+        ("5", {"allOf": [{"type": "string"}]}, "5"),
+        ("1", {"const": "1"}, "1"),
+        ("1", {"$ref": "#/$defs/Code"}, "1"),
+        ("5", {"anyOf": [{"$ref": "#/$defs/Count"}, {"type": "null"}]}, 5),
+        ("1", {"$ref": "#/$defs/Loop"}, 1),
+    ],
+)
+def test_types_are_read_as_tool_libraries_write_them(text: str, schema: Any, value: Any) -> None:
+    definitions = {
+        "Code": {"enum": ["1", "2"]},
+        "Count": {"type": "int"},
+        "Loop": {"allOf": [{"$ref": "#/$defs/Loop"}] * 4},
+    }
+    parameters = {"properties": {"x": schema}, "$defs": definitions}
+    found = schemas_of([{"function": {"name": "f", "parameters": parameters}}])["f"]["x"]
+    read = typed_value(text, found)
+    assert read == value and type(read) is type(value)
+
+
+def test_no_argument_of_a_json_call_is_dropped() -> None:
+    form = JsonCalls()
+    assert form.read('{"name": "f", "parameters": {"x": 1}}', {}) == (ToolCall("f", {"x": 1}),)
+    for text in (
+        '{"name": "f", "args": {"x": 1}}',
+        '{"name": "f", "x": 1}',
+        '{"name": "f", "arguments": {}, "parameters": {"x": 1}}',
+    ):
+        assert form.read(text, {})[0].error, text
+
+
+def test_a_closing_tag_in_a_string_does_not_end_a_call() -> None:
+    form = JsonCalls()
+    calls = (ToolCall("f", {"x": "a</tool_call><tool_call>"}), ToolCall("g", {}))
+    assert form.read_all(form.write(calls), {}) == ("", calls)
+    broken = '<tool_call>{"name": </tool_call><tool_call>{"name": "g"}</tool_call>'
+    first, second = form.read_all(broken, {})[1]
+    assert first.error and second == ToolCall("g", {})

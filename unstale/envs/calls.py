@@ -16,8 +16,11 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from hashlib import sha256
+from io import StringIO
 from itertools import islice, takewhile
+from keyword import iskeyword
 from os.path import commonprefix
+from tokenize import TokenError, generate_tokens
 from typing import Any
 
 from jinja2 import TemplateError
@@ -60,6 +63,7 @@ _TYPES = {
 }
 _TYPE_OF = {word: name for name, words in _TYPES.items() for word in words.split()}
 """The type of JSON Schema for the names that tool libraries write, in lower case."""
+_KEYWORD_MARK = "_keyword_argument"
 _ID_LENGTH = 9
 _EXCERPT = 40
 """Number of characters of a malformed call that an error message shows."""
@@ -352,7 +356,7 @@ class PythonCalls(CallForm):
             with warnings.catch_warnings():
                 # an escape sequence in the policy's text may cause a warning
                 warnings.simplefilter("ignore")
-                listed = ast.parse(text.strip(), mode="eval").body
+                listed = ast.parse(_without_keywords(text.strip()), mode="eval").body
             elements = listed.elts if isinstance(listed, ast.List) else [listed]
             return tuple(map(self._to_call, elements))
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
@@ -370,7 +374,7 @@ class PythonCalls(CallForm):
         """
         if not isinstance(node, ast.Call) or node.args:
             raise ValueError("an element is not a call with keyword arguments")
-        keys = [keyword.arg for keyword in node.keywords]
+        keys = [each.arg and each.arg.removesuffix(_KEYWORD_MARK) for each in node.keywords]
         if None in keys or len(set(keys)) < len(keys):
             raise ValueError("each argument must be given once, by its name")
         name = ast.unparse(node.func)
@@ -378,12 +382,31 @@ class PythonCalls(CallForm):
             raise ValueError(f"{name[:_EXCERPT]!r} is no name")
         words = _JsonWords()
         arguments = {
-            str(each.arg): ast.literal_eval(words.visit(each.value)) for each in node.keywords
+            str(key): ast.literal_eval(words.visit(each.value))
+            for key, each in zip(keys, node.keywords, strict=True)
         }
         try:
             return ToolCall(name, json.loads(json.dumps(arguments, allow_nan=False)))
         except TypeError as error:
             raise ValueError(str(error)) from error
+
+
+def _without_keywords(text: str) -> str:
+    """Return Python code with a mark after each keyword that names an argument, such as `from=`.
+
+    Text in which there is none, or that cannot be divided into tokens, is returned as it is.
+    """
+    try:
+        tokens = list(generate_tokens(StringIO(text).readline))
+    except (TokenError, SyntaxError):
+        return text
+    lines = text.splitlines(keepends=True)
+    for token, following in zip(tokens[-2::-1], tokens[:0:-1], strict=True):
+        if iskeyword(token.string) and following.string == "=":
+            row, column = token.end
+            line = lines[row - 1]
+            lines[row - 1] = f"{line[:column]}{_KEYWORD_MARK}{line[column:]}"
+    return "".join(lines)
 
 
 class _JsonWords(ast.NodeTransformer):

@@ -41,6 +41,8 @@ MAX_CALL_CHARACTERS = 10_000
 """Largest size of a reply's calls as JSON. Longer ones are wrong, so no check takes long."""
 LIMITS = sandbox.Limits(seconds=10.0, memory_mb=1024, file_mb=1)
 
+_SIGNAL = 128
+"""A larger exit code means that a signal ended the program."""
 _MODEL = "policy"
 """The name of the model in calls of the checkers."""
 _FOLDER = TemporaryDirectory(prefix="bfcl-", ignore_cleanup_errors=True)
@@ -319,15 +321,14 @@ class BfclTurns:
         done = await sandbox.run(command, stdin=json.dumps(request), limits=LIMITS)
         if done.code == 0 and "\0" in done.stdout:
             return json.loads(done.stdout.rpartition("\0")[2])
-        last = self._turns[-1].pop() if answers is None else []
-        if not answers and last and done.ended != "timeout" and self._is_lost(done):
+        is_too_much = done.ended == "timeout" or "MemoryError" in done.stderr or done.code > _SIGNAL
+        if not is_too_much and "AssertionError" not in done.stderr:
             raise EnvError(f"the calls of {entry['id']} failed: {done.stderr[-300:]}")
+        if answers is not None:  # the checker asserts that the same classes were used
+            return False
         # what takes too long or too much memory has no effect
-        return ["Error: the call took too long or too much memory"] * len(last) if last else False
-
-    @staticmethod
-    def _is_lost(done: sandbox.ProgramResult) -> bool:
-        return "MemoryError" not in done.stderr and done.code == 1
+        num_calls = len(self._turns[-1].pop())
+        return ["Error: the call took too long or too much memory"] * num_calls
 
 
 def as_python(call: ToolCall) -> str:
