@@ -160,7 +160,8 @@ class RunConfig(Section):
 
     def with_policy(self, folder: Path | str) -> Self:
         """Return the configuration with another policy, which needs no supervised start."""
-        return replace(self, policy=str(folder), policy_gguf="", sft=SftConfig())
+        gguf = self.policy_gguf if str(folder) == self.policy else ""
+        return replace(self, policy=str(folder), policy_gguf=gguf, sft=SftConfig())
 
     @property
     def template_kwargs(self) -> dict[str, Any]:

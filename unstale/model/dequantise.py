@@ -77,6 +77,7 @@ def _save(file: Path, folder: Path) -> None:
         gguf_file=file.name,
         dtype=torch.float32,
         output_loading_info=True,
+        ignore_mismatched_sizes=True,  # refused below, with the name of the weight
         local_files_only=True,
         use_safetensors=True,
         trust_remote_code=False,
@@ -84,6 +85,11 @@ def _save(file: Path, folder: Path) -> None:
     model, info = read
     if missing := sorted(info["missing_keys"]):
         raise ValueError(f"it lacks {len(missing)} weights, for example {missing[0]}")
+    for name, stored, expected in sorted(info["mismatched_keys"]):
+        raise ValueError(
+            f"{name} has the shape {tuple(stored)}, and transformers reads {tuple(expected)} from "
+            "the metadata of the file: convert the original model instead"
+        )
     # transformers refuses to save a model that has this, although its weights are plain
     del model.config.quantization_config
     with torch.device("meta"):
@@ -97,16 +103,15 @@ def _save(file: Path, folder: Path) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def main() -> int:
-    """Convert a file, and print the reason in one line if it cannot be done."""
-    try:
-        dequantise(Path(sys.argv[1]), Path(sys.argv[2]))
-    except (ConfigError, ImportError, *WRONG_FILE) as error:
-        text = re.sub(r"\s+", " ", str(error))[:300]
-        sys.stdout.write(f"{text or type(error).__name__}\n")
-        return 1
-    return 0
+def _print_reason(kind: type[BaseException], error: BaseException, trace: object) -> None:
+    """Print an error in one line on standard output, which the parent process reads.
+
+    It is for errors of all classes: tokenizers raises bare exceptions for damaged vocabularies.
+    """
+    text = re.sub(r"\s+", " ", str(error))[:300]
+    sys.stdout.write(f"{text or kind.__name__}\n")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.excepthook = _print_reason
+    dequantise(Path(sys.argv[1]), Path(sys.argv[2]))
