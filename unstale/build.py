@@ -536,7 +536,20 @@ def build_generator(
     """
     try:
         engine = engine or build_engine(config, policy.merging)
-        chat = Chat(
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    chat = build_chat(config, policy, taskset)
+    warn_of_hidden_tools(config, chat)
+    return Generator(engine, chat, config.engine)
+
+
+def build_chat(config: RunConfig, policy: Policy, taskset: Taskset) -> Chat:
+    """Return the chat format of a policy with the tools of a task set.
+
+    Raises `ConfigError` if the policy's tokenizer or template cannot be used.
+    """
+    try:
+        return Chat(
             policy.tokenizer,
             taskset.tools,
             ends=policy.ends,
@@ -545,8 +558,6 @@ def build_generator(
         )
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    warn_of_hidden_tools(config, chat)
-    return Generator(engine, chat, config.engine)
 
 
 def warn_of_hidden_tools(config: RunConfig, chat: Chat) -> None:

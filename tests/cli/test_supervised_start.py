@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from unstale.build import load_policy
 from unstale.cli.session import train
 from unstale.cli.sft import RECORD
-from unstale.cli.supervised_start import make_start
+from unstale.cli.supervised_start import demonstrations, make_start
 from unstale.config import (
     CheckpointConfig,
     ConfigError,
@@ -95,6 +96,20 @@ def test_the_template_describes_tools_and_its_calls_are_read_back(tmp_path: Path
     text = '[calculate(expression="lcm(4, 6)")]'
     (call,) = chat.message(text).tool_calls
     assert not call.error and call.arguments == {"expression": "lcm(4, 6)"}
+
+
+def test_demonstrations_describe_the_tools_as_the_prompts_of_the_run_do(tmp_path: Path) -> None:
+    template = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
+    template += "{% endfor %}"
+    template += "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    config = replace(configured(tmp_path), chat_template=template)
+    policy = load_policy(replace(config, sft=SftConfig()))
+    described = replace(config, tools_in_prompt=True)
+    assert start_folder(described) != start_folder(config)
+    (reference, *_) = demonstrations(described, policy)
+    assert TOOL["function"]["description"] in policy.tokenizer.decode(reference.tokens)
+    with pytest.raises(ConfigError, match="no demonstrations of reasoning-gym:chain_sum"):
+        demonstrations(config, policy)  # this template writes no calls
 
 
 @pytest.mark.parametrize(

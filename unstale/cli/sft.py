@@ -11,7 +11,13 @@ from typing import Any, Literal
 import torch
 from rich.console import Console
 
-from unstale.build import build_old_logps, build_scorer, load_policy, warn_of_hidden_tools
+from unstale.build import (
+    build_chat,
+    build_old_logps,
+    build_scorer,
+    load_policy,
+    warn_of_hidden_tools,
+)
 from unstale.config import (
     AuditConfig,
     ConfigError,
@@ -23,7 +29,6 @@ from unstale.config import (
 from unstale.config.checks import require_empty_folder
 from unstale.durability.run_folder import dumps
 from unstale.envs import HasTaskTools, implements
-from unstale.envs.chat import Chat
 from unstale.envs.references import Reference, load_references
 from unstale.envs.registry import build_taskset
 from unstale.model.policy import Policy
@@ -117,16 +122,7 @@ def sft(
     taskset = build_taskset(config.task)
     own_tools = implements(taskset, HasTaskTools) and _have_different_tools(taskset, config.seed)
     policy = load_policy(config)
-    try:
-        chat = Chat(
-            policy.tokenizer,
-            taskset.tools,
-            ends=policy.ends,
-            template_kwargs=config.template_kwargs,
-            tools_in_prompt=config.tools_in_prompt,
-        )
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
+    chat = build_chat(config, policy, taskset)
     warn_of_hidden_tools(config, chat)
     references = load_references(
         data, chat, max_tokens=config.engine.max_context, own_tools=own_tools

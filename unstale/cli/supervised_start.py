@@ -2,21 +2,20 @@
 
 import shutil
 import time
-from collections.abc import Sequence
 from dataclasses import asdict, replace
 from itertools import islice
 
 from rich.console import Console
 
-from unstale.build import load_policy
+from unstale.build import build_chat, load_policy
 from unstale.cli.sft import RECORD, SftOptions, learn
 from unstale.config import AuditConfig, ClusterConfig, ConfigError, RunConfig
 from unstale.config.start import start_folder, start_options
 from unstale.durability.run_folder import dumps
 from unstale.envs import HasDemonstrations, implements
-from unstale.envs.chat import Chat
 from unstale.envs.references import Reference, encode_conversation
 from unstale.envs.registry import build_taskset, find_spec, libraries
+from unstale.model.policy import Policy
 
 
 def make_start(config: RunConfig, console: Console) -> None:
@@ -34,7 +33,7 @@ def make_start(config: RunConfig, console: Console) -> None:
     began = time.monotonic()
     plain = _plain(config)
     policy = load_policy(plain)
-    references = demonstrations(config, policy.tokenizer, policy.ends)
+    references = demonstrations(config, policy)
     console.print(
         f"supervised start: {config.sft.steps} steps of {config.sft.batch} demonstrations of "
         f"{config.sft.env or config.task.env}",
@@ -54,7 +53,7 @@ def make_start(config: RunConfig, console: Console) -> None:
     )
 
 
-def demonstrations(config: RunConfig, tokenizer: object, ends: Sequence[int]) -> list[Reference]:
+def demonstrations(config: RunConfig, policy: Policy) -> list[Reference]:
     """Return the demonstrations of a supervised start as tokens.
 
     Raises `ConfigError` if the task set has none, or one is longer than `engine.max_context`.
@@ -72,7 +71,7 @@ def demonstrations(config: RunConfig, tokenizer: object, ends: Sequence[int]) ->
             "demonstration(task)"
         )
     try:
-        chat = Chat(tokenizer, taskset.tools, ends=ends, template_kwargs=config.template_kwargs)
+        chat = build_chat(config, policy, taskset)
         tasks = islice(taskset.train(config.seed), config.sft.demonstrations)
         references = [encode_conversation(chat, solver.demonstration(task)) for task in tasks]
     except ValueError as error:

@@ -33,6 +33,7 @@ def start_options(config: "RunConfig") -> dict[str, Any]:
         "sft": asdict(config.sft),
         "chat_template": config.chat_template,
         "chat_template_kwargs": config.chat_template_kwargs,
+        "tools_in_prompt": config.tools_in_prompt,
         "max_context": config.engine.max_context,
         "temperature": config.engine.temperature,
     }
