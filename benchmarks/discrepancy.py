@@ -51,7 +51,7 @@ FEW = 20
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """How one of the two programs computes: its dtype, and the format of its weights."""
+    """The settings of an engine or a trainer: its dtype, and the format of its weights."""
 
     dtype: str
     quantise: str = "none"

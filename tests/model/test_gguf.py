@@ -133,7 +133,7 @@ def test_the_folder_has_the_dequantised_weights_and_the_origin(
 def test_two_processes_at_once_convert_a_file_once(
     file: Path, cache: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """What a killed conversion left is removed."""
+    """A folder that a killed conversion left is removed."""
     left = converted_folder(file, convert=False)
     left = left.with_name(f"{left.name}.tmp1")
     left.mkdir(parents=True)

@@ -15,7 +15,7 @@ from unstale.model.loading import load_tokenizer, no_progress_bars
 MASSIVE_DIMENSION = 5
 """The dimension of the hidden states that `plant` scales."""
 MASSIVE = 1000.0
-"""How many times as large `plant` makes it (arXiv 2402.17762 found 100 to 10,000)."""
+"""Factor by which `plant` scales it. Trained networks have 100 to 10,000 (arXiv 2402.17762)."""
 _SINK_WEIGHTS = {False: 0.6, True: 3.0}
 """Weight of the massive dimension in queries and keys: the first token's score is then higher by 8
 to 10 nats. With `True` queries and keys are normalised, so it needs more weight.
@@ -43,7 +43,7 @@ class Architecture:
     model_type: str
     """Its name in `config.json`."""
     sizes: Mapping[str, Any] = field(default_factory=dict)
-    """What differs from, or is missing in, the sizes of all small models."""
+    """Sizes that differ from those of all small models, or are missing there."""
     refused: str = ""
     """A part of the message with which a run refuses it. Empty if it is trained."""
 

@@ -66,7 +66,7 @@ _ANSWERS = ("It is Paris.", "The last of the seven days is Sunday.", "I do not k
 
 @dataclass(slots=True)
 class Trial:
-    """What became of one model in one precision. A step that was not reached has no result."""
+    """The results of one model in one precision. A step that was not reached has none."""
 
     engine: str = ""
     """The program by which the embedded engine runs it."""
