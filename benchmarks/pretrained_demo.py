@@ -106,7 +106,7 @@ def main() -> None:
     lines = [
         f"Success on {TASKS} held-out tasks, sampled at temperature 1; 95% Wilson intervals.",
         "",
-        "| run | seed | after the supervised start | after 24 steps | minutes | busy cores | PSS, GiB |",
+        "| run | seed | after the start | after 24 steps | minutes | busy cores | PSS, GiB |",
         "|---|---|---|---|---|---|---|",
         *rows,
     ]
