@@ -48,7 +48,7 @@ from unstale.rollout.staleness_queue import (
 )
 from unstale.rollout.timeouts import run_to_completion
 from unstale.trainer import AuditObserver, Trainer
-from unstale.trainer.threads import WorkerThread, return_freed_memory
+from unstale.trainer.threads import FreedMemory, WorkerThread
 from unstale.weights.publish import Publisher
 
 LARGE_BATCH_TOKENS = 1 << 16
@@ -101,6 +101,7 @@ class RunComponents:
     io_thread: WorkerThread
     """Thread that writes checkpoints. The threads of asyncio may all be occupied by environments.
     """
+    freed_memory: FreedMemory = field(default_factory=FreedMemory)
     started: Callable[[], None] = lambda: None
     """Called when the engine has started. Nothing has been trained yet."""
     piece_arrived: asyncio.Event = field(default_factory=asyncio.Event)
@@ -509,8 +510,7 @@ class Publication:
         """
         run = self._run
         began = time.monotonic()
-        if self._checkpoint_due:
-            return_freed_memory()  # of gradients and activations, before the copy
+        run.freed_memory.trim(now=self._checkpoint_due)  # of gradients and activations
         # Before the snapshot: the version store's copy is then equal to the weights it saves.
         run.publisher.prepare(run.trainer, live)
         snapshot = None
