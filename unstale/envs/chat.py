@@ -28,7 +28,8 @@ from typing import Any
 from jinja2 import TemplateError
 
 from unstale.envs import Message, ToolCall, tool_schema
-from unstale.envs.calls import PROBE, CallForm, JsonCalls, call_id, find_form, schemas_of
+from unstale.envs.argument_types import schemas_of
+from unstale.envs.calls import PROBE, CallForm, JsonCalls, call_id, find_form
 from unstale.envs.tokens import SEAM, TextTokens, longest_seam
 from unstale.envs.tool_prompt import ToolText, tool_text
 

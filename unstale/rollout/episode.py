@@ -35,6 +35,7 @@ from unstale.envs import (
 )
 from unstale.envs.chat import Chat
 from unstale.envs.guard import EnvCaller, describe
+from unstale.envs.tokens import LONG_REPLY_TOKENS
 from unstale.records import (
     NO_BUDGET,
     ContextPiece,

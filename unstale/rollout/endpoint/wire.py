@@ -10,7 +10,7 @@ from typing import Any
 
 from unstale.config import EndpointConfig
 from unstale.envs import Message, ToolCall
-from unstale.envs.strict_json import refuse_constant
+from unstale.envs.strict_json import loads
 from unstale.records import Piece, Sampled
 from unstale.rewards import json_schema
 from unstale.rollout.endpoint.conversation import Call, HistoryMessage
@@ -101,7 +101,7 @@ class Choice:
 def load(data: bytes) -> dict[str, Any]:
     """Parse the body of a request as JSON. Raises `Refused` if it is no JSON object."""
     try:
-        body = json.loads(data, parse_constant=refuse_constant)
+        body = loads(data)
     except (ValueError, RecursionError) as error:
         raise Refused(f"the body is not JSON: {str(error)[:200]}", code="invalid_json") from None
     if not isinstance(body, dict):
@@ -314,7 +314,7 @@ def _places_in_order(
 def _read_call(call: Any, path: str) -> ToolCall:
     function = call["function"]
     try:
-        arguments = json.loads(function["arguments"] or "{}", parse_constant=refuse_constant)
+        arguments = loads(function["arguments"] or "{}")
     except (ValueError, RecursionError):
         arguments = None
     if not isinstance(arguments, dict):
