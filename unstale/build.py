@@ -539,7 +539,7 @@ def build_generator(
     except ValueError as error:
         raise ConfigError(str(error)) from error
     chat = build_chat(config, policy, taskset)
-    warn_of_hidden_tools(config, chat)
+    warn_of_hidden_tools(config, chat, taskset)
     return Generator(engine, chat, config.engine)
 
 
@@ -560,15 +560,22 @@ def build_chat(config: RunConfig, policy: Policy, taskset: Taskset) -> Chat:
         raise ConfigError(str(error)) from error
 
 
-def warn_of_hidden_tools(config: RunConfig, chat: Chat) -> None:
-    """Print a warning if no prompt describes the tools. The package's own policies know theirs."""
+def warn_of_hidden_tools(config: RunConfig, chat: Chat, taskset: Taskset) -> None:
+    """Print a warning if no prompt describes the tools. The package's own policies know theirs.
+
+    For an external agent, they are those that it sends with its calls.
+    """
     folders = {folder.resolve() for folder in SHIPPED_POLICIES.values()}
-    if chat.hides_tools and config.policy_folder.resolve() not in folders:
+    prompts, names = f"the prompts of {config.task.env}", "which tools there are"
+    hides = chat.hides_tools
+    if isinstance(taskset, ExternalAgent):
+        names = "which tools an agent sends, if it sends any"
+        hides = not (chat.renders_tools or config.tools_in_prompt)
+    if hides and config.policy_folder.resolve() not in folders:
         Console(stderr=True, soft_wrap=True).print(
             f"[yellow]warning:[/] the chat template of {escape(config.policy)} does not render "
-            f"tools, so the prompts of {escape(config.task.env)} do not say which tools there are. "
-            "Set tools_in_prompt = true to describe them in the prompt, unless the policy was "
-            "trained without descriptions",
+            f"tools, so {escape(prompts)} do not say {names}. Set tools_in_prompt = true to "
+            "describe them in the prompt, unless the policy was trained without descriptions",
             highlight=False,
         )
 

@@ -322,7 +322,7 @@ BROKEN: dict[str, tuple[str, str, str, int]] = {
         QWEN25.replace("+ '\\n' + message.content", "+ '\\n' + message.content.replace('ö', 'oe')"),
         "parses replies",
         "a reply is not parsed as it was written",
-        3,
+        4,
     ),
     "answers are forbidden": (
         QWEN25 + "{%- if messages | length > 3 %}{{- raise_exception('too much') }}{%- endif %}",

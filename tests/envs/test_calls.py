@@ -12,8 +12,11 @@ import pytest
 
 from tests.support.templates import DIALECTS, GLM, MISTRAL, ends_of, tokenizer_of
 from unstale.envs import Message, ToolCall
-from unstale.envs.calls import JsonCalls, PythonCalls, call_id, schemas_of, typed_value
+from unstale.envs.argument_types import argument_value, schemas_of, typed_value
+from unstale.envs.calls import JsonCalls, NamedCalls, PythonCalls, call_id
 from unstale.envs.chat import Chat
+from unstale.envs.strict_json import loads
+from unstale.rewards import json_schema
 
 PROPERTIES: dict[str, Any] = {
     "text": {"type": "string"},
@@ -274,6 +277,10 @@ def test_python_keywords_may_name_arguments() -> None:
         ("1", {"$ref": "#/$defs/Code"}, "1"),
         ("5", {"anyOf": [{"$ref": "#/$defs/Count"}, {"type": "null"}]}, 5),
         ("1", {"$ref": "#/$defs/Loop"}, 1),
+        ("1", {"$ref": "#/properties/code"}, "1"),
+        ("1", {"$ref": "#/$defs/Unknown"}, 1),
+        ("1e999", {"type": "number"}, "1e999"),
+        ("[1e999]", {"type": "array"}, "[1e999]"),
     ],
 )
 def test_types_are_read_as_tool_libraries_write_them(text: str, schema: Any, value: Any) -> None:
@@ -282,10 +289,33 @@ def test_types_are_read_as_tool_libraries_write_them(text: str, schema: Any, val
         "Count": {"type": "int"},
         "Loop": {"allOf": [{"$ref": "#/$defs/Loop"}] * 4},
     }
-    parameters = {"properties": {"x": schema}, "$defs": definitions}
-    found = schemas_of([{"function": {"name": "f", "parameters": parameters}}])["f"]["x"]
-    read = typed_value(text, found)
+    code = {"enum": ["1", "2"]}
+    parameters = {"properties": {"x": schema, "code": code}, "$defs": definitions}
+    found = schemas_of([{"function": {"name": "f", "parameters": parameters}}])["f"]
+    read = argument_value(text, "x", found)
     assert read == value and type(read) is type(value)
+
+
+def test_arguments_that_a_schema_does_not_name_have_the_type_of_all_others() -> None:
+    parameters = {"properties": {}, "additionalProperties": {"type": "string"}}
+    assert argument_value("5", "x", parameters) == "5"
+    assert argument_value("5", "x", {"additionalProperties": False}) == 5
+    assert argument_value("5", "x", None) == 5
+
+
+@pytest.mark.parametrize("number", ["1e999", "-1e999", "NaN", "Infinity"])
+def test_numbers_that_are_not_finite_make_a_call_malformed(number: str) -> None:
+    text = f'{{"name": "f", "arguments": {{"x": [{number}]}}}}'
+    assert JsonCalls().read(text, {})[0].error.startswith("the call is not JSON")
+    bare = JsonCalls("", "").read_bare(text, 0)
+    assert bare and bare[0].error
+    assert PythonCalls().read(f"[f(x={number})]", {})[0].error
+    named = NamedCalls("[TOOL_CALLS]", "", between="[ARGS]")
+    assert named.read(f'f[ARGS]{{"x": {number}}}', {})[0].error
+    with pytest.raises(ValueError, match=r"is no number|too large"):
+        loads(text)
+    assert loads('{"x": 1e308}') == {"x": 1e308}
+    assert json_schema(f"[{number}]", {"type": "array"}) == 0
 
 
 def test_no_argument_of_a_json_call_is_dropped() -> None:

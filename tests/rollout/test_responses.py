@@ -144,7 +144,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"reasoning": {"effort": "low"}}, "reasoning.effort", "endpoint.lenient"),
     ({"text": {"format": {"type": "json_object"}}}, "text.format", "endpoint.lenient"),
     ({"temperature": 0}, "temperature", "endpoint.lenient"),
-    ({"tools": [{"type": "web_search"}]}, "tools[0].name", "is missing"),
+    ({"tools": [{"type": "web_search"}]}, "tools[0].type", "only functions can be called"),
     ({"input": []}, "input", "at least one item"),
     ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0]", "is not an item of type"),
     ({"input": [{"role": "tool", "content": "x"}]}, "input[0].role", "no such role"),

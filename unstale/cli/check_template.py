@@ -57,6 +57,7 @@ _ARGUMENTS: tuple[dict[str, Any], ...] = (
 _TEXTS = (
     "x",
     "",
+    "the result",
     " a  b ",
     "Größe 漢字 🙂\n\nand more",
     "\n{curly} [square] 'quoted'\n",
@@ -276,7 +277,7 @@ def generate(chat: Chat, draw: random.Random) -> Messages:
         num_calls = draw.choice((0, 0, 1, 1, 2)) if chat.call_form else 0
         calls = tuple(ToolCall("look_up", draw.choice(_ARGUMENTS)) for _ in range(num_calls))
         thoughts = draw.choice(("", "hm", "so\n\nthen")) if chat.thinks else ""
-        content = draw.choice(("", *_TEXTS[2:4])) if calls else draw.choice(_TEXTS[:4])
+        content = draw.choice(("", *_TEXTS[2:5])) if calls else draw.choice(_TEXTS[:5])
         messages.append(Message("assistant", content, calls, thoughts))
         messages += [Message("tool", text()) for _ in calls]
         if not calls or draw.random() < 0.2:
@@ -361,6 +362,34 @@ def _appends(chat: Chat, messages: Messages) -> Problem | None:
         "the text after a reply depends on the messages before it: the tokens that continue a "
         "conversation are not those of the template",
         _divergence(chat.text(rendered, whole=True), chat.text(appended, whole=True)),
+    )
+
+
+def _has_own_tokens(chat: Chat, messages: Messages) -> Problem | None:
+    messages = tuple(replace(message, thoughts="") for message in messages)
+    replies = [place for place, message in enumerate(messages) if message.role == "assistant"]
+    grown = list(chat.encode_prompt(messages[: min(replies, default=len(messages))]))
+    for place, following in pairwise((*replies, len(messages))):
+        between = messages[place + 1 : following]
+        if not between:
+            return None  # a run has no reply after a reply
+        calls = messages[place].tool_calls
+        grown += chat.written_reply(messages[place], between)
+        grown += chat.encode_continuation(between, ended=True, calls=calls)
+    quotes = any(mark in each.content for each in messages for mark in chat.control_texts)
+    own = chat.encode_prompt(messages) if quotes else chat.encode(chat.render(messages))
+    if tuple(grown) == own:
+        return None
+    at = next((i for i, (a, b) in enumerate(zip(grown, own, strict=False)) if a != b), len(own))
+    found, wanted = (
+        ", ".join(f"{token} {chat.text([token], whole=True)!r}" for token in tokens[at:][:5])
+        for tokens in (grown, own)
+    )
+    before = chat.text(own[:at], whole=True)[-_EXCERPT // 2 :]
+    return Problem(
+        "a conversation that grows has other tokens than the tokenizer gives for the whole of it: "
+        "no other program would show the policy these",
+        f"after {before!r}: {found}; the tokenizer's own are {wanted}",
     )
 
 
@@ -458,6 +487,7 @@ CHECKS: dict[str, Check] = {
     "prompts for a reply": _prompts,
     "keeps earlier messages": _keeps_earlier,
     "appends new messages": _appends,
+    "has the tokenizer's own tokens": _has_own_tokens,
     "recognizes sent-back answers": _recognizes,
     "keeps text apart from control tokens": _keeps_text,
     "parses replies": _parses,

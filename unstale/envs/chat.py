@@ -25,11 +25,12 @@ from os.path import commonprefix
 from types import MappingProxyType
 from typing import Any
 
-import numpy as np
 from jinja2 import TemplateError
 
 from unstale.envs import Message, ToolCall, tool_schema
-from unstale.envs.calls import PROBE, CallForm, JsonCalls, call_id, find_form, schemas_of
+from unstale.envs.argument_types import schemas_of
+from unstale.envs.calls import PROBE, CallForm, JsonCalls, call_id, find_form
+from unstale.envs.tokens import SEAM, TextTokens, longest_seam
 from unstale.envs.tool_prompt import ToolText, tool_text
 
 STAND_IN = "@@reply@@"
@@ -49,9 +50,6 @@ _REPLY = Message("assistant", STAND_IN)
 _THOUGHT = "<think>"
 _END_OF_THOUGHT = "</think>"
 _TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError)
-LONG_REPLY_TOKENS = 4096
-"""Number of tokens from which on `Chat.text` takes about 1 ms, and others should not wait for it.
-"""
 _MAX_CACHED = 64
 """Largest number of `Chat` objects with other tools that a `Chat` keeps."""
 _MAX_RECENT_BYTES = 32 << 20
@@ -61,10 +59,6 @@ _MAX_RECENT_BYTES = 32 << 20
 _TOKEN_BYTES = 36
 """Memory of a token in a tuple."""
 _NUMBERS = count()
-_SEAM = "\ue000"
-"""A character that is inserted into a text such as `<|im_end|>` in a message. It divides the text,
-so that the tokenizer does not encode it as a control token. It is removed afterwards.
-"""
 
 
 class Chat:
@@ -94,7 +88,6 @@ class Chat:
         if tokenizer.eos_token_id is None:
             raise ValueError("the tokenizer has no end-of-sequence token; a reply could never end")
         self._tokenizer = tokenizer
-        self._backend = _plain_backend(tokenizer)
         self._tools = [dict(tool) for tool in tools]
         self._tools_in_prompt = tools_in_prompt
         self._tool_text: ToolText | None = None
@@ -103,8 +96,8 @@ class Chat:
         _check_variables(tokenizer, template, self._template_kwargs)
         self.dated = "strftime_now" in template
         self._template = _FIXED_DATE + template if self.dated else template
-        self.control_texts = _control_texts(tokenizer, template)
-        """The texts of all control tokens."""
+        self._text = TextTokens(tokenizer, template)
+        self.control_texts = self._text.control_texts
         any_mark = (
             "|".join(re.escape(mark) for mark in self.control_texts if len(mark.strip()) > 1)
             or "(?!)"
@@ -117,13 +110,12 @@ class Chat:
         """Part of the keys of `_recent`, which formats with other tools share."""
         self._tools_json = json.dumps(self._tools, default=str, ensure_ascii=False)
         self._tools_have_marks = bool(self._mark_start.search(self._tools_json))
-        self._longest_seam = max(map(_longest_seam, (self._tools_json, self._template)))
+        self._longest_seam = max(map(longest_seam, (self._tools_json, self._template)))
         self._schemas = schemas_of(self._tools)
         self._ends = self._find_ends()
         known = [*map(tokenizer.convert_tokens_to_ids, self._ends), tokenizer.eos_token_id]
         added = tokenizer.added_tokens_decoder
-        self.control_tokens = {token: mark.content for token, mark in added.items()}
-        """The texts of control tokens and tags, by token id."""
+        self.control_tokens = self._text.control_tokens
         known += [token for token in ends if token in added and added[token].special]
         self.stop_tokens: tuple[int, ...] = tuple(dict.fromkeys(known))
         """The tokens that end a reply. The first is the one that the template writes before a
@@ -148,7 +140,7 @@ class Chat:
         record = self._prompt_record(messages)
         return self._recent.get(
             (record, self._number, "prompt" if add_generation_prompt else "whole"),
-            lambda: self._encode(*self._render(record, add_generation_prompt)),
+            lambda: self._encode(record, add_generation_prompt),
         )
 
     def render(
@@ -190,7 +182,9 @@ class Chat:
             raise ValueError(
                 f"the chat template writes {after[:40]!r} after this reply instead of {ends}"
             )
-        return self._encode(after[len(end) :] if ended else after, seam)
+        if not ended:
+            return self._text.encode(after, after=STAND_IN, seam=seam)
+        return self._text.encode(after.removeprefix(end), after=end, seam=seam)
 
     def encode_reply(self, reply: Message, following: Sequence[Message] = ()) -> tuple[int, ...]:
         """Return the tokens of a reply that was not sampled, with its end token.
@@ -198,18 +192,7 @@ class Chat:
         They are those that the template writes before the `following` messages, by default a user's
         message. Raises ValueError if `parse` would return another message.
         """
-        after = [*following] or [_QUESTION]
-        around, seam = self._render(self._record([_QUESTION, _REPLY, *after], reply.tool_calls))
-        text, own_seam = self._render(self._record([_QUESTION, reply, *after]))
-        before, _, rest = around.partition(STAND_IN)
-        if not text.startswith(
-            before
-        ):  # a template may write a space before text, not before calls
-            before = before.rstrip()
-        end = next(filter(rest.startswith, self._ends), None)
-        if end is None or seam != own_seam or not (text.startswith(before) and text.endswith(rest)):
-            raise ValueError(f"the chat template does not write this reply: {reply.content[:40]!r}")
-        tokens = self._encode(text[len(before) : len(text) - len(rest)] + end, seam)
+        tokens = self.written_reply(reply, following)
         read = self.parse(tokens)
         if (read.content, read.tool_calls) != (reply.content.strip(), reply.tool_calls):
             raise ValueError(
@@ -218,6 +201,22 @@ class Chat:
                 "tool_calls, and no control tokens in the content"
             )
         return tokens
+
+    def written_reply(self, reply: Message, following: Sequence[Message] = ()) -> tuple[int, ...]:
+        """Return what `encode_reply` returns, also if `parse` returns another message."""
+        after = [*following] or [_QUESTION]
+        around, seam = self._render(self._record([_QUESTION, _REPLY, *after], reply.tool_calls))
+        text, own_seam = self._render(self._record([_QUESTION, reply, *after]))
+        prompt, _ = self._render(self._record([_QUESTION]))
+        before, _, rest = around.partition(STAND_IN)
+        # Replies of a history may lack what the prompt writes, such as `<think>`. A template may
+        # write a blank before text that it does not write before calls.
+        start = next(filter(text.startswith, (prompt, before, before.rstrip())), None)
+        end = next(filter(rest.startswith, self._ends), None)
+        if end is None or start is None or seam != own_seam or not text.endswith(rest):
+            raise ValueError(f"the chat template does not write this reply: {reply.content[:40]!r}")
+        written = text[len(start) : len(text) - len(rest)] + end
+        return self._text.encode(written, after=prompt, seam=seam)
 
     def parse(self, tokens: Sequence[int]) -> Message:
         """Return a reply as a message.
@@ -248,16 +247,11 @@ class Chat:
         For long replies, most of the work is done without the interpreter lock.
         """
         stops = () if whole else self.stop_tokens
-        kept = [token for token in tokens if token not in stops]
-        if self._backend is None:
-            # transformers checks the type of each token of a list, which takes as long as decoding.
-            options = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
-            return str(self._tokenizer.decode(np.array(kept, np.int64), **options))
-        if len(kept) < LONG_REPLY_TOKENS:
-            return str(self._backend.decode(kept, skip_special_tokens=False))
-        # `decode` would hold the interpreter lock
-        (text,) = self._backend.decode_batch([kept], skip_special_tokens=False)
-        return str(text)
+        return self._text.decode([token for token in tokens if token not in stops])
+
+    def bytes_of(self, token: int) -> bytes:
+        """Return the UTF-8 bytes that a token stands for. They may be a part of a character."""
+        return self._text.bytes_of(token)
 
     def parse_text(self, text: str, *, calls: bool = True) -> tuple[str | None, Message]:
         """Return the reasoning text of a reply, and the reply as a message.
@@ -318,17 +312,16 @@ class Chat:
         """True if the template supports reasoning texts, which end in `</think>`."""
         return _END_OF_THOUGHT in self._template
 
-    def encode(self, text: str) -> tuple[int, ...]:
-        """Return the tokens of a text. Control tokens in it are encoded as such.
+    def encode(self, text: str, *, after: str = "") -> tuple[int, ...]:
+        """Return the tokens of a text that continues the text `after`.
 
-        One half of a surrogate pair becomes `?`.
+        Control tokens in it are encoded as such.
         """
-        whole = text.encode(errors="replace").decode()
-        return tuple(self._tokenizer.encode(whole, add_special_tokens=False))
+        return self._text.encode(text, after=after)
 
     def are_token_ids(self, tokens: Sequence[int]) -> bool:
         """Return True if all `tokens` are in the vocabulary."""
-        return 0 <= min(tokens) <= max(tokens) < len(self._tokenizer)
+        return self._text.are_token_ids(tokens)
 
     @cached_property
     def renders_tools(self) -> bool:
@@ -371,10 +364,10 @@ class Chat:
         except _TEMPLATE_ERRORS:
             return ""
 
-    @cached_property
+    @property
     def longest_token(self) -> int:
         """The length of the longest token, in characters."""
-        return max(map(len, self._tokenizer.get_vocab()))
+        return self._text.longest_token
 
     def with_tools(
         self,
@@ -466,7 +459,7 @@ class Chat:
         These are texts in the content of messages that look like control tokens. `record` is what
         `_record` returns.
         """
-        seam = _SEAM * (1 + max(_longest_seam(record), self._longest_seam))
+        seam = SEAM * (1 + max(longest_seam(record), self._longest_seam))
         tools = self._tools
         if self._tools_have_marks:
             tools = json.loads(self._mark_start.sub(rf"\1{seam}", self._tools_json))
@@ -480,9 +473,10 @@ class Chat:
         )
         return str(text), seam
 
-    def _encode(self, text: str, seam: str) -> tuple[int, ...]:
-        """Encode the text between separators part by part, so that no control token spans one."""
-        return tuple(token for part in text.split(seam) for token in self.encode(part))
+    def _encode(self, record: str, add_generation_prompt: bool) -> tuple[int, ...]:
+        """Return the tokens of a conversation from its start."""
+        text, seam = self._render(record, add_generation_prompt)
+        return self._text.encode(text, seam=seam)
 
 
 _Key = tuple[str, int, str]
@@ -520,11 +514,6 @@ def _record(messages: Sequence[Message], reply_calls: Sequence[ToolCall] = ()) -
     return json.dumps(_as_dicts(messages, reply_calls), ensure_ascii=False)
 
 
-def _longest_seam(text: str) -> int:
-    """Return the length of the longest run of `_SEAM` in a text."""
-    return max(map(len, re.findall(f"{_SEAM}+", text)), default=0)
-
-
 def _split_thoughts(text: str) -> tuple[str, str]:
     """Return the reasoning text before the tag that ends it, and the text after the tag.
 
@@ -532,21 +521,6 @@ def _split_thoughts(text: str) -> tuple[str, str]:
     """
     thoughts, _, rest = text.partition(_END_OF_THOUGHT)
     return thoughts.lstrip("\n").removeprefix(_THOUGHT).strip("\n"), rest.lstrip("\n")
-
-
-def _control_texts(tokenizer: Any, template: str) -> list[str]:
-    """Return the texts of all special tokens, and of added tokens that the template contains."""
-    added = tokenizer.added_tokens_decoder.values()
-    texts = (token.content for token in added if token.special or token.content in template)
-    return sorted({tokenizer.eos_token, *texts})
-
-
-def _plain_backend(tokenizer: Any) -> Any:
-    """Return the Rust tokenizer, if the tokenizer's `decode` is its `decode`. Otherwise, None."""
-    from transformers import PreTrainedTokenizerFast
-
-    own = getattr(type(tokenizer), "_decode", None)
-    return tokenizer.backend_tokenizer if own is PreTrainedTokenizerFast._decode else None
 
 
 def _check_variables(tokenizer: Any, template: str, variables: Mapping[str, Any]) -> None:

@@ -19,7 +19,7 @@ from unstale.envs import Env, ListedTasks, Message, Turn
 from unstale.envs.draft_edit import DraftEditConfig
 from unstale.envs.guard import call
 from unstale.envs.registry import EnvSpec, import_user_code
-from unstale.envs.strict_json import refuse_constant
+from unstale.envs.strict_json import loads
 from unstale.records import Task
 
 Row = Mapping[str, Any]
@@ -295,7 +295,7 @@ def load_rows(
 
 def _json(text: bytes, where: str) -> Any:
     try:
-        return json.loads(text, parse_constant=refuse_constant)
+        return loads(text)
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{where}: not valid JSON: {error}") from None
 

@@ -4,14 +4,13 @@ docs/rewards.md describes them. `programs.py` runs unit tests in a sandbox, and 
 with a language model.
 """
 
-import json
 import math
 import unicodedata
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from unstale.envs.numbers import last_number
-from unstale.envs.strict_json import refuse_constant
+from unstale.envs.strict_json import loads
 
 _PUNCTUATION = " ,;:!?\"'`*\N{LEFT DOUBLE QUOTATION MARK}\N{RIGHT DOUBLE QUOTATION MARK}"
 
@@ -144,7 +143,7 @@ def json_schema(text: str, schema: Mapping[str, Any]) -> float:
         raise ValueError(f"not a JSON schema: {error.message}") from error
     validator = kind(schema, registry=Registry())
     try:
-        value = json.loads(text, parse_constant=refuse_constant)
+        value = loads(text)
         return float(validator.is_valid(value))
     except Unresolvable as error:
         raise ValueError(f"not a JSON schema: it does not define {error.ref!r}") from error

@@ -33,8 +33,9 @@ from unstale.envs import (
     implements,
     task_identity,
 )
-from unstale.envs.chat import LONG_REPLY_TOKENS, Chat
+from unstale.envs.chat import Chat
 from unstale.envs.guard import EnvCaller, describe
+from unstale.envs.tokens import LONG_REPLY_TOKENS
 from unstale.records import (
     NO_BUDGET,
     ContextPiece,

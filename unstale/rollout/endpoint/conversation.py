@@ -247,7 +247,9 @@ class Conversation:
         The prompt follows the answer of `after`. That is None at the start of a conversation.
         """
         if isinstance(prompt, str):
-            return (ContextPiece(self._chat.encode(prompt)),) if prompt else ()
+            answer = after.answer if after else None
+            text = answer if isinstance(answer, str) else ""
+            return (ContextPiece(self._chat.encode(prompt, after=text)),) if prompt else ()
         pieces: list[ContextPiece] = []
         messages: list[Message] = []
         before = _Before(after.ended, _calls_of(after.answer)) if after else None

@@ -23,7 +23,7 @@ from unstale.rollout.endpoint.conversation import (
     with_call_ids,
 )
 from unstale.rollout.endpoint.schemas import Refused
-from unstale.rollout.endpoint.wire import Choice, CompletionRequest
+from unstale.rollout.endpoint.wire import AnswerToken, Choice, CompletionRequest
 from unstale.rollout.episode import Rollout
 from unstale.rollout.transcript import NotReplayed, Transcript
 
@@ -327,7 +327,7 @@ class AgentSession:
             as_text = isinstance(call.history, str)
             answer = chat.text(tokens, whole=True) if as_text else tuple(tokens)
         logps = [
-            (chat.text([token], whole=True) if request.logprobs else "", logp)
+            AnswerToken(chat.bytes_of(token) if request.logprobs else b"", logp)
             for piece in branch.pieces[start:]
             if isinstance(piece, Sampled)
             for token, logp in zip(piece.tokens, piece.behavior_logp, strict=True)
