@@ -35,6 +35,7 @@ from unstale.rollout.episode import Rollout
 from unstale.rollout.evaluation import evaluate
 from unstale.rollout.failures import TooManyFailures
 from unstale.rollout.generator import Generator
+from unstale.rollout.metrics import describe
 from unstale.rollout.seeds import derive_seed
 from unstale.rollout.timeouts import Attempt, run_to_completion
 
@@ -157,6 +158,29 @@ def test_a_cut_off_reply_is_closed_before_the_answer() -> None:
     outcome, _ = play(tasks, lambda tokens, params: [ord("x")] * params.max_tokens)
     assert isinstance(outcome, Trajectory)
     assert "".join(map(chr, outcome.tokens)) == "hi" + "x" * 8 + ".yes" + "x" * 8
+
+
+def test_truncation_is_a_fact_of_the_reply_also_if_the_environment_ends_the_episode() -> None:
+    def letters(tokens: Sequence[int], params: SamplingParams) -> list[int]:
+        return [ord("x")] * params.max_tokens
+
+    def share(*outcomes: Trajectory | Failure) -> tuple[float, float, float]:
+        group = Group(TASK, tuple(each for each in outcomes if isinstance(each, Trajectory)))
+        figures = describe([group])
+        names = ("truncated_share", "cut_reply_share", "max_tokens_share")
+        return tuple(figures[f"completion/{name}"] for name in names)  # type: ignore[return-value]
+
+    cut, _ = play(Tasks([says("hi"), over(0.0)]), letters)
+    assert isinstance(cut, Trajectory) and (cut.stop, cut.rewards) == ("cut_reply", {"r": 0.0})
+    assert share(cut) == (1.0, 1.0, 1.0)
+    whole, _ = play(Tasks([says("hi"), over()]))
+    first, _ = play(
+        Tasks([says("hi"), says("so"), over()]),
+        lambda tokens, params: letters(tokens, params) if len(tokens) == 2 else [END],
+    )
+    assert isinstance(whole, Trajectory) and isinstance(first, Trajectory)
+    assert (whole.stop, first.stop) == ("done", "done") and "cut_replies" not in whole.facts
+    assert share(whole, first) == (0.0, pytest.approx(1 / 3), 0.0)
 
 
 def test_turn_and_context_limits_end_an_episode_without_reward() -> None:

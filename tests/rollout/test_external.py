@@ -889,3 +889,24 @@ def test_what_an_agent_cannot_be_trained_for_is_told_beforehand(agent: Any, word
         warnings.simplefilter("ignore", ResourceWarning)
         KEPT.clear()
         gc.collect()
+
+
+def test_an_agent_whose_last_reply_was_cut_has_not_ended_by_itself() -> None:
+    """A client's own limit counts, and a stop text of the client is an end."""
+
+    def asking(**fields: Any) -> Any:
+        async def agent(base_url: str, task: str, seed: int, api_key: str) -> float:
+            body = {"messages": [{"role": "user", "content": "hello"}], **fields}
+            await asyncio.to_thread(post, base_url, api_key, body)
+            return 0.0
+
+        return agent
+
+    def played(**fields: Any) -> tuple[str, float]:
+        world = World(lambda tokens, params: says("It is 30.")[: params.max_tokens])
+        outcome = whole(world.play(asking(**fields)))
+        return outcome.stop, outcome.facts.get("cut_replies", 0.0)
+
+    assert played() == ("done", 0.0)
+    assert played(max_tokens=2) == ("cut_reply", 1.0)
+    assert played(stop=["is"]) == ("done", 0.0)
