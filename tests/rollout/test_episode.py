@@ -94,6 +94,14 @@ class Tasks:
         return Env(self.scripts.pop(0), self.heard)
 
 
+def without_line(outcome: Trajectory | Failure) -> Failure:
+    """Return a failure without the line of `Env.step` that raised its error."""
+    assert isinstance(outcome, Failure)
+    error, _, line = outcome.error.partition(" (")
+    assert line.endswith("in step: raise answer)")
+    return replace(outcome, error=error)
+
+
 def says(text: str) -> Turn:
     return Turn((Message("user", text),))
 
@@ -294,9 +302,10 @@ def test_what_fails_again_is_reported_with_its_place() -> None:
     outcome, _ = play(
         Tasks([says("hi"), says("so"), KeyError("sku")], [ZeroDivisionError("odd")]), retries=1
     )
-    assert outcome == Failure(TASK, "begin", "ZeroDivisionError: odd")
+    assert without_line(outcome) == Failure(TASK, "begin", "ZeroDivisionError: odd")
     outcome, _ = play(Tasks([says("hi"), says("so"), KeyError("sku")]), retries=0)
-    assert outcome == Failure(TASK, "step 2", "KeyError: 'sku'", turns=2, sampled_tokens=6)
+    expected = Failure(TASK, "step 2", "KeyError: 'sku'", turns=2, sampled_tokens=6)
+    assert without_line(outcome) == expected
 
 
 def test_a_hanging_environment_is_a_failed_episode() -> None:
@@ -663,7 +672,8 @@ def test_an_environment_that_says_something_else_is_begun_again_and_that_is_no_f
 def test_a_failure_after_the_past_counts_with_those_before() -> None:
     past = EpisodeRecord(5, text("[hi]", "cd."), None, failures=1)
     outcome, told, _ = go_on(Tasks([says("hi"), EnvError("gone")]), past, retries=1)
-    assert outcome == Failure(TASK, "step 1", "EnvError: gone", turns=1, sampled_tokens=3)
+    expected = Failure(TASK, "step 1", "EnvError: gone", turns=1, sampled_tokens=3)
+    assert without_line(outcome) == expected
     assert told == [("begin", 5, True), ("ended", "Failure")]
 
 
