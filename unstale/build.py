@@ -308,7 +308,6 @@ def build(
             machine.techniques.credit,
             estimate=build_advantage(config.advantage),
             identify=identify,
-            stop_tokens=() if ends_freely(taskset) else generator.chat.stop_tokens,
         ),
         old_logps=old,
         auditor=machine.auditor,

@@ -18,6 +18,7 @@ from unstale.cli.saved_episodes import describe_evaluation
 from unstale.config import ConfigError, make_task
 from unstale.envs import EnvError, Message, Taskset, task_identity
 from unstale.envs.dataset import load_rows
+from unstale.envs.guard import describe
 from unstale.envs.registry import build_taskset
 from unstale.testing import check_env
 
@@ -121,11 +122,46 @@ def test_own_rewards_may_be_named_async_or_wrong(
     assert play_with("named") == {"right": 0.0, "short": 0.5}
     assert play_with("later") == {"reward": 2.0}
     with pytest.raises(
-        EnvError, match="rewards must be a finite number or numbers by name, got 'good'"
+        EnvError,
+        match=r"^the reward function text: rewards must be a finite number or .*, got 'good'",
     ):
         play_with("text")
     with pytest.raises(ConfigError, match=r"own_reward:one' cannot be used: too many positional"):
         taskset(path, reward="own_reward:one")
+
+
+def test_an_error_in_a_reward_has_the_line_of_the_user_and_the_name_of_the_reward(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if a library raises it, and if it is the cause of another error."""
+    (tmp_path / "broken_reward.py").write_text(
+        "import json\n"
+        "def _read(text):\n"
+        "    return json.loads(text)  # of the user\n"
+        "def by_library(reply, row): return _read(reply)\n"
+        "async def by_cause(reply, row):\n"
+        "    try:\n"
+        "        return row['gold']\n"
+        "    except KeyError as error:\n"
+        "        raise LookupError('two\\nlines') from error\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    path = write_jsonl(tmp_path / "rows.jsonl", ROWS)
+
+    def error_of(name: str) -> str:
+        with pytest.raises(EnvError) as error:
+            asyncio.run(play(taskset(path, reward=f"broken_reward:{name}"), "ab"))
+        return describe(error.value)
+
+    file = f"{tmp_path / 'broken_reward.py'}"[-120:]
+    assert error_of("by_library") == (
+        "the reward function by_library: JSONDecodeError: Expecting value: line 1 column 1 "
+        f"(char 0) ({file}, line 3, in _read: return json.loads(text) # of the user)"
+    )
+    assert error_of("by_cause").endswith(
+        f"LookupError: two lines ({file}, line 9, in by_cause: "
+        "raise LookupError('two\\nlines') from error)"
+    )
 
 
 def test_blank_lines_and_empty_lists_of_follow_ups_are_no_mistakes(tmp_path: Path) -> None:

@@ -328,13 +328,69 @@ def test_what_is_expected_is_not_where_the_program_runs(monkeypatch: pytest.Monk
     assert len(sent) == 4 and not any(str(secret) in words for words in sent)
 
 
+def test_the_usual_assertions_of_data_sets() -> None:
+    """Also of functions that are named as builtins. A wrong program passes none of them."""
+    tests = [
+        "assert f('set') == set([1, 2])",
+        "assert f('true') is True, 'with a message'",
+        "assert (f('true'))",
+        "assert not f('zero')",
+        "assert abs(f('float') - 0.3) < 1e-6",
+        "import math\nassert math.isclose(f('float'), 0.3)",
+        "assert f('float') in (0.3, 1)",
+        "assert f('inf') == float('inf') and f('list') == [1, 1e999]",
+        "assert f('decimal') == 1.5",
+        "assert f('big') == 2**100",
+        "assert sum(10, 15) == 6",
+        "assert sorted(f('set'), reverse=True) == [2, 1]",
+    ]
+    values = (
+        "{'set': {1, 2}, 'true': True, 'zero': 0, 'float': 0.3 + 1e-12, 'inf': float('inf'),"
+        " 'list': [1, float('inf')], 'decimal': Decimal('1.5'), 'big': 2**100}"
+    )
+    right = f"from decimal import Decimal\nf = {values}.get\nsum = lambda a, b: 6"
+    assert share(right, [*tests[:6], *tests[7:]]) == 1
+    cheat = "class X(int):\n  def __eq__(self, o): return True\nabs = lambda x: 0\n"
+    nan = f"{cheat}import math; math.isclose = lambda *_: True\nf = lambda x: float('nan')"
+    tests.remove("assert (f('true'))")  # not a number is true
+    assert share(f"{nan}\nsum = lambda a, b: X(7)", tests) == 0
+
+
+def test_a_large_output_and_many_warnings_are_right() -> None:
+    program = "import sys\nprint('1 ' * 600_000)\nprint('w' * 3_000_000, file=sys.stderr)"
+    assert asyncio.run(unit_tests(program, [("", "1 " * 600_000)])) == 1
+    assert asyncio.run(unit_tests(program, [("", "1 " * 599_999)])) == 0
+
+
+@pytest.mark.parametrize(
+    ("test", "message"),
+    [
+        ("assert gcd(1, 2) == unknown_name", "has no expected value"),
+        ("assert gcd(1, 2) == max()", "no program can pass .*TypeError: max expected"),
+        ("assert gcd(1, 2) == float('nan')", "is not equal to any value"),
+        (("", "\ud83d"), "no program can write"),
+        (("", "1" * 70_000), "has 70,000 bytes, and a program may write 64 kB"),
+    ],
+)
+def test_a_test_that_no_program_can_pass_is_an_error(test: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        share(GCD, [test])
+
+
 def test_a_test_that_hangs_is_the_last_one() -> None:
     hangs = "def gcd(a, b):\n    while a == 7: pass\n    return 6"
     assert share(hangs, [TESTS[0], TESTS[1], TESTS[0]], sandbox.Limits(seconds=4.0)) == 1 / 3
 
 
 @pytest.mark.parametrize(
-    "test", ["assert gcd(1, 2)", "gcd(1, 2) == gcd(2, 1)", "import os", "assert 1 == 1 == 1", "("]
+    "test",
+    [
+        "gcd(1, 2) == gcd(2, 1)",
+        "import os",
+        "assert 1 == 1 == 1",
+        "(",
+        "all(gcd(n, 1) == 1 for n in [2])",
+    ],
 )
 def test_only_questions_with_a_known_answer_are_tests(test: str) -> None:
     with pytest.raises(ValueError, match="test"):

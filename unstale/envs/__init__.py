@@ -6,6 +6,7 @@ A task set creates the environments. `chat.py` converts messages to tokens.
 import math
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from decimal import Decimal
 from functools import cache, partial
 from itertools import count
 from numbers import Real
@@ -93,12 +94,23 @@ class Turn:
     def __post_init__(self) -> None:
         set_field = partial(object.__setattr__, self)
         set_field("messages", _messages(self.messages))
-        rewards = self.rewards
-        if not isinstance(rewards, dict | Mapping):
-            rewards = {"reward": _number("rewards", rewards, or_else=" or numbers by name")}
-        set_field("rewards", _numbers("rewards", rewards))
-        set_field("reward", _number("reward", self.reward))
-        set_field("facts", _numbers("facts", self.facts))
+        set_field("rewards", read_rewards(self.rewards))
+        set_field("reward", _number("Turn.reward", self.reward))
+        set_field("facts", _numbers("Turn.facts", self.facts))
+
+
+def read_rewards(rewards: Any, source: str = "Turn.") -> dict[str, float]:
+    """Return rewards by name. A single number is stored as `{"reward": number}`.
+
+    Raises `EnvError`, which begins with the source of the rewards, for another value.
+
+    >>> read_rewards(1), read_rewards({"right": True})
+    ({'reward': 1.0}, {'right': 1.0})
+    """
+    name = f"{source}rewards"
+    if not isinstance(rewards, dict | Mapping):
+        return {"reward": _number(name, rewards, or_else=" or numbers by name")}
+    return _numbers(name, rewards)
 
 
 def _messages(messages: Any) -> tuple[Message, ...]:
@@ -114,25 +126,25 @@ def _messages(messages: Any) -> tuple[Message, ...]:
 
 def _numbers(name: str, values: Any) -> dict[str, float]:
     if not isinstance(values, dict | Mapping):
-        raise EnvError(f"Turn.{name} must be numbers by name, got {short_repr(values)}")
+        raise EnvError(f"{name} must be numbers by name, got {short_repr(values)}")
     return {str(key): _number(name, value, key) for key, value in values.items()}
 
 
 def _number(name: str, value: Any, key: Any = None, *, or_else: str = "") -> float:
-    """Return a number, or a scalar of NumPy or torch, as float.
+    """Return a number, also a Decimal or a scalar of NumPy or torch, as float.
 
     Raises `EnvError` for other values.
     """
     if type(value) is float and math.isfinite(value):
         return value
     try:
-        number = value if isinstance(value, Real) else value.item()
-        if isinstance(number, Real) and math.isfinite(number):
+        number = value if isinstance(value, Real | Decimal) else value.item()
+        if isinstance(number, Real | Decimal) and math.isfinite(number):
             return float(number)
     except (AttributeError, TypeError, ValueError, RuntimeError, OverflowError):
         pass
     where = name if key is None else f"{name}[{short_repr(key)}]"
-    raise EnvError(f"Turn.{where} must be a finite number{or_else}, got {short_repr(value)}")
+    raise EnvError(f"{where} must be a finite number{or_else}, got {short_repr(value)}")
 
 
 class Env(Protocol):
@@ -359,5 +371,6 @@ def combine_rewards(taskset: Taskset, turn: Turn) -> Turn:
     if not (turn.rewards and implements(taskset, RewardCombiner)):
         return turn
     parts = {f"reward/{name}": value for name, value in turn.rewards.items()}
-    rewards = {"reward": taskset.combine(turn.rewards)}
+    combined = taskset.combine(turn.rewards)
+    rewards = {"reward": _number(f"the result of combine() of {taskset.name}", combined)}
     return replace(turn, rewards=rewards, facts={**turn.facts, **parts})

@@ -15,9 +15,9 @@ from typing import Any
 
 from unstale.config import ConfigError, install, nearest
 from unstale.config.checks import Share
-from unstale.envs import Env, ListedTasks, Message, Turn
+from unstale.envs import Env, ListedTasks, Message, Turn, read_rewards
 from unstale.envs.draft_edit import DraftEditConfig
-from unstale.envs.guard import call
+from unstale.envs.guard import DescribedError, call, describe
 from unstale.envs.registry import EnvSpec, import_user_code
 from unstale.envs.strict_json import loads
 from unstale.records import Task
@@ -188,8 +188,11 @@ class RowEnv:
     async def step(self, reply: Message) -> Turn:
         for text in self._follow_ups:
             return Turn((Message("user", text),))
-        rewards = await call(self._reward, reply.content, self._row)
-        return Turn((), done=True, rewards=rewards)
+        try:
+            rewards = await call(self._reward, reply.content, self._row)
+        except Exception as error:
+            raise DescribedError(f"{self.code_name}: {describe(error)}") from error
+        return Turn((), done=True, rewards=read_rewards(rewards, f"{self.code_name}: "))
 
 
 def _openings(rows: Sequence[Row], where: str, options: DatasetConfig) -> list[tuple[Message, ...]]:

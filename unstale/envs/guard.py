@@ -7,15 +7,19 @@ long.
 
 import asyncio
 import inspect
+import linecache
 import os
 import signal
 import sys
+import sysconfig
 import threading
 import time
+import traceback
 from collections.abc import Awaitable, Callable, Generator, Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from queue import SimpleQueue
 from reprlib import repr as short_repr
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -40,10 +44,20 @@ MAX_CANCELS = 5
 """Number of cancellations that a task may ignore. Then it is abandoned."""
 _TICK_S = 0.5
 _MAX_TEXT = 300
+_MAX_SOURCE = 120
+_MAX_CAUSES = 8
+_PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"
+_PYTHON = tuple({f"{sysconfig.get_path(name)}{os.sep}" for name in ("stdlib", "platstdlib")})
+_INSTALLED = (
+    *_PYTHON,
+    *(f"{sysconfig.get_path(name)}{os.sep}" for name in ("purelib", "platlib")),
+)
 
 
 class DescribedError(EnvError):
-    """An error of another process. Its text is the line that `describe` made of it there."""
+    """An error that is described already. Its text is a line of `describe`, of this process or of
+    another one, perhaps after the name of the user code.
+    """
 
 
 class EventLoopBlocked(BaseException):
@@ -293,21 +307,62 @@ class EnvCaller:
 def describe(error: BaseException) -> str:
     """Return the type and the text of an error, in one line of limited length.
 
-    Never raises an error.
+    If user code raised it, the file and the line of that code follow in brackets. Never raises an
+    error.
 
     >>> describe(ValueError("two\\nlines"))
     'ValueError: two lines'
     """
     if isinstance(error, DescribedError):
-        return str(error)
+        return _one_line(str(error))[: 3 * _MAX_TEXT]
     text = "(its text cannot be shown: str() raises an error)"
     with suppress(BaseException):
         text = str(error)
-    shown = " ".join(text[: 4 * _MAX_TEXT].split())
-    escaped = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in shown)
+    escaped = _one_line(text)
     if len(escaped) > _MAX_TEXT or len(text) > 4 * _MAX_TEXT:
         escaped = f"{escaped[:_MAX_TEXT]}... ({len(text):,} characters)"
-    return f"{type(error).__name__}: {escaped}"
+    return f"{type(error).__name__}: {escaped}{_place(error)}"
+
+
+def _place(error: BaseException) -> str:
+    """Return the line of user code that raised an error, or caused it, in brackets.
+
+    It is the last line outside Python's and installed libraries, or else outside Python's. It is ""
+    if only this package ran, or if the text of the error has it (a `SyntaxError`).
+    """
+    if isinstance(error, SyntaxError):
+        return ""
+    cause: BaseException | None = error
+    for _ in range(_MAX_CAUSES):
+        if cause is None:
+            break
+        frames = [
+            (frame.f_code, line)
+            for frame, line in traceback.walk_tb(cause.__traceback__)
+            if not frame.f_code.co_filename.startswith((_PACKAGE, "<frozen "))
+        ]
+        for libraries in (_INSTALLED, _PYTHON):
+            for code, line in reversed(frames):
+                if not code.co_filename.startswith(libraries):
+                    return f" ({_show_line(code.co_filename, line, code.co_name)})"
+        cause = cause.__cause__ or cause.__context__
+    return ""
+
+
+def _show_line(file: str, line: int, function: str) -> str:
+    """Return a line of a source file, with its place, as one line of limited length."""
+    with suppress(ValueError, OSError):
+        file = str(Path(file).relative_to(Path.cwd()))
+    source = _one_line(linecache.getline(file, line))
+    shown = f": {source[:_MAX_SOURCE]}" if source else ""
+    name = f"in {_one_line(function)[:_MAX_SOURCE]}"
+    return f"{_one_line(file)[-_MAX_SOURCE:]}, line {line}, {name}{shown}"
+
+
+def _one_line(text: str) -> str:
+    """Return the beginning of a text in one line, with escapes for what cannot be printed."""
+    shown = " ".join(text[: 4 * _MAX_TEXT].split())
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in shown)
 
 
 class Watchdog:

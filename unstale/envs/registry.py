@@ -9,7 +9,6 @@ with options has such a module (`tau2`).
 - `MODULE:FACTORY`: a function or class of the user's code, called without arguments.
 """
 
-import importlib
 import os
 import pkgutil
 import sys
@@ -24,7 +23,6 @@ from importlib.util import module_from_spec
 from itertools import islice
 from pathlib import Path
 from reprlib import repr as short_repr
-from traceback import extract_tb
 from types import ModuleType
 from typing import Any
 
@@ -193,23 +191,7 @@ def user_code(problem: str) -> Iterator[None]:
     except (ConfigError, KeyboardInterrupt):
         raise
     except BaseException as error:
-        raise ConfigError(f"{problem}: {describe(error)}{_place(error)}") from error
-
-
-def _place(error: BaseException) -> str:
-    """Return the file and line of user code that raised an error, in brackets.
-
-    "" if the text of the error has them (a `SyntaxError`), or no user code ran.
-    """
-    places = [
-        frame
-        for frame in extract_tb(error.__traceback__)
-        if frame.filename not in (__file__, importlib.__file__)
-        and not frame.filename.startswith("<frozen importlib")
-    ]
-    if isinstance(error, SyntaxError) or not places:
-        return ""
-    return f" ({Path(places[-1].filename).name}, line {places[-1].lineno})"
+        raise ConfigError(f"{problem}: {describe(error)}") from error
 
 
 def check_taskset(taskset: Taskset, seed: int, num_tasks: int) -> None:

@@ -343,5 +343,6 @@ def _describe(error: BaseException, episode: Episode) -> str:
         name = call.canceller
         own = name == episode.caller.name
         error = EnvError("it cancelled its own task" if own else f"{name} cancelled its task")
+    text = describe(error)
     error.__traceback__ = None  # it refers to the frames of the environment
-    return describe(error)
+    return text

@@ -37,6 +37,7 @@ from unstale.envs.chat import Chat
 from unstale.envs.guard import EnvCaller, describe
 from unstale.envs.tokens import LONG_REPLY_TOKENS
 from unstale.records import (
+    CUT_REPLIES,
     NO_BUDGET,
     ContextPiece,
     EpisodeBudget,
@@ -51,6 +52,7 @@ from unstale.records import (
     Task,
     Trajectory,
     TurnLimit,
+    count_cut_replies,
     count_turns,
 )
 from unstale.rollout import More, no_more
@@ -399,6 +401,8 @@ class Rollout:
                 transcript, caller, chat, (turn, turn_rewards), limit, budget_use
             )
         transcript.require_replayed()
+        num_cut = count_cut_replies(transcript.pieces, chat.stop_tokens)
+        cut = {CUT_REPLIES: float(num_cut)} if num_cut else {}
         return Trajectory(
             pieces=tuple(transcript.pieces),
             rewards=dict(turn.rewards),
@@ -407,7 +411,7 @@ class Rollout:
             seed=transcript.seed,
             episode=transcript.episode,
             turn_rewards=tuple(turn_rewards) if any(turn_rewards) else (),
-            facts={**turn.facts, **budget_use.facts()},
+            facts={**turn.facts, **budget_use.facts(), **cut},
         )
 
     def caller(self, env: Any, task: Task) -> EnvCaller:
@@ -465,6 +469,7 @@ class Rollout:
         env = caller.env
         resumable = env if implements(env, Resumable) else None
         simulated = env if implements(env, HasSimulatedDelays) else None
+        ended = True
         allowed = AllowedTurns(limit, most=self.config.max_turns, transcript=transcript, chat=chat)
         while not turn.done:
             if len(turn_rewards) == allowed.number(turn_rewards):
@@ -495,7 +500,7 @@ class Rollout:
                     transcript.add_context(ContextPiece(text))
                     if resumable:
                         transcript.save_snapshot(resumable, turn, turn_rewards)
-        return turn, "done"
+        return turn, "done" if ended else "cut_reply"
 
     async def _parse(self, chat: Chat, reply: Sequence[int]) -> Message:
         """Return a reply as a message. A long one is decoded in a thread.

@@ -71,7 +71,9 @@ class AgentRollout(Rollout):
             if failed and session.stop == "done":
                 raise failed
             # A limit that refuses a call may make the agent fail. This only ends the episode.
-            return _trajectory(session, task, turn, stop=session.stop if failed else "done")
+            return _trajectory(
+                session, task, turn, stop=session.stop if failed else session.own_end
+            )
         finally:
             # the error's traceback refers to this frame, which would be a reference cycle
             failed = None

@@ -12,7 +12,7 @@ from jinja2 import TemplateError
 
 from unstale.engines import GenerationOptions
 from unstale.envs.chat import Chat
-from unstale.records import ContextPiece, Piece, Sampled, Stop
+from unstale.records import CUT_REPLIES, ContextPiece, Piece, Sampled, Stop
 from unstale.rollout.endpoint.conversation import (
     Branch,
     Continuation,
@@ -57,6 +57,8 @@ class AgentSession:
     """
     broken: str = ""
     """Why an episode cannot continue after a resume. Empty if it can."""
+    own_end: Stop = "done"
+    """The reason of an end by the agent: `cut_reply` if a limit cut its last reply."""
     closed: bool = False
     num_replies: int = 0
     facts: Counter[str] = field(default_factory=Counter)
@@ -334,6 +336,8 @@ class AgentSession:
         ]
         self._conversation.add_answer(branch, answer, ended=ended)
         finish = "stop" if ended or cut is not None else "length"
+        self.own_end = "done" if finish == "stop" else "cut_reply"
+        self.facts.update([CUT_REPLIES] * (finish == "length"))
         if message.message.tool_calls:
             finish = "tool_calls"
         return Choice(message, finish, tuple(logps), num_prompt_tokens)
