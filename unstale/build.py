@@ -45,6 +45,7 @@ from unstale.engines.routing import Phases
 from unstale.envs import Taskset, sandbox, task_identity
 from unstale.envs.chat import Chat
 from unstale.envs.external import ExternalAgent
+from unstale.envs.guard import each_within_limit
 from unstale.envs.registry import build_taskset, check_taskset, held_out_tasks
 from unstale.isolation import IsolatedTasks, isolate
 from unstale.loop import RunComponents
@@ -298,7 +299,7 @@ def build(
         config=config,
         progress=life.progress,
         resumed_requests=life.requests,
-        requests=selection.requests(),
+        requests=each_within_limit(selection.requests(), f"train() of {taskset.name}"),
         engine=engine,
         rollout=rollout,
         evaluation=_evaluation(config, taskset, make_rollout, recorder),

@@ -7,11 +7,13 @@ that cannot be used is refused with one line before the run starts.
 
 import asyncio
 import os
+import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ from tests.support.hostile_envs import (
     HOSTILE,
     CancelsEverything,
     Env,
+    Sleeps,
     SwallowsCancellation,
 )
 from unstale.cli import session
@@ -32,7 +35,7 @@ from unstale.config import ConfigError, EngineConfig, RolloutConfig, TaskConfig
 from unstale.durability import virtual_clock
 from unstale.engines import SamplingParams
 from unstale.engines.scripted import ScriptedEngine
-from unstale.envs import EnvError, Message, NumberedTasks, Turn, guard, tool_schema
+from unstale.envs import EnvError, Message, NumberedTasks, Turn, guard, registry, tool_schema
 from unstale.envs.registry import build_taskset, check_taskset, held_out_tasks
 from unstale.records import Failure, Task, Trajectory
 from unstale.rollout import episode, timeouts
@@ -366,6 +369,82 @@ def test_code_that_ignores_interruptions_ends_the_process_by_name() -> None:
     assert result.returncode == 1 and result.stderr == ""
     assert "the environment of toy/train/1 has blocked the event loop" in result.stdout
     assert "ignores interruptions, so the process ends" in result.stdout
+
+
+BLOCKS = """
+import asyncio, os, sys, time
+from unstale.durability import virtual_clock
+from unstale.envs.guard import Watched
+from unstale.stop_signals import stop_signals
+
+async def step():
+    print("blocks", flush=True)
+    while True:
+        try:
+            time.sleep(3600)
+        except Exception:
+            pass
+
+async def main():
+    await asyncio.gather(*(Watched(step(), "the environment", print) for _ in range(9)))
+
+with stop_signals("; to continue: unstale train"):
+    virtual_clock.run(main())
+"""
+
+
+@pytest.mark.parametrize("by", [signal.SIGINT, signal.SIGTERM])
+def test_a_second_signal_ends_a_blocked_run_at_once(by: signal.Signals) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", BLOCKS],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+    ) as process:
+        assert process.stdout and process.stdout.readline() == "blocks\n"
+        process.send_signal(by)
+        time.sleep(0.2)  # equal signals that arrive together count as one
+        assert process.poll() is None  # the first one waits for the environment
+        process.send_signal(by)
+        _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "ended at once by a second signal; to continue: unstale train" in errors
+
+
+def test_a_run_ends_when_user_code_has_blocked_it_three_times_and_names_the_line() -> None:
+    async def main() -> None:
+        for _ in range(5):
+            with suppress(guard.EventLoopBlocked):
+                await guard.Watched(Sleeps().step(Message("assistant", "")), "it", lambda s: None)
+            guard.OCCUPANCY.require_few_interruptions()
+
+    line = r"hostile_envs\.py, line \d+ \(step\)\. Advice: make it a plain function"
+    with pytest.raises(guard.RunBlocked, match=rf"waited 3 times: it blocked .* in .*{line}"):
+        virtual_clock.run(main())
+
+
+def test_hooks_of_a_task_set_that_never_return_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def hang(*_: Any) -> Any:
+        time.sleep(3600)
+
+    monkeypatch.setattr(registry, "PREPARE_S", 0.6)
+    for hook in ("train", "held_out"):
+        with pytest.raises(ConfigError, match=rf"{hook}\(\) of listed: .* in .*test_hostile_envs"):
+            check_taskset(Listed(**{hook: hang}), 0, 50)
+            held_out_tasks(Listed(**{hook: hang}), 4)
+
+
+def test_a_slow_text_of_an_error_is_interrupted_and_named() -> None:
+    class SlowError(Exception):
+        def __str__(self) -> str:
+            time.sleep(3600)
+            return ""
+
+    async def main() -> str:
+        return guard.describe(SlowError())
+
+    assert "str() of a SlowError: it blocked the event loop" in virtual_clock.run(main())
 
 
 LEAKS_A_THREAD = """

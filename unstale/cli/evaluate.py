@@ -12,7 +12,7 @@ from rich.console import Console
 from unstale.build import build_rollout, build_sampler
 from unstale.cli.failures import RunFailed
 from unstale.cli.grades import EvalResult
-from unstale.cli.process import limit_threads, sigterm_as_ctrl_c
+from unstale.cli.process import limit_threads
 from unstale.cli.saved_episodes import open_saved
 from unstale.cli.trained import policy_folder
 from unstale.config import ConfigError, RunConfig
@@ -26,6 +26,7 @@ from unstale.rollout import evaluation
 from unstale.rollout.evaluation import FinishedEpisodes, attempts_at
 from unstale.rollout.generator import Generator
 from unstale.rollout.timeouts import first_error
+from unstale.stop_signals import stop_signals
 from unstale.weights.publish import DirectPublisher
 
 T = TypeVar("T")
@@ -106,7 +107,7 @@ def run_until_complete(work: Coroutine[Any, Any, T]) -> T:
         return task.result()
 
     try:
-        with sigterm_as_ctrl_c():
+        with stop_signals():
             return virtual_clock.run(main())
     except ExceptionGroup as failures:
         error = first_error(failures)

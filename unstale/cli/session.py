@@ -15,7 +15,7 @@ from unstale import loop
 from unstale.build import Components, build, build_checkpoints, build_machine
 from unstale.cli.early import new_folder
 from unstale.cli.failures import RunFailed, exhausted, literal, print_failure
-from unstale.cli.process import limit_threads, rare_garbage_collection, sigterm_as_ctrl_c
+from unstale.cli.process import limit_threads, rare_garbage_collection
 from unstale.cli.resume import changes_to_run, resume_command
 from unstale.cli.supervised_start import make_start
 from unstale.cli.survivors import write_survivors
@@ -57,6 +57,7 @@ from unstale.observe.recorder import Outputs
 from unstale.observe.trackers import OutcomeKind, RunOutcome, TrackedRun, Trackers
 from unstale.planner.footprint import predict_footprint, require_disk_to_resume
 from unstale.rollout.timeouts import first_error
+from unstale.stop_signals import stop_signals
 from unstale.trainer.records import NOT_FINITE
 from unstale.weights.child_process import cores
 
@@ -265,13 +266,18 @@ def _failure(error: BaseException, folder: Path) -> str:
 
 
 def _run_to_end(session: "RunSession", console: Console) -> Run:
+    """Run all segments, and end in order. A second Ctrl-C or SIGTERM ends the process at once."""
+    with stop_signals(f"; to continue: {resume_command(session.log.path)}"):
+        return _run_and_record(session, console)
+
+
+def _run_and_record(session: "RunSession", console: Console) -> Run:
     """Run all segments. Then write the report, and save the policy unless the run failed."""
     log = session.log
     folder = log.path
     reason, detail = "failed", "the program has an error, which is printed below"
     try:
         with (
-            sigterm_as_ctrl_c(),
             LiveDisplay(session.config, console=console) as display,
             rare_garbage_collection(),
         ):

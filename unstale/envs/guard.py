@@ -17,14 +17,18 @@ import time
 import traceback
 from collections.abc import Awaitable, Callable, Generator, Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from queue import SimpleQueue
 from reprlib import repr as short_repr
+from traceback import walk_stack
+from types import FrameType
 from typing import Any, Generic, NamedTuple, TypeVar
 
+from unstale import envs
 from unstale.envs import EnvError, Turn
+from unstale.stop_signals import SecondSignal
 
 T = TypeVar("T")
 
@@ -40,6 +44,8 @@ IGNORED_S = 3.0
 """Seconds for which user code may ignore the interruption. Then the process is ended."""
 CANCEL_INTERVAL_S = 1.0
 """Seconds between two cancellations of a task."""
+MAX_INTERRUPTIONS = 3
+"""Number of interrupted calls that end a run. During each one, all episodes wait for `HELD_S`."""
 MAX_CANCELS = 5
 """Number of cancellations that a task may ignore. Then it is abandoned."""
 _TICK_S = 0.5
@@ -67,6 +73,10 @@ class EventLoopBlocked(BaseException):
     """
 
 
+class RunBlocked(RuntimeError):
+    """Error: user code has blocked the event loop `MAX_INTERRUPTIONS` times."""
+
+
 class Running(NamedTuple):
     """The user code that runs on the event loop now, and since when."""
 
@@ -74,6 +84,10 @@ class Running(NamedTuple):
     since: float
     on_blocked: Callable[[float], None]
     max_s: float
+    advice: str = "make it a plain function, which runs in a thread, or await"
+    """What to do if it takes longer than `max_s` seconds."""
+    frame: Callable[[], FrameType | None] = lambda: None
+    """A function that returns the frame of the thread for which the event loop waits."""
 
 
 class Occupancy:
@@ -82,23 +96,85 @@ class Occupancy:
     current: Running | None = None
     canceller: str = ""
     """Name of the user code that cancelled its task, and perhaps all other tasks."""
+    num_interrupted: int = 0
+    """Number of calls of user code that were interrupted since the event loop was started."""
+    last_interrupted: str = ""
+    """The last of them in words."""
 
     @contextmanager
-    def waiting(self, max_s: float) -> Iterator[None]:
+    def waiting(
+        self, max_s: float, frame: Callable[[], FrameType | None] | None = None
+    ) -> Iterator[None]:
         """Allow user code `max_s` seconds while the event loop waits for a thread or a process.
 
-        The longer time applies within the context that this returns.
+        The longer time applies within the context that this returns. `frame` returns the frame
+        that runs in the thread.
         """
         before = self.current
         if before:
-            self.current = before._replace(max_s=max_s)
+            self.current = before._replace(
+                max_s=max_s,
+                advice="a deterministic run waits for it: make it quicker, or leave out "
+                "deterministic",
+                frame=frame or before.frame,
+            )
         try:
             yield
         finally:
             self.current = before and before._replace(since=time.monotonic())
 
+    def require_few_interruptions(self) -> None:
+        """Raise `RunBlocked` if user code was interrupted too often. All episodes stood still."""
+        if self.num_interrupted >= MAX_INTERRUPTIONS:
+            count = self.num_interrupted
+            raise RunBlocked(f"all episodes waited {count} times: {self.last_interrupted}")
+
 
 OCCUPANCY = Occupancy()
+
+
+@contextmanager
+def time_limit(name: str, max_s: float | None = None) -> Iterator[None]:
+    """Return a context for plain user code called `name` that must return at once.
+
+    After `HELD_S` seconds, or `max_s`, it is interrupted, and `EnvError` is raised. A `Watchdog`
+    must run in this thread.
+    """
+    before = OCCUPANCY.current
+    limit_s = HELD_S if max_s is None else max_s
+    advice = "it must return at once: do slow work before the run, or in a method of an environment"
+    OCCUPANCY.current = Running(name, time.monotonic(), lambda seconds: None, limit_s, advice)
+    try:
+        yield
+    except EventLoopBlocked as error:
+        raise EnvError(f"{name}: {error}") from None
+    finally:
+        OCCUPANCY.current = before and before._replace(since=time.monotonic())
+
+
+def each_within_limit(values: Iterator[T], name: str) -> Iterator[T]:
+    """Yield the values of a user's iterator called `name`. Each must come at once."""
+    while True:
+        with time_limit(name):
+            try:
+                value = next(values)
+            except StopIteration:
+                return
+        yield value
+
+
+def _place(frame: FrameType | None) -> str:
+    """Return file and line of the innermost frame that is not of an installed library."""
+    own = str(Path(envs.__file__).parents[1])
+    libraries = {*map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib")), own}
+    places = [each for each, _ in walk_stack(frame)]
+    for place in places:
+        name = place.f_code.co_filename
+        if not name.startswith((*libraries, "<frozen")):
+            return f" in {name}, line {place.f_lineno} ({place.f_code.co_name})"
+    for place in places[:1]:
+        return f" in {place.f_code.co_filename}, line {place.f_lineno} ({place.f_code.co_name})"
+    return ""
 
 
 class Watched(Generic[T]):
@@ -164,6 +240,7 @@ class OwnThread(Executor):
 
     def __init__(self, name: str = "environment") -> None:
         self._name = name
+        self._thread: threading.Thread | None = None
         self._calls: SimpleQueue[Callable[[], None] | None] | None = None
         self._num_submitted = 0
         self._num_finished = 0
@@ -191,12 +268,17 @@ class OwnThread(Executor):
 
         if self._calls is None:
             self._calls = SimpleQueue()
-            threading.Thread(
+            self._thread = threading.Thread(
                 target=_run_calls, args=(self._calls,), name=self._name, daemon=True
-            ).start()
+            )
+            self._thread.start()
         self._num_submitted += 1
         self._calls.put(work)
         return outcome
+
+    def frame(self) -> FrameType | None:
+        """Return the frame that runs in the thread now."""
+        return sys._current_frames().get(self._thread.ident or 0) if self._thread else None
 
     def close(self) -> None:
         """End the thread after the function that it runs now."""
@@ -316,15 +398,22 @@ def describe(error: BaseException) -> str:
     if isinstance(error, DescribedError):
         return _one_line(str(error))[: 3 * _MAX_TEXT]
     text = "(its text cannot be shown: str() raises an error)"
-    with suppress(BaseException):
-        text = str(error)
+    try:
+        with _on_event_loop(f"str() of a {type(error).__name__}"):
+            text = str(error)
+    except EnvError as slow:
+        text = f"(its text cannot be shown: {slow})"
+    except SecondSignal:
+        raise
+    except BaseException:  # noqa: BLE001 - the error of user code that is described is another
+        pass
     escaped = _one_line(text)
     if len(escaped) > _MAX_TEXT or len(text) > 4 * _MAX_TEXT:
         escaped = f"{escaped[:_MAX_TEXT]}... ({len(text):,} characters)"
-    return f"{type(error).__name__}: {escaped}{_place(error)}"
+    return f"{type(error).__name__}: {escaped}{_user_line(error)}"
 
 
-def _place(error: BaseException) -> str:
+def _user_line(error: BaseException) -> str:
     """Return the line of user code that raised an error, or caused it, in brackets.
 
     It is the last line outside Python's and installed libraries, or else outside Python's. It is ""
@@ -365,6 +454,11 @@ def _one_line(text: str) -> str:
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in shown)
 
 
+def _on_event_loop(name: str) -> AbstractContextManager[None]:
+    """Return `time_limit`, or a context without effect in a thread without an event loop."""
+    return time_limit(name) if asyncio._get_running_loop() else nullcontext()
+
+
 class Watchdog:
     """A thread that watches the event loop for user code that blocks it.
 
@@ -387,6 +481,7 @@ class Watchdog:
         if self._is_main:
             self._previous = signal.signal(signal.SIGURG, self._interrupt)
         OCCUPANCY.canceller = ""
+        OCCUPANCY.num_interrupted = 0
         self._thread.start()
 
     def __exit__(self, *_: object) -> None:
@@ -411,8 +506,8 @@ class Watchdog:
 
     def _act(self, running: Running, seconds: float) -> None:
         message = (
-            f"{running.name} has blocked the event loop for {seconds:.0f} s; "
-            "make it a plain function, which runs in a thread, or await"
+            f"{running.name} has blocked the event loop for {seconds:.0f} s"
+            f"{_place(sys._current_frames().get(self._watched))}; {running.advice}"
         )
         if not self._is_main:
             if seconds < running.max_s + _TICK_S:
@@ -424,13 +519,15 @@ class Watchdog:
             self._on_stuck(f"{message}. It ignores interruptions, so the process ends")
             os._exit(1)
 
-    def _interrupt(self, *_: object) -> None:
+    def _interrupt(self, number: int, frame: FrameType | None) -> None:
         """Raise the error in the user code that runs now, unless a debugger is attached."""
         running = OCCUPANCY.current
         self._traced = sys.gettrace() is not None
         if running and not self._traced and time.monotonic() - running.since >= running.max_s / 2:
             self._num_raised += 1
-            raise EventLoopBlocked(
-                f"it blocked the event loop for more than {running.max_s:g} s; "
-                "make it a plain function, which runs in a thread, or await"
-            )
+            place = _place(running.frame() or frame)
+            text = f"blocked the event loop for more than {running.max_s:g} s{place}"
+            if self._num_raised == 1:
+                OCCUPANCY.num_interrupted += 1
+                OCCUPANCY.last_interrupted = f"{running.name} {text}. Advice: {running.advice}"
+            raise EventLoopBlocked(f"it {text}; {running.advice}")

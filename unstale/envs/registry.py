@@ -14,7 +14,7 @@ import pkgutil
 import sys
 import sysconfig
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
@@ -29,13 +29,17 @@ from typing import Any
 from unstale import envs
 from unstale.config import ConfigError, TaskConfig, install, nearest
 from unstale.envs import Taskset, adapters
-from unstale.envs.guard import describe
+from unstale.envs.guard import Watchdog, describe, time_limit
 from unstale.records import Task
 
 MAX_CHECKED = 1000
 """Largest number of training tasks that are made and checked before a run. This takes about 1
 ms.
 """
+
+
+PREPARE_S = 60.0
+"""Seconds in which a task set must list the tasks that are checked before a run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,7 +214,7 @@ def check_taskset(taskset: Taskset, seed: int, num_tasks: int) -> None:
                 "write it with unstale.envs.tool_schema(name, description, properties)"
             )
     wanted = min(num_tasks, MAX_CHECKED)
-    with user_code(f"train({seed}) of {name} failed"):
+    with user_code(f"train({seed}) of {name} failed"), Watchdog(), _limit("train()", name):
         drawn = [
             _task(task, f"train({seed})", name) for task in islice(taskset.train(seed), wanted)
         ]
@@ -224,8 +228,13 @@ def check_taskset(taskset: Taskset, seed: int, num_tasks: int) -> None:
 def held_out_tasks(taskset: Taskset, count: int) -> list[Task]:
     """Return the held-out tasks. Raises `ConfigError` if the task set cannot list them."""
     name = getattr(taskset, "name", type(taskset).__name__)
-    with user_code(f"held_out({count}) of {name} failed"):
+    problem = f"held_out({count}) of {name} failed"
+    with user_code(problem), Watchdog(), _limit("held_out()", name):
         return [_task(task, f"held_out({count})", name) for task in taskset.held_out(count)]
+
+
+def _limit(method: str, name: str) -> AbstractContextManager[None]:
+    return time_limit(f"{method} of {name}", PREPARE_S)
 
 
 def _task(task: Any, method: str, name: str) -> Task:

@@ -34,7 +34,15 @@ from unstale.envs import (
     task_identity,
 )
 from unstale.envs.chat import Chat
-from unstale.envs.guard import EnvCaller, describe
+from unstale.envs.guard import (
+    CANCEL_INTERVAL_S,
+    OCCUPANCY,
+    EnvCaller,
+    Watched,
+    abandon,
+    describe,
+    time_limit,
+)
 from unstale.envs.tokens import LONG_REPLY_TOKENS
 from unstale.records import (
     CUT_REPLIES,
@@ -63,6 +71,7 @@ from unstale.rollout.segments import BudgetUse, EpisodeSlot, EpisodeSlots
 from unstale.rollout.timeouts import Attempt, PersistentTimeout
 from unstale.rollout.transcript import NotReplayed, NullWriter, OpenWriter, Transcript
 from unstale.rollout.turn_limit import AllowedTurns
+from unstale.stop_signals import SecondSignal
 from unstale.threads import in_thread
 
 OnFailure = Callable[[int, Failure, bool], None]
@@ -80,6 +89,8 @@ again each time it blocks for twice as long.
 
 CLOSE_S = 5.0
 """Seconds in which `close` of an environment must return."""
+EXIT_S = 30.0
+"""Seconds in which `__aexit__` of a task set must return. It may end servers."""
 
 
 @runtime_checkable
@@ -121,6 +132,8 @@ def stage(name: str, timeout_s: float) -> Iterator[PersistentTimeout]:
         raise  # an inner context has already named the stage
     except BaseException as error:
         if isinstance(error, asyncio.CancelledError) and task.cancelling():
+            raise
+        if isinstance(error, SecondSignal):
             raise
         if isinstance(error, GeneratorExit) and not _is_current(task):
             # The event loop ends and closes the coroutine. A CancelledError here comes from inside
@@ -174,8 +187,11 @@ class Rollout:
         self.wait_times = Stopwatch(
             "generation_wait", "tool_wait", *(["slot_wait"] if slots else [])
         )
+        self._taskset_name = getattr(taskset, "name", type(taskset).__name__)
         self.resources: AbstractAsyncContextManager[Any] = (
-            taskset if isinstance(taskset, AbstractAsyncContextManager) else nullcontext()
+            _Opened(taskset, self._taskset_name)
+            if isinstance(taskset, AbstractAsyncContextManager)
+            else nullcontext()
         )
         """A context that must be open while episodes run, such as the HTTP endpoint of agents."""
         self.quarantined: set[str] = set()
@@ -335,6 +351,7 @@ class Rollout:
                 )
             except (EpisodeFailed, NotReplayed) as error:
                 failure = failure_of(error, task, transcript.all_pieces)
+                OCCUPANCY.require_few_interruptions()
                 reason = "the attempt that it is a branch of failed"
                 of_branches = [
                     (each.episode, replace(failure_of(error, task, each.all_pieces), error=reason))
@@ -378,7 +395,7 @@ class Rollout:
         async with _OpenEnvironment() as opened:
             with stage("begin", self.config.timeout_s) as timeout:
                 chat = self.chat(task)
-                env = self.taskset.env(task, env_seed)
+                env = self.make_env(task, env_seed)
                 caller = opened.caller = self.caller(env, task)
                 if implements(env, HasWorker) and (start := env.worker_start()):
                     await timeout.without_limit(start)
@@ -432,8 +449,19 @@ class Rollout:
     def chat(self, task: Task) -> Chat:
         """Return the chat format with the tools of a task."""
         if implements(self.taskset, HasTaskTools):
-            return self.generator.chat.with_tools(self.taskset.tools_of(task))
+            with time_limit(f"tools_of() of {self._taskset_name}"):
+                return self.generator.chat.with_tools(self.taskset.tools_of(task))
         return self.generator.chat
+
+    def make_env(self, task: Task, seed: int) -> Any:
+        """Return the environment of a task. Raises `EnvError` if `env` of the task set blocks."""
+        with time_limit(f"env() of {self._taskset_name}"):
+            return self.taskset.env(task, seed)
+
+    def combine(self, turn: Turn) -> Turn:
+        """Combine the rewards of a turn. Raises `EnvError` if `combine` of the task set blocks."""
+        with time_limit(f"combine() of {self._taskset_name}"):
+            return combine_rewards(self.taskset, turn)
 
     async def _begin(
         self, transcript: Transcript, caller: EnvCaller, chat: Chat
@@ -486,7 +514,7 @@ class Rollout:
                 budget_use.count_calls(len(message.tool_calls))
                 step = caller.turn(env.step, message)
                 facts = turn.facts
-                turn = combine_rewards(self.taskset, await self.wait_times.on("tool_wait", step))
+                turn = self.combine(await self.wait_times.on("tool_wait", step))
                 if facts:
                     turn = replace(turn, facts={**facts, **turn.facts})
                 turn_rewards.append(turn.reward)
@@ -541,6 +569,41 @@ class Rollout:
                 f" at least {at_least:,} tokens; engine.max_context is {limit}: shorten the "
                 "messages, or raise engine.max_context"
             )
+
+
+class _Opened:
+    """A context that opens a task set, and closes it within `EXIT_S` seconds.
+
+    Code that ignores cancellation is then abandoned.
+    """
+
+    def __init__(self, taskset: AbstractAsyncContextManager[Any], name: str) -> None:
+        self._taskset = taskset
+        self._name = name
+
+    async def __aenter__(self) -> None:
+        await Watched(self._taskset.__aenter__(), f"__aenter__() of {self._name}", lambda s: None)
+
+    async def __aexit__(self, *error: Any) -> None:
+        """Close the task set. Raises `EnvError` if that takes too long and nothing else failed."""
+        method = f"__aexit__() of {self._name}"
+        work = self._taskset.__aexit__(*error)
+
+        async def close() -> None:
+            await Watched(work, method, lambda s: None)
+
+        closing = asyncio.create_task(close())
+        await asyncio.wait([closing], timeout=EXIT_S)
+        if not closing.done():
+            closing.cancel()
+            await asyncio.wait([closing], timeout=CANCEL_INTERVAL_S)
+        late = not closing.done() or closing.cancelled()
+        if not closing.done():
+            abandon(closing)
+        cause = None if late else closing.exception()
+        if error[0] is None and (late or cause):
+            problem = f"did not return within {EXIT_S:g} s" if not cause else describe(cause)
+            raise EnvError(f"{method}: {problem}") from cause
 
 
 class _OpenEnvironment:

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any, cast
 
-from unstale.envs import EnvError, Turn, combine_rewards, implements
+from unstale.envs import EnvError, Turn, implements
 from unstale.envs.external import ExternalEnv
 from unstale.records import Stop, Task, Trajectory, TurnLimit
 from unstale.rollout.endpoint.server import RecordingEndpoint
@@ -51,7 +51,7 @@ class AgentRollout(Rollout):
         technique is refused.
         """
         with stage("begin", self.config.timeout_s):
-            env = cast(ExternalEnv, self.taskset.env(task, env_seed))
+            env = cast(ExternalEnv, self.make_env(task, env_seed))
         caller = self.caller(env, task)
         failed = None
         turn = Turn(())
@@ -62,7 +62,7 @@ class AgentRollout(Rollout):
                 with stage("agent", env.timeout_s), self.endpoint.opened(session) as address:
                     async with session.watched():
                         turn = await caller.turn(env.drive, address, self.endpoint.token)
-                        turn = combine_rewards(self.taskset, turn)
+                        turn = self.combine(turn)
             except EpisodeFailed as error:
                 failed = error
         try:
