@@ -795,3 +795,21 @@ def test_a_failing_route_ends_the_run(tmp_path: Path) -> None:
     with pytest.raises(ExceptionGroup) as failure:
         run(parts)
     assert str(first_error(failure.value)) == "nan in a score"
+
+
+def test_an_evaluation_without_a_finished_episode_has_failed_and_is_not_zero(
+    tmp_path: Path,
+) -> None:
+    async def evaluation(**_: Any) -> list[bool | None]:
+        return [None, None]
+
+    events: list[dict[str, Any]] = []
+    log = SimpleNamespace(
+        span=lambda lane, label: nullcontext(),
+        phase=print,
+        event=lambda kind, **fields: events.append(fields),
+    )
+    run: Any = SimpleNamespace(trainer=SimpleNamespace(version=3), log=log)
+    metrics = asyncio.run(loop.evaluate(run, evaluation, 2))
+    assert math.isnan(metrics["eval/success_rate"]) and metrics["eval/failed_tasks"] == 2
+    assert math.isnan(events[0]["success"]) and events[0]["failed"] == 2
