@@ -9,6 +9,7 @@ logged.
 """
 
 import asyncio
+import math
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +18,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import count, cycle, islice
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -797,9 +799,7 @@ def test_a_failing_route_ends_the_run(tmp_path: Path) -> None:
     assert str(first_error(failure.value)) == "nan in a score"
 
 
-def test_an_evaluation_without_a_finished_episode_has_failed_and_is_not_zero(
-    tmp_path: Path,
-) -> None:
+def test_an_evaluation_without_a_finished_episode_has_failed_and_is_not_zero() -> None:
     async def evaluation(**_: Any) -> list[bool | None]:
         return [None, None]
 

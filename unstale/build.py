@@ -42,7 +42,7 @@ from unstale.engines import Engine
 from unstale.engines.pool import EnginePool, Recovery, supervise
 from unstale.engines.registry import EngineOptions, engine_spec, packs_weights
 from unstale.engines.routing import Phases
-from unstale.envs import Taskset, sandbox, task_identity
+from unstale.envs import EnvError, Taskset, sandbox, task_identity
 from unstale.envs.chat import Chat
 from unstale.envs.external import ExternalAgent
 from unstale.envs.guard import each_within_limit
@@ -137,6 +137,18 @@ def build_machine(
     trainer, auditor = build_trainer(config, policy, scorer)
     own = (scorer, trainer.old, auditor, trainer, trainer.techniques)
     return Components(policy, taskset, generator, *own)
+
+
+def build_server(config: RunConfig) -> tuple[Policy, Taskset, Generator]:
+    """Return what `build_sampler` returns, for a server. Its clients send tasks and tools."""
+    taskset = ExternalAgent(_no_agent, [None], name="server")
+    policy = load_policy(config)
+    build_rollout(config, taskset)  # raises ConfigError if a package for the endpoint is missing
+    return policy, taskset, build_generator(config, policy, taskset)
+
+
+def _no_agent(*_: object) -> float:
+    raise EnvError("a server runs no agent")
 
 
 def build_sampler(
