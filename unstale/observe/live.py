@@ -243,11 +243,14 @@ def _progress(
         if config.minutes:
             seconds = min(seconds, max(0.0, 60 * config.minutes - elapsed))
         left = f" · about {duration(seconds)} left"
+    share = step / config.steps
+    if config.minutes:  # whichever ends the run first
+        share = max(share, min(1.0, elapsed / (60 * config.minutes)))
     columns = (Column(no_wrap=True), Column(ratio=1), Column(no_wrap=True, justify="right"))
     grid = Table.grid(*columns, padding=(0, 2), expand=True)
     grid.add_row(
         Text.assemble("step ", (f"{step}", "bold"), f"/{config.steps}"),
-        ProgressBar(total=config.steps, completed=step, complete_style=GOOD, finished_style=GOOD),
+        ProgressBar(completed=100 * share, complete_style=GOOD, finished_style=GOOD),
         Text.assemble((duration(elapsed), "bold"), (left, QUIET)),
     )
     return grid
