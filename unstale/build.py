@@ -141,7 +141,7 @@ def build_machine(
 
 def build_server(config: RunConfig) -> tuple[Policy, Taskset, Generator]:
     """Return what `build_sampler` returns, for a server. Its clients send tasks and tools."""
-    taskset = ExternalAgent(_no_agent, [None], name="server")
+    taskset = cast(Taskset, ExternalAgent(_no_agent, [None], name="server"))
     policy = load_policy(config)
     build_rollout(config, taskset)  # raises ConfigError if a package for the endpoint is missing
     return policy, taskset, build_generator(config, policy, taskset)
