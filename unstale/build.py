@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 from rich.console import Console
@@ -42,7 +42,7 @@ from unstale.engines import Engine
 from unstale.engines.pool import EnginePool, Recovery, supervise
 from unstale.engines.registry import EngineOptions, engine_spec, packs_weights
 from unstale.engines.routing import Phases
-from unstale.envs import Taskset, sandbox, task_identity
+from unstale.envs import EnvError, Taskset, sandbox, task_identity
 from unstale.envs.chat import Chat
 from unstale.envs.external import ExternalAgent
 from unstale.envs.guard import each_within_limit
@@ -139,6 +139,18 @@ def build_machine(
     return Components(policy, taskset, generator, *own)
 
 
+def build_server(config: RunConfig) -> tuple[Policy, Taskset, Generator]:
+    """Return what `build_sampler` returns, for a server. Its clients send tasks and tools."""
+    taskset = cast(Taskset, ExternalAgent(_no_agent, [None], name="server"))
+    policy = load_policy(config)
+    build_rollout(config, taskset)  # raises ConfigError if a package for the endpoint is missing
+    return policy, taskset, build_generator(config, policy, taskset)
+
+
+def _no_agent(*_: object) -> float:
+    raise EnvError("a server runs no agent")
+
+
 def build_sampler(
     config: RunConfig, engine: Engine | None = None
 ) -> tuple[Policy, Taskset, Generator]:
@@ -156,7 +168,12 @@ def build_sampler(
         if any("texts" in entry.requires for entry in chosen(config.techniques)):
             read_texts(taskset, pool)
     require_repeats(config, taskset)
-    held_out_tasks(taskset, config.eval.tasks)
+    num_held_out = len(held_out_tasks(taskset, config.eval.tasks))
+    if num_held_out < config.eval.tasks:
+        _print_note(
+            f"note: {config.task.env} has {num_held_out} held-out tasks, fewer than "
+            f"eval.tasks = {config.eval.tasks}"
+        )
     if config.task.isolate == "ray":
         components.connect_run(config)
         taskset = isolate(taskset, config.task, remote_workers(config.cluster))
@@ -302,7 +319,7 @@ def build(
         requests=each_within_limit(selection.requests(), f"train() of {taskset.name}"),
         engine=engine,
         rollout=rollout,
-        evaluation=_evaluation(config, taskset, make_rollout, recorder),
+        evaluation=_evaluation(config, taskset, make_rollout, recorder, life),
         queue=queue,
         pending=pending,
         advantage=partial(
@@ -342,14 +359,28 @@ def _travel_dtype(config: RunConfig, policy: Policy) -> torch.dtype:
 
 
 def _evaluation(
-    config: RunConfig, taskset: Taskset, make_rollout: Callable[..., Rollout], recorder: Recorder
+    config: RunConfig,
+    taskset: Taskset,
+    make_rollout: Callable[..., Rollout],
+    recorder: Recorder,
+    life: ResumeState,
 ) -> Evaluation | None:
-    """Return a function that measures success on the held-out tasks. None if there are none."""
+    """Return a function that measures success on the held-out tasks. None if there are none.
+
+    In a new run, the first evaluation begins with one episode as a trial.
+    """
     held_out = held_out_tasks(taskset, config.eval.tasks)
     if not held_out:
         return None
     rollout = make_rollout(on_failure=recorder.held_out_failure, on_blocked=recorder.blocked)
-    return partial(evaluate, rollout, held_out, seed=config.seed)
+    is_first = life.progress.step == 0
+
+    async def measure(**options: Any) -> list[bool | None]:
+        nonlocal is_first
+        trial, is_first = is_first, False
+        return await evaluate(rollout, held_out, seed=config.seed, trial=trial, **options)
+
+    return measure
 
 
 def _publisher(
@@ -572,12 +603,15 @@ def warn_of_hidden_tools(config: RunConfig, chat: Chat, taskset: Taskset) -> Non
         names = "which tools an agent sends, if it sends any"
         hides = not (chat.renders_tools or config.tools_in_prompt)
     if hides and config.policy_folder.resolve() not in folders:
-        Console(stderr=True, soft_wrap=True).print(
+        _print_note(
             f"[yellow]warning:[/] the chat template of {escape(config.policy)} does not render "
             f"tools, so {escape(prompts)} do not say {names}. Set tools_in_prompt = true to "
-            "describe them in the prompt, unless the policy was trained without descriptions",
-            highlight=False,
+            "describe them in the prompt, unless the policy was trained without descriptions"
         )
+
+
+def _print_note(text: str) -> None:
+    Console(stderr=True, soft_wrap=True).print(text, highlight=False)
 
 
 def build_engine(config: RunConfig, merging: Merging | None) -> EnginePool:

@@ -13,6 +13,7 @@ run, but a failed episode does not.
 """
 
 import asyncio
+import math
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -558,17 +559,21 @@ async def evaluate(run: RunComponents, evaluation: Evaluation, step: int) -> dic
     finished = FinishedEpisodes()
     with run.log.span("eval", f"step {step}"):
         outcomes = await evaluation(progress=run.log.phase, finished=finished)
-    success = outcomes.count(True) / len(outcomes)
+    failed = outcomes.count(None)
+    # without a single finished episode, the policy's success is not known
+    success = outcomes.count(True) / len(outcomes) if failed < len(outcomes) else math.nan
     run.log.event(
         "eval",
         step=step,
         version=version,
         success=success,
         tasks=len(outcomes),
-        failed=outcomes.count(None),
+        failed=failed,
     )
     return {
         "eval/success_rate": success,
+        "eval/tasks": float(len(outcomes)),
+        "eval/failed_tasks": float(failed),
         "eval/reward_mean": finished.mean_reward(finished.successes),
         "eval/version": version,
         "eval/duration_s": time.monotonic() - began,

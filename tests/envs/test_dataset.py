@@ -6,6 +6,7 @@ function. Every mistake names file and line.
 """
 
 import asyncio
+import gzip
 import json
 from itertools import islice
 from pathlib import Path
@@ -282,7 +283,10 @@ def test_mistakes_in_the_held_out_file_name_it(
             {"held_out_file": "b.jsonl", "held_out_share": 0.2},
             r"held_out_share must not be set with task\.held_out_file = b\.jsonl, got 0\.2",
         ),
-        ({"held_out_file": "b.csv"}, r"b\.csv must be a file of type \.jsonl, \.json, \.parquet"),
+        (
+            {"held_out_file": "b.xlsx"},
+            r"b\.xlsx must be a file of type \.jsonl, \.json, \.csv, \.parquet",
+        ),
         ({"held_out_file": "a.jsonl"}, r"is the file of task\.env: name another one"),
         ({"held_out_file": "b.jsonl", "held_out_split": "test"}, "give one of them"),
         ({"held_out_split": "test"}, r"task\.env is the file a\.jsonl\. Use task\.held_out_file"),
@@ -319,3 +323,33 @@ def test_a_run_trains_on_rows_and_evaluates_on_others(tmp_path: Path) -> None:
     task = make_task(f"dataset:{path}", reward=NUMERIC, held_out_share=0.2)
     rows = session.train(small(tmp_path, task=task, steps=2), console=quiet()).metrics
     assert [row["step"] for row in rows] == [0, 1, 2] and "eval/success_rate" in rows[-1]
+
+
+@pytest.mark.parametrize("name", ["rows.csv", "Rows.JSONL", "rows.jsonl.gz", "rows.csv.GZ"])
+def test_other_types_of_files_are_read(tmp_path: Path, name: str) -> None:
+    if ".csv" in name:
+        text = "prompt,answer\n" + "".join(f'"{row["prompt"]}",{row["answer"]}\n' for row in ROWS)
+    else:
+        text = "".join(json.dumps(row) + "\n" for row in ROWS)
+    data = text.encode()
+    path = tmp_path / name
+    path.write_bytes(gzip.compress(data) if name.lower().endswith("gz") else data)
+    assert load_rows(str(path)) == ROWS
+
+
+@pytest.mark.parametrize(
+    "name, data, problem",
+    [
+        ("rows.xlsx", b"x", r"rows.xlsx is not of a type that is read: .jsonl, .json, .csv"),
+        ("rows", b"x", "not of a type"),
+        ("rows.jsonl.gz", b"x", "cannot be read"),
+        ("rows.csv", b"prompt,answer\nonly\n", "line 2: the row has not as many values"),
+        ("rows.csv", b"prompt\na,b\n", "line 2: the row has not as many values"),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_never_sought_on_the_hub(
+    tmp_path: Path, name: str, data: bytes, problem: str
+) -> None:
+    (tmp_path / name).write_bytes(data)
+    with pytest.raises(ConfigError, match=problem):
+        load_rows(str(tmp_path / name))

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from tests.support.hostile_envs import (
     HOSTILE,
     CancelsEverything,
     Env,
+    ReturnsNothing,
     Sleeps,
     SwallowsCancellation,
 )
@@ -33,6 +35,7 @@ from unstale.cli import session
 from unstale.cli.failures import RunFailed
 from unstale.config import ConfigError, EngineConfig, RolloutConfig, TaskConfig
 from unstale.durability import virtual_clock
+from unstale.durability.run_folder import read_jsonl
 from unstale.engines import SamplingParams
 from unstale.engines.scripted import ScriptedEngine
 from unstale.envs import EnvError, Message, NumberedTasks, Turn, guard, registry, tool_schema
@@ -331,6 +334,19 @@ def test_a_run_whose_tasks_are_all_cancelled_names_the_environment(tmp_path: Pat
         RunFailed, match=r"^the environment of listed/.* cancelled the tasks of the"
     ):
         session.train(config, console=quiet())
+
+
+def failing_tasks() -> Listed:
+    return Listed(env=lambda task, seed: ReturnsNothing())
+
+
+def test_a_trial_episode_ends_a_run_whose_environment_always_fails(tmp_path: Path) -> None:
+    config = small(tmp_path, task=TaskConfig(env=f"{__name__}:failing_tasks"))
+    config = replace(config, rollout=RolloutConfig(retries=0))
+    with pytest.raises(RunFailed, match=r"trial episodes .* on 3 tasks; .* must return a Turn"):
+        session.train(config, console=quiet())
+    events = [row["kind"] for row in read_jsonl(tmp_path / "run" / "events.jsonl")]
+    assert events.count("episode_failed") == 3 and "eval" not in events
 
 
 IGNORES_ALL = """

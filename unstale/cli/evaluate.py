@@ -62,7 +62,12 @@ def evaluate(
             with LiveDisplay(config, console=console or Console()) as display:
                 async with rollout.resources:
                     return await evaluation.evaluate(
-                        rollout, tasks, seed=config.seed, progress=display.phase, finished=finished
+                        rollout,
+                        tasks,
+                        seed=config.seed,
+                        progress=display.phase,
+                        finished=finished,
+                        trial=not finished.successes,
                     )
 
     with open_saved(Path(save), config) if save else nullcontext(FinishedEpisodes()) as finished:

@@ -9,11 +9,13 @@ with options has such a module (`tau2`).
 - `MODULE:FACTORY`: a function or class of the user's code, called without arguments.
 """
 
+import hashlib
+import json
 import os
 import pkgutil
 import sys
 import sysconfig
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -28,7 +30,7 @@ from typing import Any
 
 from unstale import envs
 from unstale.config import ConfigError, TaskConfig, install, nearest
-from unstale.envs import Taskset, adapters
+from unstale.envs import ListedTasks, Taskset, adapters
 from unstale.envs.guard import Watchdog, describe, time_limit
 from unstale.records import Task
 
@@ -231,6 +233,25 @@ def held_out_tasks(taskset: Taskset, count: int) -> list[Task]:
     problem = f"held_out({count}) of {name} failed"
     with user_code(problem), Watchdog(), _limit("held_out()", name):
         return [_task(task, f"held_out({count})", name) for task in taskset.held_out(count)]
+
+
+def data_digests(taskset: Taskset) -> dict[str, str]:
+    """Return the number of rows and their digest, for each split of a list of tasks.
+
+    Empty for a task set that makes its tasks from numbers. Values that are not JSON, such as
+    images, count by their type alone.
+    """
+    if not isinstance(taskset, ListedTasks):
+        return {}
+    return {split: _digest(rows) for split, rows in taskset.data.items()}
+
+
+def _digest(rows: Sequence[Any]) -> str:
+    digest = hashlib.blake2b(digest_size=12)
+    for row in rows:
+        text = json.dumps(row, default=lambda value: type(value).__name__, skipkeys=True)
+        digest.update(text.encode("utf-8", "surrogatepass") + b"\n")
+    return f"{len(rows)} rows, digest {digest.hexdigest()}"
 
 
 def _limit(method: str, name: str) -> AbstractContextManager[None]:

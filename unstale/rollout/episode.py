@@ -602,7 +602,7 @@ class _Opened:
             abandon(closing)
         cause = None if late else closing.exception()
         if error[0] is None and (late or cause):
-            problem = f"did not return within {EXIT_S:g} s" if not cause else describe(cause)
+            problem = describe(cause) if cause else f"did not return within {EXIT_S:g} s"
             raise EnvError(f"{method}: {problem}") from cause
 
 
