@@ -364,9 +364,9 @@ def parse_reply(chat: Chat, text: str, *, tools: bool, plain: bool = False) -> H
     """
     if plain:
         return HistoryMessage(Message("assistant", text))
-    thoughts, message = chat.parse_text(text, calls=tools)
+    thoughts, message = chat.reader.parse_text(text, calls=tools)
     if any(call.error or _is_too_deep(call.arguments) for call in message.tool_calls):
-        thoughts, message = chat.parse_text(text, calls=False)
+        thoughts, message = chat.reader.parse_text(text, calls=False)
     return HistoryMessage(message, thoughts)
 
 
