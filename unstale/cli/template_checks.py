@@ -272,8 +272,9 @@ def _has_own_tokens(chat: Chat, messages: Messages) -> Problem | None:
         calls = messages[place].tool_calls
         grown += chat.written_reply(messages[place], between)
         grown += chat.encode_continuation(between, ended=True, calls=calls)
-    quotes = any(mark in each.content for each in messages for mark in chat.control_texts)
-    own = chat.encode_prompt(messages) if quotes else chat.encode(chat.render(messages))
+    text = chat.render(messages)
+    quotes = text != chat.render(messages, marked=True)  # the tokenizer has no tokens for these
+    own = chat.encode_prompt(messages) if quotes else chat.encode(text)
     if tuple(grown) == own:
         return None
     at = next((i for i, (a, b) in enumerate(zip(grown, own, strict=False)) if a != b), len(own))
