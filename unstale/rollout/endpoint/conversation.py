@@ -247,8 +247,7 @@ class Conversation:
         The prompt follows the answer of `after`. That is None at the start of a conversation.
         """
         if isinstance(prompt, str):
-            answer = after.answer if after else None
-            text = answer if isinstance(answer, str) else ""
+            text = after.answer if after and isinstance(after.answer, str) else ""
             return (ContextPiece(self._chat.encode(prompt, after=text)),) if prompt else ()
         pieces: list[ContextPiece] = []
         messages: list[Message] = []
