@@ -99,7 +99,7 @@ READ = [
 
 @pytest.mark.parametrize(("dialect", "text", "arguments"), READ)
 def test_calls_are_read_as_models_write_them(dialect: str, text: str, arguments: Any) -> None:
-    calls = chat_of(dialect).parse_text(text)[1].tool_calls
+    calls = chat_of(dialect).reader.parse_text(text)[1].tool_calls
     arguments = arguments or [{"a": [1, None], "b": True}, {"c": "x", "d": None}]
     assert calls == tuple(ToolCall("do", each) for each in arguments)
 
@@ -138,7 +138,7 @@ MALFORMED = [
 @pytest.mark.costly
 @pytest.mark.parametrize(("dialect", "text", "reason"), MALFORMED)
 def test_malformed_calls_say_why(dialect: str, text: str, reason: str) -> None:
-    (call,) = chat_of(dialect).parse_text(text)[1].tool_calls
+    (call,) = chat_of(dialect).reader.parse_text(text)[1].tool_calls
     assert (call.name, dict(call.arguments)) == ("", {})
     assert call.error.startswith(reason)
 
@@ -179,8 +179,8 @@ def test_a_stream_sends_no_text_that_becomes_a_call(dialect: str) -> None:
     tags = "" if dialect.startswith(("llama3.", "llama-pythonic")) else "Let me see."
     whole = tags + chat.text(chat.encode(written(chat, call)))
     for size in range(len(whole) + 1):
-        _, sent = chat.parse_partial(whole[:size])
-        assert chat.parse_text(whole)[1].content.startswith(sent)
+        _, sent = chat.reader.parse_partial(whole[:size])
+        assert chat.reader.parse_text(whole)[1].content.startswith(sent)
     if tags and not chat.thinks:
         assert sent == tags
 
@@ -195,14 +195,14 @@ def test_no_text_makes_parsing_fail(dialect: str) -> None:
         text = "".join(draw.choice(pieces) for _ in range(draw.randrange(30)))
         cut = draw.randrange(len(whole))
         for each in (text, whole[:cut] + text, whole[:cut] + whole[cut + draw.randrange(9) :]):
-            assert chat.parse_text(each)[1].role == "assistant"
-            chat.parse_partial(each)
+            assert chat.reader.parse_text(each)[1].role == "assistant"
+            chat.reader.parse_partial(each)
 
 
 def test_an_answer_that_looks_like_a_list_is_no_python_call() -> None:
     chat = chat_of("llama-pythonic")
     for text in ("[1, 2]", "[see (1)]", "[a link](there)"):
-        assert chat.parse_text(text)[1] == Message("assistant", text)
+        assert chat.reader.parse_text(text)[1] == Message("assistant", text)
 
 
 def test_replies_of_glm_end_with_the_header_of_the_next_turn() -> None:
@@ -233,8 +233,14 @@ def test_variables_reach_the_template_and_unknown_ones_are_refused() -> None:
     question = [Message("user", "?")]
     chat = Chat(tokenizer, [TOOL], template_kwargs={"enable_thinking": False})
     assert chat.render(question).endswith("<|assistant|>\n<think></think>")
-    assert chat.parse_partial("\nHello")[1] == "" and chat.parse_partial("Hello")[1] == "Hello"
-    assert chat.parse_text("Hello </think>") == (None, Message("assistant", "Hello </think>"))
+    assert (
+        chat.reader.parse_partial("\nHello")[1] == ""
+        and chat.reader.parse_partial("Hello")[1] == "Hello"
+    )
+    assert chat.reader.parse_text("Hello </think>") == (
+        None,
+        Message("assistant", "Hello </think>"),
+    )
     thinking = Chat(tokenizer, [TOOL])
     assert thinking.render(question).endswith("<|assistant|>")
     assert thinking.with_tools([TOOL], {"enable_thinking": False}).render(question) == chat.render(

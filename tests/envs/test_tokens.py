@@ -22,7 +22,7 @@ from tokenizers import (
 from transformers import PreTrainedTokenizerFast
 
 from tests.support.templates import tokenizer_of
-from unstale.cli.check_template import run_checks
+from unstale.cli.template_checks import run_checks
 from unstale.envs import Message, ToolCall
 from unstale.envs.chat import Chat
 from unstale.envs.references import encode_conversation

@@ -12,7 +12,7 @@ import pytest
 
 from tests.support.templates import tokenizer_of
 from unstale.build import warn_of_hidden_tools
-from unstale.cli.check_template import TOOLS, run_checks
+from unstale.cli.template_checks import TOOLS, run_checks
 from unstale.config import SHIPPED_POLICY, RunConfig
 from unstale.envs import Message, ToolCall
 from unstale.envs.calculator import CalculatorTasks

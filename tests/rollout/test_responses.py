@@ -108,7 +108,7 @@ def test_a_stream_has_the_items_of_the_whole_answer() -> None:
 @pytest.mark.parametrize("text", ["Hm.\n</think>\n\nYes.", f"Hm.\n</think>\n\n{CALL}", "Yes."])
 def test_thoughts_text_and_calls_of_a_reply_are_read_back_as_one_message(text: str) -> None:
     chat = chat_of(THINKING if "</think>" in text else QWEN)
-    reply = with_call_ids(wire.HistoryMessage(*reversed(chat.parse_text(text))), "0/1")
+    reply = with_call_ids(wire.HistoryMessage(*reversed(chat.reader.parse_text(text))), "0/1")
     answer = wire.Choice(reply, "stop", (), 1)
     request = read_response({"input": "one", "tools": [FUNCTION]}, temperature=1.0)
     whole_answer = ResponseFormat("policy", chat).whole([answer], request)

@@ -17,7 +17,6 @@ import inspect
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from datetime import datetime
 from functools import cached_property
 from itertools import count
@@ -30,6 +29,7 @@ from jinja2 import TemplateError
 from unstale.envs import Message, ToolCall, tool_schema
 from unstale.envs.argument_types import schemas_of
 from unstale.envs.calls import PROBE, CallForm, JsonCalls, call_id, find_form
+from unstale.envs.replies import END_OF_THOUGHT, THOUGHT, ReplyReader, any_of
 from unstale.envs.tokens import SEAM, TextTokens, longest_seam
 from unstale.envs.tool_prompt import ToolText, tool_text
 
@@ -47,8 +47,6 @@ _FIXED_DATE = f"""{{% macro strftime_now(form) %}}{{{{ form {
 } }}}}{{% endmacro %}}{{{{ '' }}}}"""
 _QUESTION = Message("user", "?")
 _REPLY = Message("assistant", STAND_IN)
-_THOUGHT = "<think>"
-_END_OF_THOUGHT = "</think>"
 _TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError)
 _MAX_CACHED = 64
 """Largest number of `Chat` objects with other tools that a `Chat` keeps."""
@@ -98,12 +96,7 @@ class Chat:
         self._template = _FIXED_DATE + template if self.dated else template
         self._text = TextTokens(tokenizer, template)
         self.control_texts = self._text.control_texts
-        any_mark = (
-            "|".join(re.escape(mark) for mark in self.control_texts if len(mark.strip()) > 1)
-            or "(?!)"
-        )
-        self._mark_start = re.compile(f"(?={any_mark})(.)", re.DOTALL)
-        self._leading_marks = re.compile(rf"\s*(?:(?:{any_mark})\s*)*")
+        self._mark_start = re.compile(f"(?={any_of(self.control_texts)})(.)", re.DOTALL)
         self._other_chats: dict[str, Chat] = {}
         self._recent = _Recent(_MAX_RECENT_BYTES)
         self._number = next(_NUMBERS)
@@ -111,7 +104,6 @@ class Chat:
         self._tools_json = json.dumps(self._tools, default=str, ensure_ascii=False)
         self._tools_have_marks = bool(self._mark_start.search(self._tools_json))
         self._longest_seam = max(map(longest_seam, (self._tools_json, self._template)))
-        self._schemas = schemas_of(self._tools)
         self._ends = self._find_ends()
         known = [*map(tokenizer.convert_tokens_to_ids, self._ends), tokenizer.eos_token_id]
         added = tokenizer.added_tokens_decoder
@@ -121,14 +113,19 @@ class Chat:
         """The tokens that end a reply. The first is the one that the template writes before a
         user's message.
         """
-        reply_start = self.render([_QUESTION]).rstrip()
-        self._begins_thinking = reply_start.endswith(_THOUGHT)
-        self._replies_think = self.thinks and not reply_start.endswith(_END_OF_THOUGHT)
+        prompt = self.render([_QUESTION]).rstrip()
         describes = tools_in_prompt and bool(self._tools) and not self.renders_tools
         self.call_form = self._find_call_form(required=bool(self._tools) and not describes)
         if describes:
             self._tool_text = tool_text(self._tools, self._render_plain, self._write_calls)
             self.call_form = self.call_form or JsonCalls()
+        self.reader = ReplyReader(
+            self.call_form,
+            schemas_of(self._tools),
+            self.control_texts,
+            thinks=self.thinks and not prompt.endswith(END_OF_THOUGHT),
+            begins_thinking=prompt.endswith(THOUGHT),
+        )
 
     def encode_prompt(
         self, messages: Sequence[Message], *, add_generation_prompt: bool = True
@@ -223,23 +220,7 @@ class Chat:
 
         A malformed tool call becomes a `ToolCall` with an `error`.
         """
-        return self.message(self.text(tokens))
-
-    def message(self, text: str) -> Message:
-        """Return the message of a reply with this text.
-
-        If the reply does not end its reasoning text, all of it is in `thoughts`: it has no answer.
-        """
-        if self._only_thinks(text):
-            return Message("assistant", "", thoughts=_split_thoughts(text)[0])
-        thoughts, message = self.parse_text(text)
-        return replace(message, thoughts=thoughts or "")
-
-    def _only_thinks(self, text: str) -> bool:
-        """Return True if a reply begins with a reasoning text and does not end it."""
-        if not self._replies_think or _END_OF_THOUGHT in text:
-            return False
-        return self._begins_thinking or text.lstrip("\n").startswith(_THOUGHT)
+        return self.reader.message(self.text(tokens))
 
     def text(self, tokens: Sequence[int], *, whole: bool = False) -> str:
         """Return the text of a reply, without its end token unless `whole`.
@@ -253,64 +234,10 @@ class Chat:
         """Return the UTF-8 bytes that a token stands for. They may be a part of a character."""
         return self._text.bytes_of(token)
 
-    def parse_text(self, text: str, *, calls: bool = True) -> tuple[str | None, Message]:
-        """Return the reasoning text of a reply, and the reply as a message.
-
-        The first is None if there is no complete reasoning text. With `calls=False`, tool calls
-        remain text in the message. Calls in the reasoning text are ignored.
-        """
-        thoughts = None
-        if self._replies_think and _END_OF_THOUGHT in text:
-            thoughts, text = _split_thoughts(text)
-        elif self._only_thinks(text):
-            calls = False
-        return thoughts, self.parse_content(text) if calls else Message("assistant", text)
-
-    def parse_partial(self, text: str, *, calls: bool = True) -> tuple[str, str]:
-        """Return the reasoning text and the content of an unfinished reply that are certain.
-
-        Text that could still become something else, such as a tool call, is left out.
-        """
-        thoughts = ""
-        form = self.call_form
-        if self._replies_think:
-            if _END_OF_THOUGHT not in text:  # the reasoning may still turn out to be content
-                return "", ""
-            thoughts, text = _split_thoughts(text)
-        if not calls:
-            return thoughts, text
-        # left out, unless a malformed call turns the whole text into content
-        if text[:1].isspace():
-            return thoughts, ""
-        if form and form.opens:
-            text = text.partition(form.opens)[0]
-            lengths = range(len(form.opens) - 1, 0, -1)
-            tag_started = next((n for n in lengths if text.endswith(form.opens[:n])), 0)
-            text = text[: len(text) - tag_started]
-        elif form and any(
-            mark.startswith(text[: len(mark)])
-            for mark in (form.first_character, *self.control_texts)
-        ):
-            return thoughts, ""
-        return thoughts, text.rstrip()
-
-    def parse_content(self, text: str) -> Message:
-        """Return the message of a reply without reasoning text, with its tool calls."""
-        form = self.call_form
-        if form is None:
-            return Message("assistant", text.strip())
-        if form.opens:
-            content, calls = form.read_all(text, self._schemas)
-            return Message("assistant", content, calls)
-        text = text.strip()
-        leading = self._leading_marks.match(text)
-        bare = form.read_bare(text, leading.end() if leading else 0)
-        return Message("assistant", text) if bare is None else Message("assistant", "", bare)
-
     @property
     def thinks(self) -> bool:
         """True if the template supports reasoning texts, which end in `</think>`."""
-        return _END_OF_THOUGHT in self._template
+        return END_OF_THOUGHT in self._template
 
     def encode(self, text: str, *, after: str = "") -> tuple[int, ...]:
         """Return the tokens of a text that continues the text `after`.
@@ -512,15 +439,6 @@ def _memory(key: _Key, tokens: Sequence[int]) -> int:
 def _record(messages: Sequence[Message], reply_calls: Sequence[ToolCall] = ()) -> str:
     """Return a conversation as JSON. `reply_calls` are the calls of the placeholder `_REPLY`."""
     return json.dumps(_as_dicts(messages, reply_calls), ensure_ascii=False)
-
-
-def _split_thoughts(text: str) -> tuple[str, str]:
-    """Return the reasoning text before the tag that ends it, and the text after the tag.
-
-    Without the tag, all is reasoning text.
-    """
-    thoughts, _, rest = text.partition(_END_OF_THOUGHT)
-    return thoughts.lstrip("\n").removeprefix(_THOUGHT).strip("\n"), rest.lstrip("\n")
 
 
 def _check_variables(tokenizer: Any, template: str, variables: Mapping[str, Any]) -> None:

@@ -537,7 +537,7 @@ class Rollout:
         """
         if self._deterministic or len(reply) < LONG_REPLY_TOKENS:
             return chat.parse(reply)
-        return chat.message(await in_thread(chat.text, reply))
+        return chat.reader.message(await in_thread(chat.text, reply))
 
     async def _generate(
         self, transcript: Transcript, budget_use: BudgetUse
