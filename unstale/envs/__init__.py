@@ -334,6 +334,15 @@ def task_text(taskset: Taskset, task: Task) -> str:
 
 
 @runtime_checkable
+class HasGiveaways(Protocol):
+    """A task set that can find out if it pays replies that solve nothing."""
+
+    def giveaways(self) -> str:
+        """Return a sentence about tasks that pay an empty or a constant reply, or nothing."""
+        ...
+
+
+@runtime_checkable
 class HasDemonstrations(Protocol):
     """A task set that can solve its own tasks, for a supervised start (`sft.steps`)."""
 
