@@ -381,10 +381,10 @@ def combine_rewards(taskset: Taskset, turn: Turn) -> Turn:
     This applies to task sets that have `combine`. The named rewards become facts `reward/<name>`,
     which are logged.
     """
+    name = f"the result of combine() of {taskset.name}"
     if not (turn.rewards and implements(taskset, RewardCombiner)):
         return turn
     parts = {f"reward/{name}": value for name, value in turn.rewards.items()}
     combined = taskset.combine(turn.rewards)
-    name = f"the result of combine() of {taskset.name}"
     rewards = {"reward": _number(name, combined, most=MAX_REWARD)}
     return replace(turn, rewards=rewards, facts={**turn.facts, **parts})
