@@ -42,7 +42,14 @@ from unstale.engines import Engine
 from unstale.engines.pool import EnginePool, Recovery, supervise
 from unstale.engines.registry import EngineOptions, engine_spec, packs_weights
 from unstale.engines.routing import Phases
-from unstale.envs import EnvError, Taskset, sandbox, task_identity
+from unstale.envs import (
+    EnvError,
+    HasGiveaways,
+    Taskset,
+    implements,
+    sandbox,
+    task_identity,
+)
 from unstale.envs.chat import Chat
 from unstale.envs.external import ExternalAgent
 from unstale.envs.guard import each_within_limit
@@ -163,6 +170,7 @@ def build_sampler(
         sandbox.allow_weak()
     taskset = build_taskset(config.task)
     check_taskset(taskset, config.seed, config.steps * config.schedule.groups_per_step)
+    warn_of_giveaways(taskset)
     if config.selection.pool:  # both calls raise ConfigError for a pool that does not fit
         pool = make_pool(taskset, config.seed, config.selection.pool)
         if any("texts" in entry.requires for entry in chosen(config.techniques)):
@@ -589,6 +597,16 @@ def build_chat(config: RunConfig, policy: Policy, taskset: Taskset) -> Chat:
         )
     except ValueError as error:
         raise ConfigError(str(error)) from error
+
+
+def warn_of_giveaways(taskset: Taskset) -> None:
+    """Print a warning if a task set pays replies that solve nothing."""
+    text = taskset.giveaways() if implements(taskset, HasGiveaways) else ""
+    if text:
+        _print_note(
+            f"[yellow]warning:[/] {escape(text)}. A policy may learn such replies instead of the "
+            "task: leave these tasks out, or read some episodes of the run"
+        )
 
 
 def warn_of_hidden_tools(config: RunConfig, chat: Chat, taskset: Taskset) -> None:

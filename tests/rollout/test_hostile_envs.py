@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -192,7 +193,10 @@ def test_any_error_fails_the_episode_with_one_line(
         ("rewards", {"right": None}, "Turn.rewards['right'] must be a finite number, got None"),
         ("rewards", {"right": float("nan")}, "got nan"),
         ("rewards", {"right": numpy.ones(2)}, "got array([1., 1.])"),
-        ("rewards", {"right": 10**400}, "Turn.rewards['right'] must be a finite number, got 1000"),
+        ("rewards", {"right": 10**400}, "must be a finite number, of at most 1e+15, got 1000"),
+        ("rewards", 1e308, "a finite number or numbers by name, of at most 1e+15, got 1e+308"),
+        ("rewards", Decimal("nan"), "got Decimal('NaN')"),
+        ("facts", {"bytes": 1e308}, "must be a finite number, of at most 1e+300, got 1e+308"),
         ("reward", "1", "Turn.reward must be a finite number, got '1'"),
         ("facts", 3.0, "Turn.facts must be numbers by name, got 3.0"),
         ("facts", {"calls": "two"}, "Turn.facts['calls'] must be a finite number, got 'two'"),
@@ -209,7 +213,16 @@ def test_wrong_fields_of_a_turn_are_named(field: str, value: Any, shown: str) ->
 
 @pytest.mark.parametrize(
     "value",
-    [1, True, 1.0, numpy.float32(1), numpy.int64(1), numpy.array(1.0), torch.tensor(1.0)],
+    [
+        1,
+        True,
+        1.0,
+        Decimal("1.0"),
+        numpy.float32(1),
+        numpy.int64(1),
+        numpy.array(1.0),
+        torch.tensor(1.0),
+    ],
 )
 def test_scalars_of_any_library_are_numbers(value: Any) -> None:
     turn = Turn((), done=True, rewards=value, reward=value, facts={"f": value})

@@ -21,7 +21,7 @@ from unstale.config import ConfigError, install, nearest
 from unstale.config.checks import Share
 from unstale.envs import Env, ListedTasks, Message, Turn, read_rewards
 from unstale.envs.draft_edit import DraftEditConfig
-from unstale.envs.guard import DescribedError, call, describe
+from unstale.envs.guard import call_named
 from unstale.envs.registry import EnvSpec, import_user_code
 from unstale.envs.strict_json import loads
 from unstale.records import Task
@@ -195,10 +195,7 @@ class RowEnv:
     async def step(self, reply: Message) -> Turn:
         for text in self._follow_ups:
             return Turn((Message("user", text),))
-        try:
-            rewards = await call(self._reward, reply.content, self._row)
-        except Exception as error:
-            raise DescribedError(f"{self.code_name}: {describe(error)}") from error
+        rewards = await call_named(self.code_name, self._reward, reply.content, self._row)
         return Turn((), done=True, rewards=read_rewards(rewards, f"{self.code_name}: "))
 
 

@@ -360,6 +360,14 @@ async def call(
     return await result if inspect.isawaitable(result) else result
 
 
+async def call_named(name: str, function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call user code as `call` does. Raises `DescribedError` with the name for its errors."""
+    try:
+        return await call(function, *arguments)
+    except Exception as error:
+        raise DescribedError(f"{name}: {describe(error)}") from error
+
+
 @dataclass(frozen=True, slots=True)
 class EnvCaller:
     """Calls the methods of one environment: coroutines with a watch on time, others in a thread.
