@@ -386,9 +386,9 @@ def test_replies_of_a_process_that_ends_go_on_token_for_token(
                     seed: tasks.create_task(_speak(engine, [5, 6, seed], 1200, seed=seed))
                     for seed in range(5)
                 }
-                await _speak(engine, [9], 20)
+                await _speak(engine, [9], 4)
                 await _publish(engine, 1, weights[1])
-                await _speak(engine, [9], 20)
+                await _speak(engine, [9], 4)
                 os.kill(process.pid, how)
             assert len(causes) == engine.metrics()["restarts"] == 1 and why in causes[0]
             spoken = {seed: task.result() for seed, task in speaking.items()}
