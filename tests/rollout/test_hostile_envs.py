@@ -6,12 +6,14 @@ that cannot be used is refused with one line before the run starts.
 """
 
 import asyncio
+import itertools
 import os
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -32,11 +34,12 @@ from unstale.config import ConfigError, EngineConfig, RolloutConfig, TaskConfig
 from unstale.durability import virtual_clock
 from unstale.engines import SamplingParams
 from unstale.engines.scripted import ScriptedEngine
-from unstale.envs import EnvError, Message, NumberedTasks, Turn, guard, tool_schema
+from unstale.envs import EnvError, Message, NumberedTasks, Turn, guard, registry, tool_schema
 from unstale.envs.registry import build_taskset, check_taskset, held_out_tasks
 from unstale.records import Failure, Task, Trajectory
 from unstale.rollout import episode, timeouts
 from unstale.rollout.episode import Rollout
+from unstale.rollout.failures import TooManyFailures
 from unstale.rollout.generator import Generator
 
 pytestmark = pytest.mark.usefixtures("forked_children")
@@ -383,3 +386,83 @@ def test_a_leaked_thread_does_not_keep_the_process() -> None:
     result = run_python(LEAKS_A_THREAD)
     assert result.returncode == 2 and "unknown command 'trian'" in result.stderr
     assert "threads of user code never end: leaked" in result.stderr
+
+
+class CombineHangs(NumberedTasks):
+    """Its `combine` never returns, or its `train`, or `__aexit__` ignores every cancellation."""
+
+    name = "hangs"
+    tools = ()
+
+    def combine(self, rewards: Any) -> float:
+        time.sleep(2.0)
+        return 0.0
+
+    def env(self, task: Task, seed: int) -> Any:
+        return Env()
+
+    async def __aenter__(self) -> None: ...
+
+    async def __aexit__(self, *_: object) -> None:
+        while True:
+            with suppress(BaseException):
+                await asyncio.Event().wait()
+
+
+class SlowText(Exception):
+    def __str__(self) -> str:
+        time.sleep(2.0)
+        return "never shown"
+
+
+def test_slow_hooks_of_a_task_set_are_left_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("COMBINE_S", "TEXT_S"):
+        monkeypatch.setattr(guard, name, 0.1)
+    monkeypatch.setattr(registry, "TASKS_S", 0.3)
+    monkeypatch.setattr(guard, "_TICK_S", 0.05)
+    for name in ("EXIT_S", "CANCEL_INTERVAL_S"):
+        monkeypatch.setattr(timeouts, name, 0.05)
+    assert guard.describe(SlowText()) == (
+        "SlowText: (its text cannot be shown: str() of the error gave no result within 0.1 s)"
+    )
+
+    async def combine() -> None:
+        caller = guard.EnvCaller(None, "the environment", lambda seconds: None)
+        await caller.combined(CombineHangs(), Turn((), done=True, rewards={"right": 1.0}))
+
+    async def leave() -> None:
+        async with timeouts.LimitedContext(CombineHangs(), "hangs"):
+            pass
+
+    with pytest.raises(guard.Overdue, match=r"combine\(\) gave no result within 0.1 s"):
+        virtual_clock.run(combine())
+    with pytest.raises(EnvError, match=r"^__aexit__ of hangs: no answer within 0.05 s"):
+        virtual_clock.run(leave())
+    tasks: Any = CombineHangs()
+    tasks.train = lambda seed: iter(lambda: time.sleep(60), 0)
+    with pytest.raises(ConfigError, match=r"train\(0\) of hangs failed: .*no result within 0.3 s"):
+        registry.check_taskset(tasks, 0, 1)
+
+
+def test_threads_of_functions_that_never_return_end_the_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A function that computes is interrupted. One that waits in the system is counted."""
+    monkeypatch.setattr(guard, "_hung", [])
+    computes, waits = guard.OwnThread(), guard.OwnThread()
+    release = os.pipe()
+    started = threading.Event()
+    endless = computes.submit(lambda: [n for n in itertools.count() if n < 0 or started.set()])
+    waits.submit(os.read, release[0], 1)
+    assert started.wait(5)
+    for thread in (computes, waits):
+        thread.close()
+    with pytest.raises(EnvError, match="Interrupted"):
+        endless.result(5)
+    guard._hung[0].join(5)
+    assert guard.num_hung() == 1
+    monkeypatch.setattr(episode, "MAX_HUNG", 0)
+    failure = Failure(Task("toy", "train", 1), "step 1", "TimeoutError: no answer", 1, 1)
+    with pytest.raises(TooManyFailures, match=r"1 calls of plain functions .* never returned"):
+        episode._require_few_hung(failure)
+    os.write(release[1], b"x")

@@ -6,6 +6,7 @@ long.
 """
 
 import asyncio
+import ctypes
 import inspect
 import os
 import signal
@@ -20,7 +21,7 @@ from queue import SimpleQueue
 from reprlib import repr as short_repr
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from unstale.envs import EnvError, Turn
+from unstale.envs import EnvError, RewardCombiner, Turn, combine_rewards, implements
 
 T = TypeVar("T")
 
@@ -38,6 +39,14 @@ CANCEL_INTERVAL_S = 1.0
 """Seconds between two cancellations of a task."""
 MAX_CANCELS = 5
 """Number of cancellations that a task may ignore. Then it is abandoned."""
+COMBINE_S = 5.0
+"""Seconds in which `combine` of a task set must return. It only computes one number."""
+TASKS_S = 60.0
+"""Seconds in which a task set must yield its next task. It may load a data set meanwhile."""
+TEXT_S = 1.0
+"""Seconds in which the text of an error must be known."""
+MAX_HUNG = 64
+"""Number of threads whose function does not return. Each keeps its memory, and may use a core."""
 _TICK_S = 0.5
 _MAX_TEXT = 300
 
@@ -51,6 +60,14 @@ class EventLoopBlocked(BaseException):
 
     `except Exception` in that code does not catch it.
     """
+
+
+class Interrupted(BaseException):
+    """Raised in user code in a thread that has exceeded its time."""
+
+
+class Overdue(EnvError):
+    """Error: a function exceeded its time."""
 
 
 class Running(NamedTuple):
@@ -68,6 +85,21 @@ class Occupancy:
     current: Running | None = None
     canceller: str = ""
     """Name of the user code that cancelled its task, and perhaps all other tasks."""
+
+    @contextmanager
+    def of(self, name: str, max_s: float = HELD_S) -> Iterator[None]:
+        """Watch the user code called `name` that runs in this thread within this context.
+
+        Raises `Overdue` if a `Watchdog` interrupts it after `max_s` seconds.
+        """
+        before = self.current
+        self.current = Running(name, time.monotonic(), lambda seconds: None, max_s)
+        try:
+            yield
+        except EventLoopBlocked as error:
+            raise Overdue(f"{name} gave no result within {max_s:g} s") from error
+        finally:
+            self.current = before and before._replace(since=time.monotonic())
 
     @contextmanager
     def waiting(self, max_s: float) -> Iterator[None]:
@@ -128,6 +160,40 @@ class Watched(Generic[T]):
                 resume = turns.throw
 
 
+class Leavable(Generic[T]):
+    """An awaitable of user code that is left behind if it ignores `MAX_CANCELS` cancellations.
+
+    Unlike an abandoned task, it runs in the task of its caller, as some libraries require.
+    """
+
+    __slots__ = ("_work",)
+
+    def __init__(self, work: Awaitable[T]) -> None:
+        self._work = work
+
+    def __await__(self) -> Generator[Any, Any, T]:
+        turns: Any = self._work.__await__()
+        resume: Callable[[Any], Any] = turns.send
+        value: Any = None
+        num_cancelled = 0
+        while True:
+            try:
+                yielded = resume(value)
+            except StopIteration as end:
+                result: T = end.value
+                return result
+            try:
+                value = yield yielded
+                resume = turns.send
+            except BaseException as error:
+                num_cancelled += isinstance(error, asyncio.CancelledError)
+                if num_cancelled > MAX_CANCELS:
+                    _never_free(turns)
+                    raise
+                value = error
+                resume = turns.throw
+
+
 def watch_tasks(loop: asyncio.AbstractEventLoop, work: Any, **options: Any) -> "asyncio.Task[Any]":
     """Create a task, as the task factory of an event loop.
 
@@ -151,6 +217,7 @@ class OwnThread(Executor):
     def __init__(self, name: str = "environment") -> None:
         self._name = name
         self._calls: SimpleQueue[Callable[[], None] | None] | None = None
+        self._thread: threading.Thread | None = None
         self._num_submitted = 0
         self._num_finished = 0
 
@@ -177,22 +244,74 @@ class OwnThread(Executor):
 
         if self._calls is None:
             self._calls = SimpleQueue()
-            threading.Thread(
+            self._thread = threading.Thread(
                 target=_run_calls, args=(self._calls,), name=self._name, daemon=True
-            ).start()
+            )
+            self._thread.start()
         self._num_submitted += 1
         self._calls.put(work)
         return outcome
 
     def close(self) -> None:
-        """End the thread after the function that it runs now."""
+        """End the thread after the function that it runs now, which is interrupted."""
         if self._calls is not None:
             self._calls.put(None)
+        if self.busy and self._thread and self._thread.ident:
+            _hung[:] = [thread for thread in _hung if thread.is_alive()]
+            _hung.append(self._thread)
+            interrupted = ctypes.py_object(Interrupted)
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(
+                ctypes.c_ulong(self._thread.ident), interrupted
+            )
+
+
+_hung: list[threading.Thread] = []
+"""Threads whose function did not return in its time."""
+
+
+def num_hung() -> int:
+    """Return the number of threads in which user code ignores its time and its interruption.
+
+    A thread that waits in the operating system, as in `time.sleep`, is interrupted only afterwards.
+    """
+    return sum(thread.is_alive() for thread in _hung)
 
 
 def _run_calls(calls: SimpleQueue[Callable[[], None] | None]) -> None:
-    while work := calls.get():
-        work()
+    with suppress(Interrupted):
+        while work := calls.get():
+            work()
+
+
+async def run_limited(function: Callable[..., T], *arguments: Any, limit_s: float, name: str) -> T:
+    """Run a plain function in a new thread, and return its result.
+
+    Raises `Overdue`, which has `name`, after `limit_s` seconds. The function is then interrupted.
+    """
+    thread = OwnThread(name)
+    try:
+        async with asyncio.timeout(limit_s) as limit:
+            return await asyncio.get_running_loop().run_in_executor(thread, function, *arguments)
+    except TimeoutError:
+        if not limit.expired():
+            raise
+        raise Overdue(f"{name} gave no result within {limit_s:g} s") from None
+    finally:
+        thread.close()
+
+
+def wait_limited(function: Callable[..., T], *arguments: Any, limit_s: float, name: str) -> T:
+    """Return what `run_limited` returns, where no event loop runs."""
+    thread = OwnThread(name)
+    result = thread.submit(function, *arguments)
+    try:
+        return result.result(limit_s)
+    except TimeoutError:
+        if result.done():
+            raise
+        raise Overdue(f"{name} gave no result within {limit_s:g} s") from None
+    finally:
+        thread.close()
 
 
 class _Outcome(Future[Any]):
@@ -219,15 +338,16 @@ class UnjoinedThreads(ThreadPoolExecutor):
         super().shutdown(wait=False, cancel_futures=True)
 
 
-_abandoned: list[asyncio.Task[Any]] = []
-"""Tasks that never end. If Python freed them, their code would run again."""
+def _never_free(work: object) -> None:
+    """Keep work that never ends, also at the end of Python. Its code would run again if freed."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(work))
 
 
 def abandon(task: asyncio.Task[Any]) -> None:
     """Let the event loop end without this task, whose code ignores cancellation."""
     asyncio.tasks._unregister_task(task)
     task._log_destroy_pending = False  # type: ignore[attr-defined]
-    _abandoned.append(task)
+    _never_free(task)
 
 
 async def end_leftovers() -> None:
@@ -279,6 +399,22 @@ class EnvCaller:
         work = call(method, *arguments, thread=self.thread)
         return Watched(work, self.name, self.on_blocked)
 
+    async def combined(self, taskset: Any, turn: Turn) -> Turn:
+        """Return the turn with the reward that `combine` of the task set makes of its rewards.
+
+        Raises `Overdue` if that takes more than `COMBINE_S`.
+        """
+        if not (turn.rewards and implements(taskset, RewardCombiner)):
+            return turn
+        try:
+            async with asyncio.timeout(COMBINE_S) as limit:
+                combined: Turn = await self(combine_rewards, taskset, turn)
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            raise Overdue(f"combine() gave no result within {COMBINE_S:g} s") from None
+        return combined
+
     async def turn(self, method: Callable[..., Any], *arguments: Any) -> Turn:
         """Call `begin` or `step` of the environment.
 
@@ -301,13 +437,25 @@ def describe(error: BaseException) -> str:
     if isinstance(error, DescribedError):
         return str(error)
     text = "(its text cannot be shown: str() raises an error)"
-    with suppress(BaseException):
-        text = str(error)
+    try:
+        text = _text(error)
+    except Overdue as overdue:
+        text = f"(its text cannot be shown: {overdue})"
+    except BaseException:  # noqa: BLE001 - whatever the user's code raises
+        pass
     shown = " ".join(text[: 4 * _MAX_TEXT].split())
     escaped = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in shown)
     if len(escaped) > _MAX_TEXT or len(text) > 4 * _MAX_TEXT:
         escaped = f"{escaped[:_MAX_TEXT]}... ({len(text):,} characters)"
     return f"{type(error).__name__}: {escaped}"
+
+
+def _text(error: BaseException) -> str:
+    """Return `str(error)`. Raises `Overdue` if code of a user needs too long for it."""
+    plain = type(error).__str__ in (BaseException.__str__, Exception.__str__)
+    if plain and all(type(each) in (str, int) for each in error.args):
+        return str(error)
+    return wait_limited(str, error, limit_s=TEXT_S, name="str() of the error")
 
 
 class Watchdog:

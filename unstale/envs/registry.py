@@ -14,10 +14,10 @@ import os
 import pkgutil
 import sys
 import sysconfig
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from importlib.machinery import PathFinder
 from importlib.util import module_from_spec
@@ -26,13 +26,16 @@ from pathlib import Path
 from reprlib import repr as short_repr
 from traceback import extract_tb
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from unstale import envs
 from unstale.config import ConfigError, TaskConfig, install, nearest
 from unstale.envs import Taskset, adapters
-from unstale.envs.guard import describe
+from unstale.envs.guard import OCCUPANCY, TASKS_S, Watchdog, describe
 from unstale.records import Task
+
+T = TypeVar("T")
+_END = object()
 
 MAX_CHECKED = 1000
 """Largest number of training tasks that are made and checked before a run. This takes about 1
@@ -230,7 +233,8 @@ def check_taskset(taskset: Taskset, seed: int, num_tasks: int) -> None:
     wanted = min(num_tasks, MAX_CHECKED)
     with user_code(f"train({seed}) of {name} failed"):
         drawn = [
-            _task(task, f"train({seed})", name) for task in islice(taskset.train(seed), wanted)
+            _task(task, f"train({seed})", name)
+            for task in _in_time(lambda: islice(taskset.train(seed), wanted), "train()")
         ]
     if len(drawn) < wanted:
         raise ConfigError(
@@ -243,7 +247,24 @@ def held_out_tasks(taskset: Taskset, count: int) -> list[Task]:
     """Return the held-out tasks. Raises `ConfigError` if the task set cannot list them."""
     name = getattr(taskset, "name", type(taskset).__name__)
     with user_code(f"held_out({count}) of {name} failed"):
-        return [_task(task, f"held_out({count})", name) for task in taskset.held_out(count)]
+        tasks = list(_in_time(lambda: taskset.held_out(count), "held_out()"))
+        return [_task(task, f"held_out({count})", name) for task in tasks]
+
+
+def _in_time(make: Callable[[], Iterable[T]], name: str) -> Iterator[T]:
+    """Yield what user code yields. Raises `Overdue` if it takes more than `TASKS_S` for the next.
+
+    A list is complete before its first element, so it must be made in that time.
+    """
+    with Watchdog(on_stuck=partial(print, file=sys.stderr)):
+        with OCCUPANCY.of(name, TASKS_S):
+            iterator = iter(make())
+        while True:
+            with OCCUPANCY.of(name, TASKS_S):
+                each = next(iterator, _END)
+            if each is _END:
+                return
+            yield cast(T, each)
 
 
 def _task(task: Any, method: str, name: str) -> Task:

@@ -24,7 +24,6 @@ from unstale.envs import (
     Resumable,
     Taskset,
     Turn,
-    combine_rewards,
     implements,
 )
 from unstale.envs.guard import (
@@ -302,7 +301,7 @@ class Server:
         if method == "step":
             arguments = (read_message(row["reply"]),)
         turn = await caller.turn(getattr(env, method), *arguments)
-        return _turn_answer(combine_rewards(self._taskset, turn), env)
+        return _turn_answer(await caller.combined(self._taskset, turn), env)
 
     async def _make(self, episode: Episode) -> None:
         async def make() -> Any:

@@ -29,12 +29,11 @@ from unstale.envs import (
     Resumable,
     Taskset,
     Turn,
-    combine_rewards,
     implements,
     task_identity,
 )
 from unstale.envs.chat import LONG_REPLY_TOKENS, Chat
-from unstale.envs.guard import EnvCaller, describe
+from unstale.envs.guard import MAX_HUNG, OCCUPANCY, EnvCaller, describe, num_hung
 from unstale.records import (
     NO_BUDGET,
     ContextPiece,
@@ -57,7 +56,7 @@ from unstale.rollout.failures import FailureLimit, TooManyFailures
 from unstale.rollout.generator import Generator
 from unstale.rollout.seeds import derive_seed
 from unstale.rollout.segments import BudgetUse, EpisodeSlot, EpisodeSlots
-from unstale.rollout.timeouts import Attempt, PersistentTimeout
+from unstale.rollout.timeouts import Attempt, LimitedContext, PersistentTimeout
 from unstale.rollout.transcript import NotReplayed, NullWriter, OpenWriter, Transcript
 from unstale.rollout.turn_limit import AllowedTurns
 from unstale.threads import in_thread
@@ -172,7 +171,9 @@ class Rollout:
             "generation_wait", "tool_wait", *(["slot_wait"] if slots else [])
         )
         self.resources: AbstractAsyncContextManager[Any] = (
-            taskset if isinstance(taskset, AbstractAsyncContextManager) else nullcontext()
+            LimitedContext(taskset, taskset.name)
+            if isinstance(taskset, AbstractAsyncContextManager)
+            else nullcontext()
         )
         """A context that must be open while episodes run, such as the HTTP endpoint of agents."""
         self.quarantined: set[str] = set()
@@ -356,6 +357,7 @@ class Rollout:
             failures += 1
             final = failures > self.config.retries
             self.on_failure(number, failure, final)
+            _require_few_hung(failure)
             if final:
                 return failure
 
@@ -374,8 +376,9 @@ class Rollout:
         """
         async with _OpenEnvironment() as opened:
             with stage("begin", self.config.timeout_s) as timeout:
-                chat = self.chat(task)
-                env = self.taskset.env(task, env_seed)
+                with OCCUPANCY.of(f"env() of {task.env}"):
+                    chat = self.chat(task)
+                    env = self.taskset.env(task, env_seed)
                 caller = opened.caller = self.caller(env, task)
                 if implements(env, HasWorker) and (start := env.worker_start()):
                     await timeout.without_limit(start)
@@ -480,7 +483,8 @@ class Rollout:
                 budget_use.count_calls(len(message.tool_calls))
                 step = caller.turn(env.step, message)
                 facts = turn.facts
-                turn = combine_rewards(self.taskset, await self.wait_times.on("tool_wait", step))
+                turn = await self.wait_times.on("tool_wait", step)
+                turn = await caller.combined(self.taskset, turn)
                 if facts:
                     turn = replace(turn, facts={**facts, **turn.facts})
                 turn_rewards.append(turn.reward)
@@ -596,6 +600,16 @@ def require_finished(groups: Sequence[Group]) -> Sequence[Group]:
             f"{failures[-1].stage} of {failures[-1].task.key}: {failures[-1].error}"
         )
     return groups
+
+
+def _require_few_hung(failure: Failure) -> None:
+    """Raise `TooManyFailures` if too many plain methods of environments have not returned."""
+    if (number := num_hung()) > MAX_HUNG:
+        raise TooManyFailures(
+            f"{number} calls of plain functions of environments never returned, and their threads "
+            f"cannot be ended; the last one in {failure.stage} of {failure.task.key}: "
+            f"{failure.error}. With task.isolate = process their processes are ended"
+        )
 
 
 def _group(request: GroupRequest, results: Sequence[Trajectory | Failure | None]) -> Group:

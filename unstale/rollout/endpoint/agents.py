@@ -8,8 +8,9 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any, cast
 
-from unstale.envs import EnvError, Turn, combine_rewards, implements
+from unstale.envs import EnvError, Turn, implements
 from unstale.envs.external import ExternalEnv
+from unstale.envs.guard import OCCUPANCY
 from unstale.records import Stop, Task, Trajectory, TurnLimit
 from unstale.rollout.endpoint.server import RecordingEndpoint
 from unstale.rollout.endpoint.session import AgentSession
@@ -50,7 +51,7 @@ class AgentRollout(Rollout):
         Its turns have no further `limit`, and it has no segments: a run of agents with such a
         technique is refused.
         """
-        with stage("begin", self.config.timeout_s):
+        with stage("begin", self.config.timeout_s), OCCUPANCY.of(f"env() of {task.env}"):
             env = cast(ExternalEnv, self.taskset.env(task, env_seed))
         caller = self.caller(env, task)
         failed = None
@@ -62,7 +63,7 @@ class AgentRollout(Rollout):
                 with stage("agent", env.timeout_s), self.endpoint.opened(session) as address:
                     async with session.watched():
                         turn = await caller.turn(env.drive, address, self.endpoint.token)
-                        turn = combine_rewards(self.taskset, turn)
+                        turn = await caller.combined(self.taskset, turn)
             except EpisodeFailed as error:
                 failed = error
         try:

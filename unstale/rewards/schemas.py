@@ -1,0 +1,26 @@
+"""The check of texts against JSON Schemas, in worker processes with a limit on CPU time."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from unstale.rewards import workers
+
+_POOL = workers.WorkerPool("schema_worker.py")
+
+
+def satisfies(text: str, schema: Mapping[str, Any]) -> bool | None:
+    """Return True if the text is JSON that satisfies the schema, and None if it takes too long.
+
+    Blocks until a worker has answered, so do not call it on an event loop. Raises ValueError for an
+    invalid schema, for a reference to another schema, and for a schema that takes too long itself.
+    """
+    import jsonschema  # noqa: F401 - its absence is reported here, and not in the worker
+
+    with _POOL.worker() as worker:
+        worker.send([text, schema])
+        problem = worker.line()
+        if problem != b"read":
+            reason = problem.decode() or f"its check takes more than {workers.CPU_S:g} s"
+            raise ValueError(f"not a JSON schema: {reason}")
+        verdict = worker.line()
+    return verdict == b"1" if verdict else None
