@@ -456,7 +456,7 @@ def test_threads_of_functions_that_never_return_end_the_run(
     waits.submit(os.read, release[0], 1)
     assert started.wait(5)
     for thread in (computes, waits):
-        thread.close()
+        thread.interrupt()
     with pytest.raises(EnvError, match="Interrupted"):
         endless.result(5)
     guard._hung[0].join(5)

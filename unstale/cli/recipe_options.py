@@ -122,7 +122,7 @@ def is_study(path: Path | None) -> bool:
         return False
     try:
         return "study" in tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return False  # the reader of option files has the message
 
 

@@ -253,16 +253,19 @@ class OwnThread(Executor):
         return outcome
 
     def close(self) -> None:
-        """End the thread after the function that it runs now, which is interrupted."""
+        """End the thread after the function that it runs now."""
         if self._calls is not None:
             self._calls.put(None)
-        if self.busy and self._thread and self._thread.ident:
+        if self.busy and self._thread:
             _hung[:] = [thread for thread in _hung if thread.is_alive()]
             _hung.append(self._thread)
-            interrupted = ctypes.py_object(Interrupted)
-            ctypes.pythonapi.PyThreadState_SetAsyncExc(
-                ctypes.c_ulong(self._thread.ident), interrupted
-            )
+
+    def interrupt(self) -> None:
+        """Raise `Interrupted` in the function that the thread runs now, and end the thread."""
+        self.close()
+        if self.busy and self._thread and self._thread.ident:
+            thread, error = ctypes.c_ulong(self._thread.ident), ctypes.py_object(Interrupted)
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, error)
 
 
 _hung: list[threading.Thread] = []
@@ -270,9 +273,9 @@ _hung: list[threading.Thread] = []
 
 
 def num_hung() -> int:
-    """Return the number of threads in which user code ignores its time and its interruption.
+    """Return the number of threads in which user code still runs after its time.
 
-    A thread that waits in the operating system, as in `time.sleep`, is interrupted only afterwards.
+    A function that waits in the operating system, as in `time.sleep`, cannot be interrupted.
     """
     return sum(thread.is_alive() for thread in _hung)
 
@@ -297,7 +300,7 @@ async def run_limited(function: Callable[..., T], *arguments: Any, limit_s: floa
             raise
         raise Overdue(f"{name} gave no result within {limit_s:g} s") from None
     finally:
-        thread.close()
+        thread.interrupt()
 
 
 def wait_limited(function: Callable[..., T], *arguments: Any, limit_s: float, name: str) -> T:
@@ -311,7 +314,7 @@ def wait_limited(function: Callable[..., T], *arguments: Any, limit_s: float, na
             raise
         raise Overdue(f"{name} gave no result within {limit_s:g} s") from None
     finally:
-        thread.close()
+        thread.interrupt()
 
 
 class _Outcome(Future[Any]):

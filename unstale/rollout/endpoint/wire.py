@@ -62,8 +62,7 @@ class ReplyFormat:
             raise Refused(f"response_format: {error}", param="response_format") from None
         if not is_quick:
             raise Refused(
-                f"response_format: a check against this schema takes more than {workers.CPU_S:g} s; "
-                "simplify it",
+                f"response_format: a check takes over {workers.CPU_S:g} s: simplify the schema",
                 param="response_format",
             )
 
