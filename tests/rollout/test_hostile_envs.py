@@ -455,11 +455,12 @@ def test_threads_of_functions_that_never_return_end_the_run(
     endless = computes.submit(lambda: [n for n in itertools.count() if n < 0 or started.set()])
     waits.submit(os.read, release[0], 1)
     assert started.wait(5)
-    for thread in (computes, waits):
-        thread.interrupt()
+    computes.interrupt()
     with pytest.raises(EnvError, match="Interrupted"):
         endless.result(5)
-    guard._hung[0].join(5)
+    for thread in guard._hung:
+        thread.join(5)
+    waits.close()
     assert guard.num_hung() == 1
     monkeypatch.setattr(episode, "MAX_HUNG", 0)
     failure = Failure(Task("toy", "train", 1), "step 1", "TimeoutError: no answer", 1, 1)
