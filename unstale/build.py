@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import cast
 
 import torch
-from rich.console import Console
 from rich.markup import escape
 
 from unstale.algorithms.advantages import ESTIMATORS
@@ -37,6 +36,7 @@ from unstale.config import (
 from unstale.config.hub import reading
 from unstale.config.techniques import chosen
 from unstale.durability.checkpoint import Checkpoints, Stateful
+from unstale.durability.console import Console
 from unstale.durability.journal import JOURNAL, Journal
 from unstale.durability.journal.route_files import ROUTES, RouteFiles
 from unstale.durability.resume import ResumeState

@@ -17,13 +17,13 @@ from types import MappingProxyType
 from typing import Any
 
 from jinja2 import TemplateError
-from rich.console import Console
 from rich.markup import escape
 from rich.progress import track
 from rich.table import Table
 
 from unstale.config import ConfigError
 from unstale.config.chat_templates import read_template
+from unstale.durability.console import Console
 from unstale.envs import Message, ToolCall
 from unstale.envs.chat import DAY, STAND_IN, Chat
 from unstale.model.loading import load_tokenizer
