@@ -113,7 +113,8 @@ def recorded(runs: Path, seeds: list[int]) -> list[str]:
         for one in trained:
             said = [chat.text(piece.tokens) for piece in one.sampled]
             broken += sum(
-                any(call.error for call in chat.parse_content(text).tool_calls) for text in said
+                any(call.error for call in chat.reader.parse_content(text).tool_calls)
+                for text in said
             )
         lines.append(
             f"| {seed} | {len(trained):,} | {again} | {calls:,} | "

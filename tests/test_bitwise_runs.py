@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from tests.cli.test_run import quiet
 from tests.support.tiny_runs import save_tiny, tiny_run
@@ -54,11 +53,7 @@ def compiled() -> None:
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model")
-    save_tiny(folder)
-    config = Qwen3Config.from_pretrained(folder)
-    config.head_dim = 16  # the kernels need a multiple of 16
-    torch.manual_seed(7)
-    Qwen3ForCausalLM(config).save_pretrained(folder)
+    save_tiny(folder, bitwise=True)
     return folder
 
 

@@ -43,9 +43,12 @@ def test_only_the_callers_of_user_code_catch_every_exception() -> None:
         "durability/journal/route_files.py",
         "durability/journal/writer.py",
         "envs/guard.py",
+        "envs/guard.py",
         "envs/registry.py",
         "isolation/worker.py",
         "lint/estimator_trials.py",
+        "rewards/unit_test_worker.py",
+        "rewards/unit_test_worker.py",
         "rollout/episode.py",
         "rollout/timeouts.py",
     ]

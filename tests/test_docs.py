@@ -72,9 +72,9 @@ def test_the_example_horizon_has_the_figures_of_the_page() -> None:
     assert "random_return=0.26" in printed
 
 
-def test_the_readme_quotes_the_loop() -> None:
+def test_a_page_quotes_the_loop() -> None:
     source = (ROOT / "unstale" / "loop.py").read_text()
-    shown = blocks("README.md", "python")[0]
+    shown = blocks("docs/asynchrony.md", "python")[-1]
     assert shown.startswith("async def take_step(") and shown in source
 
 

@@ -9,6 +9,7 @@ logged.
 """
 
 import asyncio
+import math
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +18,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import count, cycle, islice
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -795,3 +797,19 @@ def test_a_failing_route_ends_the_run(tmp_path: Path) -> None:
     with pytest.raises(ExceptionGroup) as failure:
         run(parts)
     assert str(first_error(failure.value)) == "nan in a score"
+
+
+def test_an_evaluation_without_a_finished_episode_has_failed_and_is_not_zero() -> None:
+    async def evaluation(**_: Any) -> list[bool | None]:
+        return [None, None]
+
+    events: list[dict[str, Any]] = []
+    log = SimpleNamespace(
+        span=lambda lane, label: nullcontext(),
+        phase=print,
+        event=lambda kind, **fields: events.append(fields),
+    )
+    run: Any = SimpleNamespace(trainer=SimpleNamespace(version=3), log=log)
+    metrics = asyncio.run(loop.evaluate(run, evaluation, 2))
+    assert math.isnan(metrics["eval/success_rate"]) and metrics["eval/failed_tasks"] == 2
+    assert math.isnan(events[0]["success"]) and events[0]["failed"] == 2

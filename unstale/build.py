@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 from rich.markup import escape
@@ -44,10 +44,17 @@ from unstale.engines import Engine
 from unstale.engines.pool import EnginePool, Recovery, supervise
 from unstale.engines.registry import EngineOptions, engine_spec, packs_weights
 from unstale.engines.routing import Phases
-from unstale.envs import Taskset, sandbox, task_identity
+from unstale.envs import (
+    EnvError,
+    HasGiveaways,
+    Taskset,
+    implements,
+    sandbox,
+    task_identity,
+)
 from unstale.envs.chat import Chat
 from unstale.envs.external import ExternalAgent
-from unstale.envs.guard import OCCUPANCY, Watchdog
+from unstale.envs.guard import Watchdog, each_within_limit, time_limit
 from unstale.envs.registry import build_taskset, check_taskset, held_out_tasks
 from unstale.isolation import IsolatedTasks, isolate
 from unstale.loop import RunComponents
@@ -141,6 +148,18 @@ def build_machine(
     return Components(policy, taskset, generator, *own)
 
 
+def build_server(config: RunConfig) -> tuple[Policy, Taskset, Generator]:
+    """Return what `build_sampler` returns, for a server. Its clients send tasks and tools."""
+    taskset = cast(Taskset, ExternalAgent(_no_agent, [None], name="server"))
+    policy = load_policy(config)
+    build_rollout(config, taskset)  # raises ConfigError if a package for the endpoint is missing
+    return policy, taskset, build_generator(config, policy, taskset)
+
+
+def _no_agent(*_: object) -> float:
+    raise EnvError("a server runs no agent")
+
+
 def build_sampler(
     config: RunConfig, engine: Engine | None = None
 ) -> tuple[Policy, Taskset, Generator]:
@@ -153,12 +172,18 @@ def build_sampler(
         sandbox.allow_weak()
     taskset = build_taskset(config.task)
     check_taskset(taskset, config.seed, config.steps * config.schedule.groups_per_step)
+    warn_of_giveaways(taskset)
     if config.selection.pool:  # both calls raise ConfigError for a pool that does not fit
         pool = make_pool(taskset, config.seed, config.selection.pool)
         if any("texts" in entry.requires for entry in chosen(config.techniques)):
             read_texts(taskset, pool)
     require_repeats(config, taskset)
-    held_out_tasks(taskset, config.eval.tasks)
+    num_held_out = len(held_out_tasks(taskset, config.eval.tasks))
+    if num_held_out < config.eval.tasks:
+        _print_note(
+            f"note: {config.task.env} has {num_held_out} held-out tasks, fewer than "
+            f"eval.tasks = {config.eval.tasks}"
+        )
     if config.task.isolate == "ray":
         components.connect_run(config)
         taskset = isolate(taskset, config.task, remote_workers(config.cluster))
@@ -301,17 +326,16 @@ def build(
         config=config,
         progress=life.progress,
         resumed_requests=life.requests,
-        requests=selection.requests(),
+        requests=each_within_limit(selection.requests(), f"train() of {taskset.name}"),
         engine=engine,
         rollout=rollout,
-        evaluation=_evaluation(config, taskset, make_rollout, recorder),
+        evaluation=_evaluation(config, taskset, make_rollout, recorder, life),
         queue=queue,
         pending=pending,
         advantage=partial(
             machine.techniques.credit,
             estimate=build_advantage(config.advantage),
             identify=identify,
-            stop_tokens=() if ends_freely(taskset) else generator.chat.stop_tokens,
         ),
         old_logps=old,
         auditor=machine.auditor,
@@ -345,14 +369,28 @@ def _travel_dtype(config: RunConfig, policy: Policy) -> torch.dtype:
 
 
 def _evaluation(
-    config: RunConfig, taskset: Taskset, make_rollout: Callable[..., Rollout], recorder: Recorder
+    config: RunConfig,
+    taskset: Taskset,
+    make_rollout: Callable[..., Rollout],
+    recorder: Recorder,
+    life: ResumeState,
 ) -> Evaluation | None:
-    """Return a function that measures success on the held-out tasks. None if there are none."""
+    """Return a function that measures success on the held-out tasks. None if there are none.
+
+    In a new run, the first evaluation begins with one episode as a trial.
+    """
     held_out = held_out_tasks(taskset, config.eval.tasks)
     if not held_out:
         return None
     rollout = make_rollout(on_failure=recorder.held_out_failure, on_blocked=recorder.blocked)
-    return partial(evaluate, rollout, held_out, seed=config.seed)
+    is_first = life.progress.step == 0
+
+    async def measure(**options: Any) -> list[bool | None]:
+        nonlocal is_first
+        trial, is_first = is_first, False
+        return await evaluate(rollout, held_out, seed=config.seed, trial=trial, **options)
+
+    return measure
 
 
 def _publisher(
@@ -546,7 +584,7 @@ def build_generator(
     except ValueError as error:
         raise ConfigError(str(error)) from error
     chat = build_chat(config, policy, taskset)
-    warn_of_hidden_tools(config, chat)
+    warn_of_hidden_tools(config, chat, taskset)
     return Generator(engine, chat, config.engine)
 
 
@@ -559,7 +597,7 @@ def build_chat(config: RunConfig, policy: Policy, taskset: Taskset) -> Chat:
         with (
             reading(config.policy_folder, "chat template"),
             Watchdog(partial(print, file=sys.stderr)),
-            OCCUPANCY.of("the chat template", TEMPLATE_S),
+            time_limit("the chat template", TEMPLATE_S, "use another template"),
         ):
             return Chat(
                 policy.tokenizer,
@@ -574,17 +612,37 @@ def build_chat(config: RunConfig, policy: Policy, taskset: Taskset) -> Chat:
         raise
 
 
-def warn_of_hidden_tools(config: RunConfig, chat: Chat) -> None:
-    """Print a warning if no prompt describes the tools. The package's own policies know theirs."""
-    folders = {folder.resolve() for folder in SHIPPED_POLICIES.values()}
-    if chat.hides_tools and config.policy_folder.resolve() not in folders:
-        Console(stderr=True, soft_wrap=True).print(
-            f"[yellow]warning:[/] the chat template of {escape(config.policy)} does not render "
-            f"tools, so the prompts of {escape(config.task.env)} do not say which tools there are. "
-            "Set tools_in_prompt = true to describe them in the prompt, unless the policy was "
-            "trained without descriptions",
-            highlight=False,
+def warn_of_giveaways(taskset: Taskset) -> None:
+    """Print a warning if a task set pays replies that solve nothing."""
+    text = taskset.giveaways() if implements(taskset, HasGiveaways) else ""
+    if text:
+        _print_note(
+            f"[yellow]warning:[/] {escape(text)}. A policy may learn such replies instead of the "
+            "task: leave these tasks out, or read some episodes of the run"
         )
+
+
+def warn_of_hidden_tools(config: RunConfig, chat: Chat, taskset: Taskset) -> None:
+    """Print a warning if no prompt describes the tools. The package's own policies know theirs.
+
+    For an external agent, they are those that it sends with its calls.
+    """
+    folders = {folder.resolve() for folder in SHIPPED_POLICIES.values()}
+    prompts, names = f"the prompts of {config.task.env}", "which tools there are"
+    hides = chat.hides_tools
+    if isinstance(taskset, ExternalAgent):
+        names = "which tools an agent sends, if it sends any"
+        hides = not (chat.renders_tools or config.tools_in_prompt)
+    if hides and config.policy_folder.resolve() not in folders:
+        _print_note(
+            f"[yellow]warning:[/] the chat template of {escape(config.policy)} does not render "
+            f"tools, so {escape(prompts)} do not say {names}. Set tools_in_prompt = true to "
+            "describe them in the prompt, unless the policy was trained without descriptions"
+        )
+
+
+def _print_note(text: str) -> None:
+    Console(stderr=True, soft_wrap=True).print(text, highlight=False)
 
 
 def build_engine(config: RunConfig, merging: Merging | None) -> EnginePool:

@@ -13,6 +13,7 @@ run, but a failed episode does not.
 """
 
 import asyncio
+import math
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -48,7 +49,7 @@ from unstale.rollout.staleness_queue import (
 )
 from unstale.rollout.timeouts import run_to_completion
 from unstale.trainer import AuditObserver, Trainer
-from unstale.trainer.threads import WorkerThread, return_freed_memory
+from unstale.trainer.threads import FreedMemory, WorkerThread
 from unstale.weights.publish import Publisher
 
 LARGE_BATCH_TOKENS = 1 << 16
@@ -101,6 +102,7 @@ class RunComponents:
     io_thread: WorkerThread
     """Thread that writes checkpoints. The threads of asyncio may all be occupied by environments.
     """
+    freed_memory: FreedMemory = field(default_factory=FreedMemory)
     started: Callable[[], None] = lambda: None
     """Called when the engine has started. Nothing has been trained yet."""
     piece_arrived: asyncio.Event = field(default_factory=asyncio.Event)
@@ -509,8 +511,7 @@ class Publication:
         """
         run = self._run
         began = time.monotonic()
-        if self._checkpoint_due:
-            return_freed_memory()  # of gradients and activations, before the copy
+        run.freed_memory.trim(now=self._checkpoint_due)  # of gradients and activations
         # Before the snapshot: the version store's copy is then equal to the weights it saves.
         run.publisher.prepare(run.trainer, live)
         snapshot = None
@@ -558,17 +559,21 @@ async def evaluate(run: RunComponents, evaluation: Evaluation, step: int) -> dic
     finished = FinishedEpisodes()
     with run.log.span("eval", f"step {step}"):
         outcomes = await evaluation(progress=run.log.phase, finished=finished)
-    success = outcomes.count(True) / len(outcomes)
+    failed = outcomes.count(None)
+    # without a single finished episode, the policy's success is not known
+    success = outcomes.count(True) / len(outcomes) if failed < len(outcomes) else math.nan
     run.log.event(
         "eval",
         step=step,
         version=version,
         success=success,
         tasks=len(outcomes),
-        failed=outcomes.count(None),
+        failed=failed,
     )
     return {
         "eval/success_rate": success,
+        "eval/tasks": float(len(outcomes)),
+        "eval/failed_tasks": float(failed),
         "eval/reward_mean": finished.mean_reward(finished.successes),
         "eval/version": version,
         "eval/duration_s": time.monotonic() - began,

@@ -8,7 +8,7 @@ later.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from enum import IntEnum
 from types import MappingProxyType
@@ -48,10 +48,17 @@ HAS_BEHAVIOR = frozenset({Provenance.SAMPLED, Provenance.REPLAYED})
 NO_VERSION = -1
 """Version number of tokens that no engine sampled, such as a prompt."""
 
-Stop = Literal["done", "max_turns", "max_tokens", "invalid_format"]
-"""The reason why an episode ended: the environment ended it, or a limit was reached."""
-CUT_OFF: frozenset[Stop] = frozenset({"max_turns", "max_tokens"})
-"""Reasons of episodes that a limit ended."""
+Stop = Literal["done", "cut_reply", "max_turns", "max_tokens", "invalid_format"]
+"""The reason why an episode ended: the environment ended it, or a limit was reached. `cut_reply` is
+an episode that the environment ended after a reply that a limit of tokens had cut.
+"""
+ENDED_BY_ENVIRONMENT: frozenset[Stop] = frozenset({"done", "cut_reply"})
+CUT_OFF: frozenset[Stop] = frozenset({"cut_reply", "max_turns", "max_tokens"})
+"""Reasons of episodes that a limit ended, or whose last reply a limit cut."""
+CUT_REPLIES = "cut_replies"
+"""Name of the fact that counts the replies of an episode that a limit of tokens cut. Episodes
+without such replies do not have it.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,6 +287,17 @@ def walk(pieces: Sequence[Piece]) -> Iterator[tuple[int, Piece, int]]:
         in_reply = sampled
         yield start, piece, turn if sampled else -1
         start += len(piece.tokens)
+
+
+def count_cut_replies(pieces: Sequence[Piece], stop_tokens: Collection[int]) -> int:
+    """Return the number of replies that do not end with one of `stop_tokens`.
+
+    >>> whole, cut = Sampled((5, 1), (-0.1, -0.7), 0), Sampled((5,), (-0.1,), 0)
+    >>> count_cut_replies([whole, ContextPiece((2,)), cut], stop_tokens=(1,))
+    1
+    """
+    last = {turn: piece.tokens[-1] for _, piece, turn in walk(pieces) if turn >= 0}
+    return sum(token not in stop_tokens for token in last.values())
 
 
 def count_turns(pieces: Sequence[Piece]) -> int:

@@ -108,6 +108,21 @@ def test_doing_nothing_is_worth_0_where_something_has_to_be_done(domain: str) ->
     )
 
 
+@pytest.mark.parametrize(("domain", "paid"), [("airline", 14), ("telecom", 8)])
+def test_tasks_that_pay_an_agent_that_only_talks_are_counted(domain: str, paid: int) -> None:
+    taskset = tasks(domain)
+    text = taskset.giveaways()
+    assert text.startswith(f"{paid} of {DOMAINS[domain][0]} training tasks")
+    tools = taskset.environment().tools
+    of_kind: dict[bool, Task] = {}
+    for task in islice(taskset.train(0), 74):
+        of_kind.setdefault(taskset.pays_talk(taskset.data_of(task), tools), task)
+    assert len(of_kind) == 2
+    for pays, task in of_kind.items():
+        turns = asyncio.run(episode(taskset.env(task, 0), []))
+        assert turns[-1].rewards == {"state": float(pays)}
+
+
 def test_it_keeps_the_contract() -> None:
     check_env(tasks("retail"), episodes=3, max_turns=12)
 

@@ -1,6 +1,5 @@
 """The study on a pretrained model: every arm is accepted and trains, and its power is computed."""
 
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ from tests.support.tiny_runs import save_tiny
 from unstale.cli import main, study
 from unstale.cli.compare import Planned
 from unstale.cli.session import train
-from unstale.config import EngineConfig, TrainerConfig
 from unstale.config.options import override
 
 FILE = Path(__file__).parents[2] / "benchmarks" / "studies" / "real.toml"
@@ -31,34 +29,12 @@ SMALL: dict[str, Any] = {
 """Options with which a run of an arm takes a second."""
 
 
-def later_options() -> set[str]:
-    """Return the options of the study that this version of the package does not have yet."""
-    known = {
-        f"{section}.{option.name}"
-        for section, config in (("trainer", TrainerConfig), ("engine", EngineConfig))
-        for option in fields(config)
-    }
-    return {"engine.bitwise"} - known
-
-
-def study_file(folder: Path) -> Path:
-    """Return the study's file, without the options that are missing here."""
-    text = FILE.read_text("utf-8")
-    lines = [line for line in text.splitlines() if not line.startswith(tuple(later_options()))]
-    text = "\n".join(lines)
-    for option in later_options():
-        text = text.replace(f", {option} = true", "")
-    path = folder / FILE.name
-    path.write_text(text)
-    return path
-
-
 @pytest.fixture(scope="module")
 def planned(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Planned]:
     """Return the first run of each arm in each setting, with a tiny policy."""
     folder = tmp_path_factory.mktemp("study")
-    save_tiny(folder / "tiny")
-    words = [str(study_file(folder)), "--policy", str(folder / "tiny"), "--seeds", "1"]
+    save_tiny(folder / "tiny", bitwise=True)
+    words = [str(FILE), "--policy", str(folder / "tiny"), "--seeds", "1"]
     plan = study.planned(main.parse(["compare", *words, "--runs", str(folder / "runs")]))
     return {(each.folder.name, run.arm): run for each in plan.comparisons for run in each.runs}
 
@@ -72,14 +48,14 @@ def test_each_setting_has_its_bound_and_its_minibatches(
         assert bound == f"s{run.config.schedule.max_staleness}"
         assert minibatches == f"m{run.config.trainer.minibatches_per_batch}"
     arms = {"snapshot_old", "rollout", "current_recompute", "zero D"}
-    if "engine.bitwise" in later_options():  # then the arm is a copy of `rollout`, and left out
-        arms.remove("zero D")
     assert {arm for setting, arm in planned if setting == "s8-m1"} > arms
     assert {arm for setting, arm in planned if setting == "s2-m4"} == arms
 
 
 @pytest.mark.costly(cases=1)
-@pytest.mark.parametrize("arm", ["rollout truncated", "AReaL loglinear", "ppo_ewma_async"])
+@pytest.mark.parametrize(
+    "arm", ["zero D", "rollout truncated", "AReaL loglinear", "ppo_ewma_async"]
+)
 def test_an_arm_trains(arm: str, planned: dict[tuple[str, str], Planned]) -> None:
     run = train(override(planned["s8-m1", arm].config, SMALL))
     assert [row["step"] for row in run.metrics if "trainer/grad_norm" in row] == [1, 2]

@@ -15,9 +15,10 @@ import pytest
 from rich.console import Console
 
 from tests.support.templates import DIALECTS, LLAMA32, QWEN3, QWEN25, ends_of, tokenizer_of
-from unstale.cli import check_template as check_template_module
-from unstale.cli.check_template import TOOLS, check_template, generate, run_checks
+from unstale.cli import template_checks
+from unstale.cli.check_template import check_template
 from unstale.cli.main import main
+from unstale.cli.template_checks import TOOLS, generate, run_checks
 from unstale.envs import Message, ToolCall
 from unstale.envs.calls import JsonCalls
 from unstale.envs.chat import Chat
@@ -205,7 +206,7 @@ def test_thoughts_are_apart_and_hold_no_calls() -> None:
     )
     cut = f"<think>\nperhaps {call}"
     assert chat.parse(spoken(chat, cut)) == Message("assistant", "", (), f"perhaps {call}")
-    assert chat.parse_text(cut) == (None, Message("assistant", cut))
+    assert chat.reader.parse_text(cut) == (None, Message("assistant", cut))
     begun = chat_of(
         "qwen3",
         QWEN3.replace("assistant\\n' }}{%- endif %}", "assistant\\n<think>\\n' }}{%- endif %}"),
@@ -322,7 +323,7 @@ BROKEN: dict[str, tuple[str, str, str, int]] = {
         QWEN25.replace("+ '\\n' + message.content", "+ '\\n' + message.content.replace('ö', 'oe')"),
         "parses replies",
         "a reply is not parsed as it was written",
-        3,
+        4,
     ),
     "answers are forbidden": (
         QWEN25 + "{%- if messages | length > 3 %}{{- raise_exception('too much') }}{%- endif %}",
@@ -373,12 +374,12 @@ def test_a_system_prompt_that_is_refused_is_a_limit() -> None:
 
 def test_an_answer_that_is_not_known_again_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """Simulate a server whose returned message differs from the recorded one."""
-    write = check_template_module.wire.message
+    write = template_checks.wire.message
 
     def altered(said: HistoryMessage) -> dict[str, Any]:
         return {**write(said), "content": f"{said.message.content}."}
 
-    monkeypatch.setattr(check_template_module.wire, "message", altered)
+    monkeypatch.setattr(template_checks.wire, "message", altered)
     broken = {v.name: v for v in run_checks(chat_of("qwen2.5", tools=TOOLS), 20) if v.broken}
     ((found, told),) = broken["recognizes sent-back answers"].problems.values()
     assert "begins a branch: the message of an answer was edited" in found.reason and len(told) <= 4

@@ -585,3 +585,19 @@ def test_auto_is_the_precision_that_the_processor_multiplies(
         found[flags] = fast_dtype(tmp_path / "cpuinfo")
     assert list(found.values()) == ["float32", "bfloat16", "bfloat16"]
     assert EngineConfig(dtype="auto").dtype == fast_dtype()
+
+
+def test_help_and_techniques_fit_80_columns(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    for command in (["techniques"], ["train", "llm", "--help"]):
+        with pytest.raises(SystemExit):
+            main.main(command)
+        lines = capsys.readouterr().out.splitlines()
+        long = [line for line in lines if len(line) > 80 and "|" not in line]
+        assert len(lines) > 30 and not long  # a list of choices may be one long word
+    with pytest.raises(SystemExit):
+        main.main(["techniques"])
+    out = capsys.readouterr().out
+    assert "bin_sizes " in out and "…" not in out and len(out.splitlines()) < 80

@@ -445,6 +445,43 @@ def test_ctrl_c_and_sigterm_save_and_say_where_to_look(tmp_path: Path, by: signa
     assert reason.replace("Ctrl-C: ", "Ended by Ctrl-C; ") in page
 
 
+def test_a_resume_with_other_rows_is_refused_or_marked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    rows = [{"prompt": f"What is {n} + 1?", "answer": str(n + 1)} for n in range(40)]
+
+    def write(first: int) -> None:
+        text = "".join(json.dumps(row) + "\n" for row in rows[first:])
+        Path("rows.jsonl").write_text(text)
+
+    write(0)
+    task = make_task("dataset:rows.jsonl", reward="unstale.rewards:numeric_answer")
+    config = small(tmp_path, task=task, steps=1, policy="base")
+    session.train(config, console=quiet())
+    more = replace(config, steps=2)
+    write(1)
+    with pytest.raises(
+        ConfigError, match=r"rows of dataset:rows.jsonl have changed \(.*Put the old data"
+    ):
+        session.resume(tmp_path / "run", more, console=quiet())
+    write(0)  # the old data is accepted
+    session.resume(tmp_path / "run", more, console=quiet())
+    write(1)
+    last = replace(config, steps=3, allow_changed_data=True)
+    run = session.resume(tmp_path / "run", last, console=quiet())
+    assert "After step 2, the rows of dataset:rows.jsonl have changed" in run.report.read_text()
+    assert run.metrics[-1]["step"] == 3
+    # the new rows are now those of the run
+    session.resume(tmp_path / "run", replace(last, steps=4), console=quiet())
+    changes = [
+        row
+        for row in read_jsonl(tmp_path / "run" / "events.jsonl")
+        if row["kind"] == "data_changed"
+    ]
+    assert len(changes) == 1 and changes[0]["step"] == 2
+
+
 def test_control_characters_of_an_environment_are_shown_and_never_sent(tmp_path: Path) -> None:
     with started(tmp_path, 5, "--task.env", "tests.support.toy:HostileTasks") as process:
         output, errors = process.communicate(timeout=LIMIT_S)

@@ -94,7 +94,7 @@ def test_the_template_describes_tools_and_its_calls_are_read_back(tmp_path: Path
     chat = Chat(Policy.load(config.policy_folder).tokenizer, [TOOL])
     assert chat.renders_tools and isinstance(chat.call_form, PythonCalls)
     text = '[calculate(expression="lcm(4, 6)")]'
-    (call,) = chat.message(text).tool_calls
+    (call,) = chat.reader.message(text).tool_calls
     assert not call.error and call.arguments == {"expression": "lcm(4, 6)"}
 
 

@@ -59,7 +59,7 @@ def test_tasks_are_split_by_their_names_and_an_episode_is_one_reply() -> None:
     assert env.begin().messages[-1].role == "user" and tasks.tools_of(task)
     turn = env.step(Message("assistant", "I cannot help."))
     assert turn.done and turn.rewards == {"valid": 0.0}
-    right = reference_calls(tasks.data_of(task))
+    right = tasks.demonstration(task)[-1].tool_calls
     assert env.step(Message("assistant", "", right)).rewards == {"valid": 1.0}
 
 
@@ -74,6 +74,13 @@ async def played(entry: Mapping[str, Any], turns: list[list[str]]) -> Turn:
             assert not turn.done and turn.messages[0].role == "tool"
         turn = await env.step(Message("assistant", "Done."))
     return turn
+
+
+def test_categories_without_right_calls_have_no_demonstrations() -> None:
+    for category in ("simple_java", "irrelevance", "multi_turn_base"):
+        tasks = BfclTasks(category)
+        with pytest.raises(ConfigError, match="no demonstrations"):
+            tasks.demonstration(next(tasks.train(0)))
 
 
 def test_turns_are_judged_by_the_states_and_results_of_their_calls() -> None:

@@ -12,8 +12,11 @@ import pytest
 
 from tests.support.templates import DIALECTS, GLM, MISTRAL, ends_of, tokenizer_of
 from unstale.envs import Message, ToolCall
-from unstale.envs.calls import JsonCalls, PythonCalls, call_id, schemas_of, typed_value
+from unstale.envs.argument_types import argument_value, schemas_of, typed_value
+from unstale.envs.calls import JsonCalls, NamedCalls, PythonCalls, call_id
 from unstale.envs.chat import Chat
+from unstale.envs.strict_json import loads
+from unstale.rewards import json_schema
 
 PROPERTIES: dict[str, Any] = {
     "text": {"type": "string"},
@@ -96,7 +99,7 @@ READ = [
 
 @pytest.mark.parametrize(("dialect", "text", "arguments"), READ)
 def test_calls_are_read_as_models_write_them(dialect: str, text: str, arguments: Any) -> None:
-    calls = chat_of(dialect).parse_text(text)[1].tool_calls
+    calls = chat_of(dialect).reader.parse_text(text)[1].tool_calls
     arguments = arguments or [{"a": [1, None], "b": True}, {"c": "x", "d": None}]
     assert calls == tuple(ToolCall("do", each) for each in arguments)
 
@@ -135,7 +138,7 @@ MALFORMED = [
 @pytest.mark.costly
 @pytest.mark.parametrize(("dialect", "text", "reason"), MALFORMED)
 def test_malformed_calls_say_why(dialect: str, text: str, reason: str) -> None:
-    (call,) = chat_of(dialect).parse_text(text)[1].tool_calls
+    (call,) = chat_of(dialect).reader.parse_text(text)[1].tool_calls
     assert (call.name, dict(call.arguments)) == ("", {})
     assert call.error.startswith(reason)
 
@@ -176,8 +179,8 @@ def test_a_stream_sends_no_text_that_becomes_a_call(dialect: str) -> None:
     tags = "" if dialect.startswith(("llama3.", "llama-pythonic")) else "Let me see."
     whole = tags + chat.text(chat.encode(written(chat, call)))
     for size in range(len(whole) + 1):
-        _, sent = chat.parse_partial(whole[:size])
-        assert chat.parse_text(whole)[1].content.startswith(sent)
+        _, sent = chat.reader.parse_partial(whole[:size])
+        assert chat.reader.parse_text(whole)[1].content.startswith(sent)
     if tags and not chat.thinks:
         assert sent == tags
 
@@ -192,14 +195,14 @@ def test_no_text_makes_parsing_fail(dialect: str) -> None:
         text = "".join(draw.choice(pieces) for _ in range(draw.randrange(30)))
         cut = draw.randrange(len(whole))
         for each in (text, whole[:cut] + text, whole[:cut] + whole[cut + draw.randrange(9) :]):
-            assert chat.parse_text(each)[1].role == "assistant"
-            chat.parse_partial(each)
+            assert chat.reader.parse_text(each)[1].role == "assistant"
+            chat.reader.parse_partial(each)
 
 
 def test_an_answer_that_looks_like_a_list_is_no_python_call() -> None:
     chat = chat_of("llama-pythonic")
     for text in ("[1, 2]", "[see (1)]", "[a link](there)"):
-        assert chat.parse_text(text)[1] == Message("assistant", text)
+        assert chat.reader.parse_text(text)[1] == Message("assistant", text)
 
 
 def test_replies_of_glm_end_with_the_header_of_the_next_turn() -> None:
@@ -230,8 +233,14 @@ def test_variables_reach_the_template_and_unknown_ones_are_refused() -> None:
     question = [Message("user", "?")]
     chat = Chat(tokenizer, [TOOL], template_kwargs={"enable_thinking": False})
     assert chat.render(question).endswith("<|assistant|>\n<think></think>")
-    assert chat.parse_partial("\nHello")[1] == "" and chat.parse_partial("Hello")[1] == "Hello"
-    assert chat.parse_text("Hello </think>") == (None, Message("assistant", "Hello </think>"))
+    assert (
+        chat.reader.parse_partial("\nHello")[1] == ""
+        and chat.reader.parse_partial("Hello")[1] == "Hello"
+    )
+    assert chat.reader.parse_text("Hello </think>") == (
+        None,
+        Message("assistant", "Hello </think>"),
+    )
     thinking = Chat(tokenizer, [TOOL])
     assert thinking.render(question).endswith("<|assistant|>")
     assert thinking.with_tools([TOOL], {"enable_thinking": False}).render(question) == chat.render(
@@ -274,6 +283,10 @@ def test_python_keywords_may_name_arguments() -> None:
         ("1", {"$ref": "#/$defs/Code"}, "1"),
         ("5", {"anyOf": [{"$ref": "#/$defs/Count"}, {"type": "null"}]}, 5),
         ("1", {"$ref": "#/$defs/Loop"}, 1),
+        ("1", {"$ref": "#/properties/code"}, "1"),
+        ("1", {"$ref": "#/$defs/Unknown"}, 1),
+        ("1e999", {"type": "number"}, "1e999"),
+        ("[1e999]", {"type": "array"}, "[1e999]"),
     ],
 )
 def test_types_are_read_as_tool_libraries_write_them(text: str, schema: Any, value: Any) -> None:
@@ -282,10 +295,33 @@ def test_types_are_read_as_tool_libraries_write_them(text: str, schema: Any, val
         "Count": {"type": "int"},
         "Loop": {"allOf": [{"$ref": "#/$defs/Loop"}] * 4},
     }
-    parameters = {"properties": {"x": schema}, "$defs": definitions}
-    found = schemas_of([{"function": {"name": "f", "parameters": parameters}}])["f"]["x"]
-    read = typed_value(text, found)
+    code = {"enum": ["1", "2"]}
+    parameters = {"properties": {"x": schema, "code": code}, "$defs": definitions}
+    found = schemas_of([{"function": {"name": "f", "parameters": parameters}}])["f"]
+    read = argument_value(text, "x", found)
     assert read == value and type(read) is type(value)
+
+
+def test_arguments_that_a_schema_does_not_name_have_the_type_of_all_others() -> None:
+    parameters = {"properties": {}, "additionalProperties": {"type": "string"}}
+    assert argument_value("5", "x", parameters) == "5"
+    assert argument_value("5", "x", {"additionalProperties": False}) == 5
+    assert argument_value("5", "x", None) == 5
+
+
+@pytest.mark.parametrize("number", ["1e999", "-1e999", "NaN", "Infinity"])
+def test_numbers_that_are_not_finite_make_a_call_malformed(number: str) -> None:
+    text = f'{{"name": "f", "arguments": {{"x": [{number}]}}}}'
+    assert JsonCalls().read(text, {})[0].error.startswith("the call is not JSON")
+    bare = JsonCalls("", "").read_bare(text, 0)
+    assert bare and bare[0].error
+    assert PythonCalls().read(f"[f(x={number})]", {})[0].error
+    named = NamedCalls("[TOOL_CALLS]", "", between="[ARGS]")
+    assert named.read(f'f[ARGS]{{"x": {number}}}', {})[0].error
+    with pytest.raises(ValueError, match=r"is no number|too large"):
+        loads(text)
+    assert loads('{"x": 1e308}') == {"x": 1e308}
+    assert json_schema(f"[{number}]", {"type": "array"}) == 0
 
 
 def test_no_argument_of_a_json_call_is_dropped() -> None:

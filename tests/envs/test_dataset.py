@@ -6,6 +6,7 @@ function. Every mistake names file and line.
 """
 
 import asyncio
+import gzip
 import json
 from itertools import islice
 from pathlib import Path
@@ -18,6 +19,7 @@ from unstale.cli.saved_episodes import describe_evaluation
 from unstale.config import ConfigError, make_task
 from unstale.envs import EnvError, Message, Taskset, task_identity
 from unstale.envs.dataset import load_rows
+from unstale.envs.guard import describe
 from unstale.envs.registry import build_taskset
 from unstale.testing import check_env
 
@@ -121,11 +123,46 @@ def test_own_rewards_may_be_named_async_or_wrong(
     assert play_with("named") == {"right": 0.0, "short": 0.5}
     assert play_with("later") == {"reward": 2.0}
     with pytest.raises(
-        EnvError, match="rewards must be a finite number or numbers by name, got 'good'"
+        EnvError,
+        match=r"^the reward function text: rewards must be a finite number or .*, got 'good'",
     ):
         play_with("text")
     with pytest.raises(ConfigError, match=r"own_reward:one' cannot be used: too many positional"):
         taskset(path, reward="own_reward:one")
+
+
+def test_an_error_in_a_reward_has_the_line_of_the_user_and_the_name_of_the_reward(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if a library raises it, and if it is the cause of another error."""
+    (tmp_path / "broken_reward.py").write_text(
+        "import json\n"
+        "def _read(text):\n"
+        "    return json.loads(text)  # of the user\n"
+        "def by_library(reply, row): return _read(reply)\n"
+        "async def by_cause(reply, row):\n"
+        "    try:\n"
+        "        return row['gold']\n"
+        "    except KeyError as error:\n"
+        "        raise LookupError('two\\nlines') from error\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    path = write_jsonl(tmp_path / "rows.jsonl", ROWS)
+
+    def error_of(name: str) -> str:
+        with pytest.raises(EnvError) as error:
+            asyncio.run(play(taskset(path, reward=f"broken_reward:{name}"), "ab"))
+        return describe(error.value)
+
+    file = f"{tmp_path / 'broken_reward.py'}"[-120:]
+    assert error_of("by_library") == (
+        "the reward function by_library: JSONDecodeError: Expecting value: line 1 column 1 "
+        f"(char 0) ({file}, line 3, in _read: return json.loads(text) # of the user)"
+    )
+    assert error_of("by_cause").endswith(
+        f"LookupError: two lines ({file}, line 9, in by_cause: "
+        "raise LookupError('two\\nlines') from error)"
+    )
 
 
 def test_blank_lines_and_empty_lists_of_follow_ups_are_no_mistakes(tmp_path: Path) -> None:
@@ -246,7 +283,10 @@ def test_mistakes_in_the_held_out_file_name_it(
             {"held_out_file": "b.jsonl", "held_out_share": 0.2},
             r"held_out_share must not be set with task\.held_out_file = b\.jsonl, got 0\.2",
         ),
-        ({"held_out_file": "b.csv"}, r"b\.csv must be a file of type \.jsonl, \.json, \.parquet"),
+        (
+            {"held_out_file": "b.xlsx"},
+            r"b\.xlsx must be a file of type \.jsonl, \.json, \.csv, \.parquet",
+        ),
         ({"held_out_file": "a.jsonl"}, r"is the file of task\.env: name another one"),
         ({"held_out_file": "b.jsonl", "held_out_split": "test"}, "give one of them"),
         ({"held_out_split": "test"}, r"task\.env is the file a\.jsonl\. Use task\.held_out_file"),
@@ -283,3 +323,33 @@ def test_a_run_trains_on_rows_and_evaluates_on_others(tmp_path: Path) -> None:
     task = make_task(f"dataset:{path}", reward=NUMERIC, held_out_share=0.2)
     rows = session.train(small(tmp_path, task=task, steps=2), console=quiet()).metrics
     assert [row["step"] for row in rows] == [0, 1, 2] and "eval/success_rate" in rows[-1]
+
+
+@pytest.mark.parametrize("name", ["rows.csv", "Rows.JSONL", "rows.jsonl.gz", "rows.csv.GZ"])
+def test_other_types_of_files_are_read(tmp_path: Path, name: str) -> None:
+    if ".csv" in name:
+        text = "prompt,answer\n" + "".join(f'"{row["prompt"]}",{row["answer"]}\n' for row in ROWS)
+    else:
+        text = "".join(json.dumps(row) + "\n" for row in ROWS)
+    data = text.encode()
+    path = tmp_path / name
+    path.write_bytes(gzip.compress(data) if name.lower().endswith("gz") else data)
+    assert load_rows(str(path)) == ROWS
+
+
+@pytest.mark.parametrize(
+    "name, data, problem",
+    [
+        ("rows.xlsx", b"x", r"rows.xlsx is not of a type that is read: .jsonl, .json, .csv"),
+        ("rows", b"x", "not of a type"),
+        ("rows.jsonl.gz", b"x", "cannot be read"),
+        ("rows.csv", b"prompt,answer\nonly\n", "line 2: the row has not as many values"),
+        ("rows.csv", b"prompt\na,b\n", "line 2: the row has not as many values"),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_never_sought_on_the_hub(
+    tmp_path: Path, name: str, data: bytes, problem: str
+) -> None:
+    (tmp_path / name).write_bytes(data)
+    with pytest.raises(ConfigError, match=problem):
+        load_rows(str(tmp_path / name))

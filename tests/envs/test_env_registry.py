@@ -133,7 +133,10 @@ USES: dict[str, Callable[[str], object]] = {
 
 MISTAKES = {
     "no_colon": ("x = 1\ndef made()\n    pass\n", r"SyntaxError: .* \(no_colon.py, line 2\)"),
-    "no_name": ("x = 1\nmade = y\n", r"NameError: .*'y'.* \(no_name.py, line 2\)"),
+    "no_name": (
+        "x = 1\nmade = y\n",
+        r"NameError: .*'y'.* \(.*no_name.py, line 2, in <module>: made = y\)",
+    ),
     "leaves": ("exit(3)\n", "SystemExit: 3 "),
     "nothing": ("", "AttributeError: module 'nothing' has no attribute 'made'"),
 }

@@ -5,8 +5,10 @@ from collections.abc import Sequence
 
 import pytest
 
+from unstale.build import warn_of_giveaways
 from unstale.config import ConfigError, make_task
 from unstale.envs import Message, Turn
+from unstale.envs.mixed import MixedTasks
 from unstale.envs.registry import build_taskset
 from unstale.records import Task
 
@@ -55,3 +57,19 @@ def test_a_puzzle_answered_without_the_calculator_is_scored_too() -> None:
         ended = asyncio.run(taskset.env(task, 0).step(Message("assistant", text)))
         assert ended.done and ended.facts["tool_calls"] == 0
         assert ended.rewards["score"] == score or (score is None and ended.rewards["score"] < 1)
+
+
+def test_data_sets_whose_scorer_pays_a_constant_answer_are_named() -> None:
+    """Only one pays any answer, and answers of the library that are right by chance are not."""
+    taskset = ReasoningGymTasks("game_of_life_halting+chain_sum+propositional_logic")
+    assert taskset.giveaways() == (
+        "an answer that solves nothing is paid: '?' gets 1.00 in reasoning-gym:game_of_life_halting"
+    )
+    assert not ReasoningGymTasks("basic_arithmetic+syllogism+leg_counting").giveaways()
+
+
+def test_a_run_warns_of_paid_constants(capsys: pytest.CaptureFixture[str]) -> None:
+    warn_of_giveaways(MixedTasks("both", [ReasoningGymTasks("game_of_life_halting")]))
+    assert "warning: an answer that solves nothing is paid" in capsys.readouterr().err
+    warn_of_giveaways(ReasoningGymTasks("chain_sum"))
+    assert not capsys.readouterr().err

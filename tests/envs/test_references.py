@@ -101,6 +101,24 @@ def test_rows_may_have_calls_as_the_openai_api_writes_them(tmp_path: Path) -> No
         (
             [
                 {"role": "user", "content": "Hi"},
+                {"role": "assistant", "content": "", "function_call": {"name": "get_order"}},
+            ],
+            "function_call is not read",
+        ),
+        (
+            [
+                {"role": "user", "content": "Hi"},
+                {
+                    "role": "assistant",
+                    "content": "",
+                    "tool_calls": [{"name": "get_order", "arguments": '{"order_id": 1e999}'}],
+                },
+            ],
+            "1e999 is too large",
+        ),
+        (
+            [
+                {"role": "user", "content": "Hi"},
                 {
                     "role": "assistant",
                     "content": '<tool_call>\n{"name": "get_order", "arguments": {}}\n</tool_call>',

@@ -186,7 +186,9 @@ def read(message: Any) -> Message:
         f'"arguments": {call["arguments"]}}}</tool_call>'
         for call in calls
     )
-    return Message(record["role"], record["content"] or "", CHAT.parse_content(written).tool_calls)
+    return Message(
+        record["role"], record["content"] or "", CHAT.reader.parse_content(written).tool_calls
+    )
 
 
 def tokens_of(pieces: Sequence[Piece]) -> tuple[int, ...]:

@@ -92,7 +92,7 @@ def test_the_start_of_a_worker_does_not_count_as_time_of_its_environment() -> No
     assert second.stop == "done"
     assert workers[1].calls == ["begin", "close"]
     assert isinstance(third, Failure)
-    assert (third.stage, third.error) == ("begin", "WorkerEnded: no machine")
+    assert third.stage == "begin" and third.error.startswith("WorkerEnded: no machine (")
     assert workers[2].calls == []
 
 
@@ -124,7 +124,7 @@ def test_the_start_of_a_worker_does_not_count_as_time_of_an_agent() -> None:
         "EnvError: the agent ended without an answer to any call",
     )
     assert workers[0].calls == ["drive", "close"] and workers[0].num_episodes == 0
-    assert (never.stage, never.error) == ("begin", "WorkerEnded: no machine")
+    assert never.stage == "begin" and never.error.startswith("WorkerEnded: no machine (")
 
 
 class CrashingWorker(LateWorker):

@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from unstale.cli.check_template import run_checks
 from unstale.cli.main import parse
 from unstale.cli.recipe_options import configure
 from unstale.cli.resume import config_changes
+from unstale.cli.template_checks import run_checks
 from unstale.config import SHIPPED_POLICY, ConfigError
 from unstale.config.chat_templates import NAMED
 from unstale.config.options import stored_config

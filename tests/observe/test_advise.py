@@ -34,6 +34,7 @@ from unstale.observe.advice import ComparisonTable, Evidence, conclude, gather_e
 from unstale.observe.advice.comparisons import SettingKind, measure
 from unstale.observe.advice.conclusion import Conclusion
 from unstale.observe.advice.evidence import FIGURES, with_route
+from unstale.observe.advice.measured import of_metrics
 from unstale.observe.advice.rules import RULES
 from unstale.observe.advice.samples import (
     Factors,
@@ -759,3 +760,16 @@ def test_the_table_of_the_package_can_be_read() -> None:
         assert setting["reference"]["runs"] >= 1 and setting["arms"]
     for case in found.cases:
         assert case.kind and -1 <= case.difference.mean <= 1 and case.difference.n >= 2
+
+
+def test_the_mean_staleness_is_that_of_all_sampled_tokens() -> None:
+    """Also of the tokens without a gradient, over which each row has its mean."""
+    rows = [
+        {
+            "schedule/staleness_mean": age,
+            "trainer/action_tokens": tokens,
+            "trainer/tokens_with_gradient": trained,
+        }
+        for age, tokens, trained in ((1.0, 300.0, 10.0), (2.0, 100.0, 90.0))
+    ]
+    assert of_metrics(rows)["staleness_mean"] == 1.25

@@ -100,6 +100,15 @@ def test_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     history = client.get_metric_history(run.info.run_id, "reward/mean")
     assert {each.step: each.value for each in history} == {1: 0.25, 2: 0.5, 3: 0.75}
     assert client.get_metric_history(run.info.run_id, "trainer/lr")[0].value == 1e-6
+    odd = ("acc@1", "a,b=c", "a;b=c", "", "x\ny", "../up", "sub/name", "\u683c", "n" * 300)
+    notes: list[str] = []
+    kept = TrackedRun(tmp_path / "run", {}, notes.append)
+    sink = find_trackers("mlflow")["mlflow"](kept)
+    sink.write(9, {f"reward/{name}" if name else "": 1.0 for name in odd} | {"reward/std": 2.0})
+    sink.close(FINISHED)
+    names = set(client.get_run(run.info.run_id).data.metrics) - {"reward/mean", "trainer/lr"}
+    assert len(names) == len(odd) + 1 and {"reward/std", "reward/sub/name"} <= names
+    assert len(notes) == len(odd) - 1 and any("'reward/acc@1', sent as" in note for note in notes)
     sample = client.download_artifacts(run.info.run_id, "sample/step000001.txt", str(tmp_path))
     assert Path(sample).read_text("utf-8") == TEXT
     for kind, status in (("stopped", "KILLED"), ("failed", "FAILED"), (None, "RUNNING")):

@@ -87,7 +87,7 @@ def test_numbers_have_signs_commas_and_tolerances() -> None:
     assert numeric("\N{MINUS SIGN}\N{EURO SIGN}.5", -0.5) == numeric("12 - $5", 5) == 1
     assert numeric_answer("It is 1/4.", {"answer": "3/4"}) == 0
     assert numeric_answer("\\frac{3}{4}", {"answer": "3/4"}) == numeric("-3/4", -0.75) == 1
-    assert numeric("on 3/4/2024", 2024) == numeric("1/0", 0) == numeric("4 km/2", 2) == 1
+    assert numeric("on 3/4/2024", 2024) == numeric("4 km/2", 2) == 1
     assert numeric("1/" + "9" * 5000, 0) == 0
     for text in ("2 1/2", "2\\frac{1}{2}", "5/2", "5 / 2 cups", "step 7 10/4", "\\dfrac{5}{2}x"):
         assert numeric(text, 2.5) == 1
@@ -95,9 +95,53 @@ def test_numbers_have_signs_commas_and_tolerances() -> None:
     assert numeric("1,000/8", 125) == numeric("9/10 or 11", 11) == 1
     assert numeric("1,2", 2) == 1 and numeric("10-3", 3) == 1 and numeric(".5", 0.5) == 1
     assert numeric("3.14", 3.14159) == 0 and numeric("3.14", 3.14159, relative=1e-3) == 1
+    assert numeric("1/0", 0) == numeric("7/0", 7) == 0
     assert numeric("0.01", 0) == 0 and numeric("0.01", 0, absolute=0.05) == 1
     with pytest.raises(ValueError, match="must be finite, got nan"):
         numeric("1", float("nan"))
+
+
+@pytest.mark.parametrize(
+    ("reply", "answer", "right"),
+    [
+        ("1000001", "1000000", 0),
+        ("$1,234,568", "1234567", 0),
+        ("12345678901234567890", "12345678901234567891", 0),
+        ("1000000.0", "1,000,000", 1),
+        ("10^6", "1000000", 1),
+        ("6", "10^6", 0),
+        ("2^{10}", "1024", 1),
+        ("1.5 \\times 10^3", "1500", 1),
+        ("1.5\N{MULTIPLICATION SIGN}10\N{SUPERSCRIPT THREE}", "1500", 1),
+        ("5 cm^2", "5", 1),
+        ("#### 5 km\N{SUPERSCRIPT TWO}", "5", 1),
+        ("\\boxed{\\frac{1.5}{2}}", "0.75", 1),
+        ("\\boxed{\\frac{ 3 }{-4}}", "-0.75", 1),
+        ("\\boxed{\\cfrac12}", "1/2", 1),
+        ("\\frac{\\pi}{2}", "2", 0),
+        ("\N{VULGAR FRACTION ONE HALF}", "0.5", 1),
+        ("3\N{VULGAR FRACTION ONE HALF} cups", "3.5", 1),
+        ("\\boxed{x^2}", "2", 0),
+        ("x_{12}", "12", 0),
+        ("\\boxed{2\\sqrt{3}}", "3", 0),
+        ("\\boxed{2\\sqrt{3}}", "3.4641016", 1),
+        ("\\sqrt{16}", "4", 1),
+        ("\\sqrt[3]{8}", "8", 0),
+        ("3\\pi", "3", 0),
+        ("7/0", "0", 0),
+        ("9^9^9^9", "9", 0),
+        ("1e400", "5", 0),
+    ],
+)
+def test_powers_roots_and_units(reply: str, answer: str, right: int) -> None:
+    assert numeric_answer(reply, {"answer": answer}) == right
+
+
+@pytest.mark.parametrize(
+    "part", ["9", "9 ", "1,", "\\frac{", "\\sqrt[", "9^", "_{", "1.", " ", "(3"]
+)
+def test_a_long_reply_takes_no_time(part: str) -> None:
+    numeric(part * 50_000, 42)
 
 
 SCHEMA = {
@@ -328,13 +372,69 @@ def test_what_is_expected_is_not_where_the_program_runs(monkeypatch: pytest.Monk
     assert len(sent) == 4 and not any(str(secret) in words for words in sent)
 
 
+def test_the_usual_assertions_of_data_sets() -> None:
+    """Also of functions that are named as builtins. A wrong program passes none of them."""
+    tests = [
+        "assert f('set') == set([1, 2])",
+        "assert f('true') is True, 'with a message'",
+        "assert (f('true'))",
+        "assert not f('zero')",
+        "assert abs(f('float') - 0.3) < 1e-6",
+        "import math\nassert math.isclose(f('float'), 0.3)",
+        "assert f('float') in (0.3, 1)",
+        "assert f('inf') == float('inf') and f('list') == [1, 1e999]",
+        "assert f('decimal') == 1.5",
+        "assert f('big') == 2**100",
+        "assert sum(10, 15) == 6",
+        "assert sorted(f('set'), reverse=True) == [2, 1]",
+    ]
+    values = (
+        "{'set': {1, 2}, 'true': True, 'zero': 0, 'float': 0.3 + 1e-12, 'inf': float('inf'),"
+        " 'list': [1, float('inf')], 'decimal': Decimal('1.5'), 'big': 2**100}"
+    )
+    right = f"from decimal import Decimal\nf = {values}.get\nsum = lambda a, b: 6"
+    assert share(right, [*tests[:6], *tests[7:]]) == 1
+    cheat = "class X(int):\n  def __eq__(self, o): return True\nabs = lambda x: 0\n"
+    nan = f"{cheat}import math; math.isclose = lambda *_: True\nf = lambda x: float('nan')"
+    tests.remove("assert (f('true'))")  # not a number is true
+    assert share(f"{nan}\nsum = lambda a, b: X(7)", tests) == 0
+
+
+def test_a_large_output_and_many_warnings_are_right() -> None:
+    program = "import sys\nprint('1 ' * 600_000)\nprint('w' * 3_000_000, file=sys.stderr)"
+    assert asyncio.run(unit_tests(program, [("", "1 " * 600_000)])) == 1
+    assert asyncio.run(unit_tests(program, [("", "1 " * 599_999)])) == 0
+
+
+@pytest.mark.parametrize(
+    ("test", "message"),
+    [
+        ("assert gcd(1, 2) == unknown_name", "has no expected value"),
+        ("assert gcd(1, 2) == max()", "no program can pass .*TypeError: max expected"),
+        ("assert gcd(1, 2) == float('nan')", "is not equal to any value"),
+        (("", "\ud83d"), "no program can write"),
+        (("", "1" * 70_000), "has 70,000 bytes, and a program may write 64 kB"),
+    ],
+)
+def test_a_test_that_no_program_can_pass_is_an_error(test: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        share(GCD, [test])
+
+
 def test_a_test_that_hangs_is_the_last_one() -> None:
     hangs = "def gcd(a, b):\n    while a == 7: pass\n    return 6"
     assert share(hangs, [TESTS[0], TESTS[1], TESTS[0]], sandbox.Limits(seconds=4.0)) == 1 / 3
 
 
 @pytest.mark.parametrize(
-    "test", ["assert gcd(1, 2)", "gcd(1, 2) == gcd(2, 1)", "import os", "assert 1 == 1 == 1", "("]
+    "test",
+    [
+        "gcd(1, 2) == gcd(2, 1)",
+        "import os",
+        "assert 1 == 1 == 1",
+        "(",
+        "all(gcd(n, 1) == 1 for n in [2])",
+    ],
 )
 def test_only_questions_with_a_known_answer_are_tests(test: str) -> None:
     with pytest.raises(ValueError, match="test"):

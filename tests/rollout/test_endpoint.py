@@ -463,7 +463,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"n": True}, "n", "an integer"),
     ({"max_tokens": 0}, "max_tokens", "between 1 and"),
     ({"max_completion_tokens": 1.5}, "max_completion_tokens", "an integer"),
-    ({"stop": [""]}, "stop", "none empty"),
+    ({"stop": [""]}, "stop[0]", "not empty"),
     ({"stop": 3}, "stop", "a string or up to"),
     ({"stream": "yes"}, "stream", "true or false"),
     ({"stream_options": {"x": 1}}, "stream_options.x", "unknown field"),
@@ -488,8 +488,8 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"messages": [{"role": "user"}]}, "messages[0].content", "content is missing"),
     (
         {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
-        "messages[0].content",
-        "of type text",
+        "messages[0].content[0].type",
+        "only text is supported",
     ),
     ({"messages": [*SAID, {"role": "system", "content": "x"}]}, "messages[1]", "it comes first"),
     ({"messages": [*SAID, {"role": "assistant", "content": "y"}]}, "messages", "nothing to answer"),
@@ -597,6 +597,7 @@ def test_what_cannot_be_done_is_refused_in_words() -> None:
             b"[]",
             b"\xff",
             b'{"a": NaN}',
+            b'{"a": 1e999}',
             b"[" * 100_000,
             b'{"messages": ' + b"9" * 5000 + b"}",
         ):

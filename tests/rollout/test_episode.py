@@ -35,6 +35,7 @@ from unstale.rollout.episode import Rollout
 from unstale.rollout.evaluation import evaluate
 from unstale.rollout.failures import TooManyFailures
 from unstale.rollout.generator import Generator
+from unstale.rollout.metrics import describe
 from unstale.rollout.seeds import derive_seed
 from unstale.rollout.timeouts import Attempt, run_to_completion
 
@@ -91,6 +92,14 @@ class Tasks:
     def env(self, task: Task, seed: int) -> Env:
         self.seeds.append(seed)
         return Env(self.scripts.pop(0), self.heard)
+
+
+def without_line(outcome: Trajectory | Failure) -> Failure:
+    """Return a failure without the line of `Env.step` that raised its error."""
+    assert isinstance(outcome, Failure)
+    error, _, line = outcome.error.partition(" (")
+    assert line.endswith("in step: raise answer)")
+    return replace(outcome, error=error)
 
 
 def says(text: str) -> Turn:
@@ -157,6 +166,29 @@ def test_a_cut_off_reply_is_closed_before_the_answer() -> None:
     outcome, _ = play(tasks, lambda tokens, params: [ord("x")] * params.max_tokens)
     assert isinstance(outcome, Trajectory)
     assert "".join(map(chr, outcome.tokens)) == "hi" + "x" * 8 + ".yes" + "x" * 8
+
+
+def test_truncation_is_a_fact_of_the_reply_also_if_the_environment_ends_the_episode() -> None:
+    def letters(tokens: Sequence[int], params: SamplingParams) -> list[int]:
+        return [ord("x")] * params.max_tokens
+
+    def share(*outcomes: Trajectory | Failure) -> tuple[float, float, float]:
+        group = Group(TASK, tuple(each for each in outcomes if isinstance(each, Trajectory)))
+        figures = describe([group])
+        names = ("truncated_share", "cut_reply_share", "max_tokens_share")
+        return tuple(figures[f"completion/{name}"] for name in names)  # type: ignore[return-value]
+
+    cut, _ = play(Tasks([says("hi"), over(0.0)]), letters)
+    assert isinstance(cut, Trajectory) and (cut.stop, cut.rewards) == ("cut_reply", {"r": 0.0})
+    assert share(cut) == (1.0, 1.0, 1.0)
+    whole, _ = play(Tasks([says("hi"), over()]))
+    first, _ = play(
+        Tasks([says("hi"), says("so"), over()]),
+        lambda tokens, params: letters(tokens, params) if len(tokens) == 2 else [END],
+    )
+    assert isinstance(whole, Trajectory) and isinstance(first, Trajectory)
+    assert (whole.stop, first.stop) == ("done", "done") and "cut_replies" not in whole.facts
+    assert share(whole, first) == (0.0, pytest.approx(1 / 3), 0.0)
 
 
 def test_turn_and_context_limits_end_an_episode_without_reward() -> None:
@@ -270,9 +302,10 @@ def test_what_fails_again_is_reported_with_its_place() -> None:
     outcome, _ = play(
         Tasks([says("hi"), says("so"), KeyError("sku")], [ZeroDivisionError("odd")]), retries=1
     )
-    assert outcome == Failure(TASK, "begin", "ZeroDivisionError: odd")
+    assert without_line(outcome) == Failure(TASK, "begin", "ZeroDivisionError: odd")
     outcome, _ = play(Tasks([says("hi"), says("so"), KeyError("sku")]), retries=0)
-    assert outcome == Failure(TASK, "step 2", "KeyError: 'sku'", turns=2, sampled_tokens=6)
+    expected = Failure(TASK, "step 2", "KeyError: 'sku'", turns=2, sampled_tokens=6)
+    assert without_line(outcome) == expected
 
 
 def test_a_hanging_environment_is_a_failed_episode() -> None:
@@ -639,7 +672,8 @@ def test_an_environment_that_says_something_else_is_begun_again_and_that_is_no_f
 def test_a_failure_after_the_past_counts_with_those_before() -> None:
     past = EpisodeRecord(5, text("[hi]", "cd."), None, failures=1)
     outcome, told, _ = go_on(Tasks([says("hi"), EnvError("gone")]), past, retries=1)
-    assert outcome == Failure(TASK, "step 1", "EnvError: gone", turns=1, sampled_tokens=3)
+    expected = Failure(TASK, "step 1", "EnvError: gone", turns=1, sampled_tokens=3)
+    assert without_line(outcome) == expected
     assert told == [("begin", 5, True), ("ended", "Failure")]
 
 

@@ -297,10 +297,8 @@ def test_an_agent_that_fails_is_begun_again_with_its_seed_and_then_reported() ->
 
     world = World(retries=1)
     outcome = world.play(fails)
-    assert isinstance(outcome, Failure) and (outcome.stage, outcome.error) == (
-        "agent",
-        "KeyError: 'gone'",
-    )
+    assert isinstance(outcome, Failure) and outcome.stage == "agent"
+    assert outcome.error.startswith("KeyError: 'gone' (tests/rollout/test_external.py, line ")
     assert seeds == [7, 7]
     assert [(episode, final) for episode, _, final in world.failures] == [
         (1, False),
@@ -319,7 +317,9 @@ def test_an_agent_that_fails_after_an_accepted_call_was_not_ended_by_an_earlier_
         raise KeyError("gone")
 
     outcome = World().play(trims_and_fails)
-    assert isinstance(outcome, Failure) and outcome.error == "KeyError: 'gone'"
+    assert isinstance(outcome, Failure)
+    assert outcome.error.startswith("KeyError: 'gone' (tests/rollout/test_external.py, line ")
+    assert outcome.error.endswith("""in trims_and_fails: raise KeyError("gone"))""")
 
 
 def test_a_refusal_ends_an_agent_although_another_of_its_calls_is_accepted_later() -> None:
@@ -428,7 +428,8 @@ def test_a_verdict_that_is_no_number_is_a_failed_episode(given: Any) -> None:
 
     outcome = World().play(odd)
     assert isinstance(outcome, Failure)
-    assert outcome.error.startswith("EnvError: Turn.rewards")
+    assert outcome.error.startswith("EnvError: the agent test_a_verdict_that_is_no_number")
+    assert ".odd: rewards" in outcome.error
     assert "must be a finite number" in outcome.error
 
 
@@ -889,3 +890,24 @@ def test_what_an_agent_cannot_be_trained_for_is_told_beforehand(agent: Any, word
         warnings.simplefilter("ignore", ResourceWarning)
         KEPT.clear()
         gc.collect()
+
+
+def test_an_agent_whose_last_reply_was_cut_has_not_ended_by_itself() -> None:
+    """A client's own limit counts, and a stop text of the client is an end."""
+
+    def asking(**fields: Any) -> Any:
+        async def agent(base_url: str, task: str, seed: int, api_key: str) -> float:
+            body = {"messages": [{"role": "user", "content": "hello"}], **fields}
+            await asyncio.to_thread(post, base_url, api_key, body)
+            return 0.0
+
+        return agent
+
+    def played(**fields: Any) -> tuple[str, float]:
+        world = World(lambda tokens, params: says("It is 30.")[: params.max_tokens])
+        outcome = whole(world.play(asking(**fields)))
+        return outcome.stop, outcome.facts.get("cut_replies", 0.0)
+
+    assert played() == ("done", 0.0)
+    assert played(max_tokens=2) == ("cut_reply", 1.0)
+    assert played(stop=["is"]) == ("done", 0.0)

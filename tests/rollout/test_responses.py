@@ -110,7 +110,7 @@ def test_a_stream_has_the_items_of_the_whole_answer() -> None:
 @pytest.mark.parametrize("text", ["Hm.\n</think>\n\nYes.", f"Hm.\n</think>\n\n{CALL}", "Yes."])
 def test_thoughts_text_and_calls_of_a_reply_are_read_back_as_one_message(text: str) -> None:
     chat = chat_of(THINKING if "</think>" in text else QWEN)
-    reply = with_call_ids(wire.HistoryMessage(*reversed(chat.parse_text(text))), "0/1")
+    reply = with_call_ids(wire.HistoryMessage(*reversed(chat.reader.parse_text(text))), "0/1")
     answer = wire.Choice(reply, "stop", (), 1)
     request = read_response({"input": "one", "tools": [FUNCTION]}, temperature=1.0)
     whole_answer = ResponseFormat("policy", chat).whole([answer], request)
@@ -146,7 +146,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"reasoning": {"effort": "low"}}, "reasoning.effort", "endpoint.lenient"),
     ({"text": {"format": {"type": "json_object"}}}, "text.format", "endpoint.lenient"),
     ({"temperature": 0}, "temperature", "endpoint.lenient"),
-    ({"tools": [{"type": "web_search"}]}, "tools[0].name", "is missing"),
+    ({"tools": [{"type": "web_search"}]}, "tools[0].type", "only functions can be called"),
     ({"input": []}, "input", "at least one item"),
     ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0]", "is not an item of type"),
     ({"input": [{"role": "tool", "content": "x"}]}, "input[0].role", "no such role"),

@@ -4,6 +4,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
 from tests.support.toy import ToyEnv, ToyTasks
 from unstale.config import (
     AuditConfig,
@@ -20,14 +23,22 @@ from unstale.records import Task
 from unstale.testing import tiny_policy
 
 
-def save_tiny(folder: Path, *, experts: int = 0) -> None:
-    """Save a policy whose chat template marks turns, with `experts` experts in each layer."""
+def save_tiny(folder: Path, *, experts: int = 0, bitwise: bool = False) -> None:
+    """Save a policy whose chat template marks turns, with `experts` experts in each layer.
+
+    With `bitwise` its heads have the size that the kernels of `engine.bitwise` need.
+    """
     policy = tiny_policy(seed=5, experts=experts)
     policy.tokenizer.chat_template = (
         "{% for message in messages %}w2 {{ message['content'] }}w1 {% endfor %}"
         "{% if add_generation_prompt %}w2 {% endif %}"
     )
     policy.save(folder)
+    if bitwise:
+        config = Qwen3Config.from_pretrained(folder)
+        config.head_dim = 16
+        torch.manual_seed(7)
+        Qwen3ForCausalLM(config).save_pretrained(folder)
 
 
 class EvenEnv(ToyEnv):

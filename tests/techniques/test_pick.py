@@ -38,6 +38,8 @@ def episodes(result: Group) -> list[int]:
 
 def test_the_largest_variance_is_that_of_all_subsets() -> None:
     values = [-2.0, -1.0, 0.0, 1.0, 3.0]
+    for scale, shift in ((1e-6, 0), (1e6, 0), (1, 1e9)):
+        assert largest_variance([shift + scale * value for value in values], 3) == {0, 1, 4}
     assert largest_variance(values, 2) == {0, 4} and largest_variance(values, 3) == {0, 1, 4}
     noise = torch.Generator().manual_seed(0)
     for count in range(3, 12):
@@ -53,6 +55,7 @@ def test_contrast_and_balance_take_both_ends() -> None:
     assert contrast(rewards, 2) == {0, 3} and contrast(rewards, 3) == {0, 2, 3}
     assert balanced(rewards[:4], 2, target=0.5) == {0, 3}
     assert balanced(rewards, 2, target=1.0) == {0, 2} and balanced(rewards, 2, target=0) == {1, 3}
+    assert balanced([each * 1e-9 for each in rewards[:4]], 2, target=5e-10) == {0, 3}
     assert balanced([1, 0, 0, 1, 0, 1, 0, 0], 4, target=0.5) == {1, 2, 3, 5}
 
 

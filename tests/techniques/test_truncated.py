@@ -4,12 +4,11 @@ In the toy, a policy chooses a short or a long answer. Both are right equally of
 long ones reach the limit before they end.
 """
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from tests.support.bandit import STOP, Learner
+from tests.support.bandit import Learner
 from tests.support.groups import context, group, made
 from unstale.algorithms.advantages import grpo
 from unstale.config import ConfigError, RunConfig
@@ -18,16 +17,12 @@ from unstale.lint import check
 from unstale.records import Group
 from unstale.techniques.truncated import Truncated, TruncatedConfig
 
-OTHER = 7
-"""A token that does not end a reply."""
 
-
-def selected(items: Group, *, stop_tokens: tuple[int, ...] = (STOP,), **options: Any) -> Group:
-    seen = replace(context(), stop_tokens=stop_tokens)
+def selected(items: Group, **options: Any) -> Group:
+    seen = context()
     (result,) = Truncated(TruncatedConfig(**options)).select([items], seen)
-    cut = [item.stop != "done" or item.tokens[-1] == OTHER for item in items.finished]
-    expected = sum(cut) / len(cut) if stop_tokens else 0.0
-    assert seen.metrics == {"truncated/share": expected}
+    cut = [item.stop != "done" for item in items.finished]
+    assert seen.metrics == {"truncated/share": sum(cut) / len(cut)}
     return result
 
 
@@ -42,17 +37,14 @@ def test_masked_episodes_have_no_gradient_and_are_not_in_the_mean_of_their_group
     assert values == pytest.approx([0.5 / deviation, -0.5 / deviation], abs=1e-5)
 
 
-def test_a_reply_without_a_stop_token_was_cut_off() -> None:
-    """Unless the tokens that end a reply are unknown, as with external agents."""
-    whole, cut = made(0), made(0, turns=((1, OTHER),))
-    earlier = made(0, turns=((1, OTHER), (1, STOP)))
-    assert selected(group(whole, cut, earlier)).trajectories == (whole, earlier)
-    assert selected(group(whole, cut), stop_tokens=()).trajectories == (whole, cut)
+def test_an_episode_whose_last_reply_was_cut_is_cut_off() -> None:
+    whole, cut = made(0), made(0, stop="cut_reply")
+    assert selected(group(whole, cut)).trajectories == (whole,)
 
 
 def test_a_success_and_a_wrong_format_are_not_cut_off() -> None:
-    success, unread = made(1, turns=((1, OTHER),)), made(0, stop="invalid_format")
-    seen = replace(context(), stop_tokens=(STOP,))
+    success, unread = made(1, stop="cut_reply"), made(0, stop="invalid_format")
+    seen = context()
     (result,) = Truncated(TruncatedConfig()).select([group(success, unread)], seen)
     assert result.trajectories == (success, unread) and seen.metrics == {"truncated/share": 0.0}
 

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from unstale.build import build_rollout, build_sampler
 from unstale.cli.failures import RunFailed
 from unstale.cli.grades import EvalResult
-from unstale.cli.process import limit_threads, sigterm_as_ctrl_c
+from unstale.cli.process import limit_threads
 from unstale.cli.saved_episodes import open_saved
 from unstale.cli.trained import policy_folder
 from unstale.config import ConfigError, RunConfig
@@ -25,6 +25,7 @@ from unstale.rollout import evaluation
 from unstale.rollout.evaluation import FinishedEpisodes, attempts_at
 from unstale.rollout.generator import Generator
 from unstale.rollout.timeouts import first_error
+from unstale.stop_signals import stop_signals
 from unstale.weights.publish import DirectPublisher
 
 T = TypeVar("T")
@@ -60,7 +61,12 @@ def evaluate(
             with LiveDisplay(config, console=console or Console()) as display:
                 async with rollout.resources:
                     return await evaluation.evaluate(
-                        rollout, tasks, seed=config.seed, progress=display.phase, finished=finished
+                        rollout,
+                        tasks,
+                        seed=config.seed,
+                        progress=display.phase,
+                        finished=finished,
+                        trial=not finished.successes,
                     )
 
     with open_saved(Path(save), config) if save else nullcontext(FinishedEpisodes()) as finished:
@@ -105,7 +111,7 @@ def run_until_complete(work: Coroutine[Any, Any, T]) -> T:
         return task.result()
 
     try:
-        with sigterm_as_ctrl_c():
+        with stop_signals():
             return virtual_clock.run(main())
     except ExceptionGroup as failures:
         error = first_error(failures)

@@ -1,9 +1,7 @@
-"""Settings of the whole process: threads, signals and garbage collection."""
+"""Settings of the whole process: threads and garbage collection."""
 
 import gc
-import signal
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -49,24 +47,3 @@ def rare_garbage_collection() -> Iterator[None]:
         # the run do too, because Python has one set of frozen objects.
         if not was_frozen:
             gc.unfreeze()
-
-
-@contextmanager
-def sigterm_as_ctrl_c() -> Iterator[None]:
-    """Return a context in which SIGTERM acts like Ctrl-C.
-
-    A shell lets background jobs ignore Ctrl-C; in the context they do not. Only the main thread can
-    set this. In another thread, nothing is changed.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {name: signal.getsignal(name) for name in (signal.SIGTERM, signal.SIGINT)}
-    if before[signal.SIGINT] is signal.SIG_IGN:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
-    try:
-        yield
-    finally:
-        for name, handler in before.items():
-            signal.signal(name, handler)

@@ -2,6 +2,7 @@
 
 import argparse
 import inspect
+import shutil
 import sys
 import tomllib
 from collections import deque
@@ -203,7 +204,7 @@ def options_help(words: Sequence[str], values: dict[str, Any], whose: str = "a r
             num_hidden += sum(option.section == section for option in options().values())
             continue
         about = (inspect.getdoc(cls) or "").partition("\n")[0]
-        lines += ["", f"{section or 'run'}: {about}"]
+        lines += ["", _fill(f"{section or 'run'}: {about}", 0, 2)]
         for option in options().values():
             if option.section != section or option.name == "recipe":
                 continue
@@ -216,16 +217,22 @@ def options_help(words: Sequence[str], values: dict[str, Any], whose: str = "a r
     return "\n".join(lines)
 
 
+def _fill(text: str, indent: int, hanging: int) -> str:
+    """Return text in lines that fit the terminal. No word is broken."""
+    width = min(98, max(40, shutil.get_terminal_size().columns))
+    return fill(
+        text,
+        width=width,
+        initial_indent=" " * indent,
+        subsequent_indent=" " * hanging,
+        break_on_hyphens=False,
+        break_long_words=False,
+    )
+
+
 def _option_help(option: Option, config: RunConfig) -> list[str]:
     text = field_docs(option.owner)[option.field]
     value = str(option.of(config)) or "empty"
-    indent = " " * 6
-    about = fill(
-        f"{text} Now: {value}",
-        width=98,
-        initial_indent=indent,
-        subsequent_indent=indent,
-        break_on_hyphens=False,
-    )
+    about = _fill(f"{text} Now: {value}", 6, 6)
     names = [option.name, *(short for short, name in SHORT.items() if name == option.name)]
-    return [f"  {', '.join(f'--{name}' for name in names)} {option.values}", about]
+    return [_fill(f"{', '.join(f'--{name}' for name in names)} {option.values}", 2, 10), about]

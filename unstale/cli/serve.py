@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from unstale.build import build_sampler
+from unstale.build import build_server
 from unstale.cli.evaluate import run_until_complete, running_generator
 from unstale.cli.failures import literal
 from unstale.cli.process import limit_threads
@@ -67,7 +67,7 @@ def serve(
     config = config.with_policy(folder)
     config = replace(config, rollout=replace(config.rollout, max_turns=1 << 30))
     limit_threads()
-    policy, taskset, generator = build_sampler(config)
+    policy, taskset, generator = build_server(config)
     console = console or Console(soft_wrap=True)
 
     def on_engine_event(kind: str, *, cause: str = "", **_: Any) -> None:

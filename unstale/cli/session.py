@@ -13,7 +13,7 @@ from unstale import loop
 from unstale.build import Components, build, build_checkpoints, build_machine
 from unstale.cli.early import new_folder
 from unstale.cli.failures import RunFailed, exhausted, literal, print_failure
-from unstale.cli.process import limit_threads, rare_garbage_collection, sigterm_as_ctrl_c
+from unstale.cli.process import limit_threads, rare_garbage_collection
 from unstale.cli.resume import changes_to_run, resume_command
 from unstale.cli.supervised_start import make_start
 from unstale.cli.survivors import write_survivors
@@ -46,6 +46,8 @@ from unstale.durability.run_folder import (
     plain,
 )
 from unstale.envs.guard import OCCUPANCY
+from unstale.envs.registry import data_digests
+from unstale.isolation import IsolatedTasks
 from unstale.lint import check
 from unstale.lint.policy_files import has_template, local_folder
 from unstale.loop import RunComponents
@@ -56,6 +58,7 @@ from unstale.observe.recorder import Outputs
 from unstale.observe.trackers import OutcomeKind, RunOutcome, TrackedRun, Trackers
 from unstale.planner.footprint import predict_footprint, require_disk_to_resume
 from unstale.rollout.timeouts import first_error
+from unstale.stop_signals import stop_signals
 from unstale.trainer.records import NOT_FINITE
 from unstale.weights.child_process import cores
 
@@ -127,6 +130,8 @@ def train(config: RunConfig, *, console: Console | None = None, command: str = "
             raise
         with closing(trackers):
             facts: dict[str, Any] = {"command": command} if command else {}
+            if digests := _data_of(machine):
+                facts["data"] = digests
             if origin := origin_of(config.pretrained_folder):
                 facts["policy_origin"] = origin
             log.event("started", cores=cores(), **facts)
@@ -167,7 +172,8 @@ def resume(folder: Path, config: RunConfig, *, console: Console | None = None) -
                 log = RunLog.reopen(folder)
             except (OSError, BrokenFile) as error:
                 raise ConfigError(f"{folder} cannot be resumed: {error}") from error
-            log.event("resumed", step=step, changed=changes, cores=cores())
+            facts = {"data": _data_of(machine)} if machine else {}
+            log.event("resumed", step=step, changed=changes, cores=cores(), **facts)
             return _run_to_end(RunSession(config, log, machine, trackers), console)
 
 
@@ -226,6 +232,18 @@ def _is_finished(folder: Path) -> bool:
     return bool(events) and events[-1].get("reason") == "finished"
 
 
+def _data_of(machine: Components) -> dict[str, str]:
+    """Return the digest of the rows of each split. Empty if the tasks are not a list."""
+    taskset = machine.taskset
+    return data_digests(taskset.inner if isinstance(taskset, IsolatedTasks) else taskset)
+
+
+def _recorded_data(folder: Path) -> dict[str, str] | None:
+    """Return the digests that a run has recorded last. None if it has recorded none."""
+    found = [row["data"] for row in RunFolder(folder).rows(EVENTS) if "data" in row]
+    return found[-1] if found else None
+
+
 def _check(config: RunConfig, console: Console) -> None:
     """Raise `ConfigError` for a configuration that the linter refuses. Print its warnings."""
     if not (local_folder(config) / "config.json").is_file():
@@ -264,13 +282,18 @@ def _failure(error: BaseException, folder: Path) -> str:
 
 
 def _run_to_end(session: "RunSession", console: Console) -> Run:
+    """Run all segments, and end in order. A second Ctrl-C or SIGTERM ends the process at once."""
+    with stop_signals(f"; to continue: {resume_command(session.log.path)}"):
+        return _run_and_record(session, console)
+
+
+def _run_and_record(session: "RunSession", console: Console) -> Run:
     """Run all segments. Then write the report, and save the policy unless the run failed."""
     log = session.log
     folder = log.path
     reason, detail = "failed", "the program has an error, which is printed below"
     try:
         with (
-            sigterm_as_ctrl_c(),
             LiveDisplay(session.config, console=console) as display,
             rare_garbage_collection(),
         ):
@@ -417,6 +440,8 @@ class RunSession:
             display.phase("reading the checkpoint and the journal")
             previous = self.machine
             machine = self._build(display)
+            if previous is None:
+                self._require_same_data(machine)
             checkpoints = build_checkpoints(config, machine, folder)
             stored = load_resume_state(
                 folder,
@@ -437,6 +462,28 @@ class RunSession:
         return virtual_clock.run(
             _supervise(parts), virtual=config.deterministic, on_stuck=self._end_stuck
         )
+
+    def _require_same_data(self, machine: Components) -> None:
+        """Raise `ConfigError` if the tasks have other rows than before, unless that is allowed.
+
+        A run that was begun before digests were recorded is not checked.
+        """
+        now, before = _data_of(machine), _recorded_data(self.log.path)
+        if before is None or now == before:
+            return
+        changes = [
+            f"{split.replace('_', '-')}: {before.get(split, 'none')}; now {now.get(split, 'none')}"
+            for split in sorted(before.keys() | now.keys())
+            if before.get(split) != now.get(split)
+        ]
+        text = f"the rows of {self.config.task.env} have changed ({', '.join(changes)})"
+        if not self.config.allow_changed_data:
+            raise ConfigError(
+                f"{text}. Held-out shares before and after could not be compared. Put the old data "
+                "back, start a new run, or add --allow_changed_data true"
+            )
+        step = max((row["step"] for row in RunFolder(self.log.path).metrics()), default=0)
+        self.log.event("data_changed", step=step, data=now, text=text)
 
     def _begin(self) -> None:
         """Write the options into the run folder, now that the engine has started with them.

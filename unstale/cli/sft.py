@@ -123,7 +123,7 @@ def sft(
     own_tools = implements(taskset, HasTaskTools) and _have_different_tools(taskset, config.seed)
     policy = load_policy(config)
     chat = build_chat(config, policy, taskset)
-    warn_of_hidden_tools(config, chat)
+    warn_of_hidden_tools(config, chat, taskset)
     references = load_references(
         data, chat, max_tokens=config.engine.max_context, own_tools=own_tools
     )

@@ -11,7 +11,7 @@ from unstale.config import AuditConfig, ClusterConfig, ConfigError, RunConfig
 from unstale.config.start import start_folder, start_options
 from unstale.durability.console import Console
 from unstale.durability.run_folder import dumps
-from unstale.envs import HasDemonstrations, implements
+from unstale.envs import HasDemonstrations, HasTaskTools, implements
 from unstale.envs.references import Reference, encode_conversation
 from unstale.envs.registry import build_taskset, find_spec, libraries
 from unstale.model.policy import Policy
@@ -72,7 +72,12 @@ def demonstrations(config: RunConfig, policy: Policy) -> list[Reference]:
     try:
         chat = build_chat(config, policy, taskset)
         tasks = islice(taskset.train(config.seed), config.sft.demonstrations)
-        references = [encode_conversation(chat, solver.demonstration(task)) for task in tasks]
+        references = []
+        for task in tasks:
+            form = chat
+            if implements(taskset, HasTaskTools):
+                form = chat.with_tools(taskset.tools_of(task))
+            references.append(encode_conversation(form, solver.demonstration(task)))
     except ValueError as error:
         raise ConfigError(f"no demonstrations of {env}: {error}") from error
     longest = max(len(each.tokens) for each in references)

@@ -21,6 +21,7 @@ def add(verbs: Any) -> None:
     about = "list published techniques, and which of them this package has"
     parser = verbs.add_parser("techniques", help=about, description=f"{about.capitalize()}.")
     parser.add_argument("name", nargs="?", help="a technique to explain")
+    parser.add_argument("--all", action="store_true", help="list all papers, with what is missing")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(act=_techniques)
 
@@ -33,15 +34,36 @@ def _techniques(chosen: argparse.Namespace) -> int:
         rows = [{"row": row.number, "techniques": row.names, **_cells(row)} for row in ROWS]
         print_json({"counts": counts, "rows": rows})
         return 0
+    console = Console()
+    console.print(_full_table() if chosen.all else _short_table(console.width))
+    console.print(", ".join(f"{counts[state]} {state}" for state in _STYLES), highlight=False)
+    if not chosen.all:
+        console.print(
+            "`unstale techniques NAME` explains one, --all lists the papers without a name here",
+            highlight=False,
+        )
+    return 0
+
+
+def _short_table(width: int) -> Table:
+    """Return one line for each technique of the package: its name and what it does."""
+    names = {name for row in ROWS for name in row.names}
+    texts = {name: " ".join(find(name)[0].formula.split()) for name in names}
+    table = Table(box=None, padding=(0, 2, 0, 0), show_header=False, width=width)
+    table.add_column(no_wrap=True, style="bold")
+    table.add_column(ratio=1)
+    for name in sorted(texts):
+        table.add_row(name, Text(texts[name].partition(". ")[0]))
+    return table
+
+
+def _full_table() -> Table:
     table = Table("", "paper", "what it does", "state", "how, or what is missing", "--techniques")
     for row in ROWS:
         state = Text(row.state, _STYLES[row.state])
         words = (row.reason, " ".join(row.names))
         table.add_row(str(row.number), row.paper, row.about, state, *words)
-    console = Console()
-    console.print(table)
-    console.print(", ".join(f"{counts[state]} {state}" for state in _STYLES), highlight=False)
-    return 0
+    return table
 
 
 def _explain(name: str, *, as_json: bool) -> int:

@@ -513,7 +513,9 @@ def _push_to_hub(chosen: argparse.Namespace) -> int:
     "sft",
     "train a recipe's policy on reference replies",
     RECIPE,
-    argument("data", type=Path, help="a .jsonl, .json or .parquet file with messages in each row"),
+    argument(
+        "data", type=Path, help="a .jsonl, .json, .csv or .parquet file with messages in each row"
+    ),
     CONFIG,
     argument("--folder", type=Path, required=True, metavar="OUT", help="a new folder of the model"),
     argument(

@@ -76,6 +76,8 @@ class RunConfig(Section):
     """Allow programs of a model to run as root without the sandbox bubblewrap; they can then write
     your files.
     """
+    allow_changed_data: bool = False
+    """Continue a run although the rows of its tasks have changed. The report marks the step."""
     runs: Path = Path("runs")
     """Folder in which the run folder is made."""
     name: str = ""

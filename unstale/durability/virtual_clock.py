@@ -6,6 +6,7 @@ trainer's work, in the same order in every run. Sockets do not work on this loop
 """
 
 import asyncio
+import logging
 import selectors
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Executor, Future
@@ -13,7 +14,15 @@ from concurrent.futures import wait as wait_for
 from typing import Any, TypeVar
 
 from unstale.envs import EnvError, guard
-from unstale.envs.guard import OCCUPANCY, UnjoinedThreads, Watchdog, end_leftovers, watch_tasks
+from unstale.envs.guard import (
+    OCCUPANCY,
+    OwnThread,
+    UnjoinedThreads,
+    Watchdog,
+    end_leftovers,
+    watch_tasks,
+)
+from unstale.stop_signals import StopSignals, active
 
 T = TypeVar("T")
 
@@ -60,7 +69,8 @@ class VirtualLoop(RunLoop):
         The result is delivered `WORK_S` virtual seconds later, however long `func` really took.
         """
         work = (executor or self._thread).submit(func, *args)
-        with OCCUPANCY.waiting(guard.THREAD_S):
+        frame = executor.frame if isinstance(executor, OwnThread) else None
+        with OCCUPANCY.waiting(guard.THREAD_S, frame):
             wait_for([work])
         result: asyncio.Future[T] = self.create_future()
         self.call_later(WORK_S, _set_result, work, result)
@@ -105,6 +115,18 @@ class _JumpingSelector(selectors.SelectSelector):
         return ready
 
 
+def _report_lost(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """Log what nothing waits for. Errors of user code are not made text: `__str__` may hang."""
+    error = context.get("exception")
+    kind = f" ({type(error).__name__})" if error else ""
+    logging.getLogger("asyncio").error("%s%s", context.get("message"), kind)
+
+
+async def _cancelled_by(signals: StopSignals, main: Coroutine[Any, Any, T]) -> T:
+    with signals.cancelling():
+        return await main
+
+
 def run(
     main: Coroutine[Any, Any, T],
     *,
@@ -125,8 +147,14 @@ def run(
             loop = runner.get_loop()
             loop.set_default_executor(UnjoinedThreads(thread_name_prefix="asyncio"))
             loop.set_task_factory(watch_tasks)
+            loop.set_exception_handler(_report_lost)
+            signals = active()
             try:
-                return runner.run(main)
+                return runner.run(_cancelled_by(signals, main))
+            except asyncio.CancelledError:
+                if signals.has_cancelled:
+                    raise KeyboardInterrupt from None
+                raise
             finally:
                 runner.run(end_leftovers())
     finally:

@@ -3,9 +3,9 @@
 A task set creates the environments. `chat.py` converts messages to tokens.
 """
 
-import math
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from decimal import Decimal
 from functools import cache, partial
 from itertools import count
 from numbers import Real
@@ -17,6 +17,10 @@ from unstale.records import Task
 
 _Contract = TypeVar("_Contract")
 
+MAX_REWARD = 1e15
+"""Largest absolute value of a reward. Squares of larger ones would not fit into float32."""
+MAX_FACT = 1e300
+"""Largest absolute value of a fact, so that the sum over a batch is finite."""
 _TASKS_PER_SEED = 10**9
 """Number of task numbers that each seed of a run has, so that two seeds never share a task."""
 
@@ -93,12 +97,23 @@ class Turn:
     def __post_init__(self) -> None:
         set_field = partial(object.__setattr__, self)
         set_field("messages", _messages(self.messages))
-        rewards = self.rewards
-        if not isinstance(rewards, dict | Mapping):
-            rewards = {"reward": _number("rewards", rewards, or_else=" or numbers by name")}
-        set_field("rewards", _numbers("rewards", rewards))
-        set_field("reward", _number("reward", self.reward))
-        set_field("facts", _numbers("facts", self.facts))
+        set_field("rewards", read_rewards(self.rewards))
+        set_field("reward", _number("Turn.reward", self.reward, most=MAX_REWARD))
+        set_field("facts", _numbers("Turn.facts", self.facts))
+
+
+def read_rewards(rewards: Any, source: str = "Turn.") -> dict[str, float]:
+    """Return rewards by name. A single number is stored as `{"reward": number}`.
+
+    Raises `EnvError`, which begins with the source of the rewards, for another value.
+
+    >>> read_rewards(1), read_rewards({"right": True})
+    ({'reward': 1.0}, {'right': 1.0})
+    """
+    name = f"{source}rewards"
+    if not isinstance(rewards, dict | Mapping):
+        return {"reward": _number(name, rewards, or_else=" or numbers by name", most=MAX_REWARD)}
+    return _numbers(name, rewards, most=MAX_REWARD)
 
 
 def _messages(messages: Any) -> tuple[Message, ...]:
@@ -112,27 +127,28 @@ def _messages(messages: Any) -> tuple[Message, ...]:
     return found
 
 
-def _numbers(name: str, values: Any) -> dict[str, float]:
+def _numbers(name: str, values: Any, *, most: float = MAX_FACT) -> dict[str, float]:
     if not isinstance(values, dict | Mapping):
-        raise EnvError(f"Turn.{name} must be numbers by name, got {short_repr(values)}")
-    return {str(key): _number(name, value, key) for key, value in values.items()}
+        raise EnvError(f"{name} must be numbers by name, got {short_repr(values)}")
+    return {str(key): _number(name, value, key, most=most) for key, value in values.items()}
 
 
-def _number(name: str, value: Any, key: Any = None, *, or_else: str = "") -> float:
-    """Return a number, or a scalar of NumPy or torch, as float.
+def _number(name: str, value: Any, key: Any = None, *, or_else: str = "", most: float) -> float:
+    """Return a number, also a Decimal or a scalar of NumPy or torch, as float.
 
-    Raises `EnvError` for other values.
+    Raises `EnvError` for other values, and for a larger number than `most`.
     """
-    if type(value) is float and math.isfinite(value):
+    if type(value) is float and -most <= value <= most:
         return value
     try:
-        number = value if isinstance(value, Real) else value.item()
-        if isinstance(number, Real) and math.isfinite(number):
+        number = value if isinstance(value, Real | Decimal) else value.item()
+        if isinstance(number, Real | Decimal) and -most <= float(number) <= most:
             return float(number)
-    except (AttributeError, TypeError, ValueError, RuntimeError, OverflowError):
+    except (AttributeError, TypeError, ValueError, RuntimeError, ArithmeticError):
         pass
     where = name if key is None else f"{name}[{short_repr(key)}]"
-    raise EnvError(f"Turn.{where} must be a finite number{or_else}, got {short_repr(value)}")
+    or_else += f", of at most {most:g}" if isinstance(value, Real) and value == value else ""
+    raise EnvError(f"{where} must be a finite number{or_else}, got {short_repr(value)}")
 
 
 class Env(Protocol):
@@ -318,6 +334,15 @@ def task_text(taskset: Taskset, task: Task) -> str:
 
 
 @runtime_checkable
+class HasGiveaways(Protocol):
+    """A task set that can find out if it pays replies that solve nothing."""
+
+    def giveaways(self) -> str:
+        """Return a sentence about tasks that pay an empty or a constant reply, or nothing."""
+        ...
+
+
+@runtime_checkable
 class HasDemonstrations(Protocol):
     """A task set that can solve its own tasks, for a supervised start (`sft.steps`)."""
 
@@ -356,8 +381,10 @@ def combine_rewards(taskset: Taskset, turn: Turn) -> Turn:
     This applies to task sets that have `combine`. The named rewards become facts `reward/<name>`,
     which are logged.
     """
+    name = f"the result of combine() of {taskset.name}"
     if not (turn.rewards and implements(taskset, RewardCombiner)):
         return turn
     parts = {f"reward/{name}": value for name, value in turn.rewards.items()}
-    rewards = {"reward": taskset.combine(turn.rewards)}
+    combined = taskset.combine(turn.rewards)
+    rewards = {"reward": _number(name, combined, most=MAX_REWARD)}
     return replace(turn, rewards=rewards, facts={**turn.facts, **parts})

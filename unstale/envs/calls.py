@@ -13,7 +13,7 @@ import ast
 import json
 import re
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass
 from hashlib import sha256
 from io import StringIO
@@ -26,13 +26,13 @@ from typing import Any
 from jinja2 import TemplateError
 
 from unstale.envs import ToolCall
-from unstale.envs.strict_json import refuse_constant, unique_names
+from unstale.envs.argument_types import Schemas, argument_value
+from unstale.envs.argument_types import typed_value as typed_value
+from unstale.envs.strict_json import STRICT_DECODER
 
 PROBE = ToolCall("a_tool", {"an_argument": "a_value"})
 """The call that a template writes first, so that its format can be found."""
 
-Schemas = Mapping[str, Mapping[str, Any]]
-"""The schemas of a tool's arguments, by the name of the tool and of the argument."""
 Write = Callable[[Sequence[ToolCall]], str]
 """A function that returns what a template writes for the tool calls of one reply."""
 
@@ -42,27 +42,11 @@ _BARE = re.compile(r'\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:')
 _SEPARATOR = re.compile(r"[\s;,]*")
 _BARE_PYTHON = re.compile(r"\[\s*[A-Za-z_][\w.]*\(")
 _JSON_WORDS = {"true": True, "false": False, "null": None}
-_DEFINITIONS = ("$defs", "definitions")
 _ARGUMENTS = ("arguments", "parameters")
 _KEYS = frozenset({"name", *_ARGUMENTS, "id", "type"})
 """Keys of a JSON call. Another key may hold arguments, which must not be dropped."""
 _MAX_ENDS = 64
 """Largest number of closing tags that are tried as the end of one call."""
-_MAX_SCHEMAS = 200
-"""Largest number of parts of a schema that are read to find its type."""
-_MAX_LITERAL = 10_000
-"""Largest number of characters of a Python literal that is read as a value."""
-_TYPES = {
-    "integer": "integer int long short byte bigint",
-    "number": "number float double decimal",
-    "boolean": "boolean bool",
-    "string": "string str char text",
-    "array": "array list tuple arraylist set queue stack sequence",
-    "object": "object dict hashmap hashtable map mapping",
-    "null": "null none nonetype",
-}
-_TYPE_OF = {word: name for name, words in _TYPES.items() for word in words.split()}
-"""The type of JSON Schema for the names that tool libraries write, in lower case."""
 _KEYWORD_MARK = "_keyword_argument"
 _ID_LENGTH = 9
 _EXCERPT = 40
@@ -89,25 +73,6 @@ def is_call_id(text: str) -> bool:
 def hashed_id(text: str) -> str:
     """Return an id of a tool call that depends on `text` alone."""
     return sha256(text.encode(errors="replace")).hexdigest()[:_ID_LENGTH]
-
-
-def schemas_of(tools: Iterable[Mapping[str, Any]]) -> Schemas:
-    """Return the schemas of each tool's arguments. Tools without schemas are left out."""
-    found: dict[str, Mapping[str, Any]] = {}
-    for tool in tools:
-        function = _mapping(tool.get("function", tool))
-        parameters = _mapping(function.get("parameters"))
-        shared = {word: parameters[word] for word in _DEFINITIONS if word in parameters}
-        properties = _mapping(parameters.get("properties"))
-        found[str(function.get("name"))] = {
-            name: {**schema, **shared} if shared and isinstance(schema, Mapping) else schema
-            for name, schema in properties.items()
-        }
-    return found
-
-
-def _mapping(value: Any) -> Mapping[str, Any]:
-    return value if isinstance(value, Mapping) else {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,7 +171,7 @@ class JsonCalls(CallForm):
 
     def read(self, text: str, schemas: Schemas) -> tuple[ToolCall, ...]:
         try:
-            record = _DECODER.decode(text)
+            record = STRICT_DECODER.decode(text)
         except (ValueError, RecursionError) as error:
             return (_malformed(f"the call is not JSON: {error}"),)
         records = record if self.is_list and isinstance(record, list) else [record]
@@ -219,11 +184,11 @@ class JsonCalls(CallForm):
             return None
         while at < len(text) or not calls:
             try:
-                record, at = _DECODER.raw_decode(text, at)
+                record, at = STRICT_DECODER.raw_decode(text, at)
             except (ValueError, RecursionError) as error:
                 calls.append(_malformed(f"the call is not JSON: {error}"))
                 break
-            if not is_marked and not calls and not {self.key, "arguments"} & set(record):
+            if not is_marked and not calls and not {self.key, *_ARGUMENTS} & set(record):
                 return None
             calls.append(self._to_call(record))
             if separator := _SEPARATOR.match(text, at):
@@ -271,7 +236,7 @@ class NamedCalls(CallForm):
         if not found:
             return (_malformed(f"the call is not {self.body}: {text[:_EXCERPT]!r}"),)
         try:
-            arguments = _DECODER.decode(found["arguments"])
+            arguments = STRICT_DECODER.decode(found["arguments"])
         except (ValueError, RecursionError) as error:
             return (_malformed(f"the arguments are not JSON: {error}"),)
         if not isinstance(arguments, dict):
@@ -328,7 +293,7 @@ class TaggedCalls(CallForm):
             value = found[2]
             if self.padded:
                 value = value.removeprefix("\n").removesuffix("\n")
-            arguments[key] = typed_value(value, schemas.get(name, {}).get(key))
+            arguments[key] = argument_value(value, key, schemas.get(name))
         if not re.fullmatch(rf"\s*{_spaced(self.body_closes)}\s*", text[at:]):
             rest = text[at:].strip()[:_EXCERPT]
             wanted = f"{self.key[0]}...{self.value_closes}{self.body_closes}"
@@ -414,125 +379,6 @@ class _JsonWords(ast.NodeTransformer):
 
     def visit_Name(self, node: ast.Name) -> ast.expr:
         return ast.Constant(_JSON_WORDS[node.id]) if node.id in _JSON_WORDS else node
-
-
-def typed_value(text: str, schema: Any) -> Any:
-    """Return the value of a tagged argument in the type of its schema. Other text stays text.
-
-    If the schema has no type, text that is JSON becomes its value.
-
-    >>> typed_value("5", {"type": "integer"}), typed_value("5", {"type": "string"})
-    (5, '5')
-    >>> typed_value("True", {"type": "boolean"}), typed_value("None", {"type": ["string", "null"]})
-    (True, None)
-    """
-    types = _TypeReader(schema).read(schema)
-    if types == {"string"}:
-        return text
-    word = text.strip()
-    if "boolean" in types and word in ("True", "False"):
-        return word == "True"
-    if "null" in types and word == "None":
-        return None
-    try:
-        value = _DECODER.decode(word)
-    except (ValueError, RecursionError):
-        value = _literal(word) if {"array", "object"} & types else None
-        if not isinstance(value, list | dict):
-            return text
-    if "string" in types and isinstance(value, str):
-        return text
-    if "integer" in types and isinstance(value, float) and value.is_integer():
-        value = int(value)
-    return value if _type_of(value) & types or "any" in types else text
-
-
-def _literal(text: str) -> Any:
-    """Return the list or object that is written as a Python literal. None for other text."""
-    if len(text) > _MAX_LITERAL or text[:1] not in ("[", "{", "("):
-        return None
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            tree = ast.parse(text, mode="eval")
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Dict):
-                unique_names([(ast.unparse(key), None) for key in node.keys if key])
-        return json.loads(json.dumps(ast.literal_eval(tree), allow_nan=False))
-    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
-        return None
-
-
-class _TypeReader:
-    """Reads the types that a schema allows, from at most `_MAX_SCHEMAS` of its parts.
-
-    References could otherwise lead to any number of parts.
-    """
-
-    def __init__(self, root: Any) -> None:
-        self._root = root
-        """The schema with the definitions to which references refer."""
-        self._left = _MAX_SCHEMAS
-
-    def read(self, schema: Any) -> set[str]:
-        """Return the types of a schema. They include "any" if all types are allowed."""
-        self._left -= 1
-        if self._left < 0:
-            return {"any"}
-        schema = _mapping(schema)
-        parts = [_own_types(schema)]
-        if isinstance(reference := schema.get("$ref"), str):
-            parts.append(self.read(_definition(reference, self._root)))
-        for word in ("anyOf", "oneOf"):
-            if choices := _choices(schema, word):
-                parts.append(set().union(*map(self.read, choices)))
-        parts += map(self.read, _choices(schema, "allOf"))
-        narrow = [part for part in parts if "any" not in part]
-        types = set.intersection(*narrow) if narrow else {"any"}.union(*parts)
-        is_nullable = schema.get("nullable") or schema.get("default", "") is None
-        return types | ({"null"} if is_nullable else set())
-
-
-def _own_types(schema: Mapping[str, Any]) -> set[str]:
-    """Return the types that a schema names itself, by `type` or by the values that it allows."""
-    named = schema.get("type")
-    if isinstance(named, str | list | tuple) and named:
-        names = [named] if isinstance(named, str) else named
-        return {_TYPE_OF.get(str(each).lower(), "any") for each in names}
-    values = [schema["const"]] if "const" in schema else schema.get("enum")
-    if isinstance(values, list | tuple) and values:
-        return set().union(*map(_type_of, values))
-    if isinstance(schema.get("properties"), Mapping):
-        return {"object"}
-    return {"array"} if "items" in schema else {"any"}
-
-
-def _choices(schema: Mapping[str, Any], word: str) -> Sequence[Any]:
-    choices = schema.get(word)
-    return choices if isinstance(choices, list | tuple) else ()
-
-
-def _definition(reference: str, root: Any) -> Any:
-    """Return the schema to which a reference such as `#/$defs/NAME` refers. None if unknown."""
-    found: Any = root
-    for name in reference.removeprefix("#/").split("/"):
-        found = _mapping(found).get(name.replace("~1", "/").replace("~0", "~"))
-    return found
-
-
-def _type_of(value: Any) -> set[str]:
-    match value:
-        case None:
-            return {"null"}
-        case bool():
-            return {"boolean"}
-        case int():
-            return {"integer", "number"}
-        case float():
-            return {"number"}
-        case str():
-            return {"string"}
-    return {"array"} if isinstance(value, list) else {"object"}
 
 
 def find_form(write: Write) -> CallForm | None:
@@ -648,6 +494,3 @@ def _spaced(literal: str) -> str:
 
 def _malformed(reason: str) -> ToolCall:
     return ToolCall("", {}, error=reason)
-
-
-_DECODER = json.JSONDecoder(object_pairs_hook=unique_names, parse_constant=refuse_constant)

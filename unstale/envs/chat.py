@@ -17,7 +17,6 @@ import inspect
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from datetime import datetime
 from functools import cached_property
 from itertools import count
@@ -26,11 +25,13 @@ from threading import Lock
 from types import MappingProxyType
 from typing import Any
 
-import numpy as np
 from jinja2 import TemplateError
 
 from unstale.envs import Message, ToolCall, tool_schema
-from unstale.envs.calls import PROBE, CallForm, JsonCalls, call_id, find_form, schemas_of
+from unstale.envs.argument_types import schemas_of
+from unstale.envs.calls import PROBE, CallForm, JsonCalls, call_id, find_form
+from unstale.envs.replies import END_OF_THOUGHT, THOUGHT, ReplyReader, any_of
+from unstale.envs.tokens import SEAM, TextTokens, longest_seam
 from unstale.envs.tool_prompt import ToolText, tool_text
 
 STAND_IN = "@@reply@@"
@@ -47,12 +48,7 @@ _FIXED_DATE = f"""{{% macro strftime_now(form) %}}{{{{ form {
 } }}}}{{% endmacro %}}{{{{ '' }}}}"""
 _QUESTION = Message("user", "?")
 _REPLY = Message("assistant", STAND_IN)
-_THOUGHT = "<think>"
-_END_OF_THOUGHT = "</think>"
 _TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError)
-LONG_REPLY_TOKENS = 4096
-"""Number of tokens from which on `Chat.text` takes about 1 ms, and others should not wait for it.
-"""
 _MAX_CACHED = 64
 """Largest number of `Chat` objects with other tools that a `Chat` keeps."""
 _MAX_RECENT_BYTES = 32 << 20
@@ -62,10 +58,6 @@ _MAX_RECENT_BYTES = 32 << 20
 _TOKEN_BYTES = 36
 """Memory of a token in a tuple."""
 _NUMBERS = count()
-_SEAM = "\ue000"
-"""A character that is inserted into a text such as `<|im_end|>` in a message. It divides the text,
-so that the tokenizer does not encode it as a control token. It is removed afterwards.
-"""
 
 
 class Chat:
@@ -95,7 +87,6 @@ class Chat:
         if tokenizer.eos_token_id is None:
             raise ValueError("the tokenizer has no end-of-sequence token; a reply could never end")
         self._tokenizer = tokenizer
-        self._backend = _plain_backend(tokenizer)
         self._tools = [dict(tool) for tool in tools]
         self._tools_in_prompt = tools_in_prompt
         self._tool_text: ToolText | None = None
@@ -104,40 +95,38 @@ class Chat:
         _check_variables(tokenizer, template, self._template_kwargs)
         self.dated = "strftime_now" in template
         self._template = _FIXED_DATE + template if self.dated else template
-        self.control_texts = _control_texts(tokenizer, template)
-        """The texts of all control tokens."""
-        any_mark = (
-            "|".join(re.escape(mark) for mark in self.control_texts if len(mark.strip()) > 1)
-            or "(?!)"
-        )
-        self._mark_start = re.compile(f"(?={any_mark})(.)", re.DOTALL)
-        self._leading_marks = re.compile(rf"\s*(?:(?:{any_mark})\s*)*")
+        self._text = TextTokens(tokenizer, template)
+        self.control_texts = self._text.control_texts
+        self._mark_start = re.compile(f"(?={any_of(self.control_texts)})(.)", re.DOTALL)
         self._other_chats: dict[str, Chat] = {}
         self._recent = _Recent(_MAX_RECENT_BYTES)
         self._number = next(_NUMBERS)
         """Part of the keys of `_recent`, which formats with other tools share."""
         self._tools_json = json.dumps(self._tools, default=str, ensure_ascii=False)
         self._tools_have_marks = bool(self._mark_start.search(self._tools_json))
-        self._longest_seam = max(map(_longest_seam, (self._tools_json, self._template)))
-        self._schemas = schemas_of(self._tools)
+        self._longest_seam = max(map(longest_seam, (self._tools_json, self._template)))
         self._ends = self._find_ends()
         known = [*map(tokenizer.convert_tokens_to_ids, self._ends), tokenizer.eos_token_id]
         added = tokenizer.added_tokens_decoder
-        self.control_tokens = {token: mark.content for token, mark in added.items()}
-        """The texts of control tokens and tags, by token id."""
+        self.control_tokens = self._text.control_tokens
         known += [token for token in ends if token in added and added[token].special]
         self.stop_tokens: tuple[int, ...] = tuple(dict.fromkeys(known))
         """The tokens that end a reply. The first is the one that the template writes before a
         user's message.
         """
-        reply_start = self.render([_QUESTION]).rstrip()
-        self._begins_thinking = reply_start.endswith(_THOUGHT)
-        self._replies_think = self.thinks and not reply_start.endswith(_END_OF_THOUGHT)
+        prompt = self.render([_QUESTION]).rstrip()
         describes = tools_in_prompt and bool(self._tools) and not self.renders_tools
         self.call_form = self._find_call_form(required=bool(self._tools) and not describes)
         if describes:
             self._tool_text = tool_text(self._tools, self._render_plain, self._write_calls)
             self.call_form = self.call_form or JsonCalls()
+        self.reader = ReplyReader(
+            self.call_form,
+            schemas_of(self._tools),
+            self.control_texts,
+            thinks=self.thinks and not prompt.endswith(END_OF_THOUGHT),
+            begins_thinking=prompt.endswith(THOUGHT),
+        )
 
     def encode_prompt(
         self, messages: Sequence[Message], *, add_generation_prompt: bool = True
@@ -149,7 +138,7 @@ class Chat:
         record = self._prompt_record(messages)
         return self._recent.get(
             (record, self._number, "prompt" if add_generation_prompt else "whole"),
-            lambda: self._encode(*self._render(record, add_generation_prompt)),
+            lambda: self._encode(record, add_generation_prompt),
         )
 
     def render(
@@ -191,7 +180,9 @@ class Chat:
             raise ValueError(
                 f"the chat template writes {after[:40]!r} after this reply instead of {ends}"
             )
-        return self._encode(after[len(end) :] if ended else after, seam)
+        if not ended:
+            return self._text.encode(after, after=STAND_IN, seam=seam)
+        return self._text.encode(after.removeprefix(end), after=end, seam=seam)
 
     def encode_reply(self, reply: Message, following: Sequence[Message] = ()) -> tuple[int, ...]:
         """Return the tokens of a reply that was not sampled, with its end token.
@@ -199,18 +190,7 @@ class Chat:
         They are those that the template writes before the `following` messages, by default a user's
         message. Raises ValueError if `parse` would return another message.
         """
-        after = [*following] or [_QUESTION]
-        around, seam = self._render(self._record([_QUESTION, _REPLY, *after], reply.tool_calls))
-        text, own_seam = self._render(self._record([_QUESTION, reply, *after]))
-        before, _, rest = around.partition(STAND_IN)
-        if not text.startswith(
-            before
-        ):  # a template may write a space before text, not before calls
-            before = before.rstrip()
-        end = next(filter(rest.startswith, self._ends), None)
-        if end is None or seam != own_seam or not (text.startswith(before) and text.endswith(rest)):
-            raise ValueError(f"the chat template does not write this reply: {reply.content[:40]!r}")
-        tokens = self._encode(text[len(before) : len(text) - len(rest)] + end, seam)
+        tokens = self.written_reply(reply, following)
         read = self.parse(tokens)
         if (read.content, read.tool_calls) != (reply.content.strip(), reply.tool_calls):
             raise ValueError(
@@ -220,28 +200,28 @@ class Chat:
             )
         return tokens
 
+    def written_reply(self, reply: Message, following: Sequence[Message] = ()) -> tuple[int, ...]:
+        """Return what `encode_reply` returns, also if `parse` returns another message."""
+        after = [*following] or [_QUESTION]
+        around, seam = self._render(self._record([_QUESTION, _REPLY, *after], reply.tool_calls))
+        text, own_seam = self._render(self._record([_QUESTION, reply, *after]))
+        prompt, _ = self._render(self._record([_QUESTION]))
+        before, _, rest = around.partition(STAND_IN)
+        # Replies of a history may lack what the prompt writes, such as `<think>`. A template may
+        # write a blank before text that it does not write before calls.
+        start = next(filter(text.startswith, (prompt, before, before.rstrip())), None)
+        end = next(filter(rest.startswith, self._ends), None)
+        if end is None or start is None or seam != own_seam or not text.endswith(rest):
+            raise ValueError(f"the chat template does not write this reply: {reply.content[:40]!r}")
+        written = text[len(start) : len(text) - len(rest)] + end
+        return self._text.encode(written, after=prompt, seam=seam)
+
     def parse(self, tokens: Sequence[int]) -> Message:
         """Return a reply as a message.
 
         A malformed tool call becomes a `ToolCall` with an `error`.
         """
-        return self.message(self.text(tokens))
-
-    def message(self, text: str) -> Message:
-        """Return the message of a reply with this text.
-
-        If the reply does not end its reasoning text, all of it is in `thoughts`: it has no answer.
-        """
-        if self._only_thinks(text):
-            return Message("assistant", "", thoughts=_split_thoughts(text)[0])
-        thoughts, message = self.parse_text(text)
-        return replace(message, thoughts=thoughts or "")
-
-    def _only_thinks(self, text: str) -> bool:
-        """Return True if a reply begins with a reasoning text and does not end it."""
-        if not self._replies_think or _END_OF_THOUGHT in text:
-            return False
-        return self._begins_thinking or text.lstrip("\n").startswith(_THOUGHT)
+        return self.reader.message(self.text(tokens))
 
     def text(self, tokens: Sequence[int], *, whole: bool = False) -> str:
         """Return the text of a reply, without its end token unless `whole`.
@@ -249,87 +229,27 @@ class Chat:
         For long replies, most of the work is done without the interpreter lock.
         """
         stops = () if whole else self.stop_tokens
-        kept = [token for token in tokens if token not in stops]
-        if self._backend is None:
-            # transformers checks the type of each token of a list, which takes as long as decoding.
-            options = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
-            return str(self._tokenizer.decode(np.array(kept, np.int64), **options))
-        if len(kept) < LONG_REPLY_TOKENS:
-            return str(self._backend.decode(kept, skip_special_tokens=False))
-        # `decode` would hold the interpreter lock
-        (text,) = self._backend.decode_batch([kept], skip_special_tokens=False)
-        return str(text)
+        return self._text.decode([token for token in tokens if token not in stops])
 
-    def parse_text(self, text: str, *, calls: bool = True) -> tuple[str | None, Message]:
-        """Return the reasoning text of a reply, and the reply as a message.
-
-        The first is None if there is no complete reasoning text. With `calls=False`, tool calls
-        remain text in the message. Calls in the reasoning text are ignored.
-        """
-        thoughts = None
-        if self._replies_think and _END_OF_THOUGHT in text:
-            thoughts, text = _split_thoughts(text)
-        elif self._only_thinks(text):
-            calls = False
-        return thoughts, self.parse_content(text) if calls else Message("assistant", text)
-
-    def parse_partial(self, text: str, *, calls: bool = True) -> tuple[str, str]:
-        """Return the reasoning text and the content of an unfinished reply that are certain.
-
-        Text that could still become something else, such as a tool call, is left out.
-        """
-        thoughts = ""
-        form = self.call_form
-        if self._replies_think:
-            if _END_OF_THOUGHT not in text:  # the reasoning may still turn out to be content
-                return "", ""
-            thoughts, text = _split_thoughts(text)
-        if not calls:
-            return thoughts, text
-        # left out, unless a malformed call turns the whole text into content
-        if text[:1].isspace():
-            return thoughts, ""
-        if form and form.opens:
-            text = text.partition(form.opens)[0]
-            lengths = range(len(form.opens) - 1, 0, -1)
-            tag_started = next((n for n in lengths if text.endswith(form.opens[:n])), 0)
-            text = text[: len(text) - tag_started]
-        elif form and any(
-            mark.startswith(text[: len(mark)])
-            for mark in (form.first_character, *self.control_texts)
-        ):
-            return thoughts, ""
-        return thoughts, text.rstrip()
-
-    def parse_content(self, text: str) -> Message:
-        """Return the message of a reply without reasoning text, with its tool calls."""
-        form = self.call_form
-        if form is None:
-            return Message("assistant", text.strip())
-        if form.opens:
-            content, calls = form.read_all(text, self._schemas)
-            return Message("assistant", content, calls)
-        text = text.strip()
-        leading = self._leading_marks.match(text)
-        bare = form.read_bare(text, leading.end() if leading else 0)
-        return Message("assistant", text) if bare is None else Message("assistant", "", bare)
+    def bytes_of(self, token: int) -> bytes:
+        """Return the UTF-8 bytes that a token stands for. They may be a part of a character."""
+        return self._text.bytes_of(token)
 
     @property
     def thinks(self) -> bool:
         """True if the template supports reasoning texts, which end in `</think>`."""
-        return _END_OF_THOUGHT in self._template
+        return END_OF_THOUGHT in self._template
 
-    def encode(self, text: str) -> tuple[int, ...]:
-        """Return the tokens of a text. Control tokens in it are encoded as such.
+    def encode(self, text: str, *, after: str = "") -> tuple[int, ...]:
+        """Return the tokens of a text that continues the text `after`.
 
-        One half of a surrogate pair becomes `?`.
+        Control tokens in it are encoded as such.
         """
-        whole = text.encode(errors="replace").decode()
-        return tuple(self._tokenizer.encode(whole, add_special_tokens=False))
+        return self._text.encode(text, after=after)
 
     def are_token_ids(self, tokens: Sequence[int]) -> bool:
         """Return True if all `tokens` are in the vocabulary."""
-        return 0 <= min(tokens) <= max(tokens) < len(self._tokenizer)
+        return self._text.are_token_ids(tokens)
 
     @cached_property
     def renders_tools(self) -> bool:
@@ -372,10 +292,10 @@ class Chat:
         except _TEMPLATE_ERRORS:
             return ""
 
-    @cached_property
+    @property
     def longest_token(self) -> int:
         """The length of the longest token, in characters."""
-        return max(map(len, self._tokenizer.get_vocab()))
+        return self._text.longest_token
 
     def with_tools(
         self,
@@ -468,7 +388,7 @@ class Chat:
         These are texts in the content of messages that look like control tokens. `record` is what
         `_record` returns.
         """
-        seam = _SEAM * (1 + max(_longest_seam(record), self._longest_seam))
+        seam = SEAM * (1 + max(longest_seam(record), self._longest_seam))
         tools = self._tools
         if self._tools_have_marks:
             tools = json.loads(self._mark_start.sub(rf"\1{seam}", self._tools_json))
@@ -482,9 +402,10 @@ class Chat:
         )
         return str(text), seam
 
-    def _encode(self, text: str, seam: str) -> tuple[int, ...]:
-        """Encode the text between separators part by part, so that no control token spans one."""
-        return tuple(token for part in text.split(seam) for token in self.encode(part))
+    def _encode(self, record: str, add_generation_prompt: bool) -> tuple[int, ...]:
+        """Return the tokens of a conversation from its start."""
+        text, seam = self._render(record, add_generation_prompt)
+        return self._text.encode(text, seam=seam)
 
 
 _Key = tuple[str, int, str]
@@ -525,35 +446,6 @@ def _memory(key: _Key, tokens: Sequence[int]) -> int:
 def _record(messages: Sequence[Message], reply_calls: Sequence[ToolCall] = ()) -> str:
     """Return a conversation as JSON. `reply_calls` are the calls of the placeholder `_REPLY`."""
     return json.dumps(_as_dicts(messages, reply_calls), ensure_ascii=False)
-
-
-def _longest_seam(text: str) -> int:
-    """Return the length of the longest run of `_SEAM` in a text."""
-    return max(map(len, re.findall(f"{_SEAM}+", text)), default=0)
-
-
-def _split_thoughts(text: str) -> tuple[str, str]:
-    """Return the reasoning text before the tag that ends it, and the text after the tag.
-
-    Without the tag, all is reasoning text.
-    """
-    thoughts, _, rest = text.partition(_END_OF_THOUGHT)
-    return thoughts.lstrip("\n").removeprefix(_THOUGHT).strip("\n"), rest.lstrip("\n")
-
-
-def _control_texts(tokenizer: Any, template: str) -> list[str]:
-    """Return the texts of all special tokens, and of added tokens that the template contains."""
-    added = tokenizer.added_tokens_decoder.values()
-    texts = (token.content for token in added if token.special or token.content in template)
-    return sorted({tokenizer.eos_token, *texts})
-
-
-def _plain_backend(tokenizer: Any) -> Any:
-    """Return the Rust tokenizer, if the tokenizer's `decode` is its `decode`. Otherwise, None."""
-    from transformers import PreTrainedTokenizerFast
-
-    own = getattr(type(tokenizer), "_decode", None)
-    return tokenizer.backend_tokenizer if own is PreTrainedTokenizerFast._decode else None
 
 
 def _check_variables(tokenizer: Any, template: str, variables: Mapping[str, Any]) -> None:

@@ -4,9 +4,13 @@ It is selected by `--task.env dataset:FILE --task.reward MODULE:FUNCTION`. A row
 any other columns. The reward function receives the last reply and the row.
 """
 
+import csv
+import gzip
 import hashlib
 import inspect
+import io
 import json
+import zlib
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -15,11 +19,11 @@ from typing import Any
 
 from unstale.config import ConfigError, install, nearest
 from unstale.config.checks import Share
-from unstale.envs import Env, ListedTasks, Message, Turn
+from unstale.envs import Env, ListedTasks, Message, Turn, read_rewards
 from unstale.envs.draft_edit import DraftEditConfig
-from unstale.envs.guard import call
+from unstale.envs.guard import call_named
 from unstale.envs.registry import EnvSpec, import_user_code
-from unstale.envs.strict_json import refuse_constant
+from unstale.envs.strict_json import loads
 from unstale.records import Task
 
 Row = Mapping[str, Any]
@@ -27,7 +31,8 @@ Rewards = float | Mapping[str, float]
 """One reward, or several by name, which are added up."""
 RewardFunction = Callable[[str, Row], Awaitable[Rewards] | Rewards]
 """A function of the last reply and the row, which returns one or several rewards."""
-FILES = (".jsonl", ".json", ".parquet")
+FILES = (".jsonl", ".json", ".csv", ".parquet")
+"""Types of files with rows, in upper or lower case. All but Parquet may be compressed (.gz)."""
 ROLES = ("system", "user", "assistant")
 HELD_OUT_SHARE = 0.1
 """Default of `task.held_out_share`."""
@@ -38,7 +43,9 @@ class DatasetConfig(DraftEditConfig):
     """Tasks from the rows of a file, or of a data set on the Hugging Face hub."""
 
     env: str = "dataset:"
-    """`dataset:FILE` (.jsonl, .json or .parquet), or `dataset:NAME` of a data set on the hub."""
+    """`dataset:FILE` (.jsonl, .json or .csv, also with .gz, or .parquet), or `dataset:NAME` of a
+    data set on the hub.
+    """
     reward: str = ""
     """The reward function as `module:function`. It gets the last reply and the row, and returns one
     or more rewards.
@@ -56,7 +63,7 @@ class DatasetConfig(DraftEditConfig):
     used with `held_out_file` or `held_out_split`.
     """
     held_out_file: str = ""
-    """File with the held-out tasks (.jsonl, .json or .parquet). All rows of `task.env` are then
+    """File with the held-out tasks, of the same types. All rows of `task.env` are then
     trained on.
     """
     subset: str = ""
@@ -85,11 +92,11 @@ class DatasetConfig(DraftEditConfig):
                 "all rows of task.env are trained on, and all of the other are held out"
             )
         if self.held_out_file:
-            if Path(self.held_out_file).suffix not in FILES:
+            if file_type(self.held_out_file) not in FILES:
                 raise ConfigError(f"{given} must be a file of type {', '.join(FILES)}")
             if Path(self.held_out_file) == Path(self.source):
                 raise ConfigError(f"{given} is the file of task.env: name another one")
-        elif Path(self.source).suffix in FILES:
+        elif file_type(self.source) in FILES:
             raise ConfigError(
                 f"{given} needs a data set of the hub, and task.env is the file {self.source}. Use "
                 "task.held_out_file"
@@ -188,8 +195,8 @@ class RowEnv:
     async def step(self, reply: Message) -> Turn:
         for text in self._follow_ups:
             return Turn((Message("user", text),))
-        rewards = await call(self._reward, reply.content, self._row)
-        return Turn((), done=True, rewards=rewards)
+        rewards = await call_named(self.code_name, self._reward, reply.content, self._row)
+        return Turn((), done=True, rewards=read_rewards(rewards, f"{self.code_name}: "))
 
 
 def _openings(rows: Sequence[Row], where: str, options: DatasetConfig) -> list[tuple[Message, ...]]:
@@ -262,16 +269,22 @@ def load_rows(
 ) -> list[Row]:
     """Return the rows of a file or of a data set on the hub.
 
-    A name without the suffix of a data file is a data set on the hub. It needs the extra
+    An existing file is never sought on the hub. Another name without the suffix of a data file is a
+    data set on the hub. It needs the extra
     `datasets`. `option` is named if there is no such file. Raises `ConfigError` if the rows cannot
     be read.
     """
-    path = Path(source)
-    if path.suffix not in FILES:
+    path, kind = Path(source), file_type(source)
+    if kind not in FILES and path.is_file():
+        raise ConfigError(
+            f"{option}: {path} is not of a type that is read: {', '.join(FILES)}, or one of the "
+            "first three with .gz"
+        )
+    if kind not in FILES:
         return _hub_rows(source, subset, split)
     if not path.is_file():
         raise ConfigError(f"{option}: there is no file {path.absolute()}")
-    if path.suffix == ".parquet":
+    if kind == ".parquet":
         try:
             from pyarrow import ArrowException, parquet
         except ImportError:
@@ -281,21 +294,56 @@ def load_rows(
         except (ArrowException, OSError) as error:
             raise ConfigError(f"{path} is not a Parquet file: {error}") from None
         return rows
-    if path.suffix == ".json":
-        values = _json(path.read_bytes(), str(path))
+    try:
+        data = path.read_bytes()
+        data = gzip.decompress(data) if path.suffix.lower() == ".gz" else data
+    except (OSError, EOFError, zlib.error) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from None
+    if kind == ".csv":
+        return _csv_rows(data, path)
+    if kind == ".json":
+        values = _json(data, str(path))
         if not isinstance(values, list):
             raise ConfigError(f"{path} must be a list of objects; for one object a line use .jsonl")
         return list(_objects(enumerate(values, start=1), path, "item"))
-    lines = enumerate(path.read_bytes().splitlines(), start=1)
+    lines = enumerate(data.splitlines(), start=1)
     values = (
         (number, _json(line, f"{path}, line {number}")) for number, line in lines if line.strip()
     )
     return list(_objects(values, path, "line"))
 
 
+def file_type(source: str) -> str:
+    """Return the suffix that says how a file is read, in lower case and without `.gz`.
+
+    >>> file_type("Rows.JSONL.gz"), file_type("rows.parquet"), file_type("openai/gsm8k")
+    ('.jsonl', '.parquet', '')
+    """
+    name = source.lower().removesuffix(".gz")
+    suffix = Path(name).suffix
+    return "" if name != source.lower() and suffix == ".parquet" else suffix
+
+
+def _csv_rows(data: bytes, path: Path) -> list[Row]:
+    """Return the rows of a CSV file with a header. All values are text."""
+    try:
+        reader = csv.DictReader(io.StringIO(data.decode("utf-8-sig"), newline=""), strict=True)
+        rows: list[Row] = []
+        for row in reader:
+            if None in row or None in row.values():
+                raise ConfigError(
+                    f"{path}, line {reader.line_num}: the row has not as many values as the "
+                    f"header has columns ({len(reader.fieldnames or ())})"
+                )
+            rows.append(row)
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise ConfigError(f"{path} is not a CSV file: {error}") from None
+    return rows
+
+
 def _json(text: bytes, where: str) -> Any:
     try:
-        return json.loads(text, parse_constant=refuse_constant)
+        return loads(text)
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{where}: not valid JSON: {error}") from None
 

@@ -5,7 +5,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from unstale.envs import ListedTasks, Turn
+from unstale.envs import ListedTasks, Turn, read_rewards
 from unstale.envs.guard import call
 from unstale.records import Task
 
@@ -70,4 +70,5 @@ class ExternalEnv:
         endpoint then refuses its calls.
         """
         rewards = await call(self.agent, base_url, self.task, self.seed, api_key)
-        return Turn((), done=True, rewards=rewards)
+        name = getattr(self.agent, "__qualname__", type(self.agent).__name__)
+        return Turn((), done=True, rewards=read_rewards(rewards, f"the agent {name}: "))

@@ -8,20 +8,28 @@ long.
 import asyncio
 import ctypes
 import inspect
+import linecache
 import os
 import signal
 import sys
+import sysconfig
 import threading
 import time
+import traceback
 from collections.abc import Awaitable, Callable, Generator, Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from queue import SimpleQueue
 from reprlib import repr as short_repr
+from traceback import walk_stack
+from types import FrameType
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from unstale.envs import EnvError, RewardCombiner, Turn, combine_rewards, implements
+from unstale import envs
+from unstale.envs import EnvError, Turn
+from unstale.stop_signals import SecondSignal
 
 T = TypeVar("T")
 
@@ -37,22 +45,29 @@ IGNORED_S = 3.0
 """Seconds for which user code may ignore the interruption. Then the process is ended."""
 CANCEL_INTERVAL_S = 1.0
 """Seconds between two cancellations of a task."""
+MAX_INTERRUPTIONS = 3
+"""Number of interrupted calls that end a run. During each one, all episodes wait for `HELD_S`."""
 MAX_CANCELS = 5
 """Number of cancellations that a task may ignore. Then it is abandoned."""
-COMBINE_S = 5.0
-"""Seconds in which `combine` of a task set must return. It only computes one number."""
-TASKS_S = 60.0
-"""Seconds in which a task set must yield its next task. It may load a data set meanwhile."""
-TEXT_S = 1.0
-"""Seconds in which the text of an error must be known."""
 MAX_HUNG = 64
 """Number of threads whose function does not return. Each keeps its memory, and may use a core."""
+_LATER = "do slow work before the run, or in a method of an environment"
 _TICK_S = 0.5
 _MAX_TEXT = 300
+_MAX_SOURCE = 120
+_MAX_CAUSES = 8
+_PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"
+_PYTHON = tuple({f"{sysconfig.get_path(name)}{os.sep}" for name in ("stdlib", "platstdlib")})
+_INSTALLED = (
+    *_PYTHON,
+    *(f"{sysconfig.get_path(name)}{os.sep}" for name in ("purelib", "platlib")),
+)
 
 
 class DescribedError(EnvError):
-    """An error of another process. Its text is the line that `describe` made of it there."""
+    """An error that is described already. Its text is a line of `describe`, of this process or of
+    another one, perhaps after the name of the user code.
+    """
 
 
 class EventLoopBlocked(BaseException):
@@ -67,7 +82,11 @@ class Interrupted(BaseException):
 
 
 class Overdue(EnvError):
-    """Error: a function exceeded its time."""
+    """Error: a function in a thread exceeded its time."""
+
+
+class RunBlocked(RuntimeError):
+    """Error: user code has blocked the event loop `MAX_INTERRUPTIONS` times."""
 
 
 class Running(NamedTuple):
@@ -77,6 +96,10 @@ class Running(NamedTuple):
     since: float
     on_blocked: Callable[[float], None]
     max_s: float
+    advice: str = "make it a plain function, which runs in a thread, or await"
+    """What to do if it takes longer than `max_s` seconds."""
+    frame: Callable[[], FrameType | None] = lambda: None
+    """A function that returns the frame of the thread for which the event loop waits."""
 
 
 class Occupancy:
@@ -85,38 +108,87 @@ class Occupancy:
     current: Running | None = None
     canceller: str = ""
     """Name of the user code that cancelled its task, and perhaps all other tasks."""
+    num_interrupted: int = 0
+    """Number of calls of user code that were interrupted since the event loop was started."""
+    last_interrupted: str = ""
+    """The last of them in words."""
 
     @contextmanager
-    def of(self, name: str, max_s: float = HELD_S) -> Iterator[None]:
-        """Watch the user code called `name` that runs in this thread within this context.
-
-        Raises `Overdue` if a `Watchdog` interrupts it after `max_s` seconds.
-        """
-        before = self.current
-        self.current = Running(name, time.monotonic(), lambda seconds: None, max_s)
-        try:
-            yield
-        except EventLoopBlocked as error:
-            raise Overdue(f"{name} gave no result within {max_s:g} s") from error
-        finally:
-            self.current = before and before._replace(since=time.monotonic())
-
-    @contextmanager
-    def waiting(self, max_s: float) -> Iterator[None]:
+    def waiting(
+        self, max_s: float, frame: Callable[[], FrameType | None] | None = None
+    ) -> Iterator[None]:
         """Allow user code `max_s` seconds while the event loop waits for a thread or a process.
 
-        The longer time applies within the context that this returns.
+        The longer time applies within the context that this returns. `frame` returns the frame
+        that runs in the thread.
         """
         before = self.current
         if before:
-            self.current = before._replace(max_s=max_s)
+            self.current = before._replace(
+                max_s=max_s,
+                advice="a deterministic run waits for it: make it quicker, or leave out "
+                "deterministic",
+                frame=frame or before.frame,
+            )
         try:
             yield
         finally:
             self.current = before and before._replace(since=time.monotonic())
 
+    def require_few_interruptions(self) -> None:
+        """Raise `RunBlocked` if user code was interrupted too often. All episodes stood still."""
+        if self.num_interrupted >= MAX_INTERRUPTIONS:
+            count = self.num_interrupted
+            text = f"all episodes waited {count} times: {self.last_interrupted}"
+            raise RunBlocked(text) from None  # a traceback would call `__str__` of the user's error
+
 
 OCCUPANCY = Occupancy()
+
+
+@contextmanager
+def time_limit(
+    name: str, max_s: float | None = None, advice: str = "it must return at once: " + _LATER
+) -> Iterator[None]:
+    """Return a context for plain code of others called `name` that must return at once.
+
+    After `HELD_S` seconds, or `max_s`, it is interrupted, and `EnvError` is raised. A `Watchdog`
+    must run in this thread.
+    """
+    before = OCCUPANCY.current
+    limit_s = HELD_S if max_s is None else max_s
+    OCCUPANCY.current = Running(name, time.monotonic(), lambda seconds: None, limit_s, advice)
+    try:
+        yield
+    except EventLoopBlocked as error:
+        raise EnvError(f"{name}: {error}") from None
+    finally:
+        OCCUPANCY.current = before and before._replace(since=time.monotonic())
+
+
+def each_within_limit(values: Iterator[T], name: str) -> Iterator[T]:
+    """Yield the values of a user's iterator called `name`. Each must come at once."""
+    while True:
+        with time_limit(name):
+            try:
+                value = next(values)
+            except StopIteration:
+                return
+        yield value
+
+
+def _place(frame: FrameType | None) -> str:
+    """Return file and line of the innermost frame that is not of an installed library."""
+    own = str(Path(envs.__file__).parents[1])
+    libraries = {*map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib")), own}
+    places = [each for each, _ in walk_stack(frame)]
+    for place in places:
+        name = place.f_code.co_filename
+        if not name.startswith((*libraries, "<frozen")):
+            return f" in {name}, line {place.f_lineno} ({place.f_code.co_name})"
+    for place in places[:1]:
+        return f" in {place.f_code.co_filename}, line {place.f_lineno} ({place.f_code.co_name})"
+    return ""
 
 
 class Watched(Generic[T]):
@@ -160,40 +232,6 @@ class Watched(Generic[T]):
                 resume = turns.throw
 
 
-class Leavable(Generic[T]):
-    """An awaitable of user code that is left behind if it ignores `MAX_CANCELS` cancellations.
-
-    Unlike an abandoned task, it runs in the task of its caller, as some libraries require.
-    """
-
-    __slots__ = ("_work",)
-
-    def __init__(self, work: Awaitable[T]) -> None:
-        self._work = work
-
-    def __await__(self) -> Generator[Any, Any, T]:
-        turns: Any = self._work.__await__()
-        resume: Callable[[Any], Any] = turns.send
-        value: Any = None
-        num_cancelled = 0
-        while True:
-            try:
-                yielded = resume(value)
-            except StopIteration as end:
-                result: T = end.value
-                return result
-            try:
-                value = yield yielded
-                resume = turns.send
-            except BaseException as error:
-                num_cancelled += isinstance(error, asyncio.CancelledError)
-                if num_cancelled > MAX_CANCELS:
-                    _never_free(turns)
-                    raise
-                value = error
-                resume = turns.throw
-
-
 def watch_tasks(loop: asyncio.AbstractEventLoop, work: Any, **options: Any) -> "asyncio.Task[Any]":
     """Create a task, as the task factory of an event loop.
 
@@ -216,8 +254,8 @@ class OwnThread(Executor):
 
     def __init__(self, name: str = "environment") -> None:
         self._name = name
-        self._calls: SimpleQueue[Callable[[], None] | None] | None = None
         self._thread: threading.Thread | None = None
+        self._calls: SimpleQueue[Callable[[], None] | None] | None = None
         self._num_submitted = 0
         self._num_finished = 0
 
@@ -251,6 +289,10 @@ class OwnThread(Executor):
         self._num_submitted += 1
         self._calls.put(work)
         return outcome
+
+    def frame(self) -> FrameType | None:
+        """Return the frame that runs in the thread now."""
+        return sys._current_frames().get(self._thread.ident or 0) if self._thread else None
 
     def close(self) -> None:
         """End the thread after the function that it runs now."""
@@ -297,20 +339,6 @@ async def run_limited(function: Callable[..., T], *arguments: Any, limit_s: floa
             return await asyncio.get_running_loop().run_in_executor(thread, function, *arguments)
     except TimeoutError:
         if not limit.expired():
-            raise
-        raise Overdue(f"{name} gave no result within {limit_s:g} s") from None
-    finally:
-        thread.interrupt()
-
-
-def wait_limited(function: Callable[..., T], *arguments: Any, limit_s: float, name: str) -> T:
-    """Return what `run_limited` returns, where no event loop runs."""
-    thread = OwnThread(name)
-    result = thread.submit(function, *arguments)
-    try:
-        return result.result(limit_s)
-    except TimeoutError:
-        if result.done():
             raise
         raise Overdue(f"{name} gave no result within {limit_s:g} s") from None
     finally:
@@ -386,6 +414,14 @@ async def call(
     return await result if inspect.isawaitable(result) else result
 
 
+async def call_named(name: str, function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call user code as `call` does. Raises `DescribedError` with the name for its errors."""
+    try:
+        return await call(function, *arguments)
+    except Exception as error:
+        raise DescribedError(f"{name}: {describe(error)}") from error
+
+
 @dataclass(frozen=True, slots=True)
 class EnvCaller:
     """Calls the methods of one environment: coroutines with a watch on time, others in a thread.
@@ -402,22 +438,6 @@ class EnvCaller:
         work = call(method, *arguments, thread=self.thread)
         return Watched(work, self.name, self.on_blocked)
 
-    async def combined(self, taskset: Any, turn: Turn) -> Turn:
-        """Return the turn with the reward that `combine` of the task set makes of its rewards.
-
-        Raises `Overdue` if that takes more than `COMBINE_S`.
-        """
-        if not (turn.rewards and implements(taskset, RewardCombiner)):
-            return turn
-        try:
-            async with asyncio.timeout(COMBINE_S) as limit:
-                combined: Turn = await self(combine_rewards, taskset, turn)
-        except TimeoutError:
-            if not limit.expired():
-                raise
-            raise Overdue(f"combine() gave no result within {COMBINE_S:g} s") from None
-        return combined
-
     async def turn(self, method: Callable[..., Any], *arguments: Any) -> Turn:
         """Call `begin` or `step` of the environment.
 
@@ -432,33 +452,74 @@ class EnvCaller:
 def describe(error: BaseException) -> str:
     """Return the type and the text of an error, in one line of limited length.
 
-    Never raises an error.
+    If user code raised it, the file and the line of that code follow in brackets. Never raises an
+    error.
 
     >>> describe(ValueError("two\\nlines"))
     'ValueError: two lines'
     """
     if isinstance(error, DescribedError):
-        return str(error)
+        return _one_line(str(error))[: 3 * _MAX_TEXT]
     text = "(its text cannot be shown: str() raises an error)"
     try:
-        text = _text(error)
-    except Overdue as overdue:
-        text = f"(its text cannot be shown: {overdue})"
-    except BaseException:  # noqa: BLE001 - whatever the user's code raises
+        with _on_event_loop(f"str() of a {type(error).__name__}"):
+            text = str(error)
+    except EnvError as slow:
+        text = f"(its text cannot be shown: {slow})"
+    except SecondSignal:
+        raise
+    except BaseException:  # noqa: BLE001 - the error of user code that is described is another
         pass
-    shown = " ".join(text[: 4 * _MAX_TEXT].split())
-    escaped = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in shown)
+    escaped = _one_line(text)
     if len(escaped) > _MAX_TEXT or len(text) > 4 * _MAX_TEXT:
         escaped = f"{escaped[:_MAX_TEXT]}... ({len(text):,} characters)"
-    return f"{type(error).__name__}: {escaped}"
+    return f"{type(error).__name__}: {escaped}{_user_line(error)}"
 
 
-def _text(error: BaseException) -> str:
-    """Return `str(error)`. Raises `Overdue` if code of a user needs too long for it."""
-    plain = type(error).__str__ in (BaseException.__str__, Exception.__str__)
-    if plain and all(type(each) in (str, int) for each in error.args):
-        return str(error)
-    return wait_limited(str, error, limit_s=TEXT_S, name="str() of the error")
+def _user_line(error: BaseException) -> str:
+    """Return the line of user code that raised an error, or caused it, in brackets.
+
+    It is the last line outside Python's and installed libraries, or else outside Python's. It is ""
+    if only this package ran, or if the text of the error has it (a `SyntaxError`).
+    """
+    if isinstance(error, SyntaxError):
+        return ""
+    cause: BaseException | None = error
+    for _ in range(_MAX_CAUSES):
+        if cause is None:
+            break
+        frames = [
+            (frame.f_code, line)
+            for frame, line in traceback.walk_tb(cause.__traceback__)
+            if not frame.f_code.co_filename.startswith((_PACKAGE, "<frozen "))
+        ]
+        for libraries in (_INSTALLED, _PYTHON):
+            for code, line in reversed(frames):
+                if not code.co_filename.startswith(libraries):
+                    return f" ({_show_line(code.co_filename, line, code.co_name)})"
+        cause = cause.__cause__ or cause.__context__
+    return ""
+
+
+def _show_line(file: str, line: int, function: str) -> str:
+    """Return a line of a source file, with its place, as one line of limited length."""
+    with suppress(ValueError, OSError):
+        file = str(Path(file).relative_to(Path.cwd()))
+    source = _one_line(linecache.getline(file, line))
+    shown = f": {source[:_MAX_SOURCE]}" if source else ""
+    name = f"in {_one_line(function)[:_MAX_SOURCE]}"
+    return f"{_one_line(file)[-_MAX_SOURCE:]}, line {line}, {name}{shown}"
+
+
+def _one_line(text: str) -> str:
+    """Return the beginning of a text in one line, with escapes for what cannot be printed."""
+    shown = " ".join(text[: 4 * _MAX_TEXT].split())
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in shown)
+
+
+def _on_event_loop(name: str) -> AbstractContextManager[None]:
+    """Return `time_limit`, or a context without effect in a thread without an event loop."""
+    return time_limit(name) if asyncio._get_running_loop() else nullcontext()
 
 
 class Watchdog:
@@ -483,6 +544,7 @@ class Watchdog:
         if self._is_main:
             self._previous = signal.signal(signal.SIGURG, self._interrupt)
         OCCUPANCY.canceller = ""
+        OCCUPANCY.num_interrupted = 0
         self._thread.start()
 
     def __exit__(self, *_: object) -> None:
@@ -507,8 +569,8 @@ class Watchdog:
 
     def _act(self, running: Running, seconds: float) -> None:
         message = (
-            f"{running.name} has blocked the event loop for {seconds:.0f} s; "
-            "make it a plain function, which runs in a thread, or await"
+            f"{running.name} has blocked the event loop for {seconds:.0f} s"
+            f"{_place(sys._current_frames().get(self._watched))}; {running.advice}"
         )
         if not self._is_main:
             if seconds < running.max_s + _TICK_S:
@@ -520,13 +582,15 @@ class Watchdog:
             self._on_stuck(f"{message}. It ignores interruptions, so the process ends")
             os._exit(1)
 
-    def _interrupt(self, *_: object) -> None:
+    def _interrupt(self, number: int, frame: FrameType | None) -> None:
         """Raise the error in the user code that runs now, unless a debugger is attached."""
         running = OCCUPANCY.current
         self._traced = sys.gettrace() is not None
         if running and not self._traced and time.monotonic() - running.since >= running.max_s / 2:
             self._num_raised += 1
-            raise EventLoopBlocked(
-                f"it blocked the event loop for more than {running.max_s:g} s; "
-                "make it a plain function, which runs in a thread, or await"
-            )
+            place = _place(running.frame() or frame)
+            text = f"blocked the event loop for more than {running.max_s:g} s{place}"
+            if self._num_raised == 1:
+                OCCUPANCY.num_interrupted += 1
+                OCCUPANCY.last_interrupted = f"{running.name} {text}. Advice: {running.advice}"
+            raise EventLoopBlocked(f"it {text}; {running.advice}")

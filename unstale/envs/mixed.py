@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain, islice, zip_longest
 from typing import Any
 
-from unstale.envs import Env, Taskset, task_identity, task_text
+from unstale.envs import Env, HasGiveaways, Taskset, implements, task_identity, task_text
 from unstale.records import Task
 
 
@@ -38,6 +38,11 @@ class MixedTasks:
 
     def text(self, task: Task) -> str:
         return task_text(self.part_of(task), task)
+
+    def giveaways(self) -> str:
+        """Return the sentences of the parts that pay replies which solve nothing."""
+        parts = [part for part in self._parts.values() if implements(part, HasGiveaways)]
+        return "; ".join(filter(None, (part.giveaways() for part in parts)))
 
     def env(self, task: Task, seed: int) -> Env:
         return self.part_of(task).env(task, seed)

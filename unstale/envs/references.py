@@ -1,6 +1,5 @@
 """Conversations of a file for supervised training, as a run would encode them."""
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +9,7 @@ from unstale.config import ConfigError
 from unstale.envs import Message, ToolCall
 from unstale.envs.chat import Chat
 from unstale.envs.dataset import FILES, load_rows
+from unstale.envs.strict_json import loads
 
 ROLES = ("system", "user", "assistant", "tool")
 
@@ -96,6 +96,8 @@ def _messages(row: Mapping[str, Any]) -> list[Message]:
         match each:
             case {"reasoning_content": str(thoughts)} if thoughts:
                 raise ValueError("reasoning_content cannot be learnt: leave it out")
+            case {"function_call": call} if call:
+                raise ValueError("function_call is not read: write it as tool_calls")
             case {"role": role, "content": str() | None as content} if role in ROLES:
                 calls = tuple(_call(call) for call in each.get("tool_calls") or ())
                 messages.append(Message(role, content or "", calls))
@@ -115,7 +117,7 @@ def _tools(row: Mapping[str, Any], *, required: bool) -> list[Mapping[str, Any]]
     if tools is None:
         raise ValueError("tools is missing: the tasks of task.env have different tools")
     if isinstance(tools, str):  # a column of a Parquet file cannot hold schemas of any form
-        tools = json.loads(tools)
+        tools = loads(tools)
     for tool in tools if isinstance(tools, list) else [tools]:
         match tool:
             case {"function": {"name": str()}}:
@@ -130,7 +132,7 @@ def _call(call: Any) -> ToolCall:
         case {"function": function}:
             return _call(function)
         case {"name": str(name), "arguments": str(text)}:
-            return _call({"name": name, "arguments": json.loads(text)})
+            return _call({"name": name, "arguments": loads(text)})
         case {"name": str(name), "arguments": Mapping() as arguments}:
             return ToolCall(name, dict(arguments))
     raise ValueError(f"a tool call needs a name and arguments, got {str(call)[:80]!r}")

@@ -9,38 +9,39 @@ with options has such a module (`tau2`).
 - `MODULE:FACTORY`: a function or class of the user's code, called without arguments.
 """
 
-import importlib
+import hashlib
+import json
 import os
 import pkgutil
 import sys
 import sysconfig
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from importlib import import_module
 from importlib.machinery import PathFinder
 from importlib.util import module_from_spec
 from itertools import islice
 from pathlib import Path
 from reprlib import repr as short_repr
-from traceback import extract_tb
 from types import ModuleType
-from typing import Any, TypeVar, cast
+from typing import Any
 
 from unstale import envs
 from unstale.config import ConfigError, TaskConfig, install, nearest
-from unstale.envs import Taskset, adapters
-from unstale.envs.guard import OCCUPANCY, TASKS_S, Watchdog, describe
+from unstale.envs import ListedTasks, Taskset, adapters
+from unstale.envs.guard import Watchdog, describe, time_limit
 from unstale.records import Task
-
-T = TypeVar("T")
-_END = object()
 
 MAX_CHECKED = 1000
 """Largest number of training tasks that are made and checked before a run. This takes about 1
 ms.
 """
+
+
+PREPARE_S = 60.0
+"""Seconds in which a task set must list the tasks that are checked before a run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,23 +197,7 @@ def user_code(problem: str) -> Iterator[None]:
     except (ConfigError, KeyboardInterrupt):
         raise
     except BaseException as error:
-        raise ConfigError(f"{problem}: {describe(error)}{_place(error)}") from error
-
-
-def _place(error: BaseException) -> str:
-    """Return the file and line of user code that raised an error, in brackets.
-
-    "" if the text of the error has them (a `SyntaxError`), or no user code ran.
-    """
-    places = [
-        frame
-        for frame in extract_tb(error.__traceback__)
-        if frame.filename not in (__file__, importlib.__file__)
-        and not frame.filename.startswith("<frozen importlib")
-    ]
-    if isinstance(error, SyntaxError) or not places:
-        return ""
-    return f" ({Path(places[-1].filename).name}, line {places[-1].lineno})"
+        raise ConfigError(f"{problem}: {describe(error)}") from error
 
 
 def check_taskset(taskset: Taskset, seed: int, num_tasks: int) -> None:
@@ -231,10 +216,9 @@ def check_taskset(taskset: Taskset, seed: int, num_tasks: int) -> None:
                 "write it with unstale.envs.tool_schema(name, description, properties)"
             )
     wanted = min(num_tasks, MAX_CHECKED)
-    with user_code(f"train({seed}) of {name} failed"):
+    with user_code(f"train({seed}) of {name} failed"), Watchdog(), _limit("train()", name):
         drawn = [
-            _task(task, f"train({seed})", name)
-            for task in _in_time(lambda: islice(taskset.train(seed), wanted), "train()")
+            _task(task, f"train({seed})", name) for task in islice(taskset.train(seed), wanted)
         ]
     if len(drawn) < wanted:
         raise ConfigError(
@@ -246,25 +230,32 @@ def check_taskset(taskset: Taskset, seed: int, num_tasks: int) -> None:
 def held_out_tasks(taskset: Taskset, count: int) -> list[Task]:
     """Return the held-out tasks. Raises `ConfigError` if the task set cannot list them."""
     name = getattr(taskset, "name", type(taskset).__name__)
-    with user_code(f"held_out({count}) of {name} failed"):
-        tasks = list(_in_time(lambda: taskset.held_out(count), "held_out()"))
-        return [_task(task, f"held_out({count})", name) for task in tasks]
+    problem = f"held_out({count}) of {name} failed"
+    with user_code(problem), Watchdog(), _limit("held_out()", name):
+        return [_task(task, f"held_out({count})", name) for task in taskset.held_out(count)]
 
 
-def _in_time(make: Callable[[], Iterable[T]], name: str) -> Iterator[T]:
-    """Yield what user code yields. Raises `Overdue` if it takes more than `TASKS_S` for the next.
+def data_digests(taskset: Taskset) -> dict[str, str]:
+    """Return the number of rows and their digest, for each split of a list of tasks.
 
-    A list is complete before its first element, so it must be made in that time.
+    Empty for a task set that makes its tasks from numbers. Values that are not JSON, such as
+    images, count by their type alone.
     """
-    with Watchdog(on_stuck=partial(print, file=sys.stderr)):
-        with OCCUPANCY.of(name, TASKS_S):
-            iterator = iter(make())
-        while True:
-            with OCCUPANCY.of(name, TASKS_S):
-                each = next(iterator, _END)
-            if each is _END:
-                return
-            yield cast(T, each)
+    if not isinstance(taskset, ListedTasks):
+        return {}
+    return {split: _digest(rows) for split, rows in taskset.data.items()}
+
+
+def _digest(rows: Sequence[Any]) -> str:
+    digest = hashlib.blake2b(digest_size=12)
+    for row in rows:
+        text = json.dumps(row, default=lambda value: type(value).__name__, skipkeys=True)
+        digest.update(text.encode("utf-8", "surrogatepass") + b"\n")
+    return f"{len(rows)} rows, digest {digest.hexdigest()}"
+
+
+def _limit(method: str, name: str) -> AbstractContextManager[None]:
+    return time_limit(f"{method} of {name}", PREPARE_S)
 
 
 def _task(task: Any, method: str, name: str) -> Task:

@@ -120,7 +120,7 @@ class ProgramResult:
     code: int
     ended: Ended
     """How the program ended. `timeout`: killed at the time limit. `output`: its output was cut
-    off.
+    off, or its errors if they were kept.
     """
 
 
@@ -156,19 +156,22 @@ class _Job:
     stdin: str
     files: Mapping[str, str]
     limits: Limits
+    keep_stderr: bool = True
 
 
-async def run(
+async def run(  # noqa: PLR0913 - two of them are what the program reads
     program: str | Sequence[str],
     *,
     stdin: str = "",
     files: Mapping[str, str] = MappingProxyType({}),
     limits: Limits | None = None,
     require: Kind = "limits",
+    keep_stderr: bool = True,
 ) -> ProgramResult:
     """Run Python code (a string) or a command (a list) in a new folder with `files`.
 
-    Environment variables are not passed to the program. If the caller is cancelled, the program is
+    Environment variables are not passed to the program. Without `keep_stderr`, stderr is discarded
+    and has no limit. If the caller is cancelled, the program is
     killed. Without bubblewrap, raises `ConfigError` for root (see `check_allowed`) and for
     `require="bubblewrap"`.
     """
@@ -186,7 +189,7 @@ async def run(
                 "bubblewrap is required, but bwrap is not installed or does not work here"
             )
         return await loop.run_in_executor(
-            _POOL, _run, way, _Job(argv, stdin, files, limits or Limits()), stop
+            _POOL, _run, way, _Job(argv, stdin, files, limits or Limits(), keep_stderr), stop
         )
     finally:
         stop.set()
@@ -330,7 +333,7 @@ def _run_in(
             [*outer, *_ENTER, str(note_file.fileno())],
             stdin=stdin,
             stdout=stdout,
-            stderr=stderr,
+            stderr=stderr if job.keep_stderr else subprocess.DEVNULL,
             pass_fds=[note_file.fileno()],
             start_new_session=True,
             cwd=folder,

@@ -1,5 +1,7 @@
-"""Functions for JSON of others: they refuse repeated names, NaN, infinities and deep nesting."""
+"""Read JSON from others. Numbers that are not finite are refused, which Python's parser accepts."""
 
+import json
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any, NoReturn
 
@@ -12,8 +14,7 @@ def unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return fields
 
 
-def refuse_constant(word: str) -> NoReturn:
-    """Raise `ValueError` for NaN and infinities, which Python's JSON parser accepts."""
+def _refuse_constant(word: str) -> NoReturn:
     raise ValueError(f"{word} is no number")
 
 
@@ -37,3 +38,25 @@ def _contents(value: Any) -> Iterable[Any]:
     if isinstance(value, Mapping):
         return value.values()
     return value if isinstance(value, list | tuple) else ()
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text[:20]} is too large for a number")
+    return value
+
+
+def loads(text: str | bytes) -> Any:
+    """Return the value of a JSON text.
+
+    Raises `ValueError` for invalid JSON, NaN, infinities and numbers such as 1e999, which Python
+    reads as infinite, and `RecursionError` for deep nesting.
+    """
+    return json.loads(text, parse_constant=_refuse_constant, parse_float=_finite)
+
+
+STRICT_DECODER = json.JSONDecoder(
+    object_pairs_hook=unique_names, parse_constant=_refuse_constant, parse_float=_finite
+)
+"""A decoder that refuses what `loads` refuses, and repeated names in an object."""

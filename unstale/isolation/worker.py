@@ -24,6 +24,7 @@ from unstale.envs import (
     Resumable,
     Taskset,
     Turn,
+    combine_rewards,
     implements,
 )
 from unstale.envs.guard import (
@@ -33,6 +34,7 @@ from unstale.envs.guard import (
     Watchdog,
     Watched,
     describe,
+    time_limit,
     watch_tasks,
 )
 from unstale.envs.registry import build_taskset
@@ -301,7 +303,9 @@ class Server:
         if method == "step":
             arguments = (read_message(row["reply"]),)
         turn = await caller.turn(getattr(env, method), *arguments)
-        return _turn_answer(await caller.combined(self._taskset, turn), env)
+        with time_limit("combine()"):
+            turn = combine_rewards(self._taskset, turn)
+        return _turn_answer(turn, env)
 
     async def _make(self, episode: Episode) -> None:
         async def make() -> Any:
@@ -342,5 +346,6 @@ def _describe(error: BaseException, episode: Episode) -> str:
         name = call.canceller
         own = name == episode.caller.name
         error = EnvError("it cancelled its own task" if own else f"{name} cancelled its task")
+    text = describe(error)
     error.__traceback__ = None  # it refers to the frames of the environment
-    return describe(error)
+    return text

@@ -130,7 +130,7 @@ def _plain_class(module: nn.Module) -> type[nn.Module]:
 
 @cache
 def _bitwise_class(base: type[nn.Module], forward: Any) -> type[nn.Module]:
-    """Return a subclass that calls `forward` in a packed pass, and `base` otherwise."""
+    """Return a subclass of a layer that runs `forward` in a packed pass, else that of `base`."""
 
     def run(self: Any, *args: Any, **options: Any) -> Any:
         if running.get() is None:

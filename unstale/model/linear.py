@@ -102,6 +102,32 @@ def product(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return F.linear(rows, weight, bias)
 
 
+BLOCK = 192
+"""Terms that `accurate_product` adds up in one product."""
+
+
+def accurate_product(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return what `product` returns, with a smaller error of long float32 sums.
+
+    oneDNN adds many products one after another. For sums of 1,536, as in SmolLM2's widest layer,
+    its mean error is twice that of MKL, which adds up short blocks. Here blocks are products of
+    their own, and the error is MKL's. With 512 rows this takes 9% to 14% longer.
+    """
+    terms = rows.shape[1]
+    regular = not any(size % WHOLE for size in rows.shape)
+    onednn = rows.device.type == "cpu" and rows.dtype == torch.float32 and supported(rows.dtype)
+    if terms < 2 * BLOCK or not (regular and onednn):
+        return product(rows, weight, bias)
+    size = -(-terms // (terms // BLOCK * WHOLE)) * WHOLE
+    # oneDNN is a thousand times slower if the rows of a block are not contiguous.
+    blocks = zip(rows.split(size, 1), weight.split(size, 1), strict=True)
+    parts = [(each.contiguous(), of_weight.contiguous()) for each, of_weight in blocks]
+    total = product(*parts[0], bias)
+    for part in parts[1:]:
+        total += product(*part)
+    return total
+
+
 USUAL_ROWS = 64
 """Number of rows for which the layout of a prepared weight is best. Others are slightly slower."""
 
@@ -200,7 +226,7 @@ class _FastProducts:
     """The fastest products of this machine."""
 
     def forward(self, rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        return product(rows, weight, bias)
+        return accurate_product(rows, weight, bias)
 
     def for_rows(self, grad: Tensor, weight: Tensor) -> Tensor:
         return product(grad, weight.t())
@@ -243,7 +269,7 @@ class _Linear(torch.autograd.Function):
     def forward(ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         for_rows, for_weight, _ = ctx.needs_input_grad
         ctx.save_for_backward(rows if for_weight else None, weight if for_rows else None)
-        return product(rows, weight, bias)
+        return accurate_product(rows, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:

@@ -129,8 +129,9 @@ CHECKS = (
         "all_truncated",
         "episodes reach their end",
         lambda row, _: _value(row, "completion/truncated_share") == 1,
-        "every episode was cut short by a limit, so only rewards that the environment gave before "
-        "it count. Raise engine.max_completion_tokens, engine.max_context or rollout.max_turns.",
+        "a limit ended every episode or cut its last reply, so only rewards for unfinished work "
+        "count. Raise engine.max_completion_tokens, engine.max_context or rollout.max_turns, or "
+        "the max_tokens of the agent's calls.",
         in_a_row=1,
     ),
     Check(

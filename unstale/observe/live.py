@@ -18,6 +18,7 @@ from unstale.config import RunConfig
 from unstale.durability.console import Console
 from unstale.durability.run_folder import show_controls
 from unstale.observe.report.words import NONE, amount, duration, number, percent, waiting
+from unstale.observe.statistics import wilson
 
 HISTORY = 400
 RECENT = 5
@@ -71,7 +72,7 @@ class LiveDisplay:
         self._clock, self._quiet_s = clock, quiet_s
         self._start = self._last_line = self._last_step = clock()
         self._rows: list[Mapping[str, Any]] = []
-        self._evals: list[tuple[int, float]] = []
+        self._evals: list[tuple[int, float, int]] = []
         self._phase: tuple[str, int, int] = ("starting", 0, 0)
         self._printed_phase = ""
         self._stopped = threading.Event()
@@ -112,7 +113,8 @@ class LiveDisplay:
             self._rows = [*self._rows[-HISTORY:], {"time_s": now - self._start, **metrics}]
             success = number(metrics.get("eval/success_rate"))
             if success is not None:
-                self._evals.append((int(number(metrics.get("step")) or 0), success))
+                step, tasks = (int(number(metrics.get(key)) or 0) for key in ("step", "eval/tasks"))
+                self._evals.append((step, success, tasks))
             if self._live is None:
                 self._print(_line(self._rows, self.config, now - self._last_step))
             self._last_step = now
@@ -242,11 +244,14 @@ def _progress(
         if config.minutes:
             seconds = min(seconds, max(0.0, 60 * config.minutes - elapsed))
         left = f" · about {duration(seconds)} left"
+    share = step / config.steps
+    if config.minutes:  # whichever ends the run first
+        share = max(share, min(1.0, elapsed / (60 * config.minutes)))
     columns = (Column(no_wrap=True), Column(ratio=1), Column(no_wrap=True, justify="right"))
     grid = Table.grid(*columns, padding=(0, 2), expand=True)
     grid.add_row(
         Text.assemble("step ", (f"{step}", "bold"), f"/{config.steps}"),
-        ProgressBar(total=config.steps, completed=step, complete_style=GOOD, finished_style=GOOD),
+        ProgressBar(completed=100 * share, complete_style=GOOD, finished_style=GOOD),
         Text.assemble((duration(elapsed), "bold"), (left, QUIET)),
     )
     return grid
@@ -254,7 +259,7 @@ def _progress(
 
 def _numbers(
     rows: Sequence[Mapping[str, Any]],
-    evals: Sequence[tuple[int, float]],
+    evals: Sequence[tuple[int, float, int]],
     config: RunConfig,
     console: Console,
 ) -> RenderableType:
@@ -278,14 +283,16 @@ def _block(title: str) -> Table:
 
 
 def _learning(
-    rows: Sequence[Mapping[str, Any]], evals: Sequence[tuple[int, float]]
+    rows: Sequence[Mapping[str, Any]], evals: Sequence[tuple[int, float, int]]
 ) -> RenderableType:
     table = _block("Learning")
     if evals:
-        shares = [share for _, share in evals]
+        shares = [share for _, share, _ in evals]
         style = GOOD if shares[-1] > shares[0] else "default"
         note = Text.assemble((f"{sparkline(shares, 10, 0, 1)} " if len(evals) > 2 else "", style))
-        step = f"step {evals[-1][0]}" if evals[-1][0] else "before training"
+        number_of_step, share, tasks = evals[-1]
+        step = f"step {number_of_step}" if number_of_step else "before training"
+        step += _interval(share, tasks)
         note.append(f"was {percent(shares[0], 1)} · {step}" if len(evals) > 1 else step, QUIET)
         table.add_row("held-out", Text(percent(shares[-1], 1), style=f"bold {style}"), note)
     rollout = sparkline(_series(rows, "rollout/success_rate"), 22, 0, 1)
@@ -374,13 +381,27 @@ def _pace(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
     )
 
 
+def _interval(share: float, tasks: int) -> str:
+    """Return the number of tasks behind a share and its 95% interval, if the number is known.
+
+    >>> _interval(0.5, 4)
+    ' (4 tasks, 15% to 85%)'
+    """
+    if not tasks:
+        return ""
+    low, high = wilson(min(1.0, max(0.0, share)), tasks)
+    return f" ({tasks} tasks, {percent(low)} to {percent(high)})"
+
+
 def _line(rows: Sequence[Mapping[str, Any]], config: RunConfig, took: float) -> str:
     """Return the line that is printed for one step."""
     row = rows[-1]
     step, held_out = int(number(row.get("step")) or 0), number(row.get("eval/success_rate"))
     parts = [f"step {step}/{config.steps}"]
-    if held_out is not None:
-        parts.append(f"held-out {percent(held_out, 1)}")
+    if (tasks := int(number(row.get("eval/tasks")) or 0)) and held_out is None:
+        parts.append(f"held-out failed (all {tasks} tasks)")
+    elif held_out is not None:
+        parts.append(f"held-out {percent(held_out, 1)}{_interval(held_out, tasks)}")
     wanted = (
         ("success", "rollout/success_rate", lambda v: percent(v, 1)),
         ("reward", "reward/mean", lambda v: f"{v:.2f}"),

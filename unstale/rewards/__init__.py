@@ -11,6 +11,8 @@ from typing import Any
 
 from unstale.envs.numbers import last_number
 
+DEFAULT_TOLERANCE = 1e-6
+"""Relative tolerance of numbers that are not whole."""
 _PUNCTUATION = " ,;:!?\"'`*\N{LEFT DOUBLE QUOTATION MARK}\N{RIGHT DOUBLE QUOTATION MARK}"
 
 
@@ -57,21 +59,34 @@ def exact_match(text: str, *expected: str) -> float:
     return float(normalised(text) in normal)
 
 
-def numeric(text: str, expected: float, *, relative: float = 1e-6, absolute: float = 0.0) -> float:
+def numeric(
+    text: str, expected: float, *, relative: float | None = None, absolute: float = 0.0
+) -> float:
     """Return 1 if the last number in the text is close enough to the expected number, else 0.
 
-    It must be within the relative or the absolute tolerance. Commas between thousands, units, `%`
-    and signs of currencies are ignored. `3/4` is 0.75.
+    It must be within the relative or the absolute tolerance. Without tolerances, whole numbers must
+    be equal, and others may differ by 1e-6 of the larger. Commas between thousands, units, `%` and
+    signs of currencies are ignored. `3/4` is 0.75, and `10^6` is 1000000.
 
     >>> numeric("9 boxes of $150 are $1,350.00.", 1350), numeric("41 or 42", 41)
     (1.0, 0.0)
     """
-    if not math.isfinite(expected):
+    if isinstance(expected, float) and not math.isfinite(expected):
         raise ValueError(f"expected must be finite, got {expected}")
     last = last_number(text)
     if last is None:
         return 0.0
-    return float(math.isclose(last, expected, rel_tol=relative, abs_tol=absolute))
+    if last == expected or (relative is None and not absolute and _both_whole(last, expected)):
+        return float(last == expected)
+    tolerance = DEFAULT_TOLERANCE if relative is None else relative
+    try:
+        return float(math.isclose(last, expected, rel_tol=tolerance, abs_tol=absolute))
+    except OverflowError:  # an int that is no float
+        return 0.0
+
+
+def _both_whole(*numbers: float) -> bool:
+    return all(isinstance(number, int) or number.is_integer() for number in numbers)
 
 
 def exact_answer(reply: str, row: Mapping[str, Any]) -> float:
@@ -119,7 +134,7 @@ def first_error(reply: str, row: Mapping[str, Any]) -> float:
     named = last_number(reply)
     if named is None:
         return -1.0
-    if not (named.is_integer() and 0 <= named <= steps) or (named == 0) != (actual == 0):
+    if not (_both_whole(named) and 0 <= named <= steps) or (named == 0) != (actual == 0):
         return -1.0
     return 1.0 - abs(named - actual) / steps if actual else 1.0
 

@@ -23,7 +23,7 @@ from urllib.parse import urlsplit
 
 from unstale.engines.http import Http, HttpError
 from unstale.envs import EnvError
-from unstale.envs.strict_json import unique_names
+from unstale.envs.strict_json import STRICT_DECODER
 
 MAX_SCORE = 10
 """The best score that the judge can give. The worst is 0."""
@@ -267,7 +267,7 @@ def read_verdict(text: str) -> tuple[int, str]:
     if fenced := _CODE_FENCE.fullmatch(answer):
         answer = fenced[1]
     try:
-        fields = json.loads(answer, object_pairs_hook=unique_names)
+        fields = STRICT_DECODER.decode(answer)
     except (ValueError, RecursionError):
         fields = None
     match fields:

@@ -1,46 +1,24 @@
 """A reward for programs: the share of unit tests that they pass, run in a sandbox.
 
-The expected values are never passed to the sandbox. It returns the program's answer as data, which
-is compared outside. So a program cannot change its grade by printing, patching or exiting. Every
+The expected values are never passed to the program. It returns its answers as data, which are
+compared elsewhere. So a program cannot change its grade by printing, patching or exiting. Every
 test runs in a new process.
 """
 
-import ast
+import json
 import sys
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import replace
+from pathlib import Path
 
-from unstale.envs import sandbox
+from unstale.envs import EnvError, sandbox
+from unstale.rewards.assertions import Assertion, parse_assertion
+from unstale.rewards.unit_test_worker import read
 
 LIMITS = sandbox.Limits(seconds=2.0, memory_mb=512, file_mb=1, processes=4, output_kb=64)
+"""Limits of each test. Those of the output grow with the expected output."""
 
-_EVALUATE = """
-import numbers, os, sys, types
-def plain(value):
-    if isinstance(value, dict):
-        return {plain(key): plain(each) for key, each in value.items()}
-    for kind in (list, tuple, set, frozenset):
-        if isinstance(value, kind):
-            return (set if kind is frozenset else kind)(map(plain, value))
-    if isinstance(value, (bool, complex)):
-        return value
-    for kind, number in ((int, numbers.Integral), (float, numbers.Real)):
-        if isinstance(value, number):
-            return kind(value)
-    if isinstance(value, str):
-        return str.__str__(value)
-    return value
-program = sys.modules["program"] = types.ModuleType("program")
-source = open("program.py", encoding="utf-8").read()
-exec(compile(source, "program.py", "exec"), program.__dict__)
-sys.stdout.write("\\n" + repr(plain(eval(sys.argv[1], program.__dict__))))
-sys.stdout.flush()
-os._exit(0)
-"""
-"""Source of the code that evaluates a test in the sandbox. Its answer is the text after the last
-line end, so that earlier output of the program is ignored. A `Counter` counts as a dict, and so on:
-such values equal the plain ones.
-"""
+_WORKER = Path(__file__).with_name("unit_test_worker.py").read_text("utf-8")
 
 
 async def unit_tests(
@@ -48,56 +26,128 @@ async def unit_tests(
 ) -> float:
     """Return the share of tests that a program passes.
 
-    A test is an assertion such as `"assert gcd(12, 18) == 6"`, or a pair of standard input and
-    expected output such as `("3 4", "7")`. The right side of an assertion must be a literal.
-    Outputs are compared without trailing space. The limits apply to each test, and a time-out ends
-    the testing. The number of tests times `limits.seconds` should be below `rollout.timeout_s`.
-    Raises ValueError for another form of assertion.
+    A test is an assertion such as `"assert gcd(12, 18) == 6"` or `"assert abs(area(1) - 3.14) <
+    0.01"`, with imports before it if it needs some, or a pair of standard input and expected output
+    such as `("3 4", "7")`. Outputs are compared without trailing space. The limits apply to each
+    test, and a time-out ends the testing. The number of tests times `limits.seconds` should be
+    below `rollout.timeout_s`. Raises ValueError for another form of test, and for a test that no
+    program can pass.
     """
     if not tests:
         raise ValueError("tests must not be empty")
-    parsed = [parse_assertion(test) if isinstance(test, str) else test for test in tests]
-    passed = 0
-    for test, (question, expected) in zip(tests, parsed, strict=True):
-        is_assertion = isinstance(test, str)
-        arguments = ["-c", _EVALUATE, question] if is_assertion else ["program.py"]
+    parsed = [
+        parse_assertion(test) if isinstance(test, str) else _check_output(test, limits)
+        for test in tests
+    ]
+    answers = await _answers(program, parsed, limits)
+    passed = [
+        _equals(answer, test.literal)
+        if isinstance(test, Assertion)
+        else _is_output(answer, test[1])
+        for answer, test in zip(answers, parsed, strict=True)
+    ]
+    others = {
+        number: (test, answers[number])
+        for number, test in enumerate(parsed)
+        if isinstance(test, Assertion) and test.literal is None
+    }
+    checked = await _check([*others.values()]) if others else []
+    for number, result in zip(others, checked, strict=True):
+        if isinstance(result, str):
+            raise ValueError(f"no program can pass the test {tests[number]!r}: {result}")
+        passed[number] = result
+    return sum(passed) / len(tests)
+
+
+def _check_output(test: tuple[str, str], limits: sandbox.Limits | None) -> tuple[str, str]:
+    """Return a pair of input and expected output.
+
+    Raises ValueError if no program can write this output.
+    """
+    question, expected = test
+    try:
+        size = len(str(expected).encode())
+    except UnicodeEncodeError as error:
+        raise ValueError(f"no program can write the expected output: {error}") from error
+    if limits and size >= limits.output_kb << 10:
+        raise ValueError(
+            f"the expected output has {size:,} bytes, and a program may write "
+            f"{limits.output_kb} kB: raise limits.output_kb"
+        )
+    return question, str(expected)
+
+
+async def _answers(
+    program: str, tests: Sequence[Assertion | tuple[str, str]], limits: sandbox.Limits | None
+) -> list[str | None]:
+    """Return what the program prints in each test. None if it fails, and after a time-out."""
+    answers: list[str | None] = [None] * len(tests)
+    for number, test in enumerate(tests):
+        if isinstance(test, Assertion):
+            arguments, stdin, default = ["-c", _WORKER, *test.questions], "", LIMITS
+        else:
+            arguments, stdin, default = ["program.py"], test[0], _for_output(test[1])
         result = await sandbox.run(
             [sys.executable, "-s", *arguments],
-            stdin="" if is_assertion else question,
+            stdin=stdin,
             files={"program.py": program},
-            limits=limits or LIMITS,
+            limits=limits or default,
+            keep_stderr=False,
         )
         if result.ended == "timeout":
             break
-        if result.code != 0 or result.ended != "exited":
-            continue
-        if is_assertion:
-            passed += _equals(result.stdout, expected)
-        else:
-            passed += _lines(result.stdout) == _lines(str(expected))
-    return passed / len(tests)
+        if result.code == 0 and result.ended == "exited":
+            answers[number] = result.stdout
+    return answers
 
 
-def parse_assertion(test: str) -> tuple[str, Any]:
-    """Return the expression and the expected value of an assertion.
+def _for_output(expected: str) -> sandbox.Limits:
+    """Return limits with which a program can write the expected output, and as much more."""
+    size_kb = len(expected.encode()) >> 10
+    return replace(
+        LIMITS,
+        output_kb=LIMITS.output_kb + 2 * size_kb,
+        file_mb=LIMITS.file_mb + (2 * size_kb >> 10),
+    )
 
-    >>> parse_assertion("assert add(2, 3) == 5")
-    ('add(2, 3)', 5)
+
+async def _check(tests: Sequence[tuple[Assertion, str | None]]) -> list[bool | str]:
+    """Return if each assertion holds for the answer of the program, in a process without it.
+
+    A text says why no program can pass a test.
     """
-    try:
-        match ast.parse(test.strip().removeprefix("assert "), mode="eval").body:
-            case ast.Compare(left=left, ops=[ast.Eq()], comparators=[right]):
-                return ast.unparse(left), ast.literal_eval(right)
-    except (SyntaxError, ValueError) as error:
-        raise ValueError(f"not a test: {test!r}: {error}") from error
-    raise ValueError(f"a test is 'assert CALL == LITERAL', got {test!r}")
+    rows = [
+        {
+            "imports": test.imports,
+            "check": test.check,
+            "constants": test.constants,
+            "values": (answer or "").rpartition("\n")[2],
+        }
+        for test, answer in tests
+    ]
+    result = await sandbox.run(
+        [sys.executable, "-s", "-c", _WORKER],
+        stdin=json.dumps(rows),
+        limits=replace(LIMITS, seconds=LIMITS.seconds + 0.1 * len(rows)),
+    )
+    if result.code or result.ended != "exited":
+        raise EnvError(f"the tests could not be evaluated: {result.stderr[-300:]}")
+    found: list[bool | str] = json.loads(result.stdout.rpartition("\n")[2])
+    return found
 
 
-def _equals(printed: str, expected: Any) -> bool:
+def _equals(answer: str | None, literal: str | None) -> bool:
+    if answer is None or literal is None:
+        return False
     try:
-        return bool(ast.literal_eval(printed.rpartition("\n")[2]) == expected)
+        (value,) = read(answer.rpartition("\n")[2])
+        return bool(value == read(literal))
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
         return False
+
+
+def _is_output(answer: str | None, expected: str) -> bool:
+    return answer is not None and _lines(answer) == _lines(expected)
 
 
 def _lines(text: str) -> list[str]:

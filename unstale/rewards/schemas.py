@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from unstale.envs.strict_json import loads
 from unstale.rewards import workers
 
 _POOL = workers.WorkerPool("schema_worker.py")
@@ -16,6 +17,10 @@ def satisfies(text: str, schema: Mapping[str, Any]) -> bool | None:
     """
     import jsonschema  # noqa: F401 - its absence is reported here, and not in the worker
 
+    try:
+        loads(text)
+    except (ValueError, RecursionError):
+        text = ""  # no JSON either, but the schema is still checked
     with _POOL.worker() as worker:
         worker.send([text, schema])
         problem = worker.line()

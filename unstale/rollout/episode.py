@@ -29,12 +29,25 @@ from unstale.envs import (
     Resumable,
     Taskset,
     Turn,
+    combine_rewards,
     implements,
     task_identity,
 )
-from unstale.envs.chat import LONG_REPLY_TOKENS, Chat
-from unstale.envs.guard import MAX_HUNG, OCCUPANCY, EnvCaller, describe, num_hung
+from unstale.envs.chat import Chat
+from unstale.envs.guard import (
+    CANCEL_INTERVAL_S,
+    MAX_HUNG,
+    OCCUPANCY,
+    EnvCaller,
+    Watched,
+    abandon,
+    describe,
+    num_hung,
+    time_limit,
+)
+from unstale.envs.tokens import LONG_REPLY_TOKENS
 from unstale.records import (
+    CUT_REPLIES,
     NO_BUDGET,
     ContextPiece,
     EpisodeBudget,
@@ -49,6 +62,7 @@ from unstale.records import (
     Task,
     Trajectory,
     TurnLimit,
+    count_cut_replies,
     count_turns,
 )
 from unstale.rollout import More, no_more
@@ -56,9 +70,10 @@ from unstale.rollout.failures import FailureLimit, TooManyFailures
 from unstale.rollout.generator import Generator
 from unstale.rollout.seeds import derive_seed
 from unstale.rollout.segments import BudgetUse, EpisodeSlot, EpisodeSlots
-from unstale.rollout.timeouts import Attempt, LimitedContext, PersistentTimeout
+from unstale.rollout.timeouts import Attempt, PersistentTimeout
 from unstale.rollout.transcript import NotReplayed, NullWriter, OpenWriter, Transcript
 from unstale.rollout.turn_limit import AllowedTurns
+from unstale.stop_signals import SecondSignal
 from unstale.threads import in_thread
 
 OnFailure = Callable[[int, Failure, bool], None]
@@ -76,6 +91,8 @@ again each time it blocks for twice as long.
 
 CLOSE_S = 5.0
 """Seconds in which `close` of an environment must return."""
+EXIT_S = 30.0
+"""Seconds in which `__aexit__` of a task set must return. It may end servers."""
 
 
 @runtime_checkable
@@ -117,6 +134,8 @@ def stage(name: str, timeout_s: float) -> Iterator[PersistentTimeout]:
         raise  # an inner context has already named the stage
     except BaseException as error:
         if isinstance(error, asyncio.CancelledError) and task.cancelling():
+            raise
+        if isinstance(error, SecondSignal):
             raise
         if isinstance(error, GeneratorExit) and not _is_current(task):
             # The event loop ends and closes the coroutine. A CancelledError here comes from inside
@@ -170,8 +189,9 @@ class Rollout:
         self.wait_times = Stopwatch(
             "generation_wait", "tool_wait", *(["slot_wait"] if slots else [])
         )
+        self._taskset_name = getattr(taskset, "name", type(taskset).__name__)
         self.resources: AbstractAsyncContextManager[Any] = (
-            LimitedContext(taskset, taskset.name)
+            _Opened(taskset, self._taskset_name)
             if isinstance(taskset, AbstractAsyncContextManager)
             else nullcontext()
         )
@@ -333,6 +353,7 @@ class Rollout:
                 )
             except (EpisodeFailed, NotReplayed) as error:
                 failure = failure_of(error, task, transcript.all_pieces)
+                OCCUPANCY.require_few_interruptions()
                 reason = "the attempt that it is a branch of failed"
                 of_branches = [
                     (each.episode, replace(failure_of(error, task, each.all_pieces), error=reason))
@@ -376,9 +397,8 @@ class Rollout:
         """
         async with _OpenEnvironment() as opened:
             with stage("begin", self.config.timeout_s) as timeout:
-                with OCCUPANCY.of(f"env() of {task.env}"):
-                    chat = self.chat(task)
-                    env = self.taskset.env(task, env_seed)
+                chat = self.chat(task)
+                env = self.make_env(task, env_seed)
                 caller = opened.caller = self.caller(env, task)
                 if implements(env, HasWorker) and (start := env.worker_start()):
                     await timeout.without_limit(start)
@@ -401,6 +421,8 @@ class Rollout:
                 transcript, caller, chat, (turn, turn_rewards), limit, budget_use
             )
         transcript.require_replayed()
+        num_cut = count_cut_replies(transcript.pieces, chat.stop_tokens)
+        cut = {CUT_REPLIES: float(num_cut)} if num_cut else {}
         return Trajectory(
             pieces=tuple(transcript.pieces),
             rewards=dict(turn.rewards),
@@ -409,7 +431,7 @@ class Rollout:
             seed=transcript.seed,
             episode=transcript.episode,
             turn_rewards=tuple(turn_rewards) if any(turn_rewards) else (),
-            facts={**turn.facts, **budget_use.facts()},
+            facts={**turn.facts, **budget_use.facts(), **cut},
         )
 
     def caller(self, env: Any, task: Task) -> EnvCaller:
@@ -430,8 +452,19 @@ class Rollout:
     def chat(self, task: Task) -> Chat:
         """Return the chat format with the tools of a task."""
         if implements(self.taskset, HasTaskTools):
-            return self.generator.chat.with_tools(self.taskset.tools_of(task))
+            with time_limit(f"tools_of() of {self._taskset_name}"):
+                return self.generator.chat.with_tools(self.taskset.tools_of(task))
         return self.generator.chat
+
+    def make_env(self, task: Task, seed: int) -> Any:
+        """Return the environment of a task. Raises `EnvError` if `env` of the task set blocks."""
+        with time_limit(f"env() of {self._taskset_name}"):
+            return self.taskset.env(task, seed)
+
+    def combine(self, turn: Turn) -> Turn:
+        """Combine the rewards of a turn. Raises `EnvError` if `combine` of the task set blocks."""
+        with time_limit(f"combine() of {self._taskset_name}"):
+            return combine_rewards(self.taskset, turn)
 
     async def _begin(
         self, transcript: Transcript, caller: EnvCaller, chat: Chat
@@ -467,6 +500,7 @@ class Rollout:
         env = caller.env
         resumable = env if implements(env, Resumable) else None
         simulated = env if implements(env, HasSimulatedDelays) else None
+        ended = True
         allowed = AllowedTurns(limit, most=self.config.max_turns, transcript=transcript, chat=chat)
         while not turn.done:
             if len(turn_rewards) == allowed.number(turn_rewards):
@@ -483,8 +517,7 @@ class Rollout:
                 budget_use.count_calls(len(message.tool_calls))
                 step = caller.turn(env.step, message)
                 facts = turn.facts
-                turn = await self.wait_times.on("tool_wait", step)
-                turn = await caller.combined(self.taskset, turn)
+                turn = self.combine(await self.wait_times.on("tool_wait", step))
                 if facts:
                     turn = replace(turn, facts={**facts, **turn.facts})
                 turn_rewards.append(turn.reward)
@@ -498,7 +531,7 @@ class Rollout:
                     transcript.add_context(ContextPiece(text))
                     if resumable:
                         transcript.save_snapshot(resumable, turn, turn_rewards)
-        return turn, "done"
+        return turn, "done" if ended else "cut_reply"
 
     async def _parse(self, chat: Chat, reply: Sequence[int]) -> Message:
         """Return a reply as a message. A long one is decoded in a thread.
@@ -507,7 +540,7 @@ class Rollout:
         """
         if self._deterministic or len(reply) < LONG_REPLY_TOKENS:
             return chat.parse(reply)
-        return chat.message(await in_thread(chat.text, reply))
+        return chat.reader.message(await in_thread(chat.text, reply))
 
     async def _generate(
         self, transcript: Transcript, budget_use: BudgetUse
@@ -539,6 +572,41 @@ class Rollout:
                 f" at least {at_least:,} tokens; engine.max_context is {limit}: shorten the "
                 "messages, or raise engine.max_context"
             )
+
+
+class _Opened:
+    """A context that opens a task set, and closes it within `EXIT_S` seconds.
+
+    Code that ignores cancellation is then abandoned.
+    """
+
+    def __init__(self, taskset: AbstractAsyncContextManager[Any], name: str) -> None:
+        self._taskset = taskset
+        self._name = name
+
+    async def __aenter__(self) -> None:
+        await Watched(self._taskset.__aenter__(), f"__aenter__() of {self._name}", lambda s: None)
+
+    async def __aexit__(self, *error: Any) -> None:
+        """Close the task set. Raises `EnvError` if that takes too long and nothing else failed."""
+        method = f"__aexit__() of {self._name}"
+        work = self._taskset.__aexit__(*error)
+
+        async def close() -> None:
+            await Watched(work, method, lambda s: None)
+
+        closing = asyncio.create_task(close())
+        await asyncio.wait([closing], timeout=EXIT_S)
+        if not closing.done():
+            closing.cancel()
+            await asyncio.wait([closing], timeout=CANCEL_INTERVAL_S)
+        late = not closing.done() or closing.cancelled()
+        if not closing.done():
+            abandon(closing)
+        cause = None if late else closing.exception()
+        if error[0] is None and (late or cause):
+            problem = describe(cause) if cause else f"did not return within {EXIT_S:g} s"
+            raise EnvError(f"{method}: {problem}") from cause
 
 
 class _OpenEnvironment:

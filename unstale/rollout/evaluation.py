@@ -6,14 +6,18 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from statistics import fmean
 
-from unstale.records import Task, Trajectory
+from unstale.records import Failure, Task, Trajectory
 from unstale.rollout.episode import Rollout
+from unstale.rollout.failures import TooManyFailures
 from unstale.rollout.seeds import derive_seed
 
 MAX_CONCURRENT = 512
 """Number of held-out episodes that run at the same time. More would wait for the engine, and the
 environments of many episodes need a thread or a process each.
 """
+
+MAX_TRIALS = 3
+"""Number of held-out tasks that are tried one after the other before a run is ended."""
 
 Attempt = tuple[str, int]
 """The key of a task, and the number of an attempt at it, from 0."""
@@ -52,13 +56,14 @@ def attempts_at(tasks: Iterable[Task]) -> list[Attempt]:
     return attempts
 
 
-async def evaluate(
+async def evaluate(  # noqa: PLR0913 - two of them say what is done already
     rollout: Rollout,
     tasks: Sequence[Task],
     *,
     seed: int,
     progress: Callable[..., None],
     finished: FinishedEpisodes | None = None,
+    trial: bool = False,
 ) -> list[bool | None]:
     """Run one episode on each task. Return the success of each episode, or None if it failed.
 
@@ -66,9 +71,11 @@ async def evaluate(
     task that is listed twice is attempted twice, with different replies. After each episode,
     `progress` is called with a text and the numbers `done` and `total`. Attempts in `finished` are
     not run again, and the others are added to it, except those that failed. At most
-    `MAX_CONCURRENT` episodes run at the same time.
+    `MAX_CONCURRENT` episodes run at the same time. With `trial`, one episode is tried before all
+    others start. Raises `TooManyFailures` if it fails on each of the first `MAX_TRIALS` tasks.
     """
     finished = finished or FinishedEpisodes()
+    failures: list[Failure] = []
     num_done = 0
     places = asyncio.Semaphore(MAX_CONCURRENT)
 
@@ -89,13 +96,26 @@ async def evaluate(
             outcome = await rollout.episode(task, env_seed=env_seed, noise_seed=noise_seed)
         count_episode()
         if not isinstance(outcome, Trajectory):
+            failures.append(outcome)
             return None
         finished.add(attempt, outcome.success, outcome.reward)
         return outcome.success
 
+    attempts = list(zip(tasks, attempts_at(tasks), strict=True))
+    tried: list[bool | None] = []
+    for task, attempt in attempts[: MAX_TRIALS if trial else 0]:
+        tried.append(await run_attempt(task, attempt))
+        if tried[-1] is not None:
+            break
+    if tried and not any(each is not None for each in tried):
+        last = failures[-1]
+        raise TooManyFailures(
+            f"the trial episodes before the first evaluation failed, on {len(tried)} tasks; the "
+            f"last one in {last.stage} of {last.task.key}: {last.error}"
+        )
     async with asyncio.TaskGroup() as group:
         running = [
             group.create_task(run_attempt(task, attempt))
-            for task, attempt in zip(tasks, attempts_at(tasks), strict=True)
+            for task, attempt in attempts[len(tried) :]
         ]
-    return [attempt.result() for attempt in running]
+    return [*tried, *(attempt.result() for attempt in running)]

@@ -4,7 +4,15 @@ import math
 from collections.abc import Iterable, Sequence
 from statistics import stdev
 
-from unstale.records import CUT_OFF, Group, ScoredTrajectory, Trajectory, nearest_rank
+from unstale.records import (
+    CUT_OFF,
+    CUT_REPLIES,
+    ENDED_BY_ENVIRONMENT,
+    Group,
+    ScoredTrajectory,
+    Trajectory,
+    nearest_rank,
+)
 
 PERCENTILES = (50, 90, 99)
 
@@ -28,11 +36,12 @@ def describe(groups: Sequence[Group]) -> dict[str, float]:
         "reward/std": stdev(rewards) if len(rewards) > 1 else math.nan,
         "reward/zero_std_group_share": _mean(uniform),
         "reward/missing_share": _mean(
-            each.stop == "done" and not each.rewards for each in finished
+            each.stop in ENDED_BY_ENVIRONMENT and not each.rewards for each in finished
         ),
         "completion/truncated_share": _mean(stop in CUT_OFF for stop in stops),
         "completion/max_turns_share": _mean(stop == "max_turns" for stop in stops),
-        "completion/max_tokens_share": _mean(stop == "max_tokens" for stop in stops),
+        "completion/max_tokens_share": _mean(stop in ("max_tokens", "cut_reply") for stop in stops),
+        "completion/cut_reply_share": _cut_reply_share(finished),
         "completion/invalid_format_share": _mean(stop == "invalid_format" for stop in stops),
     }
     lengths = sorted(trajectory.num_sampled_in_all for trajectory in finished)
@@ -65,6 +74,13 @@ def describe_advantages(
     return {"advantage/zero_spread_group_share": _mean(uniform)}
 
 
+def _cut_reply_share(finished: Sequence[Trajectory]) -> float:
+    """Return the share of all replies that a limit of tokens cut."""
+    replies = sum(one.num_turns for each in finished for one in each.conversations)
+    cut = sum(each.facts.get(CUT_REPLIES, 0.0) for each in finished)
+    return cut / replies if replies else math.nan
+
+
 def _named_rewards(finished: Sequence[Trajectory]) -> dict[str, float]:
     """Return the mean of each named reward. An episode that a limit ended counts as 0."""
     names = {name for trajectory in finished for name in trajectory.rewards} - {"reward"}
@@ -80,7 +96,10 @@ def _facts(finished: Sequence[Trajectory]) -> dict[str, float]:
     A task set that combines several rewards into one reports each of them as a fact
     `reward/<name>`.
     """
-    names = {name for trajectory in finished for name in trajectory.facts} - {"success"}
+    names = {name for trajectory in finished for name in trajectory.facts} - {
+        "success",
+        CUT_REPLIES,
+    }
     means = {}
     for name in sorted(names):
         key = name if name.startswith("reward/") else f"env/{name}"

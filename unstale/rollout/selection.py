@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING
 from unstale.config import ConfigError, RunConfig
 from unstale.config.techniques import chosen
 from unstale.envs import Taskset, task_identity, task_text
-from unstale.envs.guard import OCCUPANCY
 from unstale.records import NO_BUDGET, Failure, Group, GroupRequest, Task, Trajectory
 from unstale.rollout.seeds import derive_seed
 from unstale.techniques import Draw, DrawContext, GroupSoFar, Techniques, TextReader
@@ -53,7 +52,7 @@ def training_requests(
     number = life.admitted
     num_skipped = 0
     visits: Counter[Task] = Counter()
-    for place, task in enumerate(_tasks(taskset, seed)):
+    for place, task in enumerate(taskset.train(seed)):
         visit = visits[task]
         visits[task] += 1
         if place < life.place:
@@ -66,19 +65,6 @@ def training_requests(
             num_skipped = 0
         elif num_skipped > MAX_SKIPPED:
             return
-
-
-def _tasks(taskset: Taskset, seed: int) -> Iterator[Task]:
-    """Yield the training tasks. Code of the task set that blocks the event loop is interrupted."""
-    name = f"train({seed}) of {taskset.name}"
-    with OCCUPANCY.of(name):
-        tasks = iter(taskset.train(seed))
-    while True:
-        with OCCUPANCY.of(name):
-            task = next(tasks, None)
-        if task is None:
-            return
-        yield task
 
 
 def make_pool(taskset: Taskset, seed: int, size: int) -> dict[str, tuple[int, Task]]:

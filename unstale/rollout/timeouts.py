@@ -2,28 +2,15 @@
 
 import asyncio
 from collections.abc import Awaitable, Coroutine
-from contextlib import AbstractAsyncContextManager
 from typing import Any, TypeVar
 
 from unstale.envs import EnvError
-from unstale.envs.guard import (
-    CANCEL_INTERVAL_S,
-    MAX_CANCELS,
-    OCCUPANCY,
-    EventLoopBlocked,
-    Leavable,
-    Watched,
-    abandon,
-)
+from unstale.envs.guard import CANCEL_INTERVAL_S, MAX_CANCELS, OCCUPANCY, abandon
 
 _T = TypeVar("_T")
 
 END_S = 4.0
 """Seconds in which an environment must release its resources after the first cancellation."""
-ENTER_S = 600.0
-"""Seconds in which a task set must start what its episodes need, such as servers."""
-EXIT_S = 30.0
-"""Seconds in which a task set must end what it started."""
 
 
 class Attempt(asyncio.Task[None]):
@@ -147,34 +134,6 @@ class PersistentTimeout:
         del self.task  # the timer holds the error, whose traceback refers to this frame
         if self._num_cancelled and cancelled:
             raise TimeoutError(f"no answer within {self._timeout_s:g} s") from error
-
-
-class LimitedContext(AbstractAsyncContextManager[Any]):
-    """A context of user code called `name`, with limits on the time to enter and to leave it.
-
-    Raises `EnvError` with the name of the method that takes longer, which is then left behind.
-    """
-
-    def __init__(self, context: AbstractAsyncContextManager[Any], name: str) -> None:
-        self._context = context
-        self._name = name
-
-    async def __aenter__(self) -> Any:
-        return await self._limited("__aenter__", ENTER_S, self._context.__aenter__())
-
-    async def __aexit__(self, *details: Any) -> bool | None:
-        left: bool | None = await self._limited(
-            "__aexit__", EXIT_S, self._context.__aexit__(*details)
-        )
-        return left
-
-    async def _limited(self, method: str, limit_s: float, work: Awaitable[_T]) -> _T:
-        name = f"{method} of {self._name}"
-        try:
-            with PersistentTimeout(limit_s):
-                return await Watched(Leavable(work), name, lambda seconds: None)
-        except (TimeoutError, EventLoopBlocked) as error:
-            raise EnvError(f"{name}: {error}") from error
 
 
 async def run_to_completion(work: Coroutine[Any, Any, _T]) -> _T:

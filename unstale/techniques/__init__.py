@@ -29,7 +29,7 @@ so after a crash every group is observed exactly once.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from random import Random
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
@@ -71,8 +71,6 @@ class CreditContext:
     """A function that returns a task's identity, as in `Outcome.task`."""
     metrics: dict[str, float] = field(default_factory=dict)
     """Figures for the metrics of the batch, by full name. Techniques add theirs."""
-    stop_tokens: Collection[int] = ()
-    """The tokens that end a reply. Empty if an agent may end its replies otherwise."""
     whole: bool = True
     """False for the first groups of a batch whose others are not finished yet (`trainer.stream`).
     They come again with the whole batch.
@@ -583,7 +581,6 @@ class Techniques:
         version: int,
         estimate: Callable[[Sequence[Group]], list[ScoredTrajectory]],
         identify: Callable[[Task], str],
-        stop_tokens: Collection[int] = (),
         whole: bool = True,
     ) -> tuple[list[ScoredTrajectory], Mapping[str, float]]:
         """Return the trajectories of a batch to train on, with advantages, and metrics.
@@ -591,9 +588,9 @@ class Techniques:
         Reward terms act first, then diagnostics, filters, the estimator, recredits, and filters by
         advantage. `estimate` is the configured estimator, which an estimator technique replaces.
         Where filters leave nothing of a whole batch, all its trajectories get advantage 0.
-        `stop_tokens` end a reply; empty if unknown. `whole` is False for a part of a batch.
+        `whole` is False for a part of a batch.
         """
-        context = CreditContext(progress, version, identify, stop_tokens=stop_tokens, whole=whole)
+        context = CreditContext(progress, version, identify, whole=whole)
         selected = groups
         for term in self.rewards:
             selected = term.reward(selected, context)

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from unstale.config.checks import ConfigError, JsonObject, Section
 from unstale.config.techniques import Entry, chosen
-from unstale.records import Group, ScoredTrajectory, Trajectory
+from unstale.records import ENDED_BY_ENVIRONMENT, Group, ScoredTrajectory, Trajectory
 from unstale.techniques import CreditContext
 from unstale.techniques.facts import Seen
 
@@ -87,7 +87,7 @@ class Channels:
         if not items:
             return []
         values = [named_rewards(item) for item in items]
-        ended = context.whole and any(item.stop == "done" for item in items)
+        ended = context.whole and any(item.stop in ENDED_BY_ENVIRONMENT for item in items)
         names = self._names(values, ended=ended, progress=context.progress)
         rewards = torch.tensor(
             [[each.get(name, 0.0) for name in names] for each in values], dtype=torch.float64

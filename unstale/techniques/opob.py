@@ -73,11 +73,14 @@ class Opob:
 
 
 def baseline(values: Tensor, log_weight: Tensor, scope: Tensor) -> Tensor:
-    """Return the mean of the values of each one's scope, `[n]`, weighted by exp(`log_weight`)."""
+    """Return the mean of the values of each one's scope, `[n]`, weighted by exp(`log_weight`).
+
+    In a scope whose weights are all 0, the values have equal weights.
+    """
     size = int(scope.max()) + 1
     peak = log_weight.new_full((size,), -float("inf")).scatter_reduce(0, scope, log_weight, "amax")
     # Only ratios of weights count. Without the largest one, exp could overflow.
-    weight = (log_weight - peak[scope]).exp()
+    weight = (log_weight - peak[scope]).masked_fill(peak[scope].isneginf(), 0.0).exp()
     total = weight.new_zeros(size).index_add(0, scope, weight)
     return (weight.new_zeros(size).index_add(0, scope, weight * values) / total)[scope]
 

@@ -193,6 +193,9 @@ def largest_variance(values: Sequence[float], size: int) -> frozenset[int]:
     [0, 1, 4]
     """
     order = sorted(range(len(values)), key=lambda place: values[place])
+    middle = fmean(values)
+    scale = max(abs(value - middle) for value in values) or 1.0
+    values = [(value - middle) / scale for value in values]
     sums = [0.0, *accumulate(values[place] for place in order)]
     squares = [0.0, *accumulate(values[place] ** 2 for place in order)]
 
@@ -201,7 +204,8 @@ def largest_variance(values: Sequence[float], size: int) -> frozenset[int]:
         total = sums[low] + sums[-1] - sums[high]
         return squares[low] + squares[-1] - squares[high] - total**2 / size
 
-    # Of equal spreads the most even division, which rounding errors must not decide.
+    # Of equal spreads the most even division, which rounding errors must not decide. The spreads
+    # are at least 1, unless all values are equal.
     low = max(range(size + 1), key=lambda low: (round(spread(low), 9), -abs(2 * low - size)))
     return frozenset(order[:low] + order[len(order) - size + low :])
 
@@ -223,13 +227,14 @@ def balanced(rewards: Sequence[float], size: int, *, target: float) -> frozenset
     [0, 3]
     """
     order = sorted(range(len(rewards)), key=lambda place: rewards[place])
+    scale = max(abs(reward - target) for reward in rewards) or 1.0
 
     def chosen(low: int) -> list[int]:
         return order[:low] + order[len(order) - size + low :]
 
     def distance(low: int) -> tuple[float, float]:
         mean = fmean(rewards[place] for place in chosen(low))
-        return round(abs(mean - target), 9), abs(2 * low - size)
+        return round(abs(mean - target) / scale, 9), abs(2 * low - size)
 
     return frozenset(chosen(min(range(size + 1), key=distance)))
 

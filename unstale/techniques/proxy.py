@@ -18,7 +18,7 @@ from statistics import fmean
 
 from unstale.config.checks import ConfigError, Section
 from unstale.config.techniques import Entry
-from unstale.records import ROUNDED, Group, Trajectory
+from unstale.records import ENDED_BY_ENVIRONMENT, ROUNDED, Group, Trajectory
 from unstale.techniques import CreditContext
 from unstale.techniques.facts import Seen
 
@@ -52,7 +52,9 @@ class Proxy:
         Raises `ConfigError` if the environment ended episodes of a whole batch, and none so far has
         the score.
         """
-        ended = [each for group in groups for each in group.finished if each.stop == "done"]
+        ended = [
+            each for group in groups for each in group.finished if each.stop in ENDED_BY_ENVIRONMENT
+        ]
         has_score = any(self._score(each) is not None for each in ended)
         counts = bool(ended) and context.whole
         seen = self._seen.update(has_score, counts=counts, progress=context.progress)
@@ -85,7 +87,7 @@ class Proxy:
         if self._name != "success":
             return score
         if score is None:
-            return None if episode.stop == "done" else 0.0
+            return None if episode.stop in ENDED_BY_ENVIRONMENT else 0.0
         return float(score >= 1 - ROUNDED)
 
 

@@ -13,7 +13,7 @@ section 3.4) masks too long samples.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import TYPE_CHECKING, ClassVar, Literal
@@ -52,7 +52,7 @@ class Truncated:
         finished = num_cut = 0
         for group in groups:
             items = group.trajectories
-            cut = [is_cut(item, context.stop_tokens) for item in items]
+            cut = [is_cut(item) for item in items]
             ended = [item for item, short in zip(items, cut, strict=True) if not short]
             finished += len(items)
             num_cut += sum(cut)
@@ -72,17 +72,9 @@ class Truncated:
         return selected
 
 
-def is_cut(item: Trajectory, stop_tokens: Collection[int]) -> bool:
-    """Return True if a limit ended an episode or its last reply, and it is not a success.
-
-    A reply is cut if it does not end with one of `stop_tokens`. Without any, replies do not count.
-    """
-    if item.success or item.stop not in (*CUT_OFF, "done"):
-        return False
-    replies = [piece.tokens for piece in item.sampled if piece.tokens]
-    if item.stop in CUT_OFF or not replies:
-        return item.stop in CUT_OFF
-    return bool(stop_tokens) and replies[-1][-1] not in stop_tokens
+def is_cut(item: Trajectory) -> bool:
+    """Return True if a limit ended an episode or its last reply, and it is not a success."""
+    return item.stop in CUT_OFF and not item.success
 
 
 def _graded(item: Trajectory, ended: Sequence[Trajectory], penalty: float) -> Trajectory:

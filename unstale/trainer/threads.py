@@ -4,6 +4,7 @@ import asyncio
 import ctypes
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Protocol, TypeVar, TypeVarTuple, Unpack
 
 import torch
@@ -50,16 +51,32 @@ class LocalThread:
         self._executor.shutdown()
 
 
-def return_freed_memory() -> None:
-    """Return freed memory to the system.
+class FreedMemory:
+    """Return freed memory to the system, when it is worth the time.
 
-    The C library of Linux keeps it in pieces that later blocks often do not fit: 4 bytes a weight.
-    A call takes milliseconds, but the next pass must get its memory again: in the demo that is a
-    tenth of a step. So it is for moments at which memory is scarce.
+    The C library of Linux keeps it in pieces that later blocks often do not fit: 4 bytes a weight
+    and more with each step. A call takes milliseconds, but the next pass must get its memory again:
+    in the demo that is a tenth of a step. So freed memory is kept until the process has grown by
+    `GROWTH` since the last call.
     """
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
+
+    GROWTH = 1.25
+
+    def __init__(self) -> None:
+        self._size = 0
+
+    def trim(self, *, now: bool) -> None:
+        """Return it `now`, for example before a large copy, or if the process has grown."""
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+        if trim is None or not (now or resident_pages() >= self._size * self.GROWTH):
+            return
         trim(0)
+        self._size = resident_pages()
+
+
+def resident_pages() -> int:
+    """Return the memory of this process in pages."""
+    return int(Path("/proc/self/statm").read_text().split()[1])
 
 
 def trainer_threads(

@@ -165,6 +165,21 @@ class BfclTasks(ListedTasks):
         entry = self.data_of(task)
         return BfclTurns(entry) if self.category in MULTI_TURN else BfclEnv(entry, self.category)
 
+    def demonstration(self, task: Task) -> tuple[Message, ...]:
+        """Return the question of a task and a reply with right calls.
+
+        Raises `ConfigError` for categories of several turns, without calls, or not in Python.
+        """
+        others = ("simple_java", "simple_javascript")
+        entry = self.data_of(task)
+        if self.category in (*MULTI_TURN, *others) or entry["answer"] is None:
+            raise ConfigError(
+                f"{self.name} has no demonstrations: only one-turn categories with calls in Python "
+                "have them, such as bfcl:simple_python"
+            )
+        reply = Message("assistant", "", reference_calls(entry))
+        return (*_messages(entry["question"][0]), reply)
+
 
 def load_entries(category: str) -> list[Mapping[str, Any]]:
     """Return the entries of a category, each with its `tools` and the right `answer`.

@@ -11,6 +11,7 @@ import os
 import re
 import sys
 from collections.abc import Mapping
+from statistics import fmean
 from typing import Any
 
 import reasoning_gym
@@ -31,6 +32,12 @@ reproducible.
 LIMITS = sandbox.Limits(seconds=20.0, memory_mb=2048, file_mb=1)
 MAX_EVALUATED = 500
 """Largest number of characters in an answer that is evaluated as code."""
+
+PROBED = 8
+"""Number of puzzles on which constant answers are tried."""
+CONSTANTS = ("", "?", "0", "1", "True", "False", "yes", "no", "A")
+GIVEAWAY = 0.75
+"""Mean score of a constant answer from which on a data set pays it. A coin gives 0.5."""
 
 CALCULATOR_PROMPT = "Work it out with the tool, then give the result alone."
 
@@ -98,6 +105,24 @@ class ReasoningGymTasks(NumberedTasks):
         name = self.datasets[task.index % len(self.datasets)]
         seed = self.seed_of(task)
         return Puzzle(name, seed, self._create(name, seed), self.evaluates[name], self.config)
+
+    def giveaways(self) -> str:
+        """Return which data sets pay an empty or a constant answer, on a few of their puzzles.
+
+        Scorers that evaluate answers as code are left out: they take a sandbox for each answer.
+        """
+        found = []
+        for place, name in enumerate(self.datasets):
+            if self.evaluates[name]:
+                continue
+            indices = range(place, place + PROBED * len(self.datasets), len(self.datasets))
+            puzzles = [self.puzzle(Task(self.name, "train", index)) for index in indices]
+            for answer in CONSTANTS:
+                mean = fmean(puzzle.score_here(answer) for puzzle in puzzles)
+                if mean >= GIVEAWAY:
+                    found.append(f"{answer!r} gets {mean:.2f} in reasoning-gym:{name}")
+                    break
+        return f"an answer that solves nothing is paid: {'; '.join(found)}" if found else ""
 
     def text(self, task: Task) -> str:
         return self.puzzle(task).question
@@ -177,17 +202,7 @@ class Puzzle:
     async def score(self, answer: str) -> float:
         """Return the score of an answer, from 0 to 1."""
         if not self._evaluates:
-            try:
-                return float(self._dataset.score_answer(answer, self._entry))
-            except (
-                ArithmeticError,
-                AttributeError,
-                LookupError,
-                RecursionError,
-                TypeError,
-                ValueError,
-            ):
-                return 0.0  # some scorers raise errors for malformed answers
+            return self.score_here(answer)
         is_allowed = _LIST.fullmatch(answer) or _FORMULA.fullmatch(answer)
         if len(answer) > MAX_EVALUATED or not is_allowed:
             return 0.0
@@ -208,6 +223,20 @@ class Puzzle:
         if done.code:
             raise EnvError(f"the scorer of reasoning-gym:{self.name} failed: {done.stderr[-300:]}")
         return float(done.stdout)
+
+    def score_here(self, answer: str) -> float:
+        """Return the score of an answer that is not evaluated as code."""
+        try:
+            return float(self._dataset.score_answer(answer, self._entry))
+        except (
+            ArithmeticError,
+            AttributeError,
+            LookupError,
+            RecursionError,
+            TypeError,
+            ValueError,
+        ):
+            return 0.0  # some scorers raise errors for malformed answers
 
 
 def _prompt(system: str, puzzle: Puzzle) -> tuple[Message, Message]:

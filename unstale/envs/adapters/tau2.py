@@ -98,6 +98,34 @@ class Tau2Tasks(ListedTasks):
         """Return a new environment of the domain."""
         return tau2.registry.get_env_constructor(self.domain)()
 
+    def giveaways(self) -> str:
+        """Return how many tasks pay an agent that only talks, because nothing is to be changed."""
+        tools = self.environment().tools
+        count = sum(self.pays_talk(task, tools) for task in self.data["train"])
+        if not count:
+            return ""
+        return (
+            f"{count} of {len(self.data['train'])} training tasks of {self.name} pay an agent that "
+            "only talks: their reward is that of the final state, which is right already"
+        )
+
+    def pays_talk(self, task: Any, tools: Any) -> bool:
+        """Return True if an agent that changes nothing gets the reward of a task of tau2.
+
+        Without assertions the reward compares the state, so a solution that only reads is enough.
+        """
+        criteria = task.evaluation_criteria
+        if criteria.env_assertions:
+            constructor = tau2.registry.get_env_constructor(self.domain)
+            reward = tau2.EnvironmentEvaluator.calculate_reward(constructor, task, []).reward
+            return bool(reward >= 1)
+        return all(
+            action.requestor != "user"
+            and tools.has_tool(action.name)
+            and tools.tool_type(action.name).value != "write"
+            for action in criteria.actions or ()
+        )
+
     def env(self, task: Task, seed: int) -> "Tau2Env":
         """Return the environment of a task.
 

@@ -28,7 +28,7 @@ def of_metrics(rows: Sequence[Row]) -> dict[str, float]:
     return known(
         steps=float(len(rows)),
         tokens=sum(tokens),
-        staleness_mean=_mean(rows, "schedule/staleness_mean"),
+        staleness_mean=_mean(rows, "schedule/staleness_mean", weight="trainer/action_tokens"),
         staleness_max=max(stalest, default=None),
         kept_share=_mean(rows, "correction/kept_share"),
         clip_share=_mean(rows, "objective/clip_share"),

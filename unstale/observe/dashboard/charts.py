@@ -82,12 +82,13 @@ SECTIONS = (
             ),
             Chart(
                 "Episodes cut short",
-                "Episodes that ended at a limit of turns or tokens.",
+                "Episodes that a limit of turns or tokens ended, or whose last reply it cut.",
                 "share",
                 {
                     "all": "completion/truncated_share",
                     "turns": "completion/max_turns_share",
                     "tokens": "completion/max_tokens_share",
+                    "replies": "completion/cut_reply_share",
                 },
                 "share",
                 reading="Good: near 0. Bad: rising with the length, so that long answers count "

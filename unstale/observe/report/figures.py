@@ -120,6 +120,8 @@ def learning(run: Gathered) -> Markup:
     plot = line_plot(lines, steps_axis(run), _share_axis(), label=label, width=FULL)
     about = "Share of solved tasks. Rollouts are the training tasks of a step; held-out tasks are "
     about += "never trained on."
+    if run.data_changes:
+        about += f" {' '.join(run.data_changes)} Held-out shares before and after that differ."
     if is_thinned:
         about += f" Both lines of rollouts are averaged to {len(points)} points."
     keys = [(line.colour, line.key) for line in lines]

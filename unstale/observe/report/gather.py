@@ -109,6 +109,8 @@ class Gathered:
     num_held_out_failures: int
     """Number of episodes of evaluations that failed. They are in no other number of failures."""
     forks: list[Row]
+    data_changes: list[str]
+    """For each resume with other rows: the step after which it began, and what changed."""
     started: Row
     stopped: Row
     """The event with which the run ended. Empty if it has not ended since it was last resumed."""
@@ -216,6 +218,10 @@ def gather(path: Path) -> Gathered:
         num_failures=len(failures),
         num_held_out_failures=len(failed) - len(failures),
         forks=events.get("forked", []),
+        data_changes=[
+            f"After step {step_of(event)}, {event.get('text')}."
+            for event in events.get("data_changed", ())
+        ],
         started=events.get("started", [{}])[-1],
         stopped=last_stop(log),
         error=folder.error(),

@@ -10,7 +10,6 @@ from typing import Any, cast
 
 from unstale.envs import EnvError, Turn, implements
 from unstale.envs.external import ExternalEnv
-from unstale.envs.guard import OCCUPANCY
 from unstale.records import Stop, Task, Trajectory, TurnLimit
 from unstale.rollout.endpoint.server import RecordingEndpoint
 from unstale.rollout.endpoint.session import AgentSession
@@ -51,8 +50,8 @@ class AgentRollout(Rollout):
         Its turns have no further `limit`, and it has no segments: a run of agents with such a
         technique is refused.
         """
-        with stage("begin", self.config.timeout_s), OCCUPANCY.of(f"env() of {task.env}"):
-            env = cast(ExternalEnv, self.taskset.env(task, env_seed))
+        with stage("begin", self.config.timeout_s):
+            env = cast(ExternalEnv, self.make_env(task, env_seed))
         caller = self.caller(env, task)
         failed = None
         turn = Turn(())
@@ -63,7 +62,7 @@ class AgentRollout(Rollout):
                 with stage("agent", env.timeout_s), self.endpoint.opened(session) as address:
                     async with session.watched():
                         turn = await caller.turn(env.drive, address, self.endpoint.token)
-                        turn = await caller.combined(self.taskset, turn)
+                        turn = self.combine(turn)
             except EpisodeFailed as error:
                 failed = error
         try:
@@ -72,7 +71,9 @@ class AgentRollout(Rollout):
             if failed and session.stop == "done":
                 raise failed
             # A limit that refuses a call may make the agent fail. This only ends the episode.
-            return _trajectory(session, task, turn, stop=session.stop if failed else "done")
+            return _trajectory(
+                session, task, turn, stop=session.stop if failed else session.own_end
+            )
         finally:
             # the error's traceback refers to this frame, which would be a reference cycle
             failed = None

@@ -159,7 +159,7 @@ class ChatFormat(AnswerFormat):
     def final_text(self, text: str, request: CompletionRequest) -> dict[str, str]:
         text = _without_open_end(text, request)
         chat = request.call.chat(self._chat)
-        thoughts, content = chat.parse_partial(text, calls=request.calls)
+        thoughts, content = chat.reader.parse_partial(text, calls=request.calls)
         return {"reasoning_content": thoughts, "content": content}
 
 

@@ -243,7 +243,8 @@ class Conversation:
         The prompt follows the answer of `after`. That is None at the start of a conversation.
         """
         if isinstance(prompt, str):
-            return (ContextPiece(self._chat.encode(prompt)),) if prompt else ()
+            text = after.answer if after and isinstance(after.answer, str) else ""
+            return (ContextPiece(self._chat.encode(prompt, after=text)),) if prompt else ()
         pieces: list[ContextPiece] = []
         messages: list[Message] = []
         before = _Before(after.ended, _calls_of(after.answer)) if after else None
@@ -358,9 +359,9 @@ def parse_reply(chat: Chat, text: str, *, tools: bool, plain: bool = False) -> H
     """
     if plain:
         return HistoryMessage(Message("assistant", text))
-    thoughts, message = chat.parse_text(text, calls=tools)
+    thoughts, message = chat.reader.parse_text(text, calls=tools)
     if any(call.error or is_too_deep(call.arguments) for call in message.tool_calls):
-        thoughts, message = chat.parse_text(text, calls=False)
+        thoughts, message = chat.reader.parse_text(text, calls=False)
     return HistoryMessage(message, thoughts)
 
 

@@ -49,8 +49,7 @@ def read_response(
     requested = text.get("format") if config.lenient and isinstance(text, dict) else None
     if is_json_format(requested):
         body = {**body, "text": {**(text or {}), "format": None}}
-    overridden = wire.overridden_options(body, RESPONSE, temperature, config)
-    body = wire.without(body, *overridden)
+    body, overridden = wire.without_overridden(body, RESPONSE, temperature, config)
     require(body, RESPONSE, "")
     chat, fields = _as_chat(body)
     if isinstance(requested, dict) and is_json_format(requested):
@@ -60,7 +59,7 @@ def read_response(
     except Refused as error:
         param = fields.rename(error.param) if error.param else None
         raise Refused(fields.rename(str(error)), code=error.code, param=param) from None
-    return replace(request, overridden=overridden, field="input")
+    return replace(request, overridden=(*overridden, *request.overridden), field="input")
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,9 @@ _CONSTRAINED = f"constrained sampling has another distribution than the trainer'
 _EFFORT = f"the policy itself decides how much it reasons; {_LENIENT}"
 _PENALTY = f"it changes the sampling distribution, and the trainer does not know it; {_LENIENT}"
 _RECORDED = "only the sampled token's log-probability is recorded"
+_VERBOSITY = f"the policy itself decides how much it writes; {_LENIENT}"
+_ENDS = f"a reply ends where the policy ends it; {_LENIENT}"
+_UNUSED = "the endpoint has no use for this field; omit it, or set endpoint.lenient to ignore it"
 
 
 class Refused(Exception):
@@ -100,9 +103,14 @@ _COMMON: Mapping[str, Schema] = {
     "top_k": {"type": "integer", "maximum": 0, "description": f"0 or less, else {_SUPPORT}"},
     "min_p": _only(_SUPPORT, 0),
     "max_tokens": _integer(1, 1 << 31),
+    "repetition_penalty": _only(_PENALTY, 1),
     "presence_penalty": _only(_PENALTY, 0),
     "frequency_penalty": _only(_PENALTY, 0),
     "logit_bias": _only(_PENALTY, {}),
+    "ignore_eos": _only(_ENDS, False),
+    "min_tokens": _only(_ENDS, 0),
+    "skip_special_tokens": _only(f"the text of an answer has no end token; {_LENIENT}", True),
+    "return_token_ids": _only(f"an answer has no token ids; {_LENIENT}", False),
     "seed": _only(f"the episode has its own noise, so that it can be resumed; {_LENIENT}", None),
     "user": _ANY,
     "metadata": _ANY,
@@ -110,13 +118,15 @@ _COMMON: Mapping[str, Schema] = {
     "service_tier": _ANY,
     "safety_identifier": _ANY,
     "prompt_cache_key": _ANY,
+    "prompt_cache_retention": _ANY,
 }
 """The fields that chat and text requests have in common. A field without a type does not affect
 sampling and is ignored.
 """
 
+_EMPTY = _only(_UNUSED, None, [], "")
 _PART = _object(
-    ("type", "text"), others=False, type=_only("only text is supported", "text"), text=_STRING
+    ("type", "text"), others=_EMPTY, type=_only("only text is supported", "text"), text=_STRING
 )
 _CALL = _object(
     ("id", "function"),
@@ -139,7 +149,7 @@ _ROLE_FIELDS: Mapping[str, Mapping[str, Schema]] = {
 MESSAGES: Mapping[str, Schema] = {
     role: _object(
         ("role",) if role == "assistant" else ("role", "content"),
-        others=_only("the endpoint has no use for this field", None, [], ""),
+        others=_EMPTY,
         role=_only("there is no such role", role),
         content=_any_of("a string or a list of parts of type text", _STRING, _list(_PART, "parts")),
         name=_ANY,
@@ -162,9 +172,11 @@ CHAT = _object(
     modalities=_only("only text is sampled", ["text"]),
     chat_template_kwargs=_object(()),
     logprobs=_BOOLEAN,
-    top_logprobs=_only(_RECORDED, 0),
+    top_logprobs=_only(f"{_RECORDED}; {_LENIENT}", 0),
     max_completion_tokens=_integer(1, 1 << 31),
     reasoning_effort=_only(_EFFORT, None),
+    verbosity=_only(_VERBOSITY, "medium"),
+    prediction=_ANY,
     **_COMMON,
 )
 """The schema of the body of a request to `/v1/chat/completions`."""
@@ -186,7 +198,6 @@ COMPLETION = _object(
 )
 """The schema of the body of a request to `/v1/completions`."""
 
-_EMPTY = _only("the endpoint has no use for this field", None, [], "")
 _SENT_PART = _object(
     ("type", "text"),
     type=_only("only text is supported", "input_text", "output_text", "text"),
@@ -259,11 +270,11 @@ RESPONSE = _object(
         (),
         others=False,
         format=CHAT["properties"]["response_format"],
-        verbosity=_only(f"the policy itself decides how much it writes; {_LENIENT}", "medium"),
+        verbosity=_only(_VERBOSITY, "medium"),
     ),
     reasoning=_object((), others=_EMPTY, effort=_only(_EFFORT, None), summary=_ANY),
     max_output_tokens=_integer(1, 1 << 31),
-    top_logprobs=_only(_RECORDED, 0),
+    top_logprobs=_only(f"{_RECORDED}; {_LENIENT}", 0),
     include=_list(_STRING, "a list of strings"),
     previous_response_id=_only(_STATELESS, None),
     conversation=_only(_STATELESS, None),
@@ -283,18 +294,35 @@ OVERRIDABLE = (
     "top_p",
     "top_k",
     "min_p",
+    "repetition_penalty",
     "presence_penalty",
     "frequency_penalty",
     "logit_bias",
+    "ignore_eos",
+    "min_tokens",
+    "skip_special_tokens",
+    "return_token_ids",
+    "top_logprobs",
     "seed",
     "tool_choice",
     "parallel_tool_calls",
     "reasoning_effort",
     "reasoning",
+    "verbosity",
     "text",
 )
 """Sampling options of a request that are ignored with `endpoint.lenient`. The run's options are
 used instead. `temperature` is treated the same way.
+"""
+
+_WITHOUT_INFLUENCE = (
+    "cache_control",
+    "provider_specific_fields",
+    "thinking_blocks",
+    "continuous_usage_stats",
+)
+"""Fields that clients add to messages, content parts, tools and options of a stream, and that
+change no reply. With `endpoint.lenient` they are ignored, like `OVERRIDABLE`.
 """
 
 JSON_FORMATS: Mapping[str, Schema] = {
@@ -320,6 +348,9 @@ def require(value: Any, schema: Schema, path: str) -> None:
     Null is treated as a missing value. `path` begins the place in the message.
     """
     if not _matches(value, schema):
+        for each in schema.get("anyOf", ()):
+            if _matches(value, each):
+                require(value, each, path)  # names the field or item that does not match
         description = schema["description"]
         got = reprlib.repr(value)
         reason = f"must be {description}, got {got}"
@@ -351,19 +382,44 @@ def mismatched(body: Mapping[str, Any], schema: Schema) -> tuple[str, ...]:
     )
 
 
+def without_influence(body: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Return a request without the fields of `_WITHOUT_INFLUENCE`, and the names of those it had.
+
+    Fields that are null do not count.
+    """
+    found: set[str] = set()
+
+    def cleaned(record: Any) -> Any:
+        if not isinstance(record, dict):
+            return record
+        found.update(name for name in _WITHOUT_INFLUENCE if record.get(name) is not None)
+        return {name: each for name, each in record.items() if name not in _WITHOUT_INFLUENCE}
+
+    clean = {**cleaned(body), "stream_options": cleaned(body.get("stream_options"))}
+    for name in ("messages", "input", "tools"):
+        if isinstance(records := body.get(name), list):
+            clean[name] = records = [cleaned(record) for record in records]
+            for record in records:
+                if isinstance(record, dict) and isinstance(parts := record.get("content"), list):
+                    record["content"] = [cleaned(part) for part in parts]
+    return clean, tuple(sorted(found))
+
+
 def _require_fields(value: Mapping[str, Any], schema: Schema, path: str) -> None:
     properties = schema.get("properties", _ANY)
     others = schema.get("additionalProperties", _ANY)
+    present = {name: content for name, content in value.items() if content is not None}
+    if "type" in properties and "type" in present:  # the other fields depend on it
+        require(present["type"], properties["type"], f"{path}.type".lstrip("."))
     for name in schema.get("required", ()):
-        if value.get(name) is None:
+        if name not in present:
             field = f"{path}.{name}".lstrip(".")
             raise Refused(f"{field} is missing", param=field)
-    for name, content in value.items():
+    for name, content in present.items():
         field = f"{path}.{name}".lstrip(".")
         if name not in properties and others is False:
             raise Refused(f"unknown field {field}", code="unknown_parameter", param=field)
-        if name not in properties or content is not None:
-            require(content, properties.get(name, others), field)
+        require(content, properties.get(name, others), field)
 
 
 def _matches(value: Any, schema: Schema) -> bool:

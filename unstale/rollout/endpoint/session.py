@@ -12,7 +12,7 @@ from jinja2 import TemplateError
 
 from unstale.engines import GenerationOptions
 from unstale.envs.chat import Chat
-from unstale.records import ContextPiece, Piece, Sampled, Stop
+from unstale.records import CUT_REPLIES, ContextPiece, Piece, Sampled, Stop
 from unstale.rollout.endpoint.conversation import (
     Branch,
     Continuation,
@@ -24,7 +24,7 @@ from unstale.rollout.endpoint.conversation import (
 )
 from unstale.rollout.endpoint.off_loop import off_loop
 from unstale.rollout.endpoint.schemas import Refused
-from unstale.rollout.endpoint.wire import Choice, CompletionRequest
+from unstale.rollout.endpoint.wire import AnswerToken, Choice, CompletionRequest
 from unstale.rollout.episode import Rollout
 from unstale.rollout.transcript import NotReplayed, Transcript
 
@@ -58,6 +58,8 @@ class AgentSession:
     """
     broken: str = ""
     """Why an episode cannot continue after a resume. Empty if it can."""
+    own_end: Stop = "done"
+    """The reason of an end by the agent: `cut_reply` if a limit cut its last reply."""
     closed: bool = False
     num_replies: int = 0
     facts: Counter[str] = field(default_factory=Counter)
@@ -358,13 +360,15 @@ class AgentSession:
             as_text = isinstance(call.history, str)
             answer = chat.text(tokens, whole=True) if as_text else tuple(tokens)
         logps = [
-            (chat.text([token], whole=True) if request.logprobs else "", logp)
+            AnswerToken(chat.bytes_of(token) if request.logprobs else b"", logp)
             for piece in branch.pieces[start:]
             if isinstance(piece, Sampled)
             for token, logp in zip(piece.tokens, piece.behavior_logp, strict=True)
         ]
         self._conversation.add_answer(branch, answer, ended=ended)
         finish = "stop" if ended or cut is not None else "length"
+        self.own_end = "done" if finish == "stop" else "cut_reply"
+        self.facts.update([CUT_REPLIES] * (finish == "length"))
         if message.message.tool_calls:
             finish = "tool_calls"
         return Choice(message, finish, tuple(logps), num_prompt_tokens)

@@ -5,12 +5,13 @@ import math
 import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import accumulate, pairwise
-from typing import Any
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 from unstale.config import EndpointConfig
 from unstale.envs import Message, ToolCall
-from unstale.envs.strict_json import MAX_DEPTH, is_too_deep, refuse_constant
+from unstale.envs.strict_json import MAX_DEPTH, is_too_deep, loads
+from unstale.envs.tokens import text_offsets
 from unstale.records import Piece, Sampled
 from unstale.rewards import workers
 from unstale.rewards.schemas import satisfies
@@ -25,6 +26,7 @@ from unstale.rollout.endpoint.schemas import (
     is_json_format,
     mismatched,
     require,
+    without_influence,
 )
 
 LOGP_FLOOR = -9999.0
@@ -98,20 +100,27 @@ class CompletionRequest:
     """The request's field with the context of the answer, for errors."""
 
 
+class AnswerToken(NamedTuple):
+    """A token of an answer. Its bytes are UTF-8, and may be a part of a character."""
+
+    data: bytes
+    logp: float
+
+
 @dataclass(frozen=True, slots=True)
 class Choice:
     """One of the `n` answers to a request: a message, its tokens and their log-probabilities."""
 
     message: HistoryMessage
     finish: str
-    tokens: tuple[tuple[str, float], ...]
+    tokens: tuple[AnswerToken, ...]
     num_prompt_tokens: int
 
 
 def load(data: bytes) -> dict[str, Any]:
     """Parse the body of a request as JSON. Raises `Refused` if it is no JSON object."""
     try:
-        body = json.loads(data, parse_constant=refuse_constant)
+        body = loads(data)
     except (ValueError, RecursionError) as error:
         raise Refused(f"the body is not JSON: {str(error)[:200]}", code="invalid_json") from None
     if not isinstance(body, dict):
@@ -129,12 +138,11 @@ def read_chat(
     Raises `Refused` for an invalid request. Without `endpoint.lenient`, sampling options that
     differ from the run's are refused, too.
     """
-    overridden = overridden_options(body, CHAT, temperature, config)
-    body = without(body, *overridden)
+    body, overridden = without_overridden(body, CHAT, temperature, config)
     reply_format = None
     if config.lenient and is_json_format(body.get("response_format")):
         reply_format = _read_format(body["response_format"], config)
-        body = without(body, "response_format")
+        body = {name: value for name, value in body.items() if name != "response_format"}
     require(body, CHAT, "")
     history = tuple(
         _read_message(record, f"messages[{index}]") for index, record in enumerate(body["messages"])
@@ -167,8 +175,7 @@ def read_completion(
 
     Raises `Refused` for the same reasons as `read_chat`.
     """
-    overridden = overridden_options(body, COMPLETION, temperature, config)
-    body = without(body, *overridden)
+    body, overridden = without_overridden(body, COMPLETION, temperature, config)
     require(body, COMPLETION, "")
     prompt = body["prompt"]
     if isinstance(prompt, list) and isinstance(prompt[0], str | list):
@@ -189,11 +196,6 @@ def _as_user(each: HistoryMessage) -> HistoryMessage:
     return replace(each, message=replace(each.message, role="user"))
 
 
-def without(body: Mapping[str, Any], *names: str) -> Mapping[str, Any]:
-    """Return the body of a request without the fields `names`."""
-    return {name: value for name, value in body.items() if name not in names}
-
-
 def _read_format(requested: Mapping[str, Any], config: EndpointConfig) -> ReplyFormat:
     kind = requested["type"]
     require(requested, JSON_FORMATS[kind], "response_format")
@@ -203,18 +205,21 @@ def _read_format(requested: Mapping[str, Any], config: EndpointConfig) -> ReplyF
     return reply_format
 
 
-def overridden_options(
+def without_overridden(
     body: Mapping[str, Any], schema: Schema, temperature: float, config: EndpointConfig
-) -> tuple[str, ...]:
-    """Return the names of the request's options that are ignored.
+) -> tuple[Mapping[str, Any], tuple[str, ...]]:
+    """Return a request without the options and fields that are ignored, and their names.
 
-    Empty unless `endpoint.lenient`.
+    Without `endpoint.lenient`, none are.
     """
     if not config.lenient:
-        return ()
+        return body, ()
+    body, names = without_influence(body)
     requested = body.get("temperature")
     is_other = isinstance(requested, int | float) and requested != temperature
-    return (*mismatched(body, schema), *["temperature"] * is_other)
+    options = (*mismatched(body, schema), *["temperature"] * is_other)
+    rest = {name: value for name, value in body.items() if name not in options}
+    return rest, (*options, *names)
 
 
 def _request(
@@ -326,7 +331,7 @@ def _places_in_order(
 def _read_call(call: Any, path: str) -> ToolCall:
     function = call["function"]
     try:
-        arguments = json.loads(function["arguments"] or "{}", parse_constant=refuse_constant)
+        arguments = loads(function["arguments"] or "{}")
     except (ValueError, RecursionError):
         arguments = None
     if not isinstance(arguments, dict):
@@ -369,30 +374,29 @@ def pieces(recorded: Sequence[Piece]) -> list[dict[str, Any]]:
     ]
 
 
-def chat_logprobs(tokens: Sequence[tuple[str, float]]) -> dict[str, Any]:
+def chat_logprobs(tokens: Sequence[AnswerToken]) -> dict[str, Any]:
     """Return an answer's tokens and log-probabilities, as `logprobs` of an OpenAI chat answer."""
     return {
         "content": [
             {
-                "token": text,
-                "logprob": _finite(logp),
-                "bytes": list(text.encode(errors="replace")),
+                "token": token.data.decode(errors="replace"),
+                "logprob": _finite(token.logp),
+                "bytes": list(token.data),
                 "top_logprobs": [],
             }
-            for text, logp in tokens
+            for token in tokens
         ],
         "refusal": None,
     }
 
 
-def text_logprobs(tokens: Sequence[tuple[str, float]]) -> dict[str, Any]:
+def text_logprobs(tokens: Sequence[AnswerToken]) -> dict[str, Any]:
     """Return an answer's tokens and log-probabilities, in the format of `/completions`."""
-    texts = [text for text, _ in tokens]
     return {
-        "tokens": texts,
-        "token_logprobs": [_finite(logp) for _, logp in tokens],
+        "tokens": [token.data.decode(errors="replace") for token in tokens],
+        "token_logprobs": [_finite(token.logp) for token in tokens],
         "top_logprobs": None,
-        "text_offset": list(accumulate(map(len, texts), initial=0))[:-1],
+        "text_offset": list(text_offsets([token.data for token in tokens])),
     }
 
 

@@ -1,0 +1,173 @@
+"""The values of arguments that a tool call has as text, by the JSON schemas of the tool.
+
+Tool libraries write schemas in many ways, so a schema that is not understood allows any type: text
+that is JSON then becomes its value.
+"""
+
+import ast
+import json
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from unstale.envs.strict_json import STRICT_DECODER, unique_names
+
+Schemas = Mapping[str, Mapping[str, Any]]
+"""The schema of each tool's arguments (an object), by the name of the tool."""
+
+_MAX_SCHEMAS = 200
+"""Largest number of parts of a schema that are read to find its type."""
+_MAX_LITERAL = 10_000
+"""Largest number of characters of a Python literal that is read as a value."""
+_TYPES = {
+    "integer": "integer int long short byte bigint",
+    "number": "number float double decimal",
+    "boolean": "boolean bool",
+    "string": "string str char text",
+    "array": "array list tuple arraylist set queue stack sequence",
+    "object": "object dict hashmap hashtable map mapping",
+    "null": "null none nonetype",
+}
+_TYPE_OF = {word: name for name, words in _TYPES.items() for word in words.split()}
+"""The type of JSON Schema for the names that tool libraries write, in lower case."""
+
+
+def schemas_of(tools: Iterable[Mapping[str, Any]]) -> Schemas:
+    """Return the schema of each tool's arguments."""
+    functions = [_mapping(tool.get("function", tool)) for tool in tools]
+    return {str(each.get("name")): _mapping(each.get("parameters")) for each in functions}
+
+
+def argument_value(text: str, name: str, parameters: Any) -> Any:
+    """Return the value of a tagged argument. `parameters` is the schema of all arguments.
+
+    Its local references begin there.
+    """
+    parameters = _mapping(parameters)
+    others = parameters.get("additionalProperties")
+    schema = _mapping(parameters.get("properties")).get(name, others)
+    return typed_value(text, schema, parameters)
+
+
+def typed_value(text: str, schema: Any, root: Any = None) -> Any:
+    """Return the value of a tagged argument in the type of its schema. Other text stays text.
+
+    If the schema has no type, text that is JSON becomes its value. References begin at `root`, by
+    default at the schema.
+
+    >>> typed_value("5", {"type": "integer"}), typed_value("5", {"type": "string"})
+    (5, '5')
+    >>> typed_value("True", {"type": "boolean"}), typed_value("None", {"type": ["string", "null"]})
+    (True, None)
+    """
+    types = _TypeReader(schema if root is None else root).read(schema)
+    if types == {"string"}:
+        return text
+    word = text.strip()
+    if "boolean" in types and word in ("True", "False"):
+        return word == "True"
+    if "null" in types and word == "None":
+        return None
+    try:
+        value = STRICT_DECODER.decode(word)
+    except (ValueError, RecursionError):
+        value = _literal(word) if {"array", "object"} & types else None
+        if not isinstance(value, list | dict):
+            return text
+    if "string" in types and isinstance(value, str):
+        return text
+    if "integer" in types and isinstance(value, float) and value.is_integer():
+        value = int(value)
+    return value if _type_of(value) & types or "any" in types else text
+
+
+def _literal(text: str) -> Any:
+    """Return the list or object that is written as a Python literal. None for other text."""
+    if len(text) > _MAX_LITERAL or text[:1] not in ("[", "{", "("):
+        return None
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            tree = ast.parse(text, mode="eval")
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Dict):
+                unique_names([(ast.unparse(key), None) for key in node.keys if key])
+        return json.loads(json.dumps(ast.literal_eval(tree), allow_nan=False))
+    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
+        return None
+
+
+class _TypeReader:
+    """Reads the types that a schema allows, from at most `_MAX_SCHEMAS` of its parts.
+
+    References could otherwise lead to any number of parts.
+    """
+
+    def __init__(self, root: Any) -> None:
+        self._root = root
+        """The schema with the definitions to which references refer."""
+        self._left = _MAX_SCHEMAS
+
+    def read(self, schema: Any) -> set[str]:
+        """Return the types of a schema. They include "any" if all types are allowed."""
+        self._left -= 1
+        if self._left < 0:
+            return {"any"}
+        schema = _mapping(schema)
+        parts = [_own_types(schema)]
+        if isinstance(reference := schema.get("$ref"), str):
+            parts.append(self.read(_definition(reference, self._root)))
+        for word in ("anyOf", "oneOf"):
+            if choices := _choices(schema, word):
+                parts.append(set().union(*map(self.read, choices)))
+        parts += map(self.read, _choices(schema, "allOf"))
+        narrow = [part for part in parts if "any" not in part]
+        types = set.intersection(*narrow) if narrow else {"any"}.union(*parts)
+        is_nullable = schema.get("nullable") or schema.get("default", "") is None
+        return types | ({"null"} if is_nullable else set())
+
+
+def _own_types(schema: Mapping[str, Any]) -> set[str]:
+    """Return the types that a schema names itself, by `type` or by the values that it allows."""
+    named = schema.get("type")
+    if isinstance(named, str | list | tuple) and named:
+        names = [named] if isinstance(named, str) else named
+        return {_TYPE_OF.get(str(each).lower(), "any") for each in names}
+    values = [schema["const"]] if "const" in schema else schema.get("enum")
+    if isinstance(values, list | tuple) and values:
+        return set().union(*map(_type_of, values))
+    if isinstance(schema.get("properties"), Mapping):
+        return {"object"}
+    return {"array"} if "items" in schema else {"any"}
+
+
+def _choices(schema: Mapping[str, Any], word: str) -> Sequence[Any]:
+    choices = schema.get(word)
+    return choices if isinstance(choices, list | tuple) else ()
+
+
+def _definition(reference: str, root: Any) -> Any:
+    """Return the schema to which a reference such as `#/$defs/NAME` refers. None if unknown."""
+    found: Any = root
+    for name in reference.removeprefix("#/").split("/"):
+        found = _mapping(found).get(name.replace("~1", "/").replace("~0", "~"))
+    return found
+
+
+def _type_of(value: Any) -> set[str]:
+    match value:
+        case None:
+            return {"null"}
+        case bool():
+            return {"boolean"}
+        case int():
+            return {"integer", "number"}
+        case float():
+            return {"number"}
+        case str():
+            return {"string"}
+    return {"array"} if isinstance(value, list) else {"object"}
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
