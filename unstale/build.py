@@ -595,7 +595,7 @@ def build_chat(config: RunConfig, policy: Policy, taskset: Taskset) -> Chat:
     """
     try:
         with (
-            reading(config.policy_folder, "chat template"),
+            reading(Path(config.policy), "chat template"),
             Watchdog(partial(print, file=sys.stderr)),
             time_limit("the chat template", TEMPLATE_S, "use another template"),
         ):

@@ -1,15 +1,16 @@
 """The program of a worker process that checks texts against JSON Schemas with jsonschema.
 
 `unstale.rewards.schemas` starts it. Each line of its input is a JSON list of the text and the
-schema. It prints `read` once the schema is known to be valid, and then 1 or 0; otherwise what is
-wrong with the schema. A schema of 1 kB may take 4^12 evaluations, and a pattern may take hours. So
-the kernel ends the process if one task takes too much CPU time.
+schema. It prints `read` once the schema is known to be valid, and then 1 or 0. Instead of either
+line, it prints what is wrong with the schema. A schema of 1 kB may take 4^12 evaluations, and a
+pattern may take hours. So the kernel ends the process if one task takes too much CPU time.
 """
 
 import json
 import resource
 import signal
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 
@@ -43,14 +44,16 @@ def is_valid(text: str, validator: Any) -> bool:
         raise ValueError(f"it does not define {error.ref!r}") from error
 
 
-def answers(text: str, schema: Any) -> tuple[str, ...]:
-    """Return the lines to print for a text and a schema."""
+def answers(text: str, schema: Any) -> Iterator[str]:
+    """Yield the lines to print for a text and a schema, each as soon as it is known."""
     try:
-        return "read", str(int(is_valid(text, read_schema(schema))))
+        validator = read_schema(schema)
+        yield "read"
+        yield str(int(is_valid(text, validator)))
     except RecursionError:
-        return ("it is nested too deeply, or refers to itself without an end",)
+        yield "it is nested too deeply, or refers to itself without an end"
     except ValueError as error:
-        return (" ".join(str(error)[:300].split()) or "it is not valid",)
+        yield " ".join(str(error)[:300].split()) or "it is not valid"
 
 
 def main(cpu_s: float, memory_mb: int) -> None:

@@ -23,9 +23,11 @@ def satisfies(text: str, schema: Mapping[str, Any]) -> bool | None:
         text = ""  # no JSON either, but the schema is still checked
     with _POOL.worker() as worker:
         worker.send([text, schema])
-        problem = worker.line()
-        if problem != b"read":
-            reason = problem.decode() or f"its check takes more than {workers.CPU_S:g} s"
-            raise ValueError(f"not a JSON schema: {reason}")
-        verdict = worker.line()
-    return verdict == b"1" if verdict else None
+        line = worker.line()
+        if line == b"":
+            line = f"its check takes more than {workers.CPU_S:g} s".encode()
+        if line == b"read":
+            line = worker.line()
+    if line not in (b"1", b"0", b""):
+        raise ValueError(f"not a JSON schema: {line.decode()}")
+    return line == b"1" if line else None
