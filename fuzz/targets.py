@@ -38,7 +38,7 @@ from fuzz.draws import NESTED, ODD, Draws, as_json, require
 from fuzz.talk import chat_text, tool_call
 from unstale.cli import main, recipe_options
 from unstale.config import ConfigError, RunConfig
-from unstale.config.options import stored_config
+from unstale.config.options import read_values, reset_unread, stored_config
 from unstale.durability.checkpoint import CheckpointError, Checkpoints, Progress
 from unstale.durability.journal import JournalError, JournalReader, check, export_rows, write_jsonl
 from unstale.durability.journal.tables import (
@@ -95,9 +95,13 @@ def config_file(data: bytes) -> None:
 
 def _require_says(config: RunConfig, given: Mapping[str, Any]) -> None:
     held = json.loads(json.dumps(plain(config)))
+    stored = read_values(given, CONFIG)
+    reset = {name for name, value in reset_unread(stored).items() if value != stored[name]}
     for name, value in given.items():
         parts = value.items() if isinstance(value, dict) else [("", value)]
         for part, wanted in parts:
+            if f"{name}.{part}" in reset:  # an earlier version accepted it, although it is unused
+                continue
             found = held[name][part] if part else held[name]
             infinite = isinstance(wanted, float) and math.isinf(wanted) and found is None
             same = found == wanted and isinstance(found, bool) == isinstance(wanted, bool)

@@ -45,6 +45,7 @@ def test_only_the_callers_of_user_code_catch_every_exception() -> None:
         "durability/journal/writer.py",
         "envs/guard.py",
         "envs/guard.py",
+        "envs/guard.py",
         "envs/registry.py",
         "isolation/worker.py",
         "lint/estimator_trials.py",

@@ -122,10 +122,12 @@ def test_nothing_is_called_that_runs_what_it_reads() -> None:
         "FileSystemWriter",
         "getattr_static",
     }
+    programs = {"rewards/unit_test_worker.py"}  # which runs in the sandbox only
     found = {
         (path, name)
         for path, name, call in calls()
         if name in direct | unpickling
+        and path not in programs
         and not (name == "np.load" and "allow_pickle=False" in ast.unparse(call))
     }
     assert found == set()

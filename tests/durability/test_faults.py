@@ -438,7 +438,8 @@ def test_an_environment_that_hangs_is_tried_again_with_its_seed_and_then_quarant
         errors = {error for (error,) in reader.rows("SELECT error FROM failures")}
         assert {task.index for task in reader.given_up(1)} >= {1, 4}
     assert seeds and all(tries == 2 and "," not in str(seed) for seed, tries in seeds)
-    assert stages == {"step 1"} and errors == {"TimeoutError: no answer within 0.5 s"}
+    assert stages == {"step 1"} and len(errors) == 1
+    assert errors.pop().startswith("TimeoutError: no answer within 0.5 s (")
 
 
 def test_above_the_allowed_share_of_hanging_environments_the_run_stops(tmp_path: Path) -> None:
@@ -469,10 +470,8 @@ def test_an_environment_that_swallows_its_cancellation_is_cancelled_again(tmp_pa
         train(named(tmp_path, patient(0, 1.0)))
     with Journal.read(tmp_path / "run") as reader:
         errors = {error for (error,) in reader.rows("SELECT error FROM failures")}
-        assert (
-            errors == {"TimeoutError: no answer within 0.5 s"}
-            and reader.steps()[-1]["step"] == STEPS
-        )
+        assert all(each.startswith("TimeoutError: no answer within 0.5 s (") for each in errors)
+        assert errors and reader.steps()[-1]["step"] == STEPS
 
 
 def test_out_of_tasks_is_an_error_that_says_so(tmp_path: Path) -> None:

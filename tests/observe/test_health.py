@@ -129,7 +129,7 @@ def test_the_report_lists_the_checks(tmp_path: Path) -> None:
     page = write_report(folder).read_text()
     section = page.split('id="health"')[1].split("</section>")[0]
     assert "5 of 6 steps, first step 2:" in section
-    assert "every episode was cut short by a limit" in section
+    assert "a limit ended every episode" in section
     assert "No sign was found" not in section and "badge good" not in page
 
 

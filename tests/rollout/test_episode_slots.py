@@ -203,7 +203,7 @@ def test_a_budget_of_replies_shortens_each_of_them() -> None:
         return await rollout.group(request, size=1)
 
     (trajectory,) = asyncio.run(main()).trajectories
-    assert sampled(trajectory) == ["abcd", "abcd"] and trajectory.stop == "done"
+    assert sampled(trajectory) == ["abcd", "abcd"] and trajectory.stop == "cut_reply"
     assert "segments" not in trajectory.facts
 
 
