@@ -45,8 +45,6 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
-from rich.console import Console
-
 from benchmarks.tables import CONSOLE, columns, picture, ratios, row, spread, verdict, write
 from unstale import recipes
 from unstale.cli.session import train
@@ -57,6 +55,7 @@ from unstale.config import (
     RunConfig,
     ScheduleConfig,
 )
+from unstale.durability.console import Console
 from unstale.durability.journal import Journal
 from unstale.durability.run_folder import EVENTS, METRICS, RunFolder
 from unstale.envs.desk import DeskConfig

@@ -29,10 +29,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NoReturn
 
-from rich.console import Console
-
 from benchmarks.chaos_child import CLOCK, TARGETS
 from unstale.durability.compare_runs import differences
+from unstale.durability.console import Console
 from unstale.durability.journal import JOURNAL, Journal, check, trained_episodes
 from unstale.durability.machine import commit, machine, versions
 from unstale.durability.run_folder import RunFolder

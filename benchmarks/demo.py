@@ -20,7 +20,6 @@ from itertools import count
 from pathlib import Path
 
 import torch
-from rich.console import Console
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -31,6 +30,7 @@ from tools.base_policy.train import Place, batches, one_step, optimizer_for
 from unstale import recipes
 from unstale.cli.evaluate import evaluate
 from unstale.config import SHIPPED_POLICY
+from unstale.durability.console import Console
 from unstale.durability.run_folder import RunFolder
 from unstale.observe.statistics import wilson
 from unstale.weights.child_process import cores

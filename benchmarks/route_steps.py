@@ -20,13 +20,12 @@ from statistics import fmean, median
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from rich.console import Console
-
 from benchmarks.tables import CONSOLE, columns, rotated, row, spread, write
 from unstale.build import Components, build_machine
 from unstale.cli.process import limit_threads
 from unstale.cli.session import RunSession
 from unstale.config import AuditConfig, CheckpointConfig, EvalConfig, RunConfig, ScheduleConfig
+from unstale.durability.console import Console
 from unstale.durability.run_folder import RunFolder, RunLog
 from unstale.observe.live import LiveDisplay
 from unstale.recipes.routes import RECIPES as ROUTES

@@ -12,8 +12,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, TypeVar
 
-from rich.console import Console
-
+from unstale.durability.console import Console
 from unstale.durability.machine import commit, machine, versions
 
 ROOT = Path(__file__).parent.parent

@@ -26,7 +26,6 @@ from statistics import median
 from typing import Any, NamedTuple
 
 import torch
-from rich.console import Console
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
@@ -62,6 +61,7 @@ from unstale.config import (
     TaskConfig,
     TrainerConfig,
 )
+from unstale.durability.console import Console
 from unstale.envs import Message, Turn
 from unstale.model.policy import Policy
 from unstale.old_logps.scoring.local_scorer import LocalScorer

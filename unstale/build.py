@@ -3,6 +3,7 @@
 import asyncio
 import math
 import shlex
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -10,7 +11,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from rich.console import Console
 from rich.markup import escape
 
 from unstale.algorithms.advantages import ESTIMATORS
@@ -33,8 +33,10 @@ from unstale.config import (
     ScheduleConfig,
     install,
 )
+from unstale.config.hub import reading
 from unstale.config.techniques import chosen
 from unstale.durability.checkpoint import Checkpoints, Stateful
+from unstale.durability.console import Console
 from unstale.durability.journal import JOURNAL, Journal
 from unstale.durability.journal.route_files import ROUTES, RouteFiles
 from unstale.durability.resume import ResumeState
@@ -52,7 +54,7 @@ from unstale.envs import (
 )
 from unstale.envs.chat import Chat
 from unstale.envs.external import ExternalAgent
-from unstale.envs.guard import each_within_limit
+from unstale.envs.guard import Watchdog, each_within_limit, time_limit
 from unstale.envs.registry import build_taskset, check_taskset, held_out_tasks
 from unstale.isolation import IsolatedTasks, isolate
 from unstale.loop import RunComponents
@@ -566,6 +568,10 @@ def loads_in_place(config: RunConfig) -> bool:
     return options.transfer == "nccl" or (options.transfer == "auto" and is_here and reads_gpu)
 
 
+TEMPLATE_S = 30.0
+"""Seconds in which a chat template must write some short conversations. It takes 0.1."""
+
+
 def build_generator(
     config: RunConfig, policy: Policy, taskset: Taskset, engine: Engine | None = None
 ) -> Generator:
@@ -588,15 +594,22 @@ def build_chat(config: RunConfig, policy: Policy, taskset: Taskset) -> Chat:
     Raises `ConfigError` if the policy's tokenizer or template cannot be used.
     """
     try:
-        return Chat(
-            policy.tokenizer,
-            taskset.tools,
-            ends=policy.ends,
-            template_kwargs=config.template_kwargs,
-            tools_in_prompt=config.tools_in_prompt,
-        )
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
+        with (
+            reading(Path(config.policy), "chat template"),
+            Watchdog(partial(print, file=sys.stderr)),
+            time_limit("the chat template", TEMPLATE_S, "use another template"),
+        ):
+            return Chat(
+                policy.tokenizer,
+                taskset.tools,
+                ends=policy.ends,
+                template_kwargs=config.template_kwargs,
+                tools_in_prompt=config.tools_in_prompt,
+            )
+    except ConfigError as error:
+        if type(error.__cause__) is ValueError:  # the chat format's own, which names the cause
+            raise ConfigError(str(error.__cause__)) from error
+        raise
 
 
 def warn_of_giveaways(taskset: Taskset) -> None:

@@ -130,6 +130,32 @@ def test_memory_is_refused(way: _Way) -> None:
     assert done.stdout == "held\n" and "MemoryError" in done.stderr and done.code == 1
 
 
+UNMAPPED = """
+import ctypes, os
+libc = ctypes.CDLL(None, use_errno=True)
+held = []
+for make in (lambda: os.ftruncate(os.memfd_create("x"), 1 << 20),
+             lambda: libc.shmget(0, 40 << 20, 0o1600) >= 0 or 1 / 0,
+             lambda: libc.msgget(0, 0o1600) >= 0 or 1 / 0):
+    try:
+        make()
+        held.append(make)
+    except (OSError, ZeroDivisionError):
+        pass
+from multiprocessing import RawArray
+import mmap
+mmap.mmap(-1, 1 << 20)
+print(len(held), os.uname().machine)
+"""
+
+
+def test_memory_that_is_not_mapped_is_refused(way: _Way) -> None:
+    """The limit of the address space does not count it. Anonymous mappings remain possible."""
+    if not sandbox._is_filtered(way):
+        pytest.skip("this kernel has no filters of system calls")
+    assert execute(UNMAPPED).stdout.split()[0] == "0"
+
+
 FORKS = """
 import os, signal, sys, time
 children = []

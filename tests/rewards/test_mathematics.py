@@ -16,9 +16,9 @@ import pytest
 pytest.importorskip("math_verify", reason="the extra math is not installed")
 
 from unstale.config import make_task
-from unstale.envs import Message
+from unstale.envs import EnvError, Message
 from unstale.envs.registry import build_taskset
-from unstale.rewards import mathematics
+from unstale.rewards import mathematics, workers
 from unstale.rewards.mathematics import math_answer
 
 REWARD = "unstale.rewards.mathematics:math_answer"
@@ -92,7 +92,7 @@ def test_an_expected_answer_without_mathematics_is_an_error(answer: str) -> None
 @pytest.fixture
 def new_processes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Start processes with the limits of the test."""
-    pool = mathematics._Pool()
+    pool = workers.WorkerPool("math_worker.py")
     monkeypatch.setattr(mathematics, "_POOL", pool)
     yield
     pool.close()
@@ -103,7 +103,7 @@ def test_hostile_replies_get_0_in_threads_and_hold_up_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The kernel ends their processes. Other replies are compared meanwhile and afterwards."""
-    monkeypatch.setattr(mathematics, "CPU_S", 0.3)
+    monkeypatch.setattr(workers, "CPU_S", 0.3)
     rows = [{"prompt": f"{number}?", "answer": str(number)} for number in range(8)]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     options = {"reward": REWARD, "held_out_share": 0.0}
@@ -127,8 +127,8 @@ def test_hostile_replies_get_0_in_threads_and_hold_up_nothing(
 @pytest.mark.usefixtures("new_processes")
 def test_a_frozen_process_is_an_error_and_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     """A loaded machine must not turn a right answer into a wrong one."""
-    monkeypatch.setattr(mathematics, "WALL_S", 0.0)
-    with pytest.raises(mathematics.EnvError, match="gave no answer"):
+    monkeypatch.setattr(workers, "WALL_S", 0.0)
+    with pytest.raises(EnvError, match="gave no answer"):
         math_answer("5", {"answer": "5"})
-    monkeypatch.setattr(mathematics, "WALL_S", 60.0)
+    monkeypatch.setattr(workers, "WALL_S", 60.0)
     assert math_answer("5", {"answer": "5"}) == 1.0

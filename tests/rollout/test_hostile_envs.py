@@ -6,6 +6,7 @@ that cannot be used is refused with one line before the run starts.
 """
 
 import asyncio
+import itertools
 import os
 import signal
 import subprocess
@@ -44,6 +45,7 @@ from unstale.envs.registry import build_taskset, check_taskset, held_out_tasks
 from unstale.records import Failure, Task, Trajectory
 from unstale.rollout import episode, timeouts
 from unstale.rollout.episode import Rollout
+from unstale.rollout.failures import TooManyFailures
 from unstale.rollout.generator import Generator
 
 pytestmark = pytest.mark.usefixtures("forked_children")
@@ -491,3 +493,68 @@ def test_a_leaked_thread_does_not_keep_the_process() -> None:
     result = run_python(LEAKS_A_THREAD)
     assert result.returncode == 2 and "unknown command 'trian'" in result.stderr
     assert "threads of user code never end: leaked" in result.stderr
+
+
+class HooksHang(NumberedTasks):
+    """Its `combine` sleeps, and its `__aexit__` ignores every cancellation."""
+
+    name = "hangs"
+    tools = ()
+
+    def combine(self, rewards: Any) -> float:
+        time.sleep(3600)
+        return 0.0
+
+    def env(self, task: Task, seed: int) -> Any:
+        return Env()
+
+    async def __aenter__(self) -> None: ...
+
+    async def __aexit__(self, *_: object) -> None:
+        while True:
+            with suppress(BaseException):
+                await asyncio.Event().wait()
+
+
+def test_slow_hooks_of_a_task_set_are_left_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("EXIT_S", "CANCEL_INTERVAL_S"):
+        monkeypatch.setattr(episode, name, 0.05)
+    generator: Any = None
+    rollout = Rollout(generator, HooksHang(), RolloutConfig())
+
+    async def combine() -> None:
+        rollout.combine(Turn((), done=True, rewards={"right": 1.0}))
+
+    async def leave() -> None:
+        async with rollout.resources:
+            pass
+
+    with pytest.raises(EnvError, match=r"^combine\(\) of hangs: it blocked the event loop .* in "):
+        virtual_clock.run(combine())
+    with pytest.raises(EnvError, match=r"^__aexit__\(\) of hangs: did not return within 0.05 s"):
+        virtual_clock.run(leave())
+
+
+def test_threads_of_functions_that_never_return_end_the_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A function that computes is interrupted. One that waits in the system is counted."""
+    monkeypatch.setattr(guard, "_hung", [])
+    computes, waits = guard.OwnThread(), guard.OwnThread()
+    release = os.pipe()
+    started = threading.Event()
+    endless = computes.submit(lambda: [n for n in itertools.count() if n < 0 or started.set()])
+    waits.submit(os.read, release[0], 1)
+    assert started.wait(5)
+    computes.interrupt()
+    with pytest.raises(EnvError, match="Interrupted"):
+        endless.result(5)
+    for thread in guard._hung:
+        thread.join(5)
+    waits.close()
+    assert guard.num_hung() == 1
+    monkeypatch.setattr(episode, "MAX_HUNG", 0)
+    failure = Failure(Task("toy", "train", 1), "step 1", "TimeoutError: no answer", 1, 1)
+    with pytest.raises(TooManyFailures, match=r"1 calls of plain functions .* never returned"):
+        episode._require_few_hung(failure)
+    os.write(release[1], b"x")

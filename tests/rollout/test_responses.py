@@ -7,7 +7,7 @@ Without `endpoint.lenient` another sampling is refused, with it the option is co
 import asyncio
 import json
 from collections.abc import Sequence
-from itertools import groupby
+from itertools import count, groupby
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +23,11 @@ from unstale.config import EndpointConfig
 from unstale.durability.journal import Journal
 from unstale.engines import SamplingParams
 from unstale.envs.calculator import TOOL, calculate
+from unstale.envs.chat import Chat
 from unstale.envs.external import ExternalAgent
 from unstale.records import GroupRequest
-from unstale.rollout.endpoint import wire
+from unstale.rewards import schemas, workers
+from unstale.rollout.endpoint import off_loop, wire
 from unstale.rollout.endpoint.conversation import with_call_ids
 from unstale.rollout.endpoint.responses import ResponseFormat, read_response
 from unstale.rollout.endpoint.server import RecordingEndpoint
@@ -285,3 +287,69 @@ def test_a_format_that_cannot_be_checked_is_refused(schema: Any, words: str) -> 
     world = World(lambda tokens, params: says("so"))
     world.endpoint = RecordingEndpoint(LENIENT)
     visit(world, act)
+
+
+def wide(levels: int) -> dict[str, Any]:
+    """Return a schema of about 1 kB whose check takes 4^levels evaluations."""
+    steps = {f"d{n}": {"allOf": [{"$ref": f"#/$defs/d{n + 1}"}] * 4} for n in range(levels)}
+    return {"$defs": {**steps, f"d{levels}": {}}, "$ref": "#/$defs/d0"}
+
+
+def nested(levels: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {}
+    for _ in range(levels):
+        schema = {"not": schema}
+    return schema
+
+
+def test_schemas_and_bodies_that_take_long_are_refused_off_the_event_loop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Meanwhile others are answered. A right schema is accepted afterwards."""
+    monkeypatch.setattr(workers, "CPU_S", 0.5)
+    pool = workers.WorkerPool("schema_worker.py")
+    monkeypatch.setattr(schemas, "_POOL", pool)
+
+    def asked(schema: Any) -> Any:
+        schema = {"name": "x", "schema": schema}
+        return {**ASK, "response_format": {"type": "json_schema", "json_schema": schema}}
+
+    async def act(client: httpx.AsyncClient, world: World) -> None:
+        bomb = asyncio.create_task(client.post("chat/completions", json=asked(wide(12))))
+        await asyncio.sleep(0.1)
+        assert (await client.get("models")).status_code == 200 and not bomb.done()
+        answers = [await bomb]
+        answers += [
+            await client.post("chat/completions", json=body)
+            for body in (asked({**wide(10), "type": "null"}), asked(nested(400)))
+        ]
+        deep = {"type": "function", "function": {"name": "f", "parameters": nested(500)}}
+        answers.append(await client.post("chat/completions", json={**ASK, "tools": [deep]}))
+        answers.append(await client.post("responses", json={"input": [{"x": nested(500)}]}))
+        for answer, words in zip(
+            answers, ["takes over", "takes over", *["nested more than"] * 3], strict=True
+        ):
+            assert answer.status_code == 400 and words in answer.json()["error"]["message"]
+        right = await client.post("chat/completions", json=asked({"type": "integer"}))
+        assert right.json()["choices"][0]["message"]["content"] == "7"
+
+    world = World(lambda tokens, params: says("7"))
+    world.endpoint = RecordingEndpoint(LENIENT)
+    visit(world, act)
+    pool.close()
+
+
+def test_a_template_that_takes_long_ends_the_episode_by_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(off_loop, "LIMIT_S", 0.2)
+
+    async def act(client: httpx.AsyncClient, world: World) -> None:
+        assert (await client.post("chat/completions", json=ASK)).status_code == 200
+        monkeypatch.setattr(Chat, "encode_prompt", lambda *_: next(n for n in count() if n < 0))
+        body = {"messages": [{"role": "user", "content": "other"}]}
+        slow = await client.post("chat/completions", json=body)
+        assert slow.status_code == 503 and "chat template gave no result" in slow.text
+        assert (await client.post("chat/completions", json=ASK)).status_code == 410
+
+    visit(World(lambda tokens, params: says("7")), act)

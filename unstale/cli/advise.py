@@ -4,9 +4,8 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from unstale.cli.recipe_options import print_json
+from unstale.durability.console import Console
 
 
 def add(verbs: Any) -> None:

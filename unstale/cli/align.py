@@ -15,7 +15,6 @@ from statistics import fmean, stdev
 from typing import Any, NoReturn
 
 import torch
-from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
@@ -30,6 +29,7 @@ from unstale.cli.evaluate import run_until_complete, running_generator
 from unstale.cli.process import limit_threads
 from unstale.cli.trained import policy_folder
 from unstale.config import ConfigError, RunConfig
+from unstale.durability.console import Console
 from unstale.durability.journal import Journal, JournalReader
 from unstale.envs import Taskset
 from unstale.observe.live import LiveDisplay

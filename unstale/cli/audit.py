@@ -18,7 +18,6 @@ from pathlib import Path
 
 import torch
 from rich.box import SIMPLE
-from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 from torch import Tensor
@@ -32,6 +31,7 @@ from unstale.build import (
 from unstale.config import ConfigError, OldLogpsConfig, nearest
 from unstale.config.options import stored_config
 from unstale.config.routes import routes
+from unstale.durability.console import Console
 from unstale.durability.run_folder import AUDIT, Row, RunFolder, dumps, write_whole
 from unstale.model.policy import Policy
 from unstale.observe.report.audited import COLUMNS, cells

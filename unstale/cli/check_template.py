@@ -12,7 +12,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
@@ -26,6 +25,7 @@ from unstale.cli.template_checks import (
 )
 from unstale.config import ConfigError
 from unstale.config.chat_templates import read_template
+from unstale.durability.console import Console
 from unstale.envs import Message
 from unstale.envs.chat import DAY, Chat
 from unstale.model.loading import load_tokenizer

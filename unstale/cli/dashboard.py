@@ -4,11 +4,10 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from unstale.cli.lowest_priority import run_at_lowest_priority
 from unstale.config import ConfigError, install
 from unstale.config.checks import bounded
+from unstale.durability.console import Console
 
 
 def add(verbs: Any) -> None:

@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from rich.console import Console
 from rich.live import Live
 from rich.spinner import Spinner
 
 from unstale.config import ConfigError, RunConfig
 from unstale.config.hub import require_model
+from unstale.durability.console import Console
 from unstale.durability.run_folder import CONFIG, EVENTS, METRICS
 from unstale.weights.child_process import start_early
 

@@ -7,8 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from rich.console import Console
-
 from unstale.build import build_rollout, build_sampler
 from unstale.cli.failures import RunFailed
 from unstale.cli.grades import EvalResult
@@ -17,6 +15,7 @@ from unstale.cli.saved_episodes import open_saved
 from unstale.cli.trained import policy_folder
 from unstale.config import ConfigError, RunConfig
 from unstale.durability import virtual_clock
+from unstale.durability.console import Console
 from unstale.engines.pool import Recovery, supervise
 from unstale.envs.registry import held_out_tasks
 from unstale.model.loading import DTYPES

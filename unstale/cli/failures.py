@@ -10,9 +10,9 @@ import traceback
 from pathlib import Path
 from typing import NoReturn
 
-from rich.console import Console
 from rich.markup import escape
 
+from unstale.durability.console import Console
 from unstale.durability.run_folder import show_controls
 
 OUT_OF_FILES, OUT_OF_MEMORY, OUT_OF_THREADS = "files", "memory", "threads"

@@ -18,7 +18,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
-from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
@@ -26,6 +25,7 @@ from unstale.cli.compare import ComparisonPlan, Planned
 from unstale.cli.failures import literal
 from unstale.config import ConfigError
 from unstale.config.options import changed_options, stored_config
+from unstale.durability.console import Console
 from unstale.durability.machine import commit, lock_folder, machine, versions
 from unstale.durability.run_folder import CONFIG, EVENTS, METRICS, RunFolder, dumps, read_jsonl
 from unstale.observe.report.compare import LAUNCHES, ended, grouped

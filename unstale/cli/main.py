@@ -17,6 +17,7 @@ from unstale.cli.recipe_options import (
 )
 from unstale.cli.verbs import VERBS
 from unstale.config import ConfigError, nearest
+from unstale.durability.console import escape_tracebacks
 
 INTERRUPTED = 130
 """Exit code after Ctrl-C, as in shells."""
@@ -37,6 +38,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         # `task.env` may name a module in the current folder. The folder is last, so that no file
         # in it replaces a library. `import_user_code` looks there first.
         sys.path.append("")
+    if arguments is None:
+        escape_tracebacks()
     try:
         chosen = parse(sys.argv[1:] if arguments is None else arguments)
         sys.exit(chosen.act(chosen))

@@ -13,8 +13,6 @@ from pathlib import Path
 from textwrap import fill
 from typing import Any, NoReturn
 
-from rich.console import Console
-
 from unstale.config import ConfigError, RunConfig
 from unstale.config.checks import nearest_option
 from unstale.config.options import (
@@ -30,6 +28,7 @@ from unstale.config.options import (
 )
 from unstale.config.renamed import refuse_renamed
 from unstale.config.techniques import techniques
+from unstale.durability.console import Console
 from unstale.durability.run_folder import CONFIG, dumps
 from unstale.lint.policy_files import local_folder, positions
 from unstale.recipes import RECIPES, make_recipe
@@ -123,7 +122,7 @@ def is_study(path: Path | None) -> bool:
         return False
     try:
         return "study" in tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return False  # the reader of option files has the message
 
 

@@ -4,7 +4,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from rich.console import Console
 from torch import Tensor
 
 from unstale.algorithms.corrections import check_finite
@@ -12,6 +11,7 @@ from unstale.build import build_scorer, build_trainer, load_policy
 from unstale.cli.failures import literal
 from unstale.config import AuditConfig, ConfigError, RunConfig
 from unstale.config.options import stored_config
+from unstale.durability.console import Console
 from unstale.durability.run_folder import RunFolder
 from unstale.trainer.records import NOT_FINITE, Minibatch
 from unstale.weights.recording import WENT_WRONG, WentWrong

@@ -7,14 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from unstale.build import build_server
 from unstale.cli.evaluate import run_until_complete, running_generator
 from unstale.cli.failures import literal
 from unstale.cli.process import limit_threads
 from unstale.cli.trained import policy_folder
 from unstale.config import ConfigError, RunConfig
+from unstale.durability.console import Console
 from unstale.rollout.endpoint.agents import AgentRollout
 from unstale.rollout.endpoint.server import RecordingEndpoint
 from unstale.rollout.endpoint.session import AgentSession

@@ -9,8 +9,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from unstale import loop
 from unstale.build import Components, build, build_checkpoints, build_machine
 from unstale.cli.early import new_folder
@@ -26,6 +24,7 @@ from unstale.config import ConfigError, RunConfig
 from unstale.config.gguf import origin_of
 from unstale.durability import virtual_clock
 from unstale.durability.checkpoint import CHECKPOINTS, CheckpointError
+from unstale.durability.console import Console
 from unstale.durability.journal import (
     JOURNAL,
     CheckpointRow,

@@ -9,7 +9,6 @@ from random import Random
 from typing import Any, Literal
 
 import torch
-from rich.console import Console
 
 from unstale.build import (
     build_chat,
@@ -27,6 +26,7 @@ from unstale.config import (
     RunConfig,
 )
 from unstale.config.checks import require_empty_folder
+from unstale.durability.console import Console
 from unstale.durability.run_folder import dumps
 from unstale.envs import HasTaskTools, implements
 from unstale.envs.references import Reference, load_references

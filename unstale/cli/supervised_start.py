@@ -5,12 +5,11 @@ import time
 from dataclasses import asdict, replace
 from itertools import islice
 
-from rich.console import Console
-
 from unstale.build import build_chat, load_policy
 from unstale.cli.sft import RECORD, SftOptions, learn
 from unstale.config import AuditConfig, ClusterConfig, ConfigError, RunConfig
 from unstale.config.start import start_folder, start_options
+from unstale.durability.console import Console
 from unstale.durability.run_folder import dumps
 from unstale.envs import HasDemonstrations, HasTaskTools, implements
 from unstale.envs.references import Reference, encode_conversation

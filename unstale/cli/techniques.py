@@ -4,13 +4,13 @@ import argparse
 from collections import Counter
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from unstale.cli.recipe_options import print_json
 from unstale.config import ConfigError
 from unstale.config.techniques import chosen as find
+from unstale.durability.console import Console
 from unstale.techniques.catalogue import ROWS
 
 _STYLES = {"works": "bold green", "transfer": "green", "not yet": "dim"}

@@ -15,7 +15,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
 from rich.table import Table
 
 from unstale.cli.early import new_folder, quick_imports, refuse_early, start_engines
@@ -25,6 +24,7 @@ from unstale.config import SHIPPED_POLICIES, ConfigError, install
 from unstale.config.checks import JsonObject, bounded
 from unstale.config.hub import cached_folder
 from unstale.config.options import override
+from unstale.durability.console import Console
 from unstale.durability.run_folder import RunFolder
 from unstale.recipes import RECIPES
 

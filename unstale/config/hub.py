@@ -194,6 +194,62 @@ def damaged_weights(path: Path, reason: Exception) -> ConfigError:
     )
 
 
+@contextmanager
+def reading(folder: Path, part: str) -> Iterator[None]:
+    """Turn any error of a library that reads or uses a model folder into `ConfigError`.
+
+    The folder may be a stranger's, so no list of the errors of its libraries is complete. Rust code
+    raises errors that are no `Exception`.
+    """
+    try:
+        yield
+    except (ConfigError, MemoryError, KeyboardInterrupt, SystemExit, GeneratorExit):
+        raise
+    except BaseException as error:
+        if type(error).__name__ in ("OutOfMemoryError", "CancelledError"):
+            raise
+        text = " ".join(str(error)[:300].split())[:200]
+        if not isinstance(error, OSError | ValueError | RuntimeError) or not text:
+            text = f"{type(error).__name__}: {text}"
+        shown = "".join(each if each.isprintable() else ascii(each)[1:-1] for each in text)
+        raise ConfigError(f"policy: the {part} in {folder} cannot be read: {shown}") from error
+
+
+def require_safe_weights(folder: Path) -> None:
+    """Raise `ConfigError` unless a model folder's weights are safetensors files of its own.
+
+    transformers unpickles a file that an index names without the ending `.safetensors`, follows
+    names such as `../other.safetensors`, and loads the adapter and the base model that an
+    `adapter_config.json` names. A pickle may run any code.
+    """
+    if (folder / "adapter_config.json").exists():
+        raise ConfigError(
+            f"policy: {folder} has an adapter_config.json: merge the adapter into the weights, and "
+            "remove the file"
+        )
+    for index in sorted(folder.glob("*.safetensors.index.json")):
+        _require_shards(index, "weight_map")
+    _require_shards(folder / "config.json", "transformers_weights")
+
+
+def _require_shards(path: Path, key: str) -> None:
+    """Raise `ConfigError` unless the files that a JSON file names are safetensors beside it."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        named = content.get(key)
+        names = set(named.values()) if isinstance(named, dict) else {named or "x.safetensors"}
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise ConfigError(f"policy: {path} cannot be read: {error}: copy it again") from error
+    for name in names:
+        endings = (".safetensors", ".safetensors.index.json")
+        is_safe = isinstance(name, str) and name.endswith(endings) and Path(name).name == name
+        if not is_safe or "\\" in name:
+            raise ConfigError(
+                f"policy: {path} names the weights {name!r}. Only safetensors files in the same "
+                "folder are loaded: convert the model with save_pretrained"
+            )
+
+
 def require_model(folder: Path) -> None:
     """Raise `ConfigError` if a folder is not that of a Hugging Face model."""
     if not folder.is_dir():

@@ -21,6 +21,7 @@ from datetime import datetime
 from functools import cached_property
 from itertools import count
 from os.path import commonprefix
+from threading import Lock
 from types import MappingProxyType
 from typing import Any
 
@@ -307,7 +308,8 @@ class Chat:
         key = json.dumps([wanted, variables])
         if key == json.dumps([self._tools, self._template_kwargs], default=str):
             return self
-        if key not in self._other_chats:
+        other = self._other_chats.get(key)
+        if other is None:
             if len(self._other_chats) == _MAX_CACHED:
                 self._other_chats.clear()
             other = Chat(
@@ -319,7 +321,7 @@ class Chat:
             )
             other._recent = self._recent
             self._other_chats[key] = other
-        return self._other_chats[key]
+        return other
 
     def _find_ends(self) -> tuple[str, ...]:
         """Return the control tokens that the template writes after a reply.
@@ -411,9 +413,10 @@ _Key = tuple[str, int, str]
 
 
 class _Recent:
-    """The tokens of the latest calls, up to `max_bytes` of memory."""
+    """The tokens of the latest calls, up to `max_bytes` of memory. Threads may share it."""
 
     def __init__(self, max_bytes: int) -> None:
+        self._lock = Lock()
         self._max_bytes = max_bytes
         self._bytes = 0
         self._tokens: dict[_Key, tuple[int, ...]] = {}
@@ -421,14 +424,18 @@ class _Recent:
 
     def get(self, key: _Key, make: Callable[[], tuple[int, ...]]) -> tuple[int, ...]:
         """Return the tokens of a key. `make` is called if they are not kept."""
-        tokens = self._tokens.pop(key, None)
-        if tokens is None:
-            tokens = make()
-            self._bytes += _memory(key, tokens)
-        self._tokens[key] = tokens
-        while self._bytes > self._max_bytes:
-            oldest = next(iter(self._tokens))
-            self._bytes -= _memory(oldest, self._tokens.pop(oldest))
+        with self._lock:
+            if key in self._tokens:
+                self._tokens[key] = self._tokens.pop(key)
+                return self._tokens[key]
+        tokens = make()
+        with self._lock:
+            if key not in self._tokens:
+                self._bytes += _memory(key, tokens)
+            self._tokens[key] = tokens
+            while self._bytes > self._max_bytes:
+                oldest = next(iter(self._tokens))
+                self._bytes -= _memory(oldest, self._tokens.pop(oldest))
         return tokens
 
 

@@ -6,6 +6,7 @@ long.
 """
 
 import asyncio
+import ctypes
 import inspect
 import linecache
 import os
@@ -48,6 +49,9 @@ MAX_INTERRUPTIONS = 3
 """Number of interrupted calls that end a run. During each one, all episodes wait for `HELD_S`."""
 MAX_CANCELS = 5
 """Number of cancellations that a task may ignore. Then it is abandoned."""
+MAX_HUNG = 64
+"""Number of threads whose function does not return. Each keeps its memory, and may use a core."""
+_LATER = "do slow work before the run, or in a method of an environment"
 _TICK_S = 0.5
 _MAX_TEXT = 300
 _MAX_SOURCE = 120
@@ -71,6 +75,14 @@ class EventLoopBlocked(BaseException):
 
     `except Exception` in that code does not catch it.
     """
+
+
+class Interrupted(BaseException):
+    """Raised in user code in a thread that has exceeded its time."""
+
+
+class Overdue(EnvError):
+    """Error: a function in a thread exceeded its time."""
 
 
 class RunBlocked(RuntimeError):
@@ -135,15 +147,16 @@ OCCUPANCY = Occupancy()
 
 
 @contextmanager
-def time_limit(name: str, max_s: float | None = None) -> Iterator[None]:
-    """Return a context for plain user code called `name` that must return at once.
+def time_limit(
+    name: str, max_s: float | None = None, advice: str = "it must return at once: " + _LATER
+) -> Iterator[None]:
+    """Return a context for plain code of others called `name` that must return at once.
 
     After `HELD_S` seconds, or `max_s`, it is interrupted, and `EnvError` is raised. A `Watchdog`
     must run in this thread.
     """
     before = OCCUPANCY.current
     limit_s = HELD_S if max_s is None else max_s
-    advice = "it must return at once: do slow work before the run, or in a method of an environment"
     OCCUPANCY.current = Running(name, time.monotonic(), lambda seconds: None, limit_s, advice)
     try:
         yield
@@ -285,11 +298,51 @@ class OwnThread(Executor):
         """End the thread after the function that it runs now."""
         if self._calls is not None:
             self._calls.put(None)
+        if self.busy and self._thread:
+            _hung[:] = [thread for thread in _hung if thread.is_alive()]
+            _hung.append(self._thread)
+
+    def interrupt(self) -> None:
+        """Raise `Interrupted` in the function that the thread runs now, and end the thread."""
+        self.close()
+        if self.busy and self._thread and self._thread.ident:
+            thread, error = ctypes.c_ulong(self._thread.ident), ctypes.py_object(Interrupted)
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, error)
+
+
+_hung: list[threading.Thread] = []
+"""Threads whose function did not return in its time."""
+
+
+def num_hung() -> int:
+    """Return the number of threads in which user code still runs after its time.
+
+    A function that waits in the operating system, as in `time.sleep`, cannot be interrupted.
+    """
+    return sum(thread.is_alive() for thread in _hung)
 
 
 def _run_calls(calls: SimpleQueue[Callable[[], None] | None]) -> None:
-    while work := calls.get():
-        work()
+    with suppress(Interrupted):
+        while work := calls.get():
+            work()
+
+
+async def run_limited(function: Callable[..., T], *arguments: Any, limit_s: float, name: str) -> T:
+    """Run a plain function in a new thread, and return its result.
+
+    Raises `Overdue`, which has `name`, after `limit_s` seconds. The function is then interrupted.
+    """
+    thread = OwnThread(name)
+    try:
+        async with asyncio.timeout(limit_s) as limit:
+            return await asyncio.get_running_loop().run_in_executor(thread, function, *arguments)
+    except TimeoutError:
+        if not limit.expired():
+            raise
+        raise Overdue(f"{name} gave no result within {limit_s:g} s") from None
+    finally:
+        thread.interrupt()
 
 
 class _Outcome(Future[Any]):
@@ -316,15 +369,16 @@ class UnjoinedThreads(ThreadPoolExecutor):
         super().shutdown(wait=False, cancel_futures=True)
 
 
-_abandoned: list[asyncio.Task[Any]] = []
-"""Tasks that never end. If Python freed them, their code would run again."""
+def _never_free(work: object) -> None:
+    """Keep work that never ends, also at the end of Python. Its code would run again if freed."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(work))
 
 
 def abandon(task: asyncio.Task[Any]) -> None:
     """Let the event loop end without this task, whose code ignores cancellation."""
     asyncio.tasks._unregister_task(task)
     task._log_destroy_pending = False  # type: ignore[attr-defined]
-    _abandoned.append(task)
+    _never_free(task)
 
 
 async def end_leftovers() -> None:

@@ -92,7 +92,9 @@ class Limits:
     seconds: float = 5.0
     """Wall-clock seconds of the program, and CPU seconds of each process, before it is killed."""
     memory_mb: int = 512
-    """Address space of each process, in MB."""
+    """Address space of each process, in MB. Memory that is not mapped, such as a memfd or a shared
+    segment of System V, is refused by the filter of system calls.
+    """
     file_mb: int = 16
     """Size of each file in MB. With bubblewrap, of all files together."""
     processes: int = 16
@@ -231,6 +233,7 @@ def weaknesses() -> str:
         risks.append("any number of processes while it runs")
     if not _is_filtered(way):
         risks.append("new namespaces, in which more of the kernel can be reached")
+        risks.append("memory beyond the limit, in memfds and shared segments")
     return f"not stopped with {way.kind}: {'; '.join(risks)}"
 
 

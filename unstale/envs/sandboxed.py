@@ -18,25 +18,28 @@ _NEW_USER_PID_NET_IPC = 0x78000000
 _PDEATHSIG, _SECCOMP, _NO_NEW_PRIVS = 1, 22, 38
 _FILTER_MODE = 2
 
-# System calls to refuse: namespaces, mounts, and parts of the kernel with many faults. By machine:
-# the audit number, the number of clone, and the calls whose numbers differ between machines.
+# System calls to refuse: namespaces, mounts, parts of the kernel with many faults, and memory that
+# is not mapped, which the limit of the address space does not count. By machine: the audit number,
+# the number of clone, and the calls whose numbers differ between machines.
 _MACHINES = {
     "x86_64": (
         0xC000003E,
         56,
         "unshare 272, setns 308, mount 165, umount2 166, pivot_root 155, chroot 161, bpf 321, "
-        "add_key 248, request_key 249, keyctl 250, userfaultfd 323, perf_event_open 298",
+        "add_key 248, request_key 249, keyctl 250, userfaultfd 323, perf_event_open 298, "
+        "memfd_create 319, shmget 29, msgget 68",
     ),
     "aarch64": (
         0xC00000B7,
         220,
         "unshare 97, setns 268, mount 40, umount2 39, pivot_root 41, chroot 51, bpf 280, "
-        "add_key 217, request_key 218, keyctl 219, userfaultfd 282, perf_event_open 241",
+        "add_key 217, request_key 218, keyctl 219, userfaultfd 282, perf_event_open 241, "
+        "memfd_create 279, shmget 194, msgget 186",
     ),
 }
 _ON_ALL = (
     "io_uring_setup 425, open_tree 428, move_mount 429, fsopen 430, fsconfig 431, fsmount 432, "
-    "fspick 433, mount_setattr 442"
+    "fspick 433, mount_setattr 442, memfd_secret 447"
 )
 # Calls that leave the process group, which is killed at the end of a program without namespaces.
 _LEAVE_GROUP = {"x86_64": (109, 112), "aarch64": (154, 157)}

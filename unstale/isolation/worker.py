@@ -34,6 +34,7 @@ from unstale.envs.guard import (
     Watchdog,
     Watched,
     describe,
+    time_limit,
     watch_tasks,
 )
 from unstale.envs.registry import build_taskset
@@ -302,7 +303,9 @@ class Server:
         if method == "step":
             arguments = (read_message(row["reply"]),)
         turn = await caller.turn(getattr(env, method), *arguments)
-        return _turn_answer(combine_rewards(self._taskset, turn), env)
+        with time_limit("combine()"):
+            turn = combine_rewards(self._taskset, turn)
+        return _turn_answer(turn, env)
 
     async def _make(self, episode: Episode) -> None:
         async def make() -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from unstale.config import ConfigError, RunConfig
-from unstale.config.hub import damaged_weights
+from unstale.config.hub import damaged_weights, reading
 from unstale.expert_routes import num_experts
 
 
@@ -76,7 +76,8 @@ def has_template(folder: Path) -> bool:
 def experts(folder: Path) -> int | None:
     """Return the number of experts in a model folder's config.json; None without a config.json."""
     config = _read(folder)
-    return num_experts(config) if config else None
+    with reading(folder, "config.json"):
+        return num_experts(config) if config else None
 
 
 def _read_text_model(folder: Path) -> dict[str, Any]:
@@ -90,6 +91,6 @@ def _read(folder: Path, name: str = "config.json") -> dict[str, Any]:
     """Return a JSON file of a model folder, empty if there is none or it is no object."""
     try:
         config = json.loads((folder / name).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}  # loading the policy will report it
     return config if isinstance(config, dict) else {}

@@ -16,7 +16,7 @@ from transformers.utils import logging as transformers_logging
 
 from unstale.config import ConfigError
 from unstale.config.chat_templates import CONTROL_TOKENS, NAMED
-from unstale.config.hub import damaged_weights
+from unstale.config.hub import damaged_weights, reading, require_safe_weights
 
 DTYPES = {
     "float32": torch.float32,
@@ -42,14 +42,10 @@ def load_tokenizer(folder: Path, chat_template: str = "") -> PreTrainedTokenizer
         raise ConfigError(
             f"policy: {folder} has no tokenizer: none of {', '.join(TOKENIZER_FILES)} is there"
         )
-    try:
+    with reading(folder, "tokenizer"):
         tokenizer = AutoTokenizer.from_pretrained(
             folder, local_files_only=True, trust_remote_code=False
         )
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(
-            f"policy: the tokenizer in {folder} cannot be read: {_one_line(error)}"
-        ) from error
     if chat_template:
         _set_template(tokenizer, chat_template)
     if not tokenizer.chat_template:
@@ -79,7 +75,7 @@ def _set_template(tokenizer: PreTrainedTokenizerBase, chosen: str) -> None:
     tokenizer.chat_template = template
     try:
         text = tokenizer.apply_chat_template([{"role": "user", "content": "?"}], tokenize=False)
-    except (TemplateError, ValueError, TypeError) as error:
+    except (TemplateError, ValueError, TypeError, RecursionError) as error:
         raise ConfigError(f"chat_template cannot be rendered: {_one_line(error)}") from error
     if "?" not in str(text):
         raise ConfigError("chat_template leaves out the text of a user's message")
@@ -91,23 +87,17 @@ def load_model(folder: Path, dtype: torch.dtype, **options: Any) -> PreTrainedMo
     `options` are further arguments of transformers' `from_pretrained`. Raises ConfigError if the
     folder is damaged or incomplete.
     """
-    try:
-        with no_progress_bars():
-            read: Any = AutoModelForCausalLM.from_pretrained(
-                folder,
-                dtype=dtype,
-                local_files_only=True,
-                output_loading_info=True,
-                use_safetensors=True,
-                trust_remote_code=False,
-                **options,
-            )
-    except SafetensorError as error:
-        raise _damaged(folder, error) from error
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
-        raise ConfigError(
-            f"policy: the model in {folder} cannot be read: {_one_line(error)}"
-        ) from error
+    require_safe_weights(folder)
+    with no_progress_bars(), reading(folder, "model"), _named_damage(folder):
+        read: Any = AutoModelForCausalLM.from_pretrained(
+            folder,
+            dtype=dtype,
+            local_files_only=True,
+            output_loading_info=True,
+            use_safetensors=True,
+            trust_remote_code=False,
+            **options,
+        )
     model, info = read
     missing = sorted(info["missing_keys"])
     if missing:
@@ -125,6 +115,15 @@ def float_dtypes(folder: Path) -> set[str]:
         with safe_open(path, framework="pt") as file:
             found |= {file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118
     return {name for name in found if name in ("F64", "F32", "F16", "BF16")}
+
+
+@contextmanager
+def _named_damage(folder: Path) -> Iterator[None]:
+    """Turn an error of safetensors into one that names the file."""
+    try:
+        yield
+    except SafetensorError as error:
+        raise _damaged(folder, error) from error
 
 
 def _damaged(folder: Path, error: SafetensorError) -> ConfigError:

@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from unstale.config import ConfigError, install, nearest
+from unstale.config.hub import require_safe_weights
 from unstale.expert_routes import num_experts
 
 ALL = "all-linear"
@@ -245,6 +246,7 @@ def _layers(model: nn.Module) -> list[tuple[str, Any]]:
 
 def _read(folder: Path) -> dict[str, Tensor]:
     """Memory-map the safetensors files that transformers would read from this folder."""
+    require_safe_weights(folder)
     files = [folder / "model.safetensors"]
     if not files[0].is_file():
         index = json.loads((folder / "model.safetensors.index.json").read_text())

@@ -8,7 +8,7 @@ import copy
 import json
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, Self, cast
@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from unstale.config import ConfigError
-from unstale.config.hub import require_model
+from unstale.config.hub import reading, require_model
 from unstale.expert_routes import num_experts
 from unstale.model import bitwise, expert_products, fused, linear, sharding
 from unstale.model import lora as adapters
@@ -145,35 +145,36 @@ class Policy:
         """
         folder = Path(folder)
         require_model(folder)
-        tokenizer = load_tokenizer(folder, chat_template)
-        device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-        options = _expert_options(folder, device, independent_rows=independent_rows)
-        if peers.count > 1:
-            model = sharding.load_shard(
-                folder,
-                passes=DTYPES[dtype],
-                wide=trained and lora is None,
-                count=peers.count,
-                **options,
-            )
-        else:
-            model = load_model(folder, DTYPES[dtype], **options)
-        rows = vocab_size(model.get_input_embeddings())
-        if len(tokenizer) > rows:
-            raise ConfigError(
-                f"policy: the tokenizer in {folder} has {len(tokenizer)} tokens, "
-                f"but the model's embedding has {rows} rows"
-            )
-        if peers.count == 1:
-            nn.Module.to(model, device)
-        if not trained:
-            model.requires_grad_(False)
-        base = adapters.base_checksum(folder) if lora else 0
-        policy = cls(model, tokenizer, lora=lora, base=base, peers=peers)
-        policy._dtype = DTYPES[dtype]
-        policy._folder = folder
-        policy.independent_rows = independent_rows
-        return policy
+        with reading(folder, "model") if peers.count == 1 else nullcontext():
+            tokenizer = load_tokenizer(folder, chat_template)
+            device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+            options = _expert_options(folder, device, independent_rows=independent_rows)
+            if peers.count > 1:
+                model = sharding.load_shard(
+                    folder,
+                    passes=DTYPES[dtype],
+                    wide=trained and lora is None,
+                    count=peers.count,
+                    **options,
+                )
+            else:
+                model = load_model(folder, DTYPES[dtype], **options)
+            rows = vocab_size(model.get_input_embeddings())
+            if len(tokenizer) > rows:
+                raise ConfigError(
+                    f"policy: the tokenizer in {folder} has {len(tokenizer)} tokens, "
+                    f"but the model's embedding has {rows} rows"
+                )
+            if peers.count == 1:
+                nn.Module.to(model, device)
+            if not trained:
+                model.requires_grad_(False)
+            base = adapters.base_checksum(folder) if lora else 0
+            policy = cls(model, tokenizer, lora=lora, base=base, peers=peers)
+            policy._dtype = DTYPES[dtype]
+            policy._folder = folder
+            policy.independent_rows = independent_rows
+            return policy
 
     @property
     def _is_sharded(self) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, Self
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
@@ -15,6 +15,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from unstale.config import RunConfig
+from unstale.durability.console import Console
 from unstale.durability.run_folder import show_controls
 from unstale.observe.report.words import NONE, amount, duration, number, percent, waiting
 from unstale.observe.statistics import wilson

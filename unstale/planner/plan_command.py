@@ -7,11 +7,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-
 from unstale.config import ConfigError, nearest
 from unstale.config.checks import bounded, check_value, option_types
 from unstale.config.routes import routes
+from unstale.durability.console import Console
 from unstale.planner.assignments import parse_assignments
 from unstale.planner.hardware import DEVICES, Device, Shares
 from unstale.planner.models import PRESETS, Model

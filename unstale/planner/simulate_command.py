@@ -8,11 +8,11 @@ from pathlib import Path
 from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
 from rich.table import Table
 
 from unstale.config import MAX_SEED, ConfigError, OldLogpsConfig, ScheduleConfig
 from unstale.config.checks import bounded
+from unstale.durability.console import Console
 from unstale.durability.run_folder import RunFolder, plain
 from unstale.planner.assignments import parse_assignments, value_kinds
 from unstale.planner.costs import LinearCosts, Overheads

@@ -36,11 +36,13 @@ from unstale.envs import (
 from unstale.envs.chat import Chat
 from unstale.envs.guard import (
     CANCEL_INTERVAL_S,
+    MAX_HUNG,
     OCCUPANCY,
     EnvCaller,
     Watched,
     abandon,
     describe,
+    num_hung,
     time_limit,
 )
 from unstale.envs.tokens import LONG_REPLY_TOKENS
@@ -376,6 +378,7 @@ class Rollout:
             failures += 1
             final = failures > self.config.retries
             self.on_failure(number, failure, final)
+            _require_few_hung(failure)
             if final:
                 return failure
 
@@ -665,6 +668,16 @@ def require_finished(groups: Sequence[Group]) -> Sequence[Group]:
             f"{failures[-1].stage} of {failures[-1].task.key}: {failures[-1].error}"
         )
     return groups
+
+
+def _require_few_hung(failure: Failure) -> None:
+    """Raise `TooManyFailures` if too many plain methods of environments have not returned."""
+    if (number := num_hung()) > MAX_HUNG:
+        raise TooManyFailures(
+            f"{number} calls of plain functions of environments never returned, and their threads "
+            f"cannot be ended; the last one in {failure.stage} of {failure.task.key}: "
+            f"{failure.error}. With task.isolate = process their processes are ended"
+        )
 
 
 def _group(request: GroupRequest, results: Sequence[Trajectory | Failure | None]) -> Group:

@@ -16,12 +16,8 @@ from typing import Any
 from unstale.envs import Message, ToolCall
 from unstale.envs.calls import hashed_id, is_call_id
 from unstale.envs.chat import Chat
+from unstale.envs.strict_json import is_too_deep
 from unstale.records import ContextPiece, Piece, Provenance, Sampled
-
-MAX_DEPTH = 100
-"""Largest nesting depth of a tool call's arguments. Python cannot write JSON that is much
-deeper.
-"""
 
 
 class Unanswerable(ValueError):
@@ -364,7 +360,7 @@ def parse_reply(chat: Chat, text: str, *, tools: bool, plain: bool = False) -> H
     if plain:
         return HistoryMessage(Message("assistant", text))
     thoughts, message = chat.reader.parse_text(text, calls=tools)
-    if any(call.error or _is_too_deep(call.arguments) for call in message.tool_calls):
+    if any(call.error or is_too_deep(call.arguments) for call in message.tool_calls):
         thoughts, message = chat.reader.parse_text(text, calls=False)
     return HistoryMessage(message, thoughts)
 
@@ -382,13 +378,3 @@ def with_call_ids(reply: HistoryMessage, place: str) -> HistoryMessage:
         replace(call, id=hashed_id(f"{place}/{index}")) for index, call in enumerate(calls)
     )
     return replace(reply, message=replace(reply.message, tool_calls=calls))
-
-
-def _is_too_deep(value: Any, depth: int = MAX_DEPTH) -> bool:
-    if not depth:
-        return True
-    if isinstance(value, Mapping):
-        value = value.values()
-    elif not isinstance(value, list):
-        return False
-    return any(_is_too_deep(each, depth - 1) for each in value)

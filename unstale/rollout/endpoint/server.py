@@ -31,6 +31,7 @@ from unstale.rollout.endpoint.answers import (
     json_response,
 )
 from unstale.rollout.endpoint.connections import Protocol, bears
+from unstale.rollout.endpoint.off_loop import off_loop
 from unstale.rollout.endpoint.openapi import describe
 from unstale.rollout.endpoint.responses import ResponseFormat, read_response
 from unstale.rollout.endpoint.schemas import CHAT, COMPLETION, RESPONSE, Refused
@@ -173,8 +174,13 @@ class RecordingEndpoint:
         make_format: type[AnswerFormat],
         request: Request,
     ) -> Response:
-        session, body = await self._receive(request)
-        completion = read(body, temperature=session.temperature, config=self.config)
+        session, data = await self._receive(request)
+
+        def parse() -> tuple[dict[str, Any], wire.CompletionRequest]:
+            body = wire.load(data)
+            return body, read(body, temperature=session.temperature, config=self.config)
+
+        body, completion = await off_loop(parse, "the request")
         answer_format = make_format(str(body.get("model") or MODEL), session.chat)
         return AnswerResponse(session, completion, answer_format)
 
@@ -184,7 +190,7 @@ class RecordingEndpoint:
                 "the bearer token is missing or wrong", status=401, code="invalid_api_key"
             )
 
-    async def _receive(self, request: Request) -> tuple[AgentSession, dict[str, Any]]:
+    async def _receive(self, request: Request) -> tuple[AgentSession, bytes]:
         self._require_token(request)
         session = self._session(request)
         data = bytearray()
@@ -200,7 +206,7 @@ class RecordingEndpoint:
                         )
         except (TimeoutError, ClientDisconnect):
             raise Refused("the body did not arrive in time", status=408, code="timeout") from None
-        return session, wire.load(bytes(data))
+        return session, bytes(data)
 
 
 class _Server(uvicorn.Server):

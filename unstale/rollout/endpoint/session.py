@@ -22,6 +22,7 @@ from unstale.rollout.endpoint.conversation import (
     parse_reply,
     with_call_ids,
 )
+from unstale.rollout.endpoint.off_loop import off_loop
 from unstale.rollout.endpoint.schemas import Refused
 from unstale.rollout.endpoint.wire import AnswerToken, Choice, CompletionRequest
 from unstale.rollout.episode import Rollout
@@ -68,6 +69,8 @@ class AgentSession:
     _unclaimed: list[Transcript] = field(init=False)
     _transcripts: dict[int, Transcript] = field(default_factory=dict)
     _conversation: Conversation = field(init=False)
+    _asking: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held while a thread or the event loop changes the conversation."""
     _running: set[asyncio.Task[list[Choice] | Refused]] = field(default_factory=set)
     _num_pending: int = 0
     _num_refusals: int = 0
@@ -129,7 +132,7 @@ class AgentSession:
     async def _answer(self, request: CompletionRequest, on_text: OnText) -> list[Choice] | Refused:
         self._add_pending(+1)
         try:
-            places = self._place_all(request)
+            places = await self._place_all(request)
             refusals = self._num_refusals
             async with asyncio.TaskGroup() as choices:
                 tasks = [
@@ -169,11 +172,40 @@ class AgentSession:
             waited_for = "generation_wait" if self._num_pending else "tool_wait"
             self.rollout.wait_times.add(waited_for, self._changed_at - began)
 
-    def _place_all(self, request: CompletionRequest) -> list[Continuation]:
+    async def _place_all(self, request: CompletionRequest) -> list[Continuation]:
         """Find or begin a branch for each answer of a request, and add the request's context to it.
 
         If one answer is not possible, raise `Refused` and change nothing.
         """
+        async with self._asking:
+            places = await self._ask_in_thread(request)
+        for place in places:
+            transcript = self._transcripts.get(place.branch.number) or self._claim(place)
+            try:
+                for piece in place.context:
+                    transcript.add_context(piece)
+            except NotReplayed as error:
+                raise self._break(error) from error
+        return places
+
+    async def _ask_in_thread(self, request: CompletionRequest) -> list[Continuation]:
+        """Call `_ask_all` in a thread. If the caller is cancelled, wait for it and undo it."""
+        asking = asyncio.create_task(off_loop(self._ask_all, "the chat template", request))
+        try:
+            return await asyncio.shield(asking)
+        except asyncio.CancelledError:
+            await asyncio.wait([asking])
+            if not asking.cancelled() and not asking.exception():
+                self._retract(asking.result())
+                self.num_replies -= sum(not place.resumed for place in asking.result())
+            raise
+        except Refused as error:
+            # The thread may still change the conversation.
+            self.closed = self.closed or error.code == "too_slow"
+            raise
+
+    def _ask_all(self, request: CompletionRequest) -> list[Continuation]:
+        """Find or begin a branch for each answer of a request, and encode its context."""
         call = request.call
         places: list[Continuation] = []
         try:
@@ -186,22 +218,18 @@ class AgentSession:
                     self._require_budget(request, sum(len(piece.tokens) for piece in pieces))
             self._count_replies(sum(not place.resumed for place in places))
         except (Refused, TemplateError, ValueError, TypeError, RecursionError) as error:
-            for place in reversed(places):
-                self._conversation.retract(place)
+            self._retract(places)
             if isinstance(error, Refused):
                 raise
             reason = str(error)[:300]
             if not isinstance(error, Unanswerable):
                 reason = f"the chat template cannot write these messages: {reason}"
             raise Refused(reason, param=request.field) from None
-        for place in places:
-            transcript = self._transcripts.get(place.branch.number) or self._claim(place)
-            try:
-                for piece in place.context:
-                    transcript.add_context(piece)
-            except NotReplayed as error:
-                raise self._break(error) from error
         return places
+
+    def _retract(self, places: Sequence[Continuation]) -> None:
+        for place in reversed(places):
+            self._conversation.retract(place)
 
     def _check_size(self, request: CompletionRequest) -> None:
         """Raise `Refused` for a prompt that is certainly too long.
@@ -279,11 +307,13 @@ class AgentSession:
         for num_left in range(wanted.retries, -1, -1):
             choice = await self._generate(place, request, lambda text: None)
             try:
-                if isinstance(choice, Refused) or wanted.accepts(choice.message.message):
+                if isinstance(choice, Refused) or await off_loop(
+                    wanted.accepts, "response_format", choice.message.message
+                ):
                     return choice
                 self.facts["format_retries"] += num_left > 0
                 if num_left:
-                    (place,) = self._place_all(replace(request, choices=1))
+                    (place,) = await self._place_all(replace(request, choices=1))
             except Refused as error:
                 return error
         self._refuse("invalid_format")
@@ -306,11 +336,12 @@ class AgentSession:
             tokens, ended = await self.rollout.generator.generate(
                 self._transcripts[branch.number], options, since=branch.exchanges[-1].start
             )
+            async with self._asking:
+                return self._choice(branch, request, tokens, ended=ended)
         except NotReplayed as error:
             return self._break(error)
         finally:
             branch.pending = False
-        return self._choice(branch, request, tokens, ended=ended)
 
     def _choice(
         self, branch: Branch, request: CompletionRequest, tokens: list[int], *, ended: bool

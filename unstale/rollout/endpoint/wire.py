@@ -10,10 +10,11 @@ from typing import Any, NamedTuple
 
 from unstale.config import EndpointConfig
 from unstale.envs import Message, ToolCall
-from unstale.envs.strict_json import loads
+from unstale.envs.strict_json import MAX_DEPTH, is_too_deep, loads
 from unstale.envs.tokens import text_offsets
 from unstale.records import Piece, Sampled
-from unstale.rewards import json_schema
+from unstale.rewards import workers
+from unstale.rewards.schemas import satisfies
 from unstale.rollout.endpoint.conversation import Call, HistoryMessage
 from unstale.rollout.endpoint.schemas import (
     CHAT,
@@ -51,12 +52,21 @@ class ReplyFormat:
     def accepts(self, message: Message) -> bool:
         """Return True if a message satisfies the schema, or has tool calls.
 
-        Raises `Refused` for a schema that refers to another schema.
+        Blocks until the check is done or has taken too long, which counts as a wrong message.
         """
+        return bool(message.tool_calls) or bool(satisfies(message.content, self.schema))
+
+    def require_usable(self) -> None:
+        """Raise `Refused` for a schema that is not valid, or that takes too long to check."""
         try:
-            return bool(message.tool_calls) or json_schema(message.content, self.schema) > 0
+            is_quick = satisfies("null", self.schema) is not None
         except ValueError as error:
             raise Refused(f"response_format: {error}", param="response_format") from None
+        if not is_quick:
+            raise Refused(
+                f"response_format: a check takes over {workers.CPU_S:g} s: simplify the schema",
+                param="response_format",
+            )
 
     def instruct(self, history: Sequence[HistoryMessage]) -> tuple[HistoryMessage, ...]:
         """Return the history with a description of the format in its system message."""
@@ -115,6 +125,8 @@ def load(data: bytes) -> dict[str, Any]:
         raise Refused(f"the body is not JSON: {str(error)[:200]}", code="invalid_json") from None
     if not isinstance(body, dict):
         raise Refused("the body is not a JSON object", code="invalid_json")
+    if is_too_deep(body):
+        raise Refused(f"the body is nested more than {MAX_DEPTH} times", code="invalid_json")
     return body
 
 
@@ -189,7 +201,7 @@ def _read_format(requested: Mapping[str, Any], config: EndpointConfig) -> ReplyF
     require(requested, JSON_FORMATS[kind], "response_format")
     schema = requested["json_schema"]["schema"] if kind == "json_schema" else {"type": "object"}
     reply_format = ReplyFormat(schema, config.format_retries)
-    reply_format.accepts(Message("assistant", "null"))  # raises Refused for an invalid schema
+    reply_format.require_usable()
     return reply_format
 
 
@@ -324,6 +336,10 @@ def _read_call(call: Any, path: str) -> ToolCall:
         arguments = None
     if not isinstance(arguments, dict):
         raise Refused(f"{path}.function.arguments is not a JSON object", param=path)
+    if is_too_deep(arguments):
+        raise Refused(
+            f"{path}.function.arguments is nested more than {MAX_DEPTH} times", param=path
+        )
     return ToolCall(function["name"], arguments, id=call["id"])
 
 

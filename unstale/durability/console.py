@@ -1,0 +1,55 @@
+"""The console of all commands: no text of a model, an environment or a run controls a terminal."""
+
+import sys
+import threading
+import traceback
+from collections.abc import Iterable
+from types import TracebackType
+from typing import Any
+
+from rich import console
+from rich.segment import Segment
+
+from unstale.durability.run_folder import show_controls
+
+
+class Console(console.Console):
+    """rich's console, which shows control characters in text as escapes. Its own still act."""
+
+    def render(
+        self, renderable: Any, options: console.ConsoleOptions | None = None
+    ) -> Iterable[Segment]:
+        for segment in super().render(renderable, options):
+            if segment.control or segment.text.isprintable():
+                yield segment
+            else:
+                yield Segment(show_controls(segment.text), segment.style)
+
+
+def escape_tracebacks() -> None:
+    """Show control characters as escapes in the tracebacks that Python prints by itself.
+
+    They are of errors that nothing handles: in the main thread, in others, and in `__del__`.
+    """
+
+    def show(
+        kind: type[BaseException], error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        text = "".join(traceback.format_exception(kind, error, trace))
+        sys.stderr.write(show_controls(text))
+
+    def show_in_thread(about: threading.ExceptHookArgs) -> None:
+        if about.exc_type is not SystemExit:
+            name = about.thread.name if about.thread else "unknown"
+            sys.stderr.write(show_controls(f"Exception in thread {name}:\n"))
+            show(about.exc_type, about.exc_value, about.exc_traceback)
+
+    def show_unraisable(about: "sys.UnraisableHookArgs") -> None:
+        name = getattr(about.object, "__qualname__", type(about.object).__name__)
+        reason = about.err_msg or "Exception ignored in"
+        sys.stderr.write(show_controls(f"{reason}: {name}\n"))
+        show(about.exc_type, about.exc_value, about.exc_traceback)
+
+    sys.excepthook = show
+    threading.excepthook = show_in_thread
+    sys.unraisablehook = show_unraisable

@@ -1,0 +1,35 @@
+"""Work on the requests of clients, in threads with a limit on time.
+
+A request of 2 MB may take seconds to check, to render and to encode. On the event loop it would
+stop all episodes of the run.
+"""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
+
+from unstale.envs.guard import Overdue, run_limited
+from unstale.rollout.endpoint.schemas import Refused
+
+LIMIT_S = 30.0
+"""Seconds for one request. A body of 2 MB takes 4."""
+AT_ONCE = 4
+"""Number of requests that are worked on at the same time. Others wait."""
+
+_T = TypeVar("_T")
+
+_SLOTS: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
+
+
+async def off_loop(function: Callable[..., _T], name: str, *arguments: Any) -> _T:
+    """Run `function` in a thread and return its result.
+
+    Raises `Refused` with `name` if it takes more than `LIMIT_S`. It is then interrupted.
+    """
+    slots = _SLOTS.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(AT_ONCE))
+    async with slots:
+        try:
+            return await run_limited(function, *arguments, limit_s=LIMIT_S, name=name)
+        except Overdue as error:
+            raise Refused(str(error), status=503, code="too_slow") from None
