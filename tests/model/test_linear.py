@@ -70,3 +70,15 @@ def test_bfloat16_layers_are_float32_ones_with_rounded_results(
     for found, wanted in zip(*results, strict=True):
         assert found is not None and wanted is not None
         assert torch.equal(found, wanted.bfloat16())
+
+
+@pytest.mark.parametrize("terms", [96, 384, 800, 1536, 4096])
+def test_a_sum_in_blocks_is_the_product_and_no_less_exact(terms: int) -> None:
+    torch.manual_seed(0)
+    rows, weight, bias = torch.randn(64, terms), torch.randn(96, terms), torch.randn(96)
+    wanted = rows.double() @ weight.double().t() + bias
+    errors = [
+        (each(rows, weight, bias) - wanted).abs().mean() / wanted.abs().mean()
+        for each in (linear.accurate_product, linear.product)
+    ]
+    assert errors[0] < 4e-7 and errors[0] <= 1.05 * errors[1]
