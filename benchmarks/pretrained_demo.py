@@ -23,7 +23,6 @@ Finished runs in the folder are not repeated. Writes a dated table under benchma
 
 import argparse
 import json
-import re
 import resource
 import subprocess
 import sys
@@ -32,6 +31,7 @@ from pathlib import Path
 
 from benchmarks import tables
 from benchmarks.demo import finished, graded
+from benchmarks.gpu_runs import used_memory
 from unstale.durability.run_folder import RunFolder
 from unstale.weights.child_process import cores
 
@@ -48,7 +48,7 @@ def train(folder: Path, *options: str) -> None:
     run = subprocess.Popen([*command, "--runs", str(folder.parent), "--name", folder.name])
     peak_gib = 0.0
     while run.poll() is None:
-        peak_gib = max(peak_gib, sum(map(pss_gib, tree(run.pid))))
+        peak_gib = max(peak_gib, used_memory(run.pid) / 2**30)
         time.sleep(2)
     if run.returncode:
         raise SystemExit(f"{' '.join(command)} ended with {run.returncode}")
@@ -56,25 +56,6 @@ def train(folder: Path, *options: str) -> None:
     busy = (after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime) / seconds / cores()
     measured = {"minutes": seconds / 60, "busy": busy, "peak_gib": peak_gib}
     (folder / MEASURED).write_text(json.dumps(measured))
-
-
-def tree(pid: int) -> list[int]:
-    """Return a process and all processes below it."""
-    try:
-        tasks = Path(f"/proc/{pid}/task").iterdir()
-        below = [int(word) for task in tasks for word in (task / "children").read_text().split()]
-    except OSError:  # it has ended
-        return []
-    return [pid, *(each for child in below for each in tree(child))]
-
-
-def pss_gib(pid: int) -> float:
-    """Return the proportional set size of a process, 0 if it has ended."""
-    try:
-        found = re.search(r"^Pss:\s+(\d+)", Path(f"/proc/{pid}/smaps_rollup").read_text(), re.M)
-    except OSError:
-        return 0.0
-    return int(found[1]) / 2**20 if found else 0.0
 
 
 def row(kind: str, seed: int, folder: Path) -> str:

@@ -216,7 +216,7 @@ def reading(folder: Path, part: str) -> Iterator[None]:
 
 
 def require_safe_weights(folder: Path) -> None:
-    """Raise `ConfigError` unless a model folder's weights are safetensors files of its own.
+    """Raise `ConfigError` unless a model folder's weights are safetensors files in that folder.
 
     transformers unpickles a file that an index names without the ending `.safetensors`, follows
     names such as `../other.safetensors`, and loads the adapter and the base model that an

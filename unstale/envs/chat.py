@@ -232,7 +232,7 @@ class Chat:
         return self._text.decode([token for token in tokens if token not in stops])
 
     def bytes_of(self, token: int) -> bytes:
-        """Return the UTF-8 bytes that a token stands for. They may be a part of a character."""
+        """Return the UTF-8 bytes of a token's text. A token may be only a part of a character."""
         return self._text.bytes_of(token)
 
     @property

@@ -270,9 +270,8 @@ def load_rows(
     """Return the rows of a file or of a data set on the hub.
 
     An existing file is never sought on the hub. Another name without the suffix of a data file is a
-    data set on the hub. It needs the extra
-    `datasets`. `option` is named if there is no such file. Raises `ConfigError` if the rows cannot
-    be read.
+    data set on the hub, which needs the extra `datasets`. `option` is named if there is no such
+    file. Raises `ConfigError` if the rows cannot be read.
     """
     path, kind = Path(source), file_type(source)
     if kind not in FILES and path.is_file():

@@ -23,11 +23,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from queue import SimpleQueue
 from reprlib import repr as short_repr
-from traceback import walk_stack
 from types import FrameType
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from unstale import envs
 from unstale.envs import EnvError, Turn
 from unstale.stop_signals import SecondSignal
 
@@ -97,7 +95,7 @@ class Running(NamedTuple):
     on_blocked: Callable[[float], None]
     max_s: float
     advice: str = "make it a plain function, which runs in a thread, or await"
-    """What to do if it takes longer than `max_s` seconds."""
+    """Advice for its author, shown if it takes longer than `max_s` seconds."""
     frame: Callable[[], FrameType | None] = lambda: None
     """A function that returns the frame of the thread for which the event loop waits."""
 
@@ -178,17 +176,14 @@ def each_within_limit(values: Iterator[T], name: str) -> Iterator[T]:
 
 
 def _place(frame: FrameType | None) -> str:
-    """Return file and line of the innermost frame that is not of an installed library."""
-    own = str(Path(envs.__file__).parents[1])
-    libraries = {*map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib")), own}
-    places = [each for each, _ in walk_stack(frame)]
-    for place in places:
-        name = place.f_code.co_filename
-        if not name.startswith((*libraries, "<frozen")):
-            return f" in {name}, line {place.f_lineno} ({place.f_code.co_name})"
-    for place in places[:1]:
-        return f" in {place.f_code.co_filename}, line {place.f_lineno} ({place.f_code.co_name})"
-    return ""
+    """Return file and line of the innermost frame outside installed libraries, or of any frame."""
+    places = [each for each, _ in traceback.walk_stack(frame)]
+    not_own = (_PACKAGE, *_INSTALLED, "<frozen ")
+    of_user = (each for each in places if not each.f_code.co_filename.startswith(not_own))
+    place = next(of_user, places[0] if places else None)
+    if place is None:
+        return ""
+    return f" in {place.f_code.co_filename}, line {place.f_lineno} ({place.f_code.co_name})"
 
 
 class Watched(Generic[T]):

@@ -39,7 +39,7 @@ _UNKNOWN = re.compile(
     rf"(?:(?<![\w.,]){_PLAIN}\s*)?(?:\\[cdt]?frac(?:\s*\{{[^{{}}]*\}}){{2}}"
     r"|\\sqrt(?:\[\w{0,9}\])?(?:\{[^{}]*\})?|\\pi\b|\N{GREEK SMALL LETTER PI})"
 )
-"""What is not computed, with the number before it."""
+"""Expressions that are not computed, with the number before them."""
 _MARK = "\N{REPLACEMENT CHARACTER}"
 _MAX_DIGITS = 400
 _BETWEEN_THOUSANDS = re.compile(

@@ -171,9 +171,8 @@ async def run(  # noqa: PLR0913 - two of them are what the program reads
     """Run Python code (a string) or a command (a list) in a new folder with `files`.
 
     Environment variables are not passed to the program. Without `keep_stderr`, stderr is discarded
-    and has no limit. If the caller is cancelled, the program is
-    killed. Without bubblewrap, raises `ConfigError` for root (see `check_allowed`) and for
-    `require="bubblewrap"`.
+    and has no limit. If the caller is cancelled, the program is killed. Without bubblewrap, raises
+    `ConfigError` for root (see `check_allowed`) and for `require="bubblewrap"`.
     """
     for name in files:
         if name in ("", ".", "..") or "/" in name:

@@ -95,7 +95,7 @@ class TextTokens:
         return str(text)
 
     def bytes_of(self, token: int) -> bytes:
-        """Return the UTF-8 bytes that a token stands for. They may be a part of a character.
+        """Return the UTF-8 bytes of a token's text. A token may be only a part of a character.
 
         Of a tokenizer that is not the Rust library's, they are those of the token's own text.
         """

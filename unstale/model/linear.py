@@ -91,15 +91,16 @@ def product(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if _is_slow(rows):
         wide = product(rows.float(), weight.float(), None if bias is None else bias.float())
         return wide.to(rows.dtype)
-    regular = rows.numel() and not any(size % WHOLE for size in rows.shape)
-    if (
-        regular
-        and rows.device.type == "cpu"
-        and rows.dtype == torch.float32
-        and supported(rows.dtype)
-    ):
+    if rows.numel() and _by_onednn(rows):
         return torch.ops.mkldnn._linear_pointwise(rows, weight, bias, "none", [], "")
     return F.linear(rows, weight, bias)
+
+
+def _by_onednn(rows: Tensor) -> bool:
+    """Return True if oneDNN multiplies these float32 rows."""
+    is_regular = not any(size % WHOLE for size in rows.shape)
+    is_wide = rows.device.type == "cpu" and rows.dtype == torch.float32
+    return is_regular and is_wide and supported(rows.dtype)
 
 
 BLOCK = 192
@@ -114,9 +115,7 @@ def accurate_product(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -
     their own, and the error is MKL's. With 512 rows this takes 9% to 14% longer.
     """
     terms = rows.shape[1]
-    regular = not any(size % WHOLE for size in rows.shape)
-    onednn = rows.device.type == "cpu" and rows.dtype == torch.float32 and supported(rows.dtype)
-    if terms < 2 * BLOCK or not (regular and onednn):
+    if terms < 2 * BLOCK or not _by_onednn(rows):
         return product(rows, weight, bias)
     size = -(-terms // (terms // BLOCK * WHOLE)) * WHOLE
     # oneDNN is a thousand times slower if the rows of a block are not contiguous.
