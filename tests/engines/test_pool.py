@@ -335,7 +335,7 @@ def test_an_engine_that_may_not_be_restarted_is_not(closes: bool) -> None:
 
 def _embedded(folder: Path, *, deltas: bool = False) -> EmbeddedEngine:
     return EmbeddedEngine(
-        EngineOptions(folder, dtype="float32", max_running=8, max_context=5120, deltas=deltas)
+        EngineOptions(folder, dtype="float32", max_running=8, max_context=1280, deltas=deltas)
     )
 
 
@@ -383,17 +383,18 @@ def test_replies_of_a_process_that_ends_go_on_token_for_token(
             await _publish(engine, 0, weights[0])
             async with asyncio.TaskGroup() as tasks:
                 speaking = {
-                    seed: tasks.create_task(_speak(engine, [5, 6, seed], 5000, seed=seed))
+                    seed: tasks.create_task(_speak(engine, [5, 6, seed], 1200, seed=seed))
                     for seed in range(5)
                 }
-                await _speak(engine, [9], 4)
+                # A task of its own: its request follows the five, so they have tokens when it ends.
+                await tasks.create_task(_speak(engine, [9], 20))
                 await _publish(engine, 1, weights[1])
-                await _speak(engine, [9], 4)
+                await _speak(engine, [9], 20)
                 os.kill(process.pid, how)
             assert len(causes) == engine.metrics()["restarts"] == 1 and why in causes[0]
             spoken = {seed: task.result() for seed, task in speaking.items()}
             contexts = {seed: [5, 6, seed, *pieces[0].tokens] for seed, pieces in spoken.items()}
-            wanted = await _undisturbed(process, weights[1], contexts, end=5003)
+            wanted = await _undisturbed(process, weights[1], contexts, end=1203)
         finally:
             await engine.close()
         for seed, (first, *rest) in spoken.items():
