@@ -3,7 +3,9 @@
     python -m benchmarks.tau2 [FOLDER ...] [--attempts 4] [--saved runs/tau2] [--splits test train]
 
 FOLDER is a run folder or a model folder. The context is 24,576 tokens, or as many as the model has
-positions. With `--small` FOLDER is one of a small policy that sees no policy document
+positions. A chat template that renders no tools gets their schemas as text in the system prompt.
+`--no-document` leaves out the domain's policy document, for models with too few positions for it.
+With `--small` FOLDER is one of a small policy that sees no policy document
 (`benchmarks.tau2_policy`). The customer is scripted. Of the scripted policies, `reference solution`
 makes the calls that tau2 records for the task, and `only talk` makes none. Finished episodes are
 kept in the folder of `--saved`: if the command is killed, repeat it. It needs tau2-bench
@@ -42,6 +44,7 @@ OPTIONS = {
     "engine.max_context": 24576,
     "engine.max_completion_tokens": 64,
     "engine.dtype": "float32",
+    "tools_in_prompt": True,
 }
 SMALL = {
     "task.policy_document": False,
@@ -165,9 +168,12 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--saved", type=Path, default=Path("runs/tau2"))
     parser.add_argument("--tasks", type=int, default=OPTIONS["eval.tasks"])
     parser.add_argument("--splits", nargs="+", choices=SPLITS, default=["test"])
+    parser.add_argument("--no-document", action="store_true")
     parser.add_argument("--small", action="store_true")
     chosen = parser.parse_args(words)
     options = OPTIONS | (SMALL if chosen.small else {}) | {"eval.tasks": chosen.tasks}
+    if chosen.no_document:
+        options["task.policy_document"] = False
     chosen.saved.mkdir(parents=True, exist_ok=True)
     measured: list[str] = []
     try:
