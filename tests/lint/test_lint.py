@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from rich.console import Console
+from safetensors.torch import save_file
 
 from unstale.algorithms.advantages import ESTIMATORS, grpo
 from unstale.build import build_old_logps
@@ -307,6 +308,21 @@ def test_the_memory_of_full_copies_is_counted_in_versions() -> None:
     assert not check(configured(f"{short} --trainer.dtype bfloat16")).refusals
 
 
+@pytest.mark.parametrize(("stored", "is_lost"), [("bfloat16", True), ("float32", False)])
+def test_updates_are_lost_if_most_weights_are_stored_in_the_format(
+    tmp_path: Path, stored: str, is_lost: bool
+) -> None:
+    other = torch.float32 if stored == "bfloat16" else torch.bfloat16
+    weights = {
+        "large": torch.zeros(100, dtype=getattr(torch, stored)),
+        "bias": torch.zeros(4, dtype=other),
+    }
+    save_file(weights, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text("{}")
+    found = check(configured(f"--policy {tmp_path} --trainer.dtype bfloat16 --trainer.lr 1e-6"))
+    assert is_lost == any("rounded to nearest" in each.wrong for each in found.warnings)
+
+
 NARROW = "--correction.low 0.995 --correction.high 1.005"
 GSPO = "--objective.kind gspo --objective.clip_low 3e-4 --objective.clip_high 4e-4"
 ROUNDED = "--engine.quantise int4"
@@ -335,6 +351,10 @@ WARNED = [
     (
         "--policy nobody/unknown --trainer.dtype bfloat16 --trainer.lr 1e-6",
         "a learning rate of 1e-06 with weights that are rounded to nearest in bfloat16",
+    ),
+    (
+        "--policy nobody/unknown --trainer.dtype float16 --trainer.lr 1e-6",
+        "a learning rate of 1e-06 with weights that are rounded to nearest in float16",
     ),
     ("--trainer.lora_rank 8 --trainer.lr 1e-5", "adapters at a learning rate of 1e-05"),
     (f"{ROUNDED} --correction.high 1.2", "narrower than the noise"),

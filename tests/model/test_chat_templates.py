@@ -41,6 +41,12 @@ def test_named_templates_are_continued_exactly(base: Path, name: str) -> None:
     assert not any(result.problems for result in results)
 
 
+def test_a_tool_needs_neither_parameters_nor_description(base: Path) -> None:
+    tools = ({"type": "function", "function": {"name": "look_up"}},)
+    text = Chat(load_tokenizer(base, "python_calls"), tools).render([Message("user", "1 + 1?")])
+    assert "\nlook_up(): <|im_end|>" in text
+
+
 def test_the_plain_template_is_paragraphs(base: Path) -> None:
     tokenizer = load_tokenizer(base, "plain")
     messages = [

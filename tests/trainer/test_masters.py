@@ -5,6 +5,7 @@ updates arrive in the forward pass. A restored trainer rounds as one that was ne
 """
 
 import copy
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -192,6 +193,7 @@ def test_an_overflow_skips_the_step_and_halves_the_scale() -> None:
     trainer.step()
     metrics = trainer.metrics()
     assert metrics["trainer/overflow_step_share"] == metrics["trainer/skipped_step_share"] == 1
+    assert math.isnan(metrics["trainer/grad_norm"]), "it is no faint gradient"
     assert metrics["trainer/loss_scale"] == FIRST / 2
     assert torch.equal(passes(trainer.policy), narrow) and torch.equal(masters(trainer), wide)
     assert trainer.steps == 2

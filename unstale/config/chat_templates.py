@@ -56,8 +56,10 @@ PYTHON_CALLS = (
     "{% set rest = messages[1:] %}{% else %}{% set text = '' %}{% set rest = messages %}"
     "{% endif -%}\n{%- if text or tools %}{{ '<|im_start|>system\\n' + text }}"
     "\n{%- for tool in tools or [] %}"
-    "{{ '\\n' + tool.function.name + '(' + (tool.function.parameters.properties | "
-    "join(', ')) + '): ' + tool.function.description }}{% endfor -%}\n{{ '<|im_end|>\\n' }}"
+    "{%- set known = tool.function.parameters | default({}, true) %}"
+    "{{ '\\n' + tool.function.name + '(' + (known.properties | default({}, true) | join(', ')) "
+    "+ '): ' + (tool.function.description | default('', true)) }}{% endfor -%}"
+    "\n{{ '<|im_end|>\\n' }}"
     "{% endif -%}\n{%- for message in rest %}"
     "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] }}"
     "\n{%- if message.tool_calls %}{{ '[' }}{% for call in message.tool_calls %}"
@@ -67,8 +69,8 @@ PYTHON_CALLS = (
     "\n{{ '<|im_end|>\\n' }}{% endfor -%}\n{%- if add_generation_prompt %}"
     "{{ '<|im_start|>assistant\\n' }}{% endif -%}"
 )
-"""ChatML with short prompts: a tool is described in one line, and called as in Python, such as
-[calculate(expression="12 + 7")].
+"""ChatML with short prompts: a tool is described by one line with the names of its arguments, and
+called as in Python, such as [calculate(expression="12 + 7")].
 """
 
 NAMED = {"plain": PLAIN, "chatml": CHATML, "python_calls": PYTHON_CALLS}

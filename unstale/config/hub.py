@@ -1,12 +1,17 @@
 """Find the folder of a model: a local one, a converted GGUF file, or one of the hub's cache."""
 
 import json
+import math
 import re
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
+from traceback import walk_tb
 from typing import Literal
+
+from safetensors import SafetensorError, safe_open
 
 from unstale.config.checks import ConfigError
 from unstale.config.gguf import converted_folder, gguf_file
@@ -21,6 +26,7 @@ _TOKENIZER = ("tokenizer.json", "*.model", "vocab.*", "tekken.json")
 """Patterns of files with a vocabulary. A tokenizer has at least one of them."""
 _TOKENIZER_FILES = " ".join(f"--include '*.{kind}'" for kind in ("json", "jinja", "txt", "model"))
 """Options of `hf download` for all files but the weights."""
+_PACKAGE = Path(__file__).parents[1]
 
 
 def model_folder(
@@ -181,6 +187,23 @@ def _words(names: list[str]) -> str:
     return ", ".join(names[:4]) + (f" and {len(names) - 4} others" if len(names) > 4 else "")
 
 
+def count_weights(folder: Path) -> Counter[str]:
+    """Return how many weights a model folder has of each dtype, such as F32, by the files' headers.
+
+    Raises ConfigError for a file that cannot be read.
+    """
+    counts: Counter[str] = Counter()
+    for path in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(path, framework="np") as file:
+                for name in [*file.keys()]:
+                    tensor = file.get_slice(name)
+                    counts[tensor.get_dtype()] += math.prod(tensor.get_shape())
+        except (SafetensorError, OSError) as error:
+            raise damaged_weights(path, error) from error
+    return counts
+
+
 def damaged_weights(path: Path, reason: Exception) -> ConfigError:
     """Return the error for a file of weights that cannot be read, with what to do."""
     with suppress(OSError), path.open("rb") as file:
@@ -199,20 +222,32 @@ def reading(folder: Path, part: str) -> Iterator[None]:
     """Turn any error of a library that reads or uses a model folder into `ConfigError`.
 
     The folder may be a stranger's, so no list of the errors of its libraries is complete. Rust code
-    raises errors that are no `Exception`.
+    raises errors that are no `Exception`. Errors of this package's own code, and of a GPU, are
+    raised as they are.
     """
     try:
         yield
     except (ConfigError, MemoryError, KeyboardInterrupt, SystemExit, GeneratorExit):
         raise
     except BaseException as error:
-        if type(error).__name__ in ("OutOfMemoryError", "CancelledError"):
+        if type(error).__name__ in ("OutOfMemoryError", "CancelledError", "AcceleratorError"):
+            raise
+        if _is_own_mistake(error):
             raise
         text = " ".join(str(error)[:300].split())[:200]
         if not isinstance(error, OSError | ValueError | RuntimeError) or not text:
             text = f"{type(error).__name__}: {text}"
         shown = "".join(each if each.isprintable() else ascii(each)[1:-1] for each in text)
         raise ConfigError(f"policy: the {part} in {folder} cannot be read: {shown}") from error
+
+
+def _is_own_mistake(error: BaseException) -> bool:
+    """Return True for an error of Python, such as a KeyError, in a line of this package."""
+    expected = isinstance(error, OSError | ValueError | RuntimeError)
+    if expected or type(error).__module__ != "builtins":
+        return False
+    frames = [frame.f_code.co_filename for frame, _ in walk_tb(error.__traceback__)]
+    return Path(frames[-1]).is_relative_to(_PACKAGE)
 
 
 def require_safe_weights(folder: Path) -> None:

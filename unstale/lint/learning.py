@@ -7,11 +7,12 @@ import math
 from dataclasses import fields
 
 from unstale.config import RunConfig
+from unstale.config.hub import count_weights
 from unstale.config.options import options
 from unstale.config.techniques import chosen
 from unstale.lint.estimator_trials import compares
 from unstale.lint.finding import Finding, Fix
-from unstale.lint.policy_files import has_float32, local_folder, num_weights, width
+from unstale.lint.policy_files import local_folder, num_weights, width
 
 MAX_BOUND = 16
 """Largest staleness bound, in versions, without a warning. No published result exceeds it."""
@@ -31,11 +32,11 @@ length shows no effect.
 """
 ROUNDING = 1e-8
 """Typical size of the rounding of a float32 weight, and also the epsilon of Adam."""
-BFLOAT16_GAP = 2.4e-4
-"""Distance of the neighbours in bfloat16 of a weight of 0.06, a usual size in a language model."""
-LOST_RATE = 2.4e-5
-"""Learning rate of Adam below which rounding to nearest loses most updates: 5 steps in one
-direction do not change such a weight.
+GAPS = {"bfloat16": 2.4e-4, "float16": 3.1e-5}
+"""Distance of the neighbours of a weight of 0.06, a usual size in a language model."""
+LOST_STEPS = 5
+"""Rounding to nearest loses most updates of Adam if this many steps in one direction do not change
+such a weight.
 """
 TEMPERATURES = (0.01, 50.0)
 """Range of useful temperatures. Below it, all replies to a task are equal. Above it, replies are
@@ -231,20 +232,24 @@ def faint_gradient(config: RunConfig) -> Finding | None:
 def lost_updates(config: RunConfig) -> Finding | None:
     """Warn of a learning rate whose updates rounding to nearest loses.
 
-    Weights of a float32 checkpoint are anywhere between two numbers of bfloat16, so some of them
-    change at every step. Those of a bfloat16 checkpoint all begin on such a number.
+    Weights of a float32 checkpoint are anywhere between two numbers of a narrower format, so some
+    of them change at every step. Those of a checkpoint in that format all begin on such a number.
     """
     options = config.trainer
-    if options.dtype != "bfloat16" or options.rounding != "nearest" or not _is_adam(config):
+    gap = GAPS.get(options.dtype)
+    if gap is None or options.rounding != "nearest" or not _is_adam(config) or options.lora_rank:
         return None
-    if not 0 < options.lr < LOST_RATE or options.lora_rank:
+    if not 0 < options.lr < gap / 2 / LOST_STEPS:
         return None
-    if has_float32(local_folder(config)):
+    stored = count_weights(local_folder(config))
+    on_grid = stored[{"bfloat16": "BF16", "float16": "F16"}[options.dtype]]
+    if on_grid < stored.total() / 2:
         return None
-    steps = math.ceil(BFLOAT16_GAP / 2 / options.lr)
+    steps = math.ceil(gap / 2 / options.lr)
     return Finding(
-        f"a learning rate of {options.lr:g} with weights that are rounded to nearest in bfloat16",
-        f"a weight of 0.06 has neighbours {BFLOAT16_GAP:g} apart there, so it stays as it is until "
+        f"a learning rate of {options.lr:g} with weights that are rounded to nearest in "
+        f"{options.dtype}",
+        f"a weight of 0.06 has neighbours {gap:g} apart there, so it stays as it is until "
         f"{steps} steps in one direction add up to half of that (docs/rounding.md)",
         ({"trainer.rounding": "stochastic"}, {"trainer.dtype": "float32"}),
     )

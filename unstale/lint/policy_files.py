@@ -1,14 +1,11 @@
 """Facts about the initial policy, read from the files of its folder."""
 
 import json
-import math
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
-
 from unstale.config import ConfigError, RunConfig
-from unstale.config.hub import damaged_weights, reading
+from unstale.config.hub import count_weights, reading
 from unstale.expert_routes import num_experts
 
 
@@ -24,34 +21,11 @@ def local_folder(config: RunConfig) -> Path:
 
 
 def num_weights(folder: Path) -> int:
-    """Return the number of weights in a model folder, from the headers of its safetensors files.
+    """Return the number of weights in a model folder.
 
     Raises ConfigError for a file that cannot be read.
     """
-    total = 0
-    for path in sorted(folder.glob("*.safetensors")):
-        try:
-            with safe_open(path, framework="np") as file:
-                names = file.keys()
-                total += sum(math.prod(file.get_slice(name).get_shape()) for name in names)
-        except (SafetensorError, OSError) as error:
-            raise damaged_weights(path, error) from error
-    return total
-
-
-def has_float32(folder: Path) -> bool:
-    """Return True if a model folder has weights in float32.
-
-    Raises ConfigError for a file that cannot be read.
-    """
-    for path in sorted(folder.glob("*.safetensors")):
-        try:
-            with safe_open(path, framework="np") as file:
-                if any(file.get_slice(name).get_dtype() == "F32" for name in [*file.keys()]):
-                    return True
-        except (SafetensorError, OSError) as error:
-            raise damaged_weights(path, error) from error
-    return False
+    return count_weights(folder).total()
 
 
 def width(folder: Path) -> int | None:

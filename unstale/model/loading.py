@@ -108,15 +108,6 @@ def load_model(folder: Path, dtype: torch.dtype, **options: Any) -> PreTrainedMo
     return cast(PreTrainedModel, model)
 
 
-def float_dtypes(folder: Path) -> set[str]:
-    """Return the dtypes of the numbers in a folder's weights, as safetensors names them."""
-    found = set()
-    for path in sorted(folder.glob("*.safetensors")):
-        with safe_open(path, framework="pt") as file:
-            found |= {file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118
-    return {name for name in found if name in ("F64", "F32", "F16", "BF16")}
-
-
 @contextmanager
 def _named_damage(folder: Path) -> Iterator[None]:
     """Turn an error of safetensors into one that names the file."""

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from unstale.config import ConfigError
-from unstale.config.hub import reading, require_model
+from unstale.config.hub import count_weights, reading, require_model
 from unstale.expert_routes import num_experts
 from unstale.model import bitwise, expert_products, fused, linear, sharding
 from unstale.model import lora as adapters
@@ -38,7 +38,6 @@ from unstale.model.head import LogpQuery, query_head, wide
 from unstale.model.hidden import HiddenMeans, find_layer, outputs_of
 from unstale.model.loading import (
     DTYPES,
-    float_dtypes,
     load_model,
     load_tokenizer,
     no_progress_bars,
@@ -403,7 +402,8 @@ class Policy:
         if self._folder is None or self._is_sharded or self.lora:
             return {}
         narrow = {torch.bfloat16: "BF16", torch.float16: "F16"}.get(self.dtype)
-        if narrow is None or float_dtypes(self._folder) <= {narrow}:
+        wider = {"F64", "F32", "F16", "BF16"} - {narrow}
+        if narrow is None or not wider & {*count_weights(self._folder)}:
             return {}
         options = _expert_options(
             self._folder, self.device.type, independent_rows=self.independent_rows

@@ -381,8 +381,7 @@ class LocalTrainer:
         self.policy.at_version = False
         self.steps += 1
         self.old.trained(self._metrics.kept_share)
-        self._metrics.overflows += overflows
-        self._metrics.grad_norms.append(0.0 if overflows else norm)
+        self._metrics.grad_norms.append(math.nan if overflows else norm)
         self._metrics.lr = lr
         self._metrics.update_s += time.perf_counter() - began
 

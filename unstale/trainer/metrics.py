@@ -76,11 +76,10 @@ class StepMetrics:
         self.imbalance = 1.0
         """Tokens run by the busiest rank over their mean, in the last optimizer step."""
         self.grad_norms: list[float] = []
+        """The gradient norm of each optimizer step, NaN for a float16 gradient that overflowed."""
         self.skipped_steps = 0
-        self.overflows = 0
-        """Number of steps that were skipped because a float16 gradient was not finite."""
+        """Number of steps that changed no weight, because of an overflow or of a technique."""
         self._moved = torch.zeros(3, dtype=torch.float64)
-        """Optimizer steps that a technique refused."""
         self._log_weights: list[float] = []
         """The logarithm of pi / mu of each sequence of the present optimizer step."""
         self._taken = 0
@@ -223,6 +222,19 @@ class StepMetrics:
         keep = self._column("keep")
         return _mean(keep) if len(keep) else 1.0
 
+    def _of_steps(self) -> dict[str, float]:
+        """Return the mean gradient norm, NaN if all overflowed, and the shares of skipped steps."""
+        steps = max(1, len(self.grad_norms))
+        finite = [norm for norm in self.grad_norms if math.isfinite(norm)]
+        overflows = len(self.grad_norms) - len(finite)
+        return {
+            "trainer/grad_norm": math.nan
+            if overflows == steps
+            else sum(finite) / max(1, len(finite)),
+            "trainer/skipped_step_share": self.skipped_steps / steps,
+            "trainer/overflow_step_share": overflows / steps,
+        }
+
     def metrics(self) -> dict[str, float]:
         """Return all metrics of the batch by name."""
         num_steps = max(1, self.num_steps)
@@ -239,9 +251,7 @@ class StepMetrics:
             "trainer/sequence_tokens": float(self.sequence_tokens),
             "trainer/forward_tokens": float(self.forward_tokens),
             "trainer/microbatches": float(self.microbatches),
-            "trainer/grad_norm": sum(self.grad_norms) / max(1, len(self.grad_norms)),
-            "trainer/skipped_step_share": self.skipped_steps / max(1, len(self.grad_norms)),
-            "trainer/overflow_step_share": self.overflows / max(1, len(self.grad_norms)),
+            **self._of_steps(),
             **self._of_rounding(),
             "trainer/lr": self.lr,
             "trainer/update_s": self.update_s,
