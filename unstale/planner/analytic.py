@@ -73,9 +73,16 @@ class TrainingSetup:
     shares: Shares
     lr: float
     episodes: EpisodeStats
+    rounding: str = "stochastic"
+    """The option `trainer.rounding`, on which the size of deltas depends. It is that of `llm`."""
     gradient_checkpointing: bool = False
     context: int = 1
     """Number of training devices that divide the tokens of a microbatch: `cluster.context`."""
+
+    @property
+    def delta_rate(self) -> float:
+        """The learning rate for the formulas of `deltas`."""
+        return deltas.delta_rate(self.lr, self.rounding)
 
     @property
     def flops(self) -> float:
@@ -412,7 +419,7 @@ class AnalyticCosts:
         if not self.route.needs.snapshots:
             return load + whole
         apply = self.apply_s * self.placement.trainers / tp
-        delta = deltas.delta_bytes(setup.model.parameters, setup.lr) / link + apply
+        delta = deltas.delta_bytes(setup.model.parameters, setup.delta_rate) / link + apply
         return load + min(whole, delta)
 
     @property
@@ -422,13 +429,13 @@ class AnalyticCosts:
         0 without deltas.
         """
         cores = self.placement.trainers * self.setup.shares.cores
-        encode = deltas.encode_s(self.setup.model.parameters, self.setup.lr)
+        encode = deltas.encode_s(self.setup.model.parameters, self.setup.delta_rate)
         return encode / cores * self.route.needs.snapshots
 
     @property
     def apply_s(self) -> float:
         """Seconds in which the trainer's ranks apply the deltas of their shards."""
-        alone = deltas.apply_s(self.setup.model.parameters, self.setup.lr)
+        alone = deltas.apply_s(self.setup.model.parameters, self.setup.delta_rate)
         return alone / (self.placement.trainers * self.setup.shares.cores)
 
     def forward_s(self, tokens: float) -> float:

@@ -2,7 +2,7 @@
 
 A delta has the positions of the weights that an optimizer step changed, and the XOR of their old
 and new bits. Sizes and times were measured with 20,193,600 bfloat16 weights under AdamW on one
-core: see benchmarks/results/2026-11-21-routes.md.
+core, rounded to nearest: see benchmarks/results/2026-11-21-routes.md.
 """
 
 import math
@@ -31,6 +31,18 @@ TABLE = (
     DeltaMeasurement(1e-5, 0.104, 0.09, 0.02),
     DeltaMeasurement(1e-4, 0.502, 0.26, 0.07),
 )
+
+
+STOCHASTIC_RATE = 3.4e-5
+"""Learning rate at which deltas with rounding to nearest are as large as those with stochastic
+rounding at any lower one: 0.21 bytes a weight (docs/rounding.md). Two versions draw their roundings
+apart, so a third of the weights differ however small the update is.
+"""
+
+
+def delta_rate(rate: float, rounding: str) -> float:
+    """Return the learning rate to which the other functions apply, for a `trainer.rounding`."""
+    return max(rate, STOCHASTIC_RATE) if rounding == "stochastic" else rate
 
 
 def delta_bytes(words: float, rate: float) -> float:

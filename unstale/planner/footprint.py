@@ -16,7 +16,7 @@ from unstale.durability.checkpoint import CHECKPOINTS, VERSIONS
 from unstale.engines.registry import packs_weights
 from unstale.model import linear
 from unstale.model.policy import Policy
-from unstale.planner.deltas import delta_bytes
+from unstale.planner.deltas import delta_bytes, delta_rate
 from unstale.planner.models import WORD
 
 PROCESS_BYTES = 0.7e9
@@ -238,7 +238,7 @@ def _delta_bytes(config: RunConfig, weights: int, width: int) -> float:
     """Return the bytes of the difference between the weights of two consecutive versions."""
     if width > WORD:
         return FLOAT32_DELTA * weights
-    return delta_bytes(weights, config.trainer.lr)
+    return delta_bytes(weights, delta_rate(config.trainer.lr, config.trainer.rounding))
 
 
 def _multiplied_bytes(dtype: str) -> int:

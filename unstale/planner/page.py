@@ -186,7 +186,7 @@ def _trainer_memory(candidate: Candidate) -> Iterator[str]:
     )
     if "placement" in {option.name for option in fields(routes()[candidate.name])}:
         own = route_cost(candidate.name, placement="own")
-        main = own.main_bytes(setup.model, live=costs.live, rate=setup.lr) / devices
+        main = own.main_bytes(setup.model, live=costs.live, rate=setup.delta_rate) / devices
         yield (
             "With old_logps.placement own, the route takes no memory of a GPU and, for each GPU, "
             f"{main / _GB:.3g} GB of main memory"
@@ -299,7 +299,7 @@ def _route_row(suggestion: Suggestion, candidate: Candidate) -> Row:
     model = costs.setup.model
     placement = costs.placement
     own_model = model.copy_bytes * route.needs.resident_models * route.needs.own_process
-    main = route.main_bytes(model, live=costs.live, rate=costs.setup.lr)
+    main = route.main_bytes(model, live=costs.live, rate=costs.setup.delta_rate)
     paused_s = (candidate.route_s + costs.optimizer_s) * route.needs.closing
     mark = "*" if candidate.name in suggestion.simulated else " "
     return {
