@@ -379,11 +379,8 @@ def _pace(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
         )
     if wait.trainer is None and wait.engine is None:
         return grid
-    return Group(
-        Text.assemble(("Pace ", "bold"), (f"of the last {RECENT} steps", QUIET)),
-        grid,
-        Text(wait.sentence.split(":")[0] + ".", style="italic"),
-    )
+    title = Text.assemble(("Pace ", "bold"), (f"of the last {RECENT} steps", QUIET))
+    return Group(title, grid, Text(wait.sentence.split(":")[0] + ".", style="italic"))
 
 
 def _line(rows: Sequence[Mapping[str, Any]], config: RunConfig, took: float) -> str:

@@ -24,21 +24,21 @@ class HeldOut:
     """Number of tasks whose episodes failed. They count as no success."""
 
     @classmethod
-    def read(
-        cls, row: Mapping[str, Any], prefix: str = "", success: str = "success"
-    ) -> Self | None:
+    def of_event(cls, event: Mapping[str, Any]) -> Self | None:
         """Return the evaluation of an event. None if the event has none."""
-        share, step = number(row.get(prefix + success)), number(row.get("step"))
-        tasks = int(number(row.get(f"{prefix}tasks")) or 0)
+        share, step, tasks, failed = (
+            number(event.get(name)) for name in ("success", "step", "tasks", "failed")
+        )
         if step is None or (share is None and not tasks):
             return None
-        failed = number(row.get(f"{prefix}failed")) or number(row.get(f"{prefix}failed_tasks"))
-        return cls(int(step), share, tasks, int(failed or 0))
+        return cls(int(step), share, int(tasks or 0), int(failed or 0))
 
     @classmethod
     def of_metrics(cls, row: Mapping[str, Any]) -> Self | None:
         """Return the evaluation of a row of metrics. None if the row has none."""
-        return cls.read(row, "eval/", "success_rate")
+        names = {"success": "success_rate", "tasks": "tasks", "failed": "failed_tasks"}
+        event = {field: row.get(f"eval/{name}") for field, name in names.items()}
+        return cls.of_event({"step": row.get("step"), **event})
 
     @property
     def interval(self) -> tuple[float, float] | None:
@@ -90,7 +90,7 @@ class HeldOut:
 
 def held_out(events: Iterable[Mapping[str, Any]]) -> list[HeldOut]:
     """Return the evaluations of events by step. A resumed run may repeat one; the last counts."""
-    found = {each.step: each for event in events if (each := HeldOut.read(event))}
+    found = {each.step: each for event in events if (each := HeldOut.of_event(event))}
     return [found[step] for step in sorted(found)]
 
 
@@ -102,7 +102,7 @@ def improved(evaluations: Sequence[HeldOut]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The success before and after training: shares with their intervals, and how it was measured."""
+    """The success before and after training: shares with intervals, and how it was measured."""
 
     shares: Sequence[tuple[str, str]]
     note: str

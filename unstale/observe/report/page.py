@@ -24,12 +24,13 @@ from unstale.observe.report.options import changed_options, written
 from unstale.observe.report.survivors import trained_on
 from unstale.observe.report.transcripts import conversation
 from unstale.observe.report.words import (
+    MEANS,
     NONE,
     amount,
     duration,
     factor_names,
-    percent,
     semantics,
+    tiles,
 )
 
 MAX_REASONS = 20
@@ -74,7 +75,7 @@ def _page(run: Gathered) -> str:
         end=_end(run),
         sound=[check.title for check in CHECKS if check.name not in run.health.findings],
         facts=_facts(run),
-        tiles=_tiles(run, total),
+        tiles=tiles(figures_of(run, total), run.num_failures),
         figures=figures,
         timeline=timeline,
         meanings=_meanings(run),
@@ -154,21 +155,16 @@ def _facts(run: Gathered) -> list[str]:
     ]
 
 
-def _tiles(run: Gathered, tokens: float) -> list[tuple[str, str, str]]:
-    """Return eight key figures of the run: name, value and explanation."""
-    stalest = max((value for _, value in run.series("schedule/staleness_max")), default=None)
-    mixed = run.mean("schedule/mixed_version_share")
-    kept, clipped = run.mean("correction/kept_share"), run.mean("objective/clip_share")
-    return [
-        ("staleness, max", amount(stalest), f"bound {amount(run.bound)}"),
-        ("mixed versions", percent(mixed), "of the episodes"),
-        ("kept", percent(kept, 1), "of the tokens with an advantage"),
-        ("clipped", percent(clipped, 1), "of the tokens with an advantage"),
-        ("engine", amount(run.mean("engine/sampled_tokens_per_s")), "tokens per second"),
-        ("trainer", amount(run.mean("trainer/tokens_per_s")), "tokens per second"),
-        ("trained on", amount(tokens or None), "action tokens"),
-        ("failed", str(run.num_failures), "episodes"),
-    ]
+def figures_of(run: Gathered, tokens: float) -> dict[str, float | None]:
+    """Return the figures of `words.tiles`."""
+    return {
+        "staleness_max": max(
+            (value for _, value in run.series("schedule/staleness_max")), default=None
+        ),
+        "staleness_bound": run.bound,
+        "trained_tokens": tokens or None,
+        **{name: run.mean(metric) for name, metric in MEANS.items()},
+    }
 
 
 def _meanings(run: Gathered) -> tuple[str, str]:
