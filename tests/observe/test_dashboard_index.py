@@ -303,7 +303,7 @@ def test_values_of_training_are_in_the_table_and_at_each_token(tmp_path: Path) -
             "route": "snapshot_old",
             "version": 4,
             "minibatch": 0,
-            "skipped": False,
+            "not_run": "",
             "limits": [],
             "formulas": [],
             "problem": "the options of the run cannot be read: config.json has no option recipe",
@@ -327,7 +327,7 @@ def test_values_of_training_are_in_the_table_and_at_each_token(tmp_path: Path) -
         (part,) = tokens.episode(index, 0, start=5, limit=1)["pieces"]
         assert part["trained"] == {name: values[1:] for name, values in two.items()}
         skipped = tokens.episode(index, 1)
-        assert skipped["training"]["skipped"]
+        assert skipped["training"]["not_run"] == "its advantages are all 0"
         assert skipped["pieces"][1]["trained"]["logp"] == [None]
         assert skipped["pieces"][1]["trained"]["outcome"] == ["skipped"]
         index.close()
