@@ -519,17 +519,17 @@ def test_the_command_refuses_what_is_no_folder(
         Dashboard(tmp_path / "nowhere")
 
 
-def test_the_command_serves_at_the_lowest_priority(
+def test_the_command_serves_at_the_low_priority(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[str] = []
 
-    def run_at_lowest_priority(act: Callable[[], object]) -> int:
-        calls.append("lowest priority")
+    def run_at_low_priority(act: Callable[[], object]) -> int:
+        calls.append("low priority")
         act()
         return 7
 
-    monkeypatch.setattr(dashboard_command, "run_at_lowest_priority", run_at_lowest_priority)
+    monkeypatch.setattr(dashboard_command, "run_at_low_priority", run_at_low_priority)
 
     def serve(dashboard: Dashboard) -> None:
         dashboard._socket.close()
@@ -539,4 +539,4 @@ def test_the_command_serves_at_the_lowest_priority(
     with pytest.raises(SystemExit) as end:
         main.main(["dashboard", str(tmp_path)])
     assert end.value.code == 7
-    assert calls == ["lowest priority", "served"]
+    assert calls == ["low priority", "served"]

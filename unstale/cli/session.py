@@ -454,8 +454,7 @@ class RunSession:
             if previous is None:
                 self.log.rewind(stored.metrics)
             if changed:
-                step = max((int(row["step"]) for row in stored.metrics), default=0)
-                self.log.event("data_changed", step=step, **changed)
+                self.log.event("data_changed", step=state.progress.step, **changed)
             del stored, previous  # their tensors take as much memory as the trainer
         self.machine = machine
         outputs = Outputs(self.log, display, self._trackers)
