@@ -120,7 +120,7 @@ def learning(run: Gathered) -> Markup:
     lines += [
         Series(
             name="data changed",
-            colour="bad",
+            colour="trainer",
             points=[(float(step), 0.0), (float(step), 1.0)],
             show=lambda _: "",
         )
