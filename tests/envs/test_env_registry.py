@@ -19,7 +19,10 @@ from unstale.cli import session
 from unstale.cli.recipe_options import options_help
 from unstale.config import ConfigError, make_task
 from unstale.config.options import override
-from unstale.envs.registry import build_taskset, shipped_envs
+from unstale.envs import ListedTasks
+from unstale.envs.calculator import CalculatorTasks
+from unstale.envs.mixed import MixedTasks
+from unstale.envs.registry import build_taskset, data_digests, shipped_envs
 from unstale.observe.trackers import find_trackers
 from unstale.recipes import RECIPES, make_recipe
 from unstale.testing import check_env
@@ -177,3 +180,26 @@ def test_a_module_of_the_current_folder_precedes_an_installed_one(
 def test_an_error_names_the_installed_module_that_was_imported() -> None:
     with pytest.raises(ConfigError, match=r"\(.*json/__init__.py: this is an installed module"):
         build_taskset(make_task("json:made"))
+
+
+SPLITS = ("train", "held_out")
+
+
+def test_a_mixture_has_the_digests_of_the_rows_of_its_parts() -> None:
+    def make(name: str, *rows: int) -> ListedTasks:
+        class Tasks(ListedTasks):
+            tools = ()
+
+        tasks = Tasks()
+        tasks.name, tasks.data = name, dict(zip(SPLITS, (list(rows), [0]), strict=True))
+        return tasks
+
+    def mixed(*rows: int) -> dict[str, str]:
+        inner = MixedTasks("inner", [make("a", 1), make("b", *rows)])
+        return data_digests(MixedTasks("outer", [inner, CalculatorTasks()]))
+
+    before = mixed(1, 2)
+    assert before == mixed(1, 2)
+    changed = {name for name, digest in mixed(1, 3).items() if digest != before[name]}
+    assert before.keys() == {f"inner/{name}/{split}" for name in "ab" for split in SPLITS}
+    assert changed == {"inner/b/train"}

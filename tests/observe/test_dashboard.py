@@ -12,11 +12,13 @@ import http.client
 import json
 import os
 import re
+import resource
 import shutil
+import socket
 import sqlite3
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -443,6 +445,33 @@ def test_a_run_that_is_removed_while_it_is_read_is_a_sentence(
     assert client.ask("run", 409, run="first")["error"].endswith(sentence)
 
 
+def test_idle_connections_do_not_lock_out_the_user(client: Client) -> None:
+    with ExitStack() as opened:
+        for _ in range(120):
+            address = (HOST, client.dashboard.port)
+            opened.enter_context(socket.create_connection(address)).sendall(b"GET /")
+        assert len(client.ask("runs")["runs"]) == 1
+
+
+def test_more_runs_than_descriptors_are_read(tmp_path: Path) -> None:
+    for number in range(60):
+        run = tmp_path / f"run{number:02}"
+        run.mkdir()
+        (run / METRICS).write_text('{"step": 1, "loss": 1}\n')
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    folders = RunFolders(tmp_path)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 60, hard))
+        with indexer.Indexer(folders) as found:
+            wait_until(
+                lambda: sum(each.num_rows for each in found.known().values()) == 60, "all rows"
+            )
+            assert not found.problem
+            assert not any(each.problems for each in found.known().values())
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
 def test_many_runs_need_few_descriptors_and_one_fails_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -490,17 +519,17 @@ def test_the_command_refuses_what_is_no_folder(
         Dashboard(tmp_path / "nowhere")
 
 
-def test_the_command_serves_at_the_lowest_priority(
+def test_the_command_serves_at_the_low_priority(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[str] = []
 
-    def run_at_lowest_priority(act: Callable[[], object]) -> int:
-        calls.append("lowest priority")
+    def run_at_low_priority(act: Callable[[], object]) -> int:
+        calls.append("low priority")
         act()
         return 7
 
-    monkeypatch.setattr(dashboard_command, "run_at_lowest_priority", run_at_lowest_priority)
+    monkeypatch.setattr(dashboard_command, "run_at_low_priority", run_at_low_priority)
 
     def serve(dashboard: Dashboard) -> None:
         dashboard._socket.close()
@@ -510,4 +539,4 @@ def test_the_command_serves_at_the_lowest_priority(
     with pytest.raises(SystemExit) as end:
         main.main(["dashboard", str(tmp_path)])
     assert end.value.code == 7
-    assert calls == ["lowest priority", "served"]
+    assert calls == ["low priority", "served"]

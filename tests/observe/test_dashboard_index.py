@@ -303,7 +303,7 @@ def test_values_of_training_are_in_the_table_and_at_each_token(tmp_path: Path) -
             "route": "snapshot_old",
             "version": 4,
             "minibatch": 0,
-            "skipped": False,
+            "not_run": "",
             "limits": [],
             "formulas": [],
             "problem": "the options of the run cannot be read: config.json has no option recipe",
@@ -327,7 +327,7 @@ def test_values_of_training_are_in_the_table_and_at_each_token(tmp_path: Path) -
         (part,) = tokens.episode(index, 0, start=5, limit=1)["pieces"]
         assert part["trained"] == {name: values[1:] for name, values in two.items()}
         skipped = tokens.episode(index, 1)
-        assert skipped["training"]["skipped"]
+        assert skipped["training"]["not_run"] == "its advantages are all 0"
         assert skipped["pieces"][1]["trained"]["logp"] == [None]
         assert skipped["pieces"][1]["trained"]["outcome"] == ["skipped"]
         index.close()
@@ -496,6 +496,56 @@ def test_a_journal_that_cannot_be_read_is_a_sentence(
     assert len(index.problems) == 1 and sentence in index.problems[0]
     assert index.is_complete and index.num_rows == STEPS + 1
     index.close()
+
+
+@pytest.mark.parametrize("suffix", ["", "-wal", "-shm", "-journal"])
+@pytest.mark.parametrize("kind", ["fifo", "directory", "link"])
+def test_a_strange_file_of_a_journal_is_not_opened(
+    kind: str, suffix: str, run: Path, tmp_path: Path
+) -> None:
+    path = run / f"{JOURNAL}{suffix}"
+    path.unlink(missing_ok=True)
+    match kind:
+        case "fifo":
+            os.mkfifo(path)
+        case "directory":
+            path.mkdir()
+        case "link":
+            path.symlink_to("elsewhere")
+    before = sorted(run.rglob("*"))
+    index = fill(RunIndex(run, tmp_path / "index.sqlite"))
+    (problem,) = index.problems
+    expected = "is a link" if kind == "link" else "is not a regular file"
+    assert problem.startswith(f"{path.name} {expected}")
+    assert index.is_complete and index.num_rows == STEPS + 1
+    assert sorted(run.rglob("*")) == before
+    index.close()
+
+
+def test_the_files_of_a_killed_run_are_read_and_left_as_they_are(tmp_path: Path) -> None:
+    """A kill leaves the write-ahead log. Its shared file is not written, and not created."""
+    live, killed, copied = (tmp_path / name for name in ("live", "killed", "copied"))
+    live.mkdir()
+    with Journal(live / JOURNAL) as journal:
+        journal.add_request(GroupRequest(0, Task("toy", "train", 0), seed=0, place=0))
+        journal.begin(0, 0, episode=0, seed=7)
+        asyncio.run(journal.checkpoint("empty", step=0, version=0))
+        shutil.copytree(live, killed)
+    shutil.copytree(killed, copied)
+    (copied / f"{JOURNAL}-shm").unlink()
+
+    def content(folder: Path) -> dict[str, bytes]:
+        return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+    for folder, problem in ((killed, ""), (copied, "`unstale journal` creates the missing ones")):
+        assert f"{JOURNAL}-wal" in content(folder)
+        (folder / "config.json").write_text("{}")
+        before = content(folder)
+        index = fill(RunIndex(folder, tmp_path / f"{folder.name}.sqlite"))
+        assert problem in index.problem and bool(problem) == bool(index.problem)
+        assert index.num_episodes == (0 if problem else 1)
+        assert content(folder) == before
+        index.close()
 
 
 def value_of(row: dict[str, Any], name: str) -> Any:

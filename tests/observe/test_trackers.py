@@ -18,7 +18,7 @@ import struct
 import sys
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from importlib import import_module
 from io import StringIO
@@ -228,6 +228,31 @@ def test_silent_connections_hold_neither_prometheus_nor_its_end(tmp_path: Path) 
         assert len(gauges(url)) == 2
         for _ in range(2):
             opened.enter_context(socket.create_connection(address)).sendall(b"G")
+        sink.close(FINISHED)
+
+
+def test_slow_connections_do_not_block_prometheus(tmp_path: Path) -> None:
+    """A client that always sends a little is never silent."""
+    pytest.importorskip("prometheus_client")
+    sink, url = open_prometheus(tmp_path / "run")
+    sink.write(1, {"reward/mean": 0.25})
+    address = ("127.0.0.1", int(url.split(":")[2].partition("/")[0]))
+    ended, scraped = threading.Event(), threading.Event()
+    with socket.create_connection(address) as slow:
+
+        def send() -> None:
+            with suppress(OSError):
+                slow.sendall(b"GET /")
+                while not scraped.wait(0.05):
+                    slow.sendall(b"x")
+            ended.set()
+
+        sender = threading.Thread(target=send)
+        sender.start()
+        assert len(gauges(url)) == 2
+        assert not ended.is_set(), "the slow client was still sending"
+        scraped.set()
+        sender.join()
         sink.close(FINISHED)
 
 

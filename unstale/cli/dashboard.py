@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from unstale.cli.lowest_priority import run_at_lowest_priority
+from unstale.cli.low_priority import run_at_low_priority
 from unstale.config import ConfigError, install
 from unstale.config.checks import bounded
 from unstale.durability.console import Console
@@ -43,4 +43,4 @@ def _dashboard(chosen: argparse.Namespace) -> int:
     console = Console(soft_wrap=True)
     console.print(dashboard.url, highlight=False, markup=False)
     console.print("Ctrl-C stops the dashboard", style="dim")
-    return run_at_lowest_priority(dashboard.serve)
+    return run_at_low_priority(dashboard.serve)

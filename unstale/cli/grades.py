@@ -14,6 +14,7 @@ from typing import Any, Literal
 import numpy
 from rich.table import Table
 
+from unstale.observe.report.held_out import FAILED
 from unstale.observe.statistics import wilson
 
 RESAMPLES = 10_000
@@ -72,8 +73,13 @@ class EvalResult:
         return len(self.successes)
 
     @property
+    def is_known(self) -> bool:
+        """False if every episode failed, so that the success of the policy is not known."""
+        return self.failed < self.tasks * self.attempts
+
+    @property
     def success(self) -> float:
-        return self.average.value
+        return self.average.value if self.is_known else math.nan
 
     @property
     def average(self) -> TaskMean:
@@ -108,7 +114,7 @@ class EvalResult:
                 "attempts": self.attempts,
                 "failed": self.failed,
             },
-            **self.rows(ks),
+            **(self.rows(ks) if self.is_known else {}),
         }
         if not math.isnan(self.reward):
             row["reward_mean"] = self.reward
@@ -121,6 +127,9 @@ class EvalResult:
         table = Table("", "held-out success", "95% interval", "", title=str(self))
         for env, part in {**self.by_env, "": self}.items():
             for name, estimate in part.rows(ks).items():
+                if not part.is_known:
+                    table.add_row(f"{env} {name}".strip(), FAILED, "", "")
+                    continue
                 interval = f"{estimate.low:.1%} to {estimate.high:.1%}"
                 label = f"{env} {name}".strip()
                 table.add_row(label, f"{estimate.value:.1%}", interval, estimate.interval)

@@ -30,6 +30,7 @@ from unstale.durability.machine import commit, lock_folder, machine, versions
 from unstale.durability.run_folder import CONFIG, EVENTS, METRICS, RunFolder, dumps, read_jsonl
 from unstale.observe.report.compare import LAUNCHES, ended, grouped
 from unstale.observe.report.compare_page import write_comparison
+from unstale.observe.report.held_out import held_out
 from unstale.observe.report.words import duration, number, percent
 from unstale.weights.child_process import cores
 
@@ -321,5 +322,5 @@ def _progress(run: Planned) -> str:
 
 def _success(run: Planned) -> str:
     events = RunFolder(run.folder).rows(EVENTS)
-    rates = [event["success"] for event in events if event.get("kind") == "eval"]
-    return f"held-out success {percent(number(rates[-1]), 1)}" if rates else "finished"
+    evaluations = held_out(event for event in events if event.get("kind") == "eval")
+    return f"held-out success {evaluations[-1]}" if evaluations else "finished"

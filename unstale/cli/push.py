@@ -13,7 +13,7 @@ from unstale.config import SHIPPED_POLICIES, ConfigError
 from unstale.config.checks import require_empty_folder
 from unstale.config.hub import hub_errors
 from unstale.durability.machine import commit, versions
-from unstale.observe.report.gather import Gathered, HeldOutSuccess, gather
+from unstale.observe.report.gather import Gathered, gather
 
 CARD = "README.md"
 
@@ -108,21 +108,16 @@ def _figures(run: Gathered) -> dict[str, object]:
     """Return held-out success and mean reward, at the start and at the end of the run."""
     figures: dict[str, object] = {}
     if run.evaluations:
-        figures["held-out success before training"] = _success(run.evaluations[0])
-        figures["held-out success after training"] = _success(run.evaluations[-1])
+        for when, each in (("before", run.evaluations[0]), ("after", run.evaluations[-1])):
+            tasks = f" on {each.tasks} tasks" if each.tasks else ""
+            share = f"{each.share} ({each.about})" if each.about else each.share
+            figures[f"held-out success {when} training"] = f"{share}{tasks}, step {each.step}"
     if rewards := run.series("reward/mean"):
         figures[f"mean reward at step {rewards[0][0]}"] = f"{rewards[0][1]:.3g}"
         figures[f"mean reward at step {rewards[-1][0]}"] = f"{rewards[-1][1]:.3g}"
     if run.seconds:
         figures["hours of training"] = f"{run.seconds / 3600:.2g}"
     return figures
-
-
-def _success(measured: HeldOutSuccess) -> str:
-    low, high = measured.interval
-    tasks = f" on {measured.tasks} tasks" if measured.tasks else ""
-    interval = f"(95% interval {low:.1%} to {high:.1%})"
-    return f"{measured.success:.1%} {interval}{tasks}, step {measured.step}"
 
 
 def _table(head: tuple[str, str], rows: dict[str, object]) -> str:

@@ -440,8 +440,7 @@ class RunSession:
             display.phase("reading the checkpoint and the journal")
             previous = self.machine
             machine = self._build(display)
-            if previous is None:
-                self._require_same_data(machine)
+            changed = self._changed_data(machine) if previous is None else None
             checkpoints = build_checkpoints(config, machine, folder)
             stored = load_resume_state(
                 folder,
@@ -454,6 +453,8 @@ class RunSession:
             )
             if previous is None:
                 self.log.rewind(stored.metrics)
+            if changed:
+                self.log.event("data_changed", step=state.progress.step, **changed)
             del stored, previous  # their tensors take as much memory as the trainer
         self.machine = machine
         outputs = Outputs(self.log, display, self._trackers)
@@ -463,14 +464,15 @@ class RunSession:
             _supervise(parts), virtual=config.deterministic, on_stuck=self._end_stuck
         )
 
-    def _require_same_data(self, machine: Components) -> None:
-        """Raise `ConfigError` if the tasks have other rows than before, unless that is allowed.
+    def _changed_data(self, machine: Components) -> dict[str, Any] | None:
+        """Return the digests of the rows and what has changed. None if they are those of before.
 
-        A run that was begun before digests were recorded is not checked.
+        A run that was begun before digests were recorded is not checked. Raises `ConfigError` if
+        other rows are not allowed.
         """
         now, before = _data_of(machine), _recorded_data(self.log.path)
         if before is None or now == before:
-            return
+            return None
         changes = [
             f"{split.replace('_', '-')}: {before.get(split, 'none')}; now {now.get(split, 'none')}"
             for split in sorted(before.keys() | now.keys())
@@ -482,8 +484,7 @@ class RunSession:
                 f"{text}. Held-out shares before and after could not be compared. Put the old data "
                 "back, start a new run, or add --allow_changed_data true"
             )
-        step = max((row["step"] for row in RunFolder(self.log.path).metrics()), default=0)
-        self.log.event("data_changed", step=step, data=now, text=text)
+        return {"data": now, "text": text}
 
     def _begin(self) -> None:
         """Write the options into the run folder, now that the engine has started with them.

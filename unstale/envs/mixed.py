@@ -17,6 +17,10 @@ class MixedTasks:
         schemas = {tool["function"]["name"]: tool for part in parts for tool in part.tools}
         self.tools: tuple[Mapping[str, Any], ...] = tuple(schemas.values())
 
+    @property
+    def parts(self) -> Sequence[Taskset]:
+        return list(self._parts.values())
+
     def part_of(self, task: Task) -> Taskset:
         """Return the task set that a task is from."""
         return self._parts[task.env]

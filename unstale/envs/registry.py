@@ -32,6 +32,7 @@ from unstale import envs
 from unstale.config import ConfigError, TaskConfig, install, nearest
 from unstale.envs import ListedTasks, Taskset, adapters
 from unstale.envs.guard import Watchdog, describe, time_limit
+from unstale.envs.mixed import MixedTasks
 from unstale.records import Task
 
 MAX_CHECKED = 1000
@@ -238,9 +239,16 @@ def held_out_tasks(taskset: Taskset, count: int) -> list[Task]:
 def data_digests(taskset: Taskset) -> dict[str, str]:
     """Return the number of rows and their digest, for each split of a list of tasks.
 
-    Empty for a task set that makes its tasks from numbers. Values that are not JSON, such as
+    The splits of a mixture have the name of the part before theirs, as in `math/train`. Empty for a
+    task set that makes its tasks from numbers. Values that are not JSON, such as
     images, count by their type alone.
     """
+    if isinstance(taskset, MixedTasks):
+        return {
+            f"{part.name}/{split}": digest
+            for part in taskset.parts
+            for split, digest in data_digests(part).items()
+        }
     if not isinstance(taskset, ListedTasks):
         return {}
     return {split: _digest(rows) for split, rows in taskset.data.items()}

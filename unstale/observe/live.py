@@ -17,8 +17,8 @@ from rich.text import Text
 from unstale.config import RunConfig
 from unstale.durability.console import Console
 from unstale.durability.run_folder import show_controls
+from unstale.observe.report.held_out import HeldOut, improved
 from unstale.observe.report.words import NONE, amount, duration, number, percent, waiting
-from unstale.observe.statistics import wilson
 
 HISTORY = 400
 RECENT = 5
@@ -72,7 +72,7 @@ class LiveDisplay:
         self._clock, self._quiet_s = clock, quiet_s
         self._start = self._last_line = self._last_step = clock()
         self._rows: list[Mapping[str, Any]] = []
-        self._evals: list[tuple[int, float, int]] = []
+        self._evals: list[HeldOut] = []
         self._phase: tuple[str, int, int] = ("starting", 0, 0)
         self._printed_phase = ""
         self._stopped = threading.Event()
@@ -111,10 +111,8 @@ class LiveDisplay:
             self._phase = ("", 0, 0)
             now = self._clock()
             self._rows = [*self._rows[-HISTORY:], {"time_s": now - self._start, **metrics}]
-            success = number(metrics.get("eval/success_rate"))
-            if success is not None:
-                step, tasks = (int(number(metrics.get(key)) or 0) for key in ("step", "eval/tasks"))
-                self._evals.append((step, success, tasks))
+            if evaluation := HeldOut.of_metrics(metrics):
+                self._evals.append(evaluation)
             if self._live is None:
                 self._print(_line(self._rows, self.config, now - self._last_step))
             self._last_step = now
@@ -259,12 +257,13 @@ def _progress(
 
 def _numbers(
     rows: Sequence[Mapping[str, Any]],
-    evals: Sequence[tuple[int, float, int]],
+    evals: Sequence[HeldOut],
     config: RunConfig,
     console: Console,
 ) -> RenderableType:
-    learning, off_policy = _learning(rows, evals), _off_policy(rows, config)
-    if console.width < WIDE:
+    is_wide = console.width >= WIDE
+    learning, off_policy = _learning(rows, evals, is_wide=is_wide), _off_policy(rows, config)
+    if not is_wide:
         return Group(learning, *([Text()] if console.height >= ROOMY else []), off_policy)
     grid = Table.grid(Column(ratio=1), Column(ratio=1), padding=(0, 3), expand=True)
     grid.add_row(learning, off_policy)
@@ -283,18 +282,22 @@ def _block(title: str) -> Table:
 
 
 def _learning(
-    rows: Sequence[Mapping[str, Any]], evals: Sequence[tuple[int, float, int]]
+    rows: Sequence[Mapping[str, Any]], evals: Sequence[HeldOut], *, is_wide: bool
 ) -> RenderableType:
+    """Return the block on success and reward. Counts have a line of their own beside a block."""
     table = _block("Learning")
     if evals:
-        shares = [share for _, share, _ in evals]
-        style = GOOD if shares[-1] > shares[0] else "default"
+        last = evals[-1]
+        shares = [each.success for each in evals if each.success is not None]
+        style = WARN if last.success is None else GOOD if improved(evals) else "default"
         note = Text.assemble((f"{sparkline(shares, 10, 0, 1)} " if len(evals) > 2 else "", style))
-        number_of_step, share, tasks = evals[-1]
-        step = f"step {number_of_step}" if number_of_step else "before training"
-        step += _interval(share, tasks)
-        note.append(f"was {percent(shares[0], 1)} · {step}" if len(evals) > 1 else step, QUIET)
-        table.add_row("held-out", Text(percent(shares[-1], 1), style=f"bold {style}"), note)
+        step = f"step {last.step}" if last.step else "before training"
+        counts = "" if is_wide or not last.counts else f" ({last.counts})"
+        was = f"was {evals[0].share} · " if len(evals) > 1 else ""
+        note.append(f"{was}{step}{counts}", QUIET)
+        table.add_row("held-out", Text(last.share, style=f"bold {style}"), note)
+        if is_wide and last.counts:
+            table.add_row("", "", Text(last.counts, style=QUIET))
     rollout = sparkline(_series(rows, "rollout/success_rate"), 22, 0, 1)
     table.add_row(
         "rollout",
@@ -376,32 +379,16 @@ def _pace(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
         )
     if wait.trainer is None and wait.engine is None:
         return grid
-    return Group(
-        Text("Pace", style="bold"), grid, Text(wait.sentence.split(":")[0] + ".", style="italic")
-    )
-
-
-def _interval(share: float, tasks: int) -> str:
-    """Return the number of tasks behind a share and its 95% interval, if the number is known.
-
-    >>> _interval(0.5, 4)
-    ' (4 tasks, 15% to 85%)'
-    """
-    if not tasks:
-        return ""
-    low, high = wilson(min(1.0, max(0.0, share)), tasks)
-    return f" ({tasks} tasks, {percent(low)} to {percent(high)})"
+    title = Text.assemble(("Pace ", "bold"), (f"of the last {RECENT} steps", QUIET))
+    return Group(title, grid, Text(wait.sentence.split(":")[0] + ".", style="italic"))
 
 
 def _line(rows: Sequence[Mapping[str, Any]], config: RunConfig, took: float) -> str:
     """Return the line that is printed for one step."""
     row = rows[-1]
-    step, held_out = int(number(row.get("step")) or 0), number(row.get("eval/success_rate"))
-    parts = [f"step {step}/{config.steps}"]
-    if (tasks := int(number(row.get("eval/tasks")) or 0)) and held_out is None:
-        parts.append(f"held-out failed (all {tasks} tasks)")
-    elif held_out is not None:
-        parts.append(f"held-out {percent(held_out, 1)}{_interval(held_out, tasks)}")
+    parts = [f"step {int(number(row.get('step')) or 0)}/{config.steps}"]
+    if evaluation := HeldOut.of_metrics(row):
+        parts.append(f"held-out {evaluation}")
     wanted = (
         ("success", "rollout/success_rate", lambda v: percent(v, 1)),
         ("reward", "reward/mean", lambda v: f"{v:.2f}"),

@@ -109,12 +109,15 @@ class JournalReader:
     Use it as a context manager, or call `close`.
     """
 
-    def __init__(self, path: Path, routes: RouteFiles | None = None) -> None:
+    def __init__(
+        self, path: Path, routes: RouteFiles | None = None, *, leave_files: bool = False
+    ) -> None:
         """Open a journal.
 
         `routes` are the files that record which experts of an MoE model sampled tokens used, if
-        they are needed. Raises FileNotFoundError if there is no file, and `JournalError` if the
-        file is not a journal.
+        they are needed. With `leave_files`, no file of the folder is written, not even that of the
+        locks of the write-ahead log. Raises FileNotFoundError if there is no file, and
+        `JournalError` if the file is not a journal.
         """
         self.path = path
         self._routes = routes
@@ -127,10 +130,10 @@ class JournalReader:
             raise FileNotFoundError(f"{path.parent} holds no journal: {problem}")
         with ExitStack() as on_error:
             with self.wrap_errors():
-                _roll_back(path)
-                self._connection = sqlite3.connect(
-                    f"file:{quote(str(path))}?mode=ro", uri=True, isolation_level=None
-                )
+                if not leave_files:
+                    _roll_back(path)
+                address = f"file:{quote(str(path))}?mode=ro&readonly_shm={int(leave_files)}"
+                self._connection = sqlite3.connect(address, uri=True, isolation_level=None)
                 on_error.callback(self._connection.close)
                 self._connection.executescript(
                     "PRAGMA trusted_schema=OFF; PRAGMA cell_size_check=ON; BEGIN;"

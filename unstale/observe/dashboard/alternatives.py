@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from unstale.durability.journal import Journal, JournalReader
+from unstale.durability.journal import JournalReader
 from unstale.durability.journal.token_rows import TrainedTokens
 from unstale.durability.run_folder import Row
 from unstale.observe.dashboard.factors import (
@@ -28,7 +28,7 @@ from unstale.observe.dashboard.factors import (
     outcome_codes,
     require_values,
 )
-from unstale.observe.dashboard.index import unreadable
+from unstale.observe.dashboard.journals import open_journal
 from unstale.observe.dashboard.limits import Settings, make_route
 from unstale.records import Trajectory
 from unstale.token_values import STORED, TokenFlag
@@ -86,10 +86,8 @@ def compare(folder: Path, choice: TokenChoice, own: Settings, other: Settings) -
 
     Raises `JournalError`, and OSError without a journal.
     """
-    if problem := unreadable(folder):
-        raise FileNotFoundError(problem)
     tally = _Tally()
-    with Journal.read(folder) as journal:
+    with open_journal(folder) as journal:
         read = find_rows(journal, choice, limit=MAX_TOKENS)
         for row in read.rows:
             values = journal.trained_tokens(row.group, row.step)
@@ -284,10 +282,10 @@ def changed_tokens(
 
     The journal is read a group at a time. Raises `JournalError`, and OSError without a journal.
     """
-    with Journal.read(folder) as journal:
+    with open_journal(folder) as journal:
         found = find_rows(journal, choice, limit=2**62).rows
     for row in found:
-        with Journal.read(folder) as journal:
+        with open_journal(folder) as journal:
             values = journal.trained_tokens(row.group, row.step)
             require_values(values, row)
             group = _group(journal, [each for each in values if each.minibatch is not None])

@@ -10,10 +10,11 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from unstale.durability.journal import JOURNAL, Journal, JournalError
+from unstale.durability.journal import JOURNAL, JournalError
 from unstale.durability.run_folder import AUDIT, Row, RunFolder
 from unstale.observe.dashboard.folders import is_own_file
-from unstale.observe.dashboard.index import RunIndex, unreadable
+from unstale.observe.dashboard.index import RunIndex
+from unstale.observe.dashboard.journals import open_journal
 from unstale.observe.report.audited import COLUMNS, cells
 from unstale.observe.report.gather import by_lag, flatten
 from unstale.observe.report.words import amount, is_exact, mapping, number, percent, records
@@ -89,9 +90,7 @@ def _audited_tokens(folder: Path) -> tuple[list[list[float]], str]:
     if not is_own_file(folder / JOURNAL):
         return [], ""
     try:
-        if problem := unreadable(folder):
-            return [], problem
-        with Journal.read(folder) as journal:
+        with open_journal(folder) as journal:
             rows = [
                 [number(row.get(name)) for name in names]
                 for row in journal.token_samples(newest=MAX_STEPS)

@@ -155,6 +155,7 @@ class Database:
         self._reading = threading.local()
         """Has the connection `reader` of the thread that is reading, if it is."""
         self._open().executescript(f"PRAGMA journal_mode=WAL;{FILES};{EPISODES};")
+        self.close_writer()
         self._made: set[str] = set()
         self._wanted: set[str] = set()
         """Columns that have an index, and those that should get one."""

@@ -15,14 +15,15 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 from unstale.config import install
-from unstale.durability.journal import Journal, JournalReader
+from unstale.durability.journal import JournalReader
 from unstale.durability.journal.export import parquet_schema, token_row, trained_columns
 from unstale.durability.journal.token_rows import TrainedTokens
 from unstale.durability.run_folder import Row, dumps
 from unstale.observe.dashboard import alternatives, limits
 from unstale.observe.dashboard.database import COLUMNS
 from unstale.observe.dashboard.factors import Brush, TokenChoice, find_rows, require_values
-from unstale.observe.dashboard.index import RunIndex, unreadable
+from unstale.observe.dashboard.index import RunIndex
+from unstale.observe.dashboard.journals import open_journal, unreadable
 from unstale.observe.dashboard.table import (
     BadQuestion,
     Condition,
@@ -134,7 +135,7 @@ def parts(index: RunIndex, selection: ExportRequest) -> Iterator[bytes]:
             other = limits.changed_settings(own, selection.changes)
             rows = alternatives.changed_tokens(index.folder, selection.choice, own, other)
         else:
-            with Journal.read(index.folder) as journal:
+            with open_journal(index.folder) as journal:
                 with_values = bool(journal.num_token_values)
             rows, size = _episodes(index, selection, with_values=with_values), _num_tokens
     first = list(islice(rows, 1))
@@ -316,7 +317,7 @@ def _episodes(index: RunIndex, selection: ExportRequest, *, with_values: bool) -
     finished = Condition("outcome IN ('trained', 'waiting')")
     for rows in _pages(index, selection, "episode", finished):
         for start in range(0, len(rows), EPISODES):
-            with Journal.read(index.folder) as journal:
+            with open_journal(index.folder) as journal:
                 found = [
                     _episode(journal, each, with_values=with_values)
                     for (each,) in rows[start : start + EPISODES]
@@ -339,10 +340,10 @@ def _brushed(index: RunIndex, selection: ExportRequest) -> Iterator[Row]:
 
     Without a brush they are all chosen tokens, also those without a log D or log S.
     """
-    with Journal.read(index.folder) as journal:
+    with open_journal(index.folder) as journal:
         rows = find_rows(journal, selection.choice, limit=2**62).rows
     for row in rows:
-        with Journal.read(index.folder) as journal:
+        with open_journal(index.folder) as journal:
             found = journal.trained_tokens(row.group, row.step)
             require_values(found, row)
             trained = [(values, journal.pieces(values.episode)) for values in found]

@@ -15,11 +15,11 @@ from typing import Any
 
 import numpy as np
 
-from unstale.durability.journal import Journal, JournalError, JournalReader
+from unstale.durability.journal import JournalError, JournalReader
 from unstale.durability.journal.tables import COLUMNS, seal
 from unstale.durability.journal.token_rows import TrainedTokens, unpack_tokens
 from unstale.durability.run_folder import Row
-from unstale.observe.dashboard.index import unreadable
+from unstale.observe.dashboard.journals import open_journal
 from unstale.observe.dashboard.table import BadQuestion
 from unstale.token_values import KEPT, OUTCOMES, SKIPPED, TokenFlag, TokenValues
 
@@ -230,10 +230,8 @@ class TokenCache:
 
         Rows never change under the same checksum, so a row that is kept is not read again.
         """
-        if problem := unreadable(folder):
-            raise FileNotFoundError(problem)
         parts = []
-        with Journal.read(folder) as journal:
+        with open_journal(folder) as journal:
             read = find_rows(journal, choice, limit=limit)
             for row in read.rows:
                 part = self._get(folder, row)

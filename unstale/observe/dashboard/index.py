@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from unstale.durability.journal import JOURNAL, Journal, JournalError, JournalReader
+from unstale.durability.journal import JOURNAL, JournalError, JournalReader
 from unstale.durability.journal.conversations import Decode, load_decoder
 from unstale.durability.run_folder import EVENTS, METRICS, Row
 from unstale.observe.dashboard.ages import add_ages, add_ages_of, count_ages
@@ -21,7 +21,7 @@ from unstale.observe.dashboard.episode_rows import (
     text_of,
 )
 from unstale.observe.dashboard.events import MAX_EVENT_TEXT, add_event
-from unstale.observe.dashboard.folders import is_own_file
+from unstale.observe.dashboard.journals import open_journal, unreadable
 from unstale.observe.dashboard.tail import Tail
 from unstale.observe.dashboard.training import measure_group
 from unstale.observe.health import TrainingHealth
@@ -249,7 +249,7 @@ class RunIndex:
             if not self.problem:
                 if state[0] != self._inode:
                     self._restart(state[0])
-                with Journal.read(self.folder) as journal:
+                with open_journal(self.folder) as journal:
                     self.is_complete = self._copy(journal)
         except (JournalError, OSError, ValueError) as error:
             self.problem = str(error)
@@ -272,7 +272,7 @@ class RunIndex:
         try:
             self.problem = unreadable(self.folder)
             if not self.problem:
-                with Journal.read(self.folder) as journal:
+                with open_journal(self.folder) as journal:
                     rows = journal.rows("SELECT num_rows FROM counts WHERE name = 'episodes'")
                 self.num_started = sum(count for (count,) in rows)
         except (JournalError, OSError, ValueError) as error:
@@ -503,23 +503,3 @@ def _state(folder: Path) -> tuple[int, ...]:
         except OSError:
             state += [0, 0, 0]
     return tuple(state)
-
-
-def unreadable(folder: Path) -> str:
-    """Return why a journal is not opened, as a sentence. Empty if it can be."""
-    if not is_own_file(folder / JOURNAL):
-        linked = (folder / JOURNAL).is_symlink()
-        return (
-            f"{JOURNAL} is a link, and links are not followed"
-            if linked
-            else (f"{JOURNAL} is missing, so there are no episodes")
-        )
-    for suffix in ("-wal", "-shm"):
-        if (folder / f"{JOURNAL}{suffix}").is_symlink():
-            return f"{JOURNAL}{suffix} is a link, and links are not followed"
-    if (folder / f"{JOURNAL}-journal").exists():
-        return (
-            f"{JOURNAL} has an unfinished transaction of a killed writer; "
-            "`unstale journal` undoes it, which the dashboard may not"
-        )
-    return ""

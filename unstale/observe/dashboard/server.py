@@ -21,7 +21,6 @@ from typing import Any
 from urllib.parse import parse_qs
 
 import orjson
-import uvicorn
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
@@ -54,12 +53,11 @@ from unstale.observe.dashboard.indexer import POLL_S, Indexer
 from unstale.observe.dashboard.table import BadQuestion
 from unstale.observe.dashboard.tokens import NotYet, UnknownEpisode
 from unstale.observe.report.markup import read_asset
+from unstale.rollout.endpoint.connections import BACKLOG, LimitedServer
 
 HOST = "127.0.0.1"
 KEEP_ALIVE_S = 15.0
 """Seconds after which a stream without news sends a comment, so that a lost client is noticed."""
-
-MAX_CONNECTIONS = 100
 
 _ESCAPED = re.compile(rb"\x7f|\xc2[\x80-\x9f]|\xe2\x80[\xaa-\xae]|\xe2\x81[\xa6-\xa9]")
 """UTF-8 of the characters that `dumps` escapes and orjson does not."""
@@ -135,14 +133,24 @@ class Gate:
             return _error(421, f"this server is {' or '.join(sorted(self._hosts))}")
         if request.method not in ("GET", "HEAD"):
             return _error(405, "only GET is allowed: the dashboard changes nothing")
-        given = parse_qs(request.url.query).get("token", [""])[0]
-        if _equal(given, self._token):
+        if self._has_token(request):
             return self._welcome(request.url.path)
-        if _equal(request.cookies.get(self._cookie, ""), self._token):
+        if self._has_cookie(request):
             return None
         return _error(
             401, "the token is missing or wrong: open the address that `unstale dashboard` printed"
         )
+
+    def admits(self, scope: Mapping[str, Any]) -> bool:
+        """Return True for a request of the user: one with the cookie, or with the token."""
+        request = Request(scope)  # type: ignore[arg-type]
+        return self._has_cookie(request) or self._has_token(request)
+
+    def _has_cookie(self, request: Request) -> bool:
+        return _equal(request.cookies.get(self._cookie, ""), self._token)
+
+    def _has_token(self, request: Request) -> bool:
+        return _equal(parse_qs(request.url.query).get("token", [""])[0], self._token)
 
     def _welcome(self, path: str) -> Response:
         own = path if path.startswith("/") and not path.startswith(("//", "/\\")) else "/"
@@ -176,7 +184,7 @@ def _json(value: Any, status: int = 200) -> Response:
     return Response(body, status, headers, media_type="application/json")
 
 
-def make_app(indexer: Indexer, *, token: str, port: int) -> ASGIApp:
+def make_app(indexer: Indexer, *, token: str, port: int) -> Gate:
     """Return the ASGI application. `indexer` must be inside its context."""
     api = _Api(indexer)
     questions: dict[str, Callable[[Request], Any]] = {
@@ -474,9 +482,9 @@ class Dashboard:
         """
         self.folders = RunFolders(root)
         self.token = token or secrets.token_urlsafe(24)
-        self._socket = socket.create_server((HOST, port))
+        self._socket = socket.create_server((HOST, port), backlog=BACKLOG)
         self.port: int = self._socket.getsockname()[1]
-        self._server: uvicorn.Server | None = None
+        self._server: LimitedServer | None = None
 
     @property
     def url(self) -> str:
@@ -485,18 +493,10 @@ class Dashboard:
 
     def serve(self) -> None:
         with self._socket, Indexer(self.folders) as indexer:
-            config = uvicorn.Config(
-                make_app(indexer, token=self.token, port=self.port),
-                lifespan="off",
-                log_config=None,
-                log_level=logging.CRITICAL,
-                access_log=False,
-                timeout_graceful_shutdown=1,
-                timeout_keep_alive=5,
-                limit_concurrency=MAX_CONNECTIONS,
-                ws="none",
+            app = make_app(indexer, token=self.token, port=self.port)
+            self._server = LimitedServer(
+                app, app.admits, log_level=logging.CRITICAL, timeout_keep_alive=5
             )
-            self._server = uvicorn.Server(config)
             self._server.run(sockets=[self._socket])
 
     def stop(self) -> None:

@@ -3,7 +3,8 @@
 import json
 import os
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -17,26 +18,24 @@ from unstale.observe.dashboard.charts import sections
 from unstale.observe.dashboard.database import Database
 from unstale.observe.dashboard.index import RunIndex
 from unstale.observe.dashboard.table import BadQuestion
+from unstale.observe.dashboard.timeline import pace
 from unstale.observe.health import CHECKS
-from unstale.observe.report.gather import flatten
+from unstale.observe.report.gather import flatten, step_of
+from unstale.observe.report.held_out import HeldOut, held_out, outcome, remarks
 from unstale.observe.report.options import changed_options
 from unstale.observe.report.words import (
-    WAITING_METRICS,
+    MEANS,
     factor_names,
     is_exact,
     number,
     semantics,
-    waiting,
+    tiles,
 )
-from unstale.observe.statistics import wilson
 
 LIVE_S = 120.0
 """Seconds since the last write in which a run without an end counts as live. A step of a large run
 may take longer; the page shows the time of the last write beside the state.
 """
-
-RECENT = 20
-"""Steps over which the bottleneck is found."""
 
 MAX_POINTS = 2000
 MAX_METRICS = 24
@@ -83,24 +82,25 @@ def _load(fields: str) -> Row:
     return value if isinstance(value, dict) else {}
 
 
-def evaluations(database: Database) -> list[Row]:
-    """Return the held-out success by step, each with its 95% interval if it is known."""
-    found: dict[int, Row] = {}
-    rows = database.rows("SELECT fields FROM events WHERE kind = 'eval' ORDER BY id LIMIT 10000")
-    for (fields,) in rows:
-        event = _load(fields)
-        success, step = number(event.get("success")), number(event.get("step"))
-        if success is None or step is None:
-            continue
-        tasks = int(number(event.get("tasks")) or 0)
-        interval = wilson(min(1.0, max(0.0, success)), tasks) if tasks > 0 else None
-        found[int(step)] = {
-            "step": int(step),
-            "success": success,
-            "tasks": tasks,
-            "interval": interval,
-        }
-    return [found[step] for step in sorted(found)]
+def evaluations(database: Database) -> list[HeldOut]:
+    """Return the evaluations by step."""
+    return held_out(_events(database, "eval"))
+
+
+def _events(database: Database, kind: str) -> list[Row]:
+    rows = database.rows(
+        "SELECT fields FROM events WHERE kind = ? ORDER BY id LIMIT 10000", (kind,)
+    )
+    return [_load(fields) for (fields,) in rows]
+
+
+def _shown(evaluation: HeldOut) -> Row:
+    """Return an evaluation with the texts that pages show."""
+    return asdict(evaluation) | {
+        "interval": evaluation.interval,
+        "share": evaluation.share,
+        "about": evaluation.about,
+    }
 
 
 def list_runs(indexes: Iterable[tuple[str, RunIndex]]) -> list[Row]:
@@ -112,7 +112,6 @@ def list_runs(indexes: Iterable[tuple[str, RunIndex]]) -> list[Row]:
 def describe(name: str, index: RunIndex) -> Row:
     """Return what the list of runs shows of a run."""
     config = _config(index.folder)[0]
-    held_out = evaluations(index.database)
     rollouts = series(index.database, ["rollout/success_rate"], LIST_POINTS)
     steps = config.get("steps")
     return {
@@ -124,7 +123,7 @@ def describe(name: str, index: RunIndex) -> Row:
         "step": index.last_step,
         "steps": number(steps),
         "written_at": last_write(index.folder),
-        "evaluations": _thin(held_out, LIST_POINTS),
+        "evaluations": [_shown(each) for each in _thin(evaluations(index.database), LIST_POINTS)],
         "rollouts": rollouts["rollout/success_rate"],
         "problems": index.problems,
         **state_of(index),
@@ -142,7 +141,11 @@ def overview(name: str, index: RunIndex) -> Row:
 
     exact = is_exact(setting)
     route = _text(setting("old_logps.route", "unknown"))
-    pace = waiting(_recent_rows(database, index.last_step))
+    wait, held, figures = pace(database).wait, evaluations(database), _figures(database, setting)
+    rollouts = series(database, ["rollout/success_rate"], MAX_POINTS)["rollout/success_rate"][1]
+    shown = outcome(held, rollouts, setting("eval.tasks"))
+    changes = _events(database, "data_changed")
+    failed = failures(database)
     exact_share = _mean(database, "old_logps/exact_share")
     folder = RunFolder(index.folder)
     changed = changed_options(config)
@@ -152,11 +155,15 @@ def overview(name: str, index: RunIndex) -> Row:
         "exact_routes": list(exact_routes()),
         "factors": list(factor_names(route, exact=exact)),
         "semantics": [list(pair) for pair in semantics(setting, exact_share)],
-        "pace": {"sentence": pace.sentence, "advice": pace.advice},
-        "evaluations": evaluations(database),
-        "figures": _figures(database),
+        "pace": {"sentence": wait.sentence, "advice": wait.advice},
+        "evaluations": [_shown(each) for each in held],
+        "outcome": asdict(shown) if shown else None,
+        "remarks": remarks(held, changes),
+        "data_changes": sorted({step_of(event) for event in changes}),
+        "figures": figures,
+        "tiles": tiles(figures, failed["count"]),
         "checks": _checks(index),
-        "failures": failures(database),
+        "failures": failed,
         "error": folder.error()[-20_000:],
         "gaps": [*gaps, *folder.gaps],
         "command": _text(index.state_events.get("started", (0, {}))[1].get("command")),
@@ -345,27 +352,22 @@ def _checks(index: RunIndex) -> list[Row]:
     return rows
 
 
-def _figures(database: Database) -> Row:
+def _figures(database: Database, setting: Callable[..., Any]) -> Row:
     """Return the key figures of a run: maxima, means and sums over its steps."""
     ((stalest,),) = _aggregate(database, "max", "schedule/staleness_max")
-    ((bound,),) = _aggregate(database, "max", "schedule/staleness_bound")
+    bounds = database.rows(
+        "SELECT value FROM metrics WHERE name = (SELECT id FROM names WHERE name = "
+        "'schedule/staleness_bound') AND step > 0 ORDER BY step DESC LIMIT 1"
+    )
+    bound = bounds[0][0] if bounds else number(setting("schedule.max_staleness"))
     ((tokens,),) = database.rows("SELECT sum(tokens) FROM lags")
     ((seconds,),) = _aggregate(database, "max", "time_s")
-    names = {
-        "mixed": "schedule/mixed_version_share",
-        "kept": "correction/kept_share",
-        "clipped": "objective/clip_share",
-        "engine_tokens_per_s": "engine/sampled_tokens_per_s",
-        "trainer_tokens_per_s": "trainer/tokens_per_s",
-        "log_d": "correction/log_d_abs_mean",
-        "log_s": "objective/log_s_abs_mean",
-    }
     return {
         "staleness_max": stalest,
         "staleness_bound": bound,
         "trained_tokens": tokens,
         "seconds": seconds,
-        **{key: _mean(database, name) for key, name in names.items()},
+        **{key: _mean(database, name) for key, name in MEANS.items()},
     }
 
 
@@ -380,18 +382,6 @@ def _aggregate(database: Database, function: str, name: str) -> list[tuple[Any, 
 def _mean(database: Database, name: str) -> float | None:
     ((mean,),) = _aggregate(database, "avg", name)
     return None if mean is None else float(mean)
-
-
-def _recent_rows(database: Database, last: int) -> list[Row]:
-    rows = database.rows(
-        "SELECT step, names.name, value FROM names JOIN metrics ON metrics.name = names.id "
-        f"WHERE names.name IN ({', '.join('?' * len(WAITING_METRICS))}) AND step BETWEEN ? AND ?",
-        (*WAITING_METRICS, last - RECENT, last),
-    )
-    steps: dict[int, Row] = {}
-    for step, name, value in rows:
-        steps.setdefault(step, {})[name] = value
-    return [steps[step] for step in sorted(steps)]
 
 
 def _config(folder: Path) -> tuple[dict[str, Any], list[str]]:
@@ -419,6 +409,6 @@ def _text(value: Any) -> str:
     return "" if value is None else str(value)[:2000]
 
 
-def _thin(rows: Sequence[Row], points: int) -> list[Row]:
+def _thin(rows: Sequence[HeldOut], points: int) -> list[HeldOut]:
     step = max(1, -(-len(rows) // points))
     return [*rows[:-1:step], *rows[-1:]]

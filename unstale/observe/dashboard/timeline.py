@@ -11,9 +11,8 @@ import numpy as np
 
 from unstale.durability.run_folder import Row
 from unstale.observe.dashboard.database import Database
-from unstale.observe.report.gather import Span
-from unstale.observe.report.timeline import time_shares
-from unstale.observe.report.words import duration, percent
+from unstale.observe.report.pace import MAX_SHARED, Pace, Span, pace_of
+from unstale.observe.report.words import WAITING_METRICS, duration, percent
 
 MAX_SPANS = 3000
 """Activities of an answer that are sent one by one."""
@@ -29,9 +28,6 @@ MAX_MARKS = 200
 
 MAX_ENGINES = 16
 """Engines with a lane of their own."""
-
-MAX_SHARED = 4000
-"""Newest activities from which the shares of time are computed."""
 
 
 def spans(database: Database, start: float, end: float, limit: int = MAX_SPANS) -> Row:
@@ -192,34 +188,50 @@ def _steps(database: Database, start: float, end: float) -> list[float]:
     return [time for (time,) in rows[::step]]
 
 
-def shares(database: Database) -> list[Row]:
-    """Return how trainer and engines spent the time, as bars of parts with their shares."""
-    times = dict(
-        database.rows(
-            "SELECT step, value FROM metrics "
-            "WHERE name = (SELECT id FROM names WHERE name = 'time_s') ORDER BY step"
-        )
-    )
+def pace(database: Database) -> Pace:
+    """Return the shares of time of trainer and engine, with the figures of the report."""
     rows = database.rows(
         'SELECT lane, start, "end", label FROM spans ORDER BY "end" DESC LIMIT ?', (MAX_SHARED + 1,)
     )
-    if len(times) < 2 or not rows:
-        return []
-    begin = times.get(0, min(row[1] for row in rows))
-    if len(rows) > MAX_SHARED:
-        begin = max(begin, min(row[1] for row in rows))
-    end = max(times.values())
-    recorded = [Span(*row) for row in rows[:MAX_SHARED]]
-    found = []
-    if parts := time_shares(recorded, begin, end):
-        found.append({"name": "trainer", "parts": [list(part) for part in parts]})
+    spans = [Span(*row) for row in rows]
+    since = min((span.start for span in spans), default=0.0) if len(rows) > MAX_SHARED else -1.0
+    begun = database.rows(
+        "SELECT value FROM metrics WHERE name = (SELECT id FROM names WHERE name = 'time_s') "
+        "AND step <= 0 ORDER BY step DESC LIMIT 1"
+    )
+    waits = [span.start for span in spans if span.lane == "wait"]
+    begin_s = begun[0][0] if begun else min(waits, default=0.0)
+    values = database.rows(
+        f"""SELECT step, names.name, value FROM names JOIN metrics ON metrics.name = names.id
+        WHERE names.name IN ({", ".join("?" * len(WAITING_METRICS))}) AND step > 0
+        AND step >= coalesce((SELECT min(step) FROM metrics WHERE name = (
+            SELECT id FROM names WHERE name = 'time_s') AND value >= ?), 0) ORDER BY step""",
+        (*WAITING_METRICS, since),
+    )
+    steps: dict[int, Row] = {}
+    for step, name, value in values:
+        steps.setdefault(step, {})[name] = value
+    return pace_of(list(steps.values()), spans, begin_s)
+
+
+def shares(database: Database) -> list[Row]:
+    """Return how trainer and engines spent the time, as bars of parts with their shares."""
+    found = pace(database)
     busy = [
         (lane, level, stop - start)
-        for lane, start, stop, level, _ in _levels(database, begin, end)
-        if lane.startswith("engine")
+        for lane, start, stop, level, _ in _levels(database, found.begin, found.end)
+        if lane.startswith("engine") and start >= found.begin and stop <= found.end
     ]
-    for lane in dict.fromkeys(lane for lane, _, _ in busy):
+    lanes = list(dict.fromkeys(lane for lane, _, _ in busy))
+    bars = {"trainer": found.trainer, "engine": found.engine}
+    if len(lanes) > 1:
+        del bars["engine"]
+    for lane in lanes if len(lanes) > 1 else ():
         level = _mean([(level, seconds) for each, level, seconds in busy if each == lane]) or 0.0
-        parts = [("generating", "engine", level), ("idle", "wait", 1 - level)]
-        found.append({"name": lane, "parts": [list(part) for part in parts]})
-    return [{**bar, "about": f"{duration(begin)} to {duration(end)}"} for bar in found]
+        bars[lane] = [("generating", "engine", level), ("idle", "wait", 1 - level)]
+    about = f"{duration(found.begin)} to {duration(found.end)}"
+    return [
+        {"name": name, "parts": [list(part) for part in parts], "about": about}
+        for name, parts in bars.items()
+        if parts
+    ]

@@ -5,12 +5,13 @@ from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import Any
 
-from unstale.durability.journal import Journal, JournalError, JournalReader
+from unstale.durability.journal import JournalError, JournalReader
 from unstale.durability.journal.conversations import Decode, load_decoder
 from unstale.durability.run_folder import Row
 from unstale.observe.dashboard import limits
 from unstale.observe.dashboard.database import COLUMNS
-from unstale.observe.dashboard.index import RunIndex, unreadable
+from unstale.observe.dashboard.index import RunIndex
+from unstale.observe.dashboard.journals import open_journal
 from unstale.observe.dashboard.table import BadQuestion, as_row
 from unstale.observe.dashboard.training import cut, of_episode
 from unstale.records import Piece, Sampled, walk
@@ -62,7 +63,7 @@ def episode(
     if start < 0 or not 1 <= limit <= MAX_TOKENS:
         raise BadQuestion(f"start must be >= 0 and limit between 1 and {MAX_TOKENS}")
     row = _row(index, number)
-    with _open(index) as journal:
+    with open_journal(index.folder) as journal:
         recorded = _read(journal, row, step)
     if recorded.training:
         recorded = replace(recorded, training=limits.of_training(index.folder, recorded.training))
@@ -90,7 +91,7 @@ def group(index: RunIndex, number: int) -> Row:
         "SELECT count(*) FROM episodes WHERE group_number = ?", (number,)
     )
     members = [_row(index, episode) for (episode,) in rows]
-    with _open(index) as journal:
+    with open_journal(index.folder) as journal:
         found = [_read_or_note(journal, member) for member in members]
     streams = [[] if each is None else each.ids for each in found]
     reference = _reference(members, streams)
@@ -158,12 +159,6 @@ def common_prefix(streams: Sequence[Sequence[int]]) -> int:
     """
     pairs = zip(*streams, strict=False)
     return sum(1 for _ in takewhile(lambda tokens: len(set(tokens)) == 1, pairs))
-
-
-def _open(index: RunIndex) -> JournalReader:
-    if problem := unreadable(index.folder):
-        raise UnknownEpisode(problem)
-    return Journal.read(index.folder)
 
 
 def _decoder(index: RunIndex) -> Decode | None:

@@ -88,9 +88,18 @@ def of_episode(journal: JournalReader, group: int, episode: int, step: int | Non
         "route": chosen.route,
         "version": chosen.version,
         "minibatch": chosen.minibatch,
-        "skipped": chosen.minibatch is None,
+        "not_run": _why_not_run(chosen),
         "tokens": found,
     }
+
+
+def _why_not_run(values: TokenValues) -> str:
+    """Return why no pass was run on an episode of a batch, as a clause. Empty if one was."""
+    if values.minibatch is not None:
+        return ""
+    if not values.advantage.any():
+        return "its advantages are all 0"
+    return "the correction or a technique dropped every token that has an advantage"
 
 
 def cut(tokens: Row, start: int, end: int) -> Row:

@@ -19,6 +19,7 @@ from typing import Any, Literal
 from unstale.config import ConfigError
 from unstale.durability.run_folder import CONFIG, EVENTS, METRICS, Row, RunFolder, read_jsonl
 from unstale.observe.report.gather import flatten, last_stop, refuse_old, step_of
+from unstale.observe.report.held_out import HeldOut
 from unstale.observe.report.words import number
 from unstale.observe.statistics import has_spread, student_t975
 
@@ -131,6 +132,9 @@ class Trial:
     tokens: float | None
     """Number of sampled tokens that were trained on. None if it was not recorded."""
     evaluations: tuple[TrialEvaluation, ...]
+    """Without those that failed."""
+    last: HeldOut | None
+    """The last evaluation, which may have failed. None if there is none."""
     series: Mapping[str, list[Point]]
     """Values of each metric in `SERIES`, as pairs (step, value)."""
     resets: int
@@ -144,7 +148,7 @@ class Trial:
 
     @property
     def final(self) -> float | None:
-        return self.evaluations[-1].success if self.evaluations else None
+        return self.last.success if self.last else None
 
     @property
     def best(self) -> float | None:
@@ -209,7 +213,7 @@ def read_trial(folder: Path, arm: str, seed: int, launch: Row) -> Trial:
     minutes = _training_minutes(rows, events)
     tokens = _sampled_tokens(rows)
     pairs = {name: [(step_of(row), number(row.get(name))) for row in rows] for name in SERIES}
-    evaluations = [(step_of(row), number(row.get("eval/success_rate"))) for row in rows]
+    evaluations = [each for row in rows if (each := HeldOut.of_metrics(row))]
     return Trial(
         arm=arm,
         seed=seed,
@@ -220,10 +224,11 @@ def read_trial(folder: Path, arm: str, seed: int, launch: Row) -> Trial:
         minutes=max(minutes.values(), default=None),
         tokens=max(tokens.values(), default=0.0) or None,
         evaluations=tuple(
-            TrialEvaluation(step, minutes.get(step, 0.0), tokens[step], value)
-            for step, value in evaluations
-            if value is not None
+            TrialEvaluation(each.step, minutes.get(each.step, 0.0), tokens[each.step], each.success)
+            for each in evaluations
+            if each.success is not None
         ),
+        last=evaluations[-1] if evaluations else None,
         series={
             name: [(step, value) for step, value in points if value is not None]
             for name, points in pairs.items()

@@ -262,7 +262,7 @@ def provenance(comparison: Comparison) -> list[tuple[str, str]]:
     ]
     return [
         ("recipe", _all(comparison, "recipe")),
-        ("held-out tasks", _all(comparison, "eval.tasks")),
+        ("held-out tasks", _held_out_tasks(comparison)),
         *facts,
     ]
 
@@ -311,6 +311,14 @@ def _values(comparison: Comparison) -> dict[str, Any]:
     }
 
 
+def _held_out_tasks(comparison: Comparison) -> str:
+    """Return the numbers of held-out tasks, beside the number that was asked for if it differs."""
+    asked = _all(comparison, "eval.tasks")
+    tasks = {trial.last.tasks for trial in comparison.trials if trial.last and trial.last.tasks}
+    measured = ", ".join(map(str, sorted(tasks)))
+    return f"{measured} (eval.tasks = {asked})" if measured and measured != asked else asked
+
+
 def _settings(comparison: Comparison, arm: ArmResult) -> str:
     return (
         ", ".join(f"{name}={value}" for name, value in comparison.differences(arm).items())
@@ -322,7 +330,8 @@ def _result(trial: Trial) -> str:
     if not trial.finished:
         return f"{trial.state}{': ' if trial.error else ''}{trial.error}"
     collapsed = ", collapsed" if trial.collapsed else ""
-    return f"{percent(trial.final, 1)} held out, {amount(trial.minutes)} min of training{collapsed}"
+    success = f"{trial.last} held out" if trial.last else "no evaluation"
+    return f"{success}, {amount(trial.minutes)} min of training{collapsed}"
 
 
 def results(comparison: Comparison) -> Mapping[str, Any]:

@@ -13,6 +13,7 @@ from functools import partial
 from markupsafe import Markup
 
 from unstale.observe.report.gather import Gathered, histogram, lag_values, step_of
+from unstale.observe.report.held_out import remarks
 from unstale.observe.report.markup import figure, gap, render
 from unstale.observe.report.plots import (
     FULL,
@@ -101,30 +102,40 @@ def learning(run: Gathered) -> Markup:
             ),
         ]
     if run.evaluations:
-        counted = all(evaluation.tasks for evaluation in run.evaluations)
+        known = [each for each in run.evaluations if each.success is not None]
+        intervals = [each.interval for each in known if each.interval]
+        counted = len(intervals) == len(known)
         about = f"held out, {run.evaluations[-1].tasks} tasks, 95% interval"
         lines.append(
             Series(
                 name="held-out",
                 colour="good" if run.improved else "plain",
-                points=[(float(e.step), e.success) for e in run.evaluations],
-                intervals=[e.interval for e in run.evaluations] if counted else [],
+                points=[(float(each.step), each.success or 0.0) for each in known],
+                intervals=intervals if counted else [],
                 dots=True,
                 show=partial(percent, digits=1),
                 key=about if counted else "held out",
             )
         )
+    lines += [
+        Series(
+            name="data changed",
+            colour="trainer",
+            points=[(float(step), 0.0), (float(step), 1.0)],
+            show=lambda _: "",
+        )
+        for step in sorted({step_of(event) for event in run.data_changes})
+    ]
     if not lines:
         return gap(title, "No success rate was recorded.")
     label = f"Success over {run.steps} optimizer steps"
     plot = line_plot(lines, steps_axis(run), _share_axis(), label=label, width=FULL)
     about = "Share of solved tasks. Rollouts are the training tasks of a step; held-out tasks are "
     about += "never trained on."
-    if run.data_changes:
-        about += f" {' '.join(run.data_changes)} Held-out shares before and after that differ."
+    about += "".join(f" {text}" for text in remarks(run.evaluations, run.data_changes))
     if is_thinned:
         about += f" Both lines of rollouts are averaged to {len(points)} points."
-    keys = [(line.colour, line.key) for line in lines]
+    keys = list(dict.fromkeys((line.colour, line.key or line.name) for line in lines))
     return figure(title, about, plot, keys=keys, class_="full")
 
 

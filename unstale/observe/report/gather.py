@@ -11,44 +11,13 @@ from unstale.config.options import TECHNIQUE_OPTIONS
 from unstale.config.renamed import RENAMED
 from unstale.durability.run_folder import AUDIT, EVENTS, METRICS, SURVIVORS, Row, RunFolder
 from unstale.observe.health import TrainingHealth, examine
+from unstale.observe.report.held_out import HeldOut, held_out, improved
+from unstale.observe.report.pace import Pace, Span, pace_of
 from unstale.observe.report.words import is_exact, mapping, number
-from unstale.observe.statistics import wilson
 
 MAX_POINTS, MAX_SPANS, MAX_FAILURES, MAX_LAG = 20_000, 4_000, 20, 99
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class HeldOutSuccess:
-    """The success on held-out tasks after `step` steps.
-
-    `tasks` is the number of tasks, or 0 if it is not known.
-    """
-
-    step: int
-    success: float
-    tasks: int
-
-    @property
-    def interval(self) -> tuple[float, float]:
-        """Return the 95% interval of the success.
-
-        It has width 0 if the number of tasks is unknown.
-        """
-        if not self.tasks:
-            return self.success, self.success
-        return wilson(min(1.0, max(0.0, self.success)), self.tasks)
-
-
-@dataclass(frozen=True, slots=True)
-class Span:
-    """An activity with its start and end, in seconds since the run began."""
-
-    lane: str
-    start: float
-    end: float
-    label: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,9 +59,10 @@ class Gathered:
     """Rows of `metrics.jsonl` from step 1 on, sorted by step."""
     begin_s: float
     """Start of the first step, in seconds since the start of the run."""
-    evaluations: list[HeldOutSuccess]
+    evaluations: list[HeldOut]
     spans: list[Span]
     spans_left_out: int
+    pace: Pace
     points: list[Point]
     points_seen: int
     audited: list[AuditedPoint]
@@ -109,8 +79,8 @@ class Gathered:
     num_held_out_failures: int
     """Number of episodes of evaluations that failed. They are in no other number of failures."""
     forks: list[Row]
-    data_changes: list[str]
-    """For each resume with other rows: the step after which it began, and what changed."""
+    data_changes: list[Row]
+    """The events of resumes with other rows: the step after which it began, and what changed."""
     started: Row
     stopped: Row
     """The event with which the run ended. Empty if it has not ended since it was last resumed."""
@@ -137,9 +107,7 @@ class Gathered:
     @property
     def improved(self) -> bool:
         """True if the last held-out success is above the first."""
-        return bool(self.evaluations) and (
-            self.evaluations[-1].success > self.evaluations[0].success
-        )
+        return improved(self.evaluations)
 
     @property
     def route(self) -> str:
@@ -196,17 +164,21 @@ def gather(path: Path) -> Gathered:
     last = step_of(trained[-1]) if trained else 0
     samples, conversations = _read_journal(folder, last)
     points, audited, seen = _points(samples)
+    begin_s = (
+        before[-1]
+        if before
+        else min((span.start for span in spans if span.lane == "wait"), default=0.0)
+    )
     return Gathered(
         folder=path,
         name=path.resolve().name,
         config=config,
         rows=trained,
-        begin_s=before[-1]
-        if before
-        else min((span.start for span in spans if span.lane == "wait"), default=0.0),
-        evaluations=_evaluations(events.get("eval", ())),
+        begin_s=begin_s,
+        evaluations=held_out(events.get("eval", ())),
         spans=spans[-MAX_SPANS:],
         spans_left_out=max(0, len(spans) - MAX_SPANS),
+        pace=pace_of(trained, spans, begin_s),
         points=points,
         points_seen=seen,
         audited=audited,
@@ -218,10 +190,7 @@ def gather(path: Path) -> Gathered:
         num_failures=len(failures),
         num_held_out_failures=len(failed) - len(failures),
         forks=events.get("forked", []),
-        data_changes=[
-            f"After step {step_of(event)}, {event.get('text')}."
-            for event in events.get("data_changed", ())
-        ],
+        data_changes=events.get("data_changed", []),
         started=events.get("started", [{}])[-1],
         stopped=last_stop(log),
         error=folder.error(),
@@ -343,17 +312,6 @@ def _spans(events: Iterable[Row]) -> list[Span]:
         if start is not None and end is not None and 0 <= start <= end:
             spans.append(Span(str(event.get("lane")), start, end, str(event.get("label") or "")))
     return spans
-
-
-def _evaluations(events: Iterable[Row]) -> list[HeldOutSuccess]:
-    """Return the evaluations by step. A resumed run may repeat one; the last counts."""
-    evaluations: dict[int, HeldOutSuccess] = {}
-    for event in events:
-        success = number(event.get("success"))
-        if success is not None:
-            step, tasks = step_of(event), int(number(event.get("tasks")) or 0)
-            evaluations[step] = HeldOutSuccess(step, success, tasks)
-    return [evaluations[step] for step in sorted(evaluations)]
 
 
 def _points(rows: Iterable[Row]) -> tuple[list[Point], list[AuditedPoint], int]:

@@ -7,7 +7,6 @@ import base64
 import hashlib
 import shlex
 from collections import Counter
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,22 +17,23 @@ from unstale.durability.run_folder import CONFIG, REPORT, Row, write_whole
 from unstale.observe.health import CHECKS
 from unstale.observe.report import figures, timeline
 from unstale.observe.report.audited import audit
-from unstale.observe.report.gather import Gathered, HeldOutSuccess, flatten, gather
+from unstale.observe.report.gather import Gathered, flatten, gather
+from unstale.observe.report.held_out import UNBROKEN, outcome
 from unstale.observe.report.markup import read_asset, render
 from unstale.observe.report.options import changed_options, written
 from unstale.observe.report.survivors import trained_on
 from unstale.observe.report.transcripts import conversation
 from unstale.observe.report.words import (
+    MEANS,
     NONE,
     amount,
     duration,
     factor_names,
-    percent,
     semantics,
+    tiles,
 )
 
 MAX_REASONS = 20
-UNBROKEN = "\N{NO-BREAK SPACE}"
 CHOICES = ("early success", "early failure", "late success", "late failure")
 
 
@@ -48,8 +48,8 @@ def write_report(run_folder: Path) -> Path:
 def write_and_summarize(run_folder: Path) -> str:
     """Write the report. Return text: its path, the bottleneck of the run, and what would help."""
     run = gather(run_folder)
-    pace = timeline.pace_of(run)
-    return "\n".join(filter(None, (str(_write(run_folder, run)), pace.sentence, pace.advice)))
+    wait = run.pace.wait
+    return "\n".join(filter(None, (str(_write(run_folder, run)), wait.sentence, wait.advice)))
 
 
 def _write(run_folder: Path, run: Gathered) -> Path:
@@ -67,11 +67,15 @@ def _page(run: Gathered) -> str:
         run.name,
         run=run,
         status=status,
-        outcome=_outcome(run),
+        outcome=outcome(
+            run.evaluations,
+            [value for _, value in run.series("rollout/success_rate")],
+            run.setting("eval.tasks"),
+        ),
         end=_end(run),
         sound=[check.title for check in CHECKS if check.name not in run.health.findings],
         facts=_facts(run),
-        tiles=_tiles(run, total),
+        tiles=tiles(figures_of(run, total), run.num_failures),
         figures=figures,
         timeline=timeline,
         meanings=_meanings(run),
@@ -85,7 +89,7 @@ def _page(run: Gathered) -> str:
         mean_staleness=age,
         ratios=" ".join(factor_names(run.route, exact=run.exact)),
         audit=audit(run),
-        pace=timeline.pace_of(run),
+        pace=run.pace.wait,
         trained_on=trained_on(run),
         conversation=conversation,
         not_found=[why for why in CHOICES if why not in have],
@@ -139,38 +143,6 @@ def _end(run: Gathered) -> str:
     return ended if reason else ""
 
 
-def _outcome(run: Gathered) -> Mapping[str, Any] | None:
-    """Return the success before and after training, with a note on how it was measured.
-
-    Without evaluations, the success of training episodes is used. None if there are too few steps.
-    """
-    if run.evaluations:
-        first, last = run.evaluations[0], run.evaluations[-1]
-        if first is last:
-            when = f"after {first.step} steps" if first.step else "before training"
-            note = f"success on held-out tasks {when} (one evaluation)"
-            return {"shares": [_share(first)], "note": note, "better": False}
-        tasks = f"{last.tasks} held-out tasks" if last.tasks else "held-out tasks"
-        begin = f"after {first.step} steps" if first.step else "before training"
-        note = f"success on {tasks}, {begin} and after {last.step} steps"
-        return {"shares": [_share(first), _share(last)], "note": note, "better": run.improved}
-    rollout = [value for _, value in run.series("rollout/success_rate")]
-    if len(rollout) < 2:
-        return None
-    few = max(1, min(5, len(rollout) // 2))
-    means = [sum(values) / few for values in (rollout[:few], rollout[-few:])]
-    note = f"rollout success, mean of the first and of the last {few} steps (no evaluation)"
-    shares = [(percent(mean, 1), "") for mean in means]
-    return {"shares": shares, "note": note, "better": means[1] > means[0]}
-
-
-def _share(evaluation: HeldOutSuccess) -> tuple[str, str]:
-    low, high = evaluation.interval
-    bounds = f"{percent(low, 1)}{UNBROKEN}to{UNBROKEN}{percent(high, 1)}"
-    interval = f"95% interval {bounds}" if evaluation.tasks else ""
-    return percent(evaluation.success, 1), interval
-
-
 def _facts(run: Gathered) -> list[str]:
     recipe = str(run.setting("recipe", "unknown recipe"))
     env = str(run.setting("task.env", recipe))
@@ -183,21 +155,16 @@ def _facts(run: Gathered) -> list[str]:
     ]
 
 
-def _tiles(run: Gathered, tokens: float) -> list[tuple[str, str, str]]:
-    """Return eight key figures of the run: name, value and explanation."""
-    stalest = max((value for _, value in run.series("schedule/staleness_max")), default=None)
-    mixed = run.mean("schedule/mixed_version_share")
-    kept, clipped = run.mean("correction/kept_share"), run.mean("objective/clip_share")
-    return [
-        ("staleness, max", amount(stalest), f"bound {amount(run.bound)}"),
-        ("mixed versions", percent(mixed), "of the episodes"),
-        ("kept", percent(kept, 1), "of the tokens with an advantage"),
-        ("clipped", percent(clipped, 1), "of the tokens with an advantage"),
-        ("engine", amount(run.mean("engine/sampled_tokens_per_s")), "tokens per second"),
-        ("trainer", amount(run.mean("trainer/tokens_per_s")), "tokens per second"),
-        ("trained on", amount(tokens or None), "action tokens"),
-        ("failed", str(run.num_failures), "episodes"),
-    ]
+def figures_of(run: Gathered, tokens: float) -> dict[str, float | None]:
+    """Return the figures of `words.tiles`."""
+    return {
+        "staleness_max": max(
+            (value for _, value in run.series("schedule/staleness_max")), default=None
+        ),
+        "staleness_bound": run.bound,
+        "trained_tokens": tokens or None,
+        **{name: run.mean(metric) for name, metric in MEANS.items()},
+    }
 
 
 def _meanings(run: Gathered) -> tuple[str, str]:

@@ -1,4 +1,4 @@
-"""The report's timeline of a run, and the shares of time of each activity.
+"""The report's timeline of a run, and the bars of the shares of time.
 
 A span is a recorded activity with start and end. A lane is a row of spans of one kind. The unit of
 the SVG is a second, so the page zooms by changing the visible range.
@@ -9,113 +9,31 @@ from dataclasses import dataclass
 
 from markupsafe import Markup
 
-from unstale.observe.report.gather import Gathered, Span, step_of
+from unstale.observe.report.gather import Gathered, step_of
 from unstale.observe.report.markup import figure, gap, render
+from unstale.observe.report.pace import LANES, Span
 from unstale.observe.report.plots import Axis
-from unstale.observe.report.words import Waiting, duration, number, percent, waiting
-
-LANES = (
-    ("engine", "generation", "engine"),
-    ("wait", "trainer waits", "wait"),
-    ("old_logps", "scoring", "d"),
-    ("trainer", "training", "trainer"),
-    ("publish", "publishing", "s"),
-    ("checkpoint", "checkpoints", "checkpoint"),
-    ("eval", "evaluation", "good"),
-)
-"""Lanes of the timeline: recorded name, name on the page, and colour."""
+from unstale.observe.report.words import duration, number, percent
 
 STANDSTILL = "standstill"
 """Recorded name of the engine's pauses. They are drawn dark on top of pale publications."""
 
-FIRST_OF_ALL = ("trainer", "old_logps", "eval", "wait", "publish", "checkpoint")
-"""Lanes by priority. Time in which spans overlap counts for the first of their lanes in this
-list.
-"""
-
 VIEW_STEPS = 8
 
 
-def pace_of(run: Gathered) -> Waiting:
-    """Return the shares of time in which trainer and engine waited.
-
-    The first step of a longer run is left out, because it waits for the first groups.
-    """
-    return waiting(run.rows if len(run.rows) > 2 else [{"time_s": run.begin_s}, *run.rows])
-
-
-def shares(run: Gathered, wait: Waiting) -> Markup:
+def shares(run: Gathered) -> Markup:
     """Return the bars that show how trainer and engine spent their time."""
-    title = "Where the time went"
-    bars = []
-    if parts := _trainer_shares(run):
-        bars.append(("trainer", parts))
-    if wait.engine is not None:
-        parts = [("generating", "engine", 1 - wait.engine), ("idle", "wait", wait.engine)]
-        bars.append(("engine", parts))
+    title, pace = "Where the time went", run.pace
+    bars = [(name, parts) for name in ("trainer", "engine") if (parts := getattr(pace, name))]
     if not bars:
         return gap(title, "Neither spans nor the engine's busy share were recorded.")
-    about = "Shares of the time from the first step to the last."
+    about = f"Shares of the time from {duration(pace.begin)} to {duration(pace.end)} of the run."
     reprefill = sum(value for _, value in run.series("engine/reprefill_s"))
     if reprefill:
         tokens = sum(value for _, value in run.series("engine/reprefill_tokens"))
         about += f" After weight updates, {tokens:,.0f} context tokens were prefilled again"
         about += f" in {duration(reprefill)}."
     return figure(title, about, render("share_bars.html", bars=bars, percent=percent))
-
-
-def _trainer_shares(run: Gathered) -> list[tuple[str, str, float]]:
-    """Return what the trainer did, as (name of the activity, colour, share of the time)."""
-    begin = run.begin_s
-    if run.spans_left_out:
-        begin = max(begin, run.spans[0].start)
-    return time_shares(run.spans, begin, run.seconds or 0.0)
-
-
-def time_shares(spans: Sequence[Span], begin: float, end: float) -> list[tuple[str, str, float]]:
-    """Return the share of the time from `begin` to `end` that each activity of the trainer took.
-
-    An entry has the name of the activity, its colour and the share. Time of several activities
-    counts for the first of them in `FIRST_OF_ALL`. Empty if no activity lies in the range.
-    """
-    inside = [span for span in spans if span.start >= begin - 1e-3 and span.end <= end + 1e-3]
-    spent, total = _alone(inside), end - begin
-    if total <= 0 or not any(spent.values()):
-        return []
-    shares = [
-        (name, colour, spent[lane] / total)
-        for lane, name, colour in LANES
-        if spent.get(lane, 0.0) > 0
-    ]
-    other = 1 - sum(share for _, _, share in shares)
-    return [*shares, ("other", "other", other)] if other > 0.005 else shares
-
-
-def _alone(spans: Sequence[Span]) -> dict[str, float]:
-    """Return the seconds of each lane, without the time that a lane of higher priority covers.
-
-    `FIRST_OF_ALL` has the priorities.
-
-    >>> spans = [Span("trainer", 0, 4, ""), Span("publish", 3, 6, ""), Span("publish", 5, 7, "")]
-    >>> _alone(spans)["publish"]
-    3.0
-    """
-    covered: list[tuple[float, float]] = []
-    spent: dict[str, float] = {}
-    covered_s = 0.0
-    for lane in FIRST_OF_ALL:
-        merged: list[tuple[float, float]] = []
-        intervals = [(span.start, span.end) for span in spans if span.lane == lane]
-        for start, end in sorted([*covered, *intervals]):
-            if merged and start <= merged[-1][1]:
-                merged[-1] = (merged[-1][0], max(merged[-1][1], end))
-            else:
-                merged.append((start, end))
-        covered = merged
-        total = sum(end - start for start, end in covered)
-        spent[lane] = float(total - covered_s)
-        covered_s = total
-    return spent
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ probabilities). A route is a method to compute old_logp.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -260,6 +260,40 @@ WAITING_METRICS = (
     *_SUMMED,
 )
 """Metrics that `waiting` reads."""
+
+
+def tiles(figures: Mapping[str, float | None], failed: int) -> list[tuple[str, str, str]]:
+    """Return eight key figures of a run, with the same texts on all pages: name, value, about."""
+    return [
+        (name, show(figures[key]), about.format(bound=amount(figures["staleness_bound"])))
+        for name, key, show, about in _TILES
+    ] + [("failed", str(failed), "episodes")]
+
+
+def _per_cent(share: float | None) -> str:
+    return percent(share, 1)
+
+
+_TILES: tuple[tuple[str, str, Callable[[float | None], str], str], ...] = (
+    ("staleness, max", "staleness_max", amount, "bound {bound}"),
+    ("mixed versions", "mixed", percent, "of the episodes"),
+    ("kept", "kept", _per_cent, "of the tokens with an advantage"),
+    ("clipped", "clipped", _per_cent, "of the tokens with an advantage"),
+    ("engine", "engine_tokens_per_s", amount, "tokens per second"),
+    ("trainer", "trainer_tokens_per_s", amount, "tokens per second"),
+    ("trained on", "trained_tokens", amount, "action tokens"),
+)
+
+MEANS = {
+    "mixed": "schedule/mixed_version_share",
+    "kept": "correction/kept_share",
+    "clipped": "objective/clip_share",
+    "engine_tokens_per_s": "engine/sampled_tokens_per_s",
+    "trainer_tokens_per_s": "trainer/tokens_per_s",
+    "log_d": "correction/log_d_abs_mean",
+    "log_s": "objective/log_s_abs_mean",
+}
+"""Figures that are means over the steps of a run, each with its metric."""
 
 
 FATES = {

@@ -4,11 +4,14 @@ A Prometheus server on the same machine fetches them from http://127.0.0.1:PORT/
 needs no key and has only figures, no texts. It is gone when the run ends.
 """
 
+import math
 import re
 import socket
 import threading
+import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from socketserver import ThreadingMixIn
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
@@ -18,9 +21,8 @@ from unstale.observe.trackers import RunOutcome, Sink, TrackedRun
 PACKAGE = "prometheus_client"
 HOST = "127.0.0.1"
 SILENT_S = 2.0
-"""Seconds without data after which a connection is closed. Clients on the same machine send at
-once.
-"""
+"""Seconds after which a connection is closed. Clients on the same machine send and read at once."""
+MAX_CONNECTIONS = 16
 LOOK_S = 0.5
 """Seconds between two checks of the server if it must stop."""
 
@@ -95,8 +97,8 @@ class _Handler(WSGIRequestHandler):
         """Print nothing, because the terminal shows the run."""
 
 
-class _Server(WSGIServer):
-    """An HTTP server that answers one request at a time, so idle clients use few connections."""
+class _Server(ThreadingMixIn, WSGIServer):
+    """An HTTP server with a thread for each request, of which few run and none for long."""
 
     timeout = LOOK_S
 
@@ -104,27 +106,45 @@ class _Server(WSGIServer):
         super().__init__((HOST, port), _Handler)
         self.set_app(app)
         self._stopping = threading.Event()
-        self._connection: socket.socket | None = None
+        self._connections: dict[socket.socket, float] = {}
+        """Open connections, oldest first, with the time at which each is closed."""
+        self._lock = threading.Lock()
 
     def serve(self) -> None:
         """Answer requests until `stop` is called."""
         while not self._stopping.is_set():
             self.handle_request()
+            self._end(time.monotonic())
+        self._end(math.inf)
 
     def stop(self) -> None:
         """Let `serve` return soon, even if a client is slow."""
         self._stopping.set()
-        if self._connection:
-            with suppress(OSError):
-                self._connection.shutdown(socket.SHUT_RDWR)
 
-    def get_request(self) -> tuple[socket.socket, Any]:
-        """Accept a connection. After `stop`, raise `OSError`, which ends the server."""
-        self._connection, address = super().get_request()
-        if self._stopping.is_set():
-            self._connection.close()
-            raise OSError("the server stops")
-        return self._connection, address
+    def process_request(self, request: Any, client_address: Any) -> None:
+        with self._lock:
+            self._connections[request] = time.monotonic() + SILENT_S
+            oldest = next(iter(self._connections)), len(self._connections)
+        if oldest[1] > MAX_CONNECTIONS:
+            _shut(oldest[0])
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        with self._lock:
+            self._connections.pop(request, None)
+        super().shutdown_request(request)
+
+    def _end(self, now: float) -> None:
+        """Shut down the connections whose time is over. Their threads then end."""
+        with self._lock:
+            late = [connection for connection, end in self._connections.items() if end <= now]
+        for connection in late:
+            _shut(connection)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Print nothing, because a client that disconnects is no error of the run."""
+
+
+def _shut(connection: socket.socket) -> None:
+    with suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)

@@ -1,18 +1,23 @@
-"""Limits on the endpoint's connections: their number, and the time until a request is complete.
+"""Limits on a server's connections: their number, and the time until a request is complete.
 
-The token is a password in the `Authorization` header. Connections that have not sent it are few and
-short-lived. So they cannot use up the file descriptors that the run needs for its journal, engines
-and checkpoints.
+A token admits a request: the endpoint's is in the `Authorization` header, the dashboard's in a
+cookie. Connections that have not sent it are few and short-lived. So they cannot use up the file
+descriptors that a run needs for its journal, engines and checkpoints, and do not lock out a user.
 """
 
 import asyncio
 import hmac
 import json
+import logging
 import resource
+import socket
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import h11
+import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from unstale.rollout.endpoint.schemas import Refused
@@ -28,12 +33,54 @@ RESERVED_DESCRIPTORS = 256
 quarter of them.
 """
 
+BACKLOG = 512
+ACCEPTED_AT_ONCE = 8
+"""Number of connections accepted before the limit on connections is checked. asyncio would accept
+all that wait, even beyond the limit.
+"""
+
+Admits = Callable[[Mapping[str, Any]], bool]
+"""A function that returns True for the ASGI scope of a request with the token."""
+
+
+class LimitedServer(uvicorn.Server):
+    """A uvicorn server whose connections without the token are few and short-lived."""
+
+    def __init__(self, app: Any, admits: Admits, **options: Any) -> None:
+        config = uvicorn.Config(
+            app,
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            timeout_graceful_shutdown=1,
+            ws="none",
+            http=partial(Protocol, admits, {}),  # type: ignore[arg-type]
+            backlog=ACCEPTED_AT_ONCE,
+            **{"log_level": logging.ERROR, **options},
+        )
+        super().__init__(config)
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        for each in sockets or ():
+            each.listen(BACKLOG)
+
 
 def bears(authorization: str, token: str) -> bool:
     """Return True if the value of an `Authorization` header contains the token."""
     kind, _, given = authorization.partition(" ")
     is_ours = hmac.compare_digest(given.strip().encode(), token.encode())
     return is_ours and kind.lower() == "bearer"
+
+
+def bearer(token: str) -> Admits:
+    """Return a function that admits requests with the token in the `Authorization` header."""
+
+    def admits(scope: Mapping[str, Any]) -> bool:
+        given = (value for name, value in scope["headers"] if name == b"authorization")
+        return bears(next(given, b"").decode("latin-1"), token)
+
+    return admits
 
 
 class Protocol(H11Protocol):
@@ -44,9 +91,9 @@ class Protocol(H11Protocol):
 
     _timer: asyncio.TimerHandle | None = None
 
-    def __init__(self, token: str, strangers: "dict[Protocol, None]", **options: Any) -> None:
+    def __init__(self, admits: Admits, strangers: "dict[Protocol, None]", **options: Any) -> None:
         super().__init__(**options)
-        self._token = token
+        self._admits = admits
         self._strangers = strangers
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -68,11 +115,9 @@ class Protocol(H11Protocol):
 
     def handle_events(self) -> None:
         super().handle_events()
-        if self in self._strangers and self.scope is not None:
-            given = (value for name, value in self.scope["headers"] if name == b"authorization")
-            if bears(next(given, b"").decode("latin-1"), self._token):
-                del self._strangers[self]
-                self._watch()
+        if self in self._strangers and self.scope is not None and self._admits(self.scope):
+            del self._strangers[self]
+            self._watch()
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)

@@ -7,7 +7,6 @@ no token.
 """
 
 import asyncio
-import logging
 import secrets
 import socket
 from collections.abc import Awaitable, Callable, Iterator
@@ -15,7 +14,6 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, Self
 
-import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
@@ -30,7 +28,7 @@ from unstale.rollout.endpoint.answers import (
     ChatFormat,
     json_response,
 )
-from unstale.rollout.endpoint.connections import Protocol, bears
+from unstale.rollout.endpoint.connections import BACKLOG, LimitedServer, bearer, bears
 from unstale.rollout.endpoint.off_loop import off_loop
 from unstale.rollout.endpoint.openapi import describe
 from unstale.rollout.endpoint.responses import ResponseFormat, read_response
@@ -51,12 +49,6 @@ PATHS = {
 """The paths of an episode. A path for POST requests has the schema of the request body."""
 MODEL = "policy"
 """Name of the model in answers to requests that name none."""
-
-BACKLOG = 512
-ACCEPTED_AT_ONCE = 8
-"""Number of connections accepted before the limit on connections is checked. asyncio would accept
-all that wait, even beyond the limit.
-"""
 
 FindSession = Callable[[str], AgentSession]
 """A function that returns the session of an episode by its name. It raises `Refused` if there is
@@ -109,7 +101,7 @@ class RecordingEndpoint:
         # Connections inherit this option. Without it an answer may wait 40 ms.
         listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._port = listening.getsockname()[1]
-        self._server = _Server(self._app(), self.token)
+        self._server = _Server(self._app(), bearer(self.token), timeout_keep_alive=75)
         self._serving = asyncio.create_task(self._server.serve(sockets=[listening]))
         return self
 
@@ -209,28 +201,8 @@ class RecordingEndpoint:
         return session, bytes(data)
 
 
-class _Server(uvicorn.Server):
-    """A uvicorn server that does not handle signals. The program handles them."""
-
-    def __init__(self, app: Starlette, token: str) -> None:
-        config = uvicorn.Config(
-            app,
-            lifespan="off",
-            log_config=None,
-            log_level=logging.ERROR,
-            access_log=False,
-            timeout_graceful_shutdown=1,
-            ws="none",
-            timeout_keep_alive=75,
-            http=partial(Protocol, token, {}),  # type: ignore[arg-type]
-            backlog=ACCEPTED_AT_ONCE,
-        )
-        super().__init__(config)
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        for each in sockets or ():
-            each.listen(BACKLOG)
+class _Server(LimitedServer):
+    """A server that does not handle signals. The program handles them."""
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -26,7 +26,7 @@ const resized = new ResizeObserver((entries) => entries.forEach(({ target }) => 
 // A plot. `series` is [{name, x, y, colour?, dots?, faint?, low?, high?}]; each has its own steps.
 export class Plot {
   constructor({ title, unit = "", scale = "count", height = 190, label = "step", empty = "Nothing was recorded yet." }) {
-    Object.assign(this, { title, unit, scale, height, label, empty, series: [], plot: null });
+    Object.assign(this, { title, unit, scale, height, label, empty, series: [], changes: [], plot: null });
     this.box = h("div", { class: "plot-box", tabindex: "0", role: "img", "aria-label": title, onkeydown: (event) => this.key(event) });
     this.keys = h("div", { class: "keys" });
     this.element = h("div", {}, this.keys, this.box);
@@ -41,8 +41,9 @@ export class Plot {
     charts.delete(this);
   }
 
-  set(series) {
-    this.series = series;
+  // `changes` are steps with a vertical line.
+  set(series, changes = []) {
+    Object.assign(this, { series, changes });
     if (!this.update()) this.draw();
   }
 
@@ -70,7 +71,7 @@ export class Plot {
         axes: [this.axis({ size: 30, space: this.label === "step" ? 50 : 90, incrs: WHOLE_STEPS, values: (_, ticks) => ticks.map((tick) => (Number.isInteger(tick) ? amount(tick) : "")) }), this.axis({ size: 56, values: (_, ticks) => this.marks(ticks) })],
         series: drawn,
         bands,
-        hooks: { setCursor: [(plot) => this.name(plot.cursor.idx)] },
+        hooks: { draw: [(plot) => this.drawChanges(plot)], setCursor: [(plot) => this.name(plot.cursor.idx)] },
       },
       data,
       this.box,
@@ -142,6 +143,22 @@ export class Plot {
     });
     this.shownSeries = series;
     return { data, drawn, bands, shape: JSON.stringify(drawn) };
+  }
+
+  drawChanges({ ctx, bbox, valToPos }) {
+    ctx.save();
+    ctx.strokeStyle = colour("bad");
+    ctx.lineWidth = 2 * devicePixelRatio;
+    ctx.setLineDash([6 * devicePixelRatio, 4 * devicePixelRatio]);
+    for (const step of this.changes) {
+      const x = valToPos(step, "x", true);
+      if (x < bbox.left || x > bbox.left + bbox.width) continue;
+      ctx.beginPath();
+      ctx.moveTo(x, bbox.top);
+      ctx.lineTo(x, bbox.top + bbox.height);
+      ctx.stroke();
+    }
+    ctx.restore();
   }
 
   width() {

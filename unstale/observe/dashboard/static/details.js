@@ -23,7 +23,7 @@ function bar({ name, about, parts }) {
     h("p", { class: "keys" }, parts.map(([activity, colour, share]) => h("span", { class: "key" }, svg("svg", { viewBox: "0 0 12 8", class: "square" }, svg("rect", { x: "0", y: "0", width: "12", height: "8", class: `fill ${colour}` })), activity, " ", h("b", {}, percent(share))))));
 }
 
-export const shares = (bars) => card("Where the time went", "Shares of the time from the first step to the last. A trainer that waits needs more generation; engines that are idle need a faster trainer, more tickets or more episodes.",
+export const shares = (bars) => card("Where the time went", `Shares of the time${bars.length ? ` from ${bars[0].about} of the run` : ""}. A trainer that waits needs more generation; engines that are idle need a faster trainer, more tickets or more episodes.`,
   bars.length ? bars.map(bar) : gap("No activity was recorded yet."));
 
 export function engines(rows) {

@@ -135,7 +135,8 @@ export function episode(content, at, query) {
     // The address has what is selected at the click.
     const link = (each, index) => [index ? ", " : " ", h("a", { href: address(each), onclick: (event) => void (event.currentTarget.href = address(each)) }, each)];
     const text = !training ? "The journal has no values of this episode's training (journal.token_share), so log D, log S and the advantage are not shown."
-      : `Trained in step ${training.step} with old_logp of the route ${training.route}${training.skipped ? ". All advantages are 0, so the episode was not run" : ""}.`;
+      : training.not_run ? `In the batch of step ${training.step}, without a gradient: ${training.not_run}. It counts in the mean of the loss, and no pass was run on it.`
+      : `Trained in step ${training.step} with old_logp of the route ${training.route}.`;
     const note = h("p", { class: "quiet" }, text, others.length ? [" It was also trained on in step", others.map(link), "."] : null);
     replace(panel, numbers, note, training?.problem ? problem(`The limits are not known: ${training.problem}`) : null);
     replace(numbers, h("p", { class: "quiet" }, "Choose a token to see its numbers."));

@@ -8,13 +8,15 @@ import { whole } from "./format.js";
 import { cell, problem, toRun } from "./parts.js";
 
 const USUAL = ["episode", "group_number", "task", "outcome", "stop", "reward", "success", "advantage", "step", "lag_max", "log_d_abs_max", "log_s_abs_max", "dropped_tokens", "clipped_tokens", "turns", "sampled_tokens"];
+// Those trained on last come first. Episodes that wait have no step yet, so they are behind them.
+const USUAL_SORT = "-step";
 // Rewards and facts that an answer names at most.
 const MAX_FIGURES = 200;
 const SHORT = { group_number: "group", lag_max: "lag, max", sampled_tokens: "sampled", log_d_abs_max: "|log D|", log_s_abs_max: "|log S|", dropped_tokens: "dropped", clipped_tokens: "clipped", behavior_logp_mean: "mean logp", behavior_logp_min: "min logp", version_min: "oldest version", version_max: "newest version" };
 const EXAMPLES = [["failures", "success=0 outcome=trained"], ["cut short", "stop~max"], ["several versions", "versions>1"], ["stale", "lag_max>=2"], ["clipped", "clipped_tokens>0"], ["dropped", "dropped_tokens>0"], ["not trained on", "outcome!=trained"]];
 
 export function episodes(content, { run }, query) {
-  const state = { filter: query.get("filter") || "", search: query.get("search") || "", sort: query.get("sort") || "-episode", page: Number(query.get("page")) || 0 };
+  const state = { filter: query.get("filter") || "", search: query.get("search") || "", sort: query.get("sort") || USUAL_SORT, page: Number(query.get("page")) || 0 };
   let shownColumns = query.getAll("column");
   if (!shownColumns.length) shownColumns = USUAL;
   let columns = null;
@@ -46,7 +48,7 @@ export function episodes(content, { run }, query) {
   });
 
   function keep() {
-    const params = new URLSearchParams(Object.entries(state).filter(([, value]) => value && value !== "-episode"));
+    const params = new URLSearchParams(Object.entries(state).filter(([, value]) => value && value !== USUAL_SORT));
     if (shownColumns !== USUAL) for (const name of shownColumns) params.append("column", name);
     history.replaceState(null, "", `${toRun(run)}/episodes${params.size ? `?${params}` : ""}`);
   }

@@ -1,7 +1,7 @@
 // Parts that several pages share.
 
 import { h, replace } from "./dom.js";
-import { ago, amount, percent } from "./format.js";
+import { ago, amount } from "./format.js";
 
 const WORDS = { live: "running", silent: "no end recorded", finished: "finished", failed: "failed", stopped: "stopped" };
 const KINDS = { live: "good", failed: "bad" };
@@ -27,8 +27,9 @@ export function tile(name, value, about) {
   return h("div", {}, h("dt", {}, name), h("dd", {}, value), h("dd", { class: "about" }, about));
 }
 
-export function success(share) {
-  return share ? h("span", {}, percent(share.success, 1), share.interval ? h("small", {}, ` ${percent(share.interval[0], 0)} to ${percent(share.interval[1], 0)}`) : null) : "—";
+// An evaluation on held-out tasks, with the texts of the server.
+export function success(evaluation) {
+  return evaluation ? h("span", {}, evaluation.share, evaluation.about ? h("small", {}, ` ${evaluation.tasks && evaluation.interval ? `${evaluation.tasks} tasks, ` : ""}${evaluation.about}`) : null) : "—";
 }
 
 // Name of a cell's value for people.
@@ -37,3 +38,16 @@ export function cell(name, value) {
   if (name === "success") return value ? "yes" : "no";
   return typeof value === "number" ? (Number.isInteger(value) ? String(value) : amount(value)) : String(value);
 }
+
+// Parts that the user opened or closed, by their anchor. On a narrow page all are closed at first.
+const opened = new Map();
+
+// A part of the page below its title, which can be closed.
+export function part(id, title, ...content) {
+  const open = opened.get(id) ?? !matchMedia("(max-width: 760px)").matches;
+  const body = h("details", { class: "part", open }, h("summary", {}, h("h2", {}, title)), content);
+  body.querySelector("summary").addEventListener("click", () => opened.set(id, !body.open));
+  return h("section", { id }, body);
+}
+// What a part has below its title, with the title.
+export const bodyOf = (section) => section.querySelector(".part");

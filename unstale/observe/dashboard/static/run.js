@@ -5,7 +5,7 @@ import { Plot } from "./chart.js";
 import * as details from "./details.js";
 import { h, replace, scrolling, settled } from "./dom.js";
 import { amount, duration, percent, whole } from "./format.js";
-import { badge, failed, problem, tile, toRun } from "./parts.js";
+import { badge, bodyOf, failed, part, problem, tile, toRun } from "./parts.js";
 import { timeline } from "./timeline.js";
 import { whileInView } from "./view.js";
 
@@ -18,6 +18,8 @@ const MEAN_STEPS = 5;
 const LAG_BARS = 12;
 const DETAILS_MS = 5000;
 const DETAILS_REST = 30;
+// Events that are listed at once. A longer list is closed at first.
+const FEW_EVENTS = 12;
 
 // A card with one plot. It asks for its series when it comes into view, and after each new step.
 export class Card {
@@ -68,8 +70,7 @@ export function cards(names, sections, axis = "step") {
     const charts = section.charts.map((chart) => new Card(names, chart, watch, axis));
     made.push(...charts);
     const grid = h("div", { class: "charts" }, charts.map((card) => card.element));
-    const head = [h("h2", {}, section.title), h("p", { class: "lead" }, section.about)];
-    if (!section.name.startsWith("other-")) return h("section", { id: `section-${section.name}` }, head, grid);
+    if (!section.name.startsWith("other-")) return part(`section-${section.name}`, section.title, h("p", { class: "lead" }, section.about), grid);
     return h("details", { class: "more", id: `section-${section.name}` }, h("summary", {}, section.title, h("span", { class: "quiet" }, ` ${charts.length} other metrics`)), grid);
   });
   return {
@@ -95,41 +96,26 @@ export function learning(names, axis = "step") {
       const before = several ? `${"AB"[number]} ` : "";
       const tint = several ? ["engine", "trainer"][number] : "engine";
       const places = new Map(steps[number].map((step, index) => [step, at[index]]));
-      const held = runs[number].evaluations.map((each) => ({ ...each, x: axis === "step" ? each.step : places.get(each.step) })).filter((each) => Number.isFinite(each.x));
+      const held = runs[number].evaluations.map((each) => ({ ...each, x: axis === "step" ? each.step : places.get(each.step) })).filter((each) => Number.isFinite(each.x))
+        .filter((each) => each.success !== null);
       const counted = held.length && held.every((each) => each.interval);
       const lines = several ? [] : [{ name: "rollouts", x: single.series[SUCCESS][0], y: single.series[SUCCESS][1], colour: tint, faint: true }];
       if (x.length > 1) lines.push({ name: `${before}rollouts, mean of ${MEAN_STEPS}`, x, y, colour: tint, faint: several });
       lines.push({ name: `${before}held out`, x: held.map((each) => each.x), y: held.map((each) => each.success), colour: several ? tint : "good", dots: true,
         low: counted ? held.map((each) => each.interval[0]) : undefined, high: counted ? held.map((each) => each.interval[1]) : undefined });
       return lines;
-    }));
+    }), axis === "step" ? runs.flatMap((run) => run.data_changes) : []);
   }
   return { element, load, close: () => plot.remove() };
 }
 
-function outcome(run) {
-  const [first, last] = [run.evaluations[0], run.evaluations.at(-1)];
-  if (!last) return h("p", { class: "quiet" }, "Nothing was evaluated on held-out tasks yet.");
-  const share = (each) => h("div", { class: "share" }, h("b", {}, percent(each.success, 1)), h("small", {}, each.interval ? `95% interval ${percent(each.interval[0], 1)} to ${percent(each.interval[1], 1)}` : ""));
-  const when = (each) => (each.step ? `after ${each.step} steps` : "before training");
-  const tasks = last.tasks ? `${last.tasks} held-out tasks` : "held-out tasks";
-  if (first === last) return h("div", { class: "outcome" }, share(last), h("p", {}, `success on ${tasks}, ${when(last)}`));
-  const better = last.success > first.success ? " better" : "";
-  return h("div", { class: `outcome${better}` }, share(first), h("span", { class: "arrow", "aria-label": "to" }, "→"), share(last), h("p", {}, `success on ${tasks}, ${when(first)} and ${when(last)}`));
+function outcome({ outcome: found, remarks }) {
+  const share = ([text, about]) => h("div", { class: "share" }, h("b", {}, text), h("small", {}, about));
+  const shares = found?.shares.flatMap((each, index) => (index ? [h("span", { class: "arrow", "aria-label": "to" }, "→"), share(each)] : [share(each)]));
+  return [found ? h("div", { class: `outcome${found.better ? " better" : ""}` }, shares, h("p", {}, found.note)) : h("p", { class: "quiet" }, "Too few steps were recorded to show an outcome."), remarks.map(problem)];
 }
 
-function tiles(run) {
-  const figures = run.figures;
-  return h("dl", { class: "tiles" },
-    tile("staleness, max", amount(figures.staleness_max), `bound ${amount(figures.staleness_bound)}`),
-    tile("mixed versions", percent(figures.mixed), "of the episodes"),
-    tile("kept", percent(figures.kept, 1), "of the tokens with an advantage"),
-    tile("clipped", percent(figures.clipped, 1), "of the tokens with an advantage"),
-    tile("engine", amount(figures.engine_tokens_per_s), "tokens per second"),
-    tile("trainer", amount(figures.trainer_tokens_per_s), "tokens per second"),
-    tile("trained on", whole(figures.trained_tokens), "action tokens"),
-    tile("failed", String(run.failures.count), "episodes"));
-}
+const tiles = (run) => h("dl", { class: "tiles" }, run.tiles.map((each) => tile(...each)));
 
 function health(run) {
   const wrong = run.checks.filter((check) => check.text);
@@ -143,7 +129,7 @@ function health(run) {
 function factors(run) {
   const size = (name, value) => (value === null ? "" : `mean |log ${name}| ${amount(value)}`);
   const mixed = run.exact ? null : h("p", { class: "warning" }, `The route ${run.route} approximates old_logp, so D and S are mixed. Exact routes: ${run.exact_routes.join(", ")}.`);
-  return h("section", { id: "section-meaning" }, h("h2", {}, "What D and S are here"), h("p", { class: "lead" }, run.factors.join(" ")),
+  return part("section-meaning", "What D and S are here", h("p", { class: "lead" }, run.factors.join(" ")),
     h("p", { class: "quiet" }, [size("D", run.figures.log_d), size("S", run.figures.log_s)].filter(Boolean).join(" · ")), mixed,
     h("dl", { class: "meaning" }, run.semantics.map(([name, text]) => h("div", {}, h("dt", {}, name), h("dd", {}, text)))));
 }
@@ -167,8 +153,8 @@ const titleOf = (part) => part.querySelector("summary").textContent.replace(/[\d
 
 function again(run, log) {
   const options = Object.entries(run.options);
-  return h("section", { id: "again" }, h("h2", {}, "Events and options"),
-    h("details", { open: true }, h("summary", {}, `${log.length} newest events`), scrolling("Events", h("table", {}, h("tbody", {}, log.map((event) =>
+  return part("again", "Events and options",
+    h("details", { open: log.length <= FEW_EVENTS }, h("summary", {}, `${log.length} newest events`), scrolling("Events", h("table", {}, h("tbody", {}, log.map((event) =>
       h("tr", {}, h("td", {}, duration(event.time)), h("td", {}, event.kind), h("td", {}, event.text))))))),
     run.failures.count ? h("details", {}, h("summary", {}, run.failures.count > run.failures.rows.length ? `${whole(run.failures.count)} failed episodes, the newest ${run.failures.rows.length} listed` : `${whole(run.failures.count)} failed episodes`), scrolling("Failed episodes", h("table", {}, h("tbody", {}, run.failures.rows.map((row) =>
       h("tr", {}, h("td", {}, row.episode ? h("a", { href: `${toRun(run.name)}/episode/${row.episode}` }, row.episode) : ""), h("td", {}, row.task), h("td", {}, row.stage), h("td", {}, row.error))))))) : null,
@@ -179,6 +165,7 @@ function again(run, log) {
 // Buttons that lead to the sections of the page.
 function contents(plots) {
   const go = (section) => {
+    bodyOf(section).open = true;
     section.scrollIntoView();
     section.setAttribute("tabindex", "-1");
     section.focus({ preventScroll: true });
@@ -197,7 +184,7 @@ export function run(content, { run: name }) {
   const times = timeline(name);
   const [ages, lagged, attempts] = [details.ages(), details.lagsOverSteps(), details.attempts()];
   const [top, nav, plots, bottom, shares, engines, sizes, histogram, examples, forks] = Array.from({ length: 10 }, () => h("div"));
-  const episodes = h("section", { id: "section-episodes" }, h("h2", {}, "Episodes"), examples, attempts.element, forks);
+  const episodes = part("section-episodes", "Episodes", examples, attempts.element, forks);
 
   async function fetch_details() {
     try {
@@ -253,9 +240,10 @@ export function run(content, { run: name }) {
 
   // Where the parts that are no series stand: after the plots of their section.
   function place(element, section) {
-    if (section === "ratios") element.append(sizes);
-    if (section === "schedule") element.append(h("div", { class: "charts" }, lagged.element, ages.element), histogram);
-    if (section === "engines") element.insertBefore(engines, element.querySelector(".charts"));
+    const body = bodyOf(element);
+    if (section === "ratios") body.append(sizes);
+    if (section === "schedule") body.append(h("div", { class: "charts" }, lagged.element, ages.element), histogram);
+    if (section === "engines") body.insertBefore(engines, body.querySelector(".charts"));
     return element;
   }
 

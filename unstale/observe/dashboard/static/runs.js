@@ -4,7 +4,6 @@ import { ask, follow } from "./api.js";
 import { sparkline } from "./chart.js";
 import { h, replace, settled } from "./dom.js";
 import { badge, failed, problem, success, toRun } from "./parts.js";
-import { percent } from "./format.js";
 
 export function runs(content) {
   const chosen = new Set();
@@ -33,11 +32,12 @@ export function runs(content) {
   function row(run) {
     const box = h("input", { type: "checkbox", "aria-label": `Choose ${run.name} to compare`, checked: chosen.has(run.name), onchange: () => choose(run.name, box) });
     const [first, last] = [run.evaluations[0], run.evaluations.at(-1)];
+    const known = run.evaluations.filter((each) => each.success !== null);
     const lines = [
-      { x: run.rollouts[0], y: run.rollouts[1], colour: "engine", faint: run.evaluations.length > 1 },
-      { x: run.evaluations.map((each) => each.step), y: run.evaluations.map((each) => each.success), colour: "good" },
+      { x: run.rollouts[0], y: run.rollouts[1], colour: "engine", faint: known.length > 1 },
+      { x: known.map((each) => each.step), y: known.map((each) => each.success), colour: "good" },
     ];
-    const about = last ? `Held-out success from ${percent(first.success)} to ${percent(last.success)}` : "Success of the rollouts";
+    const about = last ? `Held-out success: first ${first.share}, last ${last.share}` : "Success of the rollouts";
     return h("tr", {}, h("td", {}, box), h("td", { class: "name" }, h("a", { href: toRun(run.name) }, run.name)), h("td", {}, badge(run)),
       h("td", {}, `${run.step}${run.steps ? ` of ${run.steps}` : ""}`), h("td", {}, sparkline(lines, about)), h("td", {}, success(last)),
       h("td", {}, run.recipe), h("td", {}, run.route));

@@ -4,6 +4,7 @@ import { ask } from "./api.js";
 import { colour, onTheme } from "./chart.js";
 import { h, replace, settled } from "./dom.js";
 import { duration, percent, whole } from "./format.js";
+import { part } from "./parts.js";
 import { whileInView } from "./view.js";
 
 const LANES = [
@@ -30,7 +31,7 @@ export function timeline(run) {
   const button = (text, label, action) => h("button", { type: "button", "aria-label": label, onclick: action }, text);
   const controls = h("div", { class: "controls" }, button("−", "Zoom out", () => zoom(2)), button("+", "Zoom in", () => zoom(0.5)), button("◂", "Earlier", () => move(-0.5)), button("▸", "Later", () => move(0.5)), button("last steps", "Show the last eight steps", () => last_steps()), button("whole run", "Show the whole run", () => whole_run()), note);
   const about = "Where the time went. The height of generation is the busy share of an engine in a step, that of tools the number of episodes in their environment. Lines with a number mark when a version was in all engines. Drag to look at a part; Ctrl and the wheel, or + and −, zoom; arrow keys move; 0 shows the whole run.";
-  const element = h("section", { id: "section-timeline" }, h("h2", {}, "Timeline"), h("p", { class: "lead" }, about), h("figure", { class: "card" }, controls, h("div", { class: "lanes-box" }, names, canvas), under));
+  const element = part("section-timeline", "Timeline", h("p", { class: "lead" }, about), h("figure", { class: "card" }, controls, h("div", { class: "lanes-box" }, names, canvas), under));
   let answer = null;
   let view = null;
   let lanes = [];

@@ -1,4 +1,4 @@
-"""Tests of a command at the lowest priority: its session, exit codes, signals, and its end."""
+"""Tests of a command at a low priority: its session, exit codes, signals, and its end."""
 
 import signal
 import subprocess
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.waits import LIMIT_S, wait_until_gone
-from unstale.cli.lowest_priority import LOWEST
+from unstale.cli.low_priority import NICENESS
 
 AUTOGROUP = Path("/proc/self/autogroup")
 
@@ -19,13 +19,13 @@ pytestmark = pytest.mark.skipif(
 HEAD = """
 import os, signal, sys, time
 from pathlib import Path
-from unstale.cli.lowest_priority import run_at_lowest_priority
+from unstale.cli.low_priority import run_at_low_priority
 """
 SLEEPER = f"""{HEAD}
 def act():
     print(os.getpid(), flush=True)
     time.sleep(600)
-sys.exit(run_at_lowest_priority(act))
+sys.exit(run_at_low_priority(act))
 """
 
 
@@ -33,22 +33,22 @@ def started(program: str) -> subprocess.Popen[str]:
     return subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
 
 
-def test_it_runs_in_a_session_of_its_own_with_the_lowest_priority() -> None:
+def test_it_runs_in_a_session_of_its_own_with_the_low_priority() -> None:
     program = f"""{HEAD}
 def act():
     group = Path("/proc/self/autogroup").read_text().split()[-1]
     print(os.nice(0), group, os.getsid(0) == os.getpid())
-sys.exit(run_at_lowest_priority(act))
+sys.exit(run_at_low_priority(act))
 """
     before = AUTOGROUP.read_text()
     with started(program) as process:
         output, _ = process.communicate(timeout=LIMIT_S)
-    assert output.split() == [str(LOWEST), str(LOWEST), "True"]
+    assert output.split() == [str(NICENESS), str(NICENESS), "True"]
     assert AUTOGROUP.read_text() == before
 
 
 def test_the_exit_code_is_that_of_the_child() -> None:
-    with started(f"{HEAD}\nsys.exit(run_at_lowest_priority(lambda: sys.exit(3)))") as process:
+    with started(f"{HEAD}\nsys.exit(run_at_low_priority(lambda: sys.exit(3)))") as process:
         process.communicate(timeout=LIMIT_S)
         assert process.returncode == 3
 
