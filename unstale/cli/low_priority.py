@@ -11,7 +11,7 @@ NICENESS = 10
 """Niceness. Of two busy processes on one core, the one that has it gets about 10% of the time.
 
 With 19, which gets 1.5%, a list of 60 runs took 7.6 s while three trainings kept two cores busy.
-With 10 it took 0.9 s, and the trainings were not measurably slower (docs/dashboard.md).
+With 10 it took 0.9 s.
 """
 
 _AUTOGROUP = Path("/proc/self/autogroup")
