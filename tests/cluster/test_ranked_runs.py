@@ -88,10 +88,10 @@ def test_a_second_model_on_ranks_is_exact_and_replaced_when_it_dies(
             audit=AuditConfig(share=1.0),
             checkpoint=CheckpointConfig(every=1),
             old_logps=OldLogpsConfig(route="old_logit_model", ranks=2),
-            trainer=replace(made.trainer, dtype="bfloat16"),
         )
     )
-    require_exact(folder, error=1e-3)
+    # when pieces arrive decides how they are packed: errors are roundings, in float32 small ones
+    require_exact(folder, error=1e-6)
     events = [row for row in RunFolder(folder).rows(EVENTS) if row["kind"] == "trainer_died"]
     assert len(killed) == len(events) == 1
     assert events[0]["reason"].startswith("an old-logit rank died")

@@ -39,7 +39,7 @@ from unstale.old_logps import OldLogps, interrupt_sync
 from unstale.old_logps.eager import Eager
 from unstale.old_logps.interrupt_sync import InterruptSync
 from unstale.old_logps.old_logit_model import OldLogitModel, OldLogitModelDied
-from unstale.old_logps.scoring.cache import by_key, score_pieces
+from unstale.old_logps.scoring.cache import LogpCache, by_key, score_pieces
 from unstale.old_logps.scoring.local_scorer import LocalScorer
 from unstale.records import Batch, PendingPiece, Sampled, collate, walk
 from unstale.rollout.episode import Rollout
@@ -645,3 +645,17 @@ def test_in_an_asynchronous_run_every_token_gets_its_own_versions_logp(
         assert rows[0]["old_logps/stall_s"] == 0 and all(
             row["old_logps/stall_s"] > 0 for row in rows[1:]
         )
+
+
+def test_the_first_score_of_a_token_stays_however_late_another_one_comes() -> None:
+    """A later score differs by rounding: its pass was packed differently."""
+    policy = tiny_policy()
+    cache = LogpCache(LocalScorer(policy, 1.0, 64))
+    batch = collate([episode(1, [3, (4, 0), 2, (3, 0)])])
+    first, known = cache.lookup(batch)
+    assert torch.equal(known, batch.sampled)
+    cache.add_rows([[(0, 1, 3), [-1.0] * 4], [(0, 1, 10), [-2.0] * 2], [(0, 1, 9), [-3.0] * 3]])
+    assert torch.equal(cache.lookup(batch)[0], first)
+    cache.add_rows([[(0, 1, 9), [-3.0] * 4]])
+    values, _ = cache.lookup(collate([episode(1, [3, (4, 0), 2, (4, 0)])]))
+    assert torch.equal(values[:12], first) and values[12] == -3.0

@@ -17,6 +17,7 @@ from unstale.durability.run_folder import dumps
 from unstale.envs import ListedTasks, task_identity
 from unstale.envs.mixed import MixedTasks
 from unstale.lint import check
+from unstale.recipes import RECIPES
 from unstale.techniques import Techniques
 from unstale.techniques.catalogue import ROWS
 from unstale.techniques.ess_lr import EssLr, EssLrConfig
@@ -49,6 +50,46 @@ def test_a_technique_is_chosen_by_name_and_keeps_its_options(tmp_path: Path) -> 
 def test_a_wrong_choice_is_refused_with_what_to_do(values: dict, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         override(NONE, values)
+
+
+POOL = {"selection.pool": 64}
+CONDITIONS = {
+    "baseline": POOL,
+    "beta_sampler": POOL,
+    "bin_sizes": POOL,
+    "bins": POOL,
+    "predicted_sampler": POOL,
+    "stages": POOL,
+    "channels": {"techniques": "tool_bonus channels"},
+    "echo": {"objective.kind": "ppo_clip"},
+    "opmd": {"objective.kind": "none"},
+    "pick": {"schedule.group_size": 8},
+    "preserve_clip": {"objective.kind": "ppo_clip"},
+}
+"""The one option that a technique may ask for before it is admitted with its defaults."""
+ESTIMATOR = {"advantage.estimator": "grpo"}
+"""An estimator technique asks for this if the recipe has another estimator."""
+
+
+@pytest.mark.parametrize("name", techniques())
+def test_every_recipe_admits_a_technique_with_its_defaults_or_asks_for_one_option(
+    name: str,
+) -> None:
+    asked = False
+    for recipe, make in RECIPES.items():
+        options = {"techniques": name}
+        config = make()
+        if "rloo_first" in config.advantage.estimator and techniques()[name].slot == "estimator":
+            options |= ESTIMATOR
+        try:
+            made = override(config, options)
+        except ConfigError as error:
+            (option, value), *_ = CONDITIONS[name].items()
+            assert option in str(error) or f"--techniques {value!r}" in str(error), recipe
+            made, asked = override(config, options | CONDITIONS[name]), True
+        assert not check(made).refusals, recipe
+        assert Techniques.of(made).parts
+    assert asked == (name in CONDITIONS)
 
 
 def test_a_resumed_run_keeps_its_techniques() -> None:

@@ -9,13 +9,13 @@ from unstale.config.options import override
 from unstale.lint import check
 from unstale.records import NO_BUDGET, EpisodeBudget
 from unstale.techniques import EpisodeBudgeter, Outcome, Techniques
-from unstale.techniques.segments import Segments, SegmentsConfig, Step, parse_table
+from unstale.techniques.segments import Segments, SegmentsConfig, Step, complete, parse_table
 
 RUN = RunConfig(
     recipe="mine",
     techniques="segments",
     engine=EngineConfig(max_context=96_000),
-    rollout=RolloutConfig(max_turns=100),
+    rollout=RolloutConfig(max_turns=97),
 )
 
 
@@ -25,8 +25,8 @@ def outcome(episodes: int, cut_off: int, budget: EpisodeBudget) -> Outcome:
     )
 
 
-def test_the_default_table_is_that_of_agentmath() -> None:
-    options = SegmentsConfig()
+def test_the_default_is_that_of_agentmath_at_the_length_of_its_episodes() -> None:
+    options = complete(SegmentsConfig(), RUN)
     assert parse_table(options.table) == (
         Step(48_000, 48, 2),
         Step(72_000, 72, 3),
@@ -38,7 +38,7 @@ def test_the_default_table_is_that_of_agentmath() -> None:
 
 
 def test_the_next_step_begins_if_more_than_a_tenth_of_a_window_was_cut_off() -> None:
-    made = Segments(SegmentsConfig(window=20))
+    made = Segments(complete(SegmentsConfig(window=20), RUN))
     first = made.episode_budget()
     for _ in range(2):
         made.observe([outcome(10, 2, first), outcome(10, 0, first)])
@@ -67,11 +67,11 @@ def test_a_shorter_limit_of_replies_does_not_hide_the_step_of_a_group() -> None:
 
 
 def test_its_state_is_restored_also_with_fewer_steps() -> None:
-    made = Segments(SegmentsConfig(window=8))
+    made = Segments(complete(SegmentsConfig(window=8), RUN))
     for _ in range(2):
         made.observe([outcome(8, 8, made.episode_budget())])
     made.observe([outcome(5, 5, made.episode_budget())])
-    again = Segments(SegmentsConfig(window=8))
+    again = Segments(complete(SegmentsConfig(window=8), RUN))
     again.restore(made.state())
     assert again.episode_budget() == made.episode_budget() and again.state() == made.state()
     short = Segments(SegmentsConfig(table="100:4:2"))
@@ -79,16 +79,28 @@ def test_its_state_is_restored_also_with_fewer_steps() -> None:
     assert short.episode_budget().context == 100
 
 
+def test_the_default_follows_the_run_and_given_values_stay() -> None:
+    short = override(RUN, {"engine.max_context": 1024, "rollout.max_turns": 1})
+    made = complete(SegmentsConfig(calls=5), short)
+    assert (made.table, made.tokens, made.calls) == ("512:1:2 768:1:3 1024:1:4", 256, 5)
+    schedule = RUN.schedule
+    groups = (schedule.max_staleness + 1) * schedule.groups_per_step
+    assert made.max_concurrent_episodes == groups * schedule.group_size // 2
+    assert short.technique_options == {"segments": SegmentsConfig()}, "it follows later changes"
+
+
 @pytest.mark.parametrize(
     ("values", "message"),
     [
         ({"segments.table": "100:4"}, r"must be CONTEXT:CALLS:SEGMENTS for each step, .*'100:4'"),
-        ({"segments.table": ""}, "must be CONTEXT:CALLS:SEGMENTS for each step"),
         ({"segments.table": "100:0:2"}, "must be CONTEXT:CALLS:SEGMENTS for each step"),
         ({"segments.table": "100:4:2 90:8:3"}, "no smaller one, got 90:8:3 after 100:4:2"),
         ({"segments.table": "100:4:2 100:4:2"}, "larger limits in each step"),
-        ({"engine.max_context": 1024}, r"more than 1024 tokens \(engine.max_context\), got 96000"),
-        ({"rollout.max_turns": 96}, r"fewer tool calls than 96 \(rollout.max_turns\), got 96"),
+        (
+            {"segments.table": "96001:8:2"},
+            r"more than 96000 tokens \(engine.max_context\), got 96001",
+        ),
+        ({"segments.table": "100:97:2"}, r"fewer tool calls than 97 \(rollout.max_turns\), got 97"),
         ({"techniques": "limits segments"}, "limits and segments"),
     ],
 )

@@ -96,7 +96,7 @@ def test_a_task_that_is_solved_is_no_longer_hard() -> None:
             200,
             r"candidates >= selection.pool, got 256 and 300",
         ),
-        ("stages", SelectionConfig(pool=9), 100, r"stages.steps must be below steps, got 100 and"),
+        ("stages", SelectionConfig(pool=9), 1, r"stages.steps must be below steps, got 1 and 1"),
         ("stages allocate", SelectionConfig(pool=9), 200, "and so does allocate. Remove one"),
         ("stages beta_sampler", SelectionConfig(pool=9), 200, "stages and beta_sampler"),
     ],

@@ -107,6 +107,8 @@ class Entry:
     """
     check: Callable[[Any, "RunConfig"], None] = lambda options, config: None
     """Raises `ConfigError` if the technique with some options does not fit a configuration."""
+    complete: Callable[[Any, "RunConfig"], Any] = lambda options, config: options
+    """Returns the options with those filled in whose default depends on the run."""
     needs_repeats: Callable[[Any], str] = lambda options: ""
     """Returns the option by which the technique needs tasks that come again within a run, in a pool
     or in a list that repeats. Empty if it does not.
@@ -252,9 +254,16 @@ def needs_reference(config: "RunConfig") -> bool:
     return config.objective.kl_coef > 0 or any("reference" in needs for needs in requires)
 
 
+def completed_options(config: "RunConfig") -> dict[str, Any]:
+    """Return the options of the chosen techniques by name, with all defaults of this run."""
+    options = config.technique_options
+    return {
+        each.name: each.complete(options[each.name], config) for each in chosen(config.techniques)
+    }
+
+
 def describe(config: "RunConfig") -> Sequence[str]:
     """Return the linter's sentences about the chosen techniques."""
-    options = config.technique_options
-    return [
-        f"{each.name}: {each.describe(options[each.name])}" for each in chosen(config.techniques)
-    ]
+    known = techniques()
+    options = completed_options(config)
+    return [f"{name}: {known[name].describe(each)}" for name, each in options.items()]

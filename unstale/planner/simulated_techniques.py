@@ -22,7 +22,7 @@ from unstale.rollout.segments import Age, BudgetUse
 from unstale.techniques import Outcome
 from unstale.techniques.limits import Limits, LimitsConfig, limit_of
 from unstale.techniques.replay import ReplayConfig
-from unstale.techniques.segments import Segments, SegmentsConfig
+from unstale.techniques.segments import Segments, SegmentsConfig, complete
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +80,10 @@ _OPTIONS: Mapping[str, type[Section]] = {
     "segments": SegmentsConfig,
     "replay": ReplayConfig,
 }
+AGENTMATH_CONTEXT, AGENTMATH_CALLS, AGENTMATH_EPISODES = 96_000, 96, 256
+"""Tokens and tool calls of the longest episode and episodes in flight of AgentMath: the defaults of
+`segments` without a run.
+"""
 _CHANGES = frozenset({"tasks", "count", "turns", "groups"})
 """A technique that changes one of these changes how long a run takes."""
 
@@ -149,6 +153,7 @@ def of_run(config: RunConfig, techniques: SimulatedTechniques | None) -> Simulat
         )
     replay, segments = own.get("replay"), own.get("segments")
     if isinstance(segments, SegmentsConfig):
+        segments = complete(segments, config)
         segments = replace(segments, table=segments.table.split()[-1])
     assert segments is None or isinstance(segments, SegmentsConfig)
     assert replay is None or isinstance(replay, ReplayConfig)
@@ -160,12 +165,11 @@ class SimulatedLimits:
 
     def __init__(self, techniques: SimulatedTechniques) -> None:
         self._limits = Limits(techniques.limits) if techniques.limits else None
-        self._segments = Segments(techniques.segments) if techniques.segments else None
-        self.slots = (
-            SimulatedSlots(techniques.segments.max_concurrent_episodes)
-            if techniques.segments
-            else None
+        segments = techniques.segments and techniques.segments.within(
+            context=AGENTMATH_CONTEXT, calls=AGENTMATH_CALLS, episodes=AGENTMATH_EPISODES
         )
+        self._segments = Segments(segments) if segments else None
+        self.slots = SimulatedSlots(segments.max_concurrent_episodes) if segments else None
         """The slots of episodes in segments. None without segments."""
         self._ended: dict[int, list[tuple[int, bool]]] = defaultdict(list)
         """For each episode of a group: its turns, and True if it was cut off."""

@@ -35,7 +35,7 @@ from random import Random
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 from unstale.config.checks import ConfigError
-from unstale.config.techniques import Need, chosen
+from unstale.config.techniques import Need, chosen, completed_options
 from unstale.records import (
     CUT_OFF,
     NO_BUDGET,
@@ -535,7 +535,7 @@ class Techniques:
         Raises `ConfigError` if one of them has state and the trainer has ranks.
         """
         entries = chosen(config.techniques)
-        options = config.technique_options
+        options = completed_options(config)
         parts = {entry.name: entry.makes(options[entry.name]) for entry in entries}
         needs = frozenset[Need]().union(*(entry.requires for entry in entries))
         made = cls(parts, needs=needs)

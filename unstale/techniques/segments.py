@@ -15,18 +15,20 @@ first. In strict order, set `tokens` above the length of most episodes.
 `table` has the limits of an episode in steps: tokens of its context, tool calls, segments. An
 episode that reaches one of the three is cut off. Groups begin with the limits of the first step.
 When more than `cut_share` of `window` episodes with the present limits were cut off, later groups
-have those of the next step. From AgentMath, whose steps are the defaults. Its bonus for tool calls
-is `tool_bonus`.
+have those of the next step. By default, a segment has a quarter of the tokens and the tool calls of
+the run's longest episode, and the steps allow 2, 3 and 4 segments. These are the shares of
+AgentMath. With `engine.max_context` 96000 and `rollout.max_turns` 97, the numbers are its own, too:
+`48000:48:2 72000:72:3 96000:96:4`. Its bonus for tool calls is `tool_bonus`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from unstale.config.checks import ConfigError, PositiveInt, Section, Share
+from unstale.config.checks import ConfigError, Count, PositiveInt, Section, Share
 from unstale.config.techniques import Entry
 from unstale.records import EpisodeBudget
 from unstale.techniques import Outcome
@@ -35,6 +37,8 @@ if TYPE_CHECKING:
     from unstale.config import RunConfig
 
 _FORM = "CONTEXT:CALLS:SEGMENTS for each step, such as '4096:12:2 8192:24:4'"
+_MOST_SEGMENTS = 4
+"""Number of segments of the longest episode of a default table, from AgentMath."""
 
 
 class Step(NamedTuple):
@@ -71,17 +75,19 @@ def parse_table(text: str) -> tuple[Step, ...]:
 class SegmentsConfig(Section):
     """Long episodes run in segments, with limits that grow (AgentMath)."""
 
-    max_concurrent_episodes: PositiveInt = 128
+    max_concurrent_episodes: Count = 0
     """Number of episodes that run at the same time, on all engines together. Take the number of
-    replies that the engines sample at the same time, or more if tools are slow.
+    replies that the engines sample at the same time, or more if tools are slow. 0 is half of the
+    episodes that may be in flight, with groups of `schedule.group_size`.
     """
-    tokens: PositiveInt = 24_000
-    """Sampled tokens after which a segment ends."""
-    calls: PositiveInt = 24
-    """Tool calls after which a segment ends."""
-    table: str = "48000:48:2 72000:72:3 96000:96:4"
+    tokens: Count = 0
+    """Sampled tokens after which a segment ends; 0 is a quarter of `engine.max_context`."""
+    calls: Count = 0
+    """Tool calls after which a segment ends; 0 is a quarter of `rollout.max_turns`."""
+    table: str = ""
     """Limits of an episode, as CONTEXT:CALLS:SEGMENTS for each step: tokens with prompts, tool
-    calls, and segments.
+    calls, and segments. Empty allows 2, 3 and 4 quarters of `engine.max_context` and of
+    `rollout.max_turns`, in as many segments.
     """
     cut_share: Share = 0.1
     """Share of episodes cut off above which the next step of the table begins."""
@@ -89,13 +95,38 @@ class SegmentsConfig(Section):
     """Number of episodes of which the share is taken."""
 
     def check_combination(self) -> None:
-        parse_table(self.table)
+        if self.table:
+            parse_table(self.table)
+
+    def within(self, *, context: int, calls: int, episodes: int) -> SegmentsConfig:
+        """Return the options without 0 and empty, for a run with these largest numbers.
+
+        `context` and `calls` are the tokens and tool calls of an episode. `episodes` is the
+        number of those in flight.
+
+        >>> SegmentsConfig().within(context=1024, calls=9, episodes=96).table
+        '512:4:2 768:6:3 1024:9:4'
+        """
+
+        def part(whole: int, quarters: int) -> int:
+            return max(1, whole * quarters // _MOST_SEGMENTS)
+
+        steps = range(2, _MOST_SEGMENTS + 1)
+        table = " ".join(f"{part(context, n)}:{part(calls, n)}:{n}" for n in steps)
+        return replace(
+            self,
+            max_concurrent_episodes=self.max_concurrent_episodes or max(1, episodes // 2),
+            tokens=self.tokens or part(context, 1),
+            calls=self.calls or part(calls, 1),
+            table=self.table or table,
+        )
 
 
 class Segments:
     """A limiter that runs episodes in segments, and raises their limits."""
 
     def __init__(self, options: SegmentsConfig) -> None:
+        """Make the limiter. No option may be 0 or empty (`SegmentsConfig.within`)."""
         self._options = options
         self._table = parse_table(options.table)
         self.max_concurrent_episodes = options.max_concurrent_episodes
@@ -158,7 +189,18 @@ def _describe(options: SegmentsConfig) -> str:
     )
 
 
+def complete(options: SegmentsConfig, config: RunConfig) -> SegmentsConfig:
+    """Return the options with the defaults of a run."""
+    schedule = config.schedule
+    in_flight = (schedule.max_staleness + 1) * schedule.groups_per_step * schedule.group_size
+    return options.within(
+        context=config.engine.max_context, calls=config.rollout.max_turns - 1, episodes=in_flight
+    )
+
+
 def _check(options: SegmentsConfig, config: RunConfig) -> None:
+    if not options.table:
+        return
     last = parse_table(options.table)[-1]
     if last.context > config.engine.max_context:
         raise ConfigError(
@@ -190,6 +232,7 @@ ENTRY = Entry(
     changes=frozenset({"turns"}),
     describe=_describe,
     check=_check,
+    complete=complete,
     use="Episodes are long and of very different lengths, and more of them are in flight than the "
     "engines sample at the same time. Or the best limit of their length is not known.",
     measured=_MEASURED,

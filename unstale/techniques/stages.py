@@ -11,7 +11,7 @@ repeats itself less and stays diverse. This is not shown here.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -31,8 +31,10 @@ ROUNDING = 1e-9
 class StagesConfig(Section, RateOptions, SuccessShare):
     """All tasks first, then larger groups on fewer and fewer hard tasks (DRIVE)."""
 
-    steps: PositiveInt = 100
-    """Number of steps of the first stage. Its groups have `schedule.group_size` episodes."""
+    steps: Count = 0
+    """Number of steps of the first stage; 0 is half of the run. Its groups have
+    `schedule.group_size` episodes.
+    """
     first_reply: Count = 0
     """Largest number of tokens of a reply in the first stage; 0 is `engine.max_completion_tokens`,
     which the second stage has.
@@ -53,6 +55,7 @@ class Stages:
     """A sampler with two stages."""
 
     def __init__(self, options: StagesConfig) -> None:
+        """Make the sampler. `options.steps` may not be 0."""
         self._options = options
         self._tracker = SuccessTracker(
             "stages", prior=options.prior, decay=options.decay, success_at=options.success_at
@@ -88,10 +91,14 @@ class Stages:
         self._tracker.restore(state)
 
 
+def _complete(options: StagesConfig, config: RunConfig) -> StagesConfig:
+    return replace(options, steps=options.steps or max(1, config.steps // 2))
+
+
 def _check(options: StagesConfig, config: RunConfig) -> None:
-    if options.steps >= config.steps:
+    if (steps := _complete(options, config).steps) >= config.steps:
         raise ConfigError(
-            f"stages.steps must be below steps, got {options.steps} and {config.steps}: there is "
+            f"stages.steps must be below steps, got {steps} and {config.steps}: there is "
             "no second stage"
         )
     require_sequences(config, options.size, "stages.size")
@@ -152,6 +159,7 @@ ENTRY = Entry(
     changes=frozenset({"tasks", "count"}),
     describe=_describe,
     check=_check,
+    complete=_complete,
     use="Some tasks are hardly ever solved, and episodes are cheaper than steps.",
     measured=_MEASURED,
     exactness="In the second stage, the objective is the expectation over the hard tasks, and each "

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from unstale.config import ConfigError, CorrectionConfig, ObjectiveConfig, RunConfig
 from unstale.config.options import options, stored_config
 from unstale.config.routes import Needs, OldLogpsConfig, routes
-from unstale.config.techniques import Entry, chosen
+from unstale.config.techniques import Entry, chosen, completed_options
 from unstale.durability.run_folder import CONFIG, Row, RunFolder
 from unstale.observe.dashboard.bounds import NAMES, Bounds, bounds, explain
 from unstale.observe.dashboard.factors import UNIT, to_axis
@@ -86,10 +86,8 @@ class Settings:
         from unstale.techniques import Techniques
         from unstale.trainer.rules import Rules
 
-        made = {
-            entry.name: entry.makes(self.config.technique_options[entry.name])
-            for entry in in_loss(self.config)
-        }
+        options = completed_options(self.config)
+        made = {entry.name: entry.makes(options[entry.name]) for entry in in_loss(self.config)}
         return Rules(self.correction, self.objective, Techniques(made))
 
 

@@ -69,12 +69,14 @@ def stack_routes(texts: Sequence[PieceText]) -> Tensor | None:
 class LogpCache:
     """The scores of pieces (runs of sampled tokens), kept until their batch needs them.
 
-    Not thread-safe.
+    The first score of a token stays: a later one differs by rounding, if its pass was packed
+    differently. Not thread-safe.
     """
 
     def __init__(self, scorer: Scorer) -> None:
         self._scorer = scorer
         self._logps: dict[PieceKey, Tensor] = {}
+        """In the order in which they were added."""
 
     def add_rows(self, rows: Iterable[Any]) -> None:
         """Add log-probabilities from another process.
@@ -83,11 +85,12 @@ class LogpCache:
         """
         dtype = self._scorer.dtype
         for key, values in rows:
-            self._logps[PieceKey(*key)] = torch.tensor(values, dtype=dtype)
+            self._add(PieceKey(*key), torch.tensor(values, dtype=dtype))
 
     def score(self, pieces: Pieces, version: int | None = None) -> None:
         """Score pieces with the weights of `version`, or with the current weights if it is None."""
-        self._logps |= score_pieces(self._scorer, pieces, version)
+        for key, logp in score_pieces(self._scorer, pieces, version).items():
+            self._add(key, logp)
 
     def missing(self, pieces: Iterable[PendingPiece]) -> list[PendingPiece]:
         """Return those of `pieces` (runs of sampled tokens) that have no score yet."""
@@ -106,12 +109,12 @@ class LogpCache:
         """Return the scores of a batch, `[T]`, and where they are known (`[T]` bool); 0 elsewhere.
 
         Tokens of the current version without a score are scored now, if no optimizer step has
-        changed the weights since.
+        changed the weights since. These scores are kept, too.
         """
         values = torch.zeros(len(batch.tokens), dtype=self._scorer.dtype)
         known = torch.zeros_like(batch.sampled)
         of_episode: dict[int, list[tuple[int, Tensor]]] = {}
-        for key, logp in self._logps.items():
+        for key, logp in reversed(self._logps.items()):  # the first one is written last
             of_episode.setdefault(key.episode, []).append((key.start, logp))
         for (begin, _), episode in zip(batch.spans(), batch.episodes, strict=True):
             for start, logp in of_episode.get(episode, ()):
@@ -124,7 +127,23 @@ class LogpCache:
             scored = self._scorer.score(batch, current)
             values = torch.where(current, scored.logp, values)
             known = known | current
+            self._add_runs(batch, values, current)
         return torch.where(known, values, 0.0), known
+
+    def _add(self, key: PieceKey, logp: Tensor) -> None:
+        """Add the scores of a piece. Tokens of it that have one keep it."""
+        had = self._logps.get(key, logp[:0])
+        if len(logp) > len(had):
+            self._logps[key] = torch.cat([had, logp[len(had) :]])
+
+    def _add_runs(self, batch: Batch, values: Tensor, where: Tensor) -> None:
+        """Add the scores of the tokens `where` of a batch, which are of the current version."""
+        for (begin, end), episode in zip(batch.spans(), batch.episodes, strict=True):
+            edges = torch.nn.functional.pad(where[begin:end], (1, 1)).int().diff()
+            starts, stops = ((edges == sign).nonzero().flatten().tolist() for sign in (1, -1))
+            for start, stop in zip(starts, stops, strict=True):
+                key = PieceKey(self._scorer.version, episode, start)
+                self._add(key, values[begin + start : begin + stop])
 
     def require(self, batch: Batch, *, why: str) -> Tensor:
         """Return the scores of a batch, `[T]`.
