@@ -42,19 +42,23 @@ GROWTH = {"descriptors": (0.1, 8.0), "threads": (0.1, 8.0), "memory": (0.05, 16.
 
 SMALL = (
     *("--policy", "base", "--steps", "1000000"),
-    *("--rollout.max_failed_share", "1", "--rollout.retries", "0", "--rollout.max_turns", "2"),
+    *("--rollout.max_failed_share", "1", "--rollout.max_turns", "2"),
     *("--schedule.groups_per_step", "4", "--schedule.group_size", "2"),
     *("--engine.max_completion_tokens", "24", "--engine.max_context", "256", "--eval.tasks", "4"),
     *("--eval.every", "50", "--checkpoint.every", "50", "--allow-weak-sandbox"),
 )
 OPTIONS: Mapping[str, Sequence[str]] = {
-    "here": ("--rollout.timeout_s", "5"),
+    "here": ("--rollout.timeout_s", "5", "--rollout.retries", "0"),
     # A blocked worker is interrupted after 7 s, or ended after 10 s: others in it wait for longer.
     "in_workers": (
         *("--task.isolate", "process", "--task.worker_memory_gb", "2"),
-        *("--rollout.timeout_s", "20"),
+        *("--rollout.timeout_s", "20", "--rollout.retries", "1"),
+        *("--task.workers", "3", "--schedule.groups_per_step", "8"),
     ),
-    "agents": ("--endpoint.lenient", "true", "--rollout.timeout_s", "5"),
+    "agents": (
+        *("--endpoint.lenient", "true", "--rollout.timeout_s", "20"),
+        *("--rollout.retries", "0", "--schedule.groups_per_step", "8"),
+    ),
 }
 
 

@@ -111,7 +111,7 @@ class EndlessMessages(Good):
 
 class OpensFiles(Good):
     async def step(self, reply: Message) -> Turn:
-        self.files = [tempfile.TemporaryFile() for _ in range(10)]
+        self.files = [tempfile.TemporaryFile() for _ in range(10)]  # noqa: SIM115
         self.sockets = [socket.socket() for _ in range(10)]
         return await self.last(reply)
 
@@ -268,7 +268,7 @@ AGENTS = ("idle", "half", "bomb", "deep", "many", "blank", "hang", "error")
 def agents() -> ExternalAgent:
     """Return the tasks of agents that misbehave at the endpoint."""
     kinds = [kind for bad in AGENTS for kind in (bad, "good", "good")]
-    return ExternalAgent(agent, kinds, held_out=["good"] * 4, name="soak", timeout_s=15.0)
+    return ExternalAgent(agent, kinds, held_out=["good"] * 4, name="soak", timeout_s=40.0)
 
 
 FACTORIES: dict[str, Callable[[], Any]] = {

@@ -2,7 +2,6 @@
 
 import sys
 import threading
-import traceback
 from collections.abc import Iterable
 from types import TracebackType
 from typing import Any
@@ -35,7 +34,9 @@ def escape_tracebacks() -> None:
     def show(
         kind: type[BaseException], error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        text = "".join(traceback.format_exception(kind, error, trace))
+        from unstale.envs.guard import traceback_text  # not at the start of every command
+
+        text = traceback_text(error.with_traceback(trace)) if error else f"{kind.__name__}\n"
         sys.stderr.write(show_controls(text))
 
     def show_in_thread(about: threading.ExceptHookArgs) -> None:
