@@ -222,7 +222,7 @@ class RunLog:
     def write_last_event(self, kind: str, **fields: Any) -> None:
         """Write an event without the file object, which a signal may have interrupted."""
         row = dumps({"time": round(self.seconds, 3), "kind": kind, **fields})
-        descriptor = os.open(self.path / EVENTS, os.O_WRONLY | os.O_APPEND)
+        descriptor = os.open(self.path / EVENTS, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         os.write(descriptor, f"{row}\n".encode(errors="replace"))
 
     @contextmanager
