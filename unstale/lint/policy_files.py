@@ -1,6 +1,5 @@
 """Facts about the initial policy, read from the files of its folder."""
 
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -8,6 +7,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from unstale.config import ConfigError, RunConfig
+from unstale.config.files import read_mapping
 from unstale.config.hub import damaged_weights, reading
 from unstale.expert_routes import num_experts
 
@@ -90,7 +90,6 @@ def _read_text_model(folder: Path) -> dict[str, Any]:
 def _read(folder: Path, name: str = "config.json") -> dict[str, Any]:
     """Return a JSON file of a model folder, empty if there is none or it is no object."""
     try:
-        config = json.loads((folder / name).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
+        return read_mapping(folder / name)
+    except ConfigError:
         return {}  # loading the policy will report it
-    return config if isinstance(config, dict) else {}
