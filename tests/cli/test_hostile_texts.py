@@ -1,11 +1,12 @@
 """Test that no command lets a text of a run folder or a model folder control the terminal."""
 
 import json
+import logging
 import re
 import shutil
 import sqlite3
-from collections.abc import Iterator
-from contextlib import closing
+import warnings
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 from tests.support.fake_run import fake_run
 from unstale.cli.main import main
 from unstale.config.run import SHIPPED_POLICIES
+from unstale.durability.console import escape_logs
 from unstale.durability.journal import JOURNAL
 from unstale.durability.journal.tables import COLUMNS, seal
 
@@ -49,7 +51,9 @@ def poison_journal(path: Path) -> None:
         for table, columns in texts.items():
             for column in columns:
                 writer.execute(f"UPDATE {table} SET {column} = {column} || ?", (EVIL,))
-            writer.execute(f"UPDATE {table} SET seal = seal('{table}', {', '.join(COLUMNS[table])})")
+            writer.execute(
+                f"UPDATE {table} SET seal = seal('{table}', {', '.join(COLUMNS[table])})"
+            )
         writer.commit()
 
 
@@ -62,15 +66,23 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("where", ["texts", "options", "journal", "damage"])
 def test_no_command_shows_a_raw_control_character(
-    where: str, run: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    where: str,
+    run: Path,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(warnings, "formatwarning", warnings.formatwarning)
+    monkeypatch.setattr(logging, "_logRecordFactory", logging.getLogRecordFactory())
+    escape_logs()  # as in a process of its own
     folder, model = tmp_path / f"run{EVIL}", tmp_path / f"model{EVIL}"
     shutil.copytree(run, folder)
     shutil.copytree(SHIPPED_POLICIES["base"], model)
     match where:
         case "texts":
             for name in ("metrics.jsonl", "events.jsonl"):
-                rows = [poisoned(json.loads(line)) for line in (folder / name).open()]
+                lines = (folder / name).read_text().strip().split("\n")
+                rows = [poisoned(json.loads(line)) for line in lines]
                 rows = [{**row, f"a/{EVIL}": 1.0} for row in rows]
                 lines = [json.dumps(row, ensure_ascii=False) for row in rows]
                 (folder / name).write_text("\n".join(lines) + "\n")
@@ -95,9 +107,7 @@ def test_no_command_shows_a_raw_control_character(
     for command in COMMANDS:
         if where == "texts" and "MODEL" in command:
             continue  # the model is the shipped one
-        try:
+        with suppress(SystemExit):
             main([str(words.get(word, word)) for word in command])
-        except SystemExit:
-            pass
         shown = "".join(capfd.readouterr())
         assert shown and not CONTROL.search(shown), f"{command}: {shown[:2000]!r}"

@@ -1,7 +1,9 @@
 """The console of all commands: no text of a model, an environment or a run controls a terminal."""
 
+import logging
 import sys
 import threading
+import warnings
 from collections.abc import Iterable
 from types import TracebackType
 from typing import Any
@@ -23,6 +25,22 @@ class Console(console.Console):
                 yield segment
             else:
                 yield Segment(show_controls(segment.text), segment.style)
+
+
+def escape_logs() -> None:
+    """Show control characters as escapes in warnings and logs, such as those of transformers."""
+    make_record, format_warning = logging.getLogRecordFactory(), warnings.formatwarning
+
+    def escaped_record(*arguments: Any, **options: Any) -> logging.LogRecord:
+        record = make_record(*arguments, **options)
+        record.msg, record.args = show_controls(record.getMessage()), ()
+        return record
+
+    def escaped_warning(*arguments: Any, **options: Any) -> str:
+        return show_controls(format_warning(*arguments, **options))
+
+    logging.setLogRecordFactory(escaped_record)
+    warnings.formatwarning = escaped_warning
 
 
 def escape_tracebacks() -> None:
