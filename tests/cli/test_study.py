@@ -338,5 +338,5 @@ def test_a_study_or_options_file_nested_too_deep_is_refused_by_name(
     path = tmp_path / "deep.toml"
     path.write_text(text)
     for read in (study.read_study, read_file):
-        with pytest.raises(ConfigError, match="deep.toml is nested more than 100 times"):
+        with pytest.raises(ConfigError, match=r"deep\.toml is nested more than 100 times"):
             read(path)

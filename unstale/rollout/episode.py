@@ -648,6 +648,8 @@ class _Opened:
                 abandon(task)
         problem = f"did not return within {limit_s:g} s" if is_late else ""
         cause = task.exception() if task.done() and not task.cancelled() else None
+        if isinstance(cause, EnvError) and type(cause) is not EnvError:
+            return cause  # such as one that names the end of a worker process
         if cause and not is_late:
             problem = await describe_apart(cause)
         elif task.cancelled() and not is_late:
