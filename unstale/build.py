@@ -50,12 +50,16 @@ from unstale.envs import (
     Taskset,
     implements,
     sandbox,
-    task_identity,
 )
 from unstale.envs.chat import Chat
 from unstale.envs.external import ExternalAgent
-from unstale.envs.guard import Watchdog, each_within_limit, time_limit
-from unstale.envs.registry import build_taskset, check_taskset, held_out_tasks
+from unstale.envs.guard import (
+    Watchdog,
+    each_within_limit,
+    identity_within_limit,
+    time_limit,
+)
+from unstale.envs.registry import build_taskset, check_taskset, held_out_tasks, preparing
 from unstale.isolation import IsolatedTasks, isolate
 from unstale.loop import RunComponents
 from unstale.model.forward import ForwardOptions
@@ -172,12 +176,15 @@ def build_sampler(
         sandbox.allow_weak()
     taskset = build_taskset(config.task)
     check_taskset(taskset, config.seed, config.steps * config.schedule.groups_per_step)
-    warn_of_giveaways(taskset)
+    with preparing(taskset, "giveaways()"):
+        warn_of_giveaways(taskset)
     if config.selection.pool:  # both calls raise ConfigError for a pool that does not fit
-        pool = make_pool(taskset, config.seed, config.selection.pool)
-        if any("texts" in entry.requires for entry in chosen(config.techniques)):
-            read_texts(taskset, pool)
-    require_repeats(config, taskset)
+        with preparing(taskset, "train() or text()"):
+            pool = make_pool(taskset, config.seed, config.selection.pool)
+            if any("texts" in entry.requires for entry in chosen(config.techniques)):
+                read_texts(taskset, pool)
+    with preparing(taskset, "train()"):
+        require_repeats(config, taskset)
     num_held_out = len(held_out_tasks(taskset, config.eval.tasks))
     if num_held_out < config.eval.tasks:
         _print_note(
@@ -310,7 +317,7 @@ def build(
         _Listeners(old, pending, piece_arrived, recorder),
         life,
     )
-    identify = partial(task_identity, taskset)
+    identify = partial(identity_within_limit, taskset)
     selection = Selection(
         config,
         taskset,

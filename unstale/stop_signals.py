@@ -6,8 +6,8 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import NoReturn
 
@@ -25,10 +25,11 @@ class SecondSignal(KeyboardInterrupt):
 class StopSignals:
     """The signals that a run has received, and the task that the first one cancels."""
 
-    def __init__(self, note: str = "") -> None:
+    def __init__(self, note: str = "", on_end: Callable[[], None] = lambda: None) -> None:
         self.has_cancelled = False
         """True if the first signal has cancelled the task that ran."""
         self._note = note
+        self._on_end = on_end
         self._count = 0
         self._task: asyncio.Task[object] | None = None
 
@@ -58,7 +59,9 @@ class StopSignals:
             raise SecondSignal
         cursor = _SHOW_CURSOR if os.isatty(2) else ""
         text = f"\n{cursor}unstale: ended at once by a second signal{self._note}\n"
-        os.write(2, text.encode(errors="backslashreplace"))
+        with suppress(OSError):
+            os.write(2, text.encode(errors="backslashreplace"))
+            self._on_end()
         os._exit(128 + number)
 
 
@@ -72,10 +75,11 @@ def active() -> StopSignals:
 
 
 @contextmanager
-def stop_signals(note: str = "") -> Iterator[None]:
+def stop_signals(note: str = "", on_end: Callable[[], None] = lambda: None) -> Iterator[None]:
     """Return a context in which SIGTERM acts like Ctrl-C, and the second of them ends the process.
 
-    `note` is added to the last line, such as the command to continue. A shell lets background jobs
+    `note` is added to the last line, such as the command to continue. `on_end` is called before the
+    end at once, in the signal handler. A shell lets background jobs
     ignore Ctrl-C; in the context they do not. A host program's own handler of Ctrl-C stays. Only
     the main thread can set this. In another thread, or within such a context, nothing is changed.
     """
@@ -84,7 +88,7 @@ def stop_signals(note: str = "") -> Iterator[None]:
         yield
         return
     before = {number: signal.getsignal(number) for number in _SIGNALS}
-    _active = StopSignals(note)
+    _active = StopSignals(note, on_end)
     if before[signal.SIGINT] in (signal.default_int_handler, signal.SIG_IGN):
         signal.signal(signal.SIGINT, _active.receive)
     signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))

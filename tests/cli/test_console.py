@@ -9,9 +9,12 @@ from rich.table import Table
 from unstale.durability.console import Console
 
 UNRAISABLE = """
-import threading
-from unstale.durability.console import escape_tracebacks
+import logging, threading, warnings
+from unstale.durability.console import escape_logs, escape_tracebacks
 escape_tracebacks()
+escape_logs()
+logging.getLogger("library").warning("of type %s", "\\x1b[2J in a log")
+warnings.warn("\\x1b[2J in a warning")
 class Dies:
     def __del__(self): raise ValueError("\\x1b[2J in del")
 Dies()
@@ -35,5 +38,7 @@ def test_text_of_others_is_escaped_and_styles_still_act() -> None:
 def test_tracebacks_that_python_prints_are_escaped() -> None:
     done = subprocess.run([sys.executable, "-c", UNRAISABLE], capture_output=True, text=True)
     assert done.returncode == 1 and "\x1b" not in done.stderr
+    assert "of type \\x1b[2J in a log" in done.stderr
+    assert "UserWarning: \\x1b[2J in a warning" in done.stderr
     for place in ("del", "a thread", "main"):
         assert f"ValueError: \\x1b[2J in {place}" in done.stderr

@@ -20,6 +20,7 @@ from unstale.cli import main, study
 from unstale.cli.compare import Planned
 from unstale.cli.launcher import Plan, compare
 from unstale.config import ConfigError
+from unstale.config.options import read_file
 from unstale.durability.run_folder import dumps
 from unstale.observe.report.compare import read_comparison
 
@@ -328,3 +329,14 @@ def test_the_shipped_archives_are_continued_with_the_defaults_of_today(
     words = [str(root / "benchmarks" / "studies" / f"{name}.toml"), "--runs", str(tmp_path)]
     said = start(study.planned(main.parse(["compare", *words, *options])))
     assert f"{runs} runs in" in said and f"{runs} of them already finished" in said
+
+
+@pytest.mark.parametrize("text", ["[study]\nx = " + "[" * 5000 + "]" * 5000, f"[{'a.' * 400}b]\n"])
+def test_a_study_or_options_file_nested_too_deep_is_refused_by_name(
+    text: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "deep.toml"
+    path.write_text(text)
+    for read in (study.read_study, read_file):
+        with pytest.raises(ConfigError, match=r"deep\.toml is nested more than 100 times"):
+            read(path)

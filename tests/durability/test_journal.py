@@ -45,6 +45,7 @@ from unstale.durability.journal import (
     JournalReader,
     check,
     content,
+    wal,
     writer,
 )
 from unstale.durability.journal.export import export_rows, write_jsonl
@@ -434,6 +435,73 @@ def test_after_sigkill_everything_up_to_the_barrier_is_there(tmp_path: Path) -> 
         record(journal, group(30))
     with Journal.read(tmp_path) as read:
         assert read.group(30) == group(30) and check(read) == []
+
+
+def killed_copy(tmp_path: Path, number: int, change: Callable[[bytes], bytes]) -> Path:
+    """Return a folder with the journal of a killed writer, after a change of its `-wal` file."""
+    killed = tmp_path / "killed"
+    if not killed.exists():
+        killed.mkdir()
+        with Forked(KILLED, cwd=ROOT, env={**os.environ, "RUN": str(killed)}) as process:
+            assert process.wait() == -signal.SIGKILL, process.output()
+    folder = tmp_path / str(number)
+    folder.mkdir()
+    (folder / JOURNAL).write_bytes((killed / JOURNAL).read_bytes())
+    wal = f"{JOURNAL}-wal"
+    (folder / wal).write_bytes(change((killed / wal).read_bytes()))
+    return folder
+
+
+FRAME = 24 + 4096
+
+
+def test_one_changed_bit_in_the_wal_file_is_refused_with_what_it_hides(tmp_path: Path) -> None:
+    size = len((killed_copy(tmp_path, 0, bytes) / f"{JOURNAL}-wal").read_bytes())
+    num_frames = (size - 32) // FRAME
+    headers = [1, 4, 10, 13, 18, 25, 30]
+    frames = [
+        32 + FRAME * frame + place
+        for frame in (0, 1, num_frames // 2, num_frames - 2, num_frames - 1)
+        for place in (2, 6, 9, 14, 17, 22, 24, 1000, 4119)
+    ]
+    for number, place in enumerate(headers + frames, start=1):
+
+        def flip(held: bytes, place: int = place) -> bytes:
+            changed = bytearray(held)
+            changed[place] ^= 1 << place % 8
+            return bytes(changed)
+
+        folder = killed_copy(tmp_path, number, flip)
+        (folder / "metrics.jsonl").write_text('{"step": 19}\n')
+        where = f"frame {1 + (place - 32) // FRAME}" if place >= 32 else "its header"
+        with pytest.raises(JournalError) as error:
+            Journal.read(folder)
+        assert f"its -wal file is damaged at {where}, which hides" in str(error.value)
+        assert "metrics.jsonl ends at step 19" in str(error.value)
+        with (
+            pytest.raises(JournalError, match="its -wal file is damaged"),
+            Journal(folder / JOURNAL),
+        ):
+            pass
+        assert (folder / f"{JOURNAL}-wal").stat().st_size == size
+    with pytest.raises(SystemExit) as ended:
+        main.main(["journal", str(folder)])
+    assert ended.value.code == 1
+
+
+def test_a_torn_end_of_the_wal_file_is_accepted(tmp_path: Path) -> None:
+    killed_copy(tmp_path, 0, bytes)
+    cuts = (1, 100, FRAME - 1, FRAME, FRAME + 30)
+    for number, cut in enumerate(cuts, start=1):
+        folder = killed_copy(tmp_path, number, lambda held, cut=cut: held[:-cut])  # type: ignore[misc]
+        with Journal.read(folder) as read:
+            assert check(read) == []
+    lost = killed_copy(tmp_path, 9, lambda held: held[: -FRAME + 512] + bytes(FRAME - 512))
+    with Journal(lost / JOURNAL) as journal:  # the new frames follow, and old ones stay behind them
+        record(journal, group(30))
+    with Journal.read(lost) as read:
+        assert read.group(30) == group(30) and check(read) == []
+    assert wal.find_damage(lost / "none.sqlite") is None
 
 
 def full(journal: Journal) -> None:

@@ -15,8 +15,10 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from contextvars import ContextVar
 from dataclasses import replace
 from decimal import Decimal
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -404,7 +406,9 @@ def test_code_that_ignores_interruptions_ends_the_process_by_name() -> None:
 
 BLOCKS = """
 import asyncio, os, sys, time
+from pathlib import Path
 from unstale.durability import virtual_clock
+from unstale.durability.run_folder import RunLog
 from unstale.envs.guard import Watched
 from unstale.stop_signals import stop_signals
 
@@ -419,15 +423,20 @@ async def step():
 async def main():
     await asyncio.gather(*(Watched(step(), "the environment", print) for _ in range(9)))
 
-with stop_signals("; to continue: unstale train"):
+log = RunLog.create(Path(sys.argv[1]), {})
+
+def on_end():
+    log.write_last_event("stopped", reason="Ctrl-C")
+
+with stop_signals("; to continue: unstale train", on_end):
     virtual_clock.run(main())
 """
 
 
 @pytest.mark.parametrize("by", [signal.SIGINT, signal.SIGTERM])
-def test_a_second_signal_ends_a_blocked_run_at_once(by: signal.Signals) -> None:
+def test_a_second_signal_ends_a_blocked_run_at_once(by: signal.Signals, tmp_path: Path) -> None:
     with subprocess.Popen(
-        [sys.executable, "-c", BLOCKS],
+        [sys.executable, "-c", BLOCKS, str(tmp_path / "run")],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -441,6 +450,8 @@ def test_a_second_signal_ends_a_blocked_run_at_once(by: signal.Signals) -> None:
         _, errors = process.communicate(timeout=60)
     assert process.returncode == 130
     assert "ended at once by a second signal; to continue: unstale train" in errors
+    (last,) = read_jsonl(tmp_path / "run" / "events.jsonl")
+    assert (last["kind"], last["reason"]) == ("stopped", "Ctrl-C")
 
 
 def test_a_run_ends_when_user_code_has_blocked_it_three_times_and_names_the_line() -> None:
@@ -456,9 +467,6 @@ def test_a_run_ends_when_user_code_has_blocked_it_three_times_and_names_the_line
 
 
 def test_hooks_of_a_task_set_that_never_return_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    def hang(*_: Any) -> Any:
-        time.sleep(3600)
-
     monkeypatch.setattr(registry, "PREPARE_S", 0.6)
     for hook in ("train", "held_out"):
         with pytest.raises(ConfigError, match=rf"{hook}\(\) of listed: .* in .*test_hostile_envs"):
@@ -466,16 +474,133 @@ def test_hooks_of_a_task_set_that_never_return_are_named(monkeypatch: pytest.Mon
             held_out_tasks(Listed(**{hook: hang}), 4)
 
 
-def test_a_slow_text_of_an_error_is_interrupted_and_named() -> None:
-    class SlowError(Exception):
-        def __str__(self) -> str:
-            time.sleep(3600)
-            return ""
+class SlowError(Exception):
+    def __str__(self) -> str:
+        time.sleep(3600)
+        return ""
+
+
+def test_a_slow_text_of_an_error_is_named_and_the_event_loop_runs_meanwhile() -> None:
+    class Raises(Env):
+        async def step(self, reply: Message) -> Turn:
+            raise SlowError
+
+    failed, blocked = play(Raises, timeout_s=60)
+    assert isinstance(failed, Failure) and not blocked
+    assert "str() of a SlowError gave no result within 0.6 s" in failed.error
+    assert "in step: raise SlowError" in failed.error
+
+    async def main() -> tuple[str, int]:
+        ticks, text = 0, asyncio.ensure_future(guard.describe_apart(SlowError()))
+        while not text.done():
+            await asyncio.sleep(0.01)
+            ticks += 1
+        return text.result(), ticks
+
+    text, ticks = virtual_clock.run(main())
+    assert "SlowError gave no result" in text and ticks > 5
+    assert guard.traceback_text(SlowError()).startswith("SlowError: a traceback gave no result")
+
+
+@pytest.mark.parametrize("method", ["__aenter__", "__aexit__"])
+@pytest.mark.parametrize(
+    ("kind", "problem"),
+    [
+        ("waits", "did not return within 0.2 s"),
+        ("swallows", "did not return within 0.2 s"),
+        ("sleeps", "blocked the event loop for more than 0.6 s in .*test_hostile_envs"),
+        ("raises", r"OSError: no server \(.*test_hostile_envs"),
+    ],
+)
+def test_entering_and_leaving_a_task_set_is_limited_and_named(
+    method: str, kind: str, problem: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def misbehave(*_: Any) -> None:
+        if kind == "sleeps":
+            time.sleep(3600)  # noqa: ASYNC251 - it blocks the event loop
+        if kind == "raises":
+            raise OSError("no server")
+        while True:
+            with suppress(asyncio.CancelledError if kind == "swallows" else KeyError):
+                await asyncio.Event().wait()
+
+    async def nothing(*_: Any) -> None: ...
+
+    hooks = {"__aenter__": nothing, "__aexit__": nothing, method: misbehave}
+    taskset = type("Served", (Listed,), hooks)()
+
+    async def main() -> None:
+        async with Rollout(None, taskset, RolloutConfig()).resources:  # type: ignore[arg-type]
+            await asyncio.sleep(0)
+
+    monkeypatch.setattr(episode, "EXIT_S", 0.2 if kind != "sleeps" else 5.0)
+    monkeypatch.setattr(episode, "ENTER_S", 0.2 if kind != "sleeps" else 5.0)
+    with pytest.raises(EnvError, match=rf"{method}\(\) of listed: .*{problem}"):
+        virtual_clock.run(main())
+
+
+def test_what_a_task_set_sets_on_entering_holds_in_the_run() -> None:
+    session: ContextVar[str] = ContextVar("session")
+    tasks: list[object] = []
+
+    class Served(Listed):
+        async def __aenter__(self) -> None:
+            session.set("open")
+            tasks.append(asyncio.current_task())
+
+        async def __aexit__(self, *_: object) -> None:
+            tasks.append(asyncio.current_task())
 
     async def main() -> str:
-        return guard.describe(SlowError())
+        async with Rollout(None, Served(), RolloutConfig()).resources:  # type: ignore[arg-type]
+            return session.get()
 
-    assert "str() of a SlowError: it blocked the event loop" in virtual_clock.run(main())
+    assert virtual_clock.run(main()) == "open" and tasks[0] is tasks[1]
+
+
+def hang(*_: Any) -> Any:
+    time.sleep(3600)
+
+
+class SlowTurn(Turn):
+    messages = property(hang)  # type: ignore[assignment]
+
+    def __init__(self) -> None: ...
+
+
+class SlowRepr:
+    __repr__ = hang
+
+
+class HasSlowProperty(Env):
+    snapshot = property(hang)
+
+
+class SlowSnapshot(Env):
+    snapshot = resume = hang
+
+
+class ReturnsSlow(Env):
+    def __init__(self, kind: type) -> None:
+        self.kind = kind
+
+    async def step(self, reply: Message) -> Turn:
+        return self.kind()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        (HasSlowProperty, "an attribute of the environment of toy/train/1"),
+        (SlowSnapshot, "snapshot() of the environment"),
+        (partial(ReturnsSlow, SlowTurn), "the result of step() of the environment of toy/train/1"),
+        (partial(ReturnsSlow, SlowRepr), "the result of step() of the environment of toy/train/1"),
+    ],
+)
+def test_properties_and_results_that_hang_are_interrupted_and_named(make: Any, name: str) -> None:
+    failed, _ = play(make, timeout_s=60)
+    assert isinstance(failed, Failure)
+    assert f"{name}: it blocked the event loop for more than 0.6 s" in failed.error
 
 
 LEAKS_A_THREAD = """

@@ -25,6 +25,7 @@ from unstale.cli.template_checks import (
 )
 from unstale.config import ConfigError
 from unstale.config.chat_templates import read_template
+from unstale.config.files import read_mapping
 from unstale.durability.console import Console
 from unstale.envs import Message
 from unstale.envs.chat import DAY, Chat
@@ -112,10 +113,7 @@ def stop_tokens_of(folder: Path) -> tuple[int, ...]:
     for name in ("generation_config.json", "config.json"):
         path = folder / name
         if path.is_file():
-            try:
-                tokens = json.loads(path.read_text()).get("eos_token_id")
-            except (ValueError, AttributeError) as error:
-                raise ConfigError(f"{path} cannot be read: {error}") from error
+            tokens = read_mapping(path).get("eos_token_id")
             if tokens is not None:
                 return tuple(tokens) if isinstance(tokens, list) else (tokens,)
     return ()

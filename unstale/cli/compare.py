@@ -6,7 +6,6 @@ the results. `unstale.cli.launcher` runs a plan.
 """
 
 import itertools
-import json
 import re
 import shlex
 import sys
@@ -19,6 +18,7 @@ from typing import Any
 
 from unstale.cli.recipe_options import configure_recipe, refuse_unknown, split_options
 from unstale.config import ConfigError, RunConfig
+from unstale.config.files import read_mapping
 from unstale.config.options import merged
 from unstale.config.routes import routes
 from unstale.durability.run_folder import dumps, write_whole
@@ -145,7 +145,7 @@ class ComparisonPlan:
     def remember(self, command: str) -> None:
         """Merge the plan into `plan.json`. Arms and seeds of earlier commands are kept."""
         path = self.folder / PLAN
-        stored: dict[str, Any] = json.loads(path.read_text("utf-8")) if path.is_file() else {}
+        stored: dict[str, Any] = read_mapping(path) if path.is_file() else {}
         runs = {run["folder"]: run for run in stored.get("runs", [])}
         runs |= {
             run.folder.name: {"arm": run.arm, "seed": run.config.seed, "folder": run.folder.name}

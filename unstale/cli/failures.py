@@ -71,7 +71,10 @@ def exhausted(error: BaseException) -> str:
         kind = kind or _ERRNOS.get(error.errno or 0)
         if error.errno == errno.EAGAIN and _is_of_socket(error):
             return ""
-    kind = kind or next((kind for text, kind in _TEXTS.items() if text in str(error)), None)
+    from unstale.envs.guard import error_text  # not at the start of every command
+
+    said = error_text(error)
+    kind = kind or next((kind for text, kind in _TEXTS.items() if text in said), None)
     if kind == OUT_OF_FILES:
         limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         return f"no more files can be opened: the limit is {limit}. Raise it with `ulimit -n 4096`"

@@ -307,7 +307,7 @@ def _last_row(run: Planned) -> Mapping[str, Any]:
         file.seek(max(0, path.stat().st_size - 40_000))
         lines = file.read().splitlines()
     for line in reversed(lines):
-        with suppress(ValueError):
+        with suppress(ValueError, RecursionError):
             if isinstance(row := json.loads(line), dict):
                 return row
     return {}

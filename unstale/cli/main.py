@@ -17,7 +17,7 @@ from unstale.cli.recipe_options import (
 )
 from unstale.cli.verbs import VERBS
 from unstale.config import ConfigError, nearest
-from unstale.durability.console import escape_tracebacks
+from unstale.durability.console import escape_logs, escape_tracebacks
 
 INTERRUPTED = 130
 """Exit code after Ctrl-C, as in shells."""
@@ -40,6 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.path.append("")
     if arguments is None:
         escape_tracebacks()
+        escape_logs()
     try:
         chosen = parse(sys.argv[1:] if arguments is None else arguments)
         sys.exit(chosen.act(chosen))

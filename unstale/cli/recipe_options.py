@@ -4,7 +4,6 @@ import argparse
 import inspect
 import shutil
 import sys
-import tomllib
 from collections import deque
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import replace
@@ -15,6 +14,7 @@ from typing import Any, NoReturn
 
 from unstale.config import ConfigError, RunConfig
 from unstale.config.checks import nearest_option
+from unstale.config.files import read_mapping
 from unstale.config.options import (
     Option,
     field_docs,
@@ -121,8 +121,8 @@ def is_study(path: Path | None) -> bool:
     if path is None or path.suffix != ".toml":
         return False
     try:
-        return "study" in tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
+        return "study" in read_mapping(path)
+    except ConfigError:
         return False  # the reader of option files has the message
 
 

@@ -142,7 +142,7 @@ def _read(
         names = [
             name for name in {**stored, **described} if stored.get(name) != described.get(name)
         ]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ConfigError(
             f"--save {path} is no file of `unstale eval --save` ({type(error).__name__}: {error}); "
             "name a new file"

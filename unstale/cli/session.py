@@ -1,7 +1,6 @@
 """Train a new or resumed run. The trainer is in this process, and engines are in others."""
 
 import asyncio
-import traceback
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing, nullcontext, suppress
 from dataclasses import dataclass, replace
@@ -45,7 +44,7 @@ from unstale.durability.run_folder import (
     RunLog,
     plain,
 )
-from unstale.envs.guard import OCCUPANCY
+from unstale.envs.guard import OCCUPANCY, error_text, traceback_text
 from unstale.envs.registry import data_digests
 from unstale.isolation import IsolatedTasks
 from unstale.lint import check
@@ -277,13 +276,19 @@ def _failure(error: BaseException, folder: Path) -> str:
         )
     if isinstance(error, JournalError):  # its text names the file and the cause
         return f"{error} (traceback in {ERROR})"
-    text = exhausted(error) or f"{type(error).__name__}: {error}"
+    text = exhausted(error) or f"{type(error).__name__}: {error_text(error)}"
     return f"{text} (traceback in {folder / ERROR})"
 
 
 def _run_to_end(session: "RunSession", console: Console) -> Run:
     """Run all segments, and end in order. A second Ctrl-C or SIGTERM ends the process at once."""
-    with stop_signals(f"; to continue: {resume_command(session.log.path)}"):
+    command = f"to continue: {resume_command(session.log.path)}"
+
+    def on_end() -> None:
+        detail = f"ended at once by a second signal; {command}"
+        session.log.write_last_event("stopped", reason="Ctrl-C", detail=detail)
+
+    with stop_signals(f"; {command}", on_end):
         return _run_and_record(session, console)
 
 
@@ -303,7 +308,7 @@ def _run_and_record(session: "RunSession", console: Console) -> Run:
     except FAILURES as failures:
         error = first_error(failures)
         with suppress(OSError):  # the disk may be the cause
-            log.failed("".join(traceback.format_exception(error)))
+            log.failed(traceback_text(error))
         if isinstance(error, NOT_FINITE) and session.machine:
             console.print(session.machine.save_failed_batch(folder), highlight=False)
         detail = _failure(error, folder)

@@ -30,7 +30,7 @@ from unstale.durability.console import Console
 from unstale.durability.run_folder import dumps
 from unstale.envs import HasTaskTools, implements
 from unstale.envs.references import Reference, load_references
-from unstale.envs.registry import build_taskset
+from unstale.envs.registry import build_taskset, preparing
 from unstale.model.policy import Policy
 from unstale.techniques import Techniques
 from unstale.trainer.local import LocalTrainer
@@ -168,8 +168,9 @@ def learn(
 
 def _have_different_tools(taskset: Any, seed: int) -> bool:
     """Return True if two of the first training tasks have different tools."""
-    tasks = islice(taskset.train(seed), NUM_CHECKED_TASKS)
-    return len({json.dumps(taskset.tools_of(task), sort_keys=True) for task in tasks}) > 1
+    with preparing(taskset, "train() or tools_of()"):
+        tasks = islice(taskset.train(seed), NUM_CHECKED_TASKS)
+        return len({json.dumps(taskset.tools_of(task), sort_keys=True) for task in tasks}) > 1
 
 
 def _trainer(config: RunConfig, policy: Policy, objective: CrossEntropy) -> LocalTrainer:

@@ -5,9 +5,7 @@ A study is a folder with one comparison per setting. docs/studies.md explains th
 
 import argparse
 import itertools
-import json
 import re
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -18,6 +16,7 @@ from unstale.cli.compare import Arm, ComparisonPlan, naming, plan
 from unstale.cli.launcher import Plan
 from unstale.cli.recipe_options import configure_recipe, file_values, is_study
 from unstale.config import ConfigError, nearest
+from unstale.config.files import read_mapping
 from unstale.config.options import merged, read_values
 from unstale.config.routes import routes
 from unstale.durability.run_folder import dumps, write_whole
@@ -131,7 +130,7 @@ class StudyPlan:
         The first run fixes these. Differences that are planned later remain exploratory.
         """
         path = self.folder / PLAN
-        stored = json.loads(path.read_text("utf-8")) if path.is_file() else {}
+        stored = read_mapping(path) if path.is_file() else {}
         planned = {"planned": self.planned, "at": self.study.differences.at}
         if any(self.folder.glob(f"*/{LAUNCHES}")):
             planned = {name: stored.get(name, value) for name, value in planned.items()}
@@ -153,7 +152,7 @@ class StudyPlan:
 
 def read_study(path: Path) -> Study:
     """Read a study file. Raises `ConfigError`, with file and place, for a mistake in it."""
-    tables = tomllib.loads(path.read_text(encoding="utf-8"))
+    tables = read_mapping(path)
     for name in tables:
         if name not in TABLES:
             raise ConfigError(f"{path}: unknown table {name}{nearest(name, TABLES)}")

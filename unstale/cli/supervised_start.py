@@ -13,7 +13,7 @@ from unstale.durability.console import Console
 from unstale.durability.run_folder import dumps
 from unstale.envs import HasDemonstrations, HasTaskTools, implements
 from unstale.envs.references import Reference, encode_conversation
-from unstale.envs.registry import build_taskset, find_spec, libraries
+from unstale.envs.registry import build_taskset, find_spec, libraries, preparing
 from unstale.model.policy import Policy
 
 
@@ -75,9 +75,11 @@ def demonstrations(config: RunConfig, policy: Policy) -> list[Reference]:
         references = []
         for task in tasks:
             form = chat
-            if implements(taskset, HasTaskTools):
-                form = chat.with_tools(taskset.tools_of(task))
-            references.append(encode_conversation(form, solver.demonstration(task)))
+            with preparing(taskset, "demonstration() or tools_of()"):
+                if implements(taskset, HasTaskTools):
+                    form = chat.with_tools(taskset.tools_of(task))
+                solved = solver.demonstration(task)
+            references.append(encode_conversation(form, solved))
     except ValueError as error:
         raise ConfigError(f"no demonstrations of {env}: {error}") from error
     longest = max(len(each.tokens) for each in references)

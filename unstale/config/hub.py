@@ -1,6 +1,5 @@
 """Find the folder of a model: a local one, a converted GGUF file, or one of the hub's cache."""
 
-import json
 import math
 import re
 from collections import Counter
@@ -14,6 +13,7 @@ from typing import Literal
 from safetensors import SafetensorError, safe_open
 
 from unstale.config.checks import ConfigError
+from unstale.config.files import read_mapping
 from unstale.config.gguf import converted_folder, gguf_file
 
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
@@ -168,8 +168,8 @@ def _missing(folder: Path, listed: list[str] | None = None) -> list[str]:
     needed = {*(listed or []), "config.json"}
     for index in folder.glob("*.safetensors.index.json"):
         # Loading the policy reports a damaged index.
-        with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
-            needed |= set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        with suppress(ConfigError, KeyError, TypeError, AttributeError):
+            needed |= set(read_mapping(index)["weight_map"].values())
     missing = {name for name in needed if not (folder / name).is_file()}
 
     def has(*patterns: str) -> bool:
@@ -270,10 +270,10 @@ def require_safe_weights(folder: Path) -> None:
 def _require_shards(path: Path, key: str) -> None:
     """Raise `ConfigError` unless the files that a JSON file names are safetensors beside it."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = read_mapping(path)
         named = content.get(key)
         names = set(named.values()) if isinstance(named, dict) else {named or "x.safetensors"}
-    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
+    except (ConfigError, TypeError, AttributeError) as error:
         raise ConfigError(f"policy: {path} cannot be read: {error}: copy it again") from error
     for name in names:
         endings = (".safetensors", ".safetensors.index.json")

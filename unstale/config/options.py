@@ -4,7 +4,6 @@ import ast
 import inspect
 import json
 import math
-import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, is_dataclass, replace
 from functools import cache
@@ -22,6 +21,7 @@ from unstale.config.checks import (
     nearest,
     option_types,
 )
+from unstale.config.files import read_mapping
 from unstale.config.renamed import refuse_renamed
 from unstale.config.sampling import make_task
 from unstale.config.techniques import chosen, techniques
@@ -254,15 +254,7 @@ def read_file(path: Path) -> dict[str, Any]:
 
     Raises `ConfigError`, with the file and the option, for an unknown option or a wrong value.
     """
-    is_json = path.suffix == ".json"
-    try:
-        text = path.read_text(encoding="utf-8")
-        row = json.loads(text) if is_json else tomllib.loads(text)
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} is not valid {'JSON' if is_json else 'TOML'}: {error}") from None
-    return read_values(row, str(path))
+    return read_values(read_mapping(path), str(path))
 
 
 def stored_config(row: dict[str, Any], source: str = "config.json") -> RunConfig:

@@ -1,8 +1,9 @@
 """The console of all commands: no text of a model, an environment or a run controls a terminal."""
 
+import logging
 import sys
 import threading
-import traceback
+import warnings
 from collections.abc import Iterable
 from types import TracebackType
 from typing import Any
@@ -26,6 +27,22 @@ class Console(console.Console):
                 yield Segment(show_controls(segment.text), segment.style)
 
 
+def escape_logs() -> None:
+    """Show control characters as escapes in warnings and logs, such as those of transformers."""
+    make_record, format_warning = logging.getLogRecordFactory(), warnings.formatwarning
+
+    def escaped_record(*arguments: Any, **options: Any) -> logging.LogRecord:
+        record = make_record(*arguments, **options)
+        record.msg, record.args = show_controls(record.getMessage()), ()
+        return record
+
+    def escaped_warning(*arguments: Any, **options: Any) -> str:
+        return show_controls(format_warning(*arguments, **options))
+
+    logging.setLogRecordFactory(escaped_record)
+    warnings.formatwarning = escaped_warning
+
+
 def escape_tracebacks() -> None:
     """Show control characters as escapes in the tracebacks that Python prints by itself.
 
@@ -35,7 +52,9 @@ def escape_tracebacks() -> None:
     def show(
         kind: type[BaseException], error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        text = "".join(traceback.format_exception(kind, error, trace))
+        from unstale.envs.guard import traceback_text  # not at the start of every command
+
+        text = traceback_text(error.with_traceback(trace)) if error else f"{kind.__name__}\n"
         sys.stderr.write(show_controls(text))
 
     def show_in_thread(about: threading.ExceptHookArgs) -> None:

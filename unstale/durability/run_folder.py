@@ -219,6 +219,12 @@ class RunLog:
     def event(self, kind: str, **fields: Any) -> None:
         self._append(EVENTS, {"time": round(self.seconds, 3), "kind": kind, **fields})
 
+    def write_last_event(self, kind: str, **fields: Any) -> None:
+        """Write an event without the file object, which a signal may have interrupted."""
+        row = dumps({"time": round(self.seconds, 3), "kind": kind, **fields})
+        descriptor = os.open(self.path / EVENTS, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        os.write(descriptor, f"{row}\n".encode(errors="replace"))
+
     @contextmanager
     def span(self, lane: str, label: str = "") -> Iterator[None]:
         """Write an event of kind "span" with start and end of the context's body.

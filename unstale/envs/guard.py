@@ -19,15 +19,16 @@ import traceback
 from collections.abc import Awaitable, Callable, Generator, Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from queue import SimpleQueue
 from reprlib import repr as short_repr
 from types import FrameType
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeGuard, TypeVar
 
-from unstale.envs import EnvError, Turn
-from unstale.stop_signals import SecondSignal
+from unstale.envs import EnvError, Taskset, Turn, implements, task_identity
+from unstale.records import Task
+from unstale.threads import in_thread
 
 T = TypeVar("T")
 
@@ -52,6 +53,7 @@ MAX_HUNG = 64
 _LATER = "do slow work before the run, or in a method of an environment"
 _TICK_S = 0.5
 _MAX_TEXT = 300
+_PLAIN = (str, int, float, bool, bytes, type(None))
 _MAX_SOURCE = 120
 _MAX_CAUSES = 8
 _PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"
@@ -164,15 +166,34 @@ def time_limit(
         OCCUPANCY.current = before and before._replace(since=time.monotonic())
 
 
-def each_within_limit(values: Iterator[T], name: str) -> Iterator[T]:
-    """Yield the values of a user's iterator called `name`. Each must come at once."""
+def each_within_limit(values: Iterator[T], name: str, max_s: float | None = None) -> Iterator[T]:
+    """Yield the values of a user's iterator called `name`. Each must come within `max_s`.
+
+    Raises `EnvError` with the name for an error of the iterator.
+    """
     while True:
-        with time_limit(name):
-            try:
+        try:
+            with time_limit(name, max_s):
                 value = next(values)
-            except StopIteration:
-                return
+        except StopIteration:
+            return
+        except EnvError:
+            raise
+        except Exception as error:
+            raise EnvError(f"{name}: {describe(error)}") from error
         yield value
+
+
+def identity_within_limit(taskset: Taskset, task: Task) -> str:
+    """Return `task_identity` of a task, which a method of the task set may compute."""
+    with _on_event_loop(f"identity() of {taskset.name}"):
+        return task_identity(taskset, task)
+
+
+def has(env: Any, protocol: Callable[..., T], name: str) -> TypeGuard[T]:
+    """Return `implements(env, protocol)`. Its attributes may be properties, which are user code."""
+    with time_limit(f"an attribute of {name}"):
+        return implements(env, protocol)
 
 
 def _place(frame: FrameType | None) -> str:
@@ -436,39 +457,87 @@ class EnvCaller:
     async def turn(self, method: Callable[..., Any], *arguments: Any) -> Turn:
         """Call `begin` or `step` of the environment.
 
-        Raises `EnvError` if the result is no `Turn`.
+        Raises `EnvError` if the result is no `Turn`. One of a subclass becomes a plain one, because
+        its fields may be properties.
         """
         turn = await self(method, *arguments)
-        if not isinstance(turn, Turn):
-            raise EnvError(f"{method.__name__}() must return a Turn, got {short_repr(turn)}")
-        return turn
+        if type(turn) is Turn:
+            return turn
+        with time_limit(f"the result of {method.__name__}() of {self.name}"):
+            if not isinstance(turn, Turn):
+                raise EnvError(f"{method.__name__}() must return a Turn, got {short_repr(turn)}")
+            return Turn(*(getattr(turn, each.name) for each in fields(Turn)))
 
 
 def describe(error: BaseException) -> str:
     """Return the type and the text of an error, in one line of limited length.
 
     If user code raised it, the file and the line of that code follow in brackets. Never raises an
-    error.
+    error, and waits `HELD_S` seconds at most for `__str__`. On the event loop use `describe_apart`.
 
     >>> describe(ValueError("two\\nlines"))
     'ValueError: two lines'
     """
     if isinstance(error, DescribedError):
         return _one_line(str(error))[: 3 * _MAX_TEXT]
-    text = "(its text cannot be shown: str() raises an error)"
-    try:
-        with _on_event_loop(f"str() of a {type(error).__name__}"):
-            text = str(error)
-    except EnvError as slow:
-        text = f"(its text cannot be shown: {slow})"
-    except SecondSignal:
-        raise
-    except BaseException:  # noqa: BLE001 - the error of user code that is described is another
-        pass
+    text = error_text(error)
     escaped = _one_line(text)
     if len(escaped) > _MAX_TEXT or len(text) > 4 * _MAX_TEXT:
         escaped = f"{escaped[:_MAX_TEXT]}... ({len(text):,} characters)"
     return f"{type(error).__name__}: {escaped}{_user_line(error)}"
+
+
+def error_text(error: BaseException) -> str:
+    """Return `str(error)`. If that runs code of others, it does in a thread, for `HELD_S` seconds.
+
+    If there is no text, the result says why, in brackets.
+    """
+    if _has_plain_text(error):
+        return str(error)
+    name = f"str() of a {type(error).__name__}"
+    try:
+        return finish_within(lambda: str.__str__(str(error)), HELD_S, name)
+    except Overdue as slow:
+        return f"(its text cannot be shown: {slow})"
+    except Exception:  # noqa: BLE001 - the error that is described is another
+        return "(its text cannot be shown: str() raises an error)"
+
+
+def traceback_text(error: BaseException) -> str:
+    """Return the traceback of an error. If it takes `HELD_S` seconds, the texts are left out."""
+    try:
+        lines = finish_within(lambda: traceback.format_exception(error), HELD_S, "a traceback")
+    except Overdue as slow:
+        lines = [*traceback.format_tb(error.__traceback__), f"{type(error).__name__}: {slow}"]
+    return "".join(lines)
+
+
+async def describe_apart(error: BaseException) -> str:
+    """Return `describe(error)`. The event loop does not wait for code of others in `__str__`."""
+    return describe(error) if _has_plain_text(error) else await in_thread(describe, error)
+
+
+def _has_plain_text(error: BaseException) -> bool:
+    """Return True if `str(error)` runs no code of others."""
+    is_builtin = type(error).__str__ in (BaseException.__str__, KeyError.__str__)
+    return is_builtin and all(type(each) in _PLAIN for each in error.args)
+
+
+def finish_within(function: Callable[[], T], limit_s: float, name: str) -> T:
+    """Wait for a function in a new thread, and return its result.
+
+    Raises `Overdue`, which has `name`, after `limit_s` seconds. The function is then interrupted.
+    """
+    thread = OwnThread(name)
+    outcome = thread.submit(function)
+    try:
+        return outcome.result(limit_s)
+    except TimeoutError:
+        if outcome.done():
+            raise
+        raise Overdue(f"{name} gave no result within {limit_s:g} s") from None
+    finally:
+        thread.interrupt()
 
 
 def _user_line(error: BaseException) -> str:

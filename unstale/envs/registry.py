@@ -16,7 +16,7 @@ import pkgutil
 import sys
 import sysconfig
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
@@ -30,7 +30,7 @@ from typing import Any
 
 from unstale import envs
 from unstale.config import ConfigError, TaskConfig, install, nearest
-from unstale.envs import ListedTasks, Taskset, adapters
+from unstale.envs import EnvError, ListedTasks, Taskset, adapters
 from unstale.envs.guard import Watchdog, describe, time_limit
 from unstale.envs.mixed import MixedTasks
 from unstale.records import Task
@@ -206,8 +206,8 @@ def check_taskset(taskset: Taskset, seed: int, num_tasks: int) -> None:
 
     A run takes `num_tasks` training tasks.
     """
-    name = getattr(taskset, "name", type(taskset).__name__)
-    with user_code(f"the tools of {name} cannot be read"):
+    name = _name(taskset)
+    with user_code(f"the tools of {name} cannot be read"), preparing(taskset, "tools"):
         tools = tuple(taskset.tools)
     for tool in tools:
         function = tool.get("function") if isinstance(tool, Mapping) else None
@@ -217,7 +217,7 @@ def check_taskset(taskset: Taskset, seed: int, num_tasks: int) -> None:
                 "write it with unstale.envs.tool_schema(name, description, properties)"
             )
     wanted = min(num_tasks, MAX_CHECKED)
-    with user_code(f"train({seed}) of {name} failed"), Watchdog(), _limit("train()", name):
+    with user_code(f"train({seed}) of {name} failed"), preparing(taskset, "train()"):
         drawn = [
             _task(task, f"train({seed})", name) for task in islice(taskset.train(seed), wanted)
         ]
@@ -230,9 +230,9 @@ def check_taskset(taskset: Taskset, seed: int, num_tasks: int) -> None:
 
 def held_out_tasks(taskset: Taskset, count: int) -> list[Task]:
     """Return the held-out tasks. Raises `ConfigError` if the task set cannot list them."""
-    name = getattr(taskset, "name", type(taskset).__name__)
+    name = _name(taskset)
     problem = f"held_out({count}) of {name} failed"
-    with user_code(problem), Watchdog(), _limit("held_out()", name):
+    with user_code(problem), preparing(taskset, "held_out()"):
         return [_task(task, f"held_out({count})", name) for task in taskset.held_out(count)]
 
 
@@ -262,8 +262,25 @@ def _digest(rows: Sequence[Any]) -> str:
     return f"{len(rows)} rows, digest {digest.hexdigest()}"
 
 
-def _limit(method: str, name: str) -> AbstractContextManager[None]:
-    return time_limit(f"{method} of {name}", PREPARE_S)
+@contextmanager
+def preparing(taskset: Taskset, method: str) -> Iterator[None]:
+    """Limit the time of a method of a task set before a run. Raises `ConfigError` after it."""
+    with _limit(f"{method} of {_name(taskset)}"):
+        yield
+
+
+def _name(taskset: Taskset) -> str:
+    with _limit(f"the name of a {type(taskset).__name__}"):
+        return str(getattr(taskset, "name", type(taskset).__name__))
+
+
+@contextmanager
+def _limit(name: str) -> Iterator[None]:
+    try:
+        with Watchdog(), time_limit(name, PREPARE_S):
+            yield
+    except EnvError as error:
+        raise ConfigError(str(error)) from None
 
 
 def _task(task: Any, method: str, name: str) -> Task:

@@ -2,7 +2,6 @@
 
 import json
 import math
-from collections.abc import Iterable, Mapping
 from typing import Any, NoReturn
 
 
@@ -16,28 +15,6 @@ def unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _refuse_constant(word: str) -> NoReturn:
     raise ValueError(f"{word} is no number")
-
-
-MAX_DEPTH = 100
-"""Largest nesting depth of a value. Python and templates cannot process values much deeper."""
-
-
-def is_too_deep(value: Any, limit: int = MAX_DEPTH) -> bool:
-    """Return True if a value of lists and mappings is nested more than `limit` times.
-
-    >>> is_too_deep([[1]], 1), is_too_deep([[1]], 2)
-    (True, False)
-    """
-    level = [value]
-    for _ in range(limit):
-        level = [each for outer in level for each in _contents(outer)]
-    return any(isinstance(each, list | tuple | Mapping) for each in level)
-
-
-def _contents(value: Any) -> Iterable[Any]:
-    if isinstance(value, Mapping):
-        return value.values()
-    return value if isinstance(value, list | tuple) else ()
 
 
 def _finite(text: str) -> float:

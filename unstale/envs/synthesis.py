@@ -309,7 +309,7 @@ def read_pass_rates(path: Path, prefix: str, shared: Mapping[str, Any]) -> dict[
                 attempts.setdefault(place, []).append(bool(row["success"]))
     except OSError as error:
         raise ConfigError(f"task.pass_rates {path}: {error.strerror or error}") from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ConfigError(
             f"task.pass_rates {path} is no file of `unstale eval --save`: {error}"
         ) from error

@@ -34,6 +34,7 @@ from unstale.envs.guard import (
     Watchdog,
     Watched,
     describe,
+    has,
     time_limit,
     watch_tasks,
 )
@@ -293,19 +294,20 @@ class Server:
         caller = episode.caller
         env = caller.env
         if method == "resume":
-            if not implements(env, Resumable):
+            if not has(env, Resumable, caller.name):
                 raise EnvError("it has no method resume, with which its record was made")
             await caller(env.resume, row["state"])
             return {}
-        if implements(env, HasSimulatedDelays):
+        if has(env, HasSimulatedDelays, caller.name):
             env.replaying = row.get("replaying", False)
         arguments = row.get("arguments", ())
         if method == "step":
             arguments = (read_message(row["reply"]),)
         turn = await caller.turn(getattr(env, method), *arguments)
-        with time_limit("combine()"):
+        with time_limit(f"combine() of {row['task'][0]}"):
             turn = combine_rewards(self._taskset, turn)
-        return _turn_answer(turn, env)
+        with time_limit(f"snapshot() of {caller.name}"):
+            return _turn_answer(turn, env)
 
     async def _make(self, episode: Episode) -> None:
         async def make() -> Any:
@@ -320,7 +322,7 @@ class Server:
         caller = episode.caller
         del self._episodes[key]
         try:
-            if implements(caller.env, Closable):
+            if has(caller.env, Closable, caller.name):
                 await caller(caller.env.close)
         finally:
             caller.thread.close()
@@ -328,7 +330,8 @@ class Server:
 
 
 def _code_name(env: Any) -> str:
-    name = str(getattr(env, "code_name", "the environment"))[:_MAX_NAME]
+    with time_limit("an attribute of the environment"):
+        name = str(getattr(env, "code_name", "the environment"))[:_MAX_NAME]
     return name if name.isprintable() else ascii(name)
 
 

@@ -1,10 +1,10 @@
 """Facts about the initial policy, read from the files of its folder."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 from unstale.config import ConfigError, RunConfig
+from unstale.config.files import read_mapping
 from unstale.config.hub import count_weights, reading
 from unstale.expert_routes import num_experts
 
@@ -64,7 +64,6 @@ def _read_text_model(folder: Path) -> dict[str, Any]:
 def _read(folder: Path, name: str = "config.json") -> dict[str, Any]:
     """Return a JSON file of a model folder, empty if there is none or it is no object."""
     try:
-        config = json.loads((folder / name).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
+        return read_mapping(folder / name)
+    except ConfigError:
         return {}  # loading the policy will report it
-    return config if isinstance(config, dict) else {}

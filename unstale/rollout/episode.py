@@ -7,6 +7,7 @@ counted as failed. Any other error ends the run.
 
 import asyncio
 import time
+from asyncio import FIRST_COMPLETED
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import (
     AbstractAsyncContextManager,
@@ -14,6 +15,7 @@ from contextlib import (
     nullcontext,
     suppress,
 )
+from contextvars import copy_context
 from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol, Self, runtime_checkable
@@ -31,7 +33,6 @@ from unstale.envs import (
     Turn,
     combine_rewards,
     implements,
-    task_identity,
 )
 from unstale.envs.chat import Chat
 from unstale.envs.guard import (
@@ -42,6 +43,9 @@ from unstale.envs.guard import (
     Watched,
     abandon,
     describe,
+    describe_apart,
+    has,
+    identity_within_limit,
     num_hung,
     time_limit,
 )
@@ -91,6 +95,8 @@ again each time it blocks for twice as long.
 
 CLOSE_S = 5.0
 """Seconds in which `close` of an environment must return."""
+ENTER_S = 120.0
+"""Seconds in which `__aenter__` of a task set must return. It may start servers."""
 EXIT_S = 30.0
 """Seconds in which `__aexit__` of a task set must return. It may end servers."""
 
@@ -211,7 +217,7 @@ class Rollout:
         failed episodes of the last groups, in the order of their start.
         """
         self._num_episodes = episodes
-        self.quarantined = {task_identity(self.taskset, task) for task in quarantined}
+        self.quarantined = {identity_within_limit(self.taskset, task) for task in quarantined}
         self._failures.restore(failed_shares)
 
     def next_episode(self) -> int:
@@ -264,7 +270,7 @@ class Rollout:
         """Run the episode of a group with this index. If it fails, its task is not used again."""
         outcome = await self._sibling(request, index, env_seed, open_writer)
         if isinstance(outcome, Failure):
-            self.quarantined.add(task_identity(self.taskset, request.task))
+            self.quarantined.add(identity_within_limit(self.taskset, request.task))
         return outcome
 
     def _sibling(
@@ -352,11 +358,13 @@ class Rollout:
                     )
                 )
             except (EpisodeFailed, NotReplayed) as error:
-                failure = failure_of(error, task, transcript.all_pieces)
+                failure = failure_of(
+                    error, task, transcript.all_pieces, await self._describe(error)
+                )
                 OCCUPANCY.require_few_interruptions()
                 reason = "the attempt that it is a branch of failed"
                 of_branches = [
-                    (each.episode, replace(failure_of(error, task, each.all_pieces), error=reason))
+                    (each.episode, failure_of(error, task, each.all_pieces, reason))
                     for each in transcript.branches
                 ]
             else:
@@ -382,6 +390,11 @@ class Rollout:
             if final:
                 return failure
 
+    async def _describe(self, error: EpisodeFailed | NotReplayed) -> str:
+        """Return the text of an error. In a deterministic run a thread would take virtual time."""
+        cause = (isinstance(error, EpisodeFailed) and error.__cause__) or error
+        return describe(cause) if self._deterministic else await describe_apart(cause)
+
     async def attempt(
         self,
         transcript: Transcript,
@@ -400,7 +413,7 @@ class Rollout:
                 chat = self.chat(task)
                 env = self.make_env(task, env_seed)
                 caller = opened.caller = self.caller(env, task)
-                if implements(env, HasWorker) and (start := env.worker_start()):
+                if has(env, HasWorker, caller.name) and (start := env.worker_start()):
                     await timeout.without_limit(start)
                 turn, turn_rewards = await self._begin(transcript, caller, chat)
             begins = not turn_rewards  # else the context after a restored snapshot may be full
@@ -439,7 +452,8 @@ class Rollout:
 
         The caller must close its thread.
         """
-        code = getattr(env, "code_name", "the environment")
+        with time_limit(f"an attribute of the environment of {task.key}"):
+            code = getattr(env, "code_name", "the environment")
 
         def on_blocked(seconds: float) -> None:
             name = f"{getattr(env, 'code_name', code)} of {task.env}"
@@ -469,7 +483,7 @@ class Rollout:
     async def _begin(
         self, transcript: Transcript, caller: EnvCaller, chat: Chat
     ) -> tuple[Turn, list[float]]:
-        resumable = caller.env if implements(caller.env, Resumable) else None
+        resumable = caller.env if has(caller.env, Resumable, caller.name) else None
         if resumable:
             restored = await transcript.restore_snapshot(resumable)
             if restored is not None:
@@ -498,8 +512,8 @@ class Rollout:
         """
         turn, turn_rewards = begun
         env = caller.env
-        resumable = env if implements(env, Resumable) else None
-        simulated = env if implements(env, HasSimulatedDelays) else None
+        resumable = env if has(env, Resumable, caller.name) else None
+        simulated = env if has(env, HasSimulatedDelays, caller.name) else None
         ended = True
         allowed = AllowedTurns(limit, most=self.config.max_turns, transcript=transcript, chat=chat)
         while not turn.done:
@@ -511,7 +525,8 @@ class Rollout:
                 return turn, stop
             reply, ended = await self._generate(transcript, budget_use)
             if simulated:
-                simulated.replaying = transcript.replaying
+                with time_limit(f"an attribute of {caller.name}"):
+                    simulated.replaying = transcript.replaying
             with stage(f"step {len(turn_rewards) + 1}", self.config.timeout_s):
                 message = await self._parse(chat, reply)
                 budget_use.count_calls(len(message.tool_calls))
@@ -575,9 +590,10 @@ class Rollout:
 
 
 class _Opened:
-    """A context that opens a task set, and closes it within `EXIT_S` seconds.
+    """A context that enters and leaves a task set in a task of its own, each within a time limit.
 
-    Code that ignores cancellation is then abandoned.
+    Code that ignores cancellation is then abandoned. It is the same task for both, because some
+    libraries require it.
     """
 
     def __init__(self, taskset: AbstractAsyncContextManager[Any], name: str) -> None:
@@ -585,28 +601,60 @@ class _Opened:
         self._name = name
 
     async def __aenter__(self) -> None:
-        await Watched(self._taskset.__aenter__(), f"__aenter__() of {self._name}", lambda s: None)
+        """Enter the task set. Raises `EnvError` if that fails or takes more than `ENTER_S`."""
+        loop = asyncio.get_running_loop()
+        self._entered: asyncio.Future[None] = loop.create_future()
+        self._ended: asyncio.Future[Sequence[Any]] = loop.create_future()
+        self._task = loop.create_task(self._hold())
+        if problem := await self._wait(self._entered, "__aenter__()", ENTER_S):
+            raise problem
+        for variable, value in self._context.items():  # which `__aenter__` may have set
+            variable.set(value)
 
     async def __aexit__(self, *error: Any) -> None:
-        """Close the task set. Raises `EnvError` if that takes too long and nothing else failed."""
-        method = f"__aexit__() of {self._name}"
-        work = self._taskset.__aexit__(*error)
+        """Leave the task set. Raises `EnvError` if that fails and nothing else did."""
+        if not self._ended.done():
+            self._ended.set_result(error)
+        problem = await self._wait(self._task, "__aexit__()", EXIT_S)
+        if problem and error[0] is None:
+            raise problem
 
-        async def close() -> None:
-            await Watched(work, method, lambda s: None)
+    async def _hold(self) -> None:
+        async def enter() -> None:
+            await self._taskset.__aenter__()
 
-        closing = asyncio.create_task(close())
-        await asyncio.wait([closing], timeout=EXIT_S)
-        if not closing.done():
-            closing.cancel()
-            await asyncio.wait([closing], timeout=CANCEL_INTERVAL_S)
-        late = not closing.done() or closing.cancelled()
-        if not closing.done():
-            abandon(closing)
-        cause = None if late else closing.exception()
-        if error[0] is None and (late or cause):
-            problem = describe(cause) if cause else f"did not return within {EXIT_S:g} s"
-            raise EnvError(f"{method}: {problem}") from cause
+        async def leave(*error: Any) -> None:
+            await self._taskset.__aexit__(*error)
+
+        await Watched(enter(), f"__aenter__() of {self._name}", lambda seconds: None)
+        self._context = copy_context()
+        self._entered.set_result(None)
+        error = await self._ended
+        await Watched(leave(*error), f"__aexit__() of {self._name}", lambda seconds: None)
+
+    async def _wait(
+        self, awaited: asyncio.Future[Any], method: str, limit_s: float
+    ) -> EnvError | None:
+        """Wait until `awaited` is done, or the task has ended. Return what went wrong."""
+        task = self._task
+        try:
+            await asyncio.wait({task, awaited}, timeout=limit_s, return_when=FIRST_COMPLETED)
+        finally:
+            is_late = not awaited.done() and not task.done()
+            if is_late:
+                task.cancel()
+                await asyncio.wait([task], timeout=CANCEL_INTERVAL_S)
+            if is_late and not task.done():
+                abandon(task)
+        problem = f"did not return within {limit_s:g} s" if is_late else ""
+        cause = task.exception() if task.done() and not task.cancelled() else None
+        if isinstance(cause, EnvError) and type(cause) is not EnvError:
+            return cause  # such as one that names the end of a worker process
+        if cause and not is_late:
+            problem = await describe_apart(cause)
+        elif task.cancelled() and not is_late:
+            problem = "it cancelled its own task"
+        return EnvError(f"{method} of {self._name}: {problem}") if problem else None
 
 
 class _OpenEnvironment:
@@ -632,7 +680,7 @@ class _OpenEnvironment:
         if caller is None:
             return
         try:
-            if implements(caller.env, Closable):
+            if has(caller.env, Closable, caller.name):
                 with stage("close", CLOSE_S):
                     await caller(caller.env.close)
         except EpisodeFailed:
@@ -695,15 +743,15 @@ def _group(request: GroupRequest, results: Sequence[Trajectory | Failure | None]
     )
 
 
-def failure_of(error: EpisodeFailed | NotReplayed, task: Task, pieces: Sequence[Piece]) -> Failure:
+def failure_of(
+    error: EpisodeFailed | NotReplayed, task: Task, pieces: Sequence[Piece], text: str
+) -> Failure:
     """Return the record of a failed attempt. `pieces` are the tokens it had before it failed."""
-    replayed = isinstance(error, EpisodeFailed)
-    cause = error.__cause__ if replayed else error
     sampled = [piece for piece in pieces if isinstance(piece, Sampled)]
     return Failure(
         task=task,
-        stage=str(error) if replayed else "replay",
-        error=describe(cause or error),
+        stage=str(error) if isinstance(error, EpisodeFailed) else "replay",
+        error=text,
         turns=count_turns(pieces),
         sampled_tokens=sum(len(piece.tokens) for piece in sampled),
     )

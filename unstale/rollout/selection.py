@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING
 
 from unstale.config import ConfigError, RunConfig
 from unstale.config.techniques import chosen
-from unstale.envs import Taskset, task_identity, task_text
+from unstale.envs import Taskset, task_text
+from unstale.envs.guard import identity_within_limit
 from unstale.records import NO_BUDGET, Failure, Group, GroupRequest, Task, Trajectory
 from unstale.rollout.seeds import derive_seed
 from unstale.techniques import Draw, DrawContext, GroupSoFar, Techniques, TextReader
@@ -58,7 +59,7 @@ def training_requests(
         if place < life.place:
             continue
         num_skipped += 1
-        if task_identity(taskset, task) not in skipped:
+        if identity_within_limit(taskset, task) not in skipped:
             group_seed = derive_seed(seed, "visit", visit) if visit else seed
             yield GroupRequest(number, task, group_seed, place)
             number += 1
@@ -74,7 +75,7 @@ def make_pool(taskset: Taskset, seed: int, size: int) -> dict[str, tuple[int, Ta
     """
     pool: dict[str, tuple[int, Task]] = {}
     for place, task in enumerate(islice(taskset.train(seed), size)):
-        pool.setdefault(task_identity(taskset, task), (place, task))
+        pool.setdefault(identity_within_limit(taskset, task), (place, task))
     if len(pool) < size:
         raise ConfigError(
             f"selection.pool must be at most {len(pool)}, the number of different tasks among the "
@@ -92,7 +93,7 @@ def require_repeats(config: RunConfig, taskset: Taskset) -> None:
     seen: set[str] = set()
     planned = config.steps * config.schedule.groups_per_step
     for task in islice(taskset.train(config.seed), min(planned, MAX_COMPARED)):
-        if (name := task_identity(taskset, task)) in seen:
+        if (name := identity_within_limit(taskset, task)) in seen:
             return
         seen.add(name)
     raise ConfigError(
@@ -139,7 +140,7 @@ class Selection:
         self._life = life
         self._techniques = techniques
         self._skipped = skipped
-        self._identify = partial(task_identity, taskset)
+        self._identify = partial(identity_within_limit, taskset)
         self._pool: dict[str, tuple[int, Task]] = {}
         self._visits: Counter[str] = Counter()
         if config.selection.pool:

@@ -11,6 +11,7 @@ from typing import Protocol
 
 from unstale.engines.prefixes import EpisodeTokens
 from unstale.envs import Resumable, Turn
+from unstale.envs.guard import time_limit
 from unstale.records import (
     ContextPiece,
     EpisodeRecord,
@@ -173,7 +174,11 @@ class Transcript:
 
         `turn` is the environment's last answer.
         """
-        if not self._recorded and (env_state := env.snapshot()) is not None:
+        if self._recorded:
+            return
+        with time_limit("snapshot() of the environment"):
+            env_state = env.snapshot()
+        if env_state is not None:
             last = (dict(turn.rewards), dict(turn.facts))
             state = json.dumps([list(turn_rewards), env_state, *last])
             self.writer.write_snapshot(len(self.pieces), state)

@@ -7,7 +7,7 @@ import json
 import sqlite3
 import struct
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Self, get_args
@@ -31,6 +31,8 @@ from unstale.durability.journal.tables import (
     to_piece,
 )
 from unstale.durability.journal.token_rows import TrainedTokens, to_trained, unpack_tokens
+from unstale.durability.journal.wal import find_damage
+from unstale.durability.run_folder import METRICS, BrokenFile, read_jsonl
 from unstale.expert_routes import ExpertRoutes
 from unstale.records import (
     NO_BUDGET,
@@ -129,6 +131,7 @@ class JournalReader:
                 problem = "it is a file" if path.parent.exists() else "it does not exist"
             raise FileNotFoundError(f"{path.parent} holds no journal: {problem}")
         with ExitStack() as on_error:
+            require_sound_wal(path)
             with self.wrap_errors():
                 if not leave_files:
                     _roll_back(path)
@@ -675,6 +678,25 @@ def require_tables(path: Path, connection: sqlite3.Connection, journal_format: i
         expected = fresh.execute(question).fetchall()
     if connection.execute(question).fetchall() != expected:
         raise journal_error(path, "its tables are not those of a journal")
+
+
+def require_sound_wal(path: Path) -> None:
+    """Raise `JournalError` if damage of the `-wal` file hides rows, with what is known of them."""
+    try:
+        damage = find_damage(path)
+    except OSError as error:
+        raise journal_error(path, error) from error
+    if damage is None:
+        return
+    steps = []
+    with suppress(BrokenFile):
+        steps += [row["step"] for row in read_jsonl(path.parent / METRICS) if "step" in row]
+    last = f". {METRICS} ends at step {steps[-1]}" if steps else ""
+    raise journal_error(
+        path,
+        f"{damage}{last}. Their rows are lost unless you restore {path.name}-wal from a copy; no "
+        "file was changed",
+    )
 
 
 def holds_journal(path: Path) -> bool:

@@ -21,7 +21,12 @@ from pathlib import Path
 from threading import Event, Thread
 from typing import Any, Self
 
-from unstale.durability.journal.reader import JournalReader, holds_journal, require_tables
+from unstale.durability.journal.reader import (
+    JournalReader,
+    holds_journal,
+    require_sound_wal,
+    require_tables,
+)
 from unstale.durability.journal.route_files import ROUTES, RouteFiles
 from unstale.durability.journal.tables import (
     ADDED,
@@ -543,6 +548,7 @@ def _connect(path: Path) -> sqlite3.Connection:
     """Open a database with the journal's tables, so that every commit reaches the disk."""
     if not holds_journal(path):
         _create(path)
+    require_sound_wal(path)
     with ExitStack() as on_error:
         connection = sqlite3.connect(
             path, timeout=STUCK_S / 2, isolation_level=None, check_same_thread=False

@@ -6,7 +6,6 @@ time is the time since the start of the first step, without evaluations. Interva
 so the page can be written on another machine.
 """
 
-import json
 import math
 import re
 from bisect import bisect_left
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from unstale.config import ConfigError
+from unstale.config.files import read_mapping
 from unstale.durability.run_folder import CONFIG, EVENTS, METRICS, Row, RunFolder, read_jsonl
 from unstale.observe.report.gather import flatten, last_stop, refuse_old, step_of
 from unstale.observe.report.held_out import HeldOut
@@ -443,7 +443,7 @@ def grouped(warnings: Mapping[str, Sequence[str]]) -> list[str]:
 def read_comparison(folder: Path) -> Comparison:
     """Read a comparison. Raises ConfigError if the folder has no runs of arms."""
     path = folder / PLAN
-    plan: Row = json.loads(path.read_text("utf-8")) if path.is_file() else {}
+    plan: Row = read_mapping(path) if path.is_file() else {}
     runs = {run["folder"]: (str(run["arm"]), int(run["seed"])) for run in plan.get("runs", [])}
     for config in sorted(folder.glob(f"*-seed*/{CONFIG}")):
         if config.parent.name not in runs and (

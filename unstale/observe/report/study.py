@@ -4,13 +4,13 @@ Planned differences are corrected for their number. For a difference that may be
 test is computed. This module does not import torch, as `unstale.observe.report.compare`.
 """
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 from unstale.config import ConfigError
+from unstale.config.files import read_mapping
 from unstale.durability.run_folder import Row
 from unstale.observe.report.compare import (
     PLAN,
@@ -144,7 +144,7 @@ def is_study_folder(folder: Path) -> bool:
     """Return True if a folder has comparisons, and is none itself."""
     plan = folder / PLAN
     if plan.is_file():
-        return "settings" in json.loads(plan.read_text("utf-8"))
+        return "settings" in read_mapping(plan)
     return any(folder.glob(f"*/{PLAN}"))
 
 
@@ -154,7 +154,7 @@ def read_results(folder: Path) -> StudyResults:
     Without the plan of the study, all differences after equally many steps count as planned.
     """
     path = folder / PLAN
-    plan: Row = json.loads(path.read_text("utf-8")) if path.is_file() else {}
+    plan: Row = read_mapping(path) if path.is_file() else {}
     names: Iterable[str] = plan.get("settings") or sorted(
         each.parent.name for each in folder.glob(f"*/{PLAN}")
     )

@@ -13,10 +13,10 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
+from unstale.config.files import is_too_deep
 from unstale.envs import Message, ToolCall
 from unstale.envs.calls import hashed_id, is_call_id
 from unstale.envs.chat import Chat
-from unstale.envs.strict_json import is_too_deep
 from unstale.records import ContextPiece, Piece, Provenance, Sampled
 
 

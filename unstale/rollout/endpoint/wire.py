@@ -9,8 +9,9 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 from unstale.config import EndpointConfig
+from unstale.config.files import MAX_DEPTH, is_too_deep
 from unstale.envs import Message, ToolCall
-from unstale.envs.strict_json import MAX_DEPTH, is_too_deep, loads
+from unstale.envs.strict_json import loads
 from unstale.envs.tokens import text_offsets
 from unstale.records import Piece, Sampled
 from unstale.rewards import workers

@@ -1,0 +1,55 @@
+"""Read TOML and JSON files that somebody else may have written."""
+
+import json
+import tomllib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from unstale.config.checks import ConfigError
+
+MAX_DEPTH = 100
+"""Largest nesting depth of a value. Python and templates cannot process values much deeper."""
+
+
+def read_mapping(path: Path) -> dict[str, Any]:
+    """Return the object in a JSON file, or the tables of a file whose name ends with .toml.
+
+    Raises `ConfigError` if it cannot be read, is nested too deep, or is no object.
+    """
+    kind = "TOML" if path.suffix == ".toml" else "JSON"
+    try:
+        text = path.read_text(encoding="utf-8")
+        value = tomllib.loads(text) if kind == "TOML" else json.loads(text)
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise ConfigError(f"{path} is not valid {kind}: {error}") from None
+    except RecursionError:
+        value = _TOO_DEEP
+    if value is _TOO_DEEP or is_too_deep(value):
+        raise ConfigError(f"{path} is nested more than {MAX_DEPTH} times: flatten its values")
+    if not isinstance(value, dict):
+        raise ConfigError(f"{path} must hold an object, got {value!r:.40}")
+    return value
+
+
+_TOO_DEEP = object()
+
+
+def is_too_deep(value: Any, limit: int = MAX_DEPTH) -> bool:
+    """Return True if a value of lists and mappings is nested more than `limit` times.
+
+    >>> is_too_deep([[1]], 1), is_too_deep([[1]], 2)
+    (True, False)
+    """
+    level = [value]
+    for _ in range(limit):
+        level = [each for outer in level for each in _contents(outer)]
+    return any(isinstance(each, list | tuple | Mapping) for each in level)
+
+
+def _contents(value: Any) -> Iterable[Any]:
+    if isinstance(value, Mapping):
+        return value.values()
+    return value if isinstance(value, list | tuple) else ()
