@@ -18,7 +18,7 @@ from pathlib import Path
 
 TREE = Path(__file__).resolve().parents[1]
 
-SMALL = {
+SMALL: dict[str, object] = {
     "steps": 4,
     "minutes": 0,
     "eval.tasks": 8,

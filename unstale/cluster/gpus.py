@@ -1,7 +1,6 @@
 """The GPUs of this machine, divided among trainer ranks and engines."""
 
 import argparse
-import json
 import os
 import shlex
 import warnings
@@ -11,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from unstale.config import ConfigError, RunConfig
+from unstale.config.files import read_mapping
 from unstale.engines.embedded.decoder import runs_on_gpu
 from unstale.engines.vllm_server import gpu_share
 from unstale.lint.policy_files import num_weights
@@ -151,7 +151,7 @@ def warn_of_shared_gpus(config: RunConfig) -> None:
 def _decodes_on_gpu(config: RunConfig) -> bool:
     """Return True if the embedded engine decodes the policy on a GPU, if there is one."""
     try:
-        return runs_on_gpu(json.loads((config.pretrained_folder / "config.json").read_text()))
+        return runs_on_gpu(read_mapping(config.pretrained_folder / "config.json"))
     except (OSError, ValueError):
         return True  # loading the policy reports the error
 

@@ -7,7 +7,6 @@ quantised, and training needs them as plain numbers.
 import fcntl
 import hashlib
 import importlib.util
-import json
 import os
 import shutil
 import subprocess
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from unstale.config.checks import ConfigError
+from unstale.config.files import read_mapping
 
 ORIGIN = "gguf_origin.json"
 """File in a converted folder with the name, SHA-256 checksum and quantisation of the GGUF file."""
@@ -82,10 +82,9 @@ def origin_of(folder: Path) -> dict[str, str]:
     It is empty for any other folder.
     """
     try:
-        origin = json.loads((folder / ORIGIN).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        return read_mapping(folder / ORIGIN)
+    except ConfigError:
         return {}
-    return origin if isinstance(origin, dict) else {}
 
 
 def _refuse_name(policy: str, name: str) -> None:

@@ -9,7 +9,6 @@ those of the trainer's model under the same weights. See docs/engines.md.
 import asyncio
 import contextlib
 import itertools
-import json
 import math
 import secrets
 from abc import ABC, abstractmethod
@@ -24,6 +23,7 @@ import msgspec
 import torch
 from torch import Tensor
 
+from unstale.config.files import read_mapping
 from unstale.engines import (
     NOT_STARTED,
     EngineDied,
@@ -154,7 +154,7 @@ class RemoteEngine(ABC):
             quantise=options.quantise,
         )
         options.check_context(self._reference.max_positions)
-        config = json.loads((options.model_folder / "config.json").read_text())
+        config = read_mapping(options.model_folder / "config.json")
         self._num_experts = num_experts(config)
         if options.record_routes and not self._num_experts:
             raise ValueError("trainer.routing_replay must be false: the policy has no experts")

@@ -7,7 +7,6 @@ own precision. Adapters have the names of PEFT's files, such as
 """
 
 import copy
-import json
 import math
 import zlib
 from collections.abc import Mapping, Sequence
@@ -20,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from unstale.config import ConfigError, install, nearest
+from unstale.config.files import read_mapping
 from unstale.config.hub import require_safe_weights
 from unstale.expert_routes import num_experts
 
@@ -249,7 +249,7 @@ def _read(folder: Path) -> dict[str, Tensor]:
     require_safe_weights(folder)
     files = [folder / "model.safetensors"]
     if not files[0].is_file():
-        index = json.loads((folder / "model.safetensors.index.json").read_text())
+        index = read_mapping(folder / "model.safetensors.index.json")
         files = [folder / name for name in sorted(set(index["weight_map"].values()))]
     return {name: tensor for file in files for name, tensor in load_file(file).items()}
 

@@ -5,7 +5,6 @@ computed once (`prefix_tree`).
 """
 
 import copy
-import json
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -20,6 +19,7 @@ from transformers import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from unstale.config import ConfigError
+from unstale.config.files import read_mapping
 from unstale.config.hub import count_weights, reading, require_model
 from unstale.expert_routes import num_experts
 from unstale.model import bitwise, expert_products, fused, linear, sharding
@@ -780,7 +780,7 @@ class Policy:
 
 def _expert_options(folder: Path, device: str, *, independent_rows: bool) -> dict[str, str]:
     """Return the options with which an MoE model is loaded. They are empty for other models."""
-    if not num_experts(json.loads((folder / "config.json").read_text())):
+    if not num_experts(read_mapping(folder / "config.json")):
         return {}
     if device == "cpu":
         return {"experts_implementation": expert_products.EXPERTS}

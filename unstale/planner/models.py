@@ -1,6 +1,5 @@
 """Parameters, memory and operations per token of a model, computed from its sizes."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -9,6 +8,7 @@ from typing import Any
 
 from unstale.config import SHIPPED_POLICIES
 from unstale.config.checks import ConfigError, nearest
+from unstale.config.files import read_mapping
 from unstale.config.gguf import converted_folder, gguf_file
 from unstale.config.hub import cached_folder, is_hub_name
 from unstale.planner.assignments import parse_assignments, value_kinds
@@ -199,7 +199,7 @@ class Model:
 
         Raises `ConfigError` for an architecture whose parameters cannot be counted.
         """
-        config: dict[str, Any] = json.loads((folder / "config.json").read_text())
+        config = read_mapping(folder / "config.json")
         family = config.get("model_type")
         has_other_biases = config.get("mlp_bias") or (
             family != "qwen2" and config.get("attention_bias")

@@ -8,7 +8,6 @@ and training would each become twenty times slower. The process ignores Ctrl-C. 
 import asyncio
 import contextlib
 import itertools
-import json
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -18,6 +17,7 @@ from typing import Any, TypeGuard
 import numpy as np
 from torch import Tensor
 
+from unstale.config.files import read_mapping
 from unstale.engines import (
     NOT_STARTED,
     EngineDied,
@@ -81,7 +81,7 @@ class EmbeddedEngine:
         path = options.model_folder / "config.json"
         if not path.is_file():
             raise ValueError(f"{options.model_folder} is not a model folder: it has no config.json")
-        options.check_context(json.loads(path.read_text()).get("max_position_embeddings"))
+        options.check_context(read_mapping(path).get("max_position_embeddings"))
         self._options = options
         self.takes_deltas = options.deltas
         self.runner = ""

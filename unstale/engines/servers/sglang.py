@@ -1,6 +1,5 @@
 """The backend `sglang`: an SGLang server that already runs on this host. See docs/engines.md."""
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -10,6 +9,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from unstale.config.files import read_mapping
 from unstale.engines import SamplingParams
 from unstale.engines.encoded_routes import decode_base64
 from unstale.engines.prefixes import BLOCK
@@ -186,7 +186,7 @@ class SglangEngine(RemoteEngine):
     @cached_property
     def _route_shape(self) -> tuple[int, int]:
         """The model's number of layers, and of experts of a token in each."""
-        config = json.loads((self.options.model_folder / "config.json").read_text())
+        config = read_mapping(self.options.model_folder / "config.json")
         config = {**config, **(config.get("text_config") or {})}
         return config["num_hidden_layers"], config["num_experts_per_tok"]
 
