@@ -20,13 +20,12 @@ They divide the importance ratio of the token into two factors with different ca
 
 D is an error of the system. It is a weight of the token, and a token with a large error is dropped.
 S is what the policy has learned since the token was sampled. It is clipped, as in PPO.
-
 The engine does not wait for the trainer. So one reply may be sampled by several versions of the
 weights, and the trainer has none of them when it is trained on. `old_logp` is then missing. Here it
 is exact: past versions are kept, and each token is scored by the version that sampled it.
 
-Left out, compared with the package: agents of several turns, more than one engine or trainer,
-packed sequences, other objectives and ways to find `old_logp`, checkpoints, and measurements.
+Left out, compared with the package: episodes of several turns, more than one engine or trainer,
+packed sequences, other objectives and ways to find `old_logp`, checkpoints, and most metrics.
 """
 
 import argparse
@@ -41,7 +40,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, optim
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 Weights = Mapping[str, Tensor]  # of one version, by name; they never change
@@ -52,7 +51,7 @@ class Options:
     """The options of a run. Each is a flag of the command."""
 
     model: str = str(Path(__file__).parents[1] / "unstale/recipes/base_policy")
-    steps: int = 30
+    steps: int = 24
     groups_per_step: int = 4
     group_size: int = 8  # replies to one prompt, whose rewards are compared
     max_tokens: int = 64  # of a reply
@@ -168,8 +167,7 @@ class Trainer:
     def __init__(self, model: Any, options: Options) -> None:
         self.model = model
         self.options = options
-        weights = model.parameters()
-        self.optimizer = torch.optim.AdamW(weights, lr=options.lr, weight_decay=0.0, fused=True)
+        self.optimizer = optim.AdamW(model.parameters(), options.lr, weight_decay=0.0, fused=True)
         self.version = 0  # the number of optimizer steps so far
         self.past: dict[int, Weights] = {}
         self.keep_version()
@@ -242,9 +240,8 @@ def train(
 ) -> None:
     """Train on groups of replies while the engine samples the next ones.
 
-    `sample(n)` returns group n. It runs in the engine's thread. Step k turns version k into
-    version k + 1, with groups_per_step groups. To bound staleness, the groups of step k may start
-    as soon as version k - max_staleness is published. So none of their tokens is older than that.
+    Step k trains version k. Its groups may start once version k - max_staleness is published, so
+    none of their tokens is older. `sample(n)` returns group n, and runs in the engine's thread.
     """
     options = trainer.options
     groups: deque[Future[list[Reply]]] = deque()
