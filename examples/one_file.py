@@ -51,7 +51,7 @@ class Options:
     """The options of a run. Each is a flag of the command."""
 
     model: str = str(Path(__file__).parents[1] / "unstale/recipes/base_policy")
-    steps: int = 24
+    steps: int = 30
     groups_per_step: int = 4
     group_size: int = 8  # replies to one prompt, whose rewards are compared
     max_tokens: int = 64  # of a reply
@@ -266,7 +266,7 @@ def main() -> None:
     options = Options(**vars(parser.parse_args()))
     torch.set_num_threads(max(1, torch.get_num_threads() // 2))  # half of the cores for each side
     load = AutoModelForCausalLM.from_pretrained
-    tokenizer = AutoTokenizer.from_pretrained(options.model)
+    tokenizer: Any = AutoTokenizer.from_pretrained(options.model)
     trainer = Trainer(load(options.model, dtype=torch.float32).eval(), options)
     ends = trainer.model.generation_config.eos_token_id
     model = load(options.model, dtype=getattr(torch, options.engine_dtype)).eval()

@@ -1,15 +1,15 @@
 """Test `examples/one_file.py`: it computes what the package computes, bit for bit.
 
 * A run of the file with weight updates in the middle of replies is repeated by the package's
-  trainer: from the sampled tokens on, every value of every step has the same bits, up to the
-  weights at the end.
+  trainer, from the sampled tokens on. In every step `old_logp`, D, S, the gradients and the new
+  weights have the same bits.
+* For other models they differ by rounding alone.
 * It imports nothing but torch and transformers, and has at most 300 lines.
 * As a command it trains the small model and prints a line for each step.
 
-The bits are equal where both call the same functions of torch: the widths of this model are no
-multiples of 16, so that the package does not use its own kernels, and every sequence has 32 tokens
-and a pass of its own, so that the package adds no padding. With its kernels the two differ by
-rounding, which the last test bounds.
+The bits are equal where both call the same functions of torch with the same shapes. So the widths
+of the model are no multiples of 16, and the package does not use its own kernels. Every sequence
+has 32 tokens and a pass of its own, and the package adds no padding.
 """
 
 import ast
@@ -193,6 +193,7 @@ def test_every_value_of_a_run_has_the_bits_of_the_package(folder: Path) -> None:
         ]
         assert torch.equal(torch.cat(logp) - old_logp, log_ratios[1])
         package.trainer.backward(minibatch)
+        # The package sums over all 32 tokens, with 0 for those of the prompt: another order.
         assert package.trainer.metrics()["objective/loss"] == pytest.approx(loss, rel=1e-14)
         gradients = [
             {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
@@ -223,7 +224,7 @@ def test_the_kernels_of_the_package_differ_by_rounding_alone() -> None:
     ours = one_file.token_logps(model, tokens, 5)
     reply = one_file.Reply(tokens, torch.zeros(40), torch.zeros(40, dtype=torch.long))
     theirs = policy.logps(to_batch([reply]), temperature=1.0)[5:]
-    assert 0 < (ours - theirs).abs().max() < 1e-4
+    assert (ours - theirs).abs().max() < 1e-4
     gradients = []
     for logp, each in ((ours, model), (theirs, policy.model)):
         logp.sum().backward()
