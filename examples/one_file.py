@@ -3,8 +3,8 @@
     python examples/one_file.py                  # the small model of this repository, a minute
     python examples/one_file.py --model FOLDER   # any chat model of Hugging Face
 
-It needs only torch and transformers. Read it from top to bottom: the task, one reply, the engine
-that samples it, the trainer that learns from it, and the loop in which both run side by side.
+It needs only torch and transformers. Read it from top to bottom: a task, a reply, the engine that
+samples it, the trainer that learns from it, and the loop in which both run side by side.
 
 A token of a reply has three log-probabilities:
 
@@ -51,7 +51,7 @@ class Options:
     """The options of a run. Each is a flag of the command."""
 
     model: str = str(Path(__file__).parents[1] / "unstale/recipes/base_policy")
-    steps: int = 30
+    steps: int = 24
     groups_per_step: int = 4
     group_size: int = 8  # replies to one prompt, whose rewards are compared
     max_tokens: int = 64  # of a reply
@@ -68,8 +68,7 @@ class Options:
 
 def make_prompt(number: int, seed: int) -> str:
     """Return the prompt of a group."""
-    draw = random.Random(f"{seed} {number}")
-    return f"What is {draw.randrange(100)} + {draw.randrange(100)}?"
+    return "What is {} + {}?".format(*random.Random(f"{seed} {number}").sample(range(100), 2))
 
 
 def reward_of(text: str) -> float:
@@ -88,16 +87,17 @@ class Reply:
     advantage: float = 0.0
 
     @property
-    def start(self) -> int:
-        return len(self.tokens) - len(self.version)  # the position of the first sampled token
+    def start(self) -> int:  # the position of the first sampled token
+        return len(self.tokens) - len(self.version)
 
 
 def with_advantages(group: Sequence[Reply]) -> list[Reply]:
     """Compare the replies to one prompt, as GRPO does (arXiv 2402.03300).
 
     The advantage is the reward minus the group's mean, divided by the group's standard deviation.
+    The first reward is subtracted from all, so that equal rewards give exactly 0.
     """
-    rewards = torch.tensor([reply.reward for reply in group], dtype=torch.float64)
+    rewards = torch.tensor([r.reward - group[0].reward for r in group], dtype=torch.float64)
     advantages = ((rewards - rewards.mean()) / (rewards.std() + 1e-6)).tolist()
     return [replace(reply, advantage=a) for reply, a in zip(group, advantages, strict=True)]
 

@@ -255,3 +255,8 @@ def test_the_command_trains_the_small_model(
     lines = capsys.readouterr().out.splitlines()
     assert [line[:8] for line in lines] == ["step   1", "step   2"]
     assert all(re.search(r"reward \d\.\d{3}  staleness [01]\.00", line) for line in lines)
+
+
+def test_equal_rewards_give_the_advantage_0() -> None:
+    reply = one_file.Reply(torch.zeros(3), torch.zeros(1), torch.zeros(1), reward=0.1)
+    assert [each.advantage for each in one_file.with_advantages([reply] * 7)] == [0.0] * 7
