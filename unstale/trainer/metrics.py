@@ -77,10 +77,11 @@ class StepMetrics:
         """Tokens run by the busiest rank over their mean, in the last optimizer step."""
         self.grad_norms: list[float] = []
         self.skipped_steps = 0
+        """Number of steps that a technique refused or whose gradient overflowed."""
         self.overflows = 0
         """Number of steps that were skipped because a float16 gradient was not finite."""
         self._moved = torch.zeros(3, dtype=torch.float64)
-        """Optimizer steps that a technique refused."""
+        """Sums of `Masters.moved`: weights that moved, weights due, and the size of the sample."""
         self._log_weights: list[float] = []
         """The logarithm of pi / mu of each sequence of the present optimizer step."""
         self._taken = 0
