@@ -1,8 +1,10 @@
-"""Write and read calls of every schema of BFCL, and write calls for a supervised start.
+"""Write and read calls of every schema of BFCL, and tabulate what a run has learned there.
 
-`python benchmarks/bfcl.py round-trip` writes a call of each schema in every known format, with the
+`python -m benchmarks.bfcl round-trip` writes a call of each schema in every known format, with the
 arguments of possible answers where there are any, and reads it back.
-`python benchmarks/bfcl.py references simple_python FILE` writes conversations with possible answers
+`python -m benchmarks.bfcl success RUN --untrained FILE` writes the held-out success of a run, and
+of its policy before, which `unstale eval --save FILE` has measured.
+`python -m benchmarks.bfcl references simple_python FILE` writes conversations with possible answers
 of the training tasks, for `unstale sft`.
 """
 
@@ -14,6 +16,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from benchmarks.demo import graded
+from benchmarks.tables import columns, row, write
+from unstale.durability.run_folder import RunFolder
 from unstale.envs import Message, ToolCall
 from unstale.envs.adapters.bfcl import (
     MULTI_TURN,
@@ -140,18 +145,38 @@ def _exact(value: Any) -> str:
 
 
 def round_trip() -> int:
-    """Print the number of differences, and the first ones of each format. Return the number."""
+    """Tabulate the differences by format, and print the first ones of each. Return the number."""
     cases = list(schemas().values())
-    total = formats = 0
+    total = 0
+    lines = columns("template", "form of a call", "schemas", "differ")
     for name, chat in dialects():
         found = list(differences(chat, cases))
         total += len(found)
-        formats += 1
-        print(f"{name} ({chat.call_form}): {len(found)} differ", flush=True)  # noqa: T201
+        form = f"`{chat.call_form}`".replace("|", "\\|")
+        lines.append(row(name, form, len(cases), len(found)))
         for call, what in found[:3]:
             print(f"  {call[:200]}\n  -> {what[:200]}")  # noqa: T201
-    print(f"{len(cases)} schemas x {formats} formats, {total} differ")  # noqa: T201
+    write(
+        "bfcl-round-trip", "Calls of BFCL's schemas that are not read as they were written", lines
+    )
     return total
+
+
+def write_success(run: Path, untrained: Path | None) -> None:
+    """Tabulate held-out success by step of a run. `untrained` has episodes of its policy before."""
+    folder = RunFolder(run)
+    tasks = folder.config()["eval"]["tasks"]
+    lines = columns("SmolLM2-135M-Instruct", f"success on {tasks} held-out tasks")
+    if untrained:
+        _, *episodes = map(json.loads, untrained.read_text().splitlines())
+        share = sum(each["success"] for each in episodes) / len(episodes)
+        lines.append(row("as it is", graded(share, len(episodes))))
+    for each in folder.metrics():
+        if (success := each.get("eval/success_rate")) is not None:
+            step = each["step"]
+            name = f"after {step} steps" if step else "after the supervised start"
+            lines.append(row(name, graded(success, tasks)))
+    write("bfcl", f"Learning {folder.config()['task']['env']}", lines)
 
 
 def write_references(category: str, file: Path) -> int:
@@ -175,6 +200,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("round-trip")
+    success = commands.add_parser("success")
+    success.add_argument("run", type=Path)
+    success.add_argument("--untrained", type=Path)
     references = commands.add_parser("references")
     references.add_argument(
         "category", choices=[each for each in SINGLE_TURN if "java" not in each]
@@ -183,6 +211,9 @@ def main() -> int:
     chosen = parser.parse_args()
     if chosen.command == "round-trip":
         return min(round_trip(), 1)
+    if chosen.command == "success":
+        write_success(chosen.run, chosen.untrained)
+        return 0
     number = write_references(chosen.category, chosen.file)
     print(f"{number} conversations in {chosen.file}")  # noqa: T201
     return 0

@@ -1,8 +1,8 @@
 """Compare log-probabilities of engine and trainer bit for bit in whole runs, and price the mode.
 
     python -m benchmarks.bitwise bits                       # 200 steps, two settings: 20 minutes
-    python -m benchmarks.bitwise bits --policy FOLDER --steps 4
-    python -m benchmarks.bitwise cost [--policy FOLDER]     # tokens per second with and without
+    python -m benchmarks.bitwise bits --policy smollm2 --steps 4
+    python -m benchmarks.bitwise cost [--policy smollm2]    # tokens per second with and without
 
 The runs are asynchronous (`max_staleness` 2): weights change in the middle of replies, which
 continue with the new weights, and contexts share cache pages. A run ends with an error at the first
@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from benchmarks.tables import CONSOLE, alternate, columns, ratios, row, spread, write
-from unstale.config.run import SHIPPED_POLICIES
+from unstale.config import RunConfig
 from unstale.durability.run_folder import Row, RunFolder
 from unstale.engines.embedded.batcher import Batcher, SampleRequest
 from unstale.engines.embedded.worker import build_runner, build_sampler
@@ -233,12 +233,12 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("part", choices=("bits", "cost"))
-    parser.add_argument("--policy", default=BASE)
+    parser.add_argument("--policy", default=BASE, help="as the option --policy of a run")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--repeats", type=int, default=5)
     chosen = parser.parse_args()
-    folder = SHIPPED_POLICIES.get(chosen.policy) or Path(chosen.policy)
-    name = folder.name.replace("_", "-")
+    folder = RunConfig(recipe="", policy=chosen.policy).policy_folder
+    name = Path(chosen.policy).name.replace("_", "-")
     if chosen.part == "bits":
         lines = bits(chosen.policy, chosen.steps)
         title = f"Bits of engine and trainer that differ: none ({name})"

@@ -19,8 +19,8 @@ from unstale.config import (
 def demo(**changes: Any) -> RunConfig:
     """SmolLM2-135M-Instruct and a calculator: sums and products of reasoning-gym.
 
-    A supervised start of 64 demonstrations shows the form of a call, with sums only. Training is on
-    sums and products, with tokens up to 2 versions old. It needs the extra `reasoning-gym`.
+    A supervised start on 48 of 64 demonstrations shows the form of a call, with sums only. Training
+    is on sums and products, with tokens up to 2 versions old. It needs the extra `reasoning-gym`.
     `make demo` runs it. docs/first-run.md has what it reaches.
     """
     config = RunConfig(

@@ -80,6 +80,7 @@ class StepMetrics:
         self.skipped_steps = 0
         """Number of steps that changed no weight, because of an overflow or of a technique."""
         self._moved = torch.zeros(3, dtype=torch.float64)
+        """Sums of `Masters.moved`: weights that moved, weights due, and the size of the sample."""
         self._log_weights: list[float] = []
         """The logarithm of pi / mu of each sequence of the present optimizer step."""
         self._taken = 0
