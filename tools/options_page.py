@@ -9,6 +9,7 @@ from dataclasses import MISSING, fields
 from pathlib import Path
 
 from unstale.config.checks import Section, option_types
+from unstale.config.objectives import objectives
 from unstale.config.options import Option, field_docs, options, sections
 from unstale.config.routes import routes
 from unstale.envs.registry import shipped_envs
@@ -44,7 +45,18 @@ def _section(section: str, cls: type) -> str:
     table = "\n".join(
         ["| option | values | default | meaning |", "|---|---|---|---|", *rows_of(section)]
     )
-    return f"\n## {section or 'run'}\n\n{_linked(about)}\n\n{table}\n"
+    more = "\n".join(["", *objective_rows(), ""]) if section == "objective" else ""
+    return f"\n## {section or 'run'}\n\n{_linked(about)}\n\n{table}\n{more}"
+
+
+def objective_rows() -> list[str]:
+    """Return the table of objectives: the loss of a token, its source and when to use it."""
+    rows = [
+        f"| `{name}` | {spec.docs.loss} | {spec.docs.source} | {spec.docs.choose} |"
+        for name, spec in objectives().items()
+    ]
+    head = ["| `objective.kind` | loss of a token | source | use it |", "|---|---|---|---|"]
+    return [*head, *rows]
 
 
 def rows_of(section: str) -> list[str]:
@@ -74,6 +86,7 @@ def _only(option: Option) -> str:
     declared: dict[str, dict[str, type]] = {
         "task": {name: spec.options for name, spec in shipped_envs().items()},
         "old_logps": dict(routes()),
+        "objective": dict(objectives()),
     }
     classes = declared.get(option.section, {})
     readers = [name for name, cls in classes.items() if option.field in option_types(cls)]

@@ -24,7 +24,8 @@ from unstale.algorithms.corrections import (
     unit_ids,
     veto,
 )
-from unstale.algorithms.objectives import OBJECTIVES, token_norm
+from unstale.algorithms.objectives import token_norm
+from unstale.config.objectives import objectives
 
 HASHES = tensor([2**62 + 7, -(2**62), -1])
 """Ids for which a table of their range would have 2^63 rows."""
@@ -44,7 +45,7 @@ def logps(seed: int) -> Tensor:
 @pytest.mark.parametrize("filler", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("how", AGGREGATES)
 @pytest.mark.parametrize("unit", UNITS)
-@pytest.mark.parametrize("name", OBJECTIVES)
+@pytest.mark.parametrize("name", objectives())
 def test_an_advantage_off_the_mask_changes_nothing(
     name: str, unit: Any, how: Any, filler: float
 ) -> None:
@@ -55,7 +56,7 @@ def test_an_advantage_off_the_mask_changes_nothing(
         advantage = torch.where(SAMPLED, logps(3) + 0.5, off)
         logp = logps(1).requires_grad_()
         log_s = log_staleness(logp, logps(2), unit=ids, sampled=SAMPLED, how=how)
-        surrogate = OBJECTIVES[name].surrogate(log_s, advantage, sampled=SAMPLED)
+        surrogate = objectives()[name]().surrogate(log_s, advantage, sampled=SAMPLED)
         loss = (norm * keep_all(SAMPLED).factor * surrogate.loss).sum()
         loss.backward()
         assert logp.grad is not None and loss.isfinite()
@@ -64,10 +65,10 @@ def test_an_advantage_off_the_mask_changes_nothing(
         assert torch.equal(clean, dirty)
 
 
-@pytest.mark.parametrize("name", OBJECTIVES)
+@pytest.mark.parametrize("name", objectives())
 def test_an_advantage_on_the_mask_that_is_not_a_number_is_not_hidden(name: str) -> None:
     advantage = torch.where(SAMPLED, math.nan, 0.0)
-    surrogate = OBJECTIVES[name].surrogate(torch.zeros(8), advantage, sampled=SAMPLED)
+    surrogate = objectives()[name]().surrogate(torch.zeros(8), advantage, sampled=SAMPLED)
     assert surrogate.loss[SAMPLED].isnan().all() and not surrogate.loss[~SAMPLED].any()
 
 

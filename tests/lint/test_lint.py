@@ -8,6 +8,7 @@ route. Every refusal has a reason, and its first suggested fix removes it. Shipp
 import re
 import shlex
 from collections.abc import Sequence
+from dataclasses import fields
 from io import StringIO
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from unstale.algorithms.advantages import ESTIMATORS, grpo
 from unstale.build import build_old_logps
 from unstale.cli import main, recipe_options, session
 from unstale.config import ConfigError, ObjectiveConfig, RunConfig
-from unstale.config.options import stored_config
+from unstale.config.options import options, stored_config
 from unstale.config.routes import routes
 from unstale.durability.run_folder import plain
 from unstale.lint import check, page
@@ -597,8 +598,8 @@ def test_an_option_that_the_choice_does_not_read_is_refused() -> None:
 def test_every_option_that_nothing_reads_is_refused(knobs: str, says: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(says)):
         configured(knobs)
-    section, option = knobs.split()[-2].removeprefix("--").split(".")
-    default = getattr(getattr(configured(""), section), option)
+    option = options()[knobs.split()[-2].removeprefix("--")]
+    default = {each.name: each.default for each in fields(option.owner)}[option.field]
     configured(f"{knobs.rpartition(' ')[0]} {default}")
 
 

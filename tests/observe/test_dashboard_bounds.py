@@ -20,7 +20,7 @@ import torch
 
 from tests.observe.test_dashboard import Client, served
 from tests.support.fake_run import fake_run
-from unstale.algorithms import corrections, objectives
+from unstale.algorithms import corrections
 from unstale.config import CorrectionConfig, ObjectiveConfig
 from unstale.observe.dashboard import limits
 from unstale.observe.dashboard.bounds import TrainedToken, bounds, explain, gradient
@@ -73,7 +73,7 @@ def test_the_gradient_is_that_of_the_trainer_s_loss(kind: Any, cap: float) -> No
     behavior = torch.full_like(log_d, -1.0)
     logp = behavior + log_d + log_s
     log_s.requires_grad_()
-    loss = objectives.OBJECTIVES[kind].surrogate(log_s, advantage, **config.selected_options())
+    loss = config.surrogate(log_s, advantage)
     factor = weight
     if cap:
         sampled = torch.ones(400, dtype=torch.bool)

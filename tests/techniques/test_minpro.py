@@ -81,7 +81,7 @@ def test_of_whole_takes_the_ratio_to_the_engine() -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"objective.kind": "gspo"}, "needs objective.kind = cispo, ppo_clip, .*got gspo"),
+        ({"objective.kind": "gspo"}, "needs objective.kind = ppo_clip, dual_clip, .*got gspo"),
         ({"objective.unit": "turn"}, "needs objective.unit = token, got turn"),
         ({"minpro.of": "whole"}, "needs correction.control = none or mask, got mask_weight"),
     ],

@@ -9,13 +9,10 @@ that the policy sampled. With it, the advantages of other tokens may be anything
 it, all advantages must be finite. Weights, masks and `norm` carry no gradient. Compute `norm` once
 on the whole batch. The losses of its micro-batches then sum to the loss of the batch.
 
-A function with the decorator `@objective` is a value of the option `objective.kind`. Its
-keyword-only parameters get the values of the options of that section with these names.
+`unstale/objectives` declares an objective for each of these functions, with the same name.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Literal, NamedTuple, TypeVar
+from typing import Literal, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -42,35 +39,6 @@ class Surrogate(NamedTuple):
         return self.clipped_low | self.clipped_high
 
 
-@dataclass(frozen=True, slots=True)
-class ObjectiveSpec:
-    """An objective function, the unit of its ratios, and whether tokens with advantage 0 count."""
-
-    surrogate: Callable[..., Surrogate]
-    per_sequence: bool = False
-    """True if the objective needs the staleness ratio S as the geometric mean over the sequence."""
-    trains_zero_advantage: bool = False
-    """True if a token with advantage 0 can have a gradient, so that it must not be skipped."""
-
-
-OBJECTIVES: dict[str, ObjectiveSpec] = {}
-
-Function = TypeVar("Function", bound=Callable[..., Surrogate])
-
-
-def objective(
-    *, per_sequence: bool = False, trains_zero_advantage: bool = False
-) -> Callable[[Function], Function]:
-    """Register a function as a value of the option `objective.kind`. Used as a decorator."""
-
-    def register(function: Function) -> Function:
-        OBJECTIVES[function.__name__] = ObjectiveSpec(function, per_sequence, trains_zero_advantage)
-        return function
-
-    return register
-
-
-@objective()
 def ppo_clip(
     log_staleness: Float[Tensor, "*shape"],
     advantage: Float[Tensor, "*shape"],
@@ -94,7 +62,6 @@ def ppo_clip(
     return Surrogate(loss, too_low, too_high)
 
 
-@objective()
 def dual_clip(  # noqa: PLR0913 - two clips
     log_staleness: Float[Tensor, "*shape"],
     advantage: Float[Tensor, "*shape"],
@@ -121,7 +88,6 @@ def dual_clip(  # noqa: PLR0913 - two clips
     return Surrogate(torch.where(above, bound, loss), too_low, too_high | above)
 
 
-@objective(per_sequence=True)
 def gspo(
     log_staleness: Float[Tensor, "*shape"],
     advantage: Float[Tensor, "*shape"],
@@ -140,7 +106,6 @@ def gspo(
     )
 
 
-@objective()
 def cispo(
     log_staleness: Float[Tensor, "*shape"],
     advantage: Float[Tensor, "*shape"],
@@ -161,7 +126,6 @@ def cispo(
     return Surrogate(-weight * advantage * log_staleness, ratio < weight, ratio > weight)
 
 
-@objective()
 def sapo(
     log_staleness: Float[Tensor, "*shape"],
     advantage: Float[Tensor, "*shape"],
@@ -185,7 +149,6 @@ def sapo(
     return _unclipped(-gate * advantage)
 
 
-@objective(trains_zero_advantage=True)
 def dro(
     log_staleness: Float[Tensor, "*shape"],
     advantage: Float[Tensor, "*shape"],
@@ -204,7 +167,6 @@ def dro(
     return _unclipped(dro_beta / 2 * log_staleness.square() - log_staleness * advantage)
 
 
-@objective(trains_zero_advantage=True)
 def kl_penalty(
     log_staleness: Float[Tensor, "*shape"],
     advantage: Float[Tensor, "*shape"],
@@ -221,7 +183,6 @@ def kl_penalty(
     return _unclipped(kl_penalty / 2 * log_staleness.square() - gain)
 
 
-@objective()
 def none(
     log_staleness: Float[Tensor, "*shape"],
     advantage: Float[Tensor, "*shape"],

@@ -7,7 +7,7 @@ from itertools import islice
 
 from unstale.build import build_chat, load_policy
 from unstale.cli.sft import RECORD, SftOptions, learn
-from unstale.config import AuditConfig, ClusterConfig, ConfigError, RunConfig
+from unstale.config import AuditConfig, ClusterConfig, ConfigError, ObjectiveConfig, RunConfig
 from unstale.config.start import start_folder, start_options
 from unstale.durability.console import Console
 from unstale.durability.run_folder import dumps
@@ -106,7 +106,7 @@ def _plain(config: RunConfig) -> RunConfig:
         steps=config.sft.steps,
         techniques="",
         technique_options={},
-        objective=type(config.objective)(),
+        objective=ObjectiveConfig(),
         audit=AuditConfig(),
         trainer=trainer,
         cluster=ClusterConfig(),

@@ -127,6 +127,8 @@ class Section:
     of the section `advantage` is `AdvantageConfig`.
     """
 
+    abstract: ClassVar[bool] = True
+    """True in a class that is not a section itself, but a base of such classes."""
     selector: ClassVar[str] = ""
     """The option that decides which other options of the section are used, such as `route` in
     `old_logps`. Empty if there is none.
@@ -240,8 +242,8 @@ class Section:
 
 def base_of(section: type[Section]) -> Any:
     """Return the class of a section. `section` may be a variant, such as a route's options."""
-    lineage = section.__mro__
-    return lineage[lineage.index(Section) - 1]
+    lineage = [each for each in section.__mro__ if issubclass(each, Section)]
+    return next(each for each in reversed(lineage) if not vars(each).get("abstract"))
 
 
 def section_name(section: type[Section]) -> str:

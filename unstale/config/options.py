@@ -11,7 +11,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
-from unstale.config import OldLogpsConfig, RunConfig, TaskConfig
+from unstale.config import ObjectiveConfig, OldLogpsConfig, RunConfig, TaskConfig
 from unstale.config.checks import (
     MAX_EXACT_INT,
     ConfigError,
@@ -149,7 +149,8 @@ def section_of(config: RunConfig, name: str) -> Any:
 
 def options() -> dict[str, Option]:
     """Return all options by name, in the order of the data flow."""
-    return _options((*OldLogpsConfig.classes(), *TaskConfig.classes()))
+    variants = (OldLogpsConfig, ObjectiveConfig, TaskConfig)
+    return _options(tuple(each for cls in variants for each in cls.classes()))
 
 
 @cache
@@ -270,14 +271,18 @@ def stored_config(row: dict[str, Any], source: str = "config.json") -> RunConfig
 
 
 def reset_unread(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of a run's `config.json`, with defaults for those that were not used.
+    """Return the options of a run's `config.json` without values of those that were not used.
 
-    A run stores every option, and earlier versions accepted options that were not used.
+    A run stores every option of its sections, and earlier versions stored those of all objectives.
     """
     changed = dict(values)
     for name in _unread(values):
         section, _, field = name.rpartition(".")
-        changed[name] = sections()[section].defaults()[field]
+        defaults = sections()[section].defaults()
+        if field in defaults:
+            changed[name] = defaults[field]
+        else:
+            del changed[name]
     return changed
 
 

@@ -6,19 +6,15 @@ needs, costs and documentation in a subclass of `OldLogpsConfig`. The command li
 linter, the planner, the audit, recipes and docs read these declarations.
 """
 
-import importlib
-import pkgutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
-from functools import cache
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from unstale.config.checks import ConfigError, OneOf, Section, nearest
+from unstale.config.checks import OneOf
+from unstale.config.variants import VariantSection, register
 
 if TYPE_CHECKING:
     from unstale.config import RunConfig
-
-ROUTES_PACKAGE = "unstale.old_logps"
 
 Forwards = Literal["none", "one", "versions"]
 
@@ -100,24 +96,18 @@ class RouteDocs:
     report: str
 
 
-def _own_options() -> dict[str, set[str]]:
-    """Return the names of all routes, each with its options that not every route has."""
-    common = {"route", "baseline"}
-    return {
-        name: {option.name for option in fields(spec)} - common for name, spec in routes().items()
-    }
-
-
 @dataclass(frozen=True, kw_only=True)
-class OldLogpsConfig(Section):
+class OldLogpsConfig(VariantSection):
     """The method (route) to obtain old log-probabilities. See docs/old-logps.md.
 
     `OldLogpsConfig(route="ewma_prox", beta=0.75)` returns an instance of that route's class.
     """
 
     selector: ClassVar[str] = "route"
+    package: ClassVar[str] = "unstale.old_logps"
+    registered: ClassVar[dict[str, "type[OldLogpsConfig]"]] = {}
 
-    route: Annotated[str, OneOf(_own_options)] = "snapshot_old"
+    route: Annotated[str, OneOf(lambda: OldLogpsConfig.own_options())] = "snapshot_old"
     """Method by which old log-probabilities are computed. The exact ones are `snapshot_old`,
     `old_logit_model`, `interrupt_sync`, and `eager` with the fallback `snapshot_old` (the default)
     or `interrupt_sync`.
@@ -142,29 +132,7 @@ class OldLogpsConfig(Section):
     """The linter's answer to the question whether the route is exact, unless it is a plain yes."""
 
     def __new__(cls, route: str = "", **options: Any) -> "OldLogpsConfig":
-        """Make an instance of the class of the route `route`.
-
-        Raises `ConfigError` for an unknown route or an option that the route lacks.
-        """
-        if cls is OldLogpsConfig:
-            chosen = route or cls.route
-            OneOf(_own_options).check("old_logps.route", chosen)
-            cls = routes()[chosen]
-        elif route and route != cls.route:
-            raise ConfigError(
-                f"the route is {cls.route}: change it with with_options(route={route!r})"
-            )
-        known = [option.name for option in fields(cls)]
-        for name in options:
-            if name in known:
-                continue
-            if owners := cls.readers(name):
-                raise ConfigError(
-                    f"old_logps.{name} is an option of {', '.join(owners)}; "
-                    f"old_logps.route is {cls.route}"
-                )
-            raise ConfigError(f"unknown option old_logps.{name}{nearest(name, known)}")
-        return object.__new__(cls)
+        return object.__new__(cls.chosen_class(route, options))
 
     @property
     def needs(self) -> Needs:
@@ -239,6 +207,13 @@ class OldLogpsConfig(Section):
         """
         return []
 
+    @classmethod
+    def variants_by_name(cls) -> Mapping[str, Any]:
+        known = super().variants_by_name()
+        return dict(
+            sorted(known.items(), key=lambda item: (not issubclass(item[1], ExactSpec), item[0]))
+        )
+
     def make(self, scorer: Any, *, lockstep: bool) -> Any:
         """Create the object that computes old log-probabilities with a scorer.
 
@@ -251,48 +226,6 @@ class OldLogpsConfig(Section):
         the route has `scoring_ranks`.
         """
         return self.make(scorer, lockstep=lockstep)
-
-    @classmethod
-    def classes(cls) -> "Sequence[type[OldLogpsConfig]]":
-        return [OldLogpsConfig, *routes().values()]
-
-    def changed(self) -> dict[str, Any]:
-        """Return the options, by name, that differ from their defaults."""
-        return {
-            option.name: getattr(self, option.name)
-            for option in fields(self)
-            if option.name != "route" and getattr(self, option.name) != option.default
-        }
-
-    def with_options(self, **changes: Any) -> Any:
-        """Return these settings with other values. The route may change, too.
-
-        An option that the new route lacks is dropped if it has its default. Otherwise a
-        `ConfigError` is raised.
-        """
-        values = {"route": self.route, **self.changed(), **changes}
-        defaults = {
-            (field.name, field.default) for spec in routes().values() for field in fields(spec)
-        }
-        spec = routes().get(values["route"], OldLogpsConfig)
-        known = {field.name for field in fields(spec)}
-        return OldLogpsConfig(
-            **{
-                name: value
-                for name, value in values.items()
-                if name in known or (name, value) not in defaults
-            }
-        )
-
-    def __str__(self) -> str:
-        """Return the route's name and the options that differ from their defaults.
-
-        >>> print(OldLogpsConfig(route="ewma_prox", beta=0.75))
-        ewma_prox beta=0.75
-        """
-        return " ".join(
-            [self.route, *(f"{name}={value}" for name, value in self.changed().items())]
-        )
 
 
 class ExactSpec(OldLogpsConfig):
@@ -351,43 +284,20 @@ def live_versions(run: "RunConfig") -> int:
     return run.schedule.staleness_bound + 1
 
 
-Spec = TypeVar("Spec", bound=type[OldLogpsConfig])
-
-_registered: dict[str, type[OldLogpsConfig]] = {}
 _exact: dict[type[OldLogpsConfig], bool] = {}
 """The routes that were asked for: True if one is exact with all settings of its options."""
 
-
-def register_route(spec: Spec) -> Spec:
-    """Register the options class of a route under its name. Used as a decorator."""
-    name = str(spec.route)
-    if _registered.setdefault(name, spec).__module__ != spec.__module__:
-        raise ValueError(f"route {name} is registered already, by {_registered[name].__module__}")
-    _registered[name] = spec
-    return spec
+register_route = register
 
 
 def unregister_route(name: str) -> None:
     """Remove a route from the registry. Undoes `register_route`."""
-    del _registered[name]
+    del OldLogpsConfig.registered[name]
 
 
-@cache
-def _import_routes() -> None:
-    """Import every module of `unstale.old_logps`, so that each route is registered."""
-    package = importlib.import_module(ROUTES_PACKAGE)
-    for module in pkgutil.iter_modules(package.__path__):
-        if not module.ispkg:
-            importlib.import_module(f"{ROUTES_PACKAGE}.{module.name}")
-
-
-def routes() -> dict[str, type[OldLogpsConfig]]:
+def routes() -> Mapping[str, type[OldLogpsConfig]]:
     """Return the options class of every route, by name: exact routes first, then alphabetically."""
-    _import_routes()
-    exact = {name for name, spec in _registered.items() if issubclass(spec, ExactSpec)}
-    return {
-        name: _registered[name] for name in [*sorted(exact), *sorted(_registered.keys() - exact)]
-    }
+    return OldLogpsConfig.variants_by_name()
 
 
 def exact_routes() -> list[str]:

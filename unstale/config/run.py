@@ -6,16 +6,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Self
 
-from unstale.config.algorithm import (
-    AdvantageConfig,
-    AuditConfig,
-    CorrectionConfig,
-    ObjectiveConfig,
-)
+from unstale.config.algorithm import AdvantageConfig, AuditConfig, CorrectionConfig
 from unstale.config.chat_templates import read_template
 from unstale.config.checks import ConfigError, JsonObject, NonNegative, PositiveInt, Range, Section
 from unstale.config.cluster import ClusterConfig
 from unstale.config.hub import model_folder
+from unstale.config.objectives import ObjectiveConfig
 from unstale.config.routes import OldLogpsConfig
 from unstale.config.sampling import (
     EndpointConfig,

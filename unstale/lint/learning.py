@@ -56,14 +56,12 @@ MIN_MINUTES = 0.1
 NO_LIMIT = (
     "correction.high",
     "minutes",
-    "objective.clip_high",
-    "objective.dual_clip",
     "objective.ratio_cap",
     "old_logps.memory_gb",
     "rollout.timeout_s",
     "trainer.grad_clip",
 )
-"""Options for which infinity means that there is no limit."""
+"""Options for which infinity means that there is no limit. An objective names its own, too."""
 
 
 def no_comparison(config: RunConfig) -> Finding | None:
@@ -86,9 +84,10 @@ def no_comparison(config: RunConfig) -> Finding | None:
 
 def infinite(config: RunConfig) -> Finding | None:
     """Refuse infinity as the value of an option, unless it only means that there is no limit."""
+    unlimited = {*NO_LIMIT, *(f"objective.{name}" for name in config.objective.no_limit)}
     for name, option in options().items():
         value = option.of(config)
-        if name in NO_LIMIT or not isinstance(value, float) or math.isfinite(value):
+        if name in unlimited or not isinstance(value, float) or math.isfinite(value):
             continue
         default = {field.name: field.default for field in fields(option.owner)}[option.field]
         return Finding(

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from unstale.config import RunConfig
 from unstale.lint.finding import Finding, Fix, use_route
-from unstale.lint.semantics import CLIPPED, d_is_one, is_per_sequence, s_is_one
+from unstale.lint.semantics import d_is_one, s_is_one
 
 NOISE = 0.02
 """Typical difference of log-probabilities between two forward passes in bfloat16. The passes have
@@ -73,16 +73,15 @@ def _noise(config: RunConfig, ratio: str) -> float:
     """
     # With engine.bitwise a value does not depend on what it is packed with.
     bfloat16 = config.trainer.dtype == "bfloat16" and not config.engine.bitwise
-    rule = config.correction if ratio == "D" else config.objective
+    unit, aggregate = config.correction.unit, config.correction.aggregate
+    if ratio == "S":
+        unit, aggregate = config.objective.ratio_unit, config.objective.ratio_aggregate
     noise = _noise_of_d(config) if ratio == "D" else (NOISE if bfloat16 else ROUNDING)
     if ratio == "S" and d_is_one(config):
         noise = max(noise, _noise_of_format(config))
-    if ratio == "S" and not is_per_sequence(config):
+    if ratio == "S" and unit != "sequence":
         noise = max(noise, MIN_CLIP)
-    aggregate = rule.aggregate
-    if ratio == "S" and config.objective.kind == "gspo":
-        aggregate = "mean"
-    elif rule.unit == "token":
+    if unit == "token":
         return noise
     if aggregate == "mean" and bfloat16:
         return noise  # a mean over tokens reduces only the noise of the engine
@@ -106,15 +105,14 @@ def narrow_threshold(config: RunConfig) -> Finding | None:
             f"(docs/quantisation.md), so log ratios of about {noise:.2g} occur without any defect"
         )
     band = BAND if "D" in narrow.values() else {}
-    clip: Fix = TOKEN_CLIP if "S" in narrow.values() else {}
-    if clip and config.objective.kind == "dual_clip":
-        clip = {**clip, "objective.dual_clip": 3.0}
+    wide = config.objective.wide if "S" in narrow.values() else {}
+    clip = {f"objective.{name}": limit for name, limit in wide.items()}
     fixes: tuple[Fix, ...] = (
         *_less_rounding(config),
         {"engine.dtype": "float32"},
         {"trainer.dtype": "float32", "engine.dtype": "float32"},
         {**band, **clip},
-        {**band, **TOKEN_RATIO, **clip} if clip else band,
+        {**band, **TOKEN_RATIO} if clip else band,
         {"correction.unit": "sequence", "correction.aggregate": "mean"},
     )
     return Finding(
@@ -128,20 +126,12 @@ def _thresholds(config: RunConfig) -> Iterator[tuple[str, float]]:
     D is the discrepancy and S the staleness ratio.
     """
     d = config.correction
-    s = config.objective
     if d.control != "none" and not d_is_one(config):
         yield "D", math.log(d.high)
         if d.control != "truncate" and d.low:
             yield "D", -math.log(d.low)
-    if s.kind in CLIPPED and not s_is_one(config):
-        yield "S", math.log1p(s.clip_high)
-        if s.clip_low < 1:
-            yield "S", -math.log1p(-s.clip_low)
-    if s.kind == "dual_clip":
-        yield "S", math.log(s.dual_clip)
-    if s.kind == "sapo":
-        # at this ratio 7% of the gradient remain
-        yield "S", math.log1p(4 / max(s.tau_pos, s.tau_neg))
+    if not s_is_one(config):
+        yield from (("S", size) for size in config.objective.thresholds())
 
 
 def certain_veto(config: RunConfig) -> Finding | None:

@@ -6,6 +6,7 @@ stops the token only at a larger pi / mu. The reach assumes that engine and trai
 
 from unstale.config import ConfigError, RunConfig
 from unstale.lint.finding import Fix
+from unstale.objectives.clips import ClippedObjective
 
 
 def equal_reach(config: RunConfig, reference: RunConfig) -> Fix:
@@ -17,7 +18,12 @@ def equal_reach(config: RunConfig, reference: RunConfig) -> Fix:
     The clip then acts only on the changes between the minibatches of a batch.
     """
     rule = reference.objective
-    ends = low, high = 1 - rule.clip_low, 1 + rule.clip_high
+    if not isinstance(rule, ClippedObjective):
+        raise ConfigError(
+            f"the objective {rule.kind} of the reference has no clip; equal reach needs one, such "
+            "as ppo_clip"
+        )
+    ends = low, high = rule.low, rule.high
     if not all_in_s(reference):
         raise ConfigError(
             f"the route {reference.old_logps.route} leaves staleness in D, so its clip is not on "

@@ -8,6 +8,7 @@ import shlex
 from collections.abc import Collection, Sequence
 
 from unstale.config import RunConfig
+from unstale.config.objectives import over
 from unstale.config.routes import age_of_average, live_versions
 from unstale.config.techniques import chosen
 from unstale.lint import learning, noise, stream, techniques
@@ -15,15 +16,8 @@ from unstale.lint.desks import unpractised_desk
 from unstale.lint.finding import Finding, Fix, Rule, use_route
 from unstale.lint.noise import BAND, TOKEN_RATIO
 from unstale.lint.policy_files import experts, local_folder, num_weights, positions
-from unstale.lint.semantics import (
-    CLIPPED,
-    bounds_s,
-    d_is_one,
-    is_per_sequence,
-    masks_s,
-    over,
-    s_is_one,
-)
+from unstale.lint.semantics import d_is_one, masks_s, s_is_one
+from unstale.objectives.clips import ClippedObjective
 
 GSPO_CLIP = 0.02
 """Largest useful clip range for the mean ratio of a sequence, which varies little. The GSPO paper
@@ -50,7 +44,7 @@ def _exact_route(config: RunConfig) -> Fix:
 
 
 def _idle_clip(config: RunConfig) -> Finding | None:
-    if not s_is_one(config) or not bounds_s(config) or config.old_logps.baseline:
+    if not s_is_one(config) or not config.objective.bounds_s or config.old_logps.baseline:
         return None
     kind = config.objective.kind
     if config.old_logps.needs.inline:
@@ -177,24 +171,26 @@ def _idle_reset(config: RunConfig) -> Finding | None:
     return Finding("the average can never be reset", why, fixes)
 
 
-def _gspo_unit(config: RunConfig) -> Finding | None:
+def _other_unit(config: RunConfig) -> Finding | None:
     rule = config.objective
-    if rule.kind != "gspo" or (rule.unit in ("token", "sequence") and rule.aggregate == "mean"):
+    means = rule.unit in ("token", "sequence") and rule.aggregate == "mean"
+    if not rule.per_sequence or means:
         return None
-    why = "gspo is the clip on the mean over a sequence"
+    why = f"{rule.kind} is the clip on the mean over a sequence"
     fixes = (_SEQUENCE_RATIO, TOKEN_RATIO)
-    return Finding(f"gspo cannot take S as the {over(rule.unit, rule.aggregate)}", why, fixes)
+    of = over(rule.unit, rule.aggregate)
+    return Finding(f"{rule.kind} cannot take S as the {of}", why, fixes)
 
 
 def _clip_of_a_token(config: RunConfig) -> Finding | None:
     """Warn of a clip range that suits the ratio of a token but is used on that of a sequence."""
     rule = config.objective
-    widest = max(rule.clip_low, rule.clip_high)
-    if not is_per_sequence(config) or rule.kind not in CLIPPED:
+    if rule.ratio_unit != "sequence" or not isinstance(rule, ClippedObjective):
         return None
-    if rule.aggregate == "max" and rule.kind != "gspo":
+    if rule.ratio_aggregate == "max":
         return None  # the ratio is that of one token
-    product = rule.aggregate == "sum" and rule.kind != "gspo"
+    widest = max(rule.clip_low, rule.clip_high)
+    product = rule.ratio_aggregate == "sum"
     if widest >= PRODUCT_CLIP if product else widest <= GSPO_CLIP:
         return None
     why = "the mean ratio of a sequence hardly ever leaves it"
@@ -207,7 +203,7 @@ def _clip_of_a_token(config: RunConfig) -> Finding | None:
 
 def _token_mean_of_sequences(config: RunConfig) -> Finding | None:
     rule = config.objective
-    if not is_per_sequence(config) or rule.loss_aggregation not in ("action_tokens", "kept"):
+    if rule.ratio_unit != "sequence" or rule.loss_aggregation not in ("action_tokens", "kept"):
         return None
     return Finding(
         f"a ratio per sequence, and a mean over tokens (loss_aggregation {rule.loss_aggregation})",
@@ -218,7 +214,7 @@ def _token_mean_of_sequences(config: RunConfig) -> Finding | None:
 
 def _free_staleness(config: RunConfig) -> Finding | None:
     bound = config.schedule.staleness_bound
-    if bounds_s(config) or masks_s(config) or s_is_one(config) or bound == 0:
+    if config.objective.bounds_s or masks_s(config) or s_is_one(config) or bound == 0:
         return None
     why = f"data is up to {bound} versions old, and nothing keeps pi near the sampling policy"
     clip: Fix = {"objective.kind": "ppo_clip"}
@@ -259,9 +255,9 @@ def _wide_reach(config: RunConfig) -> Finding | None:
     """
     rule = config.objective
     old = config.old_logps
-    if rule.kind not in CLIPPED or old.baseline or s_is_one(config):
+    if not isinstance(rule, ClippedObjective) or old.baseline or s_is_one(config):
         return None
-    ends = {1 + rule.clip_high: 1.01} | ({1 - rule.clip_low: 1 / 1.01} if rule.clip_low < 1 else {})
+    ends = {rule.high: 1.01} | ({rule.low: 1 / 1.01} if rule.low > 0 else {})
     for clip, factor in ends.items():
         if clip == 1 or not _passes(config, clip**1.2, clip):
             continue
@@ -388,7 +384,7 @@ REFUSALS: Sequence[Rule] = (
     _inline_kept,
     _inline_normalized,
     _idle_reset,
-    _gspo_unit,
+    _other_unit,
     _timed,
     noise.certain_veto,
     _long_context,

@@ -3,16 +3,14 @@
 from dataclasses import dataclass
 from typing import Any
 
-from unstale.config import RunConfig, Unit
+from unstale.config import RunConfig
 from unstale.config.gguf import names_gguf
 from unstale.config.hub import is_hub_name
+from unstale.config.objectives import over
 from unstale.config.routes import live_versions
 from unstale.config.techniques import chosen, describe
 from unstale.lint.policy_files import local_folder
 from unstale.lint.techniques import order
-
-CLIPPED = ("ppo_clip", "dual_clip", "gspo", "cispo")
-"""Objectives that clip the staleness ratio S."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,33 +97,10 @@ def s_is_one(config: RunConfig) -> bool:
     return old.weight_of_now(config) == 1 and not moves_away
 
 
-def bounds_s(config: RunConfig) -> bool:
-    """Return True if the objective limits the staleness ratio S."""
-    rule = config.objective
-    return rule.kind != "none" and not (rule.kind == "kl_penalty" and rule.kl_penalty == 0)
-
-
 def masks_s(config: RunConfig) -> bool:
     """Return True if `m2po` masks tokens by a ratio that contains the staleness ratio S."""
     m2po: Any = config.technique_options.get("m2po")
     return m2po is not None and m2po.of != "discrepancy"
-
-
-def is_per_sequence(config: RunConfig) -> bool:
-    """Return True if the staleness ratio S is computed for whole sequences."""
-    return config.objective.kind == "gspo" or config.objective.unit == "sequence"
-
-
-def over(unit: Unit, aggregate: str) -> str:
-    """Return in words how a ratio is aggregated, and over which tokens.
-
-    >>> over("turn", "sum")
-    'product over a turn'
-    """
-    if unit == "token":
-        return "per token"
-    words = {"mean": "geometric mean", "sum": "product", "max": "the ratio farthest from 1"}
-    return f"{words[aggregate]} over a {unit}"
 
 
 def _bound_on_d(config: RunConfig) -> str:
@@ -149,21 +124,8 @@ def _bound_on_d(config: RunConfig) -> str:
 
 def _bound_on_s(config: RunConfig) -> str:
     rule = config.objective
-    band = f"[{1 - rule.clip_low:g}, {1 + rule.clip_high:g}]"
-    of = over("sequence", "mean") if rule.kind == "gspo" else over(rule.unit, rule.aggregate)
-    clip = f"{rule.kind}: no gradient for moving further outside {band}, {of}"
-    words = {
-        "ppo_clip": clip,
-        "dual_clip": f"{clip}; where A < 0 the loss is at most {rule.dual_clip:g} |A|",
-        "gspo": clip,
-        "cispo": f"cispo: a weight held within {band}, {of}",
-        "sapo": f"sapo: a gradient that fades as S leaves 1 (tau {rule.tau_pos:g} where A > 0, "
-        f"else {rule.tau_neg:g}), {of}",
-        "kl_penalty": f"kl_penalty: pulled back by {rule.kl_penalty / 2:g} (log S)^2, {of}",
-        "dro": f"dro: pulled back by {rule.dro_beta / 2:g} (log S)^2, {of}; no weight S",
-        "none": "nothing",
-    }[rule.kind]
-    if s_is_one(config) and bounds_s(config):
+    words = rule.meaning
+    if s_is_one(config) and rule.bounds_s:
         words = f"idle: {words}"
     changed = [
         each.name for each in chosen(config.techniques) if each.slot in ("ratio", "objective")
@@ -180,15 +142,11 @@ def _unbounded(config: RunConfig) -> str:
     if config.correction.control == "none" and not d_is_one(config):
         loose.append("D")
     if not s_is_one(config):
-        if not bounds_s(config) and not masks_s(config):
+        rule = config.objective
+        if not rule.bounds_s and not masks_s(config):
             loose.append("S")
-        elif config.objective.kind in ("kl_penalty", "dro"):
-            loose.append("S is pulled back, not cut")
-        elif config.objective.kind in ("ppo_clip", "gspo") and not _caps_ratio(config):
-            loose.append(
-                "S from above where A < 0: the loss of a token that became likelier has no limit "
-                "(dual_clip sets one)"
-            )
+        elif unlimited := rule.unlimited(capped=_caps_ratio(config)):
+            loose.append(unlimited)
     return "; ".join(loose) or "nothing"
 
 

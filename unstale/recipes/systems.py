@@ -9,12 +9,12 @@ from dataclasses import replace
 from typing import Any
 
 from unstale.config import (
-    ObjectiveConfig,
     RunConfig,
     ScheduleConfig,
     TrainerConfig,
 )
 from unstale.config.options import override
+from unstale.objectives.clips import PpoClip
 from unstale.recipes.retail import retail
 
 DECOUPLED: Mapping[str, Any] = {
@@ -32,7 +32,7 @@ def areal(name: str, about: str, route: str, values: Mapping[str, Any]) -> Calla
         config = retail(
             recipe=name,
             schedule=ScheduleConfig(max_staleness=4, groups_per_step=16, group_size=8),
-            objective=ObjectiveConfig(clip_low=0.2, clip_high=0.2),
+            objective=PpoClip(clip_low=0.2, clip_high=0.2),
             trainer=TrainerConfig(
                 lr=5e-4, lr_schedule="linear", warmup_steps=5, minibatches_per_batch=4
             ),

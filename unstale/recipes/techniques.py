@@ -3,8 +3,9 @@
 from dataclasses import replace
 from typing import Any
 
-from unstale.config import ObjectiveConfig, RunConfig, ScheduleConfig
+from unstale.config import RunConfig, ScheduleConfig
 from unstale.config.options import override
+from unstale.objectives.clips import Cispo
 from unstale.recipes.retail import retail
 
 
@@ -19,7 +20,7 @@ def steady(**changes: Any) -> RunConfig:
         recipe="steady",
         techniques="ess_lr minpro truncated",
         schedule=ScheduleConfig(max_staleness=6, groups_per_step=16, group_size=8),
-        objective=ObjectiveConfig(kind="cispo", clip_low=1.0),
+        objective=Cispo(clip_low=1.0),
     )
     return replace(config, **changes)
 

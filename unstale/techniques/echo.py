@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from unstale.config.checks import ConfigError, NonNegative, PositiveInt, Section, Share
 from unstale.config.techniques import Entry, require_value
+from unstale.objectives.clips import ClippedObjective
 from unstale.techniques import Shaped, Signals
 from unstale.techniques.sequences import mean_of
 
@@ -71,6 +72,7 @@ class Echo:
         from unstale.algorithms.corrections import bounded_exp
         from unstale.algorithms.objectives import Surrogate
 
+        assert isinstance(options, ClippedObjective), options
         own, advantage = self._options, torch.where(batch.sampled, batch.advantage, 0.0)
         rise = torch.sigmoid(own.kappa * (1 - confidence(batch, own.tail)))
         width = (own.narrowest + (own.widest - own.narrowest) * rise)[batch.sequence]

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from unstale.config.checks import ConfigError, Section
+from unstale.config.objectives import objectives
 from unstale.config.techniques import Entry, require_value
 
 if TYPE_CHECKING:
@@ -20,9 +21,6 @@ if TYPE_CHECKING:
 
     from unstale.config import RunConfig, Unit
     from unstale.records import Batch
-
-KINDS = ("cispo", "ppo_clip", "dual_clip", "none")
-"""Objectives in which the ratio is a weight. In the others, a factor has no meaning."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,7 +94,8 @@ def prefix_minimum(values: Tensor, unit: Tensor, *, inclusive: bool) -> Tensor:
 def _check(options: MinproConfig, config: RunConfig) -> None:
     objective, control = config.objective, config.correction.control
     reason = "only there is the ratio a weight"
-    require_value("minpro", "objective.kind", objective.kind, KINDS, reason)
+    kinds = [name for name, each in objectives().items() if each().is_token_weight]
+    require_value("minpro", "objective.kind", objective.kind, kinds, reason)
     reason = "its ratio is that of a token and its prefix"
     require_value("minpro", "objective.unit", objective.unit, ["token"], reason)
     if options.of == "whole" and control not in ("none", "mask"):

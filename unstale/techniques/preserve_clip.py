@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from unstale.config.checks import Section
+from unstale.config.objectives import objectives
 from unstale.config.techniques import Entry, require_value
 
 if TYPE_CHECKING:
@@ -36,18 +37,15 @@ class PreserveClip:
     def surrogate(self, log_ratio: Tensor, batch: Batch, options: ObjectiveConfig) -> Surrogate:
         import torch
 
-        from unstale.algorithms.objectives import OBJECTIVES
-
-        plain: Surrogate = OBJECTIVES[options.kind].surrogate(
-            log_ratio, batch.advantage, sampled=batch.sampled, **options.selected_options()
-        )
+        plain = options.surrogate(log_ratio, batch.advantage, sampled=batch.sampled)
         above = plain.clipped_high & (batch.advantage > 0)
         held = plain.loss.detach() * (log_ratio - log_ratio.detach()).exp()
         return plain._replace(loss=torch.where(above, held, plain.loss))
 
 
 def _check(options: PreserveClipConfig, config: RunConfig) -> None:
-    kind, allowed = config.objective.kind, ["ppo_clip", "dual_clip"]
+    allowed = [name for name, each in objectives().items() if each().clips_tokens]
+    kind = config.objective.kind
     require_value("preserve_clip", "objective.kind", kind, allowed, "it changes their clip")
 
 

@@ -61,20 +61,19 @@ class Rules:
         The ratio may be aggregated over a unit of several tokens.
         """
         config = self.objective
-        spec = objectives.OBJECTIVES[config.kind]
         if self.techniques.ratio:
             log_s = self.techniques.ratio.log_ratio(logp, old_logp, batch)
         else:
             log_s = corrections.log_staleness(
                 logp,
                 old_logp,
-                unit=_unit_ids("sequence" if spec.per_sequence else config.unit, batch),
+                unit=_unit_ids(config.ratio_unit, batch),
                 sampled=batch.sampled,
-                how="mean" if spec.per_sequence else config.aggregate,
+                how=config.ratio_aggregate,
             )
         if self.techniques.objective:
             return self.techniques.objective.surrogate(log_s, batch, config)
-        return spec.surrogate(log_s, batch.advantage, **config.selected_options())
+        return config.surrogate(log_s, batch.advantage)
 
     def cap(self, factor: Tensor, logp: Tensor, batch: Batch) -> Tensor:
         """Return the weights of the tokens' losses, limited so that pi / mu <= `ratio_cap`."""
@@ -106,7 +105,7 @@ class Rules:
         """True if the objective can give a token with advantage 0 a gradient."""
         config = self.objective
         return (
-            objectives.OBJECTIVES[config.kind].trains_zero_advantage
+            config.trains_zero_advantage
             or config.loss_aggregation == "kept"
             or config.kl_coef > 0
             or config.entropy_coef > 0

@@ -13,10 +13,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from unstale.config import ConfigError, RunConfig
+from unstale.config import ConfigError, ObjectiveConfig, RunConfig
 from unstale.config.options import options, stored_config
 from unstale.durability.run_folder import CONFIG, Row, RunFolder
-from unstale.observe.advice.samples import STOPPING, clip_unit
 from unstale.observe.report.compare import PLAN, ArmResult, Comparison, read_comparison
 from unstale.observe.report.study import ALPHA, is_study_folder
 from unstale.observe.statistics import PairedDifference, paired_difference, pool
@@ -52,11 +51,12 @@ class SettingKind:
     @classmethod
     def of_options(cls, values: Row) -> "SettingKind | None":
         """Return the kind of a setting from the options of its reference."""
-        objective = values["objective.kind"]
-        if objective not in STOPPING:
+        unit = values.get("objective.unit", "token")
+        objective = ObjectiveConfig(kind=values["objective.kind"], unit=unit)
+        if not objective.stops or not objective.bounds():
             return None
-        unit = clip_unit(objective, values.get("objective.unit", "token"))
-        return cls(values["trainer.minibatches_per_batch"] == 1, unit == "token")
+        is_token = objective.ratio_unit == "token"
+        return cls(values["trainer.minibatches_per_batch"] == 1, is_token)
 
     def __str__(self) -> str:
         batches = "one minibatch" if self.one_minibatch else "several minibatches"

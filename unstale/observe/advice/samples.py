@@ -15,12 +15,9 @@ from numpy import ndarray
 
 from unstale.config import RunConfig, Unit
 from unstale.config.algorithm import Aggregate
-from unstale.lint.semantics import CLIPPED
 from unstale.observe.statistics import wilson
 
 Column = ndarray[Any, numpy.dtype[Any]]
-STOPPING = tuple(kind for kind in CLIPPED if kind != "cispo")
-"""Objectives that stop a token with S outside a range. `cispo` only limits its weight there."""
 MAX_DRAWN = 400_000
 """Number of tokens in all sequences that are drawn from a sample."""
 BLOCKS = 20
@@ -181,11 +178,6 @@ def is_of_tokens(limit: Limit | None) -> TypeGuard[Limit]:
     return limit is not None and limit.tokens == 1
 
 
-def clip_unit(kind: str, unit: Unit) -> Unit:
-    """Return the unit of the ratio that an objective clips. That of `gspo` is fixed."""
-    return "sequence" if kind == "gspo" else unit
-
-
 @dataclass(frozen=True, slots=True)
 class Thresholds:
     """The ranges of log D and log S outside which a configuration stops a token.
@@ -205,11 +197,11 @@ class Thresholds:
         if rule.control in ("mask", "mask_weight"):
             low, high = _log(rule.low), _log(rule.high)
             band = Limit(low, high, lengths.of(rule.unit), rule.aggregate, rule.unit)
-        if objective.kind in STOPPING:
-            low, high = _log(1 - objective.clip_low), _log(1 + objective.clip_high)
-            unit = clip_unit(objective.kind, objective.unit)
-            how: Aggregate = "mean" if objective.kind == "gspo" else objective.aggregate
-            clip = Limit(low, high, lengths.of(unit), how, unit)
+        if objective.stops and objective.bounds():
+            first = objective.bounds()[0]
+            unit = objective.ratio_unit
+            ends = _log(first.low), _log(first.high)
+            clip = Limit(*ends, lengths.of(unit), objective.ratio_aggregate, unit)
         return cls(band, clip)
 
     @property

@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from unstale.config import ConfigError, CorrectionConfig, ObjectiveConfig, RunConfig
-from unstale.config.options import options, stored_config
+from unstale.config.objectives import NAMES, Bounds
+from unstale.config.options import field_docs, options, sections, stored_config
 from unstale.config.routes import Needs, OldLogpsConfig, routes
 from unstale.config.techniques import Entry, chosen, completed_options
 from unstale.durability.run_folder import CONFIG, Row, RunFolder
-from unstale.observe.dashboard.bounds import NAMES, Bounds, bounds, explain
+from unstale.observe.dashboard.bounds import bounds, explain
 from unstale.observe.dashboard.factors import UNIT, to_axis
 from unstale.observe.dashboard.folders import is_own_file
 from unstale.observe.dashboard.table import BadQuestion
@@ -201,8 +202,6 @@ def choices(own: Settings) -> Row:
     `routes` has the reason why each route cannot be computed, or "". `computed` is True if the
     options of the run's own route can be changed.
     """
-    from unstale.config.options import field_docs, sections
-
     known = options()
     found = []
     for name, option in known.items():
@@ -215,7 +214,7 @@ def choices(own: Settings) -> Row:
                 "words": list(option.choices),
                 "value": _as_text(option.of(own.config)) if option.is_in(own.config) else "",
                 "readers": readers,
-                "about": _about(field_docs, sections()[option.section], option.field),
+                "about": field_docs(option.owner).get(option.field, ""),
             }
         )
     named = {}
@@ -231,12 +230,6 @@ def choices(own: Settings) -> Row:
         "route": own.config.old_logps.route,
         "computed": own.spec.needs in COMPUTED,
     }
-
-
-def _about(field_docs: Any, section: Any, field: str) -> str:
-    return next(
-        (docs[field] for kind in section.classes() if field in (docs := field_docs(kind))), ""
-    )
 
 
 def _as_text(value: Any) -> str:

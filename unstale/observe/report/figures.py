@@ -12,6 +12,7 @@ from functools import partial
 
 from markupsafe import Markup
 
+from unstale.config import ObjectiveConfig
 from unstale.observe.report.gather import Gathered, histogram, lag_values, step_of
 from unstale.observe.report.held_out import remarks
 from unstale.observe.report.markup import figure, gap, render
@@ -29,7 +30,7 @@ from unstale.observe.report.plots import (
     stack_plot,
     thin,
 )
-from unstale.observe.report.words import amount, number, percent, unit_of_s
+from unstale.observe.report.words import amount, number, percent, stored_objective
 
 SHOWN_LAGS = 6
 FACETS = 4
@@ -349,11 +350,15 @@ def clouds(run: Gathered) -> Markup:
     if len(run.points) < 10:
         return gap(title, "There is no sample of tokens.")
     x, y = density_axes([(point.log_d, point.log_s) for point in run.points])
-    units = {"D": run.setting("correction.unit"), "S": unit_of_s(run.setting)}
+    objective = stored_objective(run.setting)
+    units = {
+        "D": run.setting("correction.unit"),
+        "S": objective.ratio_unit if objective else "token",
+    }
     whole = {ratio: unit for ratio, unit in units.items() if unit in ("turn", "sequence")}
     guides = Guides(
         x=() if "D" in whole else _band(run),
-        y=() if "S" in whole else _clip(run),
+        y=() if "S" in whole or objective is None else _clip(objective),
     )
     lags = sorted({point.lag for point in run.points})
     facets = []
@@ -393,14 +398,10 @@ def _band(run: Gathered) -> list[float]:
     return [math.log(end) for end in ends if end is not None and end > 0]
 
 
-def _clip(run: Gathered) -> list[float]:
+def _clip(objective: ObjectiveConfig) -> list[float]:
     """Return the limits of the log staleness ratio outside of which the objective clips a token."""
-    if run.setting("objective.kind") not in ("ppo_clip", "dual_clip", "gspo", "cispo"):
-        return []
-    low, high = (number(run.setting(f"objective.clip_{end}")) for end in ("low", "high"))
-    if low is None or high is None or low >= 1:
-        return []
-    return [math.log(1 - low), math.log(1 + high)]
+    ends = ((each.low, each.high) for each in objective.bounds()[:1])
+    return [math.log(end) for low, high in ends if low > 0 for end in (low, high)]
 
 
 def _thresholds(guides: Guides, x: Axis, y: Axis) -> str:

@@ -10,7 +10,9 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-from unstale.config import staleness_bound
+from unstale.config import ConfigError, ObjectiveConfig, staleness_bound
+from unstale.config.objectives import objectives
+from unstale.config.options import options
 from unstale.config.routes import exact_routes, routes
 
 NONE = "—"
@@ -452,35 +454,24 @@ def _capitalized(text: str) -> str:
     return text[:1].upper() + text[1:]
 
 
-def unit_of_s(setting: Any) -> str:
-    """Return of what the objective bounds S: `token`, `turn` or `sequence`."""
-    return (
-        "sequence" if setting("objective.kind") == "gspo" else setting("objective.unit") or "token"
-    )
+def stored_objective(setting: Any) -> ObjectiveConfig | None:
+    """Return the objective of a run from its stored options. None if it cannot be read."""
+    kind = setting("objective.kind")
+    if kind not in objectives():
+        return None
+    common = {name: setting(f"objective.{name}") for name in ("unit", "aggregate")}
+    values = {name: value for name, value in common.items() if value is not None}
+    try:
+        for name in ObjectiveConfig.own_options()[kind]:  # null is infinity
+            values[name] = options()[f"objective.{name}"].read(setting(f"objective.{name}"), name)
+        return ObjectiveConfig(kind=kind, **values)
+    except (ConfigError, TypeError):
+        return None
 
 
 def _objective_words(setting: Any) -> str:
-    kind = setting("objective.kind")
     ratio = "S = π / π_old" if is_exact(setting) else "the approximation of S = π / π_old"
-    match kind:
-        case "none":
-            return f"{_capitalized(ratio)} is not bounded."
-        case "kl_penalty":
-            penalty = setting("objective.kl_penalty")
-            return f"A quadratic penalty with coefficient {penalty} bounds {ratio}."
-        case "dro":
-            beta = setting("objective.dro_beta")
-            return f"dro: a quadratic penalty on log S with coefficient {beta}, without a weight S."
-        case "sapo":
-            return f"sapo: the gradient of a token fades as {ratio} leaves 1."
-        case None:
-            return "Not known."
-    low = number(setting("objective.clip_low"))
-    high = number(setting("objective.clip_high"))
-    if low is None or high is None:
-        return f"{kind} on {ratio}."
-    unit = unit_of_s(setting)
-    band = f"[{1 - low:g}, {1 + high:g}]{'' if unit == 'token' else f', per {unit},'}"
-    if kind == "cispo":
-        return f"cispo: {ratio}, clipped to {band}, weights the gradient of each token."
-    return f"{kind}: tokens with {ratio} outside {band} are clipped."
+    objective = stored_objective(setting)
+    if objective is None:
+        return "Not known."
+    return f"{_capitalized(ratio)} is limited by {objective.meaning}."

@@ -1,0 +1,271 @@
+"""The options and declarations of objectives. Importing it does not import torch.
+
+An objective is the loss of a token, as a function of the staleness ratio S = pi / pi_old. Each is a
+subclass of `ObjectiveConfig` in `unstale/objectives`, with its options, its formula, its bounds on
+S and their meaning in words. The command line's help, the linter, the trainer, reports, the
+dashboard, advice and docs read these declarations.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from importlib import import_module
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+
+from unstale.config.algorithm import Aggregate, LossAggregation, Unit
+from unstale.config.checks import NonNegative, OneOf, Range, base_of, option_types
+from unstale.config.variants import VariantSection, register
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from unstale.algorithms.objectives import Surrogate
+
+NAMES = {"d": "D", "s": "S", "ds": "D S"}
+MAX_EXPONENT = 700.0
+"""Logarithm in nats above which a ratio counts as infinite: a float64 ends at 709."""
+
+
+def exp(value: float) -> float:
+    """Return a ratio from its logarithm in nats."""
+    return math.exp(value) if value < MAX_EXPONENT else math.inf
+
+
+def over(unit: Unit, aggregate: str) -> str:
+    """Return in words how a ratio is aggregated, and over which tokens.
+
+    >>> over("turn", "sum")
+    'product over a turn'
+    """
+    if unit == "token":
+        return "per token"
+    words = {"mean": "geometric mean", "sum": "product", "max": "the ratio farthest from 1"}
+    return f"{words[aggregate]} over a {unit}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bounds:
+    """A range of D, S or D S. Outside of it a rule of the trainer acts on a token."""
+
+    on: str = "s"
+    """The ratio: a key of `NAMES`."""
+    kind: str = "clip"
+    """The rule: `veto`, `mask`, `weight`, `clip` or `cap`."""
+    low: float = 0.0
+    high: float = math.inf
+    effect: str = "has no gradient"
+    """The end of a sentence on a token outside, which begins with "A token with D below 0.5"."""
+    below: str = ""
+    """The advantage that a token below must have, such as "negative"."""
+    above: str = ""
+    name: str
+    about: str
+    """The options that set the bounds."""
+    unit: str = "token"
+
+    def ends(self) -> Iterator[tuple[float, str]]:
+        """Yield each finite bound above 0, with a sentence on the tokens beyond it."""
+        for limit, side, sign in (
+            (self.low, "below", self.below),
+            (self.high, "above", self.above),
+        ):
+            if 0 < limit < math.inf:
+                condition = f" and {sign} advantage" if sign else ""
+                ratio = NAMES[self.on]
+                yield limit, f"A token with {ratio} {side} {limit:g}{condition} {self.effect}."
+
+    def excludes(self, log_d: float | None, log_s: float | None) -> bool | None:
+        """Return True if a token lies outside.
+
+        None if one of its values is not known, or if the bounds are on an aggregate of several
+        tokens.
+        """
+        values = [each for name, each in (("d", log_d), ("s", log_s)) if name in self.on]
+        known = [each for each in values if each is not None]
+        if self.unit != "token" or len(known) < len(values):
+            return None
+        return not self.low <= exp(sum(known)) <= self.high
+
+    def row(self) -> dict[str, Any]:
+        """Return what an answer has of the bounds. A side without a bound is None."""
+        return {
+            "name": self.name,
+            "low": self.low if self.low > 0 else None,
+            "high": self.high if self.high < math.inf else None,
+            "about": self.about,
+            "unit": self.unit,
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ObjectiveDocs:
+    """A row of the table of objectives in docs/options.md."""
+
+    loss: str
+    """The loss of a token with advantage A."""
+    source: str
+    choose: str
+    """The situation in which a user should choose the objective."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ObjectiveConfig(VariantSection):
+    """The trust region on the staleness ratio S = pi / pi_old, and the aggregation of the loss.
+
+    `ObjectiveConfig(kind="gspo", clip_low=3e-4)` returns an instance of that objective's class.
+    """
+
+    selector: ClassVar[str] = "kind"
+    refused_unread: ClassVar = ("constant",)
+    read_with: ClassVar = {"constant": ("loss_aggregation", "= constant")}
+    package: ClassVar[str] = "unstale.objectives"
+    registered: ClassVar[dict[str, "type[ObjectiveConfig]"]] = {}
+
+    kind: Annotated[str, OneOf(lambda: ObjectiveConfig.own_options())] = "ppo_clip"
+    """The loss of a token, which limits how far the staleness ratio S = pi / pi_old may move from
+    1.
+    """
+    ratio_cap: NonNegative = 0.0
+    """Limit of the whole importance ratio pi / mu, by which a token's loss is weighted; 0 sets no
+    limit.
+    """
+    unit: Unit = "token"
+    """The tokens over which the staleness ratio is aggregated: one token, a turn, a segment of one
+    version, or a sequence.
+    """
+    aggregate: Aggregate = "mean"
+    """The aggregate over a unit: `mean` is the geometric mean of its ratios, `sum` their product,
+    `max` the ratio farthest from 1.
+    """
+    loss_aggregation: LossAggregation = "action_tokens"
+    """The number by which the loss of a batch is divided. `action_tokens` counts the tokens that
+    the policy sampled, dropped ones included.
+    """
+    constant: Annotated[float, Range(1)] = 1000.0
+    """Only for `loss_aggregation = "constant"`: tokens per sequence in the divisor (Dr. GRPO)."""
+    kl_coef: NonNegative = 0.0
+    """Coefficient of the KL divergence from the policy at the start of the run; 0 computes none."""
+    entropy_coef: NonNegative = 0.0
+    """Coefficient of the entropy bonus in the loss; 0 computes none."""
+
+    docs: ClassVar[ObjectiveDocs]
+    per_sequence: ClassVar[bool] = False
+    """True if S is always the geometric mean over a sequence, whatever `unit` and `aggregate`."""
+    trains_zero_advantage: ClassVar[bool] = False
+    """True if a token with advantage 0 can have a gradient, so that it must not be skipped."""
+    stops: ClassVar[bool] = True
+    """True if a token outside of the bounds has no gradient."""
+    wide: ClassVar[Mapping[str, float]] = {}
+    """Options of this objective with limits that are wider than numerical noise."""
+
+    no_limit: ClassVar[tuple[str, ...]] = ()
+    """Options of this objective for which infinity means that there is no limit."""
+
+    def __new__(cls, kind: str = "", **options: Any) -> "ObjectiveConfig":
+        return object.__new__(cls.chosen_class(kind, options))
+
+    def surrogate(
+        self, log_staleness: "Tensor", advantage: "Tensor", *, sampled: "Tensor | None" = None
+    ) -> "Surrogate":
+        """Return the loss of each token from log S and its advantage, tensors of any one shape.
+
+        `sampled` is the mask of tokens that the policy sampled. With it, the advantages of other
+        tokens may be anything. The function of `algorithms.objectives` with the objective's name is
+        called, with the options that not every objective has. Other objectives override this.
+        """
+        function = getattr(import_module("unstale.algorithms.objectives"), self.kind)
+        common = option_types(base_of(type(self)))
+        own = {each.name: getattr(self, each.name) for each in fields(self)}
+        own = {name: value for name, value in own.items() if name not in common}
+        surrogate: Surrogate = function(log_staleness, advantage, sampled=sampled, **own)
+        return surrogate
+
+    def limit(self) -> str:
+        """Return in words how the loss limits S, such as "a weight held within [0.8, 1.28]"."""
+        raise NotImplementedError
+
+    def bounds(self) -> Sequence[Bounds]:
+        """Return the ranges of S outside of which tokens are limited, the main one first."""
+        return ()
+
+    def thresholds(self) -> Iterator[float]:
+        """Yield the sizes of log S, in nats, at which the objective begins to act."""
+        for each in self.bounds():
+            if each.high < math.inf:
+                yield math.log(each.high)
+            if each.low > 0:
+                yield -math.log(each.low)
+
+    def weight(self, ratio: float) -> tuple[float, str] | None:
+        """Return the factor of the advantage in the gradient of a token's logp, and its name.
+
+        `ratio` is the token's S, and within the bounds if the objective `stops` tokens. None if the
+        gradient is not of this form.
+        """
+        return None
+
+    def unlimited(self, *, capped: bool) -> str:
+        """Return in words what the objective does not limit. Empty if it limits S.
+
+        `capped` is True if `ratio_cap` limits the weight of a token.
+        """
+        return ""
+
+    @property
+    def bounds_s(self) -> bool:
+        """True if the objective limits S."""
+        return True
+
+    @property
+    def ratio_unit(self) -> Unit:
+        """The unit over which S is aggregated."""
+        return "sequence" if self.per_sequence else self.unit
+
+    @property
+    def ratio_aggregate(self) -> Aggregate:
+        return "mean" if self.per_sequence else self.aggregate
+
+    @property
+    def is_token_weight(self) -> bool:
+        """True if the ratio of each token is a weight of its gradient, with or without a clip."""
+        return self.weight(1.0) is not None and not self.per_sequence
+
+    @property
+    def clips_tokens(self) -> bool:
+        """True if the ratio of each token is a weight, and has no gradient outside of bounds."""
+        return self.is_token_weight and self.stops and bool(self.bounds())
+
+    @property
+    def meaning(self) -> str:
+        """A clause on how the loss limits S, with the name of the objective and the unit of S."""
+        return f"{self.kind}: {self.limit()}, {over(self.ratio_unit, self.ratio_aggregate)}"
+
+    def applies(self, option: str) -> bool:
+        if option == "constant":
+            return self.loss_aggregation == "constant"
+        return super().applies(option)
+
+    @classmethod
+    def unread(cls, values: Mapping[str, Any]) -> list[str]:
+        """Return the options in `values` that are refused unless they have their defaults.
+
+        Among them are those of other objectives than the one in `values`.
+        """
+        base = ObjectiveConfig
+        known = cls.variants_by_name().get(values.get("kind", base.kind), base)
+        names = {option.name for option in fields(known)}
+        foreign = [name for name in values if name not in names and cls.readers(name)]
+        return [*foreign, *super().unread(values)]
+
+
+register_objective = register
+
+
+def objectives() -> Mapping[str, type[ObjectiveConfig]]:
+    """Return the options class of every objective, by name."""
+    return ObjectiveConfig.variants_by_name()
+
+
+def unregister_objective(name: str) -> None:
+    """Remove an objective from the registry. Undoes `register_objective`."""
+    del ObjectiveConfig.registered[name]

@@ -1,0 +1,139 @@
+"""Sections with variants: the selector chooses a class, which declares its own options.
+
+A variant is one file of the section's package, or any other that is imported. It can be imported
+without torch, and registers its class with `register`.
+"""
+
+import importlib
+import pkgutil
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from functools import cache
+from typing import Any, ClassVar, TypeVar
+
+from unstale.config.checks import (
+    ConfigError,
+    OneOf,
+    Section,
+    base_of,
+    nearest,
+    option_types,
+    section_name,
+)
+
+
+class VariantSection(Section):
+    """A section whose selector chooses a subclass. Called itself, it returns the chosen one's."""
+
+    abstract: ClassVar[bool] = True
+
+    package: ClassVar[str]
+    """The package whose modules register variants."""
+    registered: ClassVar[dict[str, Any]]
+
+    @classmethod
+    def variants_by_name(cls) -> Mapping[str, Any]:
+        """Return the class of every variant by name, in the order in which they were registered."""
+        import_variants(cls.package)
+        return cls.registered
+
+    @classmethod
+    def own_options(cls) -> dict[str, set[str]]:
+        """Return the names of all variants, each with its options that not every one has."""
+        common = set(option_types(base_of(cls)))
+        return {
+            name: {option.name for option in fields(variant)} - common
+            for name, variant in cls.variants_by_name().items()
+        }
+
+    @classmethod
+    def chosen_class(cls, name: str, options: Mapping[str, Any]) -> Any:
+        """Return the class of the variant `name`. "" is the default, or the class itself.
+
+        Raises `ConfigError` for an unknown variant or an option that the variant lacks.
+        """
+        section, own = section_name(cls), getattr(cls, cls.selector)
+        chosen: Any = cls
+        if cls is base_of(cls):
+            OneOf(cls.own_options).check(f"{section}.{cls.selector}", name or own)
+            chosen = cls.variants_by_name()[name or own]
+        elif name and name != own:
+            raise ConfigError(
+                f"the {cls.selector} is {own}: change it with with_options({cls.selector}={name!r})"
+            )
+        known = [option.name for option in fields(chosen)]
+        for option in options:
+            if option in known:
+                continue
+            if owners := cls.readers(option):
+                raise ConfigError(
+                    f"{section}.{option} is an option of {', '.join(owners)}; "
+                    f"{section}.{cls.selector} is {getattr(chosen, cls.selector)}"
+                )
+            raise ConfigError(f"unknown option {section}.{option}{nearest(option, known)}")
+        return chosen
+
+    @classmethod
+    def classes(cls) -> "Sequence[type[Any]]":
+        return [base_of(cls), *cls.variants_by_name().values()]
+
+    def changed(self) -> dict[str, Any]:
+        """Return the options, by name, that differ from their defaults."""
+        return {
+            option.name: getattr(self, option.name)
+            for option in fields(self)
+            if option.name != self.selector and getattr(self, option.name) != option.default
+        }
+
+    def with_options(self, **changes: Any) -> Any:
+        """Return these settings with other values. The variant may change, too.
+
+        An option that the new variant lacks is dropped if it has its default, or if it is not in
+        `changes` and `unread` names it. Otherwise a `ConfigError` is raised.
+        """
+        values = {self.selector: getattr(self, self.selector), **self.changed(), **changes}
+        unread = set(self.unread(values)) - changes.keys()
+        variants = self.variants_by_name()
+        defaults = [(each.name, each.default) for cls in variants.values() for each in fields(cls)]
+        base = base_of(type(self))
+        known = set(option_types(variants.get(values[self.selector], base)))
+        return base(
+            **{
+                name: value
+                for name, value in values.items()
+                if name not in unread and (name in known or (name, value) not in defaults)
+            }
+        )
+
+    def __str__(self) -> str:
+        """Return the name of the variant and the options that differ from their defaults.
+
+        >>> from unstale.config import OldLogpsConfig
+        >>> print(OldLogpsConfig(route="ewma_prox", beta=0.75))
+        ewma_prox beta=0.75
+        """
+        changed = (f"{name}={value}" for name, value in self.changed().items())
+        return " ".join([getattr(self, self.selector), *changed])
+
+
+@cache
+def import_variants(package: str) -> None:
+    """Import every module of a package, so that each of its variants is registered."""
+    for module in pkgutil.iter_modules(importlib.import_module(package).__path__):
+        if not module.ispkg:
+            importlib.import_module(f"{package}.{module.name}")
+
+
+Variant = TypeVar("Variant", bound=type[VariantSection])
+
+
+def register(variant: Variant) -> Variant:
+    """Register the class of a variant under its name. Used as a decorator."""
+    name = str(getattr(variant, variant.selector))
+    known = variant.registered
+    if known.setdefault(name, variant).__module__ != variant.__module__:
+        raise ValueError(
+            f"{variant.selector} {name} is registered already, by {known[name].__module__}"
+        )
+    known[name] = variant
+    return variant

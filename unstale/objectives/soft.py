@@ -1,0 +1,124 @@
+"""Objectives without a clip: `sapo`, `dro`, `kl_penalty` and `none`."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+from unstale.config.checks import NonNegative, Positive
+from unstale.config.objectives import ObjectiveConfig, ObjectiveDocs, register_objective
+
+
+@register_objective
+@dataclass(frozen=True, kw_only=True)
+class Sapo(ObjectiveConfig):
+    """A loss whose gradient fades as S leaves 1."""
+
+    kind: str = "sapo"
+    tau_pos: Positive = 1.0
+    """The rate at which the gradient fades as the staleness ratio leaves 1, for positive
+    advantages.
+    """
+    tau_neg: Positive = 1.05
+    """The rate at which the gradient fades as the staleness ratio leaves 1, for negative
+    advantages.
+    """
+
+    docs: ClassVar = ObjectiveDocs(
+        loss="-4 / tau sigmoid(tau (S - 1)) A, with tau_pos where A > 0, else tau_neg",
+        source="arXiv 2511.20347",
+        choose="for a soft limit; the paper sets `loss_aggregation = sequence_mean`",
+    )
+    wide: ClassVar = {"tau_pos": 1.0, "tau_neg": 1.05}
+
+    def limit(self) -> str:
+        return (
+            f"a gradient that fades as S leaves 1 (tau {self.tau_pos:g} where A > 0, else "
+            f"{self.tau_neg:g})"
+        )
+
+    def thresholds(self) -> Iterator[float]:
+        yield math.log1p(4 / max(self.tau_pos, self.tau_neg))  # there 7% of the gradient remain
+
+
+@register_objective
+@dataclass(frozen=True, kw_only=True)
+class Dro(ObjectiveConfig):
+    """A regression of log S to the advantage."""
+
+    kind: str = "dro"
+    dro_beta: Positive = 0.05
+    """The coefficient c of A log S - c / 2 (log S)^2, where S is the staleness ratio and A the
+    advantage.
+    """
+
+    docs: ClassVar = ObjectiveDocs(
+        loss="-(A log S - dro_beta / 2 (log S)^2)",
+        source="arXiv 2405.19107, arXiv 2501.12599",
+        choose="to do without a weight S; in the papers `unit = sequence` and `aggregate = sum`",
+    )
+    trains_zero_advantage: ClassVar[bool] = True
+
+    def limit(self) -> str:
+        return f"pulled back by {self.dro_beta / 2:g} (log S)^2"
+
+    def unlimited(self, *, capped: bool) -> str:
+        return "S is pulled back, not cut"
+
+    @property
+    def meaning(self) -> str:
+        return f"{super().meaning}; no weight S"
+
+
+@register_objective
+@dataclass(frozen=True, kw_only=True)
+class KlPenalty(ObjectiveConfig):
+    """PPO with a penalty instead of a clip."""
+
+    kind: str = "kl_penalty"
+    kl_penalty: NonNegative = 1.0
+    """The coefficient c of S A - c / 2 (log S)^2, where S is the staleness ratio and A the
+    advantage.
+    """
+
+    docs: ClassVar = ObjectiveDocs(
+        loss="-(S A - kl_penalty / 2 (log S)^2)",
+        source="arXiv 1707.06347, section 4",
+        choose="to pull tokens back instead of dropping their gradient",
+    )
+    trains_zero_advantage: ClassVar[bool] = True
+
+    def limit(self) -> str:
+        return f"pulled back by {self.kl_penalty / 2:g} (log S)^2"
+
+    def unlimited(self, *, capped: bool) -> str:
+        return "S is pulled back, not cut"
+
+    @property
+    def bounds_s(self) -> bool:
+        return self.kl_penalty > 0
+
+
+@register_objective
+@dataclass(frozen=True, kw_only=True)
+class Unlimited(ObjectiveConfig):
+    """REINFORCE with an importance weight and no trust region."""
+
+    kind: str = "none"
+
+    docs: ClassVar = ObjectiveDocs(
+        loss="-S A",
+        source="REINFORCE with an importance weight",
+        choose="without staleness, or where a technique limits S",
+    )
+
+    @property
+    def bounds_s(self) -> bool:
+        return False
+
+    @property
+    def meaning(self) -> str:
+        return "nothing"
+
+    def weight(self, ratio: float) -> tuple[float, str]:
+        return ratio, "S"
