@@ -38,9 +38,12 @@ RUNS: dict[str, tuple[str, dict[str, object]]] = {
     ),
     "stream": ("retail", SMALL | {"trainer.stream": True}),
     "lora": ("retail", SMALL | {"trainer.lora_rank": 4}),
-    "desks": ("desks", SMALL | {"objective.kind": "gspo", "correction.control": "mask_weight"}),
+    "desks": (
+        "desks_small",
+        SMALL | {"objective.kind": "gspo", "correction.control": "mask_weight"},
+    ),
     "recompute": ("calculator", SMALL | {"old_logps.route": "current_recompute"}),
-    "techniques": ("retail", SMALL | {"techniques": "ess_lr baseline"}),
+    "techniques": ("retail", SMALL | {"techniques": "ess_lr tool_bonus"}),
     "loglinear": ("retail", SMALL | {"old_logps.route": "interp_prox_loglinear"}),
 }
 

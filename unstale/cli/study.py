@@ -221,7 +221,7 @@ def _arm(name: str, table: Any, where: str) -> StudyArm:
         raise ConfigError(f"{where}: {REACH} must be nominal or equal, got {reach!r}")
     values = read_values({key: each for key, each in table.items() if key != REACH}, where)
     route = values.get("old_logps.route", name if name in routes() else None)
-    if route in routes():
+    if isinstance(route, str) and route in routes():
         values = {**Arm.of_route(route).values, **values}
     return StudyArm(Arm(name, values), equal_reach=reach == "equal")
 
