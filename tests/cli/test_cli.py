@@ -114,9 +114,13 @@ def complaint(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         ),
         (
             ("lint", "llm", "--num_generations", "8"),
-            "unknown argument --num_generations; --help lists the arguments, and docs/other",
+            "unknown argument --num_generations; did you mean --schedule.group_size?",
         ),
         (("lint", "llm", "--max_completion_length=8"), "did you mean --engine.max_completion_tok"),
+        (
+            ("lint", "llm", "--no_such_name", "8"),
+            "unknown argument --no_such_name; --help lists the arguments, and docs/other",
+        ),
         (("recipes", "--json"), "unknown argument --json; --help lists the arguments"),
         (("lint", "llm", "--task.env", "nope"), "env cannot be 'nope'; there are: airline, bfcl:"),
         (
@@ -243,6 +247,10 @@ def test_a_file_sets_options_and_the_command_line_wins(tmp_path: Path) -> None:
     "text, says",
     [
         ("[trainer]\nlrr = 1", "run.toml: unknown option trainer.lrr; did you mean trainer.lr"),
+        (
+            "[actor_rollout_ref.rollout]\nn = 8",
+            "unknown option actor_rollout_ref.rollout.n; did you mean schedule.group_size?",
+        ),
         ("[trainer]\nlr = 'x'", "run.toml, trainer.lr must be a number, got 'x'"),
         ("[schedule]\nwindow = 4", "schedule.window is now schedule.lookahead_window"),
         ("trainer = 3", "run.toml, trainer must be a table of options, got 3"),

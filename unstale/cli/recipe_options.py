@@ -14,11 +14,12 @@ from textwrap import fill
 from typing import Any, NoReturn
 
 from unstale.config import ConfigError, RunConfig
-from unstale.config.checks import nearest_option
+from unstale.config.names import RENAMED
 from unstale.config.options import (
     Option,
     field_docs,
     merged,
+    option_hint,
     options,
     override,
     read_file,
@@ -26,8 +27,6 @@ from unstale.config.options import (
     section_of,
     sections,
 )
-from unstale.config.renamed import refuse_renamed
-from unstale.config.techniques import techniques
 from unstale.durability.console import Console
 from unstale.durability.run_folder import CONFIG, dumps
 from unstale.lint.policy_files import local_folder, positions
@@ -84,19 +83,15 @@ def _is_option(word: str) -> bool:
 
 
 def refuse_unknown(word: str, known: Sequence[str] = ()) -> NoReturn:
-    """Raise `ConfigError` for an unknown word. The message has its new name, or similar names.
-
-    Options of techniques are named only if no option of every run has the same last part.
-    """
+    """Raise `ConfigError` for an unknown word. The message has its new name, or similar names."""
     name = word.partition("=")[0]
     if not word.startswith("-"):
         raise ConfigError(f"{word!r} is not expected here: options begin with --")
-    refuse_renamed(name.removeprefix("--").replace("-", "_"), "command line")
+    former = name.removeprefix("--").replace("-", "_")
+    if former in RENAMED:
+        raise ConfigError(f"command line: {former} is now {RENAMED[former]}")
     known = known or [f"--{each}" for each in option_names()]
-    of_every_run = [
-        each for each in known if each.removeprefix("--").partition(".")[0] not in techniques()
-    ]
-    hint = nearest_option(name, of_every_run) or nearest_option(name, known)
+    hint = option_hint(name, known)
     if not hint:
         hint = "; --help lists the arguments"
         if len(known) > MANY:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields, replace
 from functools import cache
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar
 
-from unstale.config.checks import ConfigError, OneOf, Section, nearest
+from unstale.config.checks import ConfigError, OneOf, Section, unknown_option
 
 if TYPE_CHECKING:
     from unstale.config import RunConfig
@@ -163,7 +163,7 @@ class OldLogpsConfig(Section):
                     f"old_logps.{name} is an option of {', '.join(owners)}; "
                     f"old_logps.route is {cls.route}"
                 )
-            raise ConfigError(f"unknown option old_logps.{name}{nearest(name, known)}")
+            raise ConfigError(unknown_option(f"old_logps.{name}"))
         return object.__new__(cls)
 
     @property
