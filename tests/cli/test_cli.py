@@ -213,6 +213,23 @@ def test_help_is_the_docstring_under_the_field(capsys: pytest.CaptureFixture[str
     )
 
 
+def test_help_has_the_values_of_a_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    file = tmp_path / "mine.toml"
+    file.write_text('recipe = "llm"\n[engine]\nmax_context = 333\n')
+    for words in ([str(file)], ["--config", str(file)], [f"--config={file}"]):
+        with pytest.raises(SystemExit):
+            main.main(["train", *words, "--help", "--steps", "7"])
+        text = capsys.readouterr().out
+        assert max(map(len, text.partition("\nrun: ")[2].splitlines())) <= 80
+        shown = " ".join(text.split())
+        assert f"options of {file}:" in shown
+        for value in ("with prompts and replies. Now: 333", "to train on. Now: 7", "Now: 1e-06"):
+            assert value in shown
+
+
 def test_help_hides_options_that_the_choices_do_not_read(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
