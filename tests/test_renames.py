@@ -3,8 +3,8 @@
 import json
 from pathlib import Path
 
+from unstale.config.names import RENAMED
 from unstale.config.options import options
-from unstale.config.renamed import RENAMED
 
 RENAMES = Path(__file__).parents[1] / "tools" / "renames.json"
 

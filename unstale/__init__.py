@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from unstale.cli.evaluate import evaluate
     from unstale.cli.failures import RunFailed
     from unstale.cli.push import push_to_hub
-    from unstale.cli.session import Run, train
+    from unstale.cli.session import Run, resume, train
     from unstale.config import ConfigError, RunConfig
     from unstale.envs.external import ExternalAgent
     from unstale.model.policy import Policy
@@ -52,6 +52,7 @@ _HOMES = {
     "TrackedRun": "unstale.observe.trackers",
     "evaluate": "unstale.cli.evaluate",
     "push_to_hub": "unstale.cli.push",
+    "resume": "unstale.cli.session",
     "train": "unstale.cli.session",
 }
 """The module of each public name. A name that is not listed here is in `unstale.records`."""
@@ -78,6 +79,7 @@ __all__ = [
     "evaluate",
     "push_to_hub",
     "recipes",
+    "resume",
     "train",
 ]
 

@@ -114,9 +114,13 @@ def complaint(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         ),
         (
             ("lint", "llm", "--num_generations", "8"),
-            "unknown argument --num_generations; --help lists the arguments, and docs/other",
+            "unknown argument --num_generations; did you mean --schedule.group_size?",
         ),
         (("lint", "llm", "--max_completion_length=8"), "did you mean --engine.max_completion_tok"),
+        (
+            ("lint", "llm", "--no_such_name", "8"),
+            "unknown argument --no_such_name; --help lists the arguments, and docs/other",
+        ),
         (("recipes", "--json"), "unknown argument --json; --help lists the arguments"),
         (("lint", "llm", "--task.env", "nope"), "env cannot be 'nope'; there are: airline, bfcl:"),
         (
@@ -209,6 +213,23 @@ def test_help_is_the_docstring_under_the_field(capsys: pytest.CaptureFixture[str
     )
 
 
+def test_help_has_the_values_of_a_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    file = tmp_path / "mine.toml"
+    file.write_text('recipe = "llm"\n[engine]\nmax_context = 333\n')
+    for words in ([str(file)], ["--config", str(file)], [f"--config={file}"]):
+        with pytest.raises(SystemExit):
+            main.main(["train", *words, "--help", "--steps", "7"])
+        text = capsys.readouterr().out
+        assert max(map(len, text.partition("\nrun: ")[2].splitlines())) <= 80
+        shown = " ".join(text.split())
+        assert f"options of {file}:" in shown
+        for value in ("with prompts and replies. Now: 333", "to train on. Now: 7", "Now: 1e-06"):
+            assert value in shown
+
+
 def test_help_hides_options_that_the_choices_do_not_read(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -243,6 +264,10 @@ def test_a_file_sets_options_and_the_command_line_wins(tmp_path: Path) -> None:
     "text, says",
     [
         ("[trainer]\nlrr = 1", "run.toml: unknown option trainer.lrr; did you mean trainer.lr"),
+        (
+            "[actor_rollout_ref.rollout]\nn = 8",
+            "unknown option actor_rollout_ref.rollout.n; did you mean schedule.group_size?",
+        ),
         ("[trainer]\nlr = 'x'", "run.toml, trainer.lr must be a number, got 'x'"),
         ("[schedule]\nwindow = 4", "schedule.window is now schedule.lookahead_window"),
         ("trainer = 3", "run.toml, trainer must be a table of options, got 3"),

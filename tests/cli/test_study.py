@@ -211,7 +211,7 @@ def test_the_first_run_fixes_the_planned_differences(tmp_path: Path) -> None:
     "old, new, says",
     [
         ("[options]", "[option]", "unknown table option; did you mean options?"),
-        ("steps = 20", "step = 20", "unknown option step; did you mean steps or step_groups.rule?"),
+        ("steps = 20", "step = 20", "unknown option step; did you mean steps?"),
         ("steps = 20", 'recipe = "llm"', "give the recipe as study.recipe, not in options"),
         ("seeds = 2", "seed = 2", "unknown key study.seed; did you mean seeds?"),
         ("seeds = 2", 'seeds = "2"', "study.seeds must be a whole number, got '2'"),

@@ -289,7 +289,7 @@ def test_mistakes_in_the_held_out_file_name_it(
         ),
         ({"held_out_file": "a.jsonl"}, r"is the file of task\.env: name another one"),
         ({"held_out_file": "b.jsonl", "held_out_split": "test"}, "give one of them"),
-        ({"held_out_split": "test"}, r"task\.env is the file a\.jsonl\. Use task\.held_out_file"),
+        ({"held_out_split": "test"}, r"task\.env is a\.jsonl\. Use task\.held_out_file"),
     ],
 )
 def test_held_out_options_that_contradict_each_other_are_refused(

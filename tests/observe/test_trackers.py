@@ -47,6 +47,7 @@ pytestmark = pytest.mark.usefixtures("forked_children")
 
 TEXT = "<b>one</b>\n* two \N{GREEK SMALL LETTER PI}"
 FINISHED = RunOutcome("finished", "all 3 steps are done")
+ODD_NAMES = ("acc@1", "a,b=c", "a;b=c", "", "x\ny", "../up", "sub/name", "\u683c", "n" * 300)
 OPTIONS = {"seed": 3, "trainer": {"lr": 1e-6}}
 
 
@@ -84,6 +85,17 @@ def test_tensorboard(tmp_path: Path) -> None:
     assert sample.tensor_proto.string_val[0].decode() == (
         "    <b>one</b>\n    * two \N{GREEK SMALL LETTER PI}"
     )
+    notes: list[str] = []
+    sink = find_trackers("tensorboard")["tensorboard"](
+        TrackedRun(tmp_path / "odd", {}, notes.append)
+    )
+    sink.write(1, {f"reward/{name}" if name else "": float(n) for n, name in enumerate(ODD_NAMES)})
+    sink.close(FINISHED)
+    events = EventAccumulator(str(tmp_path / "odd" / "tensorboard"))
+    events.Reload()
+    values = [events.Scalars(name)[0].value for name in events.Tags()["scalars"]]
+    assert sorted(values) == list(range(len(ODD_NAMES)))  # each has a chart of its own
+    assert len(notes) == len(ODD_NAMES) - 1
 
 
 @pytest.mark.costly
@@ -100,15 +112,18 @@ def test_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     history = client.get_metric_history(run.info.run_id, "reward/mean")
     assert {each.step: each.value for each in history} == {1: 0.25, 2: 0.5, 3: 0.75}
     assert client.get_metric_history(run.info.run_id, "trainer/lr")[0].value == 1e-6
-    odd = ("acc@1", "a,b=c", "a;b=c", "", "x\ny", "../up", "sub/name", "\u683c", "n" * 300)
     notes: list[str] = []
     kept = TrackedRun(tmp_path / "run", {}, notes.append)
     sink = find_trackers("mlflow")["mlflow"](kept)
-    sink.write(9, {f"reward/{name}" if name else "": 1.0 for name in odd} | {"reward/std": 2.0})
+    sink.write(
+        9, {f"reward/{name}" if name else "": 1.0 for name in ODD_NAMES} | {"reward/std": 2.0}
+    )
     sink.close(FINISHED)
     names = set(client.get_run(run.info.run_id).data.metrics) - {"reward/mean", "trainer/lr"}
-    assert len(names) == len(odd) + 1 and {"reward/std", "reward/sub/name"} <= names
-    assert len(notes) == len(odd) - 1 and any("'reward/acc@1', sent as" in note for note in notes)
+    assert len(names) == len(ODD_NAMES) + 1 and {"reward/std", "reward/sub/name"} <= names
+    assert len(notes) == len(ODD_NAMES) - 1 and any(
+        "'reward/acc@1', sent as" in note for note in notes
+    )
     sample = client.download_artifacts(run.info.run_id, "sample/step000001.txt", str(tmp_path))
     assert Path(sample).read_text("utf-8") == TEXT
     for kind, status in (("stopped", "KILLED"), ("failed", "FAILED"), (None, "RUNNING")):

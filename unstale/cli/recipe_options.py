@@ -2,6 +2,7 @@
 
 import argparse
 import inspect
+import re
 import shutil
 import sys
 from collections import deque
@@ -13,12 +14,13 @@ from textwrap import fill
 from typing import Any, NoReturn
 
 from unstale.config import ConfigError, RunConfig
-from unstale.config.checks import nearest_option
 from unstale.config.files import read_mapping
+from unstale.config.names import RENAMED
 from unstale.config.options import (
     Option,
     field_docs,
     merged,
+    option_hint,
     options,
     override,
     read_file,
@@ -26,8 +28,6 @@ from unstale.config.options import (
     section_of,
     sections,
 )
-from unstale.config.renamed import refuse_renamed
-from unstale.config.techniques import techniques
 from unstale.durability.console import Console
 from unstale.durability.run_folder import CONFIG, dumps
 from unstale.lint.policy_files import local_folder, positions
@@ -37,6 +37,7 @@ SHORT = {"reward": "task.reward"}
 """Short names of options on the command line, with the full name of each."""
 MANY = 50
 """Number of arguments above which a command has all options of a run."""
+_OWN_RECIPE = re.compile(r"[\w.]+:\w+")
 FILES = (".toml", ".json")
 """Endings of the names of option files. A file may be given in place of the recipe."""
 
@@ -84,19 +85,15 @@ def _is_option(word: str) -> bool:
 
 
 def refuse_unknown(word: str, known: Sequence[str] = ()) -> NoReturn:
-    """Raise `ConfigError` for an unknown word. The message has its new name, or similar names.
-
-    Options of techniques are named only if no option of every run has the same last part.
-    """
+    """Raise `ConfigError` for an unknown word. The message has its new name, or similar names."""
     name = word.partition("=")[0]
     if not word.startswith("-"):
         raise ConfigError(f"{word!r} is not expected here: options begin with --")
-    refuse_renamed(name.removeprefix("--").replace("-", "_"), "command line")
+    former = name.removeprefix("--").replace("-", "_")
+    if former in RENAMED:
+        raise ConfigError(f"command line: {former} is now {RENAMED[former]}")
     known = known or [f"--{each}" for each in option_names()]
-    of_every_run = [
-        each for each in known if each.removeprefix("--").partition(".")[0] not in techniques()
-    ]
-    hint = nearest_option(name, of_every_run) or nearest_option(name, known)
+    hint = option_hint(name, known)
     if not hint:
         hint = "; --help lists the arguments"
         if len(known) > MANY:
@@ -192,11 +189,15 @@ def print_json(value: Any) -> None:
 def options_help(words: Sequence[str], values: dict[str, Any], whose: str = "a recipe") -> str:
     """Return the help of the options that a recipe uses, by section, with their present values.
 
-    `whose` is for the heading if `words` name no recipe of the package.
+    `words` may name a recipe or a file of options. `whose` is for the heading without them.
     """
-    recipe = next((word for word in words if word in RECIPES), None)
-    config = override(make_recipe(recipe) if recipe else RunConfig(recipe=""), values)
-    lines = [f"options of {recipe or whose}:"]
+    named = next((word for word in words if word in RECIPES or _OWN_RECIPE.fullmatch(word)), None)
+    file = next((Path(word.rpartition("=")[2]) for word in words if word.endswith(FILES)), None)
+    values = merged(read_file(file), values) if file and not is_study(file) else values
+    recipe = named or values.get("recipe")
+    config = make_recipe(recipe) if recipe else RunConfig(recipe="")
+    config = override(config, values)
+    lines = [f"options of {file or recipe or whose}:"]
     num_hidden = 0
     for section, cls in sections().items():
         current = section_of(config, section)
@@ -235,4 +236,5 @@ def _option_help(option: Option, config: RunConfig) -> list[str]:
     value = str(option.of(config)) or "empty"
     about = _fill(f"{text} Now: {value}", 6, 6)
     names = [option.name, *(short for short, name in SHORT.items() if name == option.name)]
-    return [_fill(f"{', '.join(f'--{name}' for name in names)} {option.values}", 2, 10), about]
+    values = option.values if len(option.values) < 50 else option.values.replace("|", " | ")
+    return [_fill(f"{', '.join(f'--{name}' for name in names)} {values}", 2, 10), about]

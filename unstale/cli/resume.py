@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from unstale.config import ConfigError, RunConfig, TaskConfig
+from unstale.config.given import HERE
 from unstale.config.options import changed_options, stored_config
 from unstale.config.techniques import chosen
 from unstale.durability.run_folder import CONFIG, RunFolder
@@ -106,6 +107,12 @@ def load_config(run: Path, *, named: Mapping[str, Any]) -> RunConfig:
     """
     config = read_config(run)
     unnamed = {name: value for name, value in _code(config.task) if name not in named}
+    if lost := [name for name, value in unnamed.items() if HERE in value]:
+        raise ConfigError(
+            f"{run / CONFIG} names what a program gave in Python ({', '.join(lost)}), and this "
+            "process does not have it. To resume, call unstale.resume(folder, config) with the "
+            "same configuration; to evaluate, name a file or module for each"
+        )
     if unnamed and named.get("task.env", config.task.env) == config.task.env:
         words = [word for name, value in unnamed.items() for word in (f"--{name}", value)]
         is_code = {"task.env", "task.reward"} & unnamed.keys()
@@ -177,6 +184,8 @@ def resume_command(run: Path) -> str:
         config = stored_config(RunFolder(run).config())
     except ConfigError:
         return shlex.join(words)
+    if any(HERE in value for _, value in _code(config.task)):
+        return f"unstale.resume({str(run)!r}, config) in Python, with the same config"
     for name, value in _code(config.task):
         words += [f"--{name}", value]
     if ":" in config.trackers:
@@ -189,7 +198,7 @@ def _code(task: TaskConfig) -> Iterator[tuple[str, str]]:
 
     Also the URLs of endpoints, which receive the user's API key.
     """
-    if find_spec(task.env) is None:
+    if find_spec(task.env) is None or HERE in task.env:
         yield "task.env", task.env
     reward = getattr(task, "reward", "")
     if reward and not reward.startswith("unstale."):

@@ -110,6 +110,7 @@ def train(config: RunConfig, *, console: Console | None = None, command: str = "
     Whatever ended the run, `unstale train --resume FOLDER` continues it from its last checkpoint.
     """
     console = console or Console(soft_wrap=True)
+    require_config(config)
     folder = new_folder(config)
     _check(config, console)
     make_start(config, console)
@@ -138,13 +139,15 @@ def train(config: RunConfig, *, console: Console | None = None, command: str = "
 
 
 @end_after()
-def resume(folder: Path, config: RunConfig, *, console: Console | None = None) -> Run:
+def resume(folder: Path | str, config: RunConfig, *, console: Console | None = None) -> Run:
     """Continue the run in `folder` from its newest undamaged checkpoint. Otherwise like `train`.
 
     `config` may differ from the run's configuration in options that can change (`changes_to_run`).
     Raises `ConfigError` if the folder has no run, or a finished one.
     """
     console = console or Console(soft_wrap=True)
+    require_config(config)
+    folder = Path(folder)
     changes = changes_to_run(folder, config)
     _check(config, console)
     for change in changes:
@@ -174,6 +177,15 @@ def resume(folder: Path, config: RunConfig, *, console: Console | None = None) -
             facts = {"data": _data_of(machine)} if machine else {}
             log.event("resumed", step=step, changed=changes, cores=cores(), **facts)
             return _run_to_end(RunSession(config, log, machine, trackers), console)
+
+
+def require_config(config: object) -> None:
+    """Raise `ConfigError` if a program gives anything else than a configuration."""
+    if not isinstance(config, RunConfig):
+        raise ConfigError(
+            "config must be a RunConfig, such as unstale.recipes.llm(policy=...), got "
+            f"{config!r:.60}"
+        )
 
 
 def _build_first(config: RunConfig, console: Console) -> Components:

@@ -17,8 +17,8 @@ from unstale.config.algorithm import AuditConfig as AuditConfig
 from unstale.config.algorithm import CorrectionConfig as CorrectionConfig
 from unstale.config.algorithm import Unit as Unit
 from unstale.config.checks import ConfigError as ConfigError
-from unstale.config.checks import nearest as nearest
 from unstale.config.cluster import ClusterConfig as ClusterConfig
+from unstale.config.names import nearest as nearest
 from unstale.config.objectives import ObjectiveConfig as ObjectiveConfig
 from unstale.config.routes import OldLogpsConfig as OldLogpsConfig
 from unstale.config.run import MAX_SEED as MAX_SEED

@@ -6,10 +6,25 @@ import math
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from difflib import SequenceMatcher, get_close_matches
 from functools import cache
+from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, Self, get_args, get_origin, get_type_hints
+from reprlib import repr as short_repr
+from types import UnionType
+from typing import (
+    Annotated,
+    Any,
+    ClassVar,
+    Literal,
+    Self,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
+
+from unstale.config.given import NameObject
+from unstale.config.names import nearest
 
 MAX_EXACT_INT = 1 << 53
 """Largest finite number that an option may have: up to it, every integer has an exact float."""
@@ -69,6 +84,10 @@ class OneOf:
 class JsonObject:
     """A rule in an option's type: its value is a JSON object as text, or empty."""
 
+    def convert(self, value: Any) -> Any:
+        """Return the text of an object that a program or a TOML file gives as a table."""
+        return json.dumps(value) if isinstance(value, dict) else value
+
     def check(self, name: str, value: str) -> None:
         try:
             is_object = not value or isinstance(json.loads(value), dict)
@@ -119,8 +138,28 @@ Positive = Annotated[float, Range(above=0)]
 Share = Annotated[float, Range(0, 1)]
 
 
+class _OptionNames(type):
+    """The class of sections. Calling one with an unknown option raises `ConfigError`."""
+
+    def __call__(cls, *args: Any, **options: Any) -> Any:
+        known = {field.name for field in fields(cls)}  # type: ignore[arg-type]
+        for name in options:
+            # A section with variants checks the names itself, because they depend on the variant.
+            if name not in known and "__new__" not in vars(base_of(cls)):  # type: ignore[arg-type]
+                section = section_name(cls)  # type: ignore[arg-type]
+                raise ConfigError(unknown_option(f"{section}.{name}" if section else name))
+        return super().__call__(*args, **options)
+
+
+def unknown_option(name: str) -> str:
+    """Return an error message about an option that does not exist, with what it may stand for."""
+    # an import at the top of the file would be circular
+    text: str = import_module("unstale.config.options").unknown_option(name)
+    return text
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Section:
+class Section(metaclass=_OptionNames):
     """A section of the configuration: a group of options, such as `trainer` with `trainer.lr`.
 
     The constructor checks each option by its type, and then the combination of options. The class
@@ -149,7 +188,9 @@ class Section:
         cls: Any = type(self)
         section = section_name(cls)
         for name, kind in option_types(cls).items():
-            check_value(f"{section}.{name}" if section else name, getattr(self, name), kind)
+            value = converted(getattr(self, name), kind)
+            object.__setattr__(self, name, value)
+            check_value(f"{section}.{name}" if section else name, value, kind)
         self._refuse_unread()
         self.check_combination()
 
@@ -265,9 +306,67 @@ def option_types(section: Any) -> dict[str, Any]:
     return {field.name: types[field.name] for field in fields(section)}
 
 
+_WORDS = {
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    str: "a text",
+    Path: "a path",
+    type(None): "null",
+}
+"""Types of options in words, for error messages."""
+
+
+def _with_article(kind: type) -> str:
+    name = kind.__name__
+    return f"an {name}" if name[0] in "AEIOU" else f"a {name}"
+
+
+def kinds_of(kind: Any) -> tuple[Any, ...]:
+    """Return the Python types that the value of an option of the type `kind` may have."""
+    kind = get_args(kind)[0] if get_origin(kind) is Annotated else kind
+    origin = get_origin(kind)
+    if origin is Literal:
+        return (str,)
+    if origin in (UnionType, Union):
+        return get_args(kind)
+    return (origin or kind,)
+
+
+def converted(value: Any, kind: Any) -> Any:
+    """Return an option's value from the form in which a program or a TOML file may give it.
+
+    A path may be a text, JSON text a table, and the name of code the code itself.
+    """
+    if isinstance(value, str) and Path in kinds_of(kind):
+        return Path(value)
+    for rule in getattr(kind, "__metadata__", ()):
+        if isinstance(rule, JsonObject | NameObject):
+            value = rule.convert(value)
+    return value
+
+
+def check_type(name: str, value: Any, kind: Any) -> None:
+    """Raise `ConfigError` if `value` has none of the types of an option.
+
+    A float may be an integer.
+    """
+    kinds = kinds_of(kind)
+    if isinstance(value, kinds) and (bool in kinds or not isinstance(value, bool)):
+        return
+    if type(value) is int and float in kinds:
+        return check_size(name, value)
+    expected = " or ".join(sorted(_WORDS.get(each, _with_article(each)) for each in kinds))
+    hint = ""
+    if issubclass(kinds[0], Section) and isinstance(value, Mapping):
+        hint = f". Write {kinds[0].__name__}(...), or give it as a table to a recipe"
+    raise ConfigError(f"{name} must be {expected}, got {short_repr(value)}{hint}")
+
+
 def check_value(name: str, value: Any, kind: Any) -> None:
     """Raise `ConfigError` if `value` is not allowed by the option's type `kind`."""
     check_size(name, value)
+    check_type(name, value, kind)
     if get_origin(kind) is Literal and value not in get_args(kind):
         raise ConfigError(f"{name} cannot be {value!r}{nearest(str(value), get_args(kind))}")
     for rule in getattr(kind, "__metadata__", ()):
@@ -275,58 +374,3 @@ def check_value(name: str, value: Any, kind: Any) -> None:
             rule.check(name, value)
     if isinstance(value, float) and math.isnan(value):
         raise ConfigError(f"{name} must be a number, got nan")
-
-
-def nearest(word: str, known: Sequence[str]) -> str:
-    """Return the end of an error message: the known words most like `word`, or all known words.
-
-    These are options that `word` names without their section, then words that begin with `word`,
-    then words that are spelled alike.
-
-    >>> nearest("snapsht_old", ["rollout", "snapshot_old"])
-    '; did you mean snapshot_old?'
-    >>> nearest("--lr", ["--trainer.lr", "--runs"])
-    '; did you mean --trainer.lr?'
-    """
-    close = _named_in_part(word, known) or _spelled_alike(word, known)
-    return f"; did you mean {' or '.join(close)}?" if close else f"; there are: {', '.join(known)}"
-
-
-def nearest_option(name: str, known: Sequence[str]) -> str:
-    """Return the end of an error message: the options most like `name`, if there are any.
-
-    An option is compared as a whole and without its section.
-
-    >>> nearest_option("--max_completion_length", ["--engine.max_completion_tokens", "--seed"])
-    '; did you mean --engine.max_completion_tokens?'
-    >>> nearest_option("--num_generations", ["--segments.tokens", "--seed"])
-    ''
-    """
-    word = name.removeprefix("--")
-
-    def likeness(option: str) -> float:
-        whole = option.removeprefix("--")
-        forms = (whole, whole.rpartition(".")[2])
-        return max(SequenceMatcher(None, form, word).ratio() for form in forms)
-
-    likely = sorted(((likeness(each), each) for each in known), key=lambda pair: -pair[0])[:2]
-    near = [each for ratio, each in likely if ratio > max(0.7, 0.95 * likely[0][0])]
-    near = _named_in_part(name, known) or near
-    return f"; did you mean {' or '.join(near)}?" if near else ""
-
-
-def _named_in_part(word: str, known: Sequence[str]) -> list[str]:
-    """Return up to two options that `word` names without their section, or that it begins."""
-    name = word.removeprefix("--")
-    close = [each for each in known if each.endswith(f".{name}")]
-    if not close and len(name) > 3:
-        close = [each for each in known if each.startswith(word)]
-    return close[:2]
-
-
-def _spelled_alike(word: str, known: Sequence[str]) -> list[str]:
-    """Return the known word that is spelled most like `word`, and a second one if it is as near."""
-    # One wrong letter of a short word is half of it.
-    close = get_close_matches(word, known, n=2, cutoff=0.5 if len(word) < 4 else 0.6)
-    near = [SequenceMatcher(None, each, word).ratio() for each in close]
-    return [each for each, ratio in zip(close, near, strict=True) if ratio > 0.8 * near[0]]

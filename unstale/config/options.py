@@ -2,39 +2,28 @@
 
 import ast
 import inspect
-import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, is_dataclass, replace
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args, get_origin
+from typing import Any, Literal, get_args, get_origin
 
 from unstale.config import ObjectiveConfig, OldLogpsConfig, RunConfig, TaskConfig
 from unstale.config.checks import (
-    MAX_EXACT_INT,
     ConfigError,
-    JsonObject,
     OneOf,
     Section,
-    nearest,
+    check_type,
+    converted,
+    kinds_of,
     option_types,
 )
 from unstale.config.files import read_mapping
-from unstale.config.renamed import refuse_renamed
+from unstale.config.names import RENAMED, nearest, nearest_option, synonyms
 from unstale.config.sampling import make_task
 from unstale.config.techniques import chosen, techniques
-
-_WORDS = {
-    int: "a whole number",
-    float: "a number",
-    bool: "true or false",
-    str: "a text",
-    Path: "a path",
-    type(None): "null",
-}
-"""Types of options in words, for error messages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +43,7 @@ class Option:
     @property
     def kinds(self) -> tuple[Any, ...]:
         """The Python types that the option's value may have."""
-        kind = get_args(self.kind)[0] if get_origin(self.kind) is Annotated else self.kind
-        return (str,) if get_origin(kind) is Literal else get_args(kind) or (kind,)
+        return kinds_of(self.kind)
 
     @property
     def choices(self) -> tuple[str, ...]:
@@ -108,20 +96,13 @@ class Option:
     def read(self, value: Any, where: str) -> Any:
         """Return the option's value from a value in a JSON or TOML file.
 
-        A path is written as a string, and infinity as null. A float may be written as an integer,
-        and JSON text as a table. Raises `ConfigError` if the value is not of the option's type.
+        Infinity is written as null. Raises `ConfigError` if the value is not of the option's type.
         """
         if self.kinds == (float,) and value is None:
             return math.inf
-        if Path in self.kinds and type(value) is str:
-            return Path(value)
-        if type(value) is dict and JsonObject() in getattr(self.kind, "__metadata__", ()):
-            return json.dumps(value)
-        is_exact = type(value) is int and float in self.kinds and abs(value) <= MAX_EXACT_INT
-        if type(value) in self.kinds or is_exact:
-            return value
-        expected = " or ".join(sorted(_WORDS.get(kind, kind.__name__) for kind in self.kinds))
-        raise ConfigError(f"{where} must be {expected}, got {value!r}")
+        value = converted(value, self.kind)
+        check_type(where, value, self.kind)
+        return value
 
 
 TECHNIQUE_OPTIONS = "technique_options"
@@ -223,17 +204,24 @@ def read_values(row: Any, source: str) -> dict[str, Any]:
     """Return the options of a JSON object or TOML table, as full name -> value.
 
     The table has one table per section. Raises `ConfigError` for an unknown or renamed option, or a
-    value of another type. The message begins with `source`, such as a file name.
+    value of another type. The message begins with `source`, such as a file name, if there is one.
     """
     values = {}
     for name, value in _leaves(row, source):
         option = options().get(name)
         if option is None:
-            refuse_renamed(name, source)
-            refuse_renamed(name.partition(".")[0], source)
-            raise ConfigError(f"{source}: unknown option {name}{nearest(name, list(options()))}")
-        values[name] = option.read(value, f"{source}, {name}")
+            problem = unknown_option(name if name in RENAMED else _innermost(name, value))
+            raise ConfigError(f"{source}: {problem}" if source else problem)
+        values[name] = option.read(value, f"{source}, {name}" if source else name)
     return values
+
+
+def _innermost(name: str, value: Any) -> str:
+    """Return the full name of the first option in nested tables, which other trainers have."""
+    while isinstance(value, dict) and value:
+        key, value = next(iter(value.items()))
+        name = f"{name}.{key}"
+    return name
 
 
 def _leaves(row: Any, source: str) -> Iterator[tuple[str, Any]]:
@@ -247,7 +235,54 @@ def _leaves(row: Any, source: str) -> Iterator[tuple[str, Any]]:
         elif isinstance(value, dict):
             yield from ((f"{name}.{field}", each) for field, each in value.items())
         else:
-            raise ConfigError(f"{source}, {name} must be a table of options, got {value!r:.40}")
+            where = f"{source}, {name}" if source else name
+            raise ConfigError(f"{where} must be a table of options, got {value!r:.40}")
+
+
+def unknown_option(name: str) -> str:
+    """Return an error message about an option that does not exist, with what it may stand for.
+
+    >>> unknown_option("schedule.window")
+    'schedule.window is now schedule.lookahead_window'
+    >>> unknown_option("rollout.n")
+    'unknown option rollout.n; did you mean schedule.group_size?'
+    """
+    for former in (name, name.partition(".")[0]):
+        if former in RENAMED:
+            return f"{former} is now {RENAMED[former]}"
+    if option := options().get(name):  # another variant of the section has it
+        return f"{name} is an option of {option.owner.__name__}"
+    hint = option_hint(name, list(options())) or "; docs/options.md lists all"
+    return f"unknown option {name}{hint}"
+
+
+def option_hint(name: str, known: Sequence[str]) -> str:
+    """Return the end of an error message: the options that `name` may stand for, if there are any.
+
+    The names in `known` may begin with `--`. Options of techniques are named only if no option of
+    every run is like `name`.
+    """
+    of_every_run = [
+        each for each in known if each.removeprefix("--").partition(".")[0] not in techniques()
+    ]
+    similar = nearest_option(name, of_every_run) or nearest_option(name, known)
+    return synonyms(name, known) or similar
+
+
+def with_changes(config: RunConfig, changes: Mapping[str, Any]) -> RunConfig:
+    """Return a recipe's configuration with changes.
+
+    `changes` has options of the run by name, and for a section its object, which replaces it, or a
+    table of some of its options, as in a TOML file: `{"trainer": {"lr": 1e-5}}`. Raises
+    `ConfigError` for an unknown option, or a value of another type.
+    """
+    whole = {
+        name: value
+        for name, value in changes.items()
+        if isinstance(value, Section) or name == TECHNIQUE_OPTIONS
+    }
+    rest = {name: value for name, value in changes.items() if name not in whole}
+    return override(replace(config, **whole), read_values(rest, ""))
 
 
 def read_file(path: Path) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from unstale.config.checks import (
     Section,
     Share,
 )
+from unstale.config.given import NameObject, name_tasks
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 Transfer = Literal["auto", "file", "nccl"]
@@ -77,7 +78,7 @@ class TaskConfig(Section):
     reward_names: ClassVar[tuple[str, ...]] = ()
     """The named rewards of an episode. Empty if only the environment's code has them."""
 
-    env: str
+    env: Annotated[str, NameObject(name_tasks)]
     """Name of the environment: a shipped one (docs/your-own-task.md#shipped-environments),
     `library:name` (docs/libraries.md), or `module:factory` for your own.
     """

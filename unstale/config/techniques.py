@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import TYPE_CHECKING, Any, Literal
 
-from unstale.config.checks import ConfigError, Section, nearest
+from unstale.config.checks import ConfigError, Section
+from unstale.config.names import nearest
 
 if TYPE_CHECKING:
     from unstale.config import RunConfig

@@ -16,9 +16,9 @@ from unstale.config.checks import (
     OneOf,
     Section,
     base_of,
-    nearest,
     option_types,
     section_name,
+    unknown_option,
 )
 
 
@@ -70,7 +70,7 @@ class VariantSection(Section):
                     f"{section}.{option} is an option of {', '.join(owners)}; "
                     f"{section}.{cls.selector} is {getattr(chosen, cls.selector)}"
                 )
-            raise ConfigError(f"unknown option {section}.{option}{nearest(option, known)}")
+            raise ConfigError(unknown_option(f"{section}.{option}"))
         return chosen
 
     @classmethod

@@ -15,10 +15,18 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from unstale.config import ConfigError, install, nearest
 from unstale.config.checks import Share
+from unstale.config.given import (
+    HERE,
+    Given,
+    NameObject,
+    name_functions,
+    name_held_out_rows,
+    name_tasks,
+)
 from unstale.envs import Env, ListedTasks, Message, Turn, read_rewards
 from unstale.envs.draft_edit import DraftEditConfig
 from unstale.envs.guard import call_named
@@ -42,13 +50,13 @@ HELD_OUT_SHARE = 0.1
 class DatasetConfig(DraftEditConfig):
     """Tasks from the rows of a file, or of a data set on the Hugging Face hub."""
 
-    env: str = "dataset:"
+    env: Annotated[str, NameObject(name_tasks)] = "dataset:"
     """`dataset:FILE` (.jsonl, .json or .csv, also with .gz, or .parquet), or `dataset:NAME` of a
-    data set on the hub.
+    data set on the hub. In Python also the rows themselves: a list or a `datasets.Dataset`.
     """
-    reward: str = ""
+    reward: Annotated[str, NameObject(name_functions)] = ""
     """The reward function as `module:function`. It gets the last reply and the row, and returns one
-    or more rewards.
+    or more rewards. In Python also the function, or a list of several.
     """
     prompt_column: str = "prompt"
     """Column with the prompt: a text, or a list of messages with `role` and `content`."""
@@ -62,7 +70,7 @@ class DatasetConfig(DraftEditConfig):
     """Share of the rows that are held out for evaluation. A hash of the prompt selects them. Not
     used with `held_out_file` or `held_out_split`.
     """
-    held_out_file: str = ""
+    held_out_file: Annotated[str, NameObject(name_held_out_rows)] = ""
     """File with the held-out tasks, of the same types. All rows of `task.env` are then
     trained on.
     """
@@ -92,13 +100,14 @@ class DatasetConfig(DraftEditConfig):
                 "all rows of task.env are trained on, and all of the other are held out"
             )
         if self.held_out_file:
-            if file_type(self.held_out_file) not in FILES:
+            is_file = not self.held_out_file.startswith(HERE)
+            if is_file and file_type(self.held_out_file) not in FILES:
                 raise ConfigError(f"{given} must be a file of type {', '.join(FILES)}")
             if Path(self.held_out_file) == Path(self.source):
                 raise ConfigError(f"{given} is the file of task.env: name another one")
-        elif file_type(self.source) in FILES:
+        elif file_type(self.source) in FILES or self.source.startswith(HERE):
             raise ConfigError(
-                f"{given} needs a data set of the hub, and task.env is the file {self.source}. Use "
+                f"{given} needs a data set of the hub, and task.env is {self.source}. Use "
                 "task.held_out_file"
             )
         elif self.held_out_split == self.split:
@@ -274,6 +283,11 @@ def load_rows(
     file. Raises `ConfigError` if the rows cannot be read.
     """
     path, kind = Path(source), file_type(source)
+    if source.startswith(HERE):
+        raise ConfigError(
+            f"{option}: the rows were given in Python, and this process does not have them. Give "
+            f"them again in Python, or write them to a file and name it with --{option}"
+        )
     if kind not in FILES and path.is_file():
         raise ConfigError(
             f"{option}: {path} is not of a type that is read: {', '.join(FILES)}, or one of the "
@@ -310,6 +324,37 @@ def load_rows(
         (number, _json(line, f"{path}, line {number}")) for number, line in lines if line.strip()
     )
     return list(_objects(values, path, "line"))
+
+
+def list_rows(rows: Any, option: str, prompt_column: str) -> list[Row]:
+    """Return rows that a program gave. A text or a list of messages is a row with a prompt alone.
+
+    Raises `ConfigError`, with the name of the option, for rows that cannot be listed.
+    """
+    if hasattr(rows, "iloc"):  # a table of pandas, whose items are the names of columns
+        rows = rows.to_dict("records")
+    kind = type(rows).__name__
+    if isinstance(rows, Mapping):
+        raise ConfigError(
+            f"{option} must be a list of rows, got a {kind} with {', '.join(map(str, rows))}. Give "
+            "one of them; task.held_out_file takes the rows for evaluation"
+        )
+    if not hasattr(rows, "__len__"):
+        raise ConfigError(
+            f"{option} must be rows with a length, got a {kind}. Give a list of it, such as "
+            "list(itertools.islice(rows, 1000))"
+        )
+    listed: list[Row] = []
+    for number, row in enumerate(rows, start=1):
+        if isinstance(row, str | list):
+            row = {prompt_column: row}
+        if not isinstance(row, Mapping):
+            raise ConfigError(
+                f"row {number} of {option} must be a dict, a text or a list of messages, got a "
+                f"{type(row).__name__}"
+            )
+        listed.append(dict(row))
+    return listed
 
 
 def file_type(source: str) -> str:
@@ -373,7 +418,10 @@ def _hub_rows(name: str, subset: str, split: str) -> list[Row]:
 
 
 def load_reward(name: str) -> RewardFunction:
-    """Return the function that `module:function` names. Raises `ConfigError` if there is none."""
+    """Return the function that `module:function` names, or the one that a program gave.
+
+    Raises `ConfigError` if there is none.
+    """
     if not name.partition(":")[2]:
         raise ConfigError(
             f"task.reward must be module:function, a function of (reply, row), got {name!r}; "
@@ -381,12 +429,41 @@ def load_reward(name: str) -> RewardFunction:
             "unstale.rewards.mathematics:math_answer"
         )
     problem = f"task.reward {name!r} cannot be used"
-    reward: RewardFunction = import_user_code(name, problem)
+    reward = import_user_code(name, problem)
+    for each in reward if isinstance(reward, list | tuple) else (reward,):
+        _check_reward(each, problem)
+    return _joined(reward) if isinstance(reward, list | tuple) else reward
+
+
+def _check_reward(reward: RewardFunction, problem: str) -> None:
+    """Raise `ConfigError` if a reward cannot be called with a reply and a row."""
     try:
-        inspect.signature(reward).bind("reply", {})
+        signature = inspect.signature(reward)
+        signature.bind("reply", {})
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"{problem}: {error}") from error
-    return reward
+        raise ConfigError(f"{problem}: {error}. It is called as reward(reply, row)") from error
+    if batch := {"prompts", "completions"} & signature.parameters.keys():
+        raise ConfigError(
+            f"{problem}: it has the parameter {min(batch)}, as for TRL's lists. Here it is called "
+            "for one episode, as reward(reply, row), and returns a number"
+        )
+
+
+def _joined(rewards: Sequence[RewardFunction]) -> RewardFunction:
+    """Return a reward function that returns those of several functions, by their names."""
+    names = [getattr(each, "__name__", type(each).__name__) for each in rewards]
+    if repeated := next((name for name in names if names.count(name) > 1), None):
+        raise ConfigError(f"task.reward has two functions with the name {repeated}: rename one")
+
+    async def joined(reply: str, row: Row) -> dict[str, float]:
+        values: dict[str, float] = {}
+        for name, each in zip(names, rewards, strict=True):
+            code = f"the reward function {name}"
+            given = await call_named(code, each, reply, row)
+            values[name] = sum(read_rewards(given, f"{code}: ").values())
+        return values
+
+    return joined
 
 
 def make_dataset(options: DatasetConfig) -> DatasetTasks:
@@ -395,9 +472,15 @@ def make_dataset(options: DatasetConfig) -> DatasetTasks:
     Raises `ConfigError` if it cannot be made.
     """
     reward = load_reward(options.reward)
-    rows = load_rows(options.source, subset=options.subset, split=options.split)
+    column = options.prompt_column
+    if isinstance(options.env, Given):
+        rows = list_rows(options.env.value, "task.env", column)
+    else:
+        rows = load_rows(options.source, subset=options.subset, split=options.split)
     held_out = None
-    if options.held_out_file:
+    if isinstance(options.held_out_file, Given):
+        held_out = list_rows(options.held_out_file.value, "task.held_out_file", column)
+    elif options.held_out_file:
         held_out = load_rows(options.held_out_file, option="task.held_out_file")
     elif options.held_out_split:
         held_out = load_rows(options.source, subset=options.subset, split=options.held_out_split)

@@ -30,6 +30,7 @@ from typing import Any
 
 from unstale import envs
 from unstale.config import ConfigError, TaskConfig, install, nearest
+from unstale.config.given import Given
 from unstale.envs import EnvError, ListedTasks, Taskset, adapters
 from unstale.envs.guard import Watchdog, describe, time_limit
 from unstale.envs.mixed import MixedTasks
@@ -145,10 +146,12 @@ def _problem(config: TaskConfig) -> str:
 
 
 def import_user_code(name: str, problem: str) -> Any:
-    """Import what `module:attribute` names.
+    """Import what `module:attribute` names. Return the object if a program gave it as an option.
 
     Raises `ConfigError` that begins with `problem`, for any error in the module.
     """
+    if isinstance(name, Given):
+        return name.value
     module, _, attribute = name.partition(":")
     with user_code(problem):
         _import_from_current_folder(module.partition(".")[0])

@@ -7,6 +7,7 @@ from itertools import count
 from typing import Any, Self
 
 from unstale.config import ConfigError, TaskConfig
+from unstale.config.given import HERE
 from unstale.durability.virtual_clock import VirtualLoop
 from unstale.envs import (
     Env,
@@ -67,7 +68,7 @@ def isolate(taskset: Taskset, config: TaskConfig, start: StartWorker = start_her
     if config.isolate == "none":
         return taskset
     for name, value in asdict(config).items():
-        if isinstance(value, str) and value.startswith("__main__:"):
+        if isinstance(value, str) and HERE in value:
             raise ConfigError(
                 f"task.{name} = {value} cannot be used with task.isolate = {config.isolate}: "
                 "worker processes cannot import __main__. Move the code to a module"

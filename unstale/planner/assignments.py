@@ -4,7 +4,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from typing import Any, get_type_hints
 
-from unstale.config.checks import MAX_EXACT_INT, ConfigError, nearest
+from unstale.config.checks import MAX_EXACT_INT, ConfigError
+from unstale.config.names import nearest
 from unstale.planner.workload import Constant, Distribution, LogNormal
 
 _EXPECTED = {

@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from unstale.config import SHIPPED_POLICIES
-from unstale.config.checks import ConfigError, nearest
+from unstale.config.checks import ConfigError
 from unstale.config.files import read_mapping
 from unstale.config.gguf import converted_folder, gguf_file
 from unstale.config.hub import cached_folder, is_hub_name
+from unstale.config.names import nearest
 from unstale.planner.assignments import parse_assignments, value_kinds
 
 WORD = 2

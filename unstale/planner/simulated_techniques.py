@@ -13,7 +13,8 @@ from random import Random
 from typing import Any
 
 from unstale.config import ConfigError, RunConfig
-from unstale.config.checks import Section, nearest
+from unstale.config.checks import Section
+from unstale.config.names import nearest
 from unstale.config.techniques import chosen
 from unstale.planner.assignments import value_kinds
 from unstale.planner.workload import EpisodeShape, TurnShape

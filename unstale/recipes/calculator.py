@@ -1,9 +1,9 @@
 """The recipe `calculator`: arithmetic with one tool, as a quick check of a second environment."""
 
-from dataclasses import replace
 from typing import Any
 
 from unstale.config import AuditConfig, EvalConfig, RunConfig, ScheduleConfig, TaskConfig
+from unstale.config.options import with_changes
 
 
 def calculator(**changes: Any) -> RunConfig:
@@ -21,7 +21,7 @@ def calculator(**changes: Any) -> RunConfig:
         audit=AuditConfig(share=0.1),
         eval=EvalConfig(tasks=16),
     )
-    return replace(config, **changes)
+    return with_changes(config, changes)
 
 
 RECIPES = (calculator,)

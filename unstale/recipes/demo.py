@@ -1,6 +1,5 @@
 """The recipe `demo`: a pretrained model learns to use a calculator for puzzles of reasoning-gym."""
 
-from dataclasses import replace
 from typing import Any
 
 from unstale.config import (
@@ -14,6 +13,7 @@ from unstale.config import (
     TrainerConfig,
     make_task,
 )
+from unstale.config.options import with_changes
 
 
 def demo(**changes: Any) -> RunConfig:
@@ -49,7 +49,7 @@ def demo(**changes: Any) -> RunConfig:
         checkpoint=CheckpointConfig(every=12),
         eval=EvalConfig(tasks=120, every=12),
     )
-    return replace(config, **changes)
+    return with_changes(config, changes)
 
 
 RECIPES = (demo,)

@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from unstale.config import EvalConfig, RunConfig, ScheduleConfig, make_task
+from unstale.config.options import with_changes
 from unstale.envs.desk import desk_names
 from unstale.recipes.llm import llm
 from unstale.recipes.retail import retail
@@ -15,7 +16,7 @@ def desk_recipe(name: str) -> Callable[..., RunConfig]:
 
     def recipe(**changes: Any) -> RunConfig:
         config = replace(llm(), recipe=name, task=make_task(name, level="2"))
-        return replace(config, **changes)
+        return with_changes(config, changes)
 
     place = "All desks in turn" if name == "desks" else f"The desk `{name}`"
     recipe.__name__ = name
@@ -43,7 +44,7 @@ def desks_small(**changes: Any) -> RunConfig:
         schedule=ScheduleConfig(max_staleness=2, groups_per_step=20, group_size=8),
         eval=EvalConfig(tasks=320, every=50),
     )
-    return replace(config, **changes)
+    return with_changes(config, changes)
 
 
 RECIPES = tuple(desk_recipe(name) for name in (*desk_names(), "desks") if name != "retail")

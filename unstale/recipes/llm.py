@@ -1,6 +1,5 @@
 """The recipe `llm`: neutral settings for a model and a task of the user."""
 
-from dataclasses import replace
 from typing import Any
 
 from unstale.config import (
@@ -11,6 +10,7 @@ from unstale.config import (
     ScheduleConfig,
     TrainerConfig,
 )
+from unstale.config.options import with_changes
 from unstale.envs.dataset import DatasetConfig
 
 
@@ -44,7 +44,7 @@ def llm(**changes: Any) -> RunConfig:
         checkpoint=CheckpointConfig(every=20),
         eval=EvalConfig(tasks=128, every=20),
     )
-    return replace(config, **changes)
+    return with_changes(config, changes)
 
 
 RECIPES = (llm,)

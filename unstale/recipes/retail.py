@@ -1,6 +1,5 @@
 """The recipe `retail`, the one-minute example: a small model at a customer-service desk."""
 
-from dataclasses import replace
 from typing import Any
 
 from unstale.config import (
@@ -10,6 +9,7 @@ from unstale.config import (
     ScheduleConfig,
     TrainerConfig,
 )
+from unstale.config.options import with_changes
 from unstale.envs.desk import DeskConfig
 
 
@@ -30,7 +30,7 @@ def retail(**changes: Any) -> RunConfig:
         trainer=TrainerConfig(lr=5e-4, lr_schedule="linear", warmup_steps=5),
         audit=AuditConfig(share=0.05),
     )
-    return replace(config, **changes)
+    return with_changes(config, changes)
 
 
 RECIPES = (retail,)

@@ -5,7 +5,6 @@ reward.
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 from unstale.config import (
@@ -17,7 +16,7 @@ from unstale.config import (
     ScheduleConfig,
     TrainerConfig,
 )
-from unstale.config.options import override
+from unstale.config.options import override, with_changes
 from unstale.config.routes import routes
 from unstale.envs.desk import DeskConfig
 
@@ -41,7 +40,7 @@ def route_recipe(name: str) -> Callable[..., RunConfig]:
             eval=EvalConfig(tasks=256, every=20),
             old_logps=OldLogpsConfig(route=name, **route.recipe),
         )
-        return replace(override(config, route.requires), **changes)
+        return with_changes(override(config, route.requires), changes)
 
     recipe.__name__ = f"route_{name}"
     recipe.__doc__ = f"Stale tokens, with the route `{name}`. Old policy: {route.docs.policy}."

@@ -5,7 +5,6 @@ The desk and the model are those of `retail`. AReaL bounds staleness by admissio
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any
 
 from unstale.config import (
@@ -13,7 +12,7 @@ from unstale.config import (
     ScheduleConfig,
     TrainerConfig,
 )
-from unstale.config.options import override
+from unstale.config.options import override, with_changes
 from unstale.objectives.clips import PpoClip
 from unstale.recipes.retail import retail
 
@@ -37,7 +36,7 @@ def areal(name: str, about: str, route: str, values: Mapping[str, Any]) -> Calla
                 lr=5e-4, lr_schedule="linear", warmup_steps=5, minibatches_per_batch=4
             ),
         )
-        return replace(override(config, {"old_logps.route": route, **values}), **changes)
+        return with_changes(override(config, {"old_logps.route": route, **values}), changes)
 
     recipe.__name__ = name
     recipe.__doc__ = (

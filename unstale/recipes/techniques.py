@@ -1,10 +1,9 @@
 """Recipes that combine techniques (docs/techniques.md)."""
 
-from dataclasses import replace
 from typing import Any
 
 from unstale.config import RunConfig, ScheduleConfig
-from unstale.config.options import override
+from unstale.config.options import override, with_changes
 from unstale.objectives.clips import Cispo
 from unstale.recipes.retail import retail
 
@@ -22,7 +21,7 @@ def steady(**changes: Any) -> RunConfig:
         schedule=ScheduleConfig(max_staleness=6, groups_per_step=16, group_size=8),
         objective=Cispo(clip_low=1.0),
     )
-    return replace(config, **changes)
+    return with_changes(config, changes)
 
 
 def small_group(**changes: Any) -> RunConfig:
@@ -37,7 +36,7 @@ def small_group(**changes: Any) -> RunConfig:
         schedule=ScheduleConfig(max_staleness=2, groups_per_step=32, group_size=4),
     )
     values = {"techniques": "beta_sampler baseline novelty", "selection.pool": 256}
-    return replace(override(config, values), **changes)
+    return with_changes(override(config, values), changes)
 
 
 def long_horizon(**changes: Any) -> RunConfig:
@@ -58,7 +57,7 @@ def long_horizon(**changes: Any) -> RunConfig:
         "pick.n": 8,
         "step_groups.rule": "hgpo",
     }
-    return replace(override(config, values), **changes)
+    return with_changes(override(config, values), changes)
 
 
 def hard_tasks(**changes: Any) -> RunConfig:
@@ -84,7 +83,7 @@ def hard_tasks(**changes: Any) -> RunConfig:
         "replay.max_age": 16,
         "selection.pool": 64,
     }
-    return replace(override(config, values), **changes)
+    return with_changes(override(config, values), changes)
 
 
 RECIPES = (steady, small_group, long_horizon, hard_tasks)

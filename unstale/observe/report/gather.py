@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from unstale.config import ConfigError
+from unstale.config.names import RENAMED
 from unstale.config.options import TECHNIQUE_OPTIONS
-from unstale.config.renamed import RENAMED
 from unstale.durability.run_folder import AUDIT, EVENTS, METRICS, SURVIVORS, Row, RunFolder
 from unstale.observe.health import TrainingHealth, examine
 from unstale.observe.report.held_out import HeldOut, held_out, improved

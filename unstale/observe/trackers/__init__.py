@@ -18,6 +18,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
+from hashlib import blake2b
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, Self
@@ -33,6 +34,11 @@ TEXT_EVERY = 10
 CLOSE_S = 120.0
 """Largest number of seconds that the end of a run waits for trackers. Some send what is pending."""
 
+
+MAX_NAME = 200
+"""Number of characters of a metric's name. MLflow accepts 250."""
+_REFUSED = re.compile(r"[^/\w.\-]", re.ASCII)
+"""Characters that a tracker may refuse or change in the name of a metric."""
 
 OutcomeKind = Literal["finished", "stopped", "failed"]
 
@@ -95,6 +101,49 @@ class TrackedRun:
     def store_id(self, tracker: str, identifier: str) -> None:
         """Store the tracker's identifier of this run, for a resumed run to continue its charts."""
         (self.folder / f"{tracker}.id").write_text(identifier + "\n", encoding="utf-8")
+
+
+@dataclass(frozen=True, slots=True)
+class AcceptedNames:
+    """The names of metrics in a tracker that refuses or changes some characters.
+
+    MLflow refuses a whole batch because of one name, and TensorBoard writes `a,b` and `a;b` into
+    one chart.
+    """
+
+    tracker: str
+    note: Callable[[str], None]
+    _names: dict[str, str] = field(default_factory=dict)
+
+    def rename(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Return the metrics by accepted names. Print a note about each new name that changes."""
+        for name in metrics.keys() - self._names.keys():
+            self._names[name] = accepted_name(name)
+            if self._names[name] != name:
+                self.note(
+                    f"warning: {self.tracker} cannot have the name {name!r}, sent as "
+                    f"{self._names[name]}"
+                )
+        return {self._names[name]: value for name, value in metrics.items()}
+
+
+def accepted_name(name: str) -> str:
+    """Return a metric's name in a form that every tracker accepts, distinct for distinct names.
+
+    A name that must change gets a suffix that depends on the name alone, so a resumed run continues
+    its chart.
+
+    >>> accepted_name("reward/mean")
+    'reward/mean'
+    >>> accepted_name("reward/acc@1")
+    'reward/acc_1_dd69cc'
+    """
+    parts = [part for part in _REFUSED.sub("_", name).split("/") if part.strip(".")]
+    accepted = "/".join(parts)[:MAX_NAME]
+    if name and accepted == name:
+        return name
+    suffix = blake2b(name.encode("utf-8", "surrogatepass"), digest_size=3).hexdigest()
+    return f"{accepted or 'metric'}_{suffix}"
 
 
 def tracker_names() -> list[str]:

@@ -4,48 +4,21 @@ Without a tracking URI, runs are stored in the database `mlflow.db` next to the 
 """
 
 import os
-import re
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from hashlib import blake2b
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from unstale.observe.report.gather import flatten
-from unstale.observe.trackers import RunOutcome, Sink, TrackedRun
+from unstale.observe.trackers import AcceptedNames, RunOutcome, Sink, TrackedRun
 
 PACKAGE = "mlflow"
 MAX_VALUE = 500
 """Number of characters of a parameter that every server accepts."""
 MAX_PARAMETERS = 100
 """Number of parameters that a server accepts in one request."""
-
-MAX_NAME = 200
-"""Number of characters of a metric's name. MLflow accepts 250."""
-_REFUSED = re.compile(r"[^/\w.\- ]", re.ASCII)
-"""Characters that a server may refuse in the name of a metric."""
-
 STATUS = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
 """MLflow's name of each outcome of a run."""
-
-
-def accepted_name(name: str) -> str:
-    """Return a metric's name in a form that MLflow accepts, distinct for distinct names.
-
-    MLflow refuses a whole batch because of one name. A name that must change gets a suffix that
-    depends on the name alone, so a resumed run continues its chart.
-
-    >>> accepted_name("reward/mean")
-    'reward/mean'
-    >>> accepted_name("reward/acc@1")
-    'reward/acc_1_dd69cc'
-    """
-    parts = [part for part in _REFUSED.sub("_", name).split("/") if part.strip(". ")]
-    accepted = "/".join(parts)[:MAX_NAME]
-    if name and accepted == name:
-        return name
-    suffix = blake2b(name.encode("utf-8", "surrogatepass"), digest_size=3).hexdigest()
-    return f"{accepted or 'metric'}_{suffix}"
 
 
 def open_sink(package: Any, run: TrackedRun) -> Sink:
@@ -71,7 +44,7 @@ def open_sink(package: Any, run: TrackedRun) -> Sink:
             client.log_batch(identifier, params=parameters[start : start + MAX_PARAMETERS])
         run.store_id("mlflow", identifier)
     client.update_run(identifier, "RUNNING")
-    return _MLflow(package, client, identifier, run.note)
+    return _MLflow(package, client, identifier, AcceptedNames("mlflow", run.note))
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,19 +52,13 @@ class _MLflow:
     package: Any
     client: Any
     identifier: str
-    note: Callable[[str], None]
-    names: dict[str, str] = field(default_factory=dict)
-    """The accepted name of each metric."""
+    names: AcceptedNames
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         now = int(1000 * time.time())
-        for name in metrics.keys() - self.names.keys():
-            self.names[name] = accepted_name(name)
-            if self.names[name] != name:
-                self.note(f"warning: mlflow refuses the name {name!r}, sent as {self.names[name]}")
         values = [
-            self.package.entities.Metric(self.names[name], value, now, step)
-            for name, value in metrics.items()
+            self.package.entities.Metric(name, value, now, step)
+            for name, value in self.names.rename(metrics).items()
         ]
         self.client.log_batch(self.identifier, metrics=values)
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from unstale.observe.trackers import RunOutcome, Sink, TrackedRun
+from unstale.observe.trackers import AcceptedNames, RunOutcome, Sink, TrackedRun
 
 PACKAGE = "torch.utils.tensorboard"
 
@@ -15,15 +15,17 @@ def open_sink(package: Any, run: TrackedRun) -> Sink:
     TensorBoard does not show steps in older files that will be written again.
     """
     folder = str(run.folder / "tensorboard")
-    return _TensorBoard(package.SummaryWriter(folder, purge_step=run.first_step))
+    writer = package.SummaryWriter(folder, purge_step=run.first_step)
+    return _TensorBoard(writer, AcceptedNames("tensorboard", run.note))
 
 
 @dataclass(frozen=True, slots=True)
 class _TensorBoard:
     writer: Any
+    names: AcceptedNames
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        for name, value in metrics.items():
+        for name, value in self.names.rename(metrics).items():
             self.writer.add_scalar(name, value, step)
         self.writer.flush()
 

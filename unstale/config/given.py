@@ -1,0 +1,89 @@
+"""Objects that a program gives in place of their names: functions, task sets and rows.
+
+Options are texts and numbers, so that a run can be recorded and repeated. `Given` is such a text,
+and it has the object. Another process that reads the text does not have the object.
+"""
+
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any, Self
+
+HERE = "__main__:"
+"""The beginning of the name of an object that another process cannot import."""
+
+
+class Given(str):
+    """The name of an object that a program gives, with the object as `value`."""
+
+    value: Any
+
+    def __new__(cls, name: str, value: Any) -> Self:
+        given = super().__new__(cls, name)
+        given.value = value
+        return given
+
+    def __deepcopy__(self, memo: object) -> Self:
+        return self
+
+    def __reduce__(self) -> tuple[type[str], tuple[str]]:
+        return str, (str(self),)  # another process gets the name alone
+
+
+@dataclass(frozen=True, slots=True)
+class NameObject:
+    """A rule in an option's type: a program may give an object in place of its name."""
+
+    name: Callable[[Any], Any]
+    """Returns the name, or the value itself if it is no such object."""
+
+    def convert(self, value: Any) -> Any:
+        return value if isinstance(value, str) else self.name(value)
+
+    def check(self, name: str, value: str) -> None:
+        """Allow every text."""
+
+
+def name_function(value: Any) -> Any:
+    """Return `module:function` for a function or class. Only this process has those of a program.
+
+    >>> name_function(attrgetter), type(name_function(lambda reply, row: 1.0))
+    ('operator:attrgetter', <class 'unstale.config.given.Given'>)
+    """
+    if not callable(value):
+        return value
+    module = getattr(value, "__module__", None) or "__main__"
+    name = getattr(value, "__qualname__", type(value).__qualname__)
+    try:
+        is_found = attrgetter(name)(sys.modules[module]) is value
+    except (AttributeError, KeyError):
+        is_found = False
+    if is_found and module != "__main__":
+        return f"{module}:{name}"
+    return Given(f"{HERE}{name}", value)
+
+
+def name_functions(value: Any) -> Any:
+    """Return the name of a function, or of several in a list."""
+    if isinstance(value, list | tuple) and value and all(map(callable, value)):
+        names = "+".join(getattr(each, "__name__", type(each).__name__) for each in value)
+        return Given(f"{HERE}{names}", value)
+    return name_function(value)
+
+
+def name_tasks(value: Any) -> Any:
+    """Return the value of `task.env` for rows, a task set, or the function that makes one."""
+    if hasattr(value, "held_out") and hasattr(value, "train") and not isinstance(value, type):
+        return Given(f"{HERE}{type(value).__qualname__}", lambda: value)
+    return name_function(value) if callable(value) else name_rows(value, f"dataset:{HERE}rows")
+
+
+def name_held_out_rows(value: Any) -> Any:
+    return name_rows(value, f"{HERE}held_out_rows")
+
+
+def name_rows(value: Any, name: str) -> Any:
+    """Return the name of rows. A list, a `datasets.Dataset` and the like are rows."""
+    is_rows = isinstance(value, Iterable) and not isinstance(value, bytes)
+    return Given(name, value) if is_rows else value

@@ -1,0 +1,219 @@
+"""Names of options: former ones, those of other trainers, and which name a wrong one stands for.
+
+The command line, TOML files and Python use the same tables.
+"""
+
+from collections.abc import Sequence
+from difflib import SequenceMatcher, get_close_matches
+
+RENAMED = {
+    "credit": "advantage",
+    "credit.estimator": "advantage.estimator",
+    "correction.veto_below": "correction.token_veto_threshold",
+    "engine.kind": "engine.backend",
+    "engine.max_reply_tokens": "engine.max_completion_tokens",
+    "objective.entropy": "objective.entropy_coef",
+    "objective.normalise": "objective.loss_aggregation",
+    "objective.reference_kl": "objective.kl_coef",
+    "schedule.window": "schedule.lookahead_window",
+    "tensorboard": "trackers",
+    "trainer.micro_tokens": "trainer.max_tokens_per_microbatch",
+    "trainer.recompute": "trainer.gradient_checkpointing",
+    "trainer.steps_per_batch": "trainer.minibatches_per_batch",
+}
+"""The present name of each option or section that had another name before."""
+
+SYNONYMS = {
+    # the model and the data
+    "actor_rollout_ref.model.path": "policy",
+    "model": "policy",
+    "model.name": "policy",
+    "model.path": "policy",
+    "model_name_or_path": "policy",
+    "model_path": "policy",
+    "data.train_files": "task.env",
+    "data.val_files": "task.held_out_file",
+    "dataset": "task.env",
+    "dataset_name": "task.env",
+    "eval_dataset": "task.held_out_file",
+    "train_dataset": "task.env",
+    "custom_reward_function": "task.reward",
+    "reward_func": "task.reward",
+    "reward_funcs": "task.reward",
+    "reward_function": "task.reward",
+    "max_prompt_length": "engine.max_context; it counts prompts and replies of an episode",
+    # the length of a run and of its parts
+    "max_steps": "steps",
+    "total_training_steps": "steps",
+    "num_train_epochs": "steps; a step takes schedule.groups_per_step rows",
+    "total_epochs": "steps; a step takes schedule.groups_per_step rows",
+    "num_iterations": "; a batch is passed once",
+    "ppo_epochs": "; a batch is passed once",
+    "eval_steps": "eval.every",
+    "test_freq": "eval.every",
+    "eval.interval": "eval.every",
+    "save_steps": "checkpoint.every",
+    "save_freq": "checkpoint.every",
+    "save_total_limit": "checkpoint.keep",
+    "ckpt.interval": "checkpoint.every",
+    "output_dir": "runs, name; the run folder is runs/name",
+    "run_name": "name",
+    "experiment_name": "name",
+    "report_to": "trackers",
+    "trainer.logger": "trackers",
+    "logging_steps": "; every step is logged",
+    # batches
+    "num_generations": "schedule.group_size",
+    "rollout.n": "schedule.group_size",
+    "rollouts_per_example": "schedule.group_size",
+    "generation_batch_size": "schedule.groups_per_step; it counts prompts: episodes / group_size",
+    "data.train_batch_size": "schedule.groups_per_step; both count prompts",
+    "train_batch_size": "schedule.groups_per_step; it counts prompts",
+    "batch_size": "schedule.groups_per_step; it counts prompts: episodes / group_size",
+    "gradient_accumulation_steps": "trainer.minibatches_per_batch; the number of optimizer steps",
+    "steps_per_generation": "trainer.minibatches_per_batch; the number of optimizer steps",
+    "ppo_mini_batch_size": "trainer.minibatches_per_batch; it counts minibatches, not sequences",
+    "per_device_train_batch_size": "trainer.max_tokens_per_microbatch; it counts tokens",
+    "ppo_max_token_len_per_gpu": "trainer.max_tokens_per_microbatch",
+    "ppo_micro_batch_size_per_gpu": "trainer.max_tokens_per_microbatch; it counts tokens",
+    "max_async_level": "schedule.max_staleness",
+    "max_off_policy_steps": "schedule.max_staleness",
+    # sampling
+    "max_completion_length": "engine.max_completion_tokens",
+    "max_new_tokens": "engine.max_completion_tokens",
+    "max_response_length": "engine.max_completion_tokens",
+    "max_tokens": "engine.max_completion_tokens",
+    "max_model_len": "engine.max_context",
+    "max_model_length": "engine.max_context",
+    "max_seq_length": "engine.max_context",
+    "max_tool_calling_iterations": "rollout.max_turns",
+    "max_assistant_turns": "rollout.max_turns",
+    "use_vllm": "engine.backend",
+    "vllm_mode": "engine.backend",
+    "vllm_gpu_memory_utilization": "engine.gpu_memory_utilization",
+    # the loss
+    "adv_estimator": "advantage.estimator",
+    "scale_rewards": "advantage.estimator; grpo divides by the deviation, grpo_no_std does not",
+    "norm_adv_by_std_in_grpo": "advantage.estimator; grpo_no_std does not divide",
+    "beta": "objective.kl_coef, old_logps.beta; the second is of a moving average",
+    "kl_loss_coef": "objective.kl_coef",
+    "use_kl_loss": "objective.kl_coef",
+    "entropy_coeff": "objective.entropy_coef",
+    "epsilon": "objective.clip_low",
+    "epsilon_low": "objective.clip_low",
+    "epsilon_high": "objective.clip_high",
+    "clip_ratio": "objective.clip_low, objective.clip_high",
+    "clip_ratio_low": "objective.clip_low",
+    "clip_ratio_high": "objective.clip_high",
+    "clip_ratio_c": "objective.dual_clip",
+    "delta": "objective.dual_clip",
+    "importance_sampling_level": "objective.kind; gspo is the one of sequences",
+    "loss_type": "objective.loss_aggregation, objective.kind",
+    "loss_agg_mode": "objective.loss_aggregation",
+    "loss_mode": "objective.kind",
+    "mask_truncated_completions": "techniques; its value `truncated` does this",
+    "vllm_importance_sampling_cap": "correction.high",
+    "vllm_importance_sampling_clip_max": "correction.high",
+    "vllm_importance_sampling_mode": "correction.control",
+    # the optimizer and the model in memory
+    "learning_rate": "trainer.lr",
+    "optim": "trainer.optimizer",
+    "optim.lr": "trainer.lr",
+    "lr_scheduler_type": "trainer.lr_schedule",
+    "warmup_ratio": "trainer.warmup_steps; it counts optimizer steps",
+    "lr_warmup_steps": "trainer.warmup_steps",
+    "max_grad_norm": "trainer.grad_clip",
+    "bf16": "trainer.dtype",
+    "fp16": "trainer.dtype",
+    "torch_dtype": "trainer.dtype",
+    "peft_config": "trainer.lora_rank, trainer.lora_alpha",
+    "lora_r": "trainer.lora_rank",
+    "target_modules": "trainer.lora_targets",
+    "torch_compile": "trainer.compile",
+    "n_gpus_per_node": "cluster.trainers",
+}
+"""Names in TRL, verl and prime-rl: the options here, and after a semicolon what differs.
+
+A name is found with any prefix, such as `actor_rollout_ref.actor.`. docs/other-trainers.md has more
+about most of them.
+"""
+
+
+def synonyms(name: str, known: Sequence[str]) -> str:
+    """Return the end of an error message: the option that another trainer calls `name`.
+
+    It is empty if there is none in `known`, whose names may begin with `--`.
+
+    >>> synonyms("actor_rollout_ref.rollout.n", ["schedule.group_size"])
+    '; did you mean schedule.group_size?'
+    >>> synonyms("--per-device-train-batch-size", ["--trainer.max_tokens_per_microbatch"])
+    '; did you mean --trainer.max_tokens_per_microbatch (it counts tokens)?'
+    """
+    dashes = "--" if name.startswith("--") else ""
+    rest = name.removeprefix("--").replace("-", "_").lower()
+    while rest and rest not in SYNONYMS:
+        rest = rest.partition(".")[2]
+    if not rest:
+        return ""
+    targets, _, note = SYNONYMS[rest].partition("; ")
+    if not targets:
+        return f"; there is no such option: {note}"
+    here = [word for option in targets.split(", ") if (word := dashes + option) in known]
+    about = f" ({note})" if note else ""
+    return f"; did you mean {' or '.join(here)}{about}?" if here else ""
+
+
+def nearest(word: str, known: Sequence[str]) -> str:
+    """Return the end of an error message: the known words most like `word`, or all known words.
+
+    These are options that `word` names without their section, then words that begin with `word`,
+    then words that are spelled alike.
+
+    >>> nearest("snapsht_old", ["rollout", "snapshot_old"])
+    '; did you mean snapshot_old?'
+    >>> nearest("--lr", ["--trainer.lr", "--runs"])
+    '; did you mean --trainer.lr?'
+    """
+    close = _named_in_part(word, known) or _spelled_alike(word, known)
+    return f"; did you mean {' or '.join(close)}?" if close else f"; there are: {', '.join(known)}"
+
+
+def nearest_option(name: str, known: Sequence[str]) -> str:
+    """Return the end of an error message: the options most like `name`, if there are any.
+
+    An option is compared as a whole and without its section.
+
+    >>> nearest_option("--max_completion_toks", ["--engine.max_completion_tokens", "--seed"])
+    '; did you mean --engine.max_completion_tokens?'
+    >>> nearest_option("--num_generations", ["--segments.tokens", "--seed"])
+    ''
+    """
+    word = name.removeprefix("--")
+
+    def likeness(option: str) -> float:
+        whole = option.removeprefix("--")
+        forms = (whole, whole.rpartition(".")[2])
+        return max(SequenceMatcher(None, form, word).ratio() for form in forms)
+
+    likely = sorted(((likeness(each), each) for each in known), key=lambda pair: -pair[0])[:2]
+    near = [each for ratio, each in likely if ratio > max(0.7, 0.95 * likely[0][0])]
+    last = [each for each in known if "." in word and each.endswith("." + word.rpartition(".")[2])]
+    near = _named_in_part(name, known) or last[:2] or near
+    return f"; did you mean {' or '.join(near)}?" if near else ""
+
+
+def _named_in_part(word: str, known: Sequence[str]) -> list[str]:
+    """Return up to two options that `word` names without their section, or that it begins."""
+    name = word.removeprefix("--")
+    close = [each for each in known if each.endswith(f".{name}")]
+    if not close and len(name) > 3:
+        close = [each for each in known if each.startswith(word)]
+    return close[:2]
+
+
+def _spelled_alike(word: str, known: Sequence[str]) -> list[str]:
+    """Return the known word that is spelled most like `word`, and a second one if it is as near."""
+    # One wrong letter of a short word is half of it.
+    close = get_close_matches(word, known, n=2, cutoff=0.5 if len(word) < 4 else 0.6)
+    near = [SequenceMatcher(None, each, word).ratio() for each in close]
+    return [each for each, ratio in zip(close, near, strict=True) if ratio > 0.8 * near[0]]
