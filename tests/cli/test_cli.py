@@ -327,7 +327,7 @@ def test_a_file_of_an_earlier_version_may_have_options_that_its_run_did_not_use(
         ("run.json", '{"recipe": "of_a_script", "steps": 3}', "unknown recipe 'of_a_script'"),
         ("run.json", '{"steps": ', "run.json is not valid JSON"),
         ("run.json", '{"trainer": {"lr": "x"}}', "run.json, trainer.lr must be a number, got 'x'"),
-        ("run.json", "[]", "run.json must be a table of options, got []"),
+        ("run.json", "[]", "run.json must hold an object, got []"),
         ("run.toml", "steps = 3", "no recipe is given"),
         ("other.toml", None, "cannot read"),
     ],
@@ -589,6 +589,7 @@ def test_the_report_names_the_bottleneck_on_the_terminal(
                 "engine/busy_share": busy,
             }
             file.write(json.dumps(row) + "\n")
+    (run / "events.jsonl").write_text("")  # the shares of time are then those of the metrics
     with pytest.raises(SystemExit) as end:
         main.main(["report", str(run)])
     assert not end.value.code

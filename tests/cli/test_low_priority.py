@@ -3,6 +3,8 @@
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -29,8 +31,15 @@ sys.exit(run_at_low_priority(act))
 """
 
 
-def started(program: str) -> subprocess.Popen[str]:
-    return subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+@contextmanager
+def started(program: str) -> Iterator[subprocess.Popen[str]]:
+    """Run a program. It is killed at the end of the block if it has not ended."""
+    words = [sys.executable, "-c", program]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
 def test_it_runs_in_a_session_of_its_own_with_the_low_priority() -> None:

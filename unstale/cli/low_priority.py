@@ -16,7 +16,7 @@ With 10 it took 0.9 s.
 
 _AUTOGROUP = Path("/proc/self/autogroup")
 _PDEATHSIG = 1
-_FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_AWAITED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD)
 
 
 def run_at_low_priority(act: Callable[[], object]) -> int:
@@ -33,8 +33,7 @@ def run_at_low_priority(act: Callable[[], object]) -> int:
         act()
         return 0
     parent = os.getpid()
-    # a signal that comes before the handlers would end this process alone
-    unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, _FORWARDED)
+    unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, _AWAITED)
     child = os.fork()
     if child:
         return _wait_for(child, unblocked)
@@ -53,16 +52,18 @@ def run_at_low_priority(act: Callable[[], object]) -> int:
 def _wait_for(child: int, unblocked: Iterable[signal.Signals | int]) -> int:
     """Pass signals on to the child process until it ends. Return its exit code.
 
-    `unblocked` is the mask of signals to set once they are passed on.
+    The signals are blocked, and waited for: a handler could miss one that arrives just before the
+    process waits. `unblocked` is the mask of signals to set at the end.
     """
-    before = {
-        number: signal.signal(number, lambda number, _: os.kill(child, number))
-        for number in _FORWARDED
-    }
-    signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
     try:
-        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        while True:
+            ended, status = os.waitpid(child, os.WNOHANG)
+            if ended:
+                break
+            number = signal.sigwait(_AWAITED)
+            if number != signal.SIGCHLD:
+                os.kill(child, number)
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
+    code = os.waitstatus_to_exitcode(status)
     return code if code >= 0 else 128 - code
