@@ -414,7 +414,8 @@ async def call(
 ) -> Any:
     """Call user code and return its result.
 
-    A function that is not a coroutine runs in `thread`, or in a new thread.
+    A function that is not a coroutine runs in `thread`, or in a new thread. If the caller is
+    cancelled while it runs, the error has the line at which it stands.
     """
     if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
         type(function).__call__
@@ -424,6 +425,10 @@ async def call(
     loop = asyncio.get_running_loop()
     try:
         result = await loop.run_in_executor(own, function, *arguments)
+    except asyncio.CancelledError:
+        if line := _standing_at(own.frame()):
+            raise asyncio.CancelledError(line) from None
+        raise
     finally:
         if thread is None:
             own.close()
@@ -540,6 +545,21 @@ def finish_within(function: Callable[[], T], limit_s: float, name: str) -> T:
         thread.interrupt()
 
 
+class _Line(str):
+    """A line of user code at which another thread stands, as `_show_line` writes it."""
+
+    __slots__ = ()
+
+
+def _standing_at(frame: FrameType | None) -> _Line:
+    """Return the innermost line outside Python's and installed libraries. "" if there is none."""
+    not_own = (_PACKAGE, "<frozen ", *_INSTALLED, *_PYTHON)
+    for each, line in traceback.walk_stack(frame) if frame else ():
+        if not each.f_code.co_filename.startswith(not_own):
+            return _Line(_show_line(each.f_code.co_filename, line, each.f_code.co_name))
+    return _Line()
+
+
 def _user_line(error: BaseException) -> str:
     """Return the line of user code that raised an error, or caused it, in brackets.
 
@@ -552,6 +572,8 @@ def _user_line(error: BaseException) -> str:
     for _ in range(_MAX_CAUSES):
         if cause is None:
             break
+        if cause.args and isinstance(cause.args[0], _Line):
+            return f" ({cause.args[0]})"
         frames = [
             (frame.f_code, line)
             for frame, line in traceback.walk_tb(cause.__traceback__)
