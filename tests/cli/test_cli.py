@@ -593,8 +593,9 @@ def test_the_report_names_the_bottleneck_on_the_terminal(
     with pytest.raises(SystemExit) as end:
         main.main(["report", str(run)])
     assert not end.value.code
-    path, told, advice = capsys.readouterr().out.splitlines()
+    path, state, told, advice = capsys.readouterr().out.splitlines()
     assert path.endswith("report.html")
+    assert state.startswith("State: ")
     assert told.startswith(
         "Generation is the bottleneck: the trainer waited for episodes 40% of the time"
     )

@@ -49,7 +49,7 @@ from unstale.observe.report.figures import (
     staleness_over_steps,
 )
 from unstale.observe.report.gather import Chosen, gather
-from unstale.observe.report.page import write_report
+from unstale.observe.report.page import write_and_summarize, write_report
 from unstale.observe.report.plots import Axis
 from unstale.observe.report.transcripts import conversation
 from unstale.observe.report.words import is_exact, route_about, waiting
@@ -268,6 +268,21 @@ def test_a_failed_run_says_why(tmp_path: Path) -> None:
     page = report(folder)
     assert page.text.startswith("run · unstale unstale failed ")
     assert "EngineDied: exit code -9" in page.text
+
+
+def test_the_summary_names_the_end_the_success_and_what_is_wrong(tmp_path: Path) -> None:
+    folder = fake_run(tmp_path / "run", steps=6)
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    lines = [json.dumps(row | {"reward/std": 0.0, "reward/mean": 0.0}) for row in rows]
+    (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    with (folder / "events.jsonl").open("a") as events:
+        stopped = {"time": 9e9, "kind": "stopped", "reason": "failed", "detail": "KeyError: 'x'"}
+        events.write(json.dumps(stopped) + "\n")
+    path, end, success, *warnings, told, advice = write_and_summarize(folder).splitlines()
+    assert path.endswith("report.html") and end == "The run failed: KeyError: 'x'"
+    assert "success on" in success
+    assert any("every reward was 0. Check the reward function" in each for each in warnings)
+    assert "bottleneck" in told and advice.startswith("What would help")
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from unstale.observe.health import CHECKS
 from unstale.observe.report import figures, timeline
 from unstale.observe.report.audited import audit
 from unstale.observe.report.gather import Gathered, flatten, gather
-from unstale.observe.report.held_out import UNBROKEN, outcome
+from unstale.observe.report.held_out import UNBROKEN, Outcome, outcome
 from unstale.observe.report.markup import read_asset, render
 from unstale.observe.report.options import changed_options, written
 from unstale.observe.report.survivors import trained_on
@@ -46,10 +46,24 @@ def write_report(run_folder: Path) -> Path:
 
 
 def write_and_summarize(run_folder: Path) -> str:
-    """Write the report. Return text: its path, the bottleneck of the run, and what would help."""
+    """Write the report. Return its path and the most important sentences of it, a line each.
+
+    They are the end of the run, its success, warnings, the bottleneck, and what would help.
+    """
     run = gather(run_folder)
-    wait = run.pace.wait
-    return "\n".join(filter(None, (str(_write(run_folder, run)), wait.sentence, wait.advice)))
+    path, wait = _write(run_folder, run), run.pace.wait
+    found = _outcome(run)
+    lines = [
+        _end(run) or f"State: {status(run)[0]}.",
+        f"{' to '.join(share for share, _ in found.shares)}: {found.note}." if found else "",
+        *(
+            f"Warning, in {each.steps} of {run.steps} steps: {each.text}"
+            for each in run.health.findings.values()
+        ),
+        wait.sentence,
+        wait.advice,
+    ]
+    return "\n".join([str(path), *filter(None, lines)])
 
 
 def _write(run_folder: Path, run: Gathered) -> Path:
@@ -67,11 +81,7 @@ def _page(run: Gathered) -> str:
         run.name,
         run=run,
         status=status,
-        outcome=outcome(
-            run.evaluations,
-            [value for _, value in run.series("rollout/success_rate")],
-            run.setting("eval.tasks"),
-        ),
+        outcome=_outcome(run),
         end=_end(run),
         sound=[check.title for check in CHECKS if check.name not in run.health.findings],
         facts=_facts(run),
@@ -118,6 +128,11 @@ def document(template: str, title: str, **values: Any) -> Markup:
         script_digest=f"sha256-{digest}",
         **values,
     )
+
+
+def _outcome(run: Gathered) -> Outcome | None:
+    rollouts = [value for _, value in run.series("rollout/success_rate")]
+    return outcome(run.evaluations, rollouts, run.setting("eval.tasks"))
 
 
 def status(run: Gathered) -> tuple[str, str]:
