@@ -462,7 +462,10 @@ def test_a_run_ends_when_user_code_has_blocked_it_three_times_and_names_the_line
             guard.OCCUPANCY.require_few_interruptions()
 
     line = r"hostile_envs\.py, line \d+ \(step\)\. Advice: make it a plain function"
-    with pytest.raises(guard.RunBlocked, match=rf"waited 3 times: it blocked .* in .*{line}"):
+    with pytest.raises(
+        guard.RunBlocked,
+        match=rf"blocked all episodes 3 times. The last: it blocked .* in .*{line}",
+    ):
         virtual_clock.run(main())
 
 

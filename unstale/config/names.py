@@ -128,6 +128,8 @@ SYNONYMS = {
     "torch_dtype": "trainer.dtype",
     "peft_config": "trainer.lora_rank, trainer.lora_alpha",
     "lora_r": "trainer.lora_rank",
+    "use_peft": "trainer.lora_rank",
+    "resume_from_checkpoint": "; resume with unstale train --resume RUN",
     "target_modules": "trainer.lora_targets",
     "torch_compile": "trainer.compile",
     "n_gpus_per_node": "cluster.trainers",

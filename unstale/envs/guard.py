@@ -139,7 +139,7 @@ class Occupancy:
         """Raise `RunBlocked` if user code was interrupted too often. All episodes stood still."""
         if self.num_interrupted >= MAX_INTERRUPTIONS:
             count = self.num_interrupted
-            text = f"all episodes waited {count} times: {self.last_interrupted}"
+            text = f"code blocked all episodes {count} times. The last: {self.last_interrupted}"
             raise RunBlocked(text) from None  # a traceback would call `__str__` of the user's error
 
 

@@ -107,7 +107,8 @@ def task_options(env: str) -> type[TaskConfig]:
     ]
     named = (f"{name}:NAME" for name in libraries() if name not in shipped_envs())
     known = [*shipped, *named, "MODULE:FACTORY"]
-    raise ConfigError(f"task.env cannot be {env!r}{nearest(env, known)}")
+    meant = f"; did you mean dataset:{env}?" if Path(env).suffix else nearest(env, known)
+    raise ConfigError(f"task.env cannot be {env!r}{meant}")
 
 
 def build_taskset(config: TaskConfig) -> Taskset:
