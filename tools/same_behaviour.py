@@ -42,7 +42,10 @@ RUNS: dict[str, tuple[str, dict[str, object]]] = {
         "desks_small",
         SMALL | {"objective.kind": "gspo", "correction.control": "mask_weight"},
     ),
-    "recompute": ("calculator", SMALL | {"old_logps.route": "current_recompute"}),
+    "recompute": (
+        "calculator",
+        SMALL | {"old_logps.route": "current_recompute", "old_logps.baseline": True},
+    ),
     "techniques": ("retail", SMALL | {"techniques": "ess_lr tool_bonus"}),
     "loglinear": ("retail", SMALL | {"old_logps.route": "interp_prox_loglinear"}),
 }
