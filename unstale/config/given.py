@@ -28,7 +28,7 @@ class Given(str):
         return self
 
     def __reduce__(self) -> tuple[type[str], tuple[str]]:
-        return str, (str(self),)  # another process gets the name alone
+        return str, (str(self),)  # another process gets only the name
 
 
 @dataclass(frozen=True, slots=True)

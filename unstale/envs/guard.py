@@ -196,12 +196,17 @@ def has(env: Any, protocol: Callable[..., T], name: str) -> TypeGuard[T]:
         return implements(env, protocol)
 
 
+def _user_frame(frame: FrameType | None) -> FrameType | None:
+    """Return the innermost frame outside this package and installed libraries, if there is one."""
+    not_own = (_PACKAGE, *_INSTALLED, "<frozen ")
+    while frame and frame.f_code.co_filename.startswith(not_own):
+        frame = frame.f_back
+    return frame
+
+
 def _place(frame: FrameType | None) -> str:
     """Return file and line of the innermost frame outside installed libraries, or of any frame."""
-    places = [each for each, _ in traceback.walk_stack(frame)]
-    not_own = (_PACKAGE, *_INSTALLED, "<frozen ")
-    of_user = (each for each in places if not each.f_code.co_filename.startswith(not_own))
-    place = next(of_user, places[0] if places else None)
+    place = _user_frame(frame) or frame
     if place is None:
         return ""
     return f" in {place.f_code.co_filename}, line {place.f_lineno} ({place.f_code.co_name})"
@@ -553,10 +558,8 @@ class _Line(str):
 
 def _standing_at(frame: FrameType | None) -> _Line:
     """Return the innermost line outside Python's and installed libraries. "" if there is none."""
-    not_own = (_PACKAGE, "<frozen ", *_INSTALLED, *_PYTHON)
-    for each, line in traceback.walk_stack(frame) if frame else ():
-        if not each.f_code.co_filename.startswith(not_own):
-            return _Line(_show_line(each.f_code.co_filename, line, each.f_code.co_name))
+    if place := _user_frame(frame):
+        return _Line(_show_line(place.f_code.co_filename, place.f_lineno, place.f_code.co_name))
     return _Line()
 
 

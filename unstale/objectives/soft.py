@@ -41,9 +41,27 @@ class Sapo(ObjectiveConfig):
         yield math.log1p(4 / max(self.tau_pos, self.tau_neg))  # there 7% of the gradient remain
 
 
+@dataclass(frozen=True, kw_only=True)
+class PulledBack(ObjectiveConfig):
+    """Options of an objective with a penalty on (log S)^2."""
+
+    trains_zero_advantage: ClassVar[bool] = True
+
+    @property
+    def pull(self) -> float:
+        """The coefficient of (log S)^2 / 2 in the loss."""
+        raise NotImplementedError
+
+    def limit(self) -> str:
+        return f"pulled back by {self.pull / 2:g} (log S)^2"
+
+    def unlimited(self, *, capped: bool) -> str:
+        return "S is pulled back, not cut"
+
+
 @register_objective
 @dataclass(frozen=True, kw_only=True)
-class Dro(ObjectiveConfig):
+class Dro(PulledBack):
     """A regression of log S to the advantage."""
 
     kind: str = "dro"
@@ -57,13 +75,10 @@ class Dro(ObjectiveConfig):
         source="arXiv 2405.19107, arXiv 2501.12599",
         choose="to do without a weight S; in the papers `unit = sequence` and `aggregate = sum`",
     )
-    trains_zero_advantage: ClassVar[bool] = True
 
-    def limit(self) -> str:
-        return f"pulled back by {self.dro_beta / 2:g} (log S)^2"
-
-    def unlimited(self, *, capped: bool) -> str:
-        return "S is pulled back, not cut"
+    @property
+    def pull(self) -> float:
+        return self.dro_beta
 
     @property
     def meaning(self) -> str:
@@ -72,7 +87,7 @@ class Dro(ObjectiveConfig):
 
 @register_objective
 @dataclass(frozen=True, kw_only=True)
-class KlPenalty(ObjectiveConfig):
+class KlPenalty(PulledBack):
     """PPO with a penalty instead of a clip."""
 
     kind: str = "kl_penalty"
@@ -86,13 +101,10 @@ class KlPenalty(ObjectiveConfig):
         source="arXiv 1707.06347, section 4",
         choose="to pull tokens back instead of dropping their gradient",
     )
-    trains_zero_advantage: ClassVar[bool] = True
 
-    def limit(self) -> str:
-        return f"pulled back by {self.kl_penalty / 2:g} (log S)^2"
-
-    def unlimited(self, *, capped: bool) -> str:
-        return "S is pulled back, not cut"
+    @property
+    def pull(self) -> float:
+        return self.kl_penalty
 
     @property
     def bounds_s(self) -> bool:

@@ -176,10 +176,8 @@ def _weights(num_words: int) -> tuple[_Words, _Words]:
     for _ in range(num_words // 2):
         weights += [two, one]
         one, two = (((s + t) % 2**32, (s + 2 * t) % 2**32) for s, t in (one, two))
-    of_s, of_t = (1, 0), (0, 1)
-    for _ in range(num_words // 2):
-        of_s, of_t = (((s + t) % 2**32, (s + 2 * t) % 2**32) for s, t in (of_s, of_t))
-    return np.array(weights[::-1], np.uint32), np.array([of_s, of_t], np.uint32)
+    of_s = [(x - y) % 2**32 for x, y in zip(one, two, strict=True)]  # (1, 0) is (1, 1) - (0, 1)
+    return np.array(weights[::-1], np.uint32), np.array([of_s, two], np.uint32)
 
 
 def _changed_bit(difference: _Words, page_bytes: int) -> tuple[int, int] | None:
