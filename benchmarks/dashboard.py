@@ -158,7 +158,7 @@ async def _write_groups(
             consumed.append(Group(task, tuple(again), number=number))
             number += 1
         await asyncio.gather(*map(journal.finish, consumed))
-        journal.consume(consumed, step=step, version=step - 1, tokens=trained)
+        journal.commit(consumed, step=step, version=step - 1, tokens=trained)
         if step % TOGETHER == 0 or step == steps[-1]:
             await journal.checkpoint(f"step-{step}", step=step, version=step)
             CONSOLE.print(f"{episode:,} episodes written")

@@ -163,7 +163,7 @@ class RealRollout:
                 config=config,
                 rollout=self.rollout,
                 journal=self.journal,
-                more=lambda request, results: 0,
+                techniques=SimpleNamespace(more=lambda request, results: 0),
             ),
         )
         self._turns = case.turns

@@ -60,7 +60,7 @@ class Meter:
 
     def watch(self) -> None:
         page = journal_writer._EpisodeWriter
-        for function in (Journal.add_request, Journal.begin, Journal.consume, Journal.event):
+        for function in (Journal.add_request, Journal.begin, Journal.commit, Journal.event):
             self._time(Journal, function, "loop_s", time.thread_time)
         for of_page in (page.write_piece, page.write_snapshot, page.write_outcome):
             self._time(page, of_page, "loop_s", time.thread_time)

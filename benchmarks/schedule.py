@@ -223,8 +223,7 @@ class ScriptedRun:
                 requests=self.tasks.tasks(),
                 queue=StalenessQueue(max_staleness=STALENESS, groups_per_step=groups),
                 pending=self.pending,
-                piece_arrived=asyncio.Event(),
-                more=lambda request, results: 0,
+                techniques=SimpleNamespace(more=lambda request, results: 0),
                 old_logps=OldLogps(),
                 rollout=Rollout(
                     generator, cast(Any, self.tasks), RolloutConfig(), on_piece=self.pending.add
@@ -250,7 +249,7 @@ class ScriptedRun:
         if self.oldest > self.parts.queue.bound or len(consumed) != self.live // (STALENESS + 1):
             raise RuntimeError(f"{len(consumed)} episodes, tokens up to {self.oldest} versions old")
         self.pending.discard([trajectory.episode for trajectory in consumed])
-        self.parts.journal.consume(groups, step=self.version + 1, version=self.version)
+        self.parts.journal.commit(groups, step=self.version + 1, version=self.version)
         await self.publish(self.version + 1)
         self.parts.queue.release()
 

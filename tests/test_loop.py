@@ -244,6 +244,14 @@ def make(
     return replace(parts, log=Log(log))  # type: ignore[arg-type]
 
 
+def with_credit(parts: RunComponents, credit: Any) -> RunComponents:
+    """Return the same run with another function that computes the advantages."""
+    hooks = parts.techniques
+    names = ("more", "reads_states", "read_states", "replayed", "max_replay_age", "trained")
+    calls = {name: getattr(hooks, name) for name in names}
+    return replace(parts, techniques=SimpleNamespace(credit=credit, **calls))  # type: ignore[arg-type]
+
+
 @contextmanager
 def closing_worker(parts: RunComponents) -> Iterator[None]:
     try:
@@ -299,7 +307,7 @@ def test_episodes_that_no_batch_contains_keep_no_version(tmp_path: Path) -> None
     """An estimator leaves out the last sibling. Its pieces are discarded with those of its group,
     and no route scores them any more."""
     parts = make(tmp_path, count(), steps=5)
-    estimate = parts.advantage
+    estimate = parts.techniques.credit
     consumed: set[int] = set()
 
     def without_the_last(groups: Sequence[Group], **seen: Any) -> tuple[list[Any], Any]:
@@ -314,7 +322,7 @@ def test_episodes_that_no_batch_contains_keep_no_version(tmp_path: Path) -> None
         closing(unscored)
 
     parts.old_logps.closing = note  # type: ignore[method-assign]
-    rows = run(replace(parts, advantage=without_the_last))
+    rows = run(with_credit(parts, without_the_last))
     assert rows[-1]["trainer/action_tokens"] == 2 * 2 * 2 * REPLY
     assert not late
     left = {
@@ -615,7 +623,7 @@ def test_hidden_states_are_read_before_the_advantages_only_if_a_technique_needs_
     )
     log = RunLog(tmp_path)
     parts = build(config, machine, Outputs(log, Quiet()), first_state(machine, config, tmp_path))
-    assert bool(parts.read_states) == (centre == "probe")
+    assert parts.techniques.reads_states == (centre == "probe")
     rows = run(replace(parts, log=Log(log)))
     for row in rows:
         passed = row.get("baseline/forward_tokens", 0)
@@ -629,13 +637,13 @@ def test_a_part_of_a_batch_is_named_as_one(tmp_path: Path) -> None:
     machine = toy_machine(config, Numbers(count()))
     log, seen = RunLog(tmp_path), list[tuple[int, bool]]()
     parts = build(config, machine, Outputs(log, Quiet()), first_state(machine, config, tmp_path))
-    credit = parts.advantage
+    credit = parts.techniques.credit
 
     def recorded(groups: Sequence[Group], *, whole: bool, **options: Any) -> Any:
         seen.append((len(groups), whole))
         return credit(groups, whole=whole, **options)
 
-    run(replace(parts, advantage=recorded, log=Log(log)))
+    run(with_credit(replace(parts, log=Log(log)), recorded))
     size = config.schedule.groups_per_step
     assert [each for each in seen if each[1]] == [(size, True)] * 2
     assert any(number < size for number, whole in seen if not whole)

@@ -1,6 +1,5 @@
 """Create the objects of a run, such as model, engine, trainer and queue, from its `RunConfig`."""
 
-import asyncio
 import math
 import shlex
 import sys
@@ -72,16 +71,16 @@ from unstale.observe.trackers import find_trackers
 from unstale.old_logps import OldLogps
 from unstale.old_logps.scoring.local_scorer import LocalScorer, delta_store
 from unstale.old_logps.scoring.scorer import Scorer
-from unstale.records import Batch, Failure, Group, PendingPiece, ScoredTrajectory, Task
+from unstale.records import Batch, Failure, Group, PendingPiece, ScoredTrajectory
 from unstale.rollout import Evaluation
 from unstale.rollout.episode import Rollout
 from unstale.rollout.evaluation import evaluate
 from unstale.rollout.generator import Generator
-from unstale.rollout.seeds import derive_seed
+from unstale.rollout.hooks import RunHooks
 from unstale.rollout.segments import EpisodeSlots
 from unstale.rollout.selection import Selection, make_pool, read_texts, require_repeats
 from unstale.rollout.staleness_queue import PendingPieces, StalenessQueue
-from unstale.techniques import NO_TECHNIQUES, Techniques
+from unstale.techniques import NO_TECHNIQUES, HiddenStates, StatesQuery, Techniques
 from unstale.trainer.auditor import Auditor
 from unstale.trainer.failed_batch import save_failed_batch
 from unstale.trainer.local import LocalTrainer
@@ -111,6 +110,11 @@ class Components:
     def ranks(self) -> Ranks | None:
         """The trainer ranks. None if the trainer is in this process."""
         return self.trainer.ranks if isinstance(self.trainer, RankedTrainer) else None
+
+    @property
+    def hidden_states(self) -> Callable[[Batch, StatesQuery], HiddenStates] | None:
+        """The function that computes hidden states of the policy. Trainer ranks have none."""
+        return self.trainer.hidden_states if isinstance(self.trainer, LocalTrainer) else None
 
     def save_policy(self, folder: Path) -> None:
         """Save the trained policy as a Hugging Face folder."""
@@ -281,7 +285,6 @@ def build(
     """Connect all components of a run for the training loop. Restore the state of a resumed run."""
     policy, taskset, old = machine.policy, machine.taskset, machine.old
     pending = PendingPieces()
-    piece_arrived = asyncio.Event()
     folder = outputs.log.path
     routes = None
     if config.trainer.routing_replay:
@@ -314,10 +317,9 @@ def build(
     slots = EpisodeSlots(budgeter.max_concurrent_episodes) if budgeter else None
     rollout = _training_rollout(
         partial(make_rollout, slots=slots),
-        _Listeners(old, pending, piece_arrived, recorder),
+        _Listeners(old, pending, recorder),
         life,
     )
-    identify = partial(identity_within_limit, taskset)
     selection = Selection(
         config,
         taskset,
@@ -339,10 +341,16 @@ def build(
         evaluation=_evaluation(config, taskset, make_rollout, recorder, life),
         queue=queue,
         pending=pending,
-        advantage=partial(
-            machine.techniques.credit,
+        techniques=RunHooks(
+            techniques=machine.techniques,
+            selection=selection,
             estimate=build_advantage(config.advantage),
-            identify=identify,
+            identify=partial(identity_within_limit, taskset),
+            lag=machine.trainer.lag,
+            resize=journal.resize,
+            hidden_states=machine.hidden_states,
+            seed=config.seed,
+            replay_routes=config.trainer.routing_replay,
         ),
         old_logps=old,
         auditor=machine.auditor,
@@ -353,12 +361,6 @@ def build(
         log=recorder,
         trainer_thread=LocalThread("trainer", shared_cores.take),
         io_thread=LocalThread("io"),
-        piece_arrived=piece_arrived,
-        read_states=_states_reader(config, machine),
-        consumed=partial(selection.consumed, lag=machine.trainer.lag),
-        more=partial(selection.more, resize=journal.resize),
-        replayed=partial(_replayed, machine.techniques, config.seed, identify),
-        max_replay_age=machine.techniques.max_replay_age,
     )
 
 
@@ -422,36 +424,6 @@ def _publisher(
     )
 
 
-def _states_reader(
-    config: RunConfig, machine: Components
-) -> Callable[[Sequence[Group]], None] | None:
-    """Return the function that passes hidden states to techniques. None if none of them reads any.
-
-    Such techniques have state, so they are refused with trainer ranks.
-    """
-    if not machine.techniques.states_readers or isinstance(machine.trainer, RankedTrainer):
-        return None
-    return partial(
-        machine.techniques.read_states,
-        compute=machine.trainer.hidden_states,
-        replay_routes=config.trainer.routing_replay,
-    )
-
-
-def _replayed(
-    techniques: Techniques,
-    seed: int,
-    identify: Callable[[Task], str],
-    groups: Sequence[Group],
-    step: int,
-) -> Sequence[Batch]:
-    """Return batches of stored groups that join the fresh groups of a step."""
-    if not techniques.sources:
-        return ()
-    own = derive_seed(seed, "replay", step)
-    return techniques.replayed(groups, own, identify=identify)
-
-
 @dataclass(frozen=True, slots=True)
 class _Listeners:
     """Callbacks of the rollout. They pass on sampled tokens, and failed or restarted episodes.
@@ -461,13 +433,11 @@ class _Listeners:
 
     old: OldLogps
     pending: PendingPieces
-    piece_arrived: asyncio.Event
     recorder: Recorder
 
     def on_piece(self, piece: PendingPiece) -> None:
         self.pending.add(piece)
         self.old.arrived(piece)
-        self.piece_arrived.set()
 
     def on_failure(self, episode: int, failure: Failure, final: bool) -> None:
         self.pending.discard([episode])

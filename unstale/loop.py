@@ -58,10 +58,37 @@ LARGE_BATCH_TOKENS = 1 << 16
 """
 
 
-class Credit(Protocol):
-    """A function that computes the advantages of a batch."""
+class TechniqueHooks(Protocol):
+    """The calls by which techniques and the advantage estimator take part in a step.
 
-    def __call__(
+    `unstale.rollout.hooks.RunHooks` implements them.
+    """
+
+    @property
+    def max_replay_age(self) -> int:
+        """Largest age in versions of a replayed token. 0 if the run replays no groups."""
+        ...
+
+    @property
+    def reads_states(self) -> bool:
+        """True if a technique uses hidden states of the policy."""
+        ...
+
+    def more(self, request: GroupRequest, results: Sequence[Trajectory | Failure]) -> int:
+        """Return the number of further episodes of a group whose episodes have all ended.
+
+        The new size of the group is recorded in the journal.
+        """
+        ...
+
+    def read_states(self, groups: Sequence[Group]) -> None:
+        """Compute the hidden states of a batch's episodes, before their advantages.
+
+        It runs in the trainer's thread.
+        """
+        ...
+
+    def credit(
         self, groups: Sequence[Group], *, progress: float, version: int, whole: bool
     ) -> tuple[list[ScoredTrajectory], Mapping[str, float]]:
         """Return the trajectories to train on with their advantages, and metrics.
@@ -69,6 +96,14 @@ class Credit(Protocol):
         `progress` is the share of the run's steps that are done. `version` is the version from
         which the batch is trained. `whole` is False for a part of a batch.
         """
+        ...
+
+    def replayed(self, groups: Sequence[Group], step: int) -> Sequence[Batch]:
+        """Return batches of stored groups that join the fresh groups of a step."""
+        ...
+
+    def trained(self, groups: Sequence[Group], step: int) -> None:
+        """Let techniques with state learn from the groups that a step has trained on."""
         ...
 
 
@@ -90,7 +125,7 @@ class RunComponents:
     queue: StalenessQueue
     pending: PendingPieces
     """Sampled pieces (runs of tokens of one version) that no batch has contained yet."""
-    advantage: Credit
+    techniques: TechniqueHooks
     old_logps: OldLogps
     auditor: AuditObserver
     trainer: Trainer
@@ -103,30 +138,6 @@ class RunComponents:
     """Thread that writes checkpoints. The threads of asyncio may all be occupied by environments.
     """
     freed_memory: FreedMemory = field(default_factory=FreedMemory)
-    started: Callable[[], None] = lambda: None
-    """Called when the engine has started. Nothing has been trained yet."""
-    piece_arrived: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when an engine returns sampled tokens, cleared by `take_groups`. An old-logit route that
-    scores during idle time waits for this event.
-    """
-
-    read_states: Callable[[Sequence[Group]], None] | None = None
-    """Called in the trainer's thread with the groups of a batch, before their advantages are
-    computed. Techniques receive the policy's hidden states. None if no technique uses them.
-    """
-    consumed: Callable[[Sequence[Group], int], None] = lambda groups, num_batches: None
-    """Called with the groups of a batch that was trained on, and the number of batches before.
-    Techniques with state learn from them. No checkpoint is copied at that time.
-    """
-    replayed: Callable[[Sequence[Group], int], Sequence[Batch]] = lambda groups, step: ()
-    """Called with the fresh groups of a step. Returns batches of stored groups, which join them."""
-    max_replay_age: int = 0
-    """Largest age in versions of a replayed token. 0 if the run replays no groups."""
-
-    more: Callable[[GroupRequest, Sequence[Trajectory | Failure]], int] = lambda request, results: 0
-    """Called with the results of a group whose episodes have all ended. Returns the number of
-    further episodes to run, and records it in the journal.
-    """
 
     def close(self) -> None:
         """Stop the trainer's thread and the checkpoint thread after their current work."""
@@ -134,14 +145,14 @@ class RunComponents:
         self.io_thread.close()
 
 
-async def train(run: RunComponents) -> bool:
+async def train(run: RunComponents, on_start: Callable[[], None] = lambda: None) -> bool:
     """Train to the last step. In deterministic mode, train to the next checkpoint.
 
     Return True if the run is complete. Otherwise the caller must load the checkpoint and call this
-    function again.
+    function again. `on_start` is called when the engine has started, before anything is trained.
     """
     await run.engine.start()
-    run.started()
+    on_start()
     complete = run.progress.step >= run.config.steps
     publication = Publication(run, run.progress, last=complete)
     await publication.finished()
@@ -184,7 +195,7 @@ async def roll(run: RunComponents, request: GroupRequest) -> Group:
     if not request.begun:
         run.journal.add_request(request)
     size = request.sizes[-1] if request.sizes else run.config.schedule.group_size
-    more = partial(run.more, request)
+    more = partial(run.techniques.more, request)
     group = await run.rollout.group(request, size=size, open_writer=run.journal.begin, more=more)
     if not request.finished:
         await run.journal.finish(group)
@@ -224,51 +235,58 @@ async def take_steps(run: RunComponents, publication: "Publication") -> Progress
 
 async def take_step(run: RunComponents, step: int, publication: "Publication") -> Progress:
     """Train on the next batch. The new weights get a version number and are published later."""
-    if run.config.schedule.max_staleness == 0:
-        await publication.finished()  # frees the tickets that this step's groups need
-    groups, wait_s = await wait_for_batch(run, step, publication)
+    groups, metrics = await wait_for_batch(run, step, publication)
+    batch, described = await build_batch(run, groups, step)
+    learnt = await learn(run, batch, groups, step, publication)
+    commit(run, batch, groups, step)
+    return Progress(step, {**metrics, **described, **learnt, **measure_sampling(run)})
 
-    run.log.sample(step, groups)
-    if run.read_states:
-        with run.log.span("trainer", f"step {step}"):
-            await run.trainer_thread.run(run.read_states, groups)
-    scored, credit_metrics = compute_advantages(run, groups, step)
-    batch, staleness = await build_batch(run, groups, scored, step)
-    metrics: dict[str, Any] = {
-        "version": run.trainer.version,
-        "schedule/wait_for_batch_s": wait_s,
-        **run.queue.metrics(),
-        **describe(groups),
-        **describe_advantages(groups, scored),
-        **credit_metrics,
-        **staleness,
-    }
-    metrics |= await learn(run, batch, groups, step, publication)
 
+def commit(run: RunComponents, batch: Batch, groups: Sequence[Group], step: int) -> None:
+    """Take the groups that a step has trained on out of the run, and start the next version.
+
+    It is called once for each step, after the last optimizer step and before anything is published.
+    Nothing reaches the disk here: journal, techniques and trainer note the step in memory, and the
+    next checkpoint writes all of it. Its row in the journal is the only commit: the groups count as
+    trained on, and the state of the techniques includes them, only with the weights that learned
+    from them. After a crash a run continues from the last checkpoint, so every group is trained on
+    exactly once in the weights that remain.
+    """
     run.pending.discard(episodes_of(groups))
-    run.journal.consume(
+    run.journal.commit(
         groups,
         step=step,
         version=run.trainer.version,
         replayed=batch.replayed_groups,
         tokens=run.trainer.tokens(),
     )
-    run.consumed(groups, step - 1)
+    run.techniques.trained(groups, step)
     run.trainer.start_version()
-    return Progress(
-        step, {**metrics, **rates(run.engine.metrics()), **run.rollout.wait_times.read("rollout")}
-    )
-
-
-def compute_advantages(
-    run: RunComponents, groups: Sequence[Group], step: int, *, whole: bool = True
-) -> tuple[list[ScoredTrajectory], Mapping[str, float]]:
-    """Return the trajectories of some groups of a step with their advantages, and metrics."""
-    done = (step - 1) / run.config.steps
-    return run.advantage(groups, progress=done, version=run.trainer.version, whole=whole)
 
 
 async def build_batch(
+    run: RunComponents, groups: Sequence[Group], step: int, *, whole: bool = True
+) -> tuple[Batch, Mapping[str, object]]:
+    """Return the batch of a step's groups and of those replayed, and its metrics.
+
+    With `whole` false, `groups` are only the first ones of the step.
+    Raises `StalenessError` if a token is older than the bound.
+    """
+    if whole:
+        run.log.sample(step, groups)
+        if run.techniques.reads_states:
+            with run.log.span("trainer", f"step {step}"):
+                await run.trainer_thread.run(run.techniques.read_states, groups)
+    done = (step - 1) / run.config.steps
+    scored, credited = run.techniques.credit(
+        groups, progress=done, version=run.trainer.version, whole=whole
+    )
+    batch, staleness = await join(run, groups, scored, step)
+    described = {**describe(groups), **describe_advantages(groups, scored)}
+    return batch, {**described, **credited, **staleness}
+
+
+async def join(
     run: RunComponents, groups: Sequence[Group], scored: Sequence[ScoredTrajectory], step: int
 ) -> tuple[Batch, Mapping[str, object]]:
     """Return the batch of some trajectories and of the groups replayed, and its staleness metrics.
@@ -276,16 +294,15 @@ async def build_batch(
     A large batch is built in the trainer's thread, so that episodes continue meanwhile. In a
     deterministic run a call in a thread takes virtual time, which would change the run.
     """
+    replay_age = run.techniques.max_replay_age
 
     def build() -> tuple[Batch, Mapping[str, object]]:
         fresh = collate(scored, groups=groups, replay_routes=run.config.trainer.routing_replay)
-        batch = concatenate([fresh, *run.replayed(groups, step)])
+        batch = concatenate([fresh, *run.techniques.replayed(groups, step)])
         lag = run.trainer.lag(batch.version)
         metrics = measure_staleness(batch, groups, lag=lag, bound=run.queue.bound)
-        if run.max_replay_age or batch.replayed.any():
-            metrics |= measure_replay(
-                batch, lag=lag, bound=run.max_replay_age, version=run.trainer.version
-            )
+        if replay_age or batch.replayed.any():
+            metrics |= measure_replay(batch, lag=lag, bound=replay_age, version=run.trainer.version)
         return batch, metrics
 
     num_tokens = sum(len(each.trajectory) for each in scored)
@@ -296,12 +313,14 @@ async def build_batch(
 
 async def wait_for_batch(
     run: RunComponents, step: int, publication: "Publication"
-) -> tuple[Sequence[Group], float]:
-    """Wait for the groups of the next batch. Return them, and the seconds of waiting.
+) -> tuple[Sequence[Group], Mapping[str, object]]:
+    """Wait for the groups of the next batch. Return them, and metrics of the schedule.
 
     With `trainer.stream`, the gradients of the first ones are added while the last ones are still
     being generated.
     """
+    if run.config.schedule.max_staleness == 0:
+        await publication.finished()  # frees the tickets that this step's groups need
     groups: list[Group] = []
     part: Sequence[Group] = ()
     wait_s = 0.0
@@ -312,7 +331,9 @@ async def wait_for_batch(
             part = await take_groups(run, missing)
         wait_s += time.monotonic() - began
         groups += part
-    return require_finished(sorted(groups, key=lambda group: group.number)), wait_s
+    metrics = {"version": run.trainer.version, "schedule/wait_for_batch_s": wait_s}
+    ordered = require_finished(sorted(groups, key=lambda group: group.number))
+    return ordered, {**metrics, **run.queue.metrics()}
 
 
 async def add_gradient(
@@ -321,8 +342,7 @@ async def add_gradient(
     """Add the gradient of some groups of a batch that is not complete yet."""
     if not any(group.trajectories for group in groups):
         return
-    scored, _ = compute_advantages(run, groups, step, whole=False)
-    part, _ = await build_batch(run, groups, scored, step)
+    part, _ = await build_batch(run, groups, step, whole=False)
     await until_scorable(run, part, publication)
     with run.log.span("trainer", f"step {step}"):
         await run.trainer_thread.run(run.trainer.add, part)
@@ -348,11 +368,11 @@ async def take_groups(run: RunComponents, missing: int) -> Sequence[Group]:
     take = partial(run.queue.take_part, missing) if run.config.trainer.stream else run.queue.take
     async with asyncio.TaskGroup() as tasks:
         taking = tasks.create_task(take())
-        taking.add_done_callback(lambda _: run.piece_arrived.set())
+        taking.add_done_callback(lambda _: run.pending.arrived.set())
         while run.old_logps.needs.idle and not taking.done():
-            run.piece_arrived.clear()
+            run.pending.arrived.clear()
             if not await run.trainer_thread.run(run.old_logps.idle):
-                await run.piece_arrived.wait()
+                await run.pending.arrived.wait()
     return taking.result()
 
 
@@ -386,6 +406,11 @@ async def learn(
     points = [*trainer.points(), *run.auditor.points()]
     run.log.learnt(step, points=points, events=run.old_logps.events())
     return trainer.metrics()
+
+
+def measure_sampling(run: RunComponents) -> Mapping[str, float]:
+    """Return the speed of the engines, and the episodes' waiting times since the last step."""
+    return {**rates(run.engine.metrics()), **run.rollout.wait_times.read("rollout")}
 
 
 def episodes_of(groups: Sequence[Group]) -> frozenset[int]:

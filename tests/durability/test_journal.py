@@ -85,7 +85,7 @@ def request(number: int) -> GroupRequest:
 
 def train_on(journal: Journal, group: Group, *, step: int, version: int) -> None:
     """Record a training step followed by a checkpoint."""
-    journal.consume([group], step=step, version=version)
+    journal.commit([group], step=step, version=version)
     asyncio.run(journal.checkpoint(f"of {step}", step=step, version=version + 1))
 
 
@@ -248,7 +248,7 @@ def test_a_transaction_is_whole_or_not_there(tmp_path: Path) -> None:
     with Journal(tmp_path / JOURNAL) as journal:
         record(journal, group(0))
         with pytest.raises(JournalError, match=r"UNIQUE constraint failed: consumed\.number"):
-            journal.consume([group(0), group(0)], step=1, version=0)
+            journal.commit([group(0), group(0)], step=1, version=0)
             asyncio.run(journal.checkpoint("of 1", step=1, version=1))
     with Journal.read(tmp_path) as read:
         assert [handed.ended for handed in read.groups()] == [
@@ -260,7 +260,7 @@ def test_consumption_becomes_true_with_the_checkpoint_that_holds_its_effect(tmp_
     with Journal(tmp_path / JOURNAL) as journal:
         for number in range(3):
             record(journal, group(number))
-            journal.consume([group(number)], step=number, version=number)
+            journal.commit([group(number)], step=number, version=number)
         journal.flush()
         with Journal.read(tmp_path) as read:
             assert [handed.ended for handed in read.groups()] == ["finished"] * 3
@@ -583,7 +583,7 @@ def test_any_error_of_the_writing_thread_ends_the_run_with_its_text(tmp_path: Pa
         pytest.raises(JournalError, match=r"the journal .* failed: 'str' object has no attribute"),
         Journal(tmp_path / JOURNAL) as journal,
     ):
-        journal.consume([], step=1, version=0, tokens=damaged)
+        journal.commit([], step=1, version=0, tokens=damaged)
         journal.flush()
 
 
@@ -677,7 +677,7 @@ def test_a_replayed_group_is_recorded_beside_its_first_training(tmp_path: Path) 
         for step in range(3):
             record(journal, group(step))
             again = [step - 1, 0][:step]
-            journal.consume([group(step)], step=step, version=step, replayed=again)
+            journal.commit([group(step)], step=step, version=step, replayed=again)
             asyncio.run(journal.checkpoint(f"of {step}", step=step, version=step + 1))
         with Journal.read(tmp_path) as read:
             assert [read.replayed(step) for step in range(3)] == [[], [0], [1, 0]]
@@ -720,7 +720,7 @@ def test_a_journal_of_a_format_before_is_read_and_changed_on_a_resume(
         assert [one.number for one in read.consumed(0)] == [0]
     with Journal(tmp_path / JOURNAL) as journal:
         record(journal, group(1))
-        journal.consume([group(1)], step=1, version=1, replayed=[0])
+        journal.commit([group(1)], step=1, version=1, replayed=[0])
         asyncio.run(journal.checkpoint("of 1", step=1, version=2))
     with Journal.read(tmp_path) as read:
         assert check(read) == [] and read.replayed(1) == [0]
@@ -847,7 +847,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[tuple[int,
     once."""
     folder = tmp_path_factory.mktemp("run")
     parts = make(folder, count(), budget=2)
-    take, consume = parts.queue.take, parts.journal.consume
+    take, consume = parts.queue.take, parts.journal.commit
     consumed: list[tuple[int, list[Group]]] = []
 
     async def looked_up() -> list[Group]:
@@ -861,7 +861,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[tuple[int,
         consumed.append((step, list(groups)))
         consume(groups, step=step, **rest)
 
-    parts.queue.take, parts.journal.consume = looked_up, kept  # type: ignore[method-assign]
+    parts.queue.take, parts.journal.commit = looked_up, kept  # type: ignore[method-assign]
     run(parts)
     return folder, consumed
 
@@ -1049,9 +1049,9 @@ def test_a_failure_that_nobody_waits_for_ends_the_run_and_is_its_cause(tmp_path:
         seen.append(step)
         parts.journal.transaction([("INSERT INTO no_such_table VALUES (1)", ())])
 
-    parts.journal.consume = spoil  # type: ignore[assignment]
+    parts.journal.commit = spoil  # type: ignore[assignment]
     with pytest.raises(ExceptionGroup) as failures:
-        asyncio.run(session._supervise(parts))
+        asyncio.run(session._supervise(parts, lambda: None))
     assert isinstance(first_error(failures.value), JournalError) and "no_such_table" in str(
         first_error(failures.value)
     )

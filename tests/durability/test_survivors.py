@@ -81,7 +81,7 @@ class Run:
         for group in ended:
             asyncio.run(self.journal.finish(group))
         if consumed:
-            self.journal.consume(ended, step=1, version=0)
+            self.journal.commit(ended, step=1, version=0)
             asyncio.run(self.journal.checkpoint("000001", step=1, version=1))
 
 

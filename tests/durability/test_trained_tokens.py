@@ -77,7 +77,7 @@ def values(  # noqa: PLR0913 - each names one property of the values
 
 
 def train_with(journal: Journal, number: int, *tokens: TokenValues, step: int) -> None:
-    journal.consume([group(number)], step=step, version=step - 1, tokens=tokens)
+    journal.commit([group(number)], step=step, version=step - 1, tokens=tokens)
     asyncio.run(journal.checkpoint(f"of {step}", step=step, version=step))
 
 
@@ -147,7 +147,7 @@ def test_values_are_read_before_the_checkpoint_and_removed_by_a_rewind(tmp_path:
         train_with(journal, 0, values(0), values(1), step=1)
         again = replace(values(1), route="stored")
         train_with(journal, 1, values(2, group=1), again, step=2)
-        journal.consume([group(2)], step=3, version=2, tokens=[values(4, group=2)])
+        journal.commit([group(2)], step=3, version=2, tokens=[values(4, group=2)])
         journal.flush()
         with Journal.read(tmp_path) as read:
             assert check(read) == [] and read.token_steps() == {0: [1, 2], 1: [2], 2: [3]}

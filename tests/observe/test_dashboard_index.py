@@ -231,7 +231,7 @@ def test_an_episode_is_followed_from_its_start_to_its_training(tmp_path: Path) -
         assert table_of(killed) == table_of(index) and killed.num_ended == 3
         assert {path: path.read_bytes() for path in files} == files
         killed.close()
-        journal.consume([group], step=1, version=4)
+        journal.commit([group], step=1, version=4)
         asyncio.run(journal.checkpoint("first", step=1, version=4))
         fill(index)
         assert [(row["outcome"], row["step"], row["lag_max"]) for row in table_of(index)] == [
@@ -285,7 +285,7 @@ def test_values_of_training_are_in_the_table_and_at_each_token(tmp_path: Path) -
         live = fill(RunIndex(run, tmp_path / "live.sqlite"))
         assert tokens.episode(live, 0)["training"] is None
         values = (trained(0, flags), trained(1, flags, run=False))
-        journal.consume([group], step=1, version=4, tokens=values)
+        journal.commit([group], step=1, version=4, tokens=values)
         asyncio.run(journal.checkpoint("first", step=1, version=4))
         fill(live)
     late = fill(RunIndex(run, tmp_path / "late.sqlite"))
@@ -347,8 +347,8 @@ def test_a_replayed_episode_has_the_values_and_the_lags_of_each_step(tmp_path: P
         writer.write_outcome(ended)
         group = Group(task, (ended,), number=0)
         asyncio.run(journal.finish(group))
-        journal.consume([group], step=1, version=4, tokens=[trained(0, kept)])
-        journal.consume([], step=5, version=8, replayed=[0], tokens=[trained(0, masked)])
+        journal.commit([group], step=1, version=4, tokens=[trained(0, kept)])
+        journal.commit([], step=5, version=8, replayed=[0], tokens=[trained(0, masked)])
         asyncio.run(journal.checkpoint("first", step=5, version=8))
     index = fill(RunIndex(tmp_path, tmp_path / "index.sqlite"))
     for step, used, lag, outcome in (

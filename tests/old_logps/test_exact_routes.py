@@ -530,7 +530,6 @@ def routed(
     def arrived(piece: PendingPiece) -> None:
         parts.pending.add(piece)
         old.arrived(piece)
-        parts.piece_arrived.set()
 
     config = replace(
         parts.config, trainer=TrainerConfig(lr=3e-3, minibatches_per_batch=minibatches_per_batch)

@@ -12,8 +12,9 @@ from tests.test_loop import Numbers, Repeated
 from unstale.config import ConfigError, RunConfig, ScheduleConfig, SelectionConfig
 from unstale.durability.resume import ResumeState
 from unstale.records import ContextPiece, Failure, Group, GroupRequest, Task, Trajectory
+from unstale.rollout.hooks import RunHooks
 from unstale.rollout.selection import Selection, make_pool
-from unstale.techniques import Draw, DrawContext, GroupSoFar, Techniques
+from unstale.techniques import NO_TECHNIQUES, Draw, DrawContext, GroupSoFar, Techniques
 
 CONFIG = RunConfig(
     recipe="mine", schedule=ScheduleConfig(groups_per_step=2), selection=SelectionConfig(pool=4)
@@ -115,7 +116,7 @@ def test_a_sampler_chooses_among_some_tasks_that_are_not_in_flight() -> None:
     assert all(len(set(tasks)) == 8 for tasks, _ in sampler.seen)
     assert [step for _, step in sampler.seen[:5]] == [1, 1, 2, 2, 3]
     one = requests[0]
-    selection.consumed([Group(one.task, (), (), one.number)], 0, lag=torch.zeros_like)
+    selection.ended([Group(one.task, (), (), one.number)])
     usable = {f"numbers/train/{i}" for i in range(50) if i != 7}
     later = [each.task.key for each in islice(stream, 10)]
     assert sorted(later) == sorted(usable - set(keys[1:])), "its task is not in flight any more"
@@ -132,11 +133,22 @@ def test_an_allocator_decides_the_size_and_the_journal_gets_it_before() -> None:
     assert request.sizes == (2,)
     recorded: list[tuple[int, int]] = []
 
+    hooks = RunHooks(
+        techniques=NO_TECHNIQUES,
+        selection=selection,
+        estimate=lambda groups: [],
+        identify=lambda task: task.key,
+        lag=torch.zeros_like,
+        resize=lambda *row: recorded.append(row),
+        hidden_states=None,
+        seed=0,
+        replay_routes=False,
+    )
+
     def more(*rewards: float | None) -> int:
-        return selection.more(request, ended(*rewards), resize=lambda *row: recorded.append(row))
+        return hooks.more(request, ended(*rewards))
 
     assert more(0.0, 0.0) == 2 and more(0.0, 0.0, 0.0, None) == 2
     assert recorded == [(0, 4), (0, 6)]
     assert more(0.0, 1.0) == more(None, None) == more(0.0, 0.0, 0.0, 0.0, 0.0, None) == 0
-    assert make(config).more(request, ended(0.0), resize=lambda *row: None) == 0
-    assert len(recorded) == 2
+    assert make(config).more(request, ended(0.0)) == 0 and len(recorded) == 2

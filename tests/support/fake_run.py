@@ -130,7 +130,7 @@ class FakeEpisodes:
         asyncio.run(self._journal.finish(group))
         tokens = [fake_tokens(group, each, self._route, step) for each in range(4)]
         tokens = tokens if self._route else []
-        self._journal.consume([group], step=step, version=step - 1, tokens=tokens)
+        self._journal.commit([group], step=step, version=step - 1, tokens=tokens)
 
     def close(self, steps: int) -> None:
         asyncio.run(self._journal.checkpoint("fake", step=steps, version=steps))

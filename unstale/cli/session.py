@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing, nullcontext, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -475,10 +475,10 @@ class RunSession:
             del stored, previous  # their tensors take as much memory as the trainer
         self.machine = machine
         outputs = Outputs(self.log, display, self._trackers)
-        parts = replace(build(config, machine, outputs, state), started=self._begin)
+        parts = build(config, machine, outputs, state)
         self._recorder = parts.log
         return virtual_clock.run(
-            _supervise(parts), virtual=config.deterministic, on_stuck=self._end_stuck
+            _supervise(parts, self._begin), virtual=config.deterministic, on_stuck=self._end_stuck
         )
 
     def _changed_data(self, machine: Components) -> dict[str, Any] | None:
@@ -550,10 +550,11 @@ class RunSession:
             self._ranks.close()
 
 
-async def _supervise(parts: RunComponents) -> bool:
+async def _supervise(parts: RunComponents, on_start: Callable[[], None]) -> bool:
     """Run the training loop and end its threads. Return True at the end of the run.
 
-    The engine is closed, unless another segment follows that uses it.
+    `on_start` is called when the engine has started. The engine is closed, unless another segment
+    follows that uses it.
     """
     done = True
     try:
@@ -561,7 +562,7 @@ async def _supervise(parts: RunComponents) -> bool:
             with parts.journal:
                 watch = tasks.create_task(parts.journal.watch())
                 async with parts.rollout.resources:
-                    done = await loop.train(parts)
+                    done = await loop.train(parts, on_start)
                 await parts.journal.barrier()
                 watch.cancel()
     finally:

@@ -40,7 +40,7 @@ class RunJournal(Protocol):
 
     async def publishing(self, version: int) -> None: ...
 
-    def consume(
+    def commit(
         self,
         groups: Sequence[Group],
         *,

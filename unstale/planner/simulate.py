@@ -5,7 +5,6 @@ Engines, trainer and publisher take the seconds of `Costs`. Episodes are simulat
 ones have a coroutine and journal rows. That is too slow for hundreds of thousands of episodes.
 """
 
-from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 
@@ -56,7 +55,6 @@ from unstale.planner.workload import (
     TurnShape,
     Workload,
 )
-from unstale.records import Group, ScoredTrajectory
 from unstale.rollout.failures import TooManyFailures
 from unstale.rollout.staleness_queue import PendingPieces
 from unstale.rollout.timeouts import first_error
@@ -131,7 +129,7 @@ def simulate(  # noqa: PLR0913 - four parts of a run, its length, seed and route
         evaluation=None,
         queue=SimulatedQueue(schedule, fleet.steps_per_version),
         pending=pending,
-        advantage=_zero_advantages,
+        techniques=limits,
         old_logps=SimulatedRoute(Needs(closing=needs.closing, snapshots=snapshots), trainer),
         auditor=NullAudit(),
         trainer=trainer,
@@ -141,7 +139,6 @@ def simulate(  # noqa: PLR0913 - four parts of a run, its length, seed and route
         log=recorder,
         trainer_thread=SimulatedThread(clock, trainer),
         io_thread=InstantThread(clock, overheads.checkpoint_s),
-        consumed=limits.observe,
     )
 
     async def run() -> None:
@@ -186,13 +183,6 @@ def _config(schedule: ScheduleConfig, fleet: Fleet, steps: int, checkpoint_every
         checkpoint=CheckpointConfig(every=checkpoint_every or steps + 1),
         eval=EvalConfig(tasks=0),
     )
-
-
-def _zero_advantages(
-    groups: Sequence[Group], *, progress: float, version: int, whole: bool
-) -> tuple[list[ScoredTrajectory], dict[str, float]]:
-    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
-    return [ScoredTrajectory(trajectory, (0.0,)) for trajectory in trajectories], {}
 
 
 def _result(

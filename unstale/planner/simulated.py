@@ -331,7 +331,7 @@ class NullJournal:
 
     async def publishing(self, version: int) -> None: ...
 
-    def consume(
+    def commit(
         self,
         groups: Sequence[Group],
         *,

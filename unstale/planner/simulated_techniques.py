@@ -18,7 +18,15 @@ from unstale.config.names import nearest
 from unstale.config.techniques import chosen
 from unstale.planner.assignments import value_kinds
 from unstale.planner.workload import EpisodeShape, TurnShape
-from unstale.records import NO_BUDGET, EpisodeBudget, Group, GroupRequest, Task
+from unstale.records import (
+    NO_BUDGET,
+    Batch,
+    EpisodeBudget,
+    Group,
+    GroupRequest,
+    ScoredTrajectory,
+    Task,
+)
 from unstale.rollout.segments import Age, BudgetUse
 from unstale.techniques import Outcome
 from unstale.techniques.limits import Limits, LimitsConfig, limit_of
@@ -162,7 +170,13 @@ def of_run(config: RunConfig, techniques: SimulatedTechniques | None) -> Simulat
 
 
 class SimulatedLimits:
-    """The limits of the episodes of each group, which learn from the groups trained on."""
+    """The limits of the episodes of each group, which learn from the groups trained on.
+
+    It has the methods of `unstale.loop.TechniqueHooks`. All advantages are 0.
+    """
+
+    max_replay_age = 0
+    reads_states = False
 
     def __init__(self, techniques: SimulatedTechniques) -> None:
         self._limits = Limits(techniques.limits) if techniques.limits else None
@@ -197,15 +211,28 @@ class SimulatedLimits:
             self._ended[request.number].append((len(cut.turns), cut != whole))
         return made
 
-    def observe(self, groups: Sequence[Group], num_batches: int) -> None:
-        """Let the techniques learn from the groups of a batch that was trained on."""
+    def more(self, request: GroupRequest, results: object) -> int:
+        return 0
+
+    def read_states(self, groups: Sequence[Group]) -> None: ...
+
+    def credit(
+        self, groups: Sequence[Group], *, progress: float, version: int, whole: bool
+    ) -> tuple[list[ScoredTrajectory], dict[str, float]]:
+        trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+        return [ScoredTrajectory(trajectory, (0.0,)) for trajectory in trajectories], {}
+
+    def replayed(self, groups: Sequence[Group], step: int) -> Sequence[Batch]:
+        return ()
+
+    def trained(self, groups: Sequence[Group], step: int) -> None:
         outcomes = []
         for group in groups:
             ended = self._ended.pop(group.number, [])
             outcomes.append(
                 Outcome(
                     task="",
-                    num_batches=num_batches,
+                    num_batches=step - 1,
                     lag=0,
                     rewards=(1.0,) * len(ended),
                     failures=0,

@@ -11,7 +11,7 @@ as without the resume. Another run does if no step was trained after the checkpo
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -27,8 +27,6 @@ from unstale.rollout.seeds import derive_seed
 from unstale.techniques import Draw, DrawContext, GroupSoFar, Techniques, TextReader
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from unstale.durability.resume import ResumeState
 
 MAX_SKIPPED = 100_000
@@ -223,39 +221,17 @@ class Selection:
             budget=replace(budget, reply_tokens=reply_tokens),
         )
 
-    def more(
-        self,
-        request: GroupRequest,
-        results: Sequence[Trajectory | Failure],
-        *,
-        resize: Callable[[int, int], None],
-    ) -> int:
-        """Return the number of further episodes of a group whose episodes have all ended.
-
-        `resize` is called before with the number of the group and its new size, to record it.
-        """
+    def more(self, request: GroupRequest, results: Sequence[Trajectory | Failure]) -> int:
+        """Return the number of further episodes of a group whose episodes have all ended."""
         allocator = self._techniques.allocator
         rewards = tuple(each.reward for each in results if isinstance(each, Trajectory))
         if allocator is None or not rewards:
             return 0
         first = request.sizes[0] if request.sizes else len(results)
         task = self._identify(request.task)
-        count = allocator.more(GroupSoFar(task, rewards, len(results), first))
-        if count:
-            resize(request.number, len(results) + count)
-        return count
+        return allocator.more(GroupSoFar(task, rewards, len(results), first))
 
-    def consumed(
-        self,
-        groups: Sequence[Group],
-        num_batches: int,
-        *,
-        lag: Callable[[Tensor], Tensor],
-    ) -> None:
-        """Pass the groups of a batch that was trained on to the techniques with state.
-
-        `num_batches` is the number of batches before, `lag` is that of the trainer.
-        """
+    def ended(self, groups: Sequence[Group]) -> None:
+        """Note that groups are no longer in flight: their tasks may be drawn again."""
         for group in groups:
             self._live.pop(group.number, None)
-        self._techniques.consumed(groups, num_batches, lag=lag, identify=self._identify)

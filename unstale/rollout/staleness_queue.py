@@ -318,9 +318,12 @@ class PendingPieces:
 
     def __init__(self) -> None:
         self._pieces: dict[int, dict[int, list[PendingPiece]]] = {}
+        self.arrived = asyncio.Event()
+        """Set by `add`. Whoever waits for the next piece clears it before."""
 
     def add(self, piece: PendingPiece) -> None:
         self._pieces.setdefault(piece.piece.version, {}).setdefault(piece.episode, []).append(piece)
+        self.arrived.set()
 
     def discard(self, episodes: Collection[int]) -> None:
         """Remove the pieces of episodes that were trained on or have failed."""

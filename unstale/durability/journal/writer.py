@@ -242,7 +242,7 @@ class Journal:
             self._highest_version = version
         await self.barrier()
 
-    def consume(
+    def commit(
         self,
         groups: Sequence[Group],
         *,

@@ -1,0 +1,87 @@
+"""The part that techniques and the advantage estimator have in the steps of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from unstale.rollout.seeds import derive_seed
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from unstale.records import (
+        Batch,
+        Failure,
+        Group,
+        GroupRequest,
+        ScoredTrajectory,
+        Task,
+        Trajectory,
+    )
+    from unstale.rollout.selection import Selection
+    from unstale.techniques import HiddenStates, StatesQuery, Techniques
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunHooks:
+    """Calls the techniques of a run, as `unstale.loop.TechniqueHooks` describes."""
+
+    techniques: Techniques
+    selection: Selection
+    estimate: Callable[[Sequence[Group]], list[ScoredTrajectory]]
+    """The configured advantage estimator."""
+    identify: Callable[[Task], str]
+    """Returns a task's identity."""
+    lag: Callable[[Tensor], Tensor]
+    """Returns the age of versions in batches."""
+    resize: Callable[[int, int], None]
+    """Records the number of a group and its new size."""
+    hidden_states: Callable[[Batch, StatesQuery], HiddenStates] | None
+    """Computes hidden states of the policy. None with trainer ranks, where such techniques are
+    refused, because they have state.
+    """
+    seed: int
+    replay_routes: bool
+    """The passes for hidden states replay the recorded experts."""
+
+    @property
+    def max_replay_age(self) -> int:
+        return self.techniques.max_replay_age
+
+    @property
+    def reads_states(self) -> bool:
+        return bool(self.techniques.states_readers and self.hidden_states)
+
+    def more(self, request: GroupRequest, results: Sequence[Trajectory | Failure]) -> int:
+        count = self.selection.more(request, results)
+        if count:
+            self.resize(request.number, len(results) + count)
+        return count
+
+    def read_states(self, groups: Sequence[Group]) -> None:
+        assert self.hidden_states, "reads_states says whether there are any"
+        self.techniques.read_states(groups, self.hidden_states, replay_routes=self.replay_routes)
+
+    def credit(
+        self, groups: Sequence[Group], *, progress: float, version: int, whole: bool
+    ) -> tuple[list[ScoredTrajectory], Mapping[str, float]]:
+        return self.techniques.credit(
+            groups,
+            progress=progress,
+            version=version,
+            estimate=self.estimate,
+            identify=self.identify,
+            whole=whole,
+        )
+
+    def replayed(self, groups: Sequence[Group], step: int) -> Sequence[Batch]:
+        if not self.techniques.sources:
+            return ()
+        seed = derive_seed(self.seed, "replay", step)
+        return self.techniques.replayed(groups, seed, identify=self.identify)
+
+    def trained(self, groups: Sequence[Group], step: int) -> None:
+        self.selection.ended(groups)
+        self.techniques.consumed(groups, step - 1, lag=self.lag, identify=self.identify)
