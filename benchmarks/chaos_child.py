@@ -123,8 +123,8 @@ class _Doomed:
 CLOCK = "any moment"
 TARGETS: dict[str, tuple[Place, ...]] = {
     "start-up": (
-        Place(session, "build_machine", 1),
-        Place(session, "build_machine", 3, 0.5),
+        Place(session, "build_components", 1),
+        Place(session, "build_components", 3, 0.5),
         Place(session, "init_run", 1, 0.3),
         Place(session, "load_resume_state", 2, 0.2),
         Place(session, "restore", 2, 0.2),
@@ -139,7 +139,7 @@ TARGETS: dict[str, tuple[Place, ...]] = {
     "optimizer step": (
         Place(LocalTrainer, "backward", 4, 0.3),
         Place(LocalTrainer, "step", 4, 0.03),
-        Place(Journal, "consume", 4),
+        Place(Journal, "commit", 4),
     ),
     "journal commit": (
         Place(Journal, "_commit", 100),

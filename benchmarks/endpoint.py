@@ -26,7 +26,7 @@ from typing import Any
 
 from benchmarks import tables
 from unstale import recipes
-from unstale.build import build_machine
+from unstale.builders import build_components
 from unstale.cli.process import limit_threads
 from unstale.config import SHIPPED_POLICY
 from unstale.envs.external import ExternalAgent
@@ -303,7 +303,7 @@ async def measured(seconds: float, many: int, every_s: float) -> tuple[CallStats
         config, rollout=replace(config.rollout, retries=0, timeout_s=120.0, max_failed_share=1.0)
     )
     limit_threads()
-    parts, tally = build_machine(config), CallStats()
+    parts, tally = build_components(config), CallStats()
     engine, clients = parts.generator.engine, Agents(tally)
     bench = Bench(config, parts, tally, clients)
     publisher = DirectPublisher(engine, dtype=DTYPES[config.engine.dtype])

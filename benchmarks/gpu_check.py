@@ -32,7 +32,7 @@ from benchmarks.gpu import PROMPT, REPLY, Big, collect
 from benchmarks.gpu_engines import Finding
 from benchmarks.routes import MIXED, episodes, scored, settle
 from benchmarks.tables import CONSOLE, columns, row, write
-from unstale.build import build_rank
+from unstale.builders import build_rank
 from unstale.cluster.ranks import Ranks
 from unstale.cluster.ranks_worker import Rank
 from unstale.cluster.session import end_after

@@ -22,7 +22,7 @@ from typing import Any, cast
 from torch import Tensor
 
 from benchmarks.tables import CONSOLE, columns, row, write
-from unstale.build import build_old_logps
+from unstale.builders import build_old_logps
 from unstale.config import OldLogpsConfig, RunConfig, TrainerConfig
 from unstale.model.policy import Policy
 from unstale.old_logps.scoring.local_scorer import LocalScorer

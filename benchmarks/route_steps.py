@@ -21,7 +21,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from benchmarks.tables import CONSOLE, columns, rotated, row, spread, write
-from unstale.build import Components, build_machine
+from unstale.builders import Components, build_components
 from unstale.cli.process import limit_threads
 from unstale.cli.session import RunSession
 from unstale.config import AuditConfig, CheckpointConfig, EvalConfig, RunConfig, ScheduleConfig
@@ -140,7 +140,7 @@ def config_of(name: str, setting: Setting, *, seed: int, runs: Path) -> RunConfi
 def run(config: RunConfig, warm: int) -> Ran:
     """Run as `unstale train` does, but keep nothing. The first `warm` steps do not count."""
     limit_threads()
-    machine, clock = build_machine(config), Clock()
+    machine, clock = build_components(config), Clock()
     clock.watch(machine)
     folder = config.runs / config.name
     log = RunLog.create(folder, config)

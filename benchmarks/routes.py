@@ -28,7 +28,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from benchmarks import route_steps
 from benchmarks.tables import CONSOLE, columns, picture, row, spread, write
 from unstale.algorithms import audit
-from unstale.build import build_old_logps
+from unstale.builders import build_old_logps
 from unstale.config import (
     CorrectionConfig,
     ObjectiveConfig,

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.tables import CONSOLE, columns, row, write
-from unstale.build import build_rollout, build_sampler
+from unstale.builders import build_rollout, build_sampler
 from unstale.config import SHIPPED_POLICY, Dtype, RunConfig, ScheduleConfig
 from unstale.model.experts import RouteRecorder
 from unstale.model.policy import Policy

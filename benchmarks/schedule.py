@@ -178,7 +178,7 @@ class NullJournal:
 
     async def finish(self, group: Group) -> None: ...
 
-    def consume(
+    def commit(
         self,
         groups: Sequence[Group],
         *,

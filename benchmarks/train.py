@@ -47,7 +47,7 @@ from benchmarks.tables import (
     write,
 )
 from unstale import loop
-from unstale.build import build_old_logps
+from unstale.builders import build_old_logps
 from unstale.config import (
     CheckpointConfig,
     CorrectionConfig,

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from tests.support.waits import LIMIT_S
 from unstale import loop
-from unstale.build import Components, build, build_checkpoints
+from unstale.builders import LocalComponents, build
 from unstale.config import (
     CheckpointConfig,
     EngineConfig,
@@ -202,14 +202,14 @@ async def a_moment(tokens: Sequence[int], params: SamplingParams) -> None:
         await asyncio.sleep(0)
 
 
-def first_state(machine: Components, config: RunConfig, folder: Path) -> ResumeState:
+def first_state(machine: LocalComponents, config: RunConfig, folder: Path) -> ResumeState:
     """Write the first checkpoint of a run."""
-    return init_run(folder, build_checkpoints(config, machine, folder), machine.policy)
+    return init_run(folder, machine.checkpoints(config, folder), machine.policy)
 
 
 def toy_machine(
     config: RunConfig, taskset: Taskset, *, delay: Delay = a_moment, route: Route | None = None
-) -> Components:
+) -> LocalComponents:
     """Return real components with a scripted engine whose replies depend on the seed."""
 
     def say(tokens: Sequence[int], params: SamplingParams) -> list[int]:
@@ -225,7 +225,7 @@ def toy_machine(
     techniques = Techniques.of(config)
     trainer = LocalTrainer(policy, config, old, auditor.look, techniques=techniques)
     generator = Generator(engine, NumberChat(), config.engine)  # type: ignore[arg-type]
-    return Components(policy, taskset, generator, scorer, old, auditor, trainer, techniques)
+    return LocalComponents(policy, taskset, generator, scorer, old, auditor, trainer, techniques)
 
 
 def make(

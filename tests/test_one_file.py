@@ -29,7 +29,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 from examples import one_file
 from tests.support.tiny_runs import save_tiny
 from unstale.algorithms.advantages import grpo_advantage
-from unstale.build import build_old_logps
+from unstale.builders import build_old_logps
 from unstale.config import (
     SHIPPED_POLICY,
     CorrectionConfig,

@@ -26,7 +26,7 @@ from safetensors.torch import load_file
 
 from tests.cli.test_replay import HUGE, a_batch, goes_wrong
 from tests.cli.test_run import small
-from unstale.build import build_machine
+from unstale.builders import build_components
 from unstale.cli import session
 from unstale.config import SHIPPED_POLICY, AuditConfig, ConfigError, EvalConfig
 from unstale.durability.journal import JOURNAL, Journal, JournalError, check
@@ -397,7 +397,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
         eval=EvalConfig(tasks=0),
     )
     run = session.train(config, console=Console(file=StringIO())).folder
-    machine = build_machine(config)
+    machine = build_components(config)
     goes_wrong(machine, a_batch(advantage=HUGE))
     assert "unstale replay" in save_failed_batch(machine.trainer, run)
     return run

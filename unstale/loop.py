@@ -109,7 +109,7 @@ class TechniqueHooks(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RunComponents:
-    """All components of a run that the training loop connects. `unstale/build.py` creates them."""
+    """All components of a run that the training loop connects. `unstale/builders/` creates them."""
 
     config: RunConfig
     progress: Progress

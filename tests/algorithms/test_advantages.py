@@ -38,7 +38,7 @@ from unstale.algorithms.advantages import (
     rloo_first_advantage,
     turn_level,
 )
-from unstale.build import build_advantage
+from unstale.builders import build_advantage
 from unstale.config import AdvantageConfig, ConfigError
 from unstale.config.declared import choices
 from unstale.records import (

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from unstale.algorithms import audit
 from unstale.algorithms.audit import Tokens
-from unstale.build import build_old_logps
+from unstale.builders import build_old_logps
 from unstale.cli import session
 from unstale.cli.audit import audit as audit_run
 from unstale.cli.audit import segments

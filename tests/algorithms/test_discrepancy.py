@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from unstale.build import build_old_logps
+from unstale.builders import build_old_logps
 from unstale.config import SHIPPED_POLICY, EngineConfig, OldLogpsConfig, RolloutConfig
 from unstale.engines.embedded.engine import EmbeddedEngine
 from unstale.engines.registry import EngineOptions

@@ -9,7 +9,7 @@ import pytest
 
 from tests.cli.test_run import small
 from unstale.algorithms.advantages import ESTIMATORS, estimator
-from unstale.build import build_advantage
+from unstale.builders import build_advantage
 from unstale.cli import session
 from unstale.cli.recipe_options import options_help
 from unstale.config import AdvantageConfig, ConfigError, EvalConfig

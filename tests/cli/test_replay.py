@@ -16,7 +16,7 @@ from safetensors.torch import save
 
 from tests.cli.test_run import small
 from unstale.algorithms import advantages
-from unstale.build import Components, build_machine
+from unstale.builders import Components, build_components
 from unstale.cli.failures import RunFailed
 from unstale.cli.main import main
 from unstale.cli.replay import replay
@@ -63,7 +63,7 @@ def test_what_went_wrong_goes_wrong_again_in_the_same_words(
     tmp_path: Path, what: str, route: str
 ) -> None:
     machine, batch = (
-        build_machine(config(tmp_path, route)),
+        build_components(config(tmp_path, route)),
         a_batch(advantage=HUGE if what == "the loss" else 1.0),
     )
     RunLog.create(tmp_path / "run", config(tmp_path, route)).close()
@@ -81,7 +81,7 @@ def test_what_went_wrong_goes_wrong_again_in_the_same_words(
 def test_all_parts_of_a_streamed_batch_are_saved(tmp_path: Path) -> None:
     """The last part has no gradient. That of the first is not finite, which `step` detects."""
     streamed = replace(config(tmp_path), trainer=TrainerConfig(stream=True))
-    machine = build_machine(streamed)
+    machine = build_components(streamed)
     machine.old.published(live={0})
     RunLog.create(tmp_path / "run", streamed).close()
     items = [
@@ -103,17 +103,19 @@ def test_all_parts_of_a_streamed_batch_are_saved(tmp_path: Path) -> None:
 def test_a_batch_needs_no_engine_and_its_route_is_closed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    machine, closed = build_machine(config(tmp_path)), []
+    machine, closed = build_components(config(tmp_path)), []
     RunLog.create(tmp_path / "run", config(tmp_path)).close()
     goes_wrong(machine, a_batch(advantage=HUGE))
     save_failed_batch(machine.trainer, tmp_path / "run")
-    monkeypatch.setattr("unstale.build.build_engine", lambda *_: pytest.fail("an engine was made"))
+    monkeypatch.setattr(
+        "unstale.builders.sampling.build_engine", lambda *_: pytest.fail("an engine was made")
+    )
     monkeypatch.setattr(SnapshotOld, "close", lambda self: closed.append(self))
     assert tell(tmp_path / "run")[0] and len(closed) == 1
 
 
 def test_a_batch_that_was_mended_does_not_go_wrong(tmp_path: Path) -> None:
-    machine = build_machine(config(tmp_path))
+    machine = build_components(config(tmp_path))
     RunLog.create(tmp_path / "run", config(tmp_path)).close()
     goes_wrong(machine, a_batch(advantage=HUGE))
     save_failed_batch(machine.trainer, tmp_path / "run")
@@ -131,7 +133,7 @@ def test_a_run_that_stops_on_a_number_says_how_to_see_it_again(
     def blind(groups: Sequence[Group]) -> list[ScoredTrajectory]:
         return [replace(item, advantage=(HUGE,)) for item in advantages.grpo(groups)]
 
-    monkeypatch.setattr("unstale.build.build_advantage", lambda config: blind)
+    monkeypatch.setattr("unstale.builders.run.build_advantage", lambda config: blind)
     out = StringIO()
     with pytest.raises(RunFailed, match="the gradient norm of optimizer step 1 is"):
         train(config(tmp_path), console=Console(file=out, width=500))
@@ -158,7 +160,7 @@ def test_a_file_that_is_something_else_is_refused_by_name(tmp_path: Path) -> Non
 
 
 def test_evidence_that_cannot_be_written_is_said_and_hides_nothing(tmp_path: Path) -> None:
-    machine = build_machine(config(tmp_path))
+    machine = build_components(config(tmp_path))
     assert (
         save_failed_batch(machine.trainer, tmp_path)
         == "no batch was saved: the trainer had none yet"

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from unstale import build
+from unstale.builders import sampling
 from unstale.cli import main
 from unstale.cli.failures import exhausted
 
@@ -85,7 +85,7 @@ def test_an_exhausted_resource_at_the_start_is_one_line(
     def fail(*_: object) -> None:
         raise error
 
-    monkeypatch.setattr(build, "load_policy", fail)
+    monkeypatch.setattr(sampling, "load_policy", fail)
     with pytest.raises(SystemExit) as end:
         main.main(["train", "retail"])
     (line,) = capsys.readouterr().err.strip().splitlines()
@@ -105,6 +105,6 @@ def test_another_error_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> N
     def fail(*_: object) -> None:
         raise RuntimeError("a mistake in the code")
 
-    monkeypatch.setattr(build, "load_policy", fail)
+    monkeypatch.setattr(sampling, "load_policy", fail)
     with pytest.raises(RuntimeError, match="a mistake in the code"):
         main.main(["train", "retail"])

@@ -80,9 +80,9 @@ def speaking(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Scripted]:
 
     def with_engine(*errors: Exception) -> Scripted:
         engine = Scripted(*errors)
-        monkeypatch.setattr("unstale.build.build_engine", lambda *_: engine)
-        for unneeded in ("LocalTrainer", "Auditor", "build_old_logps"):
-            monkeypatch.setattr(f"unstale.build.{unneeded}", refused)
+        monkeypatch.setattr("unstale.builders.sampling.build_engine", lambda *_: engine)
+        for unneeded in ("LocalTrainer", "Auditor"):
+            monkeypatch.setattr(f"unstale.builders.local.{unneeded}", refused)
         return engine
 
     return with_engine

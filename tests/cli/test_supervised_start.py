@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from unstale.build import load_policy
+from unstale.builders import load_policy
 from unstale.cli.session import train
 from unstale.cli.sft import RECORD
 from unstale.cli.supervised_start import demonstrations, make_start

@@ -20,7 +20,7 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from tests.cluster.conftest import NODE_MEMORY
 from tests.engines.test_processes import configured
 from tests.support.host_engines import EXPERTS, ROUTED, LongEngine
-from unstale import build
+from unstale.builders import sampling
 from unstale.cli import session
 from unstale.cluster.hosted_engine import RESOURCE, HostedEngine
 from unstale.config import SHIPPED_POLICY, AuditConfig, ClusterConfig, ScheduleConfig, TrainerConfig
@@ -84,7 +84,7 @@ def test_replies_of_16k_tokens_stall_nothing(
     monkeypatch.setattr(asyncio.events.Handle, "_run", timed)
     monkeypatch.setattr(HostedEngine, "_call", measured)
     monkeypatch.setattr(ray, "get", get_elsewhere)
-    monkeypatch.setattr(build, "engine_spec", lambda backend: EngineSpec(LongEngine))
+    monkeypatch.setattr(sampling, "engine_spec", lambda backend: EngineSpec(LongEngine))
     limits = {"max_context": 2 * TOKENS - 64, "max_completion_tokens": TOKENS}
     config = configured(long_policy, **limits)
     run = session.train(

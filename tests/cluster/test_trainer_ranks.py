@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.cluster.conftest import NODE_MEMORY
-from unstale.build import build_rank, load_policy
+from unstale.builders import build_rank, load_policy
 from unstale.cluster import ranks as ranks_module
 from unstale.cluster import session
 from unstale.cluster.ranked_trainer import (

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from unstale.build import build_old_logps
+from unstale.builders import build_old_logps
 from unstale.config import CorrectionConfig, ObjectiveConfig, OldLogpsConfig
 from unstale.config.routes import routes
 from unstale.old_logps import OldLogps

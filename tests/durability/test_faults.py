@@ -245,7 +245,7 @@ def test_the_options_of_a_resume_that_fails_before_it_trains_are_not_kept(
     kept = [(folder / name).read_bytes() for name in ("config.json", "error.txt")]
     other = replace(made, trainer=made.trainer.with_options(lr=0.5))
     with pytest.raises(ConfigError), monkeypatch.context() as patch:
-        patch.setattr(session, "build_machine", fail(ConfigError("the file is missing")))
+        patch.setattr(session, "build_components", fail(ConfigError("the file is missing")))
         resume(other)
     assert [(folder / name).read_bytes() for name in ("config.json", "error.txt")] == kept
     *_, last = read_jsonl(folder / "events.jsonl")

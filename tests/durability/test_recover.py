@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tests.algorithms.test_audit import RULES, sampled_batch
 from tests.old_logps.test_exact_routes import BATCH, ROUTES, pieces_of, play, truth
-from unstale.build import build_old_logps
+from unstale.builders import build_old_logps
 from unstale.config import OldLogpsConfig
 from unstale.durability.checkpoint import CheckpointError
 from unstale.model.policy import Policy

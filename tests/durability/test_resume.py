@@ -27,7 +27,7 @@ from tests.cli.test_run import small
 from tests.support.forked import Forked
 from tests.support.waits import wait_until
 from tests.test_loop import Numbers, Quiet, TwoTurns, configure, toy_machine
-from unstale.build import Components, build_old_logps
+from unstale.builders import LocalComponents, build_old_logps
 from unstale.cli import main, recipe_options, session
 from unstale.cli.main import parse
 from unstale.cli.resume import (
@@ -77,9 +77,9 @@ class Toy:
     """The components of a run, kept over its restarts."""
 
     taskset: Callable[[], Numbers] = lambda: Numbers(count())
-    machines: list[Components] = field(default_factory=list)
+    machines: list[LocalComponents] = field(default_factory=list)
 
-    def machine(self, config: RunConfig, *kept: object, **_: object) -> Components:
+    def machine(self, config: RunConfig, *kept: object, **_: object) -> LocalComponents:
         def route(scorer: Scorer, engine: ScriptedEngine) -> OldLogps:
             return build_old_logps(config.old_logps, scorer, lockstep=config.deterministic)
 
@@ -116,7 +116,7 @@ def played(toy: Toy) -> Iterator[Toy]:
     """Build runs from `toy` and on the virtual clock."""
     run = virtual_clock.run
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(session, "build_machine", toy.machine)
+        patch.setattr(session, "build_components", toy.machine)
         patch.setattr(session.virtual_clock, "run", lambda main, **_: run(main, virtual=True))
         yield toy
 
@@ -282,7 +282,7 @@ def test_a_deterministic_run_ends_equal_cut_off_at_every_checkpoint(
     """Each restart has only the run folder."""
     made, folder = config(deterministic=True), tmp_path / "run"
     lives, log = 0, RunLog.create(folder, made)
-    machine: Components | None = toy.machine(made)
+    machine: LocalComponents | None = toy.machine(made)
     while True:
         lives += 1
         done = RunSession(made, log, machine).run_segment(Quiet())  # type: ignore[arg-type]

@@ -11,7 +11,7 @@ import pytest
 
 from tests.durability.test_resume import Toy, config, killed, played, require_sound
 from tests.test_loop import REPLY, Numbers
-from unstale.build import Components
+from unstale.builders import LocalComponents
 from unstale.config import RunConfig, SelectionConfig
 from unstale.config.options import override
 from unstale.durability.journal import EPISODE_BUDGET, Journal, check
@@ -21,7 +21,7 @@ from unstale.techniques import Techniques
 class Choosing(Toy):
     """A run whose machine has the techniques of its configuration."""
 
-    def machine(self, config: RunConfig, *kept: object, **others: object) -> Components:
+    def machine(self, config: RunConfig, *kept: object, **others: object) -> LocalComponents:
         made = super().machine(config, *kept, **others)
         return replace(made, techniques=Techniques.of(config))
 

@@ -68,7 +68,7 @@ assert not {"torch", "transformers"} & set(sys.modules), "the names need no torc
 import torch
 from safetensors.torch import load_file
 from tests.support.fake_server import FakeServer, Speech, gumbel
-from unstale.build import build_engine
+from unstale.builders import build_engine
 from unstale.engines import SamplingParams
 from unstale.testing import tiny_policy
 

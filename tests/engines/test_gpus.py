@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from tests.engines.test_processes import configured
-from unstale import build
-from unstale.build import build_engine, build_sampler
+from unstale.builders import build_engine, build_sampler, sampling
 from unstale.cluster import components, env_hosts
 from unstale.cluster.gpus import (
     GpuShares,
@@ -140,7 +139,7 @@ def test_each_process_of_an_engine_computes_on_a_gpu_of_its_own(
         used.append(device)
 
     monkeypatch.setattr(worker, "Qwen3Runner", runner)
-    monkeypatch.setattr(build, "engine_spec", lambda backend: EngineSpec(make))
+    monkeypatch.setattr(sampling, "engine_spec", lambda backend: EngineSpec(make))
 
     def devices(engine: dict[str, Any], **cluster: Any) -> list[str]:
         made.clear()

@@ -18,7 +18,7 @@ from rich.console import Console
 from torch import Tensor
 
 from tests.support.waits import LIMIT_S
-from unstale.build import build_engine
+from unstale.builders import build_engine
 from unstale.cli import session
 from unstale.config import (
     ClusterConfig,

@@ -28,7 +28,7 @@ from tests.support.fake_vllm import FakeVllm
 from tests.support.run_engine import run_engine
 from tests.support.waits import until
 from unstale import config
-from unstale.build import build_engine
+from unstale.builders import build_engine
 from unstale.engines import Engine, EngineDied, Reply, SamplingParams, rates, remote, session
 from unstale.engines.embedded import shared_weights
 from unstale.engines.http import Body, Http, _encode_json, decode_json

@@ -14,7 +14,7 @@ import pytest
 
 from tests.support.run_engine import run_engine
 from tests.support.waits import until
-from unstale.build import build_engine
+from unstale.builders import build_engine
 from unstale.config import (
     ClusterConfig,
     ConfigError,

@@ -21,7 +21,7 @@ from tests.support.fake_vllm import FakeVllm
 from tests.support.gloo_groups import GlooGroup, GlooWorkers
 from tests.support.run_engine import run_engine
 from tests.support.waits import LIMIT_S
-from unstale.build import build_engine
+from unstale.builders import build_engine
 from unstale.cluster.gpus import GpuShares, run_gpus
 from unstale.config import ClusterConfig, ConfigError, EngineConfig, RunConfig
 from unstale.engines import Engine, SamplingParams, vllm_transfer

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from unstale.build import warn_of_giveaways
+from unstale.builders.sampling import warn_of_giveaways
 from unstale.config import ConfigError, make_task
 from unstale.envs import Message, Turn
 from unstale.envs.mixed import MixedTasks

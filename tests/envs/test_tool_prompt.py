@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.support.templates import tokenizer_of
-from unstale.build import warn_of_hidden_tools
+from unstale.builders.sampling import warn_of_hidden_tools
 from unstale.cli.template_checks import TOOLS, run_checks
 from unstale.config import SHIPPED_POLICY, RunConfig
 from unstale.envs import Message, ToolCall

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from unstale.build import build_advantage, build_scorer, build_trainer, load_policy
+from unstale.builders import build_advantage, build_scorer, build_trainer, load_policy
 from unstale.config import ConfigError, RunConfig, TrainerConfig
 from unstale.config.checks import Range
 from unstale.config.options import Option, changed_options, options, override

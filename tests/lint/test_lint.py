@@ -18,7 +18,7 @@ from rich.console import Console
 from safetensors.torch import save_file
 
 from unstale.algorithms.advantages import ESTIMATORS, grpo
-from unstale.build import build_old_logps
+from unstale.builders import build_old_logps
 from unstale.cli import main, recipe_options, session
 from unstale.config import ConfigError, ObjectiveConfig, RunConfig
 from unstale.config.options import options, stored_config

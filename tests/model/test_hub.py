@@ -277,7 +277,7 @@ def test_the_learning_rate_is_judged_by_the_size_of_the_downloaded_model(
     def stop(config: RunConfig, **_: object) -> None:
         raise ConfigError("here the model would be loaded")
 
-    monkeypatch.setattr(session, "build_machine", stop)
+    monkeypatch.setattr(session, "build_components", stop)
     out = StringIO()
     rates = {1e-2: "", 1.0: "destroy"}
     for rate, expected in rates.items():

@@ -30,7 +30,7 @@ from tests.old_logps.test_exact_routes import BATCH, play, truth
 from tests.support.fake_sglang import FakeSglang
 from tests.support.fake_vllm import FakeVllm
 from tests.trainer.test_trainer import WIDE, a_batch, learn, make
-from unstale.build import (
+from unstale.builders import (
     build_old_logps,
     load_policy,
     shares_deltas,
@@ -158,15 +158,15 @@ def test_the_optimizer_moves_the_adapters_and_nothing_else(dtype: str) -> None:
     policy = tiny_policy(dtype=dtype, lora=LORA)
     base = {name: p.clone() for name, p in policy.model.named_parameters() if "lora_" not in name}
     trainer = make(policy, objective=ObjectiveConfig(kl_coef=0.1), lr=1e-2, optimizer="AdamW")
-    assert trainer._reference is not None
-    untrained = plain_logps(trainer._reference, TOKENS)
+    assert trainer.scoring.reference_policy is not None
+    untrained = plain_logps(trainer.scoring.reference_policy, TOKENS)
     before = {name: tensor.clone() for name, tensor in policy.weights().items()}
     learn(trainer, a_batch())
     assert all(not torch.equal(before[name], tensor) for name, tensor in policy.weights().items())
     assert all(
         torch.equal(base[name], p) for name, p in policy.model.named_parameters() if name in base
     )
-    assert torch.equal(plain_logps(trainer._reference, TOKENS), untrained)
+    assert torch.equal(plain_logps(trainer.scoring.reference_policy, TOKENS), untrained)
     state = trainer.state()
     assert len(state["weights"]) == len(policy.weights()) == len(state["optimizer"]["state"])
     assert {tensor.dtype for tensor in state["weights"].values()} == {torch.float32}
@@ -178,10 +178,10 @@ def test_the_reference_is_the_base_also_when_a_run_goes_on() -> None:
     trainer, after = (LocalTrainer(each, WITH_KL, RolloutRoute()) for each in (policy, again))
     nudge(policy, seed=1)
     after.restore(trainer.state())
-    assert after._reference is not None and torch.equal(
+    assert after.scoring.reference_policy is not None and torch.equal(
         plain_logps(again, TOKENS), plain_logps(policy, TOKENS)
     )
-    assert torch.equal(plain_logps(after._reference, TOKENS), plain_logps(tiny_policy(), TOKENS))
+    assert torch.equal(plain_logps(after.scoring.reference_policy, TOKENS), plain_logps(tiny_policy(), TOKENS))
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from unstale.build import build_old_logps, build_scorer
+from unstale.builders import build_old_logps, build_scorer
 from unstale.config import (
     CorrectionConfig,
     ObjectiveConfig,

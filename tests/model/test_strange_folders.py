@@ -16,8 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from unstale import build
-from unstale.build import build_chat
+from unstale.builders import build_chat, sampling
 from unstale.config import SHIPPED_POLICY, ConfigError
 from unstale.envs import guard
 from unstale.envs.registry import build_taskset
@@ -136,7 +135,7 @@ def test_files_that_are_no_configuration_end_in_one_line(folder: Path, text: str
 def test_templates_that_fail_or_never_end_are_refused(
     template: str, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(build, "TEMPLATE_S", 0.5)
+    monkeypatch.setattr(sampling, "TEMPLATE_S", 0.5)
     monkeypatch.setattr(guard, "_TICK_S", 0.1)
     config = replace(make_recipe("calculator"), policy="base")
     policy = Policy.load(SHIPPED_POLICY, chat_template="")

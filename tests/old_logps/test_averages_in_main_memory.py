@@ -10,7 +10,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from unstale.build import build_old_logps
+from unstale.builders import build_old_logps
 from unstale.config import OldLogpsConfig, RunConfig
 from unstale.model.lora import Lora
 from unstale.model.policy import Policy

@@ -30,7 +30,7 @@ from torch import Tensor
 from tests.support.forked import run_forked
 from tests.support.waits import FROZEN_S, LIMIT_S, wait_until_gone
 from tests.test_loop import make, run
-from unstale.build import build_old_logps
+from unstale.builders import build_old_logps
 from unstale.config import CorrectionConfig, OldLogpsConfig, TrainerConfig
 from unstale.engines import SamplingParams, Update
 from unstale.loop import RunComponents

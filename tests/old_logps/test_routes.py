@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from unstale.algorithms.corrections import log_discrepancy, log_staleness
-from unstale.build import build_old_logps
+from unstale.builders import build_old_logps
 from unstale.config import OldLogpsConfig
 from unstale.model.policy import Policy
 from unstale.old_logps import OldLogps

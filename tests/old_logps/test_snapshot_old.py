@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from unstale.build import build_old_logps
+from unstale.builders import build_old_logps
 from unstale.config import OldLogpsConfig
 from unstale.model.policy import Policy
 from unstale.old_logps.scoring.local_scorer import LocalScorer

@@ -16,7 +16,7 @@ from torch.nn import Parameter
 
 from tests.durability.test_resume import Toy, config, played
 from tests.lint.test_learning import sample
-from unstale.build import build_advantage, build_scorer, build_trainer, load_policy
+from unstale.builders import build_advantage, build_scorer, build_trainer, load_policy
 from unstale.cli import session
 from unstale.config import (
     AuditConfig,

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from unstale.build import build_old_logps
+from unstale.builders import build_old_logps
 from unstale.old_logps.scoring.local_scorer import LocalScorer
 from unstale.recipes import RECIPES
 from unstale.records import Batch, ScoredTrajectory, collate

@@ -34,7 +34,7 @@ from tests.support.forked import Forked, run_forked
 from tests.support.scripted_agents import SUMS, in_a_process, patient, with_sdk
 from tests.support.waits import LIMIT_S, wait_until
 from unstale.algorithms import advantages
-from unstale.build import build_rollout
+from unstale.builders import build_rollout
 from unstale.cli import session
 from unstale.config import SHIPPED_POLICY, ConfigError, EngineConfig, RolloutConfig, TaskConfig
 from unstale.durability.journal import Journal, check

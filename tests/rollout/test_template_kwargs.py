@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.support.templates import tokenizer_of
-from unstale.build import build_generator
+from unstale.builders import build_generator
 from unstale.cli.resume import config_changes
 from unstale.config import ConfigError, RunConfig
 from unstale.config.options import read_file, stored_config

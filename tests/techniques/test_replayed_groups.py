@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
 
-from unstale.build import build_old_logps
+from unstale.builders import build_old_logps
 from unstale.config import CorrectionConfig, OldLogpsConfig, RunConfig, TrainerConfig
 from unstale.config.checks import ConfigError
 from unstale.config.options import override

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from unstale.build import build_old_logps
+from unstale.builders import build_old_logps
 from unstale.config import ConfigError, OldLogpsConfig, RunConfig, TrainerConfig
 from unstale.model.hidden import find_layer
 from unstale.model.lora import Lora

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from unstale.build import build_old_logps
+from unstale.builders import build_old_logps
 from unstale.config import OldLogpsConfig, RunConfig, TrainerConfig
 from unstale.model.lora import Lora
 from unstale.model.policy import Policy

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from tests.support.ranks import run_ranks
 from tests.trainer.test_ranks import SMALL, batch_of, components, masters
-from unstale.build import build_scorer, build_trainer
+from unstale.builders import build_scorer, build_trainer
 from unstale.cluster.ranked_trainer import RankedTrainer
 from unstale.cluster.ranks import Ranks
 from unstale.cluster.ranks_worker import PublishedPart, Rank

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.support.ranks import run_ranks
-from unstale.build import build_old_logps, build_scorer, build_trainer
+from unstale.builders import build_old_logps, build_scorer, build_trainer
 from unstale.cluster.ranks_worker import PublishedPart, Rank
 from unstale.cluster.weight_objects import Part, read_delta
 from unstale.config import (

@@ -17,7 +17,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRMSNorm
 
 from tests.trainer.test_ranks import EXPERTS, with_routes
 from unstale.algorithms.objectives import loss_divisor, token_norm
-from unstale.build import build_trainer
+from unstale.builders import build_trainer
 from unstale.config import (
     AuditConfig,
     CorrectionConfig,

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from unstale.algorithms.objectives import Surrogate, none
-from unstale.build import build_old_logps
+from unstale.builders import build_old_logps
 from unstale.config import (
     CorrectionConfig,
     ObjectiveConfig,

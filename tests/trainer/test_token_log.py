@@ -18,7 +18,7 @@ import torch
 from tests.support.ranks import run_ranks
 from tests.trainer.test_ranks import STEPS, VARIANTS, batch_of
 from tests.trainer.test_techniques import Shapes
-from unstale.build import build_old_logps, build_scorer, build_trainer
+from unstale.builders import build_old_logps, build_scorer, build_trainer
 from unstale.config import (
     CorrectionConfig,
     JournalConfig,

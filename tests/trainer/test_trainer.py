@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from unstale.algorithms.corrections import NonFinite
-from unstale.build import build_old_logps
+from unstale.builders import build_old_logps
 from unstale.config import (
     ConfigError,
     CorrectionConfig,

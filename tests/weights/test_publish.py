@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from unstale.build import loads_in_place, shares_deltas
+from unstale.builders import loads_in_place, shares_deltas
 from unstale.config import ClusterConfig, EngineConfig, OldLogpsConfig, RunConfig, TrainerConfig
 from unstale.engines import Engine, Reply, SamplingParams, Update
 from unstale.engines.embedded.engine import EmbeddedEngine

@@ -24,7 +24,7 @@ from unstale.algorithms.alignment import (
     reverse_kl_direction,
     success_direction,
 )
-from unstale.build import build_rollout, build_sampler, ends_freely, load_policy
+from unstale.builders import build_rollout, build_sampler, ends_freely, load_policy
 from unstale.cli.evaluate import run_until_complete, running_generator
 from unstale.cli.process import limit_threads
 from unstale.cli.trained import policy_folder

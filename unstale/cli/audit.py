@@ -23,7 +23,7 @@ from rich.table import Table
 from torch import Tensor
 
 from unstale.algorithms import audit as pure
-from unstale.build import (
+from unstale.builders import (
     build_old_logps,
     build_scorer,
     load_policy,

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from unstale.build import build_rollout, build_sampler
+from unstale.builders import build_rollout, build_sampler
 from unstale.cli.failures import RunFailed
 from unstale.cli.grades import EvalResult
 from unstale.cli.process import limit_threads

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from unstale.build import lora_of
+from unstale.builders import lora_of
 from unstale.cli.process import limit_threads
 from unstale.cli.resume import read_config
 from unstale.config import ConfigError, RunConfig

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from unstale.algorithms.corrections import check_finite
-from unstale.build import build_scorer, build_trainer, load_policy
+from unstale.builders import build_scorer, build_trainer, load_policy
 from unstale.cli.failures import literal
 from unstale.config import AuditConfig, ConfigError, RunConfig
 from unstale.config.options import stored_config

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from unstale.build import build_server
+from unstale.builders import build_server
 from unstale.cli.evaluate import run_until_complete, running_generator
 from unstale.cli.failures import literal
 from unstale.cli.process import limit_threads

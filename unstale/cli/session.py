@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from unstale import loop
-from unstale.build import Components, build, build_checkpoints, build_machine
+from unstale.builders import Components, build, build_components
 from unstale.cli.early import new_folder
 from unstale.cli.failures import RunFailed, exhausted, literal, print_failure
 from unstale.cli.process import limit_threads, rare_garbage_collection
@@ -197,7 +197,7 @@ def _build_first(config: RunConfig, console: Console) -> Components:
     restarts = 0
     while True:
         try:
-            return build_machine(config, notify=note)
+            return build_components(config, notify=note)
         except RanksDied as error:
             if restarts == config.cluster.restarts:
                 raise RunFailed(str(error)) from error
@@ -449,7 +449,7 @@ class RunSession:
             machine = self.machine or self._build(display)
             display.phase("starting the engine")
             policy = machine.policy
-            checkpoints = build_checkpoints(config, machine, folder)
+            checkpoints = machine.checkpoints(config, folder)
             policy.tokenizer.backend_tokenizer.save(str(folder / TOKENIZER))
             state = init_run(folder, checkpoints, policy)
             self._is_new = False
@@ -458,7 +458,7 @@ class RunSession:
             previous = self.machine
             machine = self._build(display)
             changed = self._changed_data(machine) if previous is None else None
-            checkpoints = build_checkpoints(config, machine, folder)
+            checkpoints = machine.checkpoints(config, folder)
             stored = load_resume_state(
                 folder,
                 checkpoints,
@@ -521,7 +521,7 @@ class RunSession:
             self.log.event("waiting", reason=text)
 
         engine = self.machine.generator.engine if self.machine else None
-        machine = build_machine(self.config, engine, self._ranks, notify=note)
+        machine = build_components(self.config, engine, self._ranks, notify=note)
         self._ranks = machine.ranks
         return machine
 

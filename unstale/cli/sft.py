@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import torch
 
-from unstale.build import (
+from unstale.builders import (
     build_chat,
     build_old_logps,
     build_scorer,

@@ -5,7 +5,7 @@ import time
 from dataclasses import asdict, replace
 from itertools import islice
 
-from unstale.build import build_chat, load_policy
+from unstale.builders import build_chat, load_policy
 from unstale.cli.sft import RECORD, SftOptions, learn
 from unstale.config import AuditConfig, ClusterConfig, ConfigError, ObjectiveConfig, RunConfig
 from unstale.config.start import start_folder, start_options

@@ -1,7 +1,6 @@
 """The components of a run that are on trainer ranks or engine hosts."""
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 
@@ -12,17 +11,12 @@ from unstale.cluster.engine_host import HostOptions
 from unstale.cluster.engine_host_weights import WeightPosts
 from unstale.cluster.gpus import host_gpus, run_gpus
 from unstale.cluster.hosted_engine import RESOURCE, HostedEngine, place
-from unstale.cluster.ranked_trainer import RankedAuditor, RankedOldLogps, RankedTrainer
-from unstale.cluster.ranks import Notify, Ranks
-from unstale.cluster.ranks_worker import MakeRank
-from unstale.cluster.scoring_ranks import RankedOldLogitModel, RanksLink
 from unstale.cluster.session import connect
 from unstale.config import ClusterConfig, RunConfig
 from unstale.engines import Engine
 from unstale.engines.pool import EnginePool
 from unstale.engines.registry import EngineOptions
 from unstale.engines.routing import Phases
-from unstale.model.policy import Policy
 
 
 def connect_run(config: RunConfig) -> None:
@@ -58,47 +52,6 @@ def make_host_pool(
         phases=Phases(config.engine.prefill_engines, config.engine.prefill_ratio),
         patience_s=config.cluster.patience_s,
     )
-
-
-def build_ranked(
-    config: RunConfig,
-    policy: Policy,
-    makes: tuple[MakeRank, MakeRank],
-    ranks: Ranks | None = None,
-    *,
-    notify: Notify = lambda text: None,
-) -> tuple[RankedOldLogps, RankedAuditor, RankedTrainer]:
-    """Return the old-logit route, the audit and the trainer on ranks.
-
-    `makes` make the components of one trainer rank, and those of one rank that only scores, if the
-    route has such ranks. If `ranks` are given, they are used instead of new ones.
-    `policy` is the driver's. `notify` is called with what new ranks wait for. Raises what
-    `Ranks.make` raises; the ranks are then ended.
-    """
-    cluster = config.cluster
-    connect_run(config)
-    ranks = ranks or Ranks(
-        cluster.trainers,
-        address=cluster.address,
-        patience_s=cluster.patience_s,
-        scorers=config.old_logps.scoring_ranks,
-    )
-    with ExitStack() as on_error:
-        on_error.callback(ranks.close)
-        ranks.make(makes[0], notify)
-        if ranks.scorers:
-            ranks.scorers.make(makes[1], notify)
-        on_error.pop_all()
-    trainer = RankedTrainer(ranks, policy)
-    return _ranked_route(config, trainer), RankedAuditor(trainer), trainer
-
-
-def _ranked_route(config: RunConfig, trainer: RankedTrainer) -> RankedOldLogps:
-    needs, scorers = config.old_logps.needs, trainer.ranks.scorers
-    if scorers is None:
-        return RankedOldLogps(trainer, needs)
-    link = RanksLink(scorers, max_tokens=config.trainer.max_tokens_per_microbatch)
-    return RankedOldLogitModel(trainer, needs, link, lockstep=config.deterministic)
 
 
 def make_posts(

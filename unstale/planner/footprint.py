@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from unstale.build import loads_in_place, shares_deltas
+from unstale.builders import loads_in_place, shares_deltas
 from unstale.config import ConfigError, RunConfig
 from unstale.config.routes import live_versions
 from unstale.config.techniques import needs_reference

@@ -23,7 +23,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from unstale.build import build_trainer
+from unstale.builders import build_trainer
 from unstale.config import ConfigError, Dtype, OldLogpsConfig, RunConfig, TrainerConfig
 from unstale.engines.embedded.batcher import Batcher, FinishedReply, SampleRequest
 from unstale.engines.embedded.probe import FORWARD_ERRORS

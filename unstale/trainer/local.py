@@ -13,26 +13,21 @@ backward passes are divided among the ranks.
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from unstale.algorithms import corrections, objectives
-from unstale.algorithms.corrections import Control, bounded_exp
 from unstale.config import RunConfig
-from unstale.model.forward import ForwardOptions, Scored
+from unstale.model.forward import ForwardOptions
 from unstale.model.policy import Policy
 from unstale.model.sharding import gather_whole, is_sharded
 from unstale.old_logps import OldLogps
-from unstale.records import Batch, StoredLogps
+from unstale.records import Batch
 from unstale.techniques import (
     NO_TECHNIQUES,
-    GradientPart,
     HiddenStates,
-    Signals,
     StatesQuery,
     StepPlan,
     StepSeen,
@@ -41,20 +36,16 @@ from unstale.techniques import (
 from unstale.token_values import TokenValues
 from unstale.trainer import bitwise
 from unstale.trainer.halves import GradientHalves
-from unstale.trainer.hidden_states import last_tokens, statistics
+from unstale.trainer.loss import Loss
 from unstale.trainer.loss_scale import LossScale
 from unstale.trainer.masters import Masters
 from unstale.trainer.metrics import StepMetrics
 from unstale.trainer.optimizer import lr_factor, make_optimizer
 from unstale.trainer.records import NOT_FINITE, FailedBatch, Minibatch
 from unstale.trainer.rules import Rules
+from unstale.trainer.scoring import Audit, Scoring, select
 from unstale.trainer.stream import AddedParts
 from unstale.trainer.token_log import TokenLog
-
-Audit = Callable[[Batch, Tensor], Mapping[str, float]]
-"""A function that returns metrics of the error of the route's `old_logp` `[T]`. The tensor is empty
-if the route computes its values in every training pass.
-"""
 
 
 class LocalTrainer:
@@ -78,6 +69,8 @@ class LocalTrainer:
         self.policy = policy
         self.config = config.trainer
         self.rules = Rules(config.correction, config.objective, techniques)
+        self.scoring = Scoring(policy, config, old, self.rules, techniques)
+        self._loss = Loss(policy, config, old, self.rules, self.scoring)
         self.old = old
         self.audit = audit
         self.techniques = techniques
@@ -86,9 +79,7 @@ class LocalTrainer:
         """True if sequences in which every advantage is 0 need no forward and backward pass. A
         controller sees all sequences.
         """
-        self._temperature = config.engine.temperature
         self._bitwise = config.engine.bitwise
-        self._takes_engine_logps = config.old_logps.weight_of_now(config) == 0
         self._route = config.old_logps.route
         self._token_share = config.journal.token_share
         policy.set_forward_options(ForwardOptions.of(config))
@@ -98,14 +89,10 @@ class LocalTrainer:
         self._master = self._masters.tensors
         self._loss_scale = LossScale(policy.dtype)
         self.optimizer = make_optimizer(self.config, list(self._master.values()))
-        keeps_reference = config.objective.kl_coef or "reference" in techniques.needs
-        self._reference = policy.twin() if keeps_reference else None
         for reader in techniques.states_readers:
             policy.require_layer(reader.query.depth)
         self._halves = GradientHalves() if "halves" in techniques.needs else None
         self._metrics = StepMetrics()
-        self._passes = self._metrics
-        """The metrics to which forward passes add."""
         self._added = AddedParts()
         self.divisor = 0
         """The divisor of the loss of the sequences so far. Used with `trainer.stream` alone."""
@@ -113,8 +100,11 @@ class LocalTrainer:
         """The minibatch of all parts of the batch, if some were added before it was complete."""
         self._groups_per_batch = config.schedule.groups_per_step
         self._cpu_s = time.process_time()
-        self.failed_batch: FailedBatch | None = None
+
+    @property
+    def failed_batch(self) -> FailedBatch | None:
         """The data of the current step, to be saved if a number is not finite."""
+        return self.scoring.failed_batch
 
     @property
     def version(self) -> int:
@@ -131,20 +121,7 @@ class LocalTrainer:
 
     def hidden_states(self, batch: Batch, query: StatesQuery) -> HiddenStates:
         """Return hidden states of the sequences of a batch, under the current weights."""
-        found = self.policy.hidden_means(
-            batch,
-            last_tokens(batch, query.tokens),
-            depth=query.depth,
-            temperature=self._temperature,
-            max_tokens_per_microbatch=self.config.max_tokens_per_microbatch,
-        )
-        prompt, reply = found.means.float().unbind(1)
-        return HiddenStates(
-            prompt=prompt,
-            reply=reply,
-            entropy=statistics(found.entropy, batch).float(),
-            forward_tokens=found.forward_tokens,
-        )
+        return self.scoring.hidden_states(batch, query)
 
     def prepare(self, batch: Batch) -> Sequence[Minibatch]:
         """Compute old log-probabilities and corrections of a batch. Divide it into steps.
@@ -210,13 +187,12 @@ class LocalTrainer:
         self._added.append(part, scored, old_logp, minibatch)
 
     def _start_batch(self) -> None:
-        self._metrics = self._passes = StepMetrics(
+        self._metrics = StepMetrics(
             replays=bool(self.techniques.sources), tokens=TokenLog(share=self._token_share)
         )
         self.divisor = 0
         self._whole_minibatch = None
-        if self._bitwise:
-            self._metrics.extra[bitwise.COMPARED] = 0.0
+        self.scoring.num_compared = 0
 
     def _count(self, batch: Batch) -> list[int]:
         """Count the tokens of some sequences of the batch. Return those with a gradient."""
@@ -232,20 +208,18 @@ class LocalTrainer:
         Return the sequences `members`, which alone are run, their `old_logp` `[T]`, and the
         minibatch of each step.
         """
+        scoring, metrics = self.scoring, self._metrics
         scored, index = batch.select(members)
         lag = torch.where(scored.sampled, self.policy.lag(scored.version), -1)
-        old_logp, exact, control = self._score_old(scored, lag)
-        if self.techniques.sources:
-            self.techniques.prepared(*self._to_store(batch, index, old_logp, exact))
-        reference_logp = self._score_reference(scored)
-        scored, factor = self._shape(scored, old_logp, reference_logp, control)
-        if self.techniques.shapers:
-            dropped = (control.factor != 0) & (factor == 0)
-            self._metrics.tokens.add_shaped(scored, dropped=dropped)
+        old = scoring.old_logps(scored, lag, metrics)
+        scoring.offer(batch, index, old)
+        reference_logp = scoring.reference(scored)
+        progress = self.steps / self.num_steps
+        scored, factor = scoring.shape(scored, old, reference_logp, metrics, progress=progress)
         trained = self._with_gradient(scored, torch.ones_like(scored.advantage))
-        self._metrics.count_gradient(scored.select(trained)[0])
+        metrics.count_gradient(scored.select(trained)[0])
 
-        keep = batch.sampled.index_put((index,), control.keep)
+        keep = batch.sampled.index_put((index,), old.control.keep)
         norm = self._norm(batch, steps, keep)[index]
         place = {sequence: position for position, sequence in enumerate(members)}
         minibatches = []
@@ -254,20 +228,20 @@ class LocalTrainer:
             minibatches.append(
                 Minibatch(
                     batch=part,
-                    old_logp=_select(old_logp, where),
+                    old_logp=select(old.old_logp, where),
                     factor=factor[where],
                     norm=norm[where],
-                    reference_logp=_select(reference_logp, where),
+                    reference_logp=select(reference_logp, where),
                     lag=lag[where],
                 )
             )
-        return scored, old_logp, minibatches
+        return scored, old.old_logp, minibatches
 
     def _run(self, minibatch: Minibatch) -> None:
         """Run the forward and backward passes of a minibatch, or of a part of one."""
         began = time.perf_counter()
         metrics = self._metrics
-        self.failed_batch = FailedBatch("step", minibatch)
+        self.scoring.failed_batch = FailedBatch("step", minibatch)
         batch = minibatch.batch
         members = self._with_gradient(batch, minibatch.factor * minibatch.norm)
         passes = metrics.of_passes()
@@ -276,7 +250,6 @@ class LocalTrainer:
             self._add_gradient(minibatch, first, passes)
             self._halves.keep_first(self._master)
         self._add_gradient(minibatch, members, passes)
-        self._passes = metrics
         reports = self._peers.gather(passes if self._peers.reports else None)
         metrics.add_passes([passes for passes in reports if passes is not None])
         metrics.update_s += time.perf_counter() - began
@@ -293,10 +266,10 @@ class LocalTrainer:
         )
         costs = [sum(spans[i][1] - spans[i][0] for i in positions) for positions in microbatches]
         for number, counts in self._peers.deal(costs):
-            self._passes = passes if counts else self._metrics.of_passes()
+            counted = passes if counts else self._metrics.of_passes()
             microbatch, index = batch.select([members[i] for i in microbatches[number]])
             with self._peers.fail_together(NOT_FINITE):
-                loss = self._loss(minibatch, microbatch, index)
+                loss = self._loss.of(minibatch, microbatch, index, counted)
                 if not math.isfinite(loss.item()):
                     raise FloatingPointError(
                         f"the loss of optimizer step {self.steps + 1} is {loss.item()}; "
@@ -306,47 +279,8 @@ class LocalTrainer:
             scale = self._loss_scale.value
             (scale * loss if counts else 0 * loss).backward()
             self._masters.collect_gradients(scale)
-            self._passes.microbatches += 1
-            self._passes.sequence_tokens += len(microbatch.tokens)
-
-    def _shape(
-        self, batch: Batch, old_logp: Tensor, reference_logp: Tensor, control: Control
-    ) -> tuple[Batch, Tensor]:
-        """Apply the shapers. Return the batch with new advantages, and the weight of each token."""
-        factor = control.factor
-        if not self.techniques.shapers or not batch.num_sequences:
-            return batch, factor
-        with_entropy = "entropy" in self.techniques.needs
-        scored = self._score(self.policy, batch, with_entropy=with_entropy)
-        _require_finite(batch, logp=scored.logp)
-        if with_entropy:
-            self._metrics.tokens.add_entropy(batch, scored.entropy, where=batch.sampled)
-
-        def gradient_norms(sequences: Sequence[int], part: GradientPart) -> Tensor:
-            parts = [batch.select([i])[0] for i in sequences]
-            head = part == "head"
-            norms = [
-                self.policy.gradient_norm(
-                    each, each.sampled, temperature=self._temperature, head_only=head
-                )
-                for each in parts
-            ]
-            return torch.tensor(norms, dtype=torch.float64)
-
-        signals = Signals(
-            old_logp=old_logp,
-            logp=scored.logp,
-            reference_logp=reference_logp,
-            entropy=scored.entropy,
-            gradient_norms=gradient_norms,
-            progress=self.steps / self.num_steps,
-        )
-        for shaper in self.techniques.shapers:
-            shaped = shaper.shape(batch, signals)
-            _require_finite(batch, advantage=shaped.advantage)
-            batch = replace(batch, advantage=torch.where(batch.trained, shaped.advantage, 0.0))
-            factor = factor * shaped.keep
-        return batch, factor
+            counted.microbatches += 1
+            counted.sequence_tokens += len(microbatch.tokens)
 
     def step(self) -> None:
         """Take one optimizer step.
@@ -402,7 +336,7 @@ class LocalTrainer:
         """Keep the data of all parts: each may be the cause of a gradient that is not finite."""
         assert self.failed_batch
         minibatch = self._whole_minibatch or self.failed_batch.minibatch
-        self.failed_batch = FailedBatch("step", minibatch, max(1, self.divisor))
+        self.scoring.failed_batch = FailedBatch("step", minibatch, max(1, self.divisor))
 
     def _apply_divisor(self) -> None:
         """Divide the gradient and the losses of the parts by the divisor of the whole batch."""
@@ -434,6 +368,8 @@ class LocalTrainer:
             "trainer/cpu_s": cpu_s - self._cpu_s,
         }
         self._cpu_s = cpu_s
+        if self._bitwise:
+            metrics[bitwise.COMPARED] = float(self.scoring.num_compared)
         if self._peers.count > 1:
             metrics["trainer/imbalance"] = self._metrics.imbalance
         return metrics
@@ -495,99 +431,12 @@ class LocalTrainer:
             return bool(sequences)
         return bool(batch.select(sequences)[0].fresh.any())
 
-    def _to_store(
-        self, batch: Batch, index: Tensor, old_logp: Tensor, exact: Tensor
-    ) -> tuple[Batch, Tensor]:
-        """Return the batch with the old log-probabilities to store, and the lag of its tokens.
-
-        `old_logp` and `exact` are those of the tokens at `index`, empty if they are computed in
-        every training pass. Where no exact value is known, `behavior_logp` takes its place.
-        """
-        known = torch.zeros_like(batch.sampled)
-        values = batch.behavior_logp.to(old_logp.dtype, copy=True)
-        if len(old_logp):
-            known[index] = exact & batch.sampled[index]
-            values[index] = torch.where(exact, old_logp, values[index])
-        lag = torch.where(batch.sampled, self.policy.lag(batch.version), -1)
-        return replace(batch, stored=StoredLogps(values, known)), lag
-
     def _audit(self, batch: Batch, old_logp: Tensor) -> Mapping[str, float]:
         """Return the audit's metrics. Replayed tokens are left out: their weights are not kept."""
         if batch.stored is not None:
             batch, index = batch.select_fresh()
-            old_logp = _select(old_logp, index)
+            old_logp = select(old_logp, index)
         return self.audit(batch, old_logp)
-
-    def _score_old(self, batch: Batch, lag: Tensor) -> tuple[Tensor, Tensor, Control]:
-        """Return the old log-probabilities of a batch, where they are exact, and the corrections.
-
-        A route with `needs.inline` computes them in every training pass instead. They are then
-        empty here, and the correction changes nothing.
-        """
-        if self.old.needs.inline or not batch.num_sequences:
-            return torch.empty(0), torch.empty(0), corrections.keep_all(batch.sampled)
-        logp = torch.empty(0)
-        if self.old.needs.now:
-            scored = self._score(self.policy, batch)
-            self._metrics.score_tokens += scored.forward_tokens
-            logp = scored.logp
-        return self._correct(batch, logp, lag)
-
-    def _ask_route(self, batch: Batch, logp: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the old log-probabilities of a batch, and where they are exact.
-
-        The route computes those of fresh sequences. Those of replayed tokens are stored.
-        """
-        if batch.stored is None:
-            return self.old.logps(batch, logp)
-        old_logp, exact = batch.stored.old_logp, batch.stored.exact
-        fresh, index = batch.select_fresh()
-        if not fresh.num_sequences:
-            return old_logp, exact
-        values, are_exact = self.old.logps(fresh, _select(logp, index))
-        old_logp = old_logp.to(values.dtype).index_put((index,), values)
-        return old_logp, exact.index_put((index,), are_exact)
-
-    def _correct(self, batch: Batch, logp: Tensor, lag: Tensor) -> tuple[Tensor, Tensor, Control]:
-        """Ask the route for old log-probabilities. Return them, where they are exact, and the
-        correction.
-
-        `logp` are the current log-probabilities, empty if the route does not need them. Raises
-        NonFinite if a log-probability is NaN or infinite.
-        """
-        old_logp, exact = self._ask_route(batch, logp)
-        if not self.old.needs.inline:
-            ones = torch.ones_like(old_logp)
-            minibatch = Minibatch(batch, old_logp, ones, ones, torch.empty(0), lag)
-            self.failed_batch = FailedBatch("old_logps", minibatch)
-        _require_finite(batch, behavior_logp=batch.behavior_logp, old_logp=old_logp)
-        if self._bitwise:
-            self._require_equal(batch, "old_logp", old_logp, exact & batch.sampled)
-            if self._takes_engine_logps:  # the engine's value is the trainer's own
-                exact = batch.sampled
-        control = self.rules.correct(old_logp, batch)
-        self._passes.add_correction(batch, old_logp, control, exact=exact, lag=lag)
-        vetoed = self.rules.vetoed(old_logp, batch)
-        self._passes.tokens.add_correction(batch, old_logp, control, exact=exact, vetoed=vetoed)
-        return old_logp, exact, control
-
-    def _require_equal(self, batch: Batch, name: str, logp: Tensor, where: Tensor) -> None:
-        """Raise NotBitwise unless tokens in `where` have the engine's log-probability."""
-        self._metrics.extra[bitwise.COMPARED] += bitwise.require_equal(batch, name, logp, where)
-
-    def _score_reference(self, batch: Batch) -> Tensor:
-        if self._reference is None or not batch.num_sequences:
-            return torch.empty(0)
-        return self._score(self._reference, batch).logp
-
-    def _score(self, policy: Policy, batch: Batch, *, with_entropy: bool = False) -> Scored:
-        return policy.score(
-            batch,
-            batch.sampled,
-            temperature=self._temperature,
-            max_tokens_per_microbatch=self.config.max_tokens_per_microbatch,
-            with_entropy=with_entropy,
-        )
 
     def _norm(self, batch: Batch, steps: list[list[int]], keep: Tensor) -> Tensor:
         """Return the weight of each token in the loss, `[T]`: 1 / the divisor of the loss.
@@ -619,87 +468,6 @@ class LocalTrainer:
         if self.skips_zero_advantage:
             tokens = tokens & (factor != 0) & (batch.advantage != 0)
         return batch.sequences_with(tokens)
-
-    def _loss(self, minibatch: Minibatch, microbatch: Batch, index: Tensor) -> Tensor:
-        """Return the loss of some sequences.
-
-        `index` has the positions of their tokens in the minibatch.
-        """
-        objective = self.rules.objective
-        norm = minibatch.norm[index]
-        lag = minibatch.lag[index]
-        logp, entropy = self._forward_pass(microbatch)
-        current_logp = logp.detach()
-        _require_finite(microbatch, logp=current_logp)
-        if self._bitwise and self.policy.at_version:
-            is_own = microbatch.sampled & (microbatch.version == self.policy.version)
-            self._require_equal(microbatch, "logp", current_logp, is_own)
-        if self.old.needs.inline:
-            old_logp, _, control = self._correct(microbatch, current_logp, lag)
-            factor = control.factor * minibatch.factor[index]  # 0 for tokens that a shaper drops
-        else:
-            old_logp, factor = minibatch.old_logp[index], minibatch.factor[index]
-        surrogate = self.rules.surrogate(logp, old_logp, microbatch)
-        capped = self.rules.cap(factor, current_logp, microbatch)
-        is_capped, factor = capped < factor, capped
-        loss = (factor * norm * surrogate.loss).sum()
-        if objective.kl_coef:
-            reference_logp = minibatch.reference_logp[index]
-            self._passes.add_reference((reference_logp - current_logp)[microbatch.fresh])
-            # The engine's policy drew the tokens, but the KL is that of the current policy. So each
-            # token is weighted by the ratio of the two, also one that the correction dropped. Only
-            # with the loss aggregation `kept` dropped tokens have the norm 0.
-            ratio = bounded_exp(current_logp - microbatch.behavior_logp)
-            ratio = self.rules.cap(ratio, current_logp, microbatch)
-            divergence = objectives.reference_kl(logp, reference_logp, sampled=microbatch.sampled)
-            loss = loss + objective.kl_coef * (norm * ratio * divergence).sum()
-        if objective.entropy_coef:
-            loss = loss - objective.entropy_coef * (norm * entropy).sum()
-        self._passes.add_forward(microbatch, current_logp, old_logp, lag=lag, surrogate=surrogate)
-        self._passes.tokens.add_forward(
-            microbatch, current_logp, old_logp, surrogate=surrogate, capped=is_capped
-        )
-        if self.techniques.controllers:
-            self._passes.add_log_weights(microbatch, current_logp)
-        self._passes.losses.append(loss.item())
-        return loss
-
-    def _forward_pass(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return the log-probability and the entropy of each token, `[T]` on the CPU.
-
-        With an entropy bonus, the entropy is of all sampled tokens and has a gradient. Otherwise it
-        is of some tokens, for the metric alone.
-        """
-        run = self.policy.prefix_tree(batch)
-        self._passes.forward_tokens += run.num_tokens
-        measured, every = batch.sampled, 1
-        if not self.rules.objective.entropy_coef:
-            every = self._passes.entropy_every
-            measured = self._passes.entropy_sample(batch.sampled)
-        logp, entropy = self.policy.logps_and_entropy(
-            run,
-            temperature=self._temperature,
-            where=batch.sampled,
-            entropy_sample=None if self.rules.objective.entropy_coef else measured,
-        )
-        entropy = entropy.cpu()
-        self._passes.add_entropy(entropy.detach()[measured & batch.fresh], every=every)
-        self._passes.tokens.add_entropy(batch, entropy.detach(), where=measured)
-        return logp.cpu(), entropy
-
-
-def _select(values: Tensor, index: Tensor) -> Tensor:
-    """Return `values[index]`.
-
-    If `values` is empty, because the values are unknown, return it as it is.
-    """
-    return values[index] if len(values) else values
-
-
-def _require_finite(batch: Batch, **logps: Tensor) -> None:
-    """Raise NonFinite, with the episode and the token, if a sampled token's value is not finite."""
-    episode = torch.tensor(batch.episodes)[batch.sequence]
-    corrections.check_finite(logps, batch.sampled, sequence=episode, version=batch.version)
 
 
 def _divide(batch: Batch, num_steps: int) -> list[list[int]]:

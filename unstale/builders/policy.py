@@ -1,0 +1,71 @@
+"""The policy of a run, and how its weights travel to the engines."""
+
+import torch
+
+from unstale.config import (
+    RunConfig,
+)
+from unstale.engines.registry import engine_spec, packs_weights
+from unstale.model.forward import ForwardOptions
+from unstale.model.lora import Lora
+from unstale.model.peers import ALONE, Peers
+from unstale.model.policy import Policy
+
+
+def lora_of(config: RunConfig) -> Lora | None:
+    """Return the rank, scale and layers of the adapters of a run. None if it trains all weights."""
+    options = config.trainer
+    if not options.lora_rank:
+        return None
+    return Lora(options.lora_rank, options.lora_alpha, options.lora_targets, config.seed)
+
+
+def load_policy(config: RunConfig, peers: Peers | None = None, *, trained: bool = True) -> Policy:
+    """Load the model that a run starts from, with adapters if the run trains LoRA.
+
+    `peers` are the ranks among which it is divided. Without `peers` the model is whole. It is then
+    in main memory if the run has trainer ranks, because only they need it on a GPU. A policy that
+    is not `trained` only scores.
+    """
+    options = config.trainer
+    device = "cpu" if config.cluster.trainers and peers is None else None
+    policy = Policy.load(
+        config.policy_folder,
+        dtype=options.dtype,
+        device=device,
+        lora=lora_of(config),
+        peers=peers or ALONE,
+        independent_rows=config.deterministic,
+        trained=trained,
+        chat_template=config.chat_template,
+    )
+    policy.check_context(config.cluster.context)
+    policy.set_forward_options(ForwardOptions.of(config))
+    if options.routing_replay:
+        policy.replay_routes()
+    return policy
+
+
+def shares_deltas(config: RunConfig) -> bool:
+    """Return True if the route's weight differences can also be sent to the engines.
+
+    A delta is the lossless difference of the weights of two versions. It is then computed only
+    once. Trainer ranks have deltas of their parts only, so whole weights are sent.
+    """
+    if config.cluster.trainers:
+        return False
+    same_precision = config.engine.dtype == config.trainer.dtype
+    return config.old_logps.shares_deltas and (same_precision or config.trainer.lora_rank > 0)
+
+
+def loads_in_place(config: RunConfig) -> bool:
+    """Return True if the engines get whole weights on a GPU, not in main memory.
+
+    They get them by NCCL, or the embedded engine reads them on the trainer's GPU.
+    """
+    options, cluster = config.engine, config.cluster
+    if config.trainer.lora_rank or packs_weights(config):
+        return False
+    is_here = not (cluster.trainers or cluster.engine_hosts or cluster.address)
+    reads_gpu = engine_spec(options.backend).reads_gpu and torch.cuda.is_available()
+    return options.transfer == "nccl" or (options.transfer == "auto" and is_here and reads_gpu)

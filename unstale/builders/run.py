@@ -1,0 +1,240 @@
+"""Connect all components of a run for the training loop."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from unstale.builders.components import Components
+from unstale.builders.local import build_advantage, build_local
+from unstale.builders.ranked import build_ranked
+from unstale.builders.sampling import build_rollout, build_sampler
+from unstale.cluster import components
+from unstale.cluster.ranks import Notify, Ranks
+from unstale.config import (
+    RunConfig,
+    ScheduleConfig,
+)
+from unstale.durability.journal import JOURNAL, Journal
+from unstale.durability.journal.route_files import ROUTES, RouteFiles
+from unstale.durability.resume import ResumeState
+from unstale.engines import Engine
+from unstale.engines.pool import Recovery, supervise
+from unstale.envs import (
+    Taskset,
+)
+from unstale.envs.guard import (
+    each_within_limit,
+    identity_within_limit,
+)
+from unstale.envs.registry import held_out_tasks
+from unstale.loop import RunComponents
+from unstale.model.policy import Policy
+from unstale.observe.recorder import Outputs, Recorder
+from unstale.observe.trackers import find_trackers
+from unstale.old_logps import OldLogps
+from unstale.records import Failure, PendingPiece
+from unstale.rollout import Evaluation
+from unstale.rollout.episode import Rollout
+from unstale.rollout.evaluation import evaluate
+from unstale.rollout.hooks import RunHooks
+from unstale.rollout.segments import EpisodeSlots
+from unstale.rollout.selection import Selection
+from unstale.rollout.staleness_queue import PendingPieces, StalenessQueue
+from unstale.trainer.threads import LocalThread, SharedCores
+from unstale.weights.recording import RECORDED
+
+
+def build_components(
+    config: RunConfig,
+    engine: Engine | None = None,
+    ranks: Ranks | None = None,
+    *,
+    notify: Notify = lambda text: None,
+) -> Components:
+    """Return the components that sample and train, as `config` describes them.
+
+    If `engine` is given, it replaces the engine that `config` describes. If `ranks` are given, the
+    trainer uses them instead of new ones. `notify` is called with what new ranks wait for. Raises
+    `ConfigError` for every mistake that can be found before the engine starts.
+    """
+    find_trackers(config.trackers)  # raises ConfigError for an unknown or missing tracker
+    sampler = build_sampler(config, engine)
+    if config.cluster.trainers:
+        return build_ranked(config, sampler, ranks=ranks, notify=notify)
+    return build_local(config, *sampler)
+
+
+def build(
+    config: RunConfig, parts: Components, outputs: Outputs, life: ResumeState
+) -> RunComponents:
+    """Connect all components of a run for the training loop. Restore the state of a resumed run."""
+    policy, taskset, old = parts.policy, parts.taskset, parts.old
+    pending = PendingPieces()
+    folder = outputs.log.path
+    routes = None
+    if config.trainer.routing_replay:
+        routes = RouteFiles(folder / ROUTES, keep=config.checkpoint.keep)
+    journal = Journal(folder / JOURNAL, routes=routes, keep_snapshots=config.deterministic)
+    checkpoints = parts.checkpoints(config, folder)
+    recorder = Recorder(
+        outputs, journal=journal, decode=lambda tokens: str(policy.tokenizer.decode(tokens))
+    )
+    if config.audit.record:
+        parts.record(folder / RECORDED)
+    posts = components.make_posts(
+        config.cluster,
+        checkpoints.weights,
+        parts.posted_dtype(config),
+    )
+    weights = posts.at if posts else checkpoints.weights
+    recovery = Recovery(weights, config.engine.restarts, recorder.event)
+    engine = supervise(parts.generator.engine, recovery)
+    components.report_events(engine, recorder.event)
+    generator = replace(parts.generator, engine=engine)
+
+    make_rollout = partial(
+        build_rollout(config, taskset, on_event=recorder.event),
+        generator,
+        taskset,
+        config.rollout,
+    )
+    budgeter = parts.techniques.budgeter
+    slots = EpisodeSlots(budgeter.max_concurrent_episodes) if budgeter else None
+    rollout = _training_rollout(
+        partial(make_rollout, slots=slots),
+        _Listeners(old, pending, recorder),
+        life,
+    )
+    selection = Selection(
+        config,
+        taskset,
+        life,
+        parts.techniques,
+        skipped=rollout.quarantined,
+    )
+    queue = build_queue(config.schedule, life, policy)
+    shared_cores = SharedCores(
+        config, are_engines_idle=lambda: queue.waits_for_training and engine.is_idle()
+    )
+    return RunComponents(
+        config=config,
+        progress=life.progress,
+        resumed_requests=life.requests,
+        requests=each_within_limit(selection.requests(), f"train() of {taskset.name}"),
+        engine=engine,
+        rollout=rollout,
+        evaluation=_evaluation(config, taskset, make_rollout, recorder, life),
+        queue=queue,
+        pending=pending,
+        techniques=RunHooks(
+            techniques=parts.techniques,
+            selection=selection,
+            estimate=build_advantage(config.advantage),
+            identify=partial(identity_within_limit, taskset),
+            lag=parts.trainer.lag,
+            resize=journal.resize,
+            hidden_states=parts.hidden_states,
+            seed=config.seed,
+            replay_routes=config.trainer.routing_replay,
+        ),
+        old_logps=old,
+        auditor=parts.auditor,
+        trainer=parts.trainer,
+        publisher=parts.publisher(config, engine, checkpoints, posts),
+        journal=journal,
+        checkpoints=checkpoints,
+        log=recorder,
+        trainer_thread=LocalThread("trainer", shared_cores.take),
+        io_thread=LocalThread("io"),
+    )
+
+
+def _evaluation(
+    config: RunConfig,
+    taskset: Taskset,
+    make_rollout: Callable[..., Rollout],
+    recorder: Recorder,
+    life: ResumeState,
+) -> Evaluation | None:
+    """Return a function that measures success on the held-out tasks. None if there are none.
+
+    In a new run, the first evaluation begins with one episode as a trial.
+    """
+    held_out = held_out_tasks(taskset, config.eval.tasks)
+    if not held_out:
+        return None
+    rollout = make_rollout(on_failure=recorder.held_out_failure, on_blocked=recorder.blocked)
+    is_first = life.progress.step == 0
+
+    async def measure(**options: Any) -> list[bool | None]:
+        nonlocal is_first
+        trial, is_first = is_first, False
+        return await evaluate(rollout, held_out, seed=config.seed, trial=trial, **options)
+
+    return measure
+
+
+@dataclass(frozen=True, slots=True)
+class _Listeners:
+    """Callbacks of the rollout. They pass on sampled tokens, and failed or restarted episodes.
+
+    The receivers are the old-logit route, the list of tokens not yet trained on, and the run's log.
+    """
+
+    old: OldLogps
+    pending: PendingPieces
+    recorder: Recorder
+
+    def on_piece(self, piece: PendingPiece) -> None:
+        self.pending.add(piece)
+        self.old.arrived(piece)
+
+    def on_failure(self, episode: int, failure: Failure, final: bool) -> None:
+        self.pending.discard([episode])
+        self.recorder.failure(episode, failure, final)
+
+    def on_restart(self, episode: int, failure: Failure) -> None:
+        self.pending.discard([episode])
+        self.recorder.restarted(episode, failure)
+
+
+def _training_rollout(
+    make_rollout: Callable[..., Rollout], listeners: _Listeners, life: ResumeState
+) -> Rollout:
+    """Return the object that runs training episodes.
+
+    Give it the episodes that a resumed run had begun.
+    """
+    rollout = make_rollout(
+        on_piece=listeners.on_piece,
+        on_failure=listeners.on_failure,
+        on_restart=listeners.on_restart,
+        on_blocked=listeners.recorder.blocked,
+    )
+    rollout.restore(life.episodes, life.quarantined, life.failed_shares)
+    for request in life.requests:
+        for piece in request.opens():
+            listeners.pending.add(piece)
+    return rollout
+
+
+def build_queue(config: ScheduleConfig, life: ResumeState, policy: Policy) -> StalenessQueue:
+    """Return the staleness queue: it limits the groups in flight and sorts finished ones.
+
+    In a resumed run it contains the groups that were not trained on before the resume.
+    """
+    queue = StalenessQueue(
+        max_staleness=config.max_staleness,
+        groups_per_step=config.groups_per_step,
+        lookahead_window=config.lookahead_window,
+        adaptive_window=config.adaptive_window,
+    )
+    ages: dict[int, int] = {}
+    for request in life.requests if config.adaptive_window else ():
+        if versions := sorted({each.piece.version for each in request.opens()}):
+            ages[request.number] = int(policy.lag(torch.tensor(versions)).max())
+    queue.restore(life.admitted, [request.number for request in life.requests], ages)
+    return queue

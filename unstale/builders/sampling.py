@@ -1,0 +1,270 @@
+"""The task set, the engine and the rollout of a run: everything that makes episodes."""
+
+import math
+import shlex
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import cast
+
+from rich.markup import escape
+
+from unstale.builders.policy import load_policy, loads_in_place, shares_deltas
+from unstale.cluster import components
+from unstale.cluster.env_hosts import remote_workers
+from unstale.cluster.gpus import gpu_memory_utilization, run_gpus, warn_of_shared_gpus
+from unstale.config import (
+    SHIPPED_POLICIES,
+    ConfigError,
+    Dtype,
+    RunConfig,
+    install,
+)
+from unstale.config.hub import reading
+from unstale.config.techniques import chosen
+from unstale.durability.console import Console
+from unstale.engines import Engine
+from unstale.engines.pool import EnginePool
+from unstale.engines.registry import EngineOptions, engine_spec, packs_weights
+from unstale.engines.routing import Phases
+from unstale.envs import (
+    EnvError,
+    HasGiveaways,
+    Taskset,
+    implements,
+    sandbox,
+)
+from unstale.envs.chat import Chat
+from unstale.envs.external import ExternalAgent
+from unstale.envs.guard import (
+    Watchdog,
+    time_limit,
+)
+from unstale.envs.registry import build_taskset, check_taskset, held_out_tasks, preparing
+from unstale.isolation import IsolatedTasks, isolate
+from unstale.model.lora import Merging
+from unstale.model.policy import Policy
+from unstale.rollout.episode import Rollout
+from unstale.rollout.generator import Generator
+from unstale.rollout.selection import make_pool, read_texts, require_repeats
+
+
+def build_sampler(
+    config: RunConfig, engine: Engine | None = None
+) -> tuple[Policy, Taskset, Generator]:
+    """Return the policy, the task set, and the engine with its chat format.
+
+    If `engine` is given, it replaces the engine that `config` describes. Raises `ConfigError` for
+    invalid options.
+    """
+    if config.allow_weak_sandbox:
+        sandbox.allow_weak()
+    taskset = build_taskset(config.task)
+    check_taskset(taskset, config.seed, config.steps * config.schedule.groups_per_step)
+    with preparing(taskset, "giveaways()"):
+        warn_of_giveaways(taskset)
+    if config.selection.pool:  # both calls raise ConfigError for a pool that does not fit
+        with preparing(taskset, "train() or text()"):
+            pool = make_pool(taskset, config.seed, config.selection.pool)
+            if any("texts" in entry.requires for entry in chosen(config.techniques)):
+                read_texts(taskset, pool)
+    with preparing(taskset, "train()"):
+        require_repeats(config, taskset)
+    num_held_out = len(held_out_tasks(taskset, config.eval.tasks))
+    if num_held_out < config.eval.tasks:
+        _print_note(
+            f"note: {config.task.env} has {num_held_out} held-out tasks, fewer than "
+            f"eval.tasks = {config.eval.tasks}"
+        )
+    if config.task.isolate == "ray":
+        components.connect_run(config)
+        taskset = isolate(taskset, config.task, remote_workers(config.cluster))
+    else:
+        taskset = isolate(taskset, config.task)
+    policy = load_policy(config)
+    build_rollout(config, taskset)  # raises ConfigError if a package for the task set is missing
+    return policy, taskset, build_generator(config, policy, taskset, engine)
+
+
+def build_server(config: RunConfig) -> tuple[Policy, Taskset, Generator]:
+    """Return what `build_sampler` returns, for a server. Its clients send tasks and tools."""
+    taskset = cast(Taskset, ExternalAgent(_no_agent, [None], name="server"))
+    policy = load_policy(config)
+    build_rollout(config, taskset)  # raises ConfigError if a package for the endpoint is missing
+    return policy, taskset, build_generator(config, policy, taskset)
+
+
+def _no_agent(*_: object) -> float:
+    raise EnvError("a server runs no agent")
+
+
+def build_generator(
+    config: RunConfig, policy: Policy, taskset: Taskset, engine: Engine | None = None
+) -> Generator:
+    """Return the engine with the chat format: the model's template and the task set's tools.
+
+    Raises `ConfigError` if the model's tokenizer or template cannot be used.
+    """
+    try:
+        engine = engine or build_engine(config, policy.merging)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    chat = build_chat(config, policy, taskset)
+    warn_of_hidden_tools(config, chat, taskset)
+    return Generator(engine, chat, config.engine)
+
+
+TEMPLATE_S = 30.0
+"""Seconds in which a chat template must write some short conversations. It takes 0.1."""
+
+
+def build_chat(config: RunConfig, policy: Policy, taskset: Taskset) -> Chat:
+    """Return the chat format of a policy with the tools of a task set.
+
+    Raises `ConfigError` if the policy's tokenizer or template cannot be used.
+    """
+    try:
+        with (
+            reading(Path(config.policy), "chat template"),
+            Watchdog(partial(print, file=sys.stderr)),
+            time_limit("the chat template", TEMPLATE_S, "use another template"),
+        ):
+            return Chat(
+                policy.tokenizer,
+                taskset.tools,
+                ends=policy.ends,
+                template_kwargs=config.template_kwargs,
+                tools_in_prompt=config.tools_in_prompt,
+            )
+    except ConfigError as error:
+        if type(error.__cause__) is ValueError:  # the chat format's own, which names the cause
+            raise ConfigError(str(error.__cause__)) from error
+        raise
+
+
+def warn_of_giveaways(taskset: Taskset) -> None:
+    """Print a warning if a task set pays replies that solve nothing."""
+    text = taskset.giveaways() if implements(taskset, HasGiveaways) else ""
+    if text:
+        _print_note(
+            f"[yellow]warning:[/] {escape(text)}. A policy may learn such replies instead of the "
+            "task: leave these tasks out, or read some episodes of the run"
+        )
+
+
+def warn_of_hidden_tools(config: RunConfig, chat: Chat, taskset: Taskset) -> None:
+    """Print a warning if no prompt describes the tools. The package's own policies know theirs.
+
+    For an external agent, they are those that it sends with its calls.
+    """
+    folders = {folder.resolve() for folder in SHIPPED_POLICIES.values()}
+    prompts, names = f"the prompts of {config.task.env}", "which tools there are"
+    hides = chat.hides_tools
+    if isinstance(taskset, ExternalAgent):
+        names = "which tools an agent sends, if it sends any"
+        hides = not (chat.renders_tools or config.tools_in_prompt)
+    if hides and config.policy_folder.resolve() not in folders:
+        _print_note(
+            f"[yellow]warning:[/] the chat template of {escape(config.policy)} does not render "
+            f"tools, so {escape(prompts)} do not say {names}. Set tools_in_prompt = true to "
+            "describe them in the prompt, unless the policy was trained without descriptions"
+        )
+
+
+def _print_note(text: str) -> None:
+    Console(stderr=True, soft_wrap=True).print(text, highlight=False)
+
+
+def build_engine(config: RunConfig, merging: Merging | None) -> EnginePool:
+    """Return the configured engines as one pool.
+
+    `merging` describes LoRA adapters, if the run has any.
+
+    Raises `ConfigError` if the engine needs `engine.urls` and none is given.
+    """
+    options = config.engine
+    spec = engine_spec(options.backend)
+    if spec.needs_urls and not options.urls.split():
+        raise ConfigError(f"engine.backend = {options.backend} needs engine.urls")
+    urls = options.urls.split() or [""] * options.processes
+    max_running = math.ceil(options.max_running / options.processes)
+    over_file = options.transfer != "nccl" and not config.cluster.engine_hosts
+    is_single = len(urls) == 1 and over_file and not loads_in_place(config)
+    sends_deltas = is_single and (merging is None or spec.adapter_deltas)
+    gpus = run_gpus(config).engines
+    every = tuple(
+        EngineOptions(
+            config.policy_folder,
+            url=url,
+            args=tuple(shlex.split(options.args)),
+            gpu_memory_utilization=gpu_memory_utilization(config),
+            dtype=cast(Dtype, options.dtype),
+            quantise=options.quantise,
+            bitwise=options.bitwise,
+            threads=options.threads,
+            gpus=gpus,
+            number=number,
+            max_running=max_running,
+            max_context=options.max_context,
+            keep_cache=options.keep_cache,
+            load_tokens=options.load_tokens,
+            deltas=sends_deltas and (shares_deltas(config) or packs_weights(config)),
+            packed=packs_weights(config),
+            transfer=options.transfer,
+            merging=merging,
+            record_routes=config.trainer.routing_replay,
+            lockstep=config.deterministic,
+        )
+        for number, url in enumerate(urls)
+    )
+    if config.cluster.engine_hosts:
+        return components.make_host_pool(config, spec.make, every)
+    warn_of_shared_gpus(config)
+    engines = [spec.make(each) for each in every]
+    return EnginePool(
+        engines,
+        max_running=max_running,
+        keep_cache=options.keep_cache,
+        load_tokens=options.load_tokens,
+        phases=Phases(options.prefill_engines, options.prefill_ratio),
+    )
+
+
+def build_rollout(
+    config: RunConfig, taskset: Taskset, *, on_event: Callable[..., None] = lambda kind, **_: None
+) -> Callable[..., Rollout]:
+    """Return a function that creates the object that runs episodes.
+
+    For a task set of an external agent (`ExternalAgent`), all such objects share one HTTP endpoint.
+    Raises `ConfigError` if a needed package is missing or the run is deterministic.
+    """
+    if isinstance(taskset, IsolatedTasks):
+        taskset.workers.on_event = on_event
+    if not ends_freely(taskset):
+        return partial(Rollout, deterministic=config.deterministic)
+    limiters = [each.name for each in chosen(config.techniques) if each.slot == "limiter"]
+    if limiters:
+        raise ConfigError(
+            f"the technique {limiters[0]} cannot be used with an ExternalAgent, which counts its "
+            "turns and calls itself: remove it from techniques, and set rollout.max_turns"
+        )
+    if config.deterministic:
+        raise ConfigError(
+            "deterministic must be false with an ExternalAgent: "
+            "a virtual clock does not wait for sockets"
+        )
+    try:
+        from unstale.rollout.endpoint.agents import AgentRollout
+        from unstale.rollout.endpoint.server import RecordingEndpoint
+
+        endpoint = RecordingEndpoint(config.endpoint)
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"an ExternalAgent needs {error.name}: {install('endpoint')}") from error
+    return partial(AgentRollout, endpoint=endpoint, on_event=on_event)
+
+
+def ends_freely(taskset: Taskset) -> bool:
+    """Return True if an external agent talks to the policy, which may end a reply by a text."""
+    inner = taskset.inner if isinstance(taskset, IsolatedTasks) else taskset
+    return isinstance(inner, ExternalAgent)

@@ -1,0 +1,109 @@
+"""The loss of some sequences: the only forward passes with a gradient.
+
+    loss = sum over tokens of   factor * norm * surrogate(S, advantage)
+                              + kl_coef * norm * (pi / mu) * KL(pi || reference)
+                              - entropy_coef * norm * entropy
+
+`factor` is the correction of D, `norm` one over the divisor of the loss. `unstale.trainer.rules`
+has the surrogate and the cap, docs/algorithm.md the formulas.
+"""
+
+from torch import Tensor
+
+from unstale.algorithms import objectives
+from unstale.algorithms.corrections import bounded_exp
+from unstale.config import RunConfig
+from unstale.model.policy import Policy
+from unstale.old_logps import OldLogps
+from unstale.records import Batch
+from unstale.techniques import Techniques
+from unstale.trainer.metrics import StepMetrics
+from unstale.trainer.records import Minibatch
+from unstale.trainer.rules import Rules
+from unstale.trainer.scoring import Scoring, require_finite
+
+
+class Loss:
+    """Computes the loss of some sequences of a minibatch."""
+
+    def __init__(
+        self, policy: Policy, config: RunConfig, old: OldLogps, rules: Rules, scoring: Scoring
+    ) -> None:
+        self._policy = policy
+        self._temperature = config.engine.temperature
+        self._is_bitwise = config.engine.bitwise
+        self._is_inline = old.needs.inline
+        self._rules = rules
+        self._scoring = scoring
+        self._techniques: Techniques = rules.techniques
+
+    def of(
+        self, minibatch: Minibatch, microbatch: Batch, index: Tensor, passes: StepMetrics
+    ) -> Tensor:
+        """Return the loss of the sequences of a microbatch, a scalar with a gradient.
+
+        `index` has the positions of their tokens in the minibatch. `passes` gets the metrics.
+        Raises NonFinite if a log-probability is NaN or infinite.
+        """
+        objective = self._rules.objective
+        norm = minibatch.norm[index]
+        lag = minibatch.lag[index]
+        logp, entropy = self._forward_pass(microbatch, passes)
+        current_logp = logp.detach()
+        require_finite(microbatch, logp=current_logp)
+        if self._is_bitwise and self._policy.at_version:
+            is_own = microbatch.sampled & (microbatch.version == self._policy.version)
+            self._scoring.require_equal(microbatch, "logp", current_logp, is_own)
+        if self._is_inline:
+            old = self._scoring.correct(microbatch, current_logp, lag, passes)
+            old_logp = old.old_logp
+            factor = old.control.factor * minibatch.factor[index]  # 0 where a shaper drops tokens
+        else:
+            old_logp, factor = minibatch.old_logp[index], minibatch.factor[index]
+        surrogate = self._rules.surrogate(logp, old_logp, microbatch)
+        capped = self._rules.cap(factor, current_logp, microbatch)
+        is_capped, factor = capped < factor, capped
+        loss = (factor * norm * surrogate.loss).sum()
+        if objective.kl_coef:
+            reference_logp = minibatch.reference_logp[index]
+            passes.add_reference((reference_logp - current_logp)[microbatch.fresh])
+            # The engine's policy drew the tokens, but the KL is that of the current policy. So each
+            # token is weighted by the ratio of the two, also one that the correction dropped. Only
+            # with the loss aggregation `kept` dropped tokens have the norm 0.
+            ratio = bounded_exp(current_logp - microbatch.behavior_logp)
+            ratio = self._rules.cap(ratio, current_logp, microbatch)
+            divergence = objectives.reference_kl(logp, reference_logp, sampled=microbatch.sampled)
+            loss = loss + objective.kl_coef * (norm * ratio * divergence).sum()
+        if objective.entropy_coef:
+            loss = loss - objective.entropy_coef * (norm * entropy).sum()
+        passes.add_forward(microbatch, current_logp, old_logp, lag=lag, surrogate=surrogate)
+        passes.tokens.add_forward(
+            microbatch, current_logp, old_logp, surrogate=surrogate, capped=is_capped
+        )
+        if self._techniques.controllers:
+            passes.add_log_weights(microbatch, current_logp)
+        passes.losses.append(loss.item())
+        return loss
+
+    def _forward_pass(self, batch: Batch, passes: StepMetrics) -> tuple[Tensor, Tensor]:
+        """Return the log-probability and the entropy of each token, `[T]` on the CPU.
+
+        With an entropy bonus, the entropy is of all sampled tokens and has a gradient. Otherwise it
+        is of some tokens, only for the metric.
+        """
+        run = self._policy.prefix_tree(batch)
+        passes.forward_tokens += run.num_tokens
+        measured, every = batch.sampled, 1
+        if not self._rules.objective.entropy_coef:
+            every = passes.entropy_every
+            measured = passes.entropy_sample(batch.sampled)
+        logp, entropy = self._policy.logps_and_entropy(
+            run,
+            temperature=self._temperature,
+            where=batch.sampled,
+            entropy_sample=None if self._rules.objective.entropy_coef else measured,
+        )
+        entropy = entropy.cpu()
+        passes.add_entropy(entropy.detach()[measured & batch.fresh], every=every)
+        passes.tokens.add_entropy(batch, entropy.detach(), where=measured)
+        return logp.cpu(), entropy

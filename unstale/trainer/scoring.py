@@ -1,0 +1,240 @@
+"""Old log-probabilities and corrections of a batch: everything that no gradient flows through.
+
+    Scoring.old_logps(batch)   values of the old-logit route, checked, and the correction of D
+    Scoring.shape(batch)       advantages and weights as techniques change them
+    Scoring.reference(batch)   log-probabilities of the reference policy
+
+All tensors are `[T]` on the CPU. `unstale.trainer.loss` turns them into a loss.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from unstale.algorithms import corrections
+from unstale.algorithms.corrections import Control
+from unstale.config import RunConfig
+from unstale.model.forward import Scored
+from unstale.model.policy import Policy
+from unstale.old_logps import OldLogps
+from unstale.records import Batch, StoredLogps
+from unstale.techniques import GradientPart, HiddenStates, Signals, StatesQuery, Techniques
+from unstale.trainer import bitwise
+from unstale.trainer.hidden_states import last_tokens, statistics
+from unstale.trainer.metrics import StepMetrics
+from unstale.trainer.records import FailedBatch, Minibatch
+from unstale.trainer.rules import Rules
+
+Audit = Callable[[Batch, Tensor], Mapping[str, float]]
+"""A function that returns metrics of the error of the route's `old_logp` `[T]`. The tensor is empty
+if the route computes its values in every training pass.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class OldScores:
+    """Old log-probabilities of a batch and what follows from them, each `[T]`.
+
+    `old_logp` and `exact` are empty, and the correction changes nothing, for a route that computes
+    its values in every training pass (`needs.inline`).
+    """
+
+    old_logp: Tensor
+    exact: Tensor
+    """True where the value is exact and not an approximation."""
+    control: Control
+    """The correction of the discrepancy."""
+
+
+class Scoring:
+    """Computes what the optimizer steps of a batch need, apart from its loss."""
+
+    def __init__(
+        self, policy: Policy, config: RunConfig, old: OldLogps, rules: Rules, techniques: Techniques
+    ) -> None:
+        """`old` is the old-logit route. A copy of `policy` is kept if the loss or a technique
+        compares with the policy before training.
+        """
+        self._policy = policy
+        self._old = old
+        self._rules = rules
+        self._techniques = techniques
+        self._temperature = config.engine.temperature
+        self._max_tokens = config.trainer.max_tokens_per_microbatch
+        self._is_bitwise = config.engine.bitwise
+        self._takes_engine_logps = config.old_logps.weight_of_now(config) == 0
+        keeps_reference = config.objective.kl_coef or "reference" in techniques.needs
+        self.reference_policy = policy.twin() if keeps_reference else None
+        """The policy before training. None if nothing compares with it."""
+        self.num_compared = 0
+        """Tokens of the batch whose value was compared with the engine's in a bitwise run."""
+        self.failed_batch: FailedBatch | None = None
+        """The data of the current step, to be saved if a number is not finite."""
+
+    def old_logps(self, batch: Batch, lag: Tensor, metrics: StepMetrics) -> OldScores:
+        """Return the old log-probabilities of a batch and the corrections.
+
+        Raises NonFinite if a log-probability is NaN or infinite.
+        """
+        if self._old.needs.inline or not batch.num_sequences:
+            return OldScores(torch.empty(0), torch.empty(0), corrections.keep_all(batch.sampled))
+        logp = torch.empty(0)
+        if self._old.needs.now:
+            scored = self._score(self._policy, batch)
+            metrics.score_tokens += scored.forward_tokens
+            logp = scored.logp
+        return self.correct(batch, logp, lag, metrics)
+
+    def correct(self, batch: Batch, logp: Tensor, lag: Tensor, metrics: StepMetrics) -> OldScores:
+        """Ask the route for old log-probabilities, and correct the discrepancy to the engine.
+
+        `logp` are the current log-probabilities, empty if the route does not need them. Raises
+        NonFinite if a log-probability is NaN or infinite.
+        """
+        old_logp, exact = self._ask_route(batch, logp)
+        if not self._old.needs.inline:
+            ones = torch.ones_like(old_logp)
+            minibatch = Minibatch(batch, old_logp, ones, ones, torch.empty(0), lag)
+            self.failed_batch = FailedBatch("old_logps", minibatch)
+        require_finite(batch, behavior_logp=batch.behavior_logp, old_logp=old_logp)
+        if self._is_bitwise:
+            self.require_equal(batch, "old_logp", old_logp, exact & batch.sampled)
+            if self._takes_engine_logps:  # the engine's value is the trainer's own
+                exact = batch.sampled
+        control = self._rules.correct(old_logp, batch)
+        metrics.add_correction(batch, old_logp, control, exact=exact, lag=lag)
+        vetoed = self._rules.vetoed(old_logp, batch)
+        metrics.tokens.add_correction(batch, old_logp, control, exact=exact, vetoed=vetoed)
+        return OldScores(old_logp, exact, control)
+
+    def require_equal(self, batch: Batch, name: str, logp: Tensor, where: Tensor) -> None:
+        """Raise NotBitwise unless tokens in `where` have the engine's log-probability."""
+        self.num_compared += bitwise.require_equal(batch, name, logp, where)
+
+    def reference(self, batch: Batch) -> Tensor:
+        """Return the log-probabilities of the reference policy. Empty if nothing needs them."""
+        if self.reference_policy is None or not batch.num_sequences:
+            return torch.empty(0)
+        return self._score(self.reference_policy, batch).logp
+
+    def shape(
+        self,
+        batch: Batch,
+        old: OldScores,
+        reference_logp: Tensor,
+        metrics: StepMetrics,
+        *,
+        progress: float,
+    ) -> tuple[Batch, Tensor]:
+        """Apply the shapers. Return the batch with new advantages, and the weight of each token.
+
+        `progress` is the share of the optimizer steps that are done.
+        """
+        factor = old.control.factor
+        if not self._techniques.shapers or not batch.num_sequences:
+            return batch, factor
+        with_entropy = "entropy" in self._techniques.needs
+        scored = self._score(self._policy, batch, with_entropy=with_entropy)
+        require_finite(batch, logp=scored.logp)
+        if with_entropy:
+            metrics.tokens.add_entropy(batch, scored.entropy, where=batch.sampled)
+
+        def gradient_norms(sequences: Sequence[int], part: GradientPart) -> Tensor:
+            parts = [batch.select([i])[0] for i in sequences]
+            head = part == "head"
+            norms = [
+                self._policy.gradient_norm(
+                    each, each.sampled, temperature=self._temperature, head_only=head
+                )
+                for each in parts
+            ]
+            return torch.tensor(norms, dtype=torch.float64)
+
+        signals = Signals(
+            old_logp=old.old_logp,
+            logp=scored.logp,
+            reference_logp=reference_logp,
+            entropy=scored.entropy,
+            gradient_norms=gradient_norms,
+            progress=progress,
+        )
+        for shaper in self._techniques.shapers:
+            shaped = shaper.shape(batch, signals)
+            require_finite(batch, advantage=shaped.advantage)
+            batch = replace(batch, advantage=torch.where(batch.trained, shaped.advantage, 0.0))
+            factor = factor * shaped.keep
+        metrics.tokens.add_shaped(batch, dropped=(old.control.factor != 0) & (factor == 0))
+        return batch, factor
+
+    def offer(self, batch: Batch, index: Tensor, old: OldScores) -> None:
+        """Offer a batch with its old log-probabilities to the techniques that store groups.
+
+        `old` is of the tokens at `index`. Where no exact value is known, `behavior_logp` takes its
+        place.
+        """
+        if not self._techniques.sources:
+            return
+        known = torch.zeros_like(batch.sampled)
+        values = batch.behavior_logp.to(old.old_logp.dtype, copy=True)
+        if len(old.old_logp):
+            known[index] = old.exact & batch.sampled[index]
+            values[index] = torch.where(old.exact, old.old_logp, values[index])
+        lag = torch.where(batch.sampled, self._policy.lag(batch.version), -1)
+        self._techniques.prepared(replace(batch, stored=StoredLogps(values, known)), lag)
+
+    def hidden_states(self, batch: Batch, query: StatesQuery) -> HiddenStates:
+        """Return hidden states of the sequences of a batch, under the current weights."""
+        found = self._policy.hidden_means(
+            batch,
+            last_tokens(batch, query.tokens),
+            depth=query.depth,
+            temperature=self._temperature,
+            max_tokens_per_microbatch=self._max_tokens,
+        )
+        prompt, reply = found.means.float().unbind(1)
+        return HiddenStates(
+            prompt=prompt,
+            reply=reply,
+            entropy=statistics(found.entropy, batch).float(),
+            forward_tokens=found.forward_tokens,
+        )
+
+    def _ask_route(self, batch: Batch, logp: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the old log-probabilities of a batch, and where they are exact.
+
+        The route computes those of fresh sequences. Those of replayed tokens are stored.
+        """
+        if batch.stored is None:
+            return self._old.logps(batch, logp)
+        old_logp, exact = batch.stored.old_logp, batch.stored.exact
+        fresh, index = batch.select_fresh()
+        if not fresh.num_sequences:
+            return old_logp, exact
+        values, are_exact = self._old.logps(fresh, select(logp, index))
+        old_logp = old_logp.to(values.dtype).index_put((index,), values)
+        return old_logp, exact.index_put((index,), are_exact)
+
+    def _score(self, policy: Policy, batch: Batch, *, with_entropy: bool = False) -> Scored:
+        return policy.score(
+            batch,
+            batch.sampled,
+            temperature=self._temperature,
+            max_tokens_per_microbatch=self._max_tokens,
+            with_entropy=with_entropy,
+        )
+
+
+def select(values: Tensor, index: Tensor) -> Tensor:
+    """Return `values[index]`.
+
+    If `values` is empty, because the values are unknown, return it as it is.
+    """
+    return values[index] if len(values) else values
+
+
+def require_finite(batch: Batch, **logps: Tensor) -> None:
+    """Raise NonFinite, with the episode and the token, if a sampled token's value is not finite."""
+    episode = torch.tensor(batch.episodes)[batch.sequence]
+    corrections.check_finite(logps, batch.sampled, sequence=episode, version=batch.version)
