@@ -206,6 +206,12 @@ def test_help_is_the_docstring_under_the_field(capsys: pytest.CaptureFixture[str
         main.main(["train", "retail", "--help"])
     assert end.value.code == 0
     text = " ".join(capsys.readouterr().out.split())
+    assert 30 <= text.count("Now: ") <= 60 and "--help all describes" in text
+    with pytest.raises(SystemExit):
+        main.main(["train", "retail", "--help", "all"])
+    whole = " ".join(capsys.readouterr().out.split())
+    assert "--journal.token_share" in whole and "--journal.token_share" not in text
+    assert "--help all describes" not in whole
     assert "--schedule.max_staleness" in text
     assert (
         "Largest number of versions between the weights that sampled a token and those that "
@@ -246,7 +252,7 @@ def test_help_hides_options_that_the_choices_do_not_read(
         ("--trainer.lora_rank=4", "--trainer.lora_alpha"),
     ):
         assert option not in shown() and option in shown(choice)
-    with_ray = shown("--task.isolate=ray")
+    with_ray = shown("all", "--task.isolate=ray")
     assert "--cluster.address" in with_ray and "--cluster.patience_s" in with_ray
     assert int(re.findall(r"(\d+) more options", shown())[0]) > 20
 

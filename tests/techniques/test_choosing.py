@@ -140,7 +140,7 @@ def test_a_resumed_run_keeps_the_kind_of_a_technique(name: str, kind: dict, free
     assert "takes effect from here on" in said
 
 
-def test_help_has_the_options_of_chosen_techniques_alone(
+def test_help_has_only_the_options_of_chosen_techniques(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     shown = []

@@ -35,6 +35,20 @@ from unstale.recipes import RECIPES, make_recipe
 
 SHORT = {"reward": "task.reward"}
 """Short names of options on the command line, with the full name of each."""
+_COMMON = """
+policy chat_template tools_in_prompt runs name seed steps minutes trackers techniques
+task.env task.isolate task.reward task.prompt_column task.system task.held_out_file
+rollout.max_turns rollout.timeout_s
+engine.backend engine.urls engine.max_running engine.max_context engine.temperature
+engine.max_completion_tokens
+schedule.max_staleness schedule.groups_per_step schedule.group_size
+advantage.estimator old_logps.route correction.control correction.low correction.high
+objective.kind objective.clip_low objective.clip_high objective.kl_coef
+trainer.dtype trainer.lr trainer.lora_rank trainer.max_tokens_per_microbatch
+trainer.gradient_checkpointing checkpoint.every eval.tasks eval.every
+"""
+COMMON = frozenset(_COMMON.split())
+"""The options that most users need. `--help` prints them, and `--help all` every option."""
 MANY = 50
 """Number of arguments above which a command has all options of a run."""
 _OWN_RECIPE = re.compile(r"[\w.]+:\w+")
@@ -189,8 +203,10 @@ def print_json(value: Any) -> None:
 def options_help(words: Sequence[str], values: dict[str, Any], whose: str = "a recipe") -> str:
     """Return the help of the options that a recipe uses, by section, with their present values.
 
-    `words` may name a recipe or a file of options. `whose` is for the heading without them.
+    `words` may name a recipe or a file of options. `whose` is for the heading without them. Only
+    common options and those that a choice of the run added are described, unless `words` has "all".
     """
+    plain = RunConfig(recipe="")
     named = next((word for word in words if word in RECIPES or _OWN_RECIPE.fullmatch(word)), None)
     file = next((Path(word.rpartition("=")[2]) for word in words if word.endswith(FILES)), None)
     values = merged(read_file(file), values) if file and not is_study(file) else values
@@ -198,23 +214,34 @@ def options_help(words: Sequence[str], values: dict[str, Any], whose: str = "a r
     config = make_recipe(recipe) if recipe else RunConfig(recipe="")
     config = override(config, values)
     lines = [f"options of {file or recipe or whose}:"]
-    num_hidden = 0
+    num_hidden = num_left_out = 0
     for section, cls in sections().items():
         current = section_of(config, section)
+        own = [each for each in options().values() if each.section == section]
         if current is None:  # a technique that is not chosen
-            num_hidden += sum(option.section == section for option in options().values())
+            num_hidden += len(own)
             continue
+        used = [each for each in own if each.name != "recipe" and current.applies(each.field)]
+        num_hidden += len(own) - len(used)
+        usual = section_of(plain, section)
+        described = [
+            each
+            for each in used
+            if "all" in words
+            or each.name in COMMON
+            or usual is None
+            or not usual.applies(each.field)
+        ]
+        num_left_out += len(used) - len(described)
         about = (inspect.getdoc(cls) or "").partition("\n")[0]
-        lines += ["", _fill(f"{section or 'run'}: {about}", 0, 2)]
-        for option in options().values():
-            if option.section != section or option.name == "recipe":
-                continue
-            if current.applies(option.field):
-                lines += _option_help(option, config)
-            else:
-                num_hidden += 1
+        if described:
+            lines += ["", _fill(f"{section or 'run'}: {about}", 0, 2)]
+        for option in described:
+            lines += _option_help(option, config)
+    if num_left_out:
+        lines += ["", f"--help all describes {num_left_out} more options of this run."]
     lines += ["", f"{num_hidden} more options appear once an option that reads them is chosen,"]
-    lines += ["as in: --old_logps.route ppo_ewma_async --help"]
+    lines += ["as in: --old_logps.route ppo_ewma_async --help all"]
     return "\n".join(lines)
 
 
