@@ -77,6 +77,12 @@ def test_a_rare_bin_counts_more_with_by_share() -> None:
     weights.observe(batch)
     assert weights.weight("a") == pytest.approx(math.exp(1 / (1 / 4)))
     assert weights.weight("b") == pytest.approx(math.exp(0.5 / (3 / 4)))
+    even = BinWeights(
+        BinsConfig(beta=1.0, by_share=True, min_share=0.5, limit=9.0, max_weight=99.0)
+    )
+    even.observe(batch)
+    even.observe(batch)
+    assert even.weight("a") == pytest.approx(math.exp(1 / 0.5)), "1/4 counts as 1/2"
 
 
 def test_advantages_are_multiplied_by_the_weight_of_their_task() -> None:

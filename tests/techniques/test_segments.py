@@ -57,6 +57,14 @@ def test_the_next_step_begins_if_more_than_a_tenth_of_a_window_was_cut_off() -> 
     assert made.episode_budget() == last
 
 
+@pytest.mark.parametrize("cut_share, moves", [(0.1, True), (0.5, False)])
+def test_the_share_of_cut_episodes_decides_on_the_next_step(cut_share: float, moves: bool) -> None:
+    made = Segments(complete(SegmentsConfig(window=20, cut_share=cut_share), RUN))
+    first = made.episode_budget()
+    made.observe([outcome(20, 10, first)])  # a half
+    assert (made.episode_budget() != first) == moves
+
+
 def test_a_shorter_limit_of_replies_does_not_hide_the_step_of_a_group() -> None:
     made = Segments(SegmentsConfig(window=4, table="10:2:1 20:4:1"))
     budget = EpisodeBudget(reply_tokens=5, context=10, calls=2, segments=1, segment_tokens=7)
