@@ -54,7 +54,7 @@ def run(name: str, folder: Path) -> int:
         if word == "COPY":
             for source, target in copies(rest):
                 copy = shutil.copytree if source.is_dir() else shutil.copyfile
-                copy(source, home / target)  # type: ignore[operator]
+                copy(source, home / target)
         elif word == "ARG":
             key, _, default = rest.partition("=")
             environment.setdefault(key, default.strip('"'))

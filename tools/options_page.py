@@ -17,8 +17,8 @@ from unstale.envs.registry import shipped_envs
 PAGE = Path(__file__).parent.parent / "docs" / "options.md"
 HEAD = """# Options
 
-Look up an option here. `unstale train RECIPE --help all` shows those that a recipe reads, with their
-values now. There are three ways to set one:
+Look up an option here. `unstale train RECIPE --help all` shows those that a recipe reads, with
+their values now. There are three ways to set one:
 
 | where | how |
 |---|---|
