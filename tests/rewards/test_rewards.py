@@ -60,7 +60,7 @@ def test_a_match_with_nothing_is_refused() -> None:
         ("42.001", 0.0),
         ("-42", 0.0),
         ("\N{EN DASH}42", 0.0),
-        ("6\N{EN DASH}42", 1.0),
+        ("6\N{EN DASH}42", 0.0),
         ("The answer is...42", 1.0),
         ("version 1.2.42", 0.0),
         ("x42", 0.0),
@@ -79,21 +79,20 @@ def test_numbers_have_signs_commas_and_tolerances() -> None:
     assert numeric("it is -.5 or...5", 5) == numeric("it is .5", 0.5) == 1
     for between in ("{,}", "\\,", "\\ ", "\N{NO-BREAK SPACE}", "\N{NARROW NO-BREAK SPACE}"):
         assert numeric(f"It is 1{between}350{between}000.5 in all", 1_350_000.5) == 1
-        assert numeric(f"of 12{between}34", 34) == 1
     row = {"answer": "\N{MINUS SIGN}5"}
     assert numeric_answer("-5", row) == numeric_answer("\N{MINUS SIGN}5", row) == 1
     assert numeric_answer("5", row) == 0
     assert numeric("The balance is -$5.00", -5) == numeric("-\\$1,350", -1350) == 1
-    assert numeric("\N{MINUS SIGN}\N{EURO SIGN}.5", -0.5) == numeric("12 - $5", 5) == 1
+    assert numeric("\N{MINUS SIGN}\N{EURO SIGN}.5", -0.5) == numeric("12 - $5", 7) == 1
     assert numeric_answer("It is 1/4.", {"answer": "3/4"}) == 0
     assert numeric_answer("\\frac{3}{4}", {"answer": "3/4"}) == numeric("-3/4", -0.75) == 1
-    assert numeric("on 3/4/2024", 2024) == numeric("4 km/2", 2) == 1
+    assert numeric("on 3/4/2024", 2024) == numeric("4 km/2", 2) == 0
     assert numeric("1/" + "9" * 5000, 0) == 0
-    for text in ("2 1/2", "2\\frac{1}{2}", "5/2", "5 / 2 cups", "step 7 10/4", "\\dfrac{5}{2}x"):
+    for text in ("2 1/2", "2\\frac{1}{2}", "5/2", "5 / 2 cups", "step 7 10/4", "\\dfrac{5}{2} kg"):
         assert numeric(text, 2.5) == 1
     assert numeric("-1 1/2", -1.5) == numeric("\\frac{-3}{2}", -1.5) == 1
     assert numeric("1,000/8", 125) == numeric("9/10 or 11", 11) == 1
-    assert numeric("1,2", 2) == 1 and numeric("10-3", 3) == 1 and numeric(".5", 0.5) == 1
+    assert numeric("1,2", 2) == numeric("10-3", 3) == 0 and numeric(".5", 0.5) == 1
     assert numeric("3.14", 3.14159) == 0 and numeric("3.14", 3.14159, relative=1e-3) == 1
     assert numeric("1/0", 0) == numeric("7/0", 7) == 0
     assert numeric("0.01", 0) == 0 and numeric("0.01", 0, absolute=0.05) == 1
