@@ -55,6 +55,7 @@ from unstale.rewards import numeric, numeric_answer
         ("- 5", "5"),
         ("The answer is 5 (see step 3)", "5"),
         ("**18**\n\n(Check: 9*2=18)", "18"),
+        ("**18** (in 2024)", "18"),
         ("\\boxed{5} or 6?", "5"),
         ("\\boxed{x = 5 \\text{ cm}^2}", "5"),
         ("Answer: 3:30", "3:30"),

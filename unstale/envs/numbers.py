@@ -8,6 +8,7 @@ expression is never the answer.
 import re
 import unicodedata
 from collections.abc import Iterator, Sequence
+from fractions import Fraction
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -53,7 +54,7 @@ _UNITS = frozenset("mgshlLtdJNWVAKCFcp")
 _FUNCTIONS = ("sin", "cos", "tan", "log", "ln", "exp")
 _GREEK = re.compile(r"[\N{GREEK CAPITAL LETTER ALPHA}-\N{GREEK SMALL LETTER OMEGA}]|pi$")
 _WORD = re.compile(r"(?<![\\A-Za-z])(?!sqrt\b)[A-Za-z]{2,}")
-_REMARK = re.compile(r"(?<![-+*/^\w])(?<![-+*/^]\s)\(([^()\n]*)\)(?!\s*[*/^])")
+_REMARK = re.compile(r"(?<![-+/^\w])(?<![-+/^]\s)(?<![\s\d]\*\s)\(([^()\n]*)\)(?!\s*[*/^])")
 _TEXT_COMMAND = re.compile(
     r"\\(?:text\w*|math(?:rm|bf|it|sf)|mbox|emph|operatorname|tag)\s*\{([^{}]*)\}"
 )
@@ -103,7 +104,7 @@ def with_plain_numbers(text: str) -> str:
     return _SIGN_OF_CURRENCY.sub(r"\1", plain)
 
 
-def last_number(text: str) -> Value | None:
+def last_number(text: str) -> Fraction | float | None:
     """Return the last number in the text, or None. `last_quantity` describes the rule.
 
     >>> last_number("from 1,350 to -$5.50"), last_number("three quarters, or 3/4")
@@ -112,7 +113,8 @@ def last_number(text: str) -> Value | None:
     (Fraction(1500, 1), None, None)
     """
     found = last_quantity(text)
-    return None if found is None or isinstance(found.value, str | tuple) else found.value
+    value = found.value if found else None
+    return None if isinstance(value, str | tuple) else value
 
 
 def last_quantity(text: str) -> Quantity | None:
