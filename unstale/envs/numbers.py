@@ -10,7 +10,7 @@ import unicodedata
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from unstale.envs.arithmetic import SCALES, Token, Value, computed, is_mixed
 
@@ -174,7 +174,9 @@ def _without_remark(found: re.Match[str]) -> str:
     return ";" if _WORD.search(found[1]) else found[0]
 
 
-def _of_line(line: str, is_prose: bool, *, is_box: bool = False) -> Quantity | bool | None:
+def _of_line(
+    line: str, is_prose: bool, *, is_box: bool = False
+) -> Quantity | Literal[False] | None:
     """Return the last expression of a line. None if it is not known, False if there is none."""
     tokens = _grouped([*_tokens(line, is_prose)], is_box=is_box)
     found = [place for place, token in enumerate(tokens) if _is_value(token)]
@@ -205,7 +207,7 @@ def _tokens(line: str, is_prose: bool) -> Iterator[Token]:
     for found in _TOKEN.finditer(line):
         spaced |= found.start() > place
         place = found.end()
-        following = _FOLLOWING.match(line, place)
+        following = _FOLLOWING.match(line, place) or found
         context = _Context(last, spaced, following[1], following[2], is_prose)
         kind, text = _classified(str(found.lastgroup), found[0], context)
         if kind:

@@ -85,8 +85,9 @@ def numeric(
 def _readings(quantity: Quantity, other_is_percent: bool) -> list[Value]:
     """Return what a quantity can mean. A percentage is also a share, beside a number without %."""
     value = quantity.value
-    is_both = quantity.is_percent and not other_is_percent and not isinstance(value, str | tuple)
-    return [value, value / 100] if is_both else [value]
+    if isinstance(value, str | tuple) or other_is_percent or not quantity.is_percent:
+        return [value]
+    return [value, value / 100]
 
 
 def _close(value: Value, expected: Value, relative: float | None, absolute: float) -> bool:
@@ -164,7 +165,7 @@ def first_error(reply: str, row: Mapping[str, Any]) -> float:
         return -1.0
     if not (_are_whole(named) and 0 <= named <= steps) or (named == 0) != (actual == 0):
         return -1.0
-    return float(1 - abs(named - actual) / steps) if actual else 1.0
+    return 1.0 - abs(float(named) - actual) / steps if actual else 1.0
 
 
 def json_schema(text: str, schema: Mapping[str, Any]) -> float:
