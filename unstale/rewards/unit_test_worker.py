@@ -18,7 +18,9 @@ import types
 from collections.abc import Callable
 from typing import Any
 
-_TYPES = {kind.__name__: kind for kind in (int, float, str, bool, list, dict, tuple, set, bytes)}
+_TYPES: dict[str, type] = {
+    kind.__name__: kind for kind in (int, float, str, bool, list, dict, tuple, set, bytes)
+}
 _MAKE: dict[str, Callable[[Any], Any]] = {
     **{kind.__name__: kind for kind in (tuple, set, frozenset, dict, collections.deque)},
     "Counter": lambda items: collections.Counter(dict(items)),
@@ -59,10 +61,10 @@ def pack(value: Any) -> Any:
             return {kinds.__name__: [pack(each) for each in value]}
     if isinstance(value, (bytes, bytearray)):
         return {"bytearray" if isinstance(value, bytearray) else "bytes": value.hex()}
-    if isinstance(value, (fractions.Fraction, range)):
-        is_range = isinstance(value, range)
-        parts = (value.start, value.stop, value.step) if is_range else value.as_integer_ratio()
-        return {"range" if is_range else "Fraction": parts}
+    if isinstance(value, range):
+        return {"range": [value.start, value.stop, value.step]}
+    if isinstance(value, fractions.Fraction):
+        return {"Fraction": [value.numerator, value.denominator]}
     if isinstance(value, decimal.Decimal):
         return {"Decimal": str(value)}
     if isinstance(value, numbers.Real):
