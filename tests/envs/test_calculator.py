@@ -63,7 +63,8 @@ def test_a_number_inside_another_is_no_answer() -> None:
         ("**{}**", 1),
         ("{}. I used the tool.", 1),
         ("It is {}, as it says.", 1),
-        ("x = {}!", 1),
+        ("So x = {}!", 1),
+        ("x = {}!", 0),  # a factorial
         ("{}0", 0),
         ("{}.5", 0),
         ("1{}", 0),

@@ -1,23 +1,66 @@
-"""Numbers in the texts of language models."""
+"""Numbers in the texts of language models.
 
-import math
+The answer of a text is its last expression, or the content of its last `\\boxed{}`. Either the
+whole expression is understood and computed exactly, or the text has no number. A part of an
+expression is never the answer.
+"""
+
 import re
 import unicodedata
-from collections.abc import Callable
+from collections.abc import Iterator, Sequence
+from fractions import Fraction
+from itertools import accumulate
+from typing import Literal, NamedTuple
 
-_NUMBER = re.compile(
-    r"(?<!\w)(?<!\d\.)[-+]?"
-    r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+|(?<!\.)(?=\.\d))(?:\.\d+)?(?:[eE][-+]?\d+)?"
+from unstale.envs.arithmetic import SCALES, Token, Value, computed, is_mixed
+
+_DIGITS = (
+    r"\d{1,3}(?:\.\d{3})+,(?:\d{1,2}|\d{4,})(?!\d)"
+    r"|(?:\d{1,3}(?P<by>[,'_\N{RIGHT SINGLE QUOTATION MARK} ])\d{3}(?:(?P=by)\d{3})*(?!\d)"
+    r"|\d{1,2}(?:,\d\d){1,6},\d{3}(?!\d)|\d+|(?<![\w.])(?=\.\d))(?:\.\d+)?(?:[eE][-+]?\d+(?!\w))?"
 )
-_FRACTION = re.compile(
-    r"(?<![\w.,/])([-+]?)(?:(\d{1,15}) )?(\d{1,3}(?:,\d{3}){1,4}|\d{1,15}) ?/ ?(\d{1,15})"
-    r"(?![\d/]|[.,]\d)"
+"""`1.234,5`, thousands by one of five separators, `12,00,000`, or digits with a point."""
+_RAISED = r"\s?\^\s?(?:\{[^{}]*\}|[-+]?\d+)"
+_LOWERED = r"_(?:\{[^{}]*\}|[^\W_]+)"
+_TOKEN = re.compile(
+    r"(?P<unknown>[\N{PLUS-MINUS SIGN}\N{INFINITY}\N{LEFT CEILING}-\N{RIGHT FLOOR}]"
+    r"|\b0[xX][\da-fA-F]+|(?<=\d)_(?=[{\d])|\|(?=[-+.\d])|(?<=\d)\|)"
+    r"|(?P<text>\d+(?:\.\d+)?(?:(?: : |:)\d+(?:\.\d+)?)+"
+    r"|(?!\d{1,3}(?:\.\d{3})+,)\d+(?:\.\d+){2,})"
+    rf"|(?P<number>\d+_\d\d?(?!\w)|{_DIGITS})|(?P<command>\\(?:[A-Za-z]+|.))"
+    r"|(?P<times>(?<=[\d)%])\ ?[xX]\ ?(?=[-.\d($\\\N{SQUARE ROOT}\N{CUBE ROOT}]|sqrt))"
+    rf"|(?P<word>(?:(?:/\s?|-)(?!sqrt))?(?:[A-Za-z][^\W_]*(?:&[A-Za-z]+|{_LOWERED}|{_RAISED})*|[^\W\d_]))"
+    r"|(?P<operator>\*\*|[-+*/^])|(?P<after>[!%\N{DEGREE SIGN}])"
+    r"|(?P<open>[(\[{])|(?P<close>[)\]}])|(?P<comma>,)"
+    r"|(?P<currency>[$\N{EURO SIGN}\N{POUND SIGN}\N{YEN SIGN}\N{INDIAN RUPEE SIGN}])"
+    r"|(?P<root>[\N{SQUARE ROOT}\N{CUBE ROOT}])"
+    r"|(?P<end>\S)"
 )
-"""A sign, a whole part, and the two numbers of a fraction."""
-_PLAIN = r"[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|[-+]?\.\d+"
-_BRACED = rf"\s*(?:\{{\s*({_PLAIN})\s*\}}|(\d))"
-"""An argument of a LaTeX command: a number in braces, or one digit."""
-_LATEX_FRACTION = re.compile(rf"(\d?)\\[cdt]?frac{_BRACED}{_BRACED}")
+_OPERATORS = {"times": "*", "cdot": "*", "ast": "*", "div": "/"}
+_SPACES = re.compile(r"[,;:!> ]|q?quad|left|right|[bB]igg?[lr]?|displaystyle|boxed")
+_RELATIONS = re.compile(
+    r"[gl]eq?|[gl]t|neq?|approx|equiv|sim|to|implies|iff|[rR]ightarrow|therefore|because|"
+    r"(?:black)?square|checkmark|hline|begin|end|text\w*|[&\\]"
+)
+"""Commands of LaTeX that end an expression."""
+_SCALES = {"percent": "%", "pct": "%"} | {name: name for name in SCALES}
+_EQUALS = tuple("=<>\N{ALMOST EQUAL TO}\N{RIGHTWARDS ARROW}")
+_AFTER_SIGN = tuple("-+*/^)=}$")
+"""What follows a factorial in prose, and does not follow an exclamation mark."""
+_CALLS = tuple(f"({each}" for each in "0123456789-.\\")
+_FOLLOWING = re.compile(r"(\s*)(.{0,2})")
+_UNITS = frozenset("mgshlLtdJNWVAKCFcp")
+"""Units of a single letter. Other letters beside a number are variables."""
+_FUNCTIONS = ("sin", "cos", "tan", "log", "ln", "exp")
+_GREEK = re.compile(r"[\N{GREEK CAPITAL LETTER ALPHA}-\N{GREEK SMALL LETTER OMEGA}]|pi$")
+_WORD = re.compile(r"(?<![\\A-Za-z])(?!sqrt\b)[A-Za-z]{2,}")
+_REMARK = re.compile(r"(?<![-+/^\w])(?<![-+/^]\s)(?<![\s\d]\*\s)\(([^()\n]*)\)(?!\s*[*/^])")
+_TEXT_COMMAND = re.compile(
+    r"\\(?:text\w*|math(?:rm|bf|it|sf)|mbox|emph|operatorname|tag)\s*\{([^{}]*)\}"
+)
+_DEGREES = re.compile(r"\^\s*(?:\{\s*\\circ\s*\}|\\circ)|\\degree")
+_DELIMITERS = re.compile(r"\\[()\[\]]|\$\$")
+_SHORT_FRACTION = re.compile(r"\\[cdt]?frac\s*(?:(\d)|\{([^{}]*)\})\s*(\d)?")
 _SUPERSCRIPT = re.compile(
     "[\N{SUPERSCRIPT ZERO}\N{SUPERSCRIPT ONE}\N{SUPERSCRIPT TWO}"
     "\N{SUPERSCRIPT THREE}\N{SUPERSCRIPT FOUR}-\N{SUPERSCRIPT NINE}\N{SUPERSCRIPT MINUS}]+"
@@ -26,29 +69,29 @@ _VULGAR = re.compile(
     "[\N{VULGAR FRACTION ONE QUARTER}-\N{VULGAR FRACTION THREE QUARTERS}"
     "\N{VULGAR FRACTION ONE SEVENTH}-\N{VULGAR FRACTION SEVEN EIGHTHS}]"
 )
-_EXPONENT = r"\s?\^\s?(?:\{\s*([-+]?\d+)\s*\}|([-+]?\d+))"
-_SCIENTIFIC = re.compile(
-    rf"(?<![\w.,])({_PLAIN})\s*(?:\\times|\\cdot|[*\N{{MULTIPLICATION SIGN}}\N{{MIDDLE DOT}}])"
-    rf"\s*10{_EXPONENT}"
-)
-_POWER = re.compile(rf"(?<![\w.,])(\d+(?:\.\d+)?){_EXPONENT}")
-_NO_NUMBER = re.compile(rf"{_EXPONENT}|_\{{[^{{}}]*\}}")
-"""The exponent of a unit or a variable, and an index."""
-_ROOT = re.compile(rf"(?:(?<![\w.,])(\d+(?:\.\d+)?)\s*)?\\sqrt{_BRACED}")
-_UNKNOWN = re.compile(
-    rf"(?:(?<![\w.,]){_PLAIN}\s*)?(?:\\[cdt]?frac(?:\s*\{{[^{{}}]*\}}){{2}}"
-    r"|\\sqrt(?:\[\w{0,9}\])?(?:\{[^{}]*\})?|\\pi\b|\N{GREEK SMALL LETTER PI})"
-)
-"""Expressions that are not computed, with the number before them."""
-_MARK = "\N{REPLACEMENT CHARACTER}"
-_MAX_DIGITS = 400
 _BETWEEN_THOUSANDS = re.compile(
-    r"(?<=\d)(?:\{,\}|\\[,;:! ]|[\N{NO-BREAK SPACE}\N{THIN SPACE}\N{NARROW NO-BREAK SPACE}])"
+    r"(?<=\d)(?:\{,\}|,?\\[,;:! ]|[\N{NO-BREAK SPACE}\N{THIN SPACE}\N{NARROW NO-BREAK SPACE}])"
     r"(?=\d{3}(?!\d))"
 )
 """Separators of thousands other than a comma, in LaTeX and in typeset text."""
 _MINUS_SIGNS = str.maketrans("\N{MINUS SIGN}\N{EN DASH}", "--")
+_PLAIN = str.maketrans(
+    "\N{FRACTION SLASH}\N{DIVISION SLASH}\N{DIVISION SIGN}\N{MINUS SIGN}\N{MULTIPLICATION SIGN}"
+    "\N{MIDDLE DOT}\N{DOT OPERATOR}\N{BULLET OPERATOR}\N{ASTERISK OPERATOR}",
+    "///-*****",
+)
 _SIGN_OF_CURRENCY = re.compile(r"([-+])\\?[$\N{EURO SIGN}\N{POUND SIGN}\N{YEN SIGN}](?=\.?\d)")
+
+
+class Quantity(NamedTuple):
+    """The answer of a text."""
+
+    value: Value
+    """A number: exact, or a float if it has a root that is not. A list is a tuple. Text is what is
+    not computed: a time or ratio (`7:30`), a range or date (`3-4`), a version (`1.2.3`).
+    """
+    is_percent: bool = False
+    """The number stands before a sign of per cent: 5 for `5%`."""
 
 
 def with_plain_numbers(text: str) -> str:
@@ -61,99 +104,267 @@ def with_plain_numbers(text: str) -> str:
     return _SIGN_OF_CURRENCY.sub(r"\1", plain)
 
 
-def last_number(text: str) -> float | None:
-    """Return the last number in the text, or None. A whole number is exact, as int.
-
-    Typeset minus signs, separators of thousands, fractions, mixed numbers, powers and square roots
-    are understood. A sign may stand before that of a currency. It is None if the last expression
-    has pi, another root, or a division by 0. Exponents of units and of variables are no numbers.
+def last_number(text: str) -> Fraction | float | None:
+    """Return the last number in the text, or None. `last_quantity` describes the rule.
 
     >>> last_number("from 1,350 to -$5.50"), last_number("three quarters, or 3/4")
-    (-5.5, 0.75)
-    >>> last_number("-2 1/2"), last_number("on 3/4/2024")
-    (-2.5, 2024)
-    >>> last_number("1.5 * 10^3 cm^2"), last_number(r"\\boxed{2\\pi}")
-    (1500.0, None)
+    (Fraction(-11, 2), Fraction(3, 4))
+    >>> last_number("1.5 * 10^3 cm^2"), last_number(r"\\boxed{2\\pi}"), last_number("on 3/4/2024")
+    (Fraction(1500, 1), None, None)
     """
-    plain = _computed(with_plain_numbers(text))
-    numbers = list(_NUMBER.finditer(plain))
-    if not numbers or _MARK in plain[numbers[-1].end() :]:
-        return None
-    for fraction in _FRACTION.finditer(plain):
-        if fraction.end() == numbers[-1].end():
-            return _value(*fraction.groups()) if int(fraction[4]) else None
-    digits = numbers[-1][0].replace(",", "")
-    is_whole = digits.lstrip("+-").isdecimal() and len(digits) <= _MAX_DIGITS
-    return int(digits) if is_whole else float(digits)
+    found = last_quantity(text)
+    value = found.value if found else None
+    return None if isinstance(value, str | tuple) else value
 
 
-def _computed(text: str) -> str:
-    """Return the text with numbers instead of powers and roots, and `3/4` instead of `\\frac34`.
+def last_quantity(text: str) -> Quantity | None:
+    """Return the last expression in the text, computed. None if there is none or it is not known.
 
-    What is not computed is replaced by `_MARK`, and exponents and indices of others are removed.
+    The last `\\boxed{}` counts alone. Otherwise, a remark in parentheses counts only if no number
+    stands elsewhere. Units, signs of currencies and markup are skipped. An expression that has a
+    variable, a function, a division by 0 or very large numbers is not known.
+
+    >>> last_quantity("5% of it"), last_quantity("x = 2i")
+    (Quantity(value=Fraction(5, 1), is_percent=True), None)
+    >>> last_quantity("**18** (in 2024)").value, last_quantity("at 7:30").value
+    (Fraction(18, 1), '7:30')
     """
-    text = _SUPERSCRIPT.sub(lambda found: f"^{{{_compatible(found[0])}}}", text)
-    text = _VULGAR.sub(lambda found: f" {_compatible(found[0])}", text)
-    steps: tuple[tuple[re.Pattern[str], Callable[[re.Match[str]], str]], ...] = (
-        (_SCIENTIFIC, lambda found: f"{found[1]}e{found[2] or found[3]}"),
-        (_POWER, _plain_power),
-        (_NO_NUMBER, lambda found: ""),
-        (_LATEX_FRACTION, _plain_fraction),
-        (_ROOT, _plain_root),
-        (_UNKNOWN, lambda found: _MARK),
+    box = _last_box(text)
+    plain = _plain(text if box is None else box.replace("\n", " "))
+    is_prose = bool(_WORD.search(plain))
+    if box is not None:
+        return _of_line(plain, is_prose, is_box=True) or None
+    for part in (_REMARK.sub(_without_remark, plain), plain):
+        for line in reversed(part.split("\n")):
+            found = _of_line(line, is_prose)
+            if found is not False:
+                return found
+    return None
+
+
+def _last_box(text: str) -> str | None:
+    start = text.rfind("\\boxed{")
+    depth = 0
+    for place in range(start, len(text)) if start >= 0 else ():
+        depth += {"{": 1, "}": -1}.get(text[place], 0)
+        if text[place] == "}" and not depth:
+            return text[start + 7 : place]
+    return None
+
+
+def _plain(text: str) -> str:
+    """Return the text in plain characters, with `\\frac{1}{2}` for other forms of fractions."""
+    text = _SUPERSCRIPT.sub(lambda found: f"^{{{_compatible(found[0])}}}", with_plain_numbers(text))
+    text = _VULGAR.sub(lambda found: "\\frac" + _compatible(found[0]).replace("/", ""), text)
+    text = _compatible(text)
+    text = _DELIMITERS.sub("$", _DEGREES.sub("\N{DEGREE SIGN}", _TEXT_COMMAND.sub(r" \1 ", text)))
+    return _SHORT_FRACTION.sub(
+        lambda found: f"\\frac{{{found[1] or found[2]}}}" + (f"{{{found[3]}}}" if found[3] else ""),
+        text,
     )
-    for pattern, replace in steps:
-        text = pattern.sub(replace, text)
-    return text
 
 
 def _compatible(text: str) -> str:
-    """Return superscripts and typeset fractions as plain characters."""
+    """Return superscripts, wide characters and typeset fractions as plain characters."""
     plain = unicodedata.normalize("NFKC", text)
-    return plain.replace("\N{FRACTION SLASH}", "/").replace("\N{MINUS SIGN}", "-")
+    return plain.translate(_PLAIN)
 
 
-def _plain_power(found: re.Match[str]) -> str:
-    base, exponent = found[1], int(found[2] or found[3])
-    if abs(exponent) * max(1.0, math.log10(1 + float(base))) > _MAX_DIGITS:
-        return _MARK
-    if exponent >= 0 and base.isdecimal():
-        return str(int(base) ** exponent)
-    return repr(float(base) ** exponent) if float(base) else _MARK
+def _without_remark(found: re.Match[str]) -> str:
+    return ";" if _WORD.search(found[1]) else found[0]
 
 
-def _plain_root(found: re.Match[str]) -> str:
-    factor, radicand = found[1] or "1", (found[2] or found[3]).replace(",", "")
-    if radicand.startswith("-"):
-        return _MARK
-    value = float(factor) * math.sqrt(float(radicand))
-    return f" {int(value) if value < 1e15 and value.is_integer() else value!r}"
+def _of_line(
+    line: str, is_prose: bool, *, is_box: bool = False
+) -> Quantity | Literal[False] | None:
+    """Return the last expression of a line. None if it is not known, False if there is none."""
+    tokens = _grouped([*_tokens(line, is_prose)], is_box=is_box)
+    found = [place for place, token in enumerate(tokens) if _is_value(token)]
+    if not found:
+        return False
+    start = end = found[-1]
+    while start and _belong(tokens, start):
+        start -= 1
+    while end + 1 < len(tokens) and _belong(tokens, end + 1):
+        end += 1
+    relation = max((n for n, each in enumerate(tokens[:start]) if each.text == "="), default=-1)
+    if is_box and any(relation < place < start for place in found):
+        return None
+    before = tokens[start - 1] if start else Token("end", "=" if is_box else "\n", True)
+    beside = [*tokens[max(0, start - 2) : start], *tokens[end + 2 : end + 0 : -1]]
+    for each, bracket in (beside[:2], beside[-2:]) if len(beside) > 1 else ():
+        if each.kind == "operator" and each.text != "-" and bracket.text in tuple("()[]{}"):
+            return None  # 3 * (5 apples)
+    run = _trimmed(tokens[start : end + 1], before)
+    is_percent = len(run) in (2, 3) and (run[-2].kind, run[-1].text) == ("number", "%")
+    value = computed(run[:-1] if is_percent else run)
+    return None if value is None else Quantity(value, is_percent)
 
 
-def _plain_fraction(found: re.Match[str]) -> str:
-    """Return a fraction of LaTeX as `3/4`, with a space between it and a digit before it.
+def _tokens(line: str, is_prose: bool) -> Iterator[Token]:
+    """Yield the tokens of a line. What is no part of an expression has the kind `end`."""
+    last, spaced, place = Token("end", "\n", True), False, 0
+    for found in _TOKEN.finditer(line):
+        spaced |= found.start() > place
+        place = found.end()
+        following = _FOLLOWING.match(line, place) or found
+        context = _Context(last, spaced, following[1], following[2], is_prose)
+        kind, text = _classified(str(found.lastgroup), found[0], context)
+        if kind:
+            last, spaced = Token(kind, text, spaced), False
+            yield last
 
-    With decimals it is the quotient.
+
+class _Context(NamedTuple):
+    last: Token
+    spaced: bool
+    space: str
+    following: str
+    """The space after the token, and the next two characters."""
+    is_prose: bool
+
+    @property
+    def after_value(self) -> bool:
+        return self.last.kind in ("number", "text", "close", "after", "unknown")
+
+    @property
+    def before_value(self) -> bool:
+        first = self.following[:1]
+        signs = tuple("(\\[{-+$\N{SQUARE ROOT}\N{CUBE ROOT}\N{EURO SIGN}")
+        return first.isalnum() or first in signs or self.following[1:].isdigit()
+
+
+def _classified(kind: str, text: str, context: _Context) -> tuple[str, str]:
+    """Return the kind and the text of a token. An empty kind is skipped."""
+    if kind == "command":
+        kind, text = _command(text[1:])
+    if kind in ("operator", "times"):
+        return _operator(_OPERATORS.get(text, text).strip(), context)
+    if kind == "word":
+        return _word(text, context)
+    if kind == "comma":
+        is_tight = context.last.kind in ("number", "text") and context.following[:1].isdigit()
+        return ("comma" if is_tight and not context.spaced + len(context.space) else "loose"), text
+    if kind == "currency":
+        is_inside = context.last.kind in ("operator", "open", "loose", "comma") or (
+            context.after_value and context.following[:1] in tuple("-+*/^)")
+        )
+        return ("" if is_inside else "end"), "$"
+    if kind == "after":
+        is_loud = text == "!" and context.is_prose
+        is_operand = context.after_value and (not is_loud or context.following[:1] in _AFTER_SIGN)
+        return ("after" if is_operand else "end"), text
+    return kind, "=" if text in _EQUALS else text
+
+
+def _command(name: str) -> tuple[str, str]:
+    """Return the kind and the text of a command of LaTeX."""
+    if _RELATIONS.fullmatch(name):
+        return "end", "="
+    if _SPACES.fullmatch(name):
+        return "", ""
+    if name.endswith("frac"):
+        return "fraction", "frac"
+    if name == "sqrt":
+        return "root", name
+    kinds = {"%": "after", "$": "currency", "{": "open", "}": "close"}
+    return ("operator" if name in _OPERATORS else kinds.get(name, "unknown")), name
+
+
+def _operator(sign: str, context: _Context) -> tuple[str, str]:
+    """Return an operator, or `end` for a star that is markup."""
+    if sign not in ("*", "**", "x", "X"):
+        return "operator", sign
+    is_even, is_between = context.spaced == bool(context.space), context.before_value
+    if context.after_value and is_between and is_even:
+        return "operator", "^" if sign == "**" else "*"
+    if context.after_value and sign == "*" and context.following[:1].isdigit():
+        return "unknown", sign
+    is_word = context.last.text[-1:].isalpha() and context.spaced and bool(context.space)
+    return ("operator" if is_word and is_between else "end"), sign
+
+
+def _word(text: str, context: _Context) -> tuple[str, str]:
+    """Return a scale, a function, a variable, or `end` for a unit and for any other word."""
+    name = re.split(r"[\s^_]", text.lstrip("-/ "))[0]
+    is_tight = context.after_value and not context.spaced and text[0] not in "-/"
+    if context.after_value and (name.lower() in _SCALES or (text == "k" and is_tight)):
+        return "after", _SCALES.get(name.lower(), name.lower())
+    if name == "sqrt":
+        return "root", name
+    is_call = not context.space and context.following.startswith(_CALLS)
+    is_infix = context.after_value and name in ("mod", "choose")
+    if is_call or is_infix or name in _FUNCTIONS or _GREEK.match(name):
+        return "unknown", "\\" + name
+    if len(name) > 1 or not name.isascii():
+        is_product = is_tight and re.fullmatch(r"[abcnxyz]{2}|\w*\d\w+|[a-z]*[014-9]", name)
+        return ("unknown" if is_product else "end"), name
+    if context.after_value:
+        is_unit = name in _UNITS or (context.spaced and name in "aIA")
+        return ("end" if is_unit else "unknown"), name
+    return ("end" if context.space and context.following[:1].isdigit() else "unknown"), name
+
+
+def _grouped(tokens: list[Token], *, is_box: bool) -> list[Token]:
+    """Return the tokens without the brackets that do not enclose an expression or a list.
+
+    A comma with a space separates the items of a list only in such brackets, and in a box.
     """
-    before = f"{found[1]} " if found[1] else ""
-    above, below = (one or two for one, two in ((found[2], found[3]), (found[4], found[5])))
-    if below.startswith("-"):
-        above = above[1:] if above.startswith("-") else f"-{above.lstrip('+')}"
-    below = below.lstrip("+-")
-    if "." not in above + below and "," not in below:
-        return f"{before}{above}/{below}"
-    divisor = float(below.replace(",", ""))
-    return f"{before}{float(above.replace(',', '')) / divisor!r}" if divisor else _MARK
+    ends = [*accumulate(token.kind == "end" for token in tokens)]
+    values = [*accumulate(_is_value(token) for token in tokens)]
+    opened: list[int] = []
+    kept: set[int] = set()
+    commas: dict[int, int] = {}
+    for place, token in enumerate(tokens):
+        if token.kind == "open":
+            opened.append(place)
+        elif token.kind == "loose":
+            commas[place] = opened[-1] if opened else -1
+        elif token.kind == "close" and opened:
+            start = opened.pop()
+            is_label = values[start] == values[place] and tokens[place + 1 : place + 2]
+            if ends[start] == ends[place] and not (is_label and tokens[place + 1].spaced):
+                kept |= {start, place}
+    kept |= {-1} if is_box else set()
+    grouped = []
+    for place, token in enumerate(tokens):
+        if token.kind == "loose":
+            token = token._replace(kind="comma" if commas[place] in kept else "end")
+        elif token.kind in ("open", "close") and place not in kept:
+            token = token._replace(kind="end")
+        grouped.append(token)
+    return grouped
 
 
-def _value(sign: str, whole: str | None, numerator: str, denominator: str) -> float:
-    """Return a fraction. A number before an improper fraction is not a part of it.
+def _is_value(token: Token) -> bool:
+    """Return True for what has a value itself. A variable has none."""
+    is_named = token.kind == "unknown" and not token.text[:1].isalpha()
+    return is_named or token.kind in ("number", "text", "root", "fraction")
 
-    >>> _value("-", "2", "1", "2"), _value("", "7", "9", "4")
-    (-2.5, 2.25)
-    """
-    above, below = int(numerator.replace(",", "")), int(denominator)
-    if whole and above >= below:
-        return above / below
-    value = int(whole or 0) + above / below
-    return -value if sign == "-" else value
+
+def _belong(tokens: Sequence[Token], place: int) -> bool:
+    """Return True if a token and the one before it are parts of one expression."""
+    before, token = tokens[place - 1], tokens[place]
+    if "end" in (before.kind, token.kind):
+        return False
+    if token.kind in ("number", "text") and before.kind in ("number", "text", "after", "close"):
+        is_whole = before.text in tuple("%\N{DEGREE SIGN})]!") or before.kind in ("number", "text")
+        return not (token.spaced and is_whole) or is_mixed(before, tokens[place : place + 7])
+    return True
+
+
+def _trimmed(run: Sequence[Token], before: Token) -> Sequence[Token]:
+    """Return an expression without dashes around it. It is empty if it continues another one."""
+    first, last = run[0], run[-1]
+    if first.kind == "operator":
+        after_word = before.text[-1:].isalnum()
+        is_sign = not run[1].spaced and (first.spaced or not after_word)
+        if first.text not in ("+", "-") or (before.text == "." and not first.spaced):
+            return ()
+        if not is_sign and before.text not in ("=", "$", "(", "["):
+            if first.text == "+" and run[1].spaced and before.text != "\n":
+                return ()
+            run = run[1:]
+    if last.kind == "operator":
+        return run[:-1] if last.text == "-" or (last.text == "+" and not last.spaced) else ()
+    return run

@@ -7,9 +7,11 @@ with a language model.
 import math
 import unicodedata
 from collections.abc import Callable, Mapping
+from fractions import Fraction
 from typing import Any
 
-from unstale.envs.numbers import last_number
+from unstale.envs.arithmetic import Value
+from unstale.envs.numbers import Quantity, last_number, last_quantity
 
 DEFAULT_TOLERANCE = 1e-6
 """Relative tolerance of numbers that are not whole."""
@@ -65,28 +67,43 @@ def numeric(
     """Return 1 if the last number in the text is close enough to the expected number, else 0.
 
     It must be within the relative or the absolute tolerance. Without tolerances, whole numbers must
-    be equal, and others may differ by 1e-6 of the larger. Commas between thousands, units, `%` and
-    signs of currencies are ignored. `3/4` is 0.75, and `10^6` is 1000000.
+    be equal, and others may differ by 1e-6 of the larger. The number may be an expression, such as
+    `3/4` or `10^6`; docs/rewards.md lists the forms. `5%` is 5 or 0.05.
 
     >>> numeric("9 boxes of $150 are $1,350.00.", 1350), numeric("41 or 42", 41)
     (1.0, 0.0)
     """
     if isinstance(expected, float) and not math.isfinite(expected):
         raise ValueError(f"expected must be finite, got {expected}")
-    last = last_number(text)
-    if last is None:
-        return 0.0
-    if last == expected or (relative is None and not absolute and _both_whole(last, expected)):
-        return float(last == expected)
+    last = last_quantity(text)
+    return float(
+        last is not None
+        and any(_close(each, expected, relative, absolute) for each in _readings(last, False))
+    )
+
+
+def _readings(quantity: Quantity, other_is_percent: bool) -> list[Value]:
+    """Return what a quantity can mean. A percentage is also a share, beside a number without %."""
+    value = quantity.value
+    if isinstance(value, str | tuple) or other_is_percent or not quantity.is_percent:
+        return [value]
+    return [value, value / 100]
+
+
+def _close(value: Value, expected: Value, relative: float | None, absolute: float) -> bool:
+    if value == expected or isinstance(value, str | tuple) or isinstance(expected, str | tuple):
+        return value == expected
+    if relative is None and not absolute and _are_whole(value, expected):
+        return False
     tolerance = DEFAULT_TOLERANCE if relative is None else relative
     try:
-        return float(math.isclose(last, expected, rel_tol=tolerance, abs_tol=absolute))
-    except OverflowError:  # an int that is no float
-        return 0.0
+        return math.isclose(value, expected, rel_tol=tolerance, abs_tol=absolute)
+    except OverflowError:  # a number that is no float
+        return False
 
 
-def _both_whole(*numbers: float) -> bool:
-    return all(isinstance(number, int) or number.is_integer() for number in numbers)
+def _are_whole(*numbers: Fraction | float) -> bool:
+    return all(Fraction(number).denominator == 1 for number in numbers)
 
 
 def exact_answer(reply: str, row: Mapping[str, Any]) -> float:
@@ -104,15 +121,27 @@ def numeric_answer(reply: str, row: Mapping[str, Any]) -> float:
     """Return 1 if the reply's last number equals the last number of the row's `answer`, else 0.
 
     This is a reward function for the environment `dataset`. Raises ValueError if `answer` has no
-    number.
+    number that `numeric` understands.
 
     >>> numeric_answer("It costs $1,350.", {"answer": "9 * 150 = 1350 #### 1350"})
     1.0
     """
-    expected = last_number(str(row["answer"]))
+    expected = last_quantity(str(row["answer"]))
     if expected is None:
-        raise ValueError(f"the answer has no number: {row['answer']!r}")
-    return numeric(reply, expected)
+        raise ValueError(
+            f"the answer has no number that is understood: {row['answer']!r}. Use the reward "
+            "unstale.rewards.mathematics:math_answer or unstale.rewards:exact_answer"
+        )
+    last = last_quantity(reply)
+    if last is None:
+        return 0.0
+    return float(
+        any(
+            _close(one, other, None, 0.0)
+            for one in _readings(last, expected.is_percent)
+            for other in _readings(expected, last.is_percent)
+        )
+    )
 
 
 def first_error(reply: str, row: Mapping[str, Any]) -> float:
@@ -134,9 +163,9 @@ def first_error(reply: str, row: Mapping[str, Any]) -> float:
     named = last_number(reply)
     if named is None:
         return -1.0
-    if not (_both_whole(named) and 0 <= named <= steps) or (named == 0) != (actual == 0):
+    if not (_are_whole(named) and 0 <= named <= steps) or (named == 0) != (actual == 0):
         return -1.0
-    return 1.0 - abs(named - actual) / steps if actual else 1.0
+    return 1.0 - abs(float(named) - actual) / steps if actual else 1.0
 
 
 def json_schema(text: str, schema: Mapping[str, Any]) -> float:

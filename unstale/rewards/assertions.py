@@ -6,18 +6,28 @@ the program does not run.
 
 import ast
 import builtins
+import copy
+import re
+import sys
+import threading
 from dataclasses import dataclass, field
 
 _MODULES = frozenset({"math", "cmath", "collections", "itertools", "datetime", "decimal", "re"})
 """Modules that an assertion may use without an import."""
 _BUILTINS = frozenset(dir(builtins))
 _ORDERINGS = (ast.Lt, ast.LtE, ast.Gt, ast.GtE)
+_SURROGATE = re.compile("[\ud800-\udfff]")
+_DIGITS = threading.Lock()
+"""Held while the limit of digits is another. It is that of the whole process."""
+_RANDOM = frozenset({"random", "secrets", "uuid", "time"})
+RAISED = "__raised__"
+"""The name of the worker's function that returns the names of the exception of a call."""
 _SCOPES = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp, ast.Lambda)
 
 
 @dataclass(frozen=True, slots=True)
 class Assertion:
-    """An assertion in two parts."""
+    """A test in two parts."""
 
     questions: tuple[str, ...]
     """Expressions that are evaluated in the program."""
@@ -26,55 +36,119 @@ class Assertion:
     constants: tuple[str, ...]
     """The expressions in `check` that do not depend on the program."""
     imports: str
-
-    @property
-    def literal(self) -> str | None:
-        """The literal that the only question must be equal to. None for other assertions."""
-        match ast.parse(self.check, mode="eval").body:
-            case ast.Compare(left=ast.Name("_0"), ops=[ast.Eq()], comparators=[right]):
-                try:
-                    ast.literal_eval(right)
-                except ValueError:
-                    return None
-                return ast.unparse(right)
-        return None
+    setup: str = ""
+    """Statements that the program's process runs before the questions."""
 
 
 def parse_assertion(test: str) -> Assertion:
-    """Return the parts of an assertion. Imports may stand before it.
+    """Return the parts of a test.
 
-    Raises ValueError for text of another form, for an assertion that uses no program, and for one
-    that compares only values of the program.
+    A test is one or more assertions, also in a `for` loop, or a call in `try` that must raise.
+    Imports, assignments and other statements may stand before them. Raises ValueError for text of
+    another form, and for a test that uses no program.
 
-    >>> parsed = parse_assertion("assert abs(area(2) - 12.57) < 0.01, 'too far'")
+    >>> parsed = parse_assertion("x = 2; assert abs(area(x) - 12.57) < 0.01, 'too far'")
     >>> parsed.questions, parsed.check
     (('area(2)',), 'abs(_0 - 12.57) < 0.01')
     """
-    text = test.strip()
-    try:
-        if not text.startswith(("assert", "import ", "from ")):
-            text = f"assert {text}"
-        *imports, last = ast.parse(text).body
-    except (SyntaxError, ValueError) as error:
-        raise ValueError(f"not a test: {test!r}: {error}") from error
-    are_imports = all(isinstance(each, ast.Import | ast.ImportFrom) for each in imports)
-    if not isinstance(last, ast.Assert) or not are_imports:
-        raise ValueError(f"a test is one assertion, after imports, got {test!r}")
-    known = {
-        (alias.asname or alias.name).partition(".")[0]
-        for each in imports
-        if isinstance(each, ast.Import | ast.ImportFrom)
-        for alias in each.names
-    }
-    split = _Split(known)
-    check = split.truth(last.test)
+    with _DIGITS:
+        limit = sys.get_int_max_str_digits()
+        sys.set_int_max_str_digits(0)  # an expected number may have more than 4300 digits
+        try:
+            return _parsed(test)
+        finally:
+            sys.set_int_max_str_digits(limit)
+
+
+def _parsed(test: str) -> Assertion:
+    body = _statements(test)
+    imports = [each for each in body if isinstance(each, ast.Import | ast.ImportFrom)]
+    modules = {getattr(each, "module", None) or each.names[0].name for each in imports}
+    if modules & _RANDOM:
+        raise ValueError(f"a test must have the same values in each process, got {test!r}")
+    tests = [each for each in body if isinstance(each, ast.Assert | ast.For | ast.Try)]
+    setup = [each for each in body if each not in imports + tests]
+    if not tests or body[-len(tests) :] != tests:
+        raise ValueError(f"a test is assertions, after imports and assignments, got {test!r}")
+    values: dict[str, ast.expr] = {}
+    for each in setup:
+        match each:
+            case ast.Assign([ast.Name(name)], value):
+                values[name] = _Inline(values).visit(copy.deepcopy(value))
+            case _:  # it has side effects, so that all of them run in the program
+                values = {}
+                break
+    split = _Split(
+        {(name.asname or name.name).partition(".")[0] for each in imports for name in each.names}
+    )
+    checks = [split.truth(_condition(_Inline(values).visit(each), split)) for each in tests]
+    check = checks[0] if len(checks) == 1 else ast.BoolOp(ast.And(), checks)
     if not split.questions:
         raise ValueError(f"the test calls no function of the program: {test!r}")
-    used = sorted(_MODULES & {each.id for each in ast.walk(check) if isinstance(each, ast.Name)})
+    parts = [check, *(ast.parse(each) for each in split.questions)]
+    names = {each.id for part in parts for each in ast.walk(part) if isinstance(each, ast.Name)}
+    used = sorted(_MODULES & names)
     lines = [*(f"import {module}" for module in used), *map(ast.unparse, imports)]
     return Assertion(
-        tuple(split.questions), ast.unparse(check), tuple(split.constants), "\n".join(lines)
+        tuple(split.questions),
+        ast.unparse(check),
+        tuple(split.constants),
+        "\n".join(lines),
+        "" if values else "\n".join(map(ast.unparse, setup)),
     )
+
+
+def _statements(test: str) -> list[ast.stmt]:
+    """Return the statements of a test. An expression alone is an assertion."""
+    text = _SURROGATE.sub(lambda found: f"\\u{ord(found[0]):04x}", test.strip())
+    try:
+        body = ast.parse(text).body
+    except (SyntaxError, ValueError) as error:
+        raise ValueError(f"not a test: {test!r}: {error}") from error
+    body = [each for each in body if getattr(each, "module", "") != "program"]
+    match body:
+        case [ast.Expr(value)]:
+            return [ast.Assert(value)]
+    return body
+
+
+class _Inline(ast.NodeTransformer):
+    """Replaces names by their values."""
+
+    def __init__(self, values: dict[str, ast.expr]) -> None:
+        self._values = values
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        return copy.deepcopy(self._values.get(node.id, node))
+
+
+def _condition(statement: ast.stmt, split: "_Split") -> ast.expr:
+    """Return what must be true for a statement to pass."""
+    match statement:
+        case ast.Assert(test):
+            return test
+        case ast.For(target, source, body) if all(isinstance(each, ast.Assert) for each in body):
+            loops = [
+                ast.GeneratorExp(
+                    each.test, [ast.comprehension(target, copy.deepcopy(source), [], 0)]
+                )
+                for each in body
+                if isinstance(each, ast.Assert)
+            ]
+            calls = [ast.Call(ast.Name("all", ast.Load()), [loop], []) for loop in loops]
+            return calls[0] if len(calls) == 1 else ast.BoolOp(ast.And(), [*calls])
+        case ast.Try([ast.Expr(call), *_], [ast.ExceptHandler(type=kind, body=[*_, last])]) if (
+            kind is not None and "False" not in ast.unparse(last)
+        ):
+            kinds = [each.id for each in ast.walk(kind) if isinstance(each, ast.Name)]
+            names = split.ask(f"{RAISED}(lambda: ({ast.unparse(call)}))")
+            return ast.parse(f"{names.id} & {set(kinds)!r}", mode="eval").body
+    raise ValueError(f"a test cannot have this statement: {ast.unparse(statement)!r}")
+
+
+def _truth(node: ast.expr) -> ast.expr:
+    """Return `not not` the expression, so that its answer is a truth value."""
+    return ast.UnaryOp(ast.Not(), ast.UnaryOp(ast.Not(), node))
 
 
 @dataclass(slots=True)
@@ -84,6 +158,8 @@ class _Split:
     known: set[str]
     questions: list[str] = field(default_factory=list)
     constants: list[str] = field(default_factory=list)
+    loops: list[ast.comprehension] = field(default_factory=list)
+    """The loop in which the current part is evaluated."""
 
     def truth(self, node: ast.expr) -> ast.expr:
         """Return a condition without the program's parts."""
@@ -94,9 +170,12 @@ class _Split:
                 return ast.UnaryOp(op, self.truth(operand))
             case ast.Compare():
                 return self._comparison(node)
+            case ast.Call(ast.Name("hasattr" | "callable" | "issubclass")):
+                return self._ask(_truth(node))
+            case ast.Call(ast.Name("isinstance"), [_, kind]) if self._uses(kind):
+                return self._ask(_truth(node))
         if self._is_program(node) or (isinstance(node, ast.Call) and not self._uses(node)):
-            node = ast.UnaryOp(ast.Not(), ast.UnaryOp(ast.Not(), node))
-            return self._ask(node)
+            return self._ask(_truth(node))
         return self._parts(node)
 
     def _comparison(self, node: ast.Compare) -> ast.expr:
@@ -108,8 +187,8 @@ class _Split:
         uses = [self._uses(side) for side in sides]
         if not any(uses) and isinstance(node.left, ast.Call):  # a function named as a builtin
             uses[0] = True
-        if all(uses):
-            raise ValueError(f"the test has no expected value: {ast.unparse(node)!r}")
+        if all(uses) and not self.loops:
+            return self._ask(_truth(node))
         in_parts = any(isinstance(op, _ORDERINGS) for op in node.ops)
         checked = []
         for side, of_program in zip(sides, uses, strict=True):
@@ -118,7 +197,8 @@ class _Split:
                     self._parts(side) if in_parts and self._uses(side) else self._ask(side)
                 )
             else:
-                self.constants.append(ast.unparse(side))
+                if not self.loops:
+                    self.constants.append(ast.unparse(side))
                 checked.append(side)
         return ast.Compare(checked[0], node.ops, checked[1:])
 
@@ -129,7 +209,7 @@ class _Split:
         if not self._uses(node):
             return node
         if isinstance(node, _SCOPES):
-            raise ValueError(f"a test must not call the program in {ast.unparse(node)!r}")
+            return self._scope(node)
         for name, value in ast.iter_fields(node):
             if isinstance(value, ast.expr):
                 setattr(node, name, self._parts(value))
@@ -143,9 +223,34 @@ class _Split:
                     keyword.value = self._parts(keyword.value)
         return node
 
+    def _scope(self, node: ast.expr) -> ast.expr:
+        """Return a comprehension without the program's parts: its first source, or its elements."""
+        if not isinstance(node, ast.Lambda):
+            first = node.generators[0]  # type: ignore[attr-defined]
+            first.iter = self._parts(first.iter)
+            if not self._uses(node):
+                return node
+            if isinstance(node, ast.DictComp) or self.loops or len(node.generators) > 1:  # type: ignore[attr-defined]
+                raise ValueError(f"a test must not call the program in {ast.unparse(node)!r}")
+            if not any(isinstance(each, ast.BoolOp | ast.IfExp) for each in ast.walk(node)):
+                self.loops.append(first)
+                node.elt = self.truth(node.elt)  # type: ignore[attr-defined]
+                self.loops.pop()
+                return node
+        raise ValueError(f"a test must not call the program in {ast.unparse(node)!r}")
+
     def _ask(self, node: ast.expr) -> ast.expr:
-        self.questions.append(ast.unparse(node))
-        return ast.Name(f"_{len(self.questions) - 1}", ast.Load())
+        if not self.loops:
+            return self.ask(ast.unparse(node))
+        values = self.ask(ast.unparse(ast.ListComp(node, self.loops)))
+        return ast.parse(f"{values.id}.pop(0)", mode="eval").body
+
+    def ask(self, question: str) -> ast.Name:
+        """Add a question, and return the name of its answer."""
+        name = f"_{len(self.questions)}"
+        self.questions.append(question)
+        self.known.add(name)
+        return ast.Name(name, ast.Load())
 
     def _is_program(self, node: ast.expr) -> bool:
         """Return True for a name of the program, and for what is called or read of it."""

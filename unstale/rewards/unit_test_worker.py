@@ -1,65 +1,130 @@
 """The program that evaluates unit tests inside the sandbox, in two kinds of processes.
 
-`unstale.rewards.programs` runs this source. With arguments, the expressions that they name are
-evaluated in the module of the tested program, and their values are printed. Without arguments, the
+`unstale.rewards.programs` runs this source. With an argument, the expressions in the standard input
+are evaluated in the module of the tested program, and their values are printed. Without one, the
 assertions in the standard input are evaluated with such values, where the program does not run. A
-value is printed as a literal, so it cannot be an object of the program.
+value is printed as JSON, so it cannot be an object of the program.
 """
 
-import ast
+import collections
+import datetime
+import decimal
+import fractions
 import json
 import numbers
 import os
 import sys
 import types
+from collections.abc import Callable
 from typing import Any
 
+_TYPES: dict[str, type] = {
+    kind.__name__: kind for kind in (int, float, str, bool, list, dict, tuple, set, bytes)
+}
+_MAKE: dict[str, Callable[[Any], Any]] = {
+    **{kind.__name__: kind for kind in (tuple, set, frozenset, dict, collections.deque)},
+    "Counter": lambda items: collections.Counter(dict(items)),
+    "range": lambda parts: range(*parts),
+    "bytes": bytes.fromhex,
+    "bytearray": bytearray.fromhex,
+    "complex": lambda parts: complex(*parts),
+    "Fraction": lambda parts: fractions.Fraction(*parts),
+    "Decimal": decimal.Decimal,
+    **{
+        kind.__name__: kind.fromisoformat
+        for kind in (datetime.date, datetime.datetime, datetime.time)
+    },
+    "timedelta": lambda parts: datetime.timedelta(*parts),
+    "type": lambda name: _TYPES.get(name, object),
+    "object": lambda name: object(),
+    "ellipsis": lambda name: ...,
+}
+"""How each kind of value beside those of JSON is made from its parts."""
 
-def show(value: Any) -> str:
-    """Return a value as a literal. Subclasses become the plain type, and exact numbers a float."""
-    if isinstance(value, dict):
-        return f"{{{', '.join(f'{show(key)}: {show(each)}' for key, each in value.items())}}}"
-    if isinstance(value, (set, frozenset)):
-        return f"{{{', '.join(map(show, value))}}}" if value else "set()"
-    if isinstance(value, list):
-        return f"[{', '.join(map(show, value))}]"
-    if isinstance(value, tuple):
-        return f"({''.join(f'{show(each)}, ' for each in value)})"
-    if isinstance(value, (bool, complex)):
-        return repr(value)
+
+def pack(value: Any) -> Any:
+    """Return a value as JSON. Subclasses become the plain type, and unknown kinds an object."""
+    if value is None or isinstance(value, (bool, str)):
+        return str.__str__(value) if isinstance(value, str) else value
+    name = type(value).__name__
     if isinstance(value, numbers.Integral):
-        return repr(int(value))
-    if isinstance(value, numbers.Real) or type(value).__name__ == "Decimal":
-        return repr(float(value)).replace("inf", "1e999")
-    return repr(str.__str__(value) if isinstance(value, str) else value)
+        return int(value)
+    if isinstance(value, list):
+        if {type(each) for each in value} <= {int, str}:
+            return value  # quickly, since it may be long
+        return [pack(each) for each in value]
+    if isinstance(value, dict):
+        kind = "Counter" if isinstance(value, collections.Counter) else "dict"
+        return {kind: [[pack(key), pack(each)] for key, each in value.items()]}
+    for kinds in (tuple, set, frozenset, collections.deque):
+        if isinstance(value, kinds):
+            return {kinds.__name__: [pack(each) for each in value]}
+    if isinstance(value, (bytes, bytearray)):
+        return {"bytearray" if isinstance(value, bytearray) else "bytes": value.hex()}
+    if isinstance(value, range):
+        return {"range": [value.start, value.stop, value.step]}
+    if isinstance(value, fractions.Fraction):
+        return {"Fraction": [value.numerator, value.denominator]}
+    if isinstance(value, decimal.Decimal):
+        return {"Decimal": str(value)}
+    if isinstance(value, numbers.Real):
+        return float(value)
+    if isinstance(value, complex):
+        return {"complex": [value.real, value.imag]}
+    if isinstance(value, (datetime.date, datetime.time)) and name in _MAKE:
+        return {name: value.isoformat()}
+    if isinstance(value, datetime.timedelta):
+        return {"timedelta": [value.days, value.seconds, value.microseconds]}
+    if isinstance(value, type):
+        return {"type": value.__name__ if _TYPES.get(value.__name__) is value else ""}
+    return {"ellipsis" if value is ... else "object": ""}
 
 
-def read(text: str) -> Any:
-    """Return the value of a literal of `show`. Raises ValueError for other text.
+def unpack(text: str, *, as_floats: bool = False) -> Any:
+    """Return the value of what `pack` returned, as text. Raises ValueError for other text.
 
-    >>> read(show({"a": [float("inf"), frozenset()]}))
-    {'a': [inf, set()]}
+    With `as_floats`, a Fraction and a Decimal are floats.
+
+    >>> unpack(json.dumps(pack({"a": [float("inf"), {frozenset()}, fractions.Fraction(1, 3)]})))
+    {'a': [inf, {frozenset()}, Fraction(1, 3)]}
     """
-    tree = ast.parse(text, mode="eval")
-    return ast.literal_eval(_Nan().visit(tree))
+
+    def make(parts: dict[str, Any]) -> Any:
+        ((name, value),) = parts.items()
+        made = _MAKE[name](value)
+        return float(made) if as_floats and name in ("Fraction", "Decimal") else made
+
+    return json.loads(text, object_hook=make)
 
 
-class _Nan(ast.NodeTransformer):
-    def visit_Name(self, node: ast.Name) -> ast.expr:
-        if node.id == "nan":
-            return ast.copy_location(ast.Constant(float("nan")), node)
-        return node
+def raised(call: Callable[[], Any]) -> set[str]:
+    """Return the names of the exception that a call raises and of the classes above it."""
+    try:
+        call()
+    except Exception as error:  # noqa: BLE001 - of the tested program
+        return {kind.__name__ for kind in type(error).__mro__}
+    return set()
 
 
-def evaluate(expressions: list[str]) -> None:
+def evaluate(imports: str, setup: str, *expressions: str) -> None:
     """Run `program.py` as a module, and print the values of expressions in it as a last line."""
+    answer = os.dup(1)  # the program may close its own
     program = sys.modules["program"] = types.ModuleType("program")
-    with open("program.py", encoding="utf-8") as file:
+    with open("program.py", "rb") as file:
         source = file.read()
     exec(compile(source, "program.py", "exec"), program.__dict__)
-    values = tuple(eval(expression, program.__dict__) for expression in expressions)
-    sys.stdout.write("\n" + show(values))
-    sys.stdout.flush()
+    names: dict[str, Any] = {"__raised__": raised}
+    exec(imports, names)
+    names |= program.__dict__
+    exec(setup, names)
+    values = tuple([eval(expression, names) for expression in expressions])
+    sys.set_int_max_str_digits(0)
+    sys.setrecursionlimit(10_000)
+    line = "\n" + json.dumps(pack(values))
+    if sys.stdout and not sys.stdout.closed:
+        sys.stdout.flush()
+    with open(answer, "w", encoding="ascii") as out:
+        out.write(line)
     os._exit(0)
 
 
@@ -75,17 +140,27 @@ def check(test: dict[str, Any]) -> bool | str:
             value = eval(constant, names)
             if value != value:
                 return f"{constant} is not equal to any value"
+            if len(json.dumps(pack(value))) >= test["room"]:
+                return f"{constant[:80]} is longer than {test['room']:,} bytes"
     except Exception as error:  # noqa: BLE001 - of the test's own code
         return f"{type(error).__name__}: {error}"
-    try:
-        values = read(test["values"])
-        names |= {f"_{number}": value for number, value in enumerate(values)}
-        return bool(eval(test["check"], names))
-    except Exception:  # noqa: BLE001 - of values that the program chose
-        return False
+    for as_floats in (False, True):
+        try:
+            values = unpack(test["values"], as_floats=as_floats)
+            given = {f"_{number}": value for number, value in enumerate(values)}
+            if eval(test["check"], names | given):
+                return True
+        except Exception:  # noqa: BLE001 - of values that the program chose
+            continue
+    return False
 
 
 if __name__ == "__main__":
+    given = json.load(sys.stdin)
     if sys.argv[1:]:
-        evaluate(sys.argv[1:])
-    sys.stdout.write("\n" + json.dumps([check(test) for test in json.load(sys.stdin)]))
+        sys.stdin = open(os.devnull)  # noqa: SIM115 - the program's
+        os.dup2(sys.stdin.fileno(), 0)
+        evaluate(*given)
+    sys.set_int_max_str_digits(0)
+    sys.setrecursionlimit(10_000)
+    sys.stdout.write("\n" + json.dumps([check(test) for test in given]))
