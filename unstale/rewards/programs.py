@@ -14,7 +14,7 @@ from pathlib import Path
 from unstale.envs import EnvError, sandbox
 from unstale.rewards.assertions import Assertion, parse_assertion
 
-LIMITS = sandbox.Limits(seconds=2.0, memory_mb=512, file_mb=1, processes=4, output_kb=64)
+LIMITS = sandbox.Limits(seconds=5.0, memory_mb=512, file_mb=1, processes=4, output_kb=64)
 """Limits of each test. Those of the output grow with the expected output."""
 
 ANSWER_LIMITS = replace(LIMITS, output_kb=4096, file_mb=8)
