@@ -304,6 +304,10 @@ class ListedTasks:
         data = self.data[task.split]
         return data[task.index % _TASKS_PER_SEED % len(data)]
 
+    def place_of(self, task: Task) -> str:
+        """Return the file and the line of a task. Empty for tasks that are not from a file."""
+        return str(getattr(self.data_of(task), "place", ""))
+
 
 @runtime_checkable
 class HasIdentities(Protocol):
@@ -317,6 +321,15 @@ class HasIdentities(Protocol):
 def task_identity(taskset: Taskset, task: Task) -> str:
     """Return a name that is equal each time a task comes again, for statistics of tasks."""
     return taskset.identity(task) if implements(taskset, HasIdentities) else task.key
+
+
+@runtime_checkable
+class HasPlaces(Protocol):
+    """A task set whose tasks are from files, for messages about a task."""
+
+    def place_of(self, task: Task) -> str:
+        """Return the file and the line of a task, such as `rows.jsonl, line 3`, or nothing."""
+        ...
 
 
 @runtime_checkable

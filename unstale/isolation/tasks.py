@@ -13,6 +13,7 @@ from unstale.envs import (
     Env,
     EnvError,
     HasIdentities,
+    HasPlaces,
     HasTaskTools,
     HasTexts,
     Message,
@@ -181,6 +182,8 @@ class IsolatedTasks:
             self.tools_of = inner.tools_of
         if implements(inner, HasIdentities):
             self.identity = inner.identity
+        if implements(inner, HasPlaces):
+            self.place_of = inner.place_of
         if implements(inner, HasTexts):
             self.text = inner.text
         self._episodes = count()
