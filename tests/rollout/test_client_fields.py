@@ -130,3 +130,33 @@ def test_the_bytes_of_tokens_are_their_own() -> None:
     assert offsets[0] == 0 and max(offsets) <= len(text)
     for at, token in zip(offsets, tokens, strict=True):
         assert not token.data.isascii() or text.startswith(token.data.decode(), at)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"temperature": 0.5},
+        {"top_p": 0.5},
+        {"messages": [ASK, {"role": "assistant", "content": "x"}, {**ASK, "role": "system"}]},
+        {"messages": [{**ASK, "cache_control": {"type": "ephemeral"}}]},
+    ],
+)
+def test_a_refusal_gives_the_option_as_the_command_line_has_it(body: dict[str, Any]) -> None:
+    with pytest.raises(Refused, match=r"--endpoint\.lenient true"):
+        read(body)
+    assert read(body, LENIENT).overridden
+
+
+def test_the_chat_of_a_call_with_tools_is_looked_up_once() -> None:
+    """Each part of a stream needs it, on the event loop. Tools may have 2 MB."""
+    wanted: list[Any] = []
+
+    class Base:
+        def with_tools(self, *given: Any) -> object:
+            wanted.append(given)
+            return self
+
+    call = read({"tools": [TOOL]}).call
+    base: Any = Base()
+    assert call.chat(base) is call.chat(base) is base and len(wanted) == 1
+    assert read({"tools": [TOOL]}).call == call

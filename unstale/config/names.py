@@ -5,6 +5,7 @@ The command line, TOML files and Python use the same tables.
 
 from collections.abc import Sequence
 from difflib import SequenceMatcher, get_close_matches
+from typing import Any
 
 RENAMED = {
     "credit": "advantage",
@@ -139,6 +140,67 @@ SYNONYMS = {
 A name is found with any prefix, such as `actor_rollout_ref.actor.`. docs/other-trainers.md has more
 about most of them.
 """
+
+
+VALUES = {
+    "objective.kind": {
+        "grpo": "ppo_clip; with objective.loss_aggregation = sequence_mean",
+        "dapo": "ppo_clip; with objective.loss_aggregation = action_tokens, the default",
+        "bnpo": "ppo_clip; with objective.loss_aggregation = action_tokens, the default",
+        "dr_grpo": "ppo_clip; with advantage.estimator = dr_grpo and "
+        "objective.loss_aggregation = constant",
+        "ppo": "ppo_clip",
+        "vanilla": "ppo_clip",
+        "default": "ppo_clip",
+        "sequence": "gspo; of importance_sampling_level",
+        "reinforce": "none; without a clip",
+    },
+    "objective.loss_aggregation": {
+        "token-mean": "action_tokens",
+        "dapo": "action_tokens",
+        "bnpo": "action_tokens",
+        "grpo": "sequence_mean",
+        "seq-mean-token-mean": "sequence_mean",
+        "dr_grpo": "constant; with objective.constant = N, the length to divide by",
+        "seq-mean-token-sum-norm": "constant; with objective.constant = N, the length to divide by",
+    },
+    "advantage.estimator": {
+        "reinforce_plus_plus": "reinforce_batch",
+        "dapo": "grpo",
+        "none": "grpo_no_std; as with scale_rewards = none",
+        "gae": "; there is no critic",
+    },
+    "correction.control": {
+        "token_truncate": "truncate; correction.high is its limit",
+        "token_mask": "mask; correction.high is its limit",
+    },
+}
+"""Values of options in TRL, verl and prime-rl: the value here, and after a semicolon what else."""
+
+
+def unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return the fields of an object. Raises `ValueError` for a repeated name."""
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
+        names = [name for name, _ in pairs]
+        repeated = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"the name {repeated[:40]!r} is given twice in one object")
+    return fields
+
+
+def value_hint(option: str, value: str, known: Sequence[str]) -> str:
+    """Return the end of an error message: the value that another trainer calls `value`, or alike.
+
+    >>> value_hint("--objective.loss_aggregation", "token-mean", ["action_tokens"])
+    '; it is action_tokens here'
+    """
+    given = VALUES.get(option.removeprefix("--"), {}).get(value.lower())
+    if given is None:
+        return nearest(value, known)
+    target, _, note = given.partition("; ")
+    if not target:
+        return f"; {note}"
+    return f"; it is {target} here" + f", {note}" * bool(note)
 
 
 def synonyms(name: str, known: Sequence[str]) -> str:

@@ -5,19 +5,11 @@ import math
 import re
 from typing import Any, NoReturn
 
+from unstale.config.names import unique_names
+
 _HALF_PAIR = re.compile(r"\\u[dD][89a-fA-F]")
 _DIGIT = re.compile(r"[^eE]*[1-9]")
 """Pattern of the start of a number that is not 0."""
-
-
-def _unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return the fields of an object. Raises `ValueError` for a repeated name."""
-    fields = dict(pairs)
-    if len(fields) < len(pairs):
-        names = [name for name, _ in pairs]
-        repeated = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"the name {repeated[:40]!r} is given twice in one object")
-    return fields
 
 
 def require_characters(text: str) -> None:
@@ -55,7 +47,7 @@ class _StrictDecoder(json.JSONDecoder):
 
 
 STRICT_DECODER = _StrictDecoder(
-    object_pairs_hook=_unique_names, parse_constant=_refuse_constant, parse_float=read_float
+    object_pairs_hook=unique_names, parse_constant=_refuse_constant, parse_float=read_float
 )
 """The decoder of `loads`, for texts that go on after a JSON value."""
 
