@@ -144,36 +144,22 @@ about most of them.
 
 VALUES = {
     "objective.kind": {
+        **dict.fromkeys(("ppo", "vanilla", "default"), "ppo_clip"),
+        **dict.fromkeys(("dapo", "bnpo"), "ppo_clip; with the default loss_aggregation"),
         "grpo": "ppo_clip; with objective.loss_aggregation = sequence_mean",
-        "dapo": "ppo_clip; with objective.loss_aggregation = action_tokens, the default",
-        "bnpo": "ppo_clip; with objective.loss_aggregation = action_tokens, the default",
-        "dr_grpo": "ppo_clip; with advantage.estimator = dr_grpo and "
-        "objective.loss_aggregation = constant",
-        "ppo": "ppo_clip",
-        "vanilla": "ppo_clip",
-        "default": "ppo_clip",
-        "sequence": "gspo; of importance_sampling_level",
-        "reinforce": "none; without a clip",
+        "dr_grpo": "ppo_clip; with advantage.estimator = dr_grpo",
+        "sequence": "gspo",
+        "reinforce": "none",
     },
     "objective.loss_aggregation": {
-        "token-mean": "action_tokens",
-        "dapo": "action_tokens",
-        "bnpo": "action_tokens",
-        "grpo": "sequence_mean",
-        "seq-mean-token-mean": "sequence_mean",
-        "dr_grpo": "constant; with objective.constant = N, the length to divide by",
-        "seq-mean-token-sum-norm": "constant; with objective.constant = N, the length to divide by",
+        **dict.fromkeys(("token-mean", "dapo", "bnpo"), "action_tokens"),
+        **dict.fromkeys(("seq-mean-token-mean", "grpo"), "sequence_mean"),
+        **dict.fromkeys(
+            ("seq-mean-token-sum-norm", "dr_grpo"), "constant; with objective.constant = its length"
+        ),
     },
-    "advantage.estimator": {
-        "reinforce_plus_plus": "reinforce_batch",
-        "dapo": "grpo",
-        "none": "grpo_no_std; as with scale_rewards = none",
-        "gae": "; there is no critic",
-    },
-    "correction.control": {
-        "token_truncate": "truncate; correction.high is its limit",
-        "token_mask": "mask; correction.high is its limit",
-    },
+    "advantage.estimator": {"dapo": "grpo", "none": "grpo_no_std", "gae": "; there is no critic"},
+    "correction.control": {"token_truncate": "truncate", "token_mask": "mask"},
 }
 """Values of options in TRL, verl and prime-rl: the value here, and after a semicolon what else."""
 

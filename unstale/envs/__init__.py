@@ -324,15 +324,6 @@ def task_identity(taskset: Taskset, task: Task) -> str:
 
 
 @runtime_checkable
-class HasPlaces(Protocol):
-    """A task set whose tasks are from files, for messages about a task."""
-
-    def place_of(self, task: Task) -> str:
-        """Return the file and the line of a task, such as `rows.jsonl, line 3`, or nothing."""
-        ...
-
-
-@runtime_checkable
 class HasTexts(Protocol):
     """A task set with a text of each task, for techniques that compare tasks."""
 

@@ -26,7 +26,7 @@ from reprlib import repr as short_repr
 from types import FrameType
 from typing import Any, Generic, NamedTuple, TypeGuard, TypeVar
 
-from unstale.envs import EnvError, HasPlaces, Taskset, Turn, implements, task_identity
+from unstale.envs import EnvError, Taskset, Turn, implements, task_identity
 from unstale.records import Task
 from unstale.threads import in_thread
 
@@ -193,7 +193,8 @@ def identity_within_limit(taskset: Taskset, task: Task) -> str:
 def with_place(text: str, taskset: Taskset, task: Task) -> str:
     """Return a message about a task with the file and the line from which it is, if it is."""
     with suppress(Exception), time_limit(f"place_of() of {taskset.name}"):
-        if implements(taskset, HasPlaces) and (place := taskset.place_of(task)):
+        # task sets that read files have it
+        if place := taskset.place_of(task):  # type: ignore[attr-defined]
             return f"{text} ({place})"
     return text
 

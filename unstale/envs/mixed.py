@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain, islice, zip_longest
 from typing import Any
 
-from unstale.envs import Env, HasGiveaways, HasPlaces, Taskset, implements, task_identity, task_text
+from unstale.envs import Env, HasGiveaways, Taskset, implements, task_identity, task_text
 from unstale.records import Task
 
 
@@ -39,10 +39,6 @@ class MixedTasks:
 
     def identity(self, task: Task) -> str:
         return task_identity(self.part_of(task), task)
-
-    def place_of(self, task: Task) -> str:
-        part = self.part_of(task)
-        return part.place_of(task) if implements(part, HasPlaces) else ""
 
     def text(self, task: Task) -> str:
         return task_text(self.part_of(task), task)

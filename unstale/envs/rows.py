@@ -9,9 +9,10 @@ import csv
 import gzip
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from io import BufferedIOBase
 from itertools import chain, islice
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from unstale.config import ConfigError, install
 from unstale.config.given import HERE
@@ -31,37 +32,25 @@ _SAMPLE = 256
 
 
 class Row(dict[str, Any]):
-    """A row with its place in a file, such as `rows.jsonl, line 3`."""
+    """A row with its `place`, such as `rows.jsonl, line 3`."""
 
-    __slots__ = ("_number", "_source")
-
-    def __init__(
-        self, values: Mapping[str, Any] | Iterable[tuple[str, Any]], source: str, number: int
-    ) -> None:
+    def __init__(self, values: Mapping[str, Any] | Iterable[tuple[str, Any]], place: str) -> None:
         super().__init__(values)
-        self._source = source
-        self._number = number
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Row, (dict(self), self._source, self._number)
-
-    @property
-    def place(self) -> str:
-        return f"{self._source} {self._number}"
+        self.place = place
 
 
 class _Meter:
-    """Counts the memory of the rows of a file. Raises `ConfigError` for too much of it."""
+    """Counts the memory of the rows of a file."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._left = MAX_BYTES
+    def __init__(self) -> None:
+        self.left = MAX_BYTES
 
-    def add(self, num_bytes: int) -> None:
-        self._left -= num_bytes + _ROW_BYTES
-        if self._left < 0:
+    def add(self, num_bytes: int, path: Path) -> None:
+        """Raise `ConfigError` if there is no memory for `num_bytes` more."""
+        self.left -= num_bytes + _ROW_BYTES
+        if self.left < 0:
             raise ConfigError(
-                f"{self._path} has more than {MAX_BYTES >> 20:,} MiB of rows, and all are kept in "
+                f"{path} has more than {MAX_BYTES >> 20:,} MiB of rows, and all are kept in "
                 "memory: take a part of them, or write a task set that reads them itself"
             )
 
@@ -130,7 +119,7 @@ def list_rows(rows: Any, option: str, prompt_column: str) -> list[Row]:
                 f"{option}, row {number} must be a dict, a text or a list of messages, got a "
                 f"{type(row).__name__}"
             )
-        listed.append(Row(row, f"{option}, row", number))
+        listed.append(Row(row, f"{option}, row {number}"))
     return listed
 
 
@@ -145,14 +134,14 @@ def file_type(source: str) -> str:
     return "" if name != source.lower() and suffix == ".parquet" else suffix
 
 
-def _lines(file: IO[bytes], path: Path) -> Iterator[str]:
+def _lines(file: BufferedIOBase, path: Path) -> Iterator[str]:
     """Yield the lines of a text file with their ends, without a byte order mark."""
-    meter = _Meter(path)
+    meter = _Meter()
     number = 0
     while data := file.readline(MAX_ROW_BYTES + 1):
         if len(data) > MAX_ROW_BYTES:
             raise ConfigError(f"{path}, line {number + 1} has more than {MAX_ROW_BYTES:,} bytes")
-        meter.add(len(data))
+        meter.add(len(data), path)
         for line in data.splitlines(keepends=True):
             number += 1
             try:
@@ -172,10 +161,10 @@ def _lines(file: IO[bytes], path: Path) -> Iterator[str]:
 def _jsonl_rows(lines: Iterator[str], path: Path) -> Iterator[Row]:
     for number, line in enumerate(lines, start=1):
         if line.strip():
-            yield _object(_json(line, f"{path}, line {number}"), f"{path}, line", number)
+            yield _object(_json(line, f"{path}, line {number}"), f"{path}, line {number}")
 
 
-def _json_rows(file: IO[bytes], path: Path) -> Iterator[Row]:
+def _json_rows(file: BufferedIOBase, path: Path) -> Iterator[Row]:
     most = MAX_BYTES // 8  # a value of two characters takes 8 times as much
     data = file.read(most + 1)
     if len(data) > most:
@@ -186,7 +175,7 @@ def _json_rows(file: IO[bytes], path: Path) -> Iterator[Row]:
     if not isinstance(values, list):
         raise ConfigError(f"{path} must be a list of objects; for one object a line use .jsonl")
     for number, value in enumerate(values, start=1):
-        yield _object(value, f"{path}, item", number)
+        yield _object(value, f"{path}, item {number}")
 
 
 def _csv_rows(lines: Iterator[str], path: Path) -> Iterator[Row]:
@@ -208,7 +197,7 @@ def _csv_rows(lines: Iterator[str], path: Path) -> Iterator[Row]:
                     f"{len(names)} columns, separated by {separator!r}"
                 )
             elif values:
-                yield Row(zip(names, values, strict=True), f"{path}, line", number)
+                yield Row(zip(names, values, strict=True), f"{path}, line {number}")
             number = reader.line_num + 1
     except csv.Error as error:
         raise ConfigError(f"{path}, line {number} is not CSV: {error}") from None
@@ -235,16 +224,16 @@ def _parquet_rows(path: Path) -> Iterator[Row]:
         from pyarrow import ArrowException, parquet
     except ImportError:
         raise ConfigError(f"reading {path} needs pyarrow: {install('parquet')}") from None
-    meter = _Meter(path)
+    meter = _Meter()
     number = 0
     try:
         file = parquet.ParquetFile(path)
         _require_names(file.schema_arrow.names, str(path))
         for batch in file.iter_batches(batch_size=_SAMPLE):
-            meter.add(batch.nbytes + _ROW_BYTES * batch.num_rows)
+            meter.add(batch.nbytes + _ROW_BYTES * batch.num_rows, path)
             for row in batch.to_pylist():
                 number += 1
-                yield Row(row, f"{path}, row", number)
+                yield Row(row, f"{path}, row {number}")
     except (ArrowException, OSError) as error:
         raise ConfigError(f"{path} is not a Parquet file: {error}") from None
 
@@ -265,10 +254,10 @@ def _json(text: str | bytes, where: str) -> Any:
         raise ConfigError(f"{where}: not valid JSON: {error}") from None
 
 
-def _object(value: Any, source: str, number: int) -> Row:
+def _object(value: Any, place: str) -> Row:
     if not isinstance(value, dict):
-        raise ConfigError(f"{source} {number}: expected an object, got {str(value)[:80]}")
-    return Row(value, source, number)
+        raise ConfigError(f"{place}: expected an object, got {str(value)[:80]}")
+    return Row(value, place)
 
 
 def _hub_rows(name: str, subset: str, split: str) -> list[Row]:
@@ -282,7 +271,7 @@ def _hub_rows(name: str, subset: str, split: str) -> list[Row]:
         ) from None
     try:
         rows = datasets.load_dataset(name, subset or None, split=split)
-        return [Row(row, f"{name}, row", number) for number, row in enumerate(rows, start=1)]
+        return [Row(row, f"{name}, row {number}") for number, row in enumerate(rows, start=1)]
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         first_line = next(islice(str(error).splitlines(), 1), repr(error))
         raise ConfigError(

@@ -13,7 +13,6 @@ from unstale.envs import (
     Env,
     EnvError,
     HasIdentities,
-    HasPlaces,
     HasTaskTools,
     HasTexts,
     Message,
@@ -182,8 +181,7 @@ class IsolatedTasks:
             self.tools_of = inner.tools_of
         if implements(inner, HasIdentities):
             self.identity = inner.identity
-        if implements(inner, HasPlaces):
-            self.place_of = inner.place_of
+        self.place_of = getattr(inner, "place_of", None)
         if implements(inner, HasTexts):
             self.text = inner.text
         self._episodes = count()
