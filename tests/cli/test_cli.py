@@ -29,6 +29,7 @@ from unstale.config import (
     TrainerConfig,
     fast_dtype,
 )
+from unstale.config.names import VALUES
 from unstale.config.options import field_docs, options
 from unstale.durability.run_folder import RunLog
 from unstale.recipes import RECIPES
@@ -274,6 +275,12 @@ def test_a_file_sets_options_and_the_command_line_wins(tmp_path: Path) -> None:
             "[actor_rollout_ref.rollout]\nn = 8",
             "unknown option actor_rollout_ref.rollout.n; did you mean schedule.group_size?",
         ),
+        (
+            "[objective]\nkind = 'grpo'",
+            "'grpo'; it is ppo_clip here, with objective.loss_aggregation = sequence_mean",
+        ),
+        ("[objective]\nloss_aggregation = 'token-mean'", "it is action_tokens here"),
+        ("[advantage]\nestimator = 'gae'", "cannot be 'gae'; there is no critic"),
         ("[trainer]\nlr = 'x'", "run.toml, trainer.lr must be a number, got 'x'"),
         ("[schedule]\nwindow = 4", "schedule.window is now schedule.lookahead_window"),
         ("trainer = 3", "run.toml, trainer must be a table of options, got 3"),
@@ -286,6 +293,30 @@ def test_an_error_in_a_file_names_file_and_option(
     (tmp_path / "run.toml").write_text(text)
     line = complaint(capsys, "train", "retail", "--config", str(tmp_path / "run.toml"))
     assert says in line
+
+
+def test_the_values_of_other_trainers_lead_to_values_that_exist() -> None:
+    for name, values in VALUES.items():
+        choices = options()[name].choices
+        assert not set(values) & set(choices)
+        for value in values.values():
+            assert value.partition("; ")[0] in ("", *choices)
+
+
+def test_a_name_that_a_file_of_options_has_twice_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "run.json").write_text('{"steps": 3, "trainer": {"lr": 1, "lr": 2}}')
+    line = complaint(capsys, "train", "retail", "--config", str(tmp_path / "run.json"))
+    assert "run.json is not valid JSON: the name 'lr' is given twice" in line
+    line = complaint(capsys, "train", "llm", "--chat_template_kwargs", '{"a": 1, "a": 2}')
+    assert "chat_template_kwargs must be a JSON object" in line
+
+
+def test_help_lists_the_download_of_a_policy(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main.main(["train", "--help"])
+    assert "--policy_download" in capsys.readouterr().out
 
 
 def test_a_file_may_stand_in_the_place_of_the_recipe(tmp_path: Path) -> None:

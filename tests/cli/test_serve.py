@@ -1,5 +1,6 @@
 """`unstale eval` and `unstale serve` need no trainer, report one error and restart engines."""
 
+import gc
 import socket
 from collections.abc import Callable
 from io import StringIO
@@ -11,6 +12,7 @@ from rich.console import Console
 from unstale.cli import main
 from unstale.cli.evaluate import evaluate
 from unstale.cli.failures import RunFailed
+from unstale.cli.process import YOUNG_OBJECTS
 from unstale.cli.serve import serve
 from unstale.config import (
     SHIPPED_POLICY,
@@ -110,6 +112,23 @@ def test_serve_goes_without_a_trainer_and_survives_its_engine(
         engine = speaking(EngineDied("gone"))
         assert served(taken.getsockname()[1]) == "restarting the engine: gone\n"
     assert engine.loaded == [0]
+
+
+def test_no_collection_of_all_objects_holds_the_event_loop_of_serve(
+    speaking: Callable[..., Scripted], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such a collection takes 0.25 s, and a request of 2 MB causes one."""
+    young: list[int] = []
+
+    def run(work: Any) -> None:
+        young.append(gc.get_threshold()[0])
+        work.close()
+
+    monkeypatch.setattr("unstale.cli.serve.run_until_complete", run)
+    speaking()
+    before = gc.get_threshold()
+    serve(SHIPPED_POLICY, CONFIG, console=Console(file=StringIO()))
+    assert young == [YOUNG_OBJECTS] and gc.get_threshold() == before
 
 
 @pytest.mark.parametrize("act", [evaluate, serve])

@@ -98,7 +98,7 @@ def test_wrong_options_are_refused_before_training(
     with pytest.raises(ConfigError, match="sft has no techniques, got 'ess_lr'"):
         sft(override(config, {"techniques": "ess_lr"}), data, tmp_path / "out", SftOptions())
     with pytest.raises(
-        ConfigError, match=r"row 1: tools is missing: the tasks of task.env have different"
+        ConfigError, match=r"line 1: tools is missing: the tasks of task.env have different"
     ):
         sft(override(config, {"task.env": "desks"}), data, tmp_path / "out", SftOptions())
     for name in ("kl_coef", "entropy_coef"):

@@ -285,6 +285,29 @@ def test_python_keywords_may_name_arguments() -> None:
         ("1", {"$ref": "#/$defs/Loop"}, 1),
         ("1", {"$ref": "#/properties/code"}, "1"),
         ("1", {"$ref": "#/$defs/Unknown"}, 1),
+        ("1", {"$ref": "#/$defs/A%20code"}, "1"),
+        ("1", {"$ref": "#/$defs/a~1b~0c%25"}, "1"),
+        ("1", {"$ref": "#code"}, "1"),
+        ("1", {"$ref": "https://a.b/code.json"}, "1"),
+        ("1", {"$ref": "code.json#"}, "1"),
+        ("1", {"$ref": "#/$defs/Choice/anyOf/1"}, "1"),
+        ("1", {"$ref": "#/$defs/Choice/anyOf/2"}, 1),
+        ("5", {"type": "str | None"}, "5"),
+        ("None", {"type": "str | None"}, None),
+        ("5", {"type": "Optional[str]"}, "5"),
+        ("5", {"type": "typing.Union[str, None]"}, "5"),
+        ("5", {"type": "Optional[int]"}, 5),
+        ("[5]", {"type": "list[int]"}, [5]),
+        ("5", {"type": "list[int]"}, "5"),
+        ('{"a": 5}', {"type": "Dict[str, int]"}, {"a": 5}),
+        ("5", {"type": "Literal['5', '6']"}, "5"),
+        ("5", {"type": "Literal[5, 6]"}, 5),
+        ("2024", {"type": "date"}, "2024"),
+        ("5", {"type": "Annotated[str, 'a code']"}, "5"),
+        ("5", {"type": "a b"}, 5),
+        ("12345678901234567890.0", {"type": "integer"}, 12345678901234567890),
+        ("1e-999", {"type": "number"}, "1e-999"),
+        ("0e-999", {"type": "number"}, 0.0),
         ("1e999", {"type": "number"}, "1e999"),
         ("[1e999]", {"type": "array"}, "[1e999]"),
     ],
@@ -292,11 +315,16 @@ def test_python_keywords_may_name_arguments() -> None:
 def test_types_are_read_as_tool_libraries_write_them(text: str, schema: Any, value: Any) -> None:
     definitions = {
         "Code": {"enum": ["1", "2"]},
+        "A code": {"type": "string"},
+        "a/b~c%": {"type": "string"},
+        "Named": {"$anchor": "code", "$id": "code.json", "type": "string"},
+        "Choice": {"anyOf": [{"type": "integer"}, {"type": "string"}]},
         "Count": {"type": "int"},
         "Loop": {"allOf": [{"$ref": "#/$defs/Loop"}] * 4},
     }
     code = {"enum": ["1", "2"]}
-    parameters = {"properties": {"x": schema, "code": code}, "$defs": definitions}
+    fields = {"x": schema, "code": code}
+    parameters = {"$id": "https://a.b/tool.json", "properties": fields, "$defs": definitions}
     found = schemas_of([{"function": {"name": "f", "parameters": parameters}}])["f"]
     read = argument_value(text, "x", found)
     assert read == value and type(read) is type(value)
@@ -322,6 +350,21 @@ def test_numbers_that_are_not_finite_make_a_call_malformed(number: str) -> None:
         loads(text)
     assert loads('{"x": 1e308}') == {"x": 1e308}
     assert json_schema(f"[{number}]", {"type": "array"}) == 0
+
+
+@pytest.mark.parametrize(
+    "value", ['{"a": 1, "a": 2}', "[1e-999]", r'"\ud800"', '{"a": {"b": 0, "b": 0}}']
+)
+def test_a_value_that_would_change_in_silence_makes_a_call_malformed(value: str) -> None:
+    assert JsonCalls().read(f'{{"name": "f", "arguments": {{"x": {value}}}}}', {})[0].error
+    assert PythonCalls().read(f"[f(x={value})]", {})[0].error
+    assert typed_value(value, {"type": ["object", "array", "string"]}) == value
+    assert json_schema(value, {}) == 0
+    with pytest.raises(ValueError, match=r"twice|too small|half of a character"):
+        loads(value)
+    good = '{"a": [0.0, 1, "\\ud83d\\ude42", {"a": -0.5e-9}]}'
+    assert typed_value(good, {}) == loads(good) and json_schema(good, {}) == 1
+    assert PythonCalls().read(f"[f(x={loads(good)})]", {})[0].arguments["x"]
 
 
 def test_no_argument_of_a_json_call_is_dropped() -> None:

@@ -138,7 +138,7 @@ def test_text_and_two_calls(tokenizer: Any, chat: Chat) -> None:
         ("<tool_call>" + "[" * 5000 + "</tool_call>", "the call is not JSON"),
         (
             '<tool_call>{"name": "a", "name": "b"}</tool_call>',
-            "the call is not JSON: a name is given twice",
+            "the call is not JSON: the name 'name' is given twice",
         ),
         (
             '<tool_call>{"name": "a", "arguments": {"x": NaN}}</tool_call>',

@@ -17,10 +17,10 @@ from tests.cli.test_run import quiet, small
 from unstale.cli import session
 from unstale.cli.saved_episodes import describe_evaluation
 from unstale.config import ConfigError, make_task
-from unstale.envs import EnvError, Message, Taskset, task_identity
-from unstale.envs.dataset import load_rows
-from unstale.envs.guard import describe
+from unstale.envs import EnvError, Message, NumberedTasks, Taskset, task_identity
+from unstale.envs.guard import describe, with_place
 from unstale.envs.registry import build_taskset
+from unstale.envs.rows import list_rows, load_rows
 from unstale.testing import check_env
 
 pytestmark = pytest.mark.usefixtures("forked_children")
@@ -185,9 +185,9 @@ def test_blank_lines_and_empty_lists_of_follow_ups_are_no_mistakes(tmp_path: Pat
         ('{"prompt": "a"}\n\n{"prompt"\n', r"bad\.jsonl, line 3: not valid JSON"),
         ('{"prompt": NaN}\n', r"line 1: not valid JSON: NaN"),
         ('["prompt"]\n', r"line 1: expected an object, got \['prompt'\]"),
-        ('{"question": "a"}\n', r"row 1 .* no column 'prompt' \(task.prompt_column\)"),
+        ('{"question": "a"}\n', r"bad\.jsonl, line 1: no column 'prompt' \(task.prompt_column\)"),
         ('{"prompt": 3}\n', r"prompt must be text, or messages"),
-        ('{"prompt": null}\n', r"row 1 of dataset:.*: prompt is empty \(null\)$"),
+        ('{"prompt": null}\n', r"bad\.jsonl, line 1: prompt is empty \(null\)$"),
         ('{"prompt": []}\n', r"prompt must end with a user message"),
         ('{"prompt": "a"}\n', r"1 rows and none for"),
         ("", r"0 rows and none for"),
@@ -261,7 +261,7 @@ def test_a_second_split_of_the_hub_has_the_held_out_tasks(
     ("text", "message"),
     [
         ('{"prompt": "a"}\n{"prompt"\n', r"other\.jsonl, line 2: not valid JSON"),
-        ('{"prompt": "a"}\n{"question": "b"}\n', r"row 2 of .*other\.jsonl: no column 'prompt'"),
+        ('{"prompt": "a"}\n{"question": "b"}\n', r"other\.jsonl, line 2: no column 'prompt'"),
         ("", r"other\.jsonl has no rows"),
         (None, r"task\.held_out_file: there is no file .*other\.jsonl"),
     ],
@@ -343,8 +343,24 @@ def test_other_types_of_files_are_read(tmp_path: Path, name: str) -> None:
         ("rows.xlsx", b"x", r"rows.xlsx is not of a type that is read: .jsonl, .json, .csv"),
         ("rows", b"x", "not of a type"),
         ("rows.jsonl.gz", b"x", "cannot be read"),
-        ("rows.csv", b"prompt,answer\nonly\n", "line 2: the row has not as many values"),
-        ("rows.csv", b"prompt\na,b\n", "line 2: the row has not as many values"),
+        (
+            "rows.csv",
+            b"prompt,answer\nonly\n",
+            "line 2: the row has 1 values, and the header has 2",
+        ),
+        ("rows.csv", b"prompt\na,b\n", "line 2: the row has 2 values, and the header has 1"),
+        ("rows.csv", b"prompt,answer,answer\na,1,2\n", "two columns have the name 'answer'"),
+        ("rows.csv", b"\nprompt,,b\na,1,2\n", "line 2: column 2 has no name, so its values"),
+        ("rows.csv", b"prompt,a;b\nx,y;z\n", "may have its columns separated by ',' or ';'"),
+        ("rows.csv", b'prompt,b\n"two\nlines",2\nx\n', "line 4: the row has 1 values"),
+        ("rows.csv", b"prompt,b\nx\0,1\n", "line 2 has a NUL character: save the file as UTF-8"),
+        ("rows.csv", b"prompt,b\nx\xff,1\n", r"line 2 is not UTF-8 \(byte 2 is 0xff\)"),
+        ("rows.csv", "prompt,b\nx,1\n".encode("utf-16"), "line 1 is not UTF-8"),
+        ("rows.csv", b'prompt,b\n"x,1\n', "line 2 is not CSV: unexpected end of data"),
+        ("rows.jsonl", b'{"a": 1}\n{"a": 1, "b": {"c": 2, "c": 3}}\n', "line 2: .* 'c' is given"),
+        ("rows.json", b'[{"a": 1e-999}]', "rows.json: .*1e-999 is too small for a number"),
+        ("rows.jsonl", b'{"a": "x\\ud83d"}\n', r"line 1: .* a text has '\\ud83d', which is half"),
+        ("rows.jsonl", b'{"a": "x\xed\xa0\xbd"}\n', "line 1 is not UTF-8"),
     ],
 )
 def test_a_file_that_cannot_be_read_is_never_sought_on_the_hub(
@@ -353,3 +369,71 @@ def test_a_file_that_cannot_be_read_is_never_sought_on_the_hub(
     (tmp_path / name).write_bytes(data)
     with pytest.raises(ConfigError, match=problem):
         load_rows(str(tmp_path / name))
+
+
+@pytest.mark.parametrize("separator", [",", ";", "\t", "|"])
+def test_a_csv_file_is_read_whatever_separates_its_columns(tmp_path: Path, separator: str) -> None:
+    lines = ["prompt,answer (a|b; c)", '"What, is;\n2\t|?",4', "", "Which?,5"]
+    if separator != ",":
+        lines = [line.replace(",", separator) for line in ("prompt,answer", *lines[1:])]
+    path = tmp_path / "rows.csv"
+    path.write_bytes(("\ufeff" + "\r\n".join(lines)).encode())
+    rows = load_rows(str(path))
+    assert [[*row.values()][1] for row in rows] == ["4", "5"]
+    assert [row["prompt"] for row in rows][1] == "Which?"
+    assert [row.place for row in rows] == [f"{path}, line 2", f"{path}, line 5"]
+
+
+def test_texts_with_commas_and_semicolons_may_be_the_only_column(tmp_path: Path) -> None:
+    (tmp_path / "rows.csv").write_text('prompt\n"a, b"\na; b\n' + '"' + "x" * 200_000 + '"\n')
+    assert [len(row["prompt"]) for row in load_rows(str(tmp_path / "rows.csv"))] == [4, 4, 200_000]
+
+
+def test_two_columns_with_one_name_are_refused_in_tables(tmp_path: Path) -> None:
+    pandas = pytest.importorskip("pandas")
+    table = pandas.DataFrame([["a", 1, 2]], columns=["prompt", "answer", "answer"])
+    with pytest.raises(ConfigError, match=r"task\.env: two columns have the name 'answer'"):
+        list_rows(table, "task.env", "prompt")
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    table = pyarrow.Table.from_arrays([["a"], ["b"]], names=["prompt", "prompt"])
+    parquet.write_table(table, tmp_path / "rows.parquet")
+    with pytest.raises(ConfigError, match=r"rows\.parquet: two columns have the name 'prompt'"):
+        load_rows(str(tmp_path / "rows.parquet"))
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "json", "csv", "parquet"])
+@pytest.mark.parametrize("content", ["one long line", "many rows"])
+def test_the_memory_for_rows_is_limited(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, content: str
+) -> None:
+    monkeypatch.setattr("unstale.envs.rows.MAX_BYTES", 4 << 20)
+    monkeypatch.setattr("unstale.envs.rows.MAX_ROW_BYTES", 1 << 20)
+    path = tmp_path / f"rows.{kind}.gz"
+    size = 5 << 20 if content == "one long line" else 10
+    rows = [{"prompt": "x" * size}] * (1 if content == "one long line" else 30_000)
+    if kind == "parquet":
+        pyarrow = pytest.importorskip("pyarrow")
+        path = tmp_path / "rows.parquet"
+        table = pyarrow.Table.from_pylist(rows)
+        pytest.importorskip("pyarrow.parquet").write_table(table, path)
+    else:
+        texts = {
+            "jsonl": "\n".join(map(json.dumps, rows)),
+            "json": json.dumps(rows),
+            "csv": "\n".join(["prompt", *(row["prompt"] for row in rows)]),
+        }
+        path.write_bytes(gzip.compress(texts[kind].encode()))
+    with pytest.raises(ConfigError, match=r"rows\.\S+(, line . has more than| has more than)"):
+        load_rows(str(path))
+    assert kind == "parquet" or path.stat().st_size < 1 << 17
+
+
+def test_a_failure_names_the_file_and_the_line_of_the_task(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "rows.jsonl", list(ROWS))
+    path.write_text("\n" + path.read_text())
+    tasks = taskset(path)
+    for task in (*tasks.held_out(3), *islice(tasks.train(7), 3)):
+        number = ROWS.index(tasks.data_of(task)) + 2  # type: ignore[attr-defined]
+        assert with_place("no", tasks, task) == f"no ({path}, line {number})"
+    assert with_place("no", NumberedTasks(), task) == "no"  # type: ignore[arg-type]

@@ -142,7 +142,7 @@ def endless() -> Iterator[str]:
             r"task\.reward is an option of DatasetConfig",
         ),
         (lambda: dataset(5), r"task\.env must be a text, got 5"),
-        (lambda: build_taskset(dataset([5])), r"row 1 of task\.env must be a dict, a text or"),
+        (lambda: build_taskset(dataset([5])), r"task\.env, row 1 must be a dict, a text or"),
         (lambda: build_taskset(dataset({"train": ROWS})), "got a dict with train. Give one of"),
         (lambda: build_taskset(dataset(endless())), "rows with a length, got a generator"),
         (

@@ -133,7 +133,7 @@ def test_a_row_that_cannot_be_learnt_is_refused_with_its_number(
     row: Any, message: str, tmp_path: Path
 ) -> None:
     good = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."}]
-    with pytest.raises(ConfigError, match=f"row 2.*{message}"):
+    with pytest.raises(ConfigError, match=f"line 2.*{message}"):
         load_references(written(tmp_path, rows(good, row)), chat(), max_tokens=512)
 
 

@@ -4,7 +4,9 @@ Fields that are null are absent. Those that change no reply are ignored with `en
 named. A refusal names the field, also inside of a part of a message.
 """
 
+import asyncio
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from unstale.model.loading import load_tokenizer
 from unstale.rollout.endpoint import wire
 from unstale.rollout.endpoint.responses import read_response
 from unstale.rollout.endpoint.schemas import Refused
+from unstale.rollout.endpoint.session import AgentSession
 
 LENIENT = EndpointConfig(lenient=True)
 ASK: dict[str, Any] = {"role": "user", "content": "hi"}
@@ -130,3 +133,43 @@ def test_the_bytes_of_tokens_are_their_own() -> None:
     assert offsets[0] == 0 and max(offsets) <= len(text)
     for at, token in zip(offsets, tokens, strict=True):
         assert not token.data.isascii() or text.startswith(token.data.decode(), at)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"temperature": 0.5},
+        {"top_p": 0.5},
+        {"messages": [ASK, {"role": "assistant", "content": "x"}, {**ASK, "role": "system"}]},
+        {"messages": [{**ASK, "cache_control": {"type": "ephemeral"}}]},
+    ],
+)
+def test_a_refusal_gives_the_option_as_the_command_line_has_it(body: dict[str, Any]) -> None:
+    with pytest.raises(Refused, match=r"--endpoint\.lenient true"):
+        read(body)
+    assert read(body, LENIENT).overridden
+
+
+def test_the_chat_of_a_call_with_tools_is_looked_up_once() -> None:
+    """Each part of a stream needs it, on the event loop. Tools may have 2 MB."""
+    wanted: list[Any] = []
+
+    class Base:
+        def with_tools(self, *given: Any) -> object:
+            wanted.append(given)
+            return self
+
+    call = read({"tools": [TOOL]}).call
+    base: Any = Base()
+    assert call.chat(base) is call.chat(base) is base and len(wanted) == 1
+    assert read({"tools": [TOOL]}).call == call
+
+
+def test_a_call_while_the_run_ends_is_refused() -> None:
+    """The task group of calls then takes no more tasks, which was status 500."""
+    rollout: Any = SimpleNamespace(generator=SimpleNamespace(chat=None))
+    transcript: Any = SimpleNamespace(branches=[])
+    session = AgentSession(rollout, transcript, asyncio.TaskGroup())
+    with pytest.raises(Refused, match="the run is ending") as refused:
+        session.start(read({}), lambda index, text: None)
+    assert refused.value.status == 503

@@ -1217,10 +1217,15 @@ def test_requests_that_are_no_http_never_end_or_lie_are_refused_like_all_others(
         ):
             answer = await client.post("chat/completions", content=json.dumps({**ASK, **change}))
             assert answer.status_code == 400 and answer.json()["error"]["message"]
-        strange = await client.post(
-            "chat/completions", content=json.dumps({**ASK, "model": "\ud800"})
-        )
-        assert (strange.status_code, strange.json()["model"]) == (200, "\ud800")
+        for content, reason in (
+            (json.dumps({**ASK, "model": "\ud800"}), "a text has '\\ud800', which is half of a"),
+            ('{"messages": [], "messages": []}', "the name 'messages' is given twice"),
+        ):
+            answer = await client.post("chat/completions", content=content)
+            assert answer.status_code == 400
+            assert reason in answer.json()["error"]["message"]
+        strange = await client.post("chat/completions", json={**ASK, "model": "\x00 Größe"})
+        assert (strange.status_code, strange.json()["model"]) == (200, "\x00 Größe")
 
     assert visit(World(talker), act).num_turns == 1
 

@@ -10,7 +10,7 @@ from typing import Any
 from unstale.builders import build_server
 from unstale.cli.evaluate import run_until_complete, running_generator
 from unstale.cli.failures import literal
-from unstale.cli.process import limit_threads
+from unstale.cli.process import limit_threads, rare_garbage_collection
 from unstale.cli.trained import policy_folder
 from unstale.config import ConfigError, RunConfig
 from unstale.durability.console import Console
@@ -98,4 +98,5 @@ def serve(
                 )
                 await asyncio.Event().wait()
 
-    run_until_complete(work())
+    with rare_garbage_collection():
+        run_until_complete(work())

@@ -24,7 +24,7 @@ from typing import (
 )
 
 from unstale.config.given import NameObject
-from unstale.config.names import nearest
+from unstale.config.names import unique_names, value_hint
 
 MAX_EXACT_INT = 1 << 53
 """Largest finite number that an option may have: up to it, every integer has an exact float."""
@@ -73,7 +73,7 @@ class OneOf:
     def check(self, name: str, value: str) -> None:
         known = self.table()
         if value not in known:
-            raise ConfigError(f"{name} cannot be {value!r}{nearest(value, list(known))}")
+            raise ConfigError(f"{name} cannot be {value!r}{value_hint(name, value, list(known))}")
 
     def readers(self, option: str) -> list[str]:
         """Return the names with which an option is used. Empty if it is used with all of them."""
@@ -90,7 +90,9 @@ class JsonObject:
 
     def check(self, name: str, value: str) -> None:
         try:
-            is_object = not value or isinstance(json.loads(value), dict)
+            is_object = not value or isinstance(
+                json.loads(value, object_pairs_hook=unique_names), dict
+            )
         except (ValueError, RecursionError):
             is_object = False
         if not is_object:
@@ -368,7 +370,8 @@ def check_value(name: str, value: Any, kind: Any) -> None:
     check_size(name, value)
     check_type(name, value, kind)
     if get_origin(kind) is Literal and value not in get_args(kind):
-        raise ConfigError(f"{name} cannot be {value!r}{nearest(str(value), get_args(kind))}")
+        hint = value_hint(name, str(value), get_args(kind))
+        raise ConfigError(f"{name} cannot be {value!r}{hint}")
     for rule in getattr(kind, "__metadata__", ()):
         if value is not None:
             rule.check(name, value)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from unstale.config.checks import ConfigError
+from unstale.config.names import unique_names
 
 MAX_DEPTH = 100
 """Largest nesting depth of a value. Python and templates cannot process values much deeper."""
@@ -20,7 +21,11 @@ def read_mapping(path: Path) -> dict[str, Any]:
     kind = "TOML" if path.suffix == ".toml" else "JSON"
     try:
         text = path.read_text(encoding="utf-8")
-        value = tomllib.loads(text) if kind == "TOML" else json.loads(text)
+        value = (
+            tomllib.loads(text)
+            if kind == "TOML"
+            else json.loads(text, object_pairs_hook=unique_names)
+        )
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error
     except ValueError as error:

@@ -5,6 +5,7 @@ The command line, TOML files and Python use the same tables.
 
 from collections.abc import Sequence
 from difflib import SequenceMatcher, get_close_matches
+from typing import Any
 
 RENAMED = {
     "credit": "advantage",
@@ -139,6 +140,53 @@ SYNONYMS = {
 A name is found with any prefix, such as `actor_rollout_ref.actor.`. docs/other-trainers.md has more
 about most of them.
 """
+
+
+VALUES = {
+    "objective.kind": {
+        **dict.fromkeys(("ppo", "vanilla", "default"), "ppo_clip"),
+        **dict.fromkeys(("dapo", "bnpo"), "ppo_clip; with the default loss_aggregation"),
+        "grpo": "ppo_clip; with objective.loss_aggregation = sequence_mean",
+        "dr_grpo": "ppo_clip; with advantage.estimator = dr_grpo",
+        "sequence": "gspo",
+        "reinforce": "none",
+    },
+    "objective.loss_aggregation": {
+        **dict.fromkeys(("token-mean", "dapo", "bnpo"), "action_tokens"),
+        **dict.fromkeys(("seq-mean-token-mean", "grpo"), "sequence_mean"),
+        **dict.fromkeys(
+            ("seq-mean-token-sum-norm", "dr_grpo"), "constant; with objective.constant = its length"
+        ),
+    },
+    "advantage.estimator": {"dapo": "grpo", "none": "grpo_no_std", "gae": "; there is no critic"},
+    "correction.control": {"token_truncate": "truncate", "token_mask": "mask"},
+}
+"""Values of options in TRL, verl and prime-rl: the value here, and after a semicolon what else."""
+
+
+def unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return the fields of an object. Raises `ValueError` for a repeated name."""
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
+        names = [name for name, _ in pairs]
+        repeated = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"the name {repeated[:40]!r} is given twice in one object")
+    return fields
+
+
+def value_hint(option: str, value: str, known: Sequence[str]) -> str:
+    """Return the end of an error message: the value that another trainer calls `value`, or alike.
+
+    >>> value_hint("--objective.loss_aggregation", "token-mean", ["action_tokens"])
+    '; it is action_tokens here'
+    """
+    given = VALUES.get(option.removeprefix("--"), {}).get(value.lower())
+    if given is None:
+        return nearest(value, known)
+    target, _, note = given.partition("; ")
+    if not target:
+        return f"; {note}"
+    return f"; it is {target} here" + f", {note}" * bool(note)
 
 
 def synonyms(name: str, known: Sequence[str]) -> str:

@@ -21,7 +21,7 @@ from unstale.config.checks import (
     option_types,
 )
 from unstale.config.files import read_mapping
-from unstale.config.names import RENAMED, nearest, nearest_option, synonyms
+from unstale.config.names import RENAMED, nearest_option, synonyms, value_hint
 from unstale.config.sampling import make_task
 from unstale.config.techniques import chosen, techniques
 
@@ -79,7 +79,8 @@ class Option:
         """
         if self.choices:
             if text not in self.choices:
-                raise ConfigError(f"--{self.name} cannot be {text!r}{nearest(text, self.choices)}")
+                hint = value_hint(self.name, text, self.choices)
+                raise ConfigError(f"--{self.name} cannot be {text!r}{hint}")
             return text
         if bool in self.kinds:
             if text.lower() not in ("true", "false"):

@@ -172,7 +172,6 @@ class RunConfig(Section):
             return "prometheus" in self.trackers
         for_models = (
             "policy_gguf",
-            "policy_download",
             "chat_template_kwargs",
             "tools_in_prompt",
         )

@@ -304,6 +304,10 @@ class ListedTasks:
         data = self.data[task.split]
         return data[task.index % _TASKS_PER_SEED % len(data)]
 
+    def place_of(self, task: Task) -> str:
+        """Return the file and the line of a task. Empty for tasks that are not from a file."""
+        return str(getattr(self.data_of(task), "place", ""))
+
 
 @runtime_checkable
 class HasIdentities(Protocol):

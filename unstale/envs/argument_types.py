@@ -1,31 +1,38 @@
 """The values of arguments that a tool call has as text, by the JSON schemas of the tool.
 
-Tool libraries write schemas in many ways, so a schema that is not understood allows any type: text
-that is JSON then becomes its value.
+Tool libraries write schemas in many ways, with names of types from Python and Java, and with
+annotations such as `Optional[list[int]]`. A schema that is not understood allows any type: text
+that is JSON then becomes its value, and other text stays text.
 """
 
 import ast
 import json
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
+from decimal import Decimal
 from typing import Any
+from urllib.parse import unquote, urljoin
 
-from unstale.envs.strict_json import STRICT_DECODER, unique_names
+from unstale.envs.strict_json import STRICT_DECODER, loads, read_float
 
 Schemas = Mapping[str, Mapping[str, Any]]
 """The schema of each tool's arguments (an object), by the name of the tool."""
 
 _MAX_SCHEMAS = 200
 """Largest number of parts of a schema that are read to find its type."""
+_MAX_NODES = 5_000
+"""Largest number of parts of a schema that are searched for the names of references."""
+_MAX_ANNOTATION = 200
+"""Largest number of characters of a type that is read as a Python annotation."""
 _MAX_LITERAL = 10_000
 """Largest number of characters of a Python literal that is read as a value."""
 _TYPES = {
     "integer": "integer int long short byte bigint",
     "number": "number float double decimal",
     "boolean": "boolean bool",
-    "string": "string str char text",
-    "array": "array list tuple arraylist set queue stack sequence",
-    "object": "object dict hashmap hashtable map mapping",
+    "string": "string str char text date time datetime uuid url uri email path",
+    "array": "array list tuple arraylist set frozenset queue stack sequence iterable collection",
+    "object": "object dict hashmap hashtable map mapping typeddict",
     "null": "null none nonetype",
 }
 _TYPE_OF = {word: name for name, words in _TYPES.items() for word in words.split()}
@@ -77,7 +84,7 @@ def typed_value(text: str, schema: Any, root: Any = None) -> Any:
     if "string" in types and isinstance(value, str):
         return text
     if "integer" in types and isinstance(value, float) and value.is_integer():
-        value = int(value)
+        value = int(Decimal(word))  # a float has 16 digits
     return value if _type_of(value) & types or "any" in types else text
 
 
@@ -88,13 +95,27 @@ def _literal(text: str) -> Any:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            tree = ast.parse(text, mode="eval")
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Dict):
-                unique_names([(ast.unparse(key), None) for key in node.keys if key])
-        return json.loads(json.dumps(ast.literal_eval(tree), allow_nan=False))
-    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
+            return literal_value(ast.parse(text, mode="eval").body, text)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
         return None
+
+
+def literal_value(tree: ast.expr, source: str) -> Any:
+    """Return the value of a Python literal as JSON has it.
+
+    Raises `ValueError` for other code, and for what `strict_json.loads` refuses.
+    """
+    try:
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Constant) and isinstance(node.value, float):
+                read_float(ast.get_source_segment(source, node) or "0")
+            if isinstance(node, ast.Dict):
+                keys = [ast.literal_eval(key) for key in node.keys if key]
+                if len(set(keys)) < len(keys):
+                    raise ValueError("a name is given twice in one object")
+        return loads(json.dumps(ast.literal_eval(tree), allow_nan=False))
+    except TypeError as error:
+        raise ValueError(str(error)) from error
 
 
 class _TypeReader:
@@ -107,6 +128,7 @@ class _TypeReader:
         self._root = root
         """The schema with the definitions to which references refer."""
         self._left = _MAX_SCHEMAS
+        self._nodes_left = _MAX_NODES
 
     def read(self, schema: Any) -> set[str]:
         """Return the types of a schema. They include "any" if all types are allowed."""
@@ -116,7 +138,7 @@ class _TypeReader:
         schema = _mapping(schema)
         parts = [_own_types(schema)]
         if isinstance(reference := schema.get("$ref"), str):
-            parts.append(self.read(_definition(reference, self._root)))
+            parts.append(self.read(self._definition(reference)))
         for word in ("anyOf", "oneOf"):
             if choices := _choices(schema, word):
                 parts.append(set().union(*map(self.read, choices)))
@@ -126,13 +148,47 @@ class _TypeReader:
         is_nullable = schema.get("nullable") or schema.get("default", "") is None
         return types | ({"null"} if is_nullable else set())
 
+    def _definition(self, reference: str) -> Any:
+        """Return the schema to which a reference such as `#/$defs/NAME` refers. None if unknown."""
+        address, _, fragment = reference.partition("#")
+        fragment = unquote(fragment)
+        base = str(_mapping(self._root).get("$id", ""))
+        found: Any = self._root
+        if urljoin(base, address) != base:
+            found = self._find(found, "$id", urljoin(base, address), base)
+        if fragment and not fragment.startswith("/"):
+            return self._find(found, "$anchor", fragment)
+        for name in fragment.split("/")[1:]:
+            name = name.replace("~1", "/").replace("~0", "~")
+            if isinstance(found, list) and name.isdecimal():
+                found = dict(enumerate(found)).get(int(name))
+            else:
+                found = _mapping(found).get(name)
+        return found
+
+    def _find(self, schema: Any, key: str, wanted: str, base: str | None = None) -> Any:
+        """Return the part of a schema with this name. None if there is none, or it is far inside.
+
+        With `base`, names are addresses relative to it.
+        """
+        parts = [schema]
+        while parts and self._nodes_left:
+            self._nodes_left -= 1
+            part = parts.pop()
+            name = part.get(key) if isinstance(part, Mapping) else None
+            if isinstance(name, str) and (name if base is None else urljoin(base, name)) == wanted:
+                return part
+            if isinstance(part, Mapping | list):
+                parts += part.values() if isinstance(part, Mapping) else part
+        return None
+
 
 def _own_types(schema: Mapping[str, Any]) -> set[str]:
     """Return the types that a schema names itself, by `type` or by the values that it allows."""
     named = schema.get("type")
     if isinstance(named, str | list | tuple) and named:
         names = [named] if isinstance(named, str) else named
-        return {_TYPE_OF.get(str(each).lower(), "any") for each in names}
+        return set().union(*(_named_types(str(each)) for each in names))
     values = [schema["const"]] if "const" in schema else schema.get("enum")
     if isinstance(values, list | tuple) and values:
         return set().union(*map(_type_of, values))
@@ -146,12 +202,45 @@ def _choices(schema: Mapping[str, Any], word: str) -> Sequence[Any]:
     return choices if isinstance(choices, list | tuple) else ()
 
 
-def _definition(reference: str, root: Any) -> Any:
-    """Return the schema to which a reference such as `#/$defs/NAME` refers. None if unknown."""
-    found: Any = root
-    for name in reference.removeprefix("#/").split("/"):
-        found = _mapping(found).get(name.replace("~1", "/").replace("~0", "~"))
-    return found
+def _named_types(name: str) -> set[str]:
+    """Return the types that a name or a Python annotation allows.
+
+    >>> sorted(_named_types("Optional[str]")), _named_types("list[int]"), _named_types("Person")
+    (['null', 'string'], {'array'}, {'any'})
+    """
+    if known := _TYPE_OF.get(name.lower()):
+        return {known}
+    try:
+        return _annotated_types(ast.parse(name[: _MAX_ANNOTATION + 1].strip(), mode="eval").body)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return {"any"}
+
+
+def _annotated_types(node: ast.expr) -> set[str]:
+    match node:
+        case ast.Name(word) | ast.Attribute(attr=word):
+            return {_TYPE_OF.get(word.lower(), "any")}
+        case ast.Constant(None):
+            return {"null"}
+        case ast.Constant(str(name)):
+            return _named_types(name)
+        case ast.BinOp(left, ast.BitOr(), right):
+            return _annotated_types(left) | _annotated_types(right)
+        case ast.Subscript(ast.Name(word) | ast.Attribute(attr=word), ast.Tuple(parts)):
+            pass
+        case ast.Subscript(ast.Name(word) | ast.Attribute(attr=word), part):
+            parts = [part]
+        case _:
+            return {"any"}
+    match word.lower():
+        case "optional" | "union":
+            nothing = {"null"} if word.lower() == "optional" else set()
+            return nothing.union(*map(_annotated_types, parts))
+        case "annotated" | "required" | "notrequired" | "final":
+            return _annotated_types(parts[0])
+        case "literal":
+            return set().union(*(_type_of(ast.literal_eval(each)) for each in parts))
+    return {_TYPE_OF.get(word.lower(), "any")}
 
 
 def _type_of(value: Any) -> set[str]:

@@ -26,7 +26,7 @@ from typing import Any
 from jinja2 import TemplateError
 
 from unstale.envs import ToolCall
-from unstale.envs.argument_types import Schemas, argument_value
+from unstale.envs.argument_types import Schemas, argument_value, literal_value
 from unstale.envs.strict_json import STRICT_DECODER
 
 PROBE = ToolCall("a_tool", {"an_argument": "a_value"})
@@ -320,9 +320,10 @@ class PythonCalls(CallForm):
             with warnings.catch_warnings():
                 # an escape sequence in the policy's text may cause a warning
                 warnings.simplefilter("ignore")
-                listed = ast.parse(_without_keywords(text.strip()), mode="eval").body
+                code = _without_keywords(text.strip())
+                listed = ast.parse(code, mode="eval").body
             elements = listed.elts if isinstance(listed, ast.List) else [listed]
-            return tuple(map(self._to_call, elements))
+            return tuple(self._to_call(each, code) for each in elements)
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
             return (_malformed(f"the call is not {self.body}: {error}"),)
 
@@ -331,10 +332,10 @@ class PythonCalls(CallForm):
             return None
         return self.read(text[at:], {})
 
-    def _to_call(self, node: ast.expr) -> ToolCall:
-        """Return a call from its syntax tree.
+    def _to_call(self, node: ast.expr, code: str) -> ToolCall:
+        """Return a call from its syntax tree, of the text `code`.
 
-        Raises `ValueError` if an argument is not a literal.
+        Raises `ValueError` if an argument is not a literal that JSON can express.
         """
         if not isinstance(node, ast.Call) or node.args:
             raise ValueError("an element is not a call with keyword arguments")
@@ -346,13 +347,10 @@ class PythonCalls(CallForm):
             raise ValueError(f"{name[:_EXCERPT]!r} is no name")
         words = _JsonWords()
         arguments = {
-            str(key): ast.literal_eval(words.visit(each.value))
+            str(key): literal_value(words.visit(each.value), code)
             for key, each in zip(keys, node.keywords, strict=True)
         }
-        try:
-            return ToolCall(name, json.loads(json.dumps(arguments, allow_nan=False)))
-        except TypeError as error:
-            raise ValueError(str(error)) from error
+        return ToolCall(name, arguments)
 
 
 def _without_keywords(text: str) -> str:

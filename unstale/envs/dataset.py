@@ -4,20 +4,15 @@ It is selected by `--task.env dataset:FILE --task.reward MODULE:FUNCTION`. A row
 any other columns. The reward function receives the last reply and the row.
 """
 
-import csv
-import gzip
 import hashlib
 import inspect
-import io
 import json
-import zlib
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any
 
-from unstale.config import ConfigError, install, nearest
+from unstale.config import ConfigError, nearest
 from unstale.config.checks import Share
 from unstale.config.given import (
     HERE,
@@ -31,16 +26,14 @@ from unstale.envs import Env, ListedTasks, Message, Turn, read_rewards
 from unstale.envs.draft_edit import DraftEditConfig
 from unstale.envs.guard import call_named
 from unstale.envs.registry import EnvSpec, import_user_code
-from unstale.envs.strict_json import loads
+from unstale.envs.rows import FILES, Row, file_type, list_rows, load_rows
+from unstale.envs.strict_json import require_characters
 from unstale.records import Task
 
-Row = Mapping[str, Any]
 Rewards = float | Mapping[str, float]
 """One reward, or several by name, which are added up."""
-RewardFunction = Callable[[str, Row], Awaitable[Rewards] | Rewards]
+RewardFunction = Callable[[str, Mapping[str, Any]], Awaitable[Rewards] | Rewards]
 """A function of the last reply and the row, which returns one or several rewards."""
-FILES = (".jsonl", ".json", ".csv", ".parquet")
-"""Types of files with rows, in upper or lower case. All but Parquet may be compressed (.gz)."""
 ROLES = ("system", "user", "assistant")
 HELD_OUT_SHARE = 0.1
 """Default of `task.held_out_share`."""
@@ -146,10 +139,10 @@ class DatasetTasks(ListedTasks):
         self.name = options.env
         self._reward = reward
         self._options = options
-        openings = _openings(rows, options.env, options)
+        openings = _openings(rows, options)
         if held_out is not None:
             other = options.held_out_file or f"{options.env}, split {options.held_out_split}"
-            _openings(held_out, other, options)
+            _openings(held_out, options)
             for where, given in ((options.env, rows), (other, held_out)):
                 if not given:
                     raise ConfigError(f"{where} has no rows")
@@ -208,18 +201,20 @@ class RowEnv:
         return Turn((), done=True, rewards=read_rewards(rewards, f"{self.code_name}: "))
 
 
-def _openings(rows: Sequence[Row], where: str, options: DatasetConfig) -> list[tuple[Message, ...]]:
-    """Return the first messages of each row.
+def _openings(rows: Sequence[Row], options: DatasetConfig) -> list[tuple[Message, ...]]:
+    """Return the first messages of each row. Raises `ConfigError` with its place for another one.
 
-    Raises `ConfigError` with the number of the row and the source `where` for an unusable row.
+    Texts with half of a surrogate pair are refused, because no tokenizer can encode them.
     """
     openings = []
-    for number, row in enumerate(rows, start=1):
+    for row in rows:
         try:
-            openings.append(_opening(row, options))
-            _follow_ups(row, options)
+            opening = _opening(row, options)
+            for text in (*(message.content for message in opening), *_follow_ups(row, options)):
+                require_characters(text)
         except ValueError as error:
-            raise ConfigError(f"row {number} of {where}: {error}") from None
+            raise ConfigError(f"{row.place}: {error}") from None
+        openings.append(opening)
     return openings
 
 
@@ -273,150 +268,6 @@ def _share_of(opening: tuple[Message, ...]) -> float:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=6).digest()) / 2**48
 
 
-def load_rows(
-    source: str, *, subset: str = "", split: str = "train", option: str = "task.env"
-) -> list[Row]:
-    """Return the rows of a file or of a data set on the hub.
-
-    An existing file is never sought on the hub. Another name without the suffix of a data file is a
-    data set on the hub, which needs the extra `datasets`. `option` is named if there is no such
-    file. Raises `ConfigError` if the rows cannot be read.
-    """
-    path, kind = Path(source), file_type(source)
-    if source.startswith(HERE):
-        raise ConfigError(
-            f"{option}: the rows were given in Python, and this process does not have them. Give "
-            f"them again in Python, or write them to a file and name it with --{option}"
-        )
-    if kind not in FILES and path.is_file():
-        raise ConfigError(
-            f"{option}: {path} is not of a type that is read: {', '.join(FILES)}, or one of the "
-            "first three with .gz"
-        )
-    if kind not in FILES:
-        return _hub_rows(source, subset, split)
-    if not path.is_file():
-        raise ConfigError(f"{option}: there is no file {path.absolute()}")
-    if kind == ".parquet":
-        try:
-            from pyarrow import ArrowException, parquet
-        except ImportError:
-            raise ConfigError(f"reading {path} needs pyarrow: {install('parquet')}") from None
-        try:
-            rows: list[Row] = parquet.read_table(path).to_pylist()
-        except (ArrowException, OSError) as error:
-            raise ConfigError(f"{path} is not a Parquet file: {error}") from None
-        return rows
-    try:
-        data = path.read_bytes()
-        data = gzip.decompress(data) if path.suffix.lower() == ".gz" else data
-    except (OSError, EOFError, zlib.error) as error:
-        raise ConfigError(f"{path} cannot be read: {error}") from None
-    if kind == ".csv":
-        return _csv_rows(data, path)
-    if kind == ".json":
-        values = _json(data, str(path))
-        if not isinstance(values, list):
-            raise ConfigError(f"{path} must be a list of objects; for one object a line use .jsonl")
-        return list(_objects(enumerate(values, start=1), path, "item"))
-    lines = enumerate(data.splitlines(), start=1)
-    values = (
-        (number, _json(line, f"{path}, line {number}")) for number, line in lines if line.strip()
-    )
-    return list(_objects(values, path, "line"))
-
-
-def list_rows(rows: Any, option: str, prompt_column: str) -> list[Row]:
-    """Return rows that a program gave. A text or a list of messages is a row with a prompt alone.
-
-    Raises `ConfigError`, with the name of the option, for rows that cannot be listed.
-    """
-    if hasattr(rows, "iloc"):  # a table of pandas, whose items are the names of columns
-        rows = rows.to_dict("records")
-    kind = type(rows).__name__
-    if isinstance(rows, Mapping):
-        raise ConfigError(
-            f"{option} must be a list of rows, got a {kind} with {', '.join(map(str, rows))}. Give "
-            "one of them; task.held_out_file takes the rows for evaluation"
-        )
-    if not hasattr(rows, "__len__"):
-        raise ConfigError(
-            f"{option} must be rows with a length, got a {kind}. Give a list of it, such as "
-            "list(itertools.islice(rows, 1000))"
-        )
-    listed: list[Row] = []
-    for number, row in enumerate(rows, start=1):
-        if isinstance(row, str | list):
-            row = {prompt_column: row}
-        if not isinstance(row, Mapping):
-            raise ConfigError(
-                f"row {number} of {option} must be a dict, a text or a list of messages, got a "
-                f"{type(row).__name__}"
-            )
-        listed.append(dict(row))
-    return listed
-
-
-def file_type(source: str) -> str:
-    """Return the suffix that says how a file is read, in lower case and without `.gz`.
-
-    >>> file_type("Rows.JSONL.gz"), file_type("rows.parquet"), file_type("openai/gsm8k")
-    ('.jsonl', '.parquet', '')
-    """
-    name = source.lower().removesuffix(".gz")
-    suffix = Path(name).suffix
-    return "" if name != source.lower() and suffix == ".parquet" else suffix
-
-
-def _csv_rows(data: bytes, path: Path) -> list[Row]:
-    """Return the rows of a CSV file with a header. All values are text."""
-    try:
-        reader = csv.DictReader(io.StringIO(data.decode("utf-8-sig"), newline=""), strict=True)
-        rows: list[Row] = []
-        for row in reader:
-            if None in row or None in row.values():
-                raise ConfigError(
-                    f"{path}, line {reader.line_num}: the row has not as many values as the "
-                    f"header has columns ({len(reader.fieldnames or ())})"
-                )
-            rows.append(row)
-    except (UnicodeDecodeError, csv.Error) as error:
-        raise ConfigError(f"{path} is not a CSV file: {error}") from None
-    return rows
-
-
-def _json(text: bytes, where: str) -> Any:
-    try:
-        return loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{where}: not valid JSON: {error}") from None
-
-
-def _objects(values: Iterator[tuple[int, Any]], path: Path, unit: str) -> Iterator[Row]:
-    for number, value in values:
-        if not isinstance(value, dict):
-            raise ConfigError(f"{path}, {unit} {number}: expected an object, got {str(value)[:80]}")
-        yield value
-
-
-def _hub_rows(name: str, subset: str, split: str) -> list[Row]:
-    """Load a data set from the hub with the library `datasets`, from its cache or by download."""
-    try:
-        import datasets
-    except ImportError:
-        raise ConfigError(
-            f"{name} is not a file ({', '.join(FILES)}), and a data set of the hub needs "
-            f"the library datasets: {install('datasets')}"
-        ) from None
-    try:
-        return list(datasets.load_dataset(name, subset or None, split=split))
-    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
-        first_line = next(islice(str(error).splitlines(), 1), repr(error))
-        raise ConfigError(
-            f"the data set {name} cannot be loaded (split {split}): {first_line}"
-        ) from None
-
-
 def load_reward(name: str) -> RewardFunction:
     """Return the function that `module:function` names, or the one that a program gave.
 
@@ -455,7 +306,7 @@ def _joined(rewards: Sequence[RewardFunction]) -> RewardFunction:
     if repeated := next((name for name in names if names.count(name) > 1), None):
         raise ConfigError(f"task.reward has two functions with the name {repeated}: rename one")
 
-    async def joined(reply: str, row: Row) -> dict[str, float]:
+    async def joined(reply: str, row: Mapping[str, Any]) -> dict[str, float]:
         values: dict[str, float] = {}
         for name, each in zip(names, rewards, strict=True):
             code = f"the reward function {name}"

@@ -190,6 +190,15 @@ def identity_within_limit(taskset: Taskset, task: Task) -> str:
         return task_identity(taskset, task)
 
 
+def with_place(text: str, taskset: Taskset, task: Task) -> str:
+    """Return a message about a task with the file and the line from which it is, if it is."""
+    with suppress(Exception), time_limit(f"place_of() of {taskset.name}"):
+        # task sets that read files have it
+        if place := taskset.place_of(task):  # type: ignore[attr-defined]
+            return f"{text} ({place})"
+    return text
+
+
 def has(env: Any, protocol: Callable[..., T], name: str) -> TypeGuard[T]:
     """Return `implements(env, protocol)`. Its attributes may be properties, which are user code."""
     with time_limit(f"an attribute of {name}"):

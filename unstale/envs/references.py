@@ -8,7 +8,7 @@ from typing import Any
 from unstale.config import ConfigError
 from unstale.envs import Message, ToolCall
 from unstale.envs.chat import Chat
-from unstale.envs.dataset import FILES, load_rows
+from unstale.envs.rows import FILES, file_type, load_rows
 from unstale.envs.strict_json import loads
 
 ROLES = ("system", "user", "assistant", "tool")
@@ -39,19 +39,19 @@ def load_references(
     encoded or has more than `max_tokens` tokens.
     """
     path = Path(path)
-    if path.suffix not in FILES or not path.is_file():
+    if file_type(str(path)) not in FILES or not path.is_file():
         raise ConfigError(f"{path} must be an existing file of type {', '.join(FILES)}")
     references = []
-    for number, row in enumerate(load_rows(str(path)), start=1):
+    for row in load_rows(str(path)):
         try:
             tools = _tools(row, required=own_tools)
             form = chat if tools is None else chat.with_tools(tools)
             reference = encode_conversation(form, _messages(row))
         except ValueError as error:
-            raise ConfigError(f"{path}, row {number}: {error}") from error
+            raise ConfigError(f"{row.place}: {error}") from error
         if len(reference.tokens) > max_tokens:
             raise ConfigError(
-                f"{path}, row {number} has {len(reference.tokens)} tokens, more than "
+                f"{row.place} has {len(reference.tokens)} tokens, more than "
                 f"engine.max_context = {max_tokens}; leave it out, or raise engine.max_context"
             )
         references.append(reference)

@@ -1,39 +1,64 @@
-"""Read JSON from others. Numbers that are not finite are refused, which Python's parser accepts."""
+"""Read JSON from others. What Python's parser would change or drop without a word is refused."""
 
 import json
 import math
+import re
 from typing import Any, NoReturn
 
+from unstale.config.names import unique_names
 
-def unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return the fields of an object. Raises `ValueError` for a repeated name."""
-    fields = dict(pairs)
-    if len(fields) < len(pairs):
-        raise ValueError("a name is given twice in one object")
-    return fields
+_HALF_PAIR = re.compile(r"\\u[dD][89a-fA-F]")
+_DIGIT = re.compile(r"[^eE]*[1-9]")
+"""Pattern of the start of a number that is not 0."""
+
+
+def require_characters(text: str) -> None:
+    """Raise `ValueError` if a text has one half of a surrogate pair, which UTF-8 cannot encode."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"a text has {text[error.start]!a}, which is half of a character (a surrogate)"
+        ) from None
 
 
 def _refuse_constant(word: str) -> NoReturn:
     raise ValueError(f"{word} is no number")
 
 
-def _finite(text: str) -> float:
+def read_float(text: str) -> float:
+    """Return a number. Raises `ValueError` for one that Python reads as infinite or as 0."""
     value = float(text)
     if not math.isfinite(value):
         raise ValueError(f"{text[:20]} is too large for a number")
+    if not value and _DIGIT.match(text):
+        raise ValueError(f"{text[:20]} is too small for a number")
     return value
+
+
+class _StrictDecoder(json.JSONDecoder):
+    def raw_decode(self, s: str, idx: int = 0) -> tuple[Any, int]:
+        value, end = super().raw_decode(s, idx)
+        read = s[idx:end]
+        require_characters(read)
+        if _HALF_PAIR.search(read):
+            require_characters(json.dumps(value, ensure_ascii=False))
+        return value, end
+
+
+STRICT_DECODER = _StrictDecoder(
+    object_pairs_hook=unique_names, parse_constant=_refuse_constant, parse_float=read_float
+)
+"""The decoder of `loads`, for texts that go on after a JSON value."""
 
 
 def loads(text: str | bytes) -> Any:
     """Return the value of a JSON text.
 
-    Raises `ValueError` for invalid JSON, NaN, infinities and numbers such as 1e999, which Python
-    reads as infinite, and `RecursionError` for deep nesting.
+    Raises `ValueError` for invalid JSON, a name that an object has twice, half of a surrogate pair,
+    NaN, infinities, and numbers such as 1e999 and 1e-999, which Python reads as infinite and as 0.
+    Raises `RecursionError` for deep nesting.
     """
-    return json.loads(text, parse_constant=_refuse_constant, parse_float=_finite)
-
-
-STRICT_DECODER = json.JSONDecoder(
-    object_pairs_hook=unique_names, parse_constant=_refuse_constant, parse_float=_finite
-)
-"""A decoder that refuses what `loads` refuses, and repeated names in an object."""
+    if isinstance(text, bytes):
+        text = text.decode(json.detect_encoding(text))
+    return STRICT_DECODER.decode(text)

@@ -181,6 +181,7 @@ class IsolatedTasks:
             self.tools_of = inner.tools_of
         if implements(inner, HasIdentities):
             self.identity = inner.identity
+        self.place_of = getattr(inner, "place_of", None)
         if implements(inner, HasTexts):
             self.text = inner.text
         self._episodes = count()

@@ -48,6 +48,7 @@ from unstale.envs.guard import (
     identity_within_limit,
     num_hung,
     time_limit,
+    with_place,
 )
 from unstale.envs.tokens import LONG_REPLY_TOKENS
 from unstale.records import (
@@ -359,7 +360,7 @@ class Rollout:
                 )
             except (EpisodeFailed, NotReplayed) as error:
                 failure = failure_of(
-                    error, task, transcript.all_pieces, await self._describe(error)
+                    error, task, transcript.all_pieces, await self._describe(error, task)
                 )
                 OCCUPANCY.require_few_interruptions()
                 reason = "the attempt that it is a branch of failed"
@@ -390,10 +391,11 @@ class Rollout:
             if final:
                 return failure
 
-    async def _describe(self, error: EpisodeFailed | NotReplayed) -> str:
+    async def _describe(self, error: EpisodeFailed | NotReplayed, task: Task) -> str:
         """Return the text of an error. In a deterministic run a thread would take virtual time."""
         cause = (isinstance(error, EpisodeFailed) and error.__cause__) or error
-        return describe(cause) if self._deterministic else await describe_apart(cause)
+        text = describe(cause) if self._deterministic else await describe_apart(cause)
+        return with_place(text, self.taskset, task)
 
     async def attempt(
         self,

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from unstale.config.files import read_mapping
 from unstale.engines.embedded.batcher import Batcher, FinishedReply, SampleRequest
 from unstale.engines.embedded.decoder import (
     CannotDecode,
@@ -126,7 +127,7 @@ def build_sampler(*, is_bitwise: bool) -> Sampler:
 
 def _read_config(folder: Path) -> dict[str, Any]:
     """Return a model's config.json. If the decoder needs more sizes, transformers adds them."""
-    config: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    config = read_mapping(folder / "config.json")
     if not supports(config) or names_sizes(config):
         return config
     # imported here, because transformers takes longer to import than everything else

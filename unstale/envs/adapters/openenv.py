@@ -15,6 +15,7 @@ from urllib.request import ProxyHandler, Request, build_opener
 
 from unstale.config import ConfigError, install
 from unstale.envs import EnvError, Message, NumberedTasks, ToolCall, Turn
+from unstale.envs.strict_json import loads
 from unstale.records import Task
 
 ACT = "act"
@@ -67,7 +68,7 @@ class OpenEnvTasks(NumberedTasks):
         data = None if body is None else json.dumps(body).encode()
         request = Request(self.url.rstrip("/") + path, data, {"Content-Type": "application/json"})
         with build_opener(ProxyHandler({})).open(request, timeout=_WAIT_S) as answer:
-            return json.load(answer)
+            return loads(answer.read())
 
     def env(self, task: Task, seed: int) -> "OpenEnv":
         """Return the environment of a task.

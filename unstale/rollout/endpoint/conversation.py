@@ -60,6 +60,7 @@ class Call:
     """Variables of the chat template for this request, in addition to the run's
     `chat_template_kwargs`.
     """
+    _chats: dict[Chat, Chat] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @cached_property
     def form(self) -> str:
@@ -72,8 +73,15 @@ class Call:
         return json.dumps(self.tools) + variables if self.is_chat else type(first).__name__
 
     def chat(self, base: Chat) -> Chat:
-        """Return the chat format `base` with the tools and template variables of this call."""
-        return base.with_tools(self.tools, self.template_kwargs) if self.is_chat else base
+        """Return the chat format `base` with the tools and template variables of this call.
+
+        Every part of a stream asks for it, and tools may have 2 MB, so the first answer is kept.
+        """
+        if not self.is_chat:
+            return base
+        if base not in self._chats:
+            self._chats[base] = base.with_tools(self.tools, self.template_kwargs)
+        return self._chats[base]
 
     def num_characters(self, *, tools: bool) -> int:
         """Return a lower limit of the prompt's length in characters.

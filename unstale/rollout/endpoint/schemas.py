@@ -15,7 +15,9 @@ Schema = Mapping[str, Any]
 """A JSON Schema with the keywords that `require` supports. A refusal quotes its `description`."""
 
 _ANY: Schema = {}
-_LENIENT = "omit it, or set endpoint.lenient to override it"
+LENIENT = "--endpoint.lenient true"
+"""The option in the words of the command line, for messages to those who see only the client."""
+_LENIENT = f"omit it, or start the endpoint with {LENIENT} to override it"
 _SUPPORT = f"it would truncate the support, and the trainer's softmax cannot follow; {_LENIENT}"
 _CONSTRAINED = f"constrained sampling has another distribution than the trainer's; {_LENIENT}"
 _EFFORT = f"the policy itself decides how much it reasons; {_LENIENT}"
@@ -23,7 +25,7 @@ _PENALTY = f"it changes the sampling distribution, and the trainer does not know
 _RECORDED = "only the sampled token's log-probability is recorded"
 _VERBOSITY = f"the policy itself decides how much it writes; {_LENIENT}"
 _ENDS = f"a reply ends where the policy ends it; {_LENIENT}"
-_UNUSED = "the endpoint has no use for this field; omit it, or set endpoint.lenient to ignore it"
+_UNUSED = f"the endpoint has no use for this field; omit it, or start it with {LENIENT}"
 
 
 class Refused(Exception):
@@ -98,7 +100,7 @@ _COMMON: Mapping[str, Schema] = {
     "stream_options": _object(
         (), others=False, include_usage=_BOOLEAN, include_obfuscation=_BOOLEAN
     ),
-    "temperature": {"type": "number", "description": "a number: the run's (engine.temperature)"},
+    "temperature": {"type": "number", "description": "a number: the run's (--engine.temperature)"},
     "top_p": _only(_SUPPORT, 1),
     "top_k": {"type": "integer", "maximum": 0, "description": f"0 or less, else {_SUPPORT}"},
     "min_p": _only(_SUPPORT, 0),

@@ -107,7 +107,12 @@ class AgentSession:
         if self.broken:
             raise self._cannot_continue()
         self.facts.update(f"overridden_{name}" for name in request.overridden)
-        task = self.calls.create_task(self._answer(request, on_text))
+        answer = self._answer(request, on_text)
+        try:
+            task = self.calls.create_task(answer)
+        except RuntimeError:  # an error of the engine is ending the run
+            answer.close()
+            raise Refused("the run is ending", status=503, code="episode_over") from None
         self._running.add(task)
         task.add_done_callback(self._running.discard)
         return task
@@ -257,7 +262,7 @@ class AgentSession:
             self._refuse("max_tokens")
             limit = self.rollout.generator.config.max_context
             raise Refused(
-                f"the context has {qualifier}{num_tokens} tokens; with engine.max_context = "
+                f"the context has {qualifier}{num_tokens} tokens; with --engine.max_context "
                 f"{limit} no reply fits",
                 code="context_length_exceeded",
                 param=request.field,
@@ -268,7 +273,7 @@ class AgentSession:
         if replies and self.num_replies + replies > limit:
             self._refuse("max_turns")
             raise Refused(
-                f"an episode has at most rollout.max_turns = {limit} replies", code="max_turns"
+                f"an episode has at most {limit} replies (--rollout.max_turns)", code="max_turns"
             )
         self.num_replies += replies
 
@@ -319,7 +324,7 @@ class AgentSession:
         self._refuse("invalid_format")
         return Refused(
             f"none of {wanted.retries + 1} replies has the requested response_format "
-            f"(endpoint.format_retries = {wanted.retries})",
+            f"(--endpoint.format_retries)",
             code="invalid_format",
             param="response_format",
         )

@@ -21,6 +21,7 @@ from unstale.rollout.endpoint.schemas import (
     CHAT,
     COMPLETION,
     JSON_FORMATS,
+    LENIENT,
     MESSAGES,
     Refused,
     Schema,
@@ -152,7 +153,7 @@ def read_chat(
     late = [index for index, each in enumerate(history) if index and each.message.role == "system"]
     if late and not config.lenient:
         raise Refused(
-            "there is at most one system message, and it comes first; with endpoint.lenient, "
+            f"there is at most one system message, and it comes first; with {LENIENT}, "
             "others are the user's",
             param=f"messages[{late[0]}]",
         )
@@ -229,9 +230,9 @@ def _request(
     requested = body.get("temperature")
     if requested is not None and requested != temperature:
         raise Refused(
-            f"temperature must be the run's, {temperature:g} (engine.temperature), got "
+            f"temperature must be the run's, {temperature:g} (--engine.temperature), got "
             f"{reprlib.repr(requested)}: it is part of the policy that is trained. Leave it out, "
-            "or set endpoint.lenient",
+            f"or start the endpoint with {LENIENT}",
             param="temperature",
         )
     stop = body.get("stop") or ()
