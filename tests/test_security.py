@@ -184,6 +184,7 @@ def test_code_is_imported_by_name_in_few_places() -> None:
         "__init__.py",
         "config/checks.py",
         "config/objectives.py",
+        "config/plugins.py",
         "config/sampling.py",
         "config/techniques.py",
         "config/variants.py",

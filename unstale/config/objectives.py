@@ -120,6 +120,7 @@ class ObjectiveConfig(VariantSection):
     read_with: ClassVar = {"constant": ("loss_aggregation", "= constant")}
     package: ClassVar[str] = "unstale.objectives"
     registered: ClassVar[dict[str, "type[ObjectiveConfig]"]] = {}
+    group: ClassVar[str] = "unstale.objectives"
 
     kind: Annotated[str, OneOf(lambda: ObjectiveConfig.own_options())] = "ppo_clip"
     """The loss of a token, which limits how far the staleness ratio S = pi / pi_old may move from

@@ -106,6 +106,7 @@ class OldLogpsConfig(VariantSection):
     selector: ClassVar[str] = "route"
     package: ClassVar[str] = "unstale.old_logps"
     registered: ClassVar[dict[str, "type[OldLogpsConfig]"]] = {}
+    group: ClassVar[str] = "unstale.routes"
 
     route: Annotated[str, OneOf(lambda: OldLogpsConfig.own_options())] = "snapshot_old"
     """Method by which old log-probabilities are computed. The exact ones are `snapshot_old`,
@@ -208,8 +209,8 @@ class OldLogpsConfig(VariantSection):
         return []
 
     @classmethod
-    def variants_by_name(cls) -> Mapping[str, Any]:
-        known = super().variants_by_name()
+    def variants_by_name(cls, *, added: bool = True) -> Mapping[str, Any]:
+        known = super().variants_by_name(added=added)
         return dict(
             sorted(known.items(), key=lambda item: (not issubclass(item[1], ExactSpec), item[0]))
         )

@@ -1,14 +1,13 @@
 """Sections with variants: the selector chooses a class, which declares its own options.
 
-A variant is one file of the section's package, or any other that is imported. It can be imported
-without torch, and registers its class with `register`.
+A variant is one file of the section's package, an entry point of another distribution, or any other
+file that is imported. It can be imported without torch, and registers its class with `register`.
 """
 
-import importlib
-import pkgutil
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from functools import cache
+from importlib import import_module
 from typing import Any, ClassVar, TypeVar
 
 from unstale.config.checks import (
@@ -20,6 +19,7 @@ from unstale.config.checks import (
     section_name,
     unknown_option,
 )
+from unstale.config.plugins import Plugins, modules
 
 
 class VariantSection(Section):
@@ -29,19 +29,33 @@ class VariantSection(Section):
 
     package: ClassVar[str]
     """The package whose modules register variants."""
+    group: ClassVar[str]
+    """The group of entry points by which other distributions add variants."""
     registered: ClassVar[dict[str, Any]]
 
     @classmethod
-    def variants_by_name(cls) -> Mapping[str, Any]:
-        """Return the class of every variant by name, in the order in which they were registered."""
-        import_variants(cls.package)
+    def variants_by_name(cls, *, added: bool = True) -> Mapping[str, Any]:
+        """Return the class of every variant by name, in the order in which they were registered.
+
+        Without `added`, the entry points of other distributions are not read.
+        """
+        _import_variants(cls.package)
+        if added:
+            _import_added(base_of(cls))
         return cls.registered
+
+    @classmethod
+    def plugins(cls) -> Plugins[Any]:
+        """Return the variants that other distributions add."""
+        expected = f"a registered subclass of {base_of(cls).__name__} with this name"
+        return Plugins(cls.group, expected, lambda name, each: cls.registered.get(name) is each)
 
     @classmethod
     def own_options(cls) -> dict[str, set[str]]:
         """Return the names of all variants, each with its options that not every one has."""
         common = set(option_types(base_of(cls)))
-        return {
+        broken: dict[str, set[str]] = {name: set() for name in cls.plugins().names()}
+        return broken | {
             name: {option.name for option in fields(variant)} - common
             for name, variant in cls.variants_by_name().items()
         }
@@ -56,7 +70,7 @@ class VariantSection(Section):
         chosen: Any = cls
         if cls is base_of(cls):
             OneOf(cls.own_options).check(f"{section}.{cls.selector}", name or own)
-            chosen = cls.variants_by_name()[name or own]
+            chosen = cls.variants_by_name().get(name or own) or cls.plugins().load(name or own)
         elif name and name != own:
             raise ConfigError(
                 f"the {cls.selector} is {own}: change it with with_options({cls.selector}={name!r})"
@@ -116,15 +130,25 @@ class VariantSection(Section):
         return " ".join([getattr(self, self.selector), *changed])
 
 
-@cache
-def import_variants(package: str) -> None:
-    """Import every module of a package, so that each of its variants is registered."""
-    for module in pkgutil.iter_modules(importlib.import_module(package).__path__):
-        if not module.ispkg:
-            importlib.import_module(f"{package}.{module.name}")
-
-
 Variant = TypeVar("Variant", bound=type[VariantSection])
+
+
+@cache
+def _import_variants(package: str) -> None:
+    """Import every module of a package, so that each of its variants is registered."""
+    for module in modules(package):
+        import_module(f"{package}.{module}")
+
+
+@cache
+def _import_added(base: type[VariantSection]) -> None:
+    """Import the variants of other distributions."""
+    shipped = (name for name, each in base.registered.items() if _is_shipped(each))
+    base.plugins().load_all(tuple(shipped))
+
+
+def _is_shipped(variant: type[VariantSection]) -> bool:
+    return variant.__module__.startswith("unstale.")
 
 
 def register(variant: Variant) -> Variant:

@@ -1,0 +1,118 @@
+"""Find what can be added to a run: modules of this package, entry points of other distributions.
+
+Each kind of thing has a group of entry points. The name of an entry point is the name of the thing,
+so names are known before anything is imported.
+"""
+
+import sys
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
+from pkgutil import iter_modules
+from reprlib import repr as short_repr
+from typing import Any, Generic, TypeVar
+
+from unstale.config.checks import ConfigError
+
+ROOT = Path(__file__).parents[1]
+Thing = TypeVar("Thing")
+
+
+@dataclass(frozen=True, slots=True)
+class Plugins(Generic[Thing]):
+    """The things of one kind that other distributions add, by name."""
+
+    group: str
+    """The group of entry points, such as `unstale.routes`."""
+    expected: str
+    """The object that an entry point must name, in words."""
+    accepts: Callable[[str, Any], bool]
+    """A function that returns True if an object is right for an entry point with a name."""
+
+    def names(self) -> list[str]:
+        """Return the names of all entry points. Nothing is imported, so some may be broken."""
+        return sorted(_entry_points(self.group))
+
+    def owner(self, name: str) -> str:
+        """Return the distribution, with its version, that adds a name."""
+        return " and ".join(dict.fromkeys(map(_owner, _entry_points(self.group)[name])))
+
+    def load(self, name: str) -> Thing | None:
+        """Return the thing that another distribution adds under a name. None if none adds it.
+
+        Raises `ConfigError` if it cannot be imported or is a wrong object, or if two distributions
+        add the name.
+        """
+        points = _entry_points(self.group).get(name)
+        if not points:
+            return None
+        if len(points) > 1:
+            raise self.problem(name, "both have it. Uninstall one of them")
+        try:
+            thing: Thing = points[0].load()
+        except (Exception, SystemExit) as error:
+            raise self.problem(name, f"{type(error).__name__}: {error}") from error
+        if not self.accepts(name, thing):
+            wrong = f"{points[0].value} is {short_repr(thing)}; it must be {self.expected}"
+            raise self.problem(name, wrong)
+        return thing
+
+    def load_all(self, own: Collection[str] = ()) -> dict[str, Thing]:
+        """Return the things that can be used, by name. Print a warning about each other one, once.
+
+        `own` are names in this package, which no other distribution can replace.
+        """
+        things = {}
+        for name in self.names():
+            try:
+                if name in own:
+                    raise self.problem(name, "unstale has this name itself")
+                if (thing := self.load(name)) is not None:
+                    things[name] = thing
+            except ConfigError as error:
+                _warn(str(error))
+        return things
+
+    def problem(self, name: str, cause: str) -> ConfigError:
+        """Return an error about an entry point."""
+        where = f"entry point {name!r} of {self.owner(name)} in the group {self.group}"
+        return ConfigError(f"{where} cannot be used: {cause}")
+
+
+def modules(package: str) -> list[str]:
+    """Return the names of the modules in a package of this distribution, without importing it.
+
+    Packages in it and modules with an underscore are left out.
+    """
+    folder = ROOT.joinpath(*package.split(".")[1:])
+    found = iter_modules([str(folder)])
+    return [each.name for each in found if not (each.ispkg or each.name.startswith("_"))]
+
+
+def declared(package: str, attribute: str) -> Iterator[Any]:
+    """Import the modules in a package of this distribution. Yield what they have in `attribute`."""
+    for name in modules(package):
+        module = import_module(f"{package}.{name}")
+        if hasattr(module, attribute):
+            yield getattr(module, attribute)
+
+
+@cache
+def _entry_points(group: str) -> dict[str, list[EntryPoint]]:
+    """Return the entry points of a group by name. Two distributions may have the same name."""
+    found: dict[str, list[EntryPoint]] = {}
+    for point in entry_points(group=group):
+        found.setdefault(point.name, []).append(point)
+    return found
+
+
+def _owner(point: EntryPoint) -> str:
+    return f"{point.dist.name} {point.dist.version}" if point.dist else "an unknown distribution"
+
+
+@cache
+def _warn(text: str) -> None:
+    sys.stderr.write(f"warning: {text}\n")
