@@ -10,8 +10,11 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,9 +27,10 @@ from unstale.config import SHIPPED_POLICIES, ConfigError, install
 from unstale.config.checks import JsonObject, bounded
 from unstale.config.hub import cached_folder
 from unstale.config.options import override
+from unstale.config.plugins import Plugins, added_names, owner
 from unstale.durability.console import Console
 from unstale.durability.run_folder import RunFolder
-from unstale.recipes import RECIPES
+from unstale.recipes import find_recipes, recipe_names
 
 if TYPE_CHECKING:
     from unstale.durability.journal import JournalReader
@@ -35,47 +39,63 @@ Argument = tuple[tuple[str, ...], dict[str, Any]]
 Act = Callable[[argparse.Namespace], int]
 
 
-# These commands have modules of their own. Only the command that was called imports its module.
+@dataclass(frozen=True, slots=True)
+class Verb:
+    """A command of the command line, and the function that it calls."""
+
+    name: str
+    about: str
+    """What the command does, for its help."""
+    act: Act
+    arguments: Sequence[Argument] = ()
+
+    def add(self, verbs: Any) -> None:
+        """Add the command and its arguments to argparse's subparsers."""
+        description = f"{self.about[0].upper()}{self.about[1:]}."
+        parser = verbs.add_parser(self.name, help=self.about, description=description)
+        for names, options in self.arguments:
+            parser.add_argument(*names, **options)
+        takes_options = CONFIG in self.arguments or CONFIG_OF_RUN in self.arguments
+        parser.set_defaults(act=self.act, takes_options=takes_options)
 
 
-def _add_advise(verbs: Any) -> None:
-    from unstale.cli import advise
-
-    advise.add(verbs)
-
-
-def _add_dashboard(verbs: Any) -> None:
-    from unstale.cli import dashboard
-
-    dashboard.add(verbs)
-
-
-def _add_plan(verbs: Any) -> None:
-    from unstale.planner import plan_command
-
-    plan_command.add(verbs)
-
-
-def _add_simulate(verbs: Any) -> None:
-    from unstale.planner import simulate_command
-
-    simulate_command.add(verbs)
-
-
-def _add_techniques(verbs: Any) -> None:
-    from unstale.cli import techniques
-
-    techniques.add(verbs)
+def _add_from(module: str, verbs: Any) -> None:
+    import_module(module).add(verbs)
 
 
 VERBS: dict[str, Callable[[Any], None]] = {
-    "advise": _add_advise,
-    "dashboard": _add_dashboard,
-    "plan": _add_plan,
-    "simulate": _add_simulate,
-    "techniques": _add_techniques,
+    "advise": partial(_add_from, "unstale.cli.advise"),
+    "dashboard": partial(_add_from, "unstale.cli.dashboard"),
+    "plan": partial(_add_from, "unstale.planner.plan_command"),
+    "simulate": partial(_add_from, "unstale.planner.simulate_command"),
+    "techniques": partial(_add_from, "unstale.cli.techniques"),
 }
-"""Name of a command -> function that adds the command to argparse's subparsers."""
+"""Name of a command -> function that adds the command to argparse's subparsers. The modules of
+these are imported only if they are called.
+"""
+ADDED: Plugins[Verb] = Plugins(
+    "unstale.verbs",
+    "a Verb with this name",
+    lambda name, thing: isinstance(thing, Verb) and thing.name == name,
+)
+
+
+def verb_names() -> list[str]:
+    """Return the names of all commands."""
+    return sorted([*VERBS, *added_names(ADDED.group, VERBS)])
+
+
+def add_verb(name: str, verbs: Any, *, listed: bool) -> None:
+    """Add a command to argparse's subparsers.
+
+    If it is only `listed`, the command of another distribution is not imported.
+    """
+    if name in VERBS:
+        VERBS[name](verbs)
+    elif listed:
+        verbs.add_parser(name, help=f"a command of {owner(ADDED.group, name)}")
+    elif added := ADDED.load(name):
+        added.add(verbs)
 
 
 def argument(*names: str, **options: Any) -> Argument:
@@ -90,15 +110,7 @@ def verb(name: str, about: str, *arguments: Argument) -> Callable[[Act], Act]:
     """Add a function as a command of the command line, with its help and arguments."""
 
     def register(act: Act) -> Act:
-        def add(verbs: Any) -> None:
-            description = f"{about[0].upper()}{about[1:]}."
-            parser = verbs.add_parser(name, help=about, description=description)
-            for names, options in arguments:
-                parser.add_argument(*names, **options)
-            takes_options = CONFIG in arguments or CONFIG_OF_RUN in arguments
-            parser.set_defaults(act=act, takes_options=takes_options)
-
-        VERBS[name] = add
+        VERBS[name] = Verb(name, about, act, arguments).add
         return act
 
     return register
@@ -112,7 +124,7 @@ TRAINED = argument(
     metavar="folder",
     help="a run folder, a model folder, or org/name of the Hugging Face hub",
 )
-RECIPE_HELP = f"{', '.join(RECIPES)}, MODULE:FUNCTION, or a .toml or .json file of options"
+RECIPE_HELP = f"{', '.join(recipe_names())}, MODULE:FUNCTION, or a .toml or .json file of options"
 RECIPE = argument("recipe", help=RECIPE_HELP)
 OPTIONAL_RECIPE = argument("recipe", nargs="?", help=RECIPE_HELP)
 OWN_RECIPE = argument("recipe", nargs="?", help=f"{RECIPE_HELP}; default: the run's own")
@@ -558,7 +570,7 @@ def _sft(chosen: argparse.Namespace) -> int:
 def _recipes(chosen: argparse.Namespace) -> int:
     table = Table.grid(padding=(0, 2))
     table.add_column(style="bold", no_wrap=True)
-    for name, recipe in RECIPES.items():
+    for name, recipe in find_recipes().items():
         table.add_row(name, (inspect.getdoc(recipe) or "").splitlines()[0])
     Console().print(table)
     return 0
@@ -666,8 +678,8 @@ def _train(chosen: argparse.Namespace) -> int:
         return _resume(chosen)
     if chosen.recipe is None and chosen.config is None:
         raise ConfigError(
-            f"train needs a recipe ({', '.join(RECIPES)}, MODULE:FUNCTION), a .toml or .json file, "
-            "or --resume and the folder of a run"
+            f"train needs a recipe ({', '.join(recipe_names())}, MODULE:FUNCTION), a .toml or "
+            ".json file, or --resume and the folder of a run"
         )
     config = configure(chosen)
     new_folder(config)

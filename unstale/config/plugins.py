@@ -32,32 +32,24 @@ class Plugins(Generic[Thing]):
     accepts: Callable[[str, Any], bool]
     """A function that returns True if an object is right for an entry point with a name."""
 
-    def names(self) -> list[str]:
-        """Return the names of all entry points. Nothing is imported, so some may be broken."""
-        return sorted(_entry_points(self.group))
-
-    def owner(self, name: str) -> str:
-        """Return the distribution, with its version, that adds a name."""
-        return " and ".join(dict.fromkeys(map(_owner, _entry_points(self.group)[name])))
-
     def load(self, name: str) -> Thing | None:
         """Return the thing that another distribution adds under a name. None if none adds it.
 
         Raises `ConfigError` if it cannot be imported or is a wrong object, or if two distributions
         add the name.
         """
-        points = _entry_points(self.group).get(name)
+        points = read_entry_points(self.group).get(name)
         if not points:
             return None
         if len(points) > 1:
-            raise self.problem(name, "both have it. Uninstall one of them")
+            raise problem(self.group, name, "both have it. Uninstall one of them")
         try:
             thing: Thing = points[0].load()
         except (Exception, SystemExit) as error:
-            raise self.problem(name, f"{type(error).__name__}: {error}") from error
+            raise problem(self.group, name, f"{type(error).__name__}: {error}") from error
         if not self.accepts(name, thing):
             wrong = f"{points[0].value} is {short_repr(thing)}; it must be {self.expected}"
-            raise self.problem(name, wrong)
+            raise problem(self.group, name, wrong)
         return thing
 
     def load_all(self, own: Collection[str] = ()) -> dict[str, Thing]:
@@ -66,20 +58,37 @@ class Plugins(Generic[Thing]):
         `own` are names in this package, which no other distribution can replace.
         """
         things = {}
-        for name in self.names():
+        for name in added_names(self.group, own):
             try:
-                if name in own:
-                    raise self.problem(name, "unstale has this name itself")
                 if (thing := self.load(name)) is not None:
                     things[name] = thing
             except ConfigError as error:
-                _warn(str(error))
+                warn(str(error))
         return things
 
-    def problem(self, name: str, cause: str) -> ConfigError:
-        """Return an error about an entry point."""
-        where = f"entry point {name!r} of {self.owner(name)} in the group {self.group}"
-        return ConfigError(f"{where} cannot be used: {cause}")
+
+def added_names(group: str, own: Collection[str] = ()) -> list[str]:
+    """Return the names in a group of entry points. Nothing is imported, so some may be broken.
+
+    Print a warning, once, about each name that is in `own`, the names in this package.
+    """
+    names = sorted(read_entry_points(group))
+    for name in names:
+        if name in own:
+            warn(str(problem(group, name, "unstale has this name itself")))
+    return [name for name in names if name not in own]
+
+
+def owner(group: str, name: str) -> str:
+    """Return the distribution that has an entry point, with its version."""
+    found = [point.dist for point in read_entry_points(group)[name] if point.dist]
+    return " and ".join(dict.fromkeys(f"{each.name} {each.version}" for each in found))
+
+
+def problem(group: str, name: str, cause: str) -> ConfigError:
+    """Return an error about an entry point."""
+    where = f"entry point {name!r} of {owner(group, name)} in the group {group}"
+    return ConfigError(f"{where} cannot be used: {cause}")
 
 
 def modules(package: str) -> list[str]:
@@ -101,7 +110,7 @@ def declared(package: str, attribute: str) -> Iterator[Any]:
 
 
 @cache
-def _entry_points(group: str) -> dict[str, list[EntryPoint]]:
+def read_entry_points(group: str) -> dict[str, list[EntryPoint]]:
     """Return the entry points of a group by name. Two distributions may have the same name."""
     found: dict[str, list[EntryPoint]] = {}
     for point in entry_points(group=group):
@@ -109,10 +118,7 @@ def _entry_points(group: str) -> dict[str, list[EntryPoint]]:
     return found
 
 
-def _owner(point: EntryPoint) -> str:
-    return f"{point.dist.name} {point.dist.version}" if point.dist else "an unknown distribution"
-
-
 @cache
-def _warn(text: str) -> None:
+def warn(text: str) -> None:
+    """Print a warning on standard error, once."""
     sys.stderr.write(f"warning: {text}\n")

@@ -19,7 +19,7 @@ from unstale.config.checks import (
     section_name,
     unknown_option,
 )
-from unstale.config.plugins import Plugins, modules
+from unstale.config.plugins import Plugins, added_names, modules
 
 
 class VariantSection(Section):
@@ -54,7 +54,7 @@ class VariantSection(Section):
     def own_options(cls) -> dict[str, set[str]]:
         """Return the names of all variants, each with its options that not every one has."""
         common = set(option_types(base_of(cls)))
-        broken: dict[str, set[str]] = {name: set() for name in cls.plugins().names()}
+        broken: dict[str, set[str]] = {name: set() for name in added_names(cls.group)}
         return broken | {
             name: {option.name for option in fields(variant)} - common
             for name, variant in cls.variants_by_name().items()

@@ -2,7 +2,7 @@
 
 Each file of `engines/servers/` is a backend for one kind of server, and the embedded engine is
 another. Each of these modules defines `SPEC`, an `EngineSpec`. The name of the file is the name of
-the backend.
+the backend. Entry points of other distributions name further ones.
 """
 
 from collections.abc import Callable
@@ -11,6 +11,8 @@ from importlib import import_module
 from pathlib import Path
 
 from unstale.config import Dtype, RunConfig, Transfer
+from unstale.config.plugins import Plugins, modules
+from unstale.config.sampling import ENGINES
 from unstale.engines import Engine
 from unstale.model.lora import Merging
 
@@ -111,10 +113,22 @@ class EngineSpec:
     """True if an engine on this machine reads weights from the memory of the trainer's GPU."""
 
 
+ADDED: Plugins[EngineSpec] = Plugins(
+    ENGINES, "an EngineSpec", lambda name, thing: isinstance(thing, EngineSpec)
+)
+
+
 def engine_spec(backend: str) -> EngineSpec:
-    """Return the declaration of an engine backend by its name, the value of `engine.backend`."""
-    module = "embedded.engine" if backend == "embedded" else f"servers.{backend}"
-    spec: EngineSpec = import_module(f"unstale.engines.{module}").SPEC
+    """Return the declaration of an engine backend by its name, the value of `engine.backend`.
+
+    Raises `ConfigError` if a broken package adds it.
+    """
+    if backend in ("embedded", *modules("unstale.engines.servers")):
+        module = "embedded.engine" if backend == "embedded" else f"servers.{backend}"
+        shipped: EngineSpec = import_module(f"unstale.engines.{module}").SPEC
+        return shipped
+    spec = ADDED.load(backend)
+    assert spec is not None, backend
     return spec
 
 
