@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 from rich.markup import escape
 
-from unstale.algorithms.advantages import ESTIMATORS
+from unstale.algorithms.advantages import find_estimator
 from unstale.cluster import components
 from unstale.cluster.engine_host_weights import WeightPosts
 from unstale.cluster.env_hosts import remote_workers
@@ -228,7 +228,7 @@ def build_advantage(config: AdvantageConfig) -> Callable[[Sequence[Group]], list
 
     It is a function from the groups of one batch to the trajectories with their advantages.
     """
-    return partial(ESTIMATORS[config.estimator], **config.selected_options())
+    return partial(find_estimator(config.estimator), **config.selected_options())
 
 
 def build_scorer(config: RunConfig, policy: Policy) -> Scorer:

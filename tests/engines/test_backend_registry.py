@@ -1,5 +1,4 @@
-"""A server backend is one file in `engines/servers/`. This test adds one to a copy of the
-package."""
+"""A server backend is one file, which an entry point names. This test adds one."""
 
 import os
 import subprocess

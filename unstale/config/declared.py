@@ -3,7 +3,8 @@
 Each decorated function of `unstale/algorithms` is one choice: `@estimator` in advantages.py,
 `@control` in corrections.py, `@objective` in objectives.py. The name of the function is the value
 of the option. Its keyword-only parameters get the values of the options of the same section with
-these names. `add_choice` adds functions of other files.
+these names. `add_choice` adds functions of other files. Entry points in the group
+`unstale.estimators` add estimators that are called without options.
 """
 
 import ast
@@ -11,6 +12,8 @@ import inspect
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+
+from unstale.config.plugins import added_names
 
 ALGORITHMS = Path(__file__).parents[1] / "algorithms"
 
@@ -23,11 +26,12 @@ def choices(module: str, decorator: str) -> dict[str, frozenset[str]]:
     ['discount', 'std']
     """
     tree = ast.parse((ALGORITHMS / f"{module}.py").read_text(encoding="utf-8"))
-    return {
+    own = {
         node.name: frozenset(argument.arg for argument in node.args.kwonlyargs)
         for node in tree.body
         if isinstance(node, ast.FunctionDef) and _carries(node, decorator)
     }
+    return {**own, **dict.fromkeys(added_names(f"unstale.{decorator}s", own), frozenset[str]())}
 
 
 def add_choice(module: str, decorator: str, function: Callable[..., object]) -> None:

@@ -12,7 +12,6 @@ from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from pkgutil import iter_modules
-from reprlib import repr as short_repr
 from typing import Any, Generic, TypeVar
 
 from unstale.config.checks import ConfigError
@@ -48,8 +47,8 @@ class Plugins(Generic[Thing]):
         except (Exception, SystemExit) as error:
             raise problem(self.group, name, f"{type(error).__name__}: {error}") from error
         if not self.accepts(name, thing):
-            wrong = f"{points[0].value} is {short_repr(thing)}; it must be {self.expected}"
-            raise problem(self.group, name, wrong)
+            kind = f"{points[0].value} is a {type(thing).__name__}"
+            raise problem(self.group, name, f"{kind}; it must be {self.expected}")
         return thing
 
     def load_all(self, own: Collection[str] = ()) -> dict[str, Thing]:

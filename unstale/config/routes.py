@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from unstale.config.checks import OneOf
+from unstale.config.plugins import added_names
 from unstale.config.variants import VariantSection, register
 
 if TYPE_CHECKING:
@@ -299,6 +300,12 @@ def unregister_route(name: str) -> None:
 def routes() -> Mapping[str, type[OldLogpsConfig]]:
     """Return the options class of every route, by name: exact routes first, then alphabetically."""
     return OldLogpsConfig.variants_by_name()
+
+
+def route_names() -> list[str]:
+    """Return the names of all routes. Those of other distributions are not imported."""
+    known = OldLogpsConfig.variants_by_name(added=False)
+    return list(dict.fromkeys([*known, *added_names(OldLogpsConfig.group)]))
 
 
 def exact_routes() -> list[str]:
