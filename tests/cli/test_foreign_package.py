@@ -159,7 +159,7 @@ def test_broken_packages_break_only_runs_that_use_them(tmp_path: Path) -> None:
         "unstale.techniques": {"wrong": "json:dumps", "trainer": "json:loads"},
         "unstale.environments": {"retail": "json:loads", "lost": "no_such_module:ENV"},
         "unstale.engines": {"vllm": "json:loads"},
-        "unstale.verbs": {"fail": "json:loads"},
+        "unstale.verbs": {"fail": "builtins:id"},
         "unstale.recipes": {"both": "json:loads"},
     }
     add_distribution(tmp_path, "broken", broken)
@@ -168,13 +168,13 @@ def test_broken_packages_break_only_runs_that_use_them(tmp_path: Path) -> None:
         "lint retail --objective.kind gone": "'gone' of broken 0.1 in the group unstale.objectives "
         "cannot be used: ModuleNotFoundError: No module named 'no_such_module'",
         "lint retail --techniques wrong": "'wrong' of broken 0.1 in the group unstale.techniques "
-        "cannot be used: json:dumps is a function; it must be an Entry with this name",
+        "cannot be used: json:dumps is of type function, not Entry with this name",
         "lint retail --task.env lost": "'lost' of broken 0.1 in the group unstale.environments "
         "cannot be used: ModuleNotFoundError",
         "lint both": "'both' of broken 0.1 and second 0.1 in the group unstale.recipes cannot be "
         "used: both have it",
-        "fail": "'fail' of broken 0.1 in the group unstale.verbs cannot be used: json:loads is a "
-        "function; it must be a Verb with this name",
+        "fail": "'fail' of broken 0.1 in the group unstale.verbs cannot be used: it adds no "
+        "command with this name",
     }
     told = run_commands([tmp_path, ROOT], ["lint retail", "lint calculator", *use])
     assert told["lint retail"]["code"] == 0 == told["lint calculator"]["code"]
@@ -195,7 +195,7 @@ def test_an_entry_point_that_ends_the_program_is_refused(
     add_distribution(tmp_path, "ending", {"unstale.tests": {"it": "ends_here:x"}})
     monkeypatch.syspath_prepend(tmp_path)
     read_entry_points.cache_clear()
-    plugins: Plugins[object] = Plugins("unstale.tests", "an object", lambda name, thing: True)
+    plugins = Plugins("unstale.tests", object)
     with pytest.raises(ConfigError, match="cannot be used: SystemExit: no licence"):
         plugins.load("it")
     assert plugins.load("another") is None

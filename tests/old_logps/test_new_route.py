@@ -14,7 +14,7 @@ from unstale.cli.audit import audit
 from unstale.cli.main import main
 from unstale.cli.recipe_options import options_help
 from unstale.config import AuditConfig, ConfigError, EvalConfig, OldLogpsConfig, RunConfig
-from unstale.config.routes import routes, unregister_route
+from unstale.config.routes import routes
 from unstale.lint import check
 from unstale.planner.route_costs import route_cost
 from unstale.recipes.routes import route_recipe
@@ -73,7 +73,7 @@ def shifted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     monkeypatch.syspath_prepend(tmp_path)
     import_module("shifted_route")
     yield "shifted"
-    unregister_route("shifted")
+    del OldLogpsConfig.registered["shifted"]
     del sys.modules["shifted_route"]
 
 

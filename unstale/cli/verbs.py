@@ -10,9 +10,8 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -27,7 +26,7 @@ from unstale.config import SHIPPED_POLICIES, ConfigError, install
 from unstale.config.checks import JsonObject, bounded
 from unstale.config.hub import cached_folder
 from unstale.config.options import override
-from unstale.config.plugins import Plugins, added_names, owner
+from unstale.config.plugins import Plugins, added_names, owner, problem
 from unstale.durability.console import Console
 from unstale.durability.run_folder import RunFolder
 from unstale.recipes import find_recipes, recipe_names
@@ -37,26 +36,6 @@ if TYPE_CHECKING:
 
 Argument = tuple[tuple[str, ...], dict[str, Any]]
 Act = Callable[[argparse.Namespace], int]
-
-
-@dataclass(frozen=True, slots=True)
-class Verb:
-    """A command of the command line, and the function that it calls."""
-
-    name: str
-    about: str
-    """What the command does, for its help."""
-    act: Act
-    arguments: Sequence[Argument] = ()
-
-    def add(self, verbs: Any) -> None:
-        """Add the command and its arguments to argparse's subparsers."""
-        description = f"{self.about[0].upper()}{self.about[1:]}."
-        parser = verbs.add_parser(self.name, help=self.about, description=description)
-        for names, options in self.arguments:
-            parser.add_argument(*names, **options)
-        takes_options = CONFIG in self.arguments or CONFIG_OF_RUN in self.arguments
-        parser.set_defaults(act=self.act, takes_options=takes_options)
 
 
 def _add_from(module: str, verbs: Any) -> None:
@@ -73,11 +52,7 @@ VERBS: dict[str, Callable[[Any], None]] = {
 """Name of a command -> function that adds the command to argparse's subparsers. The modules of
 these are imported only if they are called.
 """
-ADDED: Plugins[Verb] = Plugins(
-    "unstale.verbs",
-    "a Verb with this name",
-    lambda name, thing: isinstance(thing, Verb) and thing.name == name,
-)
+ADDED = Plugins("unstale.verbs", Callable)
 
 
 def verb_names() -> list[str]:
@@ -88,14 +63,15 @@ def verb_names() -> list[str]:
 def add_verb(name: str, verbs: Any, *, listed: bool) -> None:
     """Add a command to argparse's subparsers.
 
-    If it is only `listed`, the command of another distribution is not imported.
+    If it is only `listed`, the command of another distribution is not imported. Raises
+    `ConfigError` if that distribution is broken.
     """
-    if name in VERBS:
-        VERBS[name](verbs)
-    elif listed:
+    if listed and name not in VERBS:
         verbs.add_parser(name, help=f"a command of {owner(ADDED.group, name)}")
-    elif added := ADDED.load(name):
-        added.add(verbs)
+        return
+    (VERBS.get(name) or ADDED.load(name))(verbs)
+    if name not in verbs.choices:
+        raise problem(ADDED.group, name, "it adds no command with this name")
 
 
 def argument(*names: str, **options: Any) -> Argument:
@@ -110,7 +86,15 @@ def verb(name: str, about: str, *arguments: Argument) -> Callable[[Act], Act]:
     """Add a function as a command of the command line, with its help and arguments."""
 
     def register(act: Act) -> Act:
-        VERBS[name] = Verb(name, about, act, arguments).add
+        def add(verbs: Any) -> None:
+            description = f"{about[0].upper()}{about[1:]}."
+            parser = verbs.add_parser(name, help=about, description=description)
+            for names, options in arguments:
+                parser.add_argument(*names, **options)
+            takes_options = CONFIG in arguments or CONFIG_OF_RUN in arguments
+            parser.set_defaults(act=act, takes_options=takes_options)
+
+        VERBS[name] = add
         return act
 
     return register

@@ -265,8 +265,3 @@ register_objective = register
 def objectives() -> Mapping[str, type[ObjectiveConfig]]:
     """Return the options class of every objective, by name."""
     return ObjectiveConfig.variants_by_name()
-
-
-def unregister_objective(name: str) -> None:
-    """Remove an objective from the registry. Undoes `register_objective`."""
-    del ObjectiveConfig.registered[name]

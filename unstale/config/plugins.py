@@ -5,33 +5,30 @@ so names are known before anything is imported.
 """
 
 import sys
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from pkgutil import iter_modules
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 from unstale.config.checks import ConfigError
 
-ROOT = Path(__file__).parents[1]
-Thing = TypeVar("Thing")
-
 
 @dataclass(frozen=True, slots=True)
-class Plugins(Generic[Thing]):
-    """The things of one kind that other distributions add, by name."""
+class Plugins:
+    """The things of one kind that other distributions add."""
 
     group: str
     """The group of entry points, such as `unstale.routes`."""
-    expected: str
-    """The object that an entry point must name, in words."""
-    accepts: Callable[[str, Any], bool]
-    """A function that returns True if an object is right for an entry point with a name."""
+    kind: Any
+    """The class of the objects that entry points name, or `Callable`. For a section of the
+    configuration, they are subclasses. An object with a name must have that of the entry point.
+    """
 
-    def load(self, name: str) -> Thing | None:
+    def load(self, name: str) -> Any:
         """Return the thing that another distribution adds under a name. None if none adds it.
 
         Raises `ConfigError` if it cannot be imported or is a wrong object, or if two distributions
@@ -43,15 +40,22 @@ class Plugins(Generic[Thing]):
         if len(points) > 1:
             raise problem(self.group, name, "both have it. Uninstall one of them")
         try:
-            thing: Thing = points[0].load()
+            thing = points[0].load()
         except (Exception, SystemExit) as error:
             raise problem(self.group, name, f"{type(error).__name__}: {error}") from error
-        if not self.accepts(name, thing):
-            kind = f"{points[0].value} is a {type(thing).__name__}"
-            raise problem(self.group, name, f"{kind}; it must be {self.expected}")
+        if not self._accepts(name, thing):
+            given, expected = type(thing).__name__, self.kind.__name__
+            cause = f"{points[0].value} is of type {given}, not {expected} with this name"
+            raise problem(self.group, name, cause)
         return thing
 
-    def load_all(self, own: Collection[str] = ()) -> dict[str, Thing]:
+    def _accepts(self, name: str, thing: Any) -> bool:
+        if hasattr(self.kind, "selector"):
+            is_variant = isinstance(thing, type) and issubclass(thing, self.kind)
+            return is_variant and getattr(thing, self.kind.selector) == name
+        return isinstance(thing, self.kind) and getattr(thing, "name", name) == name
+
+    def load_all(self, own: Collection[str] = ()) -> dict[str, Any]:
         """Return the things that can be used, by name. Print a warning about each other one, once.
 
         `own` are names in this package, which no other distribution can replace.
@@ -59,10 +63,9 @@ class Plugins(Generic[Thing]):
         things = {}
         for name in added_names(self.group, own):
             try:
-                if (thing := self.load(name)) is not None:
-                    things[name] = thing
+                things[name] = self.load(name)
             except ConfigError as error:
-                warn(str(error))
+                _warn(str(error))
         return things
 
 
@@ -74,7 +77,7 @@ def added_names(group: str, own: Collection[str] = ()) -> list[str]:
     names = sorted(read_entry_points(group))
     for name in names:
         if name in own:
-            warn(str(problem(group, name, "unstale has this name itself")))
+            _warn(str(problem(group, name, "unstale has this name itself")))
     return [name for name in names if name not in own]
 
 
@@ -95,7 +98,7 @@ def modules(package: str) -> list[str]:
 
     Packages in it and modules with an underscore are left out.
     """
-    folder = ROOT.joinpath(*package.split(".")[1:])
+    folder = Path(__file__).parents[1].joinpath(*package.split(".")[1:])
     found = iter_modules([str(folder)])
     return [each.name for each in found if not (each.ispkg or each.name.startswith("_"))]
 
@@ -118,6 +121,5 @@ def read_entry_points(group: str) -> dict[str, list[EntryPoint]]:
 
 
 @cache
-def warn(text: str) -> None:
-    """Print a warning on standard error, once."""
+def _warn(text: str) -> None:
     sys.stderr.write(f"warning: {text}\n")

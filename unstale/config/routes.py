@@ -292,11 +292,6 @@ _exact: dict[type[OldLogpsConfig], bool] = {}
 register_route = register
 
 
-def unregister_route(name: str) -> None:
-    """Remove a route from the registry. Undoes `register_route`."""
-    del OldLogpsConfig.registered[name]
-
-
 def routes() -> Mapping[str, type[OldLogpsConfig]]:
     """Return the options class of every route, by name: exact routes first, then alphabetically."""
     return OldLogpsConfig.variants_by_name()

@@ -93,11 +93,7 @@ class EnvSpec:
     """True if a source follows the name in `task.env`, as in `dataset:FILE`."""
 
 
-ADDED: Plugins[EnvSpec] = Plugins(
-    "unstale.environments",
-    "an EnvSpec with this name",
-    lambda name, thing: isinstance(thing, EnvSpec) and thing.name == name,
-)
+ADDED = Plugins("unstale.environments", EnvSpec)
 
 
 @cache

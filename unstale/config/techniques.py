@@ -127,11 +127,7 @@ class Entry:
         return "\n\n".join(map(_with_items, (text[:1].upper() + text[1:]).split("\n\n")))
 
 
-ADDED: Plugins[Entry] = Plugins(
-    "unstale.techniques",
-    "an Entry with this name",
-    lambda name, thing: isinstance(thing, Entry) and thing.name == name,
-)
+ADDED = Plugins("unstale.techniques", Entry)
 
 
 def _with_items(paragraph: str) -> str:

@@ -45,12 +45,6 @@ class VariantSection(Section):
         return cls.registered
 
     @classmethod
-    def plugins(cls) -> Plugins[Any]:
-        """Return the variants that other distributions add."""
-        expected = f"a registered subclass of {base_of(cls).__name__} with this name"
-        return Plugins(cls.group, expected, lambda name, each: cls.registered.get(name) is each)
-
-    @classmethod
     def own_options(cls) -> dict[str, set[str]]:
         """Return the names of all variants, each with its options that not every one has."""
         common = set(option_types(base_of(cls)))
@@ -70,7 +64,7 @@ class VariantSection(Section):
         chosen: Any = cls
         if cls is base_of(cls):
             OneOf(cls.own_options).check(f"{section}.{cls.selector}", name or own)
-            chosen = cls.variants_by_name().get(name or own) or cls.plugins().load(name or own)
+            chosen = cls.variants_by_name().get(name or own) or _added(cls).load(name or own)
         elif name and name != own:
             raise ConfigError(
                 f"the {cls.selector} is {own}: change it with with_options({cls.selector}={name!r})"
@@ -143,12 +137,13 @@ def _import_variants(package: str) -> None:
 @cache
 def _import_added(base: type[VariantSection]) -> None:
     """Import the variants of other distributions."""
-    shipped = (name for name, each in base.registered.items() if _is_shipped(each))
-    base.plugins().load_all(tuple(shipped))
+    known = base.registered.items()
+    shipped = [name for name, each in known if each.__module__.startswith("unstale.")]
+    base.registered.update(_added(base).load_all(shipped))
 
 
-def _is_shipped(variant: type[VariantSection]) -> bool:
-    return variant.__module__.startswith("unstale.")
+def _added(section: type[VariantSection]) -> Plugins:
+    return Plugins(section.group, base_of(section))
 
 
 def register(variant: Variant) -> Variant:

@@ -113,23 +113,15 @@ class EngineSpec:
     """True if an engine on this machine reads weights from the memory of the trainer's GPU."""
 
 
-ADDED: Plugins[EngineSpec] = Plugins(
-    ENGINES, "an EngineSpec", lambda name, thing: isinstance(thing, EngineSpec)
-)
-
-
 def engine_spec(backend: str) -> EngineSpec:
     """Return the declaration of an engine backend by its name, the value of `engine.backend`.
 
     Raises `ConfigError` if a broken package adds it.
     """
-    if backend in ("embedded", *modules("unstale.engines.servers")):
-        module = "embedded.engine" if backend == "embedded" else f"servers.{backend}"
-        shipped: EngineSpec = import_module(f"unstale.engines.{module}").SPEC
-        return shipped
-    spec = ADDED.load(backend)
-    assert spec is not None, backend
-    return spec
+    if backend not in ("embedded", *modules("unstale.engines.servers")):
+        return Plugins(ENGINES, EngineSpec).load(backend)
+    module = "embedded.engine" if backend == "embedded" else f"servers.{backend}"
+    return import_module(f"unstale.engines.{module}").SPEC
 
 
 def packs_weights(config: RunConfig) -> bool:

@@ -20,9 +20,7 @@ RECIPES: dict[str, Recipe] = {
     recipe.__name__: recipe for each in declared(__name__, "RECIPES") for recipe in each
 }
 """The recipes of this package by name."""
-ADDED: Plugins[Recipe] = Plugins(
-    "unstale.recipes", "a function that returns a RunConfig", lambda name, thing: callable(thing)
-)
+ADDED = Plugins("unstale.recipes", Callable)
 
 
 def recipe_names() -> list[str]:

@@ -2,13 +2,16 @@
 
 import argparse
 import sys
+from typing import Any
 
-from unstale.cli.verbs import Verb, argument
+
+def add(verbs: Any) -> None:
+    """Add the command and its arguments to the command line."""
+    parser = verbs.add_parser("shout", help="print a text in capitals")
+    parser.add_argument("text", help="the text")
+    parser.set_defaults(act=shout)
 
 
 def shout(chosen: argparse.Namespace) -> int:
     sys.stdout.write(f"{chosen.text.upper()}!\n")
     return 0
-
-
-VERB = Verb("shout", "print a text in capitals", shout, (argument("text", help="the text"),))

@@ -147,9 +147,7 @@ def accepted_name(name: str) -> str:
     return f"{accepted or 'metric'}_{suffix}"
 
 
-ADDED: Plugins[Callable[[TrackedRun], Sink]] = Plugins(
-    "unstale.trackers", "a function of a TrackedRun", lambda name, thing: callable(thing)
-)
+ADDED = Plugins("unstale.trackers", Callable)
 
 
 def tracker_names() -> list[str]:
@@ -168,13 +166,12 @@ def find_trackers(option: str) -> dict[str, Callable[[TrackedRun], Sink]]:
 def _find(name: str) -> Callable[[TrackedRun], Sink]:
     if name.partition(":")[2]:
         problem = f"trackers: {name} cannot be imported"
-        factory: Callable[[TrackedRun], Sink] = import_user_code(name, problem)
-        return factory
+        return import_user_code(name, problem)
     if name not in tracker_names():
         known = [*tracker_names(), "MODULE:FACTORY"]
         raise ConfigError(f"trackers cannot hold {name!r}{nearest(name, known)}")
-    if name not in modules(__name__) and (make := ADDED.load(name)):
-        return make
+    if name not in modules(__name__):
+        return ADDED.load(name)
     tracker = import_module(f"{__name__}.{name}")
     try:
         package = import_module(tracker.PACKAGE)
