@@ -53,12 +53,7 @@ from unstale.envs import (
 )
 from unstale.envs.chat import Chat
 from unstale.envs.external import ExternalAgent
-from unstale.envs.guard import (
-    Watchdog,
-    each_within_limit,
-    identity_within_limit,
-    time_limit,
-)
+from unstale.envs.guard import Watchdog, each_within_limit, identity_within_limit, time_limit
 from unstale.envs.registry import build_taskset, check_taskset, held_out_tasks, preparing
 from unstale.isolation import IsolatedTasks, isolate
 from unstale.loop import RunComponents

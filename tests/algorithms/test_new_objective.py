@@ -27,10 +27,9 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from unstale.config.checks import Positive
-from unstale.config.objectives import Bounds, ObjectiveConfig, ObjectiveDocs, register_objective
+from unstale.config.objectives import Bounds, ObjectiveConfig, ObjectiveDocs
 
 
-@register_objective
 @dataclass(frozen=True, kw_only=True)
 class Ceiling(ObjectiveConfig):
     """A weight with a ceiling."""

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from unstale.config.checks import Share
-from unstale.config.routes import Meaning, Needs, OldLogpsConfig, RouteDocs, register_route
+from unstale.config.routes import Meaning, Needs, OldLogpsConfig, RouteDocs
 from unstale.old_logps import OldLogps
 
 
@@ -38,7 +38,6 @@ class Shifted(OldLogps):
         return batch.behavior_logp - self.shift * batch.sampled, batch.sampled & False
 
 
-@register_route
 @dataclass(frozen=True, kw_only=True)
 class ShiftedSpec(OldLogpsConfig):
     """The engine's log-probability, shifted."""

@@ -12,7 +12,6 @@ import shlex
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -38,16 +37,12 @@ Argument = tuple[tuple[str, ...], dict[str, Any]]
 Act = Callable[[argparse.Namespace], int]
 
 
-def _add_from(module: str, verbs: Any) -> None:
-    import_module(module).add(verbs)
-
-
 VERBS: dict[str, Callable[[Any], None]] = {
-    "advise": partial(_add_from, "unstale.cli.advise"),
-    "dashboard": partial(_add_from, "unstale.cli.dashboard"),
-    "plan": partial(_add_from, "unstale.planner.plan_command"),
-    "simulate": partial(_add_from, "unstale.planner.simulate_command"),
-    "techniques": partial(_add_from, "unstale.cli.techniques"),
+    "advise": lambda verbs: import_module("unstale.cli.advise").add(verbs),
+    "dashboard": lambda verbs: import_module("unstale.cli.dashboard").add(verbs),
+    "plan": lambda verbs: import_module("unstale.planner.plan_command").add(verbs),
+    "simulate": lambda verbs: import_module("unstale.planner.simulate_command").add(verbs),
+    "techniques": lambda verbs: import_module("unstale.cli.techniques").add(verbs),
 }
 """Name of a command -> function that adds the command to argparse's subparsers. The modules of
 these are imported only if they are called.

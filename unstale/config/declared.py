@@ -1,10 +1,9 @@
 """Find the choices of an option by reading the source of its functions, without importing torch.
 
 Each decorated function of `unstale/algorithms` is one choice: `@estimator` in advantages.py,
-`@control` in corrections.py, `@objective` in objectives.py. The name of the function is the value
-of the option. Its keyword-only parameters get the values of the options of the same section with
-these names. `add_choice` adds functions of other files. Entry points in the group
-`unstale.estimators` add estimators that are called without options.
+`@control` in corrections.py. The name of the function is the value of the option. Its keyword-only
+parameters get the values of the options of the same section with these names. `add_choice` adds
+functions of other files. Estimators of other distributions are called without options.
 """
 
 import ast

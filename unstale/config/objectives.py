@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from unstale.config.algorithm import Aggregate, LossAggregation, Unit
 from unstale.config.checks import NonNegative, OneOf, Range, base_of, option_types
-from unstale.config.variants import VariantSection, register
+from unstale.config.variants import VariantSection
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -257,9 +257,6 @@ class ObjectiveConfig(VariantSection):
         names = {option.name for option in fields(known)}
         foreign = [name for name in values if name not in names and cls.readers(name)]
         return [*foreign, *super().unread(values)]
-
-
-register_objective = register
 
 
 def objectives() -> Mapping[str, type[ObjectiveConfig]]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from unstale.config.checks import OneOf
 from unstale.config.plugins import added_names
-from unstale.config.variants import VariantSection, register
+from unstale.config.variants import VariantSection
 
 if TYPE_CHECKING:
     from unstale.config import RunConfig
@@ -288,8 +288,6 @@ def live_versions(run: "RunConfig") -> int:
 
 _exact: dict[type[OldLogpsConfig], bool] = {}
 """The routes that were asked for: True if one is exact with all settings of its options."""
-
-register_route = register
 
 
 def routes() -> Mapping[str, type[OldLogpsConfig]]:

@@ -32,10 +32,6 @@ ROUNDED_BY: dict[str, tuple[Quantise, ...]] = {
 """
 
 
-ENGINES = "unstale.engines"
-"""The group of entry points by which other distributions add engine backends."""
-
-
 def staleness_bound(max_staleness: int, groups_per_step: int, lookahead_window: int) -> int:
     """Return the largest staleness, in versions, that a token can have when its batch is formed.
 
@@ -68,12 +64,10 @@ def backends() -> dict[str, Sequence[str]]:
     A backend is a file in `engines/servers/`, or an entry point of another distribution. None is
     imported, because that loads torch.
     """
-    own = {
-        "embedded": ("processes",),
-        **dict.fromkeys(modules("unstale.engines.servers"), ("urls",)),
-    }
-    own["vllm"] = ("urls", "args", "gpu_memory_utilization")
-    return {**own, **dict.fromkeys(added_names(ENGINES, own), ("urls", "args"))}
+    servers = dict.fromkeys(modules("unstale.engines.servers"), ("urls",))
+    vllm = ("urls", "args", "gpu_memory_utilization")
+    own = {"embedded": ("processes",), **servers, "vllm": vllm}
+    return {**own, **dict.fromkeys(added_names("unstale.engines", own), ("urls", "args"))}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,7 +174,7 @@ class EngineConfig(Section):
             )
         if self.backend == "embedded" and self.urls:
             raise ConfigError("engine.urls needs a server backend: set engine.backend too")
-        args = self.args and self.backend not in added_names(ENGINES)
+        args = self.args and self.backend not in added_names("unstale.engines")
         if (args or self.gpu_memory_utilization) and (self.backend != "vllm" or self.urls):
             raise ConfigError(
                 "engine.args and engine.gpu_memory_utilization are for a vLLM server that the run "

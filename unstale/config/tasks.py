@@ -136,9 +136,8 @@ def task_class(env: str) -> type[TaskConfig]:
         return TaskConfig
     specs = [f"{name}:SOURCE" if spec.takes_source else name for name, spec in envs().items()]
     named = (f"{name}:NAME" for name in libraries() if name not in envs())
-    meant = nearest(env, [*specs, *named, "MODULE:FACTORY"])
-    if Path(env).suffix:
-        meant = f"; did you mean dataset:{env}?"
+    known = [*specs, *named, "MODULE:FACTORY"]
+    meant = f"; did you mean dataset:{env}?" if Path(env).suffix else nearest(env, known)
     raise ConfigError(f"task.env cannot be {env!r}{meant}")
 
 

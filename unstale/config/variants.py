@@ -1,14 +1,14 @@
 """Sections with variants: the selector chooses a class, which declares its own options.
 
 A variant is one file of the section's package, an entry point of another distribution, or any other
-file that is imported. It can be imported without torch, and registers its class with `register`.
+file that is imported. It can be imported without torch. Its class sets the selector to its name.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from functools import cache
 from importlib import import_module
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 from unstale.config.checks import (
     ConfigError,
@@ -33,15 +33,22 @@ class VariantSection(Section):
     """The group of entry points by which other distributions add variants."""
     registered: ClassVar[dict[str, Any]]
 
+    def __init_subclass__(cls) -> None:
+        """Register a class that sets the selector. Raises ValueError for the name of another."""
+        name = vars(cls).get(cls.selector)
+        if name is None or "registered" in vars(cls):
+            return
+        if (known := cls.registered.setdefault(name, cls)).__module__ != cls.__module__:
+            raise ValueError(f"{cls.selector} {name} is registered already, by {known.__module__}")
+        cls.registered[name] = cls
+
     @classmethod
     def variants_by_name(cls, *, added: bool = True) -> Mapping[str, Any]:
         """Return the class of every variant by name, in the order in which they were registered.
 
         Without `added`, the entry points of other distributions are not read.
         """
-        _import_variants(cls.package)
-        if added:
-            _import_added(base_of(cls))
+        _import_variants(base_of(cls), added)
         return cls.registered
 
     @classmethod
@@ -64,7 +71,8 @@ class VariantSection(Section):
         chosen: Any = cls
         if cls is base_of(cls):
             OneOf(cls.own_options).check(f"{section}.{cls.selector}", name or own)
-            chosen = cls.variants_by_name().get(name or own) or _added(cls).load(name or own)
+            chosen = cls.variants_by_name().get(name or own)
+            chosen = chosen or Plugins(cls.group, cls).load(name or own)
         elif name and name != own:
             raise ConfigError(
                 f"the {cls.selector} is {own}: change it with with_options({cls.selector}={name!r})"
@@ -124,35 +132,12 @@ class VariantSection(Section):
         return " ".join([getattr(self, self.selector), *changed])
 
 
-Variant = TypeVar("Variant", bound=type[VariantSection])
-
-
 @cache
-def _import_variants(package: str) -> None:
-    """Import every module of a package, so that each of its variants is registered."""
-    for module in modules(package):
-        import_module(f"{package}.{module}")
-
-
-@cache
-def _import_added(base: type[VariantSection]) -> None:
-    """Import the variants of other distributions."""
+def _import_variants(base: type[VariantSection], added: bool) -> None:
+    """Import every variant, so that it is registered."""
+    for module in modules(base.package):
+        import_module(f"{base.package}.{module}")
     known = base.registered.items()
     shipped = [name for name, each in known if each.__module__.startswith("unstale.")]
-    base.registered.update(_added(base).load_all(shipped))
-
-
-def _added(section: type[VariantSection]) -> Plugins:
-    return Plugins(section.group, base_of(section))
-
-
-def register(variant: Variant) -> Variant:
-    """Register the class of a variant under its name. Used as a decorator."""
-    name = str(getattr(variant, variant.selector))
-    known = variant.registered
-    if known.setdefault(name, variant).__module__ != variant.__module__:
-        raise ValueError(
-            f"{variant.selector} {name} is registered already, by {known[name].__module__}"
-        )
-    known[name] = variant
-    return variant
+    if added:
+        Plugins(base.group, base).load_all(shipped)

@@ -12,7 +12,6 @@ from pathlib import Path
 
 from unstale.config import Dtype, RunConfig, Transfer
 from unstale.config.plugins import Plugins, modules
-from unstale.config.sampling import ENGINES
 from unstale.engines import Engine
 from unstale.model.lora import Merging
 
@@ -119,7 +118,7 @@ def engine_spec(backend: str) -> EngineSpec:
     Raises `ConfigError` if a broken package adds it.
     """
     if backend not in ("embedded", *modules("unstale.engines.servers")):
-        return Plugins(ENGINES, EngineSpec).load(backend)
+        return Plugins("unstale.engines", EngineSpec).load(backend)
     module = "embedded.engine" if backend == "embedded" else f"servers.{backend}"
     return import_module(f"unstale.engines.{module}").SPEC
 

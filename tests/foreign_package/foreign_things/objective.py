@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from unstale.config.checks import Positive
-from unstale.config.objectives import Bounds, ObjectiveConfig, ObjectiveDocs, register_objective
+from unstale.config.objectives import Bounds, ObjectiveConfig, ObjectiveDocs
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from unstale.algorithms.objectives import Surrogate
 
 
-@register_objective
 @dataclass(frozen=True, kw_only=True)
 class Ceiling(ObjectiveConfig):
     """A weight with a ceiling."""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from unstale.config import RunConfig
 from unstale.config.checks import Share
-from unstale.config.routes import Meaning, Needs, OldLogpsConfig, RouteDocs, register_route
+from unstale.config.routes import Meaning, Needs, OldLogpsConfig, RouteDocs
 from unstale.old_logps import OldLogps
 
 if TYPE_CHECKING:
@@ -24,7 +24,6 @@ class ShiftedLogps(OldLogps):
         return batch.behavior_logp - self.shift * batch.sampled, batch.sampled & False
 
 
-@register_route
 @dataclass(frozen=True, kw_only=True)
 class Shifted(OldLogpsConfig):
     """The engine's log-probability, shifted."""
