@@ -26,6 +26,7 @@ from safetensors.torch import load_file
 
 from tests.cli.test_replay import HUGE, a_batch, goes_wrong
 from tests.cli.test_run import small
+from tests.support.distributions import add_distribution
 from unstale.build import build_machine
 from unstale.cli import session
 from unstale.config import SHIPPED_POLICY, AuditConfig, ConfigError, EvalConfig
@@ -212,6 +213,8 @@ def test_no_library_is_imported_from_the_current_folder(tmp_path: Path, canary: 
     here.mkdir()
     for name in ("rich", "shtab", "torch", "msgspec", "json", "huggingface_hub"):
         (here / f"{name}.py").write_text(f"open({str(canary)!r}, 'w')\n")
+    points = {"unstale.recipes": {"theirs": "json:loads"}, "unstale.techniques": {"a": "json:b"}}
+    add_distribution(here, "theirs", points)
     for words in (["recipes"], ["lint", "llm"]):  # the linter looks for the model in a cache
         subprocess.run([sys.executable, script, *words], cwd=here, check=True, capture_output=True)
     assert not canary.exists()

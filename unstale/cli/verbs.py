@@ -44,9 +44,7 @@ VERBS: dict[str, Callable[[Any], None]] = {
     "simulate": lambda verbs: import_module("unstale.planner.simulate_command").add(verbs),
     "techniques": lambda verbs: import_module("unstale.cli.techniques").add(verbs),
 }
-"""Name of a command -> function that adds the command to argparse's subparsers. The modules of
-these are imported only if they are called.
-"""
+"""Name of a command -> function that adds it to argparse's subparsers, and imports its module."""
 ADDED = Plugins("unstale.verbs", Callable)
 
 

@@ -5,11 +5,12 @@ so names are known before anything is imported.
 """
 
 import sys
-from collections.abc import Collection, Iterator
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import EntryPoint, distributions
 from pathlib import Path
 from pkgutil import iter_modules
 from typing import Any
@@ -34,7 +35,7 @@ class Plugins:
         Raises `ConfigError` if it cannot be imported or is a wrong object, or if two distributions
         add the name.
         """
-        points = read_entry_points(self.group).get(name)
+        points = read_entry_points()[self.group].get(name)
         if not points:
             return None
         if len(points) > 1:
@@ -74,7 +75,7 @@ def added_names(group: str, own: Collection[str] = ()) -> list[str]:
 
     Print a warning, once, about each name that is in `own`, the names in this package.
     """
-    names = sorted(read_entry_points(group))
+    names = sorted(read_entry_points()[group])
     for name in names:
         if name in own:
             _warn(str(problem(group, name, "unstale has this name itself")))
@@ -83,8 +84,8 @@ def added_names(group: str, own: Collection[str] = ()) -> list[str]:
 
 def owner(group: str, name: str) -> str:
     """Return the distribution that has an entry point, with its version."""
-    found = [point.dist for point in read_entry_points(group)[name] if point.dist]
-    return " and ".join(dict.fromkeys(f"{each.name} {each.version}" for each in found))
+    found = [point.dist for point in read_entry_points()[group][name] if point.dist]
+    return " and ".join(sorted({f"{each.name} {each.version}" for each in found}))
 
 
 def problem(group: str, name: str, cause: str) -> ConfigError:
@@ -112,12 +113,18 @@ def declared(package: str, attribute: str) -> Iterator[Any]:
 
 
 @cache
-def read_entry_points(group: str) -> dict[str, list[EntryPoint]]:
-    """Return the entry points of a group by name. Two distributions may have the same name."""
-    found: dict[str, list[EntryPoint]] = {}
-    for point in entry_points(group=group):
-        found.setdefault(point.name, []).append(point)
-    return found
+def read_entry_points() -> Mapping[str, Mapping[str, list[EntryPoint]]]:
+    """Return the entry points of other distributions, by group and name.
+
+    The current folder is not searched if it is on the path as "": it may be somebody else's.
+    """
+    groups: Any = defaultdict(lambda: defaultdict(list))
+    found = distributions(path=[folder for folder in sys.path if folder])
+    ours = [each for each in found if "[unstale." in (each.read_text("entry_points.txt") or "")]
+    for each in {each.name: each for each in reversed(ours)}.values():  # the first on the path
+        for point in each.entry_points:
+            groups[point.group][point.name].append(point)
+    return groups
 
 
 @cache

@@ -8,6 +8,7 @@ linter, the planner, the audit, recipes and docs read these declarations.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from unstale.config.checks import OneOf
@@ -286,10 +287,6 @@ def live_versions(run: "RunConfig") -> int:
     return run.schedule.staleness_bound + 1
 
 
-_exact: dict[type[OldLogpsConfig], bool] = {}
-"""The routes that were asked for: True if one is exact with all settings of its options."""
-
-
 def routes() -> Mapping[str, type[OldLogpsConfig]]:
     """Return the options class of every route, by name: exact routes first, then alphabetically."""
     return OldLogpsConfig.variants_by_name()
@@ -306,7 +303,6 @@ def exact_routes() -> list[str]:
     return [name for name, spec in routes().items() if _is_exact(spec)]
 
 
+@cache
 def _is_exact(spec: type[OldLogpsConfig]) -> bool:
-    if spec not in _exact:
-        _exact[spec] = spec().exact and not hasattr(spec, "fallback")
-    return _exact[spec]
+    return spec().exact and not hasattr(spec, "fallback")
