@@ -12,7 +12,7 @@ from unstale.config.checks import Section, option_types
 from unstale.config.objectives import objectives
 from unstale.config.options import Option, field_docs, options, sections
 from unstale.config.routes import routes
-from unstale.envs.registry import shipped_envs
+from unstale.config.tasks import shipped_envs
 
 PAGE = Path(__file__).parent.parent / "docs" / "options.md"
 HEAD = """# Options

@@ -115,7 +115,7 @@ def _entry(entry: Entry) -> Iterator[str]:
     )
     yield f"### `{entry.name}`\n"
     yield f"{entry.formula}\n"
-    yield f"* **From**: {papers}. The source of the formula: {entry.evidence}."
+    yield f"* **From**: {papers or 'no paper'}. The source of the formula: {entry.evidence}."
     yield f"* **Changes**: {', '.join(sorted(entry.changes)) or 'nothing'}."
     yield f"* **Use it if**: {entry.use}"
     yield f"* **Exactness**: {entry.exactness}"

@@ -13,7 +13,7 @@ from unstale.cli import session
 from unstale.cli.main import main
 from unstale.cli.recipe_options import options_help
 from unstale.config import ConfigError, CorrectionConfig, EvalConfig, ObjectiveConfig, RunConfig
-from unstale.config.objectives import objectives, unregister_objective
+from unstale.config.objectives import objectives
 from unstale.lint import check
 from unstale.observe.advice.samples import Lengths, Thresholds
 from unstale.observe.dashboard.bounds import bounds
@@ -27,10 +27,9 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from unstale.config.checks import Positive
-from unstale.config.objectives import Bounds, ObjectiveConfig, ObjectiveDocs, register_objective
+from unstale.config.objectives import Bounds, ObjectiveConfig, ObjectiveDocs
 
 
-@register_objective
 @dataclass(frozen=True, kw_only=True)
 class Ceiling(ObjectiveConfig):
     """A weight with a ceiling."""
@@ -66,7 +65,7 @@ def ceiling(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     monkeypatch.syspath_prepend(tmp_path)
     import_module("ceiling_objective")
     yield "ceiling"
-    unregister_objective("ceiling")
+    del ObjectiveConfig.registered["ceiling"]
     del sys.modules["ceiling_objective"]
 
 

@@ -1,14 +1,13 @@
-"""A server backend is one file in `engines/servers/`. This test adds one to a copy of the
-package."""
+"""A server backend is one file, which an entry point names. This test adds one."""
 
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.support.distributions import add_distribution
 from unstale.config import ConfigError, EngineConfig
 from unstale.config.sampling import backends
 from unstale.engines.registry import EngineSpec, engine_spec
@@ -120,10 +119,8 @@ print(reply.piece.version, len(reply.piece.tokens))
 
 @pytest.mark.costly
 def test_one_file_adds_a_backend(tmp_path: Path) -> None:
-    package = tmp_path / "unstale"
-    ignored = shutil.ignore_patterns("__pycache__", "*.safetensors")
-    shutil.copytree(REPOSITORY / "unstale", package, ignore=ignored)
-    (package / "engines" / "servers" / "tiny.py").write_text(BACKEND)
+    (tmp_path / "tiny_backend.py").write_text(BACKEND)
+    add_distribution(tmp_path, "tiny", {"unstale.engines": {"tiny": "tiny_backend:SPEC"}})
     path = os.pathsep.join([str(tmp_path), str(REPOSITORY)])
     done = subprocess.run(
         [sys.executable, "-c", SERVER, str(tmp_path / "model")],

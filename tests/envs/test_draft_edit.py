@@ -13,7 +13,7 @@ from torch.nn.functional import one_hot
 from tests.support.groups import TASK, made
 from unstale.algorithms.advantages import grpo
 from unstale.config import ConfigError
-from unstale.config.sampling import make_task
+from unstale.config.tasks import make_task
 from unstale.envs import Env, Message, ToolCall, Turn
 from unstale.envs.draft_edit import DraftEdit
 from unstale.envs.registry import build_taskset

@@ -14,15 +14,17 @@ from pathlib import Path
 import pytest
 
 from tests.cli.test_run import quiet, small
-from unstale import envs
+from tests.support.distributions import add_distribution
 from unstale.cli import session
 from unstale.cli.recipe_options import options_help
 from unstale.config import ConfigError, make_task
 from unstale.config.options import override
+from unstale.config.plugins import read_entry_points
+from unstale.config.tasks import envs
 from unstale.envs import ListedTasks
 from unstale.envs.calculator import CalculatorTasks
 from unstale.envs.mixed import MixedTasks
-from unstale.envs.registry import build_taskset, data_digests, shipped_envs
+from unstale.envs.registry import build_taskset, data_digests
 from unstale.observe.trackers import find_trackers
 from unstale.recipes import RECIPES, make_recipe
 from unstale.testing import check_env
@@ -33,7 +35,7 @@ from dataclasses import dataclass
 from unstale.config import TaskConfig
 from unstale.config.checks import PositiveInt
 from unstale.envs import Message, NumberedTasks, Turn
-from unstale.envs.registry import EnvSpec
+from unstale.config.tasks import EnvSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,12 +75,16 @@ ENV = EnvSpec("echo", lambda options: EchoTasks(options.digits), EchoConfig)
 
 @pytest.fixture
 def echo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    (tmp_path / "echo.py").write_text(FILE)
-    monkeypatch.setattr(envs, "__path__", [*envs.__path__, str(tmp_path)])
-    shipped_envs.cache_clear()
+    (tmp_path / "echo_env.py").write_text(FILE)
+    add_distribution(tmp_path, "echo", {"unstale.environments": {"echo": "echo_env:ENV"}})
+    monkeypatch.syspath_prepend(tmp_path)
+    forget = (read_entry_points.cache_clear, envs.cache_clear)
+    for each in forget:
+        each()
     yield
-    sys.modules.pop("unstale.envs.echo", None)
-    shipped_envs.cache_clear()
+    sys.modules.pop("echo_env", None)
+    for each in forget:
+        each()
 
 
 @pytest.mark.usefixtures("echo")
@@ -113,7 +119,7 @@ def test_its_options_are_refused_with_another_environment() -> None:
 
 def test_names_and_options_are_known_without_torch() -> None:
     code = (
-        "import sys; from unstale.envs.registry import libraries, shipped_envs; "
+        "import sys; from unstale.config.tasks import libraries, shipped_envs; "
         "print(sorted(shipped_envs()), sorted(libraries()), 'torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -20,9 +20,10 @@ import pytest
 from tests.rollout.test_episode import play as rolled
 from unstale.cli import main
 from unstale.config import ConfigError, install, make_task
+from unstale.config.tasks import libraries
 from unstale.envs import Message, Taskset, Turn, adapters
 from unstale.envs.adapters import openenv
-from unstale.envs.registry import build_taskset, libraries
+from unstale.envs.registry import build_taskset
 from unstale.testing import check_env
 
 NAMES = ("reasoning-gym:chain_sum", "gymnasium:FrozenLake-v1", "textarena:GuessTheNumber-v0")

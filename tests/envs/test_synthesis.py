@@ -12,7 +12,7 @@ from types import MappingProxyType
 import pytest
 
 from unstale.config import ConfigError
-from unstale.config.sampling import make_task
+from unstale.config.tasks import make_task
 from unstale.envs import Message
 from unstale.envs.registry import build_taskset
 from unstale.envs.synthesis import (

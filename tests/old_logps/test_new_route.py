@@ -14,7 +14,7 @@ from unstale.cli.audit import audit
 from unstale.cli.main import main
 from unstale.cli.recipe_options import options_help
 from unstale.config import AuditConfig, ConfigError, EvalConfig, OldLogpsConfig, RunConfig
-from unstale.config.routes import routes, unregister_route
+from unstale.config.routes import routes
 from unstale.lint import check
 from unstale.planner.route_costs import route_cost
 from unstale.recipes.routes import route_recipe
@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from unstale.config.checks import Share
-from unstale.config.routes import Meaning, Needs, OldLogpsConfig, RouteDocs, register_route
+from unstale.config.routes import Meaning, Needs, OldLogpsConfig, RouteDocs
 from unstale.old_logps import OldLogps
 
 
@@ -38,7 +38,6 @@ class Shifted(OldLogps):
         return batch.behavior_logp - self.shift * batch.sampled, batch.sampled & False
 
 
-@register_route
 @dataclass(frozen=True, kw_only=True)
 class ShiftedSpec(OldLogpsConfig):
     """The engine's log-probability, shifted."""
@@ -73,7 +72,7 @@ def shifted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     monkeypatch.syspath_prepend(tmp_path)
     import_module("shifted_route")
     yield "shifted"
-    unregister_route("shifted")
+    del OldLogpsConfig.registered["shifted"]
     del sys.modules["shifted_route"]
 
 

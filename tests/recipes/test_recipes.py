@@ -4,10 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from unstale import recipes
+from tests.support.distributions import add_distribution
 from unstale.config import OldLogpsConfig
+from unstale.config.plugins import read_entry_points
 from unstale.envs.desk import DeskConfig
-from unstale.recipes import RECIPES, find_recipes
+from unstale.recipes import RECIPES, find_recipes, make_recipe
 
 ONE_MORE = """
 from unstale.config import RunConfig
@@ -15,8 +16,6 @@ from unstale.config import RunConfig
 def tiny():
     \"\"\"A tiny recipe.\"\"\"
     return RunConfig(recipe="tiny", steps=1)
-
-RECIPES = (tiny,)
 """
 
 
@@ -53,5 +52,9 @@ def test_the_recipe_of_an_average_resets_it() -> None:
 
 def test_one_file_adds_a_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "one_more.py").write_text(ONE_MORE)
-    monkeypatch.setattr(recipes, "__path__", [*recipes.__path__, str(tmp_path)])
+    add_distribution(tmp_path, "one-more", {"unstale.recipes": {"tiny": "one_more:tiny"}})
+    monkeypatch.syspath_prepend(tmp_path)
+    read_entry_points.cache_clear()
     assert find_recipes().keys() - RECIPES.keys() == {"tiny"}
+    assert make_recipe("tiny").steps == 1
+    read_entry_points.cache_clear()

@@ -1,10 +1,10 @@
 """Advantage estimators, which compare the reward of an episode or turn with other rewards.
 
 A function with the decorator `@estimator` is a value of the option `advantage.estimator`. It may
-also be in an imported file of the user. It receives the groups of one batch and returns their
-trajectories with advantages, in the same order. Its keyword-only parameters get the values of the
-options of that section with these names. Each estimator calls a function of tensors alone:
-`rewards [n]` and `group [n]`, where `group` has any integers.
+also be in an imported file of the user, or have an entry point. It receives the groups of one batch
+and returns their trajectories with advantages, in the same order. Its keyword-only parameters get
+the values of the options of that section with these names. Each estimator calls a function of
+tensors alone: `rewards [n]` and `group [n]`, where `group` has any integers.
 
 The reward of an episode is the sum of its named rewards, in float64. Failed episodes have no reward
 and are left out. Most estimators compare the episodes of one task. For these, an episode that is
@@ -21,6 +21,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from unstale.config.declared import add_choice
+from unstale.config.plugins import Plugins
 from unstale.records import Group, ScoredTrajectory, Trajectory
 
 EPSILON = 1e-6
@@ -45,6 +46,14 @@ def estimator(function: Function) -> Function:
     ESTIMATORS[name] = function
     add_choice("advantages", "estimator", function)
     return function
+
+
+def find_estimator(name: str) -> Estimator:
+    """Return the function of a value of `advantage.estimator`.
+
+    Raises `ConfigError` if a broken package adds it.
+    """
+    return ESTIMATORS.get(name) or Plugins("unstale.estimators", Callable).load(name)
 
 
 @estimator

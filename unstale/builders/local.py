@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from unstale.algorithms.advantages import ESTIMATORS
+from unstale.algorithms.advantages import find_estimator
 from unstale.builders.components import Components
 from unstale.builders.policy import loads_in_place, shares_deltas
 from unstale.cluster.engine_host_weights import WeightPosts
@@ -72,7 +72,7 @@ def build_advantage(config: AdvantageConfig) -> Callable[[Sequence[Group]], list
 
     It is a function from the groups of one batch to the trajectories with their advantages.
     """
-    return partial(ESTIMATORS[config.estimator], **config.selected_options())
+    return partial(find_estimator(config.estimator), **config.selected_options())
 
 
 def build_old_logps(config: OldLogpsConfig, scorer: Scorer, *, lockstep: bool = False) -> OldLogps:

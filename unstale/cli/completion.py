@@ -7,7 +7,7 @@ import shtab
 from unstale.cli.main import make_parser
 from unstale.cli.recipe_options import SHORT, option_names
 from unstale.config.options import options
-from unstale.recipes import RECIPES
+from unstale.recipes import recipe_names
 
 
 def completion(shell: str) -> str:
@@ -16,7 +16,7 @@ def completion(shell: str) -> str:
     for verb in verbs.values():
         for action in list(verb._actions):
             if action.dest == "recipe":
-                action.choices = list(RECIPES)
+                action.choices = recipe_names()
             elif action.type is Path:
                 action.complete = shtab.FILE  # type: ignore[attr-defined]
         if verb.get_default("takes_options"):

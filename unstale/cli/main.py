@@ -15,7 +15,7 @@ from unstale.cli.recipe_options import (
     split_options,
     take_file,
 )
-from unstale.cli.verbs import VERBS
+from unstale.cli.verbs import add_verb, verb_names
 from unstale.config import ConfigError, nearest
 from unstale.durability.console import escape_logs, escape_tracebacks
 
@@ -67,8 +67,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """
     words = list(arguments)
     command = words[0] if words and not words[0].startswith("-") else None
-    if command is not None and command not in VERBS:
-        raise ConfigError(f"unknown command {command!r}{nearest(command, sorted(VERBS))}")
+    if command is not None and command not in verb_names():
+        raise ConfigError(f"unknown command {command!r}{nearest(command, verb_names())}")
     parser, verbs = make_parser(command)
     values: dict[str, Any] = {}
     verb = verbs[command] if command is not None else None
@@ -131,8 +131,8 @@ def make_parser(only: str | None = None) -> tuple[_Parser, dict[str, _Parser]]:
     verbs = parser.add_subparsers(
         dest="verb", required=True, parser_class=_Parser, metavar="COMMAND"
     )
-    for name in sorted(VERBS) if only is None else [only]:
-        VERBS[name](verbs)
+    for name in verb_names() if only is None else [only]:
+        add_verb(name, verbs, listed=only is None)
     return parser, verbs.choices
 
 

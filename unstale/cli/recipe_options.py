@@ -31,7 +31,7 @@ from unstale.config.options import (
 from unstale.durability.console import Console
 from unstale.durability.run_folder import CONFIG, dumps
 from unstale.lint.policy_files import local_folder, positions
-from unstale.recipes import RECIPES, make_recipe
+from unstale.recipes import make_recipe, recipe_names
 
 SHORT = {"reward": "task.reward"}
 """Short names of options on the command line, with the full name of each."""
@@ -162,7 +162,7 @@ def configure_recipe(recipe: str | None, values: Mapping[str, Any]) -> RunConfig
     """
     name = recipe or values.get("recipe")
     if name is None:
-        known = ", ".join(RECIPES)
+        known = ", ".join(recipe_names())
         raise ConfigError(f"no recipe is given; there are: {known}, MODULE:FUNCTION")
     values = {**values, "recipe": name}
     if recipe is None:
@@ -207,7 +207,8 @@ def options_help(words: Sequence[str], values: dict[str, Any], whose: str = "a r
     common options and those that a choice of the run added are described, unless `words` has "all".
     """
     plain = RunConfig(recipe="")
-    named = next((word for word in words if word in RECIPES or _OWN_RECIPE.fullmatch(word)), None)
+    known = recipe_names()
+    named = next((word for word in words if word in known or _OWN_RECIPE.fullmatch(word)), None)
     file = next((Path(word.rpartition("=")[2]) for word in words if word.endswith(FILES)), None)
     values = merged(read_file(file), values) if file and not is_study(file) else values
     recipe = named or values.get("recipe")

@@ -9,9 +9,9 @@ from typing import Any
 from unstale.config import ConfigError, RunConfig, TaskConfig
 from unstale.config.given import HERE
 from unstale.config.options import changed_options, stored_config
+from unstale.config.tasks import find_spec
 from unstale.config.techniques import chosen
 from unstale.durability.run_folder import CONFIG, RunFolder
-from unstale.envs.registry import find_spec
 
 FIXED = {
     "policy": "the weights come from the checkpoint",

@@ -9,11 +9,12 @@ from unstale.builders import build_chat, load_policy
 from unstale.cli.sft import RECORD, SftOptions, learn
 from unstale.config import AuditConfig, ClusterConfig, ConfigError, ObjectiveConfig, RunConfig
 from unstale.config.start import start_folder, start_options
+from unstale.config.tasks import find_spec, libraries
 from unstale.durability.console import Console
 from unstale.durability.run_folder import dumps
 from unstale.envs import HasDemonstrations, HasTaskTools, implements
 from unstale.envs.references import Reference, encode_conversation
-from unstale.envs.registry import build_taskset, find_spec, libraries, preparing
+from unstale.envs.registry import build_taskset, preparing
 from unstale.model.policy import Policy
 
 

@@ -10,6 +10,7 @@ from rich.text import Text
 from unstale.cli.recipe_options import print_json
 from unstale.config import ConfigError
 from unstale.config.techniques import chosen as find
+from unstale.config.techniques import techniques
 from unstale.durability.console import Console
 from unstale.techniques.catalogue import ROWS
 
@@ -47,13 +48,12 @@ def _techniques(chosen: argparse.Namespace) -> int:
 
 def _short_table(width: int) -> Table:
     """Return one line for each technique of the package: its name and what it does."""
-    names = {name for row in ROWS for name in row.names}
-    texts = {name: " ".join(find(name)[0].formula.split()) for name in names}
+    texts = {name: " ".join(each.formula.split()) for name, each in techniques().items()}
     table = Table(box=None, padding=(0, 2, 0, 0), show_header=False, width=width)
     table.add_column(no_wrap=True, style="bold")
     table.add_column(ratio=1)
-    for name in sorted(texts):
-        table.add_row(name, Text(texts[name].partition(". ")[0]))
+    for name, text in texts.items():
+        table.add_row(name, Text(text.partition(". ")[0]))
     return table
 
 

@@ -12,6 +12,7 @@ import shlex
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,9 +25,10 @@ from unstale.config import SHIPPED_POLICIES, ConfigError, install
 from unstale.config.checks import JsonObject, bounded
 from unstale.config.hub import cached_folder
 from unstale.config.options import override
+from unstale.config.plugins import Plugins, added_names, owner, problem
 from unstale.durability.console import Console
 from unstale.durability.run_folder import RunFolder
-from unstale.recipes import RECIPES
+from unstale.recipes import find_recipes, recipe_names
 
 if TYPE_CHECKING:
     from unstale.durability.journal import JournalReader
@@ -35,47 +37,34 @@ Argument = tuple[tuple[str, ...], dict[str, Any]]
 Act = Callable[[argparse.Namespace], int]
 
 
-# These commands have modules of their own. Only the command that was called imports its module.
-
-
-def _add_advise(verbs: Any) -> None:
-    from unstale.cli import advise
-
-    advise.add(verbs)
-
-
-def _add_dashboard(verbs: Any) -> None:
-    from unstale.cli import dashboard
-
-    dashboard.add(verbs)
-
-
-def _add_plan(verbs: Any) -> None:
-    from unstale.planner import plan_command
-
-    plan_command.add(verbs)
-
-
-def _add_simulate(verbs: Any) -> None:
-    from unstale.planner import simulate_command
-
-    simulate_command.add(verbs)
-
-
-def _add_techniques(verbs: Any) -> None:
-    from unstale.cli import techniques
-
-    techniques.add(verbs)
-
-
 VERBS: dict[str, Callable[[Any], None]] = {
-    "advise": _add_advise,
-    "dashboard": _add_dashboard,
-    "plan": _add_plan,
-    "simulate": _add_simulate,
-    "techniques": _add_techniques,
+    "advise": lambda verbs: import_module("unstale.cli.advise").add(verbs),
+    "dashboard": lambda verbs: import_module("unstale.cli.dashboard").add(verbs),
+    "plan": lambda verbs: import_module("unstale.planner.plan_command").add(verbs),
+    "simulate": lambda verbs: import_module("unstale.planner.simulate_command").add(verbs),
+    "techniques": lambda verbs: import_module("unstale.cli.techniques").add(verbs),
 }
-"""Name of a command -> function that adds the command to argparse's subparsers."""
+"""Name of a command -> function that adds it to argparse's subparsers, and imports its module."""
+ADDED = Plugins("unstale.verbs", Callable)
+
+
+def verb_names() -> list[str]:
+    """Return the names of all commands."""
+    return sorted([*VERBS, *added_names(ADDED.group, VERBS)])
+
+
+def add_verb(name: str, verbs: Any, *, listed: bool) -> None:
+    """Add a command to argparse's subparsers.
+
+    If it is only `listed`, the command of another distribution is not imported. Raises
+    `ConfigError` if that distribution is broken.
+    """
+    if listed and name not in VERBS:
+        verbs.add_parser(name, help=f"a command of {owner(ADDED.group, name)}")
+        return
+    (VERBS.get(name) or ADDED.load(name))(verbs)
+    if name not in verbs.choices:
+        raise problem(ADDED.group, name, "it adds no command with this name")
 
 
 def argument(*names: str, **options: Any) -> Argument:
@@ -112,7 +101,7 @@ TRAINED = argument(
     metavar="folder",
     help="a run folder, a model folder, or org/name of the Hugging Face hub",
 )
-RECIPE_HELP = f"{', '.join(RECIPES)}, MODULE:FUNCTION, or a .toml or .json file of options"
+RECIPE_HELP = f"{', '.join(recipe_names())}, MODULE:FUNCTION, or a .toml or .json file of options"
 RECIPE = argument("recipe", help=RECIPE_HELP)
 OPTIONAL_RECIPE = argument("recipe", nargs="?", help=RECIPE_HELP)
 OWN_RECIPE = argument("recipe", nargs="?", help=f"{RECIPE_HELP}; default: the run's own")
@@ -558,7 +547,7 @@ def _sft(chosen: argparse.Namespace) -> int:
 def _recipes(chosen: argparse.Namespace) -> int:
     table = Table.grid(padding=(0, 2))
     table.add_column(style="bold", no_wrap=True)
-    for name, recipe in RECIPES.items():
+    for name, recipe in find_recipes().items():
         table.add_row(name, (inspect.getdoc(recipe) or "").splitlines()[0])
     Console().print(table)
     return 0
@@ -666,8 +655,8 @@ def _train(chosen: argparse.Namespace) -> int:
         return _resume(chosen)
     if chosen.recipe is None and chosen.config is None:
         raise ConfigError(
-            f"train needs a recipe ({', '.join(RECIPES)}, MODULE:FUNCTION), a .toml or .json file, "
-            "or --resume and the folder of a run"
+            f"train needs a recipe ({', '.join(recipe_names())}, MODULE:FUNCTION), a .toml or "
+            ".json file, or --resume and the folder of a run"
         )
     config = configure(chosen)
     new_folder(config)

@@ -31,11 +31,11 @@ from unstale.config.sampling import EngineConfig as EngineConfig
 from unstale.config.sampling import RolloutConfig as RolloutConfig
 from unstale.config.sampling import ScheduleConfig as ScheduleConfig
 from unstale.config.sampling import SelectionConfig as SelectionConfig
-from unstale.config.sampling import TaskConfig as TaskConfig
 from unstale.config.sampling import Transfer as Transfer
 from unstale.config.sampling import fast_dtype as fast_dtype
-from unstale.config.sampling import make_task as make_task
 from unstale.config.sampling import staleness_bound as staleness_bound
+from unstale.config.tasks import TaskConfig as TaskConfig
+from unstale.config.tasks import make_task as make_task
 from unstale.config.training import CheckpointConfig as CheckpointConfig
 from unstale.config.training import EvalConfig as EvalConfig
 from unstale.config.training import JournalConfig as JournalConfig

@@ -1,9 +1,9 @@
 """Find the choices of an option by reading the source of its functions, without importing torch.
 
 Each decorated function of `unstale/algorithms` is one choice: `@estimator` in advantages.py,
-`@control` in corrections.py, `@objective` in objectives.py. The name of the function is the value
-of the option. Its keyword-only parameters get the values of the options of the same section with
-these names. `add_choice` adds functions of other files.
+`@control` in corrections.py. The name of the function is the value of the option. Its keyword-only
+parameters get the values of the options of the same section with these names. `add_choice` adds
+functions of other files. Estimators of other distributions are called without options.
 """
 
 import ast
@@ -11,6 +11,8 @@ import inspect
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+
+from unstale.config.plugins import added_names
 
 ALGORITHMS = Path(__file__).parents[1] / "algorithms"
 
@@ -23,11 +25,12 @@ def choices(module: str, decorator: str) -> dict[str, frozenset[str]]:
     ['discount', 'std']
     """
     tree = ast.parse((ALGORITHMS / f"{module}.py").read_text(encoding="utf-8"))
-    return {
+    own = {
         node.name: frozenset(argument.arg for argument in node.args.kwonlyargs)
         for node in tree.body
         if isinstance(node, ast.FunctionDef) and _carries(node, decorator)
     }
+    return {**own, **dict.fromkeys(added_names(f"unstale.{decorator}s", own), frozenset[str]())}
 
 
 def add_choice(module: str, decorator: str, function: Callable[..., object]) -> None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from unstale.config.algorithm import Aggregate, LossAggregation, Unit
 from unstale.config.checks import NonNegative, OneOf, Range, base_of, option_types
-from unstale.config.variants import VariantSection, register
+from unstale.config.variants import VariantSection
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -120,6 +120,7 @@ class ObjectiveConfig(VariantSection):
     read_with: ClassVar = {"constant": ("loss_aggregation", "= constant")}
     package: ClassVar[str] = "unstale.objectives"
     registered: ClassVar[dict[str, "type[ObjectiveConfig]"]] = {}
+    group: ClassVar[str] = "unstale.objectives"
 
     kind: Annotated[str, OneOf(lambda: ObjectiveConfig.own_options())] = "ppo_clip"
     """The loss of a token, which limits how far the staleness ratio S = pi / pi_old may move from
@@ -258,14 +259,6 @@ class ObjectiveConfig(VariantSection):
         return [*foreign, *super().unread(values)]
 
 
-register_objective = register
-
-
 def objectives() -> Mapping[str, type[ObjectiveConfig]]:
     """Return the options class of every objective, by name."""
     return ObjectiveConfig.variants_by_name()
-
-
-def unregister_objective(name: str) -> None:
-    """Remove an objective from the registry. Undoes `register_objective`."""
-    del ObjectiveConfig.registered[name]

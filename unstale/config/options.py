@@ -22,7 +22,7 @@ from unstale.config.checks import (
 )
 from unstale.config.files import read_mapping
 from unstale.config.names import RENAMED, nearest_option, synonyms, value_hint
-from unstale.config.sampling import make_task
+from unstale.config.tasks import make_task
 from unstale.config.techniques import chosen, techniques
 
 

@@ -8,10 +8,12 @@ linter, the planner, the audit, recipes and docs read these declarations.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from unstale.config.checks import OneOf
-from unstale.config.variants import VariantSection, register
+from unstale.config.plugins import added_names
+from unstale.config.variants import VariantSection
 
 if TYPE_CHECKING:
     from unstale.config import RunConfig
@@ -106,6 +108,7 @@ class OldLogpsConfig(VariantSection):
     selector: ClassVar[str] = "route"
     package: ClassVar[str] = "unstale.old_logps"
     registered: ClassVar[dict[str, "type[OldLogpsConfig]"]] = {}
+    group: ClassVar[str] = "unstale.routes"
 
     route: Annotated[str, OneOf(lambda: OldLogpsConfig.own_options())] = "snapshot_old"
     """Method by which old log-probabilities are computed. The exact ones are `snapshot_old`,
@@ -208,8 +211,8 @@ class OldLogpsConfig(VariantSection):
         return []
 
     @classmethod
-    def variants_by_name(cls) -> Mapping[str, Any]:
-        known = super().variants_by_name()
+    def variants_by_name(cls, *, added: bool = True) -> Mapping[str, Any]:
+        known = super().variants_by_name(added=added)
         return dict(
             sorted(known.items(), key=lambda item: (not issubclass(item[1], ExactSpec), item[0]))
         )
@@ -284,20 +287,15 @@ def live_versions(run: "RunConfig") -> int:
     return run.schedule.staleness_bound + 1
 
 
-_exact: dict[type[OldLogpsConfig], bool] = {}
-"""The routes that were asked for: True if one is exact with all settings of its options."""
-
-register_route = register
-
-
-def unregister_route(name: str) -> None:
-    """Remove a route from the registry. Undoes `register_route`."""
-    del OldLogpsConfig.registered[name]
-
-
 def routes() -> Mapping[str, type[OldLogpsConfig]]:
     """Return the options class of every route, by name: exact routes first, then alphabetically."""
     return OldLogpsConfig.variants_by_name()
+
+
+def route_names() -> list[str]:
+    """Return the names of all routes. Those of other distributions are not imported."""
+    known = OldLogpsConfig.variants_by_name(added=False)
+    return list(dict.fromkeys([*known, *added_names(OldLogpsConfig.group)]))
 
 
 def exact_routes() -> list[str]:
@@ -305,7 +303,6 @@ def exact_routes() -> list[str]:
     return [name for name, spec in routes().items() if _is_exact(spec)]
 
 
+@cache
 def _is_exact(spec: type[OldLogpsConfig]) -> bool:
-    if spec not in _exact:
-        _exact[spec] = spec().exact and not hasattr(spec, "fallback")
-    return _exact[spec]
+    return spec().exact and not hasattr(spec, "fallback")

@@ -19,10 +19,9 @@ from unstale.config.sampling import (
     RolloutConfig,
     ScheduleConfig,
     SelectionConfig,
-    TaskConfig,
-    make_task,
 )
 from unstale.config.start import start_folder
+from unstale.config.tasks import TaskConfig, make_task
 from unstale.config.techniques import check_needs, complete_options
 from unstale.config.training import (
     CheckpointConfig,

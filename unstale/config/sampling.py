@@ -1,15 +1,13 @@
-"""Options of what samples: tasks, engines, episodes and their schedule."""
+"""Options of what samples: engines, episodes and their schedule."""
 
 import math
 import os
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cache
-from importlib import import_module
 from pathlib import Path
-from pkgutil import iter_modules
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from unstale.config.checks import (
     ConfigError,
@@ -21,7 +19,7 @@ from unstale.config.checks import (
     Section,
     Share,
 )
-from unstale.config.given import NameObject, name_tasks
+from unstale.config.plugins import added_names, modules
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 Transfer = Literal["auto", "file", "nccl"]
@@ -32,12 +30,6 @@ ROUNDED_BY: dict[str, tuple[Quantise, ...]] = {
 }
 """The formats of `engine.quantise` that an engine backend can round to. Others can round to none.
 """
-ISOLATION = {
-    "none": (),
-    "process": ("workers", "worker_memory_gb"),
-    "ray": ("workers", "worker_memory_gb"),
-}
-"""The values of `task.isolate`, each with the options that only it uses."""
 
 
 def staleness_bound(max_staleness: int, groups_per_step: int, lookahead_window: int) -> int:
@@ -65,91 +57,17 @@ def fast_dtype(cpuinfo: Path = Path("/proc/cpuinfo")) -> Dtype:
     return "bfloat16" if has_gpu or has_products else "float32"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TaskConfig(Section):
-    """The tasks that the agent trains on.
-
-    An environment with further options declares them in a subclass
-    (`envs.registry.EnvSpec.options`).
-    """
-
-    selector: ClassVar[str] = "isolate"
-    refused_unread: ClassVar = ("workers", "worker_memory_gb")
-    reward_names: ClassVar[tuple[str, ...]] = ()
-    """The named rewards of an episode. Empty if only the environment's code has them."""
-
-    env: Annotated[str, NameObject(name_tasks)]
-    """Name of the environment: a shipped one (docs/your-own-task.md#shipped-environments),
-    `library:name` (docs/libraries.md), or `module:factory` for your own.
-    """
-    isolate: Annotated[str, OneOf(lambda: ISOLATION)] = "none"
-    """`process` runs environments in separate worker processes, and `ray` on the machines of a Ray
-    cluster (docs/scale-out.md). A worker that hangs or crashes is ended, and the run continues.
-    """
-    workers: PositiveInt = 2
-    """Number of worker processes for environments. Each runs many episodes at once."""
-    worker_memory_gb: Positive = 4.0
-    """Memory of a worker process in GB. A worker that uses more is replaced; one that uses twice as
-    much is ended.
-    """
-
-    def check_combination(self) -> None:
-        expected = task_class(self.env)
-        if type(self) is not expected:
-            raise ConfigError(f"the options of task.env {self.env!r} are a {expected.__name__}")
-
-    @property
-    def largest_reward(self) -> float | None:
-        """The largest reward of an episode. None if only the environment's code has it."""
-        return None
-
-    @classmethod
-    def classes(cls) -> "Sequence[type[TaskConfig]]":
-        """Return `TaskConfig` and its subclasses with the options of shipped environments."""
-        registry = import_module("unstale.envs.registry")
-        specs = registry.shipped_envs().values()
-        return list(dict.fromkeys([TaskConfig, *(spec.options for spec in specs)]))
-
-
-def task_class(env: str) -> type[TaskConfig]:
-    """Return the class with the options of an environment.
-
-    Raises `ConfigError` for an unknown environment.
-    """
-    # an import at the top of the file would be circular
-    registry = import_module("unstale.envs.registry")
-    options: type[TaskConfig] = registry.task_options(env)
-    return options
-
-
-def make_task(env: str = "retail", **values: Any) -> TaskConfig:
-    """Return the options of an environment, with new values for some.
-
-    Raises `ConfigError` if an option is set that only another environment has.
-    """
-    cls = task_class(env)
-    known = {field.name for field in fields(cls)}
-    for other in TaskConfig.classes():
-        for field in fields(other):
-            if field.name in known or field.name not in values:
-                continue
-            if values.pop(field.name) != field.default:
-                owner = {option.name: option.default for option in fields(other)}["env"]
-                raise ConfigError(f"task.{field.name} is an option of {owner}; task.env is {env}")
-    return cls(env=env, **values)
-
-
 @cache
 def backends() -> dict[str, Sequence[str]]:
     """Return the names of the engine backends, each with the options that only it uses.
 
-    Each file in `engines/servers/` declares one backend. The files are read, not imported, because
-    importing them loads torch.
+    A backend is a file in `engines/servers/`, or an entry point of another distribution. None is
+    imported, because that loads torch.
     """
-    folder = Path(__file__).parents[1] / "engines" / "servers"
-    servers = sorted(module.name for module in iter_modules([str(folder)]))
-    options = {"embedded": ("processes",), **dict.fromkeys(servers, ("urls",))}
-    return options | {"vllm": ("urls", "args", "gpu_memory_utilization")}
+    servers = dict.fromkeys(modules("unstale.engines.servers"), ("urls",))
+    vllm = ("urls", "args", "gpu_memory_utilization")
+    own = {"embedded": ("processes",), **servers, "vllm": vllm}
+    return {**own, **dict.fromkeys(added_names("unstale.engines", own), ("urls", "args"))}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,7 +84,9 @@ class EngineConfig(Section):
     """URLs of running servers on this host, separated by spaces. Empty lets `vllm` start a server.
     """
     args: str = ""
-    """More command-line flags for the vLLM server that the run starts."""
+    """More command-line flags for the vLLM server that the run starts. An engine of another package
+    receives them, too.
+    """
     gpu_memory_utilization: Share = 0.0
     """Share of GPU memory for the vLLM server that the run starts; 0 computes it from the model
     sizes.
@@ -254,7 +174,8 @@ class EngineConfig(Section):
             )
         if self.backend == "embedded" and self.urls:
             raise ConfigError("engine.urls needs a server backend: set engine.backend too")
-        if (self.args or self.gpu_memory_utilization) and (self.backend != "vllm" or self.urls):
+        args = self.args and self.backend not in added_names("unstale.engines")
+        if (args or self.gpu_memory_utilization) and (self.backend != "vllm" or self.urls):
             raise ConfigError(
                 "engine.args and engine.gpu_memory_utilization are for a vLLM server that the run "
                 "starts: set engine.backend = vllm and no engine.urls"

@@ -1,25 +1,24 @@
 """The registry of techniques. Importing it does not import torch.
 
 A technique changes one part of training, such as the learning rate of a step. Each technique is one
-file of `unstale/techniques`, which declares it in `ENTRY`. The option `techniques` chooses some by
-name. The options of a technique are a section with its name, as in `--ess_lr.base 0.5`.
+file of `unstale/techniques`, which declares it in `ENTRY`, or an entry point of another
+distribution. The option `techniques` chooses some by name. The options of a technique are a section
+with its name, as in `--ess_lr.base 0.5`.
 """
 
-import importlib
-import pkgutil
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, Literal
 
-from unstale.config.checks import ConfigError, Section
+from unstale.config.checks import ConfigError, Section, option_types
 from unstale.config.names import nearest
+from unstale.config.plugins import Plugins, declared
 
 if TYPE_CHECKING:
     from unstale.config import RunConfig
-
-TECHNIQUES_PACKAGE = "unstale.techniques"
 
 Slot = Literal[
     "sampler",
@@ -82,10 +81,12 @@ class Entry:
     """The declaration of a technique."""
 
     name: str
-    """The name in the option `techniques`. The file and the options' section have it, too."""
+    """The name in the option `techniques`. The file or entry point, and the options' section, have
+    it, too.
+    """
     slot: Slot
-    rows: tuple[int, ...]
-    """The rows of `unstale techniques` to which the technique belongs."""
+    rows: tuple[int, ...] = ()
+    """The rows of `unstale techniques --all` to which the technique belongs."""
     makes: Callable[[Any], Any]
     """A function that returns the technique. It is called with the options."""
     options: type[Section]
@@ -121,9 +122,12 @@ class Entry:
 
         A line that begins with the value of an option and a colon begins an item of a list.
         """
-        module = importlib.import_module(f"{TECHNIQUES_PACKAGE}.{self.name}")
+        module = import_module(self.makes.__module__)
         text = (module.__doc__ or "").partition(": ")[2].strip()
         return "\n\n".join(map(_with_items, (text[:1].upper() + text[1:]).split("\n\n")))
+
+
+ADDED = Plugins("unstale.techniques", Entry)
 
 
 def _with_items(paragraph: str) -> str:
@@ -136,13 +140,10 @@ def _with_items(paragraph: str) -> str:
 @cache
 def techniques() -> Mapping[str, Entry]:
     """Return every technique by name, in alphabetical order."""
-    package = importlib.import_module(TECHNIQUES_PACKAGE)
-    found = {}
-    for module in pkgutil.iter_modules(package.__path__):
-        entry = getattr(importlib.import_module(f"{TECHNIQUES_PACKAGE}.{module.name}"), "ENTRY", 0)
-        if isinstance(entry, Entry):
-            found[entry.name] = entry
-    return dict(sorted(found.items()))
+    from unstale.config.run import RunConfig  # circular at the top of the file
+
+    own = {entry.name: entry for entry in declared("unstale.techniques", "ENTRY")}
+    return dict(sorted({**ADDED.load_all([*own, *option_types(RunConfig)]), **own}.items()))
 
 
 def chosen(names: str) -> tuple[Entry, ...]:
@@ -155,6 +156,7 @@ def chosen(names: str) -> tuple[Entry, ...]:
     words = names.split()
     for word in words:
         if word not in known:
+            ADDED.load(word)  # raises an error if a broken package adds it
             hint = nearest(word, list(known))
             if "," in word:
                 hint = f"; separate the names by spaces: --techniques {names.replace(',', ' ')!r}"

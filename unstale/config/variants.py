@@ -1,15 +1,14 @@
 """Sections with variants: the selector chooses a class, which declares its own options.
 
-A variant is one file of the section's package, or any other that is imported. It can be imported
-without torch, and registers its class with `register`.
+A variant is one file of the section's package, an entry point of another distribution, or any other
+file that is imported. It can be imported without torch. Its class sets the selector to its name.
 """
 
-import importlib
-import pkgutil
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from functools import cache
-from typing import Any, ClassVar, TypeVar
+from importlib import import_module
+from typing import Any, ClassVar
 
 from unstale.config.checks import (
     ConfigError,
@@ -20,6 +19,7 @@ from unstale.config.checks import (
     section_name,
     unknown_option,
 )
+from unstale.config.plugins import Plugins, added_names, modules
 
 
 class VariantSection(Section):
@@ -29,19 +29,34 @@ class VariantSection(Section):
 
     package: ClassVar[str]
     """The package whose modules register variants."""
+    group: ClassVar[str]
+    """The group of entry points by which other distributions add variants."""
     registered: ClassVar[dict[str, Any]]
 
+    def __init_subclass__(cls) -> None:
+        """Register a class that sets the selector. Raises ValueError for the name of another."""
+        name = vars(cls).get(cls.selector)
+        if name is None or "registered" in vars(cls):
+            return
+        if (known := cls.registered.setdefault(name, cls)).__module__ != cls.__module__:
+            raise ValueError(f"{cls.selector} {name} is registered already, by {known.__module__}")
+        cls.registered[name] = cls
+
     @classmethod
-    def variants_by_name(cls) -> Mapping[str, Any]:
-        """Return the class of every variant by name, in the order in which they were registered."""
-        import_variants(cls.package)
+    def variants_by_name(cls, *, added: bool = True) -> Mapping[str, Any]:
+        """Return the class of every variant by name, in the order in which they were registered.
+
+        Without `added`, the entry points of other distributions are not read.
+        """
+        _import_variants(base_of(cls), added)
         return cls.registered
 
     @classmethod
     def own_options(cls) -> dict[str, set[str]]:
         """Return the names of all variants, each with its options that not every one has."""
         common = set(option_types(base_of(cls)))
-        return {
+        broken: dict[str, set[str]] = {name: set() for name in added_names(cls.group)}
+        return broken | {
             name: {option.name for option in fields(variant)} - common
             for name, variant in cls.variants_by_name().items()
         }
@@ -56,7 +71,8 @@ class VariantSection(Section):
         chosen: Any = cls
         if cls is base_of(cls):
             OneOf(cls.own_options).check(f"{section}.{cls.selector}", name or own)
-            chosen = cls.variants_by_name()[name or own]
+            chosen = cls.variants_by_name().get(name or own)
+            chosen = chosen or Plugins(cls.group, cls).load(name or own)
         elif name and name != own:
             raise ConfigError(
                 f"the {cls.selector} is {own}: change it with with_options({cls.selector}={name!r})"
@@ -117,23 +133,11 @@ class VariantSection(Section):
 
 
 @cache
-def import_variants(package: str) -> None:
-    """Import every module of a package, so that each of its variants is registered."""
-    for module in pkgutil.iter_modules(importlib.import_module(package).__path__):
-        if not module.ispkg:
-            importlib.import_module(f"{package}.{module.name}")
-
-
-Variant = TypeVar("Variant", bound=type[VariantSection])
-
-
-def register(variant: Variant) -> Variant:
-    """Register the class of a variant under its name. Used as a decorator."""
-    name = str(getattr(variant, variant.selector))
-    known = variant.registered
-    if known.setdefault(name, variant).__module__ != variant.__module__:
-        raise ValueError(
-            f"{variant.selector} {name} is registered already, by {known[name].__module__}"
-        )
-    known[name] = variant
-    return variant
+def _import_variants(base: type[VariantSection], added: bool) -> None:
+    """Import every variant, so that it is registered."""
+    for module in modules(base.package):
+        import_module(f"{base.package}.{module}")
+    known = base.registered.items()
+    shipped = [name for name, each in known if each.__module__.startswith("unstale.")]
+    if added:
+        Plugins(base.group, base).load_all(shipped)

@@ -2,7 +2,7 @@
 
 Each file of `engines/servers/` is a backend for one kind of server, and the embedded engine is
 another. Each of these modules defines `SPEC`, an `EngineSpec`. The name of the file is the name of
-the backend.
+the backend. Entry points of other distributions name further ones.
 """
 
 from collections.abc import Callable
@@ -11,6 +11,7 @@ from importlib import import_module
 from pathlib import Path
 
 from unstale.config import Dtype, RunConfig, Transfer
+from unstale.config.plugins import Plugins, modules
 from unstale.engines import Engine
 from unstale.model.lora import Merging
 
@@ -112,10 +113,14 @@ class EngineSpec:
 
 
 def engine_spec(backend: str) -> EngineSpec:
-    """Return the declaration of an engine backend by its name, the value of `engine.backend`."""
+    """Return the declaration of an engine backend by its name, the value of `engine.backend`.
+
+    Raises `ConfigError` if a broken package adds it.
+    """
+    if backend not in ("embedded", *modules("unstale.engines.servers")):
+        return Plugins("unstale.engines", EngineSpec).load(backend)
     module = "embedded.engine" if backend == "embedded" else f"servers.{backend}"
-    spec: EngineSpec = import_module(f"unstale.engines.{module}").SPEC
-    return spec
+    return import_module(f"unstale.engines.{module}").SPEC
 
 
 def packs_weights(config: RunConfig) -> bool:

@@ -5,8 +5,9 @@ from typing import ClassVar
 
 from unstale.config import TaskConfig
 from unstale.config.checks import Share
+from unstale.config.tasks import EnvSpec
 from unstale.envs import Taskset
-from unstale.envs.registry import EnvSpec, make_with_library
+from unstale.envs.registry import make_with_library
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,10 +22,11 @@ from unstale.config.given import (
     name_held_out_rows,
     name_tasks,
 )
+from unstale.config.tasks import EnvSpec
 from unstale.envs import Env, ListedTasks, Message, Turn, read_rewards
 from unstale.envs.draft_edit import DraftEditConfig
 from unstale.envs.guard import call_named
-from unstale.envs.registry import EnvSpec, import_user_code
+from unstale.envs.registry import import_user_code
 from unstale.envs.rows import FILES, Row, file_type, list_rows, load_rows
 from unstale.envs.strict_json import require_characters
 from unstale.records import Task

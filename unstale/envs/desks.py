@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 
 from unstale.config import ConfigError, nearest
+from unstale.config.tasks import EnvSpec
 from unstale.envs.desk import DeskConfig, desk_names, shipped_desks
 from unstale.envs.mixed import MixedTasks
-from unstale.envs.registry import EnvSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

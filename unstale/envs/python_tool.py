@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from random import Random
 from typing import Any
 
+from unstale.config.tasks import EnvSpec
 from unstale.envs import Message, NumberedTasks, sandbox, tool_schema
 from unstale.envs.question import Question, ToolRunner
-from unstale.envs.registry import EnvSpec
 from unstale.records import Task
 
 TOOL = tool_schema(

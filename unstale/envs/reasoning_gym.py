@@ -4,8 +4,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from unstale.config import TaskConfig
+from unstale.config.tasks import EnvSpec
 from unstale.envs import Taskset
-from unstale.envs.registry import EnvSpec, make_with_library
+from unstale.envs.registry import make_with_library
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

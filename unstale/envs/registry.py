@@ -1,24 +1,12 @@
-"""The task sets that the option `task.env` can name.
-
-- `NAME`: a module in `unstale/envs` that assigns an `EnvSpec` to `ENV`.
-- `LIBRARY:NAME`: `unstale/envs/adapters/LIBRARY.py` assigns a function of NAME to `TASKSET`. The
-extra that installs the library has the library's name. Modules with an underscore are parts of
-these.
-- `NAME:SOURCE`: a module like `NAME` whose spec takes a source, such as `dataset:FILE`. An adapter
-with options has such a module (`tau2`).
-- `MODULE:FACTORY`: a function or class of the user's code, called without arguments.
-"""
+"""Make the task set that the option `task.env` names, and check it before a run."""
 
 import hashlib
 import json
 import os
-import pkgutil
 import sys
 import sysconfig
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import cache
 from importlib import import_module
 from importlib.machinery import PathFinder
 from importlib.util import module_from_spec
@@ -28,10 +16,10 @@ from reprlib import repr as short_repr
 from types import ModuleType
 from typing import Any
 
-from unstale import envs
-from unstale.config import ConfigError, TaskConfig, install, nearest
+from unstale.config import ConfigError, TaskConfig, install
 from unstale.config.given import Given
-from unstale.envs import EnvError, ListedTasks, Taskset, adapters
+from unstale.config.tasks import find_spec, libraries, task_class
+from unstale.envs import EnvError, ListedTasks, Taskset
 from unstale.envs.guard import Watchdog, describe, time_limit
 from unstale.envs.mixed import MixedTasks
 from unstale.records import Task
@@ -46,74 +34,9 @@ PREPARE_S = 60.0
 """Seconds in which a task set must list the tasks that are checked before a run."""
 
 
-@dataclass(frozen=True, slots=True)
-class EnvSpec:
-    """The declaration of an environment that comes with the package."""
-
-    name: str
-    make: Callable[[Any], Taskset]
-    """A function that makes the task set from an instance of `options`."""
-    options: type[TaskConfig] = TaskConfig
-    """The class with the options of the environment. The docstring under a field is its help
-    text.
-    """
-    takes_source: bool = False
-    """True if a source follows the name in `task.env`, as in `dataset:FILE`."""
-
-
-@cache
-def shipped_envs() -> dict[str, EnvSpec]:
-    """Return the declarations of all shipped environments, by name.
-
-    Imports neither torch nor an adapter.
-    """
-    specs = {}
-    for module in pkgutil.iter_modules(envs.__path__):
-        if module.name != "adapters":
-            spec = getattr(import_module(f"{envs.__name__}.{module.name}"), "ENV", None)
-            if isinstance(spec, EnvSpec):
-                specs[spec.name] = spec
-    return specs
-
-
-def libraries() -> dict[str, str]:
-    """Return the module of each adapter, by the name of its library."""
-    modules = [module.name for module in pkgutil.iter_modules(adapters.__path__)]
-    return {
-        name.replace("_", "-"): f"{adapters.__name__}.{name}"
-        for name in modules
-        if not name.startswith("_")
-    }
-
-
-def find_spec(env: str) -> EnvSpec | None:
-    """Return the declaration of a shipped environment. None for any other environment."""
-    name, _, source = env.partition(":")
-    spec = shipped_envs().get(name)
-    return spec if spec and spec.takes_source == bool(source) else None
-
-
-def task_options(env: str) -> type[TaskConfig]:
-    """Return the options class of an environment.
-
-    Raises `ConfigError` for an unknown environment.
-    """
-    if spec := find_spec(env):
-        return spec.options
-    if env.partition(":")[2] and env.partition(":")[0] not in shipped_envs():
-        return TaskConfig
-    shipped = [
-        f"{name}:SOURCE" if spec.takes_source else name for name, spec in shipped_envs().items()
-    ]
-    named = (f"{name}:NAME" for name in libraries() if name not in shipped_envs())
-    known = [*shipped, *named, "MODULE:FACTORY"]
-    meant = f"; did you mean dataset:{env}?" if Path(env).suffix else nearest(env, known)
-    raise ConfigError(f"task.env cannot be {env!r}{meant}")
-
-
 def build_taskset(config: TaskConfig) -> Taskset:
     """Return the task set that `task.env` names. Raises `ConfigError` if it cannot be made."""
-    task_options(config.env)  # raises ConfigError for an unknown name
+    task_class(config.env)  # raises ConfigError for an unknown name
     if spec := find_spec(config.env):
         return spec.make(config)
     if config.env.partition(":")[0] in libraries():

@@ -18,9 +18,9 @@ from typing import Annotated, Any
 
 from unstale.config import ConfigError
 from unstale.config.checks import Count, PositiveInt, Range, Share
+from unstale.config.tasks import EnvSpec
 from unstale.envs import Env, ListedTasks, Message, Turn
 from unstale.envs.draft_edit import DraftEditConfig
-from unstale.envs.registry import EnvSpec
 from unstale.records import Task
 
 SYSTEM = "Solve the puzzle. End your reply with the answer, as one word or number."

@@ -43,9 +43,9 @@ def is_by_group(config: RunConfig) -> bool | None:
 
 def _try(config: RunConfig, groups: Sequence["Group"]) -> "Sequence[ScoredTrajectory] | None":
     """Return the episodes with their advantages, or None if the estimator raises an error."""
-    from unstale.algorithms.advantages import ESTIMATORS
+    from unstale.algorithms.advantages import find_estimator
 
-    estimate = ESTIMATORS[config.advantage.estimator]
+    estimate = find_estimator(config.advantage.estimator)
     try:
         return list(estimate(groups, **config.advantage.selected_options()))
     except Exception:  # noqa: BLE001 - an estimator of the user may need what these episodes lack

@@ -5,12 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar
 
 from unstale.config.checks import NonNegative, Range, Share
-from unstale.config.objectives import (
-    Bounds,
-    ObjectiveConfig,
-    ObjectiveDocs,
-    register_objective,
-)
+from unstale.config.objectives import Bounds, ObjectiveConfig, ObjectiveDocs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +55,6 @@ class ClippedObjective(ObjectiveConfig):
         return ratio, "S"
 
 
-@register_objective
 @dataclass(frozen=True, kw_only=True)
 class PpoClip(ClippedObjective):
     """PPO's clipped loss."""
@@ -81,7 +75,6 @@ class PpoClip(ClippedObjective):
         return "" if capped else loose
 
 
-@register_objective
 @dataclass(frozen=True, kw_only=True)
 class Gspo(PpoClip):
     """PPO's clipped loss on the geometric mean of the ratios of a sequence."""
@@ -97,7 +90,6 @@ class Gspo(PpoClip):
     )
 
 
-@register_objective
 @dataclass(frozen=True, kw_only=True)
 class DualClip(ClippedObjective):
     """PPO's clipped loss with a limit where the advantage is negative."""
@@ -131,7 +123,6 @@ class DualClip(ClippedObjective):
         return (*super().bounds(), largest)
 
 
-@register_objective
 @dataclass(frozen=True, kw_only=True)
 class Cispo(ClippedObjective):
     """REINFORCE with a clipped weight: clipped tokens keep a gradient."""

@@ -6,10 +6,9 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from unstale.config.checks import NonNegative, Positive
-from unstale.config.objectives import ObjectiveConfig, ObjectiveDocs, register_objective
+from unstale.config.objectives import ObjectiveConfig, ObjectiveDocs
 
 
-@register_objective
 @dataclass(frozen=True, kw_only=True)
 class Sapo(ObjectiveConfig):
     """A loss whose gradient fades as S leaves 1."""
@@ -59,7 +58,6 @@ class PulledBack(ObjectiveConfig):
         return "S is pulled back, not cut"
 
 
-@register_objective
 @dataclass(frozen=True, kw_only=True)
 class Dro(PulledBack):
     """A regression of log S to the advantage."""
@@ -85,7 +83,6 @@ class Dro(PulledBack):
         return f"{super().meaning}; no weight S"
 
 
-@register_objective
 @dataclass(frozen=True, kw_only=True)
 class KlPenalty(PulledBack):
     """PPO with a penalty instead of a clip."""
@@ -111,7 +108,6 @@ class KlPenalty(PulledBack):
         return self.kl_penalty > 0
 
 
-@register_objective
 @dataclass(frozen=True, kw_only=True)
 class Unlimited(ObjectiveConfig):
     """REINFORCE with an importance weight and no trust region."""

@@ -5,14 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from unstale.config.routes import (
-    ALWAYS_ONE,
-    Meaning,
-    Needs,
-    OldLogpsConfig,
-    RouteDocs,
-    register_route,
-)
+from unstale.config.routes import ALWAYS_ONE, Meaning, Needs, OldLogpsConfig, RouteDocs
 from unstale.old_logps import OldLogps, has_clean_behavior
 
 if TYPE_CHECKING:
@@ -48,7 +41,6 @@ class CurrentRecompute(OldLogps):
         return now.where(batch.sampled, 0.0), exact
 
 
-@register_route
 @dataclass(frozen=True, kw_only=True)
 class CurrentRecomputeSpec(OldLogpsConfig):
     """Options of the route that scores with the trainer's weights at the start of the step."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from unstale.config.checks import ConfigError
-from unstale.config.routes import Meaning, Needs, OldLogpsConfig, RouteDocs, register_route
+from unstale.config.routes import Meaning, Needs, OldLogpsConfig, RouteDocs
 from unstale.old_logps import OldLogps, has_clean_behavior
 from unstale.old_logps.ewma_prox import EwmaProxSpec
 from unstale.old_logps.scoring.queue import ScoreQueue, key_of, text_of
@@ -130,7 +130,6 @@ class Eager(OldLogps):
             )
 
 
-@register_route
 @dataclass(frozen=True, kw_only=True)
 class EagerSpec(SnapshotOldSpec, EwmaProxSpec):
     """Options of the route `eager`, which scores tokens while the trainer waits for episodes.

@@ -14,7 +14,6 @@ from unstale.config.routes import (
     RouteDocs,
     age_of_average,
     meaning_of_average,
-    register_route,
 )
 from unstale.old_logps import OldLogps
 
@@ -84,7 +83,6 @@ class EwmaProx(OldLogps):
         self._version = state["version"]
 
 
-@register_route
 @dataclass(frozen=True, kw_only=True)
 class EwmaProxSpec(OldLogpsConfig):
     """Options of the route that scores with a moving average of the weights, with fixed decay."""

@@ -11,15 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from unstale.config.checks import Range
-from unstale.config.routes import (
-    ALWAYS_ONE,
-    WHOLE_RATIO,
-    Meaning,
-    Needs,
-    OldLogpsConfig,
-    RouteDocs,
-    register_route,
-)
+from unstale.config.routes import ALWAYS_ONE, WHOLE_RATIO, Meaning, Needs, OldLogpsConfig, RouteDocs
 from unstale.old_logps import OldLogps
 
 if TYPE_CHECKING:
@@ -141,7 +133,6 @@ class InterpProxSpec(OldLogpsConfig):
 _docs = partial(RouteDocs, exact="no", holds="nothing", costs="nothing")
 
 
-@register_route
 @dataclass(frozen=True, kw_only=True)
 class InterpProxLoglinearSpec(InterpProxSpec):
     """Options of the route with `old_logp = log mu + alpha (log pi - log mu)`.
@@ -168,7 +159,6 @@ class InterpProxLoglinearSpec(InterpProxSpec):
         return f"mu^{rest} pi^{a}", d, f"(pi / mu)^{rest}: the rest of the ratio"
 
 
-@register_route
 @dataclass(frozen=True, kw_only=True)
 class InterpProxLinearSpec(InterpProxSpec):
     """Options of the route with `old_logp = log((1 - alpha) mu + alpha pi)`.

@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from unstale.config.routes import ExactSpec, Needs, RouteDocs, register_route
+from unstale.config.routes import ExactSpec, Needs, RouteDocs
 from unstale.old_logps import OldLogps, has_clean_behavior
 from unstale.old_logps.scoring.cached_route import CachedRoute
 from unstale.old_logps.scoring.queue import by_key
@@ -69,7 +69,6 @@ class InterruptSync(CachedRoute):
         return spent
 
 
-@register_route
 @dataclass(frozen=True, kw_only=True)
 class InterruptSyncSpec(ExactSpec):
     """Options of the route that scores with the trainer's weights while generation is paused."""

@@ -16,7 +16,7 @@ from socket import MSG_DONTWAIT
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from unstale.config.checks import PositiveInt
-from unstale.config.routes import ExactSpec, Needs, RouteDocs, register_route
+from unstale.config.routes import ExactSpec, Needs, RouteDocs
 from unstale.old_logps import OldLogps, has_clean_behavior
 from unstale.old_logps.scoring.cached_route import CachedRoute
 from unstale.old_logps.scoring.queue import PieceKey, Pieces
@@ -264,7 +264,6 @@ def _pieces_message(pieces: Pieces) -> bytes:
     return b"".join(frame({"op": "pieces", "pieces": rows}, body))
 
 
-@register_route
 @dataclass(frozen=True, kw_only=True)
 class OldLogitModelSpec(ExactSpec):
     """Options of the route that scores with a second model in another process."""

@@ -14,7 +14,6 @@ from unstale.config.routes import (
     RouteDocs,
     age_of_average,
     meaning_of_average,
-    register_route,
 )
 from unstale.old_logps import OldLogps
 
@@ -180,7 +179,6 @@ def staleness_targets(lag: Tensor, number: int) -> list[float]:
     return [float(share.mean()) if len(share) else float(lag.max()) for share in shares]
 
 
-@register_route
 @dataclass(frozen=True, kw_only=True)
 class PpoEwmaAsyncSpec(OldLogpsConfig):
     """Options of the route that scores with moving averages of the weights, as old as the data."""

@@ -5,14 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from unstale.config.routes import (
-    ALWAYS_ONE,
-    WHOLE_RATIO,
-    Meaning,
-    OldLogpsConfig,
-    RouteDocs,
-    register_route,
-)
+from unstale.config.routes import ALWAYS_ONE, WHOLE_RATIO, Meaning, OldLogpsConfig, RouteDocs
 from unstale.old_logps import OldLogps
 
 if TYPE_CHECKING:
@@ -34,7 +27,6 @@ class RolloutRoute(OldLogps):
         return batch.behavior_logp, batch.sampled & False
 
 
-@register_route
 @dataclass(frozen=True, kw_only=True)
 class RolloutSpec(OldLogpsConfig):
     """Options of the route `rollout`, which uses the engine's log-probability as the old one."""

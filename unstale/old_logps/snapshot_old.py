@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from unstale.config.checks import NonNegative
-from unstale.config.routes import ExactSpec, Needs, RouteDocs, live_versions, register_route
+from unstale.config.routes import ExactSpec, Needs, RouteDocs, live_versions
 from unstale.old_logps import OldLogps, has_clean_behavior
 
 if TYPE_CHECKING:
@@ -77,7 +77,6 @@ class SnapshotOld(OldLogps):
         self.scorer.close()
 
 
-@register_route
 @dataclass(frozen=True, kw_only=True)
 class SnapshotOldSpec(ExactSpec):
     """Options of the route that keeps the weights of every version that unused tokens come from."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from unstale.config import ConfigError, nearest
 from unstale.config.checks import bounded, check_value, option_types
-from unstale.config.routes import routes
+from unstale.config.routes import route_names, routes
 from unstale.durability.console import Console
 from unstale.planner.assignments import parse_assignments
 from unstale.planner.hardware import DEVICES, Device, Shares
@@ -80,7 +80,7 @@ def add(verbs: Any) -> None:
     number("--groups", groups, 1, 10**4, nargs="+", default=[16], metavar="G")
     number("--group-size", "episodes per group", 1, 10**4, default=8, metavar="N")
     number("--window", window, 1, 10**4, metavar="W")
-    option("--route", f"{', '.join(routes())}. Now: the exact one with the highest throughput")
+    option("--route", f"{', '.join(route_names())}. Now: the exact one with the highest throughput")
     option("--lr", rate, type=bounded(float, 1e-12, 1), default=1e-6)
     for name, (_, default, metavar, text) in _WORKLOAD.items():
         option(name, text, default=default, metavar=metavar)

@@ -1,46 +1,50 @@
 """Recipes: functions that return the configuration of a run (`RunConfig`).
 
 Each module of this package lists its recipes in `RECIPES`. The command line takes a recipe by its
-name. `unstale recipes` shows the first line of its docstring. A recipe outside this package is
-given as `module:function` and needs no entry.
+name. `unstale recipes` shows the first line of its docstring. A recipe outside this package has an
+entry point, or is given as `module:function`.
 """
 
-import pkgutil
 from collections.abc import Callable
-from importlib import import_module
 
 from unstale.config import ConfigError, RunConfig, nearest
+from unstale.config.plugins import Plugins, added_names, declared
 from unstale.envs.registry import import_user_code, user_code
 from unstale.recipes.calculator import calculator
 from unstale.recipes.llm import llm
 from unstale.recipes.retail import retail
 
+Recipe = Callable[..., RunConfig]
 
-def find_recipes() -> dict[str, Callable[..., RunConfig]]:
-    """Return the recipes of all modules of this package, by name."""
-    recipes = {}
-    for module in pkgutil.iter_modules(__path__):
-        for recipe in import_module(f"{__name__}.{module.name}").RECIPES:
-            recipes[recipe.__name__] = recipe
-    return recipes
+RECIPES: dict[str, Recipe] = {
+    recipe.__name__: recipe for each in declared(__name__, "RECIPES") for recipe in each
+}
+"""The recipes of this package by name."""
+ADDED = Plugins("unstale.recipes", Callable)
 
 
-RECIPES = find_recipes()
+def recipe_names() -> list[str]:
+    """Return the names of all recipes. Those of other distributions are not imported."""
+    return [*RECIPES, *added_names(ADDED.group, RECIPES)]
+
+
+def find_recipes() -> dict[str, Recipe]:
+    """Return all recipes by name."""
+    return {**RECIPES, **ADDED.load_all(RECIPES)}
 
 
 def make_recipe(name: str) -> RunConfig:
     """Return the configuration that a recipe makes.
 
-    `name` is a key of `RECIPES`, or `module:function` of any importable module. Raises
+    `name` is one of `recipe_names`, or `module:function` of any importable module. Raises
     `ConfigError` if there is no such recipe.
     """
-    colon = ":" in name
-    if not colon and name not in RECIPES:
-        raise ConfigError(f"unknown recipe {name!r}{nearest(name, list(RECIPES))}")
-    if not colon:
+    if name in RECIPES:
         return RECIPES[name]()
     problem = f"the recipe {name!r} cannot be used"
-    recipe = import_user_code(name, problem)
+    recipe = import_user_code(name, problem) if ":" in name else ADDED.load(name)
+    if recipe is None:
+        raise ConfigError(f"unknown recipe {name!r}{nearest(name, recipe_names())}")
     with user_code(problem):
         try:
             config = recipe()

@@ -17,7 +17,6 @@ from unstale.config import (
     TrainerConfig,
 )
 from unstale.config.options import override, with_changes
-from unstale.config.routes import routes
 from unstale.envs.desk import DeskConfig
 
 
@@ -26,7 +25,7 @@ def route_recipe(name: str) -> Callable[..., RunConfig]:
 
     It trains on the customer-service desk, with tokens up to 6 versions old.
     """
-    route = routes()[name]
+    route = OldLogpsConfig.variants_by_name(added=False)[name]
 
     def recipe(**changes: Any) -> RunConfig:
         config = RunConfig(
@@ -47,4 +46,4 @@ def route_recipe(name: str) -> Callable[..., RunConfig]:
     return recipe
 
 
-RECIPES = tuple(route_recipe(name) for name in routes())
+RECIPES = tuple(map(route_recipe, OldLogpsConfig.variants_by_name(added=False)))

@@ -19,13 +19,13 @@ from typing import Any, ClassVar, Literal
 
 from unstale.config import TaskConfig
 from unstale.config.checks import NonNegative
+from unstale.config.tasks import EnvSpec, shipped_envs
 from unstale.envs import Message, NumberedTasks, ToolCall, Turn
 from unstale.envs.desk.customer import Customer
 from unstale.envs.desk.database import DeskError
 from unstale.envs.desk.domain import LEVELS, Domain, Scenario
 from unstale.envs.desk.expert import goal
 from unstale.envs.desk.tools import unknown_tool
-from unstale.envs.registry import EnvSpec, shipped_envs
 from unstale.records import Task
 
 

@@ -5,12 +5,12 @@ Each tracker is a file of this folder with
     PACKAGE = "wandb"                                        # the module that it needs
     def open_sink(package: Any, run: TrackedRun) -> Sink: ...  # gets that module
 
-The name of the file is the name of the tracker, and of the extra that installs the package.
-`module:factory` in the option `trackers` calls your function `factory(run: TrackedRun) -> Sink`.
+The name of the file is the name of the tracker, and of the extra that installs the package. The
+entry point of another distribution, or `module:factory` in the option `trackers`, names a function
+`factory(run: TrackedRun) -> Sink`.
 """
 
 import math
-import pkgutil
 import re
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, Self
 
 from unstale.config import ConfigError, install, nearest
+from unstale.config.plugins import Plugins, added_names, modules
 from unstale.envs.registry import import_user_code, user_code
 
 if TYPE_CHECKING:  # `records` imports torch
@@ -146,8 +147,12 @@ def accepted_name(name: str) -> str:
     return f"{accepted or 'metric'}_{suffix}"
 
 
+ADDED = Plugins("unstale.trackers", Callable)
+
+
 def tracker_names() -> list[str]:
-    return [module.name for module in pkgutil.iter_modules(__path__)]
+    own = modules(__name__)
+    return [*own, *added_names(ADDED.group, own)]
 
 
 def find_trackers(option: str) -> dict[str, Callable[[TrackedRun], Sink]]:
@@ -161,11 +166,12 @@ def find_trackers(option: str) -> dict[str, Callable[[TrackedRun], Sink]]:
 def _find(name: str) -> Callable[[TrackedRun], Sink]:
     if name.partition(":")[2]:
         problem = f"trackers: {name} cannot be imported"
-        make: Callable[[TrackedRun], Sink] = import_user_code(name, problem)
-        return make
+        return import_user_code(name, problem)
     if name not in tracker_names():
         known = [*tracker_names(), "MODULE:FACTORY"]
         raise ConfigError(f"trackers cannot hold {name!r}{nearest(name, known)}")
+    if name not in modules(__name__):
+        return ADDED.load(name)
     tracker = import_module(f"{__name__}.{name}")
     try:
         package = import_module(tracker.PACKAGE)

@@ -1,0 +1,132 @@
+"""Find what can be added to a run: modules of this package, entry points of other distributions.
+
+Each kind of thing has a group of entry points. The name of an entry point is the name of the thing,
+so names are known before anything is imported.
+"""
+
+import sys
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from importlib.metadata import EntryPoint, distributions
+from pathlib import Path
+from pkgutil import iter_modules
+from typing import Any
+
+from unstale.config.checks import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Plugins:
+    """The things of one kind that other distributions add."""
+
+    group: str
+    """The group of entry points, such as `unstale.routes`."""
+    kind: Any
+    """The class of the objects that entry points name, or `Callable`. For a section of the
+    configuration, they are subclasses. An object with a name must have that of the entry point.
+    """
+
+    def load(self, name: str) -> Any:
+        """Return the thing that another distribution adds under a name. None if none adds it.
+
+        Raises `ConfigError` if it cannot be imported or is a wrong object, or if two distributions
+        add the name.
+        """
+        points = read_entry_points()[self.group].get(name)
+        if not points:
+            return None
+        if len(points) > 1:
+            raise problem(self.group, name, "both have it. Uninstall one of them")
+        try:
+            thing = points[0].load()
+        except (Exception, SystemExit) as error:
+            raise problem(self.group, name, f"{type(error).__name__}: {error}") from error
+        if not self._accepts(name, thing):
+            given, expected = type(thing).__name__, self.kind.__name__
+            cause = f"{points[0].value} is of type {given}, not {expected} with this name"
+            raise problem(self.group, name, cause)
+        return thing
+
+    def _accepts(self, name: str, thing: Any) -> bool:
+        if hasattr(self.kind, "selector"):
+            is_variant = isinstance(thing, type) and issubclass(thing, self.kind)
+            return is_variant and getattr(thing, self.kind.selector) == name
+        return isinstance(thing, self.kind) and getattr(thing, "name", name) == name
+
+    def load_all(self, own: Collection[str] = ()) -> dict[str, Any]:
+        """Return the things that can be used, by name. Print a warning about each other one, once.
+
+        `own` are names in this package, which no other distribution can replace.
+        """
+        things = {}
+        for name in added_names(self.group, own):
+            try:
+                things[name] = self.load(name)
+            except ConfigError as error:
+                _warn(str(error))
+        return things
+
+
+def added_names(group: str, own: Collection[str] = ()) -> list[str]:
+    """Return the names in a group of entry points. Nothing is imported, so some may be broken.
+
+    Print a warning, once, about each name that is in `own`, the names in this package.
+    """
+    names = sorted(read_entry_points()[group])
+    for name in names:
+        if name in own:
+            _warn(str(problem(group, name, "unstale has this name itself")))
+    return [name for name in names if name not in own]
+
+
+def owner(group: str, name: str) -> str:
+    """Return the distribution that has an entry point, with its version."""
+    found = [point.dist for point in read_entry_points()[group][name] if point.dist]
+    return " and ".join(sorted({f"{each.name} {each.version}" for each in found}))
+
+
+def problem(group: str, name: str, cause: str) -> ConfigError:
+    """Return an error about an entry point."""
+    where = f"entry point {name!r} of {owner(group, name)} in the group {group}"
+    return ConfigError(f"{where} cannot be used: {cause}")
+
+
+def modules(package: str) -> list[str]:
+    """Return the names of the modules in a package of this distribution, without importing it.
+
+    Packages in it and modules with an underscore are left out.
+    """
+    folder = Path(__file__).parents[1].joinpath(*package.split(".")[1:])
+    found = iter_modules([str(folder)])
+    return [each.name for each in found if not (each.ispkg or each.name.startswith("_"))]
+
+
+def declared(package: str, attribute: str) -> Iterator[Any]:
+    """Import the modules in a package of this distribution. Yield what they have in `attribute`."""
+    for name in modules(package):
+        module = import_module(f"{package}.{name}")
+        if hasattr(module, attribute):
+            yield getattr(module, attribute)
+
+
+@cache
+def read_entry_points() -> Mapping[str, Mapping[str, list[EntryPoint]]]:
+    """Return the entry points of other distributions, by group and name.
+
+    The current folder is not searched if it is on the path as "": it may be somebody else's.
+    """
+    groups: Any = defaultdict(lambda: defaultdict(list))
+    found = distributions(path=[folder for folder in sys.path if folder])
+    ours = [each for each in found if "[unstale." in (each.read_text("entry_points.txt") or "")]
+    for each in {each.name: each for each in reversed(ours)}.values():  # the first on the path
+        for point in each.entry_points:
+            groups[point.group][point.name].append(point)
+    return groups
+
+
+@cache
+def _warn(text: str) -> None:
+    sys.stderr.write(f"warning: {text}\n")
