@@ -444,7 +444,7 @@ def test_a_second_signal_ends_a_blocked_run_at_once(by: signal.Signals, tmp_path
     ) as process:
         assert process.stdout and process.stdout.readline() == "blocks\n"
         process.send_signal(by)
-        time.sleep(0.2)  # equal signals that arrive together count as one
+        time.sleep(0.5)  # signals that arrive together count as one
         assert process.poll() is None  # the first one waits for the environment
         process.send_signal(by)
         _, errors = process.communicate(timeout=60)

@@ -44,7 +44,7 @@ from unstale.durability.run_folder import (
     RunLog,
     plain,
 )
-from unstale.envs.guard import OCCUPANCY, error_text, traceback_text
+from unstale.envs.guard import OCCUPANCY, THREAD_S, error_text, traceback_text
 from unstale.envs.registry import data_digests
 from unstale.isolation import IsolatedTasks
 from unstale.lint import check
@@ -57,7 +57,7 @@ from unstale.observe.recorder import Outputs
 from unstale.observe.trackers import OutcomeKind, RunOutcome, TrackedRun, Trackers
 from unstale.planner.footprint import predict_footprint, require_disk_to_resume
 from unstale.rollout.timeouts import first_error
-from unstale.stop_signals import stop_signals
+from unstale.stop_signals import begin_run, stop_signals
 from unstale.trainer.records import NOT_FINITE
 from unstale.weights.child_process import cores
 
@@ -300,6 +300,8 @@ def _run_to_end(session: "RunSession", console: Console) -> Run:
         detail = f"ended at once by a second signal; {command}"
         session.log.write_last_event("stopped", reason="Ctrl-C", detail=detail)
 
+    limit_s = max(THREAD_S, 2 * session.config.rollout.timeout_s)
+    begin_run(str(session.log.path.resolve()), command, limit_s)
     with stop_signals(f"; {command}", on_end):
         return _run_and_record(session, console)
 
