@@ -477,6 +477,21 @@ def test_hooks_of_a_task_set_that_never_return_are_named(monkeypatch: pytest.Mon
             held_out_tasks(Listed(**{hook: hang}), 4)
 
 
+@pytest.mark.parametrize("stage", ["import", "factory"])
+def test_a_task_set_that_is_never_made_is_named(
+    stage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sleep = "import time\ntime.sleep(3600)\n"
+    text = sleep if stage == "import" else "def make():\n    import time\n    time.sleep(3600)\n"
+    (tmp_path / f"never_{stage}.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(registry, "LOAD_S", 0.3)
+    where = rf"blocked the event loop for more than 0.3 s in .*never_{stage}.py, line [23]"
+    name = r"the import of never_import" if stage == "import" else r"never_factory:make\(\)"
+    with pytest.raises(ConfigError, match=rf"^{name}: it {where}.*make it quicker"):
+        build_taskset(TaskConfig(env=f"never_{stage}:make"))
+
+
 class SlowError(Exception):
     def __str__(self) -> str:
         time.sleep(3600)

@@ -25,7 +25,7 @@ from unstale.cli.recipe_options import (
 from unstale.cli.supervisor import SUPERVISED, supervise
 from unstale.cli.verbs import VERBS
 from unstale.config import ConfigError, nearest
-from unstale.durability.console import escape_logs, escape_tracebacks
+from unstale.durability.console import escape_logs, escape_tracebacks, keep_outputs
 from unstale.stop_signals import note_end
 
 INTERRUPTED = 130
@@ -48,6 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         # in it replaces a library. `import_user_code` looks there first.
         sys.path.append("")
     if arguments is None:
+        keep_outputs()
         escape_tracebacks()
         escape_logs()
     try:

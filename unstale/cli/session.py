@@ -1,6 +1,7 @@
 """Train a new or resumed run. The trainer is in this process, and engines are in others."""
 
 import asyncio
+import os
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing, nullcontext, suppress
 from dataclasses import dataclass, replace
@@ -292,6 +293,16 @@ def _failure(error: BaseException, folder: Path) -> str:
     return f"{text} (traceback in {folder / ERROR})"
 
 
+def _return_to(place: Path) -> str:
+    """Change back to the working folder in which a run began. Return what is wrong, or ""."""
+    with suppress(OSError):  # a folder may be gone
+        now = Path.cwd()
+        os.chdir(place)
+        if now != place:
+            return f"code of the task changed the working folder of the run to {now} (os.chdir)"
+    return ""
+
+
 def _run_to_end(session: "RunSession", console: Console) -> Run:
     """Run all segments, and end in order. A second Ctrl-C or SIGTERM ends the process at once."""
     command = f"to continue: {resume_command(session.log.path)}"
@@ -309,7 +320,7 @@ def _run_to_end(session: "RunSession", console: Console) -> Run:
 def _run_and_record(session: "RunSession", console: Console) -> Run:
     """Run all segments. Then write the report, and save the policy unless the run failed."""
     log = session.log
-    folder = log.path
+    folder, place = log.path, Path.cwd()
     reason, detail = "failed", "the program has an error, which is printed below"
     try:
         with (
@@ -321,11 +332,12 @@ def _run_and_record(session: "RunSession", console: Console) -> Run:
         reason, detail = "finished", _why_finished(session.config, folder)
     except FAILURES as failures:
         error = first_error(failures)
+        moved = _return_to(place)
         with suppress(OSError):  # the disk may be the cause
             log.failed(traceback_text(error))
         if isinstance(error, NOT_FINITE) and session.machine:
             console.print(session.machine.save_failed_batch(folder), highlight=False)
-        detail = _failure(error, folder)
+        detail = moved or _failure(error, folder)
         raise RunFailed(detail) from error
     except ConfigError as error:
         detail = str(error)
@@ -338,6 +350,7 @@ def _run_and_record(session: "RunSession", console: Console) -> Run:
         console.print("[yellow]stopping[/]")
         raise
     finally:
+        _return_to(place)
         with ExitStack() as ending:  # the last is called first, and all are called whatever fails
             ending.callback(_record_end, session, console, reason, detail)
             ending.callback(_try, "the trainer ranks were not ended", session.end_ranks, console)

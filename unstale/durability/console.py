@@ -1,21 +1,58 @@
 """The console of all commands: no text of a model, an environment or a run controls a terminal."""
 
 import logging
+import os
 import sys
 import threading
 import warnings
 from collections.abc import Iterable
 from types import TracebackType
-from typing import Any
+from typing import IO, Any
 
 from rich import console
+from rich._null_file import NULL_FILE
 from rich.segment import Segment
 
 from unstale.durability.run_folder import show_controls
 
+_outputs: dict[bool, tuple[IO[str], Any]] = {}
+"""Standard output, and under True standard error, each with the open file that it is."""
+
+
+def keep_outputs() -> None:
+    """Let consoles write where they do now, also if code of others replaces `sys.stdout`.
+
+    An output that such code closes is replaced by the other one.
+    """
+    for is_error, file in enumerate((sys.stdout, sys.stderr)):
+        _outputs[bool(is_error)] = file, _opened(file)
+
+
+def _opened(file: IO[str]) -> tuple[int, int] | None:
+    """Return what identifies the open file. The number of a closed one may be that of another."""
+    try:
+        status = os.fstat(file.fileno())
+    except (OSError, ValueError, AttributeError):
+        return None
+    return status.st_dev, status.st_ino
+
 
 class Console(console.Console):
     """rich's console, which shows control characters in text as escapes. Its own still act."""
+
+    @property
+    def file(self) -> IO[str]:
+        if self._file or not _outputs:
+            return super().file
+        for is_error in (self.stderr, not self.stderr):
+            file, opened = _outputs[is_error]
+            if opened and _opened(file) == opened:
+                return file
+        return NULL_FILE
+
+    @file.setter
+    def file(self, file: IO[str]) -> None:
+        self._file = file
 
     def render(
         self, renderable: Any, options: console.ConsoleOptions | None = None

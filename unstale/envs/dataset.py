@@ -13,6 +13,7 @@ import json
 import zlib
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any
@@ -32,6 +33,7 @@ from unstale.envs.draft_edit import DraftEditConfig
 from unstale.envs.guard import call_named
 from unstale.envs.registry import EnvSpec, import_user_code
 from unstale.envs.strict_json import loads
+from unstale.frames import show_line
 from unstale.records import Task
 
 Row = Mapping[str, Any]
@@ -205,7 +207,7 @@ class RowEnv:
         for text in self._follow_ups:
             return Turn((Message("user", text),))
         rewards = await call_named(self.code_name, self._reward, reply.content, self._row)
-        return Turn((), done=True, rewards=read_rewards(rewards, f"{self.code_name}: "))
+        return Turn((), done=True, rewards=_read(rewards, self.code_name, self._reward))
 
 
 def _openings(rows: Sequence[Row], where: str, options: DatasetConfig) -> list[tuple[Message, ...]]:
@@ -460,10 +462,19 @@ def _joined(rewards: Sequence[RewardFunction]) -> RewardFunction:
         for name, each in zip(names, rewards, strict=True):
             code = f"the reward function {name}"
             given = await call_named(code, each, reply, row)
-            values[name] = sum(read_rewards(given, f"{code}: ").values())
+            values[name] = sum(_read(given, code, each).values())
         return values
 
     return joined
+
+
+def _read(rewards: Any, name: str, reward: RewardFunction) -> dict[str, float]:
+    """Return rewards by name. The error of a wrong value has the function's place."""
+    function: Any = inspect.unwrap(reward.func if isinstance(reward, partial) else reward)
+    code = getattr(function, "__code__", getattr(type(function).__call__, "__code__", None))
+    place = show_line(code.co_filename, code.co_firstlineno, "") if code else ""
+    place = place and f" ({place.partition(', in ')[0]})"
+    return read_rewards(rewards, f"{name}{place}: ")
 
 
 def make_dataset(options: DatasetConfig) -> DatasetTasks:

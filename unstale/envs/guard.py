@@ -48,6 +48,9 @@ MAX_CANCELS = 5
 """Number of cancellations that a task may ignore. Then it is abandoned."""
 MAX_HUNG = 64
 """Number of threads whose function does not return. Each keeps its memory, and may use a core."""
+MAX_RECURSION = 1_000_000
+"""Largest number of calls within each other. Endless ones would use up the memory of the machine.
+"""
 _LATER = "do slow work before the run, or in a method of an environment"
 _TICK_S = 0.5
 _MAX_TEXT = 300
@@ -613,6 +616,8 @@ class Watchdog:
         ticks = 0
         while not self._ended.wait(_TICK_S):
             beat()
+            if sys.getrecursionlimit() > MAX_RECURSION:
+                sys.setrecursionlimit(MAX_RECURSION)
             current = OCCUPANCY.current
             if current is None or current is not seen:
                 seen = current
