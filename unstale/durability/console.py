@@ -1,13 +1,15 @@
 """The console of all commands: no text of a model, an environment or a run controls a terminal."""
 
+import io
 import logging
 import os
 import sys
 import threading
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from types import TracebackType
-from typing import IO, Any
+from typing import IO, Any, cast
 
 from rich import console
 from rich._null_file import NULL_FILE
@@ -62,6 +64,36 @@ class Console(console.Console):
                 yield segment
             else:
                 yield Segment(show_controls(segment.text), segment.style)
+
+
+class _Escaped(io.TextIOBase):
+    """What code prints, with control characters as escapes."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+
+    def write(self, text: str) -> int:
+        return self._console.file.write(show_controls(text))
+
+    def flush(self) -> None:
+        self._console.file.flush()
+
+    def fileno(self) -> int:
+        return self._console.file.fileno()
+
+
+@contextmanager
+def escaped_prints() -> Iterator[None]:
+    """Return a context in which what code prints in a command has its control characters escaped.
+
+    `rich.live` does so on a terminal. A log file is also shown on one.
+    """
+    if not _outputs:
+        yield
+        return
+    printed, errors = _Escaped(Console()), _Escaped(Console(stderr=True))
+    with redirect_stdout(cast(IO[str], printed)), redirect_stderr(cast(IO[str], errors)):
+        yield
 
 
 def escape_logs() -> None:
