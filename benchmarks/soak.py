@@ -112,7 +112,8 @@ def count(name: str, process: int, minute: float) -> Count:
         children += of.get(each, [])
     held = [_held(each) for each in children]
     sums = [sum(column) for column in zip(*held, strict=True)]
-    return Count(name, minute, *held[0], len(children) - 1, int(sums[0]), int(sums[1]), sums[2])
+    own = held[min(1, len(held) - 1)]  # a command works in the child of its supervisor
+    return Count(name, minute, *own, len(children) - 1, int(sums[0]), int(sums[1]), sums[2])
 
 
 class IdleClients:

@@ -1,17 +1,29 @@
-"""Ctrl-C and SIGTERM: the first ends a run in order, the second ends it at once in any state."""
+"""Ctrl-C and SIGTERM: the first ends a run in order, the second ends it at once in any state.
+
+A command sends messages to the process that supervises it (`cli/supervisor.py`): that it runs, what
+it runs, and that it ends. Without such a process, as in a notebook, they go nowhere.
+"""
 
 import asyncio
 import builtins
+import json
 import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
 
-_SHOW_CURSOR = "\x1b[?25h"
+from unstale.frames import show_frame
+
+SHOW_CURSOR = "\x1b[?25h"
+REPEAT_S = 0.2
+"""Signals in this many seconds count as one. Some programs send theirs to a process and then to its
+group.
+"""
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -20,6 +32,57 @@ class SecondSignal(KeyboardInterrupt):
 
     Code that turns errors of environments into failed episodes must let it pass.
     """
+
+
+_supervisor: tuple[int, int] | None = None
+"""This process, and the pipe to the one that supervises it. Forked processes send nothing."""
+
+
+def connect(pipe: int) -> None:
+    """Send messages into a pipe from now on, also about code of others that ends this process."""
+    global _supervisor
+    _supervisor = (os.getpid(), pipe)
+    os.set_blocking(pipe, False)
+    leave, kill = os._exit, os.kill
+
+    def noted_exit(status: int) -> NoReturn:
+        _send({"left": f"os._exit({status}) was called: {show_frame(sys._getframe(1))}"})
+        leave(status)
+
+    def noted_kill(pid: int, number: int, /) -> None:
+        if number and pid == os.getpid():
+            _send({"left": f"os.kill({pid}, {number}) was called: {show_frame(sys._getframe(1))}"})
+        kill(pid, number)
+
+    os._exit, os.kill = noted_exit, noted_kill
+
+
+def _send(message: dict[str, Any] | None = None) -> None:
+    """Send a message, or a sign of life. It is lost if the pipe is full or closed."""
+    if _supervisor and _supervisor[0] == os.getpid():
+        with suppress(OSError):
+            os.write(_supervisor[1], (json.dumps(message) if message else "").encode() + b"\n")
+
+
+def beat(*, last: bool = False) -> None:
+    """Send a sign of life. From now on one is expected every few seconds, unless it is the last."""
+    _send({"rests": True} if last else None)
+
+
+def begin_run(folder: str, note: str, limit_s: float) -> None:
+    """Send which run begins, what helps if it is ended, and how long code may hold the GIL."""
+    _send({"run": folder, "note": note, "limit_s": limit_s})
+
+
+def note_end(code: int) -> None:
+    """Send that this process ends with an exit code, and has told the user why."""
+    _send({"ended": code})
+
+
+def end_process(code: int) -> NoReturn:
+    """End this process at once. The user has been told why."""
+    note_end(code)
+    os._exit(code)
 
 
 class StopSignals:
@@ -31,6 +94,7 @@ class StopSignals:
         self._note = note
         self._on_end = on_end
         self._count = 0
+        self._last = -REPEAT_S
         self._task: asyncio.Task[object] | None = None
 
     @contextmanager
@@ -45,6 +109,10 @@ class StopSignals:
 
     def receive(self, number: int, frame: FrameType | None) -> None:
         """Act on a signal. Called between two instructions of the main thread."""
+        now = time.monotonic()
+        if now - self._last < REPEAT_S:
+            return
+        self._last = now
         self._count += 1
         if self._count > 1:
             self._end_at_once(number)
@@ -57,12 +125,12 @@ class StopSignals:
     def _end_at_once(self, number: int) -> NoReturn:
         if hasattr(sys, "ps1") or hasattr(builtins, "__IPYTHON__"):
             raise SecondSignal
-        cursor = _SHOW_CURSOR if os.isatty(2) else ""
+        cursor = SHOW_CURSOR if os.isatty(2) else ""
         text = f"\n{cursor}unstale: ended at once by a second signal{self._note}\n"
         with suppress(OSError):
             os.write(2, text.encode(errors="backslashreplace"))
             self._on_end()
-        os._exit(128 + number)
+        end_process(128 + number)
 
 
 _active: StopSignals | None = None

@@ -407,8 +407,14 @@ SECONDS_TO_AN_END = 60.0
 """Seconds for a run to notice a dead process and write its report, on a busy machine."""
 
 
-def children(pid: int) -> list[int]:
+def _children(pid: int) -> list[int]:
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def children(pid: int) -> list[int]:
+    """Return the engines of a command, whose run is in the child of its supervisor."""
+    (run,) = _children(pid)
+    return _children(run)
 
 
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="finds the engine's process through /proc")
@@ -430,7 +436,7 @@ def test_a_dead_engine_ends_the_run_within_seconds(tmp_path: Path) -> None:
 def test_ctrl_c_and_sigterm_save_and_say_where_to_look(tmp_path: Path, by: signal.Signals) -> None:
     with started(tmp_path, steps=100_000) as process:
         wait_for_steps(tmp_path, 2, process)
-        for child in children(process.pid):  # a cluster ends all processes of a job
+        for child in (*_children(process.pid), *children(process.pid)):  # a cluster ends them all
             os.kill(child, by)
         process.send_signal(by)
         output, errors = process.communicate(timeout=LIMIT_S)

@@ -133,8 +133,8 @@ TIMED_OUT = {
 }
 ENDS_WORKER = {
     hostile.IgnoresInterruptions: "the environment of toy/train/13 has blocked the event",
-    hostile.HoldsTheLock: "gave no sign of life for 8 s during step of toy/train/14 at step (h",
-    hostile.Crashes: "ended with SIGSEGV during step of toy/train/15 at step (hostile_envs.py",
+    hostile.HoldsTheLock: "gave no sign of life for 8 s during step of toy/train/14 in ",
+    hostile.Crashes: "ended with SIGSEGV during step of toy/train/15 in ",
     hostile.Exits: "a worker process ended with exit code 3 during step of toy/train/16",
     hostile.ExitsInATask: "ended with exit code 1 during step of toy/train/17: SystemExit: no",
     hostile.ClosesDescriptors: "during step of toy/train/18",

@@ -394,7 +394,7 @@ fake_run(folder, steps=config.steps, seed=config.seed)
 (folder / "config.json").write_text(dumps(config))
 reason = "finished"
 if (config.runs.parent / f"break {config.name}").exists():
-    (folder / "error.txt").write_text("Traceback\\nRuntimeError: broken on purpose\\n")
+    (folder / "error.txt").write_text("Traceback\\nRuntimeError: broken \\x1b[2Jon purpose\\n")
     reason = "failed"
 if (config.runs.parent / f"interrupt {config.name}").exists():
     try:
@@ -472,7 +472,8 @@ def test_a_failed_run_stops_nobody_and_is_run_again(tmp_path: Path) -> None:
     said = start(planned(folder))
     every = ["snapshot_old-seed0", "rollout-seed0", "snapshot_old-seed1", "rollout-seed1"]
     assert ran(folder) == every
-    assert "rollout-seed0: failed: RuntimeError: broken on purpose" in said
+    shown = r"rollout-seed0: failed: RuntimeError: broken \x1b[2Jon purpose"
+    assert shown in said and "\x1b" not in said
     assert [len(arm.finished) for arm in read_comparison(folder).arms] == [2, 1]
     assert "rollout | 1 of 2" in (folder / "compare.md").read_text()
 

@@ -307,6 +307,28 @@ def test_a_run_sends_metrics_and_a_text_to_your_own_tracker(tmp_path: Path) -> N
     require_named_trackers(stored, {"trackers": ""})
 
 
+def test_a_program_gives_trackers_as_objects_functions_and_names(tmp_path: Path) -> None:
+    sink, opened = Memory(), []
+
+    def make(run: TrackedRun) -> Sink:
+        opened.append(Memory(first_step=run.first_step))
+        return opened[0]
+
+    trackers: Any = [sink, make, "tests.support.tracker:make_memory"]
+    session.train(small(tmp_path, trackers=trackers, steps=1), console=quiet())
+    for memory in (sink, *opened, OPENED.pop()):
+        assert [step for step, _ in memory.rows] == [0, 1] and memory.outcome
+    assert json.loads((tmp_path / "run" / "config.json").read_text())["trackers"].endswith(
+        "make,tests.support.tracker:make_memory"
+    )
+
+
+@pytest.mark.parametrize("value", [5, object(), ["wandb", object()]])
+def test_other_objects_are_refused_as_trackers(tmp_path: Path, value: Any) -> None:
+    with pytest.raises(ConfigError, match=r"trackers must be a text, .* write\(\), text\(\) and"):
+        small(tmp_path, trackers=value)
+
+
 @pytest.mark.costly
 def test_a_run_in_segments_opens_a_tracker_once(tmp_path: Path) -> None:
     """A deterministic run loads every checkpoint, as a resumed one does."""

@@ -444,7 +444,7 @@ def test_a_second_signal_ends_a_blocked_run_at_once(by: signal.Signals, tmp_path
     ) as process:
         assert process.stdout and process.stdout.readline() == "blocks\n"
         process.send_signal(by)
-        time.sleep(0.2)  # equal signals that arrive together count as one
+        time.sleep(0.5)  # signals that arrive together count as one
         assert process.poll() is None  # the first one waits for the environment
         process.send_signal(by)
         _, errors = process.communicate(timeout=60)
@@ -475,6 +475,21 @@ def test_hooks_of_a_task_set_that_never_return_are_named(monkeypatch: pytest.Mon
         with pytest.raises(ConfigError, match=rf"{hook}\(\) of listed: .* in .*test_hostile_envs"):
             check_taskset(Listed(**{hook: hang}), 0, 50)
             held_out_tasks(Listed(**{hook: hang}), 4)
+
+
+@pytest.mark.parametrize("stage", ["import", "factory"])
+def test_a_task_set_that_is_never_made_is_named(
+    stage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sleep = "import time\ntime.sleep(3600)\n"
+    text = sleep if stage == "import" else "def make():\n    import time\n    time.sleep(3600)\n"
+    (tmp_path / f"never_{stage}.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(registry, "LOAD_S", 0.3)
+    where = rf"blocked the event loop for more than 0.3 s in .*never_{stage}.py, line [23]"
+    name = r"the import of never_import" if stage == "import" else r"never_factory:make\(\)"
+    with pytest.raises(ConfigError, match=rf"^{name}: it {where}.*make it quicker"):
+        build_taskset(TaskConfig(env=f"never_{stage}:make"))
 
 
 class SlowError(Exception):

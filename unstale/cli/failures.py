@@ -1,7 +1,6 @@
 """The error of a run that failed, and the end of a command with an error message."""
 
 import errno
-import os
 import resource
 import sys
 import threading
@@ -14,6 +13,7 @@ from rich.markup import escape
 
 from unstale.durability.console import Console
 from unstale.durability.run_folder import show_controls
+from unstale.stop_signals import end_process
 
 OUT_OF_FILES, OUT_OF_MEMORY, OUT_OF_THREADS = "files", "memory", "threads"
 _ERRNOS = {
@@ -106,16 +106,21 @@ def end_despite_threads() -> None:
     exits. Does nothing if there are no such threads.
     """
     error = sys.exception()
-    code = error.code if isinstance(error, SystemExit) else 1
 
     def end() -> None:
         time.sleep(EXIT_S)
         if names := _waiting_for():
             print_failure("unstale", f"threads of user code never end: {', '.join(names)}")
-            os._exit(code if isinstance(code, int) else 1 if code else 0)
+            end_process(exit_code(error))
 
     if _waiting_for():
         threading.Thread(target=end, name="exit", daemon=True).start()
+
+
+def exit_code(error: BaseException | None) -> int:
+    """Return the exit code of Python for the error that ends it."""
+    code = error.code if isinstance(error, SystemExit) else 1 if error else 0
+    return code if isinstance(code, int) else 1 if code else 0
 
 
 def _waiting_for() -> list[str]:

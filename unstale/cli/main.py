@@ -1,13 +1,20 @@
 """The command line. A wrong command gives one line and exit code 2. Importing it loads no torch."""
 
 import argparse
+import os
 import re
 import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from unstale import __version__
-from unstale.cli.failures import RunFailed, end_despite_threads, exhausted, exit_after
+from unstale.cli.failures import (
+    RunFailed,
+    end_despite_threads,
+    exhausted,
+    exit_after,
+    exit_code,
+)
 from unstale.cli.recipe_options import (
     option_names,
     options_help,
@@ -15,9 +22,11 @@ from unstale.cli.recipe_options import (
     split_options,
     take_file,
 )
+from unstale.cli.supervisor import SUPERVISED, supervise
 from unstale.cli.verbs import add_verb, verb_names
 from unstale.config import ConfigError, nearest
-from unstale.durability.console import escape_logs, escape_tracebacks
+from unstale.durability.console import escape_logs, escape_tracebacks, keep_outputs
+from unstale.stop_signals import note_end
 
 INTERRUPTED = 130
 """Exit code after Ctrl-C, as in shells."""
@@ -39,10 +48,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
         # in it replaces a library. `import_user_code` looks there first.
         sys.path.append("")
     if arguments is None:
+        keep_outputs()
         escape_tracebacks()
         escape_logs()
     try:
         chosen = parse(sys.argv[1:] if arguments is None else arguments)
+        if arguments is None and chosen.verb in SUPERVISED:
+            code = supervise()
+            if code is not None:
+                os._exit(code)
         sys.exit(chosen.act(chosen))
     except ConfigError as error:
         exit_after("unstale", error, code=2)
@@ -57,6 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     finally:
         if arguments is None:  # the command runs in a separate process
             end_despite_threads()
+            note_end(exit_code(sys.exception()))
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:

@@ -1,6 +1,7 @@
 """Train a new or resumed run. The trainer is in this process, and engines are in others."""
 
 import asyncio
+import os
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing, nullcontext, suppress
 from dataclasses import dataclass
@@ -44,7 +45,7 @@ from unstale.durability.run_folder import (
     RunLog,
     plain,
 )
-from unstale.envs.guard import OCCUPANCY, error_text, traceback_text
+from unstale.envs.guard import OCCUPANCY, THREAD_S, error_text, traceback_text
 from unstale.envs.registry import data_digests
 from unstale.isolation import IsolatedTasks
 from unstale.lint import check
@@ -57,7 +58,7 @@ from unstale.observe.recorder import Outputs
 from unstale.observe.trackers import OutcomeKind, RunOutcome, TrackedRun, Trackers
 from unstale.planner.footprint import predict_footprint, require_disk_to_resume
 from unstale.rollout.timeouts import first_error
-from unstale.stop_signals import stop_signals
+from unstale.stop_signals import begin_run, stop_signals
 from unstale.trainer.records import NOT_FINITE
 from unstale.weights.child_process import cores
 
@@ -292,6 +293,16 @@ def _failure(error: BaseException, folder: Path) -> str:
     return f"{text} (traceback in {folder / ERROR})"
 
 
+def _return_to(place: Path) -> str:
+    """Change back to the working folder in which a run began. Return what is wrong, or ""."""
+    with suppress(OSError):  # a folder may be gone
+        now = Path.cwd()
+        os.chdir(place)
+        if now != place:
+            return f"code of the task changed the working folder of the run to {now} (os.chdir)"
+    return ""
+
+
 def _run_to_end(session: "RunSession", console: Console) -> Run:
     """Run all segments, and end in order. A second Ctrl-C or SIGTERM ends the process at once."""
     command = f"to continue: {resume_command(session.log.path)}"
@@ -300,6 +311,8 @@ def _run_to_end(session: "RunSession", console: Console) -> Run:
         detail = f"ended at once by a second signal; {command}"
         session.log.write_last_event("stopped", reason="Ctrl-C", detail=detail)
 
+    limit_s = max(THREAD_S, 2 * session.config.rollout.timeout_s)
+    begin_run(str(session.log.path.resolve()), command, limit_s)
     with stop_signals(f"; {command}", on_end):
         return _run_and_record(session, console)
 
@@ -307,7 +320,7 @@ def _run_to_end(session: "RunSession", console: Console) -> Run:
 def _run_and_record(session: "RunSession", console: Console) -> Run:
     """Run all segments. Then write the report, and save the policy unless the run failed."""
     log = session.log
-    folder = log.path
+    folder, place = log.path, Path.cwd()
     reason, detail = "failed", "the program has an error, which is printed below"
     try:
         with (
@@ -319,11 +332,12 @@ def _run_and_record(session: "RunSession", console: Console) -> Run:
         reason, detail = "finished", _why_finished(session.config, folder)
     except FAILURES as failures:
         error = first_error(failures)
+        moved = _return_to(place)
         with suppress(OSError):  # the disk may be the cause
             log.failed(traceback_text(error))
         if isinstance(error, NOT_FINITE) and session.machine:
             console.print(session.machine.save_failed_batch(folder), highlight=False)
-        detail = _failure(error, folder)
+        detail = moved or _failure(error, folder)
         raise RunFailed(detail) from error
     except ConfigError as error:
         detail = str(error)
@@ -336,6 +350,7 @@ def _run_and_record(session: "RunSession", console: Console) -> Run:
         console.print("[yellow]stopping[/]")
         raise
     finally:
+        _return_to(place)
         with ExitStack() as ending:  # the last is called first, and all are called whatever fails
             ending.callback(_record_end, session, console, reason, detail)
             ending.callback(_try, "the trainer ranks were not ended", session.end_ranks, console)

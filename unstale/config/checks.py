@@ -359,6 +359,8 @@ def check_type(name: str, value: Any, kind: Any) -> None:
     if type(value) is int and float in kinds:
         return check_size(name, value)
     expected = " or ".join(sorted(_WORDS.get(each, _with_article(each)) for each in kinds))
+    rules = getattr(kind, "__metadata__", ())
+    expected += next((rule.accepts for rule in rules if isinstance(rule, NameObject)), "")
     hint = ""
     if issubclass(kinds[0], Section) and isinstance(value, Mapping):
         hint = f". Write {kinds[0].__name__}(...), or give it as a table to a recipe"

@@ -13,6 +13,12 @@ from typing import Any, Self
 HERE = "__main__:"
 """The beginning of the name of an object that another process cannot import."""
 
+OR_SINK = (
+    ", or a function of the run that returns an unstale.Sink, an object with its methods write(), "
+    "text() and close(), or a list of these (docs/trackers.md)"
+)
+"""What the option `trackers` accepts in a program."""
+
 
 class Given(str):
     """The name of an object that a program gives, with the object as `value`."""
@@ -37,6 +43,8 @@ class NameObject:
 
     name: Callable[[Any], Any]
     """Returns the name, or the value itself if it is no such object."""
+    accepts: str = ""
+    """The objects in words, for the error message."""
 
     def convert(self, value: Any) -> Any:
         return value if isinstance(value, str) else self.name(value)
@@ -81,6 +89,22 @@ def name_tasks(value: Any) -> Any:
 
 def name_held_out_rows(value: Any) -> Any:
     return name_rows(value, f"{HERE}held_out_rows")
+
+
+def name_trackers(value: Any) -> Any:
+    """Return the names of trackers. Each is a name, a function that opens one, or a `Sink`."""
+    trackers = value if isinstance(value, list | tuple) else [value]
+    names = []
+    for each in trackers:
+        if isinstance(each, str):
+            names.append(each)
+        elif all(callable(getattr(each, method, None)) for method in ("write", "text", "close")):
+            names.append(f"{HERE}{type(each).__qualname__}")
+        elif callable(each):
+            names.append(str(name_function(each)))
+        else:
+            return value
+    return Given(",".join(names), trackers)
 
 
 def name_rows(value: Any, name: str) -> Any:

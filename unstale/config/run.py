@@ -10,6 +10,7 @@ from unstale.config.algorithm import AdvantageConfig, AuditConfig, CorrectionCon
 from unstale.config.chat_templates import read_template
 from unstale.config.checks import ConfigError, JsonObject, NonNegative, PositiveInt, Range, Section
 from unstale.config.cluster import ClusterConfig
+from unstale.config.given import OR_SINK, NameObject, name_trackers
 from unstale.config.hub import model_folder
 from unstale.config.objectives import ObjectiveConfig
 from unstale.config.routes import OldLogpsConfig
@@ -83,9 +84,9 @@ class RunConfig(Section):
     """Number of batches to train on."""
     minutes: NonNegative = 0.0
     """Stop after this many minutes if `steps` is not reached before; 0 sets no limit."""
-    trackers: str = ""
+    trackers: Annotated[str, NameObject(name_trackers, OR_SINK)] = ""
     """Experiment trackers that receive metrics and texts, such as `wandb,tensorboard`
-    (docs/trackers.md).
+    (docs/trackers.md). In Python also a `Sink`, a function that opens one, or a list.
     """
     prometheus_port: Annotated[int, Range(0, 65535)] = 0
     """Only for the tracker `prometheus`: port on this machine at which metrics are served; 0 takes

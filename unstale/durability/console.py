@@ -1,21 +1,60 @@
 """The console of all commands: no text of a model, an environment or a run controls a terminal."""
 
+import io
 import logging
+import os
 import sys
 import threading
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from types import TracebackType
-from typing import Any
+from typing import IO, Any, cast
 
 from rich import console
+from rich._null_file import NULL_FILE
 from rich.segment import Segment
 
 from unstale.durability.run_folder import show_controls
 
+_outputs: dict[bool, tuple[IO[str], Any]] = {}
+"""Standard output, and under True standard error, each with the open file that it is."""
+
+
+def keep_outputs() -> None:
+    """Let consoles write where they do now, also if code of others replaces `sys.stdout`.
+
+    An output that such code closes is replaced by the other one.
+    """
+    for is_error, file in enumerate((sys.stdout, sys.stderr)):
+        _outputs[bool(is_error)] = file, _opened(file)
+
+
+def _opened(file: IO[str]) -> tuple[int, int] | None:
+    """Return what identifies the open file. The number of a closed one may be that of another."""
+    try:
+        status = os.fstat(file.fileno())
+    except (OSError, ValueError, AttributeError):
+        return None
+    return status.st_dev, status.st_ino
+
 
 class Console(console.Console):
     """rich's console, which shows control characters in text as escapes. Its own still act."""
+
+    @property
+    def file(self) -> IO[str]:
+        if self._file or not _outputs:
+            return super().file
+        for is_error in (self.stderr, not self.stderr):
+            file, opened = _outputs[is_error]
+            if opened and _opened(file) == opened:
+                return file
+        return NULL_FILE
+
+    @file.setter
+    def file(self, file: IO[str]) -> None:
+        self._file = file
 
     def render(
         self, renderable: Any, options: console.ConsoleOptions | None = None
@@ -25,6 +64,36 @@ class Console(console.Console):
                 yield segment
             else:
                 yield Segment(show_controls(segment.text), segment.style)
+
+
+class _Escaped(io.TextIOBase):
+    """What code prints, with control characters as escapes."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+
+    def write(self, text: str) -> int:
+        return self._console.file.write(show_controls(text))
+
+    def flush(self) -> None:
+        self._console.file.flush()
+
+    def fileno(self) -> int:
+        return self._console.file.fileno()
+
+
+@contextmanager
+def escaped_prints() -> Iterator[None]:
+    """Return a context in which what code prints in a command has its control characters escaped.
+
+    `rich.live` does so on a terminal. A log file is also shown on one.
+    """
+    if not _outputs:
+        yield
+        return
+    printed, errors = _Escaped(Console()), _Escaped(Console(stderr=True))
+    with redirect_stdout(cast(IO[str], printed)), redirect_stderr(cast(IO[str], errors)):
+        yield
 
 
 def escape_logs() -> None:

@@ -3,6 +3,7 @@
 import fcntl
 import platform
 import subprocess
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from importlib.metadata import version
@@ -10,6 +11,9 @@ from pathlib import Path
 
 from unstale.config import ConfigError
 from unstale.weights.child_process import cores
+
+LOCK_S = 1.0
+"""Seconds in which another process may still release the lock of a folder."""
 
 
 def machine() -> str:
@@ -44,6 +48,18 @@ def commit() -> str:
     return git.stdout.strip()
 
 
+def _lock(file: int) -> None:
+    """Lock a file. The process of a killed command ends a moment after the command."""
+    until = time.monotonic() + LOCK_S
+    while True:
+        try:
+            return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > until:
+                raise
+            time.sleep(0.05)
+
+
 @contextmanager
 def lock_folder(folder: Path) -> Iterator[int]:
     """Lock a folder for this process and those that inherit the yielded file descriptor.
@@ -53,7 +69,7 @@ def lock_folder(folder: Path) -> Iterator[int]:
     with ExitStack() as until_unlocked:
         try:
             file = until_unlocked.enter_context((folder / ".lock").open("a"))
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _lock(file.fileno())
         except BlockingIOError:
             raise ConfigError(f"{folder} is in use by another running process") from None
         except OSError as error:

@@ -9,6 +9,7 @@ import inspect
 import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -29,6 +30,7 @@ from unstale.envs.guard import call_named
 from unstale.envs.registry import import_user_code
 from unstale.envs.rows import FILES, Row, file_type, list_rows, load_rows
 from unstale.envs.strict_json import require_characters
+from unstale.frames import show_line
 from unstale.records import Task
 
 Rewards = float | Mapping[str, float]
@@ -199,7 +201,7 @@ class RowEnv:
         for text in self._follow_ups:
             return Turn((Message("user", text),))
         rewards = await call_named(self.code_name, self._reward, reply.content, self._row)
-        return Turn((), done=True, rewards=read_rewards(rewards, f"{self.code_name}: "))
+        return Turn((), done=True, rewards=_read(rewards, self.code_name, self._reward))
 
 
 def _openings(rows: Sequence[Row], options: DatasetConfig) -> list[tuple[Message, ...]]:
@@ -312,10 +314,19 @@ def _joined(rewards: Sequence[RewardFunction]) -> RewardFunction:
         for name, each in zip(names, rewards, strict=True):
             code = f"the reward function {name}"
             given = await call_named(code, each, reply, row)
-            values[name] = sum(read_rewards(given, f"{code}: ").values())
+            values[name] = sum(_read(given, code, each).values())
         return values
 
     return joined
+
+
+def _read(rewards: Any, name: str, reward: RewardFunction) -> dict[str, float]:
+    """Return rewards by name. The error of a wrong value has the function's place."""
+    function: Any = inspect.unwrap(reward.func if isinstance(reward, partial) else reward)
+    code = getattr(function, "__code__", getattr(type(function).__call__, "__code__", None))
+    place = show_line(code.co_filename, code.co_firstlineno, "") if code else ""
+    place = place and f" ({place.partition(', in ')[0]})"
+    return read_rewards(rewards, f"{name}{place}: ")
 
 
 def make_dataset(options: DatasetConfig) -> DatasetTasks:

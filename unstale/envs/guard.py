@@ -8,11 +8,8 @@ long.
 import asyncio
 import ctypes
 import inspect
-import linecache
-import os
 import signal
 import sys
-import sysconfig
 import threading
 import time
 import traceback
@@ -20,14 +17,15 @@ from collections.abc import Awaitable, Callable, Generator, Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, fields
-from pathlib import Path
 from queue import SimpleQueue
 from reprlib import repr as short_repr
 from types import FrameType
 from typing import Any, Generic, NamedTuple, TypeGuard, TypeVar
 
 from unstale.envs import EnvError, Taskset, Turn, implements, task_identity
+from unstale.frames import INSTALLED, PACKAGE, PYTHON, one_line, show_frame, show_line, user_frame
 from unstale.records import Task
+from unstale.stop_signals import beat, end_process
 from unstale.threads import in_thread
 
 T = TypeVar("T")
@@ -50,18 +48,14 @@ MAX_CANCELS = 5
 """Number of cancellations that a task may ignore. Then it is abandoned."""
 MAX_HUNG = 64
 """Number of threads whose function does not return. Each keeps its memory, and may use a core."""
+MAX_RECURSION = 1_000_000
+"""Largest number of calls within each other. Endless ones would use up the memory of the machine.
+"""
 _LATER = "do slow work before the run, or in a method of an environment"
 _TICK_S = 0.5
 _MAX_TEXT = 300
 _PLAIN = (str, int, float, bool, bytes, type(None))
-_MAX_SOURCE = 120
 _MAX_CAUSES = 8
-_PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"
-_PYTHON = tuple({f"{sysconfig.get_path(name)}{os.sep}" for name in ("stdlib", "platstdlib")})
-_INSTALLED = (
-    *_PYTHON,
-    *(f"{sysconfig.get_path(name)}{os.sep}" for name in ("purelib", "platlib")),
-)
 
 
 class DescribedError(EnvError):
@@ -205,17 +199,9 @@ def has(env: Any, protocol: Callable[..., T], name: str) -> TypeGuard[T]:
         return implements(env, protocol)
 
 
-def _user_frame(frame: FrameType | None) -> FrameType | None:
-    """Return the innermost frame outside this package and installed libraries, if there is one."""
-    not_own = (_PACKAGE, *_INSTALLED, "<frozen ")
-    while frame and frame.f_code.co_filename.startswith(not_own):
-        frame = frame.f_back
-    return frame
-
-
 def _place(frame: FrameType | None) -> str:
     """Return file and line of the innermost frame outside installed libraries, or of any frame."""
-    place = _user_frame(frame) or frame
+    place = user_frame(frame) or frame
     if place is None:
         return ""
     return f" in {place.f_code.co_filename}, line {place.f_lineno} ({place.f_code.co_name})"
@@ -498,9 +484,9 @@ def describe(error: BaseException) -> str:
     'ValueError: two lines'
     """
     if isinstance(error, DescribedError):
-        return _one_line(str(error))[: 3 * _MAX_TEXT]
+        return one_line(str(error))[: 3 * _MAX_TEXT]
     text = error_text(error)
-    escaped = _one_line(text)
+    escaped = one_line(text)
     if len(escaped) > _MAX_TEXT or len(text) > 4 * _MAX_TEXT:
         escaped = f"{escaped[:_MAX_TEXT]}... ({len(text):,} characters)"
     return f"{type(error).__name__}: {escaped}{_user_line(error)}"
@@ -560,16 +546,14 @@ def finish_within(function: Callable[[], T], limit_s: float, name: str) -> T:
 
 
 class _Line(str):
-    """A line of user code at which another thread stands, as `_show_line` writes it."""
+    """A line of user code at which another thread stands, as `show_line` writes it."""
 
     __slots__ = ()
 
 
 def _standing_at(frame: FrameType | None) -> _Line:
     """Return the innermost line outside Python's and installed libraries. "" if there is none."""
-    if place := _user_frame(frame):
-        return _Line(_show_line(place.f_code.co_filename, place.f_lineno, place.f_code.co_name))
-    return _Line()
+    return _Line(show_frame(frame))
 
 
 def _user_line(error: BaseException) -> str:
@@ -589,30 +573,14 @@ def _user_line(error: BaseException) -> str:
         frames = [
             (frame.f_code, line)
             for frame, line in traceback.walk_tb(cause.__traceback__)
-            if not frame.f_code.co_filename.startswith((_PACKAGE, "<frozen "))
+            if not frame.f_code.co_filename.startswith((PACKAGE, "<frozen "))
         ]
-        for libraries in (_INSTALLED, _PYTHON):
+        for libraries in (INSTALLED, PYTHON):
             for code, line in reversed(frames):
                 if not code.co_filename.startswith(libraries):
-                    return f" ({_show_line(code.co_filename, line, code.co_name)})"
+                    return f" ({show_line(code.co_filename, line, code.co_name)})"
         cause = cause.__cause__ or cause.__context__
     return ""
-
-
-def _show_line(file: str, line: int, function: str) -> str:
-    """Return a line of a source file, with its place, as one line of limited length."""
-    with suppress(ValueError, OSError):
-        file = str(Path(file).relative_to(Path.cwd()))
-    source = _one_line(linecache.getline(file, line))
-    shown = f": {source[:_MAX_SOURCE]}" if source else ""
-    name = f"in {_one_line(function)[:_MAX_SOURCE]}"
-    return f"{_one_line(file)[-_MAX_SOURCE:]}, line {line}, {name}{shown}"
-
-
-def _one_line(text: str) -> str:
-    """Return the beginning of a text in one line, with escapes for what cannot be printed."""
-    shown = " ".join(text[: 4 * _MAX_TEXT].split())
-    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in shown)
 
 
 def _on_event_loop(name: str) -> AbstractContextManager[None]:
@@ -648,6 +616,7 @@ class Watchdog:
     def __exit__(self, *_: object) -> None:
         self._ended.set()
         self._thread.join()
+        beat(last=True)
         if self._is_main:
             signal.signal(signal.SIGURG, self._previous)
 
@@ -655,6 +624,9 @@ class Watchdog:
         seen: Running | None = None
         ticks = 0
         while not self._ended.wait(_TICK_S):
+            beat()
+            if sys.getrecursionlimit() > MAX_RECURSION:
+                sys.setrecursionlimit(MAX_RECURSION)
             current = OCCUPANCY.current
             if current is None or current is not seen:
                 seen = current
@@ -678,7 +650,7 @@ class Watchdog:
             signal.pthread_kill(self._watched, signal.SIGURG)
         elif not self._traced:
             self._on_stuck(f"{message}. It ignores interruptions, so the process ends")
-            os._exit(1)
+            end_process(1)
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
         """Raise the error in the user code that runs now, unless a debugger is attached."""

@@ -32,6 +32,11 @@ ms.
 
 PREPARE_S = 60.0
 """Seconds in which a task set must list the tasks that are checked before a run."""
+LOAD_S = 600.0
+"""Seconds in which a module of the user must be imported, or a task set made. Both may load
+data.
+"""
+_SLOW = "make it quicker, such as by storing on disk what it computes or downloads"
 
 
 def build_taskset(config: TaskConfig) -> Taskset:
@@ -43,7 +48,7 @@ def build_taskset(config: TaskConfig) -> Taskset:
         return make_with_library(config)
     problem = _problem(config)
     factory = import_user_code(config.env, problem)
-    with user_code(problem):
+    with user_code(problem), _limit(f"{config.env}()", LOAD_S):
         taskset: Taskset = factory()
     return taskset
 
@@ -77,7 +82,7 @@ def import_user_code(name: str, problem: str) -> Any:
     if isinstance(name, Given):
         return name.value
     module, _, attribute = name.partition(":")
-    with user_code(problem):
+    with user_code(problem), _limit(f"the import of {module}", LOAD_S):
         _import_from_current_folder(module.partition(".")[0])
         imported = import_module(module)
         if not hasattr(imported, attribute):
@@ -202,9 +207,9 @@ def _name(taskset: Taskset) -> str:
 
 
 @contextmanager
-def _limit(name: str) -> Iterator[None]:
+def _limit(name: str, limit_s: float | None = None) -> Iterator[None]:
     try:
-        with Watchdog(), time_limit(name, PREPARE_S):
+        with Watchdog(), time_limit(name, PREPARE_S if limit_s is None else limit_s, _SLOW):
             yield
     except EnvError as error:
         raise ConfigError(str(error)) from None

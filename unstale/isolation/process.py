@@ -4,14 +4,12 @@ import asyncio
 import fcntl
 import json
 import os
-import re
 import resource
 import select
 import signal
 import socket
 import subprocess
 import sys
-import sysconfig
 import tempfile
 from collections.abc import Callable
 from contextlib import suppress
@@ -21,6 +19,7 @@ from typing import Any, NamedTuple, Protocol
 
 from unstale.envs import EnvError
 from unstale.envs.guard import OCCUPANCY, THREAD_S
+from unstale.frames import lines_of_dump
 from unstale.isolation.wire import MAX_FRAME_BYTES, Row, read_line
 from unstale.records import Task
 from unstale.weights.child_process import Frames, frame
@@ -53,7 +52,6 @@ main(int(sys.argv[1]), options)
 """
 _WRONG = (ValueError, LookupError, TypeError, RecursionError, asyncio.InvalidStateError)
 """The kinds of errors that are raised when an invalid message is read."""
-_FRAME = re.compile(r'^  File "(.+)", line (\d+) in (.+)$', re.MULTILINE)
 
 
 class WorkerEnded(EnvError):
@@ -287,12 +285,8 @@ class Worker:
         size = self._output.seek(0, os.SEEK_END)
         self._output.seek(max(0, size - _READ_BYTES))
         text = self._output.read().decode(errors="replace")
-        _, _, crash = text.rpartition("(most recent call first):\n")
-        frames = _FRAME.findall(crash if crash != text else "")
-        library = sysconfig.get_path("stdlib")
-        for file, line, function in frames:
-            if not file.startswith((library, "<frozen")):
-                return f" at {function} ({Path(file).name}, line {line})"
+        if lines := lines_of_dump(text):
+            return f" in {lines[-1]}"
         lines = text.strip().splitlines()
         return f": {lines[-1]}" if lines else ""
 

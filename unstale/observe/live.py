@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from itertools import pairwise
 from typing import Any, Self
 
@@ -15,7 +16,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from unstale.config import RunConfig
-from unstale.durability.console import Console
+from unstale.durability.console import Console, escaped_prints
 from unstale.durability.run_folder import show_controls
 from unstale.observe.report.held_out import HeldOut, improved
 from unstale.observe.report.words import NONE, amount, duration, number, percent, waiting
@@ -79,6 +80,7 @@ class LiveDisplay:
         self._lock = threading.RLock()
         self._live: Live | None = None
         self._heart: threading.Thread | None = None
+        self._prints = ExitStack()
         self._spinner = Spinner("dots", style=GENERATION)
 
     def __enter__(self) -> Self:
@@ -92,6 +94,7 @@ class LiveDisplay:
             )
             self._live.start()
         else:
+            self._prints.enter_context(escaped_prints())
             self._heart = threading.Thread(target=self._beat, name="unstale-display")
             self._heart.start()
         return self
@@ -104,6 +107,7 @@ class LiveDisplay:
         if self._heart is not None:
             self._heart.join()
             self._heart = None
+        self._prints.close()
 
     def update(self, metrics: Mapping[str, Any]) -> None:
         """Show the metrics of a finished step. The names are those of `metrics.jsonl`."""

@@ -7,7 +7,8 @@ Each tracker is a file of this folder with
 
 The name of the file is the name of the tracker, and of the extra that installs the package. The
 entry point of another distribution, or `module:factory` in the option `trackers`, names a function
-`factory(run: TrackedRun) -> Sink`.
+`factory(run: TrackedRun) -> Sink`. In Python the option may also be that function, a `Sink`, or a
+list.
 """
 
 import math
@@ -24,6 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, Self
 
 from unstale.config import ConfigError, install, nearest
+from unstale.config.given import Given
 from unstale.config.plugins import Plugins, added_names, modules
 from unstale.envs.registry import import_user_code, user_code
 
@@ -160,7 +162,21 @@ def find_trackers(option: str) -> dict[str, Callable[[TrackedRun], Sink]]:
 
     Raises `ConfigError` for an unknown name, or a package that is not installed.
     """
-    return {name: _find(name) for name in re.split(r"[,\s]+", option) if name}
+    if not isinstance(option, Given):
+        return {name: _find(name) for name in re.split(r"[,\s]+", option) if name}
+    found: dict[str, Callable[[TrackedRun], Sink]] = {}
+    for each in option.value:
+        if isinstance(each, str):
+            found |= find_trackers(each)
+        else:
+            is_class = isinstance(each, type) or not hasattr(each, "write")
+            name = getattr(each, "__qualname__", type(each).__qualname__)
+            found[f"{name} ({len(found) + 1})"] = each if is_class else partial(_given, each)
+    return found
+
+
+def _given(sink: Sink, run: TrackedRun) -> Sink:
+    return sink
 
 
 def _find(name: str) -> Callable[[TrackedRun], Sink]:

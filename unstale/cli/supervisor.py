@@ -1,0 +1,226 @@
+"""The process that supervises a command, and ends it if nothing else can.
+
+The command runs in a child process. While code of others holds Python's global lock there, such as
+a regular expression that backtracks without end, Python runs no signal handler and no time limit.
+Code of others may also end the process without a word. No such code runs in the supervisor.
+"""
+
+import ctypes
+import faulthandler
+import json
+import os
+import signal
+import sys
+import tempfile
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import IO
+
+from unstale.cli.failures import print_failure
+from unstale.durability.run_folder import EVENTS, RunFolder, RunLog
+from unstale.frames import lines_of_dump
+from unstale.stop_signals import REPEAT_S, SHOW_CURSOR, connect
+
+SUPERVISED = ("align", "eval", "serve", "train")
+"""The commands that run code of others."""
+GRACE_S = 3.0
+"""Seconds in which a process must end by itself after a second signal."""
+SILENT_S = 15.0
+"""Seconds without a sign of life after which the code that runs is named."""
+LIMIT_S = 60.0
+"""Seconds without a sign of life after which the process is ended, unless its run says more. A
+healthy process is silent for a second at most.
+"""
+TICK_S = 1.0
+_DUMP_S = 0.5
+"""Seconds in which the process must write its lines of code."""
+_MAX_DUMP = 1 << 18
+_MAX_LINES = 3
+_DUMP = signal.SIGRTMAX - 2
+"""The signal on which the process writes its lines of code. Nothing else uses it."""
+_AWAITED = (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD)
+_PDEATHSIG = 1
+_LOCKED = (
+    "Nothing else in the run moves, because it holds Python's global lock, as a regular expression "
+    "does that backtracks without end"
+)
+
+
+def supervise() -> int | None:
+    """Fork. Return None in the child, and in this process the child's exit code, at its end.
+
+    Call this before threads are started. Nothing happens, and None is returned, while a debugger is
+    attached and on other systems than Linux.
+    """
+    if sys.platform != "linux" or sys.gettrace():
+        return None
+    sys.stdout.flush()
+    sys.stderr.flush()
+    parent = os.getpid()
+    dump = tempfile.TemporaryFile("a+b", buffering=0)  # noqa: SIM115 - the child writes to it
+    pipe, inner = os.pipe()
+    unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, _AWAITED)
+    child = os.fork()
+    if child:
+        os.close(inner)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda *_: None)  # a signal that is ignored cannot be awaited
+        return _Supervisor(child, pipe, dump).wait()
+    os.close(pipe)
+    ctypes.CDLL(None).prctl(_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+    faulthandler.enable(dump)
+    faulthandler.register(_DUMP, dump)
+    signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
+    connect(inner)
+    return None
+
+
+class _Supervisor:
+    """The supervisor's side: signals and messages come in, and the process may be ended."""
+
+    def __init__(self, child: int, pipe: int, dump: IO[bytes]) -> None:
+        self._child = child
+        self._pipe = pipe
+        self._dump = dump
+        os.set_blocking(pipe, False)
+        self._unread = b""
+        self._facts: dict[str, str | int | float] = {}
+        """What the process has said, by the kind of the message."""
+        self._verdict: tuple[str, str, int] | None = None
+        """Why this process has ended the other: the reason of the event, a text, the exit code."""
+        self._num_signals = 0
+        self._last_signal = -REPEAT_S
+        self._deadline = float("inf")
+        self._is_watching = False
+        self._silent_s = 0.0
+
+    def wait(self) -> int:
+        """Pass signals on and read messages until the process ends. Return its exit code."""
+        since = time.monotonic()
+        while True:
+            info = signal.sigtimedwait(_AWAITED, TICK_S)
+            if info and info.si_signo != signal.SIGCHLD:
+                self._receive(info)
+            self._read()
+            ended, status = os.waitpid(self._child, os.WNOHANG)
+            if ended:
+                self._read()
+                return self._conclude(os.waitstatus_to_exitcode(status))
+            now = time.monotonic()
+            if self._is_watching and not self._is_stopped():
+                self._silent_s += min(now - since, TICK_S)  # this process may have been stopped
+            since = now
+            if self._verdict is None:
+                self._check()
+
+    def _receive(self, info: signal.struct_siginfo) -> None:
+        """Count a signal. Pass it on unless it is of the terminal, which sends it to both."""
+        if info.si_code <= 0:
+            os.kill(self._child, info.si_signo)
+        now = time.monotonic()
+        if now - self._last_signal < REPEAT_S:
+            return
+        self._last_signal = now
+        self._num_signals += 1
+        if self._num_signals > 1:
+            self._deadline = now + (GRACE_S if self._num_signals == 2 else 0)
+
+    def _read(self) -> None:
+        with suppress(BlockingIOError):
+            while data := os.read(self._pipe, 1 << 16):
+                self._silent_s = 0.0
+                *lines, self._unread = (self._unread + data).split(b"\n")
+                for line in lines:
+                    self._facts.update(json.loads(line or b"{}"))
+                    rests = self._facts.pop("rests", False)
+                    self._is_watching = not line or (self._is_watching and not rests)
+
+    def _is_stopped(self) -> bool:
+        """Return True while a signal, such as that of Ctrl-Z, has stopped the process."""
+        with suppress(OSError):
+            state = Path(f"/proc/{self._child}/stat").read_bytes().rpartition(b") ")[2][:1]
+            return state in (b"T", b"t")
+        return False
+
+    def _check(self) -> None:
+        limit_s = float(self._facts.get("limit_s", LIMIT_S))
+        if time.monotonic() >= self._deadline:
+            text = "ended at once by a second signal, to which it did not react"
+            self._end("Ctrl-C", f"{text}{self._standing()}", 128 + signal.SIGINT)
+        elif self._silent_s >= limit_s:
+            text = f"code blocked the process for {self._silent_s:.0f} s{self._standing()}. "
+            self._end("failed", f"{text}{_LOCKED}", 1)
+        elif SILENT_S <= self._silent_s < SILENT_S + TICK_S and limit_s > SILENT_S + TICK_S:
+            text = f"code has blocked the process for {self._silent_s:.0f} s{self._standing()}. "
+            print_failure("warning", f"{text}{_LOCKED}. It is ended after {limit_s:.0f} s")
+
+    def _end(self, reason: str, text: str, code: int) -> None:
+        self._verdict = reason, text, code
+        os.kill(self._child, signal.SIGKILL)
+
+    def _standing(self) -> str:
+        """Return the lines of user code at which the threads of the process stand."""
+        self._dump.truncate(0)
+        os.kill(self._child, _DUMP)
+        time.sleep(_DUMP_S)
+        return self._lines()
+
+    def _lines(self) -> str:
+        self._dump.seek(0)
+        lines = lines_of_dump(self._dump.read(_MAX_DUMP).decode(errors="replace"))
+        return f": {'; '.join(lines[:_MAX_LINES])}" if lines else ""
+
+    def _conclude(self, code: int) -> int:
+        """Return the exit code of this process. Print and write why the other ended, if unknown."""
+        if self._verdict is None and "ended" in self._facts:
+            return int(self._facts["ended"])
+        if self._verdict is None and self._num_signals and -code in _AWAITED:
+            return 128 - code
+        reason, text, shown = self._verdict or ("failed", self._cause(code), 128 - code)
+        if code >= 0:
+            shown = code or 1
+        if os.isatty(2):
+            os.write(2, SHOW_CURSOR.encode())
+        run = str(self._facts.get("run", ""))
+        text += f"; {self._facts['note']}" if run else ""
+        print_failure("the run failed" if run and reason == "failed" else "unstale", text)
+        if run:
+            with suppress(OSError):
+                _write_end(Path(run), reason, text)
+        return shown
+
+    def _cause(self, code: int) -> str:
+        """Return in words how a process ended that did not say so."""
+        if code >= 0:
+            how = f"ended with exit code {code} before the command had finished"
+        else:
+            how = f"was ended by signal {-code} ({_signal_name(-code)})"
+        if left := self._facts.get("left"):
+            return f"the process {how}: {left}"
+        if code == -signal.SIGKILL:
+            how += ", perhaps because memory was used up: `dmesg` says so"
+        elif code >= 0:
+            how += ", perhaps by code of the task"
+        return f"the process {how}{self._lines() if code < 0 else ''}"
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return "unknown"
+
+
+def _write_end(folder: Path, reason: str, text: str) -> None:
+    """Write into a run folder why the run ended, unless it has said so itself."""
+    events = list(RunFolder(folder).rows(EVENTS))
+    if events and events[-1].get("kind") == "stopped":
+        return
+    log = RunLog(folder)
+    if reason == "failed":
+        log.failed(text)
+    last = max((float(row.get("time", 0.0)) for row in events), default=0.0)
+    log.write_last_event("stopped", reason=reason, detail=text, time=last)

@@ -1,0 +1,62 @@
+"""Lines of user code: those of neither this package nor an installed library."""
+
+import linecache
+import os
+import re
+import sysconfig
+from contextlib import suppress
+from pathlib import Path
+from types import FrameType
+
+PACKAGE = f"{Path(__file__).parent}{os.sep}"
+PYTHON = tuple({f"{sysconfig.get_path(name)}{os.sep}" for name in ("stdlib", "platstdlib")})
+INSTALLED = (
+    *PYTHON,
+    *(f"{sysconfig.get_path(name)}{os.sep}" for name in ("purelib", "platlib")),
+)
+_NOT_USER = (PACKAGE, *INSTALLED, "<frozen ")
+_MAX_SOURCE = 120
+_MAX_TEXT = 1200
+_DUMPED = re.compile(r'^  File "(.+)", line (\d+) in (.+)$', re.MULTILINE)
+
+
+def user_frame(frame: FrameType | None) -> FrameType | None:
+    """Return the innermost frame outside this package and installed libraries, if there is one."""
+    while frame and frame.f_code.co_filename.startswith(_NOT_USER):
+        frame = frame.f_back
+    return frame
+
+
+def show_frame(frame: FrameType | None) -> str:
+    """Return the innermost line of user code. "" if there is none."""
+    place = user_frame(frame)
+    return (
+        show_line(place.f_code.co_filename, place.f_lineno, place.f_code.co_name) if place else ""
+    )
+
+
+def show_line(file: str, line: int, function: str) -> str:
+    """Return a line of a source file, with its place, as one line of limited length."""
+    with suppress(ValueError, OSError):
+        file = str(Path(file).relative_to(Path.cwd()))
+    source = one_line(linecache.getline(file, line))
+    shown = f": {source[:_MAX_SOURCE]}" if source else ""
+    name = f"in {one_line(function)[:_MAX_SOURCE]}"
+    return f"{one_line(file)[-_MAX_SOURCE:]}, line {line}, {name}{shown}"
+
+
+def one_line(text: str) -> str:
+    """Return the beginning of a text in one line, with escapes for what cannot be printed."""
+    shown = " ".join(text[:_MAX_TEXT].split())
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in shown)
+
+
+def lines_of_dump(dump: str) -> list[str]:
+    """Return the innermost line of user code in each thread, from what `faulthandler` wrote."""
+    lines = []
+    for thread in dump.split("(most recent call first):\n")[1:]:
+        for file, line, function in _DUMPED.findall(thread):
+            if not file.startswith(_NOT_USER):
+                lines.append(show_line(file, int(line), function))
+                break
+    return list(dict.fromkeys(lines))
