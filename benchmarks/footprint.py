@@ -93,25 +93,33 @@ def measure(tree: Path, model: Path, weights: int, dtype: str) -> Measured:
         newest = max((run / "checkpoints").iterdir())
         return Measured(
             weights=weights,
-            trainer=peaks.pop(process.pid),
-            engine=max(peaks.values()),
+            trainer=peaks[0],
+            engine=max(peaks[1:]),
             checkpoint=sum(path.stat().st_size for path in newest.rglob("*") if path.is_file()),
             journal=(run / "journal.sqlite").stat().st_size,
         )
 
 
-def watch(process: "subprocess.Popen[bytes]") -> dict[int, int]:
-    """Return the peak of resident memory of a process and of each of its children, by number."""
+def watch(supervisor: "subprocess.Popen[bytes]") -> list[int]:
+    """Return the peaks of resident memory of a run: of its trainer first, then of its engines.
+
+    The trainer's process is the child of the command's process, which only supervises it.
+    """
     peaks: dict[int, int] = {}
-    while process.poll() is None:
-        children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    while supervisor.poll() is None:
         with suppress(OSError, ValueError, StopIteration):
-            for number in [process.pid, *map(int, children.read_text().split())]:
+            (trainer,) = children(supervisor.pid)
+            for number in [trainer, *children(trainer)]:
                 lines = Path(f"/proc/{number}/status").read_text().splitlines()
                 peak = next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
                 peaks[number] = 1024 * peak
         time.sleep(_POLL_S)
-    return peaks
+    return list(peaks.values())
+
+
+def children(process: int) -> list[int]:
+    """Return the processes that a process has started."""
+    return list(map(int, Path(f"/proc/{process}/task/{process}/children").read_text().split()))
 
 
 def table(found: dict[str, Measured], smallest: str) -> list[str]:
